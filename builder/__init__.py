@@ -1,0 +1,1 @@
+"""Turns a Hugging Face checkpoint into an engine directory."""

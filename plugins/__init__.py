@@ -1,0 +1,1 @@
+"""Operations inside engines: the two attention operations and their reference implementations."""

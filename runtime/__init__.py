@@ -1,0 +1,1 @@
+"""Does what step plans say, and serves."""

@@ -1,0 +1,1 @@
+"""Decides what every step computes and which chunks move. Standard library only."""

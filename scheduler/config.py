@@ -1,0 +1,83 @@
+"""Frozen settings that check themselves. Names are those of the command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .types import SettingError
+
+EVICTION_POLICIES = ("retention", "lru", "fifo", "lru-conversation", "fifo-conversation")
+BATCHING_MODES = ("unified", "separate")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Sizes in chunks and tokens.
+
+    gpu_kv_chunks, host_kv_chunks   slots of each tier (0 host slots: GPU cache only)
+    max_model_len                   most tokens of a context, reply included
+    max_num_seqs                    seats
+    max_num_batched_tokens          token budget of a step
+    max_queue                       requests that may wait; one more is refused with 429
+    swap_out_below                  chunks are copied out ahead of time while fewer GPU slots are free or reclaimable
+    generation_reserve              new requests join while more GPU slots than this are free or reclaimable
+    reuse                           False: every request computes its whole context (for comparison)
+    seed                            what else changes KV: digest of the weights, dtype, rotary parameters, ...
+    """
+
+    gpu_kv_chunks: int
+    host_kv_chunks: int
+    max_model_len: int
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 1024
+    chunk_tokens: int = 32
+    max_queue: int = 1024
+    eviction: str = "retention"
+    swap_out_below: float = 0.25
+    generation_reserve: float = 0.10
+    batching: str = "unified"
+    reuse: bool = True
+    seed: bytes = b""
+
+    def __post_init__(self) -> None:
+        def need(ok: bool, name: str, message: str) -> None:
+            if not ok:
+                raise SettingError(f"--{name.replace('_', '-')}", message)
+
+        for name in ("gpu_kv_chunks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "chunk_tokens"):
+            need(getattr(self, name) >= 1, name, f"must be at least 1, not {getattr(self, name)}")
+        need(self.host_kv_chunks >= 0, "host_kv_chunks", f"must not be negative, not {self.host_kv_chunks}")
+        need(self.max_queue >= 1, "max_queue", f"must be at least 1, not {self.max_queue}")
+        for name in ("swap_out_below", "generation_reserve"):
+            need(0.0 <= getattr(self, name) <= 1.0, name, f"must be between 0 and 1, not {getattr(self, name)}")
+        for name, allowed in (("eviction", EVICTION_POLICIES), ("batching", BATCHING_MODES)):
+            need(
+                getattr(self, name) in allowed,
+                name,
+                f"must be one of {', '.join(allowed)}, not {getattr(self, name)!r}",
+            )
+        need(
+            self.max_num_batched_tokens >= self.max_num_seqs,
+            "max_num_batched_tokens",
+            f"must be at least --max-num-seqs ({self.max_num_seqs}), not {self.max_num_batched_tokens}",
+        )
+        largest = self.largest_context
+        need(
+            self.max_model_len <= largest,
+            "max_model_len",
+            f"a context of {self.max_model_len} tokens needs {self.chunks(self.max_model_len) + self.reserved_chunks} "
+            f"GPU chunks with the reserve; --gpu-kv-chunks is {self.gpu_kv_chunks}, enough for {largest} tokens",
+        )
+
+    def chunks(self, tokens: int) -> int:
+        """Chunks that hold so many tokens."""
+        return -(-tokens // self.chunk_tokens)
+
+    @property
+    def reserved_chunks(self) -> int:
+        return int(self.generation_reserve * self.gpu_kv_chunks)
+
+    @property
+    def largest_context(self) -> int:
+        """The longest context the GPU pool holds beyond the reserve, tokens."""
+        return (self.gpu_kv_chunks - self.reserved_chunks) * self.chunk_tokens

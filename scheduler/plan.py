@@ -1,0 +1,128 @@
+"""StepPlan and StepResult: the only words between the scheduler, which decides, and the executor, which does.
+
+Frozen plain data (it pickles small and is what rank 0 sends to the others). A plan carries changes only: a seat's
+block-table row is sent once and then extended.
+
+**Lanes and tickets.** Work runs on three lanes, each in its own order: COMPUTE (steps), IN (host to GPU copies) and
+OUT (GPU to host copies). Every piece of work has a ticket, counted from 1 on its lane; a step's ticket is its number.
+`after` names, lane by lane, the last ticket that must be complete *on the device* before the work may begin; 0 means
+none. It proves that no slot is read before it is written, or written while somebody still reads it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+from .types import RowId, Sampling
+
+
+class Lane(IntEnum):
+    COMPUTE = 0
+    IN = 1
+    OUT = 2
+
+
+class Tickets(NamedTuple):
+    """A ticket for each lane, in the order of `Lane`."""
+
+    compute: int = 0
+    swap_in: int = 0
+    swap_out: int = 0
+
+
+NO_TICKETS = Tickets()
+
+
+class Join(NamedTuple):
+    """A request takes a seat: its sampler state starts here."""
+
+    seat: int
+    row: RowId
+    sampling: Sampling
+
+
+class BlockUpdate(NamedTuple):
+    """GPU slots for the chunks `first`, `first + 1`, ... of the request in `seat`."""
+
+    seat: int
+    first: int
+    slots: tuple[int, ...]
+
+
+class Span(NamedTuple):
+    """Positions [start, end) of the request in `seat`, to be computed from known token ids.
+
+    Positions below `write_from` belong to a keyed chunk and are not written (the last token of a full hit).
+    `samples`: the span's last position yields the request's next token.
+    """
+
+    seat: int
+    start: int
+    end: int
+    write_from: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CopyBatch:
+    """Whole chunks to copy on one lane: `sources[i]` to `targets[i]` (GPU and HOST slots as the lane says).
+
+    A gated batch is waited for by this plan's step, layer group by layer group; at most one batch of a plan is gated.
+    """
+
+    lane: Lane
+    ticket: int
+    sources: array[int]
+    targets: array[int]
+    after: Tickets
+    gated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One iteration over one batch.
+
+    copies      in the order in which they are to be issued, before the step is launched
+    after       what the step itself waits for, beside its gates
+    joins, blocks
+                applied to the seats before anything else
+    generate    seats that compute one token, their last sample, at `positions` (as many)
+    spans       pieces of known tokens, ascending within a seat; `token_ids` holds their ids one after the other
+    samples     who gets a token, in this order: all of `generate`, then the spans that sample
+
+    The batch's token order is: `generate`, then `spans`. A plan without both launches nothing.
+    """
+
+    step: int
+    copies: tuple[CopyBatch, ...]
+    after: Tickets
+    joins: tuple[Join, ...]
+    blocks: tuple[BlockUpdate, ...]
+    generate: tuple[int, ...]
+    positions: tuple[int, ...]
+    spans: tuple[Span, ...]
+    token_ids: array[int]
+    samples: tuple[RowId, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Token count of the batch."""
+        return len(self.generate) + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step brought: `tokens[i]` is the sample of `samples[i]`.
+
+    completed   the last ticket known to be complete on each lane, over all ranks the smallest
+    failed      disk slots whose record did not check: their chunks are dropped everywhere
+    """
+
+    step: int
+    samples: tuple[RowId, ...]
+    tokens: tuple[int, ...]
+    completed: Tickets = NO_TICKETS
+    failed: tuple[int, ...] = ()
