@@ -65,7 +65,7 @@ class StepMessage:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The loop serves. `stop_ids` are the model's end-of-sequence tokens, `tokenizer` the engine's tokenizer directory."""
+    """The loop serves. `stop_ids`: end-of-sequence tokens; `tokenizer`: the engine's tokenizer directory."""
 
     model: str
     max_model_len: int
