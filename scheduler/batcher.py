@@ -1,0 +1,323 @@
+"""Composes steps: who generates, which spans are computed, who joins, who is suspended (DESIGN section 4, batch)."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import insort
+from collections import deque
+
+from .chunks import NO_SLOT, Chunk, ChunkStore
+from .config import SchedulerConfig
+from .conversations import Conversations
+from .copies import StepCopies
+from .cost import CostProfile
+from .plan import BlockUpdate, Join, Span, StepPlan
+from .planner import Finding, Planner
+from .room import RoomMaker
+from .rows import Row, Turn, token_slice
+from .types import RowId
+
+LINK_PIECE_S = 2e-3  # the least link time that swap-ins may use in one step
+
+
+class Batch:
+    """One plan in the making."""
+
+    def __init__(self, step: int, applied: int, now: float, copies: StepCopies, room: RoomMaker, budget: int):
+        self.step, self.applied, self.now = step, applied, now
+        self.copies, self.room = copies, room
+        self.budget = budget
+        self.joins: list[Join] = []
+        self.blocks: list[BlockUpdate] = []
+        self.generate: list[int] = []
+        self.positions: list[int] = []
+        self.spans: list[Span] = []
+        self.span_rows: list[Row] = []
+        self.token_ids: array[int] = array("i")
+        self.samples: list[RowId] = []
+        self.short = 0  # GPU slots that running rows asked for in vain
+        self.wanted = 0  # GPU slots that the request at the queue's head asked for in vain
+
+    @property
+    def tokens(self) -> int:
+        return len(self.generate) + len(self.token_ids)
+
+    def freeze(self) -> StepPlan:
+        return StepPlan(
+            step=self.step,
+            copies=self.copies.batches(),
+            after=self.copies.after,
+            joins=tuple(self.joins),
+            blocks=tuple(self.blocks),
+            generate=tuple(self.generate),
+            positions=tuple(self.positions),
+            spans=tuple(self.spans),
+            token_ids=self.token_ids,
+            samples=tuple(self.samples),
+        )
+
+
+class Batcher:
+    """Rows in seats, by arrival; rows off the batch whose history is still loading; the requests that wait."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cost: CostProfile,
+        store: ChunkStore,
+        conversations: Conversations,
+        planner: Planner,
+    ):
+        self.config, self.cost = config, cost
+        self.store, self.conversations, self.planner = store, conversations, planner
+        self.waiting: list[Turn] = []
+        self.loading: list[Row] = []
+        self.rows: list[Row] = []
+        self.by_id: dict[RowId, Row] = {}
+        self.free_seats = deque(range(config.max_num_seqs))
+        self.suspensions = 0
+        self._epochs = 0
+
+    # -- generation
+
+    def plan_generation(self, batch: Batch) -> None:
+        """One token for every row that is past its prompt, oldest first; slots as they are needed."""
+        step, generate, positions, samples = batch.step, batch.generate, batch.positions, batch.samples
+        for row in tuple(self.rows):
+            position = row.position
+            if row.spans or row.leaving or position > row.turn.last_position:
+                continue
+            if position == row.room and not self._extend(row, batch):
+                continue
+            generate.append(row.seat)
+            positions.append(position)
+            samples.append(row.id)
+            row.position = position + 1
+            row.launched = step
+        batch.budget -= len(generate)
+
+    def _extend(self, row: Row, batch: Batch) -> bool:
+        """One more chunk for the row, or False: then somebody is suspended, perhaps the row itself."""
+        if not self.store.obtainable:
+            self._suspend_for(batch)
+            if row.leaving or not self.store.obtainable:
+                return False
+        batch.room.gpu_slots(1)
+        chunk = self.store.new(row.room + self.config.chunk_tokens, batch.now)
+        batch.copies.step_writes(chunk.gpu)
+        batch.blocks.append(BlockUpdate(row.seat, len(row.chunks), (chunk.gpu,)))
+        row.chunks.append(chunk)
+        row.room = chunk.end
+        return True
+
+    def _suspend_for(self, batch: Batch) -> None:
+        """One shortage suspends one row: slots on their way free count. The latest arrival goes first."""
+        batch.short += 1
+        if batch.short <= self.coming_free():
+            return
+        staying = [row for row in self.rows if not row.leaving]
+        youngest = max(self.loading + staying, key=lambda row: row.arrival)
+        if youngest in self.loading:
+            self.loading.remove(youngest)
+            self._requeue(youngest, batch.now)
+        elif len(staying) > 1:
+            youngest.leaving = True
+            self.suspensions += 1
+            self.release_suspended(batch.applied, batch.now)
+        # else the others are leaving already, or wait for their reply's length to be confirmed
+
+    def coming_free(self) -> int:
+        return sum(chunk.users == 1 for row in self.rows if row.leaving for chunk in row.chunks)
+
+    def release_suspended(self, applied: int, now: float) -> None:
+        """Suspended rows whose every launched step is applied give their seats and chunks back and queue again."""
+        for row in [row for row in self.rows if row.leaving and row.launched <= applied]:
+            self.leave_seat(row)
+            self._requeue(row, now)
+
+    def _requeue(self, row: Row, now: float) -> None:
+        turn = row.turn
+        turn.tail = self._keep_tail(row)
+        self.let_go(row, turn.tail, now)
+        insort(self.waiting, turn, key=lambda turn: turn.arrival)
+
+    def _keep_tail(self, row: Row) -> Chunk | None:
+        """The partly filled chunk that the row would append to when it comes back."""
+        if not self.config.reuse:
+            return None
+        size = self.config.chunk_tokens
+        if not row.spans and not row.loads:
+            index, valid = divmod(len(row.turn.tokens) - 1, size)
+            if index < len(row.chunks) and row.chunks[index].key is None:
+                row.chunks[index].tokens = valid
+        return next((c for c in row.chunks if c.key is None and 0 < c.tokens < size), None)
+
+    # -- known tokens
+
+    def plan_spans(self, batch: Batch) -> None:
+        """Pieces of prompts (and of dropped history), oldest row first, while the token budget lasts."""
+        for row in self.rows:
+            if batch.budget <= 0:
+                return
+            if row.spans and not row.leaving:
+                self._take_spans(row, batch)
+
+    def _take_spans(self, row: Row, batch: Batch) -> None:
+        row.launched = batch.step
+        while row.spans and batch.budget > 0:
+            span = row.spans.popleft()._replace(seat=row.seat)
+            if span.end - span.start > batch.budget:
+                cut = span.start + batch.budget
+                row.spans.appendleft(span._replace(start=cut, write_from=max(cut, span.write_from)))
+                span = span._replace(end=cut, samples=False)
+            batch.budget -= span.end - span.start
+            batch.spans.append(span)
+            batch.span_rows.append(row)
+            batch.token_ids += token_slice(row.turn.tokens, span)
+            if span.samples:
+                batch.samples.append(row.id)
+
+    # -- joining
+
+    def admit(self, batch: Batch) -> None:
+        """Rows whose history has nearly arrived take their seats, then requests join, first come first served.
+
+        Swap-ins that this step waits for stay under the time it takes anyway; more is loaded ahead of the seat.
+        """
+        link = self.link_chunks(batch)
+        for row in list(self.loading):
+            link = self._load(row, batch, link)
+        for turn in list(self.waiting):
+            if batch.budget <= 0 or len(self.rows) + len(self.loading) >= self.config.max_num_seqs:
+                return
+            if turn.waiting_for is not None and self.planner.must_wait(turn.waiting_for):
+                if self._resumes(turn):
+                    return
+                continue
+            finding = self.planner.look_up(turn, self.conversations.of(turn.request))
+            if not isinstance(finding, Finding):
+                turn.waiting_for = finding
+                if self._resumes(turn):
+                    return
+                continue
+            if not self._fits(finding, batch):
+                return
+            self.waiting.remove(turn)
+            link = self._load(self._reserve(turn, finding, batch), batch, link)
+
+    def link_chunks(self, batch: Batch) -> int:
+        """Chunks that the link copies one way while the step runs."""
+        return max(1, int(max(self.cost.step(batch.tokens), LINK_PIECE_S) / self.cost.load()))
+
+    def _resumes(self, turn: Turn) -> bool:
+        """While a suspended request waits, no later arrival joins."""
+        return len(turn.tokens) > len(turn.request.prompt)
+
+    def _fits(self, finding: Finding, batch: Batch) -> bool:
+        """All the room it needs beyond the reserve, or nothing. An empty batch ignores the reserve."""
+        store, needed = self.store, finding.new_slots
+        if not self.rows and not self.loading:
+            if store.obtainable - finding.idle_safe - finding.idle_only >= needed:
+                return True
+        elif store.available + self.coming_free() - finding.idle_safe - needed >= self.config.reserved_chunks:
+            return store.available - finding.idle_safe >= needed
+        batch.wanted = needed + finding.idle_safe + self.config.reserved_chunks
+        return False
+
+    def _reserve(self, turn: Turn, finding: Finding, batch: Batch) -> Row:
+        """Holds every hit, then takes a slot for every chunk that is loaded or computed."""
+        store, tail = self.store, finding.tail
+        for chunk in finding.chunks:
+            if chunk is not None:
+                store.pin(chunk)
+        batch.room.gpu_slots(finding.new_slots)
+        for chunk in finding.loads:
+            chunk.gpu, chunk.loading = store.gpu.take(), True
+            store.file(chunk)
+        size = self.config.chunk_tokens
+        chunks = [
+            chunk if chunk is not None else store.new((index + 1) * size, batch.now)
+            for index, chunk in enumerate(finding.chunks)
+        ]
+        self._epochs += 1
+        row = Row(turn, self._epochs, chunks, finding.spans, finding.loads)
+        if tail is not None:
+            tail.tokens = finding.tail_tokens
+            self._take_tail(turn, tail)
+        turn.tail, turn.waiting_for = None, None
+        if turn.usage is None:
+            turn.usage = finding.usage
+        if self.config.reuse:
+            keyed = zip(turn.keys, finding.chunks, strict=False)
+            row.pending = {key: None for key, hit in keyed if hit is None or hit is tail}
+            self.planner.pending.update(dict.fromkeys(row.pending, row.id.epoch))
+        self.loading.append(row)
+        return row
+
+    def _take_tail(self, turn: Turn, tail: Chunk) -> None:
+        """The tail is the row's now: it is about to be appended to, so its copy on HOST ends."""
+        if tail is not turn.tail:
+            conversation = self.conversations.of(turn.request)
+            assert conversation is not None and conversation.tail is tail
+            conversation.tail = None
+        if tail.host != NO_SLOT and not tail.loading:
+            self.store.release_host(tail)
+
+    def _load(self, row: Row, batch: Batch, link: int) -> int:
+        """Issues the row's swap-ins within `link` chunks; seats it if they suffice. Returns what is left of `link`.
+
+        Nobody is held up in a batch that is empty but for this row: all its chunks load at once.
+        """
+        gated = len(row.loads) <= link or not (self.rows or batch.tokens)
+        lane = batch.copies.gated if gated else batch.copies.early
+        for _ in range(len(row.loads) if gated else link):
+            chunk = row.loads.popleft()
+            lane.add(chunk.host, chunk.gpu)
+            chunk.loading = False
+            if chunk.key is None:
+                self.store.release_host_late(chunk)
+            self.store.file(chunk)
+            link -= 1
+        if gated and batch.budget > 0:
+            self._seat(row, batch)
+        return max(0, link)
+
+    def _seat(self, row: Row, batch: Batch) -> None:
+        self.loading.remove(row)
+        row.seat = self.free_seats.popleft()
+        insort(self.rows, row, key=lambda row: row.arrival)
+        self.by_id[row.id] = row
+        for chunk in row.chunks:
+            batch.copies.step_reads(chunk.gpu)
+            if chunk.key is None:
+                batch.copies.step_writes(chunk.gpu)
+        batch.joins.append(Join(row.seat, row.id, row.turn.request.sampling))
+        batch.blocks.append(BlockUpdate(row.seat, 0, tuple(chunk.gpu for chunk in row.chunks)))
+        self._take_spans(row, batch)
+
+    # -- leaving
+
+    def leave_seat(self, row: Row) -> None:
+        self.rows.remove(row)
+        del self.by_id[row.id]
+        self.free_seats.append(row.seat)
+        row.seat = -1
+
+    def let_go(self, row: Row, tail: Chunk | None, now: float) -> None:
+        """The row's chunks are free to move. Keyed ones and `tail` stay as cache, other private ones are dropped.
+
+        Its launched steps may still use the slots; whoever takes them waits for that on the device.
+        """
+        for chunk in row.loads:
+            chunk.loading = False
+            self.store.gpu.give(chunk.gpu)
+            chunk.gpu = NO_SLOT
+        row.loads.clear()
+        for key in row.pending:
+            del self.planner.pending[key]
+        row.pending.clear()
+        for chunk in row.chunks:
+            if chunk.key is None and chunk is not tail:
+                chunk.tokens = 0
+            self.store.unpin(chunk, row.launched, now)
+        row.chunks = []

@@ -1,0 +1,294 @@
+"""The chunk store: flat and content-addressed (DESIGN section 3).
+
+The key of a full chunk hashes its whole prefix, so chunks looked up one by one are found even when leading ones are
+gone, and whoever has the same prefix shares them. A keyed chunk is never written again. A chunk without a key is
+private: it is being computed, it is an unfilled tail, or it was computed twice side by side.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterable
+
+from .config import SchedulerConfig
+from .plan import Lane
+from .retention import EvictionPolicy, VictimSet
+from .slots import SlotPool
+from .types import ChunkKey, InvariantError
+
+NO_SLOT = -1
+
+
+def root_key(seed: bytes, chunk_tokens: int, salt: bytes) -> ChunkKey:
+    """Where a chain of keys starts: everything but the tokens that changes KV, and the salt."""
+    parts = (seed, chunk_tokens.to_bytes(4, "little"), salt)
+    return ChunkKey(hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).digest())
+
+
+def chunk_key(previous: ChunkKey, tokens: array[int], start: int, end: int) -> ChunkKey:
+    return ChunkKey(hashlib.sha256(previous + tokens[start:end].tobytes()).digest())
+
+
+class Chunk:
+    """end          position after its last token when full
+    tokens       leading tokens whose KV is valid: all of a keyed chunk, fewer in a tail
+    gpu, host    its slot in the tier, or NO_SLOT; both may be valid at once
+    users        rows that hold it; claims: conversations that reference it
+    loading      its swap-in is reserved but not all issued: the GPU slot holds nothing yet
+    declined     HOST has no room for one of so low a value: dropped when its GPU slot is needed
+    """
+
+    __slots__ = ("born", "claims", "declined", "end", "gpu", "host", "key", "last_active", "loading", "tokens", "users")
+
+    def __init__(self, end: int, gpu: int, now: float):
+        self.key: ChunkKey | None = None
+        self.end = end
+        self.tokens = 0
+        self.gpu = gpu
+        self.host = NO_SLOT
+        self.users = 0
+        self.claims = 0
+        self.born = self.last_active = now
+        self.loading = False
+        self.declined = False
+
+    @property
+    def resident(self) -> bool:
+        return self.gpu != NO_SLOT or self.host != NO_SLOT
+
+    def __repr__(self) -> str:
+        name = self.key.hex()[:8] if self.key else "private"
+        return f"Chunk({name} to {self.end}, gpu={self.gpu} host={self.host} users={self.users} claims={self.claims})"
+
+
+class ChunkStore:
+    """Every chunk that is resident or claimed, its slots, and the sets from which victims come.
+
+    reclaimable     on the GPU, idle, and safe to take: a HOST copy exists, or HOST declined it
+    uncopied        on the GPU, idle, the only copy
+    host_only       idle and only on HOST
+    shadows         on HOST and idle on the GPU: a copy worth only its making, highest V first
+    busy_shadows    on HOST and in use on the GPU
+    """
+
+    def __init__(self, config: SchedulerConfig, policy: EvictionPolicy):
+        self.policy = policy
+        self.gpu = SlotPool(config.gpu_kv_chunks)
+        self.host = SlotPool(config.host_kv_chunks)
+        self.reclaimable = VictimSet(policy)
+        self.uncopied = VictimSet(policy)
+        self.host_only = VictimSet(policy)
+        self.shadows = VictimSet(policy, descending=True)
+        self.busy_shadows: dict[Chunk, None] = {}
+        self.dropped = 0
+        self._chunk_tokens = config.chunk_tokens
+        self._by_key: dict[ChunkKey, Chunk] = {}
+        self._private: dict[Chunk, None] = {}
+        self._forgotten: dict[ChunkKey, None] = {}
+        self._most_forgotten = 4 * (config.gpu_kv_chunks + config.host_kv_chunks)
+        self._late_host_slots: list[int] = []
+
+    # -- looking up
+
+    def find(self, key: ChunkKey) -> Chunk | None:
+        """The chunk of that key if it is resident or claimed (then perhaps dropped)."""
+        return self._by_key.get(key)
+
+    def known(self, key: ChunkKey) -> bool:
+        """Computed here before, whether or not it still is anywhere."""
+        return key in self._by_key or key in self._forgotten
+
+    @property
+    def available(self) -> int:
+        """GPU slots that cost nothing to take."""
+        return self.gpu.free + len(self.reclaimable)
+
+    @property
+    def obtainable(self) -> int:
+        """GPU slots that can be had at all: also those whose only copy must be moved or dropped first."""
+        return self.available + len(self.uncopied)
+
+    # -- a chunk's life
+
+    def new(self, end: int, now: float) -> Chunk:
+        """A private chunk in use, in a free GPU slot (the caller made room)."""
+        chunk = Chunk(end, self.gpu.take(), now)
+        chunk.users = 1
+        self._private[chunk] = None
+        return chunk
+
+    def publish(self, chunk: Chunk, key: ChunkKey) -> Chunk:
+        """The private, now full chunk gets its key. Returns the chunk its row is to hold from now on.
+
+        The first owner of a key keeps it. If that one has lost its GPU slot meanwhile it takes over this chunk's;
+        otherwise this one stays private until its row leaves.
+        """
+        chunk.tokens = self._chunk_tokens
+        owner = self._by_key.get(key)
+        if owner is None:
+            chunk.key = key
+            self._by_key[key] = chunk
+            self._forgotten.pop(key, None)
+            del self._private[chunk]
+            return chunk
+        if owner.gpu != NO_SLOT:
+            return chunk
+        owner.gpu, chunk.gpu = chunk.gpu, NO_SLOT
+        owner.users += 1
+        owner.last_active = max(owner.last_active, chunk.last_active)
+        del self._private[chunk]
+        self.file(owner)
+        return owner
+
+    def pin(self, chunk: Chunk) -> None:
+        """One more row holds the chunk: it does not move."""
+        chunk.users += 1
+        chunk.declined = False
+        self.file(chunk)
+
+    def unpin(self, chunk: Chunk, step: int, now: float) -> None:
+        """One row less holds it; `step` is the last one launched with that row and may still use its GPU slot."""
+        if chunk.users <= 0:
+            raise InvariantError(f"{chunk} is let go by a row that does not hold it")
+        chunk.users -= 1
+        chunk.last_active = max(chunk.last_active, now)
+        if chunk.gpu != NO_SLOT:
+            self.gpu.used(chunk.gpu, Lane.COMPUTE, step)
+        if chunk.users:
+            return
+        if chunk.key is None and not chunk.tokens:
+            self.drop(chunk)
+        else:
+            self.file(chunk)
+
+    def claim(self, chunk: Chunk) -> None:
+        chunk.claims += 1
+        self.file(chunk)
+
+    def unclaim(self, chunk: Chunk) -> None:
+        if chunk.claims <= 0:
+            raise InvariantError(f"{chunk} is unclaimed by a conversation that does not claim it")
+        chunk.claims -= 1
+        self.file(chunk)
+        self._forget_if_gone(chunk)
+
+    def touch(self, chunk: Chunk, now: float) -> None:
+        """Its conversation is active: the user has written."""
+        chunk.last_active = max(chunk.last_active, now)
+        chunk.declined = False
+        self.file(chunk)
+
+    # -- slots
+
+    def release_gpu(self, chunk: Chunk) -> None:
+        """The chunk leaves the GPU; dropped if it is nowhere else."""
+        self.gpu.give(chunk.gpu)
+        chunk.gpu = NO_SLOT
+        chunk.declined = False
+        self._moved(chunk)
+
+    def release_host(self, chunk: Chunk) -> None:
+        self.host.give(chunk.host)
+        chunk.host = NO_SLOT
+        self._moved(chunk)
+
+    def release_host_late(self, chunk: Chunk) -> None:
+        """As `release_host` for a copy that this plan's swap-in still reads: nothing of this plan may take the slot."""
+        self._late_host_slots.append(chunk.host)
+        chunk.host = NO_SLOT
+        self._moved(chunk)
+
+    def end_plan(self) -> None:
+        for slot in self._late_host_slots:
+            self.host.give(slot)
+        self._late_host_slots.clear()
+
+    def drop(self, chunk: Chunk) -> None:
+        """An idle chunk leaves every tier."""
+        if chunk.host != NO_SLOT:
+            self.host.give(chunk.host)
+            chunk.host = NO_SLOT
+        if chunk.gpu != NO_SLOT:
+            self.gpu.give(chunk.gpu)
+            chunk.gpu = NO_SLOT
+        self._moved(chunk)
+
+    def _moved(self, chunk: Chunk) -> None:
+        self.file(chunk)
+        if not chunk.resident and chunk.users == 0:
+            self.dropped += bool(chunk.tokens)
+            self._forget_if_gone(chunk)
+
+    def _forget_if_gone(self, chunk: Chunk) -> None:
+        if chunk.resident or chunk.users or chunk.claims:
+            return
+        if chunk.key is None:
+            self._private.pop(chunk, None)
+            return
+        if self._by_key.pop(chunk.key, None) is None:
+            return
+        self._forgotten[chunk.key] = None
+        if len(self._forgotten) > self._most_forgotten:
+            del self._forgotten[next(iter(self._forgotten))]
+
+    # -- victims
+
+    def file(self, chunk: Chunk) -> None:
+        """Puts the chunk into the sets its state asks for. Called after every change of it."""
+        on_gpu, on_host, idle = chunk.gpu != NO_SLOT, chunk.host != NO_SLOT, chunk.users == 0
+        safe = on_host or chunk.declined or not self.host.count
+        place(self.reclaimable, chunk, idle and on_gpu and safe)
+        place(self.uncopied, chunk, idle and on_gpu and not safe)
+        place(self.host_only, chunk, idle and on_host and not on_gpu)
+        place(self.shadows, chunk, idle and on_host and on_gpu)
+        if on_host and on_gpu and not idle and not chunk.loading:
+            self.busy_shadows[chunk] = None
+        else:
+            self.busy_shadows.pop(chunk, None)
+
+    # -- proof
+
+    def resident_chunks(self) -> Iterable[Chunk]:
+        yield from self._by_key.values()
+        yield from self._private
+
+    def check(self, users: dict[Chunk, int], claims: dict[Chunk, int]) -> None:
+        """Conservation: slots are free or owned once; users and claims are those that rows and conversations have."""
+        chunks = list(self.resident_chunks())
+        self.gpu.check(chunk.gpu for chunk in chunks if chunk.gpu != NO_SLOT)
+        self.host.check([*(chunk.host for chunk in chunks if chunk.host != NO_SLOT), *self._late_host_slots])
+        known = set(chunks)
+        for held in (users, claims):
+            if not known.issuperset(held):
+                raise InvariantError(f"held but not in the store: {set(held) - known}")
+        for chunk in chunks:
+            if chunk.users != users.get(chunk, 0) or chunk.claims != claims.get(chunk, 0):
+                raise InvariantError(f"{chunk}: {users.get(chunk, 0)} rows and {claims.get(chunk, 0)} claims hold it")
+            if not (chunk.resident or chunk.users or chunk.claims):
+                raise InvariantError(f"{chunk} is nowhere and nobody's, but still in the store")
+            if chunk.users and chunk.gpu == NO_SLOT:
+                raise InvariantError(f"{chunk} is in use but not on the GPU")
+            if (chunk.key is not None) != (self._by_key.get(chunk.key or ChunkKey(b"")) is chunk):
+                raise InvariantError(f"{chunk} is not the owner of its key")
+            self._check_filing(chunk)
+
+    def _check_filing(self, chunk: Chunk) -> None:
+        on_gpu, on_host, idle = chunk.gpu != NO_SLOT, chunk.host != NO_SLOT, chunk.users == 0
+        sets = (self.reclaimable, self.uncopied, self.host_only, self.shadows, self.busy_shadows)
+        filed = tuple(chunk in victims for victims in sets)
+        on_both = on_gpu and on_host
+        if (
+            sum(filed[:2]) != (idle and on_gpu)
+            or filed[2] != (idle and on_host and not on_gpu)
+            or filed[3] != (idle and on_both)
+            or filed[4] != (not idle and on_both and not chunk.loading)
+        ):
+            raise InvariantError(f"{chunk} is filed as {filed}")
+
+
+def place(victims: VictimSet, chunk: Chunk, member: bool) -> None:
+    if member:
+        victims.add(chunk)
+    else:
+        victims.discard(chunk)

@@ -1,0 +1,157 @@
+"""What one request needs: which of its chunks are where, what is loaded, what is computed, how much room it takes.
+
+Looking counts only; nothing changes until the request is known to fit, then it gets all its room at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from .chunks import Chunk, ChunkStore
+from .conversations import Conversation, common_prefix
+from .cost import CostProfile
+from .plan import Span
+from .rows import Turn
+from .types import ChunkKey, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """chunks        by index: a resident chunk, or None for one to be computed into a new slot
+    spans         what is to be computed, ascending; the last one ends with the prompt and samples
+    loads         those of `chunks` that are on HOST only
+    tail          the one of `chunks` that is a tail, valid for `tail_tokens` tokens
+    idle_safe, idle_only
+                  hits on the GPU that nobody holds, with and without a copy: no longer obtainable once they are held
+    usage         where the prompt's tokens come from
+    """
+
+    chunks: list[Chunk | None]
+    spans: deque[Span]
+    loads: deque[Chunk]
+    tail: Chunk | None
+    tail_tokens: int
+    idle_safe: int
+    idle_only: int
+    usage: Usage
+
+    @property
+    def new_slots(self) -> int:
+        return sum(chunk is None for chunk in self.chunks) + len(self.loads)
+
+
+class Planner:
+    def __init__(self, store: ChunkStore, cost: CostProfile, chunk_tokens: int, reuse: bool):
+        self._store = store
+        self._cost = cost
+        self._chunk_tokens = chunk_tokens
+        self._reuse = reuse
+        self.pending: dict[ChunkKey, int] = {}
+
+    def must_wait(self, key: ChunkKey) -> bool:
+        """A row is computing or loading that chunk: whoever needs it too is better off waiting (no herd)."""
+        if key in self.pending:
+            return True
+        chunk = self._store.find(key)
+        return chunk is not None and chunk.loading
+
+    def look_up(self, turn: Turn, conversation: Conversation | None) -> Finding | ChunkKey:
+        """What the turn would need now; or the key of the chunk that it had better wait for."""
+        hits: list[Chunk | None] = []
+        known: list[bool] = []
+        for key in turn.keys if self._reuse else ():
+            if self.must_wait(key):
+                return key
+            chunk = self._store.find(key)
+            hits.append(chunk if chunk and chunk.resident and not self._rather_computed(chunk) else None)
+            known.append(hits[-1] is None and self._store.known(key))
+        missing = -(-len(turn.tokens) // self._chunk_tokens) - len(hits)
+        hits += [None] * missing
+        known += [False] * missing
+        tail, tail_tokens = self._usable_tail(turn, conversation, hits)
+        if tail:
+            hits[tail.end // self._chunk_tokens - 1] = tail
+        return self._finding(turn, conversation, hits, known, tail, tail_tokens)
+
+    def _rather_computed(self, chunk: Chunk) -> bool:
+        return chunk.gpu < 0 and self._cost.recompute(chunk.end) < self._cost.load()
+
+    def _usable_tail(
+        self, turn: Turn, conversation: Conversation | None, hits: list[Chunk | None]
+    ) -> tuple[Chunk | None, int]:
+        """The private chunk the turn may append to, and how many of its tokens are the turn's."""
+        if not self._reuse:
+            return None, 0
+        tail, common = turn.tail, len(turn.tokens)
+        if tail is None and conversation is not None and conversation.tail is not None:
+            tail, common = conversation.tail, common_prefix(conversation.tokens, turn.tokens)
+        if tail is None or not tail.resident or tail.end > len(hits) * self._chunk_tokens:
+            return None, 0
+        tokens = min(tail.tokens, common - (tail.end - self._chunk_tokens))
+        if tokens <= 0 or hits[tail.end // self._chunk_tokens - 1] is not None:
+            return None, 0
+        return tail, tokens
+
+    def _finding(
+        self,
+        turn: Turn,
+        conversation: Conversation | None,
+        hits: list[Chunk | None],
+        known: list[bool],
+        tail: Chunk | None,
+        tail_tokens: int,
+    ) -> Finding:
+        size, count = self._chunk_tokens, len(turn.tokens)
+        spans: deque[Span] = deque()
+        loads: deque[Chunk] = deque()
+        sources = {"gpu": 0, "host": 0, "recomputed": 0}
+        idle_safe = idle_only = 0
+        for index, chunk in enumerate(hits):
+            start, end = index * size, min((index + 1) * size, count)
+            valid = start if chunk is None else start + tail_tokens if chunk is tail else end
+            if valid < end:
+                if spans and spans[-1].end == valid:
+                    spans[-1] = spans[-1]._replace(end=end)
+                else:
+                    spans.append(Span(-1, valid, end, valid, False))
+                sources["recomputed"] += (end - valid) * known[index]
+            if chunk is None:
+                continue
+            sources["gpu" if chunk.gpu >= 0 else "host"] += valid - start
+            if chunk.gpu < 0:
+                loads.append(chunk)
+            elif chunk in self._store.reclaimable:
+                idle_safe += 1
+            elif chunk in self._store.uncopied:
+                idle_only += 1
+        self._end_with_a_sample(spans, hits, tail, count, sources)
+        sources["recomputed"] += self._dropped_tail_tokens(turn, conversation, hits, known)
+        usage = Usage(**sources, new=count - sum(sources.values()))
+        return Finding(hits, spans, loads, tail, tail_tokens, idle_safe, idle_only, usage)
+
+    def _end_with_a_sample(
+        self, spans: deque[Span], hits: list[Chunk | None], tail: Chunk | None, count: int, sources: dict[str, int]
+    ) -> None:
+        """The last token is computed in any case; in a keyed chunk it is not written."""
+        if spans and spans[-1].end == count:
+            spans[-1] = spans[-1]._replace(samples=True)
+            return
+        last = hits[-1]
+        assert last is not None
+        spans.append(Span(-1, count - 1, count, count - 1 if last is tail else count, True))
+        sources["gpu" if last.gpu >= 0 else "host"] -= 1
+        sources["recomputed"] += 1
+
+    def _dropped_tail_tokens(
+        self, turn: Turn, conversation: Conversation | None, hits: list[Chunk | None], known: list[bool]
+    ) -> int:
+        """Tokens behind the log's last full chunk that had KV here and are computed again."""
+        if conversation is None or not self._reuse:
+            return 0
+        start = len(conversation.keys) * self._chunk_tokens
+        had_kv = min(common_prefix(conversation.tokens, turn.tokens), len(conversation.tokens) - 1)
+        index = start // self._chunk_tokens
+        if had_kv <= start or hits[index] is not None or known[index]:
+            return 0
+        return had_kv - start

@@ -1,0 +1,89 @@
+"""Makes room during one plan: takes GPU slots back, and copies chunks out ahead of time (Pensieve, section 4.3.2)."""
+
+from __future__ import annotations
+
+from .chunks import NO_SLOT, Chunk, ChunkStore
+from .copies import StepCopies
+from .retention import Head
+from .types import InvariantError
+
+
+class RoomMaker:
+    """Victims of one plan, by retention value at its one `now`."""
+
+    def __init__(self, store: ChunkStore, copies: StepCopies, now: float):
+        self._store = store
+        self._copies = copies
+        self._now = now
+        self._reclaimable = Head(store.reclaimable, now)
+        self._uncopied = Head(store.uncopied, now)
+        self._host_only = Head(store.host_only, now)
+        self._shadows = Head(store.shadows, now)
+
+    def close(self) -> None:
+        for head in (self._reclaimable, self._uncopied, self._host_only, self._shadows):
+            head.close()
+
+    def gpu_slots(self, count: int) -> None:
+        """Makes at least `count` GPU slots free; the caller has checked that so many are obtainable.
+
+        First those that cost nothing, then only copies: moved to HOST by a copy that the step waits for, or dropped.
+        """
+        store = self._store
+        turn: float | None = None
+        while victim := self._reclaimable.peek():
+            if store.gpu.free >= count and not (store.policy.whole and store.policy.stamp(victim) == turn):
+                return
+            turn = store.policy.stamp(victim)
+            store.release_gpu(victim)
+        while store.gpu.free < count:
+            if not (victim := self._uncopied.peek()):
+                raise InvariantError(f"{count} GPU slots were counted as obtainable, {store.gpu.free} are")
+            if (slot := self._host_slot(victim)) != NO_SLOT:
+                self._copies.evictions.add(victim.gpu, slot)
+                victim.host = slot
+            store.release_gpu(victim)
+
+    def save_ahead(self, available: int, most: int) -> int:
+        """Copies out chunks of lowest V until `available` GPU slots cost nothing, at most `most`; returns how many."""
+        store, saved = self._store, 0
+        while store.available < available and saved < most and (chunk := self._uncopied.peek()):
+            if (slot := self._host_slot(chunk)) != NO_SLOT:
+                self._copies.saves.add(chunk.gpu, slot)
+                chunk.host = slot
+                saved += 1
+            else:
+                chunk.declined = True
+            store.file(chunk)
+        return saved
+
+    def _host_slot(self, chunk: Chunk) -> int:
+        """A HOST slot for the chunk, or NO_SLOT if HOST holds nothing of lower value.
+
+        Given up, in this order: copies of chunks in use on the GPU; copies of idle GPU chunks that will stay there
+        longer than this one; chunks worth less than this one.
+        """
+        store = self._store
+        if not store.host.free:
+            self._give_up_host_copy(store.policy.value(chunk, self._now))
+        return store.host.take() if store.host.free else NO_SLOT
+
+    def _give_up_host_copy(self, value: float) -> None:
+        store = self._store
+        for chunk in store.busy_shadows:
+            if not self._copies.host_slot_in_use(chunk.host):
+                store.release_host(chunk)
+                return
+        shadow = self._shadows.peek()
+        if shadow and store.policy.value(shadow, self._now) > value and not self._copies.host_slot_in_use(shadow.host):
+            store.release_host(shadow)
+            return
+        turn: float | None = None
+        while (victim := self._host_only.peek()) and not self._copies.host_slot_in_use(victim.host):
+            if turn is None:
+                if store.policy.value(victim, self._now) >= value:
+                    return
+            elif not (store.policy.whole and store.policy.stamp(victim) == turn):
+                return
+            turn = store.policy.stamp(victim)
+            store.drop(victim)

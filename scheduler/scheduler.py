@@ -1,0 +1,375 @@
+"""The scheduler: what to compute next, what to move, what to keep. All decisions, no device.
+
+    add(request)      a turn joins the queue
+    next_plan(now)    one step: generation, pieces of prompts, joining requests, copies
+    apply(result)     its tokens; replies that end are committed to their conversations
+    abort, finish     a client left; a reply's length is known
+
+Plan n+1 is made while step n runs: `next_plan` may be called before the results of earlier plans are applied, in order.
+Times are seconds on any clock that does not run backwards.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import insort
+from collections import deque
+from dataclasses import dataclass, field
+
+from .batcher import Batch, Batcher
+from .chunks import Chunk, ChunkStore, chunk_key, root_key
+from .config import SchedulerConfig
+from .conversations import Conversations, common_prefix
+from .copies import StepCopies
+from .cost import CostProfile
+from .plan import StepPlan, StepResult
+from .planner import Planner
+from .retention import eviction_policy
+from .room import RoomMaker
+from .rows import Row, Turn
+from .types import (
+    ChunkKey,
+    FinishReason,
+    InvariantError,
+    Output,
+    Request,
+    RequestError,
+    RequestId,
+    SchedulerStats,
+)
+
+
+@dataclass(slots=True)
+class Applied:
+    """What a step brought: `tokens[i]` for `requests[i]`; `events` for those that begin (usage) or end."""
+
+    requests: array[int] = field(default_factory=lambda: array("q"))
+    tokens: array[int] = field(default_factory=lambda: array("i"))
+    events: list[Output] = field(default_factory=list)
+
+
+class Scheduler:
+    def __init__(self, config: SchedulerConfig, cost: CostProfile):
+        self.config = config
+        self._store = ChunkStore(config, eviction_policy(config.eviction, cost))
+        self._conversations = Conversations(self._store)
+        self._planner = Planner(self._store, cost, config.chunk_tokens, config.reuse)
+        self._batcher = Batcher(config, cost, self._store, self._conversations, self._planner)
+        self._turns: dict[RequestId, Turn] = {}
+        self._held: dict[RequestId, Row] = {}
+        self._inflight: deque[tuple[StepPlan, list[Row]]] = deque()
+        self._step = self._applied = 0
+        self._arrivals = 0
+        self._swapped_in = self._swapped_out = 0
+        self._last_stamp = 0.0
+
+    # -- requests
+
+    def add(self, request: Request, now: float) -> None:
+        """Queues the turn. Raises RequestError if it cannot fit (400) or too many wait (429)."""
+        prompt, limit = len(request.prompt), self.config.max_model_len
+        if prompt >= limit:
+            raise RequestError(400, f"the prompt has {prompt} tokens; this model's context is {limit} tokens", "prompt")
+        if prompt + request.max_tokens > limit:
+            raise RequestError(
+                400,
+                f"the prompt has {prompt} tokens and max_tokens is {request.max_tokens}, "
+                f"together more than this model's context of {limit} tokens",
+                "max_tokens",
+            )
+        if request.id in self._turns:
+            raise RequestError(400, f"request {request.id} is being served already", "id")
+        if len(self._batcher.waiting) >= self.config.max_queue:
+            raise RequestError(429, f"{len(self._batcher.waiting)} requests wait already", None)
+        self._arrivals += 1
+        turn = Turn(request, self._arrivals, self._prompt_keys(request))
+        self._turns[request.id] = turn
+        self._touch(turn, now)
+        insort(self._batcher.waiting, turn, key=lambda turn: turn.arrival)
+
+    def abort(self, request: RequestId, now: float) -> None:
+        """The turn is not committed; its full chunks stay as cache. Unknown ids have ended already."""
+        turn = self._turns.pop(request, None)
+        if turn is None:
+            return
+        if turn in self._batcher.waiting:
+            self._batcher.waiting.remove(turn)
+            if turn.tail is not None and turn.tail.resident:
+                self._store.drop(turn.tail)
+        else:
+            self._batcher.let_go(self._take_row(turn), None, now)
+
+    def finish(self, request: RequestId, tokens: int, now: float) -> Output | None:
+        """The reply is its first `tokens` tokens. Returns its end if the request still ran; unknown ids have ended."""
+        turn = self._turns.get(request)
+        if turn is None:
+            return None
+        if not 0 < tokens <= len(turn.tokens) - len(turn.request.prompt):
+            raise InvariantError(f"request {request} is to end after {tokens} tokens it does not have")
+        ended = request in self._held
+        if turn in self._batcher.waiting:
+            self._batcher.waiting.remove(turn)
+            self._commit(turn, [], tokens, turn.tail)
+            if turn.tail is not None and turn.request.conversation is None and turn.tail.resident:
+                self._store.drop(turn.tail)
+            del self._turns[request]
+        else:
+            self._end(self._take_row(turn), tokens, now)
+        return None if ended else Output(request, finish=FinishReason.STOP)
+
+    # -- steps
+
+    def next_plan(self, now: float) -> StepPlan | None:
+        """The next step, or None if there is nothing to do before a result, a request or an end of one arrives."""
+        step = self._step + 1
+        copies = StepCopies(step, self._store.gpu, self._store.host)
+        room = RoomMaker(self._store, copies, now)
+        batch = Batch(step, self._applied, now, copies, room, self.config.max_num_batched_tokens)
+        batcher = self._batcher
+
+        batcher.release_suspended(self._applied, now)
+        if self.config.batching == "unified":
+            batcher.plan_generation(batch)
+        batcher.plan_spans(batch)
+        batcher.admit(batch)
+        if self.config.batching == "separate" and not batch.tokens:
+            batcher.plan_generation(batch)
+        self._save_ahead(batch)
+
+        room.close()
+        self._store.end_plan()
+        plan = batch.freeze()
+        if not plan.tokens and not plan.copies:
+            return None
+        self._step = step
+        self._inflight.append((plan, batch.span_rows))
+        self._swapped_in += len(copies.gated) + len(copies.early)
+        self._swapped_out += len(copies.evictions) + len(copies.saves)
+        return plan
+
+    def apply(self, result: StepResult, now: float) -> Applied:
+        """Takes the oldest plan's result. Rows that have ended or left meanwhile are passed over by their epoch."""
+        plan, span_rows = self._inflight.popleft()
+        if (result.step, result.samples) != (plan.step, plan.samples):
+            raise InvariantError(f"the result of step {result.step} came where that of step {plan.step} was due")
+        self._applied = plan.step
+        for span, span_row in zip(plan.spans, span_rows, strict=True):
+            if span_row.chunks:
+                self._computed(span_row, span.start, span.end)
+        applied, by_id, chunk_tokens = Applied(), self._batcher.by_id, self.config.chunk_tokens
+        for row_id, token in zip(result.samples, result.tokens, strict=True):
+            row = by_id.get(row_id)
+            if row is None:
+                continue
+            turn = row.turn
+            turn.tokens.append(token)
+            applied.requests.append(row_id.request)
+            applied.tokens.append(token)
+            count = len(turn.tokens)
+            if (count - 1) % chunk_tokens == 0:
+                self._filled(row, (count - 1) // chunk_tokens - 1)
+            request = turn.request
+            reply = count - len(request.prompt)
+            if not turn.usage_told:
+                turn.usage_told = True
+                applied.events.append(Output(row_id.request, usage=turn.usage))
+            stopped = token in request.stop_ids and reply >= request.min_tokens
+            if stopped or reply == request.max_tokens:
+                self._reply_ends(row, reply, now)
+                finish = FinishReason.STOP if stopped else FinishReason.LENGTH
+                applied.events.append(Output(row_id.request, finish=finish))
+        return applied
+
+    # -- conversations
+
+    def has_conversation(self, conversation_id: str) -> bool:
+        return self._conversations.get(conversation_id) is not None
+
+    def conversation_tokens(self, conversation_id: str) -> array[int]:
+        """The log: every token of the last committed branch. Raises RequestError (404) for an unknown id."""
+        conversation = self._conversations.get(conversation_id)
+        if conversation is None:
+            raise RequestError(404, f"there is no conversation {conversation_id!r}", "conversation")
+        return conversation.tokens
+
+    def fork(self, conversation_id: str, new_id: str) -> None:
+        """A second conversation with the same history. RequestError: 404 unknown id, 409 the new one exists."""
+        self.conversation_tokens(conversation_id)
+        if self.has_conversation(new_id):
+            raise RequestError(409, f"there is a conversation {new_id!r} already", "conversation")
+        self._conversations.fork(conversation_id, new_id)
+
+    def delete(self, conversation_id: str) -> None:
+        """Forgets the log and its claims. Raises RequestError (404) for an unknown id."""
+        self.conversation_tokens(conversation_id)
+        self._conversations.delete(conversation_id)
+
+    # -- what others may know
+
+    @property
+    def idle(self) -> bool:
+        """Nothing runs, waits, or is in flight."""
+        return not self._turns and not self._inflight
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._inflight)
+
+    def stats(self) -> SchedulerStats:
+        store, batcher = self._store, self._batcher
+        reclaimable, uncopied = len(store.reclaimable), len(store.uncopied)
+        copies, only = len(store.shadows) + len(store.busy_shadows), len(store.host_only)
+        gpu, host = store.gpu, store.host
+        return SchedulerStats(
+            running=len(batcher.rows) + len(batcher.loading),
+            waiting=len(batcher.waiting),
+            suspensions=batcher.suspensions,
+            dropped=store.dropped,
+            swapped_in=self._swapped_in,
+            swapped_out=self._swapped_out,
+            conversations=len(self._conversations),
+            slots={
+                "gpu": {
+                    "free": gpu.free,
+                    "reclaimable": reclaimable,
+                    "idle": uncopied,
+                    "in_use": gpu.count - gpu.free - reclaimable - uncopied,
+                },
+                "host": {
+                    "free": host.free,
+                    "copy": copies,
+                    "idle": only,
+                    "in_use": host.count - host.free - copies - only,
+                },
+            },
+        )
+
+    def check(self) -> None:
+        """Proves conservation, from nothing but rows and conversations. Raises InvariantError. Cost: all chunks."""
+        users: dict[Chunk, int] = {}
+        batcher = self._batcher
+        for row in (*batcher.rows, *batcher.loading, *self._held.values()):
+            for chunk in row.chunks:
+                users[chunk] = users.get(chunk, 0) + 1
+        self._store.check(users, self._conversations.claims())
+        seats = sorted([*batcher.free_seats, *(row.seat for row in batcher.rows)])
+        if seats != list(range(self.config.max_num_seqs)):
+            raise InvariantError(f"seats, free and taken: {seats}")
+        pending = {key for row in (*batcher.rows, *batcher.loading) for key in row.pending}
+        if pending != set(self._planner.pending):
+            raise InvariantError("keys are pending that no row computes, or the other way round")
+        turns = [*batcher.waiting, *(row.turn for row in (*batcher.rows, *batcher.loading, *self._held.values()))]
+        if len(turns) != len(self._turns) or {turn.request.id for turn in turns} != set(self._turns):
+            raise InvariantError("a request is in two places, or in none")
+
+    # -- within
+
+    def _prompt_keys(self, request: Request) -> list[ChunkKey]:
+        """A key for each full chunk; the part that the log already knows is not hashed again."""
+        if not self.config.reuse:
+            return []
+        size, prompt = self.config.chunk_tokens, request.prompt
+        keys: list[ChunkKey] = []
+        previous = root_key(self.config.seed, size, request.salt)
+        log = self._conversations.of(request)
+        if log is not None:
+            keys = log.keys[: common_prefix(log.tokens, prompt) // size]
+        for start in range(len(keys) * size, len(prompt) - size + 1, size):
+            keys.append(chunk_key(keys[-1] if keys else previous, prompt, start, start + size))
+        return keys
+
+    def _touch(self, turn: Turn, now: float) -> None:
+        """The user has written: the conversation is active again, which moves its chunks to the end of every order."""
+        conversation = self._conversations.of(turn.request)
+        chunks = [self._store.find(key) for key in turn.keys]
+        if conversation is not None and conversation.tail is not None:
+            chunks.append(conversation.tail)
+        stamp = self._stamp(now)
+        for chunk in chunks:
+            if chunk is not None and chunk.resident and not chunk.users:
+                self._store.touch(chunk, stamp)
+
+    def _stamp(self, now: float) -> float:
+        """`now`, but never twice the same: one stamp is one turn."""
+        self._last_stamp = max(now, self._last_stamp + 1e-6)
+        return self._last_stamp
+
+    def _save_ahead(self, batch: Batch) -> None:
+        """Copies out ahead of time below the mark, behind this step's compute; whatever the queue's head needs."""
+        mark = max(int(self.config.swap_out_below * self.config.gpu_kv_chunks), batch.wanted + batch.short)
+        available = mark - self._batcher.coming_free()
+        batch.room.save_ahead(available, most=max(batch.wanted + batch.short, self._batcher.link_chunks(batch)))
+
+    def _computed(self, row: Row, start: int, end: int) -> None:
+        """KV of [start, end) is written: chunks that are full now get their keys."""
+        size = self.config.chunk_tokens
+        for index in range(start // size, -(-end // size)):
+            chunk = row.chunks[index]
+            if chunk.key is None:
+                chunk.tokens = max(chunk.tokens, min(size, end - index * size))
+                if chunk.tokens == size:
+                    self._filled(row, index)
+
+    def _filled(self, row: Row, index: int) -> None:
+        """The row's chunk of that index is full. Of a generated one the key is made now."""
+        if not self.config.reuse:
+            return
+        turn, size = row.turn, self.config.chunk_tokens
+        if index == len(turn.keys):
+            previous = turn.keys[-1] if turn.keys else root_key(self.config.seed, size, turn.request.salt)
+            turn.keys.append(chunk_key(previous, turn.tokens, index * size, (index + 1) * size))
+        key = turn.keys[index]
+        if row.chunks[index].key is None:
+            row.chunks[index] = self._store.publish(row.chunks[index], key)
+        if key in row.pending:
+            del row.pending[key]
+            del self._planner.pending[key]
+
+    def _reply_ends(self, row: Row, reply: int, now: float) -> None:
+        """Nothing more is generated; a turn whose length somebody outside confirms is held until then."""
+        self._batcher.leave_seat(row)
+        if row.turn.request.confirm:
+            self._held[row.id.request] = row
+        else:
+            self._end(row, reply, now)
+
+    def _take_row(self, turn: Turn) -> Row:
+        """The turn's row, out of its seat."""
+        held = self._held.pop(turn.request.id, None)
+        if held is not None:
+            return held
+        batcher = self._batcher
+        row = next(row for row in (*batcher.rows, *batcher.loading) if row.turn is turn)
+        if row in batcher.rows:
+            batcher.leave_seat(row)
+        else:
+            batcher.loading.remove(row)
+        return row
+
+    def _end(self, row: Row, reply: int, now: float) -> None:
+        """Commits the turn, cut to `reply` tokens, and lets its chunks go."""
+        turn, size = row.turn, self.config.chunk_tokens
+        full, rest = divmod(len(turn.request.prompt) + reply - 1, size)
+        tail = None
+        if turn.request.conversation is not None and self.config.reuse and rest and full < len(row.chunks):
+            candidate = row.chunks[full]
+            if candidate.key is None:
+                tail = candidate
+                tail.tokens = rest
+        self._commit(turn, row.chunks, reply, tail)
+        self._batcher.let_go(row, tail, self._stamp(now))
+        del self._turns[turn.request.id]
+
+    def _commit(self, turn: Turn, held: list[Chunk], reply: int, tail: Chunk | None) -> None:
+        """The log gets exactly the prompt and the reply's tokens; the last of them has no KV yet."""
+        if turn.request.conversation is None:
+            return
+        count = len(turn.request.prompt) + reply
+        keys = turn.keys[: (count - 1) // self.config.chunk_tokens] if self.config.reuse else []
+        chunks = []
+        for index, key in enumerate(keys):
+            chunk = held[index] if index < len(held) and held[index].key == key else self._store.find(key)
+            if chunk is None:
+                break
+            chunks.append(chunk)
+        self._conversations.commit(turn.request, turn.tokens[:count], keys, chunks, tail)

@@ -1,0 +1,155 @@
+"""A model of the device that executes plans and proves their ordering.
+
+It keeps, for every slot, what is in it (which token ids, at which positions) and which pieces of work have used it,
+and for every piece of work what is known to be complete before it begins (vector clocks over the three lanes). So it
+catches a slot read before it is written or rewritten while it is read, and a row that would see another's KV.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+
+from pensieve.scheduler.plan import Lane, StepPlan, StepResult, Tickets
+
+
+class DeviceModel:
+    def __init__(self, gpu_slots, host_slots, chunk_tokens, vocabulary=97):
+        self.chunk_tokens = chunk_tokens
+        self.vocabulary = vocabulary
+        self.pools = {"gpu": [{} for _ in range(gpu_slots)], "host": [{} for _ in range(host_slots)]}
+        self.last_writer = {}  # (tier, slot) -> (lane, ticket)
+        self.users = defaultdict(dict)  # (tier, slot) -> {lane: ticket} since the last writer
+        self.clock = {lane: Tickets() for lane in Lane}  # what is complete when the lane's newest work begins
+        self.begun = {lane: ([], []) for lane in Lane}  # tickets and their clocks
+        self.issued = Tickets()
+        self.tables, self.rows, self.last_token = {}, {}, {}
+        self.step = 0
+
+    # -- order
+
+    def _begin(self, lane, ticket, after):
+        """A piece of work is issued: everything it waits for is issued already and its clock follows from theirs."""
+        assert ticket > self.issued[lane], "tickets of a lane ascend"
+        known = list(self.clock[lane])
+        known[lane] = self.issued[lane]
+        for other, waited in zip(Lane, after, strict=True):
+            assert waited <= self.issued[other], (
+                f"{lane.name} waits for {other.name} {waited}, not issued yet: deadlock"
+            )
+            if other == lane:
+                continue
+            known[other] = max(known[other], waited)
+            tickets, clocks = self.begun[other]
+            if done := bisect_right(tickets, waited):
+                known = [max(a, b) for a, b in zip(known, clocks[done - 1], strict=True)]
+        self.clock[lane] = Tickets(*known)
+        tickets, clocks = self.begun[lane]
+        tickets.append(ticket)
+        clocks.append(self.clock[lane])
+        self.issued = self.issued._replace(**{self.issued._fields[lane]: ticket})
+
+    def _reads(self, lane, ticket, place):
+        writer = self.last_writer.get(place)
+        assert writer is not None, f"{place} is read but was never written"
+        self._ordered(lane, writer, place, "read before it was written")
+        self.users[place][lane] = ticket
+
+    def _writes(self, lane, ticket, place):
+        for user in self.users[place].items():
+            self._ordered(lane, user, place, "written while still in use")
+        if place in self.last_writer:
+            self._ordered(lane, self.last_writer[place], place, "written twice at once")
+        self.last_writer[place] = (lane, ticket)
+        self.users[place].clear()
+
+    def _ordered(self, lane, other, place, what):
+        other_lane, other_ticket = other
+        if other_lane != lane and self.clock[lane][other_lane] < other_ticket:
+            raise AssertionError(f"{place} {what}: {lane.name} does not wait for {other_lane.name} {other_ticket}")
+
+    # -- plans
+
+    def launch(self, plan: StepPlan) -> StepResult:
+        assert plan.step == self.step + 1
+        self.step = plan.step
+        gates = 0
+        for batch in plan.copies:
+            gates += batch.gated
+            self._copy(batch)
+        assert gates <= 1
+        for join in plan.joins:
+            self.rows[join.seat] = join.row
+            self.tables[join.seat] = []
+        for update in plan.blocks:
+            table = self.tables[update.seat]
+            assert update.first == len(table)
+            table.extend(update.slots)
+        gate = max((batch.ticket for batch in plan.copies if batch.gated), default=0)
+        after = plan.after._replace(swap_in=max(plan.after.swap_in, gate))
+        self._begin(Lane.COMPUTE, plan.step, after)
+        return StepResult(plan.step, plan.samples, self._compute(plan), self.issued)
+
+    def _copy(self, batch):
+        lane = Lane(batch.lane)
+        source, target = ("host", "gpu") if lane == Lane.IN else ("gpu", "host")
+        self._begin(lane, batch.ticket, batch.after)
+        assert len(set(batch.targets)) == len(batch.targets) == len(batch.sources)
+        for a, b in zip(batch.sources, batch.targets, strict=True):
+            self._reads(lane, batch.ticket, (source, a))
+            self._writes(lane, batch.ticket, (target, b))
+            self.pools[target][b] = dict(self.pools[source][a])
+
+    def _compute(self, plan):
+        """Writes every token first, then samples: as one layer does."""
+        work, ids = [], list(plan.token_ids)
+        for seat, position in zip(plan.generate, plan.positions, strict=True):
+            work.append((seat, position, position + 1, position, [self.last_token[seat]], True))
+        for span in plan.spans:
+            known, ids = ids[: span.end - span.start], ids[span.end - span.start :]
+            work.append((span.seat, span.start, span.end, span.write_from, known, span.samples))
+        assert not ids
+        for seat, start, _, write_from, known, _ in work:
+            for position, token in enumerate(known, start):
+                if position >= write_from:
+                    slot = self.tables[seat][position // self.chunk_tokens]
+                    if self.last_writer.get(("gpu", slot)) != (Lane.COMPUTE, plan.step):
+                        self._writes(Lane.COMPUTE, plan.step, ("gpu", slot))
+                    before = self._kv(seat, position - 1)[1] if position else 0
+                    self.pools["gpu"][slot][position % self.chunk_tokens] = (token, mix(before, token))
+        samples, sampled_rows = [], []
+        for seat, _, end, _, known, does_sample in work:
+            if does_sample:
+                samples.append(self._sample(seat, end, known[-1], plan.step))
+                sampled_rows.append(self.rows[seat])
+                self.last_token[seat] = samples[-1]
+        assert tuple(sampled_rows) == plan.samples
+        return tuple(samples)
+
+    def _kv(self, seat, position):
+        return self.pools["gpu"][self.tables[seat][position // self.chunk_tokens]][position % self.chunk_tokens]
+
+    def _sample(self, seat, end, last, step):
+        """Reads all KV before the last token, as attention does; every position must follow from those before it."""
+        state = 0
+        for position in range(end - 1):
+            slot = self.tables[seat][position // self.chunk_tokens]
+            if position % self.chunk_tokens == 0 and self.last_writer.get(("gpu", slot)) != (Lane.COMPUTE, step):
+                self._reads(Lane.COMPUTE, step, ("gpu", slot))
+            token, chained = self.pools["gpu"][slot][position % self.chunk_tokens]
+            state = mix(state, token)
+            assert state == chained, f"{self.rows[seat]} sees KV at {position} that was computed behind other tokens"
+        return mix(state, last) % self.vocabulary
+
+
+def mix(state, token):
+    """KV of a token: depends on everything before it."""
+    return hash((state, token, 7)) & 0xFFFFFFFF
+
+
+def next_token(tokens, vocabulary=97):
+    """What the model says after `tokens`."""
+    state = 0
+    for token in tokens:
+        state = mix(state, token)
+    return state % vocabulary
