@@ -7,6 +7,7 @@ All are plain picklable data.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -57,7 +58,11 @@ class KVCounters(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepMessage:
-    outputs: tuple[Output, ...] = ()
+    """`tokens[i]` is a new token of `requests[i]`, at most one a request. `events` go with them: first usage, ends."""
+
+    requests: Sequence[int] = ()
+    tokens: Sequence[int] = ()
+    events: tuple[Output, ...] = ()
     refusals: tuple[Refusal, ...] = ()
     stats: SchedulerStats | None = None
     copied: KVCounters | None = None

@@ -101,45 +101,56 @@ class DeviceModel:
             self.pools[target][b] = dict(self.pools[source][a])
 
     def _compute(self, plan):
-        """Writes every token first, then samples: as one layer does."""
-        work, ids = [], list(plan.token_ids)
+        """Writes every token first, then reads and samples: as one layer does."""
+        work, offset = [], 0
         for seat, position in zip(plan.generate, plan.positions, strict=True):
-            work.append((seat, position, position + 1, position, [self.last_token[seat]], True))
+            work.append((seat, position, position, [self.last_token[seat]], True))
         for span in plan.spans:
-            known, ids = ids[: span.end - span.start], ids[span.end - span.start :]
-            work.append((span.seat, span.start, span.end, span.write_from, known, span.samples))
-        assert not ids
-        for seat, start, _, write_from, known, _ in work:
-            for position, token in enumerate(known, start):
-                if position >= write_from:
-                    slot = self.tables[seat][position // self.chunk_tokens]
-                    if self.last_writer.get(("gpu", slot)) != (Lane.COMPUTE, plan.step):
-                        self._writes(Lane.COMPUTE, plan.step, ("gpu", slot))
-                    before = self._kv(seat, position - 1)[1] if position else 0
-                    self.pools["gpu"][slot][position % self.chunk_tokens] = (token, mix(before, token))
+            known = plan.token_ids[offset : offset + span.end - span.start]
+            work.append((span.seat, span.start, span.write_from, known, span.samples))
+            offset += len(known)
+        assert offset == len(plan.token_ids)
+        for seat, start, write_from, known, _ in work:
+            self._write(seat, start, write_from, known, plan.step)
         samples, sampled_rows = [], []
-        for seat, _, end, _, known, does_sample in work:
+        for seat, start, _, known, does_sample in work:
+            state = self._attend(seat, start, known, plan.step)
             if does_sample:
-                samples.append(self._sample(seat, end, known[-1], plan.step))
+                samples.append(state % self.vocabulary)
                 sampled_rows.append(self.rows[seat])
                 self.last_token[seat] = samples[-1]
         assert tuple(sampled_rows) == plan.samples
         return tuple(samples)
 
+    def _write(self, seat, start, write_from, known, step):
+        for position, token in enumerate(known, start):
+            if position < write_from:
+                continue
+            index, offset = divmod(position, self.chunk_tokens)
+            slot = self.tables[seat][index]
+            if self.last_writer.get(("gpu", slot)) != (Lane.COMPUTE, step):
+                self._writes(Lane.COMPUTE, step, ("gpu", slot))
+            before = self._kv(seat, position - 1)[1] if position else 0
+            self.pools["gpu"][slot][offset] = (token, mix(before, token))
+
+    def _attend(self, seat, start, known, step):
+        """Reads all KV up to the last of the `known` tokens at `start`: each must follow from those before it."""
+        state, end = 0, start + len(known)
+        for index, slot in enumerate(self.tables[seat][: -(-end // self.chunk_tokens)]):
+            if self.last_writer.get(("gpu", slot)) != (Lane.COMPUTE, step):
+                self._reads(Lane.COMPUTE, step, ("gpu", slot))
+            content, first = self.pools["gpu"][slot], index * self.chunk_tokens
+            for offset in range(min(self.chunk_tokens, end - first)):
+                token, chained = content[offset]
+                state = mix(state, token)
+                assert state == chained, (
+                    f"{self.rows[seat]} sees KV at {first + offset} that was computed behind other tokens"
+                )
+                assert first + offset < start or token == known[first + offset - start]
+        return state
+
     def _kv(self, seat, position):
         return self.pools["gpu"][self.tables[seat][position // self.chunk_tokens]][position % self.chunk_tokens]
-
-    def _sample(self, seat, end, last, step):
-        """Reads all KV before the last token, as attention does; every position must follow from those before it."""
-        state = 0
-        for position in range(end - 1):
-            slot = self.tables[seat][position // self.chunk_tokens]
-            if position % self.chunk_tokens == 0 and self.last_writer.get(("gpu", slot)) != (Lane.COMPUTE, step):
-                self._reads(Lane.COMPUTE, step, ("gpu", slot))
-            token, chained = self.pools["gpu"][slot][position % self.chunk_tokens]
-            state = mix(state, token)
-            assert state == chained, f"{self.rows[seat]} sees KV at {position} that was computed behind other tokens"
-        return mix(state, last) % self.vocabulary
 
 
 def mix(state, token):

@@ -1,0 +1,196 @@
+"""Reads Hugging Face checkpoint directories: safetensors, single or sharded, under the names of Decoder's parameters.
+
+Missing, unexpected and misshapen tensors are refused by name; what is ignored is listed here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from .architectures import OPT, refusal
+from .config import DecoderConfig
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+HARMLESS = re.compile(r"rotary_emb\.inv_freq$")
+"""Buffers that old versions of transformers saved; they follow from config.json."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises SettingError if the file is missing or no JSON object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise refusal(f"{path} does not exist") from None
+    except (OSError, ValueError) as error:
+        raise refusal(f"{path} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise refusal(f"{path} must hold a JSON object")
+    return value
+
+
+class Source(NamedTuple):
+    """One tensor of a checkpoint: its name, and the shape it must have."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+Sources = dict[str, tuple[Source, ...]]
+"""For each parameter of Decoder the tensors that make it, joined along their first dimension."""
+
+
+def _linear(target: str, bias: bool, columns: int, parts: Mapping[str, int]) -> Sources:
+    """A projection fused from `parts`: name and rows of each."""
+    made: Sources = {f"{target}.weight": tuple(Source(f"{n}.weight", (rows, columns)) for n, rows in parts.items())}
+    if bias:
+        made[f"{target}.bias"] = tuple(Source(f"{name}.bias", (rows,)) for name, rows in parts.items())
+    return made
+
+
+def _norm(target: str, name: str, size: int, kinds: tuple[str, ...]) -> Sources:
+    return {f"{target}.{kind}": (Source(f"{name}.{kind}", (size,)),) for kind in kinds}
+
+
+class LayerNames(NamedTuple):
+    attention_norm: str
+    mlp_norm: str
+    out: str
+    up: tuple[str, ...]
+    down: str
+
+
+LLAMA_LAYER = LayerNames(
+    "input_layernorm",
+    "post_attention_layernorm",
+    "self_attn.o_proj",
+    ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.down_proj",
+)
+OPT_LAYER = LayerNames("self_attn_layer_norm", "final_layer_norm", "self_attn.out_proj", ("fc1",), "fc2")
+
+
+def _layer_sources(config: DecoderConfig, target: str, name: str, names: LayerNames) -> Sources:
+    hidden, head_dim = config.hidden_size, config.head_dim
+    q, kv = config.heads * head_dim, config.kv_heads * head_dim
+    attention = {f"{name}.self_attn.{x}_proj": rows for x, rows in (("q", q), ("k", kv), ("v", kv))}
+    up = {f"{name}.{part}": config.mlp_size for part in names.up}
+    kinds = _norm_kinds(config)
+    sources = {
+        **_norm(f"{target}.attention_norm", f"{name}.{names.attention_norm}", hidden, kinds),
+        **_linear(f"{target}.attention.qkv", config.qkv_bias, hidden, attention),
+        **_linear(f"{target}.attention.out", config.attention_out_bias, q, {f"{name}.{names.out}": hidden}),
+        **_norm(f"{target}.mlp_norm", f"{name}.{names.mlp_norm}", hidden, kinds),
+        **_linear(f"{target}.mlp.up", config.mlp_bias, hidden, up),
+        **_linear(f"{target}.mlp.down", config.mlp_bias, config.mlp_size, {f"{name}.{names.down}": hidden}),
+    }
+    if config.qk_norm:
+        for x in "qk":
+            sources |= _norm(f"{target}.attention.{x}_norm", f"{name}.self_attn.{x}_norm", head_dim, ("weight",))
+    return sources
+
+
+def _norm_kinds(config: DecoderConfig) -> tuple[str, ...]:
+    if config.norm == "rms":
+        return ("weight",)
+    return ("weight", "bias") if config.norm_affine else ()
+
+
+def weight_sources(config: DecoderConfig, prefix: str = "model.") -> Sources:
+    """`prefix`: what all names begin with, save the head's; checkpoints of the bare model have none."""
+    opt = config.architecture == OPT
+    stem = f"{prefix}decoder." if opt else prefix
+    hidden, embedding = config.hidden_size, config.embedding_size
+    sources: Sources = {"embed.weight": (Source(f"{stem}embed_tokens.weight", (config.vocab_size, embedding)),)}
+    if config.rotary is None:
+        rows = config.max_positions + config.position_offset
+        sources["positions.weight"] = (Source(f"{stem}embed_positions.weight", (rows, hidden)),)
+    if embedding != hidden:
+        sources |= _linear("project_in", False, embedding, {f"{stem}project_in": hidden})
+        sources |= _linear("project_out", False, hidden, {f"{stem}project_out": embedding})
+    for i in range(config.layers):
+        sources |= _layer_sources(config, f"layers.{i}", f"{stem}layers.{i}", OPT_LAYER if opt else LLAMA_LAYER)
+    if config.final_norm:
+        sources |= _norm("norm", f"{stem}final_layer_norm" if opt else f"{stem}norm", hidden, _norm_kinds(config))
+    if not config.tied_embeddings:
+        sources |= _linear("head", False, embedding, {"lm_head": config.vocab_size})
+    return sources
+
+
+def read_weights(directory: Path, config: DecoderConfig, dtype: torch.dtype) -> dict[str, Tensor]:
+    """All parameters of Decoder in `dtype`, on the CPU. Raises SettingError that names the tensor at fault."""
+    with ExitStack() as open_files:
+        files = _tensor_files(directory, open_files)
+        prefix = "model." if any(name.startswith("model.") for name in files) else ""
+        wanted = weight_sources(config, prefix)
+        _check_names(files, wanted, config)
+        weights = {}
+        for target, sources in wanted.items():
+            parts = [_read(files, source).to(dtype) for source in sources]
+            weights[target] = torch.cat(parts) if len(parts) > 1 else parts[0]
+    return weights
+
+
+def _tensor_files(directory: Path, open_files: ExitStack) -> dict[str, Any]:
+    """For each tensor name the open file that holds it."""
+    if (directory / SINGLE).exists():
+        paths = [directory / SINGLE]
+    elif (directory / INDEX).exists():
+        shards = read_json(directory / INDEX).get("weight_map")
+        if not isinstance(shards, dict):
+            raise refusal(f"{directory / INDEX} has no weight_map")
+        paths = [directory / shard for shard in sorted(set(shards.values()))]
+    elif any(directory.glob("*.bin")):
+        raise refusal(
+            f"{directory} holds .bin files, which can run code when read; load it with transformers and "
+            "save it with save_pretrained, which writes safetensors"
+        )
+    else:
+        raise refusal(f"{directory} holds neither {SINGLE} nor {INDEX}")
+    files = {}
+    for path in paths:
+        try:
+            file = open_files.enter_context(safe_open(path, framework="pt"))
+        except (OSError, SafetensorError) as error:
+            raise refusal(f"{path} cannot be read: {error}") from None
+        files |= dict.fromkeys(file.keys(), file)
+    return files
+
+
+def _check_names(files: Mapping[str, Any], wanted: Sources, config: DecoderConfig) -> None:
+    names = {source.name for sources in wanted.values() for source in sources}
+    missing = sorted(names - set(files))
+    extra = sorted(name for name in set(files) - names if not HARMLESS.search(name))
+    if config.tied_embeddings and "lm_head.weight" in extra:
+        extra.remove("lm_head.weight")
+        embedding = wanted["embed.weight"][0].name
+        if embedding in files and not torch.equal(_tensor(files, "lm_head.weight"), _tensor(files, embedding)):
+            raise refusal(f"tie_word_embeddings is set, but lm_head.weight differs from {embedding}")
+    for kind, found in (("missing", missing), ("unexpected", extra)):
+        if found:
+            more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+            raise refusal(f"{kind} tensors for {config.architecture}: {', '.join(found[:5])}{more}")
+
+
+def _tensor(files: Mapping[str, Any], name: str) -> Tensor:
+    return files[name].get_tensor(name)
+
+
+def _read(files: Mapping[str, Any], source: Source) -> Tensor:
+    tensor = _tensor(files, source.name)
+    if tuple(tensor.shape) != source.shape:
+        raise refusal(
+            f"tensor {source.name} has the shape {list(tensor.shape)}; config.json asks for {list(source.shape)}"
+        )
+    if not tensor.is_floating_point() or tensor.element_size() < 2:
+        raise refusal(f"tensor {source.name} is {tensor.dtype}; quantised weights are not supported")
+    return tensor

@@ -1,0 +1,74 @@
+"""DecoderConfig: everything that tells one decoder from another. Plain data; it is stored in the manifest."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """Rotary position embedding; `factor` 1 is unscaled.
+
+    With `low_freq_factor` None every frequency is divided by `factor` (linear scaling). Otherwise as Llama 3: waves
+    longer than original_positions / low_freq_factor are, those shorter than original_positions / high_freq_factor are
+    not, and between the two the division sets in gradually.
+    """
+
+    dims: int
+    theta: float
+    factor: float = 1.0
+    low_freq_factor: float | None = None
+    high_freq_factor: float = 1.0
+    original_positions: int = 0
+
+    def frequencies(self) -> list[float]:
+        """Radians per position of each of the dims / 2 pairs."""
+        return [self._scaled(self.theta ** (-i / self.dims)) for i in range(0, self.dims, 2)]
+
+    def _scaled(self, frequency: float) -> float:
+        if self.low_freq_factor is None:
+            return frequency / self.factor
+        turns = self.original_positions * frequency / (2 * math.pi)  # over the context of the original training
+        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        kept = min(max(kept, 0.0), 1.0)
+        return frequency * (kept + (1.0 - kept) / self.factor)
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """Shape and flavour of a decoder-only transformer.
+
+    max_positions     longest context the model was made for, tokens
+    embedding_size    width of the token embeddings; if it is not hidden_size they are projected in and out
+    rotary            None: learned absolute positions, whose table has `position_offset` rows in front
+    norm              "rms" or "layer"; `norm_affine` False: without weights
+    norm_first        norm in front of attention and MLP (else behind the residual sum); `final_norm` before the head
+    qk_norm           RMS norm over each head's query and key
+    activation        a name in model.ACTIVATIONS; `gated`: act(gate(x)) * up(x)
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp_size: int
+    max_positions: int
+    embedding_size: int
+    rotary: Rotary | None
+    position_offset: int
+    norm: str
+    norm_eps: float
+    norm_affine: bool
+    norm_first: bool
+    final_norm: bool
+    qk_norm: bool
+    activation: str
+    gated: bool
+    qkv_bias: bool
+    attention_out_bias: bool
+    mlp_bias: bool
+    tied_embeddings: bool

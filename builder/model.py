@@ -1,0 +1,193 @@
+"""The one definition of the model: a decoder described by its DecoderConfig, over a KV pool named by a handle.
+
+Eager PyTorch runs it as it stands (the reference backend); compiled engines are traced from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..plugins import torch_ops  # noqa: F401  registers torch.ops.pensieve
+from .config import DecoderConfig
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+class RMSNorm(nn.Module):
+    """Accumulates in float32."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
+
+
+class LayerNorm(nn.Module):
+    """Accumulates in float32; without `affine` it has no parameters."""
+
+    def __init__(self, size: int, eps: float, affine: bool):
+        super().__init__()
+        self.size, self.eps = size, eps
+        self.weight = nn.Parameter(torch.empty(size)) if affine else None
+        self.bias = nn.Parameter(torch.empty(size)) if affine else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = F.layer_norm(x.float(), (self.size,), eps=self.eps)
+        if self.weight is not None:
+            normed = normed * self.weight.float() + self.bias.float()
+        return normed.to(x.dtype)
+
+
+def hidden_norm(config: DecoderConfig) -> nn.Module:
+    if config.norm == "rms":
+        return RMSNorm(config.hidden_size, config.norm_eps)
+    return LayerNorm(config.hidden_size, config.norm_eps, config.norm_affine)
+
+
+class Batch(NamedTuple):
+    """What every layer needs to know of the batch: see `Decoder.forward`; rotary as `Decoder.rotary` makes it."""
+
+    rotary: Tensor
+    slots: Tensor
+    segments: Tensor
+    block_table: Tensor
+    pool: int
+
+
+class Attention(nn.Module):
+    def __init__(self, config: DecoderConfig, layer: int):
+        super().__init__()
+        self.config, self.layer = config, layer
+        self.heads = (config.heads, config.kv_heads, config.kv_heads)  # of q, k and v in the fused projection
+        self.qkv = nn.Linear(config.hidden_size, sum(self.heads) * config.head_dim, bias=config.qkv_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.out = nn.Linear(config.heads * config.head_dim, config.hidden_size, bias=config.attention_out_bias)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (-1, self.config.head_dim)).split(self.heads, dim=1)
+        q, k = self.q_norm(q), self.k_norm(k)
+        q = torch.ops.pensieve.write_kv(q, k, v, batch.rotary, batch.slots, batch.pool, self.layer)
+        scale = self.config.head_dim**-0.5
+        o = torch.ops.pensieve.multi_token_attention(
+            q, batch.segments, batch.block_table, batch.pool, self.layer, scale
+        )
+        return self.out(o.flatten(1))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.gated, self.activation = config.gated, ACTIVATIONS[config.activation]
+        width = 2 * config.mlp_size if config.gated else config.mlp_size  # gate, then up
+        self.up = nn.Linear(config.hidden_size, width, bias=config.mlp_bias)
+        self.down = nn.Linear(config.mlp_size, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        if self.gated:
+            gate, up = x.chunk(2, dim=-1)
+            return self.down(self.activation(gate) * up)
+        return self.down(self.activation(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, config: DecoderConfig, layer: int):
+        super().__init__()
+        self.norm_first = config.norm_first
+        self.attention_norm = hidden_norm(config)
+        self.attention = Attention(config, layer)
+        self.mlp_norm = hidden_norm(config)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        if self.norm_first:
+            x = x + self.attention(self.attention_norm(x), batch)
+            return x + self.mlp(self.mlp_norm(x))
+        x = self.attention_norm(x + self.attention(x, batch))
+        return self.mlp_norm(x + self.mlp(x))
+
+
+class Decoder(nn.Module):
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.embedding_size)
+        projected = config.embedding_size != config.hidden_size
+        self.project_in = nn.Linear(config.embedding_size, config.hidden_size, bias=False) if projected else None
+        self.project_out = nn.Linear(config.hidden_size, config.embedding_size, bias=False) if projected else None
+        if config.rotary is None:
+            self.positions = nn.Embedding(config.max_positions + config.position_offset, config.hidden_size)
+            frequencies = []
+        else:
+            self.positions = None
+            frequencies = config.rotary.frequencies()
+        # Named device: real also where the parameters are made without storage.
+        self.register_buffer(
+            "frequencies", torch.tensor(frequencies, dtype=torch.float64, device="cpu"), persistent=False
+        )
+        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.layers))
+        self.norm = hidden_norm(config) if config.final_norm else nn.Identity()
+        self.head = None if config.tied_embeddings else nn.Linear(config.embedding_size, config.vocab_size, bias=False)
+
+    @classmethod
+    def from_weights(cls, config: DecoderConfig, weights: Mapping[str, Tensor]) -> Decoder:
+        """Takes over the tensors as they are, in their dtype, without copying; RuntimeError if any does not fit."""
+        with torch.device("meta"):
+            decoder = cls(config)
+        decoder.load_state_dict(weights, assign=True)
+        return decoder.eval().requires_grad_(False)
+
+    def rotary(self, positions: Tensor) -> Tensor:
+        """[T, R] float32: cosines, then sines, of angles computed in float64. R = 0 for learned positions."""
+        angles = positions.double().unsqueeze(1) * self.frequencies
+        return torch.cat((angles.cos(), angles.sin()), dim=1).float()
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        segments: Tensor,
+        block_table: Tensor,
+        sample_rows: Tensor,
+        pool: int,
+    ) -> Tensor:
+        """Computes T tokens of any mixture of requests; their KV is written to the pool.
+
+        token_ids, positions [T] int32
+        slots                [T] int32, slot * chunk_tokens + offset, or -1: this token's KV is not written
+        segments             [S, 5] int32: q_start, q_len, kv_start, kv_len, seat (see attention_reference)
+        block_table          [seats, blocks] int32
+        sample_rows          [R] int32, which of the T tokens' logits are wanted
+        pool                 a handle from `plugins.torch_ops.register_pool`
+        Returns logits [R, vocab] float32.
+        """
+        x = self.embed(token_ids)
+        if self.project_in is not None:
+            x = self.project_in(x)
+        if self.positions is not None:
+            x = x + self.positions(positions + self.config.position_offset)
+        batch = Batch(self.rotary(positions), slots, segments, block_table, pool)
+        for layer in self.layers:
+            x = layer(x, batch)
+        x = self.norm(x[sample_rows])
+        if self.project_out is not None:
+            x = self.project_out(x)
+        head = self.embed if self.head is None else self.head
+        return F.linear(x, head.weight).float()

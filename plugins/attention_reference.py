@@ -1,0 +1,147 @@
+"""Reference of the two operations inside every engine: `write_kv` and `multi_token_attention`, on plain tensors.
+
+A KV pool is one tensor `[slot, layers, 2, kv_heads, chunk_tokens, head_dim]`: one chunk, one contiguous record. A
+token's place in it is `slot * chunk_tokens + offset`; its *coordinate* is its index in its own request's row, and row
+`seat` of the block table gives the slot of every `chunk_tokens` coordinates.
+
+`multi_token_attention` is the road that serves on the CPU; `multi_token_attention_slow` is its twin, one token at a
+time in float64, which every faster implementation is compared with.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+GATHERED = 2**20
+"""Elements of keys gathered at once: such buffers stay in the cache, and the allocator keeps them for the next."""
+
+
+def rotate(x: Tensor, rotary: Tensor) -> Tensor:
+    """Turns the first R of each head's dimensions: dimension i and i + R/2 are a pair turned by angle i.
+
+    x [T, heads, head_dim]; rotary [T, R] float32, R/2 cosines then R/2 sines. Computed in float32; a new tensor.
+    """
+    dims = rotary.shape[1]
+    cos, sin = rotary.unsqueeze(1).chunk(2, dim=-1)
+    first, second = x[..., :dims].float().chunk(2, dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((turned.to(x.dtype), x[..., dims:]), dim=-1)
+
+
+def write_kv(q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, slots: Tensor, pool: Tensor, layer: int) -> Tensor:
+    """Writes the keys, rotated, and values of T tokens into `layer` of the pool; returns the rotated queries.
+
+    q [T, heads, head_dim], k and v [T, kv_heads, head_dim]; rotary [T, R] as in `rotate`, R = 0 for none;
+    slots [T] int32, places in the pool or -1: that token is not written. The result never aliases q.
+    """
+    if rotary.shape[1]:
+        q, k = rotate(q, rotary), rotate(k, rotary)
+    else:
+        q = q.clone(memory_format=torch.contiguous_format)
+    written = slots >= 0
+    places = slots[written]
+    chunk_tokens = pool.shape[4]
+    slot, offset = places // chunk_tokens, places % chunk_tokens
+    keys, values = pool[:, layer, 0], pool[:, layer, 1]
+    keys[slot, :, offset] = k[written]
+    values[slot, :, offset] = v[written]
+    return q
+
+
+def multi_token_attention(
+    q: Tensor, segments: Tensor, block_table: Tensor, pool: Tensor, layer: int, scale: float
+) -> Tensor:
+    """Attention of many query tokens over scattered KV, accumulated in float32.
+
+    q            [T, heads, head_dim], rotated
+    segments     [S, 5] int32: q_start, q_len, kv_start, kv_len, seat. Query j of a segment has the coordinate
+                 kv_len - q_len + j and sees the keys at coordinates [kv_start, its own]. Segments are disjoint in q;
+                 several may share a seat.
+    block_table  [seats, blocks] int32, the slot of each chunk of a seat's row
+    Returns o [T, heads, head_dim]; tokens of no segment get zeros.
+    """
+    o = q.new_zeros(q.shape)
+    for group in _groups_of_like_size(segments, pool.shape[3:]):
+        _attend_group(q, group, block_table, pool, layer, scale, o)
+    return o
+
+
+def _groups_of_like_size(segments: Tensor, record: tuple[int, int, int]) -> list[Tensor]:
+    """Parts the segments into groups that are padded to their largest member, which at most doubles either length.
+
+    record: kv_heads, chunk_tokens, head_dim. A group's keys fill at most GATHERED elements (a single segment may).
+    """
+    _, chunk_tokens, _ = record
+    most_chunks = GATHERED // math.prod(record)
+    sizes = []
+    for i, (_, q_len, kv_start, kv_len, _) in enumerate(segments.tolist()):
+        if q_len:
+            sizes.append((q_len.bit_length(), -(-kv_len // chunk_tokens) - kv_start // chunk_tokens, i))
+    groups: list[list[int]] = []
+    smallest = (0, 0)  # of the group being filled
+    for bits, chunks, i in sorted(sizes):
+        like = bits == smallest[0] and chunks <= 2 * smallest[1]
+        if like and (len(groups[-1]) + 1) * chunks <= most_chunks:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+            smallest = (bits, chunks)
+    return [segments[torch.tensor(members)] for members in groups]
+
+
+def _attend_group(
+    q: Tensor, segments: Tensor, block_table: Tensor, pool: Tensor, layer: int, scale: float, o: Tensor
+) -> None:
+    """Writes into o the attention of some segments, padded to M queries over N keys each."""
+    heads, head_dim = q.shape[1:]
+    kv_heads, chunk_tokens = pool.shape[3:5]
+    q_start, q_len, kv_start, kv_len, seat = segments.long().unsqueeze(-1).unbind(1)  # each [S, 1]
+
+    # Padding asks the segment's last query again and reads its last chunk again, masked.
+    steps = torch.arange(int(q_len.max()))
+    real = steps < q_len  # [S, M]
+    query = steps.minimum(q_len - 1)
+    rows = q_start + query
+    own = kv_len - q_len + query
+    first, last = kv_start // chunk_tokens, (kv_len - 1) // chunk_tokens
+    chunk = first + torch.arange(int((last - first).max()) + 1)  # [S, chunks]
+    slots = block_table[seat, chunk.minimum(last)]
+    coordinates = (chunk.unsqueeze(-1) * chunk_tokens + torch.arange(chunk_tokens)).flatten(1)  # [S, N]
+    valid = (coordinates >= kv_start) & (coordinates < kv_len)
+    seen = valid.unsqueeze(1) & (coordinates.unsqueeze(1) <= own.unsqueeze(2))  # [S, M, N]
+
+    # Query heads that share a key head stand side by side as if they were more queries: [S, kv_heads, M * share, D].
+    share = heads // kv_heads
+    count, queries, keys = len(segments), rows.shape[1], coordinates.shape[1]
+    head = torch.arange(kv_heads).view(-1, 1)
+    k, v = (pool[:, layer, i][slots.unsqueeze(1), head].view(count, kv_heads, keys, head_dim).float() for i in (0, 1))
+    foreign = (~valid).nonzero(as_tuple=True)  # not of this segment: perhaps infinite, and 0 times that is not 0
+    for kv in (k, v):
+        kv[foreign[0], :, foreign[1]] = 0.0
+    grouped = q[rows].view(count, queries, kv_heads, share, head_dim).transpose(1, 2).flatten(2, 3).float()
+    mask = seen.repeat_interleave(share, dim=1).unsqueeze(1)
+    out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
+    out = out.view(count, kv_heads, queries, share, head_dim).transpose(1, 2).reshape(count, queries, heads, head_dim)
+    o[rows[real]] = out[real].to(o.dtype)
+
+
+def multi_token_attention_slow(
+    q: Tensor, segments: Tensor, block_table: Tensor, pool: Tensor, layer: int, scale: float
+) -> Tensor:
+    """The twin of `multi_token_attention`: token by token, in float64."""
+    o = q.new_zeros(q.shape)
+    share = q.shape[1] // pool.shape[3]
+    chunk_tokens = pool.shape[4]
+    for q_start, q_len, kv_start, kv_len, seat in segments.tolist():
+        for j in range(q_len):
+            own = kv_len - q_len + j
+            places = [(block_table[seat, c // chunk_tokens], c % chunk_tokens) for c in range(kv_start, own + 1)]
+            k, v = (torch.stack([pool[slot, layer, i, :, offset] for slot, offset in places]).double() for i in (0, 1))
+            k, v = (x.repeat_interleave(share, dim=1) for x in (k, v))  # [keys, heads, D]
+            weights = torch.einsum("hd,nhd->hn", q[q_start + j].double(), k).mul(scale).softmax(dim=-1)
+            o[q_start + j] = torch.einsum("hn,nhd->hd", weights, v).to(o.dtype)
+    return o

@@ -1,0 +1,88 @@
+"""The two operations as torch operations, `torch.ops.pensieve.write_kv` and `.multi_token_attention`.
+
+A pool is named by a *handle*, an int: to the compiler the operations are opaque and mutate none of their tensors, so
+no backend clones gigabytes or reorders around an alias. What orders the attention behind the write of its layer is the
+rotated query, which `write_kv` returns and the attention takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from . import attention_reference
+
+
+def _no_gate(layer: int) -> None:
+    """Nothing is being swapped in."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVPool:
+    """tensor `[slot, layers, 2, kv_heads, chunk_tokens, head_dim]`.
+
+    `gate(layer)` is called before a layer's KV is first touched; it returns once that layer's swap-in is complete (or
+    is certain to be, for what comes later on the same stream).
+    """
+
+    tensor: Tensor
+    gate: Callable[[int], None] = _no_gate
+
+
+_pools: dict[int, KVPool] = {}
+_handles = count(1)  # never given twice: a stale handle is an error, not another pool
+
+
+def register_pool(tensor: Tensor, gate: Callable[[int], None] = _no_gate) -> int:
+    """Names a pool for the operations. The caller keeps owning the tensor and releases the handle."""
+    if tensor.dim() != 6 or tensor.shape[2] != 2 or not tensor.is_contiguous():
+        raise ValueError(
+            "a KV pool is a contiguous [slot, layers, 2, kv_heads, chunk_tokens, head_dim] tensor, "
+            f"not {list(tensor.shape)}"
+        )
+    handle = next(_handles)
+    _pools[handle] = KVPool(tensor, gate)
+    return handle
+
+
+def release_pool(handle: int) -> None:
+    """Forgets the pool; using the handle again raises KeyError."""
+    del _pools[handle]
+
+
+torch.library.define(
+    "pensieve::write_kv",
+    "(Tensor q, Tensor k, Tensor v, Tensor rotary, Tensor slots, int pool, int layer) -> Tensor",
+)
+torch.library.define(
+    "pensieve::multi_token_attention",
+    "(Tensor q, Tensor segments, Tensor block_table, int pool, int layer, float scale) -> Tensor",
+)
+
+
+@torch.library.impl("pensieve::write_kv", "cpu")
+def _write_kv(q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, slots: Tensor, pool: int, layer: int) -> Tensor:
+    kv = _pools[pool]
+    kv.gate(layer)
+    return attention_reference.write_kv(q, k, v, rotary, slots, kv.tensor, layer)
+
+
+@torch.library.impl("pensieve::multi_token_attention", "cpu")
+def _multi_token_attention(
+    q: Tensor, segments: Tensor, block_table: Tensor, pool: int, layer: int, scale: float
+) -> Tensor:
+    return attention_reference.multi_token_attention(q, segments, block_table, _pools[pool].tensor, layer, scale)
+
+
+@torch.library.register_fake("pensieve::write_kv")
+def _(q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, slots: Tensor, pool: int, layer: int) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+@torch.library.register_fake("pensieve::multi_token_attention")
+def _(q: Tensor, segments: Tensor, block_table: Tensor, pool: int, layer: int, scale: float) -> Tensor:
+    return q.new_empty(q.shape)

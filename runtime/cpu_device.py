@@ -1,0 +1,235 @@
+"""The device protocol on host memory: one daemon thread a lane, so that copies and steps overlap as on a GPU.
+
+Tests bend time with it: work is delayed and the pairs of a copy are shuffled, within what the protocol allows. What
+holds then holds on any device.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
+
+import numpy as np
+import torch
+
+from ..plugins.torch_ops import register_pool, release_pool
+from ..scheduler.plan import Lane
+from ..scheduler.types import InvariantError, SettingError, Tier
+from .device import ForwardPass, Memory, Ticket
+from .sampler import sample
+from .step_inputs import StepInputs
+
+_SETTINGS = {Tier.GPU: "--gpu-kv-chunks", Tier.HOST: "--host-kv-chunks"}
+
+
+class CpuTicket(Ticket):
+    """The `number`-th mark of its lane."""
+
+    __slots__ = ("lane", "number")
+
+    def __init__(self, lane: Lane, number: int):
+        self.lane, self.number = lane, number
+
+
+class CpuDevice:
+    """Both pools in host memory. Each lane's thread does its work in order; a device-side wait blocks that thread."""
+
+    def __init__(self, disturb: Callable[[Lane], float] | None = None, shuffle: random.Random | None = None):
+        """disturb: seconds to sleep before each piece of work of a lane; shuffle: mixes the pairs of each copy."""
+        self._disturb, self._shuffle = disturb, shuffle
+        self._pools: dict[Tier, torch.Tensor] = {}
+        self._handle: int | None = None
+        self._gates: dict[int, CpuTicket] = {}
+        self._closed = False
+
+        # The lanes' common state, under the condition. `_error` is set once and ends all lanes.
+        self._changed = threading.Condition()
+        self._completed = dict.fromkeys(Lane, 0)
+        self._error: BaseException | None = None
+
+        self._marked = dict.fromkeys(Lane, 0)
+        self._queues: dict[Lane, SimpleQueue[Callable[[], None] | None]] = {lane: SimpleQueue() for lane in Lane}
+        self._threads = [
+            threading.Thread(target=self._work, args=(lane,), name=f"lane {lane.name}", daemon=True) for lane in Lane
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # The lanes.
+
+    def _work(self, lane: Lane) -> None:
+        queue = self._queues[lane]
+        with torch.inference_mode():
+            while (task := queue.get()) is not None:
+                if self._error is not None:
+                    continue  # a ticket behind failed work never completes; whoever waits for it sees the error
+                try:
+                    task()
+                except BaseException as error:  # carried to the issuing thread, which raises it
+                    self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def _issue(self, lane: Lane, task: Callable[[], None]) -> None:
+        if self._closed:
+            raise InvariantError("the device is closed")
+        if self._error is not None:
+            raise self._error
+        self._queues[lane].put(task)
+
+    def _issue_work(self, lane: Lane, task: Callable[[], None]) -> None:
+        """`_issue`, but the lane may be made to sleep first."""
+        delay = self._disturb(lane) if self._disturb else 0.0
+
+        def delayed() -> None:
+            time.sleep(delay)
+            task()
+
+        self._issue(lane, delayed if delay else task)
+
+    # Tickets.
+
+    def mark(self, lane: Lane, gate: int | None = None) -> CpuTicket:
+        self._marked[lane] += 1
+        ticket = CpuTicket(lane, self._marked[lane])
+
+        def complete() -> None:
+            with self._changed:
+                self._completed[lane] = ticket.number
+                self._changed.notify_all()
+
+        self._issue(lane, complete)
+        if gate is not None:
+            self._gates[gate] = ticket
+        return ticket
+
+    def wait(self, lane: Lane, ticket: CpuTicket) -> None:
+        self._issue(lane, lambda: self.synchronize(ticket))
+
+    def ready(self, ticket: CpuTicket) -> bool:
+        if ticket.number <= self._completed[ticket.lane]:
+            return True
+        if self._error is not None:
+            raise self._error
+        return False
+
+    def synchronize(self, ticket: CpuTicket) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self.ready(ticket))
+
+    # Memory and copies.
+
+    def memory(self, tier: Tier) -> Memory:
+        """The tiers share the host's memory, or what the container may still use of it."""
+        fields = _read_fields(Path("/proc/meminfo"))
+        free, total = fields["MemAvailable:"] * 1024, fields["MemTotal:"] * 1024
+        limit = Path("/sys/fs/cgroup/memory.max")
+        if limit.exists() and (most := limit.read_text().strip()) != "max":
+            used = int(limit.with_name("memory.current").read_text())
+            cached = _read_fields(limit.with_name("memory.stat"))["inactive_file"]  # given up under pressure
+            free, total = min(free, max(int(most) - used + cached, 0)), min(total, int(most))
+        return Memory(free, total)
+
+    def allocate_pool(self, tier: Tier, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        # Zeroed pages are not taken before they are first written, so the pools made so far still count as free.
+        free = self.memory(tier).free - sum(pool.nbytes for pool in self._pools.values())
+        size = torch.Size(shape).numel() * dtype.itemsize
+        if size > free:
+            raise SettingError(
+                _SETTINGS[tier],
+                f"{shape[0]} chunks need {size / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are free: enough for "
+                f"{max(free, 0) * shape[0] // size} chunks",
+            )
+        self._pools[tier] = torch.zeros(shape, dtype=dtype)
+
+    def copy(self, lane: Lane, sources: np.ndarray, targets: np.ndarray, layers: range) -> None:
+        host, gpu = self._pools[Tier.HOST], self._pools[Tier.GPU]
+        source_pool, target_pool = (host, gpu) if lane is Lane.IN else (gpu, host)
+        pairs = list(zip(sources.tolist(), targets.tolist(), strict=True))
+        if self._shuffle:
+            self._shuffle.shuffle(pairs)
+
+        def task() -> None:
+            for source, target in pairs:
+                target_pool[target, layers.start : layers.stop].copy_(source_pool[source, layers.start : layers.stop])
+
+        self._issue_work(lane, task)
+
+    # The step.
+
+    def load(self, engine: ForwardPass, seats: int, blocks: int, gates: tuple[int, ...]) -> None:
+        self._engine = engine
+        self._handle = register_pool(self._pools[Tier.GPU], self._pass_gate)
+        self._block_table = torch.zeros(seats, blocks, dtype=torch.int32)
+        self._last_samples = torch.zeros(seats, dtype=torch.int32)
+
+    def upload(self, inputs: StepInputs) -> None:
+        self._sampled_rows = len(inputs.sample_rows)
+
+        def task() -> None:
+            self._inputs = inputs
+            cells, slots = torch.from_numpy(inputs.block_cells), torch.from_numpy(inputs.block_slots)
+            self._block_table.view(-1)[cells] = slots
+
+        self._issue_work(Lane.COMPUTE, task)
+
+    def run(self) -> None:
+        bound = dict(self._gates)
+
+        def task() -> None:
+            self._bound_gates = bound
+            batch, fed = self._inputs, self._inputs.generated
+            segments = torch.from_numpy(batch.segments)
+            token_ids = torch.from_numpy(batch.token_ids).clone()
+            token_ids[:fed] = self._last_samples[segments[:fed, 4]]
+            self._logits = self._engine.forward(
+                token_ids,
+                torch.from_numpy(batch.positions),
+                torch.from_numpy(batch.slots),
+                segments,
+                self._block_table,
+                torch.from_numpy(batch.sample_rows),
+                self._handle,
+            )
+
+        self._issue_work(Lane.COMPUTE, task)
+
+    def _pass_gate(self, layer: int) -> None:
+        """Called by the engine, on COMPUTE's thread."""
+        if (ticket := self._bound_gates.get(layer)) is not None:
+            self.synchronize(ticket)
+
+    def sample(self) -> tuple[CpuTicket, np.ndarray]:
+        tokens = np.empty(self._sampled_rows, np.int32)
+
+        def task() -> None:
+            drawn = sample(self._logits, *map(torch.from_numpy, self._inputs.draws)).int()
+            self._last_samples[torch.from_numpy(self._inputs.sample_seats)] = drawn
+            tokens[:] = drawn.numpy()
+
+        self._issue_work(Lane.COMPUTE, task)
+        return self.mark(Lane.COMPUTE), tokens
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for queue in self._queues.values():
+            queue.put(None)
+        for thread in self._threads:
+            thread.join()
+        if self._handle is not None:
+            release_pool(self._handle)
+        self._pools.clear()
+
+
+def _read_fields(path: Path) -> dict[str, int]:
+    """Of a file with a name and a number in each line."""
+    return {line.split()[0]: int(line.split()[1]) for line in path.read_text().splitlines()}

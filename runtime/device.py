@@ -1,0 +1,117 @@
+"""What a device does for the executor, in a dozen methods: `cpu_device` is one, a CUDA device another.
+
+**Lanes.** Work is put on one of three lanes (COMPUTE, IN, OUT) and each lane does its own in the order of issue;
+nothing else orders lanes but `wait`. On CUDA a lane is a stream and a ticket an event. All methods are called by one
+thread and only `load`, `synchronize` and `close` may block it.
+
+**Gates.** A gate stands before the first use of a layer's KV in a step. `run` binds each gate to the last
+`mark(..., gate=...)` issued *before* that `run`: a mark that comes later holds the next step, not this one. A gate
+never marked is open.
+
+**Failure.** Work that raises ends the device: from then on every method that issues or waits raises that exception.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from ..scheduler.plan import Lane
+from ..scheduler.types import Tier
+from .step_inputs import StepInputs
+
+
+class Memory(NamedTuple):
+    """Bytes: what a pool may take now, and what there is at all."""
+
+    free: int
+    total: int
+
+
+class Ticket:
+    """A point in a lane's order, complete once all work issued before it on that lane is. Only its device reads it."""
+
+    __slots__ = ()
+
+
+class ForwardPass(Protocol):
+    """The engine as a device sees it."""
+
+    dtype: torch.dtype
+
+    def kv_shape(self, slots: int, chunk_tokens: int) -> tuple[int, ...]:
+        """(slots, layers, 2, kv_heads, chunk_tokens, head_dim)."""
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        segments: torch.Tensor,
+        block_table: torch.Tensor,
+        sample_rows: torch.Tensor,
+        pool: int,
+    ) -> torch.Tensor:
+        """Logits [R, vocab] float32 of the rows `sample_rows` of a batch laid out as `StepInputs` says.
+
+        token_ids, positions, slots [T], segments [S, 5], block_table [seats, blocks], sample_rows [R], all int32.
+        pool: handle of the GPU pool, whose gate is called with each layer before that layer's KV is touched.
+        """
+
+
+class Device(Protocol):
+    def memory(self, tier: Tier) -> Memory:
+        """Memory of GPU or HOST."""
+
+    def allocate_pool(self, tier: Tier, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Makes the tier's KV pool, `shape` as `ForwardPass.kv_shape`, zeroed; once a tier, kept until `close`.
+
+        SettingError names the setting to lower if the pool does not fit.
+        """
+
+    def load(self, engine: ForwardPass, seats: int, blocks: int, gates: tuple[int, ...]) -> None:
+        """Takes the engine to be run, after the pools are made, and makes the state of the seats.
+
+        seats, blocks   shape of the block table, which lives here beside each seat's last sample
+        gates           layers that have a gate, ascending: the first of each layer group
+        """
+
+    def copy(self, lane: Lane, sources: np.ndarray, targets: np.ndarray, layers: range) -> None:
+        """Copies `layers` of the chunks in slots `sources` to slots `targets` ([n] int32 each, all distinct).
+
+        IN copies from the HOST pool to the GPU pool, OUT the other way. With all layers whole records move. The
+        arrays belong to the device from here on.
+        """
+
+    def mark(self, lane: Lane, gate: int | None = None) -> Ticket:
+        """A ticket for all work on the lane so far. With `gate`, a layer, that layer's gate opens there too."""
+
+    def wait(self, lane: Lane, ticket: Ticket) -> None:
+        """What is issued on the lane from here on begins after the ticket is complete. The caller does not wait."""
+
+    def ready(self, ticket: Ticket) -> bool:
+        """Whether the ticket is complete."""
+
+    def synchronize(self, ticket: Ticket) -> None:
+        """Returns once the ticket is complete: the caller waits."""
+
+    def upload(self, inputs: StepInputs) -> None:
+        """Applies the block-table changes and makes the batch the one that `run` and `sample` take, in COMPUTE's order.
+
+        The arrays belong to the device from here on, and nobody writes to them again.
+        """
+
+    def run(self) -> None:
+        """The forward pass of the last uploaded batch, on COMPUTE. Binds the gates (see above)."""
+
+    def sample(self) -> tuple[Ticket, np.ndarray]:
+        """Draws a token for each sampled row of the last run; they become their seats' last samples.
+
+        Returns a ticket and the tokens [R] int32 in host memory, valid once the ticket is complete and until three
+        more calls of `sample`.
+        """
+
+    def close(self) -> None:
+        """Waits for work in flight and gives memory and threads back. Idempotent; raises nothing of failed work."""

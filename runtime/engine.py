@@ -1,0 +1,73 @@
+"""Opens engine directories: checks that the engine is what this program can run, then loads its weights."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from ..builder.manifest import WEIGHTS, Manifest, code_digest, versions
+from ..builder.model import Decoder
+from ..builder.weights import load_weights, weights_digest
+from ..scheduler.types import SettingError
+
+
+class Engine:
+    """A loaded engine: the forward pass of one rank, and the manifest that describes it."""
+
+    def __init__(self, manifest: Manifest, decoder: Decoder):
+        self.manifest = manifest
+        self.dtype: torch.dtype = getattr(torch, manifest.dtype)
+        self.parameters = sum(parameter.numel() for parameter in decoder.parameters())
+        self._decoder = decoder
+
+    def chunk_bytes(self, chunk_tokens: int) -> int:
+        """One chunk's KV on this rank."""
+        return math.prod(self.kv_shape(1, chunk_tokens)) * self.dtype.itemsize
+
+    def kv_shape(self, slots: int, chunk_tokens: int) -> tuple[int, ...]:
+        """Shape of a KV pool of so many slots, in `self.dtype`."""
+        return (slots, self.manifest.layers, 2, self.manifest.kv_heads, chunk_tokens, self.manifest.head_dim)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        segments: Tensor,
+        block_table: Tensor,
+        sample_rows: Tensor,
+        pool: int,
+    ) -> Tensor:
+        """Logits [R, vocab] float32; the arguments are those of `Decoder.forward`."""
+        return self._decoder(token_ids, positions, slots, segments, block_table, sample_rows, pool)
+
+
+def open_engine(directory: str | Path, device: str = "cpu") -> Engine:
+    """Raises SettingError('--engine', ...) that says what differs from this program or from the engine's build."""
+    directory = Path(directory)
+    manifest = Manifest.read(directory)
+    if manifest.device != device:
+        raise SettingError("--engine", f"{directory} was built for the device {manifest.device}, not {device}")
+    _check_part(directory, "code of the forward pass", manifest.parts.code, code_digest())
+    for package, here in versions().items():
+        _check_part(directory, f"version of {package}", getattr(manifest.parts, package), here)
+    try:
+        weights = load_weights(directory / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise SettingError("--engine", f"{directory / WEIGHTS} cannot be read: {error}") from None
+    _check_part(directory, "digest of the weights", manifest.parts.weights, weights_digest(weights))
+    return Engine(manifest, Decoder.from_weights(manifest.decoder, weights))
+
+
+def _check_part(directory: Path, part: str, built: str, here: str) -> None:
+    if built != here:
+        raise SettingError(
+            "--engine",
+            f"the {part} differs: {directory} was built with {built[:16]}, here it is {here[:16]}; "
+            "delete the directory and build the engine again",
+        )

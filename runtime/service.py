@@ -1,0 +1,145 @@
+"""The loop: takes requests, plans a step, launches it, and while it runs takes in the one before.
+
+    receive  ->  next_plan  ->  launch  ->  wait for the step before  ->  apply  ->  send
+
+Two threads move messages between the HTTP process's pipe and two queues, so the loop never waits for a client. It ends
+when it is drained, when the HTTP process is gone, or with the exception of a broken invariant, which every client is
+told.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from multiprocessing.connection import Connection
+from queue import Empty, SimpleQueue
+
+from ..scheduler.scheduler import Applied, Scheduler
+from ..scheduler.types import FinishReason, Output, RequestError
+from .executor import Executor
+from .messages import Abort, Drain, Fatal, Finish, Ready, Refusal, StepMessage, Submit
+
+log = logging.getLogger(__name__)
+
+STEPS_IN_FLIGHT = 2  # one runs, the next is launched behind it
+STATS_INTERVAL_S = 0.25
+IDLE_CHECK_S = 1.0  # after so long without anything to do the books are checked, once
+
+
+class Service:
+    """`connection` is the HTTP process's pipe; the scheduler and the executor are this loop's own from here on."""
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, connection: Connection):
+        self._scheduler, self._executor = scheduler, executor
+        self._inbox: SimpleQueue[Submit | Abort | Finish | Drain] = SimpleQueue()
+        self._outbox: SimpleQueue[Ready | StepMessage | Fatal | None] = SimpleQueue()
+        self._reader = threading.Thread(target=_read, args=(connection, self._inbox), name="inbox", daemon=True)
+        self._writer = threading.Thread(target=_write, args=(connection, self._outbox), name="outbox", daemon=True)
+        self._drain_until = float("inf")
+        self._stats_due = 0.0
+
+    def drain(self, seconds: float) -> None:
+        """Accepts nothing more, finishes what runs within `seconds`, then ends `run`. Safe in a signal handler."""
+        self._inbox.put(Drain(seconds))
+
+    def run(self, ready: Ready) -> None:
+        """Serves until drained, then closes the executor and the pipe. Raises what broke, after clients were told."""
+        self._reader.start()
+        self._writer.start()
+        self._outbox.put(ready)
+        try:
+            while not self._drained():
+                while not self._inbox.empty():
+                    self._take(self._inbox.get())
+                plan = self._scheduler.next_plan(time.monotonic())
+                if plan is not None:
+                    self._executor.launch(plan)
+                if self._scheduler.in_flight >= (STEPS_IN_FLIGHT if plan is not None else 1):
+                    self._finish_step()
+                elif plan is None:
+                    self._wait_for_news()
+        except BaseException as error:
+            self._outbox.put(Fatal(f"{type(error).__name__}: {error}"))
+            raise
+        finally:
+            self._outbox.put(None)
+            self._writer.join()
+            self._executor.close()
+
+    def _finish_step(self) -> None:
+        """The oldest step in flight: its result is applied and its tokens go out."""
+        result = self._executor.wait()
+        applied = self._scheduler.apply(result, time.monotonic())
+        if applied.requests or time.monotonic() >= self._stats_due:
+            self._send(applied)
+
+    def _wait_for_news(self) -> None:
+        """Nothing to do: sleeps until a message comes, with one look at the books."""
+        draining = self._drain_until - time.monotonic()
+        try:
+            self._take(self._inbox.get(timeout=max(0.0, min(draining, IDLE_CHECK_S))))
+        except Empty:
+            self._scheduler.check()
+            self._send(Applied())
+            if draining == float("inf"):
+                self._take(self._inbox.get())
+
+    def _take(self, message: Submit | Abort | Finish | Drain) -> None:
+        now = time.monotonic()
+        match message:
+            case Submit(request):
+                try:
+                    if self._drain_until < float("inf"):
+                        raise RequestError(503, "the server is shutting down")
+                    self._scheduler.add(request, now)
+                except RequestError as error:
+                    self._outbox.put(StepMessage(refusals=(Refusal(request.id, error),)))
+            case Abort(request):
+                self._scheduler.abort(request, now)
+            case Finish(request, tokens):
+                output = self._scheduler.finish(request, tokens, now)
+                self._send(Applied(events=[output] if output else []))
+            case Drain(seconds):
+                self._drain_until = min(self._drain_until, now + seconds)
+
+    def _drained(self) -> bool:
+        """Whether to end: nothing is left to do, or its time is up; whoever is still open is told."""
+        if self._drain_until == float("inf"):
+            return False
+        open_requests = self._scheduler.open_requests()
+        if open_requests and time.monotonic() < self._drain_until:
+            return False
+        for request in open_requests:
+            self._scheduler.abort(request, time.monotonic())
+        if open_requests:
+            log.warning("shut down with %d requests unfinished", len(open_requests))
+        self._send(Applied(events=[Output(request, finish=FinishReason.ABORT) for request in open_requests]))
+        return True
+
+    def _send(self, applied: Applied) -> None:
+        """One message to the HTTP process; statistics ride along when something began or ended, and every so often."""
+        stats = copied = None
+        if applied.events or not applied.requests or time.monotonic() >= self._stats_due:
+            self._stats_due = time.monotonic() + STATS_INTERVAL_S
+            stats, copied = self._scheduler.stats(), self._executor.copied_bytes
+        self._outbox.put(StepMessage(applied.requests, applied.tokens, tuple(applied.events), (), stats, copied))
+
+
+def _read(connection: Connection, inbox: SimpleQueue[Submit | Abort | Finish | Drain]) -> None:
+    """Thread: what the HTTP process says. When it is gone, so is every client: nothing is left to serve."""
+    try:
+        while True:
+            inbox.put(connection.recv())
+    except (EOFError, OSError):
+        inbox.put(Drain(0.0))
+
+
+def _write(connection: Connection, outbox: SimpleQueue[Ready | StepMessage | Fatal | None]) -> None:
+    """Thread: what the loop says; closes the pipe behind its last word."""
+    try:
+        while (message := outbox.get()) is not None:
+            connection.send(message)
+        connection.close()
+    except OSError:
+        pass  # nobody listens any more: the reader says so to the loop

@@ -1,0 +1,173 @@
+"""From a plan to the arrays of a step: keeps a mirror of the seats and lays a batch out. numpy only.
+
+The batch is laid out as in the plan: one token for each seat that generates, then the spans.
+
+    token      g0  g1  g2 | s0 s0 s0 s0 | s1 s1
+    segment     0   1   2 |      3      |   4
+    sampled     ^   ^   ^ |           ^ |    (a piece of a longer prompt samples nothing)
+
+Every array is allocated afresh for its step and never written again, since a step in flight may still read it. The
+mirror is written at once and never handed out: what changed travels with the step, in its order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from ..scheduler.plan import BlockUpdate, Join, StepPlan
+from ..scheduler.types import InvariantError
+
+LAST_SAMPLE = -1  # as a token id: the last sample of the token's seat, known to the device only
+NOT_WRITTEN = -1  # as a token's slot: its KV exists already, or (in the mirror) no slot was given
+
+
+class Draws(NamedTuple):
+    """The sampled rows that are not greedy, D of them, as `sampler.sample` takes them."""
+
+    rows: np.ndarray
+    """[D] int64, into the R sampled rows"""
+    temperatures: np.ndarray
+    """[D] float64, above 0"""
+    top_ks: np.ndarray
+    """[D] int64, 0 for off"""
+    top_ps: np.ndarray
+    """[D] float64, 1 for off"""
+    seeds: np.ndarray
+    """[D] int64"""
+    positions: np.ndarray
+    """[D] int64, of the token to be drawn: which draw of its seed it is"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepInputs:
+    """One batch of T tokens, S segments and R sampled rows, and U changed entries of the block table.
+
+    token_ids     [T] int32, LAST_SAMPLE for the first `generated` tokens
+    positions     [T] int32
+    slots         [T] int32, the place of each token's KV: slot * chunk_tokens + offset, or NOT_WRITTEN
+    segments      [S, 5] int32: q_start, q_len, kv_start, kv_len in the row's coordinates, seat; segment i < `generated`
+                  is that of token i
+    sample_rows   [R] int32, into the T tokens; sample_seats [R] int32, the seats they belong to
+    draws         the sampled rows that are not greedy
+    block_cells   [U] int32, into the flattened block table; block_slots [U] int32, the slots to put there
+    """
+
+    generated: int
+    token_ids: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+    segments: np.ndarray
+    sample_rows: np.ndarray
+    sample_seats: np.ndarray
+    draws: Draws
+    block_cells: np.ndarray
+    block_slots: np.ndarray
+
+
+class StepPacker:
+    """The seats as of the last packed plan. Plans are packed in their order, each once."""
+
+    def __init__(self, seats: int, blocks: int, chunk_tokens: int):
+        """seats, blocks: shape of the block table; blocks is the most chunks a request can have."""
+        self._chunk_tokens = chunk_tokens
+        self._table = np.full((seats, blocks), NOT_WRITTEN, np.int32)
+        self._temperatures = np.zeros(seats)
+        self._top_ps = np.ones(seats)
+        self._top_ks = np.zeros(seats, np.int64)
+        self._seeds = np.zeros(seats, np.int64)
+
+    def pack(self, plan: StepPlan) -> StepInputs:
+        """InvariantError if the plan contradicts itself or uses a chunk that its seat was never given."""
+        self._join(plan.joins)
+        cells, cell_slots = self._update_blocks(plan.blocks)
+
+        generated = len(plan.generate)
+        spans = np.array(plan.spans, np.int32).reshape(-1, 5)  # seat, start, end, write_from, samples
+        first = np.array(plan.positions, np.int32)
+        starts = np.concatenate((first, spans[:, 1]))
+        ends = np.concatenate((first + 1, spans[:, 2]))
+        seats = np.concatenate((np.array(plan.generate, np.int32), spans[:, 0]))
+        write_from = np.concatenate((first, spans[:, 3]))
+        samples = np.concatenate((np.ones(generated, bool), spans[:, 4].astype(bool)))
+
+        lengths = ends - starts
+        q_ends = np.cumsum(lengths, dtype=np.int32)
+        self._check(plan, seats, ends, lengths, samples)
+        positions = np.repeat(starts - (q_ends - lengths), lengths) + np.arange(plan.tokens, dtype=np.int32)
+        segments = np.stack((q_ends - lengths, lengths, np.zeros_like(ends), ends, seats), axis=1)
+        token_ids = np.empty(plan.tokens, np.int32)
+        token_ids[:generated] = LAST_SAMPLE
+        token_ids[generated:] = plan.token_ids
+        sample_seats = seats[samples]
+        return StepInputs(
+            generated=generated,
+            token_ids=token_ids,
+            positions=positions,
+            slots=self._places(np.repeat(seats, lengths), positions, np.repeat(write_from, lengths)),
+            segments=segments,
+            sample_rows=q_ends[samples] - np.int32(1),
+            sample_seats=sample_seats,
+            draws=self._draws(sample_seats, ends[samples]),
+            block_cells=cells,
+            block_slots=cell_slots,
+        )
+
+    def _join(self, joins: Iterable[Join]) -> None:
+        for seat, _, sampling in joins:
+            self._table[seat] = NOT_WRITTEN
+            self._temperatures[seat] = sampling.temperature
+            self._top_ks[seat] = sampling.top_k
+            self._top_ps[seat] = sampling.top_p
+            self._seeds[seat] = sampling.seed
+
+    def _update_blocks(self, updates: Iterable[BlockUpdate]) -> tuple[np.ndarray, np.ndarray]:
+        """Applies the updates to the mirror; returns them as (cells, slots) of the flattened table."""
+        blocks = self._table.shape[1]
+        cells: list[int] = []
+        slots: list[int] = []
+        for seat, first, given in updates:
+            if first + len(given) > blocks:
+                raise InvariantError(f"seat {seat} is given chunk {first + len(given) - 1}, beyond its {blocks}")
+            if first and self._table[seat, first - 1] == NOT_WRITTEN:
+                raise InvariantError(f"seat {seat} is given chunk {first} before chunk {first - 1}")
+            cells.extend(range(seat * blocks + first, seat * blocks + first + len(given)))
+            slots.extend(given)
+            self._table[seat, first : first + len(given)] = given
+        return np.array(cells, np.int32), np.array(slots, np.int32)
+
+    def _check(
+        self, plan: StepPlan, seats: np.ndarray, ends: np.ndarray, lengths: np.ndarray, samples: np.ndarray
+    ) -> None:
+        """Each batch is complete, and each segment's chunks were given: they are given in order, so the last tells."""
+        if len(plan.positions) != len(plan.generate) or len(plan.samples) != np.count_nonzero(samples):
+            raise InvariantError(f"step {plan.step} has rows without a position, or samples without a row")
+        if not len(seats):
+            return
+        if lengths.min() < 1 or lengths.sum() != plan.tokens:
+            raise InvariantError(f"the spans of step {plan.step} are empty or differ from its {plan.tokens} token ids")
+        if self._table[seats, (ends - 1) // self._chunk_tokens].min() < 0:
+            raise InvariantError(f"step {plan.step} computes in a chunk that its seat was never given")
+
+    def _places(self, seats: np.ndarray, positions: np.ndarray, write_from: np.ndarray) -> np.ndarray:
+        """Where the KV of each token goes (see `StepInputs.slots`); all arguments [T]."""
+        chunks, offsets = np.divmod(positions, np.int32(self._chunk_tokens))
+        places = self._table[seats, chunks] * np.int32(self._chunk_tokens) + offsets
+        places[positions < write_from] = NOT_WRITTEN
+        return places
+
+    def _draws(self, seats: np.ndarray, positions: np.ndarray) -> Draws:
+        """seats, positions [R]: who gets a token, and its position."""
+        rows = np.flatnonzero(self._temperatures[seats])
+        drawn = seats[rows]
+        return Draws(
+            rows,
+            self._temperatures[drawn],
+            self._top_ks[drawn],
+            self._top_ps[drawn],
+            self._seeds[drawn],
+            positions[rows].astype(np.int64),
+        )

@@ -1,0 +1,207 @@
+"""Text in, text out: the tokenizer with its chat template, incremental detokenising, stop strings."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import tokenizers
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from ..scheduler.types import RequestError, SettingError
+
+REPLACEMENT = "\ufffd"  # what an incomplete or invalid UTF-8 sequence decodes to
+LONGEST_WINDOW = 64  # tokens that may stay undecided: only broken UTF-8, or ids without any text, take so many
+
+
+class ChatTemplate:
+    """The tokenizer's own template, run in a sandbox with the helpers that Hugging Face templates expect."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str]):
+        def refuse(message: str) -> None:
+            raise jinja2.TemplateError(message)
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = refuse
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise SettingError("--engine", f"the tokenizer's chat template does not parse: {error}") from error
+        self._special_tokens = special_tokens
+
+    def render(self, messages: Sequence[dict[str, Any]]) -> str:
+        """The prompt that asks for the assistant's next message. Raises RequestError if the template refuses."""
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=True, **self._special_tokens)
+        except jinja2.TemplateError as error:
+            raise RequestError(400, f"the model's chat template refuses these messages: {error}", "messages") from error
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    """Unlike jinja2's own filter this does not escape HTML: a prompt is not a web page."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+class Tokenizer:
+    """Text to token ids and back. Encoding and rendering may run in any thread."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, template: ChatTemplate | None = None):
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer, self._template = tokenizer, template
+        self.special = frozenset(at for at, added in tokenizer.get_added_tokens_decoder().items() if added.special)
+
+    @classmethod
+    def load(cls, directory: str | Path) -> Tokenizer:
+        """Reads tokenizer.json, and tokenizer_config.json and chat_template.jinja where they exist."""
+        directory = Path(directory)
+        if not (directory / "tokenizer.json").is_file():
+            raise SettingError("--engine", f"{directory} holds no tokenizer.json")
+        tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+        config_file, template_file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
+        config = json.loads(config_file.read_text("utf-8")) if config_file.is_file() else {}
+        source = template_file.read_text("utf-8") if template_file.is_file() else _configured_template(config)
+        return cls(tokenizer, ChatTemplate(source, _special_tokens(config)) if source is not None else None)
+
+    def encode(self, text: str) -> array[int]:
+        """Token ids of a plain prompt, with the special tokens that the tokenizer's post-processor adds."""
+        return array("i", self._tokenizer.encode(text).ids)
+
+    def encode_chat(self, messages: Sequence[dict[str, Any]]) -> array[int]:
+        """Token ids of a dialogue. The template writes special tokens itself, so none are added."""
+        if self._template is None:
+            raise RequestError(400, "this model has no chat template; use /v1/completions", "messages")
+        return array("i", self._tokenizer.encode(self._template.render(messages), add_special_tokens=False).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of these ids; special tokens have none."""
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def _configured_template(config: dict[str, Any]) -> str | None:
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several named templates
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """bos_token and its like, which stand in the file as text or as a description of an added token."""
+    tokens = {}
+    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        value = config.get(name)
+        if value is not None:
+            tokens[name] = value["content"] if isinstance(value, dict) else value
+    return tokens
+
+
+class Detokenizer:
+    """A reply's text, token by token; the pieces joined are the full decode of the reply.
+
+    A token's text can depend on its left neighbour (a sentencepiece decoder drops a leading space) and a character
+    can need several tokens. So a small window is decoded, and what is new in it is said once it is complete:
+
+        window = | context: text already said | held: not a whole character yet |
+
+    `context`: ids before the reply, whose text is not said again.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()):
+        self._decode, self._special = tokenizer.decode, tokenizer.special
+        self._window = [token for token in context if token not in self._special]
+        self._held = len(self._window)  # where the held tokens begin
+        self._said = self._decode(self._window) if self._window else ""
+
+    def push(self, token: int) -> str:
+        """The text that this token completes, possibly none."""
+        if token in self._special:
+            return ""
+        self._window.append(token)
+        new = self._unsaid()
+        if (new and not new.endswith(REPLACEMENT)) or len(self._window) > LONGEST_WINDOW:
+            return self._say_all(new)
+        if not new or len(self._window) - self._held < 4:
+            return ""
+        # A character has at most 4 bytes, one a token at least: what stands before the last sign is broken for good.
+        # No token boundary is known to be a character boundary here, so the window stays.
+        new = new[:-1]
+        self._said += new
+        return new
+
+    def flush(self) -> str:
+        """The rest, at the reply's end: a character that was never completed."""
+        return self._say_all(self._unsaid())
+
+    def _unsaid(self) -> str:
+        text = self._decode(self._window)
+        if text.startswith(self._said):
+            return text[len(self._said) :]
+        # Byte-fallback decoders turn a whole run of bytes into replacement signs when a later one is invalid.
+        return self._decode(self._window[self._held :])
+
+    def _say_all(self, new: str) -> str:
+        """The window moves on: its held tokens become the next one's context."""
+        del self._window[: self._held]
+        self._held = len(self._window)
+        self._said = self._decode(self._window)
+        return new
+
+
+class StopMatcher:
+    """Finds the first stop string in a growing text; holds back what could be the beginning of one.
+
+    Of several matches the one that ends first counts (of these the longest), so the outcome does not depend on how the
+    text is cut into tokens. A match begins in the text of tokens behind the first `min_tokens`.
+    """
+
+    def __init__(self, stops: Sequence[str], include: bool = False, min_tokens: int = 0):
+        """`stops`: at least one, none empty. `include`: the match itself stays in the text."""
+        self._stops, self._include, self._min_tokens = tuple(stops), include, min_tokens
+        self._longest = max(len(stop) for stop in stops)
+        self._held = ""
+        self.tokens = 0
+        self.matched = False
+
+    def push(self, piece: str) -> str:
+        """Takes the text of one more token, returns what may be said.
+
+        After a match (`matched`) the text up to it has been said and `tokens` is the count of tokens needed;
+        call no more.
+        """
+        self.tokens += 1
+        return piece if self.tokens <= self._min_tokens else self._scan(piece)
+
+    def end(self, rest: str) -> str:
+        """The reply is over: takes the text left in the detokenizer, returns all that is still held unless it stops."""
+        text = self._scan(rest) if self.tokens > self._min_tokens else rest
+        return text if self.matched else text + self._held
+
+    def _scan(self, piece: str) -> str:
+        if not piece:
+            return ""
+        text = self._held + piece
+        ends = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if ends:
+            self.matched = True
+            end, start = min(ends)
+            return text[:end] if self._include else text[:start]
+        held = self._beginning_of_a_stop(text)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def _beginning_of_a_stop(self, text: str) -> int:
+        """Length of the longest end of `text` with which a stop string begins."""
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
+            tail = text[-length:]
+            if any(stop.startswith(tail) for stop in self._stops):
+                return length
+        return 0

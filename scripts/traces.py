@@ -1,0 +1,160 @@
+"""Workloads for simulation and benchmarks: reads length traces, makes synthetic conversations.
+
+A trace is JSON lines (gzip if its name ends in .gz), one request a line, a conversation's turns in order:
+
+    conversation, turn, arrival_s, think_s, input_tokens, history_tokens, output_tokens [, system_tokens]
+
+`input_tokens` are new in this turn, `history_tokens` what is kept of the conversation before it (null: nothing).
+`arrival_s` counts for a conversation's first turn; where it is null, conversations start as a Poisson process. Later
+turns need `think_s`, from the end of the reply before. `system_tokens`: how much of the first input is a system prompt,
+shared by the conversations with the same number.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..scheduler.simulator import Session, SessionTurn
+from ..scheduler.types import SettingError
+
+
+@dataclass(frozen=True, slots=True)
+class ChatStatistics:
+    """Means over a data set of chats; lengths in tokens."""
+
+    turns: float
+    input_tokens: float
+    output_tokens: float
+
+
+CHATS = {
+    "sharegpt": ChatStatistics(turns=5.56, input_tokens=37.77, output_tokens=204.58),
+    "ultrachat": ChatStatistics(turns=3.86, input_tokens=51.78, output_tokens=257.81),
+}
+
+
+def synthetic(
+    chats: ChatStatistics, *, conversations: int, sessions_per_s: float, think_s: float, seed: int
+) -> list[Session]:
+    """Conversations of these means that start as a Poisson process; the same seed makes the same ones.
+
+    Turns are geometric (at least 1), lengths exponential (at least 1 token), think times exponential of mean `think_s`.
+    """
+    draw = random.Random(seed)
+    starts = poisson(sessions_per_s, draw)
+    return [
+        Session(f"s{index}", next(starts), tuple(_synthetic_turns(chats, think_s, draw)))
+        for index in range(conversations)
+    ]
+
+
+def _synthetic_turns(chats: ChatStatistics, think_s: float, draw: random.Random) -> Iterator[SessionTurn]:
+    history = 0
+    while True:
+        given, reply = (_length(mean, draw) for mean in (chats.input_tokens, chats.output_tokens))
+        yield SessionTurn(history, given, reply, draw.expovariate(1 / think_s) if history else 0.0)
+        history += given + reply
+        if draw.random() < 1 / chats.turns:
+            return
+
+
+def _length(mean: float, draw: random.Random) -> int:
+    """A whole number of at least 1, exponential, rounded so that its mean stays `mean`."""
+    return 1 + int(draw.expovariate(1 / (mean - 0.5)))
+
+
+def poisson(per_s: float, draw: random.Random) -> Iterator[float]:
+    """Times of a Poisson process, seconds, ascending, without end."""
+    now = 0.0
+    while True:
+        now += draw.expovariate(per_s)
+        yield now
+
+
+def read_trace(path: Path, *, sessions_per_s: float, seed: int) -> list[Session]:
+    """The sessions of a trace, in the order of its lines. SettingError names the file and line that cannot be read."""
+    draw = random.Random(seed)
+    starts = poisson(sessions_per_s, draw)
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for where, line in _lines(path):
+        row = _row(line, where)
+        turns = by_name.setdefault(row["conversation"], [])
+        _check_turn(row, turns, where)
+        turns.append(row)
+    if not by_name:
+        raise SettingError("--trace", f"{path} holds no requests")
+    return [_session(name, rows, starts) for name, rows in by_name.items()]
+
+
+def _lines(path: Path) -> Iterator[tuple[str, str]]:
+    """(where it stands, line) for each line that is not empty."""
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield f"{path}, line {number}", line
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise SettingError("--trace", f"{path} cannot be read: {error}") from error
+
+
+def _row(line: str, where: str) -> dict[str, Any]:
+    """The line's object, its fields checked one by one."""
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise SettingError("--trace", f"{where}: not JSON: {error}") from error
+    if not isinstance(row, dict) or not isinstance(row.get("conversation"), str):
+        raise SettingError("--trace", f"{where}: needs an object with a conversation's name")
+    row["history_tokens"] = row.get("history_tokens") or 0
+    row["system_tokens"] = row.get("system_tokens") or 0
+    for name, least in (
+        ("turn", 0),
+        ("input_tokens", 1),
+        ("history_tokens", 0),
+        ("output_tokens", 1),
+        ("system_tokens", 0),
+    ):
+        value = row.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise SettingError("--trace", f"{where}: {name} must be a whole number of at least {least}, not {value!r}")
+    for name in ("arrival_s", "think_s"):
+        value = row.get(name)
+        if value is not None and (not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0):
+            raise SettingError("--trace", f"{where}: {name} must be seconds or null, not {value!r}")
+    return row
+
+
+def _check_turn(row: dict[str, Any], before: Sequence[dict[str, Any]], where: str) -> None:
+    """The row continues its conversation."""
+    name = row["conversation"]
+    if row["turn"] != len(before):
+        raise SettingError("--trace", f"{where}: turn {row['turn']} of {name} where turn {len(before)} was due")
+    log = sum(before[-1][part] for part in ("history_tokens", "input_tokens", "output_tokens")) if before else 0
+    if row["history_tokens"] > log:
+        raise SettingError("--trace", f"{where}: keeps {row['history_tokens']} tokens of {name}, which has {log}")
+    if before and row.get("think_s") is None:
+        raise SettingError("--trace", f"{where}: turn {row['turn']} of {name} needs think_s")
+    if row["system_tokens"] > (0 if before else row["input_tokens"]):
+        raise SettingError("--trace", f"{where}: system_tokens are part of a first turn's input_tokens")
+
+
+def _session(name: str, rows: Sequence[dict[str, Any]], starts: Iterator[float]) -> Session:
+    first = rows[0]
+    arrival = first.get("arrival_s")
+    return Session(
+        name,
+        next(starts) if arrival is None else float(arrival),
+        tuple(
+            SessionTurn(
+                row["history_tokens"], row["input_tokens"], row["output_tokens"], float(row.get("think_s") or 0)
+            )
+            for row in rows
+        ),
+        first["system_tokens"],
+    )

@@ -1,0 +1,72 @@
+"""tokenizer.json made from vocab.json and merges.txt, as OPT and GPT-2 style checkpoints have them."""
+
+import json
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import GPT2Tokenizer
+
+from pensieve.builder.tokenizer import copy_tokenizer
+
+SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
+TEXT = "The  quick brown fox's tail — naïve, déjà vu 👋\n\tjumped."
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A small byte-level BPE vocabulary with OPT's ids for the special tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=SPECIAL, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator([TEXT] * 5, trainer)
+    directory = tmp_path / "checkpoint"
+    directory.mkdir()
+    tokenizer.model.save(str(directory))
+    return directory
+
+
+def made(checkpoint, tmp_path, opt):
+    engine = tmp_path / "engine"
+    engine.mkdir()
+    assert copy_tokenizer(checkpoint, engine, opt)
+    return Tokenizer.from_file(str(engine / "tokenizer.json"))
+
+
+def test_opt_begins_with_its_end_token_and_round_trips(checkpoint, tmp_path):
+    tokenizer = made(checkpoint, tmp_path, opt=True)
+    ids = tokenizer.encode(TEXT).ids
+    assert ids[0] == 2 and 2 not in ids[1:]
+    assert tokenizer.decode(ids) == TEXT
+    assert tokenizer.encode("a</s>b").ids.count(2) == 2
+
+
+@pytest.mark.parametrize("add_bos", [False, True])
+def test_it_equals_what_transformers_makes_of_the_same_files(add_bos, checkpoint, tmp_path):
+    tokens = {"bos_token": "</s>", "eos_token": "</s>", "unk_token": "</s>", "pad_token": "<pad>"}
+    settings = {"tokenizer_class": "GPT2Tokenizer", "add_bos_token": add_bos}
+    (checkpoint / "special_tokens_map.json").write_text(json.dumps(tokens))
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps(settings))
+    theirs = GPT2Tokenizer.from_pretrained(checkpoint)
+    ours = made(checkpoint, tmp_path, opt=True)
+    for text in (TEXT, " leading", "</s>", "a<pad>b", ""):
+        assert ours.encode(text).ids == theirs.encode(text)
+
+
+def test_without_opt_nothing_is_put_in_front_unless_asked(checkpoint, tmp_path):
+    assert made(checkpoint, tmp_path, opt=False).encode("fox").ids[0] != 2
+
+
+def test_settings_of_the_checkpoint_win(checkpoint, tmp_path):
+    settings = {"bos_token": {"content": "<s>", "lstrip": False}, "add_bos_token": True}
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert made(checkpoint, tmp_path, opt=False).encode("fox").ids[0] == 0
+
+
+def test_a_tokenizer_json_is_taken_as_it_is(checkpoint, tmp_path):
+    Tokenizer(models.WordLevel({"x": 0}, unk_token="x")).save(str(checkpoint / "tokenizer.json"))
+    assert made(checkpoint, tmp_path, opt=True).encode("x").ids == [0]
+
+
+def test_without_any_files_there_is_no_tokenizer(tmp_path):
+    assert not copy_tokenizer(tmp_path, tmp_path, opt=True)

@@ -1,0 +1,166 @@
+"""Random conversations through scheduler, executor and a real engine, each reply compared with plain transformers.
+
+A reply's token is right if it is the reference's greedy choice over the same context; where the reference itself is
+undecided (its gap between the two tokens is at most 1e-3) the run goes on with the token it got.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+
+from pensieve.runtime.cpu_device import CpuDevice
+from pensieve.runtime.executor import Executor
+from pensieve.scheduler.config import SchedulerConfig
+from pensieve.scheduler.cost import analytic_profile
+from pensieve.scheduler.scheduler import Scheduler
+from pensieve.scheduler.types import Request
+
+UNDECIDED = 1e-3
+
+
+@dataclass
+class Open:
+    request: Request
+    reply: list[int] = field(default_factory=list)
+
+
+def slow_link_profile(config, chunk_bytes, chunks_a_step=4):
+    """Costs at which loading beats recomputing, and a step hides the loading of a few chunks only."""
+    return analytic_profile(
+        chunk_tokens=config.chunk_tokens,
+        parameters=1_000_000,
+        layers=2,
+        attention_width=64,
+        chunk_bytes=chunk_bytes,
+        max_context=config.max_model_len,
+        flops_per_s=1e9,
+        link_bytes_per_s=chunk_bytes * chunks_a_step / 2e-3,
+        step_base_seconds=1e-4,
+    )
+
+
+class Chatter:
+    def __init__(self, engine, reference, seed, *, disturbed=False, ids=0.7, **settings):
+        self.random = random.Random(seed)
+        defaults = dict(
+            gpu_kv_chunks=40,
+            host_kv_chunks=30,
+            max_model_len=200,
+            max_num_seqs=6,
+            max_num_batched_tokens=48,
+            chunk_tokens=8,
+            max_queue=64,
+        )
+        self.config = SchedulerConfig(**(defaults | settings))
+        delays = random.Random(seed + 1)
+        device = CpuDevice(
+            disturb=(lambda lane: delays.choice((0.0, 0.0, 0.002, 0.006))) if disturbed else None,
+            shuffle=random.Random(seed + 2) if disturbed else None,
+        )
+        self.vocabulary = engine.manifest.vocab_size
+        self.reference = reference
+        self.executor = Executor(device, engine, self.config, group_layers=1)
+        self.scheduler = Scheduler(self.config, slow_link_profile(self.config, engine.chunk_bytes(self.config.chunk_tokens)))
+        self.ids = ids
+        self.open: dict[int, Open] = {}
+        self.logs: dict[str, list[int]] = {}
+        self.anonymous: list[list[int]] = []
+        self.counts: Counter[str] = Counter()
+        self.requests = 0
+        self.openings = [[self._token() for _ in range(n)] for n in (16, 21, 40)]
+
+    def _token(self):
+        return self.random.randrange(self.vocabulary)
+
+    # -- the clients
+
+    def _write(self):
+        """A turn: of a named conversation, or a whole history without a name."""
+        named = self.random.random() < self.ids
+        name = f"c{self.random.randrange(8)}" if named else None
+        log = self.logs.get(name) if named else self.random.choice(self.anonymous or [None])
+        if not log or len(log) > 150:
+            log = self.random.choice(self.openings)
+        elif self.random.random() < 0.12:
+            log = log[: self.random.randrange(1, len(log))]  # a branch
+            self.counts["branched"] += 1
+        prompt = array("i", [*log, *(self._token() for _ in range(self.random.choice((0, 1, 5, 20))))])
+        self.requests += 1
+        request = Request(self.requests, prompt, self.random.randint(1, 16), conversation=name)
+        self.open[request.id] = Open(request)
+        self.scheduler.add(request, time.monotonic())
+
+    def _meddle(self):
+        """Aborts and forks."""
+        if self.open and self.random.random() < 0.02:
+            request = self.random.choice(list(self.open))
+            self.scheduler.abort(request, time.monotonic())
+            del self.open[request]
+            self.counts["aborted"] += 1
+        if self.logs and self.random.random() < 0.02:
+            source, new = self.random.choice(list(self.logs)), f"c{self.random.randrange(8)}"
+            if new not in self.logs:
+                self.scheduler.fork(source, new)
+                self.logs[new] = self.logs[source]
+                self.counts["forked"] += 1
+
+    # -- the loop, as in runtime/service.py
+
+    def run(self, turns):
+        while self.requests < turns or self.open:
+            while self.requests < turns and len(self.open) < 10 and self.random.random() < 0.5:
+                self._write()
+            self._meddle()
+            plan = self.scheduler.next_plan(time.monotonic())
+            if plan is not None:
+                seats = [span.seat for span in plan.spans]
+                self.counts["disjoint"] += len(seats) > len(set(seats))
+                self.executor.launch(plan)
+            if self.scheduler.in_flight >= (2 if plan is not None else 1):
+                self._apply(self.scheduler.apply(self.executor.wait(), time.monotonic()))
+            self.scheduler.check()
+        while self.scheduler.in_flight:
+            self._apply(self.scheduler.apply(self.executor.wait(), time.monotonic()))
+        stats = self.scheduler.stats()
+        self.counts["suspended"] += stats.suspensions
+        self.counts["dropped"] += stats.dropped
+        assert stats.slots["gpu"]["in_use"] == 0 and self.scheduler.idle
+        self.executor.close()
+        return self.counts
+
+    def _apply(self, applied):
+        for request, token in zip(applied.requests, applied.tokens, strict=True):
+            self.open[request].reply.append(token)
+        for event in applied.events:
+            if event.usage is not None:
+                for source in ("gpu", "host", "recomputed", "new"):
+                    self.counts[source] += getattr(event.usage, source)
+            if event.finish is not None:
+                self._ended(self.open.pop(event.request))
+
+    def _ended(self, turn):
+        tokens = [*turn.request.prompt, *turn.reply]
+        assert len(turn.reply) == turn.request.max_tokens
+        check_greedy(self.reference, tokens, len(turn.request.prompt))
+        self.counts["replies"] += 1
+        if turn.request.conversation is None:
+            self.anonymous = [*self.anonymous[-6:], tokens]
+        else:
+            self.logs[turn.request.conversation] = tokens
+
+
+@torch.inference_mode()
+def check_greedy(reference, tokens, start):
+    """Every token from `start` on is the reference's greedy choice behind those before it."""
+    logits = reference(torch.tensor([tokens[:-1]])).logits[0, start - 1 :]
+    best = logits.max(dim=-1).values
+    got = logits.gather(1, torch.tensor(tokens[start:])[:, None])[:, 0]
+    gap = best - got
+    wrong = (gap > UNDECIDED).nonzero()
+    assert not len(wrong), f"reply token {int(wrong[0])} of {len(got)} is off by {float(gap[wrong[0]])} in logits"

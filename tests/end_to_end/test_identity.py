@@ -1,0 +1,79 @@
+"""Cold = GPU hit = host reload = recomputed: replies are those of plain transformers, whatever the cache went through.
+
+Pools are so small that everything happens: the test counts that it did.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from pensieve.builder.build import build_engine
+from pensieve.runtime.engine import open_engine
+
+from tests.models import tiny_checkpoint
+
+from .chatter import Chatter
+
+MODELS = ("llama", "qwen3", "opt")
+POLICIES = ("retention", "lru", "fifo", "lru-conversation", "fifo-conversation")
+TURNS = 50
+EVENTS = ("gpu", "host", "recomputed", "new", "disjoint", "suspended", "dropped", "aborted", "branched", "forked")
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request, tmp_path_factory):
+    """(engine, reference, what has happened so far)."""
+    torch.set_num_threads(1)
+    directory = tmp_path_factory.mktemp(request.param)
+    reference = tiny_checkpoint(request.param, directory / "checkpoint")
+    build_engine(directory / "checkpoint", directory / "engine")
+    return open_engine(directory / "engine"), reference, Counter()
+
+
+@pytest.mark.parametrize("disturbed", [False, True], ids=["", "disturbed"])
+@pytest.mark.parametrize("batching", ["unified", "separate"])
+@pytest.mark.parametrize("eviction", POLICIES)
+def test_replies_are_those_of_transformers(model, eviction, batching, disturbed):
+    """With ids and without; disturbed: copies and steps are delayed at random and the copies of a batch shuffled."""
+    engine, reference, happened = model
+    seed = 10 * POLICIES.index(eviction) + 2 * (batching == "separate") + disturbed
+    chatter = Chatter(
+        engine, reference, seed, disturbed=disturbed, eviction=eviction, batching=batching, gpu_kv_chunks=29
+    )
+    happened.update(chatter.run(TURNS))
+
+
+@pytest.mark.parametrize("ids", [0.0, 1.0], ids=["without-ids", "with-ids"])
+@pytest.mark.parametrize("host", [0, 200])
+def test_replies_at_other_pool_sizes(model, ids, host):
+    """GPU cache only, and a host that holds everything."""
+    engine, reference, happened = model
+    chatter = Chatter(engine, reference, 7, ids=ids, host_kv_chunks=host, gpu_kv_chunks=29)
+    counts = chatter.run(TURNS)
+    assert (counts["host"] > 0) == (host > 0)
+    happened.update(counts)
+
+
+def test_replies_without_reuse(model):
+    engine, reference, _ = model
+    counts = Chatter(engine, reference, 3, reuse=False, gpu_kv_chunks=60).run(TURNS)
+    assert counts["gpu"] == counts["host"] == counts["recomputed"] == 0
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 32])
+def test_replies_at_other_chunk_sizes(model, chunk_tokens):
+    engine, reference, happened = model
+    chunks = 230 if chunk_tokens == 1 else 9
+    chatter = Chatter(engine, reference, 5, chunk_tokens=chunk_tokens, gpu_kv_chunks=chunks, host_kv_chunks=chunks)
+    happened.update(chatter.run(TURNS))
+
+
+def test_everything_has_happened(model):
+    """Hundreds of turns, and every event the tests above are about (runs last, once a model)."""
+    _, _, happened = model
+    print(dict(happened))
+    assert happened["replies"] > 1000
+    for event in EVENTS:
+        assert happened[event] > 0, f"{event} never occurred"

@@ -1,0 +1,102 @@
+"""Tiny random models for tests: transformers' own implementation, saved as a checkpoint, and a way to run ours."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
+
+from pensieve.plugins.torch_ops import register_pool, release_pool
+
+SHAPE = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "bos_token_id": 2,
+    "eos_token_id": 2,
+    "pad_token_id": 1,
+}
+LLAMA_SHAPE = {**SHAPE, "intermediate_size": 128, "num_key_value_heads": 2}
+OPT_SHAPE = {**SHAPE, "ffn_dim": 128}
+
+
+def tiny_config(kind: str) -> PretrainedConfig:
+    match kind:
+        case "llama":
+            return LlamaConfig(**LLAMA_SHAPE)
+        case "qwen3":
+            return Qwen3Config(head_dim=32, tie_word_embeddings=True, **LLAMA_SHAPE)
+        case "opt":
+            return OPTConfig(**OPT_SHAPE)
+    raise ValueError(kind)
+
+
+def tiny_checkpoint(kind: str, directory: Path, seed: int = 0) -> PreTrainedModel:
+    """Saves a random model ("llama", "qwen3" or "opt") in float32 and returns it in eval mode."""
+    return save_random(tiny_config(kind), directory, seed)
+
+
+def save_random(config: PretrainedConfig, directory: Path, seed: int = 0, **options: str) -> PreTrainedModel:
+    """Every parameter, norms and biases too, is random, and large enough for logits that are well spread."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.add_(0.2 * torch.randn_like(parameter))
+        else:
+            parameter.normal_(std=2.0 * parameter.shape[1] ** -0.5)
+    model.save_pretrained(directory, **options)
+    return model
+
+
+class ScatteredRunner:
+    """Runs a forward pass over several requests whose chunks lie in random slots of a pool full of NaN.
+
+    `logits[seat][position]` holds what the last step that computed the position gave.
+    """
+
+    def __init__(
+        self, forward: Callable[..., Tensor], kv_shape: tuple[int, ...], prompts: list[Tensor], dtype: torch.dtype
+    ):
+        self.forward, self.prompts = forward, prompts
+        self.chunk_tokens = kv_shape[4]
+        self.pool = torch.full(kv_shape, float("nan"), dtype=dtype)
+        self.handle = register_pool(self.pool)
+        weakref.finalize(self, release_pool, self.handle)
+        blocks = -(-max(len(prompt) for prompt in prompts) // self.chunk_tokens)
+        self.free = torch.randperm(kv_shape[0]).tolist()
+        self.block_table = torch.tensor([[self.free.pop() for _ in range(blocks)] for _ in prompts], dtype=torch.int32)
+        self.logits: list[dict[int, Tensor]] = [{} for _ in prompts]
+
+    def drop(self, seat: int, block: int) -> None:
+        """Loses a chunk: its slot is spoilt and the seat gets another, which holds nothing."""
+        self.pool[self.block_table[seat, block]] = float("nan")
+        self.block_table[seat, block] = self.free.pop()
+
+    def step(self, *spans: tuple[int, int, int], unwritten: tuple[tuple[int, int], ...] = ()) -> None:
+        """Computes (seat, start, end) spans in one batch; (seat, position) pairs in `unwritten` get slot -1."""
+        ids, positions, slots, segments, row = [], [], [], [], 0
+        for seat, start, end in spans:
+            own = torch.arange(start, end)
+            place = self.block_table[seat, own // self.chunk_tokens] * self.chunk_tokens + own % self.chunk_tokens
+            kept = torch.tensor([(seat, position) not in unwritten for position in own.tolist()])
+            ids.append(self.prompts[seat][start:end])
+            positions.append(own)
+            slots.append(place.where(kept, -1))
+            segments.append((row, end - start, 0, end, seat))
+            row += end - start
+        batch = [torch.cat(part).int() for part in (ids, positions, slots)]
+        sample_rows = torch.arange(row).int()
+        logits = self.forward(*batch, torch.tensor(segments).int(), self.block_table, sample_rows, self.handle)
+        rows = iter(logits)
+        for seat, start, end in spans:
+            self.logits[seat] |= {position: next(rows) for position in range(start, end)}
+
+    def all_logits(self, seat: int) -> Tensor:
+        return torch.stack([self.logits[seat][position] for position in range(len(self.prompts[seat]))])

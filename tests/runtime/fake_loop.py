@@ -1,0 +1,169 @@
+"""The other end of the HTTP process's pipe: a thread that answers requests with tokens computed by hand.
+
+Also a byte-level tokenizer of 260 tokens: 0 <pad>, 1 <s>, 2 </s>, 3 unused, 4 + b the byte b.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import threading
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from pensieve.runtime.messages import Abort, Drain, Fatal, Finish, Ready, Refusal, StepMessage, Submit
+from pensieve.scheduler.types import FinishReason, Output, Request, RequestError, RequestId, Usage
+
+FIRST_BYTE = 4
+EOS = 2
+TEMPLATE = """{{ bos_token }}{% for message in messages %}
+{%- if message.role == 'developer' %}{{ raise_exception('no developers here') }}{% endif %}
+{{- message.role }}: {{ message.content }}
+{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
+
+
+def byte_tokens(text: str) -> list[int]:
+    return [FIRST_BYTE + byte for byte in text.encode()]
+
+
+def byte_tokenizer() -> tokenizers.Tokenizer:
+    signs = pre_tokenizers.ByteLevel.alphabet()
+    # The alphabet's signs in the order of the bytes they stand for: printable bytes stand for themselves.
+    plain = [byte for byte in range(256) if chr(byte) in signs and byte not in range(128, 161) and byte != 173]
+    others = [byte for byte in range(256) if byte not in plain]
+    sign = {byte: chr(byte) for byte in plain} | {byte: chr(256 + at) for at, byte in enumerate(others)}
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unused>": 3}
+    vocabulary |= {sign[byte]: FIRST_BYTE + byte for byte in range(256)}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.add_special_tokens(["<pad>", "<s>", "</s>"])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return tokenizer
+
+
+def save_tokenizer(directory: Path) -> Path:
+    """A tokenizer directory as an engine has it."""
+    byte_tokenizer().save(str(directory / "tokenizer.json"))
+    config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": None, "chat_template": TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory
+
+
+def ready(tokenizer: str = "", max_model_len: int = 256) -> Ready:
+    return Ready("fake", max_model_len, 260, (EOS,), tokenizer)
+
+
+Answers = Callable[[Request], Sequence[int]]
+
+
+def echo(request: Request) -> Sequence[int]:
+    """The prompt again, without its special tokens, then end of sequence."""
+    return [token for token in request.prompt if token >= FIRST_BYTE] + [EOS]
+
+
+def say(text: str) -> Answers:
+    return lambda _: [*byte_tokens(text), EOS]
+
+
+def step_message(*outputs: Output, **others: Any) -> StepMessage:
+    """As the loop says it: tokens in two arrays, the rest as events."""
+    requests = array("q", [output.request for output in outputs if output.tokens])
+    tokens = array("i", [token for output in outputs for token in output.tokens])
+    events = tuple(replace(output, tokens=()) for output in outputs if output.finish or output.usage)
+    return StepMessage(requests, tokens, events, **others)
+
+
+class FakeLoop:
+    """Serves in a thread: each running request gets one token a step.
+
+    step_seconds    how long a step takes
+    queue           requests that may be open at once; more are refused with 429
+    die_after       Fatal is said after so many steps
+    log             what was said by the HTTP side, in order
+    confirmed       token counts by request, as `Finish` said
+    """
+
+    def __init__(
+        self, answers: Answers = echo, step_seconds: float = 0.0, queue: int = 100, die_after: int | None = None
+    ):
+        self.client_end, self._pipe = multiprocessing.Pipe()
+        self.log: list[Submit | Abort | Finish | Drain] = []
+        self.confirmed: dict[RequestId, int] = {}
+        self._answers, self._step_seconds, self._queue, self._die_after = answers, step_seconds, queue, die_after
+        self._running: dict[RequestId, tuple[Request, deque[int], int]] = {}
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread and closes the pipe, whoever is still served."""
+        self._ended.set()
+        self._thread.join()
+        self._pipe.close()
+
+    def say(self, message: object) -> None:
+        self._pipe.send(message)
+
+    def said(self, kind: type) -> list[object]:
+        return [message for message in self.log if isinstance(message, kind)]
+
+    def _serve(self) -> None:
+        steps = 0
+        while not self._ended.is_set():
+            outputs, refusals = self._hear()
+            if self._running and self._ended.wait(self._step_seconds):
+                return
+            outputs += self._step()
+            if outputs or refusals:
+                steps += 1
+                stats = SchedulerStats(running=len(self._running), suspensions=3, slots={"gpu": {"free": 5, "used": 2}})
+                self._pipe.send(StepMessage(tuple(outputs), tuple(refusals), stats, KVCounters(64, 128)))
+            if steps == self._die_after:
+                self._pipe.send(Fatal("the books disagree"))
+                return
+
+    def _hear(self) -> tuple[list[Output], list[Refusal]]:
+        outputs, refusals = [], []
+        while self._pipe.poll(0 if self._running else 0.005):
+            try:
+                message = self._pipe.recv()
+            except (EOFError, OSError):
+                self._ended.set()
+                break
+            self.log.append(message)
+            match message:
+                case Submit(request) if len(self._running) < self._queue:
+                    self._running[request.id] = (request, deque(self._answers(request)), 0)
+                case Submit(request):
+                    refusals.append(Refusal(request.id, RequestError(429, "the queue is full")))
+                case Abort(request):
+                    self._running.pop(request, None)
+                case Finish(request, tokens):
+                    self.confirmed[request] = tokens
+                    if self._running.pop(request, None) is not None:
+                        outputs.append(Output(request, (), FinishReason.STOP))
+        return outputs, refusals
+
+    def _step(self) -> Iterator[Output]:
+        for id, (request, rest, count) in list(self._running.items()):
+            token = rest.popleft() if rest else EOS
+            count += 1
+            finish = None
+            if token in request.stop_ids and count >= request.min_tokens:
+                finish = FinishReason.STOP
+            elif count == request.max_tokens:
+                finish = FinishReason.LENGTH
+            usage = Usage(gpu=len(request.prompt) - 1, new=1) if count == 1 else None
+            yield Output(id, (token,), finish, usage)
+            if finish is None:
+                self._running[id] = (request, rest, count)
+            else:
+                del self._running[id]

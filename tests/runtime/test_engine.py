@@ -1,0 +1,91 @@
+"""Opening an engine: the fingerprint guards it."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pensieve.builder.build import build_engine
+from pensieve.builder.manifest import WEIGHTS
+from pensieve.runtime import engine as engine_module
+from pensieve.runtime.engine import open_engine
+from pensieve.scheduler.types import SettingError
+from tests.models import tiny_checkpoint
+
+
+@pytest.fixture
+def directory(tmp_path):
+    tiny_checkpoint("llama", tmp_path / "checkpoint")
+    build_engine(tmp_path / "checkpoint", tmp_path / "engine")
+    return tmp_path / "engine"
+
+
+def refusal(directory, device="cpu"):
+    with pytest.raises(SettingError, match="--engine") as error:
+        open_engine(directory, device)
+    return str(error.value)
+
+
+def test_an_engine_says_what_its_pools_look_like(directory):
+    engine = open_engine(directory)
+    assert engine.kv_shape(10, 32) == (10, 2, 2, 2, 32, 16)
+    assert engine.dtype == torch.float32 and engine.manifest.vocab_size == 160
+
+
+def test_changed_weights(directory):
+    weights = load_file(directory / WEIGHTS)
+    weights = {name: tensor.clone() for name, tensor in weights.items()}
+    weights["norm.weight"][0] += 1
+    save_file(weights, directory / WEIGHTS)
+    assert "digest of the weights differs" in refusal(directory)
+
+
+def test_truncated_or_missing_weights(directory):
+    content = (directory / WEIGHTS).read_bytes()
+    (directory / WEIGHTS).write_bytes(content[:-1])
+    assert "cannot be read" in refusal(directory)
+    (directory / WEIGHTS).unlink()
+    assert "cannot be read" in refusal(directory)
+
+
+def test_other_code(directory, monkeypatch):
+    monkeypatch.setattr(engine_module, "code_digest", lambda: "f" * 64)
+    message = refusal(directory)
+    assert "code of the forward pass differs" in message and "build the engine again" in message
+
+
+@pytest.mark.parametrize("package", ["torch", "pensieve"])
+def test_other_versions(package, directory, monkeypatch):
+    here = engine_module.versions()
+    monkeypatch.setattr(engine_module, "versions", lambda: here | {package: "99.0"})
+    message = refusal(directory)
+    assert f"version of {package} differs" in message and "99.0" in message and here[package] in message
+
+
+def test_another_device(directory):
+    assert "device cpu, not cuda" in refusal(directory, "cuda")
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"dtype": "bfloat16"}, "changed after the build"),
+        ({"format": 99}, "not of format"),
+        ({"stop_ids": None}, "damaged"),
+        ({"unheard_of": 1}, "damaged"),
+    ],
+)
+def test_a_manifest_that_is_not_as_it_was_written(change, message, directory):
+    path = directory / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    assert message in refusal(directory)
+
+
+def test_no_manifest(directory):
+    path = directory / "manifest.json"
+    path.write_text("{")
+    assert "cannot be read" in refusal(directory)
+    path.unlink()
+    assert "is no engine" in refusal(directory)
+    assert "is no engine" in refusal(directory / "nowhere")

@@ -1,0 +1,356 @@
+import random
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import pytest
+
+from pensieve.runtime.cpu_device import CpuDevice
+from pensieve.runtime.executor import MAX_IN_FLIGHT, Executor
+from pensieve.runtime.messages import KVCounters
+from pensieve.scheduler.config import SchedulerConfig
+from pensieve.scheduler.plan import CopyBatch, Lane, StepPlan, Tickets
+from pensieve.scheduler.types import InvariantError, Sampling
+
+from .fake_engine import VOCAB, FakeEngine, copy, join, next_token, plan, reply, span
+
+LAYERS, CHUNK = 5, 4
+PROMPT = [5, 9, 2, 44, 7, 8, 30, 61]  # two full chunks
+CHUNK_BYTES = LAYERS * 2 * CHUNK * 4
+
+
+@pytest.fixture
+def executors():
+    """Makes executors over a CPU device and closes them."""
+    made = []
+
+    def make(engine=None, host_kv_chunks=32, **disturbance) -> Executor:
+        config = SchedulerConfig(
+            gpu_kv_chunks=16, host_kv_chunks=host_kv_chunks, max_model_len=36, max_num_seqs=4, chunk_tokens=CHUNK
+        )
+        executor = Executor(CpuDevice(**disturbance), engine or FakeEngine(LAYERS), config, group_layers=2)
+        made.append(executor)
+        return executor
+
+    yield make
+    for executor in made:
+        executor.close()
+
+
+def delay(*slow: Lane, seconds: float = 0.05):
+    return lambda lane: seconds if lane in slow else 0.0
+
+
+def first_turn(step: int = 1, seat: int = 0, slots: tuple[int, ...] = (0, 1, 2), prompt=PROMPT, **more) -> StepPlan:
+    return plan(
+        step,
+        joins=[join(seat)],
+        blocks=[(seat, 0, slots)],
+        spans=[span(seat, 0, len(prompt))],
+        token_ids=prompt,
+        **more,
+    )
+
+
+def second_turn(step: int, seat: int, slots: tuple[int, ...], **more) -> StepPlan:
+    """Another two tokens behind PROMPT, whose two chunks are in the first two slots."""
+    new = span(seat, len(PROMPT), len(PROMPT) + 2)
+    return plan(step, joins=[join(seat)], blocks=[(seat, 0, slots)], spans=[new], token_ids=[3, 4], **more)
+
+
+SECOND_TURN_TOKEN = next_token([*PROMPT, 3, 4], LAYERS)
+
+
+def run(executor: Executor, *plans: StepPlan) -> list[tuple[int, ...]]:
+    """Launches each plan while the one before runs; the tokens of each."""
+    results = []
+    for i, step in enumerate(plans):
+        executor.launch(step)
+        if i:
+            results.append(executor.wait())
+    results.append(executor.wait())
+    assert [r.step for r in results] == [p.step for p in plans]
+    assert [r.samples for r in results] == [p.samples for p in plans]
+    return [r.tokens for r in results]
+
+
+def test_generation_feeds_itself_with_steps_in_flight(executors):
+    executor = executors(disturb=delay(Lane.COMPUTE, seconds=0.005))
+    other = [1, 2, 3]
+    plans = [first_turn(), first_turn(2, seat=3, slots=(5, 6), prompt=other, generate={0: 8})]
+    plans += [plan(n, generate={3: n, 0: 6 + n}) for n in range(3, 5)]
+    tokens = run(executor, *plans)
+    first, second = reply(PROMPT, 4, LAYERS), reply(other, 3, LAYERS)
+    assert tokens == [(first[0],), (first[1], second[0]), (second[1], first[2]), (second[2], first[3])]
+
+
+def test_a_gpu_cache_alone(executors):
+    assert run(executors(host_kv_chunks=0), first_turn()) == [(next_token(PROMPT, LAYERS),)]
+
+
+def test_a_prompt_in_pieces_samples_with_the_last(executors):
+    executor = executors()
+    pieces = [
+        plan(
+            1,
+            joins=[join(2)],
+            blocks=[(2, 0, (7, 3))],
+            spans=[span(2, 0, 3, samples=False)],
+            token_ids=PROMPT[:3],
+        ),
+        plan(2, spans=[span(2, 3, 8)], token_ids=PROMPT[3:]),
+    ]
+    assert run(executor, *pieces) == [(), (next_token(PROMPT, LAYERS),)]
+
+
+def test_draws_are_a_function_of_seed_and_position(executors):
+    """A request that computes its context anew in another seat, beside others, goes on as it would have."""
+    hot = Sampling(temperature=50.0, top_k=0, top_p=1.0, seed=11)
+
+    def continued(executor: Executor, seat: int, prompt: list[int], count: int) -> list[int]:
+        start = plan(
+            1,
+            joins=[join(seat, hot)],
+            blocks=[(seat, 0, (2, 4, 6, 8))],
+            spans=[span(seat, 0, len(prompt))],
+            token_ids=prompt,
+        )
+        more = [plan(n, generate={seat: len(prompt) + n - 2}) for n in range(2, count + 1)]
+        return [tokens[0] for tokens in run(executor, start, *more)]
+
+    whole = continued(executors(), 1, PROMPT, 6)
+    assert len(set(whole)) > 3 and max(whole) < VOCAB
+    assert continued(executors(), 3, PROMPT + whole[:2], 4) == whole[2:]
+
+
+def test_a_plan_without_tokens_copies_and_is_complete_with_its_copies(executors):
+    executor = executors(disturb=delay(Lane.OUT))
+    run(executor, first_turn())
+    executor.launch(plan(2, copies=[copy(Lane.OUT, 1, {0: 3, 1: 4}, Tickets(1, 0, 0))]))
+    result = executor.wait()
+    assert (result.tokens, result.samples, result.completed) == ((), (), Tickets(2, 0, 1))
+    assert executor.copied_bytes == KVCounters(swap_in=0, swap_out=2 * CHUNK_BYTES)
+
+
+def test_hazard_out_copy_waits_for_the_step_that_wrote_the_kv(executors):
+    executor = executors(disturb=delay(Lane.COMPUTE))
+    tokens = run(
+        executor,
+        first_turn(),
+        plan(2, copies=[copy(Lane.OUT, 1, {0: 0, 1: 1}, Tickets(1, 0, 0))]),
+        second_turn(3, 1, (8, 9, 10), copies=[copy(Lane.IN, 1, {0: 8, 1: 9}, Tickets(0, 0, 1), gated=True)]),
+    )
+    assert tokens == [(next_token(PROMPT, LAYERS),), (), (SECOND_TURN_TOKEN,)]
+
+
+def test_hazard_slot_reuse_waits_for_the_out_copy_still_reading(executors):
+    executor = executors(disturb=delay(Lane.OUT))
+    tokens = run(
+        executor,
+        first_turn(),
+        first_turn(
+            2,
+            seat=1,
+            prompt=PROMPT[::-1],  # into the same slots
+            copies=[copy(Lane.OUT, 1, {0: 0, 1: 1}, Tickets(1, 0, 0))],
+            after=Tickets(0, 0, 1),
+        ),
+        second_turn(3, 2, (8, 9, 10), copies=[copy(Lane.IN, 1, {0: 8, 1: 9}, Tickets(0, 0, 1), gated=True)]),
+    )
+    assert tokens[1:] == [(next_token(PROMPT[::-1], LAYERS),), (SECOND_TURN_TOKEN,)]
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_hazard_swap_in_delayed_and_the_step_waits(executors, gated):
+    executor = executors(disturb=delay(Lane.IN, seconds=0.1))
+    run(executor, first_turn(), plan(2, copies=[copy(Lane.OUT, 1, {0: 0, 1: 1}, Tickets(1, 0, 0))]))
+    begin = time.perf_counter()
+    back = copy(Lane.IN, 1, {0: 8, 1: 9}, Tickets(0, 0, 1), gated)
+    executor.launch(second_turn(3, 1, (8, 9, 10), copies=[back], after=Tickets(0, 0 if gated else 1, 0)))
+    assert time.perf_counter() - begin < 0.1  # the launch did not wait
+    result = executor.wait()
+    assert result.tokens == (SECOND_TURN_TOKEN,)
+    assert result.completed == Tickets(3, 1, 1)
+    assert time.perf_counter() - begin >= (0.3 if gated else 0.1)  # three groups of layers, or whole records
+
+
+def test_the_hazards_would_be_seen_without_gates_and_tickets(executors, monkeypatch):
+    """The tests above have teeth: with the waits taken away the same plans give other tokens."""
+    monkeypatch.setattr(CpuDevice, "_pass_gate", lambda self, layer: None)
+    executor = executors(disturb=delay(Lane.IN))
+    run(executor, first_turn(), plan(2, copies=[copy(Lane.OUT, 1, {0: 0, 1: 1}, Tickets(1, 0, 0))]))
+    back = copy(Lane.IN, 1, {0: 8, 1: 9}, Tickets(0, 0, 1), gated=True)
+    assert run(executor, second_turn(3, 1, (8, 9, 10), copies=[back])) != [(SECOND_TURN_TOKEN,)]
+
+    monkeypatch.setattr(CpuDevice, "wait", lambda self, lane, ticket: None)
+    executor = executors(disturb=delay(Lane.COMPUTE))
+    tokens = run(
+        executor,
+        first_turn(),
+        second_turn(
+            2,
+            1,
+            (8, 9, 10),
+            copies=[
+                copy(Lane.OUT, 1, {0: 0, 1: 1}, Tickets(1, 0, 0)),
+                copy(Lane.IN, 1, {0: 8, 1: 9}, Tickets(0, 0, 1), gated=True),
+            ],
+        ),
+    )
+    assert tokens[1] != (SECOND_TURN_TOKEN,)
+
+
+def test_hazard_block_table_changed_while_a_step_in_flight_reads_it(executors):
+    """A seat goes to another request while its former owner's last step has not begun."""
+    executor = executors(disturb=delay(Lane.COMPUTE, seconds=0.02))
+    tokens = run(
+        executor,
+        first_turn(),
+        plan(2, generate={0: 8}),
+        first_turn(3, seat=0, slots=(4, 5), prompt=PROMPT[:6]),
+    )
+    first = reply(PROMPT, 2, LAYERS)
+    assert tokens == [(first[0],), (first[1],), (next_token(PROMPT[:6], LAYERS),)]
+
+
+class Broken(FakeEngine):
+    error = RuntimeError("the engine broke")
+
+    def forward(self, *arguments):
+        raise self.error
+
+
+@pytest.mark.parametrize("lane", list(Lane))
+def test_hazard_one_lane_raises_and_nobody_hangs(executors, lane):
+    before = threading.active_count()
+    executor = executors(engine=Broken(LAYERS) if lane is Lane.COMPUTE else None, disturb=delay(lane, seconds=0.02))
+    nowhere = {0: 1000}
+    copies = {
+        Lane.COMPUTE: [],
+        Lane.IN: [copy(Lane.IN, 1, nowhere, gated=True)],
+        Lane.OUT: [copy(Lane.OUT, 1, nowhere)],
+    }[lane]
+    after = Tickets(0, 0, 1) if lane is Lane.OUT else Tickets()
+    executor.launch(first_turn(copies=copies, after=after))
+    with pytest.raises((RuntimeError, IndexError)) as first:
+        executor.wait()
+    with pytest.raises(type(first.value)) as second:
+        executor.launch(plan(2, generate={0: 8}))
+    assert second.value is first.value
+    executor.close()
+    assert threading.active_count() == before
+
+
+def test_launching_or_waiting_too_often_is_refused(executors):
+    executor = executors()
+    with pytest.raises(InvariantError, match="no step is in flight"):
+        executor.wait()
+    for n in range(1, MAX_IN_FLIGHT + 1):
+        executor.launch(plan(n))
+    with pytest.raises(InvariantError, match="steps in flight"):
+        executor.launch(plan(MAX_IN_FLIGHT + 1))
+
+
+@dataclass
+class Conversation:
+    log: list[int] = field(default_factory=list)
+    host: list[int] = field(default_factory=list)  # slots of its chunks, all but the last token's KV
+    saved: int = 0  # the OUT ticket that wrote them
+
+
+class TinyScheduler:
+    """Conversations take turns in two seats; between turns their KV is on the host. Slots are given away at once:
+    `busy` remembers the tickets that a slot's next user must wait for."""
+
+    def __init__(self, executor: Executor, rng: random.Random):
+        self.executor, self.rng = executor, rng
+        self.conversations = [Conversation() for _ in range(4)]
+        self.gpu, self.host = deque(range(16)), deque(range(32))
+        self.busy_gpu = dict.fromkeys(range(16), Tickets())
+        self.busy_host = dict.fromkeys(range(32), Tickets())
+        self.step = self.ins = self.outs = 0
+        self.swap_out: list[CopyBatch] = []  # goes with the next step
+        self.in_flight: deque[list[Conversation]] = deque()
+
+    def launch(self, who: list[Conversation], **contents) -> None:
+        self.step += 1
+        self.executor.launch(plan(self.step, **contents))
+        self.in_flight.append(who)
+        if len(self.in_flight) > 1:
+            self.collect()
+
+    def collect(self) -> None:
+        for conversation, token in zip(self.in_flight.popleft(), self.executor.wait().tokens, strict=True):
+            assert token == next_token(conversation.log, LAYERS)
+            conversation.log.append(token)
+
+    def round(self) -> None:
+        """A turn of two conversations side by side."""
+        who, generated = self.rng.sample(self.conversations, 2), self.rng.randrange(4)
+        gated = self.rng.random() < 0.7
+        pairs, after_in, after = {}, [Tickets()], [Tickets()]
+        blocks, spans, token_ids, held = [], [], [], []
+        for seat, conversation in enumerate(who):
+            if len(conversation.log) > 20:
+                self.forget(conversation)
+            known = max(len(conversation.log) - 1, 0)
+            conversation.log += [self.rng.randrange(VOCAB) for _ in range(self.rng.randrange(1, 8))]
+            end = len(conversation.log)
+            slots = [self.gpu.popleft() for _ in range(-(-(end + generated) // CHUNK))]
+            loaded = slots[: len(conversation.host)]
+            pairs |= dict(zip(conversation.host, loaded, strict=True))
+            after_in += [Tickets(0, 0, conversation.saved), *(self.busy_gpu[s] for s in loaded)]
+            after += [self.busy_gpu[s] for s in slots[len(loaded) :]]
+            blocks.append((seat, 0, tuple(slots)))
+            spans.append(span(seat, known, end))
+            token_ids += conversation.log[known:]
+            held.append(slots)
+        copies = self.swap_out
+        if pairs:
+            self.ins += 1
+            copies = [*copies, copy(Lane.IN, self.ins, pairs, latest(after_in), gated)]
+            after += [] if gated else [Tickets(0, self.ins, 0)]
+            self.host.extend(pairs)
+            self.busy_host |= dict.fromkeys(pairs, Tickets(0, self.ins, 0))
+        ends = [len(conversation.log) for conversation in who]
+        given = {"joins": [join(0), join(1)], "blocks": blocks, "spans": spans, "token_ids": token_ids}
+        self.launch(who, copies=copies, after=latest(after), **given)
+        for n in range(generated):
+            self.launch(who, generate={seat: end + n for seat, end in enumerate(ends)})
+        self.save(who, held)
+        while self.in_flight:  # the next turn needs the logs
+            self.collect()
+
+    def save(self, who: list[Conversation], held: list[list[int]]) -> None:
+        self.outs += 1
+        pairs, after = {}, [Tickets(self.step, 0, 0)]
+        for conversation, slots in zip(who, held, strict=True):
+            conversation.host = [self.host.popleft() for _ in slots]
+            conversation.saved = self.outs
+            after += [self.busy_host[s] for s in conversation.host]
+            pairs |= dict(zip(slots, conversation.host, strict=True))
+        self.busy_gpu |= dict.fromkeys(pairs, Tickets(self.step, 0, self.outs))
+        self.gpu.extend(pairs)
+        self.swap_out = [copy(Lane.OUT, self.outs, pairs, latest(after))]
+
+    def forget(self, conversation: Conversation) -> None:
+        self.busy_host |= dict.fromkeys(conversation.host, Tickets(0, 0, conversation.saved))
+        self.host.extend(conversation.host)
+        conversation.log, conversation.host = [], []
+
+
+def latest(tickets: list[Tickets]) -> Tickets:
+    return Tickets(*map(max, zip(*tickets, strict=True)))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_turns_with_copies_delayed_and_reordered(executors, seed):
+    rng = random.Random(seed)
+    scheduler = TinyScheduler(
+        executors(disturb=lambda lane: rng.choice((0.0, 0.0, 0.001, 0.003)), shuffle=random.Random(seed)), rng
+    )
+    for _ in range(25):
+        scheduler.round()
+    copied = scheduler.executor.copied_bytes
+    assert copied.swap_in > 0 and copied.swap_out > 0

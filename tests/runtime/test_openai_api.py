@@ -1,0 +1,569 @@
+"""The HTTP process against a loop played by hand: OpenAI's forms, bad input, streams, hang-ups, the engine's end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from pensieve.runtime.engine_client import EngineClient
+from pensieve.runtime.messages import Abort, Fatal, Finish, Submit
+from pensieve.runtime.openai_api import create_app, listen, serve_http
+from pensieve.runtime.text import Tokenizer
+from pensieve.scheduler.types import FinishReason, Output, Request, SettingError
+
+from .fake_loop import EOS, FakeLoop, byte_tokens, echo, ready, save_tokenizer, say
+
+
+@pytest.fixture(scope="session")
+def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@contextlib.asynccontextmanager
+async def served(loop: FakeLoop, directory: Path | None) -> AsyncIterator[httpx.AsyncClient]:
+    """The application in this process, without sockets."""
+    client = EngineClient(loop.client_end)
+    tokenizer = Tokenizer.load(directory) if directory is not None else None
+    transport = httpx.ASGITransport(create_app(client, ready(), tokenizer))
+    try:
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            yield http
+    finally:
+        loop.close()
+        await client.closed.wait()
+
+
+Work = Callable[[httpx.AsyncClient], Awaitable[Any]]
+
+
+@pytest.fixture
+def ask(tokenizer_directory: Path) -> Callable[..., Any]:
+    """Runs a coroutine function over a client of a fresh application: ask(work, loop)."""
+
+    def run(work: Work, loop: FakeLoop | None = None, directory: Path | None = tokenizer_directory) -> Any:
+        async def main() -> Any:
+            async with served(loop or FakeLoop(), directory) as http:
+                return await work(http)
+
+        return asyncio.run(main())
+
+    return run
+
+
+def post(path: str, body: dict[str, Any]) -> Work:
+    return lambda http: http.post(path, json=body)
+
+
+def complete(**body: Any) -> Work:
+    return post("/v1/completions", body)
+
+
+def chat(*contents: str, **body: Any) -> Work:
+    messages = [{"role": ("user", "assistant")[at % 2], "content": content} for at, content in enumerate(contents)]
+    return post("/v1/chat/completions", {"messages": messages, **body})
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The JSON objects of a stream, whose end is checked."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = [line for line in response.text.split("\n\n") if line]
+    assert lines.pop() == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def joined(chunks: list[Any]) -> str:
+    return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+
+
+# Whole answers
+
+
+def test_completion_of_text(ask: Callable[..., Any]) -> None:
+    answer = ask(complete(prompt="héllo", max_tokens=50, model="fake")).json()
+    assert answer["id"].startswith("cmpl-") and answer["object"] == "text_completion" and answer["model"] == "fake"
+    assert answer["choices"] == [{"index": 0, "text": "héllo", "logprobs": None, "finish_reason": "stop"}]
+    assert answer["usage"] == {
+        "prompt_tokens": 7,
+        "completion_tokens": 7,
+        "total_tokens": 14,
+        "prompt_tokens_details": {"cached_tokens": 6},
+    }
+
+
+def test_completion_of_token_ids_returns_token_ids(ask: Callable[..., Any]) -> None:
+    prompt = byte_tokens("abc")
+    (choice,) = ask(complete(prompt=prompt, return_token_ids=True)).json()["choices"]
+    assert choice["text"] == "abc"
+    assert choice["prompt_token_ids"] == prompt
+    assert choice["token_ids"] == [*prompt, EOS]  # the end belongs to the ids, not to the text
+
+
+def test_default_length_is_openais_and_no_more_than_the_context_leaves(ask: Callable[..., Any]) -> None:
+    answer = ask(complete(prompt=[5] * 30)).json()
+    assert answer["usage"]["completion_tokens"] == 16 and answer["choices"][0]["finish_reason"] == "length"
+    assert ask(complete(prompt=[5] * 250)).json()["usage"]["completion_tokens"] == 6
+    assert ask(chat("x"), FakeLoop(say("y" * 1000))).json()["usage"]["total_tokens"] == 256
+
+
+def test_several_prompts(ask: Callable[..., Any]) -> None:
+    answer = ask(complete(prompt=["one", "three"])).json()
+    assert [(choice["index"], choice["text"]) for choice in answer["choices"]] == [(0, "one"), (1, "three")]
+    assert answer["usage"]["completion_tokens"] == 10
+    answer = ask(complete(prompt=[byte_tokens("one"), byte_tokens("three")], stream=True))
+    texts = {0: "", 1: ""}
+    for chunk in events(answer):
+        texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+    assert texts == {0: "one", 1: "three"}
+
+
+def test_chat(ask: Callable[..., Any]) -> None:
+    answer = ask(chat("hi", return_token_ids=True), FakeLoop(say("well"))).json()
+    assert answer["id"].startswith("chatcmpl-") and answer["object"] == "chat.completion"
+    assert answer["prompt_token_ids"] == [1, *byte_tokens("user: hi\nassistant: ")]
+    (choice,) = answer["choices"]
+    message = {"role": "assistant", "content": "well", "refusal": None, "annotations": []}
+    assert choice["message"] == message and choice["finish_reason"] == "stop"
+    assert choice["token_ids"] == [*byte_tokens("well"), EOS]
+
+
+def test_message_content_in_parts_and_a_reply_sent_back_as_it_came(ask: Callable[..., Any]) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    reply = {"role": "assistant", "content": "c", "refusal": None, "annotations": [], "tool_calls": None}
+    messages = [{"role": "user", "content": parts}, reply]
+    loop = FakeLoop()
+    assert ask(post("/v1/chat/completions", {"messages": messages, "return_token_ids": True}), loop).is_success
+    ((request,),) = loop.said(Submit)
+    assert request.prompt.tolist() == [1, *byte_tokens("user: a\nb\nassistant: c\nassistant: ")]
+
+
+def test_an_engine_without_a_tokenizer_completes_token_ids(ask: Callable[..., Any]) -> None:
+    answer = ask(complete(prompt=[7, 8], return_token_ids=True), directory=None).json()
+    assert answer["choices"][0]["token_ids"] == [7, 8, EOS] and answer["choices"][0]["text"] == ""
+    for work in (complete(prompt="x"), chat("x"), complete(prompt=[7], stop="x")):
+        assert "no tokenizer" in ask(work, directory=None).json()["error"]["message"]
+
+
+def test_what_is_asked_for_reaches_the_loop(ask: Callable[..., Any]) -> None:
+    loop = FakeLoop()
+    body = {"temperature": 0, "top_k": -1, "top_p": 0.5, "seed": 7, "min_tokens": 2, "max_tokens": 9}
+    ask(complete(prompt=[9], **body, stop_token_ids=[5], conversation={"id": "c"}), loop)
+    ((request,),) = loop.said(Submit)
+    assert (request.max_tokens, request.min_tokens, request.conversation) == (9, 2, "c")
+    assert request.stop_ids == {5, EOS} and not request.confirm
+    assert (request.sampling.temperature, request.sampling.top_k) == (0, 0)
+    assert (request.sampling.top_p, request.sampling.seed) == (0.5, 7)
+
+
+def test_defaults_are_openais_and_seeds_differ(ask: Callable[..., Any]) -> None:
+    async def twice(http: httpx.AsyncClient) -> None:
+        for name in ({"conversation": "c"}, {"conversation_params": {"conversation_id": "c"}}):
+            await http.post("/v1/completions", json={"prompt": [9], "ignore_eos": True, "user": "me", "n": 1, **name})
+
+    loop = FakeLoop()
+    ask(twice, loop)
+    (first,), (second,) = loop.said(Submit)
+    assert first.sampling.temperature == first.sampling.top_p == 1.0 and first.stop_ids == frozenset()
+    assert first.conversation == second.conversation == "c"
+    assert first.sampling.seed != second.sampling.seed and first.id != second.id
+
+
+# Stops
+
+
+def stop_after(request: Request) -> list[int]:
+    return byte_tokens("one END two END")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_ends_the_reply_and_its_length_is_confirmed(
+    ask: Callable[..., Any], stream: bool, include: bool
+) -> None:
+    loop = FakeLoop(stop_after, step_seconds=0.001)
+    body = {"stop": ["END", "nothing"], "include_stop_str_in_output": include, "max_tokens": 99}
+    response = ask(complete(prompt="x", stream=stream, return_token_ids=True, **body), loop)
+    chunks = events(response) if stream else [response.json()]
+    assert joined(chunks) == ("one END" if include else "one ")
+    ids = [token for chunk in chunks for choice in chunk["choices"] for token in choice["token_ids"]]
+    assert ids == byte_tokens("one END")  # the log holds exactly these
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+    assert list(loop.confirmed.values()) == [7] and not loop.said(Abort)
+
+
+def test_the_length_is_confirmed_where_nothing_matched(ask: Callable[..., Any]) -> None:
+    loop = FakeLoop()
+    answer = ask(complete(prompt="abE", stop="END"), loop).json()
+    assert answer["choices"][0]["text"] == "abE" and answer["choices"][0]["finish_reason"] == "stop"
+    assert [finish.tokens for finish in loop.said(Finish)] == [4]
+
+
+def test_a_stop_string_in_the_last_token_wins_over_length(ask: Callable[..., Any]) -> None:
+    loop = FakeLoop(stop_after)
+    (choice,) = ask(complete(prompt="x", stop="END", max_tokens=7), loop).json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("one ", "stop")
+    assert [finish.tokens for finish in loop.said(Finish)] == [7]
+
+
+def test_the_text_of_a_stop_token_is_left_out(ask: Callable[..., Any]) -> None:
+    stop = {"stop_token_ids": byte_tokens("!"), "max_tokens": 9}
+    for include, text in ((False, "hey"), (True, "hey!")):
+        work = complete(prompt="x", **stop, include_stop_str_in_output=include, return_token_ids=True)
+        (choice,) = ask(work, FakeLoop(say("hey!you"))).json()["choices"]
+        assert (choice["text"], choice["finish_reason"]) == (text, "stop")
+        assert choice["token_ids"] == byte_tokens("hey!")
+
+
+# Streams
+
+
+def test_streamed_completion(ask: Callable[..., Any]) -> None:
+    options = {"stream_options": {"include_usage": True}, "return_token_ids": True}
+    chunks = events(ask(complete(prompt="aé世", stream=True, **options), FakeLoop(step_seconds=0.002)))
+    *pieces, last = chunks
+    assert joined(pieces) == "aé世" and "é" in [piece["choices"][0]["text"] for piece in pieces]
+    assert pieces[0]["choices"][0]["prompt_token_ids"] == [1, *byte_tokens("aé世")]
+    ids = [token for piece in pieces for token in piece["choices"][0]["token_ids"]]
+    assert ids == [*byte_tokens("aé世"), EOS]
+    assert [piece["choices"][0]["finish_reason"] for piece in pieces[-2:]] == [None, "stop"]
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 7
+    assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 6}
+    assert all(piece["usage"] is None and piece["id"] == last["id"] for piece in pieces)
+
+
+def test_streamed_chat_begins_with_the_role(ask: Callable[..., Any]) -> None:
+    first, *rest = events(ask(chat("hi", stream=True), FakeLoop(say('"well"\n'))))
+    assert first["object"] == "chat.completion.chunk" and "usage" not in first
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in rest) == '"well"\n'
+    assert rest[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+# Bad input
+
+BAD = [
+    ({"prompt": "x", "model": "other"}, "model"),
+    ({"prompt": "x", "model": 3}, "model"),
+    ({}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": ["a", ""]}, "prompt"),
+    ({"prompt": ["a", 1]}, "prompt"),
+    ({"prompt": [1, True]}, "prompt"),
+    ({"prompt": [1, 2.5]}, "prompt"),
+    ({"prompt": 5}, "prompt"),
+    ({"prompt": {"a": 1}}, "prompt"),
+    ({"prompt": [5, 260]}, "prompt"),
+    ({"prompt": [-1, 5]}, "prompt"),
+    ({"prompt": [10**30]}, "prompt"),
+    ({"prompt": ["a", "b"], "conversation": "c"}, "prompt"),
+    ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
+    ({"prompt": "x", "max_tokens": -3}, "max_tokens"),
+    ({"prompt": "x", "max_tokens": 10**30}, "max_tokens"),
+    ({"prompt": "x", "max_tokens": 1.5}, "max_tokens"),
+    ({"prompt": "x", "max_tokens": "5"}, "max_tokens"),
+    ({"prompt": "x", "min_tokens": 17}, "min_tokens"),
+    ({"prompt": "x", "min_tokens": -1}, "min_tokens"),
+    ({"prompt": "x", "temperature": -0.1}, "temperature"),
+    ({"prompt": "x", "temperature": 1e300}, "temperature"),
+    ({"prompt": "x", "temperature": "hot"}, "temperature"),
+    ({"prompt": "x", "top_p": 0}, "top_p"),
+    ({"prompt": "x", "top_p": 1.1}, "top_p"),
+    ({"prompt": "x", "top_k": -2}, "top_k"),
+    ({"prompt": "x", "seed": -1}, "seed"),
+    ({"prompt": "x", "seed": 2**63}, "seed"),
+    ({"prompt": "x", "stop": ""}, "stop"),
+    ({"prompt": "x", "stop": ["a"] * 17}, "stop"),
+    ({"prompt": "x", "stop": [3]}, "stop"),
+    ({"prompt": "x", "stop_token_ids": [260]}, "stop_token_ids"),
+    ({"prompt": "x", "stream": "yes"}, "stream"),
+    ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
+    ({"prompt": "x", "stream": True, "stream_options": {"other": 1}}, "stream_options.other"),
+    ({"prompt": "x", "n": 2}, "n"),
+    ({"prompt": "x", "logprobs": 1}, "logprobs"),
+    ({"prompt": "x", "echo": True}, "echo"),
+    ({"prompt": "x", "presence_penalty": 0.5}, "presence_penalty"),
+    ({"prompt": "x", "response_format": {"type": "json_object"}}, "response_format"),
+    ({"prompt": "x", "conversation": 7}, "conversation"),
+    ({"prompt": "x", "conversation": {"name": "c"}}, "conversation"),
+    ({"prompt": "x", "conversation": "a", "conversation_params": {"conversation_id": "b"}}, "conversation_params"),
+    ({"prompt": "x", "maxtokens": 5}, "maxtokens"),
+]
+
+
+def test_bad_completions_are_refused_by_name(ask: Callable[..., Any]) -> None:
+    async def all_of_them(http: httpx.AsyncClient) -> list[httpx.Response]:
+        return [await http.post("/v1/completions", json=body) for body, _ in BAD]
+
+    loop = FakeLoop()
+    for (body, param), response in zip(BAD, ask(all_of_them, loop), strict=True):
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, param), body
+        assert error["type"] == "invalid_request_error" and param.split(".")[-1] in error["message"], error
+    assert not loop.log
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[1]", b"null", b'{"prompt": "\\ud800"}', b"\xff", b'{"seed": ' + b"9" * 9999]
+)
+def test_malformed_json(ask: Callable[..., Any], body: bytes) -> None:
+    response = ask(lambda http: http.post("/v1/completions", content=body))
+    assert response.status_code == 400 and response.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
+        ({"messages": [{"role": "developer", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]}, "tools"),
+        ({"messages": [{"role": "user", "content": "x"}], "logprobs": True}, "logprobs"),
+        ({"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 0}, "max_tokens"),
+        ({"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 2, "max_tokens": 3}, "max_tokens"),
+    ],
+)
+def test_bad_chats_are_refused_by_name(ask: Callable[..., Any], body: dict[str, Any], param: str) -> None:
+    response = ask(post("/v1/chat/completions", body))
+    assert response.status_code == 400
+    assert response.json()["error"]["param"].split(".")[0] == param
+
+
+def test_too_long_is_refused_with_both_numbers(ask: Callable[..., Any]) -> None:
+    for work, param in ((complete(prompt=[5] * 300), "prompt"), (complete(prompt=[5] * 300, max_tokens=1), "prompt")):
+        error = ask(work).json()["error"]
+        assert error["param"] == param and "300" in error["message"] and "256" in error["message"]
+    error = ask(complete(prompt=[5] * 200, max_tokens=57)).json()["error"]
+    assert error["param"] == "max_tokens"
+    assert all(number in error["message"] for number in ("200", "57", "257", "256"))
+    assert ask(complete(prompt=[5] * 200, max_tokens=56)).is_success
+
+
+def test_nulls_and_neutral_values_ask_for_nothing(ask: Callable[..., Any]) -> None:
+    neutral = {"n": 1, "best_of": 1, "presence_penalty": 0.0, "frequency_penalty": 0, "logit_bias": {}, "echo": False}
+    ignored = {"user": "me", "metadata": {"a": "b"}, "service_tier": "auto", "logprobs": None, "temperature": None}
+    assert ask(complete(prompt="x", **neutral, **ignored)).is_success
+    more = {"tools": [], "logprobs": False, "response_format": {"type": "text"}, "parallel_tool_calls": True}
+    assert ask(chat("x", **more, max_completion_tokens=4)).is_success
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_full_queue_has_its_status_in_streams_too(ask: Callable[..., Any], stream: bool) -> None:
+    response = ask(complete(prompt="x", stream=stream), FakeLoop(queue=0))
+    assert response.status_code == 429 and response.headers["retry-after"] == "1"
+    assert response.json()["error"]["type"] == "rate_limit_error"
+
+
+def test_one_refused_prompt_of_several_aborts_the_others(ask: Callable[..., Any]) -> None:
+    loop = FakeLoop(say("y" * 200), step_seconds=0.01, queue=1)
+
+    async def both(http: httpx.AsyncClient) -> httpx.Response:
+        response = await complete(prompt=["a", "b"])(http)
+        await asyncio.to_thread(eventually, lambda: loop.said(Abort))
+        return response
+
+    assert ask(both, loop).status_code == 429
+    assert [abort.request for abort in loop.said(Abort)] == [loop.said(Submit)[0].request.id]
+
+
+def test_unknown_paths_and_methods_have_openais_form(ask: Callable[..., Any]) -> None:
+    response = ask(lambda http: http.get("/v1/nothing"))
+    assert response.status_code == 404 and response.json()["error"]["message"] == "Not Found"
+    assert ask(lambda http: http.get("/v1/completions")).status_code == 405
+
+
+# The rest of the surface
+
+
+def test_models_health_and_metrics(ask: Callable[..., Any]) -> None:
+    async def all_three(http: httpx.AsyncClient) -> list[httpx.Response]:
+        await http.post("/v1/completions", json={"prompt": [9, 9, 9]})
+        return [await http.get(path) for path in ("/v1/models", "/health", "/metrics")]
+
+    models, health, metrics = ask(all_three)
+    (model,) = models.json()["data"]
+    assert model["id"] == "fake" and model["max_model_len"] == 256
+    assert health.status_code == 200
+    assert 'pensieve:prompt_tokens_total{source="gpu"} 2.0' in metrics.text
+    assert "pensieve:generation_tokens_total 4.0" in metrics.text
+    assert "pensieve:time_to_first_token_seconds_count 1.0" in metrics.text
+    assert "pensieve:inter_token_latency_seconds_count 3.0" in metrics.text
+
+
+# The engine's end
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_fatal_engine_ends_every_open_request(ask: Callable[..., Any], stream: bool) -> None:
+    loop = FakeLoop(say("y" * 200), step_seconds=0.005, die_after=5)
+
+    async def two_and_one_more(http: httpx.AsyncClient) -> list[httpx.Response]:
+        body = {"prompt": "x", "max_tokens": 100, "stream": stream}
+        both = await asyncio.gather(*(http.post("/v1/completions", json=body) for _ in range(2)))
+        return [*both, await http.post("/v1/completions", json=body), await http.get("/health")]
+
+    first, second, late, health = ask(two_and_one_more, loop)
+    for response in (first, second):
+        if stream:
+            *pieces, last = events(response)
+            assert response.status_code == 200 and 0 < len(joined(pieces)) < 100
+            assert "the books disagree" in last["error"]["message"]
+        else:
+            assert response.status_code == 500 and "the books disagree" in response.json()["error"]["message"]
+    assert (late.status_code, health.status_code) == (500, 503)
+
+
+def test_a_closed_pipe_ends_every_open_request(ask: Callable[..., Any]) -> None:
+    loop = FakeLoop(say("y" * 200), step_seconds=0.01)
+
+    async def cut(http: httpx.AsyncClient) -> httpx.Response:
+        answer = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x", "max_tokens": 100}))
+        await asyncio.to_thread(eventually, lambda: loop.said(Submit))
+        await asyncio.to_thread(loop.close)
+        return await answer
+
+    response = ask(cut, loop)
+    assert response.status_code == 503 and response.json()["error"]["type"] == "server_error"
+
+
+def test_a_drained_request_is_an_error_not_a_short_reply(ask: Callable[..., Any]) -> None:
+    class Draining(FakeLoop):
+        def _step(self) -> Iterator[Any]:
+            yield from (Output(request, (), FinishReason.ABORT) for request in self._running)
+            self._running.clear()
+
+    assert ask(complete(prompt="x", stop="y"), Draining()).status_code == 503
+
+
+# The process, with real sockets
+
+
+def eventually(happened: Callable[[], object], seconds: float = 5) -> None:
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end, "did not happen in time"
+        time.sleep(0.005)
+
+
+class Server:
+    """The HTTP process over a FakeLoop."""
+
+    def __init__(self, loop: FakeLoop, directory: Path):
+        self.loop = loop
+        listener = listen("127.0.0.1", 0)
+        self.port = listener.getsockname()[1]
+        context = multiprocessing.get_context("spawn")
+        self.process = context.Process(target=serve_http, args=(loop.client_end, listener))
+        self.process.start()
+        listener.close()
+        loop.client_end.close()
+        loop.say(ready(str(directory)))
+
+    def close(self) -> None:
+        self.loop.close()
+        self.process.join(10)
+        assert self.process.exitcode == 0
+
+
+@pytest.fixture(scope="module")
+def server(tokenizer_directory: Path) -> Iterator[Server]:
+    """One process for all tests of this module that only read its answers."""
+    server = Server(FakeLoop(lambda request: echo(request)[-40:], step_seconds=0.002), tokenizer_directory)
+    yield server
+    server.close()
+
+
+def test_the_official_client_holds_a_streamed_conversation(server: Server) -> None:
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
+    assert [model.id for model in client.models.list()] == ["fake"]
+    messages: list[Any] = []
+    for turn in ("Hello!", "Wie geht's? 😀", "世界"):
+        messages.append({"role": "user", "content": turn})
+        with client.chat.completions.create(
+            model="fake",
+            messages=messages,
+            stream=True,
+            max_completion_tokens=60,
+            stream_options={"include_usage": True},
+            extra_body={"conversation": "talk"},
+        ) as stream:
+            *chunks, last = list(stream)
+        assert chunks[0].choices[0].delta.role == "assistant"
+        reply = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        prompt = "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant: "
+        assert reply == prompt.encode()[-39:].decode(errors="replace")
+        assert chunks[-1].choices[0].finish_reason == "stop"
+        assert last.usage is not None and last.usage.prompt_tokens == 1 + len(prompt.encode())
+        assert last.usage.prompt_tokens_details.cached_tokens == len(prompt.encode())
+        messages.append({"role": "assistant", "content": reply})
+    assert all(message.request.conversation == "talk" for message in server.loop.said(Submit))
+    whole = client.chat.completions.create(model="fake", messages=messages, temperature=0)
+    assert whole.choices[0].message.content
+    with pytest.raises(openai.BadRequestError, match="other"):
+        client.chat.completions.create(model="other", messages=messages)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_hangs_up_aborts_its_request(server: Server, stream: bool) -> None:
+    known, aborted = len(server.loop.said(Submit)), len(server.loop.said(Abort))
+    body = json.dumps({"prompt": [9] * 4, "max_tokens": 250, "ignore_eos": True, "stream": stream})
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall((head + body).encode())
+        eventually(lambda: len(server.loop.said(Submit)) > known)
+        if stream:
+            assert client.recv(100).startswith(b"HTTP/1.1 200")
+    eventually(lambda: len(server.loop.said(Abort)) > aborted)
+    assert server.loop.said(Abort)[-1].request == server.loop.said(Submit)[-1].request.id
+
+
+def test_the_process_ends_with_the_pipe_and_signals_are_the_parents(tokenizer_directory: Path) -> None:
+    server = Server(FakeLoop(), tokenizer_directory)
+    url = f"http://127.0.0.1:{server.port}"
+    assert httpx.get(f"{url}/health", timeout=10).is_success
+    server.process.terminate()
+    assert httpx.post(f"{url}/v1/completions", json={"prompt": "still here"}).is_success
+    server.close()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/health")
+
+
+def test_the_process_ends_if_the_start_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # this process keeps its own
+    for last_words in (Fatal("no such engine"), None):
+        here, there = multiprocessing.Pipe()
+        with listen("127.0.0.1", 0) as listener:
+            if last_words is not None:
+                here.send(last_words)
+            here.close()
+            serve_http(there, listener)
+
+
+def test_the_process_does_without_torch() -> None:
+    """It starts in a moment and stays small beside the engine's process."""
+    look = "import sys, pensieve.runtime.openai_api; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", look]).returncode == 0
+
+
+def test_a_taken_port_is_named_at_once() -> None:
+    with listen("127.0.0.1", 0) as taken, pytest.raises(SettingError, match="--port"):
+        listen("127.0.0.1", taken.getsockname()[1])
+    with pytest.raises(SettingError, match="--host"):
+        listen("not an address", 0)

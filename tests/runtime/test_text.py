@@ -1,0 +1,192 @@
+"""Detokenising loses and breaks nothing; stop strings are found wherever the tokens cut them."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from pensieve.runtime.text import REPLACEMENT, ChatTemplate, Detokenizer, StopMatcher, Tokenizer
+from pensieve.scheduler.types import RequestError, SettingError
+
+from .fake_loop import FIRST_BYTE, TEMPLATE, byte_tokenizer, byte_tokens, save_tokenizer
+
+TEXT = "Grüße, 世界! 👩‍👩‍👧 e\u0301 naïve — 😀😀 end"
+
+
+def sentencepiece_like() -> tokenizers.Tokenizer:
+    """As Llama 2: signs with a leading ▁, bytes for what the vocabulary lacks."""
+    words = ["<unk>", "<s>", "</s>", "▁", "▁Hello", "▁world", "Hello", "world", "ü", "!"]
+    vocabulary = {word: at for at, word in enumerate(words)}
+    vocabulary |= {f"<0x{byte:02X}>": len(words) + byte for byte in range(256)}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+def pieces(tokenizer: Tokenizer, tokens: list[int], context: tuple[int, ...] = ()) -> list[str]:
+    detokenizer = Detokenizer(tokenizer, context)
+    return [*(detokenizer.push(token) for token in tokens), detokenizer.flush()]
+
+
+def test_a_character_of_several_tokens_is_said_whole() -> None:
+    said = pieces(Tokenizer(byte_tokenizer()), byte_tokens(TEXT))
+    assert "".join(said) == TEXT
+    assert not any(REPLACEMENT in piece for piece in said)
+    assert "世" in said and "👩" in said
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_bytes_join_to_the_full_decode(seed: int) -> None:
+    """Random tokens, special ones among them, are mostly not UTF-8."""
+    tokenizer = Tokenizer(byte_tokenizer())
+    draw = random.Random(seed)
+    odd = [FIRST_BYTE + byte for byte in (0xFF, 0xF0, 0x9F, 0x98, 0x80, 0xC3, 0xA9)]
+    tokens = [draw.choice(odd) if draw.random() < 0.7 else draw.randrange(260) for _ in range(200)]
+    assert "".join(pieces(tokenizer, tokens)) == tokenizer.decode(tokens)
+
+
+def test_an_endless_run_of_broken_bytes_is_said_as_it_goes() -> None:
+    tokenizer = Tokenizer(byte_tokenizer())
+    tokens = [FIRST_BYTE + 0xFF] * 1000
+    said = pieces(tokenizer, tokens)
+    assert "".join(said) == REPLACEMENT * 1000
+    assert sum(map(len, said[:500])) > 490
+
+
+def test_ids_without_text_cost_no_memory() -> None:
+    """A model's vocabulary may be padded beyond its tokenizer's."""
+    detokenizer = Detokenizer(Tokenizer(byte_tokenizer()))
+    assert "".join(detokenizer.push(token) for token in [999] * 1000 + byte_tokens("a")) == "a"
+    assert len(detokenizer._window) < 100
+
+
+def test_sentencepiece_spaces_and_bytes() -> None:
+    backend = sentencepiece_like()
+    tokenizer = Tokenizer(backend)
+    emoji = [backend.token_to_id(f"<0x{byte:02X}>") for byte in "😀😃".encode()]
+    words = [backend.token_to_id(word) for word in ("▁Hello", "▁world", "</s>", "▁", "▁Hello", "ü", "!")]
+    tokens = [*words, *emoji, *words, 1, *emoji]
+    said = pieces(tokenizer, tokens)
+    assert "".join(said) == tokenizer.decode(tokens)
+    assert said[:2] == ["Hello", " world"]
+    assert not any(REPLACEMENT in piece for piece in said)
+
+
+def test_a_reply_that_continues_its_prompt_keeps_its_leading_space() -> None:
+    backend = sentencepiece_like()
+    hello, world = (backend.token_to_id(word) for word in ("▁Hello", "▁world"))
+    assert "".join(pieces(Tokenizer(backend), [world])) == "world"
+    assert "".join(pieces(Tokenizer(backend), [world], context=(hello,))) == " world"
+
+
+def test_an_unfinished_character_comes_out_at_the_end() -> None:
+    said = pieces(Tokenizer(byte_tokenizer()), byte_tokens("a世")[:-1])
+    assert said == ["a", "", "", REPLACEMENT]
+
+
+def match(stops: list[str], said: list[str], **options: bool | int) -> tuple[str, int | None]:
+    matcher = StopMatcher(stops, **options)  # type: ignore[arg-type]
+    text = ""
+    for piece in said:
+        text += matcher.push(piece)
+        if matcher.matched:
+            return text, matcher.tokens
+    text += matcher.end("")
+    return text, matcher.tokens if matcher.matched else None
+
+
+@pytest.mark.parametrize(
+    ("stops", "said", "expected"),
+    [
+        (["END"], ["abc", "END", "x"], ("abc", 2)),
+        (["END"], ["abcE", "N", "Dxyz"], ("abc", 3)),
+        (["END"], ["abE", "NE", "ND"], ("abEN", 3)),
+        (["END"], ["abEN", ""], ("abEN", None)),
+        (["aab"], ["a", "a", "a", "b"], ("a", 4)),
+        (["abcd", "bc"], ["abcd"], ("a", 1)),
+        (["abcd", "bc"], ["a", "bc", "d"], ("a", 2)),
+        (["b", "ab"], ["xab"], ("x", 1)),
+        (["\n\n"], ["one\n", "two\n", "\nthree"], ("one\ntwo", 3)),
+    ],
+)
+def test_stop_strings(stops: list[str], said: list[str], expected: tuple[str, int | None]) -> None:
+    assert match(stops, said) == expected
+
+
+def test_a_stop_string_may_stay_in_the_text() -> None:
+    assert match(["END"], ["abcE", "NDxyz"], include=True) == ("abcEND", 2)
+
+
+def test_what_may_begin_a_stop_string_is_held_back() -> None:
+    matcher = StopMatcher(["stop"])
+    assert [matcher.push(piece) for piece in ("a s", "t", "x", "sto")] == ["a ", "", "stx", ""]
+    assert matcher.end("") == "sto"
+
+
+def test_min_tokens_come_before_stop_strings() -> None:
+    assert match(["x"], ["x", "x", "ax"], min_tokens=2) == ("xxa", 3)
+
+
+def test_a_stop_string_can_be_completed_by_the_last_flush() -> None:
+    matcher = StopMatcher([REPLACEMENT])
+    assert matcher.push("a") == "a"
+    assert matcher.end(REPLACEMENT) == "" and matcher.matched
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_outcome_does_not_depend_on_how_text_is_cut(seed: int) -> None:
+    draw = random.Random(seed)
+    text = "".join(draw.choices("ab", k=60))
+    stops = ["".join(draw.choices("ab", k=draw.randrange(3, 8))) for _ in range(3)]
+    cuts = sorted(draw.sample(range(1, 60), 20))
+    said = [text[start:end] for start, end in zip([0, *cuts], [*cuts, 60], strict=True)]
+    assert match(stops, said)[0] == match(stops, list(text))[0] == match(stops, [text])[0]
+
+
+def test_load_reads_the_directory(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(save_tokenizer(tmp_path))
+    assert tokenizer.encode("hi").tolist() == [1, *byte_tokens("hi")]
+    prompt = tokenizer.encode_chat([{"role": "user", "content": "<b>hi</b>"}])
+    assert prompt.tolist() == [1, *byte_tokens("user: <b>hi</b>\nassistant: ")]
+    assert tokenizer.decode([*prompt, 2]) == "user: <b>hi</b>\nassistant: "
+
+
+def test_a_template_file_comes_before_the_configured_one(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages | tojson }}{{ eos_token }}")
+    prompt = Tokenizer.load(tmp_path).encode_chat([{"role": "user", "content": "é<"}])
+    assert prompt.tolist() == [*byte_tokens('[{"role": "user", "content": "é<"}]'), 2]
+
+
+def test_one_of_several_configured_templates(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    templates = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    assert Tokenizer.load(tmp_path).encode_chat([]).tolist() == byte_tokens("yes")
+
+
+def test_a_template_can_refuse_and_cannot_escape() -> None:
+    template = ChatTemplate(TEMPLATE, {"bos_token": "<s>"})
+    with pytest.raises(RequestError, match="no developers here") as refused:
+        template.render([{"role": "developer", "content": "x"}])
+    assert (refused.value.status, refused.value.param) == (400, "messages")
+    with pytest.raises(RequestError):
+        ChatTemplate("{{ ''.__class__.__mro__[1].__subclasses__() }}", {}).render([])
+
+
+def test_what_is_missing_or_broken_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=r"tokenizer\.json"):
+        Tokenizer.load(tmp_path)
+    with pytest.raises(SettingError, match="does not parse"):
+        ChatTemplate("{% if %}", {})
+    with pytest.raises(RequestError, match="no chat template"):
+        Tokenizer(byte_tokenizer()).encode_chat([])
