@@ -168,7 +168,8 @@ class EngineClient:
             return
         now = time.perf_counter()
         events = {event.request: event for event in message.events}
-        for request, token in zip(message.requests, message.tokens, strict=True):
+        for number, token in zip(message.requests, message.tokens, strict=True):
+            request = RequestId(number)
             event = events.pop(request, None)
             self._take(Output(request, (token,)) if event is None else replace(event, tokens=(token,)), now)
         for event in events.values():

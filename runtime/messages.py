@@ -1,6 +1,6 @@
 """What the HTTP process and the loop's process say to each other, over one pipe each way.
 
-HTTP -> loop: one message a request event (`Submit`, `Abort`, `Finish`, `Drain`).
+HTTP -> loop: one message a request event (`Submit`, `Abort`, `Finish`); `Drain` is the loop's own, from a signal.
 Loop -> HTTP: one `StepMessage` a step that brought anything; `Ready` once at the start; `Fatal` if the loop dies.
 All are plain picklable data.
 """

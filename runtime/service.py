@@ -10,6 +10,8 @@ told.
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import threading
 import time
 from multiprocessing.connection import Connection
@@ -136,10 +138,14 @@ def _read(connection: Connection, inbox: SimpleQueue[Submit | Abort | Finish | D
 
 
 def _write(connection: Connection, outbox: SimpleQueue[Ready | StepMessage | Fatal | None]) -> None:
-    """Thread: what the loop says; closes the pipe behind its last word."""
+    """Thread: what the loop says, then the end of it.
+
+    Closing the pipe would not do: while the reader waits in it, the other side sees no end.
+    """
     try:
         while (message := outbox.get()) is not None:
             connection.send(message)
-        connection.close()
+        with socket.socket(fileno=os.dup(connection.fileno())) as wire:
+            wire.shutdown(socket.SHUT_WR)
     except OSError:
         pass  # nobody listens any more: the reader says so to the loop

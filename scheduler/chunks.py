@@ -262,29 +262,41 @@ class ChunkStore:
         for held in (users, claims):
             if not known.issuperset(held):
                 raise InvariantError(f"held but not in the store: {set(held) - known}")
+        filed = 0
         for chunk in chunks:
             if chunk.users != users.get(chunk, 0) or chunk.claims != claims.get(chunk, 0):
                 raise InvariantError(f"{chunk}: {users.get(chunk, 0)} rows and {claims.get(chunk, 0)} claims hold it")
-            if not (chunk.resident or chunk.users or chunk.claims):
-                raise InvariantError(f"{chunk} is nowhere and nobody's, but still in the store")
-            if chunk.users and chunk.gpu == NO_SLOT:
-                raise InvariantError(f"{chunk} is in use but not on the GPU")
-            if (chunk.key is not None) != (self._by_key.get(chunk.key or ChunkKey(b"")) is chunk):
+            if chunk.key is not None and self._by_key.get(chunk.key) is not chunk:
                 raise InvariantError(f"{chunk} is not the owner of its key")
-            self._check_filing(chunk)
-
-    def _check_filing(self, chunk: Chunk) -> None:
-        on_gpu, on_host, idle = chunk.gpu != NO_SLOT, chunk.host != NO_SLOT, chunk.users == 0
+            if chunk.resident:
+                filed += self._check_filing(chunk)
+            elif chunk.users:
+                raise InvariantError(f"{chunk} is in use but not on the GPU")
+            elif not chunk.claims:
+                raise InvariantError(f"{chunk} is nowhere and nobody's, but still in the store")
         sets = (self.reclaimable, self.uncopied, self.host_only, self.shadows, self.busy_shadows)
-        filed = tuple(chunk in victims for victims in sets)
-        on_both = on_gpu and on_host
-        if (
-            sum(filed[:2]) != (idle and on_gpu)
-            or filed[2] != (idle and on_host and not on_gpu)
-            or filed[3] != (idle and on_both)
-            or filed[4] != (not idle and on_both and not chunk.loading)
-        ):
-            raise InvariantError(f"{chunk} is filed as {filed}")
+        if filed != sum(map(len, sets)):
+            raise InvariantError("a chunk is filed where it does not belong")
+
+    def _check_filing(self, chunk: Chunk) -> int:
+        """Proves that a resident chunk is in every set it belongs to; returns how many these are."""
+        on_gpu, on_host = chunk.gpu != NO_SLOT, chunk.host != NO_SLOT
+        belongs: list[bool] = []
+        if chunk.users:
+            if not on_gpu:
+                raise InvariantError(f"{chunk} is in use but not on the GPU")
+            if on_host and not chunk.loading:
+                belongs.append(chunk in self.busy_shadows)
+        elif not on_gpu:
+            belongs.append(chunk in self.host_only)
+        else:
+            safe = on_host or chunk.declined or not self.host.count
+            belongs.append(chunk in (self.reclaimable if safe else self.uncopied))
+            if on_host:
+                belongs.append(chunk in self.shadows)
+        if not all(belongs):
+            raise InvariantError(f"{chunk} is missing from a set of victims")
+        return len(belongs)
 
 
 def place(victims: VictimSet, chunk: Chunk, member: bool) -> None:

@@ -18,7 +18,7 @@ class Turn:
     waiting_for   the key that a running row is computing or loading, as last seen
     """
 
-    __slots__ = ("arrival", "keys", "request", "tail", "tokens", "usage", "usage_told", "waiting_for")
+    __slots__ = ("arrival", "keys", "request", "tail", "tokens", "usage", "waiting_for")
 
     def __init__(self, request: Request, arrival: int, keys: list[ChunkKey]):
         self.request = request
@@ -28,7 +28,6 @@ class Turn:
         self.tail: Chunk | None = None
         self.waiting_for: ChunkKey | None = None
         self.usage: Usage | None = None
-        self.usage_told = False
 
     @property
     def last_position(self) -> int:

@@ -170,14 +170,15 @@ class Scheduler:
                 self._filled(row, (count - 1) // chunk_tokens - 1)
             request = turn.request
             reply = count - len(request.prompt)
-            if not turn.usage_told:
-                turn.usage_told = True
-                applied.events.append(Output(row_id.request, usage=turn.usage))
-            stopped = token in request.stop_ids and reply >= request.min_tokens
-            if stopped or reply == request.max_tokens:
+            usage, finish = turn.usage if reply == 1 else None, None
+            if token in request.stop_ids and reply >= request.min_tokens:
+                finish = FinishReason.STOP
+            elif reply == request.max_tokens:
+                finish = FinishReason.LENGTH
+            if finish is not None:
                 self._reply_ends(row, reply, now)
-                finish = FinishReason.STOP if stopped else FinishReason.LENGTH
-                applied.events.append(Output(row_id.request, finish=finish))
+            if usage is not None or finish is not None:
+                applied.events.append(Output(row_id.request, usage=usage, finish=finish))
         return applied
 
     # -- conversations
@@ -210,6 +211,10 @@ class Scheduler:
     def idle(self) -> bool:
         """Nothing runs, waits, or is in flight."""
         return not self._turns and not self._inflight
+
+    def open_requests(self) -> list[RequestId]:
+        """Requests that have been added and have neither ended nor left."""
+        return list(self._turns)
 
     @property
     def in_flight(self) -> int:

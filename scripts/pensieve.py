@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
 
-from . import serve, simulate
-
-COMMANDS = {"serve": serve, "simulate": simulate}
+COMMANDS = {
+    "serve": "serve an engine over HTTP (OpenAI API)",
+    "simulate": "replay a trace against the scheduler on a virtual clock",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one tool. Only that one is imported: the HTTP process, which imports this file again, stays small."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] not in COMMANDS:
-        summaries = [f"  {name:10} {(command.__doc__ or '').splitlines()[0]}" for name, command in COMMANDS.items()]
-        print("\n".join(["usage: pensieve COMMAND [options]", "", *summaries]), file=sys.stderr)
+        lines = [f"  {name:10} {summary}" for name, summary in COMMANDS.items()]
+        print("\n".join(["usage: pensieve COMMAND [options]", "", *lines]), file=sys.stderr)
         return 0 if arguments in (["-h"], ["--help"]) else 2
-    return COMMANDS[arguments[0]].main(arguments[1:])
+    command = importlib.import_module(f".{arguments[0]}", __package__)
+    return int(command.main(arguments[1:]))
 
 
 if __name__ == "__main__":

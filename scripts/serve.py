@@ -35,6 +35,7 @@ DEFAULT_HOST_KV = "2GiB"
 CPU_FLOPS_PER_S = 5e10
 CPU_COPY_BYTES_PER_S = 5e9
 CPU_STEP_BASE_S = 2e-3
+HTTP_EXIT_SECONDS = 15  # for clients to read the end of their replies
 
 
 def parser() -> argparse.ArgumentParser:
@@ -96,7 +97,8 @@ def serve(args: argparse.Namespace) -> None:
         service.run(ready)
     finally:
         ours.close()
-        http.join()
+        http.join(HTTP_EXIT_SECONDS)
+        http.kill()  # it ignores other signals; after a clean end it is gone already
 
 
 def make_service(args: argparse.Namespace, connection: Connection) -> tuple[Service, Ready]:
@@ -161,7 +163,9 @@ def scheduler_config(args: argparse.Namespace, engine: Engine) -> SchedulerConfi
     if args.max_model_len is None:
         fits = SchedulerConfig(max_model_len=1, **settings).largest_context
         if fits < longest:
-            log.warning("contexts are limited to %d tokens (the model's: %d): the GPU cache holds no more", fits, longest)
+            log.warning(
+                "contexts are limited to %d tokens (the model's: %d): the GPU cache holds no more", fits, longest
+            )
         return SchedulerConfig(max_model_len=min(fits, longest), **settings)
     if args.max_model_len > longest:
         raise SettingError("--max-model-len", f"{args.max_model_len} is more than the model's own {longest} tokens")

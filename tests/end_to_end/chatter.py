@@ -66,7 +66,9 @@ class Chatter:
         self.vocabulary = engine.manifest.vocab_size
         self.reference = reference
         self.executor = Executor(device, engine, self.config, group_layers=1)
-        self.scheduler = Scheduler(self.config, slow_link_profile(self.config, engine.chunk_bytes(self.config.chunk_tokens)))
+        self.scheduler = Scheduler(
+            self.config, slow_link_profile(self.config, engine.chunk_bytes(self.config.chunk_tokens))
+        )
         self.ids = ids
         self.open: dict[int, Open] = {}
         self.logs: dict[str, list[int]] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import threading
+import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -73,6 +74,13 @@ def say(text: str) -> Answers:
     return lambda _: [*byte_tokens(text), EOS]
 
 
+def eventually(happened: Callable[[], object], seconds: float = 5) -> None:
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end, "did not happen in time"
+        time.sleep(0.005)
+
+
 def step_message(*outputs: Output, **others: Any) -> StepMessage:
     """As the loop says it: tokens in two arrays, the rest as events."""
     requests = array("q", [output.request for output in outputs if output.tokens])
@@ -124,8 +132,7 @@ class FakeLoop:
             outputs += self._step()
             if outputs or refusals:
                 steps += 1
-                stats = SchedulerStats(running=len(self._running), suspensions=3, slots={"gpu": {"free": 5, "used": 2}})
-                self._pipe.send(StepMessage(tuple(outputs), tuple(refusals), stats, KVCounters(64, 128)))
+                self._pipe.send(step_message(*outputs, refusals=tuple(refusals)))
             if steps == self._die_after:
                 self._pipe.send(Fatal("the books disagree"))
                 return

@@ -1,0 +1,271 @@
+"""Replays conversations against the scheduler on a virtual clock: hit rates and latencies without a device.
+
+The scheduler is the real one, and the loop is the serving loop's: plan n+1 is made while step n runs. Only the device
+is imagined: each lane does its work in order, as fast as the cost profile says, and a step waits where its plan says.
+The same sessions and settings always give the same report.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from .config import SchedulerConfig
+from .cost import CostProfile
+from .plan import CopyBatch, Lane, StepPlan, StepResult, Tickets
+from .scheduler import Applied, Scheduler
+from .types import InvariantError, Request, RequestId, Usage
+
+STEPS_IN_FLIGHT = 2
+
+
+class SessionTurn(NamedTuple):
+    """One request: what is kept of the conversation, what is new in the prompt, what is generated (tokens).
+
+    think_s     seconds from the end of the previous reply to this request; of a first turn unused
+    """
+
+    history_tokens: int
+    input_tokens: int
+    output_tokens: int
+    think_s: float = 0.0
+
+
+class Session(NamedTuple):
+    """One conversation: it starts at a time, and each turn follows the reply before it.
+
+    system_tokens   leading tokens of the first input that all sessions with the same number share; 0: none
+    """
+
+    name: str
+    start_s: float
+    turns: tuple[SessionTurn, ...]
+    system_tokens: int = 0
+
+
+def longest_context(sessions: Sequence[Session]) -> int:
+    """Tokens of the longest context, reply included: the least `max_model_len` that serves the sessions."""
+    return max(sum(turn[:3]) for session in sessions for turn in session.turns)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a simulation brought.
+
+    usage               where the prompts' tokens came from, over all requests
+    seconds             from the first session's start to the last reply's end
+    busy_s              the part of it in which steps ran
+    ttft_p50, ttft_p99  seconds from a request to its first token
+    seconds_per_token   mean over requests of (end of the reply - request) / tokens of the reply
+    swapped_in, swapped_out
+                        chunks copied
+    """
+
+    requests: int
+    usage: Usage
+    generated: int
+    steps: int
+    seconds: float
+    busy_s: float
+    ttft_p50: float
+    ttft_p99: float
+    seconds_per_token: float
+    suspensions: int
+    swapped_in: int
+    swapped_out: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Of the prompt tokens that had been computed before, the share that was not computed again."""
+        known = self.usage.cached + self.usage.recomputed
+        return self.usage.cached / known if known else 0.0
+
+
+class VirtualDevice:
+    """Takes the time that a device would, and does nothing.
+
+    Layers are pipelined: the swap-in that a step is gated on hides behind its compute, and only what is longer shows.
+    """
+
+    def __init__(self, cost: CostProfile):
+        self._cost = cost
+        self._free_at = [0.0 for _ in Lane]
+        self._ends: list[dict[int, float]] = [{} for _ in Lane]  # by lane: seconds at which a ticket is complete
+        self.busy_s = 0.0
+
+    def launch(self, plan: StepPlan, now: float) -> float:
+        """Issues the plan's work at `now`; returns when it is complete. Without tokens that is when its copies are."""
+        copied = gate = now
+        for batch in plan.copies:
+            end = self._copy(batch, now)
+            copied = max(copied, end)
+            if batch.gated:
+                gate = end
+        if plan.tokens:
+            start = self._start(Lane.COMPUTE, plan.after, now)
+            end = max(start + self._cost.step(plan.tokens, mean_context(plan)), gate)
+            self.busy_s += end - start
+        else:
+            end = copied
+        self._complete(Lane.COMPUTE, plan.step, end)
+        return end
+
+    def _copy(self, batch: CopyBatch, now: float) -> float:
+        end = self._start(batch.lane, batch.after, now) + len(batch.sources) * self._cost.load()
+        self._complete(batch.lane, batch.ticket, end)
+        return end
+
+    def _start(self, lane: Lane, after: Tickets, now: float) -> float:
+        waits = [ends[ticket] for ends, ticket in zip(self._ends, after, strict=True) if ticket]
+        return max(now, self._free_at[lane], *waits)
+
+    def _complete(self, lane: Lane, ticket: int, end: float) -> None:
+        self._free_at[lane] = max(self._free_at[lane], end)
+        self._ends[lane][ticket] = end
+
+
+def mean_context(plan: StepPlan) -> int:
+    """Tokens of context that the plan's tokens see, on average."""
+    seen = sum(plan.positions) + len(plan.positions)
+    for span in plan.spans:
+        seen += (span.end - span.start) * (span.start + span.end + 1) // 2
+    return seen // plan.tokens
+
+
+class _Open:
+    """A request being served."""
+
+    __slots__ = ("arrival", "first_token", "session", "turn")
+
+    def __init__(self, session: Session, turn: int, arrival: float):
+        self.session, self.turn, self.arrival = session, turn, arrival
+        self.first_token = 0.0
+
+
+class Simulator:
+    """One run over `sessions`; used once.
+
+    Raises RequestError if the configuration cannot serve a request (too long, queue full).
+    """
+
+    def __init__(self, config: SchedulerConfig, cost: CostProfile, sessions: Sequence[Session]):
+        self.scheduler = Scheduler(config, cost)
+        self.now = min(session.start_s for session in sessions)
+        self._started = self.now
+        self._device = VirtualDevice(cost)
+        self._arrivals = [(session.start_s, order, 0) for order, session in enumerate(sessions)]
+        heapq.heapify(self._arrivals)
+        self._sessions = sessions
+        self._launched: deque[tuple[StepPlan, float]] = deque()
+        self._open: dict[RequestId, _Open] = {}
+        self._order = {session.name: order for order, session in enumerate(sessions)}
+        self._tokens = 0
+        self._systems: dict[int, array[int]] = {}
+        self._requests = self._steps = self._generated = 0
+        self._usage = [0 for _ in fields(Usage)]
+        self._ttft: list[float] = []
+        self._per_token: list[float] = []
+
+    def run(self) -> Report:
+        """Until every turn of every session has its reply."""
+        scheduler = self.scheduler
+        while self._arrivals or not scheduler.idle:
+            while self._arrivals and self._arrivals[0][0] <= self.now:
+                self._add(*heapq.heappop(self._arrivals))
+            plan = scheduler.next_plan(self.now)
+            if plan is not None:
+                self._launched.append((plan, self._device.launch(plan, self.now)))
+            if len(self._launched) >= (STEPS_IN_FLIGHT if plan is not None else 1):
+                self._finish_step()
+            elif plan is None:
+                if not self._arrivals:
+                    raise InvariantError(f"requests wait, but nothing runs and nothing is planned: {scheduler.stats()}")
+                self.now = self._arrivals[0][0]
+        return self._report()
+
+    # -- requests
+
+    def _add(self, arrival: float, order: int, index: int) -> None:
+        session = self._sessions[order]
+        turn = session.turns[index]
+        if index:
+            prompt = self.scheduler.conversation_tokens(session.name)[: turn.history_tokens]
+            prompt += self._fresh(turn.input_tokens)
+        else:
+            prompt = self._system(session.system_tokens) + self._fresh(turn.input_tokens - session.system_tokens)
+        self._requests += 1
+        request = RequestId(self._requests)
+        # Nobody comes back to a single turn, and its client gave no conversation id.
+        conversation = session.name if len(session.turns) > 1 else None
+        self._open[request] = _Open(session, index, arrival)
+        self.scheduler.add(Request(request, prompt, turn.output_tokens, conversation), self.now)
+
+    def _fresh(self, count: int) -> array[int]:
+        """Tokens that nobody else has: ids are counted over the whole run."""
+        start, self._tokens = self._tokens, self._tokens + count
+        return array("i", range(start, self._tokens))
+
+    def _system(self, count: int) -> array[int]:
+        if count not in self._systems:
+            self._systems[count] = self._fresh(count)
+        return self._systems[count]
+
+    # -- results
+
+    def _finish_step(self) -> None:
+        plan, end = self._launched.popleft()
+        self.now = max(self.now, end)
+        self._steps += 1
+        result = StepResult(plan.step, plan.samples, (plan.step,) * len(plan.samples))
+        self._take(self.scheduler.apply(result, self.now))
+
+    def _take(self, applied: Applied) -> None:
+        self._generated += len(applied.tokens)
+        for event in applied.events:
+            served = self._open[event.request]
+            if event.usage is not None:
+                self._ttft.append(self.now - served.arrival)
+                for index, field in enumerate(fields(Usage)):
+                    self._usage[index] += getattr(event.usage, field.name)
+            if event.finish is not None:
+                del self._open[event.request]
+                self._reply_ended(served)
+
+    def _reply_ended(self, served: _Open) -> None:
+        turns, following = served.session.turns, served.turn + 1
+        self._per_token.append((self.now - served.arrival) / turns[served.turn].output_tokens)
+        if following < len(turns):
+            arrival = self.now + turns[following].think_s
+            heapq.heappush(self._arrivals, (arrival, self._order[served.session.name], following))
+
+    def _report(self) -> Report:
+        stats = self.scheduler.stats()
+        return Report(
+            requests=self._requests,
+            usage=Usage(*self._usage),
+            generated=self._generated,
+            steps=self._steps,
+            seconds=self.now - self._started,
+            busy_s=self._device.busy_s,
+            ttft_p50=percentile(self._ttft, 0.50),
+            ttft_p99=percentile(self._ttft, 0.99),
+            seconds_per_token=sum(self._per_token) / len(self._per_token),
+            suspensions=stats.suspensions,
+            swapped_in=stats.swapped_in,
+            swapped_out=stats.swapped_out,
+        )
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` of the values do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]
+
+
+def simulate(config: SchedulerConfig, cost: CostProfile, sessions: Sequence[Session]) -> Report:
+    """One run; see `Simulator`."""
+    return Simulator(config, cost, sessions).run()

@@ -1,0 +1,68 @@
+"""A real server in a process of its own: `pensieve serve`, on a free port."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+
+import httpx
+
+
+class Server:
+    """Use as a context manager. `url` is its address; `log` its last lines."""
+
+    def __init__(self, state_dir, *options, engine="demo", start_seconds=120):
+        command = [sys.executable, "-m", "pensieve.scripts.pensieve", "serve", "--engine", str(engine), "--port", "0"]
+        self.process = subprocess.Popen(
+            [*command, "--state-dir", str(state_dir), *map(str, options)], stderr=subprocess.PIPE, text=True
+        )
+        self.log = deque(maxlen=50)
+        self._address = threading.Event()
+        self.url = ""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self._start_seconds = start_seconds
+
+    def _read(self):
+        for line in self.process.stderr:
+            self.log.append(line.rstrip())
+            if found := re.search(r"serving .* on (http://\S+)", line):
+                self.url = found[1]
+                self._address.set()
+        self._address.set()
+
+    def __enter__(self):
+        self._address.wait(self._start_seconds)
+        until = time.monotonic() + self._start_seconds
+        while time.monotonic() < until and self.process.poll() is None and self.url:
+            try:
+                if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
+                    return self
+            except httpx.TransportError:
+                time.sleep(0.05)
+        raise RuntimeError("the server did not start:\n" + "\n".join(self.log))
+
+    def stop(self, number=signal.SIGTERM, seconds=60):
+        """Sends the signal and returns the exit status."""
+        self.process.send_signal(number)
+        return self.process.wait(seconds)
+
+    def __exit__(self, *_):
+        if self.process.poll() is None:
+            self.stop()
+        self._reader.join(10)
+
+    def post(self, path, seconds=120, **body):
+        return httpx.post(f"{self.url}{path}", json={"model": "demo", **body}, timeout=seconds)
+
+    def metric(self, name):
+        """The value of one sample of /metrics, named with its labels."""
+        for line in httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines():
+            if line.startswith(name) and line[len(name)] == " ":
+                return float(line.split()[-1])
+        raise KeyError(name)

@@ -1,0 +1,190 @@
+"""The contract, over HTTP, with a real server of the demo engine."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+
+from .server import Server
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    options = ("--gpu-kv-chunks", 200, "--host-kv-chunks", 200, "--max-model-len", 2048, "--max-queue", 8)
+    with Server(tmp_path_factory.mktemp("state"), *options, "--max-num-seqs", 4) as running:
+        yield running
+
+
+def test_the_second_turn_finds_the_first(server):
+    """`cached_tokens` is at least the first turn's prompt and reply, less the last token (it has no KV yet)."""
+    first = list(range(40, 140))
+    turn = server.post(
+        "/v1/completions", prompt=first, max_tokens=21, conversation="two", return_token_ids=True, ignore_eos=True
+    ).json()
+    reply = turn["choices"][0]["token_ids"]
+    assert len(reply) == 21
+    second = [*first, *reply, *range(50, 60)]
+    turn = server.post("/v1/completions", prompt=second, max_tokens=5, conversation="two", ignore_eos=True).json()
+    assert turn["usage"]["prompt_tokens"] == 131
+    assert turn["usage"]["prompt_tokens_details"]["cached_tokens"] >= 100 + 21 - 1
+
+
+def test_a_whole_history_without_an_id_is_reused_too(server):
+    prompt = list(range(60, 188))
+    server.post("/v1/completions", prompt=prompt, max_tokens=2, ignore_eos=True)
+    turn = server.post("/v1/completions", prompt=[*prompt, 7, 8], max_tokens=2, ignore_eos=True).json()
+    assert turn["usage"]["prompt_tokens_details"]["cached_tokens"] == 128
+
+
+def test_equal_requests_give_equal_replies_whatever_is_cached(server):
+    body = dict(prompt=list(range(30, 130)), max_tokens=12, ignore_eos=True, return_token_ids=True)
+    greedy = [server.post("/v1/completions", temperature=0, **body).json()["choices"][0]["token_ids"] for _ in range(3)]
+    seeded = [server.post("/v1/completions", seed=11, **body).json()["choices"][0]["token_ids"] for _ in range(2)]
+    assert greedy[0] == greedy[1] == greedy[2]
+    assert seeded[0] == seeded[1] != greedy[0]
+
+
+def test_the_official_client_holds_a_streamed_conversation(server):
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    messages, cached = [{"role": "system", "content": "You are brief. " * 10}], []
+    for number in range(4):
+        messages.append({"role": "user", "content": f"Question number {number}, please answer."})
+        text, finish = "", None
+        for event in client.chat.completions.create(
+            model="demo",
+            messages=messages,
+            max_tokens=24,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"conversation": "official"},
+        ):
+            if event.usage is not None:
+                cached.append((event.usage.prompt_tokens_details.cached_tokens, event.usage.prompt_tokens))
+            for choice in event.choices:
+                text += choice.delta.content or ""
+                finish = choice.finish_reason or finish
+        assert finish in ("stop", "length")
+        messages.append({"role": "assistant", "content": text})
+    assert [reused > 0 for reused, _ in cached] == [False, True, True, True]
+    assert all(later[1] > earlier[1] for earlier, later in zip(cached, cached[1:], strict=False))
+
+
+def test_streamed_pieces_carry_token_ids(server):
+    body = dict(model="demo", prompt=[40] * 9, max_tokens=6, stream=True, ignore_eos=True, return_token_ids=True)
+    ids = []
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    ids += choice["token_ids"]
+    assert len(ids) == 6
+
+
+def test_a_prompt_beyond_the_context_is_told_both_numbers(server):
+    response = server.post("/v1/completions", prompt=[50] * 3000, max_tokens=1)
+    assert response.status_code == 400
+    assert "3000" in response.json()["error"]["message"] and "2048" in response.json()["error"]["message"]
+
+
+def test_a_client_that_hangs_up_aborts_its_request(server):
+    body = dict(model="demo", prompt=[45] * 20, max_tokens=1900, stream=True, ignore_eos=True)
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+        next(response.iter_lines())
+        assert server.metric("pensieve:num_requests_running") >= 1
+    wait_for(lambda: server.metric("pensieve:num_requests_running") == 0)
+    wait_for(lambda: server.metric('pensieve:kv_slots{state="in_use",tier="gpu"}') == 0)
+
+
+def test_a_full_queue_refuses_with_retry_after(server):
+    """Four run, eight wait, the rest hear 429; nobody hangs."""
+    statuses = []
+
+    def ask(number):
+        response = server.post("/v1/completions", prompt=[number] * 30, max_tokens=150, ignore_eos=True)
+        statuses.append((response.status_code, response.headers.get("retry-after")))
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(40, 70)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert len(statuses) == 30
+    assert {status for status, _ in statuses} == {200, 429}
+    assert all(retry is not None for status, retry in statuses if status == 429)
+
+
+def test_concurrent_conversations_swap_and_stay_right(server):
+    """More history than the GPU cache holds; each reply equals the one that nothing cached would give."""
+    histories = {name: [40 + name] * 3 for name in range(12)}
+    for _ in range(4):
+        for name, history in histories.items():
+            prompt = [*history, *range(30 + name, 130 + name)]
+            body = dict(prompt=prompt, max_tokens=20, temperature=0, ignore_eos=True, return_token_ids=True)
+            reply = server.post("/v1/completions", conversation=f"swap{name}", **body).json()
+            histories[name] = [*prompt, *reply["choices"][0]["token_ids"]]
+    assert server.metric('pensieve:kv_copied_bytes_total{direction="swap_out"}') > 0
+    for name, history in histories.items():
+        fresh = dict(prompt=history[:-20], max_tokens=20, temperature=0, ignore_eos=True, return_token_ids=True)
+        assert server.post("/v1/completions", **fresh).json()["choices"][0]["token_ids"] == history[-20:], name
+
+
+def test_metrics_count_every_prompt_token_once(server):
+    sources = [f'pensieve:prompt_tokens_total{{source="{s}"}}' for s in ("gpu", "host", "disk", "recomputed", "new")]
+    before = sum(server.metric(source) for source in sources)
+    server.post("/v1/completions", prompt=[33] * 77, max_tokens=3, ignore_eos=True)
+    assert sum(server.metric(source) for source in sources) - before == 77
+
+
+def test_sigterm_finishes_running_requests(tmp_path):
+    with Server(tmp_path, "--shutdown-grace", 60) as server:
+        answers = []
+        body = dict(prompt=[40] * 10, max_tokens=200, ignore_eos=True, return_token_ids=True)
+        thread = threading.Thread(target=lambda: answers.append(server.post("/v1/completions", **body)))
+        thread.start()
+        wait_for(lambda: server.metric("pensieve:num_requests_running") == 1)
+        assert server.stop() == 0
+        thread.join(60)
+        assert len(answers[0].json()["choices"][0]["token_ids"]) == 200
+
+
+def test_sigterm_ends_whoever_outlasts_the_grace(tmp_path):
+    with Server(tmp_path, "--shutdown-grace", 0.5) as server:
+        answers = []
+        body = dict(prompt=[40] * 10, max_tokens=3000, ignore_eos=True)
+        thread = threading.Thread(target=lambda: answers.append(server.post("/v1/completions", **body)))
+        thread.start()
+        wait_for(lambda: server.metric("pensieve:num_requests_running") == 1)
+        started = time.monotonic()
+        assert server.stop() == 0
+        assert time.monotonic() - started < 20
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("options", "setting"),
+    [
+        (("--gpu-kv-chunks", 4, "--max-model-len", 2048), "--max-model-len"),
+        (("--max-model-len", 100_000), "--max-model-len"),
+        (("--gpu-kv-bytes", "lots"), "--gpu-kv-bytes"),
+        (("--swap-out-below", 2), "--swap-out-below"),
+        (("--port", 99999), "--port"),
+    ],
+)
+def test_a_wrong_setting_stops_the_start_and_is_named(tmp_path, capsys, options, setting):
+    from pensieve.scripts.pensieve import main
+
+    assert main(["serve", "--engine", "demo", "--port", "0", "--state-dir", str(tmp_path), *map(str, options)]) == 2
+    assert setting in capsys.readouterr().err
+
+
+def wait_for(condition, seconds=30):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it never became true"
+        time.sleep(0.05)
