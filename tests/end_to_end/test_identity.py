@@ -9,9 +9,9 @@ from collections import Counter
 
 import pytest
 import torch
+
 from pensieve.builder.build import build_engine
 from pensieve.runtime.engine import open_engine
-
 from tests.models import tiny_checkpoint
 
 from .chatter import Chatter

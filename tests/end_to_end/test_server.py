@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from itertools import pairwise
 
 import httpx
 import openai
@@ -71,7 +72,7 @@ def test_the_official_client_holds_a_streamed_conversation(server):
         assert finish in ("stop", "length")
         messages.append({"role": "assistant", "content": text})
     assert [reused > 0 for reused, _ in cached] == [False, True, True, True]
-    assert all(later[1] > earlier[1] for earlier, later in zip(cached, cached[1:], strict=False))
+    assert all(later[1] > earlier[1] for earlier, later in pairwise(cached))
 
 
 def test_streamed_pieces_carry_token_ids(server):
