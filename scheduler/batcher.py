@@ -85,7 +85,7 @@ class Batcher:
         step, generate, positions, samples = batch.step, batch.generate, batch.positions, batch.samples
         for row in tuple(self.rows):
             position = row.position
-            if row.spans or row.leaving or position > row.turn.last_position:
+            if row.spans or row.leaving or position > row.last_position:
                 continue
             if position == row.room and not self._extend(row, batch):
                 continue
@@ -227,13 +227,14 @@ class Batcher:
     def _reserve(self, turn: Turn, finding: Finding, batch: Batch) -> Row:
         """Holds every hit, then takes a slot for every chunk that is loaded or computed."""
         store, tail = self.store, finding.tail
+        if turn.tail is not None and turn.tail is not tail:
+            self._give_up_tail(turn.tail)  # somebody else has computed that chunk whole
         for chunk in finding.chunks:
             if chunk is not None:
                 store.pin(chunk)
         batch.room.gpu_slots(finding.new_slots)
         for chunk in finding.loads:
             chunk.gpu, chunk.loading = store.gpu.take(), True
-            store.file(chunk)
         size = self.config.chunk_tokens
         chunks = [
             chunk if chunk is not None else store.new((index + 1) * size, batch.now)
@@ -263,6 +264,12 @@ class Batcher:
         if tail.host != NO_SLOT and not tail.loading:
             self.store.release_host(tail)
 
+    def _give_up_tail(self, tail: Chunk) -> None:
+        if tail.host != NO_SLOT:
+            self.store.release_host_late(tail)
+        if tail.gpu != NO_SLOT:
+            self.store.release_gpu(tail)
+
     def _load(self, row: Row, batch: Batch, link: int) -> int:
         """Issues the row's swap-ins within `link` chunks; seats it if they suffice. Returns what is left of `link`.
 
@@ -288,9 +295,10 @@ class Batcher:
         insort(self.rows, row, key=lambda row: row.arrival)
         self.by_id[row.id] = row
         for chunk in row.chunks:
-            batch.copies.step_reads(chunk.gpu)
             if chunk.key is None:
                 batch.copies.step_writes(chunk.gpu)
+            else:
+                batch.copies.step_reads(chunk.gpu)
         batch.joins.append(Join(row.seat, row.id, row.turn.request.sampling))
         batch.blocks.append(BlockUpdate(row.seat, 0, tuple(chunk.gpu for chunk in row.chunks)))
         self._take_spans(row, batch)

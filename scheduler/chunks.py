@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections import OrderedDict
 from collections.abc import Iterable
 
 from .config import SchedulerConfig
-from .plan import Lane
 from .retention import EvictionPolicy, VictimSet
 from .slots import SlotPool
 from .types import ChunkKey, InvariantError
@@ -30,16 +30,40 @@ def chunk_key(previous: ChunkKey, tokens: array[int], start: int, end: int) -> C
     return ChunkKey(hashlib.sha256(previous + tokens[start:end].tobytes()).digest())
 
 
+class OrderedSet(OrderedDict["Chunk", None]):
+    """A set in the order of insertion, cheap to look at and to take from at its front (a plain dict is not)."""
+
+    def add(self, chunk: Chunk) -> None:
+        self[chunk] = None
+
+    def discard(self, chunk: Chunk) -> None:
+        self.pop(chunk, None)
+
+
 class Chunk:
     """end          position after its last token when full
     tokens       leading tokens whose KV is valid: all of a keyed chunk, fewer in a tail
     gpu, host    its slot in the tier, or NO_SLOT; both may be valid at once
     users        rows that hold it; claims: conversations that reference it
     loading      its swap-in is reserved but not all issued: the GPU slot holds nothing yet
+    filed        the set of victims it is in
     declined     HOST has no room for one of so low a value: dropped when its GPU slot is needed
     """
 
-    __slots__ = ("born", "claims", "declined", "end", "gpu", "host", "key", "last_active", "loading", "tokens", "users")
+    __slots__ = (
+        "born",
+        "claims",
+        "declined",
+        "end",
+        "filed",
+        "gpu",
+        "host",
+        "key",
+        "last_active",
+        "loading",
+        "tokens",
+        "users",
+    )
 
     def __init__(self, end: int, gpu: int, now: float):
         self.key: ChunkKey | None = None
@@ -52,6 +76,7 @@ class Chunk:
         self.born = self.last_active = now
         self.loading = False
         self.declined = False
+        self.filed: VictimSet | OrderedSet | None = None
 
     @property
     def resident(self) -> bool:
@@ -68,8 +93,7 @@ class ChunkStore:
     reclaimable     on the GPU, idle, and safe to take: a HOST copy exists, or HOST declined it
     uncopied        on the GPU, idle, the only copy
     host_only       idle and only on HOST
-    shadows         on HOST and idle on the GPU: a copy worth only its making, highest V first
-    busy_shadows    on HOST and in use on the GPU
+    busy_copied     in use on the GPU, with a copy on HOST that is worth only its making, the oldest first
     """
 
     def __init__(self, config: SchedulerConfig, policy: EvictionPolicy):
@@ -79,13 +103,12 @@ class ChunkStore:
         self.reclaimable = VictimSet(policy)
         self.uncopied = VictimSet(policy)
         self.host_only = VictimSet(policy)
-        self.shadows = VictimSet(policy, descending=True)
-        self.busy_shadows: dict[Chunk, None] = {}
+        self.busy_copied = OrderedSet()
         self.dropped = 0
         self._chunk_tokens = config.chunk_tokens
         self._by_key: dict[ChunkKey, Chunk] = {}
         self._private: dict[Chunk, None] = {}
-        self._forgotten: dict[ChunkKey, None] = {}
+        self._forgotten: OrderedDict[ChunkKey, None] = OrderedDict()
         self._most_forgotten = 4 * (config.gpu_kv_chunks + config.host_kv_chunks)
         self._late_host_slots: list[int] = []
 
@@ -154,7 +177,7 @@ class ChunkStore:
         chunk.users -= 1
         chunk.last_active = max(chunk.last_active, now)
         if chunk.gpu != NO_SLOT:
-            self.gpu.used(chunk.gpu, Lane.COMPUTE, step)
+            self.gpu.computed(chunk.gpu, step)
         if chunk.users:
             return
         if chunk.key is None and not chunk.tokens:
@@ -230,22 +253,27 @@ class ChunkStore:
             return
         self._forgotten[chunk.key] = None
         if len(self._forgotten) > self._most_forgotten:
-            del self._forgotten[next(iter(self._forgotten))]
+            self._forgotten.popitem(last=False)
 
     # -- victims
 
     def file(self, chunk: Chunk) -> None:
-        """Puts the chunk into the sets its state asks for. Called after every change of it."""
-        on_gpu, on_host, idle = chunk.gpu != NO_SLOT, chunk.host != NO_SLOT, chunk.users == 0
+        """Puts the chunk into the set its state asks for. Called after every change of it."""
+        filed = self._belongs(chunk)
+        if chunk.filed is not None and chunk.filed is not filed:
+            chunk.filed.discard(chunk)
+        if filed is not None:
+            filed.add(chunk)
+        chunk.filed = filed
+
+    def _belongs(self, chunk: Chunk) -> VictimSet | OrderedSet | None:
+        on_host = chunk.host != NO_SLOT
+        if chunk.gpu == NO_SLOT:
+            return self.host_only if on_host and not chunk.users else None
+        if chunk.users:
+            return self.busy_copied if on_host and not chunk.loading else None
         safe = on_host or chunk.declined or not self.host.count
-        place(self.reclaimable, chunk, idle and on_gpu and safe)
-        place(self.uncopied, chunk, idle and on_gpu and not safe)
-        place(self.host_only, chunk, idle and on_host and not on_gpu)
-        place(self.shadows, chunk, idle and on_host and on_gpu)
-        if on_host and on_gpu and not idle and not chunk.loading:
-            self.busy_shadows[chunk] = None
-        else:
-            self.busy_shadows.pop(chunk, None)
+        return self.reclaimable if safe else self.uncopied
 
     # -- proof
 
@@ -268,39 +296,14 @@ class ChunkStore:
                 raise InvariantError(f"{chunk}: {users.get(chunk, 0)} rows and {claims.get(chunk, 0)} claims hold it")
             if chunk.key is not None and self._by_key.get(chunk.key) is not chunk:
                 raise InvariantError(f"{chunk} is not the owner of its key")
-            if chunk.resident:
-                filed += self._check_filing(chunk)
-            elif chunk.users:
+            if chunk.users and chunk.gpu == NO_SLOT:
                 raise InvariantError(f"{chunk} is in use but not on the GPU")
-            elif not chunk.claims:
+            if not (chunk.resident or chunk.claims):
                 raise InvariantError(f"{chunk} is nowhere and nobody's, but still in the store")
-        sets = (self.reclaimable, self.uncopied, self.host_only, self.shadows, self.busy_shadows)
-        if filed != sum(map(len, sets)):
+            belongs = self._belongs(chunk)
+            if belongs is not None and chunk not in belongs:
+                raise InvariantError(f"{chunk} is missing from a set of victims")
+            filed += belongs is not None
+        on_gpu = len(self.reclaimable) + len(self.uncopied) + len(self.busy_copied)
+        if filed != on_gpu + len(self.host_only):
             raise InvariantError("a chunk is filed where it does not belong")
-
-    def _check_filing(self, chunk: Chunk) -> int:
-        """Proves that a resident chunk is in every set it belongs to; returns how many these are."""
-        on_gpu, on_host = chunk.gpu != NO_SLOT, chunk.host != NO_SLOT
-        belongs: list[bool] = []
-        if chunk.users:
-            if not on_gpu:
-                raise InvariantError(f"{chunk} is in use but not on the GPU")
-            if on_host and not chunk.loading:
-                belongs.append(chunk in self.busy_shadows)
-        elif not on_gpu:
-            belongs.append(chunk in self.host_only)
-        else:
-            safe = on_host or chunk.declined or not self.host.count
-            belongs.append(chunk in (self.reclaimable if safe else self.uncopied))
-            if on_host:
-                belongs.append(chunk in self.shadows)
-        if not all(belongs):
-            raise InvariantError(f"{chunk} is missing from a set of victims")
-        return len(belongs)
-
-
-def place(victims: VictimSet, chunk: Chunk, member: bool) -> None:
-    if member:
-        victims.add(chunk)
-    else:
-        victims.discard(chunk)

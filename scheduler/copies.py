@@ -32,15 +32,17 @@ class StepCopies:
         self._after = [0] * len(Lane)
 
     def host_slot_in_use(self, slot: int) -> bool:
-        return max(self._host.last_use(slot, Lane.IN), self._host.last_use(slot, Lane.OUT)) >= self._first
+        last = self._host.last
+        return last[Lane.IN][slot] >= self._first or last[Lane.OUT][slot] >= self._first
 
     def step_writes(self, gpu_slot: int) -> None:
         """This step (or a later one) writes the slot: it waits for copies that still use it."""
-        self._gpu.wait_for_others(gpu_slot, Lane.COMPUTE, self._after)
+        self.step_reads(gpu_slot)
+        self._after[Lane.OUT] = max(self._after[Lane.OUT], self._gpu.last[Lane.OUT][gpu_slot])
 
     def step_reads(self, gpu_slot: int) -> None:
-        """This step reads a slot that a swap-in may have filled; only this plan's gated one has gates for that."""
-        ticket = self._gpu.last_use(gpu_slot, Lane.IN)
+        """This step uses a slot that a swap-in may have filled; only this plan's gated one has gates for that."""
+        ticket = self._gpu.last[Lane.IN][gpu_slot]
         if ticket != self._first:
             self._after[Lane.IN] = max(self._after[Lane.IN], ticket)
 
@@ -57,7 +59,8 @@ class StepCopies:
 class _Batch:
     def __init__(self, lane: Lane, ticket: int, source_pool: SlotPool, target_pool: SlotPool):
         self._lane, self._ticket = lane, ticket
-        self._source_pool, self._target_pool = source_pool, target_pool
+        self._source_last, self._target_last = source_pool.last, target_pool.last
+        self._others = [other for other in Lane if other != lane]
         self._after = [0] * len(Lane)
         self.sources: array[int] = array("i")
         self.targets: array[int] = array("i")
@@ -67,10 +70,13 @@ class _Batch:
 
     def add(self, source: int, target: int) -> None:
         # Waits are collected now: later in this plan the slots get users that come after this batch.
-        self._source_pool.wait_for_others(source, self._lane, self._after)
-        self._target_pool.wait_for_others(target, self._lane, self._after)
-        self._source_pool.used(source, self._lane, self._ticket)
-        self._target_pool.used(target, self._lane, self._ticket)
+        after, source_last, target_last = self._after, self._source_last, self._target_last
+        for other in self._others:
+            if source_last[other][source] > after[other]:
+                after[other] = source_last[other][source]
+            if target_last[other][target] > after[other]:
+                after[other] = target_last[other][target]
+        source_last[self._lane][source] = target_last[self._lane][target] = self._ticket
         self.sources.append(source)
         self.targets.append(target)
 

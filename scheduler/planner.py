@@ -125,6 +125,9 @@ class Planner:
                 idle_safe += 1
             elif chunk in self._store.uncopied:
                 idle_only += 1
+        if tail is not None and tail.gpu < 0:
+            loads.remove(tail)  # it comes last, so it is gated: the plan that loads a tail early might evict it
+            loads.append(tail)
         self._end_with_a_sample(spans, hits, tail, count, sources)
         sources["recomputed"] += self._dropped_tail_tokens(turn, conversation, hits, known)
         usage = Usage(**sources, new=count - sum(sources.values()))

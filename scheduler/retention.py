@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from .cost import CostProfile
@@ -35,24 +37,31 @@ class EvictionPolicy:
     weigh: bool
     by_age: bool
     whole: bool
+    _cost_classes: dict[int, int] = field(default_factory=dict, repr=False, compare=False)
 
     def weight_class(self, chunk: Chunk) -> int:
         if not self.weigh:
             return 0
-        weight = self.cost.recompute(chunk.end) * max(1, chunk.claims)
-        return round(CLASSES_PER_OCTAVE * math.log2(weight))
+        cost = self._cost_classes.get(chunk.end)
+        if cost is None:
+            cost = self._cost_classes[chunk.end] = eighths(self.cost.recompute(chunk.end))
+        return cost if chunk.claims <= 1 else cost + eighths(chunk.claims)
 
     def stamp(self, chunk: Chunk) -> float:
         return chunk.born if self.by_age else chunk.last_active
 
     def value(self, chunk: Chunk, now: float) -> float:
         """V, in seconds of recomputation per second idle."""
-        return class_value(self.weight_class(chunk), self.stamp(chunk), now)
+        return class_weight(self.weight_class(chunk)) / max(now - self.stamp(chunk), SHORTEST_IDLE_S)
 
 
-def class_value(weight_class: int, stamp: float, now: float) -> float:
-    weight: float = 2.0 ** (weight_class / CLASSES_PER_OCTAVE)
-    return weight / max(now - stamp, SHORTEST_IDLE_S)
+def eighths(weight: float) -> int:
+    """The weight in eighths of an octave."""
+    return round(CLASSES_PER_OCTAVE * math.log2(weight))
+
+
+def class_weight(weight_class: int) -> float:
+    return float(2.0 ** (weight_class / CLASSES_PER_OCTAVE))
 
 
 def eviction_policy(name: str, cost: CostProfile) -> EvictionPolicy:
@@ -65,77 +74,117 @@ class VictimSet:
     """A set of chunks that yields its members by ascending V; ties go to the leading chunk.
 
     Members keep the class and stamp they were filed with: whoever changes a chunk's claims or activity files it anew.
-    `descending` yields the highest V first (which copy to give up when all will stay on the GPU anyway).
     """
 
-    def __init__(self, policy: EvictionPolicy, descending: bool = False):
+    def __init__(self, policy: EvictionPolicy):
         self._policy = policy
-        self._sign = -1.0 if descending else 1.0
-        self._members: dict[Chunk, int] = {}
-        self._classes: dict[int, list[tuple[float, int, int, Chunk]]] = {}
-        self._filings = 0
-        self._entries = 0
+        self._filed: dict[Chunk, tuple[int, float]] = {}
+        self._classes: dict[int, _WeightClass] = {}
 
     def __len__(self) -> int:
-        return len(self._members)
+        return len(self._filed)
 
-    def __contains__(self, chunk: Chunk) -> bool:
-        return chunk in self._members
+    def __contains__(self, chunk: Chunk | None) -> bool:
+        return chunk in self._filed
 
     def __iter__(self) -> Iterator[Chunk]:
-        return iter(self._members)
+        return iter(self._filed)
 
     def add(self, chunk: Chunk) -> None:
-        """Files the chunk, anew if it is a member."""
-        self._filings += 1
-        self._members[chunk] = self._filings
-        heap = self._classes.setdefault(self._policy.weight_class(chunk), [])
-        heapq.heappush(heap, (self._sign * self._policy.stamp(chunk), chunk.end, self._filings, chunk))
-        self._entries += 1
-        if self._entries > 2 * len(self._members) + 1024:
-            self._compact()
+        """Files the chunk, anew if its class or stamp has changed."""
+        where = (self._policy.weight_class(chunk), self._policy.stamp(chunk))
+        before = self._filed.get(chunk)
+        if before == where:
+            return
+        if before is not None:
+            self._classes[before[0]].remove(chunk, before[1])
+        self._filed[chunk] = where
+        if where[0] not in self._classes:
+            self._classes[where[0]] = _WeightClass()
+        self._classes[where[0]].add(chunk, where[1])
 
     def discard(self, chunk: Chunk) -> None:
-        """Takes the chunk out; its heap entry stays until it surfaces."""
-        self._members.pop(chunk, None)
+        where = self._filed.pop(chunk, None)
+        if where is not None:
+            self._classes[where[0]].remove(chunk, where[1])
 
-    def victims(self, now: float) -> Generator[Chunk]:
-        """Members by V at `now`. The caller may discard what it was given; members added meanwhile may be missed."""
-        merge: list[tuple[float, int, int]] = []
-        seen: list[tuple[int, tuple[float, int, int, Chunk]]] = []
-        try:
-            for weight_class in self._classes:
-                self._push_top(merge, weight_class, now)
-            while merge:
-                weight_class = merge[0][2]
-                entry = heapq.heappop(self._classes[weight_class])
-                self._entries -= 1
-                seen.append((weight_class, entry))
-                yield entry[3]
-                heapq.heappop(merge)
-                self._push_top(merge, weight_class, now)
-        finally:
-            for weight_class, entry in seen:
-                if self._members.get(entry[3]) == entry[2]:
-                    heapq.heappush(self._classes[weight_class], entry)
-                    self._entries += 1
+    def victims(self, now: float, descending: bool = False) -> Iterator[tuple[float, Chunk]]:
+        """(V at `now`, member) by V. The caller may discard and add as it goes; members added may be missed."""
+        sign = -1.0 if descending else 1.0
+        merge: list[tuple[float, int, int, Chunk]] = []
+        walks = {number: (class_weight(number), group.walk(descending)) for number, group in self._classes.items()}
 
-    def _push_top(self, merge: list[tuple[float, int, int]], weight_class: int, now: float) -> None:
-        heap = self._classes[weight_class]
-        while heap and self._members.get(heap[0][3]) != heap[0][2]:
-            heapq.heappop(heap)
-            self._entries -= 1
-        if heap:
-            value = class_value(weight_class, self._sign * heap[0][0], now)
-            heapq.heappush(merge, (self._sign * value, heap[0][1], weight_class))
+        def advance(number: int) -> None:
+            weight, walk = walks[number]
+            for stamp, chunk in walk:
+                value = weight / max(now - stamp, SHORTEST_IDLE_S)
+                heapq.heappush(merge, (sign * value, chunk.end, number, chunk))
+                return
 
-    def _compact(self) -> None:
-        """Throws away the entries of chunks that left or were filed anew."""
-        for weight_class, heap in list(self._classes.items()):
-            live = [entry for entry in heap if self._members.get(entry[3]) == entry[2]]
-            heapq.heapify(live)
-            self._classes[weight_class] = live
-        self._entries = sum(map(len, self._classes.values()))
+        for number in walks:
+            advance(number)
+        while merge:
+            value, _, number, chunk = heapq.heappop(merge)
+            yield sign * value, chunk
+            advance(number)
+
+
+class _WeightClass:
+    """Chunks of one weight, grouped by stamp: a turn's chunks share theirs, so there are far fewer groups than chunks.
+
+    `stamps` is sorted and may name empty groups, which are cleared away when they outnumber the others.
+    """
+
+    def __init__(self) -> None:
+        self._stamps: list[float] = []
+        self._groups: dict[float, dict[Chunk, None]] = {}
+        self._empty = 0
+
+    def add(self, chunk: Chunk, stamp: float) -> None:
+        group = self._groups.get(stamp)
+        if group is None:
+            group = self._groups[stamp] = {}
+            insort(self._stamps, stamp)
+        elif not group:
+            self._empty -= 1
+        group[chunk] = None
+
+    def remove(self, chunk: Chunk, stamp: float) -> None:
+        group = self._groups[stamp]
+        del group[chunk]
+        if group:
+            return
+        self._empty += 1
+        if 2 * self._empty > len(self._stamps) + 64:
+            self._groups = {stamp: group for stamp, group in self._groups.items() if group}
+            self._stamps = sorted(self._groups)
+            self._empty = 0
+
+    def walk(self, descending: bool) -> Iterator[tuple[float, Chunk]]:
+        """(stamp, chunk) by stamp, then the leading one first. What leaves or comes meanwhile does no harm."""
+        self._clear_end(descending)
+        stamp = float("inf") if descending else float("-inf")
+        while True:
+            if descending:
+                index = bisect_left(self._stamps, stamp) - 1
+            else:
+                index = bisect_right(self._stamps, stamp)
+            if not 0 <= index < len(self._stamps):
+                return
+            stamp = self._stamps[index]
+            if group := self._groups[stamp]:
+                for chunk in sorted(group, key=attrgetter("end")):
+                    if chunk in group:
+                        yield stamp, chunk
+
+    def _clear_end(self, last: bool) -> None:
+        """Victims leave at one end, and their empty groups with them."""
+        stamps, count = self._stamps, 0
+        while count < len(stamps) and not self._groups[stamps[~count if last else count]]:
+            del self._groups[stamps[~count if last else count]]
+            count += 1
+        self._stamps = stamps[: len(stamps) - count] if last else stamps[count:]
+        self._empty -= count
 
 
 class Head:
@@ -144,21 +193,21 @@ class Head:
     One merge serves a whole plan; members filed meanwhile are found when it runs dry.
     """
 
-    def __init__(self, members: VictimSet, now: float):
+    def __init__(self, members: VictimSet, now: float, descending: bool = False):
         self._members = members
-        self._now = now
-        self._merge = members.victims(now)
+        self._now, self._descending = now, descending
+        self._merge: Iterator[tuple[float, Chunk]] = iter(())
         self._chunk: Chunk | None = None
+        self.value = 0.0
 
     def peek(self) -> Chunk | None:
-        """The member of lowest V, or None when the set is empty. It stays the same until it leaves the set."""
-        while len(self._members):
-            if self._chunk is not None and self._chunk in self._members:
-                return self._chunk
-            self._chunk = next(self._merge, None)
-            if self._chunk is None:
-                self._merge = self._members.victims(self._now)
-        return None
-
-    def close(self) -> None:
-        self._merge.close()
+        """The member of lowest (or highest) V, its V in `value`; None if there is none. The same until it leaves."""
+        chunk = self._chunk
+        while chunk not in self._members:
+            if not len(self._members):
+                return None
+            self.value, chunk = next(self._merge, (0.0, None))
+            if chunk is None:
+                self._merge = self._members.victims(self._now, self._descending)
+        self._chunk = chunk
+        return chunk

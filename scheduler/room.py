@@ -18,11 +18,7 @@ class RoomMaker:
         self._reclaimable = Head(store.reclaimable, now)
         self._uncopied = Head(store.uncopied, now)
         self._host_only = Head(store.host_only, now)
-        self._shadows = Head(store.shadows, now)
-
-    def close(self) -> None:
-        for head in (self._reclaimable, self._uncopied, self._host_only, self._shadows):
-            head.close()
+        self._most_valuable = Head(store.reclaimable, now, descending=True)
 
     def gpu_slots(self, count: int) -> None:
         """Makes at least `count` GPU slots free; the caller has checked that so many are obtainable.
@@ -32,14 +28,14 @@ class RoomMaker:
         store = self._store
         turn: float | None = None
         while victim := self._reclaimable.peek():
-            if store.gpu.free >= count and not (store.policy.whole and store.policy.stamp(victim) == turn):
+            if store.gpu.free >= count and not self._same_turn(victim, turn):
                 return
             turn = store.policy.stamp(victim)
             store.release_gpu(victim)
         while store.gpu.free < count:
             if not (victim := self._uncopied.peek()):
                 raise InvariantError(f"{count} GPU slots were counted as obtainable, {store.gpu.free} are")
-            if (slot := self._host_slot(victim)) != NO_SLOT:
+            if (slot := self._host_slot(self._uncopied.value)) != NO_SLOT:
                 self._copies.evictions.add(victim.gpu, slot)
                 victim.host = slot
             store.release_gpu(victim)
@@ -48,7 +44,7 @@ class RoomMaker:
         """Copies out chunks of lowest V until `available` GPU slots cost nothing, at most `most`; returns how many."""
         store, saved = self._store, 0
         while store.available < available and saved < most and (chunk := self._uncopied.peek()):
-            if (slot := self._host_slot(chunk)) != NO_SLOT:
+            if (slot := self._host_slot(self._uncopied.value)) != NO_SLOT:
                 self._copies.saves.add(chunk.gpu, slot)
                 chunk.host = slot
                 saved += 1
@@ -57,33 +53,36 @@ class RoomMaker:
             store.file(chunk)
         return saved
 
-    def _host_slot(self, chunk: Chunk) -> int:
-        """A HOST slot for the chunk, or NO_SLOT if HOST holds nothing of lower value.
+    def _host_slot(self, value: float) -> int:
+        """A HOST slot for a chunk of that value, or NO_SLOT if HOST holds nothing of lower value.
 
         Given up, in this order: copies of chunks in use on the GPU; copies of idle GPU chunks that will stay there
         longer than this one; chunks worth less than this one.
         """
-        store = self._store
-        if not store.host.free:
-            self._give_up_host_copy(store.policy.value(chunk, self._now))
-        return store.host.take() if store.host.free else NO_SLOT
+        host = self._store.host
+        if not host.free:
+            self._give_up_host_copy(value)
+        return host.take() if host.free else NO_SLOT
 
     def _give_up_host_copy(self, value: float) -> None:
-        store = self._store
-        for chunk in store.busy_shadows:
-            if not self._copies.host_slot_in_use(chunk.host):
-                store.release_host(chunk)
-                return
-        shadow = self._shadows.peek()
-        if shadow and store.policy.value(shadow, self._now) > value and not self._copies.host_slot_in_use(shadow.host):
-            store.release_host(shadow)
+        store, in_use = self._store, self._copies.host_slot_in_use
+        # Filed in order: behind one whose slot this plan uses, all are this plan's.
+        busy = next(iter(store.busy_copied), None)
+        if busy is not None and not in_use(busy.host):
+            store.release_host(busy)
+            return
+        idle = self._most_valuable.peek()
+        if idle and self._most_valuable.value > value and idle.host != NO_SLOT and not in_use(idle.host):
+            store.release_host(idle)
             return
         turn: float | None = None
-        while (victim := self._host_only.peek()) and not self._copies.host_slot_in_use(victim.host):
-            if turn is None:
-                if store.policy.value(victim, self._now) >= value:
-                    return
-            elif not (store.policy.whole and store.policy.stamp(victim) == turn):
+        while (victim := self._host_only.peek()) and not in_use(victim.host):
+            if self._host_only.value >= value if turn is None else not self._same_turn(victim, turn):
                 return
             turn = store.policy.stamp(victim)
             store.drop(victim)
+
+    def _same_turn(self, victim: Chunk, turn: float | None) -> bool:
+        """Whether a policy that evicts by conversation takes this one along."""
+        policy = self._store.policy
+        return policy.whole and policy.stamp(victim) == turn

@@ -29,16 +29,13 @@ class Turn:
         self.waiting_for: ChunkKey | None = None
         self.usage: Usage | None = None
 
-    @property
-    def last_position(self) -> int:
-        """The last position that is ever computed: its sample is the last token allowed."""
-        return len(self.request.prompt) + self.request.max_tokens - 2
-
 
 class Row:
     """chunks        by index, all pinned, all with a GPU slot
     spans         known tokens still to be planned, ascending (seat not yet filled in)
     position      the next position to generate from, once no spans are left
+    last_position
+                  the last one that is ever computed: its sample is the last token allowed
     room          the first position without a slot
     loads         chunks whose swap-in has not been issued
     launched      the last step planned with this row
@@ -49,6 +46,7 @@ class Row:
     __slots__ = (
         "chunks",
         "id",
+        "last_position",
         "launched",
         "leaving",
         "loads",
@@ -67,6 +65,7 @@ class Row:
         self.spans = spans
         self.loads = loads
         self.position = len(turn.tokens)
+        self.last_position = len(turn.request.prompt) + turn.request.max_tokens - 2
         self.room = chunks[-1].end
         self.seat = -1
         self.launched = 0

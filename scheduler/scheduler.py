@@ -136,7 +136,6 @@ class Scheduler:
             batcher.plan_generation(batch)
         self._save_ahead(batch)
 
-        room.close()
         self._store.end_plan()
         plan = batch.freeze()
         if not plan.tokens and not plan.copies:
@@ -223,8 +222,7 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         store, batcher = self._store, self._batcher
         reclaimable, uncopied = len(store.reclaimable), len(store.uncopied)
-        copies, only = len(store.shadows) + len(store.busy_shadows), len(store.host_only)
-        gpu, host = store.gpu, store.host
+        gpu, host, host_only = store.gpu, store.host, len(store.host_only)
         return SchedulerStats(
             running=len(batcher.rows) + len(batcher.loading),
             waiting=len(batcher.waiting),
@@ -242,9 +240,8 @@ class Scheduler:
                 },
                 "host": {
                     "free": host.free,
-                    "copy": copies,
-                    "idle": only,
-                    "in_use": host.count - host.free - copies - only,
+                    "copy": host.count - host.free - host_only,
+                    "idle": host_only,
                 },
             },
         )
@@ -359,8 +356,9 @@ class Scheduler:
         if turn.request.conversation is not None and self.config.reuse and rest and full < len(row.chunks):
             candidate = row.chunks[full]
             if candidate.key is None:
-                tail = candidate
-                tail.tokens = rest
+                # All of it is computed or launched, unless the row is still at its history.
+                candidate.tokens = min(candidate.tokens, rest) if row.spans else rest
+                tail = candidate if candidate.tokens else None
         self._commit(turn, row.chunks, reply, tail)
         self._batcher.let_go(row, tail, self._stamp(now))
         del self._turns[turn.request.id]

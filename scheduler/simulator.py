@@ -8,6 +8,7 @@ The same sessions and settings always give the same report.
 from __future__ import annotations
 
 import heapq
+import math
 from array import array
 from collections import deque
 from collections.abc import Sequence
@@ -263,7 +264,7 @@ class Simulator:
 def percentile(values: Sequence[float], share: float) -> float:
     """The smallest value that at least `share` of the values do not exceed."""
     ordered = sorted(values)
-    return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def simulate(config: SchedulerConfig, cost: CostProfile, sessions: Sequence[Session]) -> Report:

@@ -16,10 +16,12 @@ from .types import InvariantError
 
 
 class SlotPool:
+    """`last[lane][slot]` is the last ticket on `lane` that reads or writes the slot, 0 for none."""
+
     def __init__(self, count: int):
         self.count = count
+        self.last = tuple(array("q", bytes(8 * count)) for _ in Lane)
         self._free = deque(range(count))
-        self._last = tuple(array("q", bytes(8 * count)) for _ in Lane)
 
     @property
     def free(self) -> int:
@@ -32,19 +34,10 @@ class SlotPool:
     def give(self, slot: int) -> None:
         self._free.append(slot)
 
-    def used(self, slot: int, lane: Lane, ticket: int) -> None:
-        """`ticket` on `lane` reads or writes the slot."""
-        last = self._last[lane]
-        last[slot] = max(last[slot], ticket)
-
-    def last_use(self, slot: int, lane: Lane) -> int:
-        return self._last[lane][slot]
-
-    def wait_for_others(self, slot: int, lane: Lane, after: list[int]) -> None:
-        """Raises `after`, a ticket a lane, to what work on `lane` must wait for before it touches the slot."""
-        for other, last in zip(Lane, self._last, strict=True):
-            if other != lane and last[slot] > after[other]:
-                after[other] = last[slot]
+    def computed(self, slot: int, step: int) -> None:
+        """Step `step`, or an earlier one, is the last that uses the slot, unless a later one is noted already."""
+        last = self.last[Lane.COMPUTE]
+        last[slot] = max(last[slot], step)
 
     def check(self, owned: Iterable[int]) -> None:
         """Every slot is free or owned, once."""

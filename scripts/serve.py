@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import multiprocessing
 import os
@@ -93,6 +94,8 @@ def serve(args: argparse.Namespace) -> None:
         service, ready = make_service(args, ours)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: service.drain(args.shutdown_grace))
+        gc.collect()
+        gc.freeze()  # what is here stays: collections need not look at it again and hold up steps
         log.info("serving %s on http://%s:%d", ready.model, host, port)
         service.run(ready)
     finally:
