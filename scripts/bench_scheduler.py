@@ -4,9 +4,10 @@ A scheduler is filled through normal operation with made-up samples: about 200,0
 170,000 HOST slots, all taken) and 256 seats. Two kinds of steps are then measured, each planned before the one before
 it is applied, as the serving loop does:
 
-    plain   every seat generates; chunk boundaries are crossed, and chunks copied out ahead of time, as they come
-    heavy   while nearly all seats generate, conversations come back from HOST and a long prompt joins: at least 100
-            swap-ins and 200 victims (GPU slots taken back, idle chunks copied out, HOST copies dropped for room)
+    plain     every seat generates; chunk boundaries are crossed, and chunks copied out ahead of time, as they come
+    heavy     nearly all seats generate while conversations come back from HOST: at least 100 swap-ins, and 200 victims
+              (GPU slots taken back and chunks copied out; what HOST drops for them comes on top)
+    heaviest  as heavy, and a prompt of 3,200 tokens joins in the same step
 """
 
 from __future__ import annotations
@@ -27,26 +28,28 @@ from dataclasses import dataclass
 from ..runtime.step_inputs import StepPacker
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.cost import analytic_profile
-from ..scheduler.plan import Lane, StepPlan, StepResult
+from ..scheduler.plan import StepPlan, StepResult
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.types import Request, RequestId
 
 CHUNK_TOKENS = 32
 HISTORY_CHUNKS = 64
-HEAVY_PROMPT_CHUNKS = 100
+LONG_PROMPT_TOKENS = 3200
 PHASES = ("plan", "pack", "apply", "total")
 STEP_S = 0.02  # on the scheduler's clock
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How much is known and how many steps are measured."""
+    """How much is known, how many steps are measured, and what makes one of them heavy."""
 
     gpu_chunks: int = 30_000
     host_chunks: int = 170_000
     seats: int = 256
     plain_steps: int = 500
     heavy_steps: int = 100
+    swap_ins: int = 100
+    victims: int = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,13 @@ class Step:
     generate: int
     tokens: int
     swap_ins: int
-    victims: int
+    taken_back: int
+    copied_out: int
+    dropped: int
+
+    @property
+    def victims(self) -> int:
+        return self.taken_back + self.copied_out
 
     @property
     def total(self) -> float:
@@ -135,19 +144,15 @@ class Bench:
         applied = time.perf_counter()
         if plan is None:
             return None
-        slots_taken = before.slots["gpu"]["free"] - after.slots["gpu"]["free"]
         slots_given = sum(len(update.slots) for update in plan.blocks)
         return Step(
             seconds=(planned - start, packed - packing, applied - applying),
             generate=len(plan.generate),
             tokens=plan.tokens,
-            swap_ins=sum(len(batch.sources) for batch in plan.copies if batch.lane == Lane.IN),
-            victims=slots_given
-            - slots_taken
-            + after.swapped_out
-            - before.swapped_out
-            + after.dropped
-            - before.dropped,
+            swap_ins=after.swapped_in - before.swapped_in,
+            taken_back=slots_given + after.slots["gpu"]["free"] - before.slots["gpu"]["free"],
+            copied_out=after.swapped_out - before.swapped_out,
+            dropped=after.dropped - before.dropped,
         )
 
     def fill(self) -> None:
@@ -171,16 +176,17 @@ class Bench:
     def plain(self) -> list[Step]:
         return [step for _ in range(self.load.plain_steps) if (step := self.step())]
 
-    def heavy(self) -> list[Step]:
-        """Steps of the heavy kind, and the light ones between them that are left out."""
-        steps = []
-        while len(steps) < self.load.heavy_steps:
+    def heavy(self, prompt_tokens: int) -> list[Step]:
+        """Two conversations return and a prompt joins in one step; the lighter steps that follow are left out."""
+        load = self.load
+        steps: list[Step] = []
+        while len(steps) < load.heavy_steps:
             for _ in range(2):
                 self.add_returning()
-            self.add_new(HEAVY_PROMPT_CHUNKS * CHUNK_TOKENS, 1)
+            self.add_new(prompt_tokens, 1)
             for _ in range(3):
                 step = self.step()
-                if step and step.swap_ins >= 100 and step.victims >= 200:
+                if step and step.swap_ins >= load.swap_ins and step.victims >= load.victims:
                     steps.append(step)
         return steps
 
@@ -192,7 +198,7 @@ def summary(steps: Sequence[Step]) -> dict[str, float]:
     for name, column in zip(PHASES, zip(*rows, strict=True), strict=True):
         found[f"{name}_ms_p50"] = round(1e3 * statistics.median(column), 4)
         found[f"{name}_ms_p99"] = round(1e3 * statistics.quantiles(column, n=100)[98], 4)
-    for name in ("generate", "tokens", "swap_ins", "victims"):
+    for name in ("generate", "tokens", "swap_ins", "taken_back", "copied_out", "dropped"):
         found[name] = round(statistics.fmean(getattr(step, name) for step in steps), 1)
     return found
 
@@ -200,7 +206,8 @@ def summary(steps: Sequence[Step]) -> dict[str, float]:
 def show(title: str, found: dict[str, float]) -> None:
     print(
         f"{title}: {found['steps']} steps, on average {found['generate']} generating, {found['tokens']} tokens, "
-        f"{found['swap_ins']} swap-ins, {found['victims']} victims"
+        f"{found['swap_ins']} swapped in, {found['taken_back']} GPU slots taken back, "
+        f"{found['copied_out']} copied out, {found['dropped']} dropped"
     )
     for name in PHASES:
         print(f"  {name:<6} p50 {found[f'{name}_ms_p50']:7.3f} ms   p99 {found[f'{name}_ms_p99']:7.3f} ms")
@@ -222,7 +229,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     gc.freeze()  # as the serving loop does
 
     results = {}
-    for title, measure in (("plain", bench.plain), ("heavy", bench.heavy)):
+    kinds = {
+        "plain": bench.plain,
+        "heavy": lambda: bench.heavy(CHUNK_TOKENS),
+        "heaviest": lambda: bench.heavy(LONG_PROMPT_TOKENS),
+    }
+    for title, measure in kinds.items():
         profiler = cProfile.Profile()
         if args.profile:
             profiler.enable()

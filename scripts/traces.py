@@ -15,6 +15,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,8 @@ CHATS = {
     "sharegpt": ChatStatistics(turns=5.56, input_tokens=37.77, output_tokens=204.58),
     "ultrachat": ChatStatistics(turns=3.86, input_tokens=51.78, output_tokens=257.81),
 }
+
+LEAST = {"turn": 0, "input_tokens": 1, "history_tokens": 0, "output_tokens": 1, "system_tokens": 0}
 
 
 def synthetic(
@@ -99,7 +102,7 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     yield f"{path}, line {number}", line
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise SettingError("--trace", f"{path} cannot be read: {error}") from error
 
 

@@ -1,0 +1,213 @@
+"""simulate: replays conversations against the scheduler on a virtual clock, for every eviction policy and HOST size.
+
+Nothing is computed: the model's shape and the GPU's speeds say how long steps and copies take. See
+`scheduler/simulator.py` for what is simulated, `scripts/traces.py` for the form of a trace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from ..scheduler.config import EVICTION_POLICIES, SchedulerConfig
+from ..scheduler.cost import CostProfile, analytic_profile
+from ..scheduler.simulator import Report, Session, longest_context, simulate
+from ..scheduler.types import SettingError
+from .sizes import parse_bytes
+from .traces import CHATS, read_trace, synthetic
+
+ELEMENT_BYTES = 2  # bf16 weights and KV
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    parameters: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int = 128
+
+    @property
+    def token_bytes(self) -> int:
+        """KV of one token."""
+        return self.layers * 2 * self.kv_heads * self.head_dim * ELEMENT_BYTES
+
+
+MODELS = {
+    "llama-3-8b": ModelShape(8_030_000_000, 32, 32, 8),
+    "llama-2-13b": ModelShape(13_020_000_000, 40, 40, 40),
+    "llama-2-13b-gqa": ModelShape(11_440_000_000, 40, 40, 10),
+    "opt-13b": ModelShape(12_850_000_000, 40, 40, 40),
+}
+
+
+class Run(NamedTuple):
+    """One line of the table."""
+
+    host_kv_bytes: int
+    config: SchedulerConfig
+    cost: CostProfile
+    sessions: Sequence[Session]
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="simulate", description=__doc__.partition("\n")[0])
+    option = made.add_argument
+    workload = made.add_mutually_exclusive_group(required=True)
+    workload.add_argument("--trace", type=Path, metavar="FILE", help="JSON lines of request lengths (.gz or plain)")
+    workload.add_argument("--synthetic", choices=CHATS, help="conversations with the means of a data set")
+    option("--sessions", type=int, metavar="N", help="so many conversations (default: all of a trace, 1000 synthetic)")
+    option("--sessions-per-s", type=float, default=0.25, metavar="RATE", help="starts a second (default %(default)s)")
+    option("--think-s", type=float, default=15.0, metavar="S", help="mean, synthetic only (default %(default)s)")
+    option("--seed", type=int, default=0, metavar="N", help="of starts and synthetic lengths (default %(default)s)")
+    option("--model", choices=MODELS, default="llama-2-13b-gqa", help="(default %(default)s)")
+    option("--gpu-kv-bytes", default="40GiB", metavar="SIZE", help="(default %(default)s)")
+    option("--host-kv-bytes", default="16GiB,64GiB,256GiB", metavar="SIZES", help="comma between (default %(default)s)")
+    option("--eviction", default="all", metavar="NAMES", help=f"all, or of {','.join(EVICTION_POLICIES)}")
+    option("--chunk-tokens", type=int, default=32, metavar="N", help="(default %(default)s)")
+    option("--max-num-seqs", type=int, default=256, metavar="N", help="running requests (default %(default)s)")
+    option("--max-num-batched-tokens", type=int, default=2048, metavar="N", help="a step (default %(default)s)")
+    option(
+        "--flops-per-s", type=float, default=500e12, metavar="F", help="reached by large steps (default %(default)g)"
+    )
+    option("--memory-bytes-per-s", type=float, default=4.25e12, metavar="B", help="GPU memory (default %(default)g)")
+    option("--link-bytes-per-s", type=float, default=50e9, metavar="B", help="host to GPU (default %(default)g)")
+    option("--jobs", type=int, default=os.cpu_count(), metavar="N", help="runs at a time (default %(default)s)")
+    option("--json", action="store_true", help="one JSON line a run instead of the table")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    try:
+        runs = plan_runs(args)
+    except SettingError as error:
+        print(f"simulate: {error}", file=sys.stderr)
+        return 2
+    if not args.json:
+        print(f"{args.model}, {args.gpu_kv_bytes} of KV on the GPU, {len(runs[0].sessions)} conversations")
+        print(table_line(*COLUMNS))
+    with multiprocessing.Pool(max(1, min(args.jobs, len(runs)))) as pool:
+        for run, report in zip(runs, pool.imap(_simulate, runs), strict=True):
+            print(json_line(run, report) if args.json else report_line(run, report), flush=True)
+    return 0
+
+
+def _simulate(run: Run) -> Report:
+    return simulate(run.config, run.cost, run.sessions)
+
+
+def plan_runs(args: argparse.Namespace) -> list[Run]:
+    """Every policy with every HOST size. Raises SettingError."""
+    for name in ("sessions_per_s", "think_s", "flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "chunk_tokens"):
+        if not getattr(args, name) > 0:
+            raise SettingError(f"--{name.replace('_', '-')}", f"must be above 0, not {getattr(args, name)}")
+    sessions = load_sessions(args)
+    model = MODELS[args.model]
+    cost = profile(model, args, longest_context(sessions))
+    policies = EVICTION_POLICIES if args.eviction == "all" else args.eviction.split(",")
+    gpu_bytes = parse_bytes(args.gpu_kv_bytes, "--gpu-kv-bytes")
+    host_sizes = [parse_bytes(size, "--host-kv-bytes") for size in args.host_kv_bytes.split(",")]
+    return [
+        Run(
+            host_bytes,
+            SchedulerConfig(
+                gpu_kv_chunks=gpu_bytes // cost.chunk_bytes,
+                host_kv_chunks=host_bytes // cost.chunk_bytes,
+                max_model_len=longest_context(sessions),
+                max_num_seqs=args.max_num_seqs,
+                max_num_batched_tokens=args.max_num_batched_tokens,
+                chunk_tokens=args.chunk_tokens,
+                max_queue=len(sessions),
+                eviction=policy,
+            ),
+            cost,
+            sessions,
+        )
+        for host_bytes in host_sizes
+        for policy in policies
+    ]
+
+
+def load_sessions(args: argparse.Namespace) -> list[Session]:
+    """Load is scaled by dropping whole conversations, never by stretching time. Raises SettingError."""
+    if args.sessions is not None and args.sessions < 1:
+        raise SettingError("--sessions", f"must be at least 1, not {args.sessions}")
+    if args.trace is None:
+        return synthetic(
+            CHATS[args.synthetic],
+            conversations=args.sessions or 1000,
+            sessions_per_s=args.sessions_per_s,
+            think_s=args.think_s,
+            seed=args.seed,
+        )
+    return read_trace(args.trace, sessions_per_s=args.sessions_per_s, seed=args.seed)[: args.sessions]
+
+
+def profile(model: ModelShape, args: argparse.Namespace, max_context: int) -> CostProfile:
+    """Every step reads the weights once; arithmetic comes on top."""
+    return analytic_profile(
+        chunk_tokens=args.chunk_tokens,
+        parameters=model.parameters,
+        layers=model.layers,
+        attention_width=model.heads * model.head_dim,
+        chunk_bytes=model.token_bytes * args.chunk_tokens,
+        max_context=max_context,
+        flops_per_s=args.flops_per_s,
+        link_bytes_per_s=args.link_bytes_per_s,
+        step_base_seconds=model.parameters * ELEMENT_BYTES / args.memory_bytes_per_s,
+    )
+
+
+COLUMNS = {
+    "policy": 18,
+    "host GiB": 8,
+    "gpu": 11,
+    "host": 11,
+    "recomputed": 11,
+    "new": 10,
+    "hit %": 6,
+    "TTFT p50 s": 10,
+    "p99 s": 8,
+    "ms/token": 8,
+    "req/busy s": 10,
+    "suspended": 9,
+}
+"""Titles and widths. gpu, host, recomputed, new: prompt tokens; hit %: found of those computed before."""
+
+
+def table_line(policy: str, *numbers: str) -> str:
+    first, *widths = COLUMNS.values()
+    cells = (f"{number:>{width}}" for number, width in zip(numbers, widths, strict=True))
+    return "  ".join((f"{policy:<{first}}", *cells))
+
+
+def report_line(run: Run, report: Report) -> str:
+    usage = report.usage
+    return table_line(
+        run.config.eviction,
+        f"{run.host_kv_bytes / 2**30:.4g}",
+        *(f"{tokens:,}" for tokens in (usage.gpu, usage.host, usage.recomputed, usage.new)),
+        f"{100 * report.hit_rate:.1f}",
+        f"{report.ttft_p50:.3f}",
+        f"{report.ttft_p99:.3f}",
+        f"{1e3 * report.seconds_per_token:.2f}",
+        f"{report.requests / report.busy_s:.2f}",
+        f"{report.suspensions}",
+    )
+
+
+def json_line(run: Run, report: Report) -> str:
+    setting = {"eviction": run.config.eviction, "host_kv_bytes": run.host_kv_bytes}
+    return json.dumps({"bench": "simulate", **setting, **asdict(report), "hit_rate": report.hit_rate})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

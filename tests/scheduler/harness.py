@@ -1,0 +1,275 @@
+"""The scheduler on the device model: one operation a method, every reply and every log checked against the truth."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, deque
+
+from pensieve.scheduler.config import SchedulerConfig
+from pensieve.scheduler.cost import analytic_profile
+from pensieve.scheduler.plan import Lane
+from pensieve.scheduler.scheduler import Scheduler
+from pensieve.scheduler.types import Request
+
+from .device_model import DeviceModel, next_token
+
+SMALL = {
+    "gpu_kv_chunks": 24,
+    "host_kv_chunks": 16,
+    "max_model_len": 64,
+    "max_num_seqs": 6,
+    "max_num_batched_tokens": 24,
+    "chunk_tokens": 4,
+    "max_queue": 8,
+}
+COPIES = {  # by lane and the parity of the ticket
+    (Lane.OUT, 1): "evictions",
+    (Lane.IN, 1): "gated swap-ins",
+    (Lane.IN, 0): "early swap-ins",
+    (Lane.OUT, 0): "saves",
+}
+
+
+def profile(chunk_tokens=4, chunks_a_step=3):
+    """Costs of a small model: 2.2 ms to compute a chunk, 2 ms / `chunks_a_step` to load one.
+
+    The link copies about `chunks_a_step` chunks in the shortest step. Where it copies fewer than 0.9, early chunks are
+    rather computed and late ones rather loaded.
+    """
+    return analytic_profile(
+        chunk_tokens=chunk_tokens,
+        parameters=1_000_000,
+        layers=4,
+        attention_width=256,
+        chunk_bytes=4096,
+        max_context=4096,
+        flops_per_s=9.1e8 * chunk_tokens,
+        link_bytes_per_s=4096 * chunks_a_step / 2e-3,
+        step_base_seconds=1e-3,
+    )
+
+
+class Harness:
+    """open      request id -> (request, its reply so far)
+    held      ids whose reply ended and waits for `finish`
+    logs      conversation -> every token of its last committed turn
+    results   of launched steps, not applied yet
+    """
+
+    def __init__(self, *, chunks_a_step=3, check=True, **settings):
+        self.config = SchedulerConfig(**(SMALL | settings))
+        self.scheduler = Scheduler(self.config, profile(self.config.chunk_tokens, chunks_a_step))
+        self.device = DeviceModel(self.config.gpu_kv_chunks, self.config.host_kv_chunks, self.config.chunk_tokens)
+        self._check = check
+        self.now = 0.0
+        self.ids = 0
+        self.results = deque()
+        self.open, self.held, self.logs = {}, {}, {}
+        self.counts = Counter()
+
+    # -- requests
+
+    @staticmethod
+    def tokens(ids):
+        return array("i", ids)
+
+    def submit(self, prompt, max_tokens=4, conversation=None, **fields):
+        """Adds a turn and returns its id. RequestError passes through and changes nothing."""
+        request_id = fields.pop("id", self.ids + 1)
+        self.ids = max(self.ids, request_id)
+        request = Request(request_id, array("i", prompt), max_tokens, conversation=conversation, **fields)
+        self.scheduler.add(request, self.now)
+        self.open[request_id] = (request, [])
+        self.counts["added"] += 1
+        return request_id
+
+    def state(self, request_id):
+        """Where the open request is: waiting, suspended, loading, resuming (its history), running, leaving or held."""
+        batcher = self.scheduler._batcher
+        if request_id in self.held:
+            return "held"
+        for turn in batcher.waiting:
+            if turn.request.id == request_id:
+                return "suspended" if len(turn.tokens) > len(turn.request.prompt) else "waiting"
+        for row in batcher.loading:
+            if row.turn.request.id == request_id:
+                return "loading"
+        row = next(row for row in batcher.rows if row.turn.request.id == request_id)
+        return "leaving" if row.leaving else "resuming" if row.spans and self.reply(request_id) else "running"
+
+    def coming_back(self):
+        """Suspended requests in the batch again whose dropped history is not computed yet, and those loading theirs."""
+        batcher = self.scheduler._batcher
+        rows = [row for row in (*batcher.rows, *batcher.loading) if row.spans]
+        return [row.turn.request.id for row in rows if self.reply(row.turn.request.id)]
+
+    def reply(self, request_id):
+        return self.open[request_id][1]
+
+    def abort(self, request_id):
+        self.counts[f"aborted {self.state(request_id)}"] += 1
+        self.scheduler.abort(request_id, self.now)
+        del self.open[request_id]
+        self.held.pop(request_id, None)
+
+    def finish(self, request_id, tokens):
+        self.counts[f"finished {self.state(request_id)}"] += 1
+        was_held = request_id in self.held
+        output = self.scheduler.finish(request_id, tokens, self.now)
+        assert (output is None) == was_held
+        self._ended(request_id, tokens)
+        self.check_logs()
+
+    def fork(self, source, new):
+        self.scheduler.fork(source, new)
+        self.logs[new] = self.logs[source]
+        self.counts["forks"] += 1
+
+    def delete(self, name):
+        self.scheduler.delete(name)
+        del self.logs[name]
+        self.counts["deletes"] += 1
+
+    def lose(self, choose):
+        """Some idle chunks are gone, wherever they were: holes that eviction alone would make once in a blue moon."""
+        store = self.scheduler._store
+        if idle := [chunk for chunk in store.resident_chunks() if chunk.resident and not chunk.users]:
+            for chunk in choose(idle):
+                store.drop(chunk)
+                self.counts["lost"] += 1
+
+    def place(self, chunk, tier):
+        """The idle GPU chunk is on the "gpu", on "host", on "both", or "dropped"."""
+        store, device = self.scheduler._store, self.device
+        if tier in ("host", "both"):
+            chunk.host = store.host.take()
+            device.pools["host"][chunk.host] = dict(device.pools["gpu"][chunk.gpu])
+            device.last_writer["host", chunk.host] = (Lane.OUT, 0)
+            store.file(chunk)
+        if tier == "host":
+            store.release_gpu(chunk)
+        if tier == "dropped":
+            store.drop(chunk)
+
+    # -- steps
+
+    def launch(self):
+        """The next plan, launched on the device; None if there is nothing to do."""
+        plan = self.scheduler.next_plan(self.now)
+        planner = self.scheduler._planner
+        for turn in self.scheduler._batcher.waiting:
+            self.counts["waits for keys"] += turn.waiting_for is not None and planner.must_wait(turn.waiting_for)
+        if plan is None:
+            self.counts["nothing to plan"] += 1
+            return None
+        assert plan.tokens <= self.config.max_num_batched_tokens
+        starts = {}
+        for span in plan.spans:
+            assert span.start < span.end and starts.get(span.seat, -1) < span.start
+            starts[span.seat] = span.start
+        self.counts["disjoint"] += len(plan.spans) > len(starts)
+        self.counts["suppressed writes"] += sum(span.write_from == span.end for span in plan.spans)
+        if self.config.batching == "separate":
+            assert not (plan.spans and plan.generate)
+        for batch in plan.copies:
+            self.counts[COPIES[batch.lane, batch.ticket % 2]] += len(batch.sources)
+        self.results.append(self.device.launch(plan))
+        return plan
+
+    def apply(self):
+        """Applies the oldest result and checks its tokens; None if nothing is in flight."""
+        if not self.results:
+            return None
+        applied = self.scheduler.apply(self.results.popleft(), self.now)
+        for request_id, token in zip(applied.requests, applied.tokens, strict=True):
+            request, reply = self.open[request_id]
+            expected = next_token([*request.prompt, *reply])
+            assert token == expected, f"request {request_id}: token {len(reply)} is {token}, not {expected}"
+            reply.append(token)
+            self.counts["tokens"] += 1
+        for event in applied.events:
+            request, reply = self.open[event.request]
+            if event.usage is not None:
+                self._note_usage(request, event.usage)
+            if event.finish is not None and request.confirm:
+                self.held[event.request] = True
+            elif event.finish is not None:
+                self._ended(event.request, len(reply))
+        if applied.events:
+            self.check_logs()
+        return applied
+
+    def _note_usage(self, request, usage):
+        total = usage.cached + usage.recomputed + usage.new
+        assert total == len(request.prompt) and min(usage.gpu, usage.host, usage.recomputed, usage.new) >= 0, usage
+        for source in ("gpu", "host", "recomputed", "new"):
+            self.counts[f"{source} tokens"] += getattr(usage, source)
+
+    def _ended(self, request_id, tokens):
+        request, reply = self.open.pop(request_id)
+        self.held.pop(request_id, None)
+        name = request.conversation
+        if name is not None:
+            old, new = self.logs.get(name, array("i")), request.prompt + array("i", reply[:tokens])
+            self.counts["branches"] += old != new[: len(old)]
+            self.logs[name] = new
+        self.counts["ended"] += 1
+
+    def tick(self, seconds=0.01):
+        """Time passes; one step is planned, launched and applied. Returns its plan."""
+        self.now += seconds
+        plan = self.launch()
+        self.apply()
+        self.check()
+        return plan
+
+    def run(self, *request_ids):
+        """Steps until these requests (all, if none are named) have ended or are held."""
+        waited = request_ids or tuple(self.open)
+        self.run_until(lambda: not any(i in self.open and i not in self.held for i in waited))
+
+    def run_until(self, happened):
+        for _ in range(10_000):
+            if happened():
+                return
+            self.tick()
+        raise AssertionError(f"it never happens; open: {[(i, self.state(i)) for i in self.open]}")
+
+    def turn(self, prompt, max_tokens=4, conversation=None, **fields):
+        """A whole turn, alone or beside others. Returns its usage."""
+        request_id = self.submit(prompt, max_tokens, conversation, **fields)
+        before = Counter(self.counts)
+        self.run(request_id)
+        return {k.removesuffix(" tokens"): v for k, v in (self.counts - before).items() if k.endswith(" tokens")}
+
+    # -- proof
+
+    def check(self):
+        if self._check:
+            self.scheduler.check()
+
+    def check_logs(self):
+        for name, log in self.logs.items():
+            assert self.scheduler.conversation_tokens(name) == log
+
+    def drain(self):
+        """Everything open ends within a bounded number of steps (nobody starves) and nothing is left behind."""
+        for _ in range(10_000):
+            for request_id in list(self.held):
+                self.finish(request_id, len(self.reply(request_id)))
+            if not self.open and not self.results:
+                break
+            self.tick()
+        assert not self.open, f"{len(self.open)} requests never ended"
+        assert self.scheduler.idle
+        self.check_logs()
+        stats = self.scheduler.stats()
+        self.counts["suspensions"] += stats.suspensions
+        self.counts["drops"] += stats.dropped
+        assert (stats.running, stats.waiting, stats.conversations) == (0, 0, len(self.logs))
+        assert stats.slots["gpu"]["in_use"] == 0
+        for name in list(self.logs):
+            self.scheduler.delete(name)
+        self.logs.clear()
+        self.check()
+        assert not self.scheduler._store._private, "chunks that nobody can ever use again"

@@ -1,0 +1,57 @@
+"""Chunk stores made by hand, for tests of what works on them."""
+
+from __future__ import annotations
+
+from itertools import count
+
+from pensieve.scheduler.chunks import ChunkStore
+from pensieve.scheduler.config import SchedulerConfig
+from pensieve.scheduler.copies import StepCopies
+from pensieve.scheduler.retention import eviction_policy
+from pensieve.scheduler.room import RoomMaker
+from pensieve.scheduler.types import ChunkKey
+
+from .harness import profile
+
+SIZE = 4
+
+
+def a_store(gpu=8, host=8, eviction="retention"):
+    config = SchedulerConfig(gpu, host, max_model_len=1, chunk_tokens=SIZE, generation_reserve=0.0)
+    return ChunkStore(config, eviction_policy(eviction, profile(SIZE)))
+
+
+_keys = count()
+
+
+def fresh_key():
+    return ChunkKey(b"key %d" % next(_keys))
+
+
+def in_use(store, end=SIZE, now=0.0, key=None):
+    """A full keyed chunk that one row holds."""
+    return store.publish(store.new(end, now), key or fresh_key())
+
+
+def idle(store, end=SIZE, now=0.0, key=None, copied=False, on_gpu=True, claims=0):
+    """A full keyed chunk that nobody holds, last active at `now`; `copied`: also on HOST."""
+    chunk = in_use(store, end, now, key)
+    if copied or not on_gpu:
+        chunk.host = store.host.take()
+    store.unpin(chunk, 0, now)
+    if not on_gpu:
+        store.release_gpu(chunk)
+    for _ in range(claims):
+        store.claim(chunk)
+    return chunk
+
+
+def a_room(store, now, step=1):
+    copies = StepCopies(step, store.gpu, store.host)
+    return copies, RoomMaker(store, copies, now)
+
+
+def check(store, held=(), claims=None):
+    """Books of a store whose chunks in `held` are held by one row each."""
+    store.end_plan()
+    store.check(dict.fromkeys(held, 1), claims or {})

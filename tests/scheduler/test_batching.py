@@ -1,0 +1,312 @@
+"""Who is in the batch: joining, suspending, resuming, loading ahead, the two modes; and that nobody starves."""
+
+from __future__ import annotations
+
+import pytest
+
+from pensieve.scheduler.plan import Lane
+from pensieve.scheduler.types import FinishReason, InvariantError, Output, RequestError
+
+from .device_model import next_token
+from .harness import Harness
+
+TIGHT = {"gpu_kv_chunks": 16, "generation_reserve": 0.0, "swap_out_below": 0.0}
+
+
+def states(harness, requests):
+    return [harness.state(request) if request in harness.open else "ended" for request in requests]
+
+
+# -- joining
+
+
+def test_generation_and_prompts_share_a_step():
+    harness = Harness()
+    first = harness.submit(range(9), 20)
+    harness.tick()
+    harness.submit(range(20, 29), 20)
+    plan = harness.tick()
+    assert len(plan.generate) == 1 and len(plan.spans) == 1 and plan.tokens == 10
+    assert [row.request for row in plan.samples] == [first, first + 1]
+    harness.drain()
+
+
+def test_long_prompts_come_in_pieces_within_the_token_budget():
+    harness = Harness(max_num_batched_tokens=10)
+    harness.submit(range(9), 20)
+    harness.tick()
+    harness.submit(range(20, 55), 5)
+    pieces = []
+    while not pieces or not pieces[-1].samples:
+        plan = harness.tick()
+        assert plan.tokens <= 10 and len(plan.generate) == 1, "generation goes on beside it"
+        pieces += plan.spans
+    assert [(piece.start, piece.end) for piece in pieces] == [(0, 9), (9, 18), (18, 27), (27, 35)]
+    harness.drain()
+
+
+def test_new_requests_leave_the_reserve_free():
+    """24 chunks, half of them reserved: a second request of 6 chunks must wait, an empty batch ignores the reserve."""
+    harness = Harness(generation_reserve=0.5, max_model_len=48)
+    first = harness.submit(range(44), 3)
+    assert harness.tick().spans
+    second = harness.submit(range(50, 58), 3)
+    harness.tick()
+    assert states(harness, (first, second)) == ["running", "waiting"]
+    harness.run(first)
+    harness.tick()
+    assert harness.state(second) == "running"
+    harness.drain()
+
+
+def test_a_head_that_does_not_fit_blocks_those_behind_it():
+    harness = Harness(**TIGHT)
+    running = harness.submit(range(24), 8)
+    harness.tick()
+    large = harness.submit(range(100, 150), 3)
+    small = harness.submit([1], 1)
+    harness.tick()
+    assert states(harness, (running, large, small)) == ["running", "waiting", "waiting"]
+    harness.drain()
+
+
+def test_seats_bound_the_batch():
+    harness = Harness(max_num_seqs=2)
+    requests = [harness.submit([10 * n], 5) for n in range(3)]
+    harness.tick()
+    assert states(harness, requests) == ["running", "running", "waiting"]
+    harness.drain()
+
+
+def test_a_long_history_loads_ahead_of_its_seat_and_stalls_nobody():
+    """Per step no more is loaded than the link carries meanwhile; the running request gets its token in every step."""
+    harness = Harness(chunks_a_step=1, host_kv_chunks=32)
+    harness.turn(range(50), 2, "a")
+    conversation = harness.scheduler._conversations.get("a")
+    for chunk in (*conversation.chunks, conversation.tail):
+        harness.place(chunk, "host")
+    running = harness.submit([1, 2], 40)
+    harness.tick()
+    returning = harness.submit([*harness.logs["a"], 5], 3, "a")
+    loaded = []
+    while harness.state(returning) in ("waiting", "loading"):
+        plan = harness.tick()
+        swap_ins = [batch for batch in plan.copies if batch.lane == Lane.IN]
+        loaded.append(sum(len(batch.sources) for batch in swap_ins))
+        assert len(plan.generate) == 1 and harness.state(running) == "running"
+    assert sum(loaded) == 13 and max(loaded) <= 2 and swap_ins[-1].gated
+    harness.drain()
+
+
+# -- suspension
+
+
+def test_one_shortage_suspends_the_latest_arrival_alone():
+    """Three rows of 5 chunks fill 15 of 16. The last one free goes to the oldest; then one leaves, not two."""
+    harness = Harness(**TIGHT, max_num_seqs=3)
+    requests = [harness.submit(range(100 * n, 100 * n + 17), 20, f"c{n}") for n in range(3)]
+    harness.run_until(lambda: harness.scheduler.stats().suspensions)
+    assert states(harness, requests) == ["running", "running", "suspended"]
+    for _ in range(3):
+        harness.tick()
+    assert harness.scheduler.stats().suspensions == 1
+    assert states(harness, requests)[:2] == ["running", "running"]
+    harness.drain()
+
+
+def test_suspended_slots_on_their_way_free_count():
+    """With steps in flight the leaving row's slots come later. Until then nobody else is suspended for them."""
+    harness = Harness(**TIGHT, max_num_seqs=3)
+    requests = [harness.submit(range(100 * n, 100 * n + 17), 20, f"c{n}") for n in range(3)]
+    harness.launch()
+    harness.launch()
+    while not harness.scheduler.stats().suspensions:
+        harness.launch()
+        harness.apply()
+    assert "leaving" in states(harness, requests)
+    harness.launch()
+    assert harness.scheduler.stats().suspensions == 1
+    assert states(harness, requests)[:2] == ["running", "running"]
+    harness.drain()
+
+
+def test_while_a_suspended_request_waits_no_later_arrival_joins():
+    harness = Harness(**TIGHT, max_num_seqs=3)
+    first = harness.submit(range(20), 40, "a")
+    second = harness.submit(range(100, 120), 30, "b")
+    harness.run_until(lambda: harness.state(second) == "suspended")
+    late = harness.submit([7], 2)
+    order = []
+    while late in harness.open:
+        harness.tick()
+        order += [r for r in (second, late) if r in harness.open and harness.state(r) == "running" and r not in order]
+    assert order[0] == second and first not in harness.open
+    harness.drain()
+
+
+def test_the_suspended_resume_by_arrival():
+    harness = Harness(**TIGHT, max_num_seqs=4)
+    requests = [harness.submit(range(100 * n, 100 * n + 12), 36, f"c{n}") for n in range(4)]
+    suspended, resumed = [], 0
+    while harness.open:
+        harness.tick()
+        now = dict(zip(requests, states(harness, requests), strict=True))
+        back = [request for request in suspended if now[request] != "suspended"]
+        suspended = [request for request in requests if now[request] == "suspended"]
+        assert not back or not suspended or max(back) < min(suspended), "an elder still waits"
+        resumed += len(back)
+    assert resumed >= 3
+    harness.drain()
+
+
+def test_a_reservation_is_cancelled_before_an_older_row_is_suspended():
+    """The request that still loads its history gives its slots back, and gets them again later."""
+    harness = Harness(chunks_a_step=1, **TIGHT | {"host_kv_chunks": 32})
+    harness.turn(range(40), 2, "a")
+    for chunk in (*harness.scheduler._conversations.get("a").chunks, harness.scheduler._conversations.get("a").tail):
+        harness.place(chunk, "host")
+    running = harness.submit(range(200, 215), 30)
+    harness.tick()
+    returning = harness.submit([*harness.logs["a"], 5], 3, "a")
+    harness.run_until(lambda: harness.state(returning) == "loading")
+    harness.run_until(lambda: harness.state(returning) == "waiting")
+    assert harness.state(running) == "running" and harness.scheduler.stats().suspensions == 0
+    harness.drain()
+
+
+def test_a_request_alone_gets_the_whole_pool():
+    harness = Harness(**TIGHT)
+    harness.turn(range(40), 24)
+    assert harness.scheduler.stats().suspensions == 0
+    harness.drain()
+
+
+# -- modes
+
+
+def test_separate_batching_never_mixes_and_puts_prompts_first():
+    harness = Harness(batching="separate", max_num_batched_tokens=8)
+    first = harness.submit(range(8), 20)
+    harness.tick()
+    assert harness.tick().generate
+    harness.submit(range(20, 36), 5)
+    plans = [harness.tick() for _ in range(4)]
+    assert [(len(plan.generate), len(plan.spans)) for plan in plans] == [(0, 1), (0, 1), (2, 0), (2, 0)]
+    assert harness.state(first) == "running"
+    harness.drain()
+
+
+@pytest.mark.parametrize("batching", ["unified", "separate"])
+@pytest.mark.parametrize("host", [0, 16])
+def test_nobody_starves_while_newcomers_keep_coming(batching, host):
+    """A long request, suspended again and again by its elders, beside an endless stream of short ones."""
+    harness = Harness(**TIGHT, batching=batching, host_kv_chunks=host, max_num_seqs=4)
+    long_ones = [harness.submit(range(100 * n, 100 * n + 20), 40, f"c{n}") for n in range(3)]
+    for number in range(600):
+        if number % 2 == 0:
+            try:
+                harness.submit([number % 97, number // 97, 5], 6)
+            except RequestError as refusal:
+                assert refusal.status == 429
+        harness.tick()
+    assert states(harness, long_ones) == ["ended"] * 3
+    harness.drain()
+
+
+# -- replies
+
+
+@pytest.mark.parametrize(("min_tokens", "expected"), [(0, 1), (3, 3)])
+def test_stop_ids_end_a_reply_once_it_is_long_enough(min_tokens, expected):
+    prompt = list(range(7))
+    stops = []
+    for _ in range(3):
+        stops.append(next_token([*prompt, *stops]))
+    harness = Harness()
+    request = harness.submit(prompt, 9, "a", stop_ids=frozenset(stops), min_tokens=min_tokens)
+    harness.tick()
+    events = []
+    while request in harness.open:
+        harness.launch()
+        events += harness.apply().events
+    assert harness.logs["a"].tolist() == prompt + stops[:expected]
+
+
+def test_usage_comes_with_the_first_token_and_the_end_with_the_last():
+    harness = Harness()
+    request = harness.submit(range(7), 3)
+    outputs = []
+    while request in harness.open:
+        harness.launch()
+        applied = harness.apply()
+        outputs.append((list(applied.tokens), applied.events))
+    assert [len(tokens) for tokens, _ in outputs] == [1, 1, 1]
+    assert outputs[0][1][0].usage.new == 7 and outputs[1][1] == []
+    assert outputs[2][1] == [Output(request, finish=FinishReason.LENGTH)]
+
+
+def test_a_held_reply_is_committed_when_its_length_is_confirmed():
+    harness = Harness()
+    request = harness.submit(range(7), 5, "a", confirm=True)
+    harness.run()
+    assert harness.state(request) == "held" and not harness.scheduler.has_conversation("a")
+    assert not harness.scheduler.idle and harness.scheduler.stats().slots["gpu"]["in_use"] == 3
+    harness.finish(request, 2)
+    first = next_token(range(7))
+    assert harness.logs["a"].tolist() == [*range(7), first, next_token([*range(7), first])]
+    assert harness.scheduler.finish(request, 2, 0.0) is None, "it has ended"
+    harness.drain()
+
+
+@pytest.mark.parametrize("tokens", [0, 6])
+def test_an_end_that_is_not_there_is_an_error(tokens):
+    harness = Harness()
+    request = harness.submit(range(7), 5, "a", confirm=True)
+    harness.run()
+    with pytest.raises(InvariantError, match="does not have"):
+        harness.scheduler.finish(request, tokens, 0.0)
+
+
+def test_results_come_in_the_order_of_their_plans():
+    harness = Harness()
+    harness.submit(range(7), 5)
+    harness.launch()
+    harness.launch()
+    harness.results.reverse()
+    with pytest.raises(InvariantError, match="step 2 came where that of step 1 was due"):
+        harness.apply()
+
+
+# -- what others may know
+
+
+def test_stats_add_up():
+    harness = Harness()
+    assert harness.scheduler.stats().slots["gpu"] == {"free": 24, "reclaimable": 0, "idle": 0, "in_use": 0}
+    harness.turn(range(21), 1, "a")
+    harness.place(harness.scheduler._conversations.get("a").chunks[0], "both")
+    harness.place(harness.scheduler._conversations.get("a").chunks[1], "host")
+    harness.submit([1, 2], 9)
+    harness.submit([3, 4], 9)
+    harness.tick()
+    waiting = harness.submit([5], 9)
+    stats = harness.scheduler.stats()
+    assert (stats.running, stats.waiting, stats.conversations, stats.suspensions) == (2, 1, 1, 0)
+    assert stats.slots["gpu"] == {"free": 24 - 7, "reclaimable": 1, "idle": 4, "in_use": 2}
+    assert stats.slots["host"] == {"free": 14, "copy": 1, "idle": 1}
+    assert set(harness.scheduler.open_requests()) == set(harness.open) and waiting in harness.open
+    harness.drain()
+    stats = harness.scheduler.stats()
+    copied = {name: harness.counts[name] for name in ("gated swap-ins", "early swap-ins", "evictions", "saves")}
+    assert stats.swapped_in == copied["gated swap-ins"] + copied["early swap-ins"]
+    assert stats.swapped_out == copied["evictions"] + copied["saves"]
+
+
+def test_nothing_to_do_is_no_plan_and_no_step():
+    harness = Harness()
+    assert harness.launch() is None and harness.scheduler.idle
+    request = harness.submit([1], 1)
+    assert harness.launch().step == 1 and harness.launch() is None and harness.scheduler.in_flight == 1
+    harness.apply()
+    assert harness.scheduler.idle and request not in harness.open
+    assert harness.scheduler.abort(request, 1.0) is None, "unknown ids have ended"

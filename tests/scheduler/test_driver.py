@@ -1,0 +1,75 @@
+"""Two hundred thousand random operations over every setting; the books are checked after each of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+
+import pytest
+
+from pensieve.scheduler.config import BATCHING_MODES, EVICTION_POLICIES
+
+from .driver import STATES, Driver
+
+OPERATIONS = 200_000
+SEEDS = 4
+GPU_CHUNKS = (18, 24, 20, 72)  # by seed: room for one context of 64 tokens and a little more
+
+
+def runs():
+    """Policies x batching x host sizes x seeds; the other settings take turns."""
+    for number, (eviction, batching, host, seed) in enumerate(
+        product(EVICTION_POLICIES, BATCHING_MODES, (0, 16, 60), range(SEEDS))
+    ):
+        yield {
+            "seed": number,
+            "eviction": eviction,
+            "batching": batching,
+            "host_kv_chunks": host,
+            "swap_out_below": (0.0, 0.25, 0.9)[(number + seed) % 3],
+            "generation_reserve": (0.0, 0.1)[(number // SEEDS) % 2],
+            "chunk_tokens": 1 if seed == 3 else 4,
+            "gpu_kv_chunks": GPU_CHUNKS[seed],
+            "max_num_batched_tokens": (24, 7, 12, 7)[seed],
+            "reuse": number % 11 != 0,
+        }
+
+
+RUNS = list(runs())
+
+
+def name(run):
+    return "-".join(f"{value}" if key == "eviction" else f"{key.split('_')[0]}={value}" for key, value in run.items())
+
+
+@pytest.fixture(scope="module")
+def totals():
+    return Counter()
+
+
+@pytest.mark.parametrize("run", RUNS, ids=name)
+def test_random_operations(run, totals):
+    driver = Driver(**run)
+    for _ in range(-(-OPERATIONS // len(RUNS))):
+        driver.step()
+    driver.drain()
+    totals.update(driver.counts)
+    totals["runs"] += 1
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        *("gpu tokens", "host tokens", "recomputed tokens", "new tokens", "tokens"),
+        *("disjoint", "suppressed writes", "waits for keys", "suspensions", "drops"),
+        *("gated swap-ins", "early swap-ins", "evictions", "saves"),
+        *("branches", "forks", "deletes", "refused 429", "refused 400"),
+        *(f"aborted {state}" for state in STATES),
+        *(f"finished {state}" for state in STATES if state != "waiting"),  # a waiting turn has no reply yet
+    ],
+)
+def test_everything_happened(event, totals):
+    """A driver that never reaches a state proves nothing about it."""
+    if totals["runs"] < len(RUNS):
+        pytest.skip("only some of the runs were selected")
+    assert totals[event] >= 3, sorted(totals.items())

@@ -1,0 +1,173 @@
+"""Victims come by ascending retention value at the moment of asking, whatever happened to them before."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from pensieve.scheduler.chunks import Chunk
+from pensieve.scheduler.retention import SHORTEST_IDLE_S, Head, VictimSet, eviction_policy
+
+from .harness import profile
+
+RETENTION = eviction_policy("retention", profile())
+
+
+def a_chunk(end=4, active=0.0, born=0.0, claims=0):
+    chunk = Chunk(end, 0, born)
+    chunk.last_active, chunk.claims = active, claims
+    return chunk
+
+
+def by_brute_force(policy, chunks, now, sign=1):
+    return sorted((sign * policy.value(chunk, now), chunk.end) for chunk in chunks)
+
+
+def as_yielded(policy, victims, now, sign=1):
+    yielded = list(victims.victims(now, descending=sign < 0))
+    assert all(value == policy.value(chunk, now) for value, chunk in yielded)
+    return [(sign * value, chunk.end) for value, chunk in yielded]
+
+
+def in_order(victims, now):
+    return [chunk for _, chunk in victims.victims(now)]
+
+
+@pytest.mark.parametrize("descending", [False, True])
+@pytest.mark.parametrize("name", ["retention", "lru", "fifo"])
+@pytest.mark.parametrize("seed", range(4))
+def test_order_is_that_of_a_sort_by_value(name, descending, seed):
+    """At random moments, between random filings, re-filings (new activity, other claims) and departures."""
+    draw, policy = random.Random(seed), eviction_policy(name, profile())
+    victims, chunks, sign = VictimSet(policy), [], -1 if descending else 1
+    now = 0.0
+    for _ in range(60):
+        now += draw.choice((0.01, 1.0, 300.0))
+        for _ in range(draw.randrange(8)):
+            chunk = a_chunk(
+                4 * draw.randrange(1, 200), now - draw.random() - SHORTEST_IDLE_S, now - 2, draw.randrange(4)
+            )
+            victims.add(chunk)
+            chunks.append(chunk)
+        for chunk in draw.sample(chunks, len(chunks) // 3):
+            chunk.last_active, chunk.claims = now - SHORTEST_IDLE_S, draw.randrange(4)
+            victims.add(chunk)
+        for chunk in draw.sample(chunks, len(chunks) // 8):
+            victims.discard(chunk)
+            chunks.remove(chunk)
+        moment = now + draw.random()
+        assert as_yielded(policy, victims, moment, sign) == by_brute_force(policy, chunks, moment, sign)
+        assert len(victims) == len(chunks) and set(victims) == set(chunks)
+
+
+def test_order_changes_as_time_passes():
+    """A costly chunk idle for long against a cheap one just left: no order of filing stays right."""
+    cheap, costly = a_chunk(4, active=9.9), a_chunk(4000, active=0.0)
+    victims = VictimSet(RETENTION)
+    victims.add(cheap)
+    victims.add(costly)
+    assert in_order(victims, 10.0)[0] is costly
+    assert in_order(victims, 1000.0)[0] is cheap
+
+
+def test_ties_lead_with_the_leading_chunk():
+    for name in ("retention", "lru", "fifo"):
+        victims = VictimSet(eviction_policy(name, profile()))
+        for end in (12, 4, 8):
+            victims.add(a_chunk(end, active=5.0))
+        assert [chunk.end for chunk in in_order(victims, 9.0)] == [4, 8, 12]
+
+
+def test_claims_multiply_and_an_unclaimed_chunk_counts_once():
+    now = 8.0
+    values = [RETENTION.value(a_chunk(64, claims=claims), now) for claims in range(5)]
+    assert values[0] == values[1]
+    for claims in (1, 2, 3, 4):
+        assert values[claims] / values[1] == pytest.approx(claims, rel=2 ** (1 / 8) - 1)
+
+
+def test_classes_are_close_to_the_value():
+    """V = Cost(l) x claims / T, up to half the width of a class for each of the two factors."""
+    for end in range(4, 4000, 68):
+        exact = profile().recompute(end) * 3 / 50.0
+        assert abs(math.log2(RETENTION.value(a_chunk(end, claims=3), 50.0) / exact)) <= 1 / 8 + 1e-9
+
+
+def test_an_idle_time_is_at_least_one_step():
+    chunk = a_chunk(active=5.0)
+    assert RETENTION.value(chunk, 5.0) == RETENTION.value(chunk, 5.0 + SHORTEST_IDLE_S / 2)
+    assert RETENTION.value(chunk, 5.0) > RETENTION.value(chunk, 5.0 + 2 * SHORTEST_IDLE_S)
+
+
+def test_lru_and_fifo_look_at_their_stamp_only():
+    old_but_busy, young_but_quiet = a_chunk(4000, active=9.0, born=1.0, claims=5), a_chunk(4, active=3.0, born=2.0)
+    for name, first in (("lru", young_but_quiet), ("fifo", old_but_busy)):
+        victims = VictimSet(eviction_policy(name, profile()))
+        victims.add(old_but_busy)
+        victims.add(young_but_quiet)
+        assert in_order(victims, 10.0)[0] is first
+
+
+def test_asking_changes_nothing():
+    victims = VictimSet(RETENTION)
+    for end in range(4, 40, 4):
+        victims.add(a_chunk(end, active=end % 3))
+    first = in_order(victims, 10.0)
+    for _ in zip(range(3), victims.victims(10.0), strict=False):
+        pass  # a merge given up in the middle
+    assert in_order(victims, 10.0) == first
+
+
+def test_a_head_stays_until_it_leaves_and_sees_what_is_filed_meanwhile():
+    victims = VictimSet(RETENTION)
+    chunks = [a_chunk(end, active=1.0) for end in (4, 8, 12)]
+    for chunk in chunks:
+        victims.add(chunk)
+    head = Head(victims, 10.0)
+    assert head.peek() is head.peek() is chunks[0]
+    victims.discard(chunks[0])
+    late = a_chunk(16, active=0.5)
+    victims.add(late)
+    seen = []
+    while chunk := head.peek():
+        seen.append(chunk)
+        victims.discard(chunk)
+    assert set(seen) == {*chunks[1:], late}
+    victims.add(chunks[2])
+    assert head.peek() is chunks[2]
+    assert in_order(victims, 10.0) == [chunks[2]]
+
+
+def test_the_departed_leave_nothing_behind():
+    """One chunk that is active five thousand times costs no more memory than one that is active once or twice."""
+    victims, chunk, other = VictimSet(RETENTION), a_chunk(), a_chunk(8, active=0.5)
+    victims.add(other)
+    for now in range(5000):
+        chunk.last_active = float(now)
+        victims.add(chunk)
+    assert sum(len(group._stamps) for group in victims._classes.values()) < 200
+    assert sum(len(group._groups) for group in victims._classes.values()) < 200
+    assert set(in_order(victims, 1e6)) == {other, chunk}
+
+
+def test_a_class_that_empties_under_a_head():
+    """A plan takes hold of all hits of one class, and files others again and again: the head's merge still names the
+    class, of which nothing is left."""
+    victims = VictimSet(RETENTION)
+    light = [a_chunk(4, active=float(second)) for second in range(3)]
+    heavy, just_left = a_chunk(4000, active=90.0), a_chunk(400, active=99.9)
+    for chunk in (*light, heavy, just_left):
+        victims.add(chunk)
+    head = Head(victims, 100.0)
+    assert head.peek() is light[0]
+    victims.discard(heavy)
+    for number in range(3000):
+        light[2].last_active = 2.0 + number / 10_000
+        victims.add(light[2])
+    for chunk in (*light, just_left):
+        assert head.peek() is chunk
+        victims.discard(chunk)
+    assert head.peek() is None
+    assert len(victims) == 0

@@ -1,0 +1,180 @@
+"""The simulator: times that can be worked out by hand, tokens that are never lost, and runs that repeat exactly."""
+
+from array import array
+from dataclasses import replace
+
+import pytest
+
+from pensieve.scheduler.config import EVICTION_POLICIES, SchedulerConfig
+from pensieve.scheduler.cost import CostProfile
+from pensieve.scheduler.plan import NO_TICKETS, CopyBatch, Lane, Span, StepPlan, Tickets
+from pensieve.scheduler.simulator import (
+    Session,
+    SessionTurn,
+    Simulator,
+    VirtualDevice,
+    longest_context,
+    mean_context,
+    percentile,
+    simulate,
+)
+from pensieve.scheduler.types import RequestError, Usage
+
+# A token takes 1 s and a step 0.5 s more, a copied chunk 2 s; attention is free.
+COST = CostProfile(
+    chunk_tokens=4,
+    chunk_seconds=4.0,
+    attention=((4, 0.0),),
+    step_base_seconds=0.5,
+    chunk_bytes=20,
+    link_bytes_per_s=10,
+)
+QUICK = replace(COST, chunk_seconds=0.4, step_base_seconds=0.05, chunk_bytes=1)
+CONFIG = SchedulerConfig(
+    gpu_kv_chunks=32, host_kv_chunks=32, max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64, chunk_tokens=4
+)
+
+
+def crowd(sessions=24, shared=0):
+    """Sessions of several turns that overlap and together need far more than the pools; some histories are cut."""
+    return [
+        Session(
+            f"c{index}",
+            3.0 * index,
+            (
+                SessionTurn(0, 9 + index % 5, 3 + index % 4),
+                SessionTurn(8 + index % 4, 5, 6, think_s=20.0 + index % 7),
+                SessionTurn(18, 3 + index % 9, 1, think_s=3.0),
+            ),
+            system_tokens=shared,
+        )
+        for index in range(sessions)
+    ]
+
+
+def plan(step=1, copies=(), after=NO_TICKETS, positions=(), spans=()):
+    tokens = sum(span.end - span.start for span in spans)
+    seats = tuple(range(len(positions)))
+    return StepPlan(
+        step, tuple(copies), after, (), (), seats, tuple(positions), tuple(spans), array("i", range(tokens)), ()
+    )
+
+
+def copy(lane, ticket, chunks, after=NO_TICKETS, gated=False):
+    return CopyBatch(lane, ticket, array("i", range(chunks)), array("i", range(chunks)), after, gated)
+
+
+# -- worked out by hand
+
+
+def test_two_turns_take_the_time_that_is_their_due():
+    session = Session("c", 100.0, (SessionTurn(0, 8, 3), SessionTurn(11, 2, 1, think_s=10.0)))
+    report = simulate(CONFIG, COST, [session])
+    # First turn: 0.5 + 8 s, then twice 1.5 s. Of its 11 tokens the last has no KV yet: 10 are on the GPU, 3 are new.
+    assert report.usage == Usage(gpu=10, new=8 + 3)
+    assert report.generated == 4 and report.requests == 2 and report.steps == 4
+    assert (report.ttft_p50, report.ttft_p99) == (3.5, 8.5)
+    assert report.seconds_per_token == pytest.approx((11.5 / 3 + 3.5 / 1) / 2)
+    assert report.busy_s == 8.5 + 1.5 + 1.5 + 3.5
+    assert report.seconds == report.busy_s + 10.0
+    assert report.hit_rate == 1.0
+
+
+def test_a_history_cut_short_is_no_longer_a_hit_behind_the_cut():
+    session = Session("c", 0.0, (SessionTurn(0, 8, 4), SessionTurn(4, 6, 1)))
+    assert simulate(CONFIG, COST, [session]).usage == Usage(gpu=4, new=8 + 6)
+
+
+def test_sessions_with_equal_system_tokens_share_them():
+    sessions = [Session("a", 0.0, (SessionTurn(0, 12, 1),), 8), Session("b", 50.0, (SessionTurn(0, 12, 1),), 8)]
+    assert simulate(CONFIG, COST, sessions).usage == Usage(gpu=8, new=16)
+    sessions[1] = sessions[1]._replace(system_tokens=9)
+    assert simulate(CONFIG, COST, sessions).usage == Usage(new=24)
+
+
+def test_percentiles_are_values_that_occurred():
+    values = [5.0, 1.0, 4.0, 2.0, 3.0]
+    assert [percentile(values, share) for share in (0.01, 0.2, 0.21, 0.5, 0.99, 1.0)] == [1.0, 1.0, 2.0, 3.0, 5.0, 5.0]
+
+
+# -- the device's time
+
+
+def test_mean_context_counts_each_token_with_what_it_sees():
+    assert mean_context(plan(positions=(9,))) == 10
+    assert mean_context(plan(spans=[Span(0, 0, 4, 0, True)])) == (1 + 2 + 3 + 4) // 4
+    assert mean_context(plan(positions=(0, 0), spans=[Span(2, 5, 7, 5, True)])) == (1 + 1 + 6 + 7) // 4
+
+
+def test_a_gated_copy_hides_behind_compute_and_only_the_rest_shows():
+    short, long = copy(Lane.IN, 1, 1, gated=True), copy(Lane.IN, 1, 5, gated=True)
+    assert VirtualDevice(COST).launch(plan(copies=[short], positions=(3, 3)), 1.0) == 1.0 + 2.5
+    device = VirtualDevice(COST)
+    assert device.launch(plan(copies=[long], positions=(3, 3)), 1.0) == 1.0 + 10.0
+    assert device.busy_s == 10.0
+
+
+def test_lanes_work_in_order_and_wait_for_the_tickets_they_name():
+    device = VirtualDevice(COST)
+    early, save = copy(Lane.IN, 2, 3), copy(Lane.OUT, 2, 1)
+    assert device.launch(plan(1, [early, save], positions=(3,)), 0.0) == 1.5  # neither copy holds it up
+    assert device.launch(plan(2, after=Tickets(swap_in=2), positions=(3,)), 0.0) == 6.0 + 1.5
+    behind = copy(Lane.OUT, 5, 1, after=Tickets(compute=2))
+    assert device.launch(plan(3, [behind]), 0.0) == 7.5 + 2.0  # no tokens: complete when its copies are
+    assert device.launch(plan(4, positions=(3,)), 20.0) == 21.5
+    assert device.busy_s == 1.5 + 1.5 + 1.5
+
+
+# -- what always holds
+
+
+@pytest.mark.parametrize("eviction", EVICTION_POLICIES)
+@pytest.mark.parametrize("host_kv_chunks", [0, 32])
+def test_every_prompt_token_is_accounted_for_once(eviction, host_kv_chunks):
+    sessions = crowd()
+    simulator = Simulator(replace(CONFIG, eviction=eviction, host_kv_chunks=host_kv_chunks), QUICK, sessions)
+    report = simulator.run()
+    simulator.scheduler.check()
+    turns = [turn for session in sessions for turn in session.turns]
+    usage = report.usage
+    assert usage.cached + usage.recomputed + usage.new == sum(turn.history_tokens + turn.input_tokens for turn in turns)
+    assert usage.new >= sum(turn.input_tokens for turn in turns)
+    assert usage.gpu and usage.recomputed and bool(usage.host) == bool(host_kv_chunks)
+    assert report.generated == sum(turn.output_tokens for turn in turns)
+    assert report.requests == len(turns)
+    assert 0.0 < report.busy_s <= report.seconds
+
+
+def test_without_reuse_every_token_is_new():
+    sessions = crowd(6, shared=8)
+    report = simulate(replace(CONFIG, reuse=False), QUICK, sessions)
+    assert report.usage == Usage(new=sum(sum(turn[:2]) for session in sessions for turn in session.turns))
+    assert report.hit_rate == 0.0
+    assert simulate(CONFIG, QUICK, sessions).busy_s < report.busy_s
+
+
+def test_the_same_run_gives_the_same_report():
+    assert simulate(CONFIG, QUICK, crowd()) == simulate(CONFIG, QUICK, crowd())
+
+
+def test_a_context_that_cannot_be_served_is_refused():
+    assert longest_context(crowd()) == 18 + 11 + 1
+    with pytest.raises(RequestError, match="context of 16 tokens"):
+        simulate(replace(CONFIG, max_model_len=16), QUICK, crowd())
+
+
+# -- policies
+
+
+def test_retention_keeps_what_is_dear_and_lru_what_is_recent():
+    """Chats that never come back push at one long history, whose last chunks are the dearest, while its user thinks."""
+    long = Session("long", 0.0, (SessionTurn(0, 64, 1), SessionTurn(65, 3, 1, think_s=200.0)))
+    chats = [Session(f"s{index}", 100.0 + 10.0 * index, (SessionTurn(0, 12, 1),)) for index in range(10)]
+    cost = replace(QUICK, attention=((4, 0.01), (64, 4.0)))
+    config = replace(CONFIG, gpu_kv_chunks=24, host_kv_chunks=0, max_model_len=72)
+    retention, lru = (
+        simulate(replace(config, eviction=eviction), cost, [long, *chats]) for eviction in ("retention", "lru")
+    )
+    assert retention.usage.gpu > 20 and lru.usage.gpu == 0
+    assert retention.usage.recomputed < lru.usage.recomputed
+    assert retention.busy_s < lru.busy_s

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import pytest
+
+from pensieve.scheduler.plan import Lane
+from pensieve.scheduler.slots import SlotPool
+from pensieve.scheduler.types import InvariantError
+
+
+def test_slots_go_round_first_in_first_out():
+    """The slot that has been free for longest has the fewest users left to wait for."""
+    pool = SlotPool(3)
+    assert [pool.take(), pool.take()] == [0, 1]
+    pool.give(1)
+    pool.give(0)
+    assert pool.free == 3
+    assert [pool.take() for _ in range(3)] == [2, 1, 0]
+
+
+def test_the_last_step_counts_whatever_the_order_of_notes():
+    pool = SlotPool(2)
+    pool.computed(1, 7)
+    pool.computed(1, 5)
+    assert list(pool.last[Lane.COMPUTE]) == [0, 7]
+    assert not any(pool.last[Lane.IN]) and not any(pool.last[Lane.OUT])
+
+
+@pytest.mark.parametrize("owned", [[], [1], [0, 0], [0, 2]])
+def test_a_slot_is_free_or_owned_once(owned):
+    pool = SlotPool(2)
+    slot = pool.take()
+    pool.check([slot])
+    with pytest.raises(InvariantError):
+        pool.check(owned)

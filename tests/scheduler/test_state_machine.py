@@ -1,0 +1,127 @@
+"""The same operations as the driver's, chosen and shrunk by Hypothesis: a failure comes as the shortest story."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from pensieve.scheduler.config import BATCHING_MODES, EVICTION_POLICIES
+from pensieve.scheduler.types import RequestError
+
+from .driver import MOST_IN_FLIGHT
+from .harness import Harness
+
+NAMES = ("a", "b", "c", "d")
+OPENINGS = (range(14), range(20, 34), [*range(8), *range(60, 66)])
+pick = st.integers(min_value=0, max_value=10**6)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        eviction=st.sampled_from(EVICTION_POLICIES),
+        batching=st.sampled_from(BATCHING_MODES),
+        host=st.sampled_from((0, 6, 16)),
+        chunks_a_step=st.sampled_from((0.85, 1, 4)),
+        tokens_a_step=st.sampled_from((6, 24)),
+        swap_out_below=st.sampled_from((0.0, 0.5)),
+        reuse=st.sampled_from((True, True, True, False)),
+    )
+    def start(self, eviction, batching, host, chunks_a_step, tokens_a_step, swap_out_below, reuse):
+        self.harness = Harness(
+            chunks_a_step=chunks_a_step,
+            gpu_kv_chunks=14,
+            max_model_len=48,
+            host_kv_chunks=host,
+            max_num_batched_tokens=tokens_a_step,
+            eviction=eviction,
+            batching=batching,
+            swap_out_below=swap_out_below,
+            reuse=reuse,
+        )
+
+    @rule(
+        name=st.sampled_from((None, *NAMES)),
+        opening=st.sampled_from(OPENINGS),
+        kept=st.integers(0, 48) | st.just(48),
+        new=st.lists(st.integers(0, 3), max_size=6),
+        max_tokens=st.sampled_from((1, 5, 16)),
+        salt=st.sampled_from((b"", b"", b"", b"other")),
+        stop=st.booleans(),
+        confirm=st.booleans(),
+    )
+    def submit(self, name, opening, kept, new, max_tokens, salt, stop, confirm):
+        start = self.harness.logs.get(name, opening)[:kept] or opening
+        stop_ids = frozenset(range(0, 97, 8)) if stop else frozenset()
+        try:
+            self.harness.submit(
+                [*start, *new], max_tokens, name, salt=salt, stop_ids=stop_ids, confirm=confirm, min_tokens=1
+            )
+        except RequestError as refusal:
+            assert refusal.status in (400, 429)
+
+    @precondition(lambda self: len(self.harness.results) < MOST_IN_FLIGHT)
+    @rule(seconds=st.sampled_from((0.0, 0.001, 1.0)), steps=st.integers(1, MOST_IN_FLIGHT))
+    def launch(self, seconds, steps):
+        self.harness.now += seconds
+        for _ in range(min(steps, MOST_IN_FLIGHT - len(self.harness.results))):
+            self.harness.launch()
+
+    @precondition(lambda self: self.harness.results)
+    @rule(results=st.integers(1, MOST_IN_FLIGHT))
+    def apply(self, results):
+        for _ in range(results):
+            self.harness.apply()
+
+    @rule(steps=st.integers(1, 12))
+    def run_a_while(self, steps):
+        for _ in range(steps):
+            self.harness.tick()
+
+    @precondition(lambda self: self.harness.open)
+    @rule(pick=pick)
+    def abort(self, pick):
+        self.harness.abort(chosen(pick, self.harness.open))
+
+    @precondition(lambda self: self.endable())
+    @rule(pick=pick, cut=st.integers(0, 15))
+    def finish(self, pick, cut):
+        request = chosen(pick, self.endable())
+        self.harness.finish(request, max(1, len(self.harness.reply(request)) - cut))
+
+    def endable(self):
+        return [i for i, (request, reply) in self.harness.open.items() if request.confirm and reply]
+
+    @precondition(lambda self: self.harness.logs)
+    @rule(pick=pick, new=st.sampled_from(("x", "y")))
+    def fork(self, pick, new):
+        if new not in self.harness.logs:
+            self.harness.fork(chosen(pick, self.harness.logs), new)
+
+    @precondition(lambda self: self.harness.logs)
+    @rule(pick=pick)
+    def delete(self, pick):
+        self.harness.delete(chosen(pick, self.harness.logs))
+
+    @rule(pick=pick)
+    def lose_a_chunk(self, pick):
+        self.harness.lose(lambda idle: idle[pick % len(idle) :][:1])
+
+    @invariant()
+    def the_books_agree(self):
+        if hasattr(self, "harness"):
+            self.harness.check()
+
+    def teardown(self):
+        if hasattr(self, "harness"):
+            self.harness.drain()
+
+
+def chosen(pick, candidates):
+    return list(candidates)[pick % len(candidates)]
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(
+    max_examples=120, stateful_step_count=50, deadline=None, derandomize=True, print_blob=False
+)
