@@ -24,6 +24,9 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HARMLESS = re.compile(r"rotary_emb\.inv_freq$")
 """Buffers that old versions of transformers saved; they follow from config.json."""
 
+DEMO_CHECKPOINT = Path(__file__).parent / "demo_models" / "llama"
+"""The trained demo model (docs/demo-model.md)."""
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """Raises SettingError if the file is missing or no JSON object."""

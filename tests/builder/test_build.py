@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pensieve.builder import build as build_module
 from pensieve.builder.build import build_engine
-from pensieve.builder.demo import write_demo_checkpoint
+from pensieve.builder.checkpoint import DEMO_CHECKPOINT
 from pensieve.builder.manifest import WEIGHTS, Manifest
 from pensieve.runtime.engine import open_engine
 from pensieve.scheduler.types import SettingError
@@ -156,8 +156,7 @@ def test_the_command_says_what_it_did(checkpoint, tmp_path, capsys):
 
 
 def test_the_demo_goes_the_ordinary_road(tmp_path):
-    write_demo_checkpoint(tmp_path / "checkpoint")
-    built = build_engine(tmp_path / "checkpoint", tmp_path / "engine")
+    built = build_engine(DEMO_CHECKPOINT, tmp_path / "engine", dtype="float32")
     engine = open_engine(tmp_path / "engine")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "engine")
     text = tokenizer.apply_chat_template(
@@ -166,11 +165,10 @@ def test_the_demo_goes_the_ordinary_road(tmp_path):
     assert text == "<|im_start|>user\nGrüße 👋<|im_end|>\n<|im_start|>assistant\n"
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
-    assert len(ids) == 3 + len(text.encode()) - len("<|im_start|>" * 2 + "<|im_end|>")  # one token a byte
     assert built.has_tokenizer and engine.manifest.max_model_len == 4096
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") in engine.manifest.stop_ids
 
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint").eval()
+    model = AutoModelForCausalLM.from_pretrained(DEMO_CHECKPOINT, dtype=torch.float32).eval()
     runner = ScatteredRunner(engine.forward, engine.kv_shape(8, 32), [torch.tensor(ids)], engine.dtype)
     runner.step((0, 0, len(ids)))
     with torch.inference_mode():
