@@ -18,6 +18,7 @@ from .rows import Row, Turn, token_slice
 from .types import RowId
 
 LINK_PIECE_S = 2e-3  # the least link time that swap-ins may use in one step
+MOST_SCORED = 256  # prompt positions scored in one step: each takes a row of logits as wide as the vocabulary
 
 
 class Batch:
@@ -35,12 +36,17 @@ class Batch:
         self.span_rows: list[Row] = []
         self.token_ids: array[int] = array("i")
         self.samples: list[RowId] = []
+        self.scored: array[int] = array("i")
         self.short = 0  # GPU slots that running rows asked for in vain
         self.wanted = 0  # GPU slots that the request at the queue's head asked for in vain
 
     @property
     def tokens(self) -> int:
         return len(self.generate) + len(self.token_ids)
+
+    def room_for(self, span: Span) -> int:
+        """How much of the span the step can still take, tokens."""
+        return min(self.budget, MOST_SCORED - len(self.scored)) if span.scores else self.budget
 
     def freeze(self) -> StepPlan:
         return StepPlan(
@@ -54,11 +60,12 @@ class Batch:
             spans=tuple(self.spans),
             token_ids=self.token_ids,
             samples=tuple(self.samples),
+            scored=self.scored,
         )
 
 
 class Batcher:
-    """Rows in seats, by arrival; rows off the batch whose history is still loading; the requests that wait."""
+    """Rows in seats; rows off the batch whose history is still loading; the requests that wait. All by `order`."""
 
     def __init__(
         self,
@@ -81,11 +88,11 @@ class Batcher:
     # -- generation
 
     def plan_generation(self, batch: Batch) -> None:
-        """One token for every row that is past its prompt, oldest first; slots as they are needed."""
+        """One token for every row that is past its prompt, in their order; slots as they are needed."""
         step, generate, positions, samples = batch.step, batch.generate, batch.positions, batch.samples
         for row in tuple(self.rows):
             position = row.position
-            if row.spans or row.leaving or position > row.last_position:
+            if row.spans or row.leaving or position > row.last_position or (row.constrained and row.awaits_token):
                 continue
             if position == row.room and not self._extend(row, batch):
                 continue
@@ -111,17 +118,17 @@ class Batcher:
         return True
 
     def _suspend_for(self, batch: Batch) -> None:
-        """One shortage suspends one row: slots on their way free count. The latest arrival goes first."""
+        """One shortage suspends one row: slots on their way free count. The last in order goes first."""
         batch.short += 1
         if batch.short <= self.coming_free():
             return
         staying = [row for row in self.rows if not row.leaving]
-        youngest = max(self.loading + staying, key=lambda row: row.arrival)
-        if youngest in self.loading:
-            self.loading.remove(youngest)
-            self._requeue(youngest, batch.now)
+        last = max(self.loading + staying, key=lambda row: row.order)
+        if last in self.loading:
+            self.loading.remove(last)
+            self._requeue(last, batch.now)
         elif len(staying) > 1:
-            youngest.leaving = True
+            last.leaving = True
             self.suspensions += 1
             self.release_suspended(batch.applied, batch.now)
         # else the others are leaving already, or wait for their reply's length to be confirmed
@@ -139,7 +146,7 @@ class Batcher:
         turn = row.turn
         turn.tail = self._keep_tail(row)
         self.let_go(row, turn.tail, now)
-        insort(self.waiting, turn, key=lambda turn: turn.arrival)
+        insort(self.waiting, turn, key=lambda turn: turn.order)
 
     def _keep_tail(self, row: Row) -> Chunk | None:
         """The partly filled chunk that the row would append to when it comes back."""
@@ -155,7 +162,7 @@ class Batcher:
     # -- known tokens
 
     def plan_spans(self, batch: Batch) -> None:
-        """Pieces of prompts (and of dropped history), oldest row first, while the token budget lasts."""
+        """Pieces of prompts (and of dropped history), row by row in their order, while the token budget lasts."""
         for row in self.rows:
             if batch.budget <= 0:
                 return
@@ -164,26 +171,30 @@ class Batcher:
 
     def _take_spans(self, row: Row, batch: Batch) -> None:
         row.launched = batch.step
-        while row.spans and batch.budget > 0:
+        while row.spans and (room := batch.room_for(row.spans[0])) > 0:
             span = row.spans.popleft()._replace(seat=row.seat)
-            if span.end - span.start > batch.budget:
-                cut = span.start + batch.budget
+            if span.end - span.start > room:
+                cut = span.start + room
                 row.spans.appendleft(span._replace(start=cut, write_from=max(cut, span.write_from)))
                 span = span._replace(end=cut, samples=False)
             batch.budget -= span.end - span.start
             batch.spans.append(span)
             batch.span_rows.append(row)
             batch.token_ids += token_slice(row.turn.tokens, span)
+            if span.scores:
+                batch.scored += row.turn.tokens[span.start + 1 : span.end + (not span.samples)]
             if span.samples:
                 batch.samples.append(row.id)
 
     # -- joining
 
     def admit(self, batch: Batch) -> None:
-        """Rows whose history has nearly arrived take their seats, then requests join, first come first served.
+        """Rows whose history has nearly arrived take their seats, then requests join, in their order.
 
         Swap-ins that this step waits for stay under the time it takes anyway; more is loaded ahead of the seat.
         """
+        if not (self.loading or self.waiting):
+            return
         link = self.link_chunks(batch)
         for row in list(self.loading):
             link = self._load(row, batch, link)
@@ -194,13 +205,17 @@ class Batcher:
                 if self._resumes(turn):
                     return
                 continue
+            if self._surely_too_large(turn):
+                batch.wanted = turn.wanted
+                return
             finding = self.planner.look_up(turn, self.conversations.of(turn.request))
             if not isinstance(finding, Finding):
                 turn.waiting_for = finding
                 if self._resumes(turn):
                     return
                 continue
-            if not self._fits(finding, batch):
+            if not self._fits(finding):
+                self._keep_for_later(turn, finding, batch)
                 return
             self.waiting.remove(turn)
             link = self._load(self._reserve(turn, finding, batch), batch, link)
@@ -210,19 +225,32 @@ class Batcher:
         return max(1, int(max(self.cost.step(batch.tokens), LINK_PIECE_S) / self.cost.load()))
 
     def _resumes(self, turn: Turn) -> bool:
-        """While a suspended request waits, no later arrival joins."""
-        return len(turn.tokens) > len(turn.request.prompt)
+        """While a suspended request waits, nobody behind it joins."""
+        return turn.usage is not None  # it has had its room before
 
-    def _fits(self, finding: Finding, batch: Batch) -> bool:
+    def _surely_too_large(self, turn: Turn) -> bool:
+        """It did not fit when it was last looked at, and there is still less room than it wanted then."""
+        return bool(self.rows or self.loading) and self.store.available + self.coming_free() < turn.wanted
+
+    def _keep_for_later(self, turn: Turn, finding: Finding, batch: Batch) -> None:
+        """The head of the queue must wait. Its conversation is active: what it will hit goes to every order's end."""
+        if not turn.wanted:
+            for chunk in finding.chunks:
+                if chunk is not None and not chunk.users:
+                    self.store.touch(chunk, batch.now)
+        batch.wanted = turn.wanted = self._wanted(finding)
+
+    def _wanted(self, finding: Finding) -> int:
+        return finding.new_slots + finding.idle_safe + self.config.reserved_chunks
+
+    def _fits(self, finding: Finding) -> bool:
         """All the room it needs beyond the reserve, or nothing. An empty batch ignores the reserve."""
         store, needed = self.store, finding.new_slots
         if not self.rows and not self.loading:
-            if store.obtainable - finding.idle_safe - finding.idle_only >= needed:
-                return True
-        elif store.available + self.coming_free() - finding.idle_safe - needed >= self.config.reserved_chunks:
-            return store.available - finding.idle_safe >= needed
-        batch.wanted = needed + finding.idle_safe + self.config.reserved_chunks
-        return False
+            return store.obtainable - finding.idle_safe - finding.idle_only >= needed
+        if store.available + self.coming_free() < self._wanted(finding):
+            return False
+        return store.available - finding.idle_safe >= needed
 
     def _reserve(self, turn: Turn, finding: Finding, batch: Batch) -> Row:
         """Holds every hit, then takes a slot for every chunk that is loaded or computed."""
@@ -252,7 +280,7 @@ class Batcher:
             keyed = zip(turn.keys, finding.chunks, strict=False)
             row.pending = {key: None for key, hit in keyed if hit is None or hit is tail}
             self.planner.pending.update(dict.fromkeys(row.pending, row.id.epoch))
-        self.loading.append(row)
+        insort(self.loading, row, key=lambda row: row.order)
         return row
 
     def _take_tail(self, turn: Turn, tail: Chunk) -> None:
@@ -292,14 +320,15 @@ class Batcher:
     def _seat(self, row: Row, batch: Batch) -> None:
         self.loading.remove(row)
         row.seat = self.free_seats.popleft()
-        insort(self.rows, row, key=lambda row: row.arrival)
+        if row.turn.queued is None:
+            row.turn.queued = batch.now - row.turn.arrived
+        insort(self.rows, row, key=lambda row: row.order)
         self.by_id[row.id] = row
+        batch.copies.step_reads([chunk.gpu for chunk in row.chunks if chunk.key is not None])
         for chunk in row.chunks:
             if chunk.key is None:
                 batch.copies.step_writes(chunk.gpu)
-            else:
-                batch.copies.step_reads(chunk.gpu)
-        batch.joins.append(Join(row.seat, row.id, row.turn.request.sampling))
+        batch.joins.append(_join(row))
         batch.blocks.append(BlockUpdate(row.seat, 0, tuple(chunk.gpu for chunk in row.chunks)))
         self._take_spans(row, batch)
 
@@ -329,3 +358,17 @@ class Batcher:
                 chunk.tokens = 0
             self.store.unpin(chunk, row.launched, now)
         row.chunks = []
+
+
+def _join(row: Row) -> Join:
+    """With the tokens so far where the next one depends on them."""
+    request, tokens = row.turn.request, row.turn.tokens
+    prompt, sampling = len(request.prompt), request.sampling
+    return Join(
+        row.seat,
+        row.id,
+        sampling,
+        prompt=tokens[:prompt] if sampling.penalised else (),
+        reply=tokens[prompt:] if sampling.penalised or row.constrained else (),
+        prompt_logprobs=request.prompt_logprobs,
+    )

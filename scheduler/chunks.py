@@ -45,6 +45,7 @@ class Chunk:
     tokens       leading tokens whose KV is valid: all of a keyed chunk, fewer in a tail
     gpu, host    its slot in the tier, or NO_SLOT; both may be valid at once
     users        rows that hold it; claims: conversations that reference it
+    pins         of these conversations, those that are pinned: it is evicted last
     loading      its swap-in is reserved but not all issued: the GPU slot holds nothing yet
     filed        the set of victims it is in
     declined     HOST has no room for one of so low a value: dropped when its GPU slot is needed
@@ -61,6 +62,7 @@ class Chunk:
         "key",
         "last_active",
         "loading",
+        "pins",
         "tokens",
         "users",
     )
@@ -73,6 +75,7 @@ class Chunk:
         self.host = NO_SLOT
         self.users = 0
         self.claims = 0
+        self.pins = 0
         self.born = self.last_active = now
         self.loading = False
         self.declined = False
@@ -187,7 +190,8 @@ class ChunkStore:
 
     def claim(self, chunk: Chunk) -> None:
         chunk.claims += 1
-        self.file(chunk)
+        if not chunk.users:
+            self.file(chunk)
 
     def unclaim(self, chunk: Chunk) -> None:
         if chunk.claims <= 0:
@@ -195,6 +199,13 @@ class ChunkStore:
         chunk.claims -= 1
         self.file(chunk)
         self._forget_if_gone(chunk)
+
+    def change_pins(self, chunk: Chunk, by: int) -> None:
+        """A conversation that claims the chunk begins (1) or ceases (-1) to be pinned."""
+        chunk.pins += by
+        chunk.declined = False
+        if not chunk.users:
+            self.file(chunk)
 
     def touch(self, chunk: Chunk, now: float) -> None:
         """Its conversation is active: the user has written."""
@@ -281,19 +292,21 @@ class ChunkStore:
         yield from self._by_key.values()
         yield from self._private
 
-    def check(self, users: dict[Chunk, int], claims: dict[Chunk, int]) -> None:
-        """Conservation: slots are free or owned once; users and claims are those that rows and conversations have."""
+    def check(self, users: dict[Chunk, int], claims: dict[Chunk, int], pins: dict[Chunk, int]) -> None:
+        """Conservation: slots are free or owned once; users, claims and pins are those of rows and conversations."""
         chunks = list(self.resident_chunks())
         self.gpu.check(chunk.gpu for chunk in chunks if chunk.gpu != NO_SLOT)
         self.host.check([*(chunk.host for chunk in chunks if chunk.host != NO_SLOT), *self._late_host_slots])
         known = set(chunks)
-        for held in (users, claims):
+        for held in (users, claims, pins):
             if not known.issuperset(held):
                 raise InvariantError(f"held but not in the store: {set(held) - known}")
         filed = 0
         for chunk in chunks:
             if chunk.users != users.get(chunk, 0) or chunk.claims != claims.get(chunk, 0):
                 raise InvariantError(f"{chunk}: {users.get(chunk, 0)} rows and {claims.get(chunk, 0)} claims hold it")
+            if chunk.pins != pins.get(chunk, 0):
+                raise InvariantError(f"{chunk} is pinned {chunk.pins} times, by {pins.get(chunk, 0)} conversations")
             if chunk.key is not None and self._by_key.get(chunk.key) is not chunk:
                 raise InvariantError(f"{chunk} is not the owner of its key")
             if chunk.users and chunk.gpu == NO_SLOT:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from .types import SettingError
 
@@ -19,6 +20,8 @@ class SchedulerConfig:
     max_num_seqs                    seats
     max_num_batched_tokens          token budget of a step
     max_queue                       requests that may wait; one more is refused with 429
+    queue_timeout                   seconds a request may wait for its first seat, then it is refused with 503
+    conversation_ttl                seconds after its last activity for which a conversation claims its KV
     swap_out_below                  chunks are copied out ahead of time while fewer GPU slots are free or reclaimable
     generation_reserve              new requests join while more GPU slots than this are free or reclaimable
     reuse                           False: every request computes its whole context (for comparison)
@@ -32,6 +35,8 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 1024
     chunk_tokens: int = 32
     max_queue: int = 1024
+    queue_timeout: float | None = None
+    conversation_ttl: float = inf
     eviction: str = "retention"
     swap_out_below: float = 0.25
     generation_reserve: float = 0.10
@@ -48,6 +53,9 @@ class SchedulerConfig:
             need(getattr(self, name) >= 1, name, f"must be at least 1, not {getattr(self, name)}")
         need(self.host_kv_chunks >= 0, "host_kv_chunks", f"must not be negative, not {self.host_kv_chunks}")
         need(self.max_queue >= 1, "max_queue", f"must be at least 1, not {self.max_queue}")
+        patience = self.queue_timeout
+        need(patience is None or 0.0 < patience < inf, "queue_timeout", f"must be more than 0 seconds, not {patience}")
+        need(self.conversation_ttl > 0.0, "conversation_ttl", f"must be more than 0 s, not {self.conversation_ttl}")
         for name in ("swap_out_below", "generation_reserve"):
             need(0.0 <= getattr(self, name) <= 1.0, name, f"must be between 0 and 1, not {getattr(self, name)}")
         for name, allowed in (("eviction", EVICTION_POLICIES), ("batching", BATCHING_MODES)):

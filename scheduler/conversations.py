@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from array import array
+from heapq import heappop, heappush
+from math import inf
 
 from .chunks import Chunk, ChunkStore
 from .types import ChunkKey, Request
@@ -14,22 +16,32 @@ class Conversation:
     keys      one for each full chunk of KV
     chunks    the chunks of those keys, claimed; empty without reuse
     tail      the private chunk behind them, or None; it may have been dropped meanwhile
+    active    when it was last active
+    ttl       seconds it lives on after that
+    pinned    its chunks are evicted last, until `pinned_until`
+    due       when it is to be looked at again: no later than when it expires or ceases to be pinned
     """
 
-    __slots__ = ("chunks", "keys", "salt", "tail", "tokens")
+    __slots__ = ("active", "chunks", "due", "keys", "pinned", "pinned_until", "salt", "tail", "tokens", "ttl")
 
-    def __init__(self, salt: bytes):
+    def __init__(self, salt: bytes, ttl: float, now: float):
         self.salt = salt
         self.tokens: array[int] = array("i")
         self.keys: list[ChunkKey] = []
         self.chunks: list[Chunk] = []
         self.tail: Chunk | None = None
+        self.active, self.ttl = now, ttl
+        self.pinned, self.pinned_until = False, -inf
+        self.due = inf
 
 
 class Conversations:
-    def __init__(self, store: ChunkStore):
-        self._store = store
+    """`ttl`: seconds after its last activity for which a conversation without a TTL of its own lives on."""
+
+    def __init__(self, store: ChunkStore, ttl: float = inf):
+        self._store, self._ttl = store, ttl
         self._by_id: dict[str, Conversation] = {}
+        self._due: list[tuple[float, str]] = []  # a heap; an entry counts if it is its conversation's `due`
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -43,14 +55,20 @@ class Conversations:
         return conversation if conversation is not None and conversation.salt == request.salt else None
 
     def commit(
-        self, request: Request, tokens: array[int], keys: list[ChunkKey], chunks: list[Chunk], tail: Chunk | None
+        self,
+        request: Request,
+        tokens: array[int],
+        keys: list[ChunkKey],
+        chunks: list[Chunk],
+        tail: Chunk | None,
+        now: float,
     ) -> None:
         """The turn is over: its conversation's id names this branch from now on, whatever it named before.
 
         Chunks of the branch named before stay as unclaimed cache where the two differ.
         """
         assert request.conversation is not None
-        self._set(request.conversation, request.salt, tokens, keys, chunks, tail)
+        self._set(request.conversation, request.salt, tokens, keys, chunks, tail, now)
 
     def _set(
         self,
@@ -60,8 +78,9 @@ class Conversations:
         keys: list[ChunkKey],
         chunks: list[Chunk],
         tail: Chunk | None,
+        now: float,
     ) -> None:
-        conversation = self._by_id.setdefault(conversation_id, Conversation(salt))
+        conversation = self._by_id.setdefault(conversation_id, Conversation(salt, self._ttl, now))
         shared = 0
         for before, after in zip(conversation.chunks, chunks, strict=False):
             if before is not after:
@@ -69,30 +88,80 @@ class Conversations:
             shared += 1
         for chunk in chunks[shared:]:
             self._store.claim(chunk)
+            if conversation.pinned:
+                self._store.change_pins(chunk, 1)
         self._release(conversation, shared)
         conversation.salt, conversation.tokens, conversation.tail = salt, tokens, tail
         conversation.keys, conversation.chunks = keys, chunks
+        conversation.active = now
+        self._schedule(conversation_id, conversation)
 
-    def fork(self, conversation_id: str, new_id: str) -> None:
+    def touch(self, request: Request, now: float) -> None:
+        """The user has written: the conversation lives on."""
+        conversation = self._by_id.get(request.conversation) if request.conversation is not None else None
+        if conversation is not None:
+            conversation.active = now
+
+    def fork(self, conversation_id: str, new_id: str, now: float) -> None:
         """A second name for the same history. Full chunks are shared; the tail stays with the original."""
         source = self._by_id[conversation_id]
-        self._set(new_id, source.salt, source.tokens[:], source.keys[:], source.chunks[:], None)
+        self._set(new_id, source.salt, source.tokens[:], source.keys[:], source.chunks[:], None, now)
 
     def delete(self, conversation_id: str) -> None:
         """The log is gone and claims nothing any more; its tail is dropped."""
         self._release(self._by_id.pop(conversation_id))
 
-    def claims(self) -> dict[Chunk, int]:
-        """Claims by chunk, counted afresh (for `check`)."""
+    def keep(self, conversation_id: str, ttl: float | None, pinned_until: float, now: float) -> None:
+        """How long the conversation lives on after its last activity, and until when it is pinned."""
+        conversation = self._by_id[conversation_id]
+        conversation.ttl = self._ttl if ttl is None else ttl
+        conversation.pinned_until = pinned_until
+        self._pin(conversation, pinned_until > now)
+        self._schedule(conversation_id, conversation)
+
+    def expire(self, now: float) -> None:
+        """Ends pins and conversations whose time is over."""
+        while self._due and self._due[0][0] <= now:
+            due, conversation_id = heappop(self._due)
+            conversation = self._by_id.get(conversation_id)
+            if conversation is None or conversation.due != due:
+                continue
+            conversation.due = inf
+            if conversation.active + conversation.ttl <= now:
+                self.delete(conversation_id)
+                continue
+            if conversation.pinned_until <= now:
+                self._pin(conversation, False)
+            self._schedule(conversation_id, conversation)
+
+    def _schedule(self, conversation_id: str, conversation: Conversation) -> None:
+        """One entry is enough while it comes early enough: later activity only moves the end away."""
+        due = conversation.active + conversation.ttl
+        if conversation.pinned:
+            due = min(due, conversation.pinned_until)
+        if due < conversation.due:
+            conversation.due = due
+            heappush(self._due, (due, conversation_id))
+
+    def _pin(self, conversation: Conversation, pinned: bool) -> None:
+        if conversation.pinned != pinned:
+            conversation.pinned = pinned
+            for chunk in conversation.chunks:
+                self._store.change_pins(chunk, 1 if pinned else -1)
+
+    def claims(self, pinned: bool = False) -> dict[Chunk, int]:
+        """Claims by chunk, counted afresh (for `check`); only those of pinned conversations if asked for."""
         counted: dict[Chunk, int] = {}
         for conversation in self._by_id.values():
-            for chunk in conversation.chunks:
+            for chunk in conversation.chunks if conversation.pinned or not pinned else ():
                 counted[chunk] = counted.get(chunk, 0) + 1
         return counted
 
     def _release(self, conversation: Conversation, kept: int = 0) -> None:
         """Gives up the claims behind the first `kept` chunks, and the tail."""
         for chunk in conversation.chunks[kept:]:
+            if conversation.pinned:
+                self._store.change_pins(chunk, -1)
             self._store.unclaim(chunk)
         if conversation.tail is not None and conversation.tail.resident:
             self._store.drop(conversation.tail)

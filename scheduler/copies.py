@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
+from functools import cached_property
 
 from .plan import CopyBatch, Lane, Tickets
 from .slots import SlotPool
+
+OTHER_LANES = {lane: tuple(other for other in Lane if other != lane) for lane in Lane}
 
 
 class StepCopies:
@@ -25,11 +29,25 @@ class StepCopies:
     def __init__(self, step: int, gpu: SlotPool, host: SlotPool):
         self._gpu, self._host = gpu, host
         self._first = 2 * step - 1
-        self.evictions = _Batch(Lane.OUT, self._first, gpu, host)
-        self.gated = _Batch(Lane.IN, self._first, host, gpu)
-        self.early = _Batch(Lane.IN, self._first + 1, host, gpu)
-        self.saves = _Batch(Lane.OUT, self._first + 1, gpu, host)
-        self._after = [0] * len(Lane)
+        self._after = [0, 0, 0]
+
+    # Made when first used: most steps copy nothing.
+
+    @cached_property
+    def evictions(self) -> _Batch:
+        return _Batch(Lane.OUT, self._first, self._gpu, self._host)
+
+    @cached_property
+    def gated(self) -> _Batch:
+        return _Batch(Lane.IN, self._first, self._host, self._gpu)
+
+    @cached_property
+    def early(self) -> _Batch:
+        return _Batch(Lane.IN, self._first + 1, self._host, self._gpu)
+
+    @cached_property
+    def saves(self) -> _Batch:
+        return _Batch(Lane.OUT, self._first + 1, self._gpu, self._host)
 
     def host_slot_in_use(self, slot: int) -> bool:
         last = self._host.last
@@ -37,14 +55,16 @@ class StepCopies:
 
     def step_writes(self, gpu_slot: int) -> None:
         """This step (or a later one) writes the slot: it waits for copies that still use it."""
-        self.step_reads(gpu_slot)
+        self.step_reads([gpu_slot])
         self._after[Lane.OUT] = max(self._after[Lane.OUT], self._gpu.last[Lane.OUT][gpu_slot])
 
-    def step_reads(self, gpu_slot: int) -> None:
-        """This step uses a slot that a swap-in may have filled; only this plan's gated one has gates for that."""
-        ticket = self._gpu.last[Lane.IN][gpu_slot]
-        if ticket != self._first:
-            self._after[Lane.IN] = max(self._after[Lane.IN], ticket)
+    def step_reads(self, gpu_slots: Sequence[int]) -> None:
+        """This step uses slots that a swap-in may have filled; only this plan's gated one has gates for that."""
+        after, first, last = self._after[Lane.IN], self._first, self._gpu.last[Lane.IN]
+        for slot in gpu_slots:
+            if last[slot] > after and last[slot] != first:
+                after = last[slot]
+        self._after[Lane.IN] = after
 
     @property
     def after(self) -> Tickets:
@@ -52,16 +72,23 @@ class StepCopies:
         return Tickets(*self._after)
 
     def batches(self) -> tuple[CopyBatch, ...]:
-        order = (self.evictions, self.gated, self.early, self.saves)
-        return tuple(batch.freeze(gated=batch is self.gated) for batch in order if batch.sources)
+        made = vars(self)
+        order = ("evictions", "gated", "early", "saves")
+        return tuple(made[name].freeze(gated=name == "gated") for name in order if name in made and made[name].sources)
+
+    def moved(self) -> tuple[int, int]:
+        """Chunks swapped in and out so far."""
+        made = vars(self)
+        sizes = [len(made.get(name, ())) for name in ("gated", "early", "evictions", "saves")]
+        return sizes[0] + sizes[1], sizes[2] + sizes[3]
 
 
 class _Batch:
     def __init__(self, lane: Lane, ticket: int, source_pool: SlotPool, target_pool: SlotPool):
         self._lane, self._ticket = lane, ticket
         self._source_last, self._target_last = source_pool.last, target_pool.last
-        self._others = [other for other in Lane if other != lane]
-        self._after = [0] * len(Lane)
+        self._others = OTHER_LANES[lane]
+        self._after = [0, 0, 0]
         self.sources: array[int] = array("i")
         self.targets: array[int] = array("i")
 

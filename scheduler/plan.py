@@ -12,11 +12,12 @@ none. It proves that no slot is read before it is written, or written while some
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
-from .types import RowId, Sampling
+from .types import RowId, Sampling, TokenLogprobs
 
 
 class Lane(IntEnum):
@@ -37,11 +38,18 @@ NO_TICKETS = Tickets()
 
 
 class Join(NamedTuple):
-    """A request takes a seat: its sampler state starts here."""
+    """A request takes a seat: its sampler state starts here.
+
+    `prompt` and `reply` are the tokens so far, for those whose next token depends on them (penalties, a grammar).
+    `prompt_logprobs` as in `Request`.
+    """
 
     seat: int
     row: RowId
     sampling: Sampling
+    prompt: Sequence[int] = ()
+    reply: Sequence[int] = ()
+    prompt_logprobs: int | None = None
 
 
 class BlockUpdate(NamedTuple):
@@ -57,6 +65,7 @@ class Span(NamedTuple):
 
     Positions below `write_from` belong to a keyed chunk and are not written (the last token of a full hit).
     `samples`: the span's last position yields the request's next token.
+    `scores`: log probabilities are reported of the known token behind each position.
     """
 
     seat: int
@@ -64,6 +73,7 @@ class Span(NamedTuple):
     end: int
     write_from: int
     samples: bool
+    scores: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +101,7 @@ class StepPlan:
                 applied to the seats before anything else
     generate    seats that compute one token, their last sample, at `positions` (as many)
     spans       pieces of known tokens, ascending within a seat; `token_ids` holds their ids one after the other
+    scored      the known token behind each position of the spans that score; none behind a position that samples
     samples     who gets a token, in this order: all of `generate`, then the spans that sample
 
     The batch's token order is: `generate`, then `spans`. A plan without both launches nothing.
@@ -106,6 +117,7 @@ class StepPlan:
     spans: tuple[Span, ...]
     token_ids: array[int]
     samples: tuple[RowId, ...]
+    scored: array[int] = field(default_factory=lambda: array("i"))
 
     @property
     def tokens(self) -> int:
@@ -117,6 +129,9 @@ class StepPlan:
 class StepResult:
     """What a step brought: `tokens[i]` is the sample of `samples[i]`.
 
+    logprobs    of the tokens of those rows that asked for them
+    prompt_logprobs
+                of the tokens that the plan scored, by seat, in their order
     completed   the last ticket known to be complete on each lane, over all ranks the smallest
     failed      disk slots whose record did not check: their chunks are dropped everywhere
     """
@@ -126,3 +141,5 @@ class StepResult:
     tokens: tuple[int, ...]
     completed: Tickets = NO_TICKETS
     failed: tuple[int, ...] = ()
+    logprobs: Mapping[RowId, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)

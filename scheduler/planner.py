@@ -60,12 +60,17 @@ class Planner:
         """What the turn would need now; or the key of the chunk that it had better wait for."""
         hits: list[Chunk | None] = []
         known: list[bool] = []
+        find, load = self._store.find, self._cost.load()
         for key in turn.keys if self._reuse else ():
-            if self.must_wait(key):
+            chunk = find(key)
+            if chunk is not None and chunk.gpu >= 0 and not chunk.loading:
+                hit = True
+            elif self.must_wait(key):
                 return key
-            chunk = self._store.find(key)
-            hits.append(chunk if chunk and chunk.resident and not self._rather_computed(chunk) else None)
-            known.append(hits[-1] is None and self._store.known(key))
+            else:
+                hit = chunk is not None and chunk.host >= 0 and self._cost.recompute(chunk.end) >= load
+            hits.append(chunk if hit else None)
+            known.append(not hit and self._store.known(key))
         missing = -(-len(turn.tokens) // self._chunk_tokens) - len(hits)
         hits += [None] * missing
         known += [False] * missing
@@ -73,9 +78,6 @@ class Planner:
         if tail:
             hits[tail.end // self._chunk_tokens - 1] = tail
         return self._finding(turn, conversation, hits, known, tail, tail_tokens)
-
-    def _rather_computed(self, chunk: Chunk) -> bool:
-        return chunk.gpu < 0 and self._cost.recompute(chunk.end) < self._cost.load()
 
     def _usable_tail(
         self, turn: Turn, conversation: Conversation | None, hits: list[Chunk | None]
@@ -107,14 +109,16 @@ class Planner:
         loads: deque[Chunk] = deque()
         sources = {"gpu": 0, "host": 0, "recomputed": 0}
         idle_safe = idle_only = 0
+        first = reached = 0  # [first, reached): the span that grows
         for index, chunk in enumerate(hits):
             start, end = index * size, min((index + 1) * size, count)
             valid = start if chunk is None else start + tail_tokens if chunk is tail else end
             if valid < end:
-                if spans and spans[-1].end == valid:
-                    spans[-1] = spans[-1]._replace(end=end)
-                else:
-                    spans.append(Span(-1, valid, end, valid, False))
+                if reached != valid:
+                    if first < reached:
+                        spans.append(Span(-1, first, reached, first, False))
+                    first = valid
+                reached = end
                 sources["recomputed"] += (end - valid) * known[index]
             if chunk is None:
                 continue
@@ -125,11 +129,16 @@ class Planner:
                 idle_safe += 1
             elif chunk in self._store.uncopied:
                 idle_only += 1
+        if first < reached:
+            spans.append(Span(-1, first, reached, first, False))
         if tail is not None and tail.gpu < 0:
             loads.remove(tail)  # it comes last, so it is gated: the plan that loads a tail early might evict it
             loads.append(tail)
         self._end_with_a_sample(spans, hits, tail, count, sources)
         sources["recomputed"] += self._dropped_tail_tokens(turn, conversation, hits, known)
+        if turn.unscored:
+            spans = _scoring(spans, turn.scored)
+            sources = {"recomputed": sum(sources.values())}
         usage = Usage(**sources, new=count - sum(sources.values()))
         return Finding(hits, spans, loads, tail, tail_tokens, idle_safe, idle_only, usage)
 
@@ -158,3 +167,22 @@ class Planner:
         if had_kv <= start or hits[index] is not None or known[index]:
             return 0
         return had_kv - start
+
+
+def _scoring(spans: deque[Span], position: int) -> deque[Span]:
+    """Every position from `position` on is computed, for its logits; what `spans` leaves out is not written.
+
+    KV exists     |########|        |####|
+    spans                  |--------|    |---|
+    scoring       |~~~~~~~~|--------|~~~~|---|    ~ not written
+    """
+    scoring: deque[Span] = deque()
+    for span in spans:
+        if span.start < position:
+            before = span._replace(end=min(span.end, position))
+            scoring.append(before if before.end == span.end else before._replace(samples=False))
+        if span.end > position:
+            write_from = max(span.write_from, position)
+            scoring.append(span._replace(start=position, write_from=write_from, scores=True))
+            position = span.end
+    return scoring

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 SHORTEST_IDLE_S = 1e-3  # T is at least about one step
 CLASSES_PER_OCTAVE = 8
+PINNED_CLASS = 128 * CLASSES_PER_OCTAVE  # 2**128: no cost, and no time since the last activity, makes up for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,8 @@ class EvictionPolicy:
     """weigh        chunks weigh Cost(l) x claims; else they all weigh the same and only their stamps decide
     by_age          stamps are the first computation (FIFO) instead of the last activity
     whole           a victim takes its whole turn's chunks along, as systems that evict by conversation do
+
+    Whatever the policy, chunks of pinned conversations go after all others.
     """
 
     cost: CostProfile
@@ -40,12 +43,13 @@ class EvictionPolicy:
     _cost_classes: dict[int, int] = field(default_factory=dict, repr=False, compare=False)
 
     def weight_class(self, chunk: Chunk) -> int:
+        pinned = PINNED_CLASS if chunk.pins else 0
         if not self.weigh:
-            return 0
+            return pinned
         cost = self._cost_classes.get(chunk.end)
         if cost is None:
             cost = self._cost_classes[chunk.end] = eighths(self.cost.recompute(chunk.end))
-        return cost if chunk.claims <= 1 else cost + eighths(chunk.claims)
+        return cost + pinned if chunk.claims <= 1 else cost + pinned + eighths(chunk.claims)
 
     def stamp(self, chunk: Chunk) -> float:
         return chunk.born if self.by_age else chunk.last_active
@@ -78,33 +82,33 @@ class VictimSet:
 
     def __init__(self, policy: EvictionPolicy):
         self._policy = policy
-        self._filed: dict[Chunk, tuple[int, float]] = {}
+        self.members: dict[Chunk, tuple[int, float]] = {}
         self._classes: dict[int, _WeightClass] = {}
 
     def __len__(self) -> int:
-        return len(self._filed)
+        return len(self.members)
 
     def __contains__(self, chunk: Chunk | None) -> bool:
-        return chunk in self._filed
+        return chunk in self.members
 
     def __iter__(self) -> Iterator[Chunk]:
-        return iter(self._filed)
+        return iter(self.members)
 
     def add(self, chunk: Chunk) -> None:
         """Files the chunk, anew if its class or stamp has changed."""
         where = (self._policy.weight_class(chunk), self._policy.stamp(chunk))
-        before = self._filed.get(chunk)
+        before = self.members.get(chunk)
         if before == where:
             return
         if before is not None:
             self._classes[before[0]].remove(chunk, before[1])
-        self._filed[chunk] = where
+        self.members[chunk] = where
         if where[0] not in self._classes:
             self._classes[where[0]] = _WeightClass()
         self._classes[where[0]].add(chunk, where[1])
 
     def discard(self, chunk: Chunk) -> None:
-        where = self._filed.pop(chunk, None)
+        where = self.members.pop(chunk, None)
         if where is not None:
             self._classes[where[0]].remove(chunk, where[1])
 
@@ -132,12 +136,14 @@ class VictimSet:
 class _WeightClass:
     """Chunks of one weight, grouped by stamp: a turn's chunks share theirs, so there are far fewer groups than chunks.
 
-    `stamps` is sorted and may name empty groups, which are cleared away when they outnumber the others.
+    Stamps are sorted and may name empty groups, which are cleared away when they outnumber the others. A group is in
+    order of position unless its stamp is in `_unsorted`: chunks mostly come in that order.
     """
 
     def __init__(self) -> None:
         self._stamps: list[float] = []
         self._groups: dict[float, dict[Chunk, None]] = {}
+        self._unsorted: set[float] = set()
         self._empty = 0
 
     def add(self, chunk: Chunk, stamp: float) -> None:
@@ -147,6 +153,8 @@ class _WeightClass:
             insort(self._stamps, stamp)
         elif not group:
             self._empty -= 1
+        elif chunk.end < next(reversed(group)).end:
+            self._unsorted.add(stamp)
         group[chunk] = None
 
     def remove(self, chunk: Chunk, stamp: float) -> None:
@@ -172,10 +180,15 @@ class _WeightClass:
             if not 0 <= index < len(self._stamps):
                 return
             stamp = self._stamps[index]
-            if group := self._groups[stamp]:
-                for chunk in sorted(group, key=attrgetter("end")):
-                    if chunk in group:
-                        yield stamp, chunk
+            group = self._groups[stamp]
+            if stamp in self._unsorted:
+                in_order = sorted(group, key=attrgetter("end"))
+                group.clear()
+                group.update(dict.fromkeys(in_order))
+                self._unsorted.discard(stamp)
+            for chunk in tuple(group):
+                if chunk in group:
+                    yield stamp, chunk
 
     def _clear_end(self, last: bool) -> None:
         """Victims leave at one end, and their empty groups with them."""
@@ -202,9 +215,9 @@ class Head:
 
     def peek(self) -> Chunk | None:
         """The member of lowest (or highest) V, its V in `value`; None if there is none. The same until it leaves."""
-        chunk = self._chunk
-        while chunk not in self._members:
-            if not len(self._members):
+        chunk, members = self._chunk, self._members.members
+        while chunk not in members:
+            if not members:
                 return None
             self.value, chunk = next(self._merge, (0.0, None))
             if chunk is None:

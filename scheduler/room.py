@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from .chunks import NO_SLOT, Chunk, ChunkStore
 from .copies import StepCopies
 from .retention import Head
@@ -15,10 +17,24 @@ class RoomMaker:
         self._store = store
         self._copies = copies
         self._now = now
-        self._reclaimable = Head(store.reclaimable, now)
-        self._uncopied = Head(store.uncopied, now)
-        self._host_only = Head(store.host_only, now)
-        self._most_valuable = Head(store.reclaimable, now, descending=True)
+
+    # Made when first used: most plans make no room.
+
+    @cached_property
+    def _reclaimable(self) -> Head:
+        return Head(self._store.reclaimable, self._now)
+
+    @cached_property
+    def _uncopied(self) -> Head:
+        return Head(self._store.uncopied, self._now)
+
+    @cached_property
+    def _host_only(self) -> Head:
+        return Head(self._store.host_only, self._now)
+
+    @cached_property
+    def _most_valuable(self) -> Head:
+        return Head(self._store.reclaimable, self._now, descending=True)
 
     def gpu_slots(self, count: int) -> None:
         """Makes at least `count` GPU slots free; the caller has checked that so many are obtainable.

@@ -13,21 +13,46 @@ from .types import ChunkKey, Request, RowId, Usage
 class Turn:
     """tokens        the prompt and every applied token of the reply
     keys          one for each full chunk of `tokens`
-    arrival       its place in the queue, kept for life
+    order         its place in the queue, kept for life: (priority, number of its arrival), the smaller the sooner
+    arrived       when it came; seconds, as the next one
+    queued        how long it waited for its first seat
     tail          while suspended: a private, partly filled chunk left by its last stay, perhaps dropped meanwhile
+    scored        prompt positions whose log probabilities have been reported
+    wanted        GPU slots that it asked for in vain when it was last looked at
     waiting_for   the key that a running row is computing or loading, as last seen
     """
 
-    __slots__ = ("arrival", "keys", "request", "tail", "tokens", "usage", "waiting_for")
+    __slots__ = (
+        "arrived",
+        "keys",
+        "order",
+        "queued",
+        "request",
+        "scored",
+        "tail",
+        "tokens",
+        "usage",
+        "waiting_for",
+        "wanted",
+    )
 
-    def __init__(self, request: Request, arrival: int, keys: list[ChunkKey]):
+    def __init__(self, request: Request, arrival: int, keys: list[ChunkKey], now: float):
         self.request = request
-        self.arrival = arrival
+        self.order = (request.priority, arrival)
+        self.arrived = now
+        self.queued: float | None = None
         self.tokens = request.prompt[:]
         self.keys = keys
+        self.scored = 0
         self.tail: Chunk | None = None
         self.waiting_for: ChunkKey | None = None
+        self.wanted = 0
         self.usage: Usage | None = None
+
+    @property
+    def unscored(self) -> bool:
+        """Log probabilities of the prompt are still to be reported (the last position has no token behind it)."""
+        return self.request.prompt_logprobs is not None and self.scored < len(self.request.prompt) - 1
 
 
 class Row:
@@ -41,10 +66,12 @@ class Row:
     launched      the last step planned with this row
     leaving       suspended: planned no more, released when its last launched step is applied
     pending       keys that this row is the first to compute
+    constrained   a grammar decides what may come next, so a token must be applied before the next one is planned
     """
 
     __slots__ = (
         "chunks",
+        "constrained",
         "id",
         "last_position",
         "launched",
@@ -71,10 +98,16 @@ class Row:
         self.launched = 0
         self.leaving = False
         self.pending: dict[ChunkKey, None] = {}
+        self.constrained = turn.request.sampling.grammar is not None
 
     @property
-    def arrival(self) -> int:
-        return self.turn.arrival
+    def order(self) -> tuple[int, int]:
+        return self.turn.order
+
+    @property
+    def awaits_token(self) -> bool:
+        """The token at the row's position is drawn but not applied."""
+        return self.position >= len(self.turn.tokens)
 
 
 def token_slice(tokens: array[int], span: Span) -> array[int]:

@@ -36,23 +36,29 @@ from .types import (
     RequestError,
     RequestId,
     SchedulerStats,
+    TokenLogprobs,
 )
 
 
 @dataclass(slots=True)
 class Applied:
-    """What a step brought: `tokens[i]` for `requests[i]`; `events` for those that begin (usage) or end."""
+    """What a step brought: `tokens[i]` for `requests[i]`; `events` for those that begin (usage) or end.
+
+    `logprobs` and `prompt_logprobs` by request, of those that asked for them.
+    """
 
     requests: array[int] = field(default_factory=lambda: array("q"))
     tokens: array[int] = field(default_factory=lambda: array("i"))
     events: list[Output] = field(default_factory=list)
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
 
 
 class Scheduler:
     def __init__(self, config: SchedulerConfig, cost: CostProfile):
         self.config = config
         self._store = ChunkStore(config, eviction_policy(config.eviction, cost))
-        self._conversations = Conversations(self._store)
+        self._conversations = Conversations(self._store, config.conversation_ttl)
         self._planner = Planner(self._store, cost, config.chunk_tokens, config.reuse)
         self._batcher = Batcher(config, cost, self._store, self._conversations, self._planner)
         self._turns: dict[RequestId, Turn] = {}
@@ -60,6 +66,7 @@ class Scheduler:
         self._inflight: deque[tuple[StepPlan, list[Row]]] = deque()
         self._step = self._applied = 0
         self._arrivals = 0
+        self._patient: deque[Turn] = deque()  # by arrival, with those that have their seat or are gone
         self._swapped_in = self._swapped_out = 0
         self._last_stamp = 0.0
 
@@ -82,10 +89,12 @@ class Scheduler:
         if len(self._batcher.waiting) >= self.config.max_queue:
             raise RequestError(429, f"{len(self._batcher.waiting)} requests wait already", None)
         self._arrivals += 1
-        turn = Turn(request, self._arrivals, self._prompt_keys(request))
+        turn = Turn(request, self._arrivals, self._prompt_keys(request), now)
         self._turns[request.id] = turn
         self._touch(turn, now)
-        insort(self._batcher.waiting, turn, key=lambda turn: turn.arrival)
+        insort(self._batcher.waiting, turn, key=lambda turn: turn.order)
+        if self.config.queue_timeout is not None:
+            self._patient.append(turn)
 
     def abort(self, request: RequestId, now: float) -> None:
         """The turn is not committed; its full chunks stay as cache. Unknown ids have ended already."""
@@ -99,6 +108,16 @@ class Scheduler:
         else:
             self._batcher.let_go(self._take_row(turn), None, now)
 
+    def expire(self, now: float) -> list[RequestId]:
+        """Ends the requests that have waited too long for their first seat (`queue_timeout`) and returns their ids."""
+        expired, patience = [], self.config.queue_timeout
+        while patience is not None and self._patient and self._patient[0].arrived + patience <= now:
+            turn = self._patient.popleft()
+            if turn.queued is None and self._turns.get(turn.request.id) is turn:
+                self.abort(turn.request.id, now)
+                expired.append(turn.request.id)
+        return expired
+
     def finish(self, request: RequestId, tokens: int, now: float) -> Output | None:
         """The reply is its first `tokens` tokens. Returns its end if the request still ran; unknown ids have ended."""
         turn = self._turns.get(request)
@@ -109,7 +128,7 @@ class Scheduler:
         ended = request in self._held
         if turn in self._batcher.waiting:
             self._batcher.waiting.remove(turn)
-            self._commit(turn, [], tokens, turn.tail)
+            self._commit(turn, [], tokens, turn.tail, now)
             if turn.tail is not None and turn.request.conversation is None and turn.tail.resident:
                 self._store.drop(turn.tail)
             del self._turns[request]
@@ -127,6 +146,7 @@ class Scheduler:
         batch = Batch(step, self._applied, now, copies, room, self.config.max_num_batched_tokens)
         batcher = self._batcher
 
+        self._conversations.expire(now)
         batcher.release_suspended(self._applied, now)
         if self.config.batching == "unified":
             batcher.plan_generation(batch)
@@ -142,8 +162,9 @@ class Scheduler:
             return None
         self._step = step
         self._inflight.append((plan, batch.span_rows))
-        self._swapped_in += len(copies.gated) + len(copies.early)
-        self._swapped_out += len(copies.evictions) + len(copies.saves)
+        swapped_in, swapped_out = copies.moved()
+        self._swapped_in += swapped_in
+        self._swapped_out += swapped_out
         return plan
 
     def apply(self, result: StepResult, now: float) -> Applied:
@@ -156,6 +177,10 @@ class Scheduler:
             if span_row.chunks:
                 self._computed(span_row, span.start, span.end)
         applied, by_id, chunk_tokens = Applied(), self._batcher.by_id, self.config.chunk_tokens
+        if result.logprobs:
+            applied.logprobs = {row.request: logprobs for row, logprobs in result.logprobs.items() if row in by_id}
+        if plan.scored:
+            self._scored(plan, span_rows, result, applied)
         for row_id, token in zip(result.samples, result.tokens, strict=True):
             row = by_id.get(row_id)
             if row is None:
@@ -177,7 +202,8 @@ class Scheduler:
             if finish is not None:
                 self._reply_ends(row, reply, now)
             if usage is not None or finish is not None:
-                applied.events.append(Output(row_id.request, usage=usage, finish=finish))
+                queued = None if usage is None else turn.queued
+                applied.events.append(Output(row_id.request, usage=usage, finish=finish, queued=queued))
         return applied
 
     # -- conversations
@@ -192,17 +218,26 @@ class Scheduler:
             raise RequestError(404, f"there is no conversation {conversation_id!r}", "conversation")
         return conversation.tokens
 
-    def fork(self, conversation_id: str, new_id: str) -> None:
+    def fork(self, conversation_id: str, new_id: str, now: float) -> None:
         """A second conversation with the same history. RequestError: 404 unknown id, 409 the new one exists."""
         self.conversation_tokens(conversation_id)
         if self.has_conversation(new_id):
             raise RequestError(409, f"there is a conversation {new_id!r} already", "conversation")
-        self._conversations.fork(conversation_id, new_id)
+        self._conversations.fork(conversation_id, new_id, now)
 
     def delete(self, conversation_id: str) -> None:
         """Forgets the log and its claims. Raises RequestError (404) for an unknown id."""
         self.conversation_tokens(conversation_id)
         self._conversations.delete(conversation_id)
+
+    def keep(self, conversation_id: str, ttl: float | None, pinned_until: float, now: float) -> None:
+        """Claims end `ttl` seconds after the last activity (None: `conversation_ttl`); until `pinned_until` the
+        conversation's full chunks are evicted after all others (a time not after `now`: no longer).
+
+        Raises RequestError (404) for an unknown id.
+        """
+        self.conversation_tokens(conversation_id)
+        self._conversations.keep(conversation_id, ttl, pinned_until, now)
 
     # -- what others may know
 
@@ -253,7 +288,7 @@ class Scheduler:
         for row in (*batcher.rows, *batcher.loading, *self._held.values()):
             for chunk in row.chunks:
                 users[chunk] = users.get(chunk, 0) + 1
-        self._store.check(users, self._conversations.claims())
+        self._store.check(users, self._conversations.claims(), self._conversations.claims(pinned=True))
         seats = sorted([*batcher.free_seats, *(row.seat for row in batcher.rows)])
         if seats != list(range(self.config.max_num_seqs)):
             raise InvariantError(f"seats, free and taken: {seats}")
@@ -281,7 +316,13 @@ class Scheduler:
         return keys
 
     def _touch(self, turn: Turn, now: float) -> None:
-        """The user has written: the conversation is active again, which moves its chunks to the end of every order."""
+        """The user has written: the conversation is active again, which moves its chunks to the end of every order.
+
+        Needless if nobody waits: then the next plan holds them, or does the same if there is no room.
+        """
+        self._conversations.touch(turn.request, now)
+        if not self._batcher.waiting:
+            return
         conversation = self._conversations.of(turn.request)
         chunks = [self._store.find(key) for key in turn.keys]
         if conversation is not None and conversation.tail is not None:
@@ -297,10 +338,15 @@ class Scheduler:
         return self._last_stamp
 
     def _save_ahead(self, batch: Batch) -> None:
-        """Copies out ahead of time below the mark, behind this step's compute; whatever the queue's head needs."""
-        mark = max(int(self.config.swap_out_below * self.config.gpu_kv_chunks), batch.wanted + batch.short)
-        available = mark - self._batcher.coming_free()
-        batch.room.save_ahead(available, most=max(batch.wanted + batch.short, self._batcher.link_chunks(batch)))
+        """Copies out ahead of time below the mark, behind this step's compute; whatever the queue's head needs.
+
+        The mark leaves most of HOST to chunks that are nowhere else: copies of what is still on the GPU are no gain.
+        """
+        mark = min(int(self.config.swap_out_below * self.config.gpu_kv_chunks), self.config.host_kv_chunks // 4)
+        needed = batch.wanted + batch.short
+        available = max(mark, needed) - self._batcher.coming_free()
+        if self._store.available < available:
+            batch.room.save_ahead(available, most=max(needed, self._batcher.link_chunks(batch)))
 
     def _computed(self, row: Row, start: int, end: int) -> None:
         """KV of [start, end) is written: chunks that are full now get their keys."""
@@ -311,6 +357,13 @@ class Scheduler:
                 chunk.tokens = max(chunk.tokens, min(size, end - index * size))
                 if chunk.tokens == size:
                     self._filled(row, index)
+
+    def _scored(self, plan: StepPlan, span_rows: list[Row], result: StepResult, applied: Applied) -> None:
+        """Passes on the log probabilities of prompts, those of rows that are still there."""
+        for span, row in zip(plan.spans, span_rows, strict=True):
+            if span.scores and row.id in self._batcher.by_id:
+                row.turn.scored = span.end
+                applied.prompt_logprobs[row.id.request] = result.prompt_logprobs[span.seat]
 
     def _filled(self, row: Row, index: int) -> None:
         """The row's chunk of that index is full. Of a generated one the key is made now."""
@@ -359,11 +412,11 @@ class Scheduler:
                 # All of it is computed or launched, unless the row is still at its history.
                 candidate.tokens = min(candidate.tokens, rest) if row.spans else rest
                 tail = candidate if candidate.tokens else None
-        self._commit(turn, row.chunks, reply, tail)
+        self._commit(turn, row.chunks, reply, tail, now)
         self._batcher.let_go(row, tail, self._stamp(now))
         del self._turns[turn.request.id]
 
-    def _commit(self, turn: Turn, held: list[Chunk], reply: int, tail: Chunk | None) -> None:
+    def _commit(self, turn: Turn, held: list[Chunk], reply: int, tail: Chunk | None, now: float) -> None:
         """The log gets exactly the prompt and the reply's tokens; the last of them has no KV yet."""
         if turn.request.conversation is None:
             return
@@ -375,4 +428,4 @@ class Scheduler:
             if chunk is None:
                 break
             chunks.append(chunk)
-        self._conversations.commit(turn.request, turn.tokens[:count], keys, chunks, tail)
+        self._conversations.commit(turn.request, turn.tokens[:count], keys, chunks, tail, now)

@@ -59,17 +59,40 @@ class RowId(NamedTuple):
     epoch: int
 
 
+MOST_LOGPROBS = 20  # OpenAI's and vLLM's
+
+
+def check_logprobs(count: int | None, param: str) -> None:
+    """RequestError (400) if so many of the likeliest tokens cannot be reported."""
+    if count is not None and not 0 <= count <= MOST_LOGPROBS:
+        raise RequestError(400, f"{param} must be between 0 and {MOST_LOGPROBS}, not {count}", param)
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How one request's tokens are drawn. Draw number p of seed s is a pure function of (s, p): resuming is exact.
 
-    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 switch the filter off.
+    temperature             0 is greedy
+    top_k, top_p, min_p     0, 1 and 0 switch the filter off
+    repetition_penalty      logits of tokens in prompt or reply are divided by it, negative ones multiplied; 1 is off
+    presence_penalty, frequency_penalty
+                            taken off the logits of the reply's tokens, once and once for each occurrence
+    logit_bias              (token id, what is added to its logit)
+    logprobs                log probabilities are reported of each token drawn, and of so many of the likeliest
+    grammar                 what the reply must follow, as `runtime.grammar` writes it
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature <= 100.0:
@@ -80,9 +103,41 @@ class Sampling:
             raise RequestError(400, f"top_p must be above 0 and at most 1, not {self.top_p}", "top_p")
         if not 0 <= self.seed < 2**63:
             raise RequestError(400, f"seed must be between 0 and 2**63 - 1, not {self.seed}", "seed")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise RequestError(400, f"min_p must be between 0 and 1, not {self.min_p}", "min_p")
+        if not 0.0 < self.repetition_penalty <= 100.0:
+            raise RequestError(
+                400,
+                f"repetition_penalty must be above 0 and at most 100, not {self.repetition_penalty}",
+                "repetition_penalty",
+            )
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2.0 <= getattr(self, name) <= 2.0:
+                raise RequestError(400, f"{name} must be between -2 and 2, not {getattr(self, name)}", name)
+        if not all(-100.0 <= bias <= 100.0 for _, bias in self.logit_bias):
+            raise RequestError(400, "the values of logit_bias must be between -100 and 100", "logit_bias")
+        check_logprobs(self.logprobs, "logprobs")
+
+    @property
+    def penalised(self) -> bool:
+        """Whether a draw depends on the tokens before it."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
 GREEDY = Sampling()
+
+
+class TokenLogprobs(NamedTuple):
+    """Natural logarithms of the model's own probabilities, before temperature, penalties, bias and grammar.
+
+    logprob, rank           of the token that is there; 1 is the likeliest
+    top_ids, top_logprobs   the likeliest tokens, as many as were asked for, the likeliest first
+    """
+
+    logprob: float
+    rank: int
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +149,13 @@ class Request:
     max_tokens      most tokens to generate, at least 1
     min_tokens      `stop_ids` are ignored until this many tokens are generated
     stop_ids        generation ends with one of these (the stop id itself belongs to the reply)
+    priority        smaller ones are served first, equal ones in order of arrival
     salt            requests with different salts share no KV
     confirm         the reply's length is confirmed by `Scheduler.finish` (a matcher of stop strings outside may cut
                     it); the turn is committed only then
+    prompt_logprobs log probabilities are reported of each prompt token but the first, and of so many of the likeliest:
+                    the whole prompt is computed again
+    choice          which of several replies to one prompt this is; the prompt is counted with choice 0
     """
 
     id: RequestId
@@ -106,8 +165,11 @@ class Request:
     min_tokens: int = 0
     stop_ids: frozenset[int] = frozenset()
     sampling: Sampling = GREEDY
+    priority: int = 0
     salt: bytes = b""
     confirm: bool = False
+    prompt_logprobs: int | None = None
+    choice: int = 0
 
     def __post_init__(self) -> None:
         if not len(self.prompt):
@@ -120,6 +182,7 @@ class Request:
                 f"min_tokens must be between 0 and max_tokens ({self.max_tokens}), not {self.min_tokens}",
                 "min_tokens",
             )
+        check_logprobs(self.prompt_logprobs, "prompt_logprobs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +202,20 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What one applied step brought one request: its new tokens, its `usage` with the first of them, its end."""
+    """What one applied step brought one request: its new tokens, its `usage` with the first of them, its end.
+
+    logprobs            as many as `tokens`, or none
+    prompt_logprobs     of the next prompt tokens, from the second on
+    queued              with `usage`: seconds from its arrival to its first seat
+    """
 
     request: RequestId
     tokens: tuple[int, ...] = ()
     finish: FinishReason | None = None
     usage: Usage | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    queued: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,9 @@ class Driver(Harness):
         operation = self.random.choices(
             (
                 *(self.add, self.plan, self.apply, self.abort_one, self.finish_one),
-                *(self.fork_one, self.delete_one, self.lose_some),
+                *(self.fork_one, self.delete_one, self.keep_one, self.lose_some),
             ),
-            (12, 40, 40, 3, 4, 1, 1, 2),
+            (12, 40, 40, 3, 4, 1, 1, 1, 2),
         )[0]
         operation()
         self.check()
@@ -49,7 +49,8 @@ class Driver(Harness):
                 self.random.choice((1, 3, 6, 9, 12, 24)),
                 name,
                 stop_ids=frozenset(self.random.sample(range(97), 4)),
-                confirm=self.random.random() < 0.4,
+                confirm=self.random.random() < 0.5,
+                priority=self.random.choice((0, 0, 0, 0, 0, -1, 2)),
                 salt=b"" if self.random.random() < 0.9 else b"other",
             )
         except RequestError as refusal:
@@ -60,11 +61,11 @@ class Driver(Harness):
             return
         self.launch()
         suspended = any(turn.tokens != turn.request.prompt for turn in self.scheduler._batcher.waiting)
-        if suspended and self.random.random() < 0.3:
-            self.lose_some()
+        if suspended and self.random.random() < 0.6:
+            self.random.choice((self.lose_some, self.stow))()
         for request_id in self.coming_back():
             request, reply = self.open[request_id]
-            if self.random.random() < 0.5:
+            if self.state(request_id) != "loading" and self.random.random() < 0.5:
                 continue
             if request.confirm:
                 self.finish(request_id, self.random.randint(1, len(reply)))
@@ -92,6 +93,20 @@ class Driver(Harness):
             source, new = self.random.choice(list(self.logs)), f"f{self.random.randrange(4)}"
             if new not in self.logs:
                 self.fork(source, new)
+
+    def keep_one(self):
+        if self.logs:
+            seconds = (None, 0.05, 2.0, 100.0)
+            ttl, pinned = self.random.choice(seconds), self.random.choice(seconds)
+            self.keep(self.random.choice(list(self.logs)), ttl, self.now + (pinned or 0.0))
+
+    def stow(self):
+        """Idle chunks are on HOST only, as after a rush of others: who comes back loads all its history."""
+        store = self.scheduler._store
+        for chunk in list(store.uncopied)[: store.host.free]:
+            self.place(chunk, "host")
+        for chunk in list(store.reclaimable):
+            store.release_gpu(chunk)
 
     def lose_some(self):
         count = self.random.choice((1, 3, 99))

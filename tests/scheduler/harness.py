@@ -53,6 +53,7 @@ class Harness:
     """open      request id -> (request, its reply so far)
     held      ids whose reply ended and waits for `finish`
     logs      conversation -> every token of its last committed turn
+    lives     conversation -> (last activity, seconds it lives on), as far as it was given a TTL
     results   of launched steps, not applied yet
     """
 
@@ -64,7 +65,7 @@ class Harness:
         self.now = 0.0
         self.ids = 0
         self.results = deque()
-        self.open, self.held, self.logs = {}, {}, {}
+        self.open, self.held, self.logs, self.lives = {}, {}, {}, {}
         self.counts = Counter()
 
     # -- requests
@@ -80,6 +81,7 @@ class Harness:
         request = Request(request_id, array("i", prompt), max_tokens, conversation=conversation, **fields)
         self.scheduler.add(request, self.now)
         self.open[request_id] = (request, [])
+        self._active(conversation)
         self.counts["added"] += 1
         return request_id
 
@@ -121,12 +123,33 @@ class Harness:
         self.check_logs()
 
     def fork(self, source, new):
-        self.scheduler.fork(source, new)
+        self.scheduler.fork(source, new, self.now)
         self.logs[new] = self.logs[source]
         self.counts["forks"] += 1
 
+    def keep(self, name, ttl=None, pinned_until=float("-inf")):
+        self.scheduler.keep(name, ttl, pinned_until, self.now)
+        self.lives.pop(name, None)
+        if ttl is not None:
+            active = self.scheduler._conversations.get(name).active
+            self.lives[name] = (active, ttl)
+        self.counts["pins"] += pinned_until > self.now
+
+    def _active(self, name):
+        if name in self.lives:
+            self.lives[name] = (self.now, self.lives[name][1])
+
+    def _expire(self):
+        """What the scheduler must have forgotten by now."""
+        for name, (active, ttl) in list(self.lives.items()):
+            if active + ttl <= self.now:
+                assert not self.scheduler.has_conversation(name)
+                del self.logs[name], self.lives[name]
+                self.counts["expired"] += 1
+
     def delete(self, name):
         self.scheduler.delete(name)
+        self.lives.pop(name, None)
         del self.logs[name]
         self.counts["deletes"] += 1
 
@@ -156,6 +179,7 @@ class Harness:
     def launch(self):
         """The next plan, launched on the device; None if there is nothing to do."""
         plan = self.scheduler.next_plan(self.now)
+        self._expire()
         planner = self.scheduler._planner
         for turn in self.scheduler._batcher.waiting:
             self.counts["waits for keys"] += turn.waiting_for is not None and planner.must_wait(turn.waiting_for)
@@ -213,6 +237,7 @@ class Harness:
             old, new = self.logs.get(name, array("i")), request.prompt + array("i", reply[:tokens])
             self.counts["branches"] += old != new[: len(old)]
             self.logs[name] = new
+            self._active(name)
         self.counts["ended"] += 1
 
     def tick(self, seconds=0.01):

@@ -54,4 +54,4 @@ def a_room(store, now, step=1):
 def check(store, held=(), claims=None):
     """Books of a store whose chunks in `held` are held by one row each."""
     store.end_plan()
-    store.check(dict.fromkeys(held, 1), claims or {})
+    store.check(dict.fromkeys(held, 1), claims or {}, {})

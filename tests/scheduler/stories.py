@@ -35,9 +35,9 @@ def loading_early(harness):
     return running, loading, early[0]
 
 
-def suspended(harness, **fields):
+def suspended(harness, tokens=20, **fields):
     """Two requests that outgrow the pool: the younger one, suspended."""
     harness.submit(range(20), 40, "old")
-    younger = harness.submit(range(40, 60), 30, "young", **fields)
+    younger = harness.submit(range(40, 40 + tokens), 30, "young", **fields)
     harness.run_until(lambda: harness.state(younger) == "suspended")
     return younger

@@ -59,6 +59,22 @@ def test_new_requests_leave_the_reserve_free():
     harness.drain()
 
 
+def test_a_hit_is_not_counted_as_room():
+    """A held reply keeps 8 of 16 slots. The history of 6 chunks is there, idle; with 3 more it would be all there is
+    and one too many: what it hits cannot be taken for it as well."""
+    harness = Harness(**TIGHT)
+    harness.turn(range(23), 2, "a")
+    held = harness.submit(range(200, 230), 3, confirm=True)
+    harness.run(held)
+    returning = harness.submit([*harness.logs["a"], *range(60, 69)], 2, "a")
+    harness.tick()
+    assert harness.state(returning) == "waiting"
+    harness.finish(held, 3)
+    harness.tick()
+    assert harness.state(returning) == "running"
+    harness.drain()
+
+
 def test_a_head_that_does_not_fit_blocks_those_behind_it():
     harness = Harness(**TIGHT)
     running = harness.submit(range(24), 8)
@@ -159,15 +175,17 @@ def test_the_suspended_resume_by_arrival():
     harness.drain()
 
 
-def test_a_reservation_is_cancelled_before_an_older_row_is_suspended():
-    """The request that still loads its history gives its slots back, and gets them again later."""
+@pytest.mark.parametrize("shared", [44, 41])
+def test_a_reservation_is_cancelled_before_an_older_row_is_suspended(shared):
+    """The request that still loads its history gives its slots back, and gets them again later. With 41 tokens in
+    common it has one token of the tail's three: no more when it comes back."""
     harness = Harness(chunks_a_step=1, **TIGHT | {"host_kv_chunks": 32})
-    harness.turn(range(40), 2, "a")
+    harness.turn(range(40), 4, "a")
     for chunk in (*harness.scheduler._conversations.get("a").chunks, harness.scheduler._conversations.get("a").tail):
         harness.place(chunk, "host")
     running = harness.submit(range(200, 215), 30)
     harness.tick()
-    returning = harness.submit([*harness.logs["a"], 5], 3, "a")
+    returning = harness.submit([*harness.logs["a"][:shared], 95, 96], 3, "a")
     harness.run_until(lambda: harness.state(returning) == "loading")
     harness.run_until(lambda: harness.state(returning) == "waiting")
     assert harness.state(running) == "running" and harness.scheduler.stats().suspensions == 0

@@ -12,6 +12,7 @@ from .harness import SMALL, Harness
     ("setting", "value"),
     [
         *((name, 0) for name in ("gpu_kv_chunks", "max_model_len", "max_num_seqs", "chunk_tokens", "max_queue")),
+        *(("queue_timeout", 0.0), ("queue_timeout", float("inf"))),
         *(("max_num_batched_tokens", 0), ("max_num_batched_tokens", 5), ("host_kv_chunks", -1)),
         *(("swap_out_below", -0.1), ("swap_out_below", 1.1), ("generation_reserve", -0.1), ("generation_reserve", 2.0)),
         *(("eviction", "random"), ("batching", "both"), ("max_model_len", 89)),

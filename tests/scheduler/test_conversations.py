@@ -94,9 +94,9 @@ def test_unknown_and_taken_names():
     scheduler = harness.scheduler
     for call, status in (
         (lambda: scheduler.conversation_tokens("x"), 404),
-        (lambda: scheduler.fork("x", "y"), 404),
+        (lambda: scheduler.fork("x", "y", 0.0), 404),
         (lambda: scheduler.delete("x"), 404),
-        (lambda: scheduler.fork("a", "a"), 409),
+        (lambda: scheduler.fork("a", "a", 0.0), 409),
     ):
         with pytest.raises(RequestError) as error:
             call()
@@ -130,4 +130,90 @@ def test_the_id_names_the_branch_committed_last_under_whichever_salt():
     harness.turn(range(18), 3, "a", salt=b"two")
     assert len(harness.logs["a"]) == 21 and conversation(harness, "a").salt == b"two"
     assert harness.turn([*harness.logs["a"], 1], 1, "a", salt=b"one")["gpu"] == 16 + 1 * 0
+    harness.drain()
+
+
+def test_a_conversation_lives_on_for_its_ttl_after_its_last_activity():
+    harness = Harness(conversation_ttl=100.0)
+    harness.turn(range(18), 2, "a")
+    harness.turn(range(20, 38), 2, "b")
+    chunks, tail = conversation(harness, "a").chunks, conversation(harness, "a").tail
+    harness.lives = {"a": (conversation(harness, "a").active, 100.0)}
+    harness.keep("b", ttl=1000.0)
+    harness.now = conversation(harness, "a").active + 99.9
+    harness.launch()
+    assert harness.scheduler.has_conversation("a")
+    harness.now += 0.2
+    harness.launch()
+    assert not harness.scheduler.has_conversation("a") and harness.scheduler.has_conversation("b")
+    assert {chunk.claims for chunk in chunks} == {0} and not tail.resident
+    assert harness.turn([*range(18), 1], 1)["gpu"] == 16, "it is still cache"
+    harness.check()
+    harness.drain()
+
+
+def test_writing_keeps_a_conversation_alive_and_a_shorter_ttl_counts_at_once():
+    harness = Harness()
+    harness.turn(range(18), 2, "a")
+    harness.keep("a", ttl=10.0)
+    harness.now += 9
+    request = harness.submit([*harness.logs["a"], 1], 2, "a")
+    harness.now += 9
+    harness.run(request)
+    assert harness.scheduler.has_conversation("a")
+    harness.keep("a", ttl=1.0)
+    harness.now += 2
+    harness.launch()
+    assert not harness.scheduler.has_conversation("a")
+    harness.drain()
+
+
+def test_a_turn_that_outlives_its_conversation_begins_it_anew():
+    harness = Harness()
+    harness.turn(range(18), 2, "a")
+    harness.keep("a", ttl=1.0, pinned_until=harness.now + 50)
+    request = harness.submit([*harness.logs["a"], 1], 9, "a")
+    harness.tick()
+    harness.now += 2
+    harness.launch()
+    assert not harness.scheduler.has_conversation("a")
+    harness.run(request)
+    assert len(harness.logs["a"]) == 30
+    assert conversation(harness, "a").ttl == float("inf") and not conversation(harness, "a").pinned
+    harness.check()
+
+
+@pytest.mark.parametrize("eviction", ["retention", "lru", "fifo", "lru-conversation"])
+def test_a_pinned_conversation_is_evicted_last_until_the_pin_ends(eviction):
+    harness = Harness(eviction=eviction, host_kv_chunks=0)
+    harness.turn(range(16), 1, "pinned")
+    harness.keep("pinned", pinned_until=harness.now + 1000)
+    pinned = conversation(harness, "pinned").chunks
+    for number in range(12):
+        harness.now += 10
+        harness.turn([50 + number] * 30, 2, f"other {number}")
+    assert harness.scheduler.stats().dropped > 0 and all(chunk.resident for chunk in pinned)
+    harness.now += 1000
+    for number in range(12):
+        harness.now += 10
+        harness.turn([70 + number] * 30, 2, f"another {number}")
+    assert not any(chunk.resident for chunk in pinned) and {chunk.pins for chunk in pinned} == {0}
+    harness.drain()
+
+
+def test_pins_follow_the_branch_and_end_with_the_conversation():
+    harness = Harness()
+    harness.turn(range(18), 2, "a")
+    harness.fork("a", "b")
+    harness.keep("a", pinned_until=harness.now + 1000)
+    harness.keep("b", pinned_until=harness.now + 1000)
+    before = conversation(harness, "a").chunks[:]
+    assert {chunk.pins for chunk in before} == {2}
+    harness.turn([*range(10), *range(70, 78)], 2, "a")
+    assert [chunk.pins for chunk in before] == [2, 2, 1, 1]
+    assert {chunk.pins for chunk in conversation(harness, "a").chunks[2:]} == {1}
+    harness.delete("b")
+    assert [chunk.pins for chunk in before] == [1, 1, 0, 0]
+    harness.keep("a")
+    assert not any(chunk.pins for chunk in before)
     harness.drain()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve.scheduler.chunks import chunk_key, root_key
+from pensieve.scheduler.chunks import NO_SLOT, chunk_key, root_key
 from pensieve.scheduler.plan import Lane
 from pensieve.scheduler.types import RequestError
 
@@ -64,12 +64,51 @@ def test_a_reply_cut_while_its_dropped_history_is_recomputed_leaves_no_false_tai
     harness.drain()
 
 
-def test_a_suspended_request_that_finishes_while_it_waits_keeps_its_tail():
+@pytest.mark.parametrize("tokens", [20, 21])  # with a tail, and without
+def test_a_suspended_request_that_finishes_while_it_waits_keeps_its_tail(tokens):
+    """All but its last token has KV: not one token less is found again, and not one more."""
     harness = Harness(**TIGHT)
-    younger = suspended(harness, confirm=True)
+    younger = suspended(harness, tokens, confirm=True)
     harness.finish(younger, len(harness.reply(younger)))
-    usage = harness.turn([*harness.logs["young"], 7], 2, "young")
-    assert usage["new"] <= 2 + 1
+    log = harness.logs["young"]
+    tail = harness.scheduler._conversations.get("young").tail
+    assert (tail.tokens if tail else 0) == (len(log) - 1) % 4
+    request = harness.submit([*log, 7], 2, "young")
+    harness.run(request)
+    harness.drain()
+
+
+@pytest.mark.parametrize("kept", range(1, 7))
+def test_a_reply_cut_while_its_history_is_loading(monkeypatch, kept):
+    """Suspended, moved to HOST, on its way back: the tail has a GPU slot that holds nothing yet when the turn ends."""
+    harness = Harness(chunks_a_step=1)
+    harness.submit([50, 51], 40)
+    request = harness.submit(range(20), 20, "a", confirm=True)
+    harness.run_until(lambda: len(harness.reply(request)) == 6)
+    with monkeypatch.context() as no_room:
+        no_room.setattr(harness.scheduler._batcher, "_fits", lambda *_: False)
+        harness.scheduler._batcher.rows[-1].leaving = True
+        harness.tick()
+    for chunk in list(harness.scheduler._store.uncopied):
+        harness.place(chunk, "host")
+    harness.launch()
+    assert harness.state(request) == "loading"
+    harness.finish(request, kept)
+    harness.check()
+    usage = harness.turn([*harness.logs["a"], 7, 8], 2, "a")
+    assert usage.get("gpu", 0) + usage["host"] >= 20
+    harness.drain()
+
+
+def test_an_abort_of_a_suspended_request_drops_its_tail():
+    """Nobody could ever use it again."""
+    harness = Harness(**TIGHT)
+    younger = suspended(harness)
+    (turn,) = harness.scheduler._batcher.waiting
+    tail = turn.tail
+    assert tail.resident and tail.key is None
+    harness.abort(younger)
+    assert not tail.resident
     harness.drain()
 
 
@@ -256,6 +295,57 @@ def test_a_second_request_with_the_same_long_prompt_waits_and_then_hits():
     before = harness.counts["new tokens"]
     harness.run()
     assert harness.counts["new tokens"] - before == 30 + 3 and harness.counts["gpu tokens"] == 28
+
+
+def test_a_scored_prompt_is_computed_again_in_pieces_and_written_nowhere():
+    """Its chunks are cached and perhaps others read them now: suppression must survive every cut of the span."""
+    harness = Harness(max_num_batched_tokens=6)
+    harness.turn(range(16), 1)
+    harness.submit(range(16), 3, prompt_logprobs=0)
+    spans = [span for _ in range(3) for span in harness.launch().spans]
+    assert [(span.start, span.end, span.write_from) for span in spans] == [(0, 6, 16), (6, 12, 16), (12, 16, 16)]
+
+
+def test_a_chunk_that_is_still_loading_is_waited_for():
+    """Its GPU slot is reserved, but holds nothing yet."""
+    harness = Harness(chunks_a_step=1)
+    harness.turn(range(21), 1, "a")
+    for chunk in harness.scheduler._conversations.get("a").chunks:
+        harness.place(chunk, "host")
+    harness.submit([50, 51], 40)
+    harness.tick()
+    loading = harness.submit([*harness.logs["a"], 7], 2, "a")
+    second = harness.submit([*range(21), 60], 2)
+    harness.launch()
+    (row,) = harness.scheduler._batcher.loading
+    assert row.turn.request.id == loading and row.loads[0].gpu != NO_SLOT
+    assert harness.state(second) == "waiting"
+    harness.drain()
+    assert harness.counts["waits for keys"]
+
+
+def test_a_suspended_request_that_waits_for_a_key_lets_no_later_arrival_pass(monkeypatch):
+    """Two requests of one document are suspended and their chunks dropped. The elder computes it anew, the younger
+    waits for that; a newcomer, small enough to fit, stays behind it."""
+    harness = Harness(max_num_batched_tokens=6)
+    elder = harness.submit(range(20), 20)
+    younger = harness.submit([*range(20), 70], 20)
+    harness.run_until(lambda: harness.reply(elder) and harness.reply(younger))
+    batcher = harness.scheduler._batcher
+    with monkeypatch.context() as no_room:
+        no_room.setattr(batcher, "_fits", lambda *_: False)
+        for row in batcher.rows:
+            row.leaving = True
+        harness.tick()
+    harness.lose(list)
+    newcomer = harness.submit([90], 2)
+    waited = False
+    while harness.state(younger) == "suspended":
+        assert harness.state(newcomer) == "waiting"
+        waited = waited or batcher.waiting[0].waiting_for is not None
+        harness.tick()
+    assert waited and harness.state(elder) == "running"
+    harness.drain()
 
 
 def test_who_waits_for_a_key_is_released_when_its_row_is_aborted():

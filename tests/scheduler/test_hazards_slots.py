@@ -100,11 +100,13 @@ def test_a_swap_in_waits_for_the_swap_out_of_the_same_chunk():
 def test_one_plan_never_uses_a_host_slot_twice():
     """Copies of one batch run in any order, so a HOST slot that a plan reads is nobody's target in that plan.
 
-    HOST is as small as the history that is being loaded: every other eviction must drop instead.
+    HOST is as small as the history that is being loaded, and a large request wants room: its victims must wait, even
+    for the slot of the tail, whose copy ends with this very swap-in.
     """
     harness = Harness(**TIGHT | {"host_kv_chunks": 5})
     prompt = off_gpu(harness)
     harness.submit(prompt, 4, "a")
+    harness.submit(range(200, 240), 4)
     plan = harness.tick()
     (swap_in,) = (batch for batch in plan.copies if batch.lane == Lane.IN)
     taken = {slot for batch in plan.copies if batch.lane == Lane.OUT for slot in batch.targets}
@@ -124,6 +126,8 @@ def test_a_swapped_in_tail_does_not_land_over_freshly_written_tokens():
     tail_slot = plan.blocks[0].slots[4]
     assert swap_in.gated and tail_slot in swap_in.targets
     assert plan.spans[0].start == 19 and plan.spans[0].write_from == 19
+    tail = harness.scheduler._batcher.rows[0].chunks[4]
+    assert tail.gpu == tail_slot and tail.host == NO_SLOT, "the copy on HOST ends, for it will lack the new tokens"
     harness.drain()
 
 
@@ -163,7 +167,7 @@ def test_the_tail_is_loaded_last_and_so_is_gated():
 
 def test_a_host_copy_of_a_tail_ends_when_the_tail_grows():
     """Its copy lacks the new tokens; whoever found it later would read what was never written."""
-    harness = Harness(**TIGHT | {"swap_out_below": 1.0})
+    harness = Harness(**TIGHT | {"swap_out_below": 1.0, "host_kv_chunks": 64})
     harness.turn(range(17), 2, "a")
     tail = harness.scheduler._conversations.get("a").tail
     harness.now += 1

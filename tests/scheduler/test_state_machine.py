@@ -49,14 +49,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from((b"", b"", b"", b"other")),
         stop=st.booleans(),
         confirm=st.booleans(),
+        priority=st.sampled_from((0, 0, 0, -1, 2)),
     )
-    def submit(self, name, opening, kept, new, max_tokens, salt, stop, confirm):
+    def submit(self, name, opening, kept, new, max_tokens, salt, stop, confirm, priority):
         start = self.harness.logs.get(name, opening)[:kept] or opening
         stop_ids = frozenset(range(0, 97, 8)) if stop else frozenset()
         try:
-            self.harness.submit(
-                [*start, *new], max_tokens, name, salt=salt, stop_ids=stop_ids, confirm=confirm, min_tokens=1
-            )
+            fields = {"salt": salt, "stop_ids": stop_ids, "confirm": confirm, "priority": priority}
+            self.harness.submit([*start, *new], max_tokens, name, min_tokens=1, **fields)
         except RequestError as refusal:
             assert refusal.status in (400, 429)
 
@@ -102,6 +102,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(pick=pick)
     def delete(self, pick):
         self.harness.delete(chosen(pick, self.harness.logs))
+
+    @precondition(lambda self: self.harness.logs)
+    @rule(pick=pick, ttl=st.sampled_from((None, 0.5, 3.0)), pinned=st.sampled_from((0.0, 0.5, 9.0)))
+    def keep(self, pick, ttl, pinned):
+        self.harness.keep(chosen(pick, self.harness.logs), ttl, self.harness.now + pinned)
 
     @rule(pick=pick)
     def lose_a_chunk(self, pick):

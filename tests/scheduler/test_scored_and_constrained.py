@@ -1,0 +1,167 @@
+"""Rows that wait for their last token, prompts that are scored, and what a seat is told of tokens."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+
+import pytest
+
+from pensieve.scheduler.batcher import MOST_SCORED
+from pensieve.scheduler.config import SchedulerConfig
+from pensieve.scheduler.cost import analytic_profile
+from pensieve.scheduler.plan import Span, StepResult
+from pensieve.scheduler.planner import _scoring
+from pensieve.scheduler.scheduler import Scheduler
+from pensieve.scheduler.types import Request, RequestError, RequestId, Sampling, TokenLogprobs
+
+GRAMMAR = Sampling(grammar="anything")
+
+
+def scheduler(**settings) -> Scheduler:
+    defaults = dict(gpu_kv_chunks=400, host_kv_chunks=0, max_model_len=2000, max_num_batched_tokens=1000)
+    config = SchedulerConfig(**(defaults | settings))
+    cost = analytic_profile(
+        chunk_tokens=32,
+        parameters=1_000_000,
+        layers=2,
+        attention_width=64,
+        chunk_bytes=1 << 16,
+        max_context=2000,
+        flops_per_s=1e12,
+        link_bytes_per_s=1e9,
+        step_base_seconds=1e-3,
+    )
+    return Scheduler(config, cost)
+
+
+def request(number: int, tokens: int, max_tokens: int = 9, **options) -> Request:
+    return Request(RequestId(number), array("i", range(tokens)), max_tokens, **options)
+
+
+def result(plan, token: int = 7) -> StepResult:
+    """Every sample is `token`; the score of a known token is its id."""
+    scored = iter(plan.scored)
+    prompts: dict[int, tuple[TokenLogprobs, ...]] = {}
+    for span in plan.spans:
+        if span.scores:
+            entries = [TokenLogprobs(-float(next(scored)), 1) for _ in range(span.start, span.end - span.samples)]
+            prompts[span.seat] = (*prompts.get(span.seat, ()), *entries)
+    logprobs = {row: TokenLogprobs(-1.0, 1) for row in plan.samples}
+    return StepResult(plan.step, plan.samples, (token,) * len(plan.samples), logprobs=logprobs, prompt_logprobs=prompts)
+
+
+def test_a_constrained_row_joins_a_step_only_after_its_last_token_is_applied():
+    made = scheduler()
+    made.add(request(1, 40, sampling=GRAMMAR), 0.0)
+    made.add(request(2, 40), 0.0)
+    plans = [made.next_plan(0.0)]
+    while len(plans[0].samples) < 2:  # the second one waits for the first one's prompt
+        made.apply(result(plans[0]), 0.0)
+        plans = [made.next_plan(0.0)]
+    plans.append(made.next_plan(0.0))
+    assert [row.request for row in plans[1].samples] == [2]
+    made.apply(result(plans[0]), 0.0)
+    assert [row.request for row in made.next_plan(0.0).samples] == [1, 2]
+
+
+def test_constrained_rows_alone_leave_nothing_to_plan():
+    made = scheduler()
+    made.add(request(1, 40, sampling=GRAMMAR), 0.0)
+    first = made.next_plan(0.0)
+    assert made.next_plan(0.0) is None
+    made.apply(result(first), 0.0)
+    assert made.next_plan(0.0).positions == (40,)
+
+
+def spans(*ranges: tuple[int, int, bool]) -> deque[Span]:
+    return deque(Span(-1, start, end, start, samples) for start, end, samples in ranges)
+
+
+@pytest.mark.parametrize("position", [0, 5, 8, 12, 20, 29])
+def test_scoring_spans_cover_all_that_is_left_and_write_what_they_did(position):
+    before = spans((8, 16, False), (24, 30, True))
+    scoring = _scoring(before, position)
+    computed = [at for span in scoring for at in range(span.start, span.end)]
+    assert computed == sorted(set(computed)) and set(range(position, 30)) <= set(computed)
+    written = {at for span in scoring for at in range(max(span.start, span.write_from), span.end)}
+    assert written == set(range(8, 16)) | set(range(24, 30))
+    scored = [at for span in scoring if span.scores for at in range(span.start, span.end)]
+    assert scored == list(range(position, 30))
+    assert [span.samples for span in scoring] == [False] * (len(scoring) - 1) + [True]
+
+
+def test_a_prompt_is_scored_in_pieces_once_each_token():
+    """With the prompt not known, then known whole: the pieces stay small and nothing known is written again."""
+    made = scheduler()
+    for number, choice in ((1, 0), (2, 1)):
+        made.add(request(number, 700, conversation="c", prompt_logprobs=0, choice=choice), 0.0)
+        entries, usage = [], None
+        while usage is None:
+            plan = made.next_plan(0.0)
+            assert len(plan.scored) <= MOST_SCORED
+            if number == 2:
+                assert all(span.write_from >= min(span.end, 672) for span in plan.spans)
+            applied = made.apply(result(plan), 0.0)
+            entries += applied.prompt_logprobs.get(number, ())
+            usage = next((event.usage for event in applied.events), None)
+            assert set(applied.logprobs) == set(applied.requests)
+        assert [entry.logprob for entry in entries] == [-float(token) for token in range(1, 700)]
+        assert usage.cached == 0 and usage.recomputed + usage.new == 700
+        assert usage.recomputed >= (0 if number == 1 else 672)
+        made.abort(RequestId(number), 0.0)
+
+
+def test_seats_are_told_the_tokens_so_far_where_the_next_one_depends_on_them():
+    kinds = [
+        (Sampling(), 0, 0),
+        (Sampling(logprobs=1, logit_bias=((3, 1.0),)), 0, 0),
+        (Sampling(frequency_penalty=1.0), 40, 0),
+        (GRAMMAR, 0, 0),
+    ]
+    for sampling, prompt, reply in kinds:
+        made = scheduler()
+        made.add(request(1, 40, sampling=sampling), 0.0)
+        (join,) = made.next_plan(0.0).joins
+        assert (len(join.prompt), len(join.reply)) == (prompt, reply)
+
+
+def test_a_resumed_seat_is_told_its_reply():
+    made = scheduler(gpu_kv_chunks=5, host_kv_chunks=5, max_model_len=120, max_num_seqs=2, generation_reserve=0.0)
+    asked = dict(max_tokens=50, sampling=Sampling(repetition_penalty=2.0))
+    made.add(Request(RequestId(1), array("i", range(40)), **asked), 0.0)
+    made.add(Request(RequestId(2), array("i", range(100, 140)), **asked), 0.0)
+    joins = []
+    for step in range(400):
+        plan = made.next_plan(step * 0.1)
+        if plan is None:
+            break
+        joins += plan.joins
+        made.apply(result(plan, token=step), step * 0.1)
+    assert made.idle and made.stats().suspensions
+    resumed = [join for join in joins if join.reply]
+    assert resumed
+    for join in resumed:
+        assert len(join.prompt) == 40 and list(join.reply) == sorted(join.reply)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        (dict(min_p=-0.1), "min_p"),
+        (dict(repetition_penalty=0.0), "repetition_penalty"),
+        (dict(presence_penalty=2.1), "presence_penalty"),
+        (dict(frequency_penalty=float("nan")), "frequency_penalty"),
+        (dict(logit_bias=((1, 100.5),)), "logit_bias"),
+        (dict(logprobs=21), "logprobs"),
+    ],
+)
+def test_sampling_checks_itself(wrong, param):
+    with pytest.raises(RequestError) as caught:
+        Sampling(**wrong)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_requests_check_their_prompt_logprobs():
+    with pytest.raises(RequestError, match="prompt_logprobs must be between 0 and 20"):
+        request(1, 3, prompt_logprobs=-1)
