@@ -7,40 +7,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
-from ..scheduler.types import RequestError
+from ..scheduler.types import RequestError, check_logprobs
+from .api_body import Body, NonEmpty
+from .api_messages import Message, NamedTool, Tool
 
-NonEmpty = Annotated[str, StringConstraints(min_length=1)]
-
-
-class Body(BaseModel):
-    """A JSON object that refuses what it does not know."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-    IGNORED: ClassVar[frozenset[str]] = frozenset()
-    """Accepted: has no effect on what this server does, whatever its value."""
-    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    """Not supported: accepted with these values, which ask for nothing."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_what_asks_for_nothing(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        kept = {}
-        for name, value in data.items():
-            if value is None or name in cls.IGNORED:
-                continue
-            if name in cls.NEUTRAL:
-                if value not in cls.NEUTRAL[name]:
-                    raise RequestError(400, f"{name} is not supported by this server", name)
-                continue
-            if name not in cls.model_fields:
-                raise RequestError(400, f"{name} is not a field that this server knows", name)
-            kept[name] = value
-        return kept
+MOST_CHOICES = MOST_TOOLS = 128  # OpenAI's
 
 
 class StreamOptions(Body):
@@ -58,8 +31,32 @@ class ConversationParams(Body):
     conversation_id: NonEmpty
 
 
+class ResponseFormat(Body):
+    """`json_schema`: OpenAI's object around a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+
+
+class StructuredOutputs(Body):
+    """vLLM's: exactly one of these. `grammar`: in llguidance's dialect of Lark."""
+
+    json_: dict[str, Any] | None = Field(default=None, alias="json")
+    json_object: bool = False
+    regex: NonEmpty | None = None
+    choice: Annotated[list[NonEmpty], Field(min_length=1)] | None = None
+    grammar: NonEmpty | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> StructuredOutputs:
+        asked = [name for name in type(self).model_fields if getattr(self, name)]
+        if len(asked) != 1:
+            raise RequestError(400, "structured_outputs must have one of json, json_object, regex, choice, grammar")
+        return self
+
+
 class GenerationBody(Body):
-    """What the two endpoints have in common."""
+    """What every endpoint that generates has in common."""
 
     IGNORED = frozenset(
         {
@@ -67,28 +64,16 @@ class GenerationBody(Body):
             "metadata",
             "store",
             "service_tier",
-            "parallel_tool_calls",
             "prompt_cache_key",
             "prompt_cache_retention",
             "safety_identifier",
         }
     )
     NEUTRAL: ClassVar = {
-        "n": (1,),
-        "best_of": (1,),
-        "presence_penalty": (0,),
-        "frequency_penalty": (0,),
-        "repetition_penalty": (1,),
         "length_penalty": (1,),
-        "min_p": (0,),
-        "logit_bias": ({},),
-        "logprobs": (False,),
-        "prompt_logprobs": (),
         "use_beam_search": (False,),
-        "echo": (False,),
         "skip_special_tokens": (True,),
         "spaces_between_special_tokens": (True,),
-        "response_format": ({"type": "text"},),
     }
 
     model: str | None = None
@@ -97,6 +82,11 @@ class GenerationBody(Body):
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[str, float] = Field(default_factory=dict)
     seed: int | None = None
     stop: str | list[str] = Field(default_factory=list)
     stop_token_ids: list[int] = Field(default_factory=list)
@@ -105,8 +95,12 @@ class GenerationBody(Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
+    return_sources: bool = False
+    priority: int = 0
     conversation: NonEmpty | ConversationName | None = None
     conversation_params: ConversationParams | None = None
+    history: Literal["client", "server"] = "client"
+    cache_salt: NonEmpty | None = None
 
     @field_validator("stop")
     @classmethod
@@ -127,6 +121,8 @@ class GenerationBody(Body):
             raise RequestError(
                 400, "conversation and conversation_params name different conversations", "conversation_params"
             )
+        if self.server_history and self.conversation_id is None:
+            raise RequestError(400, "history is kept by the server for a named conversation only", "history")
         return self
 
     def _named(self) -> str | None:
@@ -137,46 +133,70 @@ class GenerationBody(Body):
         return self.conversation_params.conversation_id if self.conversation_params is not None else self._named()
 
     @property
+    def server_history(self) -> bool:
+        """The body holds only what is new; the rest is with the server."""
+        return self.history == "server"
+
+    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-class CompletionBody(GenerationBody):
+class ChoicesBody(GenerationBody):
+    """What completions and chat completions have in common."""
+
+    n: int = 1
+    best_of: int | None = None
+    prompt_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    @model_validator(mode="after")
+    def _choices_and_prompt_logprobs(self) -> ChoicesBody:
+        if not 1 <= self.n <= MOST_CHOICES:
+            raise RequestError(400, f"n must be between 1 and {MOST_CHOICES}, not {self.n}", "n")
+        if self.best_of not in (None, self.n):
+            raise RequestError(400, f"best_of is supported only if it equals n, which is {self.n}", "best_of")
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError(400, "prompt_logprobs is not supported with stream", "prompt_logprobs")
+        return self
+
+    @property
+    def reply_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are reported with each of the reply; None: no log probabilities."""
+        raise NotImplementedError
+
+    @property
+    def most_tool_calls(self) -> int:
+        """Tool calls that are looked for in a reply."""
+        return 0
+
+
+class CompletionBody(ChoicesBody):
     """POST /v1/completions. `prompt`: text or token ids, or several of these; looked at in openai_api."""
 
-    NEUTRAL: ClassVar = {**GenerationBody.NEUTRAL, "logprobs": (), "suffix": ("",), "add_special_tokens": (True,)}
+    NEUTRAL: ClassVar = {**GenerationBody.NEUTRAL, "suffix": ("",), "add_special_tokens": (True,)}
 
     prompt: str | list[Any]
+    logprobs: int | None = None
+    echo: bool = False
+
+    @model_validator(mode="after")
+    def _no_stream_of_prompt_logprobs(self) -> CompletionBody:
+        if self.echo and self.stream and self.logprobs is not None:
+            raise RequestError(400, "echo with logprobs is not supported with stream", "echo")
+        return self
+
+    @property
+    def reply_logprobs(self) -> int | None:
+        return self.logprobs
 
 
-class TextPart(Body):
-    type: Literal["text"]
-    text: str
-
-
-class Message(Body):
-    """One message of a dialogue; its other fields are those of a reply sent back as it came."""
-
-    NEUTRAL: ClassVar = {"refusal": (), "annotations": ([],), "tool_calls": ([],), "audio": (), "function_call": ()}
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart]
-    name: str | None = None
-
-    def for_template(self) -> dict[str, str]:
-        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        message = {"role": self.role, "content": content}
-        return message if self.name is None else {**message, "name": self.name}
-
-
-class ChatBody(GenerationBody):
+class ChatBody(ChoicesBody):
     """POST /v1/chat/completions."""
 
     NEUTRAL: ClassVar = {
         **GenerationBody.NEUTRAL,
-        "top_logprobs": (0,),
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
@@ -186,6 +206,36 @@ class ChatBody(GenerationBody):
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    tools: list[Tool] = Field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True
+
+    @model_validator(mode="after")
+    def _tools_and_logprobs(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError(400, "top_logprobs is allowed only with logprobs", "top_logprobs")
+        check_logprobs(self.top_logprobs, "top_logprobs")
+        names = [tool.function.name for tool in self.tools]
+        if len(names) > MOST_TOOLS or len(set(names)) < len(names):
+            raise RequestError(400, f"tools must be at most {MOST_TOOLS}, each with a name of its own", "tools")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise RequestError(400, f"tool_choice names {self.tool_choice.function.name!r}, no tool", "tool_choice")
+        if self.tool_choice == "required" and not names:
+            raise RequestError(400, "tool_choice requires tools", "tool_choice")
+        return self
+
+    @property
+    def reply_logprobs(self) -> int | None:
+        return self.top_logprobs or 0 if self.logprobs else None
+
+    @property
+    def most_tool_calls(self) -> int:
+        """Tool calls that are looked for in a reply."""
+        if not self.tools or self.tool_choice == "none":
+            return 0
+        return MOST_TOOLS if self.parallel_tool_calls else 1
 
     @model_validator(mode="after")
     def _one_limit(self) -> ChatBody:
@@ -194,7 +244,7 @@ class ChatBody(GenerationBody):
         return self
 
 
-Kind = TypeVar("Kind", bound=GenerationBody)
+Kind = TypeVar("Kind", bound=Body)
 
 
 def parse(kind: type[Kind], body: bytes) -> Kind:

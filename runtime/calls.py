@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from ..scheduler.types import Request, RequestError, RequestId, Sampling
-from .api_types import ChatBody, CompletionBody, GenerationBody
+from ..scheduler.types import Request, RequestError, RequestId, Sampling, check_logprobs
+from .api_types import ChatBody, ChoicesBody, CompletionBody, GenerationBody
+from .grammar import Grammars, open_grammars
+from .histories import Histories, OpenTurn
+from .logprobs import LogprobsWriter
 from .messages import Ready
 from .replies import ChatWriter, CompletionWriter, Style
+from .responses import ResponseBody, ResponseWriter
+from .structured import ReplyForm, reply_form
 from .text import Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
@@ -20,7 +27,10 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 
 @dataclass(frozen=True)
 class Call:
-    """A checked HTTP call: `requests` differ in their prompt only."""
+    """A checked HTTP call: `requests` differ in their prompt only.
+
+    `turn`: what its first reply is committed to. Whoever answers the call commits it and closes it.
+    """
 
     requests: tuple[Request, ...]
     writer: CompletionWriter
@@ -29,30 +39,98 @@ class Call:
     stops: tuple[str, ...]
     include_stop: bool
     arrived: float
+    most_tool_calls: int = 0
+    turn: OpenTurn | None = None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What completions and chat completions may ask for beyond one reply.
+
+    n                   replies to each prompt
+    logprobs, prompt_logprobs
+                        how many of the likeliest tokens are reported with each token of the reply, of the prompt
+    grammar             as in `Sampling`
+    most_tool_calls     tool calls looked for in each reply
+    """
+
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    grammar: str | None = None
+    most_tool_calls: int = 0
 
 
 class CallMaker:
     """Turns bodies into calls for the engine that `ready` describes."""
 
-    def __init__(self, ready: Ready, tokenizer: Tokenizer | None, new_id: Callable[[], RequestId]):
-        self._ready, self._tokenizer, self._new_id = ready, tokenizer, new_id
+    def __init__(
+        self, ready: Ready, tokenizer: Tokenizer | None, histories: Histories, new_id: Callable[[], RequestId]
+    ):
+        self._ready, self._tokenizer, self._histories, self._new_id = ready, tokenizer, histories, new_id
+        self._grammars: Grammars | None = None  # opened when first used
 
-    async def completion(self, body: CompletionBody, arrived: float) -> Call:
+    async def completion(self, body: CompletionBody, arrived: float, owner: str = "") -> Call:
         self._check_model(body)
-        prompts = [await self._prompt(prompt) for prompt in _one_or_several(body.prompt)]
-        style = Style(self._ready.model, body.return_token_ids, body.include_usage)
-        return self._call(body, prompts, CompletionWriter(style), body.max_tokens, DEFAULT_COMPLETION_TOKENS, arrived)
+        asked = await self._asked(body)
+        if body.echo and body.logprobs is not None:
+            asked = replace(asked, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
+        prompts = [self._checked(prompt) for prompt in _one_or_several(body.prompt)]
+        if body.conversation_id is None:
+            turn, ids = None, [await self._encoded(prompt) for prompt in prompts]
+        elif len(prompts) > 1:
+            raise RequestError(400, "a conversation takes one prompt at a time", "prompt")
+        else:
+            open_turn, server_history = self._histories.open_completion, body.server_history
+            turn = await open_turn(owner, body.conversation_id, prompts[0], server_history=server_history)
+            ids = [turn.prompt]
+        style = self._style(body, asked)
+        with closed_on_error(turn):
+            limit, default = body.max_tokens, DEFAULT_COMPLETION_TOKENS
+            return self._call(body, ids, CompletionWriter(style), limit, default, arrived, owner, turn, asked)
 
-    async def chat(self, body: ChatBody, arrived: float) -> Call:
+    async def chat(self, body: ChatBody, arrived: float, owner: str = "") -> Call:
         self._check_model(body)
+        asked = await self._asked(body)
         messages = [message.for_template() for message in body.messages]
-        prompt = await asyncio.to_thread(self._need_tokenizer("messages").encode_chat, messages)
-        style = Style(self._ready.model, body.return_token_ids, body.include_usage)
+        render, server_history = self._need_tokenizer("messages").render_chat, body.server_history
+        if body.tools and body.tool_choice != "none":
+            render = partial(render, tools=[tool.for_template() for tool in body.tools])
+        open_turn, name = self._histories.open_chat, body.conversation_id
+        turn = await open_turn(owner, name, messages, render, server_history=server_history)
+        style = self._style(body, asked)
         limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        return self._call(body, [prompt], ChatWriter(style), limit, self._ready.max_model_len, arrived)
+        with closed_on_error(turn):
+            default = self._ready.max_model_len
+            return self._call(body, [turn.prompt], ChatWriter(style), limit, default, arrived, owner, turn, asked)
+
+    async def response(self, body: ResponseBody, arrived: float, owner: str = "") -> Call:
+        self._check_model(body)
+        writer = ResponseWriter(Style(self._ready.model, False, False, body.return_sources), body)
+        instructions = body.instructions
+        turn = await self._histories.open_response(
+            owner,
+            previous=body.previous_response_id,
+            conversation=body.conversation_id,
+            instructions=[] if instructions is None else [{"role": "system", "content": instructions}],
+            messages=body.messages(),
+            render=self._need_tokenizer("input").render_chat,
+            stored_as=writer.id if body.store else None,
+        )
+        with closed_on_error(turn):
+            limit, default = body.max_output_tokens, self._ready.max_model_len
+            return self._call(body, [turn.prompt], writer, limit, default, arrived, owner, turn)
+
+    def _style(self, body: ChoicesBody, asked: Asked) -> Style:
+        logprobs = None
+        if (body.reply_logprobs, asked.prompt_logprobs) != (None, None):
+            logprobs = LogprobsWriter(self._tokenizer, body.reply_logprobs, body.prompt_logprobs)
+        echo = isinstance(body, CompletionBody) and body.echo
+        model = self._ready.model
+        return Style(model, body.return_token_ids, body.include_usage, body.return_sources, logprobs, echo)
 
     def _check_model(self, body: GenerationBody) -> None:
-        if body.model not in (None, self._ready.model):
+        if body.model not in (None, self._ready.model, *self._ready.aliases):
             raise RequestError(400, f"model {body.model!r} is not served here; {self._ready.model!r} is", "model")
 
     def _need_tokenizer(self, param: str) -> Tokenizer:
@@ -60,13 +138,19 @@ class CallMaker:
             raise RequestError(400, "this engine has no tokenizer: send token ids to /v1/completions", param)
         return self._tokenizer
 
-    async def _prompt(self, prompt: str | list[int]) -> array[int]:
+    def _checked(self, prompt: str | list[int]) -> str | array[int]:
         if isinstance(prompt, str):
             if not prompt:
                 raise RequestError(400, "the prompt is empty", "prompt")
-            return await asyncio.to_thread(self._need_tokenizer("prompt").encode, prompt)
+            self._need_tokenizer("prompt")
+            return prompt
         self._check_ids(prompt, "prompt")
         return array("i", prompt)
+
+    async def _encoded(self, prompt: str | array[int]) -> array[int]:
+        if isinstance(prompt, str):
+            return await asyncio.to_thread(self._need_tokenizer("prompt").encode, prompt)
+        return prompt
 
     def _check_ids(self, ids: Sequence[int], param: str) -> None:
         if ids and not 0 <= min(ids) <= max(ids) < self._ready.vocab_size:
@@ -83,37 +167,44 @@ class CallMaker:
         limit: int | None,
         default: int,
         arrived: float,
+        owner: str,
+        turn: OpenTurn | None,
+        asked: Asked = Asked(),
     ) -> Call:
         """`limit`: most tokens to generate as the body has it; `default`: if it has none and the context leaves it."""
-        conversation = body.conversation_id
-        if conversation is not None and len(prompts) > 1:
-            raise RequestError(400, "a conversation takes one prompt at a time", "prompt")
         if body.stop:
             self._need_tokenizer("stop")
         self._check_ids(body.stop_token_ids, "stop_token_ids")
         stop_ids = frozenset(body.stop_token_ids) | frozenset(() if body.ignore_eos else self._ready.stop_ids)
-        sampling = self._sampling(body)
+        sampling = self._sampling(body, asked)
         requests = [
             Request(
                 id=self._new_id(),
                 prompt=prompt,
                 max_tokens=self._max_tokens(len(prompt), limit, default),
-                conversation=conversation,
+                conversation=turn.conversation if turn is not None and choice == 0 else None,
+                salt=kv_salt(body.cache_salt, owner),
                 min_tokens=body.min_tokens,
                 stop_ids=stop_ids,
-                sampling=sampling,
+                sampling=replace(sampling, seed=choice_seed(sampling.seed, choice)),
+                priority=body.priority,
                 confirm=bool(body.stop),
+                prompt_logprobs=asked.prompt_logprobs if choice == 0 else None,
+                choice=choice,
             )
             for prompt in prompts
+            for choice in range(asked.n)
         ]
         return Call(
             requests=tuple(requests),
             writer=writer,
             stream=body.stream,
-            chat=isinstance(body, ChatBody),
+            chat=not isinstance(body, CompletionBody),
             stops=tuple(body.stop),
             include_stop=body.include_stop_str_in_output,
             arrived=arrived,
+            turn=turn,
+            most_tool_calls=asked.most_tool_calls,
         )
 
     def _max_tokens(self, prompt: int, limit: int | None, default: int) -> int:
@@ -134,11 +225,76 @@ class CallMaker:
             )
         return limit
 
-    def _sampling(self, body: GenerationBody) -> Sampling:
+    async def _asked(self, body: ChoicesBody) -> Asked:
+        """Raises RequestError (400) if the form that is asked of the reply cannot be followed."""
+        check_logprobs(body.prompt_logprobs, "prompt_logprobs")
+        form = reply_form(body)
+        if form is not None:
+            await asyncio.to_thread(self._check_form, form)
+        return Asked(
+            n=body.n,
+            logprobs=body.reply_logprobs,
+            prompt_logprobs=body.prompt_logprobs,
+            grammar=form.grammar if form is not None else None,
+            most_tool_calls=body.most_tool_calls,
+        )
+
+    def _check_form(self, form: ReplyForm) -> None:
+        if self._grammars is None:
+            ready = self._ready
+            self._grammars = open_grammars(ready.tokenizer, ready.vocab_size, ready.stop_ids)
+        if self._grammars is None:
+            raise RequestError(400, f"{form.param} is not supported with this model's tokenizer", form.param)
+        self._grammars.check(form.grammar, form.param)
+
+    def _logit_bias(self, body: GenerationBody) -> tuple[tuple[int, float], ...]:
+        try:
+            biases = {int(token): bias for token, bias in body.logit_bias.items()}
+        except ValueError:
+            raise RequestError(400, "logit_bias: its keys must be token ids", "logit_bias") from None
+        self._check_ids(list(biases), "logit_bias")
+        return tuple(biases.items())
+
+    def _sampling(self, body: GenerationBody, asked: Asked) -> Sampling:
         """-1 is another way to say that top-k is off, as is anything from the vocabulary's size on."""
         top_k = 0 if body.top_k == -1 or body.top_k >= self._ready.vocab_size else body.top_k
         seed = random.getrandbits(63) if body.seed is None else body.seed
-        return Sampling(body.temperature, top_k, body.top_p, seed)
+        return Sampling(
+            temperature=body.temperature,
+            top_k=top_k,
+            top_p=body.top_p,
+            seed=seed,
+            min_p=body.min_p,
+            repetition_penalty=body.repetition_penalty,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            logit_bias=self._logit_bias(body),
+            logprobs=asked.logprobs,
+            grammar=asked.grammar,
+        )
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """Choice 0 has the seed asked for; the others' are far from it and from those of near seeds."""
+    return (seed + choice * 0x9E3779B97F4A7C15) % 2**63
+
+
+def kv_salt(given: str | None, owner: str) -> bytes:
+    """Requests share KV within one salt: the one given, else the owner's. No given one equals an owner's."""
+    if given is not None:
+        return b"given:" + given.encode()
+    return b"owner:" + owner.encode() if owner else b""
+
+
+@contextlib.contextmanager
+def closed_on_error(turn: OpenTurn | None) -> Iterator[None]:
+    """The call for this turn is made within; without a call nobody else closes the turn."""
+    try:
+        yield
+    except BaseException:
+        if turn is not None:
+            turn.close()
+        raise
 
 
 def _one_or_several(prompt: str | list[Any]) -> list[str | list[int]]:

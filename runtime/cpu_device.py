@@ -20,7 +20,7 @@ from ..plugins.torch_ops import register_pool, release_pool
 from ..scheduler.plan import Lane
 from ..scheduler.types import InvariantError, SettingError, Tier
 from .device import ForwardPass, Memory, Ticket
-from .sampler import sample
+from .sampler import Sampler, Scores
 from .step_inputs import StepInputs
 
 _SETTINGS = {Tier.GPU: "--gpu-kv-chunks", Tier.HOST: "--host-kv-chunks"}
@@ -138,7 +138,7 @@ class CpuDevice:
         return Memory(free, total)
 
     def allocate_pool(self, tier: Tier, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        # Zeroed pages are not taken before they are first written, so the pools made so far still count as free.
+        # numpy's zeroed pages are not taken before they are written, so the pools made so far still count as free.
         free = self.memory(tier).free - sum(pool.nbytes for pool in self._pools.values())
         size = torch.Size(shape).numel() * dtype.itemsize
         if size > free:
@@ -147,7 +147,7 @@ class CpuDevice:
                 f"{shape[0]} chunks need {size / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are free: enough for "
                 f"{max(free, 0) * shape[0] // size} chunks",
             )
-        self._pools[tier] = torch.zeros(shape, dtype=dtype)
+        self._pools[tier] = torch.from_numpy(np.zeros(shape, f"i{dtype.itemsize}")).view(dtype)
 
     def copy(self, lane: Lane, sources: np.ndarray, targets: np.ndarray, layers: range) -> None:
         host, gpu = self._pools[Tier.HOST], self._pools[Tier.GPU]
@@ -169,12 +169,14 @@ class CpuDevice:
         self._handle = register_pool(self._pools[Tier.GPU], self._pass_gate)
         self._block_table = torch.zeros(seats, blocks, dtype=torch.int32)
         self._last_samples = torch.zeros(seats, dtype=torch.int32)
+        self._sampler = Sampler(engine.vocab_size)
 
     def upload(self, inputs: StepInputs) -> None:
-        self._sampled_rows = len(inputs.sample_rows)
+        self._uploaded = inputs
 
         def task() -> None:
             self._inputs = inputs
+            self._sampler.start(inputs.sampling.starts)
             cells, slots = torch.from_numpy(inputs.block_cells), torch.from_numpy(inputs.block_slots)
             self._block_table.view(-1)[cells] = slots
 
@@ -206,16 +208,21 @@ class CpuDevice:
         if (ticket := self._bound_gates.get(layer)) is not None:
             self.synchronize(ticket)
 
-    def sample(self) -> tuple[CpuTicket, np.ndarray]:
-        tokens = np.empty(self._sampled_rows, np.int32)
+    def sample(self) -> tuple[CpuTicket, np.ndarray, Scores | None]:
+        tokens = np.empty(len(self._uploaded.sample_seats), np.int32)
+        wanted = self._uploaded.sampling.scores
+        scores = wanted and Scores.empty(len(wanted.tops), wanted.width)
 
         def task() -> None:
-            drawn = sample(self._logits, *map(torch.from_numpy, self._inputs.draws)).int()
-            self._last_samples[torch.from_numpy(self._inputs.sample_seats)] = drawn
+            drawn, scored = self._sampler.sample(self._logits, self._inputs.sampling)
+            self._last_samples[torch.from_numpy(self._inputs.sample_seats)] = drawn.int()
             tokens[:] = drawn.numpy()
+            if scores is not None and scored is not None:
+                for target, source in zip(scores, scored, strict=True):
+                    target.copy_(source)
 
         self._issue_work(Lane.COMPUTE, task)
-        return self.mark(Lane.COMPUTE), tokens
+        return self.mark(Lane.COMPUTE), tokens, scores
 
     def close(self) -> None:
         if self._closed:

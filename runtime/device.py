@@ -20,6 +20,7 @@ import torch
 
 from ..scheduler.plan import Lane
 from ..scheduler.types import Tier
+from .sampler import Scores
 from .step_inputs import StepInputs
 
 
@@ -40,6 +41,7 @@ class ForwardPass(Protocol):
     """The engine as a device sees it."""
 
     dtype: torch.dtype
+    vocab_size: int
 
     def kv_shape(self, slots: int, chunk_tokens: int) -> tuple[int, ...]:
         """(slots, layers, 2, kv_heads, chunk_tokens, head_dim)."""
@@ -98,7 +100,8 @@ class Device(Protocol):
         """Returns once the ticket is complete: the caller waits."""
 
     def upload(self, inputs: StepInputs) -> None:
-        """Applies the block-table changes and makes the batch the one that `run` and `sample` take, in COMPUTE's order.
+        """Applies the changes of block table and penalty counts, and makes the batch the one that `run` and `sample`
+        take, in COMPUTE's order.
 
         The arrays belong to the device from here on, and nobody writes to them again.
         """
@@ -106,11 +109,11 @@ class Device(Protocol):
     def run(self) -> None:
         """The forward pass of the last uploaded batch, on COMPUTE. Binds the gates (see above)."""
 
-    def sample(self) -> tuple[Ticket, np.ndarray]:
+    def sample(self) -> tuple[Ticket, np.ndarray, Scores | None]:
         """Draws a token for each sampled row of the last run; they become their seats' last samples.
 
-        Returns a ticket and the tokens [R] int32 in host memory, valid once the ticket is complete and until three
-        more calls of `sample`.
+        Returns a ticket, the tokens [R] int32, and the scores if the batch asks for any, all in host memory, valid once
+        the ticket is complete and until three more calls of `sample`.
         """
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ class Engine:
     def __init__(self, manifest: Manifest, decoder: Decoder):
         self.manifest = manifest
         self.dtype: torch.dtype = getattr(torch, manifest.dtype)
+        self.vocab_size = manifest.vocab_size
         self.parameters = sum(parameter.numel() for parameter in decoder.parameters())
         self._decoder = decoder
 

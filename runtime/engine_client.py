@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
 from ..scheduler.types import Output, Request, RequestError, RequestId
-from .messages import Abort, Fatal, Finish, StepMessage, Submit
+from .messages import Abort, Draining, Fatal, Finish, Forget, Fork, FromHTTP, Keep, StepMessage, Submit
 from .metrics import Metrics
 
 
@@ -88,10 +88,14 @@ class OutputStream:
 
 @dataclass(slots=True)
 class _Open:
-    """A request whose last output has not arrived. `since`: its latest token, or its arrival; perf_counter seconds."""
+    """A request whose last output has not arrived. `since`: its latest token, or its arrival; perf_counter seconds.
+
+    `counts`: its prompt is not that of another choice.
+    """
 
     stream: OutputStream
     since: float
+    counts: bool
     started: bool = False
 
 
@@ -108,13 +112,19 @@ class EngineClient:
         self._ids = itertools.count(1)
         self._open: dict[RequestId, _Open] = {}
         self._fault: RequestError | None = None  # why nothing can be served any more
-        self._outbox: SimpleQueue[Submit | Abort | Finish | None] = SimpleQueue()
+        self._draining = False
+        self._outbox: SimpleQueue[FromHTTP | None] = SimpleQueue()
         for name, work in (("engine-reader", self._read), ("engine-writer", self._write)):
             threading.Thread(target=work, args=(connection,), name=name, daemon=True).start()
 
     @property
     def healthy(self) -> bool:
         return self._fault is None
+
+    @property
+    def accepting(self) -> bool:
+        """Whether the loop takes new requests."""
+        return self.healthy and not self._draining
 
     def new_id(self) -> RequestId:
         return RequestId(next(self._ids))
@@ -128,7 +138,7 @@ class EngineClient:
             raise self._fault
         stream = OutputStream(self, requests)
         for request in requests:
-            self._open[request.id] = _Open(stream, arrived)
+            self._open[request.id] = _Open(stream, arrived, request.choice == 0)
             self._outbox.put(Submit(request))
         return stream
 
@@ -141,6 +151,10 @@ class EngineClient:
     def finish(self, request: RequestId, tokens: int) -> None:
         """The reply ends after its first `tokens` tokens (`messages.Finish`)."""
         self._outbox.put(Finish(request, tokens))
+
+    def tell(self, message: Fork | Forget | Keep) -> None:
+        """What happened to a conversation; behind everything that was sent before."""
+        self._outbox.put(message)
 
     def _write(self, connection: Connection) -> None:
         """Thread: sends in order. A broken pipe is the reader's to report."""
@@ -162,12 +176,21 @@ class EngineClient:
         finally:
             self._event_loop.call_soon_threadsafe(self._end)
 
-    def _receive(self, message: StepMessage | Fatal) -> None:
+    def _receive(self, message: StepMessage | Draining | Fatal) -> None:
         if isinstance(message, Fatal):
             self._fail(RequestError(500, f"the engine has stopped: {message.reason}"))
             return
+        if isinstance(message, Draining):
+            self._draining = True
+            return
         now = time.perf_counter()
         events = {event.request: event for event in message.events}
+        for number in dict.fromkeys((*message.logprobs, *message.prompt_logprobs)):
+            event = events.get(RequestId(number)) or Output(RequestId(number))
+            own = message.logprobs.get(number)
+            events[event.request] = replace(
+                event, logprobs=(own,) if own else (), prompt_logprobs=message.prompt_logprobs.get(number, ())
+            )
         for number, token in zip(message.requests, message.tokens, strict=True):
             request = RequestId(number)
             event = events.pop(request, None)
@@ -186,7 +209,7 @@ class EngineClient:
         request = self._open.get(output.request)
         if request is None:
             return  # it was aborted meanwhile
-        if output.usage is not None:
+        if output.usage is not None and request.counts:
             self.metrics.count_prompt(output.usage)
         if output.tokens:
             self.metrics.generation_tokens += len(output.tokens)

@@ -7,15 +7,20 @@ of issue on the device's lanes.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.plan import Lane, StepPlan, StepResult
-from ..scheduler.types import InvariantError, RowId, Tier
+from ..scheduler.types import InvariantError, Tier
+from .constraints import Constraints
 from .device import Device, ForwardPass, Ticket
+from .grammar import Grammars
 from .messages import KVCounters
+from .sampler import Scores
+from .sampling_inputs import Mask, SamplingInputs
 from .step_inputs import StepPacker
 from .transfer import Transfers
 
@@ -29,10 +34,11 @@ _NO_TOKENS = np.empty(0, np.int32)
 
 
 class _Launched(NamedTuple):
-    step: int
-    samples: tuple[RowId, ...]
-    tokens: np.ndarray
+    plan: StepPlan
+    inputs: SamplingInputs
     tickets: list[Ticket]
+    tokens: np.ndarray = _NO_TOKENS
+    scores: Scores | None = None
 
 
 class Executor:
@@ -42,8 +48,18 @@ class Executor:
     makes sense.
     """
 
-    def __init__(self, device: Device, engine: ForwardPass, config: SchedulerConfig, group_layers: int = GROUP_LAYERS):
-        """Takes the device over and closes it in `close`. SettingError if a pool does not fit its memory."""
+    def __init__(
+        self,
+        device: Device,
+        engine: ForwardPass,
+        config: SchedulerConfig,
+        group_layers: int = GROUP_LAYERS,
+        grammars: Grammars | None = None,
+    ):
+        """Takes the device over and closes it in `close`. SettingError if a pool does not fit its memory.
+
+        `grammars`: without, no row may have a grammar.
+        """
         shape = engine.kv_shape(config.gpu_kv_chunks, config.chunk_tokens)
         # A row may overrun its last position by the steps in flight; their KV is never used.
         blocks = config.chunks(config.max_model_len + MAX_IN_FLIGHT)
@@ -51,6 +67,7 @@ class Executor:
         self._device = device
         self._inputs = StepPacker(config.max_num_seqs, blocks, config.chunk_tokens)
         self._transfers = Transfers(device, shape[1], group_layers, chunk_bytes)
+        self._constraints = Constraints(grammars) if grammars is not None else None
         self._launched: deque[_Launched] = deque()
         device.allocate_pool(Tier.GPU, shape, engine.dtype)
         device.allocate_pool(Tier.HOST, engine.kv_shape(config.host_kv_chunks, config.chunk_tokens), engine.dtype)
@@ -63,28 +80,40 @@ class Executor:
         """
         if len(self._launched) == MAX_IN_FLIGHT:
             raise InvariantError(f"step {plan.step} launched with {MAX_IN_FLIGHT} steps in flight")
-        self._device.upload(self._inputs.pack(plan))
+        inputs = self._inputs.pack(plan, self._grammar_mask(plan))
+        self._device.upload(inputs)
         tickets = self._transfers.issue(plan)
-        tokens = _NO_TOKENS
         if plan.tokens:
             self._transfers.hold_step(plan)
             self._device.run()
-            ticket, tokens = self._device.sample()
-            tickets = [ticket]
+            ticket, tokens, scores = self._device.sample()
+            launched = _Launched(plan, inputs.sampling, [ticket], tokens, scores)
         else:
             ticket = self._device.mark(Lane.COMPUTE)
-            tickets.append(ticket)
+            launched = _Launched(plan, inputs.sampling, [*tickets, ticket])
         self._transfers.launched(plan.step, ticket)
-        self._launched.append(_Launched(plan.step, plan.samples, tokens, tickets))
+        self._launched.append(launched)
 
     def wait(self) -> StepResult:
         """Waits for the oldest launched plan and takes its result. InvariantError if there is none."""
         if not self._launched:
             raise InvariantError("no step is in flight")
-        step, samples, tokens, tickets = self._launched.popleft()
-        for ticket in tickets:
+        launched = self._launched.popleft()
+        plan = launched.plan
+        for ticket in launched.tickets:
             self._device.synchronize(ticket)
-        return StepResult(step, samples, tuple(tokens.tolist()), self._transfers.completed())
+        tokens = tuple(launched.tokens.tolist())
+        if self._constraints is not None:
+            self._constraints.advance(plan.samples, tokens)
+        result = StepResult(plan.step, plan.samples, tokens, self._transfers.completed())
+        return result if launched.scores is None else _with_logprobs(result, launched, launched.scores)
+
+    def _grammar_mask(self, plan: StepPlan) -> Mask | None:
+        if self._constraints is not None:
+            return self._constraints.mask(plan)
+        if any(join.sampling.grammar for join in plan.joins):
+            raise InvariantError("a row has a grammar and this engine cannot follow any")
+        return None
 
     @property
     def copied_bytes(self) -> KVCounters:
@@ -94,3 +123,18 @@ class Executor:
     def close(self) -> None:
         """Ends the device and frees the pools; work in flight is finished first. Idempotent."""
         self._device.close()
+
+
+def _with_logprobs(result: StepResult, launched: _Launched, scores: Scores) -> StepResult:
+    """The scores as plain data: first those of samples, then those of prompts, span by span."""
+    plan, wanted = launched.plan, launched.inputs.scores
+    assert wanted is not None
+    entries = scores.entries(wanted.tops.tolist())
+    sampled = {plan.samples[row]: entry for row, entry in zip(wanted.rows.tolist(), entries, strict=False)}
+    at, prompts = len(sampled), {}
+    for span in plan.spans:
+        if span.scores:
+            end = at + span.end - span.start - span.samples
+            prompts[span.seat] = (*prompts.get(span.seat, ()), *entries[at:end])
+            at = end
+    return replace(result, logprobs=sampled, prompt_logprobs=prompts)

@@ -1,17 +1,19 @@
 """What the HTTP process and the loop's process say to each other, over one pipe each way.
 
-HTTP -> loop: one message a request event (`Submit`, `Abort`, `Finish`); `Drain` is the loop's own, from a signal.
-Loop -> HTTP: one `StepMessage` a step that brought anything; `Ready` once at the start; `Fatal` if the loop dies.
+HTTP -> loop: one message a request event (`Submit`, `Abort`, `Finish`) or change of a conversation (`Fork`, `Forget`,
+`Keep`); `Drain` is the loop's own, from a signal.
+Loop -> HTTP: one `StepMessage` a step that brought anything; `Ready` once at the start; `Draining` when it accepts
+nothing more; `Fatal` if the loop dies.
 All are plain picklable data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..scheduler.types import Output, Request, RequestError, RequestId, SchedulerStats
+from ..scheduler.types import Output, Request, RequestError, RequestId, SchedulerStats, TokenLogprobs
 
 
 class Submit(NamedTuple):
@@ -38,10 +40,35 @@ class Finish(NamedTuple):
     tokens: int
 
 
+class Fork(NamedTuple):
+    """A second conversation with the same KV. Nothing happens if the loop does not know the first one."""
+
+    conversation: str
+    new: str
+
+
+class Forget(NamedTuple):
+    """The conversation claims no KV any more. The loop may not know it."""
+
+    conversation: str
+
+
+class Keep(NamedTuple):
+    """How long the conversation's KV is claimed after its last turn (None: the server's default), in seconds, and for
+    how many more seconds it is evicted last. The loop may not know it."""
+
+    conversation: str
+    ttl: float | None
+    pinned: float
+
+
 class Drain(NamedTuple):
     """Accept nothing more; finish what runs within `seconds`, then abort the rest and end."""
 
     seconds: float
+
+
+FromHTTP = Submit | Abort | Finish | Fork | Forget | Keep | Drain
 
 
 class Refusal(NamedTuple):
@@ -58,7 +85,10 @@ class KVCounters(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepMessage:
-    """`tokens[i]` is a new token of `requests[i]`, at most one a request. `events` go with them: first usage, ends."""
+    """`tokens[i]` is a new token of `requests[i]`, at most one a request. `events` go with them: first usage, ends.
+
+    `logprobs` (of the new tokens) and `prompt_logprobs` by request, of those that asked for them.
+    """
 
     requests: Sequence[int] = ()
     tokens: Sequence[int] = ()
@@ -66,17 +96,27 @@ class StepMessage:
     refusals: tuple[Refusal, ...] = ()
     stats: SchedulerStats | None = None
     copied: KVCounters | None = None
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The loop serves. `stop_ids`: end-of-sequence tokens; `tokenizer`: the engine's tokenizer directory."""
+    """The loop serves. `stop_ids`: end-of-sequence tokens; `tokenizer`: the engine's tokenizer directory.
+
+    `model` is the name that replies carry; `aliases` may be asked for as well.
+    """
 
     model: str
     max_model_len: int
     vocab_size: int
     stop_ids: tuple[int, ...]
     tokenizer: str
+    aliases: tuple[str, ...] = ()
+
+
+class Draining(NamedTuple):
+    """The loop accepts nothing more and finishes what it has."""
 
 
 class Fatal(NamedTuple):

@@ -8,16 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import json
-import signal
-import socket
 import time
-from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from typing import Any
 
-import uvicorn
 from fastapi import FastAPI
 from fastapi import Request as HTTPRequest
 from fastapi.responses import JSONResponse, Response
@@ -25,16 +19,25 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from ..scheduler.types import RequestError, SettingError
+from ..scheduler.types import RequestError
+from .api_errors import error_object, error_response
+from .api_keys import OWNER, KeyCheck, owner_of
 from .api_types import ChatBody, CompletionBody, parse
 from .calls import Call, CallMaker
+from .conversation_api import add_conversations
 from .engine_client import ClientGone, EngineClient, OutputStream
-from .messages import Fatal, Ready
+from .histories import Histories
+from .history_store import HistoryStore
+from .http_settings import DEFAULTS, HTTPSettings
+from .limits import BodyLimit, ClientLimit
+from .messages import Ready
 from .replies import Reply
+from .request_log import logged
+from .responses import ResponseBody, add_responses
 from .text import StopMatcher, Tokenizer
+from .tokenize_api import add_tokenize
+from .tools import ToolCallParser
 
-CLOSING_SECONDS = 5  # for clients to read the end of their replies once the engine has ended
-RETRY_SECONDS = 1  # told to clients when the queue is full
 EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
@@ -46,10 +49,20 @@ class Answer(Response):
         self._call, self._client, self._tokenizer = call, client, tokenizer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        replies: dict[int, Reply] = {}
+        with contextlib.suppress(ClientGone), logged(self._call, scope.get(OWNER, ""), replies.values()):
+            try:
+                await self._answer(replies, scope, receive, send)
+            finally:
+                if self._call.turn is not None:
+                    self._call.turn.close()
+
+    async def _answer(self, replies: dict[int, Reply], scope: Scope, receive: Receive, send: Send) -> None:
+        """`replies` is filled first. Raises ClientGone, and RequestError while no status has been sent."""
         stream = self._client.submit(self._call.requests, self._call.arrived)
         watch = asyncio.create_task(_hang_up_with_client(receive, stream))
         try:
-            replies = self._replies(stream)
+            replies |= self._replies(stream)
             if self._call.stream:
                 await self._send_events(stream, replies, send)
             else:
@@ -59,10 +72,9 @@ class Answer(Response):
                         reply = replies[output.request]
                         reply.add(output)
                         unfinished -= output.finish is not None
+                await self._commit(replies)
                 whole = self._call.writer.whole(list(replies.values()))
                 await JSONResponse(whole)(scope, receive, send)
-        except ClientGone:
-            pass  # there is nobody left to answer
         finally:
             watch.cancel()
             stream.close()
@@ -77,6 +89,8 @@ class Answer(Response):
                 StopMatcher(call.stops, call.include_stop, request.min_tokens) if call.stops else None,
                 continues_prompt=not call.chat,
                 include_stop=call.include_stop,
+                tools=ToolCallParser(call.most_tool_calls) if call.most_tool_calls else None,
+                echo=call.writer.echo,
             )
             for request in call.requests
         }
@@ -94,7 +108,7 @@ class Answer(Response):
                 for output in outputs:
                     reply = replies[output.request]
                     piece = reply.add(output)
-                    events.append(writer.piece(index[output.request], piece, reply.finish))
+                    events.append(writer.piece(index[output.request], piece, reply.reason))
                     unfinished -= output.finish is not None
                 if not unfinished:
                     break
@@ -102,10 +116,21 @@ class Answer(Response):
                     await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
                 events = []
                 outputs = await stream.next()
+            await self._commit(replies)
             events.append(writer.closing(list(replies.values())))
         except RequestError as error:  # too late for a status
-            events.append(f"data: {json.dumps(_error_object(error))}\n\ndata: [DONE]\n\n")
+            events.append(f"data: {json.dumps(error_object(error))}\n\ndata: [DONE]\n\n")
         await send({"type": "http.response.body", "body": "".join(events).encode()})
+
+    async def _commit(self, replies: dict[int, Reply]) -> None:
+        """The first reply's turn is durable before any end is told."""
+        turn = self._call.turn
+        if turn is None:
+            return
+        reply = next(iter(replies.values()))
+        text = "".join(reply.texts)
+        answer = {"role": "assistant", "content": text} if self._call.chat else None
+        await turn.commit(reply.tokens, text, answer, self._call.writer.stored(list(replies.values())))
 
 
 async def _hang_up_with_client(receive: Receive, stream: OutputStream) -> None:
@@ -114,114 +139,73 @@ async def _hang_up_with_client(receive: Receive, stream: OutputStream) -> None:
     stream.hang_up()
 
 
-def create_app(client: EngineClient, ready: Ready, tokenizer: Tokenizer | None) -> FastAPI:
-    """The application that serves the engine of `ready`; without a tokenizer only completions of token ids."""
+def create_app(
+    client: EngineClient,
+    ready: Ready,
+    tokenizer: Tokenizer | None,
+    settings: HTTPSettings = DEFAULTS,
+    histories: Histories | None = None,
+) -> FastAPI:
+    """The application that serves the engine of `ready`; without a tokenizer only completions of token ids.
+
+    Without `histories` conversations are kept in memory.
+    """
+    if histories is None:
+        histories = Histories(HistoryStore(":memory:", settings.history_ttl), client.tell, tokenizer)
     app = FastAPI(title="Pensieve")
-    calls = CallMaker(ready, tokenizer, client.new_id)
+    app.add_middleware(BodyLimit, most=settings.max_body_bytes)
+    if settings.max_requests_per_client is not None:
+        app.add_middleware(ClientLimit, most=settings.max_requests_per_client)
+    if settings.api_keys:
+        app.add_middleware(KeyCheck, digests=settings.api_keys)
+    calls = CallMaker(ready, tokenizer, histories, client.new_id)
     created = int(time.time())
 
     @app.exception_handler(RequestError)
     async def refuse(_: HTTPRequest, error: RequestError) -> Response:
-        headers = {"retry-after": str(RETRY_SECONDS)} if error.status == 429 else None
-        return JSONResponse(_error_object(error), error.status, headers)
+        return error_response(error)
 
     @app.exception_handler(HTTPException)
-    async def refuse_route(request: HTTPRequest, error: HTTPException) -> Response:
-        return await refuse(request, RequestError(error.status_code, error.detail))
+    async def refuse_route(_: HTTPRequest, error: HTTPException) -> Response:
+        return error_response(RequestError(error.status_code, error.detail))
 
     @app.post("/v1/completions")
     async def completions(request: HTTPRequest) -> Response:
         arrived = time.perf_counter()
         body = parse(CompletionBody, await request.body())
-        return Answer(await calls.completion(body, arrived), client, tokenizer)
+        return Answer(await calls.completion(body, arrived, owner_of(request)), client, tokenizer)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: HTTPRequest) -> Response:
         arrived = time.perf_counter()
         body = parse(ChatBody, await request.body())
-        return Answer(await calls.chat(body, arrived), client, tokenizer)
+        return Answer(await calls.chat(body, arrived, owner_of(request)), client, tokenizer)
+
+    @app.post("/v1/responses")
+    async def responses(request: HTTPRequest) -> Response:
+        arrived = time.perf_counter()
+        body = parse(ResponseBody, await request.body())
+        return Answer(await calls.response(body, arrived, owner_of(request)), client, tokenizer)
+
+    add_conversations(app, histories)
+    add_responses(app, histories)
+    add_tokenize(app, ready, tokenizer)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        model = {"id": ready.model, "object": "model", "created": created, "owned_by": "pensieve"}
-        return {"object": "list", "data": [{**model, "max_model_len": ready.max_model_len}]}
+        model = {"object": "model", "created": created, "owned_by": "pensieve", "max_model_len": ready.max_model_len}
+        return {"object": "list", "data": [{"id": name, **model} for name in (ready.model, *ready.aliases)]}
 
     @app.get("/health")
     async def health() -> Response:
         return Response(status_code=200 if client.healthy else 503)
+
+    @app.get("/ready")
+    async def ready_for_requests() -> Response:
+        return Response(status_code=200 if client.accepting else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(client.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     return app
-
-
-def _error_object(error: RequestError) -> dict[str, Any]:
-    """OpenAI's form."""
-    kind, code = "invalid_request_error", None
-    if error.status == 429:
-        kind, code = "rate_limit_error", "rate_limit_exceeded"
-    elif error.status >= 500:
-        kind = "server_error"
-    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": code}}
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket, made before the model is loaded so that a taken port is known at once. Port 0: any free one.
-
-    Raises SettingError. The parent closes its copy once the HTTP process has started.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except OverflowError as error:
-        raise SettingError("--port", f"must be between 0 and 65535, not {port}") from error
-    except OSError as error:
-        setting = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
-        raise SettingError(setting, f"cannot listen on {host}:{port}: {error.strerror}") from error
-
-
-def serve_http(connection: Connection, listener: socket.socket) -> None:
-    """The HTTP process's main: serves from the loop's `Ready` on until the loop closes its end of `connection`.
-
-    Signals are the parent's affair: it drains, then closes the pipe. By then every reply has ended; clients get
-    CLOSING_SECONDS to read the rest.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        ready = connection.recv()
-    except (EOFError, OSError):
-        return  # the start failed, and the parent says why
-    if isinstance(ready, Fatal):
-        return
-    tokenizer = Tokenizer.load(ready.tokenizer) if ready.tokenizer else None
-    asyncio.run(_serve(connection, listener, ready, tokenizer))
-
-
-async def _serve(connection: Connection, listener: socket.socket, ready: Ready, tokenizer: Tokenizer | None) -> None:
-    client = EngineClient(connection)
-    config = uvicorn.Config(
-        create_app(client, ready, tokenizer),
-        lifespan="off",
-        log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=CLOSING_SECONDS,
-    )
-    server = _Server(config)
-    stopper = asyncio.create_task(_stop_with_engine(server, client))
-    await server.serve(sockets=[listener])
-    stopper.cancel()
-
-
-async def _stop_with_engine(server: uvicorn.Server, client: EngineClient) -> None:
-    await client.closed.wait()
-    server.should_exit = True
-
-
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leaves signals alone: `serve_http` ignores them."""
-        yield

@@ -9,9 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..scheduler.types import FinishReason, Output, Request, RequestError
+from ..scheduler.types import FinishReason, Output, Request, RequestError, TokenLogprobs, Usage
 from .engine_client import OutputStream
+from .logprobs import LogprobsWriter
+from .metrics import SOURCES
 from .text import Detokenizer, StopMatcher, Tokenizer
+from .tools import ToolCall, ToolCallParser
 
 CONTEXT_TOKENS = 8  # tokens of a prompt that can change how the reply's first token reads
 
@@ -19,10 +22,13 @@ _encode_text = json.JSONEncoder().encode
 
 
 class Piece(NamedTuple):
-    """What one output adds to a reply."""
+    """What one output adds to a reply. `logprobs` and `offsets` (into its text) are those of `tokens`, if asked for."""
 
     text: str
     tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    offsets: tuple[int, ...] = ()
+    calls: Sequence[ToolCall] = ()
 
 
 class Reply:
@@ -37,22 +43,41 @@ class Reply:
         *,
         continues_prompt: bool,
         include_stop: bool = False,
+        tools: ToolCallParser | None = None,
+        echo: bool = False,
     ):
-        """`matcher` needs a tokenizer and a request with `confirm`.
+        """`matcher` and `echo` need a tokenizer and a request with `confirm`.
 
         `continues_prompt`: the text is read as the prompt's continuation (a leading space stays), not on its own.
         `include_stop`: the text of a stop token stays, unless it is a special token.
+        `tools`: takes tool calls out of what is said.
+        `echo`: offsets count from the prompt's beginning.
         """
         context = request.prompt[-CONTEXT_TOKENS:] if continues_prompt else ()
         self.request = request
         self.tokens: list[int] = []
         self.texts: list[str] = []
-        self.cached = 0
+        self.said: list[str] = []
+        self.calls: list[ToolCall] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.echoed = tokenizer.decode(request.prompt) if echo and tokenizer is not None else ""
+        self.offsets: list[int] = []
+        self.sources = Usage()
+        self.queued = 0.0
+        self.started: float | None = None  # when the first token came, time.perf_counter's seconds
         self.finish: FinishReason | None = None
         self._stream = stream
         self._detokenizer = Detokenizer(tokenizer, context) if tokenizer is not None else None
         self._matcher = matcher
         self._include_stop = include_stop
+        self._tools = tools
+        self._length = len(self.echoed)
+
+    @property
+    def reason(self) -> str | None:
+        """The finish reason as the client is told."""
+        return "tool_calls" if self.calls and self.finish is FinishReason.STOP else self.finish
 
     def add(self, output: Output) -> Piece:
         """Takes an output, returns what is to be said of it: nothing behind a stop string.
@@ -62,16 +87,27 @@ class Reply:
         if output.finish is FinishReason.ABORT:
             raise RequestError(503, "the server is shutting down and has ended this request")
         if output.usage is not None:
-            self.cached = output.usage.cached
+            self.sources, self.queued = output.usage, output.queued or 0.0
+            self.started = time.perf_counter()
         stopped = self._stopped
+        start = len(self.tokens)
         tokens, text = ((), "") if stopped else self._read(output)
         self.tokens += tokens
         self.texts.append(text)
+        said, calls = (text, ()) if self._tools is None else self._take_calls(self._tools, text, output)
+        self.said.append(said)
+        self.calls += calls
+        self.logprobs += output.logprobs[: len(tokens)]
+        self.prompt_logprobs += output.prompt_logprobs
         if output.finish is not None:
             self.finish = FinishReason.STOP if self._stopped else output.finish
         if self.request.confirm and not stopped and (self._stopped or output.finish is not None):
             self._stream.finish(self.request.id, len(self.tokens))
-        return Piece(text, tokens)
+        return Piece(said, tokens, output.logprobs[: len(tokens)], tuple(self.offsets[start:]), calls)
+
+    def _take_calls(self, tools: ToolCallParser, text: str, output: Output) -> tuple[str, list[ToolCall]]:
+        said, calls = tools.push(text)
+        return (said if output.finish is None else said + tools.end()), calls
 
     @property
     def _stopped(self) -> bool:
@@ -86,6 +122,9 @@ class Reply:
         pieces = []
         for count, token in enumerate(output.tokens, 1):
             piece = "" if self._is_stop_token(output, count) else detokenizer.push(token)
+            if output.logprobs:
+                self.offsets.append(self._length)
+                self._length += len(piece)
             pieces.append(piece if self._matcher is None else self._matcher.push(piece))
             if self._stopped:
                 return output.tokens[:count], "".join(pieces)
@@ -103,11 +142,17 @@ class Reply:
 
 @dataclass(frozen=True)
 class Style:
-    """How the answer to one HTTP call is written. `token_ids`: with the ids of prompts and replies."""
+    """How the answer to one HTTP call is written. `token_ids`: with the ids of prompts and replies.
+
+    `sources`: its usage says where the prompt's tokens came from. `echo`: the prompt's text goes before the reply's.
+    """
 
     model: str
     token_ids: bool
     include_usage: bool
+    sources: bool = False
+    logprobs: LogprobsWriter | None = None
+    echo: bool = False
 
 
 class CompletionWriter:
@@ -117,55 +162,96 @@ class CompletionWriter:
 
     def __init__(self, style: Style):
         self._style = style
-        self._id = self.ID + uuid.uuid4().hex
+        self.id = self.ID + uuid.uuid4().hex
         self._created = int(time.time())
         head = json.dumps(self._object(self.CHUNK), separators=(",", ":"))[:-1]
         self._head = f'data: {head},"choices":[{{"index":'
         self._tail = '}],"usage":null}\n\n' if style.include_usage else "}]}\n\n"
 
+    @property
+    def echo(self) -> bool:
+        return self._style.echo
+
     def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
         """The answer to a call that does not stream."""
-        choices = [self._choice(index, reply) for index, reply in enumerate(replies)]
-        return {**self._object(self.WHOLE), "choices": choices, "usage": usage(replies)}
+        choices = [
+            self._choice(index, reply, replies[index - reply.request.choice]) for index, reply in enumerate(replies)
+        ]
+        return {**self._object(self.WHOLE), "choices": choices, "usage": usage(replies, self._style.sources)}
 
     def opening(self, replies: Sequence[Reply]) -> str:
-        """The events before the first piece: here only prompts' ids, if asked for."""
-        if not self._style.token_ids:
+        """The events before the first piece: here only prompts' text and ids, if asked for."""
+        if not (self._style.token_ids or self._style.echo):
             return ""
         return "".join(
-            f'{self._head}{index},"text":"","logprobs":null,"finish_reason":null,'
-            f'"prompt_token_ids":{reply.request.prompt.tolist()},"token_ids":[]{self._tail}'
+            f'{self._head}{index},{self._content(Piece(reply.echoed, ()))},"logprobs":null,'
+            f'"finish_reason":null{self._prompt_ids(reply)}{self._tail}'
             for index, reply in enumerate(replies)
         )
 
-    def piece(self, index: int, piece: Piece, finish: FinishReason | None) -> str:
+    def _prompt_ids(self, reply: Reply) -> str:
+        ids = reply.request.prompt.tolist()
+        return f',"prompt_token_ids":{ids},"token_ids":[]' if self._style.token_ids else ""
+
+    def piece(self, index: int, piece: Piece, finish: str | None) -> str:
         """The event for one piece of a reply, the last one with its finish; nothing if there is nothing to say."""
         token_ids = self._style.token_ids
-        if not (piece.text or finish or (token_ids and piece.tokens)):
+        if not (piece.text or finish or piece.logprobs or piece.calls or (token_ids and piece.tokens)):
             return ""
         ids = f',"token_ids":{list(piece.tokens)}' if token_ids else ""
         reason = f'"{finish}"' if finish else "null"
-        content = self._content(piece.text)
-        return f'{self._head}{index},{content},"logprobs":null,"finish_reason":{reason}{ids}{self._tail}'
+        content = self._content(piece)
+        logprobs = json.dumps(self._logprobs(piece)) if piece.logprobs else "null"
+        return f'{self._head}{index},{content},"logprobs":{logprobs},"finish_reason":{reason}{ids}{self._tail}'
+
+    def stored(self, replies: Sequence[Reply]) -> str | None:
+        """The body under which the answer can be asked for later: of a response only."""
+        return None
 
     def closing(self, replies: Sequence[Reply]) -> str:
         """The events behind the last piece: usage if asked for, and the end."""
         if not self._style.include_usage:
             return "data: [DONE]\n\n"
-        last = {**self._object(self.CHUNK), "choices": [], "usage": usage(replies)}
+        last = {**self._object(self.CHUNK), "choices": [], "usage": usage(replies, self._style.sources)}
         return f"data: {json.dumps(last)}\n\ndata: [DONE]\n\n"
 
     def _object(self, kind: str) -> dict[str, Any]:
-        return {"id": self._id, "object": kind, "created": self._created, "model": self._style.model}
+        return {"id": self.id, "object": kind, "created": self._created, "model": self._style.model}
 
-    def _content(self, text: str) -> str:
-        return f'"text":{_encode_text(text)}'
+    def _content(self, piece: Piece) -> str:
+        return f'"text":{_encode_text(piece.text)}'
 
-    def _choice(self, index: int, reply: Reply) -> dict[str, Any]:
-        choice = {"index": index, "text": "".join(reply.texts), "logprobs": None, "finish_reason": reply.finish}
+    def _logprobs(self, piece: Piece) -> dict[str, Any]:
+        assert self._style.logprobs is not None
+        return self._style.logprobs.completion(piece.tokens, piece.logprobs, piece.offsets)
+
+    def _prompt_logprobs(self, first: Reply) -> dict[str, Any]:
+        writer = self._style.logprobs
+        if writer is None or writer.prompt_top is None:
+            return {}
+        return {"prompt_logprobs": writer.prompt(first.request.prompt, first.prompt_logprobs)}
+
+    def _choice(self, index: int, reply: Reply, first: Reply) -> dict[str, Any]:
+        """`first`: choice 0 of the same prompt, which alone has the log probabilities of the prompt."""
+        choice = {
+            "index": index,
+            "text": reply.echoed + "".join(reply.texts),
+            "logprobs": self._whole_logprobs(reply, first),
+            "finish_reason": reply.finish,
+            **self._prompt_logprobs(first),
+        }
         if self._style.token_ids:
             choice |= {"prompt_token_ids": reply.request.prompt.tolist(), "token_ids": reply.tokens}
         return choice
+
+    def _whole_logprobs(self, reply: Reply, first: Reply) -> dict[str, Any] | None:
+        writer, tokens, prompt = self._style.logprobs, reply.tokens, reply.request.prompt
+        if writer is None or writer.top is None:
+            return None
+        if not self._style.echo:
+            return writer.completion(tokens, reply.logprobs, reply.offsets)
+        entries = [None, *first.prompt_logprobs, *reply.logprobs]
+        return writer.completion([*prompt, *tokens], entries, [*writer.offsets(prompt), *reply.offsets])
 
 
 class ChatWriter(CompletionWriter):
@@ -175,43 +261,63 @@ class ChatWriter(CompletionWriter):
 
     def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
         answer = super().whole(replies)
+        answer |= self._prompt_logprobs(replies[0])
         if self._style.token_ids:
             answer["prompt_token_ids"] = replies[0].request.prompt.tolist()
         return answer
 
     def opening(self, replies: Sequence[Reply]) -> str:
         delta = {"role": "assistant", "content": ""}
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
-        first = {**self._object(self.CHUNK), "choices": [choice]}
+        first = self._object(self.CHUNK)
         if self._style.token_ids:
             first["prompt_token_ids"] = replies[0].request.prompt.tolist()
         if self._style.include_usage:
             first["usage"] = None
-        return f"data: {json.dumps(first)}\n\n"
+        choices = [
+            {"index": index, "delta": delta, "logprobs": None, "finish_reason": None} for index in range(len(replies))
+        ]
+        return "".join(f"data: {json.dumps({**first, 'choices': [choice]})}\n\n" for choice in choices)
 
-    def _content(self, text: str) -> str:
-        return f'"delta":{{"content":{_encode_text(text)}}}' if text else '"delta":{}'
+    def _content(self, piece: Piece) -> str:
+        if piece.calls:
+            calls = [{"index": call.index, **call.as_object()} for call in piece.calls]
+            return f'"delta":{json.dumps({"content": piece.text or None, "tool_calls": calls})}'
+        return f'"delta":{{"content":{_encode_text(piece.text)}}}' if piece.text else '"delta":{}'
 
-    def _choice(self, index: int, reply: Reply) -> dict[str, Any]:
+    def _logprobs(self, piece: Piece) -> dict[str, Any]:
+        assert self._style.logprobs is not None
+        return self._style.logprobs.chat(piece.tokens, piece.logprobs)
+
+    def _choice(self, index: int, reply: Reply, first: Reply) -> dict[str, Any]:
+        said, writer = "".join(reply.said), self._style.logprobs
         message: dict[str, Any] = {
             "role": "assistant",
-            "content": "".join(reply.texts),
+            "content": None if reply.calls and not said else said,
             "refusal": None,
             "annotations": [],
         }
-        choice = {"index": index, "message": message, "logprobs": None, "finish_reason": reply.finish}
+        if reply.calls:
+            message["tool_calls"] = [call.as_object() for call in reply.calls]
+        logprobs = None
+        if writer is not None and writer.top is not None:
+            logprobs = writer.chat(reply.tokens, reply.logprobs)
+        choice = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reply.reason}
         if self._style.token_ids:
             choice["token_ids"] = reply.tokens
         return choice
 
 
-def usage(replies: Sequence[Reply]) -> dict[str, Any]:
-    """OpenAI's usage object over all replies of a call."""
-    prompt = sum(len(reply.request.prompt) for reply in replies)
+def usage(replies: Sequence[Reply], sources: bool = False) -> dict[str, Any]:
+    """OpenAI's usage object over all replies of a call; with `sources` also where the prompts' KV came from."""
     generated = sum(len(reply.tokens) for reply in replies)
+    replies = [reply for reply in replies if reply.request.choice == 0]  # the choices of a prompt share it
+    prompt = sum(len(reply.request.prompt) for reply in replies)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": sum(reply.cached for reply in replies)},
+        "prompt_tokens_details": {
+            "cached_tokens": sum(reply.sources.cached for reply in replies),
+            **({name: sum(getattr(reply.sources, name) for reply in replies) for name in SOURCES} if sources else {}),
+        },
     }

@@ -14,13 +14,28 @@ import os
 import socket
 import threading
 import time
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 
 from ..scheduler.scheduler import Applied, Scheduler
-from ..scheduler.types import FinishReason, Output, RequestError
+from ..scheduler.types import FinishReason, Output, RequestError, RequestId
 from .executor import Executor
-from .messages import Abort, Drain, Fatal, Finish, Ready, Refusal, StepMessage, Submit
+from .messages import (
+    Abort,
+    Drain,
+    Draining,
+    Fatal,
+    Finish,
+    Forget,
+    Fork,
+    FromHTTP,
+    Keep,
+    Ready,
+    Refusal,
+    StepMessage,
+    Submit,
+)
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +49,8 @@ class Service:
 
     def __init__(self, scheduler: Scheduler, executor: Executor, connection: Connection):
         self._scheduler, self._executor = scheduler, executor
-        self._inbox: SimpleQueue[Submit | Abort | Finish | Drain] = SimpleQueue()
-        self._outbox: SimpleQueue[Ready | StepMessage | Fatal | None] = SimpleQueue()
+        self._inbox: SimpleQueue[FromHTTP] = SimpleQueue()
+        self._outbox: SimpleQueue[Ready | StepMessage | Draining | Fatal | None] = SimpleQueue()
         self._reader = threading.Thread(target=_read, args=(connection, self._inbox), name="inbox", daemon=True)
         self._writer = threading.Thread(target=_write, args=(connection, self._outbox), name="outbox", daemon=True)
         self._drain_until = float("inf")
@@ -54,6 +69,7 @@ class Service:
             while not self._drained():
                 while not self._inbox.empty():
                     self._take(self._inbox.get())
+                self._refuse_expired()
                 plan = self._scheduler.next_plan(time.monotonic())
                 if plan is not None:
                     self._executor.launch(plan)
@@ -69,25 +85,36 @@ class Service:
             self._writer.join()
             self._executor.close()
 
+    def _refuse_expired(self) -> None:
+        """Requests that have waited longer than `queue_timeout` are sent away."""
+        for request in self._scheduler.expire(time.monotonic()):
+            self._refuse(request, RequestError(503, "the server is busy: the request has waited too long in the queue"))
+
+    def _refuse(self, request: RequestId, error: RequestError) -> None:
+        self._outbox.put(StepMessage(refusals=(Refusal(request, error),)))
+
     def _finish_step(self) -> None:
         """The oldest step in flight: its result is applied and its tokens go out."""
         result = self._executor.wait()
         applied = self._scheduler.apply(result, time.monotonic())
-        if applied.requests or time.monotonic() >= self._stats_due:
+        if applied.requests or applied.prompt_logprobs or time.monotonic() >= self._stats_due:
             self._send(applied)
 
     def _wait_for_news(self) -> None:
-        """Nothing to do: sleeps until a message comes, with one look at the books."""
+        """Nothing to do: sleeps until a message comes, with one look at the books.
+
+        While a reply waits to be confirmed (its client may be slow) others may wait too long behind it: no long sleep.
+        """
         draining = self._drain_until - time.monotonic()
         try:
             self._take(self._inbox.get(timeout=max(0.0, min(draining, IDLE_CHECK_S))))
         except Empty:
             self._scheduler.check()
             self._send(Applied())
-            if draining == float("inf"):
+            if draining == float("inf") and self._scheduler.idle:
                 self._take(self._inbox.get())
 
-    def _take(self, message: Submit | Abort | Finish | Drain) -> None:
+    def _take(self, message: FromHTTP) -> None:
         now = time.monotonic()
         match message:
             case Submit(request):
@@ -96,14 +123,30 @@ class Service:
                         raise RequestError(503, "the server is shutting down")
                     self._scheduler.add(request, now)
                 except RequestError as error:
-                    self._outbox.put(StepMessage(refusals=(Refusal(request.id, error),)))
+                    self._refuse(request.id, error)
             case Abort(request):
                 self._scheduler.abort(request, now)
             case Finish(request, tokens):
                 output = self._scheduler.finish(request, tokens, now)
                 self._send(Applied(events=[output] if output else []))
+            case Fork() | Forget() | Keep():
+                self._change_conversation(message, now)
             case Drain(seconds):
                 self._drain_until = min(self._drain_until, now + seconds)
+                self._outbox.put(Draining())
+
+    def _change_conversation(self, message: Fork | Forget | Keep, now: float) -> None:
+        """The history store knows every conversation, the scheduler those that have been active since the start."""
+        if not self._scheduler.has_conversation(message.conversation):
+            return
+        match message:
+            case Fork(conversation, new):
+                if not self._scheduler.has_conversation(new):
+                    self._scheduler.fork(conversation, new, now)
+            case Forget(conversation):
+                self._scheduler.delete(conversation)
+            case Keep(conversation, ttl, pinned):
+                self._scheduler.keep(conversation, ttl, now + pinned, now)
 
     def _drained(self) -> bool:
         """Whether to end: nothing is left to do, or its time is up; whoever is still open is told."""
@@ -125,10 +168,13 @@ class Service:
         if applied.events or not applied.requests or time.monotonic() >= self._stats_due:
             self._stats_due = time.monotonic() + STATS_INTERVAL_S
             stats, copied = self._scheduler.stats(), self._executor.copied_bytes
-        self._outbox.put(StepMessage(applied.requests, applied.tokens, tuple(applied.events), (), stats, copied))
+        message = StepMessage(applied.requests, applied.tokens, tuple(applied.events), (), stats, copied)
+        if applied.logprobs or applied.prompt_logprobs:
+            message = replace(message, logprobs=applied.logprobs, prompt_logprobs=applied.prompt_logprobs)
+        self._outbox.put(message)
 
 
-def _read(connection: Connection, inbox: SimpleQueue[Submit | Abort | Finish | Drain]) -> None:
+def _read(connection: Connection, inbox: SimpleQueue[FromHTTP]) -> None:
     """Thread: what the HTTP process says. When it is gone, so is every client: nothing is left to serve."""
     try:
         while True:
@@ -137,7 +183,7 @@ def _read(connection: Connection, inbox: SimpleQueue[Submit | Abort | Finish | D
         inbox.put(Drain(0.0))
 
 
-def _write(connection: Connection, outbox: SimpleQueue[Ready | StepMessage | Fatal | None]) -> None:
+def _write(connection: Connection, outbox: SimpleQueue[Ready | StepMessage | Draining | Fatal | None]) -> None:
     """Thread: what the loop says, then the end of it.
 
     Closing the pipe would not do: while the reader waits in it, the other side sees no end.

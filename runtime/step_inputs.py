@@ -12,47 +12,31 @@ mirror is written at once and never handed out: what changed travels with the st
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
-from ..scheduler.plan import BlockUpdate, Join, StepPlan
+from ..scheduler.plan import BlockUpdate, StepPlan
 from ..scheduler.types import InvariantError
+from .sampling_inputs import Mask, SamplingInputs, SeatSampling
 
 LAST_SAMPLE = -1  # as a token id: the last sample of the token's seat, known to the device only
 NOT_WRITTEN = -1  # as a token's slot: its KV exists already, or (in the mirror) no slot was given
 
 
-class Draws(NamedTuple):
-    """The sampled rows that are not greedy, D of them, as `sampler.sample` takes them."""
-
-    rows: np.ndarray
-    """[D] int64, into the R sampled rows"""
-    temperatures: np.ndarray
-    """[D] float64, above 0"""
-    top_ks: np.ndarray
-    """[D] int64, 0 for off"""
-    top_ps: np.ndarray
-    """[D] float64, 1 for off"""
-    seeds: np.ndarray
-    """[D] int64"""
-    positions: np.ndarray
-    """[D] int64, of the token to be drawn: which draw of its seed it is"""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class StepInputs:
-    """One batch of T tokens, S segments and R sampled rows, and U changed entries of the block table.
+    """One batch of T tokens, S segments, R sampled and K scored rows, and U changed entries of the block table.
 
     token_ids     [T] int32, LAST_SAMPLE for the first `generated` tokens
     positions     [T] int32
     slots         [T] int32, the place of each token's KV: slot * chunk_tokens + offset, or NOT_WRITTEN
     segments      [S, 5] int32: q_start, q_len, kv_start, kv_len in the row's coordinates, seat; segment i < `generated`
                   is that of token i
-    sample_rows   [R] int32, into the T tokens; sample_seats [R] int32, the seats they belong to
-    draws         the sampled rows that are not greedy
+    sample_rows   [R + K] int32, into the T tokens: whose logits are wanted; sample_seats [R] int32, the seats of the
+                  sampled ones
+    sampling      what becomes of the logits
     block_cells   [U] int32, into the flattened block table; block_slots [U] int32, the slots to put there
     """
 
@@ -63,7 +47,7 @@ class StepInputs:
     segments: np.ndarray
     sample_rows: np.ndarray
     sample_seats: np.ndarray
-    draws: Draws
+    sampling: SamplingInputs
     block_cells: np.ndarray
     block_slots: np.ndarray
 
@@ -75,18 +59,20 @@ class StepPacker:
         """seats, blocks: shape of the block table; blocks is the most chunks a request can have."""
         self._chunk_tokens = chunk_tokens
         self._table = np.full((seats, blocks), NOT_WRITTEN, np.int32)
-        self._temperatures = np.zeros(seats)
-        self._top_ps = np.ones(seats)
-        self._top_ks = np.zeros(seats, np.int64)
-        self._seeds = np.zeros(seats, np.int64)
+        self._sampling = SeatSampling(seats)
 
-    def pack(self, plan: StepPlan) -> StepInputs:
-        """InvariantError if the plan contradicts itself or uses a chunk that its seat was never given."""
-        self._join(plan.joins)
+    def pack(self, plan: StepPlan, mask: Mask | None = None) -> StepInputs:
+        """InvariantError if the plan contradicts itself or uses a chunk that its seat was never given.
+
+        `mask`: what grammars allow the plan's samples.
+        """
+        for join in plan.joins:
+            self._table[join.seat] = NOT_WRITTEN
+        counts = self._sampling.join(plan.joins)
         cells, cell_slots = self._update_blocks(plan.blocks)
 
         generated = len(plan.generate)
-        spans = np.array(plan.spans, np.int32).reshape(-1, 5)  # seat, start, end, write_from, samples
+        spans = np.array(plan.spans, np.int32).reshape(-1, 6)  # seat, start, end, write_from, samples, scores
         first = np.array(plan.positions, np.int32)
         starts = np.concatenate((first, spans[:, 1]))
         ends = np.concatenate((first + 1, spans[:, 2]))
@@ -103,26 +89,20 @@ class StepPacker:
         token_ids[:generated] = LAST_SAMPLE
         token_ids[generated:] = plan.token_ids
         sample_seats = seats[samples]
+        sample_rows = q_ends[samples] - np.int32(1)
+        scored_rows, scored_seats = _scored(spans, q_ends[generated:]) if plan.scored else (sample_rows[:0], ())
         return StepInputs(
             generated=generated,
             token_ids=token_ids,
             positions=positions,
             slots=self._places(np.repeat(seats, lengths), positions, np.repeat(write_from, lengths)),
             segments=segments,
-            sample_rows=q_ends[samples] - np.int32(1),
+            sample_rows=np.concatenate((sample_rows, scored_rows)) if plan.scored else sample_rows,
             sample_seats=sample_seats,
-            draws=self._draws(sample_seats, ends[samples]),
+            sampling=self._sampling.pack(counts, sample_seats, ends[samples], scored_seats, plan.scored, mask),
             block_cells=cells,
             block_slots=cell_slots,
         )
-
-    def _join(self, joins: Iterable[Join]) -> None:
-        for seat, _, sampling in joins:
-            self._table[seat] = NOT_WRITTEN
-            self._temperatures[seat] = sampling.temperature
-            self._top_ks[seat] = sampling.top_k
-            self._top_ps[seat] = sampling.top_p
-            self._seeds[seat] = sampling.seed
 
     def _update_blocks(self, updates: Iterable[BlockUpdate]) -> tuple[np.ndarray, np.ndarray]:
         """Applies the updates to the mirror; returns them as (cells, slots) of the flattened table."""
@@ -159,15 +139,12 @@ class StepPacker:
         places[positions < write_from] = NOT_WRITTEN
         return places
 
-    def _draws(self, seats: np.ndarray, positions: np.ndarray) -> Draws:
-        """seats, positions [R]: who gets a token, and its position."""
-        rows = np.flatnonzero(self._temperatures[seats])
-        drawn = seats[rows]
-        return Draws(
-            rows,
-            self._temperatures[drawn],
-            self._top_ks[drawn],
-            self._top_ps[drawn],
-            self._seeds[drawn],
-            positions[rows].astype(np.int64),
-        )
+
+def _scored(spans: np.ndarray, q_ends: np.ndarray) -> tuple[np.ndarray, Sequence[int]]:
+    """Rows of the batch [K] int32 before a known token that is scored, and their seats. spans [., 6], q_ends [.]."""
+    rows, seats = [], []
+    for (seat, start, end, _, samples, scores), q_end in zip(spans.tolist(), q_ends.tolist(), strict=True):
+        if scores:
+            rows += range(q_end - (end - start), q_end - samples)
+            seats += [seat] * (end - start - samples)
+    return np.array(rows, np.int32), seats

@@ -14,15 +14,19 @@ import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..scheduler.types import RequestError, SettingError
+from .token_bytes import TokenBytes
 
 REPLACEMENT = "\ufffd"  # what an incomplete or invalid UTF-8 sequence decodes to
+CONTINUED_TOKENS = 8  # tokens that can change how the text behind them reads
 LONGEST_WINDOW = 64  # tokens that may stay undecided: only broken UTF-8, or ids without any text, take so many
 
 
 class ChatTemplate:
     """The tokenizer's own template, run in a sandbox with the helpers that Hugging Face templates expect."""
 
-    def __init__(self, source: str, special_tokens: dict[str, str]):
+    def __init__(self, source: str, special_tokens: dict[str, str], setting: str = "--engine"):
+        """SettingError (of `setting`) if it does not parse."""
+
         def refuse(message: str) -> None:
             raise jinja2.TemplateError(message)
 
@@ -35,13 +39,23 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
-            raise SettingError("--engine", f"the tokenizer's chat template does not parse: {error}") from error
+            raise SettingError(setting, f"the chat template does not parse: {error}") from error
         self._special_tokens = special_tokens
 
-    def render(self, messages: Sequence[dict[str, Any]]) -> str:
-        """The prompt that asks for the assistant's next message. Raises RequestError if the template refuses."""
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> str:
+        """The dialogue, and what asks for the assistant's next message. RequestError if the template refuses."""
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **self._special_tokens)
+            return self._template.render(
+                messages=messages,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
+            )
         except jinja2.TemplateError as error:
             raise RequestError(400, f"the model's chat template refuses these messages: {error}", "messages") from error
 
@@ -58,33 +72,77 @@ class Tokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer, self._template = tokenizer, template
+        self.token_bytes = TokenBytes(tokenizer)
         self.special = frozenset(at for at, added in tokenizer.get_added_tokens_decoder().items() if added.special)
 
     @classmethod
-    def load(cls, directory: str | Path) -> Tokenizer:
-        """Reads tokenizer.json, and tokenizer_config.json and chat_template.jinja where they exist."""
+    def load(cls, directory: str | Path, template: str | None = None) -> Tokenizer:
+        """Reads tokenizer.json, and tokenizer_config.json and chat_template.jinja where they exist.
+
+        `template`: the source of a chat template to use instead.
+        """
         directory = Path(directory)
         if not (directory / "tokenizer.json").is_file():
             raise SettingError("--engine", f"{directory} holds no tokenizer.json")
         tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
         config_file, template_file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
         config = json.loads(config_file.read_text("utf-8")) if config_file.is_file() else {}
-        source = template_file.read_text("utf-8") if template_file.is_file() else _configured_template(config)
+        source = template
+        if source is None:
+            source = template_file.read_text("utf-8") if template_file.is_file() else _configured_template(config)
         return cls(tokenizer, ChatTemplate(source, _special_tokens(config)) if source is not None else None)
 
     def encode(self, text: str) -> array[int]:
         """Token ids of a plain prompt, with the special tokens that the tokenizer's post-processor adds."""
         return array("i", self._tokenizer.encode(text).ids)
 
-    def encode_chat(self, messages: Sequence[dict[str, Any]]) -> array[int]:
-        """Token ids of a dialogue. The template writes special tokens itself, so none are added."""
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> str:
+        """The dialogue as the model reads it, by default up to where its next message begins. `tools` as OpenAI's."""
         if self._template is None:
             raise RequestError(400, "this model has no chat template; use /v1/completions", "messages")
-        return array("i", self._tokenizer.encode(self._template.render(messages), add_special_tokens=False).ids)
+        return self._template.render(messages, add_generation_prompt, tools)
+
+    def encode_rendered(self, text: str) -> array[int]:
+        """Token ids of a rendered dialogue. The template writes special tokens itself, so none are added."""
+        return array("i", self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def encode_chat(self, messages: Sequence[dict[str, Any]]) -> array[int]:
+        """Token ids of a dialogue."""
+        return self.encode_rendered(self.render_chat(messages))
+
+    def encode_behind(self, before: Sequence[int], text: str) -> array[int] | None:
+        """Token ids of `text` that goes on behind the tokens `before`; None if this tokenizer cannot begin there.
+
+        Some put a space in front of every text they are given. It is left away by cutting the ids behind a newline,
+        and what came out is decoded to see that it is right.
+        """
+        context = list(before[-CONTINUED_TOKENS:])
+        said = self._tokenizer.decode(context, skip_special_tokens=False)
+        normalizer = self._tokenizer.normalizer
+        wanted = {said + text, said + (normalizer.normalize_str(text) if normalizer is not None else text)}
+        for anchor in ("", "\n"):
+            encoded = self._tokenizer.encode(anchor + text, add_special_tokens=False)
+            ids = [at for at, (_, end) in zip(encoded.ids, encoded.offsets, strict=True) if end > len(anchor)]
+            if self._tokenizer.decode(context + ids, skip_special_tokens=False) in wanted:
+                return array("i", ids)
+        return None
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of these ids; special tokens have none."""
         return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+    def decode_all(self, ids: Sequence[int]) -> str:
+        """As `decode`, with special tokens as they are written."""
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def pieces(self, ids: Sequence[int]) -> list[str | None]:
+        """Each token as the vocabulary has it; None for an id without one."""
+        return [self._tokenizer.id_to_token(token) for token in ids]
 
 
 def _configured_template(config: dict[str, Any]) -> str | None:

@@ -226,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     slots = bench.scheduler.stats().slots
     print(f"filled in {time.perf_counter() - start:.1f} s; {slots}")
     gc.collect()
-    gc.freeze()  # as the serving loop does
+    gc.freeze()  # collections meanwhile look at what the steps made, not at the filled scheduler
 
     results = {}
     kinds = {

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "serve": "serve an engine over HTTP (OpenAI API)",
+    "chat": "talk to a running server in the terminal",
     "simulate": "replay a trace against the scheduler on a virtual clock",
 }
 

@@ -6,7 +6,6 @@ import argparse
 import gc
 import logging
 import multiprocessing
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -14,24 +13,29 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from ..builder.build import build_engine
-from ..builder.demo import write_demo_checkpoint
+from ..builder.checkpoint import DEMO_CHECKPOINT
 from ..builder.manifest import Manifest
+from ..runtime.api_keys import key_digest
 from ..runtime.cpu_device import CpuDevice
 from ..runtime.engine import Engine, open_engine
 from ..runtime.executor import Executor
+from ..runtime.grammar import open_grammars
+from ..runtime.history_store import HistoryStore
+from ..runtime.http_process import listen, serve_http
+from ..runtime.http_settings import HTTPSettings
+from ..runtime.logs import configure_logging
 from ..runtime.messages import Ready
-from ..runtime.openai_api import listen, serve_http
 from ..runtime.service import Service
-from ..scheduler.config import BATCHING_MODES, EVICTION_POLICIES, SchedulerConfig
+from ..runtime.text import ChatTemplate
+from ..scheduler.config import SchedulerConfig
 from ..scheduler.cost import CostProfile, analytic_profile
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.types import SettingError
+from .serve_options import DEFAULT_GPU_KV, DEFAULT_HOST_KV, parse_options
 from .sizes import parse_bytes
 
 log = logging.getLogger("pensieve")
 
-DEFAULT_GPU_KV = "512MiB"
-DEFAULT_HOST_KV = "2GiB"
 # What one CPU core or two do, for the cost estimate of an engine that has not been measured.
 CPU_FLOPS_PER_S = 5e10
 CPU_COPY_BYTES_PER_S = 5e9
@@ -39,41 +43,10 @@ CPU_STEP_BASE_S = 2e-3
 HTTP_EXIT_SECONDS = 15  # for clients to read the end of their replies
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="pensieve serve", description=__doc__)
-    option = made.add_argument
-    option("--engine", required=True, metavar="DIR|demo", help="an engine directory, or a small model made on the spot")
-    option("--served-model-name", metavar="NAME", help="the name clients use (default: the engine's directory name)")
-    option("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
-    option("--port", type=int, default=8000, help="port to listen on, 0: any free one (default %(default)s)")
-    option("--device", default="cpu", choices=["cpu"], help="where the engine runs (default %(default)s)")
-    option("--state-dir", type=Path, default=default_state_dir(), metavar="DIR", help="(default %(default)s)")
-    for tier, default in (("gpu", DEFAULT_GPU_KV), ("host", DEFAULT_HOST_KV)):
-        sizes = made.add_mutually_exclusive_group()
-        sizes.add_argument(f"--{tier}-kv-chunks", type=int, metavar="N", help=f"{tier.upper()} cache, in chunks")
-        sizes.add_argument(f"--{tier}-kv-bytes", metavar="SIZE", help=f"or in bytes, as 40GiB (default {default})")
-    option("--chunk-tokens", type=int, default=32, metavar="N", help="tokens of a chunk (default %(default)s)")
-    option("--max-model-len", type=int, metavar="N", help="longest context, tokens (default: the model's own)")
-    option("--max-num-seqs", type=int, default=64, metavar="N", help="running requests (default %(default)s)")
-    option("--max-num-batched-tokens", type=int, default=1024, metavar="N", help="tokens a step (default %(default)s)")
-    option("--max-queue", type=int, default=1024, metavar="N", help="waiting requests, then 429 (default %(default)s)")
-    option("--eviction", default="retention", choices=EVICTION_POLICIES, help="(default %(default)s)")
-    option("--swap-out-below", type=float, default=0.25, metavar="SHARE", help="copy out ahead (default %(default)s)")
-    option("--generation-reserve", type=float, default=0.10, metavar="SHARE", help="(default %(default)s)")
-    option("--batching", default="unified", choices=BATCHING_MODES, help="(default %(default)s)")
-    option("--no-reuse", action="store_true", help="compute every history anew, for comparison")
-    option("--shutdown-grace", type=float, default=30.0, metavar="SECONDS", help="after SIGTERM (default %(default)s)")
-    return made
-
-
-def default_state_dir() -> Path:
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "pensieve"
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     try:
+        args = parse_options(sys.argv[1:] if argv is None else argv)
+        configure_logging(args.log_format, args.log_level)
         serve(args)
     except SettingError as error:
         print(f"pensieve serve: {error}", file=sys.stderr)
@@ -83,17 +56,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def serve(args: argparse.Namespace) -> None:
     """Starts the HTTP process, then becomes the loop. SettingError before anything is served."""
+    settings = http_settings(args)
+    HistoryStore(settings.history_file).close()  # whether it can be used is known before anything else starts
     listener = listen(args.host, args.port)
     host, port = listener.getsockname()[:2]
     ours, theirs = multiprocessing.Pipe()
-    http = multiprocessing.get_context("spawn").Process(target=serve_http, args=(theirs, listener), name="http")
+    spawn = multiprocessing.get_context("spawn")
+    http = spawn.Process(target=serve_http, args=(theirs, listener, settings), name="http")
     http.start()  # it imports while the weights load
     listener.close()
     theirs.close()
     try:
         service, ready = make_service(args, ours)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: service.drain(args.shutdown_grace))
+        drain_on_signals(service, args.shutdown_timeout)
         gc.collect()
         gc.freeze()  # what is here stays: collections need not look at it again and hold up steps
         log.info("serving %s on http://%s:%d", ready.model, host, port)
@@ -104,17 +79,77 @@ def serve(args: argparse.Namespace) -> None:
         http.kill()  # it ignores other signals; after a clean end it is gone already
 
 
+def http_settings(args: argparse.Namespace) -> HTTPSettings:
+    """SettingError names the flag at fault."""
+    if args.max_requests_per_client is not None and args.max_requests_per_client < 1:
+        raise SettingError("--max-requests-per-client", f"must be at least 1, not {args.max_requests_per_client}")
+    if args.history_ttl is not None and not args.history_ttl > 0:
+        raise SettingError("--history-ttl", f"must be more than 0 seconds, not {args.history_ttl}")
+    return HTTPSettings(
+        max_requests_per_client=args.max_requests_per_client,
+        max_body_bytes=parse_bytes(args.max_body_bytes, "--max-body-bytes"),
+        chat_template=None if args.chat_template is None else read_chat_template(args.chat_template),
+        api_keys=tuple(key_digest(key) for key in read_api_keys(args.api_key, args.api_key_file)),
+        history_file=str(args.state_dir / "history.sqlite"),
+        history_ttl=args.history_ttl,
+        log_format=args.log_format,
+        log_level=args.log_level,
+    )
+
+
+def read_api_keys(keys: list[str], path: Path | None) -> list[str]:
+    """Those of the command line and those of the file, whose empty lines and lines with # say nothing."""
+    if path is not None:
+        try:
+            lines = [line.strip() for line in path.read_text("utf-8").splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingError("--api-key-file", f"cannot read {path}: {error}") from error
+        found = [line for line in lines if line and not line.startswith("#")]
+        if not found:
+            raise SettingError("--api-key-file", f"{path} holds no key")
+        keys = [*keys, *found]
+    if not all(key.strip() for key in keys):
+        raise SettingError("--api-key", "a key must not be empty")
+    return keys
+
+
+def read_chat_template(path: Path) -> str:
+    try:
+        source = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError("--chat-template", f"cannot read {path}: {error}") from error
+    ChatTemplate(source, {}, "--chat-template")  # whether it parses
+    return source
+
+
+def drain_on_signals(service: Service, seconds: float) -> None:
+    """The first SIGTERM or SIGINT lets requests finish within `seconds`, the second ends them, the third kills."""
+    patience = [0.0, seconds]
+
+    def drain(*_: object) -> None:
+        service.drain(patience.pop())
+        if not patience:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, drain)
+
+
 def make_service(args: argparse.Namespace, connection: Connection) -> tuple[Service, Ready]:
     directory = Path(args.engine)
     if args.engine == "demo":
         directory = demo_engine(args.state_dir)
     engine = open_engine(directory, args.device)
     config = scheduler_config(args, engine)
-    executor = Executor(CpuDevice(), engine, config)
     scheduler = Scheduler(config, estimated_cost(engine, config))
     tokenizer = str(directory) if (directory / "tokenizer.json").exists() else ""
+    grammars = open_grammars(tokenizer, engine.vocab_size, engine.manifest.stop_ids)
+    executor = Executor(CpuDevice(), engine, config, grammars=grammars)
+    model, *aliases = args.served_model_name or [directory.resolve().name]
     ready = Ready(
-        model=args.served_model_name or directory.resolve().name,
+        model=model,
+        aliases=tuple(aliases),
         max_model_len=config.max_model_len,
         vocab_size=engine.manifest.vocab_size,
         stop_ids=engine.manifest.stop_ids,
@@ -134,9 +169,8 @@ def make_service(args: argparse.Namespace, connection: Connection) -> tuple[Serv
 
 def demo_engine(state_dir: Path) -> Path:
     """Builds the demo engine on first use (a second later on)."""
-    checkpoint, directory = state_dir / "demo-checkpoint", state_dir / "demo"
-    write_demo_checkpoint(checkpoint)
-    built = build_engine(checkpoint, directory)
+    directory = state_dir / "demo"
+    built = build_engine(DEMO_CHECKPOINT, directory, dtype="float32")  # CPUs are quickest in it
     log.info("%s the demo engine in %s", built.outcome, directory)
     return directory
 
@@ -159,7 +193,9 @@ def scheduler_config(args: argparse.Namespace, engine: Engine) -> SchedulerConfi
         swap_out_below=args.swap_out_below,
         generation_reserve=args.generation_reserve,
         batching=args.batching,
-        reuse=not args.no_reuse,
+        queue_timeout=args.queue_timeout,
+        conversation_ttl=args.conversation_ttl,
+        reuse=args.reuse,
         seed=kv_seed(engine.manifest),
     )
     longest = engine.manifest.max_model_len

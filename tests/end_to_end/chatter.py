@@ -108,7 +108,7 @@ class Chatter:
         if self.logs and self.random.random() < 0.02:
             source, new = self.random.choice(list(self.logs)), f"c{self.random.randrange(8)}"
             if new not in self.logs:
-                self.scheduler.fork(source, new)
+                self.scheduler.fork(source, new, time.monotonic())
                 self.logs[new] = self.logs[source]
                 self.counts["forked"] += 1
 

@@ -31,7 +31,7 @@ class Server:
     def _read(self):
         for line in self.process.stderr:
             self.log.append(line.rstrip())
-            if found := re.search(r"serving .* on (http://\S+)", line):
+            if found := re.search(r"serving .* on (http://[^\s\"]+)", line):
                 self.url = found[1]
                 self._address.set()
         self._address.set()
@@ -41,7 +41,7 @@ class Server:
         until = time.monotonic() + self._start_seconds
         while time.monotonic() < until and self.process.poll() is None and self.url:
             try:
-                if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
+                if httpx.get(f"{self.url}/ready", timeout=5).status_code == 200:
                     return self
             except httpx.TransportError:
                 time.sleep(0.05)

@@ -142,7 +142,7 @@ def test_metrics_count_every_prompt_token_once(server):
 
 
 def test_sigterm_finishes_running_requests(tmp_path):
-    with Server(tmp_path, "--shutdown-grace", 60) as server:
+    with Server(tmp_path, "--shutdown-timeout", 60) as server:
         answers = []
         body = dict(prompt=[40] * 10, max_tokens=200, ignore_eos=True, return_token_ids=True)
         thread = threading.Thread(target=lambda: answers.append(server.post("/v1/completions", **body)))
@@ -154,7 +154,7 @@ def test_sigterm_finishes_running_requests(tmp_path):
 
 
 def test_sigterm_ends_whoever_outlasts_the_grace(tmp_path):
-    with Server(tmp_path, "--shutdown-grace", 0.5) as server:
+    with Server(tmp_path, "--shutdown-timeout", 0.5) as server:
         answers = []
         body = dict(prompt=[40] * 10, max_tokens=3000, ignore_eos=True)
         thread = threading.Thread(target=lambda: answers.append(server.post("/v1/completions", **body)))

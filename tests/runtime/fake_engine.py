@@ -34,6 +34,7 @@ def reply(prompt: Sequence[int], length: int, layers: int) -> list[int]:
 
 class FakeEngine:
     dtype = torch.float32
+    vocab_size = VOCAB
 
     def __init__(self, layers: int = 3):
         self.layers = layers

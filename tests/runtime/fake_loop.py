@@ -20,7 +20,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from pensieve.runtime.messages import Abort, Drain, Fatal, Finish, Ready, Refusal, StepMessage, Submit
-from pensieve.scheduler.types import FinishReason, Output, Request, RequestError, RequestId, Usage
+from pensieve.scheduler.types import FinishReason, Output, Request, RequestError, RequestId, TokenLogprobs, Usage
 
 FIRST_BYTE = 4
 EOS = 2
@@ -74,6 +74,12 @@ def say(text: str) -> Answers:
     return lambda _: [*byte_tokens(text), EOS]
 
 
+def made_up_logprobs(token: int, top: int) -> TokenLogprobs:
+    """The token's is minus its id; the likeliest tokens are the ids from 10 on."""
+    ids = tuple(range(10, 10 + top))
+    return TokenLogprobs(-float(token), token, ids, tuple(-0.5 * id for id in ids))
+
+
 def eventually(happened: Callable[[], object], seconds: float = 5) -> None:
     end = time.monotonic() + seconds
     while not happened():
@@ -83,9 +89,18 @@ def eventually(happened: Callable[[], object], seconds: float = 5) -> None:
 
 def step_message(*outputs: Output, **others: Any) -> StepMessage:
     """As the loop says it: tokens in two arrays, the rest as events."""
+    others |= {
+        name: {output.request: entries for output in outputs if (entries := getattr(output, name))}
+        for name in ("logprobs", "prompt_logprobs")
+    }
+    others["logprobs"] = {request: entry for request, (entry,) in others["logprobs"].items()}
     requests = array("q", [output.request for output in outputs if output.tokens])
     tokens = array("i", [token for output in outputs for token in output.tokens])
-    events = tuple(replace(output, tokens=()) for output in outputs if output.finish or output.usage)
+    events = tuple(
+        replace(output, tokens=(), logprobs=(), prompt_logprobs=())
+        for output in outputs
+        if output.finish or output.usage
+    )
     return StepMessage(requests, tokens, events, **others)
 
 
@@ -120,8 +135,13 @@ class FakeLoop:
     def say(self, message: object) -> None:
         self._pipe.send(message)
 
-    def said(self, kind: type) -> list[object]:
-        return [message for message in self.log if isinstance(message, kind)]
+    def said(self, kind: type, at_least: int = 0) -> list[object]:
+        """The messages of that kind so far, once there are `at_least` so many (they arrive by a thread)."""
+        until = time.monotonic() + 10
+        while len(found := [message for message in self.log if isinstance(message, kind)]) < at_least:
+            assert time.monotonic() < until, f"only {len(found)} of {at_least} {kind.__name__} arrived"
+            time.sleep(0.001)
+        return found
 
     def _serve(self) -> None:
         steps = 0
@@ -169,7 +189,10 @@ class FakeLoop:
             elif count == request.max_tokens:
                 finish = FinishReason.LENGTH
             usage = Usage(gpu=len(request.prompt) - 1, new=1) if count == 1 else None
-            yield Output(id, (token,), finish, usage)
+            asked, asked_prompt = request.sampling.logprobs, request.prompt_logprobs if count == 1 else None
+            logprobs = () if asked is None else (made_up_logprobs(token, asked),)
+            prompt = () if asked_prompt is None else [made_up_logprobs(own, asked_prompt) for own in request.prompt[1:]]
+            yield Output(id, (token,), finish, usage, logprobs=logprobs, prompt_logprobs=tuple(prompt))
             if finish is None:
                 self._running[id] = (request, rest, count)
             else:

@@ -15,8 +15,8 @@ import httpx
 import openai
 import pytest
 
+from pensieve.runtime.http_process import listen, serve_http
 from pensieve.runtime.messages import Abort, Fatal, Submit
-from pensieve.runtime.openai_api import listen, serve_http
 from pensieve.scheduler.types import SettingError
 
 from .fake_loop import FakeLoop, echo, eventually, ready, save_tokenizer
@@ -123,7 +123,7 @@ def test_the_process_ends_if_the_start_failed(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_process_does_without_torch() -> None:
     """It starts in a moment and stays small beside the engine's process."""
-    look = "import sys, pensieve.runtime.openai_api; sys.exit('torch' in sys.modules)"
+    look = "import sys, pensieve.runtime.http_process; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", look]).returncode == 0
 
 

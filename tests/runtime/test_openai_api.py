@@ -3,58 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from pensieve.runtime.engine_client import EngineClient
 from pensieve.runtime.messages import Abort, Finish, Submit
-from pensieve.runtime.openai_api import create_app
-from pensieve.runtime.text import Tokenizer
 from pensieve.scheduler.types import FinishReason, Output, Request
 
-from .fake_loop import EOS, FakeLoop, byte_tokens, eventually, ready, save_tokenizer, say
-
-
-@pytest.fixture(scope="module")
-def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@contextlib.asynccontextmanager
-async def served(loop: FakeLoop, directory: Path | None) -> AsyncIterator[httpx.AsyncClient]:
-    """The application in this process, without sockets."""
-    client = EngineClient(loop.client_end)
-    tokenizer = Tokenizer.load(directory) if directory is not None else None
-    transport = httpx.ASGITransport(create_app(client, ready(), tokenizer))
-    try:
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
-            yield http
-    finally:
-        loop.close()
-        await client.closed.wait()
-
+from .fake_loop import EOS, FakeLoop, byte_tokens, eventually, say
 
 Work = Callable[[httpx.AsyncClient], Awaitable[Any]]
-
-
-@pytest.fixture
-def ask(tokenizer_directory: Path) -> Callable[..., Any]:
-    """Runs a coroutine function over a client of a fresh application: ask(work, loop)."""
-
-    def run(work: Work, loop: FakeLoop | None = None, directory: Path | None = tokenizer_directory) -> Any:
-        async def main() -> Any:
-            async with served(loop or FakeLoop(), directory) as http:
-                return await work(http)
-
-        return asyncio.run(main())
-
-    return run
 
 
 def post(path: str, body: dict[str, Any]) -> Work:
@@ -194,21 +155,21 @@ def test_a_stop_string_ends_the_reply_and_its_length_is_confirmed(
     ids = [token for chunk in chunks for choice in chunk["choices"] for token in choice["token_ids"]]
     assert ids == byte_tokens("one END")  # the log holds exactly these
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
-    assert list(loop.confirmed.values()) == [7] and not loop.said(Abort)
+    assert loop.said(Finish, 1) and list(loop.confirmed.values()) == [7] and not loop.said(Abort)
 
 
 def test_the_length_is_confirmed_where_nothing_matched(ask: Callable[..., Any]) -> None:
     loop = FakeLoop()
     answer = ask(complete(prompt="abE", stop="END"), loop).json()
     assert answer["choices"][0]["text"] == "abE" and answer["choices"][0]["finish_reason"] == "stop"
-    assert [finish.tokens for finish in loop.said(Finish)] == [4]
+    assert [finish.tokens for finish in loop.said(Finish, 1)] == [4]
 
 
 def test_a_stop_string_in_the_last_token_wins_over_length(ask: Callable[..., Any]) -> None:
     loop = FakeLoop(stop_after)
     (choice,) = ask(complete(prompt="x", stop="END", max_tokens=7), loop).json()["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("one ", "stop")
-    assert [finish.tokens for finish in loop.said(Finish)] == [7]
+    assert [finish.tokens for finish in loop.said(Finish, 1)] == [7]
 
 
 def test_the_text_of_a_stop_token_is_left_out(ask: Callable[..., Any]) -> None:
@@ -286,11 +247,37 @@ BAD = [
     ({"prompt": "x", "stream": "yes"}, "stream"),
     ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
     ({"prompt": "x", "stream": True, "stream_options": {"other": 1}}, "stream_options.other"),
-    ({"prompt": "x", "n": 2}, "n"),
-    ({"prompt": "x", "logprobs": 1}, "logprobs"),
-    ({"prompt": "x", "echo": True}, "echo"),
-    ({"prompt": "x", "presence_penalty": 0.5}, "presence_penalty"),
-    ({"prompt": "x", "response_format": {"type": "json_object"}}, "response_format"),
+    ({"prompt": "x", "n": 0}, "n"),
+    ({"prompt": "x", "n": 129}, "n"),
+    ({"prompt": "x", "n": 2, "best_of": 3}, "best_of"),
+    ({"prompt": "x", "logprobs": 21}, "logprobs"),
+    ({"prompt": "x", "logprobs": -1}, "logprobs"),
+    ({"prompt": "x", "logprobs": True}, "logprobs"),
+    ({"prompt": "x", "prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"prompt": "x", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ({"prompt": "x", "echo": True, "logprobs": 1, "stream": True}, "echo"),
+    ({"prompt": "x", "min_p": 1.1}, "min_p"),
+    ({"prompt": "x", "repetition_penalty": 0}, "repetition_penalty"),
+    ({"prompt": "x", "presence_penalty": 2.5}, "presence_penalty"),
+    ({"prompt": "x", "frequency_penalty": -2.5}, "frequency_penalty"),
+    ({"prompt": "x", "logit_bias": {"5": 101}}, "logit_bias"),
+    ({"prompt": "x", "logit_bias": {"260": 1}}, "logit_bias"),
+    ({"prompt": "x", "logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"prompt": "x", "logit_bias": {"five": 1}}, "logit_bias"),
+    ({"prompt": "x", "response_format": {"type": "yaml"}}, "response_format"),
+    ({"prompt": "x", "response_format": {"type": "json_schema"}}, "response_format"),
+    (
+        {"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "frob"}}}},
+        "response_format",
+    ),
+    ({"prompt": "x", "structured_outputs": {}}, "structured_outputs"),
+    ({"prompt": "x", "structured_outputs": {"regex": "(", "choice": ["a"]}}, "structured_outputs"),
+    ({"prompt": "x", "structured_outputs": {"regex": "("}}, "structured_outputs"),
+    ({"prompt": "x", "structured_outputs": {"choice": []}}, "structured_outputs"),
+    (
+        {"prompt": "x", "structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+        "structured_outputs",
+    ),
     ({"prompt": "x", "conversation": 7}, "conversation"),
     ({"prompt": "x", "conversation": {"name": "c"}}, "conversation"),
     ({"prompt": "x", "conversation": "a", "conversation_params": {"conversation_id": "b"}}, "conversation_params"),
@@ -329,7 +316,10 @@ def test_malformed_json(ask: Callable[..., Any], body: bytes) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
         ({"messages": [{"role": "developer", "content": "x"}]}, "messages"),
         ({"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]}, "tools"),
-        ({"messages": [{"role": "user", "content": "x"}], "logprobs": True}, "logprobs"),
+        ({"messages": [{"role": "user", "content": "x"}], "logprobs": 1}, "logprobs"),
+        ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 1}, "top_logprobs"),
+        ({"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}, "tool_choice"),
         ({"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 0}, "max_tokens"),
         ({"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 2, "max_tokens": 3}, "max_tokens"),
     ],

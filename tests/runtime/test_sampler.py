@@ -22,14 +22,15 @@ def splitmix_twin(seed: int, position: int) -> float:
     return (mix(state) >> 11) / 2**53
 
 
-def draw_twin(logits: np.ndarray, temperature: float, top_k: int, top_p: float, u: float) -> int:
+def draw_twin(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float, u: float) -> int:
     """`draw` for one row, the way the filters are defined."""
     order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
     if top_k:
         smallest = logits[order[min(top_k, len(order)) - 1]]
         order = [token for token in order if logits[token] >= smallest]
     weights = np.exp((logits[order].astype(np.float64) - float(logits[order[0]])) / temperature)
-    weights /= weights.sum()
+    order, weights = zip(*((t, w) for t, w in zip(order, weights, strict=True) if w >= min_p * weights[0]), strict=True)
+    weights = np.array(weights) / sum(weights)
     kept, mass = [], 0.0
     for token, weight in zip(order, weights, strict=True):
         kept.append((token, weight))
@@ -44,19 +45,20 @@ def draw_twin(logits: np.ndarray, temperature: float, top_k: int, top_p: float, 
     return kept[-1][0]
 
 
-def arguments(temperatures, top_ks, top_ps):
+def arguments(temperatures, top_ks, top_ps, min_ps=None):
     return (
         torch.tensor(temperatures, dtype=torch.float64),
         torch.tensor(top_ks, dtype=torch.int64),
         torch.tensor(top_ps, dtype=torch.float64),
+        torch.tensor(min_ps or [0.0] * len(top_ps), dtype=torch.float64),
     )
 
 
-def drawn_many(logits: list[float], count: int, temperature=1.0, top_k=0, top_p=1.0) -> np.ndarray:
+def drawn_many(logits: list[float], count: int, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
     """Frequencies of the tokens drawn at `count` positions of one seed."""
     rows = torch.tensor([logits]).expand(count, -1)
     uniforms = uniform(torch.full((count,), 7), torch.arange(count))
-    tokens = draw(rows, *arguments([temperature] * count, [top_k] * count, [top_p] * count), uniforms)
+    tokens = draw(rows, *arguments([temperature] * count, [top_k] * count, [top_p] * count, [min_p] * count), uniforms)
     return np.bincount(tokens.numpy(), minlength=len(logits)) / count
 
 
@@ -85,18 +87,27 @@ def test_greedy_takes_the_lowest_id_of_equals():
     logits[0, [17, 200]] = 1.0
     logits[1, [299, 298]] = 2.0
     none = torch.empty(0, dtype=torch.int64)
-    assert sample(logits, none, none.double(), none, none.double(), none, none).tolist() == [17, 298, 0]
+    assert sample(logits, none, none.double(), none, none.double(), none.double(), none, none).tolist() == [17, 298, 0]
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.0, 5, 1.0), (1.0, 0, 0.6), (1.3, 8, 0.8)]
+    ("temperature", "top_k", "top_p", "min_p"),
+    [
+        (1.0, 0, 1.0, 0.0),
+        (0.7, 0, 1.0, 0.0),
+        (1.0, 5, 1.0, 0.0),
+        (1.0, 0, 0.6, 0.0),
+        (1.3, 8, 0.8, 0.0),
+        (1.5, 0, 1.0, 0.2),
+        (1.3, 9, 0.9, 0.1),
+    ],
 )
-def test_draw_equals_its_twin(temperature, top_k, top_p):
+def test_draw_equals_its_twin(temperature, top_k, top_p, min_p):
     rows = 200
     logits = torch.randn(rows, 40, generator=torch.Generator().manual_seed(3)) * 2
     uniforms = uniform(torch.arange(rows), torch.full((rows,), 5))
-    got = draw(logits, *arguments([temperature] * rows, [top_k] * rows, [top_p] * rows), uniforms)
-    expected = [draw_twin(logits[i].numpy(), temperature, top_k, top_p, float(uniforms[i])) for i in range(rows)]
+    got = draw(logits, *arguments([temperature] * rows, [top_k] * rows, [top_p] * rows, [min_p] * rows), uniforms)
+    expected = [draw_twin(logits[i].numpy(), temperature, top_k, top_p, min_p, float(uniforms[i])) for i in range(rows)]
     assert got.tolist() == expected
 
 
@@ -139,11 +150,14 @@ def test_a_row_does_not_depend_on_its_neighbours_and_resumes_exactly():
     logits = torch.randn(rows, 500, generator=torch.Generator().manual_seed(9))
     drawn = torch.arange(0, rows, 2)  # every other row is greedy
     count = len(drawn)
-    temperatures, top_ks, top_ps = arguments(
-        np.linspace(0.3, 2.0, count), [0, 10, 3] * (count // 3), [1.0, 0.9] * (count // 2)
+    temperatures, top_ks, top_ps, min_ps = arguments(
+        np.linspace(0.3, 2.0, count),
+        [0, 10, 3] * (count // 3),
+        [1.0, 0.9] * (count // 2),
+        [0.0, 0.0, 0.1] * (count // 3),
     )
     seeds, positions = torch.arange(count) + 2**62, torch.arange(count) * 100
-    together = sample(logits, drawn, temperatures, top_ks, top_ps, seeds, positions)
+    together = sample(logits, drawn, temperatures, top_ks, top_ps, min_ps, seeds, positions)
     for i, r in enumerate(drawn.tolist()):
         alone = slice(i, i + 1)
         again = sample(
@@ -152,6 +166,7 @@ def test_a_row_does_not_depend_on_its_neighbours_and_resumes_exactly():
             temperatures[alone],
             top_ks[alone],
             top_ps[alone],
+            min_ps[alone],
             seeds[alone],
             positions[alone],
         )

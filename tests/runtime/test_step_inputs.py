@@ -20,8 +20,8 @@ def packer():
 
 
 def arrays(inputs) -> list[np.ndarray]:
-    names = [name for name in inputs.__dataclass_fields__ if name not in ("generated", "draws")]
-    return [getattr(inputs, name) for name in names] + list(inputs.draws)
+    names = [name for name in inputs.__dataclass_fields__ if name not in ("generated", "sampling")]
+    return [getattr(inputs, name) for name in names] + list(inputs.sampling.draws)
 
 
 def test_a_batch_of_generation_and_spans(packer):
@@ -41,7 +41,7 @@ def test_a_batch_of_generation_and_spans(packer):
     assert inputs.segments.tolist() == [[0, 1, 0, 3, 3], [1, 1, 0, 7, 0], [2, 4, 0, 6, 1], [6, 3, 0, 11, 1]]
     assert inputs.sample_rows.tolist() == [0, 1, 8]
     assert inputs.sample_seats.tolist() == [3, 0, 1]
-    assert len(inputs.draws.rows) == 0
+    assert len(inputs.sampling.draws.rows) == 0
     assert {a.dtype for a in arrays(inputs)[:6]} == {np.dtype(np.int32)}
 
 
@@ -53,7 +53,7 @@ def test_block_updates_travel_as_cells_of_the_flat_table(packer):
 
 
 def test_draws_name_rows_parameters_and_the_sampled_position(packer):
-    hot = Sampling(temperature=0.7, top_k=5, top_p=0.9, seed=2**63 - 1)
+    hot = Sampling(temperature=0.7, top_k=5, top_p=0.9, min_p=0.05, seed=2**63 - 1)
     inputs = packer.pack(
         plan(
             2,
@@ -64,13 +64,13 @@ def test_draws_name_rows_parameters_and_the_sampled_position(packer):
             token_ids=range(5),
         )
     )
-    assert [a.tolist() for a in inputs.draws] == [[2], [0.7], [5], [0.9], [2**63 - 1], [5]]
+    assert [a.tolist() for a in inputs.sampling.draws] == [[2], [0.7], [5], [0.9], [0.05], [2**63 - 1], [5]]
 
 
 def test_a_join_forgets_who_sat_there(packer):
     packer.pack(plan(2, joins=[join(1, Sampling(temperature=1.0))], blocks=[(1, 0, (0,))]))
     inputs = packer.pack(plan(3, joins=[join(1)], blocks=[(1, 0, (4,))], spans=[span(1, 0, 4)], token_ids=range(4)))
-    assert len(inputs.draws.rows) == 0
+    assert len(inputs.sampling.draws.rows) == 0
     with pytest.raises(InvariantError, match="never given"):
         packer.pack(plan(4, generate={1: 4}))
 

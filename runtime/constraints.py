@@ -1,0 +1,54 @@
+"""The matchers of the rows with a grammar, beside the executor: what each may say next."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+from llguidance import LLMatcher
+
+from ..scheduler.plan import StepPlan
+from ..scheduler.types import RowId
+from .grammar import Grammars
+from .sampling_inputs import Mask
+
+log = logging.getLogger(__name__)
+
+
+class Constraints:
+    """Called in the order of steps. Each matcher is where its row's applied tokens are."""
+
+    def __init__(self, grammars: Grammars):
+        self._grammars = grammars
+        self._words = -(-grammars.vocab_size // 32)
+        self._matchers: dict[RowId, LLMatcher] = {}
+        self._rows: dict[int, RowId] = {}
+
+    def mask(self, plan: StepPlan) -> Mask | None:
+        """Takes the plan's joins; what its samples may be, None if it has no row with a grammar."""
+        for seat, row, sampling, _, reply, _ in plan.joins:
+            left = self._rows.pop(seat, None)
+            if left is not None:
+                del self._matchers[left]
+            if sampling.grammar is not None:
+                self._rows[seat] = row
+                self._matchers[row] = self._grammars.matcher(sampling.grammar, reply)
+        if not self._matchers:
+            return None
+        rows = [(at, self._matchers[row]) for at, row in enumerate(plan.samples) if row in self._matchers]
+        if not rows:
+            return None
+        bits = np.zeros((len(rows), self._words), np.int32)
+        for (_, matcher), row_bits in zip(rows, bits, strict=True):
+            matcher.unsafe_compute_mask_ptr(row_bits.ctypes.data, row_bits.nbytes)
+        return Mask(np.array([at for at, _ in rows]), bits)
+
+    def advance(self, samples: Sequence[RowId], tokens: Sequence[int]) -> None:
+        """A step's tokens are here."""
+        if not self._matchers:
+            return
+        for row, token in zip(samples, tokens, strict=True):
+            matcher = self._matchers.get(row)
+            if matcher is not None and not matcher.consume_token(token):
+                log.warning("request %d leaves its grammar and ends: %s", row.request, matcher.get_error())

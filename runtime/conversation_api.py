@@ -1,0 +1,148 @@
+"""Conversations as objects: make, list, look at, fork, pin, change how long they live, delete.
+
+All paths need the owner's key where keys are on; another owner's conversation is answered as one that does not exist.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Annotated, Any, ClassVar
+
+from fastapi import APIRouter, FastAPI, Request
+from pydantic import Field
+
+from ..scheduler.types import RequestError
+from .api_keys import owner_of
+from .api_types import Body, NonEmpty, parse
+from .histories import Histories
+from .history_store import Conversation, Name
+from .past_turns import Transcript
+
+LONGEST_PAGE = 100
+DEFAULT_PIN_S = 3600.0
+
+Seconds = Annotated[float, Field(gt=0.0, allow_inf_nan=False, strict=False)]
+
+
+class NewConversation(Body):
+    """POST /v1/conversations, and .../fork."""
+
+    IGNORED = frozenset({"metadata"})
+    NEUTRAL: ClassVar = {"items": ([],)}
+
+    id: NonEmpty | None = None
+
+
+class Lifetime(Body):
+    """POST or PATCH /v1/conversations/{id}: null is the server's default, a field left out stays as it is."""
+
+    KEEPS_NULL: ClassVar = True
+
+    ttl_s: Seconds | None = None
+    history_ttl_s: Seconds | None = None
+
+
+class Pin(Body):
+    """POST /v1/conversations/{id}/pin."""
+
+    ttl_s: Seconds = DEFAULT_PIN_S
+
+
+class Page:
+    """Query of GET /v1/conversations. Raises RequestError (400)."""
+
+    def __init__(self, request: Request):
+        query = request.query_params
+        for name in query:
+            if name not in ("limit", "after", "order"):
+                raise RequestError(400, f"{name} is not a parameter that this server knows", name)
+        self.after = query.get("after")
+        order = query.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise RequestError(400, f"order must be asc or desc, not {order!r}", "order")
+        self.ascending = order == "asc"
+        limit = query.get("limit", "20")
+        if not (limit.isascii() and limit.isdigit() and 1 <= int(limit) <= LONGEST_PAGE):
+            raise RequestError(400, f"limit must be a number from 1 to {LONGEST_PAGE}, not {limit!r}", "limit")
+        self.limit = int(limit)
+
+
+def add_conversations(app: FastAPI, histories: Histories) -> None:
+    """Adds the endpoints. An id may hold slashes, so paths with more behind the id come first."""
+    router = APIRouter(prefix="/v1/conversations")
+
+    @router.get("")
+    async def page(request: Request) -> dict[str, Any]:
+        asked = Page(request)
+        found, more = await histories.page(owner_of(request), asked.limit, asked.after, asked.ascending)
+        ids = [conversation.id for conversation in found]
+        ends = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
+        return {"object": "list", "data": [describe(conversation) for conversation in found], **ends, "has_more": more}
+
+    @router.post("")
+    async def create(request: Request) -> dict[str, Any]:
+        body = await parsed(NewConversation, request)
+        return describe(await histories.create(Name(owner_of(request), body.id or new_id())))
+
+    @router.post("/{id:path}/fork")
+    async def fork(id: str, request: Request) -> dict[str, Any]:
+        body = await parsed(NewConversation, request)
+        return describe(await histories.fork(Name(owner_of(request), id), body.id or new_id()))
+
+    @router.post("/{id:path}/pin")
+    async def pin(id: str, request: Request) -> dict[str, Any]:
+        body = await parsed(Pin, request)
+        until = time.time() + body.ttl_s
+        return describe(await histories.change(Name(owner_of(request), id), pinned_until=until))
+
+    @router.post("/{id:path}/unpin")
+    async def unpin(id: str, request: Request) -> dict[str, Any]:
+        return describe(await histories.change(Name(owner_of(request), id), pinned_until=0.0))
+
+    @router.get("/{id:path}")
+    async def look(id: str, request: Request) -> dict[str, Any]:
+        conversation, transcript = await histories.load(Name(owner_of(request), id))
+        return describe(conversation, transcript)
+
+    @router.api_route("/{id:path}", methods=["POST", "PATCH"])
+    async def change(id: str, request: Request) -> dict[str, Any]:
+        body = await parsed(Lifetime, request)
+        values = {name.removesuffix("_s"): getattr(body, name) for name in body.model_fields_set}
+        return describe(await histories.change(Name(owner_of(request), id), **values))
+
+    @router.delete("/{id:path}")
+    async def delete(id: str, request: Request) -> dict[str, Any]:
+        await histories.delete(Name(owner_of(request), id))
+        return {"id": id, "object": "conversation.deleted", "deleted": True}
+
+    app.include_router(router)
+
+
+async def parsed(kind: Any, request: Request) -> Any:
+    """The body as this kind; no body is an empty one."""
+    return parse(kind, await request.body() or b"{}")
+
+
+def new_id() -> str:
+    return f"conv_{uuid.uuid4().hex}"
+
+
+def describe(conversation: Conversation, transcript: Transcript | None = None) -> dict[str, Any]:
+    """The conversation as its owner sees it, with the messages where `transcript` is given."""
+    now = time.time()
+    pinned = conversation.pinned_until if conversation.pinned_until > now else None
+    described: dict[str, Any] = {
+        "id": conversation.id,
+        "object": "conversation",
+        "created_at": int(conversation.created),
+        "last_active_at": int(conversation.active),
+        "tokens": conversation.tokens,
+        "parent": conversation.parent,
+        "ttl_s": conversation.ttl,
+        "history_ttl_s": conversation.history_ttl,
+        "pinned_until": int(pinned) if pinned is not None else None,
+    }
+    if transcript is not None:
+        described["messages"] = list(transcript.messages)
+    return described

@@ -1,0 +1,339 @@
+"""Between the API and the history store: what a turn's prompt is, and how the turn is remembered.
+
+    open_chat, open_completion -> OpenTurn: the whole prompt, stored ids spliced in
+    OpenTurn.commit            -> on disk if it has a name, and among the recent turns; then the reply's end is sent
+    OpenTurn.close             -> however it ended
+
+SQLite works in one thread of its own, the tokenizer in others; everything else here runs on the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+from ..scheduler.types import RequestError
+from .history_store import Conversation, HistoryStore, Name
+from .messages import Forget, Fork, Keep
+from .past_turns import Message, PastTurn, RecentTurns, Transcript, spliced, tokens_inside
+from .text import Tokenizer
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+Tell = Callable[[Fork | Forget | Keep], None]
+
+
+class Record(NamedTuple):
+    """Where a turn is stored, and what is said about a name that is new with it (`HistoryStore.commit`)."""
+
+    name: Name
+    about: dict[str, str | None] = {}  # noqa: RUF012 (never changed)
+
+
+def kv_name(name: Name, thread: str) -> str:
+    """What the loop calls the conversation. Owners never meet; without keys it is what the client says."""
+    if not name.owner and name.kind == "conversation":
+        return thread
+    return f"{name.kind}:{name.owner}:{thread}"
+
+
+class OpenTurn:
+    """A turn from its prompt to its commit. Whoever opened it closes it, whatever happened.
+
+    messages   the whole dialogue; none for a plain completion
+    prompt     token ids, the whole context
+    text       what the client knows of the prompt as text, "" for a prompt of token ids
+    inside     leading tokens that `text` stands for
+    """
+
+    def __init__(
+        self,
+        histories: Histories,
+        owner: str,
+        messages: Sequence[Message],
+        prompt: array[int],
+        text: str,
+        inside: int,
+        records: tuple[Record, ...],
+        busy: Name | None,
+    ):
+        self.messages, self.prompt, self.text, self.inside = tuple(messages), prompt, text, inside
+        self.owner = owner
+        self.records = records
+        self._histories, self._busy = histories, busy
+
+    @property
+    def conversation(self) -> str | None:
+        """What the loop calls the conversation, None: it has no name."""
+        if not self.records:
+            return None
+        name, about = self.records[0]
+        return kv_name(name, about.get("thread") or name.id)
+
+    async def commit(
+        self, reply: Sequence[int], delivered: str, answer: Message | None, body: str | None = None
+    ) -> None:
+        """The turn ends with these tokens, of which the client gets the text `delivered`, in a chat as `answer`.
+
+        `body`: what is stored as the response.
+
+        With a name it is on the disk on return; nothing of the reply's end may be sent before. Raises RequestError
+        (507) if it cannot be written.
+        """
+        histories = self._histories
+        inside, text = 0, ""
+        if histories.tokenizer is not None and self.inside == len(self.prompt):
+            inside, text = await asyncio.to_thread(tokens_inside, histories.tokenizer, reply, delivered)
+        messages = (*self.messages, answer) if answer is not None else self.messages
+        tokens = self.prompt + array("i", reply)
+        whole = Transcript(messages, tokens, self.text + text, self.inside + inside)
+        for name, about in self.records:
+            await histories.store_turn(name, whole, about | {"body": body} if name.kind == "response" else about)
+        if answer is not None:
+            histories.remember(self.owner, whole)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._busy is not None:
+            self._histories.busy.discard(self._busy)
+            self._busy = None
+
+
+class Histories:
+    """`tell` sends a message to the loop; `busy` names conversations with a `history: server` turn in flight."""
+
+    def __init__(self, store: HistoryStore, tell: Tell, tokenizer: Tokenizer | None):
+        self.tokenizer = tokenizer
+        self.busy: set[Name] = set()
+        self._store, self._tell = store, tell
+        self._recent = RecentTurns()
+        self._thread = ThreadPoolExecutor(1, "histories")
+
+    async def run(self, work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        """Runs a method of the store in its thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, *args, **kwargs))
+
+    async def close(self) -> None:
+        """After the last commit."""
+        await self.run(self._store.close)
+        self._thread.shutdown()
+
+    # -- turns
+
+    async def open_chat(
+        self,
+        owner: str,
+        conversation: str | None,
+        messages: Sequence[Message],
+        render: Callable[[Sequence[Message]], str],
+        *,
+        server_history: bool = False,
+    ) -> OpenTurn:
+        """`render` gives the prompt's text. With `server_history` the messages are new ones behind the stored.
+
+        RequestError: 404 if there is no such conversation to go on with, 409 if such a turn is in flight already.
+        """
+        name = Name(owner, conversation) if conversation is not None else None
+        records = (Record(name),) if name is not None else ()
+        if name is None or not server_history:
+            past = await self._past(owner, name, messages)
+            return await self._chat_turn(owner, messages, past, render, records, None)
+        self._begin(name)
+        try:
+            _, past = await self._continued(name)
+            stored = past.transcript().messages if past is not None else ()
+            return await self._chat_turn(owner, (*stored, *messages), past, render, records, name)
+        except BaseException:
+            self.busy.discard(name)
+            raise
+
+    async def open_response(
+        self,
+        owner: str,
+        *,
+        previous: str | None,
+        conversation: str | None,
+        instructions: Sequence[Message],
+        messages: Sequence[Message],
+        render: Callable[[Sequence[Message]], str],
+        stored_as: str | None,
+    ) -> OpenTurn:
+        """A turn behind the stored response `previous`, or in a conversation that exists; stored as a response too.
+
+        `instructions` go in front of the dialogue and are not remembered. RequestError: as `open_chat`.
+        """
+
+        def with_instructions(dialogue: Sequence[Message]) -> str:
+            return render([*instructions, *dialogue])
+
+        snapshot = Name(owner, stored_as, "response") if stored_as is not None else None
+        if conversation is not None:
+            turn = await self.open_chat(owner, conversation, messages, with_instructions, server_history=True)
+            if snapshot is not None:
+                turn.records += (Record(snapshot),)
+            return turn
+        before, past = None, None
+        if previous is not None:
+            before, past = await self._continued(Name(owner, previous, "response"))
+        dialogue = (*(past.transcript().messages if past is not None else ()), *messages)
+        if past is None:
+            past = self._recent.find(owner, dialogue)
+        records: tuple[Record, ...] = ()
+        if snapshot is not None:
+            thread = before.thread if before is not None else snapshot.id
+            records = (Record(snapshot, {"parent": previous, "thread": thread}),)
+        return await self._chat_turn(owner, dialogue, past, with_instructions, records, None)
+
+    async def open_completion(
+        self, owner: str, conversation: str | None, prompt: str | array[int], *, server_history: bool = False
+    ) -> OpenTurn:
+        """`prompt`: text, or token ids; with `server_history` it goes on behind the stored log.
+
+        Raises as `open_chat`.
+        """
+        name = Name(owner, conversation) if conversation is not None else None
+        records = (Record(name),) if name is not None else ()
+        if name is not None and server_history:
+            return await self._continue_log(name, prompt)
+        if not isinstance(prompt, str):
+            return OpenTurn(self, owner, (), prompt, "", 0, records, None)
+        assert self.tokenizer is not None
+        found = await self.run(self._store.find, name, time.time()) if name is not None else None
+        ids = await asyncio.to_thread(spliced, self.tokenizer, prompt, found[1] if found is not None else None)
+        if ids is None:
+            ids = await asyncio.to_thread(self.tokenizer.encode, prompt)
+        return OpenTurn(self, owner, (), ids, prompt, len(ids), records, None)
+
+    async def _continue_log(self, name: Name, prompt: str | array[int]) -> OpenTurn:
+        self._begin(name)
+        try:
+            _, past = await self._continued(name)
+            before = past.transcript() if past is not None else Transcript((), array("i"), "", 0)
+            if isinstance(prompt, str):
+                assert self.tokenizer is not None
+                encode = self.tokenizer.encode_rendered if before.tokens else self.tokenizer.encode
+                prompt = await asyncio.to_thread(encode, prompt)
+            whole = before.tokens + prompt
+            return OpenTurn(self, name.owner, before.messages, whole, before.text, before.inside, (Record(name),), name)
+        except BaseException:
+            self.busy.discard(name)
+            raise
+
+    async def _chat_turn(
+        self,
+        owner: str,
+        messages: Sequence[Message],
+        past: PastTurn | None,
+        render: Callable[[Sequence[Message]], str],
+        records: tuple[Record, ...],
+        busy: Name | None,
+    ) -> OpenTurn:
+        text, ids = await asyncio.to_thread(self._prompt, messages, past, render)
+        return OpenTurn(self, owner, messages, ids, text, len(ids), records, busy)
+
+    def _prompt(
+        self, messages: Sequence[Message], past: PastTurn | None, render: Callable[[Sequence[Message]], str]
+    ) -> tuple[str, array[int]]:
+        assert self.tokenizer is not None
+        text = render(messages)
+        ids = spliced(self.tokenizer, text, past)
+        return text, self.tokenizer.encode_rendered(text) if ids is None else ids
+
+    async def _past(self, owner: str, name: Name | None, messages: Sequence[Message]) -> PastTurn | None:
+        """The stored turn with the longest common beginning; the disk is asked only for what is not at hand."""
+        recent = self._recent.find(owner, messages)
+        covered = _message_count(recent)
+        if name is None or all(message["role"] != "assistant" for message in messages[covered:]):
+            return recent
+        found = await self.run(self._store.find, name, time.time())
+        stored = _beginning(found[1], messages) if found is not None else None
+        return stored if _message_count(stored) > covered else recent
+
+    def _begin(self, name: Name) -> None:
+        if name in self.busy:
+            raise RequestError(409, f"a turn of conversation {name.id!r} is in flight", "conversation")
+        self.busy.add(name)
+
+    async def _continued(self, name: Name) -> tuple[Conversation, PastTurn | None]:
+        found = await self.run(self._store.find, name, time.time())
+        if found is None:
+            raise RequestError(404, f"there is no {name.kind} {name.id!r}", PARAMETERS[name.kind])
+        return found
+
+    async def store_turn(self, name: Name, whole: Transcript, about: dict[str, str | None]) -> None:
+        """Raises RequestError (507) if the disk does not take it."""
+        now = time.time()
+        stored = await self.run(self._store.commit, name, whole, now, **about)
+        if stored.ttl is not None or stored.pinned_until > now:
+            self._keep(stored, now)
+
+    def remember(self, owner: str, whole: Transcript) -> None:
+        """For clients that will send all of it again."""
+        past = self._recent.find(owner, whole.messages[:-1])
+        self._recent.add(owner, whole.messages, PastTurn.behind(past, whole))
+
+    # -- conversations
+
+    async def get(self, name: Name) -> Conversation:
+        """RequestError (404)."""
+        return await self.run(self._store.get, name, time.time())
+
+    async def load(self, name: Name) -> tuple[Conversation, Transcript]:
+        """The conversation with all of its history. RequestError (404)."""
+        found, past = await self._continued(name)
+        return found, past.transcript() if past is not None else Transcript((), array("i"), "", 0)
+
+    async def page(self, owner: str, limit: int, after: str | None, ascending: bool) -> tuple[list[Conversation], bool]:
+        return await self.run(self._store.page, owner, limit, after, ascending, time.time())
+
+    async def create(self, name: Name) -> Conversation:
+        return await self.run(self._store.create, name, time.time())
+
+    async def fork(self, name: Name, new_id: str) -> Conversation:
+        """The history at once, and the claims on its KV as far as the loop has them."""
+        fork = await self.run(self._store.fork, name, new_id, time.time())
+        self._tell(Fork(kv_name(name, name.id), kv_name(name, new_id)))
+        return fork
+
+    async def change(self, name: Name, **values: Any) -> Conversation:
+        """Sets `ttl`, `history_ttl` or `pinned_until`."""
+        now = time.time()
+        changed = await self.run(self._store.change, name, now, **values)
+        self._keep(changed, now)
+        return changed
+
+    async def delete(self, name: Name) -> Conversation:
+        """The KV claims of a response belong to its whole line: these end with their TTL."""
+        gone = await self.run(self._store.delete, name, time.time())
+        if name.kind == "conversation":
+            self._tell(Forget(kv_name(name, name.id)))
+        return gone
+
+    def _keep(self, conversation: Conversation, now: float) -> None:
+        name = Name(conversation.owner, conversation.id, conversation.kind)
+        pinned = max(0.0, conversation.pinned_until - now)
+        self._tell(Keep(kv_name(name, conversation.thread), conversation.ttl, pinned))
+
+
+PARAMETERS = {"conversation": "conversation", "response": "previous_response_id"}
+
+
+def _message_count(turn: PastTurn | None) -> int:
+    return sum(len(past.messages) for past in turn.lineage()) if turn is not None else 0
+
+
+def _beginning(turn: PastTurn | None, messages: Sequence[Message]) -> PastTurn | None:
+    """The latest turn up to `turn` whose messages are a beginning of these."""
+    if turn is None:
+        return None
+    whole, count = turn.transcript().messages, _message_count(turn)
+    for past in turn.lineage():
+        if count and tuple(messages[:count]) == whole[:count]:
+            return past
+        count -= len(past.messages)
+    return None

@@ -1,0 +1,365 @@
+"""Conversations on disk: one SQLite file, one writer.
+
+A turn is written in one transaction that is on the disk (synchronous=FULL) when `commit` returns, so after a crash
+every turn is there whole or not at all. Turns form trees (`past_turns`): a row holds what its turn added, and forks,
+branches and snapshots point into the same tree. A turn that nothing points to any more is deleted with the last
+pointer.
+
+Everything here blocks and belongs to one thread at a time. Times are seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import sys
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from ..scheduler.types import RequestError, SettingError
+from .past_turns import PastTurn, Transcript, dialogue_keys
+
+VERSION = 1
+LOCK_SECONDS = 15.0  # for the process that had the file before to end
+EXPIRY_INTERVAL_S = 60.0
+
+SCHEMA = """
+CREATE TABLE turns (
+    number INTEGER PRIMARY KEY,
+    parent INTEGER REFERENCES turns,
+    digest BLOB NOT NULL,           -- of all messages up to its end
+    messages TEXT NOT NULL,         -- JSON: those it added
+    kept INTEGER NOT NULL,          -- leading tokens of the parent's log
+    tokens BLOB NOT NULL,           -- and its own behind them: int32, little-endian
+    inside INTEGER NOT NULL,
+    text_kept INTEGER NOT NULL,     -- leading characters of the parent's text
+    text TEXT NOT NULL
+) STRICT;
+CREATE INDEX turns_parent ON turns (parent);
+CREATE TABLE conversations (
+    number INTEGER PRIMARY KEY,
+    owner TEXT NOT NULL,
+    id TEXT NOT NULL,
+    kind TEXT NOT NULL,
+    created REAL NOT NULL,
+    active REAL NOT NULL,
+    ttl REAL,
+    history_ttl REAL,
+    pinned_until REAL NOT NULL,
+    parent TEXT,
+    thread TEXT NOT NULL,
+    body TEXT,
+    tokens INTEGER NOT NULL,
+    head INTEGER REFERENCES turns,
+    UNIQUE (owner, kind, id)
+) STRICT;
+CREATE INDEX conversations_head ON conversations (head);
+CREATE INDEX conversations_listed ON conversations (owner, kind, number);
+"""
+
+Kind = Literal["conversation", "response"]
+
+
+class Name(NamedTuple):
+    """What a conversation or a stored response is known by. Owners never meet."""
+
+    owner: str
+    id: str
+    kind: Kind = "conversation"
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A conversation, or a stored response: the state of a conversation that never changes.
+
+    number        counts up in order of creation
+    ttl           seconds after the last turn for which its KV is claimed; None: the server's default
+    history_ttl   seconds after the last turn after which it is deleted; None: the server's default
+    pinned_until  its KV is evicted last until then; 0: not pinned
+    parent        the id it was forked from, or of the response it continues
+    thread        the id under which the loop knows its KV: a response shares that of the first one in its line
+    body          of a response: the object as it was sent, JSON
+    tokens        length of its log
+    head          number of its last turn, None: it is empty
+    """
+
+    number: int
+    owner: str
+    id: str
+    kind: Kind
+    created: float
+    active: float
+    ttl: float | None
+    history_ttl: float | None
+    pinned_until: float
+    parent: str | None
+    thread: str
+    body: str | None
+    tokens: int
+    head: int | None
+
+
+COLUMNS = ", ".join(field.name for field in fields(Conversation))
+LIVE = "coalesce(active + coalesce(history_ttl, :default_ttl), 9e99) > :now"
+
+
+class HistoryStore:
+    """`path`: the file, made if it is missing, or ":memory:". `history_ttl`: of conversations without their own."""
+
+    def __init__(self, path: str | Path, history_ttl: float | None = None):
+        """Raises SettingError if the file is in use, damaged, or of a newer program."""
+        self._history_ttl = history_ttl
+        self._expiry_due = 0.0
+        try:
+            if path != ":memory:":
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+            self._db = sqlite3.connect(path, timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False)
+            self._open()
+        except (sqlite3.Error, OSError) as error:
+            raise SettingError("--state-dir", _why_unusable(path, error)) from error
+
+    def _open(self) -> None:
+        execute = self._db.execute
+        execute("PRAGMA locking_mode = EXCLUSIVE")  # a second server on the same file must not start
+        execute("PRAGMA journal_mode = WAL")
+        execute("PRAGMA synchronous = FULL")
+        execute("PRAGMA foreign_keys = ON")
+        (version,) = execute("PRAGMA user_version").fetchone()
+        if version == 0:
+            self._db.executescript(f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version = {VERSION}; COMMIT")
+        elif version != VERSION:
+            raise sqlite3.DatabaseError(f"its layout has number {version}, this program's has {VERSION}")
+        (fault,) = execute("PRAGMA quick_check(1)").fetchone()
+        if fault != "ok":
+            raise sqlite3.DatabaseError(fault)
+
+    def close(self) -> None:
+        self._db.close()
+
+    # -- turns
+
+    def commit(self, name: Name, whole: Transcript, now: float, **about: str | None) -> Conversation:
+        """The name stands for this branch from now on; what it stood for before and nobody else needs is deleted.
+
+        `about`: `parent`, `thread` and `body` of a conversation that is new with this turn. On return the turn is on
+        the disk. Raises RequestError (507) if it cannot be written; then nothing has changed.
+        """
+        with self._transaction(now):
+            found = self._find(name, now)
+            if found is None:
+                found = self._insert(name, now, **about)
+            turn = self._add_turn(self._nearest(found.head, whole), whole)
+            self._db.execute(
+                "UPDATE conversations SET head = ?, tokens = ?, active = ? WHERE number = ?",
+                (turn, len(whole.tokens), now, found.number),
+            )
+            self._prune(found.head)
+        return replace(found, head=turn, tokens=len(whole.tokens), active=now)
+
+    # -- conversations
+
+    def find(self, name: Name, now: float) -> tuple[Conversation, PastTurn | None] | None:
+        """The conversation and its last turn; None if there is none of that name: unknown, or expired."""
+        found = self._find(name, now)
+        return (found, self._load(found.head)) if found is not None else None
+
+    def get(self, name: Name, now: float) -> Conversation:
+        """Raises RequestError (404) if there is none: unknown, expired, or another owner's."""
+        found = self._find(name, now)
+        if found is None:
+            raise RequestError(404, f"there is no {name.kind} {name.id!r}", name.kind)
+        return found
+
+    def page(
+        self, owner: str, limit: int, after: str | None, ascending: bool, now: float
+    ) -> tuple[list[Conversation], bool]:
+        """Up to `limit` conversations by creation, behind the one with the id `after`; whether there are more.
+
+        Raises RequestError (404) for an unknown `after`.
+        """
+        way, sign = ("ASC", ">") if ascending else ("DESC", "<")
+        start = 0 if ascending else sys.maxsize
+        if after is not None:
+            start = self.get(Name(owner, after), now).number
+        rows = self._db.execute(
+            f"SELECT {COLUMNS} FROM conversations WHERE owner = :owner AND kind = 'conversation' "
+            f"AND number {sign} :start AND {LIVE} ORDER BY number {way} LIMIT :limit",
+            self._times(now) | {"owner": owner, "start": start, "limit": limit + 1},
+        ).fetchall()
+        return [Conversation(*row) for row in rows[:limit]], len(rows) > limit
+
+    def create(self, name: Name, now: float) -> Conversation:
+        """An empty conversation. Raises RequestError (409) if the name is taken."""
+        with self._transaction(now):
+            self._need_free(name, now)
+            return self._insert(name, now)
+
+    def fork(self, name: Name, new_id: str, now: float) -> Conversation:
+        """A second conversation with the same history. Raises RequestError: 404 unknown name, 409 taken id."""
+        new = name._replace(id=new_id)
+        with self._transaction(now):
+            source = self.get(name, now)
+            self._need_free(new, now)
+            fork = self._insert(new, now, parent=name.id)
+            self._db.execute(
+                "UPDATE conversations SET head = ?, tokens = ? WHERE number = ?",
+                (source.head, source.tokens, fork.number),
+            )
+        return replace(fork, head=source.head, tokens=source.tokens)
+
+    def change(self, name: Name, now: float, **values: float | None) -> Conversation:
+        """Sets `ttl`, `history_ttl` or `pinned_until`. Raises RequestError (404)."""
+        with self._transaction(now):
+            found = replace(self.get(name, now), **values)
+            self._db.execute(
+                "UPDATE conversations SET ttl = ?, history_ttl = ?, pinned_until = ? WHERE number = ?",
+                (found.ttl, found.history_ttl, found.pinned_until, found.number),
+            )
+        return found
+
+    def delete(self, name: Name, now: float) -> Conversation:
+        """Forgets the conversation and returns what it was. Raises RequestError (404)."""
+        with self._transaction(now):
+            gone = self.get(name, now)
+            self._remove(gone)
+        return gone
+
+    # -- within
+
+    @contextmanager
+    def _transaction(self, now: float) -> Iterator[None]:
+        """All or nothing. Raises RequestError (507) if the disk does not take it."""
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                self._expire(now)
+                yield
+                self._db.execute("COMMIT")
+            finally:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+        except sqlite3.OperationalError as error:
+            raise RequestError(507, f"the conversation could not be stored: {error}") from error
+
+    def _times(self, now: float) -> dict[str, Any]:
+        return {"now": now, "default_ttl": self._history_ttl}
+
+    def _find(self, name: Name, now: float) -> Conversation | None:
+        row = self._db.execute(
+            f"SELECT {COLUMNS} FROM conversations WHERE owner = :owner AND kind = :kind AND id = :id AND {LIVE}",
+            self._times(now) | name._asdict(),
+        ).fetchone()
+        return Conversation(*row) if row is not None else None
+
+    def _need_free(self, name: Name, now: float) -> None:
+        if self._find(name, now) is not None:
+            raise RequestError(409, f"there is a {name.kind} {name.id!r} already", "id")
+
+    def _insert(
+        self, name: Name, now: float, parent: str | None = None, thread: str | None = None, body: str | None = None
+    ) -> Conversation:
+        """An expired one of that name makes room."""
+        expired = f"SELECT {COLUMNS} FROM conversations WHERE owner = :owner AND kind = :kind AND id = :id"
+        if (row := self._db.execute(expired, name._asdict()).fetchone()) is not None:
+            self._remove(Conversation(*row))
+        added = self._db.execute(
+            "INSERT INTO conversations (owner, id, kind, created, active, pinned_until, parent, thread, body, tokens) "
+            "VALUES (:owner, :id, :kind, :now, :now, 0, :parent, :thread, :body, 0) RETURNING " + COLUMNS,
+            name._asdict() | {"now": now, "parent": parent, "thread": thread or name.id, "body": body},
+        )
+        return Conversation(*added.fetchone())
+
+    def _nearest(self, head: int | None, whole: Transcript) -> int | None:
+        """The latest turn of the line to `head` whose messages are a beginning of this dialogue."""
+        beginnings = set(dialogue_keys("", whole.messages))
+        while head is not None:
+            digest, parent = self._db.execute("SELECT digest, parent FROM turns WHERE number = ?", (head,)).fetchone()
+            if digest in beginnings:
+                return head
+            head = parent
+        return None
+
+    def _add_turn(self, parent: int | None, whole: Transcript) -> int:
+        turn = PastTurn.behind(self._load(parent), whole)
+        digest = dialogue_keys("", whole.messages)[-1]
+        added = self._db.execute(
+            "INSERT INTO turns (parent, digest, messages, kept, tokens, inside, text_kept, text) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                parent,
+                digest,
+                json.dumps(turn.messages, ensure_ascii=False),
+                turn.kept,
+                _packed(turn.tokens),
+                turn.inside,
+                turn.text_kept,
+                turn.text,
+            ),
+        )
+        assert added.lastrowid is not None
+        return added.lastrowid
+
+    def _load(self, head: int | None) -> PastTurn | None:
+        rows = self._db.execute(
+            "WITH RECURSIVE line (number, depth) AS (SELECT :head, 0 UNION ALL SELECT parent, depth + 1 "
+            "FROM line JOIN turns USING (number) WHERE parent IS NOT NULL) "
+            "SELECT messages, kept, tokens, text_kept, text, inside FROM line JOIN turns USING (number) "
+            "ORDER BY depth DESC",
+            {"head": head},
+        )
+        turn = None
+        for messages, kept, tokens, text_kept, text, inside in rows:
+            turn = PastTurn(turn, tuple(json.loads(messages)), kept, _unpacked(tokens), text_kept, text, inside)
+        return turn
+
+    def _remove(self, conversation: Conversation) -> None:
+        self._db.execute("DELETE FROM conversations WHERE number = ?", (conversation.number,))
+        self._prune(conversation.head)
+
+    def _prune(self, turn: int | None) -> None:
+        """Deletes the turn and those before it as far as neither a conversation nor another turn needs them."""
+        while turn is not None:
+            needed = self._db.execute(
+                "SELECT 1 FROM conversations WHERE head = :turn UNION ALL SELECT 1 FROM turns WHERE parent = :turn",
+                {"turn": turn},
+            )
+            if needed.fetchone() is not None:
+                return
+            (parent,) = self._db.execute("SELECT parent FROM turns WHERE number = ?", (turn,)).fetchone()
+            self._db.execute("DELETE FROM turns WHERE number = ?", (turn,))
+            turn = parent
+
+    def _expire(self, now: float) -> None:
+        """Deletes what outlived its TTL; it is invisible already, so now and then is enough."""
+        if now < self._expiry_due:
+            return
+        self._expiry_due = now + EXPIRY_INTERVAL_S
+        expired = self._db.execute(f"SELECT {COLUMNS} FROM conversations WHERE NOT ({LIVE})", self._times(now))
+        for row in expired.fetchall():
+            self._remove(Conversation(*row))
+
+
+def _packed(tokens: array[int]) -> bytes:
+    if sys.byteorder == "big":
+        tokens = tokens[:]
+        tokens.byteswap()
+    return tokens.tobytes()
+
+
+def _unpacked(data: bytes) -> array[int]:
+    tokens = array("i", data)
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tokens
+
+
+def _why_unusable(path: str | Path, error: Exception) -> str:
+    if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
+        return f"{path} is in use by another server; give this one a directory of its own"
+    if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
+        return f"{path} cannot be used: {error}; move it away to begin with empty histories"
+    return f"cannot open {path}: {error}"

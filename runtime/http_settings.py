@@ -1,0 +1,29 @@
+"""What the HTTP process is told by the command line, all of it plain data: it goes to another process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class HTTPSettings:
+    """max_requests_per_client   requests a client may have open, None: any number (`limits.ClientLimit`)
+    max_body_bytes            a longer body is refused with 413
+    chat_template             its source, None: the engine's own
+    api_keys                  digests of the keys (`api_keys.key_digest`) of which every call needs one; none: no keys
+    history_file              of the history store; ":memory:" keeps nothing
+    history_ttl               seconds after their last turn after which stored conversations are deleted, None: never
+    log_format, log_level     as `logs.configure_logging` takes them
+    """
+
+    max_requests_per_client: int | None = None
+    max_body_bytes: int = 32 * 1024**2
+    chat_template: str | None = None
+    api_keys: tuple[str, ...] = ()
+    history_file: str = ":memory:"
+    history_ttl: float | None = None
+    log_format: str = "text"
+    log_level: str = "info"
+
+
+DEFAULTS = HTTPSettings()

@@ -1,0 +1,60 @@
+"""How both processes log: lines of text for people, or one JSON object a line for machines.
+
+Fields that belong to an event travel in `extra={"fields": {...}}` of the logging call. What users say is never logged.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from typing import Any
+
+LOG_FORMATS = ("text", "json")
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+class TextFormatter(logging.Formatter):
+    """The message, then the event's fields as name=value."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        fields = "".join(f" {name}={_shown(value)}" for name, value in _fields(record).items() if value is not None)
+        return super().formatMessage(record) + fields
+
+
+class JsonFormatter(logging.Formatter):
+    """time (UTC), level, logger, message, the event's fields, and the traceback of an exception."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        event = {
+            "time": f"{seconds}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_fields(record),
+        }
+        if record.exc_info:
+            event["exception"] = self.formatException(record.exc_info)
+        return json.dumps(event, default=str)
+
+
+def configure_logging(form: str, level: str) -> None:
+    """Every logger of this process writes to standard error from here on. One of LOG_FORMATS, one of LOG_LEVELS."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    return getattr(record, "fields", {})
+
+
+def _shown(value: Any) -> str:
+    """A name chosen by a client may hold spaces and line ends; a quoted one stays one word on one line."""
+    text = str(value)
+    return text if text.isprintable() and not set(text) & {" ", '"', "="} else json.dumps(text)

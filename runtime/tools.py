@@ -1,0 +1,112 @@
+"""Tool calls in a model's text, in the form that Hermes, Qwen and others are trained on:
+
+<tool_call>
+{"name": "weather", "arguments": {"city": "Oslo"}}
+</tool_call>
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from .grammar import lark_json
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+# At the end of a text: white space, and what may become OPEN.
+_MAYBE_CALL = re.compile(r"\s*(?:" + "|".join(re.escape(OPEN[:size]) for size in range(len(OPEN) - 1, 0, -1)) + r")?\Z")
+
+
+class ToolCall(NamedTuple):
+    """`arguments`: a JSON object as text."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+    def as_object(self) -> dict[str, Any]:
+        """OpenAI's form."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+class ToolCallParser:
+    """Takes tool calls out of a growing text. What is not a well-formed call stays text; white space around calls goes.
+
+    said | held: white space, the beginning of a tag, or a call that is not closed
+    """
+
+    def __init__(self, most: int):
+        """`most`: calls beyond so many are left out."""
+        self._most = most
+        self._held = ""
+        self._inside = False
+        self._count = 0
+
+    def push(self, text: str) -> tuple[str, list[ToolCall]]:
+        """More of the text. Returns what may be said, and the calls that are complete now."""
+        self._held += text
+        said: list[str] = []
+        calls: list[ToolCall] = []
+        while (cut := self._held.find(CLOSE if self._inside else OPEN)) >= 0:
+            if self._inside:
+                call = self._parse(self._held[len(OPEN) : cut])
+                if call is None:
+                    said.append(self._held[: cut + len(CLOSE)])
+                elif call.index < self._most:
+                    calls.append(call)
+                self._held = self._held[cut + len(CLOSE) :]
+            else:
+                said.append(self._text(self._held[:cut]).rstrip())
+                self._held = self._held[cut:]
+            self._inside = not self._inside
+        if not self._inside:
+            found = _MAYBE_CALL.search(self._held)
+            assert found is not None  # it matches the empty end at least
+            said.append(self._text(self._held[: found.start()]))
+            self._held = self._held[found.start() :]
+        return "".join(said), calls
+
+    def end(self) -> str:
+        """The text is over: what is still held, unless it is white space behind a call."""
+        rest, self._held = self._held, ""
+        return "" if self._count and not rest.strip() else rest
+
+    def _text(self, text: str) -> str:
+        """Text outside calls."""
+        return text if text.strip() or not self._count else ""
+
+    def _parse(self, source: str) -> ToolCall | None:
+        try:
+            call = json.loads(source)
+        except ValueError:
+            return None
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            return None
+        arguments = call.get("arguments", {})
+        if not isinstance(arguments, dict):
+            return None
+        self._count += 1
+        text = json.dumps(arguments, ensure_ascii=False)
+        return ToolCall(self._count - 1, f"call_{uuid.uuid4().hex[:24]}", call["name"], text)
+
+
+def tool_calls_rules(functions: Sequence[dict[str, Any]], several: bool) -> str:
+    """Lark rules for `calls`: calls of these functions (`name`, `parameters`: a JSON schema), one, or if `several` any
+    number from one on."""
+    line = json.dumps("\n")
+    rules = [
+        f"calls: call ({line} call)*" if several else "calls: call",
+        f"call: {json.dumps(OPEN)} {line} body {line} {json.dumps(CLOSE)}",
+        "body: " + " | ".join(f"function{at}" for at in range(len(functions))),
+    ]
+    for at, function in enumerate(functions):
+        head = json.dumps(f'{{"name": {json.dumps(function["name"])}, "arguments": ')
+        schema = {"type": "object", **function.get("parameters", {})}
+        rules.append(f'function{at}: {head} {lark_json(schema)} "}}"')
+    return "\n".join(rules)

@@ -1,0 +1,297 @@
+"""A chat in the terminal on a running server. After each reply a line says where its tokens came from."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import os
+import secrets
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+SOURCES = {"gpu": "GPU", "host": "host", "disk": "disk", "recomputed": "recomputed", "new": "new"}
+CONNECT_SECONDS = 10
+LIST_PAGE = 100
+HELP = """\
+/new [name]    begin a conversation, or go on with the one of that name
+/list          conversations on the server
+/fork [name]   go on in a copy of this conversation
+/drop [name]   delete a conversation (this one)
+/stats         tokens and times since the start, and how busy the server is
+/help          this text
+/quit          leave (Ctrl-D, or Ctrl-C at the prompt); Ctrl-C stops a reply"""
+
+
+class ServerError(Exception):
+    """The server refuses, or is not there; the message is for the user. `status`: of its answer, 0 if there is none."""
+
+    def __init__(self, message: str, status: int = 0):
+        super().__init__(message)
+        self.status = status
+
+
+class Server:
+    """The HTTP API. A connection for each request: closing it is how a reply is stopped."""
+
+    def __init__(self, url: str, api_key: str | None):
+        self.url = url.rstrip("/").removesuffix("/v1")
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ServerError(f"{url!r} is not an address; write http://HOST:PORT")
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._connect: Callable[[], http.client.HTTPConnection] = lambda: kind(parts.netloc, timeout=CONNECT_SECONDS)
+        self._path = parts.path
+        self._headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The JSON that the server answers."""
+        with self._answer(method, path, body) as response:
+            return json.loads(response.read())
+
+    def text(self, path: str) -> str:
+        with self._answer("GET", path, None) as response:
+            return response.read().decode()
+
+    def events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The objects of a stream. Whoever closes this generator early stops the reply."""
+        with self._answer("POST", path, body) as response:
+            for line in response:
+                if line.startswith(b"data: {"):
+                    event = json.loads(line[6:])
+                    if "error" in event:
+                        raise ServerError(event["error"]["message"])
+                    yield event
+
+    @contextlib.contextmanager
+    def _answer(self, method: str, path: str, body: dict[str, Any] | None) -> Iterator[http.client.HTTPResponse]:
+        connection = self._connect()
+        try:
+            connection.request(method, self._path + path, None if body is None else json.dumps(body), self._headers)
+            connection.sock.settimeout(None)  # a reply takes as long as it takes
+            response = connection.getresponse()
+            if response.status >= 400:
+                raise ServerError(_reason(response), response.status)
+            yield response
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerError(f"{self.url}: {error or type(error).__name__}") from error
+        finally:
+            connection.close()
+
+
+def _reason(response: http.client.HTTPResponse) -> str:
+    text = response.read().decode(errors="replace")
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"the server answers {response.status} {response.reason}"
+
+
+@dataclass(slots=True)
+class Turn:
+    """What a reply took: tokens by source, tokens generated, and seconds."""
+
+    sources: dict[str, int] = field(default_factory=dict)
+    generated: int = 0
+    first_token: float = 0.0
+    generating: float = 0.0
+
+    def line(self) -> str:
+        came = " · ".join(
+            f"{shown} {self.sources.get(name, 0)}"
+            for name, shown in SOURCES.items()
+            if name != "disk" or self.sources.get(name)
+        )
+        rate = f" at {(self.generated - 1) / self.generating:.0f}/s" if self.generated > 1 and self.generating else ""
+        return f"{came} | first token {self.first_token * 1e3:.0f} ms | {self.generated} tokens{rate}"
+
+
+class Chat:
+    """One conversation at a time; the server keeps its history."""
+
+    def __init__(self, server: Server, options: argparse.Namespace):
+        self._server, self._options = server, options
+        self._model = options.model or server.ask("GET", "/v1/models")["data"][0]["id"]
+        self._turns: list[Turn] = []
+        self._dim = ("\x1b[2m", "\x1b[0m") if sys.stdout.isatty() else ("", "")
+        self.conversation, self._stored = "", False
+        self._go_to(options.conversation)
+
+    def run(self, lines: Iterator[str]) -> int:
+        """Takes lines until they end. Returns how many could not be served."""
+        failures = 0
+        for line in lines:
+            try:
+                if not self.take(line.strip()):
+                    break
+            except ServerError as error:
+                failures += 1
+                print(f"error: {error}", file=sys.stderr, flush=True)
+            except KeyboardInterrupt:
+                print()
+        return failures
+
+    def take(self, line: str) -> bool:
+        """One line: a command or something to say. False: the user leaves."""
+        if line.startswith("/"):
+            name, _, argument = line[1:].partition(" ")
+            if name in ("quit", "exit"):
+                return False
+            command = getattr(self, f"command_{name}", None)
+            if command is None:
+                print(f"there is no command /{name}\n{HELP}")
+            else:
+                command(argument.strip())
+        elif line:
+            self.say(line)
+        return True
+
+    def say(self, text: str) -> None:
+        """Asks and shows the reply as it comes; Ctrl-C stops it."""
+        body = {
+            "model": self._model,
+            "messages": [{"role": "user", "content": text}],
+            "conversation": self.conversation,
+            **({"history": "server"} if self._stored else {}),
+            "max_tokens": self._options.max_tokens,
+            "temperature": self._options.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_sources": True,
+        }
+        turn = Turn()
+        try:
+            with contextlib.closing(self._server.events("/v1/chat/completions", body)) as events:
+                self._show(events, turn)
+        except KeyboardInterrupt:
+            print(self._faint("\n(stopped; the server forgets this turn)"))
+            return
+        self._turns.append(turn)
+        self._stored = True
+        print("\n" + self._faint(turn.line()), flush=True)
+
+    def _show(self, events: Iterator[dict[str, Any]], turn: Turn) -> None:
+        asked = time.perf_counter()
+        for event in events:
+            now = time.perf_counter()
+            turn.first_token = turn.first_token or now - asked
+            for choice in event["choices"]:
+                print(choice["delta"].get("content") or "", end="", flush=True)
+                turn.generating = now - asked - turn.first_token
+            if event.get("usage"):
+                turn.generated = event["usage"]["completion_tokens"]
+                turn.sources = event["usage"]["prompt_tokens_details"]
+
+    def _faint(self, text: str) -> str:
+        return text.join(self._dim)
+
+    def _go_to(self, name: str | None) -> None:
+        """The conversation of that name, which may be stored on the server, or a new one."""
+        self._stored = bool(name) and self._exists(name)
+        self.conversation = name or new_name()
+
+    def _exists(self, name: str) -> bool:
+        try:
+            self._server.ask("GET", self._path(name))
+        except ServerError as error:
+            if error.status == 404:
+                return False
+            raise
+        return True
+
+    # -- commands, by their names
+
+    def command_new(self, name: str) -> None:
+        self._go_to(name)
+        print(f"this is {self.conversation}")
+
+    def command_list(self, _: str) -> None:
+        after, more = "", True
+        while more:
+            page = self._server.ask("GET", f"/v1/conversations?limit={LIST_PAGE}{after}")
+            for entry in page["data"]:
+                mark = "*" if entry["id"] == self.conversation else " "
+                print(f"{mark} {entry['id']}", self._faint(f"({entry['tokens']} tokens)"))
+            more = page.get("has_more", False)
+            after = f"&after={quote(page['data'][-1]['id'], safe='')}" if more else ""
+
+    def command_fork(self, name: str) -> None:
+        copy = name or new_name()
+        self._server.ask("POST", f"{self._path(self.conversation)}/fork", {"id": copy})
+        print(f"this is {copy}, a copy of {self.conversation}")
+        self.conversation = copy
+
+    def command_drop(self, name: str) -> None:
+        dropped = name or self.conversation
+        self._server.ask("DELETE", self._path(dropped))
+        print(f"{dropped} is gone")
+        if dropped == self.conversation:
+            self.command_new("")
+
+    def command_stats(self, _: str) -> None:
+        turns = self._turns
+        sources = sum((Counter(turn.sources) for turn in turns), Counter())
+        came = " · ".join(f"{shown} {sources[name]}" for name, shown in SOURCES.items())
+        print(f"{len(turns)} replies, {sum(turn.generated for turn in turns)} tokens; prompts: {came}")
+        if turns:
+            times = sorted(turn.first_token for turn in turns)
+            print(f"first token: median {times[len(times) // 2] * 1e3:.0f} ms, longest {times[-1] * 1e3:.0f} ms")
+        for line in self._server.text("/metrics").splitlines():
+            if line.startswith(("pensieve:num_requests", "pensieve:kv_slots")):
+                print(line.removeprefix("pensieve:"))
+
+    def command_help(self, _: str) -> None:
+        print(HELP)
+
+    @staticmethod
+    def _path(conversation: str) -> str:
+        return f"/v1/conversations/{quote(conversation, safe='')}"
+
+
+def new_name() -> str:
+    return f"chat-{secrets.token_hex(3)}"
+
+
+def typed_lines(chat: Chat) -> Iterator[str]:
+    """What the user types, with a prompt, until Ctrl-D or Ctrl-C."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (line editing, where Python has it)
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        while True:
+            yield input(f"{chat.conversation}> ")
+    print()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    made = argparse.ArgumentParser(
+        prog="pensieve chat", description=__doc__, epilog=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    option = made.add_argument
+    option("--url", default="http://127.0.0.1:8000", help="the server (default %(default)s)")
+    option("--api-key", default=os.environ.get("OPENAI_API_KEY"), metavar="KEY", help="(default: $OPENAI_API_KEY)")
+    option("--model", metavar="NAME", help="(default: the server's first)")
+    option("--conversation", metavar="NAME", help="one to go on with (default: a new one)")
+    option("--max-tokens", type=int, default=256, metavar="N", help="longest reply (default %(default)s)")
+    option("--temperature", type=float, default=0.7, metavar="T", help="0: always the likeliest (default %(default)s)")
+    options = made.parse_args(argv)
+    try:
+        chat = Chat(Server(options.url, options.api_key), options)
+    except ServerError as error:
+        print(f"pensieve chat: {error}", file=sys.stderr)
+        return 1
+    if sys.stdin.isatty():
+        print(f"{chat.conversation} on {options.url}; /help lists the commands")
+        chat.run(typed_lines(chat))
+        return 0
+    try:
+        return 1 if chat.run(sys.stdin) else 0
+    except KeyboardInterrupt:
+        return 130  # as the shell has it for a command that Ctrl-C ended

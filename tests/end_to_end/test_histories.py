@@ -1,0 +1,224 @@
+"""Conversations on a real server: nothing lost to re-tokenising, restarts of every kind, tenants apart."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import os
+import random
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig
+
+from pensieve.builder.build import build_engine
+
+from ..models import LLAMA_SHAPE, save_random
+from . import server as server_module
+from .server import Server
+
+DIALOGUES = Path(__file__).parents[3] / "shared" / "data" / "mtbench101_text.jsonl.gz"
+SPECIAL = ("<|end|>", "<|turn|>", "<|done|>")
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|turn|>' + message.role + '\n' + message.content + '<|done|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|turn|>assistant\n' }}{% endif %}"
+)
+CHUNK = 32
+TURNS, CONVERSATIONS, CLIENTS = 4, 100, 16
+
+
+@pytest.fixture(scope="module")
+def questions():
+    """What the users of 50 dialogues write, turn by turn, shortened."""
+    if not DIALOGUES.exists():
+        pytest.skip(f"{DIALOGUES} is not here")
+    with gzip.open(DIALOGUES, "rt", encoding="utf-8") as lines:
+        dialogues = [json.loads(line)["messages"] for line in itertools.islice(lines, 50)]
+    return [[turn["content"][:120] for turn in turns if turn["role"] == "user"][:3] for turns in dialogues]
+
+
+@pytest.fixture(scope="module")
+def babbler(tmp_path_factory):
+    """An engine whose replies are random ids of a vocabulary with merges: hardly any is what its text would give."""
+    directory = tmp_path_factory.mktemp("babbler")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([Path(__file__).read_text(), server_module.__doc__], trainer)
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    done = tokenizer.token_to_id("<|done|>")
+    shape = LLAMA_SHAPE | dict(vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=4096, eos_token_id=done)
+    save_random(LlamaConfig(**shape), directory)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    build_engine(directory, directory / "engine")
+    return directory / "engine"
+
+
+def ask(server, model, messages, **body):
+    response = server.post("/v1/chat/completions", model=model, messages=messages, max_tokens=16, **body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_whole_history_clients_lose_no_cache_to_tokenising(tmp_path, babbler, questions, named):
+    """Every full chunk of what a conversation has computed is reused, in 50 of them, whatever ids were generated."""
+    differs = []
+
+    def talk(number):
+        messages, known = [], 0
+        for question in questions[number]:
+            messages.append({"role": "user", "content": question})
+            body = dict(conversation=f"c{number}") if named else {}
+            answer = ask(server, "engine", messages, seed=number, temperature=1.0, return_token_ids=True, **body)
+            usage, choice = answer["usage"], answer["choices"][0]
+            cached = usage["prompt_tokens_details"]["cached_tokens"]
+            assert cached >= max(0, known - 1) // CHUNK * CHUNK, (number, known, usage)
+            known = usage["total_tokens"]
+            messages.append({"role": "assistant", "content": choice["message"]["content"]})
+            body = dict(messages=messages, add_generation_prompt=False)
+            plain = server.post("/tokenize", model="engine", **body).json()["tokens"]
+            log = [*answer["prompt_token_ids"], *choice["token_ids"]]
+            differs.append(plain[: len(log)] != log)
+
+    with Server(tmp_path, "--gpu-kv-chunks", 3000, engine=babbler) as server, ThreadPoolExecutor(CLIENTS) as pool:
+        list(pool.map(talk, range(len(questions))))
+    assert sum(differs) > 0.9 * len(differs), "tokenising the text would have given other ids"
+
+
+def test_the_demo_loses_no_cache_either(tmp_path, questions):
+    def talk(number):
+        messages, known = [], 0
+        for question in questions[number]:
+            messages.append({"role": "user", "content": question})
+            answer = ask(server, "demo", messages)
+            usage = answer["usage"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] >= max(0, known - 1) // CHUNK * CHUNK
+            known = usage["total_tokens"]
+            messages.append(answer["choices"][0]["message"] | {"role": "assistant"})
+
+    with Server(tmp_path, "--gpu-kv-chunks", 4000) as server, ThreadPoolExecutor(CLIENTS) as pool:
+        list(pool.map(talk, range(len(questions))))
+
+
+# -- restarts
+
+
+def question(number, turn):
+    return f"Question {turn} of {number}."
+
+
+class Clients:
+    """Users of `CONVERSATIONS` dialogues whose history the server keeps; they go on after every restart."""
+
+    def __init__(self):
+        self.replies = {}
+        self.ended = threading.Event()
+
+    def run(self, server, until=TURNS):
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            list(pool.map(lambda number: self._talk(server, number, until), range(CONVERSATIONS)))
+
+    def _talk(self, server, number, until):
+        """Where this conversation stands is what the server says, not what the client believes."""
+        try:
+            path = f"{server.url}/v1/conversations/c{number}"
+            stored = httpx.get(path, timeout=60)
+            if stored.status_code == 404:
+                httpx.post(f"{server.url}/v1/conversations", json={"id": f"c{number}"}, timeout=60)
+            messages = stored.json().get("messages", [])
+            assert len(messages) % 2 == 0
+            for turn in range(len(messages) // 2):
+                asked, reply = messages[2 * turn : 2 * turn + 2]
+                assert asked["content"] == question(number, turn)
+                assert self.replies.setdefault((number, turn), reply["content"]) == reply["content"]
+            assert all(turn < len(messages) // 2 for other, turn in self.replies if other == number)
+            for turn in range(len(messages) // 2, until):
+                body = dict(model="engine", conversation=f"c{number}", history="server", max_tokens=4, temperature=0)
+                said = [{"role": "user", "content": question(number, turn)}]
+                answer = server.post("/v1/chat/completions", messages=said, **body)
+                if answer.status_code == 503:
+                    return
+                assert answer.status_code == 200, answer.text
+                self.replies[number, turn] = answer.json()["choices"][0]["message"]["content"]
+        except httpx.TransportError:
+            assert self.ended.is_set(), "the server went away by itself"
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, babbler):
+    clients = Clients()
+    with Server(tmp_path_factory.mktemp("state"), engine=babbler) as server:
+        clients.run(server)
+    assert len(clients.replies) == TURNS * CONVERSATIONS
+    return clients.replies
+
+
+def kill(server):
+    """Everything of this server, at once and without warning."""
+    pid = server.process.pid
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    for number in (pid, *map(int, children)):
+        os.kill(number, signal.SIGKILL)
+    server.process.wait(30)
+
+
+def test_restarts_lose_nothing_double_nothing_and_change_no_reply(tmp_path, babbler, uninterrupted):
+    """SIGTERM, then kill -9 twice, each in the middle of the turns and of their commits."""
+    draw = random.Random(1)
+    clients = Clients()
+    for end in (lambda server: server.stop(), kill, kill):
+        clients.ended.clear()
+        with Server(tmp_path, "--shutdown-timeout", 0, engine=babbler) as server:
+            before = len(clients.replies)
+            work = threading.Thread(target=clients.run, args=(server,))
+            work.start()
+            wanted = before + draw.randrange(60, 100)
+            while len(clients.replies) < wanted:
+                assert work.is_alive()
+                work.join(0.002)
+            clients.ended.set()
+            end(server)
+            work.join(60)
+            assert not work.is_alive()
+    assert len(clients.replies) < TURNS * CONVERSATIONS, "the last one came too late to interrupt anything"
+    clients.ended.clear()
+    with Server(tmp_path, engine=babbler) as server:
+        clients.run(server)
+    assert clients.replies == uninterrupted
+
+
+def test_tenants_share_nothing_unless_they_say_so(tmp_path, babbler):
+    prompt = [{"role": "user", "content": "The same long question of two tenants. " * 8}]
+
+    with Server(tmp_path, "--api-key", "one", "two", engine=babbler) as server:
+
+        def turn(key, **body):
+            headers = {"authorization": f"Bearer {key}"}
+            body = dict(model="engine", messages=prompt, max_tokens=8, temperature=0, **body)
+            answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=60).json()
+            return answer["usage"]["prompt_tokens_details"]["cached_tokens"], answer["choices"][0]["message"]["content"]
+
+        assert server.post("/v1/chat/completions", messages=prompt).status_code == 401
+        (first, reply), (again, _) = turn("one", conversation="same"), turn("one", conversation="same")
+        assert first == 0 and again > 100
+        other, equal = turn("two", conversation="same")
+        assert other == 0 and equal == reply
+        assert turn("two", cache_salt="ours")[0] == 0
+        assert turn("one", cache_salt="ours")[0] > 100
+        assert turn("one", cache_salt="mine")[0] == 0
+        for key in ("one", "two"):
+            headers = {"authorization": f"Bearer {key}"}
+            found = httpx.get(f"{server.url}/v1/conversations", headers=headers, timeout=60).json()["data"]
+            assert [entry["id"] for entry in found] == ["same"]
+        gone = httpx.delete(f"{server.url}/v1/conversations/same", headers=headers, timeout=60)
+        assert gone.json()["deleted"] and turn("one", conversation="same")[0] > 100

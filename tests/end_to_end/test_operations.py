@@ -1,0 +1,153 @@
+"""What operators rely on, with a real server: its configuration file, limits, priorities, log, readiness, drain."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from .server import Server
+from .test_server import wait_for
+
+CONFIG = """
+served-model-name = ["demo", "short"]
+max_num_seqs = 1
+queue-timeout = 2.0
+max-requests-per-client = 6
+max-body-bytes = "100KB"
+max-model-len = 2048
+gpu-kv-chunks = 200
+host-kv-chunks = 100
+log-format = "json"
+"""
+RUNNING = "pensieve:num_requests_running"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """One seat: whoever comes second waits."""
+    directory = tmp_path_factory.mktemp("state")
+    (directory / "serve.toml").write_text(CONFIG)
+    with Server(directory, "--config", directory / "serve.toml", "--max-model-len", 3000) as running:
+        yield running
+
+
+class Hog:
+    """A context manager: while it is open a request holds the only seat."""
+
+    def __init__(self, server):
+        body = dict(model="demo", prompt=[40] * 5, max_tokens=2900, ignore_eos=True, stream=True)
+        self._stream = httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120)
+
+    def __enter__(self):
+        self._lines = self._stream.__enter__().iter_lines()
+        next(self._lines)
+
+    def __exit__(self, *_):
+        self._stream.__exit__(None, None, None)
+
+
+def ask(server, number, **body):
+    return server.post("/v1/completions", prompt=[number] * 7, max_tokens=3, ignore_eos=True, **body)
+
+
+def log_lines(server, name):
+    return [line for line in map(json.loads, server.log) if line["message"] == name]
+
+
+def test_the_configuration_file_counts_and_flags_override_it(server):
+    models = httpx.get(f"{server.url}/v1/models", timeout=30).json()["data"]
+    assert [(model["id"], model["max_model_len"]) for model in models] == [("demo", 3000), ("short", 3000)]
+    assert server.post("/v1/completions", model="short", prompt=[50], max_tokens=1).json()["model"] == "demo"
+
+
+def test_smaller_priorities_are_served_first(server):
+    ended = []
+
+    def one(number, priority):
+        assert ask(server, number, priority=priority).is_success
+        ended.append(number)
+
+    with ThreadPoolExecutor(3) as pool:
+        with Hog(server):
+            for number, priority in ((41, 5), (42, 0), (43, -1)):
+                pool.submit(one, number, priority)
+                wait_for(lambda waiting=number - 40: server.metric("pensieve:num_requests_waiting") == waiting)
+        pool.shutdown()
+    assert ended == [43, 42, 41]
+
+
+def test_whoever_waits_too_long_is_sent_away(server):
+    with Hog(server):
+        started = time.monotonic()
+        response = ask(server, 44)
+        waited = time.monotonic() - started
+    assert response.status_code == 503 and response.headers["retry-after"] == "1"
+    assert "queue" in response.json()["error"]["message"] and 2.0 <= waited < 10
+
+
+def test_limits_of_a_client_and_of_a_body(server):
+    with Hog(server), ThreadPoolExecutor(9) as pool:
+        responses = list(pool.map(lambda number: ask(server, number), range(50, 59)))
+    assert sorted(response.status_code for response in responses) == [429] * 4 + [503] * 5
+    assert ask(server, 60).is_success, "nothing is left of it"
+    assert server.post("/v1/completions", prompt="x" * 100_000).status_code == 413
+
+
+def test_a_request_is_one_line_of_the_log(server):
+    text = "Nobody should find this in a log."
+    answer = server.post("/v1/chat/completions", messages=[{"role": "user", "content": text}], max_tokens=3).json()
+    wait_for(lambda: [line for line in log_lines(server, "request") if line["id"] == answer["id"]])
+    (line,) = (line for line in log_lines(server, "request") if line["id"] == answer["id"])
+    assert line["prompt_tokens"] == answer["usage"]["prompt_tokens"] and line["generated_tokens"] == 3
+    assert 0 <= line["queue_ms"] <= line["ttft_ms"] <= line["total_ms"]
+    assert not any(text in line for line in server.log)
+
+
+def chat(server, *lines):
+    """`pensieve chat` after these lines: what it wrote, and the sources of each reply."""
+    command = [sys.executable, "-m", "pensieve.scripts.pensieve", "chat", "--url", server.url, "--max-tokens", "40"]
+    text = "".join(f"{line}\n" for line in lines)
+    done = subprocess.run(
+        [*command, "--conversation", "tea"], input=text, capture_output=True, encoding="utf-8", timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    found = re.findall(r"GPU (\d+) · host (\d+) .*new (\d+) \| first token \d+ ms \| \d+ tokens", done.stdout)
+    return done.stdout, [tuple(map(int, sources)) for sources in found]
+
+
+def test_the_terminal_chat_and_the_history_that_the_server_keeps(server):
+    out, (first, second) = chat(server, "Tell me about tea, please, and take your time.", "And coffee?", "/list")
+    assert first[0] == 0 < first[2] and second[0] >= first[2], "the second turn finds the first"
+    assert "* tea (" in out
+    out, (third, branch) = chat(server, "Go on.", "/fork copy", "Or else?", "/drop tea", "/list", "/stats")
+    assert branch[0] + branch[1] > third[0] + third[1] > second[0] + second[1]
+    assert "tea is gone\n* copy (" in out and "2 replies" in out
+
+
+def test_ready_ends_with_sigterm_health_with_the_server_and_a_second_signal_ends_it_at_once(tmp_path):
+    with Server(tmp_path, "--shutdown-timeout", 60) as server:
+        answers = []
+        body = dict(prompt=[40] * 10, max_tokens=3000, ignore_eos=True)
+        thread = threading.Thread(target=lambda: answers.append(server.post("/v1/completions", **body)))
+        thread.start()
+        wait_for(lambda: server.metric(RUNNING) == 1)
+        server.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: httpx.get(f"{server.url}/ready", timeout=30).status_code == 503)
+        assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
+        refused = server.post("/v1/completions", prompt=[40], max_tokens=1)
+        assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
+        assert server.metric(RUNNING) == 1
+        started = time.monotonic()
+        assert server.stop() == 0
+        assert time.monotonic() - started < 10
+        thread.join(30)
+        assert answers[0].status_code == 503 and "shutting down" in answers[0].json()["error"]["message"]

@@ -1,0 +1,55 @@
+"""The application in this process, before a loop played by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from pensieve.runtime.engine_client import EngineClient
+from pensieve.runtime.openai_api import create_app
+from pensieve.runtime.text import Tokenizer
+
+from .fake_loop import FakeLoop, ready, save_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@contextlib.asynccontextmanager
+async def served(loop: FakeLoop, directory: Path | None) -> AsyncIterator[httpx.AsyncClient]:
+    """The application in this process, without sockets."""
+    client = EngineClient(loop.client_end)
+    tokenizer = Tokenizer.load(directory) if directory is not None else None
+    transport = httpx.ASGITransport(create_app(client, ready(str(directory or "")), tokenizer))
+    try:
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            yield http
+    finally:
+        loop.close()
+        await client.closed.wait()
+
+
+@pytest.fixture
+def ask(tokenizer_directory: Path) -> Callable[..., Any]:
+    """Runs a coroutine function over a client of a fresh application: ask(work, loop)."""
+
+    def run(
+        work: Callable[[httpx.AsyncClient], Awaitable[Any]],
+        loop: FakeLoop | None = None,
+        directory: Path | None = tokenizer_directory,
+    ) -> Any:
+        async def main() -> Any:
+            async with served(loop or FakeLoop(), directory) as http:
+                return await work(http)
+
+        return asyncio.run(main())
+
+    return run

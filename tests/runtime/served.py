@@ -1,0 +1,97 @@
+"""The application over a loop played by hand, with a tokenizer whose replies are not what tokenising them gives."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from pensieve.runtime.api_keys import key_digest
+from pensieve.runtime.engine_client import EngineClient
+from pensieve.runtime.histories import Histories
+from pensieve.runtime.history_store import HistoryStore
+from pensieve.runtime.http_settings import HTTPSettings
+from pensieve.runtime.messages import Ready, Submit
+from pensieve.runtime.openai_api import create_app
+from pensieve.runtime.text import Tokenizer
+from pensieve.scheduler.types import Request
+
+from .fake_loop import FakeLoop, ready
+from .odd_tokenizer import byte_by_byte, save_merging
+
+CHAT = "/v1/chat/completions"
+DONE = 256 + 14 + 2  # <|done|>
+
+
+def spell(request: Request) -> list[int]:
+    """Answers "hello world" and the length of the prompt, spelt byte by byte."""
+    return [*byte_by_byte(f"hello world {len(request.prompt)}"), DONE]
+
+
+def odd_ready() -> Ready:
+    return replace(ready(max_model_len=2000), stop_ids=(DONE,), vocab_size=DONE + 1)
+
+
+class Served:
+    """`http` speaks to an application in this process; `loop` is its engine, `store` its file of histories."""
+
+    def __init__(self, directory: Path, path: str | Path, keys: tuple[str, ...], **loop: Any):
+        self.loop = FakeLoop(spell, **loop)
+        client = EngineClient(self.loop.client_end)
+        settings = HTTPSettings(api_keys=tuple(map(key_digest, keys)))
+        tokenizer = Tokenizer.load(directory)
+        self.store = HistoryStore(path)
+        self.histories = Histories(self.store, client.tell, tokenizer)
+        app = create_app(client, odd_ready(), tokenizer, settings, self.histories)
+        self.closed = client.closed
+        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+
+    async def post(self, path: str, status: int = 200, key: str | None = None, **body: Any) -> Any:
+        return await self.ask("POST", path, status, key, json=body)
+
+    async def ask(self, method: str, path: str, status: int = 200, key: str | None = None, **options: Any) -> Any:
+        headers = {"authorization": f"Bearer {key}"} if key is not None else {}
+        response = await self.http.request(method, path, headers=headers, **options)
+        assert response.status_code == status, response.text
+        return response.json()
+
+    async def chat(self, *contents: str, **body: Any) -> Any:
+        messages = [{"role": ("user", "assistant")[at % 2], "content": content} for at, content in enumerate(contents)]
+        answer = await self.post(CHAT, messages=messages, **body)
+        return answer["choices"][0]["message"]["content"] if "choices" in answer else answer
+
+    @property
+    def requests(self) -> list[Request]:
+        return [message.request for message in self.loop.said(Submit)]  # type: ignore[attr-defined]
+
+    def logs(self) -> list[list[int]]:
+        """Prompt and reply of every request so far."""
+        return [[*request.prompt, *spell(request)] for request in self.requests]
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Callable[..., Any]:
+    directory = save_merging(tmp_path)
+
+    @contextlib.asynccontextmanager
+    async def served(path: str | Path = ":memory:", keys: tuple[str, ...] = (), **loop: Any) -> AsyncIterator[Served]:
+        made = Served(directory, path, keys, **loop)
+        try:
+            async with made.http:
+                yield made
+        finally:
+            made.loop.close()
+            await made.closed.wait()
+            await made.histories.close()
+
+    return served
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(work)

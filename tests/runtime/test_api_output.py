@@ -1,0 +1,318 @@
+"""Log probabilities, several choices, tool calls and forms of replies, as the HTTP process writes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pensieve.runtime.messages import Submit
+from pensieve.scheduler.types import Request
+
+from .fake_loop import EOS, FIRST_BYTE, FakeLoop, byte_tokens, say
+from .test_openai_api import chat, complete, events, post
+
+Ask = Callable[..., Any]
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather now",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+
+
+def submitted(loop: FakeLoop) -> list[Request]:
+    return [message.request for message in loop.said(Submit)]
+
+
+# Sampling
+
+
+def test_sampling_fields_reach_the_loop(ask: Ask) -> None:
+    loop = FakeLoop()
+    fields = {"min_p": 0.1, "repetition_penalty": 1.5, "presence_penalty": -1, "frequency_penalty": 2.0}
+    ask(complete(prompt=[9], logit_bias={"5": -100, "259": 3.5}, prompt_logprobs=3, logprobs=2, **fields), loop)
+    (request,) = submitted(loop)
+    sampling = request.sampling
+    assert {name: getattr(sampling, name) for name in fields} == fields
+    assert sampling.logit_bias == ((5, -100.0), (259, 3.5)) and sampling.logprobs == 2
+    assert request.prompt_logprobs == 3 and sampling.grammar is None
+
+
+# Log probabilities; the made up ones of a token are minus its id, the likeliest tokens ids from 10 on
+
+
+def test_chat_logprobs(ask: Ask) -> None:
+    body = {"logprobs": True, "top_logprobs": 2, "max_tokens": 9}
+    (choice,) = ask(chat("x", **body), FakeLoop(say("aé"))).json()["choices"]
+    tops = [
+        {"token": chr(token - FIRST_BYTE), "logprob": -0.5 * token, "bytes": [token - FIRST_BYTE]} for token in (10, 11)
+    ]
+    assert choice["logprobs"]["refusal"] is None
+    *content, end = choice["logprobs"]["content"]
+    assert [entry["bytes"] for entry in content] == [[97], [0xC3], [0xA9]]
+    assert [entry["token"] for entry in content] == ["a", "\ufffd", "\ufffd"]
+    assert [entry["logprob"] for entry in content] == [-token for token in byte_tokens("aé")]
+    assert all(entry["top_logprobs"] == tops for entry in content)
+    assert (end["token"], end["bytes"], end["logprob"]) == ("</s>", None, -EOS)
+    (choice,) = ask(chat("x", logprobs=True), FakeLoop(say("a"))).json()["choices"]
+    assert choice["logprobs"]["content"][0]["top_logprobs"] == []
+
+
+def test_streamed_chat_logprobs_are_those_of_the_whole(ask: Ask) -> None:
+    body = {"logprobs": True, "top_logprobs": 1, "max_tokens": 20, "stop": "END"}
+    reply = FakeLoop(say("aé one END more"), step_seconds=0.001)
+    (choice,) = ask(chat("x", **body), FakeLoop(say("aé one END more"))).json()["choices"]
+    chunks = events(ask(chat("x", stream=True, **body), reply))
+    pieces = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    content = [entry for piece in pieces if piece for entry in piece["content"]]
+    assert content == choice["logprobs"]["content"] and len(content) == len("aé one END".encode())
+
+
+def test_completion_logprobs(ask: Ask) -> None:
+    (choice,) = ask(complete(prompt="aé b", logprobs=1)).json()["choices"]
+    logprobs = choice["logprobs"]
+    ids = [*byte_tokens("aé b"), EOS]
+    assert logprobs["tokens"] == ["a", "\ufffd", "\ufffd", " ", "b", "</s>"]
+    assert logprobs["token_logprobs"] == [-float(token) for token in ids]
+    assert logprobs["text_offset"] == [0, 1, 1, 2, 3, 4]
+    top = {chr(10 - FIRST_BYTE): -5.0}
+    assert logprobs["top_logprobs"] == [
+        {text: value, **top} for text, value in zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)
+    ]
+    (choice,) = ask(complete(prompt="a", logprobs=0)).json()["choices"]
+    assert choice["logprobs"]["top_logprobs"] == [{"a": -101.0}, {"</s>": -2.0}]
+
+
+def test_streamed_completion_logprobs_are_those_of_the_whole(ask: Ask) -> None:
+    whole = ask(complete(prompt="aé b", logprobs=1)).json()["choices"][0]["logprobs"]
+    chunks = events(ask(complete(prompt="aé b", logprobs=1, stream=True), FakeLoop(step_seconds=0.001)))
+    joined: dict[str, list[Any]] = {name: [] for name in whole}
+    for chunk in chunks:
+        for name, values in (chunk["choices"][0]["logprobs"] or {}).items():
+            joined[name] += values
+    assert joined == whole
+
+
+def test_echo(ask: Ask) -> None:
+    (choice,) = ask(complete(prompt="ab", echo=True), FakeLoop(say("cd"))).json()["choices"]
+    assert choice["text"] == "abcd" and choice["logprobs"] is None
+    chunks = events(ask(complete(prompt=["ab", "x"], echo=True, stream=True), FakeLoop(say("cd"))))
+    texts = ["", ""]
+    for chunk in chunks:
+        texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+    assert texts == ["abcd", "xcd"]
+
+
+def test_echo_with_logprobs_scores_the_prompt_too(ask: Ask) -> None:
+    loop = FakeLoop(say("cd"))
+    answer = ask(complete(prompt="ab", echo=True, logprobs=1, n=2), loop).json()
+    assert [request.prompt_logprobs for request in submitted(loop)] == [1, None]
+    for choice in answer["choices"]:
+        logprobs = choice["logprobs"]
+        assert logprobs["tokens"] == ["<s>", "a", "b", "c", "d", "</s>"]
+        assert logprobs["token_logprobs"] == [None, *(-float(token) for token in byte_tokens("abcd")), -EOS]
+        assert logprobs["text_offset"] == [0, 0, 1, 2, 3, 4]
+        assert logprobs["top_logprobs"][0] is None and len(logprobs["top_logprobs"][1]) == 2
+        assert "prompt_logprobs" not in choice
+
+
+def test_prompt_logprobs(ask: Ask) -> None:
+    expected = [
+        None,
+        {
+            "101": {"logprob": -101.0, "rank": 101, "decoded_token": "a"},
+            "10": {"logprob": -5.0, "rank": 1, "decoded_token": "\x06"},
+        },
+    ]
+    answer = ask(complete(prompt="a", prompt_logprobs=1, n=2)).json()
+    assert [choice["prompt_logprobs"] for choice in answer["choices"]] == [expected] * 2
+    assert answer["choices"][0]["logprobs"] is None
+    answer = ask(chat("a", prompt_logprobs=0)).json()
+    assert len(answer["prompt_logprobs"]) == len([1, *byte_tokens("user: a\nassistant: ")])
+    assert answer["prompt_logprobs"][0] is None and len(answer["prompt_logprobs"][1]) == 1
+
+
+def test_logprobs_without_a_tokenizer_name_ids(ask: Ask) -> None:
+    (choice,) = ask(complete(prompt=[7], logprobs=0), directory=None).json()["choices"]
+    assert choice["logprobs"]["tokens"] == ["token_id:7", f"token_id:{EOS}"]
+
+
+# Choices
+
+
+def test_choices_share_the_prompt_and_differ_in_their_seeds(ask: Ask) -> None:
+    loop = FakeLoop()
+    answer = ask(complete(prompt=["one", "three"], n=3, seed=5, max_tokens=20), loop).json()
+    assert [choice["index"] for choice in answer["choices"]] == list(range(6))
+    assert [choice["text"] for choice in answer["choices"]] == ["one"] * 3 + ["three"] * 3
+    requests = submitted(loop)
+    assert [request.choice for request in requests] == [0, 1, 2, 0, 1, 2]
+    assert requests[0].sampling.seed == 5 and len({request.sampling.seed for request in requests}) == 3
+    assert answer["usage"]["prompt_tokens"] == 4 + 6 and answer["usage"]["completion_tokens"] == 3 * (4 + 6)
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 3 + 5
+
+
+def test_choice_0_is_the_conversations(ask: Ask) -> None:
+    loop = FakeLoop()
+    ask(chat("hi", n=2, conversation="c"), loop)
+    assert [request.conversation for request in submitted(loop)] == ["c", None]
+
+
+def test_metrics_count_a_prompt_once(ask: Ask) -> None:
+    async def work(http: Any) -> str:
+        await http.post("/v1/completions", json={"prompt": [9, 8, 7], "n": 4})
+        return (await http.get("/metrics")).text
+
+    assert 'pensieve:prompt_tokens_total{source="gpu"} 2.0' in ask(work)
+
+
+def test_streamed_choices_of_a_chat(ask: Ask) -> None:
+    chunks = events(ask(chat("hi", n=2, best_of=2, stream=True), FakeLoop(say("well"))))
+    texts, ends = ["", ""], []
+    assert [chunk["choices"][0]["delta"].get("role") for chunk in chunks[:2]] == ["assistant"] * 2
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        texts[choice["index"]] += choice["delta"].get("content", "")
+        ends += [choice["index"]] if choice["finish_reason"] == "stop" else []
+    assert texts == ["well", "well"] and sorted(ends) == [0, 1]
+
+
+# Forms
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}},
+        {"structured_outputs": {"json": {"type": "integer"}}},
+        {"structured_outputs": {"json_object": True}},
+        {"structured_outputs": {"regex": "[0-9]+"}},
+        {"structured_outputs": {"choice": ["yes", "no"]}},
+        {"structured_outputs": {"grammar": 'start: "a"+'}},
+    ],
+)
+def test_forms_reach_the_loop_as_grammars(ask: Ask, form: dict[str, Any]) -> None:
+    loop = FakeLoop()
+    assert ask(chat("x", **form), loop).is_success and ask(chat("x", response_format={"type": "text"})).is_success
+    assert submitted(loop)[0].sampling.grammar
+
+
+def test_forms_need_a_tokenizer(ask: Ask) -> None:
+    response = ask(complete(prompt=[7], response_format={"type": "json_object"}), directory=None)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "response_format")
+
+
+# Tools
+
+
+def test_a_tool_call_is_found_in_the_text(ask: Ask) -> None:
+    loop = FakeLoop(say(f"Let me see.\n{CALL}"))
+    (choice,) = ask(chat("x", tools=[WEATHER]), loop).json()["choices"]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "Let me see."
+    (call,) = choice["message"]["tool_calls"]
+    assert call["type"] == "function" and call["id"].startswith("call_")
+    assert call["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'}
+    assert submitted(loop)[0].sampling.grammar is None
+    (choice,) = ask(chat("x", tools=[WEATHER]), FakeLoop(say(CALL))).json()["choices"]
+    assert choice["message"]["content"] is None
+    (choice,) = ask(chat("x", tools=[WEATHER], tool_choice="none"), FakeLoop(say(CALL))).json()["choices"]
+    assert choice["message"]["content"] == CALL and choice["finish_reason"] == "stop"
+    (choice,) = ask(chat("x", tools=[WEATHER]), FakeLoop(say("Fine < weather"))).json()["choices"]
+    assert choice["message"]["content"] == "Fine < weather" and "tool_calls" not in choice["message"]
+
+
+def test_streamed_tool_calls(ask: Ask) -> None:
+    loop = FakeLoop(say(f"See:\n{CALL}\n{CALL}"), step_seconds=0.0005)
+    chunks = events(ask(chat("x", tools=[WEATHER], stream=True, max_tokens=200), loop))
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert "".join(delta.get("content") or "" for delta in deltas) == "See:"
+    calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert [call["index"] for call in calls] == [0, 1] and len({call["id"] for call in calls}) == 2
+    assert all(call["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'} for call in calls)
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_without_parallel_calls_there_is_one(ask: Ask) -> None:
+    loop = FakeLoop(say(CALL + CALL))
+    (choice,) = ask(chat("x", tools=[WEATHER], parallel_tool_calls=False, max_tokens=200), loop).json()["choices"]
+    assert len(choice["message"]["tool_calls"]) == 1
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"tool_choice": "required"},
+        {"tool_choice": {"type": "function", "function": {"name": "weather"}}},
+        {"response_format": {"type": "json_object"}},
+    ],
+)
+def test_forced_calls_and_forms_are_grammars(ask: Ask, asked: dict[str, Any]) -> None:
+    loop = FakeLoop(say(CALL))
+    (choice,) = ask(chat("x", tools=[WEATHER], **asked), loop).json()["choices"]
+    assert choice["finish_reason"] == "tool_calls" and submitted(loop)[0].sampling.grammar
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"tools": [WEATHER, WEATHER]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": "maybe"}, "tool_choice"),
+        ({"tools": [WEATHER], "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "frob"}}}],
+                "tool_choice": "required",
+            },
+            "tools",
+        ),
+    ],
+)
+def test_bad_tools_are_refused_by_name(ask: Ask, asked: dict[str, Any], param: str) -> None:
+    response = ask(chat("x", **asked))
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+def test_tools_and_calls_go_through_the_template(ask: Ask, tmp_path: Path, tokenizer_directory: Path) -> None:
+    template = (
+        "{% if tools %}{{ tools | tojson }}\n{% endif %}{% for message in messages %}{{ message.role }}:"
+        "{{ message.content }}{% for call in message.tool_calls or [] %}<{{ call.function.name }}"
+        "{{ call.function.arguments | tojson }}>{% endfor %}{{ message.tool_call_id or '' }}\n{% endfor %}"
+    )
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text((tokenizer_directory / name).read_text())
+    (tmp_path / "chat_template.jinja").write_text(template)
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+    ]
+    expected = 'user:x\nassistant:<weather{"city": "Oslo"}>\ntool:sunnyc1\n'
+    for asked, shown in (({}, json.dumps([WEATHER]) + "\n"), ({"tool_choice": "none"}, "")):
+        loop = FakeLoop()
+        body = {"messages": messages, "tools": [WEATHER], "max_tokens": 4, **asked}
+        assert ask(post("/v1/chat/completions", body), loop, directory=tmp_path).is_success
+        assert bytes(token - FIRST_BYTE for token in submitted(loop)[0].prompt).decode() == shown + expected
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant"},
+        {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "x"}}]},
+        {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "[1]"}}]},
+    ],
+)
+def test_bad_messages_with_calls_are_refused(ask: Ask, message: dict[str, Any]) -> None:
+    response = ask(post("/v1/chat/completions", {"messages": [message]}))
+    assert response.status_code == 400 and response.json()["error"]["param"].startswith("messages")

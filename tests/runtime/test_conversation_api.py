@@ -1,0 +1,255 @@
+"""Conversations over HTTP: endpoints, server history, splicing, keys, salts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pensieve.runtime.api_keys import key_digest
+from pensieve.runtime.messages import Forget, Fork, Keep
+from pensieve.scheduler.types import RequestError
+
+from .fake_loop import eventually
+from .served import CHAT, run, serve, spell
+
+__all__ = ["serve"]  # a fixture
+
+COMPLETIONS, CONVERSATIONS = "/v1/completions", "/v1/conversations"
+
+
+@pytest.mark.parametrize("name", [None, "tea"])
+def test_a_client_that_sends_its_whole_history_gets_every_generated_id_back(serve: Any, name: str | None) -> None:
+    async def work() -> None:
+        async with serve() as server:
+            said: list[str] = []
+            for number in range(5):
+                said.append(f"hello {number}. aaaa\n")
+                said.append(await server.chat(*said, conversation=name))
+            logs = server.logs()
+            for before, request in zip(logs, server.requests[1:], strict=False):
+                assert request.prompt[: len(before)].tolist() == before
+                assert request.conversation == name
+
+    run(work())
+
+
+def test_the_server_keeps_the_history(serve: Any) -> None:
+    async def work() -> None:
+        async with serve() as server:
+            body = dict(conversation="tea", history="server")
+            assert (
+                "tea"
+                in (await server.post(CHAT, 404, messages=[{"role": "user", "content": "x"}], **body))["error"][
+                    "message"
+                ]
+            )
+            said = ["hello"]
+            said.append(await server.chat(*said, conversation="tea"))
+            for number in range(3):
+                said.append(f"more {number}")
+                said.append(await server.chat(said[-1], **body))
+            whole = await server.ask("GET", f"{CONVERSATIONS}/tea")
+            assert [message["content"] for message in whole["messages"]] == said
+            assert whole["tokens"] == len(server.logs()[-1])
+            again = await server.chat(*said, "x")
+            assert again and server.requests[-1].prompt[: whole["tokens"]].tolist() == server.logs()[-2]
+
+    run(work())
+
+
+def test_completions_go_on_behind_the_log(serve: Any) -> None:
+    async def work() -> None:
+        async with serve() as server:
+            body = dict(prompt="hello", conversation="c", max_tokens=5, return_token_ids=True)
+            first = await server.post(COMPLETIONS, **body)
+            log = [*first["choices"][0]["prompt_token_ids"], *first["choices"][0]["token_ids"]]
+            body = dict(conversation="c", history="server", max_tokens=3)
+            await server.post(COMPLETIONS, prompt=[7, 8], **body)
+            assert server.requests[-1].prompt.tolist() == [*log, 7, 8]
+            log = [*log, 7, 8, *spell(server.requests[-1])[:3]]
+            await server.post(COMPLETIONS, prompt=" world", **body)
+            assert server.requests[-1].prompt[:-1].tolist() == log
+            text = "hello" + first["choices"][0]["text"]
+            await server.post(COMPLETIONS, prompt=text + "!", conversation="d")
+            assert server.requests[-1].prompt.tolist()[:6] != log[:6]
+
+    run(work())
+
+
+def test_only_one_turn_of_a_server_history_is_in_flight(serve: Any) -> None:
+    async def work() -> None:
+        async with serve(step_seconds=0.01) as server:
+            await server.chat("hello", conversation="a")
+            body = dict(messages=[{"role": "user", "content": "x"}], conversation="a", history="server")
+            slow = asyncio.create_task(server.post(CHAT, **body))
+            while len(server.requests) < 2:
+                await asyncio.sleep(0.005)
+            assert "in flight" in (await server.post(CHAT, 409, **body))["error"]["message"]
+            await server.post(CHAT, 409, **body)
+            await slow
+            await server.post(CHAT, 400, **body, max_tokens=5000)  # a refused call leaves nothing behind
+            await server.post(CHAT, **body)
+
+    run(work())
+
+
+def test_a_stream_ends_after_its_turn_is_stored(serve: Any) -> None:
+    async def work() -> None:
+        async with serve() as server:
+            committed = []
+            commit = server.store.commit
+
+            def slow(*args: Any, **about: Any) -> Any:
+                committed.append(args[1].messages[-1]["content"])
+                return commit(*args, **about)
+
+            server.store.commit = slow
+            body = dict(messages=[{"role": "user", "content": "x"}], conversation="a", stream=True)
+            response = await server.http.post(CHAT, json=body)
+            assert committed == ["hello world " + str(len(server.requests[0].prompt))]
+            assert response.text.endswith("data: [DONE]\n\n")
+
+            def full(*_: Any, **__: Any) -> Any:
+                raise RequestError(507, "the disk is full")
+
+            server.store.commit = full
+            response = await server.http.post(CHAT, json=body)
+            assert '"finish_reason":"stop"' not in response.text or "the disk is full" in response.text
+            await server.post(CHAT, 507, **body | {"stream": False})
+
+    run(work())
+
+
+def test_conversations_are_listed_forked_kept_and_deleted(serve: Any) -> None:
+    async def work() -> None:
+        async with serve() as server:
+            for name in ("a", "with/slash", "c"):
+                await server.chat("hello", conversation=name)
+            page = await server.ask("GET", f"{CONVERSATIONS}?limit=2&order=asc")
+            assert [entry["id"] for entry in page["data"]] == ["a", "with/slash"] and page["has_more"]
+            page = await server.ask("GET", f"{CONVERSATIONS}?after=with%2Fslash&order=asc")
+            assert [entry["id"] for entry in page["data"]] == ["c"] and not page["has_more"]
+            fork = await server.post(f"{CONVERSATIONS}/with%2Fslash/fork", id="f")
+            assert fork["parent"] == "with/slash"
+            await server.post(f"{CONVERSATIONS}/a/fork", 409, id="f")
+            assert (await server.ask("POST", f"{CONVERSATIONS}/a/fork"))["id"].startswith("conv_")
+            kept = await server.post(f"{CONVERSATIONS}/a", ttl_s=60, history_ttl_s=3600)
+            assert (kept["ttl_s"], kept["history_ttl_s"]) == (60, 3600)
+            kept = await server.ask("PATCH", f"{CONVERSATIONS}/a", json={"history_ttl_s": None})
+            assert (kept["ttl_s"], kept["history_ttl_s"]) == (60, None)
+            assert (await server.post(f"{CONVERSATIONS}/a/pin", ttl_s=100))["pinned_until"] is not None
+            await server.chat("hello", conversation="a")
+            assert (await server.post(f"{CONVERSATIONS}/a/unpin"))["pinned_until"] is None
+            await asyncio.to_thread(eventually, lambda: len(server.loop.said(Keep)) == 5)
+            keeps = server.loop.said(Keep)
+            assert [keep.conversation for keep in keeps] == ["a"] * 5 and {keep.ttl for keep in keeps} == {60.0}
+            assert [keep.pinned > 0 for keep in keeps] == [False, False, True, True, False]
+            assert (await server.ask("DELETE", f"{CONVERSATIONS}/c"))["deleted"]
+            await asyncio.to_thread(eventually, lambda: server.loop.said(Forget) == [Forget("c")])
+            assert server.loop.said(Fork)[0] == Fork("with/slash", "f")
+            for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/fork"), ("POST", "/pin"), ("PATCH", "")):
+                await server.ask(method, f"{CONVERSATIONS}/c{path}", 404)
+            for query in ("limit=0", "limit=x", "order=up", "what=1"):
+                assert (await server.ask("GET", f"{CONVERSATIONS}?{query}", 400))["error"]["param"]
+            made = await server.post(CONVERSATIONS)
+            assert (await server.chat("x", conversation=made["id"], history="server")).startswith("hello")
+            await server.post(CONVERSATIONS, 409, id="a")
+
+    run(work())
+
+
+def test_histories_outlive_the_process(serve: Any, tmp_path: Path) -> None:
+    async def work() -> None:
+        path = tmp_path / "history.sqlite"
+        async with serve(path) as server:
+            reply = await server.chat("hello", conversation="a")
+            log = server.logs()[0]
+        for history in ("server", "client"):
+            async with serve(path) as server:
+                whole = ["hello", reply, "and?"]
+                contents = whole if history == "client" else whole[-1:]
+                await server.chat(*contents, conversation="a", history=history)
+                assert server.requests[0].prompt[: len(log)].tolist() == log
+
+    run(work())
+
+
+def test_an_aborted_turn_is_not_stored(serve: Any) -> None:
+    async def work() -> None:
+        async with serve(step_seconds=0.01) as server:
+            body = dict(messages=[{"role": "user", "content": "x"}], conversation="a", history="client")
+            turn = asyncio.create_task(server.post(CHAT, **body))
+            while not server.requests:
+                await asyncio.sleep(0.005)
+            turn.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await turn
+            await server.ask("GET", f"{CONVERSATIONS}/a", 404)
+
+    run(work())
+
+
+def test_keys_keep_tenants_apart(serve: Any) -> None:
+    async def work() -> None:
+        async with serve(keys=("one", "two")) as server:
+            refusal = await server.post(CHAT, 401, messages=[{"role": "user", "content": "x"}])
+            assert refusal["error"]["code"] == "invalid_api_key"
+            for key in ("", "three", "one two"):
+                await server.ask("GET", CONVERSATIONS, 401, key)
+            for path in ("/health", "/metrics", "/ready"):
+                assert (await server.http.get(path)).status_code == 200
+            replies = [await server.chat("hello", conversation="a", key=key) for key in ("one", "two")]
+            assert replies[0] == replies[1]
+            one, two = server.requests
+            assert one.prompt == two.prompt and one.conversation != two.conversation and one.salt != two.salt
+            assert b"" not in (one.salt, two.salt)
+            await server.ask("DELETE", f"{CONVERSATIONS}/a", key="one")
+            await server.ask("GET", f"{CONVERSATIONS}/a", 404, "one")
+            assert len((await server.ask("GET", f"{CONVERSATIONS}/a", key="two"))["messages"]) == 2
+            for key in ("one", "two"):
+                await server.chat("hello", key=key, cache_salt="shared")
+            assert server.requests[-1].salt == server.requests[-2].salt
+            await server.chat("hello", key="one", cache_salt=key_digest("two"))
+            assert server.requests[-1].salt not in (one.salt, two.salt)
+
+    run(work())
+
+
+def test_replies_of_one_owner_are_never_spliced_into_anothers_prompt(serve: Any) -> None:
+    async def work() -> None:
+        async with serve(keys=("one", "two")) as server:
+            reply = await server.chat("hello", key="one")
+            for key in ("one", "two"):
+                await server.chat("hello", reply, "x", key=key)
+            first, own, other = server.requests
+            log = [*first.prompt, *spell(first)]
+            assert own.prompt[: len(log)].tolist() == log
+            assert other.prompt[: len(log)].tolist() != log
+
+    run(work())
+
+
+def test_tokenize_and_detokenize(serve: Any) -> None:
+    async def work() -> None:
+        async with serve() as server:
+            answer = await server.post("/tokenize", prompt="hello world", return_token_strs=True)
+            assert answer["count"] == len(answer["tokens"]) == 2 and answer["max_model_len"] == 2000
+            assert answer["token_strs"] == ["hello", "Ġworld"]
+            assert await server.post("/detokenize", tokens=answer["tokens"]) == {"prompt": "hello world"}
+            messages = [{"role": "user", "content": "hello"}]
+            asked = await server.post("/tokenize", messages=messages)
+            await server.chat("hello")
+            assert server.requests[-1].prompt.tolist() == asked["tokens"]
+            closed = await server.post("/tokenize", messages=messages, add_generation_prompt=False)
+            assert asked["tokens"][: closed["count"]] == closed["tokens"]
+            text = (await server.post("/detokenize", tokens=closed["tokens"]))["prompt"]
+            assert text == "<|turn|>user\nhello<|done|>\n"
+            await server.post("/tokenize", 400)
+            await server.post("/tokenize", 400, prompt="x", messages=messages)
+            await server.post("/detokenize", 400, tokens=[9999])
+
+    run(work())

@@ -1,0 +1,119 @@
+"""What grammars allow, how they are refused, and the matchers of rows beside the executor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models
+
+from pensieve.runtime.constraints import Constraints
+from pensieve.runtime.grammar import (
+    Grammars,
+    choice_grammar,
+    json_grammar,
+    lark_grammar,
+    open_grammars,
+    regex_grammar,
+)
+from pensieve.scheduler.types import RequestError, Sampling
+
+from .fake_engine import join, plan, row, span
+from .fake_loop import EOS, FIRST_BYTE, byte_tokens, save_tokenizer
+
+VOCAB = 260
+ONE = ord("1") + FIRST_BYTE
+
+
+@pytest.fixture(scope="module")
+def grammars(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
+    return Grammars(save_tokenizer(Path(tmp_path_factory.mktemp("tokenizer"))), VOCAB, (EOS, 0))
+
+
+def allowed(mask_row: np.ndarray) -> list[int]:
+    return np.flatnonzero(np.unpackbits(mask_row.view(np.uint8), bitorder="little")[:VOCAB]).tolist()
+
+
+def follows(grammars: Grammars, grammar: str, text: str) -> bool:
+    """Whether the text is a complete reply."""
+    matcher = grammars.matcher(grammar, byte_tokens(text))
+    return matcher.is_accepting() and not matcher.is_error()
+
+
+def test_json_is_written_as_python_and_templates_write_it(grammars: Grammars) -> None:
+    grammar = json_grammar({"type": "object"})
+    value = {"a": [1, 2.5, {"b": None}], "é": "\n"}
+    assert follows(grammars, grammar, json.dumps(value, ensure_ascii=False))
+    assert not follows(grammars, grammar, json.dumps(value, indent=1)) and not follows(grammars, grammar, "[1]")
+
+
+def test_other_forms(grammars: Grammars) -> None:
+    for grammar, good, bad in (
+        (regex_grammar("[ab]{2}c*"), ["ab", "bacc"], ["a", "abd"]),
+        (choice_grammar(["yes", 'n"o', "é\n"]), ["yes", 'n"o', "é\n"], ["ye", "no"]),
+        (lark_grammar('start: "a" start "b" | ""'), ["", "aabb"], ["aab"]),
+    ):
+        grammars.check(grammar, "structured_outputs")
+        assert all(follows(grammars, grammar, text) for text in good)
+        assert not any(follows(grammars, grammar, text) for text in bad)
+
+
+@pytest.mark.parametrize(
+    "grammar", [json_grammar({"type": "frob"}), regex_grammar("("), lark_grammar("start: nothing"), "nonsense"]
+)
+def test_what_does_not_compile_is_refused_by_name(grammars: Grammars, grammar: str) -> None:
+    with pytest.raises(RequestError, match="response_format cannot be followed") as caught:
+        grammars.check(grammar, "response_format")
+    assert (caught.value.status, caught.value.param) == (400, "response_format")
+
+
+def test_a_tokenizer_without_bytes_has_no_grammars(tmp_path: Path) -> None:
+    Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>")).save(str(tmp_path / "tokenizer.json"))
+    assert open_grammars(str(tmp_path), 2, (1,)) is None
+    assert open_grammars("", 2, (1,)) is None
+
+
+def constrained(grammar: str) -> Sampling:
+    return Sampling(grammar=grammar)
+
+
+def test_masks_are_those_of_the_constrained_samples(grammars: Grammars) -> None:
+    constraints = Constraints(grammars)
+    digit = constrained(regex_grammar("[0-9]{2}"))
+    joins = [join(0), join(1, digit), join(2, digit)]
+    mask = constraints.mask(plan(1, joins=joins, generate={0: 5}, spans=[span(1, 0, 3), span(2, 0, 3, samples=False)]))
+    assert mask is not None and mask.rows.tolist() == [1]
+    digits = [byte + FIRST_BYTE for byte in range(ord("0"), ord("9") + 1)]
+    assert [allowed(bits) for bits in mask.bits] == [digits]
+    constraints.advance((row(0), row(1)), (7, ONE))
+    assert constraints.mask(plan(2, generate={0: 6})) is None
+    constraints.advance((row(0),), (7,))
+    constraints.advance((row(1),), (ONE,))
+    mask = constraints.mask(plan(3, generate={1: 5}, spans=[span(2, 3, 5)]))
+    assert mask is not None and [allowed(bits) for bits in mask.bits] == [[0, EOS], digits]
+
+
+def test_a_seat_taken_again_forgets_its_grammar_and_late_tokens(grammars: Grammars) -> None:
+    constraints = Constraints(grammars)
+    digit = constrained(regex_grammar("[0-9]"))
+    constraints.mask(plan(1, joins=[join(1, digit)], spans=[span(1, 0, 3)]))
+    assert constraints.mask(plan(2, joins=[join(1)._replace(row=row(5))], spans=[span(1, 0, 3)])) is None
+    constraints.advance((row(1),), (ONE,))
+
+
+def test_a_resumed_row_goes_on_behind_its_reply(grammars: Grammars) -> None:
+    resumed = join(3, constrained(regex_grammar("ab*c")))._replace(reply=byte_tokens("abb"))
+    mask = Constraints(grammars).mask(plan(1, joins=[resumed], spans=[span(3, 0, 9)]))
+    assert mask is not None
+    assert [allowed(bits) for bits in mask.bits] == [byte_tokens("bc")]
+
+
+def test_a_row_that_leaves_its_grammar_may_only_end(grammars: Grammars, caplog: pytest.LogCaptureFixture) -> None:
+    constraints = Constraints(grammars)
+    constraints.mask(plan(1, joins=[join(0, constrained(regex_grammar("[0-9]")))], spans=[span(0, 0, 3)]))
+    constraints.advance((row(0),), (200,))
+    assert "leaves its grammar" in caplog.text
+    mask = constraints.mask(plan(2, generate={0: 4}))
+    assert mask is not None and [allowed(bits) for bits in mask.bits] == [[0, EOS]]

@@ -1,0 +1,244 @@
+"""The history store alone: branches, forks, TTLs, and a process killed while it commits."""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+import subprocess
+import sys
+import time
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pensieve.runtime import history_store
+from pensieve.runtime.history_store import HistoryStore, Name
+from pensieve.runtime.past_turns import Message, Transcript
+from pensieve.scheduler.types import RequestError, SettingError
+
+A, B = Name("", "a"), Name("", "b")
+
+
+@pytest.fixture
+def store() -> Iterator[HistoryStore]:
+    made = HistoryStore(":memory:")
+    yield made
+    made.close()
+
+
+def dialogue(*contents: str) -> tuple[Message, ...]:
+    return tuple({"role": ("user", "assistant")[at % 2], "content": content} for at, content in enumerate(contents))
+
+
+def transcript(*contents: str, seed: int = 0) -> Transcript:
+    """Three tokens a message, which depend on it and on all before it."""
+    text, tokens = "", array("i")
+    for content in contents:
+        text += f"<{content}>"
+        draw = random.Random(f"{seed} {text}")
+        tokens += array("i", [draw.randrange(-5, 2**31) for _ in range(3)])
+    return Transcript(dialogue(*contents), tokens, text, len(tokens) - 1)
+
+
+def stored(store: HistoryStore, name: Name, now: float = 0.0) -> Transcript:
+    found = store.find(name, now)
+    assert found is not None and found[1] is not None
+    assert found[0].tokens == len(found[1].transcript().tokens)
+    return found[1].transcript()
+
+
+def rows(store: HistoryStore) -> int:
+    return int(store._db.execute("SELECT count(*) FROM turns").fetchone()[0])
+
+
+def refused(status: int, call: object, *args: object) -> None:
+    with pytest.raises(RequestError) as error:
+        call(*args)  # type: ignore[operator]
+    assert error.value.status == status
+
+
+def test_turns_come_back_as_they_were_and_each_is_stored_once(store: HistoryStore) -> None:
+    for count in range(2, 12, 2):
+        whole = transcript(*map(str, range(count)))
+        store.commit(A, whole, now=float(count))
+        assert stored(store, A) == whole
+    assert rows(store) == 5
+    sizes = store._db.execute("SELECT length(tokens), length(messages) FROM turns ORDER BY number").fetchall()
+    assert {size for size, _ in sizes} == {24}  # 6 new tokens each
+    found = store.get(A, 0.0)
+    assert (found.created, found.active) == (2.0, 10.0)
+
+
+def test_a_diverging_history_replaces_the_branch_that_the_name_stood_for(store: HistoryStore) -> None:
+    store.commit(A, transcript("0", "1", "2", "3", "4", "5"), 1.0)
+    store.commit(A, transcript("0", "1"), 1.0)
+    store.commit(A, transcript("0", "1", "2", "3"), 1.0)
+    store.commit(A, transcript("0", "1", "other", "3"), 2.0)
+    assert stored(store, A) == transcript("0", "1", "other", "3")
+    assert rows(store) == 2, "what only the old branch needed is gone"
+
+
+def test_forks_share_what_they_have_in_common_and_go_their_own_ways(store: HistoryStore) -> None:
+    store.commit(A, transcript("0", "1", "2", "3"), 1.0)
+    fork = store.fork(A, "b", 2.0)
+    assert fork.parent == "a" and stored(store, B) == stored(store, A)
+    assert rows(store) == 1
+    store.commit(B, transcript("0", "1", "2", "3", "4", "5"), 3.0)
+    store.commit(A, transcript("0", "1", "2", "3", "x", "y"), 3.0)
+    assert stored(store, B) == transcript("0", "1", "2", "3", "4", "5")
+    assert stored(store, A) == transcript("0", "1", "2", "3", "x", "y")
+    store.delete(A, 4.0)
+    assert stored(store, B) == transcript("0", "1", "2", "3", "4", "5") and rows(store) == 2
+    store.delete(B, 4.0)
+    assert rows(store) == 0
+
+
+def test_random_operations_agree_with_plain_dictionaries(store: HistoryStore) -> None:
+    draw, truth = random.Random(3), {}
+    for _ in range(600):
+        name = Name(draw.choice(("", "k")), draw.choice("abc"))
+        match draw.choice(("turn", "turn", "turn", "branch", "fork", "delete")):
+            case "fork" if name in truth:
+                new = name._replace(id=draw.choice("abc"))
+                if new in truth:
+                    refused(409, store.fork, name, new.id, 0.0)
+                else:
+                    store.fork(name, new.id, 0.0)
+                    truth[new] = truth[name]
+            case "delete" if name in truth:
+                store.delete(name, 0.0)
+                del truth[name]
+            case "turn" | "branch" as kind:
+                said = truth.get(name, ())
+                said = said[: draw.randrange(len(said) + 1)] if kind == "branch" else said
+                truth[name] = (*said, *(draw.choice("xyz") for _ in range(draw.choice((1, 2, 3)))))
+                store.commit(name, transcript(*truth[name], seed=draw.randrange(2)), 0.0)
+        for known, said in truth.items():
+            assert stored(store, known).messages == dialogue(*said)
+    for name in list(truth):
+        store.delete(name, 0.0)
+    assert rows(store) == 0
+
+
+def test_owners_and_kinds_do_not_meet(store: HistoryStore) -> None:
+    store.commit(Name("one", "a"), transcript("0", "1"), 1.0)
+    other = Name("two", "a")
+    for call in (store.get, store.delete):
+        refused(404, call, other, 1.0)
+    refused(404, store.fork, other, "b", 1.0)
+    refused(404, store.get, Name("one", "a", "response"), 1.0)
+    assert store.find(other, 1.0) is None and store.page("two", 9, None, True, 1.0) == ([], False)
+    store.create(other, 1.0)
+    refused(409, store.create, other, 1.0)
+
+
+def test_pages(store: HistoryStore) -> None:
+    for number in range(5):
+        store.create(Name("", str(number)), float(number))
+    store.commit(Name("", "snapshot", "response"), transcript("0", "1"), 9.0)
+
+    def ids(*args: object) -> tuple[str, bool]:
+        found, more = store.page("", *args, now=9.0)  # type: ignore[arg-type]
+        return "".join(conversation.id for conversation in found), more
+
+    assert ids(2, None, True) == ("01", True)
+    assert ids(2, "1", True) == ("23", True)
+    assert ids(2, "3", True) == ("4", False)
+    assert ids(3, None, False) == ("432", True)
+    assert ids(3, "2", False) == ("10", False)
+    refused(404, store.page, "", 2, "unknown", True, 9.0)
+
+
+def test_histories_expire_by_their_own_ttl_or_the_default() -> None:
+    store = HistoryStore(":memory:", history_ttl=100.0)
+    store.commit(A, transcript("0", "1"), 0.0)
+    store.commit(B, transcript("2", "3"), 0.0)
+    store.change(B, 0.0, history_ttl=1000.0)
+    assert store.find(A, 99.0) is not None
+    assert store.find(A, 100.0) is None and store.find(B, 999.0) is not None
+    refused(404, store.get, A, 100.0)
+    store.commit(A, transcript("new", "1"), 101.0)  # its name is free again
+    assert stored(store, A, 101.0) == transcript("new", "1")
+    store.create(Name("", "c"), 2000.0)  # the next writing clears away
+    assert rows(store) == 0
+
+
+def test_a_failing_transaction_changes_nothing(store: HistoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.commit(A, transcript("0", "1"), 1.0)
+
+    def full(*_: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(store, "_prune", full)
+    refused(507, store.commit, A, transcript("0", "1", "2", "3"), 2.0)
+    monkeypatch.undo()
+    assert stored(store, A) == transcript("0", "1") and rows(store) == 1
+    store.commit(A, transcript("0", "1", "2", "3"), 2.0)
+
+
+def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    damaged, newer, good = (tmp_path / name for name in ("damaged", "newer", "good"))
+    damaged.write_bytes(b"SQLite format 3\0" + b"\x7f" * 5000)
+    with sqlite3.connect(newer) as db:
+        db.execute("PRAGMA user_version = 99")
+    for path, words in ((damaged, "move it away"), (newer, "number 99"), (tmp_path, "cannot open")):
+        with pytest.raises(SettingError, match=words) as error:
+            HistoryStore(path)
+        assert error.value.setting == "--state-dir"
+    first = HistoryStore(good)
+    monkeypatch.setattr(history_store, "LOCK_SECONDS", 0.05)
+    with pytest.raises(SettingError, match="in use by another server"):
+        HistoryStore(good)
+    first.close()
+    HistoryStore(good).close()
+
+
+WRITER = """
+import sys
+from pensieve.runtime.history_store import HistoryStore, Name
+from tests.runtime.test_history_store import transcript
+store = HistoryStore(sys.argv[1])
+number = 0
+while True:
+    number += 1
+    name = Name("", str(number % 3))
+    said = [f"{number % 3} {turn}" for turn in range(2 * (number // 3 + 1))]
+    whole = transcript(*said)
+    print(number, flush=True)
+    store.commit(name, whole, float(number))
+    if number % 7 == 0:
+        copy = Name("", "copy")
+        if store.find(copy, 0.0):
+            store.delete(copy, 0.0)
+        store.fork(name, "copy", float(number))
+    print(-number, flush=True)
+"""
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_killed_while_committing_every_turn_is_whole_or_absent(tmp_path: Path, seed: int) -> None:
+    path = tmp_path / "history.sqlite"
+    process = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    lines = [int(process.stdout.readline()) for _ in range(40)]
+    time.sleep(random.Random(seed).random() * 0.05)
+    process.kill()
+    lines += [int(line) for line in process.stdout.read().split("\n")[:-1]]
+    process.wait()
+    durable, last = -min(lines), max(lines)
+    assert last - durable <= 1 and durable >= 20
+    store = HistoryStore(path)
+    for kind in range(3):
+        numbers = [number for number in range(1, durable + 1) if number % 3 == kind]
+        turns = len(stored(store, Name("", str(kind))).messages) // 2
+        committed = [numbers[-1] // 3 + 1] + ([last // 3 + 1] if last % 3 == kind else [])
+        assert turns in committed, "a turn that was reported is there, at most one more is"
+        expected = transcript(*(f"{kind} {turn}" for turn in range(2 * turns)))
+        assert stored(store, Name("", str(kind))) == expected
+    assert rows(store) == store._db.execute(
+        "WITH RECURSIVE used (n) AS (SELECT head FROM conversations UNION SELECT parent FROM turns JOIN used "
+        "ON number = n WHERE parent IS NOT NULL) SELECT count(*) FROM used"
+    ).fetchone()[0], "no turn is left over"  # fmt: skip
+    store.close()

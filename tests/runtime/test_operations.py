@@ -1,0 +1,261 @@
+"""What operators see of the HTTP process: limits, readiness, one line of the log a request, sources, model names."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+
+from pensieve.runtime.api_keys import OWNER, key_digest
+from pensieve.runtime.engine_client import EngineClient
+from pensieve.runtime.http_process import FrontDoor
+from pensieve.runtime.http_settings import DEFAULTS, HTTPSettings
+from pensieve.runtime.limits import ClientLimit
+from pensieve.runtime.messages import Draining, Fatal, Submit
+from pensieve.runtime.openai_api import create_app
+
+from .fake_loop import FakeLoop, eventually, ready, say
+
+PROMPT = [70, 71, 72]  # the FakeLoop echoes it and ends
+SOURCES = {"gpu": 2, "host": 0, "disk": 0, "recomputed": 0, "new": 1}  # of its tokens
+
+
+@contextlib.asynccontextmanager
+async def served(loop: FakeLoop, settings: HTTPSettings = DEFAULTS, **words: Any) -> AsyncIterator[httpx.AsyncClient]:
+    client = EngineClient(loop.client_end)
+    app = create_app(client, replace(ready(), **words), None, settings)
+    try:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
+            yield http
+    finally:
+        await asyncio.to_thread(loop.close)
+        await client.closed.wait()
+
+
+def serve(loop: FakeLoop, work: Callable[[httpx.AsyncClient], Awaitable[Any]], *settings: HTTPSettings, **words: Any):
+    async def main() -> Any:
+        async with served(loop, *settings, **words) as http:
+            return await work(http)
+
+    return asyncio.run(main())
+
+
+def complete(http: httpx.AsyncClient, **body: Any) -> Awaitable[httpx.Response]:
+    return http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 4, **body})
+
+
+# -- limits
+
+
+def test_a_client_has_so_many_open_requests_and_no_more() -> None:
+    loop = FakeLoop(say("y" * 100), step_seconds=0.01)
+
+    async def three(http: httpx.AsyncClient) -> list[httpx.Response]:
+        both = [asyncio.create_task(complete(http, max_tokens=30)) for _ in range(2)]
+        await asyncio.to_thread(eventually, lambda: len(loop.said(Submit)) == 2)
+        third = await complete(http)
+        assert (await http.get("/v1/models")).is_success, "only what makes the engine work counts"
+        return [third, *await asyncio.gather(*both), await complete(http)]
+
+    refused, *served = serve(loop, three, HTTPSettings(max_requests_per_client=2))
+    assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+    assert refused.json()["error"]["type"] == "rate_limit_error" and "2 open requests" in refused.text
+    assert all(response.is_success for response in served)
+
+
+@pytest.mark.parametrize(("keys", "refused"), [(False, ["a1", "a2", "c1"]), (True, ["a2", "b1"])])
+def test_a_client_is_a_keys_owner_or_an_address(keys: bool, refused: list[str]) -> None:
+    """Everybody comes while the first request, of owner a at address 1, is open."""
+
+    async def main() -> list[str]:
+        leave, came = asyncio.Event(), []
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            came.append(scope["path"])
+            await leave.wait()
+
+        limit = ClientLimit(app, most=1)
+        told: list[str] = []
+
+        def call(name: str, owner: str, address: str) -> Awaitable[None]:
+            async def send(message: Any) -> None:
+                if message["type"] == "http.response.start":
+                    assert message["status"] == 429
+                    told.append(name)
+
+            scope = dict(type="http", method="POST", path=name, client=(address, 1))
+            if keys:
+                scope[OWNER] = owner
+            return limit(scope, None, send)
+
+        names = [("first", "a", "1"), ("a1", "b", "1"), ("a2", "a", "1"), ("b1", "b", "2"), ("c1", "c", "1")]
+        tasks = []
+        for name in names:
+            tasks.append(asyncio.create_task(call(*name)))
+            await asyncio.sleep(0)
+        leave.set()
+        await asyncio.gather(*tasks)
+        assert not limit._open
+        assert len(came) + len(told) == len(names)
+        return told
+
+    assert asyncio.run(main()) == refused
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_long_body_is_refused(announced: bool) -> None:
+    async def stream() -> AsyncIterator[bytes]:
+        for _ in range(9):
+            yield b" " * 100
+
+    async def both(http: httpx.AsyncClient) -> list[httpx.Response]:
+        long = b" " * 900 if announced else stream()
+        return [await http.post("/v1/completions", content=long), await complete(http)]
+
+    refused, served = serve(FakeLoop(), both, HTTPSettings(max_body_bytes=800))
+    assert refused.status_code == 413 and "800 bytes" in refused.json()["error"]["message"]
+    assert served.is_success
+
+
+# -- readiness
+
+
+@pytest.mark.parametrize(("message", "health"), [(Draining(), 200), (Fatal("the books disagree"), 503)])
+def test_ready_ends_before_health(message: object, health: int) -> None:
+    loop = FakeLoop()
+
+    async def probe(http: httpx.AsyncClient) -> list[int]:
+        async def probes() -> list[int]:
+            return [(await http.get(path)).status_code for path in ("/health", "/ready")]
+
+        before = await probes()
+        loop.say(message)
+        while (after := await probes()) == before:
+            await asyncio.sleep(0.005)
+        return [*before, *after]
+
+    assert serve(loop, probe) == [200, 200, health, 503]
+
+
+def test_while_the_engine_starts_probes_are_answered_and_requests_wait() -> None:
+    async def main() -> tuple[list[int], httpx.Response]:
+        door = FrontDoor()
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://test") as http:
+            early = asyncio.create_task(complete(http))
+            probes = [(await http.get(path)).status_code for path in ("/health", "/ready")]
+            assert not early.done()
+            loop = FakeLoop()
+            client = EngineClient(loop.client_end)
+            door.open(create_app(client, ready(), None))
+            probes += [(await http.get(path)).status_code for path in ("/health", "/ready")]
+            response = await early
+            await asyncio.to_thread(loop.close)
+            await client.closed.wait()
+            return probes, response
+
+    probes, response = asyncio.run(main())
+    assert probes == [200, 503, 200, 200] and response.is_success
+
+
+def test_whoever_waits_for_a_start_that_fails_is_told() -> None:
+    async def main() -> httpx.Response:
+        door = FrontDoor()
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://test") as http:
+            early = asyncio.create_task(complete(http))
+            await asyncio.sleep(0)
+            door.close()
+            return await early
+
+    response = asyncio.run(main())
+    assert response.status_code == 503 and "did not start" in response.json()["error"]["message"]
+
+
+# -- the log
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[dict[str, Any]]]]:
+    with caplog.at_level(logging.INFO, "pensieve.runtime.request_log"):
+        yield lambda: [record.fields for record in caplog.records if record.msg == "request"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_is_one_line_at_its_end(lines: Callable[[], list[dict[str, Any]]], stream: bool) -> None:
+    answer = serve(FakeLoop(), lambda http: complete(http, conversation="tea", stream=stream))
+    (line,) = lines()
+    told = json.loads(answer.text.partition("\n")[0].removeprefix("data: "))
+    assert line["id"] == told["id"] and line["conversation"] == "tea"
+    counts = [line[name] for name in ("prompt_tokens", "cached_tokens", "generated_tokens", "finish")]
+    assert counts == [3, 2, 4, "stop"]
+    assert 0 <= line["queue_ms"] <= line["ttft_ms"] <= line["total_ms"] < 10_000
+
+
+def test_refused_failed_and_abandoned_requests_have_their_line(lines: Callable[[], list[dict[str, Any]]]) -> None:
+    serve(FakeLoop(queue=0), complete)
+    serve(FakeLoop(say("y" * 100), die_after=2), lambda http: complete(http, max_tokens=50, stream=True))
+    ends = [(line["finish"], line["status"], line["ttft_ms"] is None) for line in lines()]
+    assert ends == [("refused", 429, True), ("error", None, False)]
+
+
+def test_the_owner_is_known_by_a_part_of_the_keys_digest(lines: Callable[[], list[dict[str, Any]]]) -> None:
+    async def ask(http: httpx.AsyncClient) -> httpx.Response:
+        return await complete(http, conversation="tea")
+
+    async def with_key(http: httpx.AsyncClient) -> None:
+        http.headers["authorization"] = "Bearer secret"
+        assert (await ask(http)).is_success
+
+    serve(FakeLoop(), ask)
+    serve(FakeLoop(), with_key, HTTPSettings(api_keys=(key_digest("secret"),)))
+    told = [(line["owner"], line["conversation"]) for line in lines()]
+    assert told == [(None, "tea"), (key_digest("secret")[:8], "tea")]
+
+
+def test_several_prompts_are_one_line(lines: Callable[[], list[dict[str, Any]]]) -> None:
+    serve(FakeLoop(say("yyyyyyyy")), lambda http: complete(http, prompt=[[5, 6], [5, 6, 7]], max_tokens=4))
+    (line,) = lines()
+    assert (line["prompt_tokens"], line["generated_tokens"], line["finish"]) == (5, 8, "length")
+
+
+# -- sources, priority, names
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_usage_says_where_tokens_came_from_if_asked(asked: bool) -> None:
+    answer = serve(FakeLoop(), lambda http: complete(http, return_sources=asked)).json()
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 2, **(SOURCES if asked else {})}
+
+
+def test_streamed_usage_says_it_too() -> None:
+    body = {"return_sources": True, "stream": True, "stream_options": {"include_usage": True}}
+    answer = serve(FakeLoop(), lambda http: complete(http, **body))
+    last = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")][-1]
+    assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 2, **SOURCES}
+
+
+def test_the_priority_reaches_the_loop() -> None:
+    loop = FakeLoop()
+
+    async def three(http: httpx.AsyncClient) -> None:
+        for body in ({}, {"priority": -2}, {"priority": 5}):
+            await complete(http, **body)
+        assert (await complete(http, priority="high")).status_code == 400
+
+    serve(loop, three)
+    assert [message.request.priority for message in loop.said(Submit)] == [0, -2, 5]
+
+
+def test_a_model_has_several_names_and_the_first_is_told() -> None:
+    async def ask(http: httpx.AsyncClient) -> list[Any]:
+        names = [model["id"] for model in (await http.get("/v1/models")).json()["data"]]
+        answers = [await complete(http, model=name) for name in ("fake", "short", "other")]
+        return [names, [answer.status_code for answer in answers], answers[1].json()["model"]]
+
+    assert serve(FakeLoop(), ask, aliases=("short",)) == [["fake", "short"], [200, 200, 400], "fake"]

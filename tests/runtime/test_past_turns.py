@@ -1,0 +1,220 @@
+"""Stored ids come back wherever the text is the same, and nowhere else."""
+
+from __future__ import annotations
+
+import random
+from array import array
+
+import pytest
+
+from pensieve.runtime.past_turns import (
+    PastTurn,
+    RecentTurns,
+    TextPieces,
+    Transcript,
+    common_text,
+    spliced,
+    tokens_inside,
+)
+from pensieve.runtime.text import ChatTemplate, Tokenizer
+
+from .odd_tokenizer import (
+    PLAIN_TEMPLATE,
+    TEMPLATE,
+    TRIMMING_TEMPLATE,
+    byte_by_byte,
+    merging_tokenizer,
+    spaced_tokenizer,
+)
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def assistant(content):
+    return {"role": "assistant", "content": content}
+
+
+def tokenizer(template=TEMPLATE):
+    return Tokenizer(merging_tokenizer(), ChatTemplate(template, {}))
+
+
+def turn_behind(parent, speaker, messages, reply, ids):
+    """The turn that ends with this reply: its prompt is spliced as the server does it."""
+    text = speaker.render_chat(messages)
+    prompt = spliced(speaker, text, parent)
+    prompt = speaker.encode_rendered(text) if prompt is None else prompt
+    inside, said = tokens_inside(speaker, ids, reply)
+    whole = Transcript((*messages, assistant(reply)), prompt + array("i", ids), text + said, len(prompt) + inside)
+    return PastTurn.behind(parent, whole)
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, PLAIN_TEMPLATE])
+def test_a_whole_dialogue_keeps_every_id_that_was_generated(template):
+    speaker, messages, past, log = tokenizer(template), [], None, array("i")
+    for number in range(6):
+        messages.append(user(f"hello world {number}. aaaa\n"))
+        text = speaker.render_chat(messages)
+        prompt = spliced(speaker, text, past)
+        if past is not None:
+            assert prompt[: len(log)] == log, "nothing of the history is tokenised again"
+            assert prompt != speaker.encode_rendered(text)
+            assert speaker.decode_all(prompt) == text
+        reply = f" hello world aaaa{number}."
+        past = turn_behind(past, speaker, messages, reply, byte_by_byte(reply))
+        log = past.transcript().tokens
+        messages.append(assistant(reply))
+
+
+def test_a_text_that_differs_anywhere_is_not_touched():
+    speaker = tokenizer()
+    past = turn_behind(None, speaker, [user("hello")], "hello world", byte_by_byte("hello world"))
+    for messages in (
+        [user("hello!"), assistant("hello world"), user("x")],
+        [user("hello"), assistant("hello world!"), user("x")],
+        [user("hello"), assistant("hello worl"), user("x")],
+        [user("hello"), user("x")],
+        [assistant("hello world")],
+    ):
+        text = speaker.render_chat(messages)
+        ids = spliced(speaker, text, past)
+        assert ids is None or speaker.decode_all(ids) == text
+        if messages[1:2] != [assistant("hello world!")]:
+            assert ids is None
+
+
+def test_a_template_that_changes_contents_costs_the_splice_not_the_prompt():
+    speaker = tokenizer(TRIMMING_TEMPLATE)
+    past = turn_behind(None, speaker, [user("hello")], " hello ", byte_by_byte(" hello "))
+    assert spliced(speaker, speaker.render_chat([user("hello"), assistant(" hello "), user("x")]), past) is None
+    past = turn_behind(None, speaker, [user("hello")], "hello", byte_by_byte("hello"))
+    assert spliced(speaker, speaker.render_chat([user("hello"), assistant("hello"), user("x")]), past) is not None
+
+
+def test_a_branch_is_spliced_up_to_where_it_parts():
+    speaker = tokenizer()
+    first = turn_behind(None, speaker, [user("hello")], "hello", byte_by_byte("hello"))
+    messages = [user("hello"), assistant("hello"), user("more")]
+    second = turn_behind(first, speaker, messages, "world", byte_by_byte("world"))
+    text = speaker.render_chat([user("hello"), assistant("hello"), user("less")])
+    ids = spliced(speaker, text, second)
+    kept = first.transcript()
+    assert ids[: kept.inside] == kept.tokens[: kept.inside] and speaker.decode_all(ids) == text
+
+
+@pytest.mark.parametrize(
+    ("reply", "delivered", "inside"),
+    [
+        ("hello world", "hello world", (11, "hello world")),
+        ("hello worldSTOP", "hello world", (11, "hello world")),
+        ("hello STOP", "hel", (3, "hel")),
+        ("aé", "aé", (3, "aé")),
+        ("aé", "a", (1, "a")),
+        ("hello", "", (0, "")),
+    ],
+)
+def test_ids_wholly_inside_the_delivered_text(reply, delivered, inside):
+    assert tokens_inside(tokenizer(), byte_by_byte(reply), delivered) == inside
+
+
+def test_a_stop_string_inside_a_token_leaves_the_rest_of_its_text_to_the_tokenizer():
+    speaker = tokenizer()
+    hello, world = speaker.encode_rendered("hello").tolist(), speaker.encode_rendered(" world").tolist()
+    assert len(hello) == len(world) == 1
+    assert tokens_inside(speaker, hello + world, "hello wo") == (1, "hello")
+    past = turn_behind(None, speaker, [user("x")], "hello wo", hello + world)
+    text = speaker.render_chat([user("x"), assistant("hello wo"), user("y")])
+    assert speaker.decode_all(spliced(speaker, text, past)) == text
+
+
+def test_ids_without_text_at_the_end_are_the_templates_affair():
+    speaker = tokenizer()
+    done = speaker.encode_rendered("<|done|>").tolist()
+    assert tokens_inside(speaker, [*byte_by_byte("hello"), *done], "hello") == (5, "hello")
+    past = turn_behind(None, speaker, [user("x")], "hello", [*byte_by_byte("hello"), *done])
+    text = speaker.render_chat([user("x"), assistant("hello"), user("y")])
+    ids = spliced(speaker, text, past)
+    assert ids[: len(past.transcript().tokens)] == past.transcript().tokens
+    assert ids.tolist().count(done[0]) == 3
+
+
+def test_a_tokenizer_that_puts_a_space_in_front_goes_on_without_it():
+    speaker = Tokenizer(spaced_tokenizer())
+    before = speaker.encode("hello: a")
+    for rest in (" abba", "abba", "\nuser: ab", "  a"):
+        ids = speaker.encode_behind(before, rest)
+        assert ids is not None and speaker.decode([*before, *ids]) == "hello: a" + rest, rest
+
+
+def test_random_branches_put_together_are_what_was_committed():
+    draw = random.Random(5)
+    turns = [None]
+    for _ in range(300):
+        parent = draw.choice(turns)
+        before = parent.transcript() if parent is not None else Transcript((), array("i"), "", 0)
+        kept, text_kept = draw.randrange(len(before.tokens) + 1), draw.randrange(len(before.text) + 1)
+        whole = Transcript(
+            (*before.messages, user("x")),
+            before.tokens[:kept] + array("i", [draw.randrange(3) for _ in range(draw.randrange(5))]),
+            before.text[:text_kept] + "".join(draw.choice("abc") for _ in range(draw.randrange(5))),
+            draw.randrange(9),
+        )
+        turns.append(PastTurn.behind(parent, whole))
+        assert turns[-1].transcript() == whole
+
+
+def test_common_text_and_text_pieces_are_those_of_plain_strings():
+    draw = random.Random(7)
+    for _ in range(500):
+        left = "".join(draw.choice("ab") for _ in range(draw.randrange(12)))
+        right = left[: draw.randrange(13)] + draw.choice(("", "a", "b"))
+        plain = 0
+        while plain < min(len(left), len(right)) and left[plain] == right[plain]:
+            plain += 1
+        assert common_text(left, right) == common_text(right, left) == plain
+    pieces, text = TextPieces(), ""
+    for _ in range(500):
+        kept, piece = draw.randrange(len(text) + 1), draw.choice(("", "x", "yz", "long piece"))
+        pieces.replace_behind(kept, piece)
+        text = text[:kept] + piece
+        assert str(pieces) == text
+
+
+def plain_turn(parent, messages, tokens=10):
+    text = "".join(message["content"] for message in messages)
+    return PastTurn.behind(parent, Transcript(tuple(messages), array("i", range(tokens)), text, tokens))
+
+
+def test_recent_turns_are_found_by_their_longest_beginning_and_by_nobody_else():
+    recent = RecentTurns()
+    short = [user("a"), assistant("b")]
+    long = [*short, user("c"), assistant("d")]
+    first = plain_turn(None, short)
+    second = plain_turn(first, long, 20)
+    recent.add("me", short, first)
+    recent.add("me", long, second)
+    assert recent.find("me", [*long, user("e")]) is second
+    assert recent.find("me", [*short, user("other")]) is first
+    assert recent.find("me", [user("a"), assistant("B"), user("c")]) is None
+    assert recent.find("you", [*long, user("e")]) is None
+    again = plain_turn(first, long, 25)
+    recent.add("me", long, again)
+    assert recent.find("me", [*long, user("e")]) is again
+
+
+def test_recent_turns_are_bounded_and_the_oldest_go_first_leaves_before_roots():
+    recent = RecentTurns(most_tokens=100)
+    dialogues = [[user(str(number)), assistant("x")] for number in range(20)]
+    for dialogue in dialogues:
+        recent.add("", dialogue, plain_turn(None, dialogue))
+    assert [recent.find("", dialogue) is not None for dialogue in dialogues] == [False] * 10 + [True] * 10
+    root = recent.find("", dialogues[10])
+    longer = [*dialogues[10], user("y"), assistant("z")]
+    recent.add("", longer, plain_turn(root, longer, 30))
+    assert recent.find("", dialogues[10]) is root and recent.find("", longer) is not root
+    for number in range(30, 37):
+        dialogue = [user(str(number)), assistant("x")]
+        recent.add("", dialogue, plain_turn(None, dialogue))
+    assert recent.find("", dialogues[10]) is root
+    assert recent._tokens == sum(len(turn.tokens) for turn in recent._turns.values()) <= 100

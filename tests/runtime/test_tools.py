@@ -1,0 +1,105 @@
+"""Tool calls are found in a text however it is cut, and a grammar for them lets nothing else through."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from pensieve.runtime.grammar import Grammars, lark_grammar
+from pensieve.runtime.tools import CLOSE, OPEN, ToolCallParser, tool_calls_rules
+
+from .fake_loop import EOS, byte_tokens, save_tokenizer
+
+
+def call(name: str, **arguments: object) -> str:
+    return f"{OPEN}\n{json.dumps({'name': name, 'arguments': arguments})}\n{CLOSE}"
+
+
+def parsed(text: str, cuts: random.Random | None = None, most: int = 100) -> tuple[str, list[tuple[str, object]]]:
+    parser, said, calls = ToolCallParser(most), "", []
+    while text:
+        size = cuts.randrange(1, 6) if cuts else len(text)
+        piece, found = parser.push(text[:size])
+        text, said, calls = text[size:], said + piece, calls + found
+    assert [call.index for call in calls] == list(range(len(calls)))
+    assert len({call.id for call in calls}) == len(calls)
+    return said + parser.end(), [(call.name, json.loads(call.arguments)) for call in calls]
+
+
+A, B = ("a", {"x": 1}), ("b", {})
+TEXTS = [
+    ("", "", []),
+    ("no call < at all <tool", "no call < at all <tool", []),
+    (" white \n space \n", " white \n space \n", []),
+    (call("a", x=1), "", [A]),
+    (f"\n\n{call('a', x=1)}\n{call('b')}\n", "", [A, B]),
+    (f"Let me see.\n{call('a', x=1)}\n", "Let me see.", [A]),
+    (f"one {call('b')} two {call('a', x=1)} three", "one two  three", [B, A]),
+    (f"{OPEN}not json{CLOSE}", f"{OPEN}not json{CLOSE}", []),
+    (f'{OPEN}{{"name": 3}}{CLOSE}', f'{OPEN}{{"name": 3}}{CLOSE}', []),
+    (f'{OPEN}{{"name": "a", "arguments": "x"}}{CLOSE}', f'{OPEN}{{"name": "a", "arguments": "x"}}{CLOSE}', []),
+    (f'{OPEN}{{"name": "b"}}{CLOSE}', "", [B]),
+    (f"{OPEN}\n{{", f"{OPEN}\n{{", []),
+    (call("a", x=1) + OPEN, OPEN, [A]),
+    ("<<tool_call" + call("b"), "<<tool_call", [B]),
+]
+
+
+@pytest.mark.parametrize(("text", "said", "calls"), TEXTS)
+def test_calls_are_taken_out_of_the_text(text: str, said: str, calls: list[tuple[str, object]]) -> None:
+    got, found = parsed(text)
+    assert found == calls
+    assert got.split() == said.split()
+    for seed in range(20):
+        assert parsed(text, random.Random(seed)) == (got, found)
+
+
+def test_text_is_held_back_only_where_a_call_may_begin() -> None:
+    parser = ToolCallParser(9)
+    assert [parser.push(piece)[0] for piece in ("one", " two", " ", "<", "to", "ad", "<b>")] == [
+        "one",
+        " two",
+        "",
+        "",
+        "",
+        " <toad",
+        "<b>",
+    ]
+
+
+def test_calls_beyond_the_most_are_left_out() -> None:
+    assert parsed(call("a", x=1) + call("b"), most=1) == ("", [A])
+
+
+def test_arguments_are_json_whatever_they_hold() -> None:
+    arguments = {"text": 'é "</tool>" \n', "list": [1, None], "deep": {"a": {"b": True}}}
+    assert parsed(call("a", **arguments)) == ("", [("a", arguments)])
+
+
+@pytest.fixture(scope="module")
+def grammars(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
+    return Grammars(save_tokenizer(Path(tmp_path_factory.mktemp("tokenizer"))), 260, (EOS,))
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_the_grammar_allows_calls_of_the_tools_only(grammars: Grammars, several: bool) -> None:
+    schema = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+    functions = [{"name": "a", "parameters": {**schema, "additionalProperties": False}}, {"name": "b"}]
+    grammar = lark_grammar("start: calls\n" + tool_calls_rules(functions, several))
+    grammars.check(grammar, "tools")
+    for text, allowed in (
+        (call("a", x=1), True),
+        (call("b"), True),
+        (call("b", anything=[1, 2]), True),
+        (call("a", x=1) + "\n" + call("b"), several),
+        (call("a"), False),
+        (call("a", x="1"), False),
+        (call("c", x=1), False),
+        ("text", False),
+        ("", False),
+    ):
+        matcher = grammars.matcher(grammar, byte_tokens(text))
+        assert (matcher.is_accepting() and not matcher.is_error()) == allowed, text

@@ -1,0 +1,125 @@
+"""A server for the terminal chat: it keeps conversations as lists of messages and answers with what was said."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, unquote, urlsplit
+
+
+class FakeServer(ThreadingHTTPServer):
+    """Use as a context manager. `conversations`: id -> messages, by creation; `bodies`: every body that came.
+
+    A message that says "wait" is answered without end: `stopped` is set when the client hangs up.
+    """
+
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self.conversations = {}
+        self.bodies = []
+        self.keys = []
+        self.stopped = threading.Event()
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.01,))
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.shutdown()
+        self._thread.join()
+        self.server_close()
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: FakeServer
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        address = urlsplit(self.path)
+        if address.path == "/v1/models":
+            self._answer({"data": [{"id": "fake"}]})
+        elif address.path == "/metrics":
+            self._send(
+                200, b'# HELP x\npensieve:num_requests_running 1.0\npensieve:kv_slots{tier="gpu"} 7.0\nother 1\n'
+            )
+        elif address.path != "/v1/conversations":
+            name = unquote(address.path.split("/")[3])
+            known = name in self.server.conversations
+            self._answer({"id": name} if known else {"error": {"message": "unknown"}}, 200 if known else 404)
+        else:
+            query = parse_qs(address.query)
+            ids = list(self.server.conversations)
+            first = ids.index(query["after"][0]) + 1 if "after" in query else 0
+            page = ids[first : first + 2]  # the fake's pages are short
+            self._answer({"data": [{"id": name, "tokens": 7} for name in page], "has_more": first + 2 < len(ids)})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.bodies.append(body)
+        self.server.keys.append(self.headers["Authorization"])
+        if self.path.endswith("/fork"):
+            source = unquote(self.path.split("/")[3])
+            self.server.conversations[body["id"]] = self.server.conversations[source][:]
+            self._answer({"id": body["id"]})
+        else:
+            self._reply(body)
+
+    def do_DELETE(self):
+        name = unquote(self.path.split("/")[3])
+        if name not in self.server.conversations:
+            self._answer({"error": {"message": f"there is no conversation {name!r}"}}, 404)
+        else:
+            del self.server.conversations[name]
+            self._answer({"id": name, "deleted": True})
+
+    def _reply(self, body):
+        text = body["messages"][-1]["content"]
+        if text == "too much":
+            self._answer({"error": {"message": "the queue is full"}}, 429)
+            return
+        if body.get("history") == "server" and body["conversation"] not in self.server.conversations:
+            self._answer({"error": {"message": "there is no such conversation"}}, 404)
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        if text == "wait":
+            try:
+                while True:
+                    self._event(delta={"content": "."})
+                    self.server.stopped.wait(0.01)
+            except OSError:
+                self.server.stopped.set()
+            return
+        if text == "break":
+            self.wfile.write(b'data: {"error": {"message": "the books disagree"}}\n\ndata: [DONE]\n\n')
+            return
+        history = self.server.conversations.setdefault(body["conversation"], [])
+        history.append(text)
+        self._event(delta={"role": "assistant", "content": ""})
+        for word in f"you said {text}".split(" "):
+            self._event(delta={"content": word + " "})
+        sources = {"cached_tokens": 192, "gpu": 128, "host": 64, "disk": 0, "recomputed": 5, "new": 17}
+        usage = {"prompt_tokens": 214, "completion_tokens": len(text), "prompt_tokens_details": sources}
+        self.wfile.write(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\ndata: [DONE]\n\n")
+
+    def _event(self, delta):
+        event = {"choices": [{"index": 0, "delta": delta, "finish_reason": None}], "usage": None}
+        self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        self.wfile.flush()
+
+    def _answer(self, value, status=200):
+        self._send(status, json.dumps(value).encode())
+
+    def _send(self, status, content):
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)

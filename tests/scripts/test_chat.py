@@ -1,0 +1,157 @@
+"""The terminal chat, through a pipe and through a terminal, against a fake server."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+
+import pytest
+
+from .fake_server import FakeServer
+
+CHAT = [sys.executable, "-m", "pensieve.scripts.pensieve", "chat"]
+LINE = r"GPU 128 · host 64 · recomputed 5 · new 17 \| first token \d+ ms \| \d+ tokens at \d+/s"
+
+
+@pytest.fixture
+def server():
+    with FakeServer() as running:
+        yield running
+
+
+def piped(server, *lines, options=()):
+    """The finished chat after these lines of standard input."""
+    command = [*CHAT, "--url", server.url, *options]
+    environment = {name: value for name, value in os.environ.items() if name != "OPENAI_API_KEY"}
+    environment |= {"PYTHONIOENCODING": "utf-8"}
+    text = "".join(line + "\n" for line in lines)
+    return subprocess.run(command, input=text, capture_output=True, encoding="utf-8", timeout=60, env=environment)
+
+
+def test_a_script_talks_through_a_pipe(server):
+    options = ("--conversation", "tea", "--max-tokens", "9", "--temperature", "0", "--api-key", "secret")
+    done = piped(server, "hello there", "", "and now?", options=options)
+    assert (done.returncode, done.stderr) == (0, "")
+    first, first_line, second, second_line = done.stdout.splitlines()
+    assert (first.strip(), second.strip()) == ("you said hello there", "you said and now?")
+    assert re.fullmatch(LINE, first_line) and re.fullmatch(LINE, second_line), "no escape codes, no prompts"
+    assert server.conversations == {"tea": ["hello there", "and now?"]}
+    assert server.keys == ["Bearer secret"] * 2
+    first, body = server.bodies
+    assert body["messages"] == [{"role": "user", "content": "and now?"}], "the server keeps the history"
+    assert "history" not in first and body["history"] == "server", "there is none before the first turn"
+    assert (body["model"], body["max_tokens"], body["temperature"]) == ("fake", 9, 0.0)
+    assert body["return_sources"] and body["stream_options"] == {"include_usage": True}
+
+
+def test_commands(server):
+    done = piped(
+        server,
+        *("one", "/fork a/b ü", "two", "/list", "/drop", "three", "/drop first", "/new fourth", "four"),
+        *("/stats", "/help", "/nonsense", "/quit", "never said"),
+        options=("--conversation", "first"),
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    out = done.stdout
+    assert "this is a/b ü, a copy of first" in out and "  first (7 tokens)\n* a/b ü (7 tokens)\n" in out
+    assert "a/b ü is gone\nthis is chat-" in out and "first is gone\nthis is fourth" in out
+    (third,) = (name for name in server.conversations if name.startswith("chat-"))
+    assert server.conversations == {third: ["three"], "fourth": ["four"]}
+    assert "4 replies, 15 tokens; prompts: GPU 512 · host 256 · disk 0 · recomputed 20 · new 68" in out
+    assert "first token: median" in out
+    assert 'num_requests_running 1.0\nkv_slots{tier="gpu"} 7.0\n' in out and "other" not in out
+    assert out.count("/fork [name]") == 2 and "there is no command /nonsense" in out
+    assert "never said" not in out
+
+
+def test_a_stored_conversation_goes_on(server):
+    server.conversations["tea"] = ["before"]
+    piped(server, "after", "/new coffee", "black", "/new tea", "at last", options=("--conversation", "tea"))
+    assert server.conversations == {"tea": ["before", "after", "at last"], "coffee": ["black"]}
+    assert [body.get("history") for body in server.bodies] == ["server", None, "server"]
+
+
+def test_long_lists_come_in_pages(server):
+    server.conversations = {f"c{n}": [] for n in range(5)}
+    assert piped(server, "/list").stdout.splitlines() == [f"  c{n} (7 tokens)" for n in range(5)]
+
+
+def test_what_the_server_refuses_is_told_and_the_chat_goes_on(server):
+    done = piped(server, "too much", "break", "/drop unknown", "hello")
+    assert done.returncode == 1, "a script must know"
+    assert done.stderr.splitlines() == [
+        "error: the queue is full",
+        "error: the books disagree",
+        "error: there is no conversation 'unknown'",
+    ]
+    assert "you said hello" in done.stdout
+
+
+@pytest.mark.parametrize(("url", "message"), [("http://127.0.0.1:9", "refused"), ("localhost", "is not an address")])
+def test_no_server(url, message):
+    done = subprocess.run([*CHAT, "--url", url], input="hi\n", capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
+
+
+class Terminal:
+    """The chat in a terminal of its own."""
+
+    def __init__(self, *options):
+        self.pid, self._file = pty.fork()
+        if self.pid == 0:
+            os.environ["TERM"] = "dumb"
+            os.execv(sys.executable, [*CHAT, *options])
+        self._seen = ""
+
+    def type(self, text):
+        os.write(self._file, text.encode())
+
+    def expect(self, pattern, seconds=30):
+        """Reads until the pattern shows; what came before the end of its match is not seen again."""
+        until = time.monotonic() + seconds
+        while not (match := re.search(pattern, self._seen)):
+            ready, _, _ = select.select([self._file], [], [], max(0.0, until - time.monotonic()))
+            assert ready, f"{pattern!r} never came: {self._seen!r}"
+            self._seen += os.read(self._file, 65536).decode()
+        self._seen = self._seen[match.end() :]
+        return match[0]
+
+    def status(self):
+        _, status = os.waitpid(self.pid, 0)
+        os.close(self._file)
+        return os.waitstatus_to_exitcode(status)
+
+
+def test_a_terminal_shows_a_prompt_and_a_dim_line(server):
+    terminal = Terminal("--url", server.url, "--conversation", "tea")
+    terminal.expect("tea on http://.*help")
+    terminal.expect("tea> ")
+    terminal.type("hello there\n")
+    terminal.expect("you said hello there")
+    assert re.search(LINE, terminal.expect(r"\x1b\[2mGPU .*\x1b\[0m"))
+    terminal.expect("tea> ")
+    terminal.type("/new coffee\n")
+    terminal.expect("coffee> ")
+    terminal.type("\x04")
+    assert terminal.status() == 0
+
+
+def test_ctrl_c_stops_a_reply_and_a_second_one_leaves(server):
+    terminal = Terminal("--url", server.url, "--conversation", "tea")
+    terminal.expect("tea> ")
+    terminal.type("wait\n")
+    terminal.expect(r"\.\.\.")
+    terminal.type("\x03")
+    terminal.expect("stopped")
+    assert server.stopped.wait(10), "the server is told by the connection's end"
+    terminal.expect("tea> ")
+    terminal.type("still there?\n")
+    terminal.expect("you said still there")
+    terminal.expect("tea> ")
+    terminal.type("\x03")
+    assert terminal.status() == 0

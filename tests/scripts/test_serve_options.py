@@ -1,0 +1,116 @@
+"""Options of `pensieve serve`, from flags and from a file with the same names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pensieve.scheduler.types import SettingError
+from pensieve.scripts.serve import http_settings
+from pensieve.scripts.serve_options import parse_options
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(text):
+        path = tmp_path / "serve.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def options(path, *flags):
+    return parse_options(["--config", str(path), *flags])
+
+
+def test_the_file_has_the_names_of_the_flags_with_dashes_or_underscores(file):
+    path = file(
+        """
+        engine = "demo"                         # a comment
+        port = 9000
+        max-num-seqs = 8
+        swap_out_below = 0.5
+        served_model_name = ["one", "two"]
+        state-dir = "somewhere"
+        reuse = false
+        gpu-kv-bytes = "1GiB"
+        """
+    )
+    read = options(path)
+    assert (read.engine, read.port, read.max_num_seqs, read.swap_out_below) == ("demo", 9000, 8, 0.5)
+    assert (read.served_model_name, read.state_dir, read.reuse) == (["one", "two"], Path("somewhere"), False)
+    assert (read.gpu_kv_bytes, read.max_queue) == ("1GiB", 1024)
+
+
+def test_flags_override_the_file(file):
+    path = file('engine = "demo"\nport = 9000\nno-reuse = true\nserved-model-name = "one"\ngpu-kv-bytes = "1GiB"')
+    read = options(path, "--port", "9001", "--reuse", "--served-model-name", "two", "--gpu-kv-chunks", "7")
+    assert (read.port, read.reuse, read.served_model_name) == (9001, True, ["two"])
+    assert (read.gpu_kv_chunks, read.gpu_kv_bytes) == (7, None), "the other way to say the same is overridden too"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_num_seq = 8", "'max_num_seq'; did you mean max-num-seqs?"),
+        ("[http]\nport = 1", "no option 'http'"),
+        ("zzz = 1", "no option 'zzz'$"),
+        ("config = 'other.toml'", "no option 'config'"),
+        ("help = true", "no option 'help'"),
+        ("reuse = 'no'", "reuse takes true or false"),
+        ("port = [1]", "port takes one value"),
+        ("port = true", "port takes one value"),
+        ("served-model-name = []", "a value, or a list of them"),
+        ("host = 1979-05-27", "host takes one value"),
+        ("port =", "is not TOML"),
+    ],
+)
+def test_a_wrong_file_is_named_with_what_is_wrong_in_it(file, text, message):
+    with pytest.raises(SettingError, match=message) as refused:
+        options(file(text), "--engine", "demo")
+    assert refused.value.setting == "--config" and "serve.toml" in str(refused.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(SettingError, match=r"cannot read .*nowhere"):
+        options(tmp_path / "nowhere.toml")
+
+
+@pytest.mark.parametrize("text", ["port = 'high'", "eviction = 'none'", "gpu-kv-chunks = 1\ngpu-kv-bytes = '1GiB'"])
+def test_values_are_checked_as_those_of_flags(file, capsys, text):
+    with pytest.raises(SystemExit):
+        options(file(text), "--engine", "demo")
+    assert "argument --" in capsys.readouterr().err
+
+
+def test_flags_are_not_abbreviated():
+    """Or a file and a command line would not have the same names."""
+    with pytest.raises(SystemExit):
+        parse_options(["--engine", "demo", "--max-num", "3"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "setting"),
+    [
+        (("--max-requests-per-client", "0"), "--max-requests-per-client"),
+        (("--max-body-bytes", "big"), "--max-body-bytes"),
+        (("--chat-template", "nowhere.jinja"), "--chat-template"),
+        (("--chat-template", __file__ + "/.."), "--chat-template"),
+    ],
+)
+def test_wrong_http_settings_are_named(flags, setting):
+    with pytest.raises(SettingError) as refused:
+        http_settings(parse_options(["--engine", "demo", *flags]))
+    assert refused.value.setting == setting
+
+
+def test_a_chat_template_is_read_and_checked(tmp_path):
+    path = tmp_path / "chat.jinja"
+    path.write_text("{% for message in messages %}")
+    with pytest.raises(SettingError, match="does not parse") as refused:
+        http_settings(parse_options(["--engine", "demo", "--chat-template", str(path)]))
+    assert refused.value.setting == "--chat-template"
+    path.write_text("{{ messages }}")
+    assert http_settings(parse_options(["--engine", "demo", "--chat-template", str(path)])).chat_template
