@@ -25,7 +25,8 @@ class MessageFunctionCall(Body):
     def _an_object(cls, arguments: str) -> str:
         try:
             parsed = json.loads(arguments or "{}")
-        except ValueError:
+            json.dumps(parsed, ensure_ascii=False).encode()  # half a surrogate pair cannot be tokenised
+        except (ValueError, RecursionError):
             parsed = None
         if not isinstance(parsed, dict):
             raise RequestError(400, "the arguments of a tool call must be a JSON object, written as a string")

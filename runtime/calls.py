@@ -23,6 +23,7 @@ from .structured import ReplyForm, reply_form
 from .text import Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+MOST_BIASES = 1024  # each is written to the logits at every step
 
 
 @dataclass(frozen=True)
@@ -252,6 +253,8 @@ class CallMaker:
             biases = {int(token): bias for token, bias in body.logit_bias.items()}
         except ValueError:
             raise RequestError(400, "logit_bias: its keys must be token ids", "logit_bias") from None
+        if len(biases) > MOST_BIASES:
+            raise RequestError(400, f"logit_bias may name {MOST_BIASES} tokens, not {len(biases)}", "logit_bias")
         self._check_ids(list(biases), "logit_bias")
         return tuple(biases.items())
 

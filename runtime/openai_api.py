@@ -129,7 +129,7 @@ class Answer(Response):
             return
         reply = next(iter(replies.values()))
         text = "".join(reply.texts)
-        answer = {"role": "assistant", "content": text} if self._call.chat else None
+        answer = reply.message if self._call.chat else None
         await turn.commit(reply.tokens, text, answer, self._call.writer.stored(list(replies.values())))
 
 

@@ -46,12 +46,12 @@ class Reply:
         tools: ToolCallParser | None = None,
         echo: bool = False,
     ):
-        """`matcher` and `echo` need a tokenizer and a request with `confirm`.
+        """`matcher` needs a tokenizer and a request with `confirm`.
 
         `continues_prompt`: the text is read as the prompt's continuation (a leading space stays), not on its own.
         `include_stop`: the text of a stop token stays, unless it is a special token.
         `tools`: takes tool calls out of what is said.
-        `echo`: offsets count from the prompt's beginning.
+        `echo`: the prompt's text goes before the reply's, and offsets count from its beginning.
         """
         context = request.prompt[-CONTEXT_TOKENS:] if continues_prompt else ()
         self.request = request
@@ -78,6 +78,14 @@ class Reply:
     def reason(self) -> str | None:
         """The finish reason as the client is told."""
         return "tool_calls" if self.calls and self.finish is FinishReason.STOP else self.finish
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """As the chat template reads it once the client has sent it back."""
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(self.said)}
+        if self.calls:
+            message["tool_calls"] = [call.for_template() for call in self.calls]
+        return message
 
     def add(self, output: Output) -> Piece:
         """Takes an output, returns what is to be said of it: nothing behind a stop string.
@@ -118,6 +126,7 @@ class Reply:
         """Tokens up to the one that completes a stop string, and the text to be said with them."""
         detokenizer = self._detokenizer
         if detokenizer is None:
+            self.offsets += [0] * len(output.logprobs)
             return output.tokens, ""
         pieces = []
         for count, token in enumerate(output.tokens, 1):
@@ -289,7 +298,7 @@ class ChatWriter(CompletionWriter):
         return self._style.logprobs.chat(piece.tokens, piece.logprobs)
 
     def _choice(self, index: int, reply: Reply, first: Reply) -> dict[str, Any]:
-        said, writer = "".join(reply.said), self._style.logprobs
+        said, writer, logprobs = "".join(reply.said), self._style.logprobs, None
         message: dict[str, Any] = {
             "role": "assistant",
             "content": None if reply.calls and not said else said,
@@ -298,7 +307,6 @@ class ChatWriter(CompletionWriter):
         }
         if reply.calls:
             message["tool_calls"] = [call.as_object() for call in reply.calls]
-        logprobs = None
         if writer is not None and writer.top is not None:
             logprobs = writer.chat(reply.tokens, reply.logprobs)
         choice = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reply.reason}

@@ -34,6 +34,11 @@ class ToolCall(NamedTuple):
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
 
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates read it."""
+        function = {"name": self.name, "arguments": json.loads(self.arguments)}
+        return {"id": self.id, "type": "function", "function": function}
+
 
 class ToolCallParser:
     """Takes tool calls out of a growing text. What is not a well-formed call stays text; white space around calls goes.
@@ -84,7 +89,7 @@ class ToolCallParser:
     def _parse(self, source: str) -> ToolCall | None:
         try:
             call = json.loads(source)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             return None
@@ -93,7 +98,12 @@ class ToolCallParser:
             return None
         self._count += 1
         text = json.dumps(arguments, ensure_ascii=False)
-        return ToolCall(self._count - 1, f"call_{uuid.uuid4().hex[:24]}", call["name"], text)
+        return ToolCall(self._count - 1, f"call_{uuid.uuid4().hex[:24]}", _sendable(call["name"]), _sendable(text))
+
+
+def _sendable(text: str) -> str:
+    """Halves of surrogate pairs, which JSON may name but UTF-8 cannot carry, become question marks."""
+    return text.encode(errors="replace").decode()
 
 
 def tool_calls_rules(functions: Sequence[dict[str, Any]], several: bool) -> str:

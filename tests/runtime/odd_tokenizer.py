@@ -11,7 +11,10 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "Ġw o", "r l", "rl d", "Ġwo rld", "a a", "aa aa", "b c", ". Ċ", "Ċ Ċ"]
 SPECIAL = ("<|end|>", "<|turn|>", "<|done|>")
 TEMPLATE = (
-    "{% for message in messages %}{{ '<|turn|>' + message.role + '\n' + message.content + '<|done|>\n' }}{% endfor %}"
+    "{% for message in messages %}{{ '<|turn|>' + message.role + '\n' + message.content }}"
+    "{% for call in message.tool_calls %}"
+    "{{ '<tool_call>\n' + {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}"
+    "{{ '\n</tool_call>' }}{% endfor %}{{ '<|done|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|turn|>assistant\n' }}{% endif %}"
 )
 PLAIN_TEMPLATE = (  # no special token behind a reply

@@ -42,7 +42,7 @@ class Served:
     """`http` speaks to an application in this process; `loop` is its engine, `store` its file of histories."""
 
     def __init__(self, directory: Path, path: str | Path, keys: tuple[str, ...], **loop: Any):
-        self.loop = FakeLoop(spell, **loop)
+        self.loop = FakeLoop(**dict(answers=spell) | loop)
         client = EngineClient(self.loop.client_end)
         settings = HTTPSettings(api_keys=tuple(map(key_digest, keys)))
         tokenizer = Tokenizer.load(directory)

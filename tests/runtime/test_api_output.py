@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pensieve.runtime.api_messages import Message
 from pensieve.runtime.messages import Submit
-from pensieve.scheduler.types import Request
+from pensieve.runtime.replies import ChatWriter, Reply, Style
+from pensieve.runtime.text import Tokenizer
+from pensieve.runtime.tools import ToolCallParser
+from pensieve.scheduler.types import FinishReason, Output, Request, RequestId
 
 from .fake_loop import EOS, FIRST_BYTE, FakeLoop, byte_tokens, say
 from .test_openai_api import chat, complete, events, post
@@ -142,6 +147,7 @@ def test_prompt_logprobs(ask: Ask) -> None:
 def test_logprobs_without_a_tokenizer_name_ids(ask: Ask) -> None:
     (choice,) = ask(complete(prompt=[7], logprobs=0), directory=None).json()["choices"]
     assert choice["logprobs"]["tokens"] == ["token_id:7", f"token_id:{EOS}"]
+    assert choice["logprobs"]["text_offset"] == [0, 0]
 
 
 # Choices
@@ -305,12 +311,25 @@ def test_tools_and_calls_go_through_the_template(ask: Ask, tmp_path: Path, token
         assert bytes(token - FIRST_BYTE for token in submitted(loop)[0].prompt).decode() == shown + expected
 
 
+def test_a_reply_is_remembered_as_its_client_will_send_it_back(tokenizer_directory: Path) -> None:
+    for text in ("Fine.", CALL, f"Let me see.\n{CALL}\n{CALL}"):
+        request = Request(RequestId(1), array("i", [5]), 200)
+        tokenizer, tools = Tokenizer.load(tokenizer_directory), ToolCallParser(9)
+        reply = Reply(request, None, tokenizer, continues_prompt=False, tools=tools)  # type: ignore[arg-type]
+        reply.add(Output(request.id, tuple(byte_tokens(text)), FinishReason.LENGTH))
+        answer = ChatWriter(Style("fake", False, False)).whole([reply])
+        sent_back = json.dumps(answer["choices"][0]["message"])
+        assert Message.model_validate_json(sent_back).for_template() == reply.message
+
+
 @pytest.mark.parametrize(
     "message",
     [
         {"role": "assistant"},
         {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "x"}}]},
         {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "[1]"}}]},
+        {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": '{"a": "\\ud83d"}'}}]},
+        {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "[" * 100_000}}]},
     ],
 )
 def test_bad_messages_with_calls_are_refused(ask: Ask, message: dict[str, Any]) -> None:

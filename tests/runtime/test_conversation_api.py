@@ -14,7 +14,8 @@ from pensieve.runtime.messages import Forget, Fork, Keep
 from pensieve.scheduler.types import RequestError
 
 from .fake_loop import eventually
-from .served import CHAT, run, serve, spell
+from .odd_tokenizer import byte_by_byte
+from .served import CHAT, DONE, run, serve, spell
 
 __all__ = ["serve"]  # a fixture
 
@@ -57,6 +58,25 @@ def test_the_server_keeps_the_history(serve: Any) -> None:
             assert whole["tokens"] == len(server.logs()[-1])
             again = await server.chat(*said, "x")
             assert again and server.requests[-1].prompt[: whole["tokens"]].tolist() == server.logs()[-2]
+
+    run(work())
+
+
+def test_tool_calls_are_part_of_the_history(serve: Any) -> None:
+    said = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+    question = {"role": "user", "content": "hello"}
+
+    async def work() -> None:
+        async with serve(answers=lambda _: [*byte_by_byte(said), DONE]) as server:
+            answer = await server.post(CHAT, messages=[question], tools=tools, conversation="a")
+            message = answer["choices"][0]["message"]
+            log = [*server.requests[0].prompt, *byte_by_byte(said), DONE]
+            result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "rain"}
+            await server.post(CHAT, messages=[question, message, result], tools=tools)
+            await server.post(CHAT, messages=[result], tools=tools, conversation="a", history="server")
+            for request in server.requests[1:]:
+                assert request.prompt[: len(log)].tolist() == log
 
     run(work())
 

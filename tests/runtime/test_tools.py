@@ -74,6 +74,13 @@ def test_calls_beyond_the_most_are_left_out() -> None:
     assert parsed(call("a", x=1) + call("b"), most=1) == ("", [A])
 
 
+def test_what_cannot_be_parsed_or_sent_does_no_harm() -> None:
+    deep = f'{OPEN}{{"name": "a", "arguments": {"[" * 100_000}{CLOSE}'
+    assert parsed(deep) == (deep, [])
+    ((_, arguments),) = parsed(f'{OPEN}{{"name": "a", "arguments": {{"x": "\\ud83d"}}}}{CLOSE}')[1]
+    assert arguments == {"x": "?"}
+
+
 def test_arguments_are_json_whatever_they_hold() -> None:
     arguments = {"text": 'é "</tool>" \n', "list": [1, None], "deep": {"a": {"b": True}}}
     assert parsed(call("a", **arguments)) == ("", [("a", arguments)])
