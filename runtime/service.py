@@ -18,8 +18,8 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 
-from ..scheduler.scheduler import Applied, Scheduler
-from ..scheduler.types import FinishReason, Output, RequestError, RequestId
+from ..scheduler.scheduler import Scheduler
+from ..scheduler.types import Applied, FinishReason, Output, RequestError, RequestId
 from .executor import Executor
 from .messages import (
     Abort,
@@ -109,9 +109,9 @@ class Service:
         try:
             self._take(self._inbox.get(timeout=max(0.0, min(draining, IDLE_CHECK_S))))
         except Empty:
-            self._scheduler.check()
             self._send(Applied())
             if draining == float("inf") and self._scheduler.idle:
+                self._scheduler.check()
                 self._take(self._inbox.get())
 
     def _take(self, message: FromHTTP) -> None:

@@ -135,6 +135,15 @@ class ChunkStore:
         """GPU slots that can be had at all: also those whose only copy must be moved or dropped first."""
         return self.available + len(self.uncopied)
 
+    def slot_counts(self) -> dict[str, dict[str, int]]:
+        """Slots by tier and by what is in them; a copy on HOST is of a chunk that is on the GPU too."""
+        gpu, host, host_only = self.gpu, self.host, len(self.host_only)
+        idle = {"free": gpu.free, "reclaimable": len(self.reclaimable), "idle": len(self.uncopied)}
+        return {
+            "gpu": {**idle, "in_use": gpu.count - sum(idle.values())},
+            "host": {"free": host.free, "copy": host.count - host.free - host_only, "idle": host_only},
+        }
+
     # -- a chunk's life
 
     def new(self, end: int, now: float) -> Chunk:

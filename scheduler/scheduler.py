@@ -14,7 +14,6 @@ from __future__ import annotations
 from array import array
 from bisect import insort
 from collections import deque
-from dataclasses import dataclass, field
 
 from .batcher import Batch, Batcher
 from .chunks import Chunk, ChunkStore, chunk_key, root_key
@@ -28,6 +27,7 @@ from .retention import eviction_policy
 from .room import RoomMaker
 from .rows import Row, Turn
 from .types import (
+    Applied,
     ChunkKey,
     FinishReason,
     InvariantError,
@@ -36,22 +36,7 @@ from .types import (
     RequestError,
     RequestId,
     SchedulerStats,
-    TokenLogprobs,
 )
-
-
-@dataclass(slots=True)
-class Applied:
-    """What a step brought: `tokens[i]` for `requests[i]`; `events` for those that begin (usage) or end.
-
-    `logprobs` and `prompt_logprobs` by request, of those that asked for them.
-    """
-
-    requests: array[int] = field(default_factory=lambda: array("q"))
-    tokens: array[int] = field(default_factory=lambda: array("i"))
-    events: list[Output] = field(default_factory=list)
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
 
 
 class Scheduler:
@@ -256,8 +241,6 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         store, batcher = self._store, self._batcher
-        reclaimable, uncopied = len(store.reclaimable), len(store.uncopied)
-        gpu, host, host_only = store.gpu, store.host, len(store.host_only)
         return SchedulerStats(
             running=len(batcher.rows) + len(batcher.loading),
             waiting=len(batcher.waiting),
@@ -266,19 +249,7 @@ class Scheduler:
             swapped_in=self._swapped_in,
             swapped_out=self._swapped_out,
             conversations=len(self._conversations),
-            slots={
-                "gpu": {
-                    "free": gpu.free,
-                    "reclaimable": reclaimable,
-                    "idle": uncopied,
-                    "in_use": gpu.count - gpu.free - reclaimable - uncopied,
-                },
-                "host": {
-                    "free": host.free,
-                    "copy": host.count - host.free - host_only,
-                    "idle": host_only,
-                },
-            },
+            slots=store.slot_counts(),
         )
 
     def check(self) -> None:

@@ -18,8 +18,8 @@ from typing import NamedTuple
 from .config import SchedulerConfig
 from .cost import CostProfile
 from .plan import CopyBatch, Lane, StepPlan, StepResult, Tickets
-from .scheduler import Applied, Scheduler
-from .types import InvariantError, Request, RequestId, Usage
+from .scheduler import Scheduler
+from .types import Applied, InvariantError, Request, RequestId, Usage
 
 STEPS_IN_FLIGHT = 2
 

@@ -218,6 +218,20 @@ class Output:
     queued: float | None = None
 
 
+@dataclass(slots=True)
+class Applied:
+    """What a step brought: `tokens[i]` for `requests[i]`; `events` for those that begin (usage) or end.
+
+    `logprobs` and `prompt_logprobs` by request, of those that asked for them.
+    """
+
+    requests: array[int] = field(default_factory=lambda: array("q"))
+    tokens: array[int] = field(default_factory=lambda: array("i"))
+    events: list[Output] = field(default_factory=list)
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
     """Counters since the start (copies in chunks) and gauges of now; slots are (free, reclaimable, idle, in use)."""
