@@ -112,8 +112,8 @@ class StepPlan:
     after: Tickets
     joins: tuple[Join, ...]
     blocks: tuple[BlockUpdate, ...]
-    generate: tuple[int, ...]
-    positions: tuple[int, ...]
+    generate: array[int]
+    positions: array[int]
     spans: tuple[Span, ...]
     token_ids: array[int]
     samples: tuple[RowId, ...]

@@ -43,13 +43,12 @@ class EvictionPolicy:
     _cost_classes: dict[int, int] = field(default_factory=dict, repr=False, compare=False)
 
     def weight_class(self, chunk: Chunk) -> int:
-        pinned = PINNED_CLASS if chunk.pins else 0
-        if not self.weigh:
-            return pinned
-        cost = self._cost_classes.get(chunk.end)
-        if cost is None:
-            cost = self._cost_classes[chunk.end] = eighths(self.cost.recompute(chunk.end))
-        return cost + pinned if chunk.claims <= 1 else cost + pinned + eighths(chunk.claims)
+        number = self._cost_classes.get(chunk.end)
+        if number is None:
+            number = self._cost_classes[chunk.end] = eighths(self.cost.recompute(chunk.end)) if self.weigh else 0
+        if self.weigh and chunk.claims > 1:
+            number += eighths(chunk.claims)
+        return number + PINNED_CLASS if chunk.pins else number
 
     def stamp(self, chunk: Chunk) -> float:
         return chunk.born if self.by_age else chunk.last_active
@@ -96,16 +95,17 @@ class VictimSet:
 
     def add(self, chunk: Chunk) -> None:
         """Files the chunk, anew if its class or stamp has changed."""
-        where = (self._policy.weight_class(chunk), self._policy.stamp(chunk))
+        number, stamp = self._policy.weight_class(chunk), self._policy.stamp(chunk)
         before = self.members.get(chunk)
-        if before == where:
-            return
         if before is not None:
+            if before == (number, stamp):
+                return
             self._classes[before[0]].remove(chunk, before[1])
-        self.members[chunk] = where
-        if where[0] not in self._classes:
-            self._classes[where[0]] = _WeightClass()
-        self._classes[where[0]].add(chunk, where[1])
+        self.members[chunk] = (number, stamp)
+        weight_class = self._classes.get(number)
+        if weight_class is None:
+            weight_class = self._classes[number] = _WeightClass()
+        weight_class.add(chunk, stamp)
 
     def discard(self, chunk: Chunk) -> None:
         where = self.members.pop(chunk, None)
@@ -166,6 +166,7 @@ class _WeightClass:
         if 2 * self._empty > len(self._stamps) + 64:
             self._groups = {stamp: group for stamp, group in self._groups.items() if group}
             self._stamps = sorted(self._groups)
+            self._unsorted.intersection_update(self._groups)
             self._empty = 0
 
     def walk(self, descending: bool) -> Iterator[tuple[float, Chunk]]:

@@ -61,6 +61,7 @@ class Row:
     position      the next position to generate from, once no spans are left
     last_position
                   the last one that is ever computed: its sample is the last token allowed
+    first, end    token counts with the first token of the reply, and with the last one allowed
     room          the first position without a slot
     loads         chunks whose swap-in has not been issued
     launched      the last step planned with this row
@@ -72,6 +73,8 @@ class Row:
     __slots__ = (
         "chunks",
         "constrained",
+        "end",
+        "first",
         "id",
         "last_position",
         "launched",
@@ -82,6 +85,8 @@ class Row:
         "room",
         "seat",
         "spans",
+        "stop_ids",
+        "tokens",
         "turn",
     )
 
@@ -92,7 +97,11 @@ class Row:
         self.spans = spans
         self.loads = loads
         self.position = len(turn.tokens)
-        self.last_position = len(turn.request.prompt) + turn.request.max_tokens - 2
+        self.first = len(turn.request.prompt) + 1
+        self.end = len(turn.request.prompt) + turn.request.max_tokens
+        self.last_position = self.end - 2
+        self.stop_ids = turn.request.stop_ids
+        self.tokens = turn.tokens
         self.room = chunks[-1].end
         self.seat = -1
         self.launched = 0

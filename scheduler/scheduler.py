@@ -166,29 +166,21 @@ class Scheduler:
             applied.logprobs = {row.request: logprobs for row, logprobs in result.logprobs.items() if row in by_id}
         if plan.scored:
             self._scored(plan, span_rows, result, applied)
+        requests: list[int] = []
+        tokens: list[int] = []
         for row_id, token in zip(result.samples, result.tokens, strict=True):
             row = by_id.get(row_id)
             if row is None:
                 continue
-            turn = row.turn
-            turn.tokens.append(token)
-            applied.requests.append(row_id.request)
-            applied.tokens.append(token)
-            count = len(turn.tokens)
+            row.tokens.append(token)
+            requests.append(row_id.request)
+            tokens.append(token)
+            count = len(row.tokens)
             if (count - 1) % chunk_tokens == 0:
                 self._filled(row, (count - 1) // chunk_tokens - 1)
-            request = turn.request
-            reply = count - len(request.prompt)
-            usage, finish = turn.usage if reply == 1 else None, None
-            if token in request.stop_ids and reply >= request.min_tokens:
-                finish = FinishReason.STOP
-            elif reply == request.max_tokens:
-                finish = FinishReason.LENGTH
-            if finish is not None:
-                self._reply_ends(row, reply, now)
-            if usage is not None or finish is not None:
-                queued = None if usage is None else turn.queued
-                applied.events.append(Output(row_id.request, usage=usage, finish=finish, queued=queued))
+            if count == row.first or count == row.end or token in row.stop_ids:
+                self._begins_or_ends(row, token, now, applied)
+        applied.requests, applied.tokens = array("q", requests), array("i", tokens)
         return applied
 
     # -- conversations
@@ -350,6 +342,21 @@ class Scheduler:
         if key in row.pending:
             del row.pending[key]
             del self._planner.pending[key]
+
+    def _begins_or_ends(self, row: Row, token: int, now: float, applied: Applied) -> None:
+        """`token` is the reply's first, the last one allowed, or a stop id (which counts from `min_tokens` on)."""
+        turn, request, count = row.turn, row.turn.request, len(row.tokens)
+        reply = count - len(request.prompt)
+        begins, finish = count == row.first, None
+        if token in request.stop_ids and reply >= request.min_tokens:
+            finish = FinishReason.STOP
+        elif count == row.end:
+            finish = FinishReason.LENGTH
+        if finish is not None:
+            self._reply_ends(row, reply, now)
+        if begins or finish is not None:
+            usage, queued = (turn.usage, turn.queued) if begins else (None, None)
+            applied.events.append(Output(request.id, usage=usage, finish=finish, queued=queued))
 
     def _reply_ends(self, row: Row, reply: int, now: float) -> None:
         """Nothing more is generated; a turn whose length somebody outside confirms is held until then."""

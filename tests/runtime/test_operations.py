@@ -137,8 +137,9 @@ def test_ready_ends_before_health(message: object, health: int) -> None:
 
         before = await probes()
         loop.say(message)
-        while (after := await probes()) == before:
-            await asyncio.sleep(0.005)
+        async with asyncio.timeout(10):
+            while (after := await probes()) == before:
+                await asyncio.sleep(0.005)
         return [*before, *after]
 
     assert serve(loop, probe) == [200, 200, health, 503]

@@ -71,7 +71,7 @@ def test_constrained_rows_alone_leave_nothing_to_plan():
     first = made.next_plan(0.0)
     assert made.next_plan(0.0) is None
     made.apply(result(first), 0.0)
-    assert made.next_plan(0.0).positions == (40,)
+    assert list(made.next_plan(0.0).positions) == [40]
 
 
 def spans(*ranges: tuple[int, int, bool]) -> deque[Span]:

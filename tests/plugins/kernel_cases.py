@@ -1,0 +1,84 @@
+"""What the kernel tests share: where they run, random batches over scattered chunks, dense attention to compare with.
+
+Kernels run on a GPU if there is one, else in Triton's interpreter, which must be asked for before Triton is imported:
+the tests then run once more in a process of their own.
+"""
+
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+
+CUDA = torch.cuda.is_available()
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if CUDA else "cpu"
+
+needs_kernels = pytest.mark.skipif(not (CUDA or INTERPRETED), reason="runs in Triton's interpreter, in a process apart")
+needs_interpreter = pytest.mark.skipif(CUDA or INTERPRETED, reason="the kernels run here directly")
+
+
+def run_in_the_interpreter(file):
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", file]
+    run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def random_batch(seed, heads, kv_heads, head_dim, dtype, lengths, chunk=32, layers=2, table="random"):
+    """q, segments, block table and pool for one segment or two a seat, over contexts of these lengths.
+
+    Slots hold NaN wherever no token of a context is. table: slots in "random" or "reversed" order, or "shared": all
+    seats open with the same chunks.
+    """
+    generator, dice = torch.Generator(DEVICE).manual_seed(seed), random.Random(seed)
+    blocks = -(-max(lengths) // chunk)
+    slots = len(lengths) * blocks
+    order = torch.randperm(slots, generator=generator, device=DEVICE)
+    if table == "reversed":
+        order = torch.arange(slots - 1, -1, -1, device=DEVICE)
+    block_table = order.view(len(lengths), blocks).int()
+    if table == "shared":
+        block_table[:, : blocks // 2 + 1] = block_table[0, : blocks // 2 + 1].clone()
+    pool = torch.full((slots, layers, 2, kv_heads, chunk, head_dim), float("nan"), dtype=dtype, device=DEVICE)
+    segments, row = [], 0
+    for seat, length in enumerate(lengths):
+        filled = block_table[seat].long().repeat_interleave(chunk)[:length]
+        offsets = torch.arange(length, device=DEVICE) % chunk
+        values = torch.randn(length, layers, 2, kv_heads, head_dim, generator=generator, device=DEVICE)
+        pool[filled, :, :, :, offsets] = values.to(dtype)
+        cut = dice.randint(1, length)
+        ends = [cut, length] if dice.random() < 0.5 and cut < length else [length]
+        for before, end in zip([0, *ends], ends, strict=False):
+            q_len = dice.choice([1, 1, end - before, dice.randint(1, end - before)])
+            kv_start = dice.choice([0, 0, dice.randint(0, end - q_len)])
+            segments.append((row, q_len, kv_start, end, seat))
+            row += q_len + dice.choice([0, 0, 2])  # rows of no segment: padding
+    dice.shuffle(segments)
+    q = torch.randn(row + 3, heads, head_dim, generator=generator, device=DEVICE).to(dtype)
+    return q, torch.tensor(segments, dtype=torch.int32, device=DEVICE), block_table, pool
+
+
+def dense_attention(q, segments, block_table, pool, layer, scale, dtype):
+    """The plain formula, segment by segment, every operation in `dtype`; rows of no segment are zero."""
+    o = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    kv_heads, chunk = pool.shape[3:5]
+    share = q.shape[1] // kv_heads
+    for q_start, q_len, kv_start, kv_len, seat in segments.tolist():
+        coordinates = torch.arange(kv_start, kv_len, device=q.device)
+        slots = block_table[seat].long()[coordinates // chunk]
+        k, v = (pool[slots, layer, i, :, coordinates % chunk].to(dtype) for i in (0, 1))  # [keys, kv_heads, D]
+        k, v = (x.repeat_interleave(share, dim=1).transpose(0, 1) for x in (k, v))
+        queries = q[q_start : q_start + q_len].to(dtype).transpose(0, 1)
+        own = torch.arange(kv_len - q_len, kv_len, device=q.device)
+        score = (queries @ k.transpose(1, 2)) * scale
+        score = score.masked_fill(coordinates > own.unsqueeze(1), float("-inf"))
+        o[q_start : q_start + q_len] = (score.softmax(-1) @ v).transpose(0, 1)
+    return o
+
+
+def error(o, reference):
+    """Relative error ‖o - reference‖ / ‖reference‖, both float64 at least in the difference."""
+    return ((o.double() - reference).norm() / reference.norm()).item()
