@@ -13,7 +13,7 @@ RETRY_SECONDS = 1  # told to clients that come at a bad moment
 
 def error_object(error: RequestError) -> dict[str, Any]:
     """OpenAI's form."""
-    kind, code = "invalid_request_error", None
+    kind, code = "invalid_request_error", error.code
     if error.status == 429:
         kind, code = "rate_limit_error", "rate_limit_exceeded"
     elif error.status == 401:

@@ -17,6 +17,8 @@ class TextPart(Body):
 
 
 class MessageFunctionCall(Body):
+    IGNORED = frozenset({"parsed_arguments"})  # what the official client has read out of the arguments
+
     name: NonEmpty
     arguments: str
 
@@ -76,6 +78,7 @@ class NamedTool(Body):
 class Message(Body):
     """One message of a dialogue; its other fields are those of a reply sent back as it came."""
 
+    IGNORED = frozenset({"parsed"})  # what the official client has read out of the content
     NEUTRAL: ClassVar = {"refusal": (), "annotations": ([],), "audio": (), "function_call": ()}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]

@@ -24,6 +24,7 @@ from .text import Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 MOST_BIASES = 1024  # each is written to the logits at every step
+TOO_LONG = "context_length_exceeded"  # OpenAI's code
 
 
 @dataclass(frozen=True)
@@ -131,8 +132,8 @@ class CallMaker:
         return Style(model, body.return_token_ids, body.include_usage, body.return_sources, logprobs, echo)
 
     def _check_model(self, body: GenerationBody) -> None:
-        if body.model not in (None, self._ready.model, *self._ready.aliases):
-            raise RequestError(400, f"model {body.model!r} is not served here; {self._ready.model!r} is", "model")
+        if body.model is not None:
+            check_model(body.model, self._ready)
 
     def _need_tokenizer(self, param: str) -> Tokenizer:
         if self._tokenizer is None:
@@ -213,7 +214,10 @@ class CallMaker:
         context = self._ready.max_model_len
         if prompt >= context:
             raise RequestError(
-                400, f"the prompt has {prompt} tokens; the model's context holds {context}, reply included", "prompt"
+                400,
+                f"the prompt has {prompt} tokens; the model's context holds {context}, reply included",
+                "prompt",
+                TOO_LONG,
             )
         if limit is None:
             return min(default, context - prompt)
@@ -223,6 +227,7 @@ class CallMaker:
                 f"the prompt has {prompt} tokens and max_tokens is {limit}, together {prompt + limit}; "
                 f"the model's context holds {context}",
                 "max_tokens",
+                TOO_LONG,
             )
         return limit
 
@@ -275,6 +280,12 @@ class CallMaker:
             logprobs=asked.logprobs,
             grammar=asked.grammar,
         )
+
+
+def check_model(name: str, ready: Ready) -> None:
+    if name not in (ready.model, *ready.aliases):
+        message = f"model {name!r} is not served here; {ready.model!r} is"
+        raise RequestError(404, message, "model", "model_not_found")
 
 
 def choice_seed(seed: int, choice: int) -> int:

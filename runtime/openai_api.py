@@ -23,7 +23,7 @@ from ..scheduler.types import RequestError
 from .api_errors import error_object, error_response
 from .api_keys import OWNER, KeyCheck, owner_of
 from .api_types import ChatBody, CompletionBody, parse
-from .calls import Call, CallMaker
+from .calls import Call, CallMaker, check_model
 from .conversation_api import add_conversations
 from .engine_client import ClientGone, EngineClient, OutputStream
 from .histories import Histories
@@ -39,6 +39,7 @@ from .tokenize_api import add_tokenize
 from .tools import ToolCallParser
 
 EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+REQUEST_ID = "x-request-id"  # the id that the answer has, and its line of the log
 
 
 class Answer(Response):
@@ -74,7 +75,7 @@ class Answer(Response):
                         unfinished -= output.finish is not None
                 await self._commit(replies)
                 whole = self._call.writer.whole(list(replies.values()))
-                await JSONResponse(whole)(scope, receive, send)
+                await JSONResponse(whole, headers={REQUEST_ID: self._call.writer.id})(scope, receive, send)
         finally:
             watch.cancel()
             stream.close()
@@ -100,7 +101,8 @@ class Answer(Response):
         writer = self._call.writer
         index = {request: number for number, request in enumerate(replies)}
         outputs = await stream.next()
-        await send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
+        headers = [*EVENT_HEADERS, (REQUEST_ID.encode(), writer.id.encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         events = [writer.opening(list(replies.values()))]
         unfinished = len(replies)
         try:
@@ -193,8 +195,16 @@ def create_app(
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [described(name) for name in (ready.model, *ready.aliases)]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        check_model(name, ready)
+        return described(name)
+
+    def described(name: str) -> dict[str, Any]:
         model = {"object": "model", "created": created, "owned_by": "pensieve", "max_model_len": ready.max_model_len}
-        return {"object": "list", "data": [{"id": name, **model} for name in (ready.model, *ready.aliases)]}
+        return {"id": name, **model}
 
     @app.get("/health")
     async def health() -> Response:

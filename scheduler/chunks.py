@@ -279,21 +279,22 @@ class ChunkStore:
 
     def file(self, chunk: Chunk) -> None:
         """Puts the chunk into the set its state asks for. Called after every change of it."""
-        filed = self._belongs(chunk)
+        filed: VictimSet | OrderedSet | None = None
+        if chunk.gpu == NO_SLOT:
+            if chunk.host != NO_SLOT and not chunk.users:
+                filed = self.host_only
+        elif chunk.users:
+            if chunk.host != NO_SLOT and not chunk.loading:
+                filed = self.busy_copied
+        elif chunk.host != NO_SLOT or chunk.declined or not self.host.count:
+            filed = self.reclaimable
+        else:
+            filed = self.uncopied
         if chunk.filed is not None and chunk.filed is not filed:
             chunk.filed.discard(chunk)
         if filed is not None:
             filed.add(chunk)
         chunk.filed = filed
-
-    def _belongs(self, chunk: Chunk) -> VictimSet | OrderedSet | None:
-        on_host = chunk.host != NO_SLOT
-        if chunk.gpu == NO_SLOT:
-            return self.host_only if on_host and not chunk.users else None
-        if chunk.users:
-            return self.busy_copied if on_host and not chunk.loading else None
-        safe = on_host or chunk.declined or not self.host.count
-        return self.reclaimable if safe else self.uncopied
 
     # -- proof
 
@@ -322,10 +323,21 @@ class ChunkStore:
                 raise InvariantError(f"{chunk} is in use but not on the GPU")
             if not (chunk.resident or chunk.claims):
                 raise InvariantError(f"{chunk} is nowhere and nobody's, but still in the store")
-            belongs = self._belongs(chunk)
-            if belongs is not None and chunk not in belongs:
-                raise InvariantError(f"{chunk} is missing from a set of victims")
-            filed += belongs is not None
-        on_gpu = len(self.reclaimable) + len(self.uncopied) + len(self.busy_copied)
-        if filed != on_gpu + len(self.host_only):
+            filed += self._check_filing(chunk)
+        members = len(self.reclaimable) + len(self.uncopied) + len(self.host_only) + len(self.busy_copied)
+        if filed != members:
             raise InvariantError("a chunk is filed where it does not belong")
+
+    def _check_filing(self, chunk: Chunk) -> bool:
+        """Decides anew, apart from `file`, where the chunk belongs; returns whether that is anywhere."""
+        on_gpu, on_host = chunk.gpu != NO_SLOT, chunk.host != NO_SLOT
+        belongs: VictimSet | OrderedSet | None = None
+        if chunk.users and on_gpu and on_host and not chunk.loading:
+            belongs = self.busy_copied
+        if not chunk.users and on_host and not on_gpu:
+            belongs = self.host_only
+        if not chunk.users and on_gpu:
+            belongs = self.reclaimable if on_host or chunk.declined or self.host.count == 0 else self.uncopied
+        if chunk.filed is not belongs or (belongs is not None and chunk not in belongs):
+            raise InvariantError(f"{chunk} is not filed where it belongs")
+        return belongs is not None

@@ -116,21 +116,21 @@ class VictimSet:
         """(V at `now`, member) by V. The caller may discard and add as it goes; members added may be missed."""
         sign = -1.0 if descending else 1.0
         merge: list[tuple[float, int, int, Chunk]] = []
-        walks = {number: (class_weight(number), group.walk(descending)) for number, group in self._classes.items()}
-
-        def advance(number: int) -> None:
+        walks = {number: (sign * class_weight(number), kin.walk(descending)) for number, kin in self._classes.items()}
+        for number, (weight, walk) in walks.items():
+            for stamp, chunk in walk:
+                merge.append((weight / max(now - stamp, SHORTEST_IDLE_S), chunk.end, number, chunk))
+                break
+        heapq.heapify(merge)
+        while merge:
+            value, _, number, chunk = merge[0]
+            yield sign * value, chunk
             weight, walk = walks[number]
             for stamp, chunk in walk:
-                value = weight / max(now - stamp, SHORTEST_IDLE_S)
-                heapq.heappush(merge, (sign * value, chunk.end, number, chunk))
-                return
-
-        for number in walks:
-            advance(number)
-        while merge:
-            value, _, number, chunk = heapq.heappop(merge)
-            yield sign * value, chunk
-            advance(number)
+                heapq.heapreplace(merge, (weight / max(now - stamp, SHORTEST_IDLE_S), chunk.end, number, chunk))
+                break
+            else:
+                heapq.heappop(merge)
 
 
 class _WeightClass:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from .chunks import NO_SLOT, Chunk, ChunkStore
+from .chunks import NO_SLOT, ChunkStore
 from .copies import StepCopies
 from .retention import Head
 from .types import InvariantError
@@ -42,12 +42,13 @@ class RoomMaker:
         First those that cost nothing, then only copies: moved to HOST by a copy that the step waits for, or dropped.
         """
         store = self._store
-        turn: float | None = None
+        missing, turn = count - store.gpu.free, -1.0
         while victim := self._reclaimable.peek():
-            if store.gpu.free >= count and not self._same_turn(victim, turn):
+            if missing <= 0 and not (store.policy.whole and store.policy.stamp(victim) == turn):
                 return
             turn = store.policy.stamp(victim)
             store.release_gpu(victim)
+            missing -= 1
         while store.gpu.free < count:
             if not (victim := self._uncopied.peek()):
                 raise InvariantError(f"{count} GPU slots were counted as obtainable, {store.gpu.free} are")
@@ -76,29 +77,29 @@ class RoomMaker:
         longer than this one; chunks worth less than this one.
         """
         host = self._store.host
-        if not host.free:
-            self._give_up_host_copy(value)
-        return host.take() if host.free else NO_SLOT
+        if host.free or self._give_up_host_copies(value):
+            return host.take()
+        return NO_SLOT
 
-    def _give_up_host_copy(self, value: float) -> None:
+    def _give_up_host_copies(self, value: float) -> bool:
+        """At least one, if it can be."""
         store, in_use = self._store, self._copies.host_slot_in_use
         # Filed in order: behind one whose slot this plan uses, all are this plan's.
         busy = next(iter(store.busy_copied), None)
         if busy is not None and not in_use(busy.host):
             store.release_host(busy)
-            return
+            return True
         idle = self._most_valuable.peek()
         if idle and self._most_valuable.value > value and idle.host != NO_SLOT and not in_use(idle.host):
             store.release_host(idle)
-            return
-        turn: float | None = None
-        while (victim := self._host_only.peek()) and not in_use(victim.host):
-            if self._host_only.value >= value if turn is None else not self._same_turn(victim, turn):
-                return
-            turn = store.policy.stamp(victim)
+            return True
+        victim = self._host_only.peek()
+        if victim is None or self._host_only.value >= value or in_use(victim.host):
+            return False
+        turn = store.policy.stamp(victim)
+        store.drop(victim)
+        while store.policy.whole and (victim := self._host_only.peek()):
+            if store.policy.stamp(victim) != turn or in_use(victim.host):
+                break
             store.drop(victim)
-
-    def _same_turn(self, victim: Chunk, turn: float | None) -> bool:
-        """Whether a policy that evicts by conversation takes this one along."""
-        policy = self._store.policy
-        return policy.whole and policy.stamp(victim) == turn
+        return True

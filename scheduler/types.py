@@ -26,14 +26,17 @@ class SettingError(ValueError):
 
 
 class RequestError(ValueError):
-    """A request cannot be served; its client is told why. `status` is the HTTP status, `param` the field at fault."""
+    """A request cannot be served; its client is told why. `status` is the HTTP status, `param` the field at fault.
 
-    def __init__(self, status: int, message: str, param: str | None = None):
+    `code`: the name that OpenAI gives to this kind of error, where programs look for it.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
         super().__init__(message)
-        self.status, self.message, self.param = status, message, param
+        self.status, self.message, self.param, self.code = status, message, param, code
 
-    def __reduce__(self) -> tuple[type[RequestError], tuple[int, str, str | None]]:
-        return RequestError, (self.status, self.message, self.param)
+    def __reduce__(self) -> tuple[type[RequestError], tuple[int, str, str | None, str | None]]:
+        return RequestError, (self.status, self.message, self.param, self.code)
 
 
 class InvariantError(AssertionError):

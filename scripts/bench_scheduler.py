@@ -33,7 +33,7 @@ from ..scheduler.scheduler import Scheduler
 from ..scheduler.types import Request, RequestId
 
 CHUNK_TOKENS = 32
-HISTORY_CHUNKS = 64
+HISTORY_CHUNKS = 50
 LONG_PROMPT_TOKENS = 3200
 PHASES = ("plan", "pack", "apply", "total")
 STEP_S = 0.02  # on the scheduler's clock

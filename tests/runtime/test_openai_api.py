@@ -209,7 +209,6 @@ def test_streamed_chat_begins_with_the_role(ask: Callable[..., Any]) -> None:
 # Bad input
 
 BAD = [
-    ({"prompt": "x", "model": "other"}, "model"),
     ({"prompt": "x", "model": 3}, "model"),
     ({}, "prompt"),
     ({"prompt": ""}, "prompt"),

@@ -1,0 +1,75 @@
+"""What the official client reads besides the answer: codes of errors, ids of requests, fields that it adds itself."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+
+from pensieve.runtime.api_errors import error_object
+from pensieve.scheduler.types import RequestError
+
+from .fake_loop import FakeLoop
+
+COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+HI = [{"role": "user", "content": "hi"}]
+
+
+def error_of(response: httpx.Response) -> tuple[int, str | None, str | None]:
+    error = response.json()["error"]
+    return response.status_code, error["code"], error["param"]
+
+
+def test_a_model_that_is_not_served_is_not_found(ask: Callable[..., Any]) -> None:
+    async def everywhere(http: httpx.AsyncClient) -> list[httpx.Response]:
+        bodies = ((COMPLETION, {"prompt": "x"}), (CHAT, {"messages": HI}), ("/v1/responses", {"input": "x"}))
+        posts = [http.post(path, json={"model": "other", **body}) for path, body in bodies]
+        return await asyncio.gather(*posts, http.get("/v1/models/other"))
+
+    loop = FakeLoop()
+    for response in ask(everywhere, loop):
+        assert error_of(response) == (404, "model_not_found", "model")
+        assert "'other'" in response.json()["error"]["message"]
+    assert not loop.log
+
+
+def test_one_model_is_described_as_in_the_list(ask: Callable[..., Any]) -> None:
+    async def both(http: httpx.AsyncClient) -> list[Any]:
+        return [(await http.get(path)).json() for path in ("/v1/models", "/v1/models/fake")]
+
+    listed, one = ask(both)
+    assert listed["data"] == [one]
+
+
+def test_what_does_not_fit_the_context_has_a_code(ask: Callable[..., Any]) -> None:
+    async def both(http: httpx.AsyncClient) -> list[httpx.Response]:
+        bodies = ({"prompt": [5] * 300}, {"prompt": [5] * 200, "max_tokens": 100})
+        return [await http.post(COMPLETION, json=body) for body in bodies]
+
+    answers = [error_of(response) for response in ask(both)]
+    assert answers == [(400, "context_length_exceeded", "prompt"), (400, "context_length_exceeded", "max_tokens")]
+
+
+def test_a_code_survives_the_way_between_processes() -> None:
+    error = pickle.loads(pickle.dumps(RequestError(404, "gone", "model", "model_not_found")))
+    assert error_object(error)["error"]["code"] == error.code == "model_not_found"
+
+
+def test_answers_name_their_request(ask: Callable[..., Any]) -> None:
+    """The header is the id of the answer, which is that of the log's line."""
+    whole = ask(lambda http: http.post(COMPLETION, json={"prompt": "x"}))
+    assert whole.headers["x-request-id"] == whole.json()["id"]
+    stream = ask(lambda http: http.post(COMPLETION, json={"prompt": "x", "stream": True}))
+    assert f'"{stream.headers["x-request-id"]}"' in stream.text
+
+
+def test_what_the_client_has_parsed_may_be_sent_back(ask: Callable[..., Any]) -> None:
+    function = {"name": "weather", "arguments": "{}", "parsed_arguments": {}}
+    parsed = [
+        {"role": "assistant", "content": "{}", "parsed": {"a": 1}},
+        {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": function}], "parsed": None},
+    ]
+    assert ask(lambda http: http.post(CHAT, json={"messages": [*HI, *parsed, *HI]})).status_code == 200
