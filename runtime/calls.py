@@ -282,10 +282,11 @@ class CallMaker:
         )
 
 
-def check_model(name: str, ready: Ready) -> None:
+def check_model(name: str, ready: Ready, status: int = 400) -> None:
+    """Raises RequestError if no model of that name is served here. OpenAI answers 404; our contract says 400."""
     if name not in (ready.model, *ready.aliases):
         message = f"model {name!r} is not served here; {ready.model!r} is"
-        raise RequestError(404, message, "model", "model_not_found")
+        raise RequestError(status, message, "model", "model_not_found")
 
 
 def choice_seed(seed: int, choice: int) -> int:

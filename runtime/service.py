@@ -126,6 +126,7 @@ class Service:
                     self._refuse(request.id, error)
             case Abort(request):
                 self._scheduler.abort(request, now)
+                self._send(Applied())
             case Finish(request, tokens):
                 output = self._scheduler.finish(request, tokens, now)
                 self._send(Applied(events=[output] if output else []))

@@ -259,4 +259,4 @@ def test_a_model_has_several_names_and_the_first_is_told() -> None:
         answers = [await complete(http, model=name) for name in ("fake", "short", "other")]
         return [names, [answer.status_code for answer in answers], answers[1].json()["model"]]
 
-    assert serve(FakeLoop(), ask, aliases=("short",)) == [["fake", "short"], [200, 200, 404], "fake"]
+    assert serve(FakeLoop(), ask, aliases=("short",)) == [["fake", "short"], [200, 200, 400], "fake"]

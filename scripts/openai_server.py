@@ -1,0 +1,119 @@
+"""A server as the behaviours of `check_openai` see it: through the official client, or raw where that is in the way."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+import openai
+
+WAIT_S = 20.0
+RUNNING = "pensieve:num_requests_running"
+
+Messages = list[dict[str, Any]]
+Refusal = TypeVar("Refusal", bound=openai.APIError)
+
+
+class Skipped(Exception):
+    """This server gives no occasion to see the behaviour; says why."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """`url` ends in /v1."""
+
+    url: str
+    model: str
+    api_key: str
+
+    @cached_property
+    def client(self) -> Any:
+        """An `openai.OpenAI`, whose overloads do not take options from a dict. It does not try again: what the server
+        answers is what counts.
+        """
+        return openai.OpenAI(base_url=self.url, api_key=self.api_key, max_retries=0, timeout=60)
+
+    def chat(self, content: str = "Tell me about tea.", **options: Any) -> Any:
+        """A chat completion; options are those of `chat.completions.create`, of which `messages` replaces `content`."""
+        options = {"messages": user(content), "max_tokens": 10, **options}
+        return self.client.chat.completions.create(model=self.model, **options)
+
+    def complete(self, prompt: Any = "Tea is", **options: Any) -> Any:
+        return self.client.completions.create(model=self.model, prompt=prompt, **{"max_tokens": 8, **options})
+
+    def respond(self, content: str = "Tell me about tea.", **options: Any) -> Any:
+        options = {"input": content, "max_output_tokens": 16, **options}
+        return self.client.responses.create(model=self.model, **options)
+
+    def refuses(self, kind: type[Refusal], ask: Callable[[], Any]) -> Refusal:
+        """The error of this kind that asking ends in; its message must say something."""
+        try:
+            answer = ask()
+        except kind as error:
+            assert error.message, "the error has no message"
+            return error
+        raise AssertionError(f"no {kind.__name__} but {answer!r:.200}")
+
+    def raw(self, path: str, body: bytes | None = None) -> tuple[int, str]:
+        """Status and body of a GET, or of a POST of `body`, below the server's root."""
+        headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
+        request = urllib.request.Request(self.url.removesuffix("/v1") + path, body, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=30) as response:
+                return response.status, response.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+
+    @cached_property
+    def context(self) -> int:
+        """Tokens of the longest context."""
+        context = getattr(self.client.models.list().data[0], "max_model_len", None)
+        if context is None:
+            raise Skipped("the server does not tell max_model_len")
+        return int(context)
+
+    @property
+    def running(self) -> float:
+        """Requests that the engine works on."""
+        status, text = self.raw("/metrics")
+        values = [line.split()[-1] for line in text.splitlines() if line.startswith((RUNNING + " ", RUNNING + "{"))]
+        if status != 200 or not values:
+            raise Skipped(f"the server does not tell {RUNNING}")
+        return sum(map(float, values))
+
+
+def user(content: str) -> Messages:
+    return [{"role": "user", "content": content}]
+
+
+def texts(chunks: Sequence[Any], choices: int = 1) -> list[str]:
+    """The text of each choice of streamed chat."""
+    joined = [""] * choices
+    for chunk in chunks:
+        for choice in chunk.choices:
+            joined[choice.index] += choice.delta.content or ""
+    return joined
+
+
+def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
+    """`response_format` for a JSON schema."""
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    until = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < until, f"after {WAIT_S:.0f} s still not: {what}"
+        time.sleep(0.02)
+
+
+def error_of(body: str) -> dict[str, Any]:
+    """OpenAI's error object in a raw answer."""
+    return dict(json.loads(body)["error"])
