@@ -29,4 +29,4 @@ lint: setup
 
 test: lint
 	@echo "== tests"
-	.venv/bin/python -m pytest -q $(ARGS)
+	.venv/bin/python -m pytest -q --numprocesses 2 --dist loadfile $(ARGS)

@@ -28,8 +28,7 @@ Seconds = Annotated[float, Field(gt=0.0, allow_inf_nan=False, strict=False)]
 class NewConversation(Body):
     """POST /v1/conversations, and .../fork."""
 
-    IGNORED = frozenset({"metadata"})
-    NEUTRAL: ClassVar = {"items": ([],)}
+    NEUTRAL: ClassVar = {"items": ([],), "metadata": ({},)}
 
     id: NonEmpty | None = None
 
