@@ -96,7 +96,8 @@ def test_a_client_that_hangs_up_aborts_its_request(server):
     body = dict(model="demo", prompt=[45] * 20, max_tokens=1900, stream=True, ignore_eos=True)
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
         assert response.status_code == 200
-        next(response.iter_lines())
+        lines = response.iter_lines()  # kept: without it the response would be closed
+        next(lines)
         wait_for(lambda: server.metric("pensieve:num_requests_running") == 1)
     wait_for(lambda: server.metric("pensieve:num_requests_running") == 0)
     wait_for(lambda: server.metric('pensieve:kv_slots{state="in_use",tier="gpu"}') == 0)
