@@ -10,11 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from . import attention_reference
+
+if TYPE_CHECKING:
+    from .work_list import WorkList
 
 
 def _no_gate(layer: int) -> None:
@@ -26,26 +30,33 @@ class KVPool:
     """tensor `[slot, layers, 2, kv_heads, chunk_tokens, head_dim]`.
 
     `gate(layer)` is called before a layer's KV is first touched; it returns once that layer's swap-in is complete (or
-    is certain to be, for what comes later on the same stream).
+    is certain to be, for what comes later on the same stream). `work` is a GPU's list of the attention of one step:
+    whoever uploads a step's segments builds it, once, on the stream of the step and ahead of its launch.
     """
 
     tensor: Tensor
     gate: Callable[[int], None] = _no_gate
+    work: WorkList | None = None
 
 
 _pools: dict[int, KVPool] = {}
 _handles = count(1)  # never given twice: a stale handle is an error, not another pool
 
 
-def register_pool(tensor: Tensor, gate: Callable[[int], None] = _no_gate) -> int:
-    """Names a pool for the operations. The caller keeps owning the tensor and releases the handle."""
+def register_pool(tensor: Tensor, gate: Callable[[int], None] = _no_gate, work: WorkList | None = None) -> int:
+    """Names a pool for the operations. The caller keeps owning the tensor and releases the handle.
+
+    A pool on a GPU needs `work` (`attention_kernel.make_work_list`).
+    """
     if tensor.dim() != 6 or tensor.shape[2] != 2 or not tensor.is_contiguous():
         raise ValueError(
             "a KV pool is a contiguous [slot, layers, 2, kv_heads, chunk_tokens, head_dim] tensor, "
             f"not {list(tensor.shape)}"
         )
+    if tensor.is_cuda and work is None:
+        raise ValueError("a KV pool on a GPU needs a work list")
     handle = next(_handles)
-    _pools[handle] = KVPool(tensor, gate)
+    _pools[handle] = KVPool(tensor, gate, work)
     return handle
 
 
@@ -76,6 +87,26 @@ def _multi_token_attention(
     q: Tensor, segments: Tensor, block_table: Tensor, pool: int, layer: int, scale: float
 ) -> Tensor:
     return attention_reference.multi_token_attention(q, segments, block_table, _pools[pool].tensor, layer, scale)
+
+
+@torch.library.impl("pensieve::write_kv", "cuda")
+def _write_kv_cuda(q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, slots: Tensor, pool: int, layer: int) -> Tensor:
+    from . import kv_write_kernel  # Triton comes with CUDA only
+
+    kv = _pools[pool]
+    kv.gate(layer)
+    return kv_write_kernel.write_kv(q, k, v, rotary, slots, kv.tensor, layer)
+
+
+@torch.library.impl("pensieve::multi_token_attention", "cuda")
+def _multi_token_attention_cuda(
+    q: Tensor, segments: Tensor, block_table: Tensor, pool: int, layer: int, scale: float
+) -> Tensor:
+    from . import attention_kernel
+
+    kv = _pools[pool]
+    assert kv.work is not None  # by register_pool; it lists the same segments
+    return attention_kernel.multi_token_attention(q, block_table, kv.tensor, layer, scale, kv.work)
 
 
 @torch.library.register_fake("pensieve::write_kv")

@@ -259,7 +259,7 @@ class ChunkStore:
 
     def _moved(self, chunk: Chunk) -> None:
         self.file(chunk)
-        if not chunk.resident and chunk.users == 0:
+        if chunk.gpu == NO_SLOT and chunk.host == NO_SLOT and chunk.users == 0:
             self.dropped += bool(chunk.tokens)
             self._forget_if_gone(chunk)
 

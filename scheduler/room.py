@@ -60,14 +60,19 @@ class RoomMaker:
     def save_ahead(self, available: int, most: int) -> int:
         """Copies out chunks of lowest V until `available` GPU slots cost nothing, at most `most`; returns how many."""
         store, saved = self._store, 0
-        while store.available < available and saved < most and (chunk := self._uncopied.peek()):
-            if (slot := self._host_slot(self._uncopied.value)) != NO_SLOT:
-                self._copies.saves.add(chunk.gpu, slot)
-                chunk.host = slot
-                saved += 1
-            else:
-                chunk.declined = True
-            store.file(chunk)
+        # Giving up the copy of an idle chunk takes from what is available, hence the second look.
+        while saved < most and (missing := available - store.available) > 0:
+            for _ in range(missing):
+                chunk = self._uncopied.peek()
+                if chunk is None or saved == most:
+                    return saved
+                if (slot := self._host_slot(self._uncopied.value)) != NO_SLOT:
+                    self._copies.saves.add(chunk.gpu, slot)
+                    chunk.host = slot
+                    saved += 1
+                else:
+                    chunk.declined = True
+                store.file(chunk)
         return saved
 
     def _host_slot(self, value: float) -> int:

@@ -1,6 +1,6 @@
 """Time to first token, turn by turn, of one long conversation: with reuse and without, one server after the other.
 
-python -m pensieve.scripts.bench_turns [--turns 10] [--input-tokens 100] [--output-tokens 32] [-- serve options]
+python -m pensieve.scripts.bench_turns [--turns 10] [--input-tokens 38] [--output-tokens 205] [-- serve options]
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 
@@ -22,9 +23,11 @@ VOCABULARY = 250
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench_turns", description=__doc__.splitlines()[0])
     parser.add_argument("--turns", type=int, default=10)
-    parser.add_argument("--input-tokens", type=int, default=200, help="new tokens a turn (default %(default)s)")
-    parser.add_argument("--output-tokens", type=int, default=32, help="reply tokens a turn (default %(default)s)")
-    parser.add_argument("--conversations", type=int, default=3, help="one after the other (default %(default)s)")
+    parser.add_argument(
+        "--input-tokens", type=int, default=38, help="new tokens a turn (default: ShareGPT, %(default)s)"
+    )
+    parser.add_argument("--output-tokens", type=int, default=205, help="of a reply (default: ShareGPT, %(default)s)")
+    parser.add_argument("--conversations", type=int, default=2, help="one after the other (default %(default)s)")
     parser.add_argument("--engine", default="demo", help="engine directory (default: the demo model)")
     parser.add_argument("serve", nargs="*", help="options of `pensieve serve`, behind --")
     args = parser.parse_args(argv)
@@ -52,6 +55,8 @@ def start_server(options: Sequence[str], engine: str) -> tuple[subprocess.Popen[
     assert process.stderr is not None
     for line in process.stderr:
         if found := re.search(r"serving .* on http://.*:(\d+)", line):
+            # A full pipe would stop the server at its next line.
+            threading.Thread(target=process.stderr.read, daemon=True).start()
             return process, int(found[1])
     raise RuntimeError("the server did not start")
 
@@ -69,7 +74,9 @@ def converse(port: int, seed: int, args: argparse.Namespace) -> list[float]:
     return seconds
 
 
-def stream(port: int, conversation: str, prompt: list[int], max_tokens: int) -> tuple[float, list[int]]:
+def stream(
+    port: int, conversation: str, prompt: list[int], max_tokens: int, key: str = "none"
+) -> tuple[float, list[int]]:
     """One streamed completion: seconds to its first token, and its token ids."""
     body = dict(
         prompt=prompt,
@@ -81,9 +88,13 @@ def stream(port: int, conversation: str, prompt: list[int], max_tokens: int) -> 
     )
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
     start = time.perf_counter()
-    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
     first, reply = 0.0, []
-    for line in connection.getresponse():
+    response = connection.getresponse()
+    if response.status != 200:
+        raise RuntimeError(response.read().decode())
+    for line in response:
         if line.startswith(b"data: {"):
             event = json.loads(line[6:])
             if "error" in event:

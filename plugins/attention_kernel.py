@@ -1,0 +1,271 @@
+"""`multi_token_attention` on a GPU, in Triton. Its twin is `attention_reference.multi_token_attention`.
+
+One kernel serves decode (one query), append (some) and prefill (thousands) over scattered chunks; the classes of a work
+list differ in tile shape only. The grid is persistent: programs take items off the list until it is empty, so one
+captured launch serves any mixture. See `work_list` for tiles, splits and merging.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .work_list import ITEM, Capacity, Tile, WorkList
+
+LOG2_E = 1.4426950408889634
+UNMASKED_ABOVE = 16  # rows of a tile; below, masks cost nothing
+
+
+def tiles_for(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> tuple[Tile, ...]:
+    """Tile shapes by class, measured (docs/kernels.md). ValueError for shapes that no tile holds."""
+    group = heads // kv_heads
+    if group > 64 or not 16 <= head_dim <= 256:
+        raise ValueError(f"no tile holds {group} query heads a key head of size {head_dim}: at most 64, 16 to 256")
+    least = max(16, triton.next_power_of_2(group))
+    if dtype == torch.float32:  # IEEE products run outside the matrix units; a small tile keeps them in registers
+        return (Tile(least, 32, 4, 2, 2),)
+    keys = 64 if head_dim <= 128 else 32
+    large = Tile(128, keys, 8, 3, 1)
+    medium = Tile(64, keys, 4, 3, 2)
+    return (medium, large) if least > 16 else (Tile(16, keys, 4, 3, 3, 168), medium, large)
+
+
+def make_work_list(capacity: Capacity, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype,
+                   device: str = "cuda") -> WorkList:  # fmt: skip
+    """A work list for pools of this shape and dtype."""
+    return WorkList(capacity, heads, kv_heads, head_dim, tiles_for(dtype, heads, kv_heads, head_dim), device)
+
+
+def multi_token_attention(q: Tensor, block_table: Tensor, pool: Tensor, layer: int, scale: float,
+                          work: WorkList) -> Tensor:  # fmt: skip
+    """Attention of q [T, heads, head_dim] (rotated) over the pool's `layer`, as `work` lists it.
+
+    block_table [seats, blocks] int32; pool `[slot, layers, 2, kv_heads, chunk_tokens, head_dim]`; scale > 0.
+    Returns o [T, heads, head_dim]; tokens of no segment get zeros.
+    """
+    tokens, heads, head_dim = q.shape
+    _, _, _, kv_heads, chunk_tokens, _ = pool.shape
+    if tokens > work.capacity.tokens or q.stride(2) != 1:
+        raise ValueError(f"q {list(q.shape)} is strided in a head, or beyond the {work.capacity.tokens} tokens listed")
+    o = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
+    reachable = [i for i in range(len(work.tiles)) if i == 0 or tokens * work.group > work.tiles[i - 1].rows]
+
+    def attend(kind: int) -> None:
+        tile = work.tiles[kind]
+        _attend[(work.processors * tile.programs,)](
+            q, o, work.partial, work.lse, pool, block_table, work.items[kind], work.arrivals[kind], work.counters,
+            work.covered, kind, len(work.tiles), tokens, q.stride(0), q.stride(1), block_table.stride(0),
+            pool.stride(0), layer * pool.stride(1), scale * LOG2_E,
+            KV_HEADS=kv_heads, GROUP=work.group, HEAD_DIM=head_dim, CHUNK=chunk_tokens,
+            DIM=triton.next_power_of_2(head_dim), ROWS=tile.rows, KEYS=tile.keys, UNMASKED=tile.rows > UNMASKED_ABOVE,
+            LARGEST=kind > 0 and kind == len(work.tiles) - 1, WORDS=ITEM, num_warps=tile.warps, num_stages=tile.stages,
+            maxnreg=tile.registers,
+        )  # fmt: skip
+
+    _side_by_side(q, [functools.partial(attend, kind) for kind in reversed(reachable)])
+    return o
+
+
+@functools.cache
+def _side_streams(device: torch.device, count: int) -> list[torch.cuda.Stream]:
+    return [torch.cuda.Stream(device, priority=-1) for _ in range(count)]
+
+
+def _side_by_side(q: Tensor, launches: list[Callable[[], None]]) -> None:
+    """Launches kernels that may run at once: tiles of many rows use the matrix units, those of few the memory.
+
+    The last runs on the current stream, which waits for the others before it goes on. Also inside a captured graph.
+    """
+    *others, own = launches
+    if not q.is_cuda:
+        for launch in launches:
+            launch()
+        return
+    main = torch.cuda.current_stream(q.device)
+    sides = _side_streams(q.device, len(others))
+    for side, launch in zip(sides, others, strict=True):
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            launch()
+    own()
+    for side in sides:
+        main.wait_stream(side)
+
+
+@triton.jit
+def _attend_tiles(acc, top, total, q, keys, table, own, begin, end, scale, slot_stride, first, skip_from, skip, count,
+                  KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr, DIM: tl.constexpr,
+                  KEYS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """Online softmax over `count` tiles of keys from tile `first`, leaving out `skip` tiles behind `skip_from`.
+
+    acc, top, total  weighted sum of values, largest score (base 2) and sum of weights of each row so far
+    """
+    key = tl.arange(0, KEYS)
+    dim = tl.arange(0, DIM)
+    inside = keys + ((key % CHUNK) * HEAD_DIM)[:, None] + dim[None, :]
+    to_values: tl.constexpr = KV_HEADS * CHUNK * HEAD_DIM
+    n = (first + tl.where(skip_from <= 0, skip, 0)) * KEYS + key
+    slot = tl.load(table + n // CHUNK, mask=n < end, other=0)
+    for i in range(count):
+        # The slots of the next tile are read now, so that its keys can be asked for without waiting for them.
+        ahead = (first + i + 1 + tl.where(i + 1 >= skip_from, skip, 0)) * KEYS + key
+        next_slot = tl.load(table + ahead // CHUNK, mask=ahead < end, other=0)
+        at = inside + (slot.to(tl.int64) * slot_stride)[:, None]
+        if KEYS < CHUNK:
+            at += ((n % CHUNK - key) * HEAD_DIM)[:, None]
+        loaded = (n < end)[:, None] & (dim < HEAD_DIM)[None, :]
+        if MASKED or HEAD_DIM != DIM:
+            k = tl.load(at, mask=loaded, other=0.0)
+        else:
+            k = tl.load(at)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if MASKED:
+            seen = (n[None, :] <= own[:, None]) & (n >= begin)[None, :] & (n < end)[None, :]
+            score = tl.where(seen, score, float("-inf"))
+        higher = tl.maximum(top, tl.max(score, 1) * scale)
+        base = higher
+        if MASKED:  # a row that has seen no key yet has no finite score
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+        weight = tl.exp2(score * scale - base[:, None])
+        decay = tl.exp2(top - base)
+        total = total * decay + tl.sum(weight, 1)
+        acc = acc * decay[:, None]
+        if MASKED or HEAD_DIM != DIM:
+            v = tl.load(at + to_values, mask=loaded, other=0.0)
+        else:
+            v = tl.load(at + to_values)
+        acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
+        top = higher
+        n, slot = ahead, next_slot
+    return acc, top, total
+
+
+@triton.jit
+def _merge_splits(partial, lse, first, splits, reached, kept, query_kept, heads, ROWS: tl.constexpr,
+                  HEAD_DIM: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
+    """Merges the partial results of a tile's rows in the order of their splits. first [ROWS]: pair of split 0."""
+    dim = tl.arange(0, DIM)
+    acc = tl.zeros([ROWS, DIM], tl.float32)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    for split in range(reached):
+        at = first + split * heads
+        part_top = tl.load(lse + at, mask=query_kept, other=float("-inf"), cache_modifier=".cg")
+        part = tl.load(partial + at[:, None] * HEAD_DIM + dim[None, :], mask=kept, other=0.0, cache_modifier=".cg")
+        higher = tl.maximum(top, part_top)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        decay = tl.exp2(top - base)
+        weight = tl.exp2(part_top - base)
+        acc = acc * decay[:, None] + part * weight[:, None]
+        total = total * decay + weight
+        top = higher
+    return acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
+
+
+@triton.jit
+def _attend(q, o, partial, lse, pool, block_table, items, arrivals, counters, covered, kind, classes, tokens,
+            q_stride, q_head_stride, blocks, slot_stride, layer_offset, scale,
+            KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr,
+            DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, UNMASKED: tl.constexpr,
+            LARGEST: tl.constexpr, WORDS: tl.constexpr):  # fmt: skip
+    """Takes (item, key head) pairs off the list of one class until none is left. scale includes log2(e).
+
+    Row r of a tile is query r // GROUP of the item and head r % GROUP of the group. With UNMASKED, tiles of keys that
+    every row sees are done without masks.
+    """
+    heads: tl.constexpr = KV_HEADS * GROUP
+    listed = tl.load(counters + kind) * KV_HEADS
+    taken_count = counters + classes + kind
+    programs = tl.num_programs(0)
+    if LARGEST:
+        programs = tl.minimum(programs, tl.load(counters + 3 * classes))
+    taken = tl.where(tl.program_id(0) < programs, tl.program_id(0), listed)
+    row = tl.arange(0, ROWS)
+    dim = tl.arange(0, DIM)
+    while taken < listed:
+        index = taken // KV_HEADS
+        head = taken % KV_HEADS
+        following = tl.atomic_add(taken_count, 1, sem="relaxed") + programs  # early: it takes a while
+        item = items + index * WORDS
+        q_row = tl.load(item)
+        size = tl.load(item + 1)
+        first_own = tl.load(item + 2)
+        begin = tl.load(item + 3)
+        end = tl.load(item + 4)
+        seat = tl.load(item + 5)
+        pair = tl.load(item + 6)
+        split = tl.load(item + 7)
+        splits = tl.load(item + 8)
+        reached = tl.load(item + 9)
+        tile = tl.load(item + 10)
+
+        query = row // GROUP
+        q_head = head * GROUP + row % GROUP
+        query_kept = query < size
+        kept = query_kept[:, None] & (dim < HEAD_DIM)[None, :]
+        at = (q_row + query).to(tl.int64) * q_stride + q_head * q_head_stride
+        rows = tl.load(q + at[:, None] + dim[None, :], mask=kept, other=0.0)
+        own = first_own + query
+        keys = pool + layer_offset + head * (CHUNK * HEAD_DIM)
+        table = block_table + seat.to(tl.int64) * blocks
+
+        acc = tl.zeros([ROWS, DIM], tl.float32)
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        # tiles of keys   | head |       full        |   tail   |    head: begins before `begin`; full: every row
+        #                 first                                       sees all of it
+        first = begin // KEYS
+        count = tl.cdiv(end, KEYS) - first
+        if UNMASKED:
+            start = tl.where(begin % KEYS == 0, 0, 1)
+            full = tl.minimum(end, first_own + 1) // KEYS - first - start
+            full = tl.maximum(tl.minimum(full, count - start), 0)
+            acc, top, total = _attend_tiles(
+                acc, top, total, rows, keys, table, own, begin, end, scale, slot_stride, first + start, 0, 0,
+                full, KV_HEADS, HEAD_DIM, CHUNK, DIM, KEYS, False)  # fmt: skip
+            acc, top, total = _attend_tiles(
+                acc, top, total, rows, keys, table, own, begin, end, scale, slot_stride, first, start, full,
+                count - full, KV_HEADS, HEAD_DIM, CHUNK, DIM, KEYS, True)  # fmt: skip
+        else:
+            acc, top, total = _attend_tiles(
+                acc, top, total, rows, keys, table, own, begin, end, scale, slot_stride, first, 0, 0,
+                count, KV_HEADS, HEAD_DIM, CHUNK, DIM, KEYS, True)  # fmt: skip
+
+        result = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
+        to = ((q_row + query).to(tl.int64) * heads + q_head) * HEAD_DIM
+        target = o + to[:, None] + dim[None, :]
+        if splits == 1:
+            tl.store(target, result.to(o.dtype.element_ty), mask=kept)
+        elif split < reached:  # not beyond the tile's last query
+            first_part = (pair + query * splits).to(tl.int64) * heads + q_head
+            part = first_part + split * heads
+            tl.store(partial + part[:, None] * HEAD_DIM + dim[None, :], result, mask=kept)
+            tl.store(lse + part, tl.log2(total) + top, mask=query_kept)
+            # Whoever finishes a tile's last split merges them all. The barrier puts the stores of all threads before
+            # the release, the acquire puts those of the other programs before the reads.
+            tl.debug_barrier()
+            counter = arrivals + tile * KV_HEADS + head
+            if tl.atomic_add(counter, 1, sem="acq_rel") == reached - 1:
+                tl.store(counter, 0)
+                merged = _merge_splits(partial, lse, first_part, splits, reached, kept, query_kept, heads, ROWS,
+                                       HEAD_DIM, DIM)  # fmt: skip
+                tl.store(target, merged.to(o.dtype.element_ty), mask=kept)
+        taken = following
+
+    if kind == 0:
+        wide = tl.arange(0, DIM)
+        for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
+            if tl.load(covered + token) == 0:
+                for head in range(heads):
+                    to = (token * heads + head) * HEAD_DIM
+                    tl.store(o + to + wide, tl.zeros([DIM], o.dtype.element_ty), mask=wide < HEAD_DIM)
+    # The last program out leaves the counters as the next layer's attention needs them.
+    left_count = taken_count + classes
+    if tl.atomic_add(left_count, 1) == tl.num_programs(0) - 1:
+        tl.store(taken_count, 0)
+        tl.store(left_count, 0)

@@ -1,0 +1,266 @@
+"""The work of one step's attention, listed on the device once a step and shared by all layers.
+
+A *tile* is some consecutive queries of a segment, times the query heads that share a key head: the rows of one matrix
+product. A *split* is a part of the keys between two fixed coordinates. An *item* is one tile over one split; a program
+of the attention kernel takes an item and a key head at a time. Who finishes a tile's last split merges all of them.
+
+Which tiles, which splits and in which order they are merged depends on the query's own segment only, never on what
+else is in the step: a row's result is the same bits whatever its neighbours are.
+
+    keys of a segment   kv_start ........................................ kv_len
+    splits              |------- first -------|---- second ----|- third -|     see `cuts`
+    a tile's items                 x                 x           (nothing: beyond the tile's last query)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ITEM = 11
+"""Words of an item.
+
+0  first row in q               5  seat                                           10  number of its tile in the class
+1  query tokens                 6  pair of the first query's first split
+2  first query's coordinate     7  which split this is
+3  first key's coordinate       8  splits of the segment (1: the result is whole)
+4  end of the keys              9  splits that the tile's last query reaches; the others are empty
+"""
+SMALLEST_SPLIT = 1024  # a program reads this many keys in about 10 us; starting and merging a split takes 3 to 7 us
+LARGEST_SPLIT = 4096  # wanted; histories beyond MOST_SPLITS of them are cut coarser
+TOKENS_PER_ROW = 256  # wanted of a split: keeps the partial results under 1% of the bytes of the keys
+MOST_SPLITS = 16
+FEW_ROWS = 16  # more of them make splits long; the first is then longer than the last, so that programs end together
+LARGE_TILE_COST = 2.5  # time of a multiprocessor for a key of a large tile, over that of another
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Shape of a class of tiles and how its kernel is compiled.
+
+    rows, keys   of one matrix product, powers of two
+    warps, stages, programs   warps a program, tiles of keys in flight, programs a multiprocessor
+    registers    most a thread may have, so that so many programs fit; None for as many as the compiler likes
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    programs: int
+    registers: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The most that a work list can hold: tokens and segments of a step, and tokens of a segment's context."""
+
+    tokens: int
+    segments: int
+    context: int
+
+
+def cuts(rows: int, kv_len: int) -> tuple[int, int]:
+    """Where a segment's keys are cut, by its rows (queries times heads of a group) and its context; see `split_of`.
+
+    (keys of a split, keys that the first has more): long splits are done first, short ones last.
+    """
+    wanted = max(SMALLEST_SPLIT, min(rows * TOKENS_PER_ROW, LARGEST_SPLIT), -(-kv_len // MOST_SPLITS))
+    cut = 1 << (wanted - 1).bit_length()
+    return cut, cut // 4 if rows > FEW_ROWS else 0
+
+
+def split_of(key: int, cut: int, more: int) -> int:
+    """The split of a key."""
+    return max(key - more, 0) // cut
+
+
+class WorkList:
+    """Device memory for the work of one step at a time; `build` fills it, the attention of every layer reads it.
+
+    items     [classes, most, ITEM] int32
+    counters  [4, classes] int32: items listed; items taken and programs gone, by the running attention kernel; last,
+              in the first place, the multiprocessors that the largest class may have while others have work
+    arrivals  [classes, most * kv_heads] int32: splits done of each tile and key head
+    covered   [tokens] int32: 1 where a token has a segment
+    partial   [pairs, heads, head_dim] float32, and lse [pairs, heads] float32: normalised partial results and the
+              base-2 logarithms of their weights; a pair is a query token and a split
+
+    Between kernels items taken, programs gone and arrivals are zero: kernels leave them so.
+    """
+
+    def __init__(
+        self, capacity: Capacity, heads: int, kv_heads: int, head_dim: int, tiles: tuple[Tile, ...], device: str
+    ):
+        """tiles: one a class, by ascending rows; a segment belongs to the first class that holds all its rows."""
+        if heads % kv_heads or heads // kv_heads > tiles[0].rows:
+            raise ValueError(f"{heads} heads cannot share {kv_heads} key heads in tiles of {tiles[0].rows} rows")
+        self.capacity, self.tiles = capacity, tiles
+        on_gpu = torch.device(device).type == "cuda"  # elsewhere Triton interprets
+        self.processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 2
+        self.kv_heads, self.group = kv_heads, heads // kv_heads
+        splits = min(MOST_SPLITS, -(-capacity.context // SMALLEST_SPLIT))
+        most = splits * (capacity.segments + capacity.tokens // (tiles[-1].rows // self.group))
+        pairs = splits * capacity.tokens if splits > 1 else 0
+        self.items = torch.zeros(len(tiles), most, ITEM, dtype=torch.int32, device=device)
+        self.arrivals = torch.zeros(len(tiles), most * kv_heads, dtype=torch.int32, device=device)
+        self.covered = torch.zeros(capacity.tokens, dtype=torch.int32, device=device)
+        self.counters = torch.zeros(4, len(tiles), dtype=torch.int32, device=device)
+        self.partial = torch.empty(pairs, heads, head_dim, dtype=torch.float32, device=device)
+        self.lse = torch.empty(pairs, heads, dtype=torch.float32, device=device)
+
+    def build(self, segments: Tensor) -> None:
+        """Lists the work of segments [S, 5] int32 (as in `multi_token_attention`; those without queries are idle).
+
+        Enqueued on the current stream, behind the attention of the step before; nothing waits for the device. The
+        values must respect the capacity: on the device nothing checks them.
+        """
+        count = len(segments)
+        if count > self.capacity.segments:
+            raise ValueError(f"{count} segments, but the work list was made for {self.capacity.segments}")
+        self.covered.zero_()
+        if not count:
+            self.counters.zero_()
+            return
+        rows = [tile.rows for tile in self.tiles]
+        _list_work[(count,)](
+            segments, self.items, self.counters, self.covered, count, self.items.stride(0),
+            self.processors,
+            GROUP=self.group, SEGMENTS=triton.next_power_of_2(self.capacity.segments),
+            SMALL=rows[0], MEDIUM=rows[min(1, len(rows) - 1)], LARGE=rows[-1], CLASSES=len(rows),
+            SMALLEST=SMALLEST_SPLIT, LARGEST=LARGEST_SPLIT, PER_ROW=TOKENS_PER_ROW, MOST=MOST_SPLITS,
+            FEW=FEW_ROWS, COST=LARGE_TILE_COST, WORDS=ITEM,
+        )  # fmt: skip
+
+
+def list_work(segments: Tensor, group: int, tiles: tuple[Tile, ...]) -> list[list[list[int]]]:
+    """The twin of `WorkList.build`, on the host: the items of each class."""
+    places: list[list[tuple[int, list[int]]]] = [[] for _ in tiles]  # (split, item), put in order of splits at the end
+    numbers = [0] * len(tiles)
+    pairs = 0
+    for q_start, q_len, kv_start, kv_len, seat in sorted(segments.tolist(), key=lambda segment: -segment[3]):
+        if not q_len:
+            continue
+        cut, more = cuts(q_len * group, kv_len)
+        first = split_of(kv_start, cut, more)
+        splits = split_of(kv_len - 1, cut, more) - first + 1
+        kind = next((i for i, tile in enumerate(tiles[:-1]) if q_len * group <= tile.rows), len(tiles) - 1)
+        step = tiles[kind].rows // group
+        for start in reversed(range(0, q_len, step)):  # the last tiles have most keys: they go first
+            size = min(step, q_len - start)
+            own = kv_len - q_len + start
+            reached = split_of(own + size - 1, cut, more) - first + 1
+            for i in range(splits):
+                begin = kv_start if i == 0 else (first + i) * cut + more
+                end = min(own + size, (first + i + 1) * cut + more)
+                pair = pairs + start * splits
+                item = [q_start + start, size, own, begin, end, seat, pair, i, splits, reached, numbers[kind]]
+                places[kind].append((i, item))
+            numbers[kind] += 1
+        pairs += q_len * splits if splits > 1 else 0
+    return [[item for _, item in sorted(kind, key=lambda place: place[0])] for kind in places]
+
+
+@triton.jit
+def _cuts(rows, kv_len, SMALLEST: tl.constexpr, LARGEST: tl.constexpr, PER_ROW: tl.constexpr, MOST: tl.constexpr,
+          FEW: tl.constexpr):  # fmt: skip
+    """`cuts`."""
+    wanted = tl.maximum(tl.minimum(rows * PER_ROW, LARGEST), tl.cdiv(kv_len, MOST))
+    cut = tl.full(rows.shape, SMALLEST, tl.int32)
+    for _ in tl.static_range(20):
+        cut = tl.where(cut < wanted, cut * 2, cut)
+    return cut, tl.where(rows > FEW, cut // 4, 0)
+
+
+@triton.jit
+def _split_of(key, cut, more):
+    """`split_of`."""
+    return tl.maximum(key - more, 0) // cut
+
+
+@triton.jit
+def _list_work(segments, items, counters, covered, count, class_stride, processors,
+               GROUP: tl.constexpr, SEGMENTS: tl.constexpr, SMALL: tl.constexpr, MEDIUM: tl.constexpr,
+               LARGE: tl.constexpr, CLASSES: tl.constexpr, SMALLEST: tl.constexpr, LARGEST: tl.constexpr,
+               PER_ROW: tl.constexpr, MOST: tl.constexpr, FEW: tl.constexpr, COST: tl.constexpr,
+               WORDS: tl.constexpr):  # fmt: skip
+    """One program a segment. Each sums up the segments before its own, then lists its own items and tokens.
+
+    In order of splits, then of contexts from the longest: what is left at the end is short.
+    """
+    me = tl.program_id(0)
+    index = tl.arange(0, SEGMENTS)
+    field = segments + index * 5
+    there = index < count
+    q_len = tl.load(field + 1, mask=there, other=0)
+    kv_start = tl.load(field + 2, mask=there, other=0)
+    kv_len = tl.load(field + 3, mask=there, other=1)
+    rows = q_len * GROUP
+    cut, more = _cuts(rows, kv_len, SMALLEST, LARGEST, PER_ROW, MOST, FEW)
+    splits = _split_of(kv_len - 1, cut, more) - _split_of(kv_start, cut, more) + 1
+    kind = tl.where(rows <= SMALL, 0, tl.where(rows <= MEDIUM, 1, 2))
+    kind = tl.minimum(kind, CLASSES - 1)
+    step = tl.where(kind == 0, SMALL // GROUP, tl.where(kind == 1, MEDIUM // GROUP, LARGE // GROUP))
+    tiles = tl.cdiv(q_len, step)
+    listed = tiles * splits
+    pairs = tl.where(splits > 1, q_len * splits, 0)
+
+    mine = index == me
+    my_keys = tl.sum(tl.where(mine, kv_len, 0))
+    before = (kv_len > my_keys) | ((kv_len == my_keys) & (index < me))
+    my_kind = tl.sum(tl.where(mine, kind, 0))
+    my_step = tl.sum(tl.where(mine, step, 0))
+    my_splits = tl.sum(tl.where(mine, splits, 0))
+    my_cut = tl.sum(tl.where(mine, cut, 0))
+    my_more = tl.sum(tl.where(mine, more, 0))
+    my_tiles = tl.sum(tl.where(mine, tiles, 0))
+    first_pair = tl.sum(tl.where(before, pairs, 0))
+    like = tl.where(kind == my_kind, tiles, 0)
+    first_tile = tl.sum(tl.where(before, like, 0))
+    if me == 0:
+        for i in tl.static_range(CLASSES):
+            tl.store(counters + i, tl.sum(tl.where(kind == i, listed, 0)))
+        # Large tiles fill a multiprocessor each and are bound by arithmetic; the others are bound by memory, which some
+        # multiprocessors can use up. Both run at once, and end together if each gets its share.
+        keys = (tiles * (kv_len - kv_start - q_len // 2)).to(tl.float32)
+        large = COST * tl.sum(tl.where(kind == CLASSES - 1, keys, 0.0))
+        other = tl.sum(tl.where(kind == CLASSES - 1, 0.0, keys))
+        share = tl.ceil(processors * (large / tl.maximum(large + other, 1.0))).to(tl.int32)
+        tl.store(counters + 3 * CLASSES, tl.maximum(share, 1))
+
+    q_row = tl.load(segments + me * 5)
+    queries = tl.load(segments + me * 5 + 1)
+    first_key = tl.load(segments + me * 5 + 2)
+    seat = tl.load(segments + me * 5 + 4)
+    block = tl.arange(0, 128)
+    first_split = _split_of(first_key, my_cut, my_more)
+    class_items = items + my_kind.to(tl.int64) * class_stride
+    for i in range(my_splits):
+        first_place = tl.sum(like * tl.minimum(splits, i)) + tl.sum(tl.where(before & (splits > i), like, 0))
+        for base in range(0, my_tiles, 128):
+            tile = base + block
+            kept = tile < my_tiles
+            start = (my_tiles - 1 - tile) * my_step  # the last tiles have most keys: they go first
+            size = tl.minimum(my_step, queries - start)
+            own = my_keys - queries + start
+            begin = tl.where(i == 0, first_key, (first_split + i) * my_cut + my_more)
+            end = tl.minimum(own + size, (first_split + i + 1) * my_cut + my_more)
+            word = class_items + (first_place + tile) * WORDS
+            tl.store(word, q_row + start, mask=kept)
+            tl.store(word + 1, size, mask=kept)
+            tl.store(word + 2, own, mask=kept)
+            tl.store(word + 3, tl.zeros_like(tile) + begin, mask=kept)
+            tl.store(word + 4, end, mask=kept)
+            tl.store(word + 5, tl.zeros_like(tile) + seat, mask=kept)
+            tl.store(word + 6, first_pair + start * my_splits, mask=kept)
+            tl.store(word + 7, tl.zeros_like(tile) + i, mask=kept)
+            tl.store(word + 8, tl.zeros_like(tile) + my_splits, mask=kept)
+            tl.store(word + 9, _split_of(own + size - 1, my_cut, my_more) - first_split + 1, mask=kept)
+            tl.store(word + 10, first_tile + tile, mask=kept)
+    for base in range(0, queries, 128):
+        query = base + block
+        tl.store(covered + q_row + query, 1, mask=query < queries)
