@@ -74,6 +74,7 @@ def serve(args: argparse.Namespace) -> None:
         log.info("serving %s on http://%s:%d", ready.model, host, port)
         service.run(ready)
     finally:
+        gc.unfreeze()
         ours.close()
         http.join(HTTP_EXIT_SECONDS)
         http.kill()  # it ignores other signals; after a clean end it is gone already
