@@ -157,10 +157,11 @@ class EngineClient:
         self._outbox.put(message)
 
     def _write(self, connection: Connection) -> None:
-        """Thread: sends in order. A broken pipe is the reader's to report."""
+        """Thread: sends in order, and closes the pipe behind the last message. A broken pipe is the reader's to report."""
         try:
             while (message := self._outbox.get()) is not None:
                 connection.send(message)
+            connection.close()
         except OSError:
             pass
 

@@ -35,6 +35,7 @@ async def served(loop: FakeLoop, directory: Path | None) -> AsyncIterator[httpx.
     finally:
         loop.close()
         await client.closed.wait()
+        loop.join()
 
 
 @pytest.fixture

@@ -5,8 +5,11 @@ Also a byte-level tokenizer of 260 tokens: 0 <pad>, 1 <s>, 2 </s>, 3 unused, 4 +
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
+import os
+import socket
 import threading
 import time
 from array import array
@@ -127,10 +130,14 @@ class FakeLoop:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread and closes the pipe, whoever is still served."""
+        """Ends as the real loop does, whoever is still served: says no more, but hears the other side out.
+
+        The log is whole once that side has closed its end too and `join` has returned.
+        """
         self._ended.set()
+
+    def join(self) -> None:
         self._thread.join()
-        self._pipe.close()
 
     def say(self, message: object) -> None:
         self._pipe.send(message)
@@ -144,6 +151,15 @@ class FakeLoop:
         return found
 
     def _serve(self) -> None:
+        self._run()
+        with contextlib.suppress(EOFError, OSError):
+            with socket.socket(fileno=os.dup(self._pipe.fileno())) as end:
+                end.shutdown(socket.SHUT_WR)
+            while True:  # until the other side closes too
+                self._note(self._pipe.recv())
+        self._pipe.close()
+
+    def _run(self) -> None:
         steps = 0
         while not self._ended.is_set():
             outputs, refusals = self._hear()
@@ -157,6 +173,11 @@ class FakeLoop:
                 self._pipe.send(Fatal("the books disagree"))
                 return
 
+    def _note(self, message: Submit | Abort | Finish | Drain) -> None:
+        self.log.append(message)
+        if isinstance(message, Finish):
+            self.confirmed[message.request] = message.tokens
+
     def _hear(self) -> tuple[list[Output], list[Refusal]]:
         outputs, refusals = [], []
         while self._pipe.poll(0 if self._running else 0.005):
@@ -165,7 +186,7 @@ class FakeLoop:
             except (EOFError, OSError):
                 self._ended.set()
                 break
-            self.log.append(message)
+            self._note(message)
             match message:
                 case Submit(request) if len(self._running) < self._queue:
                     self._running[request.id] = (request, deque(self._answers(request)), 0)
@@ -173,8 +194,7 @@ class FakeLoop:
                     refusals.append(Refusal(request.id, RequestError(429, "the queue is full")))
                 case Abort(request):
                     self._running.pop(request, None)
-                case Finish(request, tokens):
-                    self.confirmed[request] = tokens
+                case Finish(request, _):
                     if self._running.pop(request, None) is not None:
                         outputs.append(Output(request, (), FinishReason.STOP))
         return outputs, refusals

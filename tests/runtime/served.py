@@ -88,6 +88,7 @@ def serve(tmp_path: Path) -> Callable[..., Any]:
         finally:
             made.loop.close()
             await made.closed.wait()
+            made.loop.join()
             await made.histories.close()
 
     return served

@@ -395,7 +395,7 @@ def test_models_health_and_metrics(ask: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_fatal_engine_ends_every_open_request(ask: Callable[..., Any], stream: bool) -> None:
-    loop = FakeLoop(say("y" * 200), step_seconds=0.005, die_after=5)
+    loop = FakeLoop(say("y" * 200), step_seconds=0.005, die_after=60)  # both requests have arrived by then
 
     async def two_and_one_more(http: httpx.AsyncClient) -> list[httpx.Response]:
         body = {"prompt": "x", "max_tokens": 100, "stream": stream}
