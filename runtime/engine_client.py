@@ -157,7 +157,7 @@ class EngineClient:
         self._outbox.put(message)
 
     def _write(self, connection: Connection) -> None:
-        """Thread: sends in order, and closes the pipe behind the last message. A broken pipe is the reader's to report."""
+        """Thread: sends in order, then closes the pipe. A broken pipe is the reader's to report."""
         try:
             while (message := self._outbox.get()) is not None:
                 connection.send(message)
