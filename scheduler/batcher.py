@@ -222,7 +222,10 @@ class Batcher:
 
     def link_chunks(self, batch: Batch) -> int:
         """Chunks that the link copies one way while the step runs."""
-        return max(1, int(max(self.cost.step(batch.tokens), LINK_PIECE_S) / self.cost.load()))
+        rows = len(batch.generate)
+        context = sum(batch.positions) // rows if rows else 0
+        step = self.cost.step(len(batch.token_ids), rows=rows, rows_context=context)
+        return max(1, int(max(step, LINK_PIECE_S) / self.cost.load()))
 
     def _resumes(self, turn: Turn) -> bool:
         """While a suspended request waits, nobody behind it joins."""
@@ -257,9 +260,7 @@ class Batcher:
         store, tail = self.store, finding.tail
         if turn.tail is not None and turn.tail is not tail:
             self._give_up_tail(turn.tail)  # somebody else has computed that chunk whole
-        for chunk in finding.chunks:
-            if chunk is not None:
-                store.pin(chunk)
+        store.pin(chunk for chunk in finding.chunks if chunk is not None)
         batch.room.gpu_slots(finding.new_slots)
         for chunk in finding.loads:
             chunk.gpu, chunk.loading = store.gpu.take(), True
@@ -356,7 +357,7 @@ class Batcher:
         for chunk in row.chunks:
             if chunk.key is None and chunk is not tail:
                 chunk.tokens = 0
-            self.store.unpin(chunk, row.launched, now)
+        self.store.unpin(row.chunks, row.launched, now)
         row.chunks = []
 
 

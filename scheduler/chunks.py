@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from .config import SchedulerConfig
-from .retention import EvictionPolicy, VictimSet
+from .plan import Lane
+from .retention import EvictionPolicy, Group, VictimSet
 from .slots import SlotPool
 from .types import ChunkKey, InvariantError
 
@@ -47,7 +48,7 @@ class Chunk:
     users        rows that hold it; claims: conversations that reference it
     pins         of these conversations, those that are pinned: it is evicted last
     loading      its swap-in is reserved but not all issued: the GPU slot holds nothing yet
-    filed        the set of victims it is in
+    filed        the set of victims it is in, and group the part of a VictimSet
     declined     HOST has no room for one of so low a value: dropped when its GPU slot is needed
     """
 
@@ -58,6 +59,7 @@ class Chunk:
         "end",
         "filed",
         "gpu",
+        "group",
         "host",
         "key",
         "last_active",
@@ -80,6 +82,7 @@ class Chunk:
         self.loading = False
         self.declined = False
         self.filed: VictimSet | OrderedSet | None = None
+        self.group: Group | None = None
 
     @property
     def resident(self) -> bool:
@@ -110,16 +113,14 @@ class ChunkStore:
         self.dropped = 0
         self._chunk_tokens = config.chunk_tokens
         self._by_key: dict[ChunkKey, Chunk] = {}
+        self.find: Callable[[ChunkKey], Chunk | None] = self._by_key.get
+        """The chunk of that key if it is resident or claimed (then perhaps dropped)."""
         self._private: dict[Chunk, None] = {}
         self._forgotten: OrderedDict[ChunkKey, None] = OrderedDict()
         self._most_forgotten = 4 * (config.gpu_kv_chunks + config.host_kv_chunks)
         self._late_host_slots: list[int] = []
 
     # -- looking up
-
-    def find(self, key: ChunkKey) -> Chunk | None:
-        """The chunk of that key if it is resident or claimed (then perhaps dropped)."""
-        return self._by_key.get(key)
 
     def known(self, key: ChunkKey) -> bool:
         """Computed here before, whether or not it still is anywhere."""
@@ -176,26 +177,30 @@ class ChunkStore:
         self.file(owner)
         return owner
 
-    def pin(self, chunk: Chunk) -> None:
-        """One more row holds the chunk: it does not move."""
-        chunk.users += 1
-        chunk.declined = False
-        self.file(chunk)
-
-    def unpin(self, chunk: Chunk, step: int, now: float) -> None:
-        """One row less holds it; `step` is the last one launched with that row and may still use its GPU slot."""
-        if chunk.users <= 0:
-            raise InvariantError(f"{chunk} is let go by a row that does not hold it")
-        chunk.users -= 1
-        chunk.last_active = max(chunk.last_active, now)
-        if chunk.gpu != NO_SLOT:
-            self.gpu.computed(chunk.gpu, step)
-        if chunk.users:
-            return
-        if chunk.key is None and not chunk.tokens:
-            self.drop(chunk)
-        else:
+    def pin(self, chunks: Iterable[Chunk]) -> None:
+        """One more row holds the chunks: they do not move."""
+        for chunk in chunks:
+            chunk.users += 1
+            chunk.declined = False
             self.file(chunk)
+
+    def unpin(self, chunks: Iterable[Chunk], step: int, now: float) -> None:
+        """One row less holds them; `step` is the last one launched with that row and may still use their GPU slots."""
+        computed = self.gpu.last[Lane.COMPUTE]
+        for chunk in chunks:
+            if chunk.users <= 0:
+                raise InvariantError(f"{chunk} is let go by a row that does not hold it")
+            chunk.users -= 1
+            if chunk.last_active < now:
+                chunk.last_active = now
+            if chunk.gpu >= 0 and computed[chunk.gpu] < step:
+                computed[chunk.gpu] = step
+            if chunk.users:
+                continue
+            if chunk.key is None and not chunk.tokens:
+                self.drop(chunk)
+            else:
+                self.file(chunk)
 
     def claim(self, chunk: Chunk) -> None:
         chunk.claims += 1
@@ -229,18 +234,23 @@ class ChunkStore:
         self.gpu.give(chunk.gpu)
         chunk.gpu = NO_SLOT
         chunk.declined = False
-        self._moved(chunk)
+        self.file(chunk)
+        if chunk.host == NO_SLOT:
+            self._count_if_dropped(chunk)
 
     def release_host(self, chunk: Chunk) -> None:
         self.host.give(chunk.host)
         chunk.host = NO_SLOT
-        self._moved(chunk)
+        self.file(chunk)
+        if chunk.gpu == NO_SLOT:
+            self._count_if_dropped(chunk)
 
     def release_host_late(self, chunk: Chunk) -> None:
         """As `release_host` for a copy that this plan's swap-in still reads: nothing of this plan may take the slot."""
         self._late_host_slots.append(chunk.host)
         chunk.host = NO_SLOT
-        self._moved(chunk)
+        self.file(chunk)
+        self._count_if_dropped(chunk)
 
     def end_plan(self) -> None:
         for slot in self._late_host_slots:
@@ -255,16 +265,16 @@ class ChunkStore:
         if chunk.gpu != NO_SLOT:
             self.gpu.give(chunk.gpu)
             chunk.gpu = NO_SLOT
-        self._moved(chunk)
-
-    def _moved(self, chunk: Chunk) -> None:
         self.file(chunk)
+        self._count_if_dropped(chunk)
+
+    def _count_if_dropped(self, chunk: Chunk) -> None:
         if chunk.gpu == NO_SLOT and chunk.host == NO_SLOT and chunk.users == 0:
             self.dropped += bool(chunk.tokens)
             self._forget_if_gone(chunk)
 
     def _forget_if_gone(self, chunk: Chunk) -> None:
-        if chunk.resident or chunk.users or chunk.claims:
+        if chunk.claims or chunk.users or chunk.resident:
             return
         if chunk.key is None:
             self._private.pop(chunk, None)
@@ -290,11 +300,13 @@ class ChunkStore:
             filed = self.reclaimable
         else:
             filed = self.uncopied
-        if chunk.filed is not None and chunk.filed is not filed:
-            chunk.filed.discard(chunk)
+        before = chunk.filed
+        if before is not filed:
+            if before is not None:
+                before.discard(chunk)
+            chunk.filed = filed
         if filed is not None:
             filed.add(chunk)
-        chunk.filed = filed
 
     # -- proof
 

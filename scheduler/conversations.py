@@ -46,6 +46,11 @@ class Conversations:
     def __len__(self) -> int:
         return len(self._by_id)
 
+    @property
+    def mortal(self) -> bool:
+        """Whether time alone may end a conversation or a pin."""
+        return any(due < inf for due, _ in self._due[:1])
+
     def get(self, conversation_id: str) -> Conversation | None:
         return self._by_id.get(conversation_id)
 

@@ -9,8 +9,6 @@ from functools import cached_property
 from .plan import CopyBatch, Lane, Tickets
 from .slots import SlotPool
 
-OTHER_LANES = {lane: tuple(other for other in Lane if other != lane) for lane in Lane}
-
 
 class StepCopies:
     """Collects one plan's copies in four batches, in the order in which they are issued.
@@ -29,7 +27,9 @@ class StepCopies:
     def __init__(self, step: int, gpu: SlotPool, host: SlotPool):
         self._gpu, self._host = gpu, host
         self._first = 2 * step - 1
-        self._after = [0, 0, 0]
+        _, self._gpu_in, self._gpu_out = gpu.last
+        _, self._host_in, self._host_out = host.last
+        self._after_in = self._after_out = 0  # tickets that the step waits for
 
     # Made when first used: most steps copy nothing.
 
@@ -50,26 +50,28 @@ class StepCopies:
         return _Batch(Lane.OUT, self._first + 1, self._gpu, self._host)
 
     def host_slot_in_use(self, slot: int) -> bool:
-        last = self._host.last
-        return last[Lane.IN][slot] >= self._first or last[Lane.OUT][slot] >= self._first
+        return self._host_in[slot] >= self._first or self._host_out[slot] >= self._first
 
     def step_writes(self, gpu_slot: int) -> None:
         """This step (or a later one) writes the slot: it waits for copies that still use it."""
-        self.step_reads([gpu_slot])
-        self._after[Lane.OUT] = max(self._after[Lane.OUT], self._gpu.last[Lane.OUT][gpu_slot])
+        swapped_in, swapped_out = self._gpu_in[gpu_slot], self._gpu_out[gpu_slot]
+        if swapped_in > self._after_in and swapped_in != self._first:
+            self._after_in = swapped_in
+        if swapped_out > self._after_out:
+            self._after_out = swapped_out
 
     def step_reads(self, gpu_slots: Sequence[int]) -> None:
         """This step uses slots that a swap-in may have filled; only this plan's gated one has gates for that."""
-        after, first, last = self._after[Lane.IN], self._first, self._gpu.last[Lane.IN]
+        after, first, last = self._after_in, self._first, self._gpu_in
         for slot in gpu_slots:
             if last[slot] > after and last[slot] != first:
                 after = last[slot]
-        self._after[Lane.IN] = after
+        self._after_in = after
 
     @property
     def after(self) -> Tickets:
         """What the step waits for, beside its gates."""
-        return Tickets(*self._after)
+        return Tickets(swap_in=self._after_in, swap_out=self._after_out)
 
     def batches(self) -> tuple[CopyBatch, ...]:
         made = vars(self)
@@ -86,9 +88,13 @@ class StepCopies:
 class _Batch:
     def __init__(self, lane: Lane, ticket: int, source_pool: SlotPool, target_pool: SlotPool):
         self._lane, self._ticket = lane, ticket
-        self._source_last, self._target_last = source_pool.last, target_pool.last
-        self._others = OTHER_LANES[lane]
-        self._after = [0, 0, 0]
+        self._source_last, self._target_last = source_pool.last[lane], target_pool.last[lane]
+        # For each other lane: who used the source last, who the target.
+        one, other = (other for other in Lane if other is not lane)
+        self._lane_one, self._lane_other = one, other
+        self._source_one, self._source_other = source_pool.last[one], source_pool.last[other]
+        self._target_one, self._target_other = target_pool.last[one], target_pool.last[other]
+        self._after_one = self._after_other = 0
         self.sources: array[int] = array("i")
         self.targets: array[int] = array("i")
 
@@ -97,15 +103,19 @@ class _Batch:
 
     def add(self, source: int, target: int) -> None:
         # Waits are collected now: later in this plan the slots get users that come after this batch.
-        after, source_last, target_last = self._after, self._source_last, self._target_last
-        for other in self._others:
-            if source_last[other][source] > after[other]:
-                after[other] = source_last[other][source]
-            if target_last[other][target] > after[other]:
-                after[other] = target_last[other][target]
-        source_last[self._lane][source] = target_last[self._lane][target] = self._ticket
+        if (one := self._source_one[source]) > self._after_one:
+            self._after_one = one
+        if (one := self._target_one[target]) > self._after_one:
+            self._after_one = one
+        if (other := self._source_other[source]) > self._after_other:
+            self._after_other = other
+        if (other := self._target_other[target]) > self._after_other:
+            self._after_other = other
+        self._source_last[source] = self._target_last[target] = self._ticket
         self.sources.append(source)
         self.targets.append(target)
 
     def freeze(self, gated: bool) -> CopyBatch:
-        return CopyBatch(self._lane, self._ticket, self.sources, self.targets, Tickets(*self._after), gated)
+        after = [0, 0, 0]
+        after[self._lane_one], after[self._lane_other] = self._after_one, self._after_other
+        return CopyBatch(self._lane, self._ticket, self.sources, self.targets, Tickets(*after), gated)

@@ -2,15 +2,24 @@
 
 Cost(l) is the marginal cost, in a full batch, of computing one chunk whose context ends at l (Pensieve, section 4.3.1):
 a part that is the same for every chunk, and attention, which grows with l. It is known at powers of two and linear
-between. Until an engine has been measured the profile is an estimate from the model's shape.
+between. Until an engine has been measured (`pensieve profile`) the profile is an estimate from the model's shape.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil, inf
 
+from .config import SchedulerConfig
 from .types import SettingError
+
+Points = tuple[tuple[int, float], ...]
+"""(tokens, seconds), tokens ascending."""
+
+LEAD_STEPS = 3
+"""Steps until a slot is free whose copy-out is planned now: two are in flight, and the copy hides behind the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,42 +29,103 @@ class CostProfile:
     step_base_seconds    a step's fixed part
     chunk_bytes          one chunk's KV on one rank
     link_bytes_per_s     host to GPU copies
+
+    What only a measurement knows:
+
+    steps                (tokens, seconds of a step at the shortest context); without, steps cost their base and chunks
+    row_attention        (context tokens, seconds for one row that generates, in a full batch); without, its share of
+                         a chunk
+    out_bytes_per_s      GPU to host copies; None: as fast as the others
     """
 
     chunk_tokens: int
     chunk_seconds: float
-    attention: tuple[tuple[int, float], ...]
+    attention: Points
     step_base_seconds: float
     chunk_bytes: int
     link_bytes_per_s: float
+    steps: Points = ()
+    row_attention: Points = ()
+    out_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
-        contexts = [context for context, _ in self.attention]
-        if not contexts or contexts != sorted(set(contexts)):
-            raise SettingError("profile", f"attention costs must be at ascending contexts, not {contexts}")
+        if not self.attention:
+            raise SettingError("profile", "attention costs must be at ascending contexts, not []")
+        for name, points in (("attention", self.attention), ("step", self.steps), ("row", self.row_attention)):
+            tokens = [count for count, _ in points]
+            if tokens != sorted(set(tokens)):
+                raise SettingError("profile", f"{name} costs must be at ascending contexts, not {tokens}")
+        curves = (*self.attention, *self.steps, *self.row_attention)
+        seconds = [self.chunk_seconds, self.step_base_seconds, *(cost for _, cost in curves)]
+        if not all(0 <= cost < inf for cost in seconds):
+            raise SettingError("profile", f"seconds must be finite and not negative, not {seconds}")
+        if not all(speed > 0 for speed in (self.link_bytes_per_s, self._out_bytes_per_s, self.chunk_bytes)):
+            raise SettingError("profile", "the link's speeds and a chunk's bytes must be above 0")
 
     def recompute(self, end: int) -> float:
         """Cost(l): seconds to compute the chunk that ends at position `end`."""
-        return self.chunk_seconds + self._attention(end)
+        return self.chunk_seconds + _interpolated(self.attention, end)
 
     def load(self) -> float:
         """Seconds to copy one chunk from host to GPU."""
         return self.chunk_bytes / self.link_bytes_per_s
 
-    def step(self, tokens: int, context: int = 0) -> float:
-        """Predicted seconds of a step of `tokens` tokens, the mean context of which is `context`."""
-        chunks = tokens / self.chunk_tokens
-        return self.step_base_seconds + chunks * (self.chunk_seconds + self._attention(context))
+    def save(self) -> float:
+        """Seconds to copy one chunk from GPU to host."""
+        return self.chunk_bytes / self._out_bytes_per_s
 
-    def _attention(self, context: int) -> float:
-        points = self.attention
-        right = bisect_right(points, (context, float("inf")))
-        if right == 0:
-            return points[0][1] * context / points[0][0] if points[0][0] else points[0][1]
-        if right == len(points):
-            return points[-1][1] * (context / points[-1][0] if points[-1][0] else 1.0)
-        (left_context, left), (right_context, above) = points[right - 1], points[right]
-        return left + (above - left) * (context - left_context) / (right_context - left_context)
+    def step(self, tokens: int, context: int = 0, rows: int = 0, rows_context: int = 0) -> float:
+        """Predicted seconds of a step: `tokens` known ones, the mean context of which is `context`, and `rows` that
+        generate one each, at `rows_context`."""
+        attention = tokens / self.chunk_tokens * _interpolated(self.attention, context)
+        if rows:
+            attention += rows * self._row_attention(rows_context)
+        if self.steps:
+            return _interpolated(self.steps, tokens + rows) + attention
+        return self.step_base_seconds + (tokens + rows) / self.chunk_tokens * self.chunk_seconds + attention
+
+    def _row_attention(self, context: int) -> float:
+        if self.row_attention:
+            return _interpolated(self.row_attention, context)
+        return _interpolated(self.attention, context) / self.chunk_tokens
+
+    @property
+    def _out_bytes_per_s(self) -> float:
+        return self.link_bytes_per_s if self.out_bytes_per_s is None else self.out_bytes_per_s
+
+
+def _interpolated(points: Sequence[tuple[int, float]], tokens: int) -> float:
+    """Linear between the points, proportional beyond both ends."""
+    right = bisect_right(points, (tokens, inf))
+    if right == 0:
+        return points[0][1] * tokens / points[0][0] if points[0][0] else points[0][1]
+    if right == len(points):
+        return points[-1][1] * (tokens / points[-1][0] if points[-1][0] else 1.0)
+    (left_tokens, left), (right_tokens, above) = points[right - 1], points[right]
+    return left + (above - left) * (tokens - left_tokens) / (right_tokens - left_tokens)
+
+
+def propose_swap_out_below(cost: CostProfile, config: SchedulerConfig) -> float:
+    """The mark for `--swap-out-below` at which slots are free in time: a share of the GPU slots, whole percents.
+
+    A full batch takes c chunks a second, of known tokens or of generated ones, whichever is more; copying out gives s
+    back. What is free or reclaimable must last
+
+    * for what is taken until the first copies are done: c times LEAD_STEPS full steps and the copying of one step's
+      chunks;
+    * where s < c, for what copying out falls behind while the longest context is computed: 1 - s / c of its chunks;
+
+    and that above `--generation-reserve`, below which nobody new joins. Contexts count as short: full steps are
+    quickest then, and take the most slots.
+    """
+    step_chunks = config.max_num_batched_tokens / config.chunk_tokens
+    step_seconds = cost.step(config.max_num_batched_tokens)
+    generated = config.max_num_seqs / config.chunk_tokens / cost.step(0, rows=config.max_num_seqs)
+    taken = max(step_chunks / step_seconds, generated)
+    lead = LEAD_STEPS * step_seconds + step_chunks * cost.save()
+    behind = max(0.0, 1 - 1 / cost.save() / taken) * config.chunks(config.max_model_len)
+    share = config.generation_reserve + (taken * lead + behind) / config.gpu_kv_chunks
+    return min(1.0, ceil(round(100 * share, 6)) / 100)
 
 
 def analytic_profile(

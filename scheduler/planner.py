@@ -24,6 +24,7 @@ class Finding:
     tail          the one of `chunks` that is a tail, valid for `tail_tokens` tokens
     idle_safe, idle_only
                   hits on the GPU that nobody holds, with and without a copy: no longer obtainable once they are held
+    new_slots     GPU slots for what is loaded and what is computed
     usage         where the prompt's tokens come from
     """
 
@@ -34,11 +35,8 @@ class Finding:
     tail_tokens: int
     idle_safe: int
     idle_only: int
+    new_slots: int
     usage: Usage
-
-    @property
-    def new_slots(self) -> int:
-        return sum(chunk is None for chunk in self.chunks) + len(self.loads)
 
 
 class Planner:
@@ -64,11 +62,12 @@ class Planner:
         for key in turn.keys if self._reuse else ():
             chunk = find(key)
             if chunk is not None and chunk.gpu >= 0 and not chunk.loading:
-                hit = True
-            elif self.must_wait(key):
+                hits.append(chunk)
+                known.append(False)
+                continue
+            if key in self.pending or (chunk is not None and chunk.loading):
                 return key
-            else:
-                hit = chunk is not None and chunk.host >= 0 and self._cost.recompute(chunk.end) >= load
+            hit = chunk is not None and chunk.host >= 0 and self._cost.recompute(chunk.end) >= load
             hits.append(chunk if hit else None)
             known.append(not hit and self._store.known(key))
         missing = -(-len(turn.tokens) // self._chunk_tokens) - len(hits)
@@ -105,30 +104,35 @@ class Planner:
         tail_tokens: int,
     ) -> Finding:
         size, count = self._chunk_tokens, len(turn.tokens)
+        reclaimable, uncopied = self._store.reclaimable, self._store.uncopied
         spans: deque[Span] = deque()
         loads: deque[Chunk] = deque()
-        sources = {"gpu": 0, "host": 0, "recomputed": 0}
-        idle_safe = idle_only = 0
+        on_gpu = on_host = recomputed = idle_safe = idle_only = 0
         first = reached = 0  # [first, reached): the span that grows
         for index, chunk in enumerate(hits):
-            start, end = index * size, min((index + 1) * size, count)
-            valid = start if chunk is None else start + tail_tokens if chunk is tail else end
-            if valid < end:
-                if reached != valid:
-                    if first < reached:
-                        spans.append(Span(-1, first, reached, first, False))
-                    first = valid
-                reached = end
-                sources["recomputed"] += (end - valid) * known[index]
-            if chunk is None:
-                continue
-            sources["gpu" if chunk.gpu >= 0 else "host"] += valid - start
+            valid = size
+            if chunk is None or chunk is tail:
+                valid = tail_tokens if chunk else 0
+                start, end = index * size + valid, min((index + 1) * size, count)
+                if start < end:
+                    if reached != start:
+                        if first < reached:
+                            spans.append(Span(-1, first, reached, first, False))
+                        first = start
+                    reached = end
+                    recomputed += (end - start) * known[index]
+                if chunk is None:
+                    continue
             if chunk.gpu < 0:
+                on_host += valid
                 loads.append(chunk)
-            elif chunk in self._store.reclaimable:
+                continue
+            on_gpu += valid
+            if chunk.filed is reclaimable:
                 idle_safe += 1
-            elif chunk in self._store.uncopied:
+            elif chunk.filed is uncopied:
                 idle_only += 1
+        sources = {"gpu": on_gpu, "host": on_host, "recomputed": recomputed}
         if first < reached:
             spans.append(Span(-1, first, reached, first, False))
         if tail is not None and tail.gpu < 0:
@@ -140,7 +144,8 @@ class Planner:
             spans = _scoring(spans, turn.scored)
             sources = {"recomputed": sum(sources.values())}
         usage = Usage(**sources, new=count - sum(sources.values()))
-        return Finding(hits, spans, loads, tail, tail_tokens, idle_safe, idle_only, usage)
+        new_slots = hits.count(None) + len(loads)
+        return Finding(hits, spans, loads, tail, tail_tokens, idle_safe, idle_only, new_slots, usage)
 
     def _end_with_a_sample(
         self, spans: deque[Span], hits: list[Chunk | None], tail: Chunk | None, count: int, sources: dict[str, int]

@@ -3,17 +3,19 @@
 Retention value V = weight / T (Pensieve, section 4.3): the weight is Cost(l) times the conversations that claim the
 chunk, T the time since the conversation was last active. Values change their order as time passes, so no heap of
 values stays right. But among chunks of one weight the order is that of last activity, for ever: chunks are kept in
-classes of (nearly) equal weight, an eighth of an octave wide, and the victims of one moment come from one merge of the
-classes at that moment.
+classes of (nearly) equal weight, an eighth of an octave wide, and in each class in groups of one stamp, mostly those of
+one turn. The victims of one moment are found group by group, by comparing the classes' oldest groups at that moment.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import islice
+from math import inf
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -40,12 +42,13 @@ class EvictionPolicy:
     weigh: bool
     by_age: bool
     whole: bool
-    _cost_classes: dict[int, int] = field(default_factory=dict, repr=False, compare=False)
+    cost_classes: dict[int, int] = field(default_factory=dict, repr=False, compare=False)
+    """Of chunks that are claimed once and not pinned, by their ends: those that have been asked for."""
 
     def weight_class(self, chunk: Chunk) -> int:
-        number = self._cost_classes.get(chunk.end)
+        number = self.cost_classes.get(chunk.end)
         if number is None:
-            number = self._cost_classes[chunk.end] = eighths(self.cost.recompute(chunk.end)) if self.weigh else 0
+            number = self.cost_classes[chunk.end] = eighths(self.cost.recompute(chunk.end)) if self.weigh else 0
         if self.weigh and chunk.claims > 1:
             number += eighths(chunk.claims)
         return number + PINNED_CLASS if chunk.pins else number
@@ -58,6 +61,7 @@ class EvictionPolicy:
         return class_weight(self.weight_class(chunk)) / max(now - self.stamp(chunk), SHORTEST_IDLE_S)
 
 
+@cache
 def eighths(weight: float) -> int:
     """The weight in eighths of an octave."""
     return round(CLASSES_PER_OCTAVE * math.log2(weight))
@@ -73,155 +77,149 @@ def eviction_policy(name: str, cost: CostProfile) -> EvictionPolicy:
     return EvictionPolicy(cost, weigh=kind == "retention", by_age=kind == "fifo", whole=kind != name)
 
 
+class Group:
+    """Chunks of one weight class and one stamp, such as those of one turn: their V is the same at any time."""
+
+    __slots__ = ("_last", "_sorted", "chunks", "number", "stamp")
+
+    def __init__(self, number: int, stamp: float):
+        self.number, self.stamp = number, stamp
+        self.chunks: dict[Chunk, None] = {}
+        self._sorted, self._last = True, 0
+
+    def add(self, chunk: Chunk) -> None:
+        self.chunks[chunk] = None
+        if chunk.end < self._last:
+            self._sorted = False  # they mostly come in order of position
+        self._last = chunk.end
+
+    def leading(self) -> list[Chunk]:
+        """The first few by position."""
+        if not self._sorted:
+            self.chunks = dict.fromkeys(sorted(self.chunks, key=attrgetter("end")))
+            self._sorted, self._last = True, next(reversed(self.chunks)).end
+        return list(islice(self.chunks, 64))
+
+
+class _WeightClass:
+    """The groups of one weight by their stamps, which `stamps` has in ascending order: none is empty."""
+
+    __slots__ = ("groups", "stamps", "weight")
+
+    def __init__(self, number: int):
+        self.weight = class_weight(number)
+        self.stamps: list[float] = []
+        self.groups: dict[float, Group] = {}
+
+
 class VictimSet:
-    """A set of chunks that yields its members by ascending V; ties go to the leading chunk.
+    """A set of chunks that knows who of them is worth least, or most, at any moment.
 
     Members keep the class and stamp they were filed with: whoever changes a chunk's claims or activity files it anew.
+    A chunk is in one such set at most.
     """
 
     def __init__(self, policy: EvictionPolicy):
         self._policy = policy
-        self.members: dict[Chunk, tuple[int, float]] = {}
         self._classes: dict[int, _WeightClass] = {}
+        self._last = Group(0, inf)
+        self._count = 0
 
     def __len__(self) -> int:
-        return len(self.members)
+        return self._count
 
-    def __contains__(self, chunk: Chunk | None) -> bool:
-        return chunk in self.members
+    def __contains__(self, chunk: Chunk) -> bool:
+        group = chunk.group
+        if group is None or chunk not in group.chunks or group.number not in self._classes:
+            return False
+        return self._classes[group.number].groups.get(group.stamp) is group
 
     def __iter__(self) -> Iterator[Chunk]:
-        return iter(self.members)
+        for weight_class in self._classes.values():
+            for group in weight_class.groups.values():
+                yield from group.chunks
 
     def add(self, chunk: Chunk) -> None:
         """Files the chunk, anew if its class or stamp has changed."""
-        number, stamp = self._policy.weight_class(chunk), self._policy.stamp(chunk)
-        before = self.members.get(chunk)
-        if before is not None:
-            if before == (number, stamp):
+        policy, group = self._policy, chunk.group
+        if chunk.claims > 1 or chunk.pins or chunk.end not in policy.cost_classes:
+            number = policy.weight_class(chunk)
+        else:
+            number = policy.cost_classes[chunk.end]
+        stamp = chunk.born if policy.by_age else chunk.last_active
+        if group is not None:
+            if group.stamp == stamp and group.number == number:
                 return
-            self._classes[before[0]].remove(chunk, before[1])
-        self.members[chunk] = (number, stamp)
+            self.discard(chunk)
+        group = self._last  # chunks of one turn come one after the other
+        if group.stamp != stamp or group.number != number or not group.chunks:
+            group = self._last = self._open(number, stamp)
+        group.add(chunk)
+        chunk.group = group
+        self._count += 1
+
+    def _open(self, number: int, stamp: float) -> Group:
         weight_class = self._classes.get(number)
         if weight_class is None:
-            weight_class = self._classes[number] = _WeightClass()
-        weight_class.add(chunk, stamp)
+            weight_class = self._classes[number] = _WeightClass(number)
+        group = weight_class.groups.get(stamp)
+        if group is None:
+            group = weight_class.groups[stamp] = Group(number, stamp)
+            insort(weight_class.stamps, stamp)
+        return group
 
     def discard(self, chunk: Chunk) -> None:
-        where = self.members.pop(chunk, None)
-        if where is not None:
-            self._classes[where[0]].remove(chunk, where[1])
+        """The chunk is a member."""
+        group, chunk.group = chunk.group, None
+        assert group is not None
+        del group.chunks[chunk]
+        self._count -= 1
+        if not group.chunks:
+            self._close(group)
 
-    def victims(self, now: float, descending: bool = False) -> Iterator[tuple[float, Chunk]]:
-        """(V at `now`, member) by V. The caller may discard and add as it goes; members added may be missed."""
-        sign = -1.0 if descending else 1.0
-        merge: list[tuple[float, int, int, Chunk]] = []
-        walks = {number: (sign * class_weight(number), kin.walk(descending)) for number, kin in self._classes.items()}
-        for number, (weight, walk) in walks.items():
-            for stamp, chunk in walk:
-                merge.append((weight / max(now - stamp, SHORTEST_IDLE_S), chunk.end, number, chunk))
-                break
-        heapq.heapify(merge)
-        while merge:
-            value, _, number, chunk = merge[0]
-            yield sign * value, chunk
-            weight, walk = walks[number]
-            for stamp, chunk in walk:
-                heapq.heapreplace(merge, (weight / max(now - stamp, SHORTEST_IDLE_S), chunk.end, number, chunk))
-                break
-            else:
-                heapq.heappop(merge)
+    def _close(self, group: Group) -> None:
+        weight_class = self._classes[group.number]
+        del weight_class.groups[group.stamp]
+        del weight_class.stamps[bisect_left(weight_class.stamps, group.stamp)]
+        if not weight_class.stamps:
+            del self._classes[group.number]
 
+    def extreme(self, now: float, most: bool) -> tuple[float, Group]:
+        """The lowest (or highest) V at `now` and the members that have it; the set is not empty.
 
-class _WeightClass:
-    """Chunks of one weight, grouped by stamp: a turn's chunks share theirs, so there are far fewer groups than chunks.
-
-    Stamps are sorted and may name empty groups, which are cleared away when they outnumber the others. A group is in
-    order of position unless its stamp is in `_unsorted`: chunks mostly come in that order.
-    """
-
-    def __init__(self) -> None:
-        self._stamps: list[float] = []
-        self._groups: dict[float, dict[Chunk, None]] = {}
-        self._unsorted: set[float] = set()
-        self._empty = 0
-
-    def add(self, chunk: Chunk, stamp: float) -> None:
-        group = self._groups.get(stamp)
-        if group is None:
-            group = self._groups[stamp] = {}
-            insort(self._stamps, stamp)
-        elif not group:
-            self._empty -= 1
-        elif chunk.end < next(reversed(group)).end:
-            self._unsorted.add(stamp)
-        group[chunk] = None
-
-    def remove(self, chunk: Chunk, stamp: float) -> None:
-        group = self._groups[stamp]
-        del group[chunk]
-        if group:
-            return
-        self._empty += 1
-        if 2 * self._empty > len(self._stamps) + 64:
-            self._groups = {stamp: group for stamp, group in self._groups.items() if group}
-            self._stamps = sorted(self._groups)
-            self._unsorted.intersection_update(self._groups)
-            self._empty = 0
-
-    def walk(self, descending: bool) -> Iterator[tuple[float, Chunk]]:
-        """(stamp, chunk) by stamp, then the leading one first. What leaves or comes meanwhile does no harm."""
-        self._clear_end(descending)
-        stamp = float("inf") if descending else float("-inf")
-        while True:
-            if descending:
-                index = bisect_left(self._stamps, stamp) - 1
-            else:
-                index = bisect_right(self._stamps, stamp)
-            if not 0 <= index < len(self._stamps):
-                return
-            stamp = self._stamps[index]
-            group = self._groups[stamp]
-            if stamp in self._unsorted:
-                in_order = sorted(group, key=attrgetter("end"))
-                group.clear()
-                group.update(dict.fromkeys(in_order))
-                self._unsorted.discard(stamp)
-            for chunk in tuple(group):
-                if chunk in group:
-                    yield stamp, chunk
-
-    def _clear_end(self, last: bool) -> None:
-        """Victims leave at one end, and their empty groups with them."""
-        stamps, count = self._stamps, 0
-        while count < len(stamps) and not self._groups[stamps[~count if last else count]]:
-            del self._groups[stamps[~count if last else count]]
-            count += 1
-        self._stamps = stamps[: len(stamps) - count] if last else stamps[count:]
-        self._empty -= count
+        Within a class that is the group with the oldest (or latest) stamp, so there is one to compare for each class.
+        """
+        end, sign = (-1, -1.0) if most else (0, 1.0)
+        best, found = inf, None
+        for weight_class in self._classes.values():
+            stamp = weight_class.stamps[end]
+            value = sign * weight_class.weight / max(now - stamp, SHORTEST_IDLE_S)
+            if value < best:
+                best, found = value, weight_class.groups[stamp]
+        assert found is not None
+        return sign * best, found
 
 
 class Head:
-    """The next victim of a set at one moment, looked at again and again while the caller uses victims up.
-
-    One merge serves a whole plan; members filed meanwhile are found when it runs dry.
-    """
+    """The next victim of a set at one moment, looked at again and again while the caller uses victims up."""
 
     def __init__(self, members: VictimSet, now: float, descending: bool = False):
         self._members = members
         self._now, self._descending = now, descending
-        self._merge: Iterator[tuple[float, Chunk]] = iter(())
         self._chunk: Chunk | None = None
+        self._group: Group | None = None
+        self._others: Iterator[Chunk] = iter(())
         self.value = 0.0
 
     def peek(self) -> Chunk | None:
         """The member of lowest (or highest) V, its V in `value`; None if there is none. The same until it leaves."""
-        chunk, members = self._chunk, self._members.members
-        while chunk not in members:
-            if not members:
-                return None
-            self.value, chunk = next(self._merge, (0.0, None))
+        chunk = self._chunk
+        while chunk is None or chunk.group is not self._group:
+            chunk = next(self._others, None)
             if chunk is None:
-                self._merge = self._members.victims(self._now, self._descending)
+                if not self._members:
+                    return None
+                self.value, self._group = self._members.extreme(self._now, self._descending)
+                self._others = iter(self._group.leading())
         self._chunk = chunk
         return chunk

@@ -42,11 +42,12 @@ class RoomMaker:
         First those that cost nothing, then only copies: moved to HOST by a copy that the step waits for, or dropped.
         """
         store = self._store
-        missing, turn = count - store.gpu.free, -1.0
+        missing, turn, whole = count - store.gpu.free, -1.0, store.policy.whole
         while victim := self._reclaimable.peek():
-            if missing <= 0 and not (store.policy.whole and store.policy.stamp(victim) == turn):
+            if missing <= 0 and not (whole and store.policy.stamp(victim) == turn):
                 return
-            turn = store.policy.stamp(victim)
+            if whole:
+                turn = store.policy.stamp(victim)
             store.release_gpu(victim)
             missing -= 1
         while store.gpu.free < count:
@@ -57,23 +58,22 @@ class RoomMaker:
                 victim.host = slot
             store.release_gpu(victim)
 
-    def save_ahead(self, available: int, most: int) -> int:
-        """Copies out chunks of lowest V until `available` GPU slots cost nothing, at most `most`; returns how many."""
-        store, saved = self._store, 0
+    def save_ahead(self, available: int, most: int) -> None:
+        """Copies out chunks of lowest V until `available` GPU slots cost nothing, at most `most`."""
+        store, uncopied, saved = self._store, self._uncopied, 0
         # Giving up the copy of an idle chunk takes from what is available, hence the second look.
         while saved < most and (missing := available - store.available) > 0:
             for _ in range(missing):
-                chunk = self._uncopied.peek()
+                chunk = uncopied.peek()
                 if chunk is None or saved == most:
-                    return saved
-                if (slot := self._host_slot(self._uncopied.value)) != NO_SLOT:
+                    return
+                if (slot := self._host_slot(uncopied.value)) != NO_SLOT:
                     self._copies.saves.add(chunk.gpu, slot)
                     chunk.host = slot
                     saved += 1
                 else:
                     chunk.declined = True
                 store.file(chunk)
-        return saved
 
     def _host_slot(self, value: float) -> int:
         """A HOST slot for a chunk of that value, or NO_SLOT if HOST holds nothing of lower value.
@@ -90,8 +90,9 @@ class RoomMaker:
         """At least one, if it can be."""
         store, in_use = self._store, self._copies.host_slot_in_use
         # Filed in order: behind one whose slot this plan uses, all are this plan's.
-        busy = next(iter(store.busy_copied), None)
-        if busy is not None and not in_use(busy.host):
+        for busy in store.busy_copied:
+            if in_use(busy.host):
+                break
             store.release_host(busy)
             return True
         idle = self._most_valuable.peek()
@@ -101,10 +102,9 @@ class RoomMaker:
         victim = self._host_only.peek()
         if victim is None or self._host_only.value >= value or in_use(victim.host):
             return False
-        turn = store.policy.stamp(victim)
         store.drop(victim)
-        while store.policy.whole and (victim := self._host_only.peek()):
-            if store.policy.stamp(victim) != turn or in_use(victim.host):
-                break
-            store.drop(victim)
+        if store.policy.whole:
+            turn = store.policy.stamp(victim)
+            while (victim := self._host_only.peek()) and store.policy.stamp(victim) == turn and not in_use(victim.host):
+                store.drop(victim)
         return True

@@ -26,6 +26,7 @@ from .planner import Planner
 from .retention import eviction_policy
 from .room import RoomMaker
 from .rows import Row, Turn
+from .steady import skip, steady_steps
 from .types import (
     Applied,
     ChunkKey,
@@ -54,6 +55,8 @@ class Scheduler:
         self._patient: deque[Turn] = deque()  # by arrival, with those that have their seat or are gone
         self._swapped_in = self._swapped_out = 0
         self._last_stamp = 0.0
+        # Most of HOST is for chunks that are nowhere else: copies of what is still on the GPU are no gain.
+        self._mark = min(int(config.swap_out_below * config.gpu_kv_chunks), config.host_kv_chunks // 4)
 
     # -- requests
 
@@ -183,6 +186,21 @@ class Scheduler:
         applied.requests, applied.tokens = array("q", requests), array("i", tokens)
         return applied
 
+    def steady_steps(self) -> int:
+        """How many steps to come are sure to generate one token a row and no more, if no request comes or leaves."""
+        busy = self._batcher.waiting or self._batcher.loading or self._conversations.mortal
+        if busy or self.in_flight != 1 or (self._store.available < self._mark and self._store.uncopied):
+            return 0
+        return steady_steps(self._batcher.rows, self._inflight[0][0], self.config.chunk_tokens)
+
+    def skip(self, steps: int) -> StepPlan:
+        """As `next_plan` and `apply`, so often; at most `steady_steps()`. Returns the plan that is then in flight."""
+        plan, span_rows = self._inflight.pop()
+        plan = skip(self._batcher.rows, plan, steps)
+        self._inflight.append((plan, span_rows))
+        self._step, self._applied = plan.step, plan.step - 1
+        return plan
+
     # -- conversations
 
     def has_conversation(self, conversation_id: str) -> bool:
@@ -301,13 +319,9 @@ class Scheduler:
         return self._last_stamp
 
     def _save_ahead(self, batch: Batch) -> None:
-        """Copies out ahead of time below the mark, behind this step's compute; whatever the queue's head needs.
-
-        The mark leaves most of HOST to chunks that are nowhere else: copies of what is still on the GPU are no gain.
-        """
-        mark = min(int(self.config.swap_out_below * self.config.gpu_kv_chunks), self.config.host_kv_chunks // 4)
+        """Copies out ahead of time below the mark, behind this step's compute; whatever the queue's head needs."""
         needed = batch.wanted + batch.short
-        available = max(mark, needed) - self._batcher.coming_free()
+        available = max(self._mark, needed) - self._batcher.coming_free()
         if self._store.available < available:
             batch.room.save_ahead(available, most=max(needed, self._batcher.link_chunks(batch)))
 
@@ -316,10 +330,13 @@ class Scheduler:
         size = self.config.chunk_tokens
         for index in range(start // size, -(-end // size)):
             chunk = row.chunks[index]
-            if chunk.key is None:
-                chunk.tokens = max(chunk.tokens, min(size, end - index * size))
-                if chunk.tokens == size:
-                    self._filled(row, index)
+            if chunk.key is not None:
+                continue
+            if end >= (index + 1) * size:
+                chunk.tokens = size
+                self._filled(row, index)
+            else:
+                chunk.tokens = max(chunk.tokens, end - index * size)
 
     def _scored(self, plan: StepPlan, span_rows: list[Row], result: StepResult, applied: Applied) -> None:
         """Passes on the log probabilities of prompts, those of rows that are still there."""

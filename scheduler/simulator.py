@@ -108,15 +108,26 @@ class VirtualDevice:
                 gate = end
         if plan.tokens:
             start = self._start(Lane.COMPUTE, plan.after, now)
-            end = max(start + self._cost.step(plan.tokens, mean_context(plan)), gate)
+            seen, rows_seen = mean_contexts(plan)
+            seconds = self._cost.step(len(plan.token_ids), seen, len(plan.generate), rows_seen)
+            end = max(start + seconds, gate)
             self.busy_s += end - start
         else:
             end = copied
         self._complete(Lane.COMPUTE, plan.step, end)
         return end
 
+    def generate(self, step: int, rows: int, context: int, now: float) -> float:
+        """`launch` of a plan that only generates."""
+        start = max(now, self._free_at[Lane.COMPUTE])
+        end = start + self._cost.step(0, rows=rows, rows_context=context)
+        self.busy_s += end - start
+        self._complete(Lane.COMPUTE, step, end)
+        return end
+
     def _copy(self, batch: CopyBatch, now: float) -> float:
-        end = self._start(batch.lane, batch.after, now) + len(batch.sources) * self._cost.load()
+        seconds = self._cost.load() if batch.lane is Lane.IN else self._cost.save()
+        end = self._start(batch.lane, batch.after, now) + len(batch.sources) * seconds
         self._complete(batch.lane, batch.ticket, end)
         return end
 
@@ -129,12 +140,11 @@ class VirtualDevice:
         self._ends[lane][ticket] = end
 
 
-def mean_context(plan: StepPlan) -> int:
-    """Tokens of context that the plan's tokens see, on average."""
-    seen = sum(plan.positions) + len(plan.positions)
-    for span in plan.spans:
-        seen += (span.end - span.start) * (span.start + span.end + 1) // 2
-    return seen // plan.tokens
+def mean_contexts(plan: StepPlan) -> tuple[int, int]:
+    """Tokens of context that the plan's known tokens see on average, and those that its generating rows see."""
+    seen = sum((span.end - span.start) * (span.start + span.end + 1) // 2 for span in plan.spans)
+    known, rows = len(plan.token_ids), len(plan.positions)
+    return seen // known if known else 0, sum(plan.positions) // rows + 1 if rows else 0
 
 
 class _Open:
@@ -148,7 +158,7 @@ class _Open:
 
 
 class Simulator:
-    """One run over `sessions`; used once.
+    """One run over `sessions`; used once. Without `skips` every step is planned and applied by itself.
 
     Raises RequestError if the configuration cannot serve a request (too long, queue full).
     """
@@ -164,17 +174,20 @@ class Simulator:
         self._launched: deque[tuple[StepPlan, float]] = deque()
         self._open: dict[RequestId, _Open] = {}
         self._order = {session.name: order for order, session in enumerate(sessions)}
-        self._tokens = 0
+        self._id = 0
         self._systems: dict[int, array[int]] = {}
         self._requests = self._steps = self._generated = 0
         self._usage = [0 for _ in fields(Usage)]
         self._ttft: list[float] = []
         self._per_token: list[float] = []
+        self.skips = True
 
     def run(self) -> Report:
         """Until every turn of every session has its reply."""
         scheduler = self.scheduler
         while self._arrivals or not scheduler.idle:
+            if len(self._launched) == 1 and self.skips:
+                self._fast_forward(scheduler.steady_steps())
             while self._arrivals and self._arrivals[0][0] <= self.now:
                 self._add(*heapq.heappop(self._arrivals))
             plan = scheduler.next_plan(self.now)
@@ -206,9 +219,9 @@ class Simulator:
         self.scheduler.add(Request(request, prompt, turn.output_tokens, conversation), self.now)
 
     def _fresh(self, count: int) -> array[int]:
-        """Tokens that nobody else has: ids are counted over the whole run."""
-        start, self._tokens = self._tokens, self._tokens + count
-        return array("i", range(start, self._tokens))
+        """Tokens that nobody else has, one id so often; generated ones have ids above 0."""
+        self._id -= 1
+        return array("i", [self._id]) * count
 
     def _system(self, count: int) -> array[int]:
         if count not in self._systems:
@@ -216,6 +229,23 @@ class Simulator:
         return self._systems[count]
 
     # -- results
+
+    def _fast_forward(self, steps: int) -> None:
+        """At most so many turns of the loop in which nothing but the clock and the tokens change."""
+        if not steps:
+            return
+        plan, end = self._launched.pop()
+        rows, seen = plan.tokens, sum(plan.positions)
+        arrival = self._arrivals[0][0] if self._arrivals else math.inf
+        done = 0
+        while done < steps and arrival > self.now:
+            done += 1
+            seen += rows
+            launched = self._device.generate(plan.step + done, rows, seen // rows + 1, self.now)
+            self.now, end = max(self.now, end), launched
+        self._steps += done
+        self._generated += done * rows
+        self._launched.append((self.scheduler.skip(done) if done else plan, end))
 
     def _finish_step(self) -> None:
         plan, end = self._launched.popleft()

@@ -37,7 +37,8 @@ class SlotPool:
     def computed(self, slot: int, step: int) -> None:
         """Step `step`, or an earlier one, is the last that uses the slot, unless a later one is noted already."""
         last = self.last[Lane.COMPUTE]
-        last[slot] = max(last[slot], step)
+        if last[slot] < step:
+            last[slot] = step
 
     def check(self, owned: Iterable[int]) -> None:
         """Every slot is free or owned, once."""

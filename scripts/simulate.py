@@ -71,7 +71,8 @@ def parser() -> argparse.ArgumentParser:
     option("--gpu-kv-bytes", default="40GiB", metavar="SIZE", help="(default %(default)s)")
     option("--host-kv-bytes", default="16GiB,32GiB,64GiB", metavar="SIZES", help="comma between (default %(default)s)")
     option("--eviction", default="all", metavar="NAMES", help=f"all, or of {','.join(EVICTION_POLICIES)}")
-    option("--chunk-tokens", type=int, default=32, metavar="N", help="(default %(default)s)")
+    option("--chunk-tokens", type=int, default=64, metavar="N",
+           help="(default %(default)s: hit rates within a point of those with 32, in less time)")  # fmt: skip
     option("--max-num-seqs", type=int, default=256, metavar="N", help="running requests (default %(default)s)")
     option("--max-num-batched-tokens", type=int, default=2048, metavar="N", help="a step (default %(default)s)")
     option(

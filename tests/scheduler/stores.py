@@ -38,7 +38,7 @@ def idle(store, end=SIZE, now=0.0, key=None, copied=False, on_gpu=True, claims=0
     chunk = in_use(store, end, now, key)
     if copied or not on_gpu:
         chunk.host = store.host.take()
-    store.unpin(chunk, 0, now)
+    store.unpin([chunk], 0, now)
     if not on_gpu:
         store.release_gpu(chunk)
     for _ in range(claims):

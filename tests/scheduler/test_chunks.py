@@ -17,7 +17,7 @@ def test_the_first_owner_of_a_key_keeps_it():
     assert store.publish(second, key) is second and second.key is None
     check(store, held=[first, second])
     second.tokens = 0  # as let go by its row
-    store.unpin(second, 1, 1.0)
+    store.unpin([second], 1, 1.0)
     assert store.gpu.free == 7 and store.find(key) is first
     check(store, held=[first])
 
@@ -70,7 +70,7 @@ def test_an_idle_chunk_is_filed_where_its_copies_say():
     only, both, host = idle(store), idle(store, copied=True), idle(store, on_gpu=False)
     assert (list(store.uncopied), list(store.reclaimable), list(store.host_only)) == ([only], [both], [host])
     assert (store.available, store.obtainable) == (6 + 1, 6 + 2)
-    store.pin(both)
+    store.pin([both])
     assert both in store.busy_copied and not len(store.reclaimable)
     check(store, held=[both])
 
@@ -95,9 +95,9 @@ def test_a_row_that_lets_go_notes_its_last_step_on_the_slot():
     """Whoever gets the slot next waits for that step on the device."""
     store = a_store()
     chunk = in_use(store)
-    store.pin(chunk)
-    store.unpin(chunk, 9, 1.0)
-    store.unpin(chunk, 4, 2.0)
+    store.pin([chunk])
+    store.unpin([chunk], 9, 1.0)
+    store.unpin([chunk], 4, 2.0)
     assert store.gpu.last[Lane.COMPUTE][chunk.gpu] == 9 and chunk.last_active == 2.0
 
 
@@ -116,7 +116,7 @@ def test_letting_go_twice_is_an_error():
     store = a_store()
     chunk = idle(store)
     with pytest.raises(InvariantError, match="does not hold it"):
-        store.unpin(chunk, 0, 0.0)
+        store.unpin([chunk], 0, 0.0)
     with pytest.raises(InvariantError, match="does not claim it"):
         store.unclaim(chunk)
 
@@ -138,6 +138,7 @@ def unfiled(store, chunk):
 
 
 def misfiled(store, chunk):
+    store.uncopied.discard(chunk)
     store.host_only.add(chunk)
 
 

@@ -14,7 +14,7 @@ from pensieve.scheduler.simulator import (
     Simulator,
     VirtualDevice,
     longest_context,
-    mean_context,
+    mean_contexts,
     percentile,
     simulate,
 )
@@ -101,9 +101,9 @@ def test_percentiles_are_values_that_occurred():
 
 
 def test_mean_context_counts_each_token_with_what_it_sees():
-    assert mean_context(plan(positions=(9,))) == 10
-    assert mean_context(plan(spans=[Span(0, 0, 4, 0, True)])) == (1 + 2 + 3 + 4) // 4
-    assert mean_context(plan(positions=(0, 0), spans=[Span(2, 5, 7, 5, True)])) == (1 + 1 + 6 + 7) // 4
+    assert mean_contexts(plan(positions=(9,))) == (0, 10)
+    assert mean_contexts(plan(spans=[Span(0, 0, 4, 0, True)])) == ((1 + 2 + 3 + 4) // 4, 0)
+    assert mean_contexts(plan(positions=(0, 2), spans=[Span(2, 5, 7, 5, True)])) == ((6 + 7) // 2, (1 + 3) // 2)
 
 
 def test_a_gated_copy_hides_behind_compute_and_only_the_rest_shows():
@@ -178,3 +178,43 @@ def test_retention_keeps_what_is_dear_and_lru_what_is_recent():
     assert retention.usage.gpu > 20 and lru.usage.gpu == 0
     assert retention.usage.recomputed < lru.usage.recomputed
     assert retention.busy_s < lru.busy_s
+
+
+# -- steps by the dozen
+
+
+@pytest.mark.parametrize("policy", EVICTION_POLICIES)
+@pytest.mark.parametrize("batching", ["unified", "separate"])
+def test_skipping_steps_changes_nothing(policy, batching):
+    """Replies of a few chunks, so that most steps can be skipped, over pools that are far too small."""
+    sessions = [
+        Session(
+            f"c{index}",
+            7.0 * index,
+            (SessionTurn(0, 9 + index % 5, 5 + index), SessionTurn(8, 5, 30, think_s=2.0 + index % 7)),
+            system_tokens=8 * (index % 2),
+        )
+        for index in range(20)
+    ]
+    config = replace(CONFIG, eviction=policy, batching=batching, host_kv_chunks=12)
+    reports, planned = [], []
+    for skips in (True, False):
+        simulator = Simulator(config, QUICK, sessions)
+        simulator.skips = skips
+        plans = count_plans(simulator)
+        reports.append(simulator.run())
+        simulator.scheduler.check()
+        planned.append(len(plans))
+    assert reports[0] == reports[1]
+    assert reports[0].steps <= planned[1] and planned[0] < 0.8 * planned[1]
+
+
+def count_plans(simulator):
+    plans, next_plan = [], simulator.scheduler.next_plan
+
+    def counted(now):
+        plans.append(now)
+        return next_plan(now)
+
+    simulator.scheduler.next_plan = counted
+    return plans
