@@ -1,10 +1,15 @@
-"""Builds an engine directory from a checkpoint: written aside, made durable, then renamed into place."""
+"""Builds an engine directory, from a checkpoint or a config.json alone: written aside, made durable, then renamed into
+place.
+"""
 
 from __future__ import annotations
 
 import os
 import secrets
 import shutil
+from collections import UserDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +18,11 @@ import torch
 
 from ..scheduler.types import SettingError
 from .architectures import OPT, decoder_config
-from .checkpoint import read_json, read_weights
+from .checkpoint import parameter_shapes, read_json, read_weights
+from .config import DecoderConfig
 from .manifest import (
     DTYPES,
+    RANDOM,
     TOKENIZER_FILES,
     WEIGHTS,
     Manifest,
@@ -26,17 +33,18 @@ from .manifest import (
     versions,
 )
 from .tokenizer import copy_tokenizer
-from .weights import save_weights, weights_digest
+from .weights import save_weights, weight_bytes, weights_digest
 
 BACKENDS = ("reference",)
-DEVICES = ("cpu",)
+DEVICES = ("cpu", "cuda")
+MOST_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
     """outcome: "built", "replaced" (another engine was there) or "reused" (the same engine was there).
 
-    has_tokenizer False: the checkpoint has none that we read; the engine takes and gives token ids only.
+    has_tokenizer False: there is none that we read; the engine takes and gives token ids only.
     """
 
     manifest: Manifest
@@ -62,37 +70,81 @@ def build_engine(
     _check_settings(backend, tensor_parallel, device)
     _check_output(output)
     hf_config = read_json(checkpoint / "config.json")
-    dtype = dtype or _own_dtype(hf_config)
-    if dtype not in DTYPES:
-        raise SettingError("--dtype", f"must be one of {', '.join(DTYPES)}, not {dtype!r}")
+    dtype = _checked_dtype(dtype or _own_dtype(hf_config))
     decoder = decoder_config(hf_config)
-    weights = read_weights(checkpoint, decoder, getattr(torch, dtype))
-    weight_bytes = sum(tensor.nbytes for tensor in weights.values())
-
-    aside = output.with_name(f".{output.name}.{secrets.token_hex(4)}.building")
-    try:
-        aside.mkdir(parents=True)
-    except OSError as error:
-        raise SettingError("--output", f"cannot be made: {error}") from None
-    try:
+    torch_dtype = getattr(torch, dtype)
+    weights = read_weights(checkpoint, decoder, torch_dtype)
+    shapes = parameter_shapes(decoder)
+    with _beside(output) as aside:
         has_tokenizer = copy_tokenizer(checkpoint, aside, opt=decoder.architecture == OPT)
-        parts = Parts(
-            weights=weights_digest(weights),
-            tokenizer=files_digest([aside / name for name in TOKENIZER_FILES if (aside / name).exists()]),
-            code=code_digest(),
-            **versions(),
-        )
-        stop_ids = _stop_ids(checkpoint, hf_config)
+        tokenizer = files_digest([aside / name for name in TOKENIZER_FILES if (aside / name).exists()])
+        parts = Parts(weights_digest(weights), tokenizer, code_digest(), **versions())
+        stop_ids = _stop_ids(hf_config, checkpoint / "generation_config.json")
         manifest = Manifest(backend, dtype, device, tensor_parallel, decoder, stop_ids, parts)
-        published = published_fingerprint(output)
-        if published == manifest.fingerprint:
-            return Built(manifest, "reused", weight_bytes, has_tokenizer)
-        save_weights(weights, aside / WEIGHTS)
-        manifest.write(aside)
-        _publish(aside, output)
-        return Built(manifest, "replaced" if published else "built", weight_bytes, has_tokenizer)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        outcome = "reused"
+        if published_fingerprint(output) != manifest.fingerprint:
+            save_weights(weights, shapes, torch_dtype, aside / WEIGHTS)
+            outcome = _publish(manifest, aside, output)
+    return Built(manifest, outcome, weight_bytes(shapes, torch_dtype), has_tokenizer)
+
+
+def build_random_engine(
+    config: str | Path,
+    output: str | Path,
+    overrides: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    backend: str = "reference",
+    dtype: str | None = None,
+    tensor_parallel: int = 1,
+    device: str = "cpu",
+) -> Built:
+    """Like `build_engine`, of a Hugging Face config.json alone, for measuring: its weights are random, made by
+    `open_engine`, and it has no tokenizer.
+
+    `overrides` replace keys of config.json, or add some; one that nothing reads is refused.
+    """
+    output = Path(output).absolute()
+    _check_settings(backend, tensor_parallel, device)
+    _check_output(output)
+    if not 0 <= seed <= MOST_SEED:
+        raise SettingError("--seed", f"must be between 0 and {MOST_SEED}, not {seed}")
+    hf_config = _Read(read_json(Path(config), "--config") | dict(overrides or {}))
+    dtype = _checked_dtype(dtype or _own_dtype(hf_config))
+    decoder = _decoder_of_config(hf_config)
+    stop_ids = _stop_ids(hf_config)
+    unread = sorted(set(overrides or {}) - hf_config.read)
+    if unread:
+        raise SettingError("--set", f"{', '.join(unread)}: nothing of {decoder.architecture} is set by that")
+    parts = Parts(f"{RANDOM}{seed}", files_digest([]), code_digest(), **versions())
+    manifest = Manifest(backend, dtype, device, tensor_parallel, decoder, stop_ids, parts)
+    outcome = "reused"
+    if published_fingerprint(output) != manifest.fingerprint:
+        with _beside(output) as aside:
+            outcome = _publish(manifest, aside, output)
+    return Built(manifest, outcome, weight_bytes(parameter_shapes(decoder), getattr(torch, dtype)), has_tokenizer=False)
+
+
+class _Read(UserDict[str, Any]):
+    """Remembers which keys were asked for."""
+
+    def __init__(self, values: Mapping[str, Any]):
+        self.read: set[str] = set()
+        super().__init__(values)
+
+    def __contains__(self, key: object) -> bool:
+        self.read.add(str(key))
+        return super().__contains__(key)
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+
+def _decoder_of_config(hf_config: Mapping[str, Any]) -> DecoderConfig:
+    try:
+        return decoder_config(hf_config)
+    except SettingError as error:  # which blames --checkpoint, where a config.json comes from otherwise
+        raise SettingError("--config", str(error).removeprefix(f"{error.setting}: ")) from None
 
 
 def _check_settings(backend: str, tensor_parallel: int, device: str) -> None:
@@ -110,27 +162,49 @@ def _check_output(output: Path) -> None:
         raise SettingError("--output", f"{output} is neither empty nor an engine; name another directory")
 
 
-def _own_dtype(hf_config: dict[str, Any]) -> str:
+def _own_dtype(hf_config: Mapping[str, Any]) -> str:
     return hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
 
 
-def _stop_ids(checkpoint: Path, hf_config: dict[str, Any]) -> tuple[int, ...]:
-    """End-of-sequence ids: generation_config.json knows them best."""
-    path = checkpoint / "generation_config.json"
-    ids = read_json(path).get("eos_token_id") if path.exists() else None
+def _checked_dtype(dtype: str) -> str:
+    if dtype not in DTYPES:
+        raise SettingError("--dtype", f"must be one of {', '.join(DTYPES)}, not {dtype!r}")
+    return dtype
+
+
+def _stop_ids(hf_config: Mapping[str, Any], generation: Path | None = None) -> tuple[int, ...]:
+    """End-of-sequence ids: generation_config.json, if there is one, knows them best."""
+    ids = read_json(generation).get("eos_token_id") if generation and generation.exists() else None
     ids = hf_config.get("eos_token_id") if ids is None else ids
     if ids is None:
         return ()
     return tuple(ids) if isinstance(ids, list) else (ids,)
 
 
-def _publish(aside: Path, output: Path) -> None:
-    """Renames into place. An engine already there steps aside first, and comes back if that fails."""
+@contextmanager
+def _beside(output: Path) -> Iterator[Path]:
+    """A new directory beside `output`, gone at the end if nobody has renamed it."""
+    aside = output.with_name(f".{output.name}.{secrets.token_hex(4)}.building")
+    try:
+        aside.mkdir(parents=True)
+    except OSError as error:
+        raise SettingError("--output", f"cannot be made: {error}") from None
+    try:
+        yield aside
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _publish(manifest: Manifest, aside: Path, output: Path) -> str:
+    """Completes the engine and renames it into place; returns "built" or "replaced".
+
+    An engine already there steps aside first, and comes back if that fails.
+    """
+    manifest.write(aside)
     for path in (*aside.iterdir(), aside):
         _sync(path)
-    if published_fingerprint(output) is None:
-        os.rename(aside, output)
-    else:
+    replaced = published_fingerprint(output) is not None
+    if replaced:
         old = aside.with_suffix(".replaced")
         os.rename(output, old)
         try:
@@ -139,7 +213,10 @@ def _publish(aside: Path, output: Path) -> None:
             os.rename(old, output)
             raise
         shutil.rmtree(old)
+    else:
+        os.rename(aside, output)
     _sync(output.parent)
+    return "replaced" if replaced else "built"
 
 
 def _sync(path: Path) -> None:

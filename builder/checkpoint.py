@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ..scheduler.types import SettingError
 from .architectures import OPT, refusal
 from .config import DecoderConfig
 
@@ -28,17 +28,21 @@ DEMO_CHECKPOINT = Path(__file__).parent / "demo_models" / "llama"
 """The trained demo model (docs/demo-model.md)."""
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Raises SettingError if the file is missing or no JSON object."""
+def read_json(path: Path, setting: str = "--checkpoint") -> dict[str, Any]:
+    """Raises SettingError, of `setting`, if the file is missing or no JSON object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise refusal(f"{path} does not exist") from None
+        raise SettingError(setting, f"{path} does not exist") from None
     except (OSError, ValueError) as error:
-        raise refusal(f"{path} cannot be read: {error}") from None
+        raise SettingError(setting, f"{path} cannot be read: {error}") from None
     if not isinstance(value, dict):
-        raise refusal(f"{path} must hold a JSON object")
+        raise SettingError(setting, f"{path} must hold a JSON object")
     return value
+
+
+FLOATS = ("F64", "F32", "BF16", "F16")
+"""Dtypes of tensors, as safetensors names them, that are weights as they stand."""
 
 
 class Source(NamedTuple):
@@ -129,22 +133,45 @@ def weight_sources(config: DecoderConfig, prefix: str = "model.") -> Sources:
     return sources
 
 
-def read_weights(directory: Path, config: DecoderConfig, dtype: torch.dtype) -> dict[str, Tensor]:
-    """All parameters of Decoder in `dtype`, on the CPU. Raises SettingError that names the tensor at fault."""
-    with ExitStack() as open_files:
-        files = _tensor_files(directory, open_files)
-        prefix = "model." if any(name.startswith("model.") for name in files) else ""
-        wanted = weight_sources(config, prefix)
-        _check_names(files, wanted, config)
-        weights = {}
-        for target, sources in wanted.items():
-            parts = [_read(files, source).to(dtype) for source in sources]
-            weights[target] = torch.cat(parts) if len(parts) > 1 else parts[0]
-    return weights
+def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Of each parameter of Decoder."""
+    return {
+        target: (sum(source.shape[0] for source in sources), *sources[0].shape[1:])
+        for target, sources in weight_sources(config).items()
+    }
 
 
-def _tensor_files(directory: Path, open_files: ExitStack) -> dict[str, Any]:
-    """For each tensor name the open file that holds it."""
+class CheckpointWeights(Mapping[str, Tensor]):
+    """All parameters of Decoder in one dtype, on the CPU; each is read anew, and joined, whenever it is asked for."""
+
+    def __init__(self, files: Mapping[str, Any], wanted: Sources, dtype: torch.dtype):
+        self._files, self._wanted, self._dtype = files, wanted, dtype
+
+    def __getitem__(self, target: str) -> Tensor:
+        parts = [_tensor(self._files, source.name).to(self._dtype) for source in self._wanted[target]]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._wanted)
+
+    def __len__(self) -> int:
+        return len(self._wanted)
+
+
+def read_weights(directory: Path, config: DecoderConfig, dtype: torch.dtype) -> CheckpointWeights:
+    """Checks names, shapes and dtypes of all tensors. Raises SettingError that names the tensor at fault."""
+    files = _tensor_files(directory)
+    prefix = "model." if any(name.startswith("model.") for name in files) else ""
+    wanted = weight_sources(config, prefix)
+    _check_names(files, wanted, config)
+    for sources in wanted.values():
+        for source in sources:
+            _check_tensor(files, source)
+    return CheckpointWeights(files, wanted, dtype)
+
+
+def _tensor_files(directory: Path) -> dict[str, Any]:
+    """For each tensor name the file that holds it, open for as long as it is referred to."""
     if (directory / SINGLE).exists():
         paths = [directory / SINGLE]
     elif (directory / INDEX).exists():
@@ -162,7 +189,7 @@ def _tensor_files(directory: Path, open_files: ExitStack) -> dict[str, Any]:
     files = {}
     for path in paths:
         try:
-            file = open_files.enter_context(safe_open(path, framework="pt"))
+            file = safe_open(path, framework="pt")
         except (OSError, SafetensorError) as error:
             raise refusal(f"{path} cannot be read: {error}") from None
         files |= dict.fromkeys(file.keys(), file)
@@ -188,12 +215,10 @@ def _tensor(files: Mapping[str, Any], name: str) -> Tensor:
     return files[name].get_tensor(name)
 
 
-def _read(files: Mapping[str, Any], source: Source) -> Tensor:
-    tensor = _tensor(files, source.name)
-    if tuple(tensor.shape) != source.shape:
-        raise refusal(
-            f"tensor {source.name} has the shape {list(tensor.shape)}; config.json asks for {list(source.shape)}"
-        )
-    if not tensor.is_floating_point() or tensor.element_size() < 2:
-        raise refusal(f"tensor {source.name} is {tensor.dtype}; quantised weights are not supported")
-    return tensor
+def _check_tensor(files: Mapping[str, Any], source: Source) -> None:
+    stored = files[source.name].get_slice(source.name)
+    shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
+    if shape != source.shape:
+        raise refusal(f"tensor {source.name} has the shape {list(shape)}; config.json asks for {list(source.shape)}")
+    if dtype not in FLOATS:
+        raise refusal(f"tensor {source.name} is {dtype}; quantised weights are not supported")

@@ -19,6 +19,7 @@ from .config import DecoderConfig, Rotary
 FORMAT = 1
 MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"
+RANDOM = "random:"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -32,7 +33,10 @@ KV_LAYOUT = ("slot", "layers", "2", "kv_heads", "chunk_tokens", "head_dim")
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What an engine was made from: SHA-256 digests and versions. A change of any makes it another engine."""
+    """What an engine was made from: SHA-256 digests and versions. A change of any makes it another engine.
+
+    weights     their digest, or "random:<seed>": they are made when the engine is opened, as the decoder's shape says
+    """
 
     weights: str
     tokenizer: str
@@ -78,6 +82,12 @@ class Manifest:
     @property
     def max_model_len(self) -> int:
         return self.decoder.max_positions
+
+    @property
+    def random_seed(self) -> int | None:
+        """None: the weights are in WEIGHTS."""
+        weights = self.parts.weights
+        return int(weights.removeprefix(RANDOM)) if weights.startswith(RANDOM) else None
 
     @property
     def fingerprint(self) -> str:
@@ -126,9 +136,10 @@ def published_fingerprint(directory: Path) -> str | None:
 
 
 def code_digest() -> str:
-    """SHA-256 over the files that define the forward pass."""
+    """SHA-256 over the files that define the forward pass, and weights that are random."""
     room = Path(__file__).parent
-    paths = [room / "config.py", room / "model.py", *sorted((room.parent / "plugins").glob("*.py"))]
+    files = [room / name for name in ("config.py", "model.py", "random_weights.py")]
+    paths = [*files, *sorted((room.parent / "plugins").glob("*.py"))]
     return files_digest(paths)
 
 

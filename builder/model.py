@@ -24,39 +24,29 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class RMSNorm(nn.Module):
-    """Accumulates in float32."""
+class Norm(nn.Module):
+    """RMS norm or layer norm, accumulated in float32; which parameters it has, the caller says."""
 
-    def __init__(self, size: int, eps: float):
+    def __init__(self, size: int, eps: float, rms: bool, weight: bool = True, bias: bool = False):
         super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(size))
+        self.eps, self.rms = eps, rms
+        self.weight = nn.Parameter(torch.empty(size)) if weight else None
+        self.bias = nn.Parameter(torch.empty(size)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
+        return torch.ops.pensieve.norm(x, self.weight, self.bias, self.eps, self.rms)
+
+    def of_sum(self, x: Tensor, change: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(norm of x + change, x + change) in one pass; None: nothing has changed."""
+        if change is None:
+            return self(x), x
+        return torch.ops.pensieve.add_norm(x, change, self.weight, self.bias, self.eps, self.rms)
 
 
-class LayerNorm(nn.Module):
-    """Accumulates in float32; without `affine` it has no parameters."""
-
-    def __init__(self, size: int, eps: float, affine: bool):
-        super().__init__()
-        self.size, self.eps = size, eps
-        self.weight = nn.Parameter(torch.empty(size)) if affine else None
-        self.bias = nn.Parameter(torch.empty(size)) if affine else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        normed = F.layer_norm(x.float(), (self.size,), eps=self.eps)
-        if self.weight is not None:
-            normed = normed * self.weight.float() + self.bias.float()
-        return normed.to(x.dtype)
-
-
-def hidden_norm(config: DecoderConfig) -> nn.Module:
+def hidden_norm(config: DecoderConfig) -> Norm:
     if config.norm == "rms":
-        return RMSNorm(config.hidden_size, config.norm_eps)
-    return LayerNorm(config.hidden_size, config.norm_eps, config.norm_affine)
+        return Norm(config.hidden_size, config.norm_eps, rms=True)
+    return Norm(config.hidden_size, config.norm_eps, rms=False, weight=config.norm_affine, bias=config.norm_affine)
 
 
 class Batch(NamedTuple):
@@ -75,8 +65,8 @@ class Attention(nn.Module):
         self.config, self.layer = config, layer
         self.heads = (config.heads, config.kv_heads, config.kv_heads)  # of q, k and v in the fused projection
         self.qkv = nn.Linear(config.hidden_size, sum(self.heads) * config.head_dim, bias=config.qkv_bias)
-        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.q_norm = Norm(config.head_dim, config.norm_eps, rms=True) if config.qk_norm else nn.Identity()
+        self.k_norm = Norm(config.head_dim, config.norm_eps, rms=True) if config.qk_norm else nn.Identity()
         self.out = nn.Linear(config.heads * config.head_dim, config.hidden_size, bias=config.attention_out_bias)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
@@ -94,12 +84,15 @@ class MLP(nn.Module):
     def __init__(self, config: DecoderConfig):
         super().__init__()
         self.gated, self.activation = config.gated, ACTIVATIONS[config.activation]
+        self.silu_gated = config.gated and config.activation == "silu"
         width = 2 * config.mlp_size if config.gated else config.mlp_size  # gate, then up
         self.up = nn.Linear(config.hidden_size, width, bias=config.mlp_bias)
         self.down = nn.Linear(config.mlp_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.up(x)
+        if self.silu_gated:
+            return self.down(torch.ops.pensieve.silu_gate(x))
         if self.gated:
             gate, up = x.chunk(2, dim=-1)
             return self.down(self.activation(gate) * up)
@@ -115,12 +108,15 @@ class Layer(nn.Module):
         self.mlp_norm = hidden_norm(config)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+    def forward(self, x: Tensor, change: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Takes and returns a residual sum in two parts: the norm that reads it next adds them up in the same pass."""
         if self.norm_first:
-            x = x + self.attention(self.attention_norm(x), batch)
-            return x + self.mlp(self.mlp_norm(x))
-        x = self.attention_norm(x + self.attention(x, batch))
-        return self.mlp_norm(x + self.mlp(x))
+            normed, x = self.attention_norm.of_sum(x, change)
+            normed, x = self.mlp_norm.of_sum(x, self.attention(normed, batch))
+            return x, self.mlp(normed)
+        x, _ = self.attention_norm.of_sum(x, self.attention(x, batch))
+        x, _ = self.mlp_norm.of_sum(x, self.mlp(x))
+        return x, None
 
 
 class Decoder(nn.Module):
@@ -142,15 +138,18 @@ class Decoder(nn.Module):
             "frequencies", torch.tensor(frequencies, dtype=torch.float64, device="cpu"), persistent=False
         )
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.layers))
-        self.norm = hidden_norm(config) if config.final_norm else nn.Identity()
+        self.norm = hidden_norm(config) if config.final_norm else None
         self.head = None if config.tied_embeddings else nn.Linear(config.embedding_size, config.vocab_size, bias=False)
 
     @classmethod
     def from_weights(cls, config: DecoderConfig, weights: Mapping[str, Tensor]) -> Decoder:
-        """Takes over the tensors as they are, in their dtype, without copying; RuntimeError if any does not fit."""
+        """Takes over the tensors as they are, in their dtype, on their device, without copying; RuntimeError if any
+        does not fit.
+        """
         with torch.device("meta"):
             decoder = cls(config)
         decoder.load_state_dict(weights, assign=True)
+        decoder.to(weights["embed.weight"].device)  # what is left to move is `frequencies`
         return decoder.eval().requires_grad_(False)
 
     def rotary(self, positions: Tensor) -> Tensor:
@@ -184,10 +183,20 @@ class Decoder(nn.Module):
         if self.positions is not None:
             x = x + self.positions(positions + self.config.position_offset)
         batch = Batch(self.rotary(positions), slots, segments, block_table, pool)
+        change = None
         for layer in self.layers:
-            x = layer(x, batch)
-        x = self.norm(x[sample_rows])
+            x, change = layer(x, change, batch)
+        x = self._final(x, change, sample_rows)
         if self.project_out is not None:
             x = self.project_out(x)
         head = self.embed if self.head is None else self.head
         return F.linear(x, head.weight).float()
+
+    def _final(self, x: Tensor, change: Tensor | None, rows: Tensor) -> Tensor:
+        """Some rows of the last layer's sum, normalised; models that normalise behind each sum are done."""
+        if change is None:
+            return x[rows]
+        if self.norm is None:
+            return x[rows] + change[rows]
+        normed, _ = self.norm.of_sum(x[rows], change[rows])
+        return normed

@@ -1,4 +1,4 @@
-"""The two operations as torch operations, `torch.ops.pensieve.write_kv` and `.multi_token_attention`.
+"""Our operations as torch operations: `torch.ops.pensieve.write_kv`, `.multi_token_attention`, norms and the SiLU gate.
 
 A pool is named by a *handle*, an int: to the compiler the operations are opaque and mutate none of their tensors, so
 no backend clones gigabytes or reorders around an alias. What orders the attention behind the write of its layer is the
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from . import attention_reference
+from . import attention_reference, norm_reference
 
 if TYPE_CHECKING:
     from .work_list import WorkList
@@ -117,3 +117,55 @@ def _(q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, slots: Tensor, pool: int,
 @torch.library.register_fake("pensieve::multi_token_attention")
 def _(q: Tensor, segments: Tensor, block_table: Tensor, pool: int, layer: int, scale: float) -> Tensor:
     return q.new_empty(q.shape)
+
+
+# Norms and gate touch no pool. On the CPU they are plain PyTorch, on a GPU one kernel each.
+
+torch.library.define("pensieve::norm", "(Tensor x, Tensor? weight, Tensor? bias, float eps, bool rms) -> Tensor")
+torch.library.define(
+    "pensieve::add_norm",
+    "(Tensor x, Tensor y, Tensor? weight, Tensor? bias, float eps, bool rms) -> (Tensor, Tensor)",
+)
+torch.library.define("pensieve::silu_gate", "(Tensor x) -> Tensor")
+
+torch.library.impl("pensieve::norm", "cpu", norm_reference.norm)
+torch.library.impl("pensieve::add_norm", "cpu", norm_reference.add_norm)
+torch.library.impl("pensieve::silu_gate", "cpu", norm_reference.silu_gate)
+
+
+@torch.library.impl("pensieve::norm", "cuda")
+def _norm_cuda(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool) -> Tensor:
+    from . import norm_kernel
+
+    return norm_kernel.norm(x, weight, bias, eps, rms)
+
+
+@torch.library.impl("pensieve::add_norm", "cuda")
+def _add_norm_cuda(
+    x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool
+) -> tuple[Tensor, Tensor]:
+    from . import norm_kernel
+
+    return norm_kernel.add_norm(x, y, weight, bias, eps, rms)
+
+
+@torch.library.impl("pensieve::silu_gate", "cuda")
+def _silu_gate_cuda(x: Tensor) -> Tensor:
+    from . import norm_kernel
+
+    return norm_kernel.silu_gate(x)
+
+
+@torch.library.register_fake("pensieve::norm")
+def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.register_fake("pensieve::add_norm")
+def _(x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+@torch.library.register_fake("pensieve::silu_gate")
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[1] // 2)

@@ -10,7 +10,6 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from queue import SimpleQueue
 
 import numpy as np
@@ -18,12 +17,11 @@ import torch
 
 from ..plugins.torch_ops import register_pool, release_pool
 from ..scheduler.plan import Lane
-from ..scheduler.types import InvariantError, SettingError, Tier
+from ..scheduler.types import InvariantError, Tier
 from .device import ForwardPass, Memory, Ticket
+from .memory import check_pool_fits, host_memory
 from .sampler import Sampler, Scores
 from .step_inputs import StepInputs
-
-_SETTINGS = {Tier.GPU: "--gpu-kv-chunks", Tier.HOST: "--host-kv-chunks"}
 
 
 class CpuTicket(Ticket):
@@ -127,26 +125,14 @@ class CpuDevice:
     # Memory and copies.
 
     def memory(self, tier: Tier) -> Memory:
-        """The tiers share the host's memory, or what the container may still use of it."""
-        fields = _read_fields(Path("/proc/meminfo"))
-        free, total = fields["MemAvailable:"] * 1024, fields["MemTotal:"] * 1024
-        limit = Path("/sys/fs/cgroup/memory.max")
-        if limit.exists() and (most := limit.read_text().strip()) != "max":
-            used = int(limit.with_name("memory.current").read_text())
-            cached = _read_fields(limit.with_name("memory.stat"))["inactive_file"]  # given up under pressure
-            free, total = min(free, max(int(most) - used + cached, 0)), min(total, int(most))
-        return Memory(free, total)
+        """The tiers share the host's memory."""
+        return host_memory()
 
     def allocate_pool(self, tier: Tier, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         # numpy's zeroed pages are not taken before they are written, so the pools made so far still count as free.
         free = self.memory(tier).free - sum(pool.nbytes for pool in self._pools.values())
         size = torch.Size(shape).numel() * dtype.itemsize
-        if size > free:
-            raise SettingError(
-                _SETTINGS[tier],
-                f"{shape[0]} chunks need {size / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are free: enough for "
-                f"{max(free, 0) * shape[0] // size} chunks",
-            )
+        check_pool_fits(tier, shape[0], size, free)
         self._pools[tier] = torch.from_numpy(np.zeros(shape, f"i{dtype.itemsize}")).view(dtype)
 
     def copy(self, lane: Lane, sources: np.ndarray, targets: np.ndarray, layers: range) -> None:
@@ -164,7 +150,7 @@ class CpuDevice:
 
     # The step.
 
-    def load(self, engine: ForwardPass, seats: int, blocks: int, gates: tuple[int, ...]) -> None:
+    def load(self, engine: ForwardPass, seats: int, blocks: int, gates: tuple[int, ...], most_tokens: int) -> None:
         self._engine = engine
         self._handle = register_pool(self._pools[Tier.GPU], self._pass_gate)
         self._block_table = torch.zeros(seats, blocks, dtype=torch.int32)
@@ -235,8 +221,3 @@ class CpuDevice:
         if self._handle is not None:
             release_pool(self._handle)
         self._pools.clear()
-
-
-def _read_fields(path: Path) -> dict[str, int]:
-    """Of a file with a name and a number in each line."""
-    return {line.split()[0]: int(line.split()[1]) for line in path.read_text().splitlines()}

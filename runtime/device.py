@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from ..builder.manifest import Manifest
 from ..scheduler.plan import Lane
 from ..scheduler.types import Tier
 from .sampler import Scores
@@ -42,6 +43,8 @@ class ForwardPass(Protocol):
 
     dtype: torch.dtype
     vocab_size: int
+    manifest: Manifest
+    """What the engine was built from; a GPU's attention is laid out for its query heads."""
 
     def kv_shape(self, slots: int, chunk_tokens: int) -> tuple[int, ...]:
         """(slots, layers, 2, kv_heads, chunk_tokens, head_dim)."""
@@ -73,11 +76,12 @@ class Device(Protocol):
         SettingError names the setting to lower if the pool does not fit.
         """
 
-    def load(self, engine: ForwardPass, seats: int, blocks: int, gates: tuple[int, ...]) -> None:
+    def load(self, engine: ForwardPass, seats: int, blocks: int, gates: tuple[int, ...], most_tokens: int) -> None:
         """Takes the engine to be run, after the pools are made, and makes the state of the seats.
 
         seats, blocks   shape of the block table, which lives here beside each seat's last sample
         gates           layers that have a gate, ascending: the first of each layer group
+        most_tokens     of a batch
         """
 
     def copy(self, lane: Lane, sources: np.ndarray, targets: np.ndarray, layers: range) -> None:

@@ -9,9 +9,11 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from ..builder.checkpoint import parameter_shapes
 from ..builder.manifest import WEIGHTS, Manifest, code_digest, versions
 from ..builder.model import Decoder
-from ..builder.weights import load_weights, weights_digest
+from ..builder.random_weights import random_weights
+from ..builder.weights import load_weights, weight_bytes, weights_digest
 from ..scheduler.types import SettingError
 
 
@@ -49,7 +51,11 @@ class Engine:
 
 
 def open_engine(directory: str | Path, device: str = "cpu") -> Engine:
-    """Raises SettingError('--engine', ...) that says what differs from this program or from the engine's build."""
+    """Loads an engine onto the device it was built for, "cpu" or "cuda".
+
+    Raises SettingError('--engine', ...) that says what differs from this program or from the engine's build, or that
+    the weights are larger than the GPU's free memory; SettingError('--device', ...) without a GPU.
+    """
     directory = Path(directory)
     manifest = Manifest.read(directory)
     if manifest.device != device:
@@ -57,12 +63,35 @@ def open_engine(directory: str | Path, device: str = "cpu") -> Engine:
     _check_part(directory, "code of the forward pass", manifest.parts.code, code_digest())
     for package, here in versions().items():
         _check_part(directory, f"version of {package}", getattr(manifest.parts, package), here)
+    dtype = getattr(torch, manifest.dtype)
+    if device == "cuda":
+        _check_gpu(directory, weight_bytes(parameter_shapes(manifest.decoder), dtype))
+    if manifest.random_seed is None:
+        weights = _stored_weights(directory, manifest, device)
+    else:
+        weights = random_weights(manifest.decoder, dtype, device, manifest.random_seed)
+    return Engine(manifest, Decoder.from_weights(manifest.decoder, weights))
+
+
+def _stored_weights(directory: Path, manifest: Manifest, device: str) -> dict[str, Tensor]:
+    """One tensor after the other goes to the device; the host holds pages of the file only, which it may drop."""
     try:
         weights = load_weights(directory / WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise SettingError("--engine", f"{directory / WEIGHTS} cannot be read: {error}") from None
     _check_part(directory, "digest of the weights", manifest.parts.weights, weights_digest(weights))
-    return Engine(manifest, Decoder.from_weights(manifest.decoder, weights))
+    return {name: tensor.to(device) for name, tensor in weights.items()}
+
+
+def _check_gpu(directory: Path, needed: int) -> None:
+    if not torch.cuda.is_available():
+        raise SettingError("--device", "PyTorch finds no usable NVIDIA GPU here")
+    free, _ = torch.cuda.mem_get_info()
+    if needed > free:
+        raise SettingError(
+            "--engine",
+            f"the weights of {directory} take {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB of the GPU are free",
+        )
 
 
 def _check_part(directory: Path, part: str, built: str, here: str) -> None:

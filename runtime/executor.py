@@ -8,27 +8,28 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.plan import Lane, StepPlan, StepResult
 from ..scheduler.types import InvariantError, Tier
-from .constraints import Constraints
 from .device import Device, ForwardPass, Ticket
-from .grammar import Grammars
 from .messages import KVCounters
 from .sampler import Scores
 from .sampling_inputs import Mask, SamplingInputs
 from .step_inputs import StepPacker
 from .transfer import Transfers
 
+if TYPE_CHECKING:
+    from .grammar import Grammars
+
 MAX_IN_FLIGHT = 3
 """Steps launched and not waited for. Two keep the device busy; `Device.sample` holds the tokens of three."""
 
-GROUP_LAYERS = 8
-"""Layers of a gated swap-in that share a gate: as pieces of 8 layers, copies keep 50 of 54 GB/s (DESIGN section 5)."""
+GROUP_LAYERS = 4
+"""Layers of a gated swap-in that share a gate: pieces of 4 layers copy at the link's speed (docs/experiments.md)."""
 
 _NO_TOKENS = np.empty(0, np.int32)
 
@@ -55,10 +56,12 @@ class Executor:
         config: SchedulerConfig,
         group_layers: int = GROUP_LAYERS,
         grammars: Grammars | None = None,
+        in_first: bool = False,
     ):
         """Takes the device over and closes it in `close`. SettingError if a pool does not fit its memory.
 
-        `grammars`: without, no row may have a grammar.
+        grammars    without, no row may have a grammar
+        in_first    as `Transfers`
         """
         shape = engine.kv_shape(config.gpu_kv_chunks, config.chunk_tokens)
         # A row may overrun its last position by the steps in flight; their KV is never used.
@@ -66,12 +69,16 @@ class Executor:
         chunk_bytes = int(np.prod(shape[1:])) * engine.dtype.itemsize
         self._device = device
         self._inputs = StepPacker(config.max_num_seqs, blocks, config.chunk_tokens)
-        self._transfers = Transfers(device, shape[1], group_layers, chunk_bytes)
-        self._constraints = Constraints(grammars) if grammars is not None else None
+        self._transfers = Transfers(device, shape[1], group_layers, chunk_bytes, in_first)
+        self._constraints = None
+        if grammars is not None:
+            from .constraints import Constraints  # only they need llguidance
+
+            self._constraints = Constraints(grammars)
         self._launched: deque[_Launched] = deque()
         device.allocate_pool(Tier.GPU, shape, engine.dtype)
         device.allocate_pool(Tier.HOST, engine.kv_shape(config.host_kv_chunks, config.chunk_tokens), engine.dtype)
-        device.load(engine, config.max_num_seqs, blocks, self._transfers.gates)
+        device.load(engine, config.max_num_seqs, blocks, self._transfers.gates, config.max_num_batched_tokens)
 
     def launch(self, plan: StepPlan) -> None:
         """Issues the plan's work and returns. InvariantError if the plan contradicts itself or too many are in flight.

@@ -9,7 +9,7 @@ neighbours.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -37,10 +37,19 @@ class Scores(NamedTuple):
     """[N, W] float32"""
 
     @classmethod
-    def empty(cls, count: int, width: int) -> Scores:
+    def empty(cls, count: int, width: int, pinned: bool = False) -> Scores:
         """In host memory, to be filled in."""
-        shape = (count, width)
-        return cls(torch.empty(count), torch.empty(count).long(), torch.empty(shape).long(), torch.empty(shape))
+
+        def column(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            return torch.empty(shape, dtype=dtype, pin_memory=pinned)
+
+        one, wide = (count,), (count, width)
+        return cls(
+            column(one, torch.float32),
+            column(one, torch.int64),
+            column(wide, torch.int64),
+            column(wide, torch.float32),
+        )
 
     def entries(self, tops: Sequence[int]) -> list[TokenLogprobs]:
         """As plain data, each with as many of the likeliest as `tops` [N] says."""
@@ -54,8 +63,14 @@ class Scores(NamedTuple):
 class Sampler:
     """What becomes of a step's logits. Holds the penalty counts; nothing is allocated before they are used."""
 
-    def __init__(self, vocab_size: int, device: torch.device | str = "cpu"):
-        self._device = torch.device(device)
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device | str = "cpu",
+        place: Callable[[np.ndarray], Tensor] = torch.from_numpy,
+    ):
+        """place: an array of a step's inputs as a tensor on `device`, without waiting for the device."""
+        self._place = place
         # [places, vocab] int32: twice the occurrences in the reply, plus one if the token is in the prompt.
         self._counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
 
@@ -67,8 +82,8 @@ class Sampler:
                 grown[: len(self._counts)] = self._counts
                 self._counts = grown
             counts = self._counts[place].zero_()
-            counts[self._tensor(prompt)] = 1
-            replied = self._tensor(reply)
+            counts[self._place(prompt)] = 1
+            replied = self._place(reply)
             counts.scatter_add_(0, replied, torch.full_like(replied, 2, dtype=torch.int32))
 
     def sample(self, logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor, Scores | None]:
@@ -78,7 +93,7 @@ class Sampler:
         """
         if inputs.scores is None:
             return self._draw(logits, inputs), None
-        rows, targets, _ = self._tensors(inputs.scores)
+        rows, targets = self._tensors((inputs.scores.rows, inputs.scores.targets))
         sampled, scored = logits.split((len(logits) - len(targets), len(targets)))
         raw = torch.cat((sampled[rows], scored))
         tokens = self._draw(sampled, inputs)
@@ -103,10 +118,7 @@ class Sampler:
             forbid(logits, *self._tensors(inputs.mask))
 
     def _tensors(self, arrays: Iterable[np.ndarray]) -> list[Tensor]:
-        return [self._tensor(array) for array in arrays]
-
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return [self._place(array) for array in arrays]
 
 
 def add_biases(logits: Tensor, rows: Tensor, tokens: Tensor, values: Tensor) -> None:

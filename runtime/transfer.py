@@ -25,6 +25,11 @@ class TicketBook:
         self._issued = 0
         self._pending: dict[int, Ticket] = {}  # ascending
 
+    @property
+    def issued(self) -> int:
+        """The last ticket."""
+        return self._issued
+
     def enter(self, number: int, ticket: Ticket) -> None:
         if number <= self._issued:
             raise InvariantError(f"ticket {number} on lane {self.lane.name} comes after ticket {self._issued}")
@@ -51,12 +56,17 @@ class TicketBook:
 class Transfers:
     """Issues copies and keeps the tickets of all lanes."""
 
-    def __init__(self, device: Device, layers: int, group_layers: int, chunk_bytes: int):
-        """layers, chunk_bytes: of a chunk's record; group_layers: so many layers of a gated swap-in share a gate."""
+    def __init__(self, device: Device, layers: int, group_layers: int, chunk_bytes: int, in_first: bool = False):
+        """layers, chunk_bytes: of a chunk's record; group_layers: so many layers of a gated swap-in share a gate.
+
+        in_first: swap-outs ahead of time wait for the swap-ins issued before them (for comparison: the link has both
+        directions for itself).
+        """
         self._device = device
         self._layers = range(layers)
         self._groups = [self._layers[first : first + group_layers] for first in range(0, layers, group_layers)]
         self._chunk_bytes = chunk_bytes
+        self._in_first = in_first
         self._books = {lane: TicketBook(lane) for lane in Lane}
         self._copied = dict.fromkeys((Lane.IN, Lane.OUT), 0)
         self._gated_step = 0  # the last step whose gates are all marked
@@ -77,13 +87,23 @@ class Transfers:
             raise InvariantError(f"step {plan.step} has more than one gated batch")
         tickets = []
         for batch in plan.copies:
-            self._wait(batch.lane, batch.after)
+            self._wait(batch.lane, self._after(batch, plan))
             ticket = self._issue_gated(batch) if batch.gated else self._issue_whole(batch)
             self._books[batch.lane].enter(batch.ticket, ticket)
             self._copied[batch.lane] += len(batch.sources) * self._chunk_bytes
             tickets.append(ticket)
         self._gated_step = plan.step
         return tickets
+
+    def _after(self, batch: CopyBatch, plan: StepPlan) -> Tickets:
+        """What the batch waits for: only work issued before it, or lanes could wait for each other."""
+        if not self._in_first or batch.lane is not Lane.OUT:
+            return batch.after
+        # What frees room for this step is waited for by the step itself or by a swap-in into that room.
+        needed = max(after.swap_out for after in (plan.after, *(other.after for other in plan.copies)))
+        if batch.ticket <= needed:
+            return batch.after
+        return batch.after._replace(swap_in=self._books[Lane.IN].issued)
 
     def _issue_whole(self, batch: CopyBatch) -> Ticket:
         self._device.copy(batch.lane, *_arrays(batch), self._layers)

@@ -1,46 +1,109 @@
-"""build_engine: compiles a Hugging Face checkpoint into an engine directory."""
+"""build_engine: compiles a Hugging Face checkpoint, or a config.json alone, into an engine directory."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
-from ..builder.build import BACKENDS, DEVICES, build_engine
+from ..builder.build import BACKENDS, DEVICES, Built, build_engine, build_random_engine
 from ..builder.manifest import DTYPES
 from ..scheduler.types import SettingError
+from . import profile
+
+DESCRIPTION = "Compile a Hugging Face checkpoint into an engine."
+EPILOG = """\
+An engine for measuring needs no checkpoint:
+
+  build_engine --random-weights --config opt-13b/config.json --set max_position_embeddings=16384 \\
+      --dtype bfloat16 --device cuda --output engine
+
+Its weights are made anew whenever it is opened, on its device, the same for the same seed and kind of device. It has
+no tokenizer: prompts and replies are token ids.
+"""
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="build_engine", description="Compile a Hugging Face checkpoint into an engine.")
-    made.add_argument("--checkpoint", required=True, metavar="DIR", help="config.json, *.safetensors, tokenizer files")
+    made = argparse.ArgumentParser(
+        prog="build_engine",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--checkpoint", metavar="DIR", help="config.json, *.safetensors, tokenizer files")
     made.add_argument("--output", required=True, metavar="DIR", help="the engine directory to make or replace")
     made.add_argument("--backend", default="reference", help=f"one of {', '.join(BACKENDS)} (default %(default)s)")
     made.add_argument("--dtype", help=f"one of {', '.join(DTYPES)} (default: the checkpoint's own)")
     made.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="ranks (default %(default)s)")
     made.add_argument("--device", default="cpu", help=f"one of {', '.join(DEVICES)} (default %(default)s)")
+    random = made.add_argument_group("instead of a checkpoint")
+    random.add_argument("--random-weights", action="store_true", help="weights of the right shape and size")
+    random.add_argument("--config", metavar="FILE", help="the config.json that gives the shape")
+    random.add_argument(
+        "--set", action="append", metavar="KEY=JSON", help="replaces a value of config.json; may be repeated"
+    )
+    random.add_argument("--seed", type=int, metavar="N", help="of the weights (default 0)")
+    made.add_argument("--profile", action="store_true", help="then measure it here, as `pensieve profile` does")
     return made
+
+
+def build(args: argparse.Namespace) -> Built:
+    """Raises SettingError."""
+    how = dict(backend=args.backend, dtype=args.dtype, tensor_parallel=args.tensor_parallel, device=args.device)
+    if args.random_weights:
+        if args.checkpoint is not None:
+            raise SettingError("--checkpoint", "not with --random-weights, which takes its shape from --config")
+        if args.config is None:
+            raise SettingError("--config", "must name the config.json that --random-weights follows")
+        return build_random_engine(args.config, args.output, overrides(args.set or []), args.seed or 0, **how)
+    for name in ("config", "set", "seed"):
+        if getattr(args, name) is not None:
+            raise SettingError(f"--{name}", "only with --random-weights")
+    if args.checkpoint is None:
+        raise SettingError("--checkpoint", "must name a checkpoint (or use --random-weights and --config)")
+    return build_engine(args.checkpoint, args.output, **how)
+
+
+def overrides(settings: list[str]) -> dict[str, Any]:
+    """{key: value} of KEY=JSON; SettingError if one is not of that form, or a key comes twice."""
+    values: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not (key and equals):
+            raise SettingError("--set", f"{setting!r} is not KEY=JSON")
+        if key in values:
+            raise SettingError("--set", f"{key} is set twice")
+        try:
+            values[key] = json.loads(text)
+        except ValueError:
+            raise SettingError("--set", f"the value of {setting!r} is no JSON; text needs double quotes") from None
+    return values
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     start = time.perf_counter()
     try:
-        built = build_engine(args.checkpoint, args.output, args.backend, args.dtype, args.tensor_parallel, args.device)
+        built = build(args)
     except SettingError as error:
         print(f"build_engine: {error}", file=sys.stderr)
         return 2
     seconds = time.perf_counter() - start
     manifest = built.manifest
+    kind = "weights" if manifest.random_seed is None else "random weights"
     print(
-        f"{built.outcome} {args.output}: {manifest.architecture}, {manifest.backend} backend, {manifest.dtype}, "
-        f"{manifest.layers} layers, {built.weight_bytes / 2**20:.1f} MiB of weights, "
+        f"{built.outcome} {args.output}: {manifest.architecture}, {manifest.backend} backend, {manifest.device}, "
+        f"{manifest.dtype}, {manifest.layers} layers, {built.weight_bytes / 2**20:.1f} MiB of {kind}, "
         f"contexts up to {manifest.max_model_len} tokens, in {seconds:.1f} s (fingerprint {manifest.fingerprint[:16]})"
     )
-    if not built.has_tokenizer:
+    if manifest.random_seed is not None:
+        print("random weights have no tokenizer: prompts must be token ids")
+    elif not built.has_tokenizer:
         print("the checkpoint has neither tokenizer.json nor vocab.json and merges.txt: prompts must be token ids")
-    return 0
+    return profile.main(["--engine", args.output, "--device", args.device]) if args.profile else 0
 
 
 if __name__ == "__main__":

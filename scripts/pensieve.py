@@ -9,6 +9,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "serve": "serve an engine over HTTP (OpenAI API)",
     "chat": "talk to a running server in the terminal",
+    "profile": "measure what steps and copies of an engine cost on this hardware",
     "simulate": "replay a trace against the scheduler on a virtual clock",
 }
 

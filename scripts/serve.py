@@ -9,6 +9,7 @@ import multiprocessing
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -17,29 +18,35 @@ from ..builder.checkpoint import DEMO_CHECKPOINT
 from ..builder.manifest import Manifest
 from ..runtime.api_keys import key_digest
 from ..runtime.cpu_device import CpuDevice
+from ..runtime.device import Device
 from ..runtime.engine import Engine, open_engine
-from ..runtime.executor import Executor
+from ..runtime.executor import GROUP_LAYERS, Executor
 from ..runtime.grammar import open_grammars
 from ..runtime.history_store import HistoryStore
 from ..runtime.http_process import listen, serve_http
 from ..runtime.http_settings import HTTPSettings
 from ..runtime.logs import configure_logging
+from ..runtime.memory import GIB, activation_bytes, divide
 from ..runtime.messages import Ready
+from ..runtime.profile import load_profile
 from ..runtime.service import Service
 from ..runtime.text import ChatTemplate
+from ..scheduler.batcher import MOST_SCORED
 from ..scheduler.config import SchedulerConfig
-from ..scheduler.cost import CostProfile, analytic_profile
+from ..scheduler.cost import CostProfile, analytic_profile, propose_swap_out_below
 from ..scheduler.scheduler import Scheduler
-from ..scheduler.types import SettingError
+from ..scheduler.types import SettingError, Tier
 from .serve_options import DEFAULT_GPU_KV, DEFAULT_HOST_KV, parse_options
 from .sizes import parse_bytes
 
 log = logging.getLogger("pensieve")
 
-# What one CPU core or two do, for the cost estimate of an engine that has not been measured.
-CPU_FLOPS_PER_S = 5e10
-CPU_COPY_BYTES_PER_S = 5e9
-CPU_STEP_BASE_S = 2e-3
+# What a core or two do, and one Hopper GPU, for the cost estimate of an engine that has not been measured: arithmetic,
+# copies between the tiers, and the least time of a step.
+ESTIMATES = {
+    "cpu": dict(flops_per_s=5e10, link_bytes_per_s=5e9, step_base_seconds=2e-3),
+    "cuda": dict(flops_per_s=4e14, link_bytes_per_s=5e10, step_base_seconds=8e-3),
+}
 HTTP_EXIT_SECONDS = 15  # for clients to read the end of their replies
 
 
@@ -138,15 +145,20 @@ def drain_on_signals(service: Service, seconds: float) -> None:
 
 
 def make_service(args: argparse.Namespace, connection: Connection) -> tuple[Service, Ready]:
+    device = make_device(args)
     directory = Path(args.engine)
     if args.engine == "demo":
-        directory = demo_engine(args.state_dir)
+        directory = demo_engine(args.state_dir, args.device)
     engine = open_engine(directory, args.device)
-    config = scheduler_config(args, engine)
-    scheduler = Scheduler(config, estimated_cost(engine, config))
+    config = scheduler_config(args, engine, device)
+    measured = load_profile(directory, engine, config.chunk_tokens)
+    if measured is not None and args.swap_out_below is None:
+        config = replace(config, swap_out_below=propose_swap_out_below(measured, config))
+    scheduler = Scheduler(config, measured or estimated_cost(engine, config))
     tokenizer = str(directory) if (directory / "tokenizer.json").exists() else ""
     grammars = open_grammars(tokenizer, engine.vocab_size, engine.manifest.stop_ids)
-    executor = Executor(CpuDevice(), engine, config, grammars=grammars)
+    group_layers = GROUP_LAYERS if args.swap_in == "pipelined" else engine.manifest.layers
+    executor = Executor(device, engine, config, group_layers, grammars, in_first=args.link == "in-first")
     model, *aliases = args.served_model_name or [directory.resolve().name]
     ready = Ready(
         model=model,
@@ -168,20 +180,33 @@ def make_service(args: argparse.Namespace, connection: Connection) -> tuple[Serv
     return Service(scheduler, executor, connection), ready
 
 
-def demo_engine(state_dir: Path) -> Path:
+def make_device(args: argparse.Namespace) -> Device:
+    if args.device == "cuda":
+        from ..runtime.cuda_device import CudaDevice  # and cuda-python, which nobody else needs
+
+        return CudaDevice(enforce_eager=args.enforce_eager)
+    if args.enforce_eager:
+        raise SettingError("--enforce-eager", "there are no CUDA graphs without --device cuda")
+    return CpuDevice()
+
+
+def demo_engine(state_dir: Path, device: str) -> Path:
     """Builds the demo engine on first use (a second later on)."""
-    directory = state_dir / "demo"
-    built = build_engine(DEMO_CHECKPOINT, directory, dtype="float32")  # CPUs are quickest in it
+    directory = state_dir / ("demo" if device == "cpu" else f"demo-{device}")
+    built = build_engine(DEMO_CHECKPOINT, directory, dtype="float32", device=device)  # CPUs are quickest in it
     log.info("%s the demo engine in %s", built.outcome, directory)
     return directory
 
 
-def scheduler_config(args: argparse.Namespace, engine: Engine) -> SchedulerConfig:
+def scheduler_config(args: argparse.Namespace, engine: Engine, device: Device) -> SchedulerConfig:
     """SettingError names the flag at fault."""
     if args.chunk_tokens < 1:
         raise SettingError("--chunk-tokens", f"must be at least 1, not {args.chunk_tokens}")
     record = engine.chunk_bytes(args.chunk_tokens)
-    gpu_chunks = kv_chunks(args.gpu_kv_chunks, args.gpu_kv_bytes or DEFAULT_GPU_KV, "--gpu-kv-bytes", record)
+    if args.device == "cuda" and args.gpu_kv_chunks is None and args.gpu_kv_bytes is None:
+        gpu_chunks = free_gpu_bytes(args, engine, device) // record
+    else:
+        gpu_chunks = kv_chunks(args.gpu_kv_chunks, args.gpu_kv_bytes or DEFAULT_GPU_KV, "--gpu-kv-bytes", record)
     host_chunks = kv_chunks(args.host_kv_chunks, args.host_kv_bytes or DEFAULT_HOST_KV, "--host-kv-bytes", record)
     settings = dict(
         gpu_kv_chunks=gpu_chunks,
@@ -191,7 +216,7 @@ def scheduler_config(args: argparse.Namespace, engine: Engine) -> SchedulerConfi
         chunk_tokens=args.chunk_tokens,
         max_queue=args.max_queue,
         eviction=args.eviction,
-        swap_out_below=args.swap_out_below,
+        **({} if args.swap_out_below is None else dict(swap_out_below=args.swap_out_below)),
         generation_reserve=args.generation_reserve,
         batching=args.batching,
         queue_timeout=args.queue_timeout,
@@ -210,6 +235,27 @@ def scheduler_config(args: argparse.Namespace, engine: Engine) -> SchedulerConfi
     if args.max_model_len > longest:
         raise SettingError("--max-model-len", f"{args.max_model_len} is more than the model's own {longest} tokens")
     return SchedulerConfig(max_model_len=args.max_model_len, **settings)
+
+
+def free_gpu_bytes(args: argparse.Namespace, engine: Engine, device: Device) -> int:
+    """What `--gpu-memory-utilization` leaves for KV."""
+    context = args.max_model_len or engine.manifest.max_model_len
+    activations = activation_bytes(
+        engine.manifest.decoder,
+        engine.dtype.itemsize,
+        tokens=args.max_num_batched_tokens,
+        sampled=args.max_num_seqs,
+        scored=MOST_SCORED,
+        context=context,
+    )
+    weights = engine.parameters * engine.dtype.itemsize
+    memory = device.memory(Tier.GPU)
+    division = divide(memory, args.gpu_memory_utilization, weights, activations)
+    log.info(
+        "GPU memory: %.1f GiB, of which weights %.1f, activations %.1f, CUDA and its graphs %.1f, KV %.1f",
+        *(size / GIB for size in (memory.total, *division)),
+    )
+    return division.kv
 
 
 def kv_chunks(chunks: int | None, size: str, setting: str, record: int) -> int:
@@ -232,7 +278,5 @@ def estimated_cost(engine: Engine, config: SchedulerConfig) -> CostProfile:
         attention_width=decoder.heads * decoder.head_dim,
         chunk_bytes=engine.chunk_bytes(config.chunk_tokens),
         max_context=config.max_model_len,
-        flops_per_s=CPU_FLOPS_PER_S,
-        link_bytes_per_s=CPU_COPY_BYTES_PER_S,
-        step_base_seconds=CPU_STEP_BASE_S,
+        **ESTIMATES[engine.manifest.device],
     )

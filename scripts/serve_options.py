@@ -56,7 +56,9 @@ def parser() -> argparse.ArgumentParser:
 def _engine_options(made: argparse.ArgumentParser) -> None:
     option = made.add_argument_group("engine and batch").add_argument
     option("--engine", required=True, metavar="DIR|demo", help="an engine directory, or a small model made on the spot")
-    option("--device", default="cpu", choices=["cpu"], help="where the engine runs (default %(default)s)")
+    option("--device", default="cpu", choices=["cpu", "cuda"], help="where the engine runs (default %(default)s)")
+    option("--enforce-eager", default=False, action=argparse.BooleanOptionalAction,
+           help="on a GPU: launch every kernel by itself, no CUDA graphs")  # fmt: skip
     option("--state-dir", type=Path, default=default_state_dir(), metavar="DIR", help="(default %(default)s)")
     option("--max-model-len", type=int, metavar="N", help="longest context, tokens (default: the model's own)")
     option("--max-num-seqs", type=int, default=64, metavar="N", help="running requests (default %(default)s)")
@@ -76,16 +78,24 @@ def _engine_options(made: argparse.ArgumentParser) -> None:
 def _cache_options(made: argparse.ArgumentParser) -> None:
     group = made.add_argument_group("KV cache")
     option = group.add_argument
-    for tier, default in (("gpu", DEFAULT_GPU_KV), ("host", DEFAULT_HOST_KV)):
+    defaults = {"gpu": f"{DEFAULT_GPU_KV}; on a GPU as --gpu-memory-utilization says", "host": DEFAULT_HOST_KV}
+    for tier, default in defaults.items():
         sizes = group.add_mutually_exclusive_group()
         sizes.add_argument(f"--{tier}-kv-chunks", type=int, metavar="N", help=f"{tier.upper()} cache, in chunks")
         sizes.add_argument(f"--{tier}-kv-bytes", metavar="SIZE", help=f"or in bytes, as 40GiB (default {default})")
+    option("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE",
+           help="of a GPU's memory, for all that this process uses (default %(default)s)")  # fmt: skip
     option("--chunk-tokens", type=int, default=32, metavar="N", help="tokens of a chunk (default %(default)s)")
     option("--conversation-ttl", type=float, default=86400.0, metavar="SECONDS",
            help="a conversation claims its KV for so long after its last turn (default %(default)s)")  # fmt: skip
     option("--eviction", default="retention", choices=EVICTION_POLICIES, help="(default %(default)s)")
-    option("--swap-out-below", type=float, default=0.25, metavar="SHARE", help="copy out ahead (default %(default)s)")
+    option("--swap-out-below", type=float, metavar="SHARE",
+           help="copy out ahead (default: as `pensieve profile` measured, else 0.25)")  # fmt: skip
     option("--generation-reserve", type=float, default=0.10, metavar="SHARE", help="(default %(default)s)")
+    option("--swap-in", default="pipelined", choices=["pipelined", "first"],
+           help="layer by layer while a step computes, or whole before it (default %(default)s)")  # fmt: skip
+    option("--link", default="duplex", choices=["duplex", "in-first"],
+           help="both directions at once, or copies ahead of time after swap-ins (default %(default)s)")  # fmt: skip
     option("--reuse", default=True, action=argparse.BooleanOptionalAction, help="off: compute every history anew")
 
 

@@ -82,20 +82,24 @@ def poisson(per_s: float, draw: random.Random) -> Iterator[float]:
 
 def read_trace(path: Path, *, sessions_per_s: float, seed: int) -> list[Session]:
     """The sessions of a trace, in the order of its lines. SettingError names the file and line that cannot be read."""
-    draw = random.Random(seed)
-    starts = poisson(sessions_per_s, draw)
+    starts = poisson(sessions_per_s, random.Random(seed))
+    return [_session(name, rows, starts) for name, rows in read_rows(path).items()]
+
+
+def read_rows(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """The requests of each conversation in their order, checked. SettingError as `read_trace`."""
     by_name: dict[str, list[dict[str, Any]]] = {}
-    for where, line in _lines(path):
+    for where, line in read_lines(path):
         row = _row(line, where)
         turns = by_name.setdefault(row["conversation"], [])
         _check_turn(row, turns, where)
         turns.append(row)
     if not by_name:
         raise SettingError("--trace", f"{path} holds no requests")
-    return [_session(name, rows, starts) for name, rows in by_name.items()]
+    return by_name
 
 
-def _lines(path: Path) -> Iterator[tuple[str, str]]:
+def read_lines(path: Path) -> Iterator[tuple[str, str]]:
     """(where it stands, line) for each line that is not empty."""
     try:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
@@ -108,29 +112,31 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
 
 def _row(line: str, where: str) -> dict[str, Any]:
     """The line's object, its fields checked one by one."""
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise SettingError("--trace", f"{where}: not JSON: {error}") from error
+    row = parse_json(line, where)
     if not isinstance(row, dict) or not isinstance(row.get("conversation"), str):
         raise SettingError("--trace", f"{where}: needs an object with a conversation's name")
     row["history_tokens"] = row.get("history_tokens") or 0
     row["system_tokens"] = row.get("system_tokens") or 0
-    for name, least in (
-        ("turn", 0),
-        ("input_tokens", 1),
-        ("history_tokens", 0),
-        ("output_tokens", 1),
-        ("system_tokens", 0),
-    ):
-        value = row.get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise SettingError("--trace", f"{where}: {name} must be a whole number of at least {least}, not {value!r}")
+    for name, least in LEAST.items():
+        check_whole(row, name, least, where)
     for name in ("arrival_s", "think_s"):
         value = row.get(name)
         if value is not None and (not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0):
             raise SettingError("--trace", f"{where}: {name} must be seconds or null, not {value!r}")
     return row
+
+
+def parse_json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise SettingError("--trace", f"{where}: not JSON: {error}") from error
+
+
+def check_whole(row: dict[str, Any], name: str, least: int, where: str) -> None:
+    value = row.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise SettingError("--trace", f"{where}: {name} must be a whole number of at least {least}, not {value!r}")
 
 
 def _check_turn(row: dict[str, Any], before: Sequence[dict[str, Any]], where: str) -> None:
@@ -150,14 +156,12 @@ def _check_turn(row: dict[str, Any], before: Sequence[dict[str, Any]], where: st
 def _session(name: str, rows: Sequence[dict[str, Any]], starts: Iterator[float]) -> Session:
     first = rows[0]
     arrival = first.get("arrival_s")
-    return Session(
-        name,
-        next(starts) if arrival is None else float(arrival),
-        tuple(
-            SessionTurn(
-                row["history_tokens"], row["input_tokens"], row["output_tokens"], float(row.get("think_s") or 0)
-            )
-            for row in rows
-        ),
-        first["system_tokens"],
+    start = next(starts) if arrival is None else float(arrival)
+    return Session(name, start, session_turns(rows), first["system_tokens"])
+
+
+def session_turns(rows: Sequence[dict[str, Any]]) -> tuple[SessionTurn, ...]:
+    return tuple(
+        SessionTurn(row["history_tokens"], row["input_tokens"], row["output_tokens"], float(row.get("think_s") or 0))
+        for row in rows
     )

@@ -1,6 +1,7 @@
 """Building an engine directory: what is in it, when it is replaced, and that nothing half made is ever published."""
 
 import json
+import weakref
 
 import pytest
 import torch
@@ -8,9 +9,18 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pensieve.builder import build as build_module
+from pensieve.builder import weights as weights_module
+from pensieve.builder.architectures import decoder_config
 from pensieve.builder.build import build_engine
-from pensieve.builder.checkpoint import DEMO_CHECKPOINT
+from pensieve.builder.checkpoint import (
+    DEMO_CHECKPOINT,
+    CheckpointWeights,
+    parameter_shapes,
+    read_json,
+    read_weights,
+)
 from pensieve.builder.manifest import WEIGHTS, Manifest
+from pensieve.builder.weights import weights_digest
 from pensieve.runtime.engine import open_engine
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.build_engine import main
@@ -116,7 +126,7 @@ def test_a_directory_of_other_things_is_never_touched(checkpoint, tmp_path):
     "setting, options, named",
     [
         ("--backend", {"backend": "inductor"}, "reference"),
-        ("--device", {"device": "cuda"}, "cpu"),
+        ("--device", {"device": "tpu"}, "cpu"),
         ("--dtype", {"dtype": "int8"}, "bfloat16"),
         ("--tensor-parallel", {"tensor_parallel": 2}, "only 1"),
         ("--checkpoint", {"checkpoint": "nowhere"}, "config.json"),
@@ -153,6 +163,50 @@ def test_the_command_says_what_it_did(checkpoint, tmp_path, capsys):
     assert main([*arguments, "--backend", "tensorrt"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("build_engine: --backend:") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", ["llama", "opt"])
+def test_the_weights_are_a_safetensors_file_as_the_library_writes_them(kind, tmp_path):
+    tiny_checkpoint(kind, tmp_path / "checkpoint")
+    build_engine(tmp_path / "checkpoint", tmp_path / "engine", dtype="bfloat16")
+    decoder = decoder_config(read_json(tmp_path / "checkpoint" / "config.json"))
+    expected = read_weights(tmp_path / "checkpoint", decoder, torch.bfloat16)
+    stored = load_file(tmp_path / "engine" / WEIGHTS)
+    assert {name: tensor.shape for name, tensor in stored.items()} == parameter_shapes(decoder)
+    assert all(torch.equal(stored[name], expected[name]) for name in expected)
+    assert weights_digest(stored) == weights_digest(expected)
+    assert all(tensor.data_ptr() % 16 == 0 for tensor in stored.values())
+
+
+def test_the_digest_names_contents_and_places(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(10, 30, generator=generator) for name in "ab"}
+    digest = weights_digest(weights)
+    assert weights_digest(dict(reversed(weights.items()))) == digest
+    assert weights_digest({"a": weights["b"], "b": weights["a"]}) != digest
+    assert weights_digest(weights | {"b": weights["b"].view(30, 10)}) != digest
+    assert weights_digest(weights | {"b": weights["b"].view(torch.int32)}) != digest
+    monkeypatch.setattr(weights_module, "PIECE", 64)  # so that pieces wait for each other
+    monkeypatch.setattr(weights_module, "AHEAD", 3)
+    small = weights_digest(weights)
+    assert small == weights_digest(weights)
+    swapped = torch.cat((weights["a"].view(-1)[16:32], weights["a"].view(-1)[:16], weights["a"].view(-1)[32:]))
+    assert weights_digest(weights | {"a": swapped.view(10, 30)}) != small  # two whole pieces have changed places
+
+
+def test_building_holds_one_tensor_at_a_time(checkpoint, tmp_path, monkeypatch):
+    alive = []
+
+    def watched(self, target, read=CheckpointWeights.__getitem__):
+        tensor = read(self, target)
+        alive.append(weakref.ref(tensor))
+        assert sum(reference() is not None for reference in alive) <= 2  # the last one, until it is replaced
+        return tensor
+
+    monkeypatch.setattr(CheckpointWeights, "__getitem__", watched)
+    monkeypatch.setattr(weights_module, "AHEAD", 0)
+    build_engine(checkpoint, tmp_path / "engine")
+    assert len(alive) > 20
 
 
 def test_the_demo_goes_the_ordinary_road(tmp_path):

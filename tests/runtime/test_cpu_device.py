@@ -35,7 +35,7 @@ def devices():
         for tier, first in ((Tier.GPU, 0), (Tier.HOST, 100)):
             device.allocate_pool(tier, engine.kv_shape(SLOTS, CHUNK), engine.dtype)
             device._pools[tier] += torch.arange(first, first + SLOTS).view(-1, 1, 1, 1, 1, 1)
-        device.load(engine, seats=2, blocks=4, gates=gates)
+        device.load(engine, seats=2, blocks=4, gates=gates, most_tokens=16)
         return device
 
     yield make

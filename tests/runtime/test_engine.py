@@ -67,6 +67,34 @@ def test_another_device(directory):
     assert "device cpu, not cuda" in refusal(directory, "cuda")
 
 
+def test_weights_that_do_not_fit_the_gpu(tmp_path, monkeypatch):
+    tiny_checkpoint("llama", tmp_path / "checkpoint")
+    build_engine(tmp_path / "checkpoint", tmp_path / "engine", device="cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SettingError, match=r"--device.*no usable NVIDIA GPU"):
+        open_engine(tmp_path / "engine", "cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100_000, 2**30))
+    assert "take 0.0 GiB, but 0.0 GiB of the GPU are free" in refusal(tmp_path / "engine", "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", ["llama", "opt"])
+def test_weights_go_to_the_gpu_once(kind, tmp_path):
+    tiny_checkpoint(kind, tmp_path / "checkpoint")
+    for device in ("cpu", "cuda"):
+        build_engine(tmp_path / "checkpoint", tmp_path / device, dtype="bfloat16", device=device)
+    expected = load_file(tmp_path / "cpu" / WEIGHTS)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    engine = open_engine(tmp_path / "cuda", "cuda")
+    most = sum(tensor.nbytes + 512 for tensor in expected.values()) + 4096  # blocks of 512 bytes; the frequencies
+    assert torch.cuda.max_memory_allocated() - before <= most
+    weights = engine._decoder.state_dict()
+    assert all(weights[name].is_cuda and torch.equal(weights[name].cpu(), expected[name]) for name in expected)
+
+
 @pytest.mark.parametrize(
     "change, message",
     [

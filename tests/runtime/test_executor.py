@@ -25,11 +25,12 @@ def executors():
     """Makes executors over a CPU device and closes them."""
     made = []
 
-    def make(engine=None, host_kv_chunks=32, **disturbance) -> Executor:
+    def make(engine=None, host_kv_chunks=32, in_first=False, **disturbance) -> Executor:
         config = SchedulerConfig(
             gpu_kv_chunks=16, host_kv_chunks=host_kv_chunks, max_model_len=36, max_num_seqs=4, chunk_tokens=CHUNK
         )
-        executor = Executor(CpuDevice(**disturbance), engine or FakeEngine(LAYERS), config, group_layers=2)
+        device = CpuDevice(**disturbance)
+        executor = Executor(device, engine or FakeEngine(LAYERS), config, group_layers=2, in_first=in_first)
         made.append(executor)
         return executor
 
@@ -344,12 +345,14 @@ def latest(tickets: list[Tickets]) -> Tickets:
     return Tickets(*map(max, zip(*tickets, strict=True)))
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_random_turns_with_copies_delayed_and_reordered(executors, seed):
+@pytest.mark.parametrize("in_first", [False, True], ids=["duplex", "in-first"])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_turns_with_copies_delayed_and_reordered(executors, seed, in_first):
     rng = random.Random(seed)
-    scheduler = TinyScheduler(
-        executors(disturb=lambda lane: rng.choice((0.0, 0.0, 0.001, 0.003)), shuffle=random.Random(seed)), rng
+    executor = executors(
+        in_first=in_first, disturb=lambda lane: rng.choice((0.0, 0.0, 0.001, 0.003)), shuffle=random.Random(seed)
     )
+    scheduler = TinyScheduler(executor, rng)
     for _ in range(25):
         scheduler.round()
     copied = scheduler.executor.copied_bytes

@@ -110,6 +110,32 @@ def test_a_step_never_launched_is_complete_with_the_one_before(transfers, device
     assert ("wait", Lane.OUT, Lane.COMPUTE, 1) in device.calls
 
 
+def waits(device: NullDevice) -> list[tuple]:
+    return [call[1:] for call in device.calls if call[0] == "wait"]
+
+
+def test_with_in_first_copies_ahead_of_time_wait_for_the_swap_ins_before_them(device):
+    transfers = Transfers(device, layers=5, group_layers=5, chunk_bytes=100, in_first=True)
+    ahead, behind = copy(Lane.OUT, 1, {0: 0}), copy(Lane.OUT, 2, {1: 1})
+    transfers.issue(plan(1, copies=[ahead, copy(Lane.IN, 1, {5: 6}), behind]))
+    assert waits(device) == [(Lane.OUT, Lane.IN, 1)], "only the one behind the swap-in"
+    device.calls.clear()
+    device.done[Lane.IN] = 1
+    transfers.completed()
+    transfers.issue(plan(2, copies=[copy(Lane.OUT, 3, {2: 2})]))
+    assert not waits(device), "the swap-in is done"
+
+
+def test_with_in_first_evictions_wait_for_nothing_more(device):
+    """Those whose room the step needs, or a swap-in of the same plan."""
+    transfers = Transfers(device, layers=5, group_layers=5, chunk_bytes=100, in_first=True)
+    transfers.issue(plan(1, copies=[copy(Lane.IN, 1, {5: 6})]))
+    transfers.issue(plan(2, copies=[copy(Lane.OUT, 1, {0: 0})], after=Tickets(0, 0, 1)))
+    assert not waits(device)
+    transfers.issue(plan(3, copies=[copy(Lane.OUT, 2, {0: 0}), copy(Lane.IN, 2, {3: 0}, Tickets(0, 0, 2))]))
+    assert waits(device) == [(Lane.IN, Lane.OUT, 2)]
+
+
 @pytest.mark.parametrize(
     ("copies", "message"),
     [

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from pensieve.runtime.device import Memory
 from pensieve.scheduler.types import SettingError
-from pensieve.scripts.serve import http_settings
+from pensieve.scripts.serve import http_settings, make_device, scheduler_config
 from pensieve.scripts.serve_options import parse_options
 
 
@@ -114,3 +117,38 @@ def test_a_chat_template_is_read_and_checked(tmp_path):
     assert refused.value.setting == "--chat-template"
     path.write_text("{{ messages }}")
     assert http_settings(parse_options(["--engine", "demo", "--chat-template", str(path)])).chat_template
+
+
+GIB = 2**30
+DECODER = SimpleNamespace(
+    hidden_size=4096, heads=32, kv_heads=8, head_dim=128, gated=True, mlp_size=14336, vocab_size=128256
+)
+LLAMA_8B = SimpleNamespace(
+    dtype=torch.bfloat16,
+    parameters=8_030_261_248,
+    chunk_bytes=lambda chunk_tokens: 2 * 32 * 8 * chunk_tokens * 128 * 2,
+    manifest=SimpleNamespace(decoder=DECODER, max_model_len=131072, fingerprint="00"),
+)
+H200 = SimpleNamespace(memory=lambda tier: Memory(free=120 * GIB, total=140 * GIB))
+
+
+def gpu_chunks(*flags):
+    args = parse_options(["--engine", "some", "--max-model-len", "8192", *flags])
+    return scheduler_config(args, LLAMA_8B, H200).gpu_kv_chunks
+
+
+def test_a_gpus_kv_is_what_its_memory_leaves_or_as_told():
+    """90% of 140 GiB, less 15 GiB of weights, 2 GiB for CUDA and some for activations."""
+    chunk = LLAMA_8B.chunk_bytes(32)
+    assert 104 < gpu_chunks("--device", "cuda") * chunk / GIB < 108
+    assert 90 < gpu_chunks("--device", "cuda", "--gpu-memory-utilization", "0.8") * chunk / GIB < 94
+    assert gpu_chunks("--device", "cuda", "--gpu-kv-bytes", "40GiB") == 40 * GIB // chunk
+    assert gpu_chunks("--device", "cuda", "--gpu-kv-chunks", "700") == 700
+    assert gpu_chunks("--gpu-kv-bytes", "2GiB") == 2 * GIB // chunk
+    with pytest.raises(SettingError, match=r"--gpu-memory-utilization: 0\.05 of 140"):
+        gpu_chunks("--device", "cuda", "--gpu-memory-utilization", "0.05")
+
+
+def test_eager_steps_are_a_gpus_own():
+    with pytest.raises(SettingError, match=r"--enforce-eager: .* without --device cuda"):
+        make_device(parse_options(["--engine", "demo", "--enforce-eager"]))

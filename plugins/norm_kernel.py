@@ -1,0 +1,115 @@
+"""Norms with the residual sum, and the SiLU gate, on a GPU in Triton: one read and one write of each value.
+
+Twins in `norm_reference`, rounding at the same places. Grids are bounded: programs go over rows in strides.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MOST_SIZE = 16384  # of a row that is normalised: all of it is in registers
+TILE = 2048  # values a program handles at once where rows are short
+MOST_PROGRAMS = 8192  # enough for any GPU to be full several times over
+
+
+def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool) -> Tensor:
+    """`norm_reference.norm` of x [T, size] or [T, heads, size], dense in its last dimension."""
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _normalise(x, None, weight, bias, eps, rms, normed, None)
+    return normed
+
+
+def add_norm(
+    x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool
+) -> tuple[Tensor, Tensor]:
+    """`norm_reference.add_norm`; x and y are contiguous."""
+    if x.shape != y.shape or not (x.is_contiguous() and y.is_contiguous()):
+        raise ValueError(f"x {list(x.shape)} and y {list(y.shape)} must be contiguous and of one shape")
+    normed, total = torch.empty_like(x), torch.empty_like(x)
+    _normalise(x, y, weight, bias, eps, rms, normed, total)
+    return normed, total
+
+
+def _normalise(
+    x: Tensor,
+    y: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    rms: bool,
+    normed: Tensor,
+    total: Tensor | None,
+) -> None:
+    size = x.shape[-1]
+    if x.dim() not in (2, 3) or size > MOST_SIZE or x.stride(-1) != 1:
+        raise ValueError(f"x {list(x.shape)} must be [T, size] or [T, heads, size], dense, of size up to {MOST_SIZE}")
+    heads, head_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
+    count = x.shape[0] * heads
+    if not count:
+        return
+    width = triton.next_power_of_2(size)
+    rows = max(TILE // width, 1)
+    _norm[(min(triton.cdiv(count, rows), MOST_PROGRAMS),)](
+        x, y, weight, bias, normed, total, count, heads, x.stride(0), head_stride, eps,
+        SIZE=size, WIDTH=width, ROWS=rows, RMS=rms,
+        num_warps=4 if width <= 2048 else 8 if width <= 8192 else 16, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def silu_gate(x: Tensor) -> Tensor:
+    """`norm_reference.silu_gate` of a contiguous x."""
+    if x.dim() != 2 or x.shape[1] % 2 or not x.is_contiguous():
+        raise ValueError(f"x {list(x.shape)} must be contiguous [T, 2 * width]")
+    tokens, width = x.shape[0], x.shape[1] // 2
+    out = torch.empty((tokens, width), dtype=x.dtype, device=x.device)
+    if tokens:
+        block = min(triton.next_power_of_2(width), 1024)
+        grid = (min(tokens, MOST_PROGRAMS), triton.cdiv(width, block))
+        _silu_gate[grid](x, out, tokens, width, BLOCK=block, num_warps=4, enable_fp_fusion=False)
+    return out
+
+
+@triton.jit(do_not_specialize=["count"])
+def _norm(x, y, weight, bias, normed, total, count, heads, row_stride, head_stride, eps,
+          SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, RMS: tl.constexpr):  # fmt: skip
+    """ROWS rows at a time; row r of x is head r % heads of token r // heads. y, weight, bias, total may be None."""
+    kind = normed.dtype.element_ty
+    column = tl.arange(0, WIDTH)[None, :]
+    for first in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
+        row = (first + tl.arange(0, ROWS)[:, None]).to(tl.int64)
+        mask = (row < count) & (column < SIZE)
+        source = x + (row // heads) * row_stride + (row % heads) * head_stride
+        wide = tl.load(source + column, mask=mask, other=0.0).to(tl.float32)
+        place = row * SIZE + column
+        if y is not None:
+            rounded = (wide + tl.load(y + place, mask=mask, other=0.0).to(tl.float32)).to(kind)
+            tl.store(total + place, rounded, mask=mask)
+            wide = rounded.to(tl.float32)
+        if not RMS:
+            wide = tl.where(mask, wide - (tl.sum(wide, axis=1) / SIZE)[:, None], 0.0)
+        scaled = wide * tl.rsqrt(tl.sum(wide * wide, axis=1) / SIZE + eps)[:, None]
+        if RMS:
+            scaled = scaled.to(kind).to(tl.float32)
+        if weight is not None:
+            scaled = scaled * tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
+        if bias is not None:
+            scaled = scaled + tl.load(bias + column, mask=column < SIZE, other=0.0).to(tl.float32)
+        tl.store(normed + place, scaled.to(kind), mask=mask)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _silu_gate(x, out, tokens, width, BLOCK: tl.constexpr):
+    """One program some tokens and BLOCK columns; silu is rounded before it is multiplied."""
+    kind = out.dtype.element_ty
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    stride = tl.full((), 1, tl.int64) * width  # places are counted in 64 bits
+    for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
+        row = x + token * stride * 2
+        gate = tl.load(row + column, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(row + width + column, mask=mask, other=0.0).to(tl.float32)
+        opened = tl.div_rn(gate, 1.0 + tl.exp(-gate)).to(kind).to(tl.float32)
+        tl.store(out + token * stride + column, (opened * up).to(kind), mask=mask)

@@ -1,0 +1,39 @@
+"""Norms and the SiLU gate in plain PyTorch: what the CPU runs, and the twins of `norm_kernel`."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool) -> Tensor:
+    """RMS norm, else layer norm, over the last dimension of x, of any shape; accumulated in float32.
+
+    weight, bias [size] or None. An RMS norm rounds to x's dtype before it is weighted, and has no bias; a layer norm
+    rounds at the end. The result is new.
+    """
+    wide = x.float()
+    if rms:
+        normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+        return normed if weight is None else normed * weight
+    normed = F.layer_norm(wide, x.shape[-1:], eps=eps)
+    if weight is not None:
+        normed = normed * weight.float()
+    if bias is not None:
+        normed = normed + bias.float()
+    return normed.to(x.dtype)
+
+
+def add_norm(
+    x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool
+) -> tuple[Tensor, Tensor]:
+    """(norm of x + y, x + y); the sum is rounded to the dtype first. x and y [T, size]; both results are new."""
+    total = x + y
+    return norm(total, weight, bias, eps, rms), total
+
+
+def silu_gate(x: Tensor) -> Tensor:
+    """silu(gate) * up, [T, width], of a fused projection [T, 2 * width]: gate, then up."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up

@@ -1,0 +1,191 @@
+"""The device memory that a step reads its batch from: fixed addresses, sizes from a short list, one upload.
+
+    staging (pinned)    | token ids | feeds | positions | slots | segments | sample rows |   | everything else |
+                          \\______________ one copy, to where the graphs read ___________/     \\__ another one __/
+
+Batches are padded to the next size of the list, so that a graph captured once serves them: padded tokens have no
+segment and write no KV, padded segments have no queries, padded rows are never looked at.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .sampling_inputs import SamplingInputs
+from .step_inputs import NOT_WRITTEN, StepInputs
+
+LARGEST_CAPTURED = 1024  # tokens
+_ALIGNMENT = 16  # bytes, of every array in the staging buffer
+_WIDE_STEP = 64  # tokens; sizes beyond the list are multiples of it, or every size would compile kernels of its own
+
+Array = TypeVar("Array", np.ndarray, Tensor)
+
+
+class Shape(NamedTuple):
+    """Of a padded batch."""
+
+    tokens: int
+    segments: int
+    rows: int
+
+    @property
+    def words(self) -> int:
+        return 4 * self.tokens + 5 * self.segments + self.rows
+
+
+class Shapes:
+    """The sizes that batches are padded to.
+
+    Up to 256 tokens, where a step's time is that of reading the weights, padding costs nothing but graphs; above, a
+    step of 64 tokens is at most a quarter too many.
+    """
+
+    def __init__(self, most_tokens: int, seats: int, chunk_tokens: int):
+        self._seats, self._chunk_tokens = seats, chunk_tokens
+        sizes = [1, 2, 4, 8, *range(16, 257, 16), *range(256 + _WIDE_STEP, LARGEST_CAPTURED + 1, _WIDE_STEP)]
+        self._sizes = sizes[: bisect_left(sizes, most_tokens) + 1]
+        self.most_tokens = self._padded(most_tokens)
+        self.most_segments = self._segments(self.most_tokens)
+        self.captured = tuple(self._shape(size) for size in self._sizes)
+
+    def of(self, tokens: int, rows: int) -> Shape:
+        """That of a batch; one with more rows than seats has a shape of its own."""
+        shape = self._shape(self._padded(tokens))
+        return shape._replace(rows=max(shape.rows, rows))
+
+    def _padded(self, tokens: int) -> int:
+        if tokens <= self._sizes[-1]:
+            return self._sizes[bisect_left(self._sizes, tokens)]
+        return -(-tokens // _WIDE_STEP) * _WIDE_STEP
+
+    def _shape(self, tokens: int) -> Shape:
+        return Shape(tokens, self._segments(tokens), min(tokens, self._seats))
+
+    def _segments(self, tokens: int) -> int:
+        """Every segment has a token; and of a seat's segments in one step all but the first and the last lie between
+        resident chunks, so that they are whole chunks."""
+        return min(tokens, 2 * self._seats + tokens // self._chunk_tokens)
+
+
+class Batch(NamedTuple):
+    """Views of a padded batch, all int32; as `StepInputs`, but for `feeds`."""
+
+    token_ids: Tensor | np.ndarray
+    """[T]"""
+    feeds: Tensor | np.ndarray
+    """[T], the seat whose last sample is the token, where the token id is negative"""
+    positions: Tensor | np.ndarray
+    slots: Tensor | np.ndarray
+    segments: Tensor | np.ndarray
+    """[S, 5]"""
+    sample_rows: Tensor | np.ndarray
+    """[R]"""
+
+
+def batch_views(words: Array, shape: Shape) -> Batch:
+    """The parts of `words` [shape.words] int32, which lie in it one behind the other."""
+    tokens, _, rows = shape
+    columns = [words[first : first + tokens] for first in range(0, 4 * tokens, tokens)]
+    end = shape.words - rows
+    return Batch(*columns, words[4 * tokens : end].reshape(-1, 5), words[end : shape.words])
+
+
+def lay_out(inputs: StepInputs, shape: Shape, words: np.ndarray) -> None:
+    """Writes a batch, padded to `shape`, into `words` [shape.words] int32."""
+    batch = batch_views(words, shape)
+    words[:] = 0
+    batch.slots[:] = NOT_WRITTEN
+    fed = inputs.generated
+    batch.feeds[:fed] = inputs.segments[:fed, 4]
+    for part, values in (
+        (batch.token_ids, inputs.token_ids),
+        (batch.positions, inputs.positions),
+        (batch.slots, inputs.slots),
+        (batch.segments, inputs.segments),
+        (batch.sample_rows, inputs.sample_rows),
+    ):
+        part[: len(values)] = values
+
+
+def place_arrays(arrays: Sequence[np.ndarray], first: int) -> tuple[list[int], int]:
+    """Where each array begins if they lie one behind the other from byte `first` on; and where the last one ends."""
+    begins, end = [], first
+    for array in arrays:
+        begins.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
+        end = begins[-1] + array.nbytes
+    return begins, end
+
+
+def sampling_arrays(sampling: SamplingInputs) -> list[np.ndarray]:
+    """Every array that the sampler reads on its device."""
+    parts = [sampling.draws, sampling.penalties, sampling.biases, sampling.mask]
+    arrays = [array for part in parts if part is not None for array in part]
+    arrays += [array for start in sampling.starts for array in (start.prompt, start.reply)]
+    if sampling.scores is not None:
+        arrays += [sampling.scores.rows, sampling.scores.targets]
+    return arrays
+
+
+class StepBuffers:
+    """One batch at a time, on `device`. Everything happens on the current stream, in its order."""
+
+    def __init__(self, shapes: Shapes, device: torch.device | str):
+        self._shapes, self._device = shapes, torch.device(device)
+        self._pinned = self._device.type == "cuda"
+        largest = shapes.of(shapes.most_tokens, shapes.most_tokens)
+        self._words = torch.zeros(largest.words, dtype=torch.int32, device=device)
+        self._others = torch.empty(0, dtype=torch.uint8, device=device)
+        self._placed: dict[int, Tensor] = {}
+
+    def batch(self, shape: Shape) -> Batch:
+        """Where a batch of this shape is; always the same addresses."""
+        return batch_views(self._words[: shape.words], shape)
+
+    def idle(self, shape: Shape) -> Batch:
+        """A batch that writes nothing and attends to nothing."""
+        batch = self.batch(shape)
+        self._words.zero_()
+        batch.slots.fill_(NOT_WRITTEN)
+        return batch
+
+    def upload(self, inputs: StepInputs) -> Shape:
+        """Brings the whole of it to the device, asynchronously.
+
+        The staging buffer is not written again while it is read: it goes back to torch's cache of pinned memory, which
+        gives it away again once what was enqueued with it is done.
+        """
+        shape = self._shapes.of(len(inputs.token_ids), len(inputs.sample_rows))
+        # Indices as torch wants them, so that nothing is converted there.
+        cells, seats = inputs.block_cells.astype(np.int64), inputs.sample_seats.astype(np.int64)
+        arrays = [cells, inputs.block_slots, seats, *sampling_arrays(inputs.sampling)]
+        fixed = shape.words * 4
+        begins, end = place_arrays(arrays, fixed)
+        first = begins[0]
+        staging = torch.empty(end, dtype=torch.uint8, pin_memory=self._pinned)
+        view = staging.numpy()
+        lay_out(inputs, shape, view[:fixed].view(np.int32))
+        for begin, array in zip(begins, arrays, strict=True):
+            view[begin : begin + array.nbytes].view(array.dtype)[:] = array.ravel()
+
+        if end - first > len(self._others):
+            self._others = torch.empty(2 * (end - first), dtype=torch.uint8, device=self._device)
+        self._words[: shape.words].copy_(staging[:fixed].view(torch.int32), non_blocking=True)
+        self._others[: end - first].copy_(staging[first:], non_blocking=True)
+        placed = [self._view(begin - first, array) for begin, array in zip(begins, arrays, strict=True)]
+        self.block_cells, self.block_slots, self.sample_seats = placed[:3]
+        self._placed = {id(array): tensor for array, tensor in zip(arrays[3:], placed[3:], strict=True)}
+        return shape
+
+    def _view(self, begin: int, array: np.ndarray) -> Tensor:
+        dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
+        return self._others[begin : begin + array.nbytes].view(dtype).view(array.shape)
+
+    def place(self, array: np.ndarray) -> Tensor:
+        """An array of the last uploaded batch's sampling, on the device."""
+        return self._placed[id(array)]

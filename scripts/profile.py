@@ -1,0 +1,176 @@
+"""profile: measures what steps and copies of an engine cost on this hardware, and keeps it beside the engine.
+
+`pensieve serve` takes its costs from there. With `--plots`, also the two measurements that motivate Pensieve (its
+figures 3 and 4): a turn with its history recomputed or cached, and a chunk's cost by the context before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from ..runtime.cpu_device import CpuDevice
+from ..runtime.device import Device
+from ..runtime.engine import Engine, open_engine
+from ..runtime.measure import Bench, HistoryTime
+from ..runtime.profile import COPIED_BYTES, Profile, profile_engine
+from ..scheduler.config import SchedulerConfig
+from ..scheduler.types import SettingError, Tier
+from .sizes import parse_bytes
+
+DEVICES = ("cpu", "cuda")
+TURN_REQUESTS, TURN_PROMPT, TURN_GENERATED = 32, 38, 200  # a batch of figure 3; prompts of ShareGPT's mean length
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="pensieve profile", description=__doc__.partition("\n")[0])
+    option = made.add_argument
+    option("--engine", required=True, type=Path, metavar="DIR", help="an engine directory; profile.json is put there")
+    option("--device", default="cpu", choices=DEVICES, help="where the engine runs (default %(default)s)")
+    option("--chunk-tokens", type=int, default=32, metavar="N", help="tokens of a chunk (default %(default)s)")
+    option("--max-num-seqs", type=int, default=64, metavar="N", help="most rows that generate (default %(default)s)")
+    option("--max-num-batched-tokens", type=int, default=1024, metavar="N", help="a full batch (default %(default)s)")
+    option("--max-model-len", type=int, metavar="N", help="longest context (default: the model's, or what fits)")
+    option("--gpu-kv-bytes", metavar="SIZE", help="GPU cache (default: half of what is free, at most what batches use)")
+    option("--seconds", type=float, default=0.2, metavar="S", help="to measure each point (default %(default)s)")
+    option("--plots", type=Path, metavar="DIR", help="also time whole turns, and draw both figures there (matplotlib)")
+    option("--json", action="store_true", help="print one JSON line instead of the table")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    try:
+        measure(args)
+    except SettingError as error:
+        print(f"pensieve profile: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def measure(args: argparse.Namespace) -> None:
+    for name in ("chunk_tokens", "max_num_seqs", "max_num_batched_tokens", "seconds"):
+        if not getattr(args, name) > 0:
+            raise SettingError(f"--{name.replace('_', '-')}", f"must be above 0, not {getattr(args, name)}")
+    if args.plots is not None:
+        try:
+            from .profile_plots import draw  # known to be there before anything is measured
+        except ModuleNotFoundError as error:
+            raise SettingError("--plots", f"needs {error.name}, which is not installed") from None
+    engine = open_engine(args.engine, args.device)
+    device = make_device(args.device)
+    try:
+        config = bench_config(args, engine, device)
+        turns: list[HistoryTime] = []
+        with Bench(device, engine, config, args.seconds) as bench:
+            profile = profile_engine(bench, engine, say)
+            if args.plots is not None:
+                turns = list(time_turns(bench))
+    finally:
+        device.close()
+    path = profile.save(args.engine)
+    if args.json:
+        print(json.dumps({"bench": "profile", **asdict(profile), "turns": [turn._asdict() for turn in turns]}))
+    else:
+        print("\n".join([*table(profile), *turn_table(turns), f"saved in {path}"]))
+    if args.plots is not None:
+        draw(profile, turns, args.plots)
+
+
+def make_device(name: str) -> Device:
+    if name == "cpu":
+        return CpuDevice()
+    from ..runtime.cuda_device import CudaDevice
+
+    return CudaDevice()
+
+
+def say(what: str) -> None:
+    print(f"measuring {what}", file=sys.stderr, flush=True)
+
+
+def bench_config(args: argparse.Namespace, engine: Engine, device: Device) -> SchedulerConfig:
+    """Pools as large as the batches can use, contexts as long as the GPU's holds. SettingError if nothing fits."""
+    size, longest = args.chunk_tokens, args.max_model_len or engine.manifest.max_model_len
+    if longest > engine.manifest.max_model_len:
+        raise SettingError("--max-model-len", f"{longest} is more than the model's {engine.manifest.max_model_len}")
+    record = engine.chunk_bytes(size)
+    rows = max(args.max_num_seqs, args.max_num_batched_tokens // size)
+    if args.gpu_kv_bytes is not None:
+        gpu_chunks = parse_bytes(args.gpu_kv_bytes, "--gpu-kv-bytes") // record
+    else:
+        gpu_chunks = min(device.memory(Tier.GPU).free // 2 // record, (rows + 1) * (-(-longest // size) + 1))
+    settings = dict(
+        gpu_kv_chunks=gpu_chunks,
+        host_kv_chunks=2 * -(-COPIED_BYTES // record),
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        chunk_tokens=size,
+    )
+    reserved = SchedulerConfig(max_model_len=1, **settings).reserved_chunks
+    fits = (gpu_chunks - max(reserved, rows)) * size
+    return SchedulerConfig(max_model_len=max(1, min(longest, fits)), **settings)
+
+
+def time_turns(bench: Bench) -> Iterator[HistoryTime]:
+    """Histories doubled for as long as the model and the pool hold them."""
+    config = bench.config
+    requests = min(TURN_REQUESTS, config.max_num_seqs)
+    history = 8 * config.chunk_tokens
+    while True:
+        context = history + TURN_PROMPT + TURN_GENERATED
+        if context > config.max_model_len or requests * config.chunks(context) > config.gpu_kv_chunks:
+            return
+        say(f"a turn of {requests} conversations with {history} tokens of history each")
+        yield bench.turn(history, TURN_PROMPT, TURN_GENERATED, requests)
+        history *= 2
+
+
+# What is printed.
+
+
+def table(profile: Profile) -> Iterator[str]:
+    cost, measured, size = profile.cost, profile.measured, profile.chunk_tokens
+    yield f"{profile.hardware}, torch {profile.torch}"
+    yield f"{profile.dtype}, chunks of {size} tokens, {cost.chunk_bytes} bytes"
+    chunks = profile.max_num_batched_tokens // size
+    yield f"a full batch of {chunks} chunks; microseconds of a chunk, of its attention, of loading it instead"
+    for (context, seconds), (_, attention) in zip(measured.full_batches, cost.attention, strict=True):
+        yield (
+            f"  context {context:7}  batch {1e3 * seconds:9.3f} ms  chunk {1e6 * cost.recompute(context):9.1f}"
+            f"  attention {1e6 * attention:9.1f}  load {1e6 * cost.load():7.1f}"
+        )
+    yield "a step at the shortest context, ms"
+    yield "  tokens " + "".join(f"{tokens:9}" for tokens, _ in measured.steps)
+    yield "         " + "".join(f"{1e3 * seconds:9.3f}" for _, seconds in measured.steps)
+    contexts = sorted({context for _, context, _ in measured.generation})
+    yield "generation, ms a step by rows (down) and context"
+    yield "         " + "".join(f"{context:9}" for context in contexts)
+    times = {(rows, context): seconds for rows, context, seconds in measured.generation}
+    for rows in sorted({rows for rows, _ in times}):
+        yield f"  {rows:7}" + "".join(f"{1e3 * times[rows, context]:9.3f}" for context in contexts)
+    yield "copies, GB/s by layers a piece: in alone, out alone, each while both run"
+    for copy in measured.copies:
+        moved = copy.chunks * cost.chunk_bytes / 1e9
+        speeds = (moved / seconds for seconds in (copy.swap_in, copy.swap_out, copy.both))
+        yield f"  {copy.layers:7}" + "".join(f"{speed:9.2f}" for speed in speeds)
+    yield (
+        f"--swap-out-below {profile.swap_out_below:.2f} frees slots in time (contexts to {profile.max_model_len} "
+        f"tokens, a GPU cache of {profile.gpu_kv_chunks} chunks)"
+    )
+
+
+def turn_table(turns: Sequence[HistoryTime]) -> Iterator[str]:
+    if turns:
+        yield f"turns, {TURN_PROMPT} tokens in and {TURN_GENERATED} out, s: prefill recomputed, cached; generation"
+    for turn in turns:
+        times = (turn.prefill_recomputed, turn.prefill_cached, turn.generation)
+        yield f"  history {turn.history:7}" + "".join(f"{seconds:9.3f}" for seconds in times)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""The decoder on a GPU: the CPU's logits, no waiting for the device, and one captured graph for any mixture."""
+
+import pytest
+import torch
+
+from pensieve.builder.architectures import decoder_config
+from pensieve.builder.model import Decoder
+from pensieve.builder.random_weights import random_weights
+from pensieve.plugins.torch_ops import register_pool, release_pool
+
+from .test_random_weights import CONFIGS
+
+CHUNK, SEATS, BLOCKS, TOKENS = 32, 3, 4, 100
+STEPS = (  # of each seat the positions [start, end) that are computed; in all TOKENS a step, padded
+    ((0, 60), (0, 1), (0, 20)),
+    ((60, 61), (1, 40), (20, 53)),
+    ((61, 62), (40, 41), (53, 54)),
+)
+
+
+def inputs(step, table, device):
+    """Arguments of `Decoder.forward` but the pool, padded to TOKENS tokens with segments and slots for all seats."""
+    ids, positions, slots = (torch.full((TOKENS,), fill, dtype=torch.int32) for fill in (5, 0, -1))
+    segments, row = torch.zeros(SEATS, 5, dtype=torch.int32), 0
+    for seat, (start, end) in enumerate(step):
+        own = torch.arange(start, end)
+        rows = slice(row, row + end - start)
+        ids[rows] = (own * 37 + seat) % 150
+        positions[rows] = own
+        slots[rows] = table[seat, own // CHUNK] * CHUNK + own % CHUNK
+        segments[seat] = torch.tensor((row, end - start, 0, end, seat))
+        row += end - start
+    rows = torch.arange(TOKENS, dtype=torch.int32)
+    return [part.to(device) for part in (ids, positions, slots, segments, table, rows)], row
+
+
+class Model:
+    """A decoder with its pool on a device; `run` computes a step and returns the logits of its tokens."""
+
+    def __init__(self, config, weights, dtype, device):
+        self.device = device
+        self.decoder = Decoder.from_weights(config, {name: tensor.to(device) for name, tensor in weights.items()})
+        shape = (SEATS * BLOCKS, config.layers, 2, config.kv_heads, CHUNK, config.head_dim)
+        self.pool = torch.zeros(shape, dtype=dtype, device=device)
+        self.table = torch.randperm(SEATS * BLOCKS, generator=torch.Generator().manual_seed(0))
+        self.table = self.table.view(SEATS, BLOCKS).int()
+        self.work = self._work(config, dtype) if device == "cuda" else None
+        self.handle = register_pool(self.pool, work=self.work)
+
+    def _work(self, config, dtype):
+        from pensieve.plugins.attention_kernel import make_work_list
+        from pensieve.plugins.work_list import Capacity
+
+        capacity = Capacity(TOKENS, SEATS, SEATS * BLOCKS * CHUNK)
+        return make_work_list(capacity, config.heads, config.kv_heads, config.head_dim, dtype)
+
+    @torch.inference_mode()
+    def run(self, step):
+        arguments, count = inputs(step, self.table, self.device)
+        return self.forward(arguments)[:count]
+
+    def forward(self, arguments):
+        if self.work is not None:
+            self.work.build(arguments[3])
+        return self.decoder(*arguments, self.handle)
+
+
+@pytest.fixture(params=CONFIGS)
+def config(request):
+    return decoder_config(CONFIGS[request.param])
+
+
+@pytest.fixture
+def models():
+    """Makes models, and releases their pools."""
+    made = []
+
+    def make(config, weights, dtype, device):
+        made.append(Model(config, weights, dtype, device))
+        return made[-1]
+
+    yield make
+    for model in made:
+        release_pool(model.handle)
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_the_gpu_computes_what_the_cpu_does(config, models):
+    weights = random_weights(config, torch.float32, "cpu", 0)
+    cpu, gpu = (models(config, weights, torch.float32, device) for device in ("cpu", "cuda"))
+    for step in STEPS:
+        torch.testing.assert_close(gpu.run(step).cpu(), cpu.run(step), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@torch.inference_mode()
+def test_a_step_never_waits_and_one_graph_serves_any_mixture(config, models):
+    weights = random_weights(config, torch.bfloat16, "cuda", 0)
+    eager, captured = (models(config, weights, torch.bfloat16, "cuda") for _ in range(2))
+    expected = [eager.run(step) for step in STEPS]
+    static, _ = inputs(STEPS[0], captured.table, "cuda")
+    captured.forward(static)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        captured.forward(static)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = captured.forward(static)
+    captured.pool.zero_()
+    for step, wanted in zip(STEPS, expected, strict=True):
+        arguments, count = inputs(step, captured.table, "cuda")
+        for target, source in zip(static, arguments, strict=True):
+            target.copy_(source)
+        graph.replay()
+        torch.testing.assert_close(logits[:count], wanted, atol=0.03, rtol=0.03)
+
+
+@pytest.mark.parametrize("name", ["llama", "opt"])
+def test_padding_changes_nothing(name, models):
+    config = decoder_config(CONFIGS[name])
+    model = models(config, random_weights(config, torch.float32, "cpu", 0), torch.float32, "cpu")
+    logits = [model.run(step) for step in STEPS]
+    alone = models(config, model.decoder.state_dict(), torch.float32, "cpu")
+    for start, end in ((0, 30), (30, 41)):  # one seat's context in other pieces, without neighbours
+        piece = alone.run(((0, 0), (start, end), (0, 0)))
+    torch.testing.assert_close(piece[-1:], logits[2][1:2], atol=1e-5, rtol=1e-5)
+    assert [len(part) for part in logits] == [81, 73, 3]
