@@ -1,7 +1,7 @@
 """The few functions of the CUDA runtime that torch does not offer, and the one place that reads their status.
 
 They are called through cuda-python, all but the batched copy: that takes arrays of addresses as numpy makes them,
-without a Python object an entry, by ctypes from the library that torch has loaded, and lets other threads run meanwhile.
+without a Python object an entry, by ctypes from the library that torch has loaded, and other threads run meanwhile.
 """
 
 from __future__ import annotations
