@@ -29,7 +29,7 @@ from .executor import Executor
 
 STEPS_IN_FLIGHT = 2
 UNCOUNTED = 2  # first times of a batch: kernels are compiled, caches filled
-LEAST, MOST = 3, 1000  # times that a median is taken of
+LEAST, MOST = 7, 1000  # times that a median is taken of
 
 
 class CopyTime(NamedTuple):
