@@ -1,0 +1,388 @@
+"""check_reuse: a prompt's next tokens are equally likely however its KV came about, on a real engine.
+
+Random prompts are asked cold, and again when their KV is on the GPU, on HOST, partly recomputed, wholly dropped and
+recomputed, and with their reply suspended in the middle; all the time other rows generate and other histories are
+copied in and out. The log probabilities of the first token and the top 20 are held against the same weights in float32.
+No way may be further off than twice the cold one's most, or 1e-4 from cold in a float32 engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..builder.manifest import WEIGHTS, Manifest
+from ..builder.model import Decoder
+from ..builder.random_weights import random_weights
+from ..builder.weights import load_weights
+from ..runtime.cpu_device import CpuDevice
+from ..runtime.device import Device, ForwardPass
+from ..runtime.engine import Engine, open_engine
+from ..runtime.executor import Executor
+from ..runtime.service import STEPS_IN_FLIGHT
+from ..scheduler.config import SchedulerConfig
+from ..scheduler.cost import CostProfile
+from ..scheduler.scheduler import Scheduler
+from ..scheduler.types import (
+    GREEDY,
+    MOST_LOGPROBS,
+    InvariantError,
+    Request,
+    RequestId,
+    Sampling,
+    SettingError,
+)
+from .bench_loop import make_device
+from .reuse_compare import Answer, Way, judge, table
+
+WAYS = ("cold", "gpu", "host", "partly", "recomputed", "suspended")
+SCORED = Sampling(logprobs=MOST_LOGPROBS)
+ROWS = 8  # that generate beside the prompt
+SHORT_REPLY = 4
+LOAD_S = 2e-5  # what loading a chunk is said to cost; recomputing costs as much at a context that is chosen
+
+
+class Sizes:
+    """Chunks, of everything that is in the pools; `tokens`: the longest prompt's."""
+
+    def __init__(self, tokens: int, size: int):
+        self.size, self.tokens = size, tokens
+        self.row_prompt, self.row_reply = max(size, tokens // 8), 3 * size
+        self.long_reply = 2 * size
+        self.prompt = self.chunks(tokens + self.long_reply) + 1
+        self.rows = ROWS * (self.chunks(self.row_prompt + self.row_reply) + 1)
+        self.gpu = 3 * self.prompt + self.rows
+        self.histories = self.gpu // (tokens // size) + 3  # push all else off the GPU, the first of them too
+        self.host = (self.histories + 3) * self.prompt + self.rows
+        self.flood = -(-(self.gpu + self.host) // (tokens // size)) + 1
+        # Beside prompt and rows as they begin there is room for one short history and its turn. While the prompt is
+        # answered each row grows by two chunks, which is more: somebody must go.
+        self.short_history = 4 * size
+        self.tight = self.chunks(tokens) + ROWS * self.chunks(self.row_prompt) + self.chunks(self.short_history) + 4
+
+    def chunks(self, tokens: int) -> int:
+        return -(-tokens // self.size)
+
+    def config(self, max_model_len: int) -> SchedulerConfig:
+        """Least recently used goes first: what is asked in turn is never found where it was."""
+        return SchedulerConfig(
+            gpu_kv_chunks=self.gpu,
+            host_kv_chunks=self.host,
+            max_model_len=max_model_len,
+            max_num_seqs=2 * ROWS,
+            max_num_batched_tokens=max(1024, 2 * ROWS),
+            chunk_tokens=self.size,
+            eviction="lru",
+            swap_out_below=1.0,
+            generation_reserve=0.0,
+        )
+
+
+class Asker:
+    """The service's loop without its messages."""
+
+    def __init__(self, device: Device, engine: ForwardPass, config: SchedulerConfig, loads_from: int, seed: int):
+        """Chunks whose context ends below `loads_from` tokens are recomputed rather than loaded."""
+        attention = tuple((tokens, LOAD_S * tokens / loads_from) for tokens in (1, config.max_model_len))
+        cost = CostProfile(config.chunk_tokens, 0.0, attention, 0.0, chunk_bytes=1, link_bytes_per_s=1 / LOAD_S)
+        self.config = config
+        self.scheduler = Scheduler(config, cost)
+        self.executor = Executor(device, engine, config)
+        self._vocab_size, self._dice = engine.vocab_size, np.random.default_rng(seed)
+        self._answers: dict[RequestId, Answer] = {}
+        self._requests = 0
+        self.tend: Callable[[], None] = lambda: None  # called once a pass
+
+    def random_ids(self, count: int) -> array[int]:
+        return array("i", self._dice.integers(0, self._vocab_size, count, np.int32).tobytes())
+
+    def add(self, prompt: array[int], tokens: int, sampling: Sampling = GREEDY, priority: int = 0) -> Answer:
+        self._requests += 1
+        request = Request(RequestId(self._requests), prompt, tokens, sampling=sampling, priority=priority)
+        self.scheduler.add(request, time.monotonic())
+        answer = self._answers[request.id] = Answer()
+        return answer
+
+    def step(self) -> bool:
+        """One pass; False if there was nothing to do."""
+        self.tend()
+        plan = self.scheduler.next_plan(time.monotonic())
+        if plan is not None:
+            self.executor.launch(plan)
+        if self.scheduler.in_flight < (STEPS_IN_FLIGHT if plan is not None else 1):
+            return plan is not None
+        applied = self.scheduler.apply(self.executor.wait(), time.monotonic())
+        for request, token in zip(applied.requests, applied.tokens, strict=True):
+            self._answers[RequestId(request)].tokens.append(token)
+        for request, logprobs in applied.logprobs.items():
+            self._answers[RequestId(request)].logprobs.append(logprobs)
+        for event in applied.events:
+            answer = self._answers[event.request]
+            answer.usage = event.usage or answer.usage
+            if event.finish is not None:
+                answer.done = True
+                del self._answers[event.request]
+        return True
+
+    def run_until(self, done: Callable[[], bool]) -> None:
+        while not done():
+            if not self.step():
+                raise InvariantError("nothing is left to do, and what was waited for has not come")
+
+    def ask(self, prompt: array[int], tokens: int) -> Answer:
+        answer = self.begin(prompt, tokens)
+        self.run_until(lambda: answer.done)
+        return answer
+
+    def begin(self, prompt: array[int], tokens: int) -> Answer:
+        """With log probabilities. The least urgent of all: if a row must be suspended, it is this one."""
+        return self.add(prompt, tokens, SCORED, priority=1)
+
+    def ask_and_be_suspended(self, prompt: array[int], tokens: int) -> Answer:
+        """InvariantError if no row is suspended between the reply's first token and its last."""
+        answer = self.begin(prompt, tokens)
+        self.run_until(lambda: bool(answer.tokens))
+        before = self.scheduler.stats().suspensions
+        self.run_until(lambda: answer.done)
+        if self.scheduler.stats().suspensions == before:
+            raise InvariantError("a reply was to be suspended, and was not")
+        return answer
+
+    def end(self) -> None:
+        """Finishes what runs. InvariantError if nothing was copied meanwhile."""
+        self.tend = lambda: None
+        while self.step():
+            pass
+        self.scheduler.check()
+        stats = self.scheduler.stats()
+        if not (stats.swapped_in and stats.swapped_out):
+            raise InvariantError(f"chunks were to be copied all the time, but {stats}")
+
+
+class Others:
+    """Rows that generate and histories that are asked in turn, for ever; set as an `Asker`'s `tend`."""
+
+    def __init__(self, asker: Asker, sizes: Sizes, history: int):
+        self._asker, self._sizes = asker, sizes
+        self._histories = [asker.random_ids(history) for _ in range(sizes.histories)]
+        self._rows: list[Answer] = []
+        self._turn: Answer | None = None
+        self.turns = 0
+        self.renew = True
+        """Whether rows that have ended are replaced."""
+
+    def __call__(self) -> None:
+        asker, sizes = self._asker, self._sizes
+        self._rows = [row for row in self._rows if not row.done]
+        while self.renew and len(self._rows) < ROWS:
+            self._rows.append(asker.add(asker.random_ids(sizes.row_prompt), sizes.row_reply))
+        if self._turn is None or self._turn.done:
+            history = self._histories[self.turns % len(self._histories)]
+            # New tokens fill a chunk that is copied out.
+            self._turn = asker.add(history + asker.random_ids(sizes.size), 1)
+            self.turns += 1
+
+    def turn(self, count: int) -> None:
+        end = self.turns + count
+        self._asker.run_until(lambda: self.turns >= end)
+
+    def all_rows(self) -> None:
+        """Until `ROWS` new rows generate."""
+        self.renew = False
+        self._asker.run_until(lambda: not self._rows)
+        self.renew = True
+        self._asker.run_until(lambda: len(self._rows) == ROWS and all(row.tokens for row in self._rows))
+        self.renew = False
+
+
+# The ways.
+
+
+Told = Callable[[str, int, Answer], None]
+"""Takes each answer: its way, its prompt's number."""
+
+
+def found(way: str, answer: Answer, prompt: array[int], size: int) -> None:
+    """InvariantError if the prompt's KV did not come about in that way."""
+    usage, full = answer.usage, len(prompt) // size * size
+    assert usage is not None  # with the first token
+    right = {
+        "cold": usage.new == len(prompt),
+        "gpu": usage.gpu == full,
+        "host": usage.host == full,
+        "partly": usage.host > 0 and usage.recomputed > 0 and usage.host + usage.recomputed == full,
+        "recomputed": usage.recomputed == full,
+        "suspended": usage.new == len(prompt),
+    }
+    if not right[way]:
+        raise InvariantError(f"a prompt of {len(prompt)} tokens was to be found in the way {way!r}, but had {usage}")
+
+
+def ask_again(asker: Asker, sizes: Sizes, prompts: Sequence[array[int]], tell: Told) -> None:
+    """Cold, on the GPU, on HOST; and when all are asked, dropped by a flood of other prompts."""
+    asker.tend = others = Others(asker, sizes, sizes.tokens)
+    others.turn(sizes.histories + 1)
+    for number, prompt in enumerate(prompts):
+        tell("cold", number, asker.ask(prompt, sizes.long_reply))
+        tell("gpu", number, asker.ask(prompt, SHORT_REPLY))
+        others.turn(sizes.histories)
+        tell("host", number, asker.ask(prompt, SHORT_REPLY))
+    flood = [asker.add(asker.random_ids(sizes.tokens), 1) for _ in range(sizes.flood)]
+    asker.run_until(lambda: all(answer.done for answer in flood))
+    for number, prompt in enumerate(prompts):
+        tell("recomputed", number, asker.ask(prompt, SHORT_REPLY))
+    asker.end()
+
+
+def ask_partly(asker: Asker, sizes: Sizes, prompts: Sequence[array[int]], tell: Told) -> None:
+    """On HOST, where the leading half is sooner recomputed than loaded: the spans of a prompt are disjoint."""
+    asker.tend = others = Others(asker, sizes, sizes.tokens)
+    others.turn(sizes.histories + 1)
+    for number, prompt in enumerate(prompts):
+        asker.ask(prompt, 1)
+        others.turn(sizes.histories)
+        tell("partly", number, asker.ask(prompt, SHORT_REPLY))
+    asker.end()
+
+
+def ask_suspended(asker: Asker, sizes: Sizes, prompts: Sequence[array[int]], tell: Told) -> None:
+    """The GPU holds the prompt and the rows as they begin; as they grow, it has to go until they end."""
+    asker.tend = others = Others(asker, sizes, sizes.short_history)
+    for number, prompt in enumerate(prompts):
+        others.all_rows()
+        tell("suspended", number, asker.ask_and_be_suspended(prompt, sizes.long_reply))
+    asker.end()
+
+
+class Exact:
+    """The eager decoder in float32, of an engine's weights whatever its backend; a `ForwardPass`."""
+
+    dtype = torch.float32
+
+    def __init__(self, directory: Path, manifest: Manifest):
+        device, seed, dtype = manifest.device, manifest.random_seed, getattr(torch, manifest.dtype)
+        if seed is None:
+            weights = load_weights(directory / WEIGHTS)
+        else:
+            weights = random_weights(manifest.decoder, dtype, device, seed)
+        wide = {name: tensor.to(device, torch.float32) for name, tensor in weights.items()}
+        self.manifest, self.vocab_size = manifest, manifest.vocab_size
+        self._decoder = Decoder.from_weights(manifest.decoder, wide)
+
+    def kv_shape(self, slots: int, chunk_tokens: int) -> tuple[int, ...]:
+        manifest = self.manifest
+        return (slots, manifest.layers, 2, manifest.kv_heads, chunk_tokens, manifest.head_dim)
+
+    @torch.inference_mode()
+    def forward(self, *arguments: Any) -> torch.Tensor:
+        return self._decoder(*arguments)
+
+
+def eager_device(name: str) -> Device:
+    """Without graphs: it is not used for long."""
+    if name == "cpu":
+        return CpuDevice()
+    from ..runtime.cuda_device import CudaDevice  # Triton comes with CUDA only
+
+    return CudaDevice(enforce_eager=True)
+
+
+def in_float32(directory: Path, manifest: Manifest, sizes: Sizes, prompts: Sequence[array[int]]) -> list[Answer]:
+    """The first token of each prompt by the same weights; the memory is free again afterwards."""
+    longest = sizes.tokens + 1
+    config = replace(sizes.config(longest), gpu_kv_chunks=sizes.prompt + 1, host_kv_chunks=1, reuse=False)
+    asker = Asker(eager_device(manifest.device), Exact(directory, manifest), config, sizes.size, 0)
+    try:
+        return [asker.ask(prompt, 1) for prompt in prompts]
+    finally:
+        asker.executor.close()
+
+
+# The command.
+
+
+def measure(directory: Path, engine: Engine, tokens: int, repetitions: int, seed: int, size: int) -> dict[str, Way]:
+    """Asks in every way. InvariantError if a way did not come about."""
+    dice = np.random.default_rng(seed)
+    # Lengths differ, and none is a multiple of the chunk size.
+    lengths = [tokens // size * size + 1 + number % (size - 1) for number in range(repetitions)]
+    sizes = Sizes(max(lengths), size)
+    prompts = [array("i", dice.integers(0, engine.vocab_size, length, np.int32).tobytes()) for length in lengths]
+    longest = sizes.tokens + max(sizes.long_reply, size + 1)
+    if longest > engine.manifest.max_model_len:
+        raise SettingError(
+            "--tokens", f"needs contexts of {longest} tokens, the model's are {engine.manifest.max_model_len}"
+        )
+    exact = in_float32(directory, engine.manifest, sizes, prompts)
+    if engine.manifest.device == "cuda":
+        torch.cuda.empty_cache()
+    ways = {way: Way() for way in WAYS}
+    cold: dict[int, Answer] = {}
+
+    def tell(way: str, number: int, answer: Answer) -> None:
+        found(way, answer, prompts[number], size)
+        if way == "cold":
+            cold[number] = answer
+        ways[way].add(answer, exact[number], cold[number])
+
+    config = sizes.config(longest)
+    device = make_device(engine.manifest.device)  # graphs are captured once for all three
+    try:
+        ask_again(Asker(device, engine, config, size, seed + 1), sizes, prompts, tell)
+        ask_partly(Asker(device, engine, config, sizes.tokens // 2, seed + 2), sizes, prompts, tell)
+        tight = replace(config, gpu_kv_chunks=max(sizes.tight, config.chunks(longest)))
+        ask_suspended(Asker(device, engine, tight, size, seed + 3), sizes, prompts, tell)
+    finally:
+        device.end()
+    return ways
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="check_reuse", description=__doc__.partition("\n")[0])
+    option = made.add_argument
+    option("--engine", required=True, type=Path, metavar="DIR", help="an engine directory")
+    option("--device", default="cpu", choices=("cpu", "cuda"), help="where the engine runs (default %(default)s)")
+    option("--tokens", type=int, default=2000, metavar="N", help="of a prompt, about (default %(default)s)")
+    option("--repetitions", type=int, default=10, metavar="N", help="prompts (default %(default)s)")
+    option("--chunk-tokens", type=int, default=32, metavar="N", help="tokens of a chunk (default %(default)s)")
+    option("--seed", type=int, default=0, metavar="N", help="of the prompts (default %(default)s)")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    started = time.perf_counter()
+    try:
+        for name, least in (("chunk_tokens", 2), ("tokens", 8 * args.chunk_tokens), ("repetitions", 1), ("seed", 0)):
+            if getattr(args, name) < least:
+                raise SettingError(
+                    f"--{name.replace('_', '-')}", f"must be at least {least}, not {getattr(args, name)}"
+                )
+        engine = open_engine(args.engine, args.device)
+        ways = measure(args.engine, engine, args.tokens, args.repetitions, args.seed, args.chunk_tokens)
+    except SettingError as error:
+        print(f"check_reuse: {error}", file=sys.stderr)
+        return 2
+    tolerance, failed = judge(ways, engine.dtype == torch.float32)
+    print("\n".join(table(ways)))
+    seconds = time.perf_counter() - started
+    print(f"{'FAIL: ' + ', '.join(failed) if failed else 'PASS'} (tolerance {tolerance:.2e}, {seconds:.1f} s)")
+    told = {name: way.summary() for name, way in ways.items()}
+    print(
+        json.dumps({"bench": "reuse", "passed": not failed, "tolerance": tolerance, "seconds": seconds, "ways": told})
+    )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
