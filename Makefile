@@ -1,11 +1,12 @@
 # make serve   installs on first use, then serves the demo model on http://127.0.0.1:8000
 # make test    installs on first use, then lints and runs every test
 # make setup   installs only (.venv in this folder)
+# make triton-server   installs NVIDIA's tritonserver for its test (it needs an older numpy, so it has a folder of its own)
 
 PYTHON ?= python3
 ARGS ?=
 
-.PHONY: setup serve test lint
+.PHONY: setup serve test lint triton-server
 
 setup: .venv/.installed
 
@@ -20,6 +21,10 @@ setup: .venv/.installed
 serve: setup
 	@echo "== serving the demo model on http://127.0.0.1:8000 (make serve ARGS='--port 9000' for other settings)"
 	.venv/bin/pensieve serve --engine demo $(ARGS)
+
+triton-server: setup
+	@echo "== installing tritonserver into .venv/triton-server (223 MB)"
+	.venv/bin/pip install --quiet --disable-pip-version-check --no-deps --target .venv/triton-server nvidia-pytriton==0.7.0 numpy==1.26.4
 
 lint: setup
 	@echo "== lint and type check"

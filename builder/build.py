@@ -4,13 +4,14 @@ place.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
 from collections import UserDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,10 @@ import torch
 from ..scheduler.types import SettingError
 from .architectures import OPT, decoder_config
 from .checkpoint import parameter_shapes, read_json, read_weights
+from .compiler import compile_apart, cpp_compiler
 from .config import DecoderConfig
+from .legacy_checkpoint import is_legacy, legacy_config, read_legacy_weights
+from .lock import locked
 from .manifest import (
     DTYPES,
     RANDOM,
@@ -32,12 +36,23 @@ from .manifest import (
     published_fingerprint,
     versions,
 )
+from .target import this_target
+from .tensorrt_installed import tensorrt_version
 from .tokenizer import copy_tokenizer
 from .weights import save_weights, weight_bytes, weights_digest
 
-BACKENDS = ("reference",)
+BACKENDS = ("inductor", "reference", "tensorrt")
+DEFAULT_BACKEND = "inductor"  # of the commands
 DEVICES = ("cpu", "cuda")
 MOST_SEED = 2**63 - 1
+ROOM = 2**26  # bytes that an engine may take beside its weights
+
+Say = Callable[[str], None]
+"""Hears what a build is about to do."""
+
+
+def _say_nothing(stage: str) -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,31 +75,43 @@ def build_engine(
     dtype: str | None = None,
     tensor_parallel: int = 1,
     device: str = "cpu",
+    say: Say = _say_nothing,
+    workspace: int | None = None,
 ) -> Built:
-    """Makes `output` the engine of a Hugging Face checkpoint. `dtype` None: the checkpoint's own.
+    """Makes `output` the engine of a Hugging Face checkpoint, or of one that TensorRT-LLM made (its legacy format).
+
+    `dtype` None: the checkpoint's own.
 
     `output` may be missing, empty, or an engine: the same one is left alone, another is replaced. Anything else is
-    refused. Until the very end nothing is to be seen at `output`. Raises SettingError.
+    refused. Until the very end nothing is to be seen at `output`. Of several builds there at once, all but one wait.
+
+    `say` hears what the build is about to do; `workspace`, MiB, bounds the memory that one layer may take for itself
+    in a plan of TensorRT. Raises SettingError.
     """
     checkpoint, output = Path(checkpoint), Path(output).absolute()
-    _check_settings(backend, tensor_parallel, device)
-    _check_output(output)
+    _check_settings(backend, tensor_parallel, device, workspace)
     hf_config = read_json(checkpoint / "config.json")
+    legacy = is_legacy(checkpoint)
+    if legacy:
+        hf_config = legacy_config(checkpoint, hf_config)
     dtype = _checked_dtype(dtype or _own_dtype(hf_config))
     decoder = decoder_config(hf_config)
     torch_dtype = getattr(torch, dtype)
-    weights = read_weights(checkpoint, decoder, torch_dtype)
+    weights = (read_legacy_weights if legacy else read_weights)(checkpoint, decoder, torch_dtype)
     shapes = parameter_shapes(decoder)
-    with _beside(output) as aside:
+    with _beside(output, weight_bytes(shapes, torch_dtype), say) as aside:
         has_tokenizer = copy_tokenizer(checkpoint, aside, opt=decoder.architecture == OPT)
         tokenizer = files_digest([aside / name for name in TOKENIZER_FILES if (aside / name).exists()])
         parts = Parts(weights_digest(weights), tokenizer, code_digest(), **versions())
         stop_ids = _stop_ids(hf_config, checkpoint / "generation_config.json")
-        manifest = Manifest(backend, dtype, device, tensor_parallel, decoder, stop_ids, parts)
+        manifest = Manifest(backend, dtype, device, tensor_parallel, decoder, stop_ids, parts, _target(backend, device))
         outcome = "reused"
-        if published_fingerprint(output) != manifest.fingerprint:
+        if published_fingerprint(output) == manifest.fingerprint:
+            manifest = Manifest.read(output)
+        else:
+            say("writing the weights")
             save_weights(weights, shapes, torch_dtype, aside / WEIGHTS)
-            outcome = _publish(manifest, aside, output)
+            manifest, outcome = _complete(manifest, aside, output, say, workspace)
     return Built(manifest, outcome, weight_bytes(shapes, torch_dtype), has_tokenizer)
 
 
@@ -97,6 +124,8 @@ def build_random_engine(
     dtype: str | None = None,
     tensor_parallel: int = 1,
     device: str = "cpu",
+    say: Say = _say_nothing,
+    workspace: int | None = None,
 ) -> Built:
     """Like `build_engine`, of a Hugging Face config.json alone, for measuring: its weights are random, made by
     `open_engine`, and it has no tokenizer.
@@ -104,8 +133,7 @@ def build_random_engine(
     `overrides` replace keys of config.json, or add some; one that nothing reads is refused.
     """
     output = Path(output).absolute()
-    _check_settings(backend, tensor_parallel, device)
-    _check_output(output)
+    _check_settings(backend, tensor_parallel, device, workspace)
     if not 0 <= seed <= MOST_SEED:
         raise SettingError("--seed", f"must be between 0 and {MOST_SEED}, not {seed}")
     hf_config = _Read(read_json(Path(config), "--config") | dict(overrides or {}))
@@ -116,11 +144,13 @@ def build_random_engine(
     if unread:
         raise SettingError("--set", f"{', '.join(unread)}: nothing of {decoder.architecture} is set by that")
     parts = Parts(f"{RANDOM}{seed}", files_digest([]), code_digest(), **versions())
-    manifest = Manifest(backend, dtype, device, tensor_parallel, decoder, stop_ids, parts)
+    manifest = Manifest(backend, dtype, device, tensor_parallel, decoder, stop_ids, parts, _target(backend, device))
     outcome = "reused"
-    if published_fingerprint(output) != manifest.fingerprint:
-        with _beside(output) as aside:
-            outcome = _publish(manifest, aside, output)
+    with _beside(output, 0, say) as aside:
+        if published_fingerprint(output) == manifest.fingerprint:
+            manifest = Manifest.read(output)
+        else:
+            manifest, outcome = _complete(manifest, aside, output, say, workspace)
     return Built(manifest, outcome, weight_bytes(parameter_shapes(decoder), getattr(torch, dtype)), has_tokenizer=False)
 
 
@@ -147,12 +177,28 @@ def _decoder_of_config(hf_config: Mapping[str, Any]) -> DecoderConfig:
         raise SettingError("--config", str(error).removeprefix(f"{error.setting}: ")) from None
 
 
-def _check_settings(backend: str, tensor_parallel: int, device: str) -> None:
+def _check_settings(backend: str, tensor_parallel: int, device: str, workspace: int | None) -> None:
     for setting, value, allowed in (("--backend", backend, BACKENDS), ("--device", device, DEVICES)):
         if value not in allowed:
             raise SettingError(setting, f"{value!r} does not exist; there is {', '.join(allowed)}")
+    if backend == "inductor" and cpp_compiler() is None:
+        raise SettingError(
+            "--backend", "inductor needs a C++ compiler: install g++, or name one in CXX; or use --backend reference"
+        )
+    if workspace is not None and (backend != "tensorrt" or workspace < 1):
+        raise SettingError("--workspace", f"must be positive, and is of --backend tensorrt only, not {workspace}")
+    if backend == "tensorrt":
+        tensorrt_version()
+        if device != "cuda":
+            raise SettingError("--device", f"tensorrt runs on cuda, not on {device}")
+    if backend != "reference" and device == "cuda" and not torch.cuda.is_available():
+        raise SettingError("--device", f"{backend} compiles for the GPU of this machine, and PyTorch finds none")
     if tensor_parallel != 1:
         raise SettingError("--tensor-parallel", f"engines of {tensor_parallel} ranks do not exist yet; only 1 works")
+
+
+def _target(backend: str, device: str) -> str:
+    return "" if backend == "reference" else this_target(device, backend)
 
 
 def _check_output(output: Path) -> None:
@@ -182,17 +228,55 @@ def _stop_ids(hf_config: Mapping[str, Any], generation: Path | None = None) -> t
 
 
 @contextmanager
-def _beside(output: Path) -> Iterator[Path]:
-    """A new directory beside `output`, gone at the end if nobody has renamed it."""
+def _beside(output: Path, size: int, say: Say) -> Iterator[Path]:
+    """A new directory beside `output`, gone at the end if nobody has renamed it. Nobody else has one meanwhile.
+
+    SettingError if `output` is neither an engine nor empty, or its disk lacks room for `size` bytes of weights.
+    """
     aside = output.with_name(f".{output.name}.{secrets.token_hex(4)}.building")
+    lock = output.with_name(f".{output.name}.lock")
+    _make_parent(output)
     try:
-        aside.mkdir(parents=True)
+        with locked(lock, lambda: say(f"waiting for another build of {output}")):
+            _check_output(output)
+            for left in output.parent.glob(f".{output.name}.*.building"):
+                shutil.rmtree(left)  # by a build that was killed
+            _check_room(output.parent, size + ROOM)
+            aside.mkdir()
+            try:
+                yield aside
+            finally:
+                shutil.rmtree(aside, ignore_errors=True)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise SettingError("--output", f"the disk of {output.parent} became full") from error
+
+
+def _make_parent(output: Path) -> None:
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SettingError("--output", f"cannot be made: {error}") from None
-    try:
-        yield aside
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+    if not os.access(output.parent, os.W_OK):
+        raise SettingError("--output", f"cannot be made: {output.parent} must not be written to")
+
+
+def _check_room(directory: Path, needed: int) -> None:
+    free = shutil.disk_usage(directory).free
+    if free < needed:
+        raise SettingError(
+            "--output",
+            f"the engine takes {needed / 2**20:.0f} MiB, and the disk of {directory} has {free / 2**20:.0f} MiB free",
+        )
+
+
+def _complete(manifest: Manifest, aside: Path, output: Path, say: Say, workspace: int | None) -> tuple[Manifest, str]:
+    """Compiles what has a backend that compiles, and publishes it; (the manifest with what that brought, outcome)."""
+    if manifest.backend != "reference":
+        manifest.write(aside)
+        manifest = replace(manifest, compiled=compile_apart(aside, say, () if workspace is None else (str(workspace),)))
+    return manifest, _publish(manifest, aside, output)
 
 
 def _publish(manifest: Manifest, aside: Path, output: Path) -> str:

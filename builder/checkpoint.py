@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..scheduler.types import SettingError
 from .architectures import OPT, refusal
-from .config import DecoderConfig
+from .config import DecoderConfig, Shard
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -45,27 +45,62 @@ FLOATS = ("F64", "F32", "BF16", "F16")
 """Dtypes of tensors, as safetensors names them, that are weights as they stand."""
 
 
+class Part(NamedTuple):
+    """Of `full` rows or columns the `size` that begin at `start`; beyond the end there are zeros."""
+
+    full: int
+    start: int
+    size: int
+
+
+def whole(size: int) -> Part:
+    return Part(size, 0, size)
+
+
 class Source(NamedTuple):
-    """One tensor of a checkpoint: its name, and the shape it must have."""
+    """One tensor of a checkpoint, and of each of its dimensions the part that a rank holds."""
 
     name: str
-    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The tensor's own."""
+        return tuple(part.full for part in self.parts)
+
+    @property
+    def cut_shape(self) -> tuple[int, ...]:
+        return tuple(part.size for part in self.parts)
+
+    def cut(self, tensor: Any, dtype: torch.dtype) -> Tensor:
+        """The rank's part of a tensor, or of a slice that safetensors opened, of which it reads no more than that."""
+        bounds = [(min(start, full), min(start + size, full)) for full, start, size in self.parts]
+        kept = tensor[tuple(slice(*bound) for bound in bounds)].to(dtype).contiguous()
+        if kept.shape == self.cut_shape:
+            return kept
+        filled = kept.new_zeros(self.cut_shape)
+        filled[tuple(slice(size) for size in kept.shape)] = kept
+        return filled
 
 
 Sources = dict[str, tuple[Source, ...]]
 """For each parameter of Decoder the tensors that make it, joined along their first dimension."""
 
 
-def _linear(target: str, bias: bool, columns: int, parts: Mapping[str, int]) -> Sources:
-    """A projection fused from `parts`: name and rows of each."""
+def _linear(target: str, bias: bool, columns: Part, parts: Mapping[str, Part]) -> Sources:
+    """A projection fused from `parts`: name and rows of each.
+
+    Ranks that divide the columns add up their results, so all but the first have a bias of zeros.
+    """
     made: Sources = {f"{target}.weight": tuple(Source(f"{n}.weight", (rows, columns)) for n, rows in parts.items())}
     if bias:
-        made[f"{target}.bias"] = tuple(Source(f"{name}.bias", (rows,)) for name, rows in parts.items())
+        held = {n: rows if columns.start == 0 else Part(rows.full, rows.full, rows.size) for n, rows in parts.items()}
+        made[f"{target}.bias"] = tuple(Source(f"{name}.bias", (rows,)) for name, rows in held.items())
     return made
 
 
 def _norm(target: str, name: str, size: int, kinds: tuple[str, ...]) -> Sources:
-    return {f"{target}.{kind}": (Source(f"{name}.{kind}", (size,)),) for kind in kinds}
+    return {f"{target}.{kind}": (Source(f"{name}.{kind}", (whole(size),)),) for kind in kinds}
 
 
 class LayerNames(NamedTuple):
@@ -86,24 +121,33 @@ LLAMA_LAYER = LayerNames(
 OPT_LAYER = LayerNames("self_attn_layer_norm", "final_layer_norm", "self_attn.out_proj", ("fc1",), "fc2")
 
 
-def _layer_sources(config: DecoderConfig, target: str, name: str, names: LayerNames) -> Sources:
+def _layer_sources(shard: Shard, target: str, name: str, names: LayerNames) -> Sources:
+    config = shard.config
     hidden, head_dim = config.hidden_size, config.head_dim
-    q, kv = config.heads * head_dim, config.kv_heads * head_dim
+    q = _heads(head_dim, config.heads, shard.rank * shard.heads, shard.heads)
+    kv = _heads(head_dim, config.kv_heads, shard.first_kv_head, shard.kv_heads)
+    mlp = Part(config.mlp_size, shard.rank * shard.mlp_size, shard.mlp_size)
     attention = {f"{name}.self_attn.{x}_proj": rows for x, rows in (("q", q), ("k", kv), ("v", kv))}
-    up = {f"{name}.{part}": config.mlp_size for part in names.up}
+    up = {f"{name}.{part}": mlp for part in names.up}
+    out, down = ({f"{name}.{part}": whole(hidden)} for part in (names.out, names.down))
     kinds = _norm_kinds(config)
     sources = {
         **_norm(f"{target}.attention_norm", f"{name}.{names.attention_norm}", hidden, kinds),
-        **_linear(f"{target}.attention.qkv", config.qkv_bias, hidden, attention),
-        **_linear(f"{target}.attention.out", config.attention_out_bias, q, {f"{name}.{names.out}": hidden}),
+        **_linear(f"{target}.attention.qkv", config.qkv_bias, whole(hidden), attention),
+        **_linear(f"{target}.attention.out", config.attention_out_bias, q, out),
         **_norm(f"{target}.mlp_norm", f"{name}.{names.mlp_norm}", hidden, kinds),
-        **_linear(f"{target}.mlp.up", config.mlp_bias, hidden, up),
-        **_linear(f"{target}.mlp.down", config.mlp_bias, config.mlp_size, {f"{name}.{names.down}": hidden}),
+        **_linear(f"{target}.mlp.up", config.mlp_bias, whole(hidden), up),
+        **_linear(f"{target}.mlp.down", config.mlp_bias, mlp, down),
     }
     if config.qk_norm:
         for x in "qk":
             sources |= _norm(f"{target}.attention.{x}_norm", f"{name}.self_attn.{x}_norm", head_dim, ("weight",))
     return sources
+
+
+def _heads(head_dim: int, count: int, first: int, held: int) -> Part:
+    """Rows or columns, all of one head side by side."""
+    return Part(count * head_dim, first * head_dim, held * head_dim)
 
 
 def _norm_kinds(config: DecoderConfig) -> tuple[str, ...]:
@@ -112,43 +156,48 @@ def _norm_kinds(config: DecoderConfig) -> tuple[str, ...]:
     return ("weight", "bias") if config.norm_affine else ()
 
 
-def weight_sources(config: DecoderConfig, prefix: str = "model.") -> Sources:
+def weight_sources(shard: Shard, prefix: str = "model.") -> Sources:
     """`prefix`: what all names begin with, save the head's; checkpoints of the bare model have none."""
+    config = shard.config
     opt = config.architecture == OPT
     stem = f"{prefix}decoder." if opt else prefix
-    hidden, embedding = config.hidden_size, config.embedding_size
-    sources: Sources = {"embed.weight": (Source(f"{stem}embed_tokens.weight", (config.vocab_size, embedding)),)}
+    hidden, embedding = config.hidden_size, whole(config.embedding_size)
+    vocabulary = Part(config.vocab_size, shard.rank * shard.vocab_rows, shard.vocab_rows)
+    sources = _linear("embed", False, embedding, {f"{stem}embed_tokens": vocabulary})
     if config.rotary is None:
-        rows = config.max_positions + config.position_offset
-        sources["positions.weight"] = (Source(f"{stem}embed_positions.weight", (rows, hidden)),)
-    if embedding != hidden:
-        sources |= _linear("project_in", False, embedding, {f"{stem}project_in": hidden})
-        sources |= _linear("project_out", False, hidden, {f"{stem}project_out": embedding})
+        positions = whole(config.max_positions + config.position_offset)
+        sources |= _linear("positions", False, whole(hidden), {f"{stem}embed_positions": positions})
+    if config.embedding_size != hidden:
+        sources |= _linear("project_in", False, embedding, {f"{stem}project_in": whole(hidden)})
+        sources |= _linear("project_out", False, whole(hidden), {f"{stem}project_out": embedding})
     for i in range(config.layers):
-        sources |= _layer_sources(config, f"layers.{i}", f"{stem}layers.{i}", OPT_LAYER if opt else LLAMA_LAYER)
+        sources |= _layer_sources(shard, f"layers.{i}", f"{stem}layers.{i}", OPT_LAYER if opt else LLAMA_LAYER)
     if config.final_norm:
         sources |= _norm("norm", f"{stem}final_layer_norm" if opt else f"{stem}norm", hidden, _norm_kinds(config))
     if not config.tied_embeddings:
-        sources |= _linear("head", False, embedding, {"lm_head": config.vocab_size})
+        sources |= _linear("head", False, embedding, {"lm_head": vocabulary})
     return sources
 
 
-def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Of each parameter of Decoder."""
+def parameter_shapes(config: DecoderConfig, ranks: int = 1) -> dict[str, tuple[int, ...]]:
+    """Of each parameter of Decoder, on any one of so many ranks. Raises SettingError as Shard does."""
     return {
-        target: (sum(source.shape[0] for source in sources), *sources[0].shape[1:])
-        for target, sources in weight_sources(config).items()
+        target: (sum(source.cut_shape[0] for source in sources), *sources[0].cut_shape[1:])
+        for target, sources in weight_sources(Shard(config, ranks)).items()
     }
 
 
 class CheckpointWeights(Mapping[str, Tensor]):
-    """All parameters of Decoder in one dtype, on the CPU; each is read anew, and joined, whenever it is asked for."""
+    """All parameters of one rank's Decoder in one dtype, on the CPU.
+
+    Each is read anew, cut and joined whenever it is asked for.
+    """
 
     def __init__(self, files: Mapping[str, Any], wanted: Sources, dtype: torch.dtype):
         self._files, self._wanted, self._dtype = files, wanted, dtype
 
     def __getitem__(self, target: str) -> Tensor:
-        parts = [_tensor(self._files, source.name).to(self._dtype) for source in self._wanted[target]]
+        parts = [source.cut(_slice(self._files, source.name), self._dtype) for source in self._wanted[target]]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def __iter__(self) -> Iterator[str]:
@@ -158,11 +207,16 @@ class CheckpointWeights(Mapping[str, Tensor]):
         return len(self._wanted)
 
 
-def read_weights(directory: Path, config: DecoderConfig, dtype: torch.dtype) -> CheckpointWeights:
-    """Checks names, shapes and dtypes of all tensors. Raises SettingError that names the tensor at fault."""
+def read_weights(
+    directory: Path, config: DecoderConfig, dtype: torch.dtype, rank: int = 0, ranks: int = 1
+) -> CheckpointWeights:
+    """The part of one rank. Checks names, shapes and dtypes of all tensors.
+
+    Raises SettingError that names the tensor at fault, or as Shard does.
+    """
     files = _tensor_files(directory)
     prefix = "model." if any(name.startswith("model.") for name in files) else ""
-    wanted = weight_sources(config, prefix)
+    wanted = weight_sources(Shard(config, ranks, rank), prefix)
     _check_names(files, wanted, config)
     for sources in wanted.values():
         for source in sources:
@@ -215,8 +269,13 @@ def _tensor(files: Mapping[str, Any], name: str) -> Tensor:
     return files[name].get_tensor(name)
 
 
+def _slice(files: Mapping[str, Any], name: str) -> Any:
+    """Like the tensor, but read where it is indexed."""
+    return files[name].get_slice(name)
+
+
 def _check_tensor(files: Mapping[str, Any], source: Source) -> None:
-    stored = files[source.name].get_slice(source.name)
+    stored = _slice(files, source.name)
     shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
     if shape != source.shape:
         raise refusal(f"tensor {source.name} has the shape {list(shape)}; config.json asks for {list(source.shape)}")

@@ -1,9 +1,14 @@
-"""DecoderConfig: everything that tells one decoder from another. Plain data; it is stored in the manifest."""
+"""DecoderConfig: everything that tells one decoder from another. Plain data; it is stored in the manifest.
+
+Shard: what one of several ranks holds of it.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+
+from ..scheduler.types import SettingError
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +77,55 @@ class DecoderConfig:
     attention_out_bias: bool
     mlp_bias: bool
     tied_embeddings: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One rank's part of a decoder, split as Megatron does: heads, the MLP's width and the vocabulary are divided.
+
+    With fewer KV heads than ranks, neighbours hold the same one. Everything else every rank holds whole. Sizes are the
+    same on all ranks: where the vocabulary ends, rows are filled up. SettingError('--tensor-parallel', ...) if the
+    decoder cannot be divided so.
+    """
+
+    config: DecoderConfig
+    ranks: int = 1
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        if not (self.ranks >= 1 and self._divides(self.ranks)):
+            config = self.config
+            possible = [str(n) for n in range(1, config.heads + 1) if self._divides(n)]
+            raise SettingError(
+                "--tensor-parallel",
+                f"{config.heads} heads, {config.kv_heads} KV heads and an MLP {config.mlp_size} wide cannot be divided "
+                f"among {self.ranks} ranks, only among {' or '.join(possible)}",
+            )
+        if not 0 <= self.rank < self.ranks:
+            raise ValueError(f"there is no rank {self.rank} of {self.ranks}")
+
+    def _divides(self, ranks: int) -> bool:
+        config = self.config
+        kv_heads = config.kv_heads % ranks == 0 or ranks % config.kv_heads == 0
+        return kv_heads and config.heads % ranks == 0 and config.mlp_size % ranks == 0
+
+    @property
+    def heads(self) -> int:
+        return self.config.heads // self.ranks
+
+    @property
+    def kv_heads(self) -> int:
+        return max(1, self.config.kv_heads // self.ranks)
+
+    @property
+    def first_kv_head(self) -> int:
+        return self.rank * self.config.kv_heads // self.ranks
+
+    @property
+    def mlp_size(self) -> int:
+        return self.config.mlp_size // self.ranks
+
+    @property
+    def vocab_rows(self) -> int:
+        """Of the embedding and the head. Rank r has the tokens from r * vocab_rows on."""
+        return -(-self.config.vocab_size // self.ranks)

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from ..scheduler.types import SettingError
-from .config import DecoderConfig, Rotary
+from .config import DecoderConfig, Rotary, Shard
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"
+PACKAGE = "decoder.pt2"  # of AOTInductor
+PLAN = "decoder.plan"  # of TensorRT
 RANDOM = "random:"
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -46,8 +48,35 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True)
+class Parity:
+    """Relative errors (root mean square) of an engine's logits and KV, and the eager decoder's in the same dtype, both
+    against the eager decoder in float32."""
+
+    logits: float
+    logits_eager: float
+    kv: float
+    kv_eager: float
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What compiling brought. package: the SHA-256 of its file, which differs from build to build."""
+
+    package: str
+    package_bytes: int
+    compile_seconds: float
+    load_seconds: float
+    parity: Parity
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
-    """kv_layout: dimensions of the KV pool, one contiguous record a slot; the chunk size is the runtime's choice."""
+    """What an engine is.
+
+    target      what it was compiled for, as `target.this_target` says it; "" for the reference backend
+    kv_layout   dimensions of the KV pool, one contiguous record a slot; the chunk size is the runtime's choice
+    compiled    None for the reference backend, and until it is compiled
+    """
 
     backend: str
     dtype: str
@@ -56,7 +85,9 @@ class Manifest:
     decoder: DecoderConfig
     stop_ids: tuple[int, ...]
     parts: Parts
+    target: str = ""
     kv_layout: tuple[str, ...] = KV_LAYOUT
+    compiled: Compiled | None = None
 
     @property
     def architecture(self) -> str:
@@ -69,7 +100,7 @@ class Manifest:
     @property
     def kv_heads(self) -> int:
         """KV heads of one rank."""
-        return self.decoder.kv_heads // self.tensor_parallel
+        return Shard(self.decoder, self.tensor_parallel).kv_heads
 
     @property
     def head_dim(self) -> int:
@@ -84,6 +115,11 @@ class Manifest:
         return self.decoder.max_positions
 
     @property
+    def package(self) -> str:
+        """The name of the file that compiling brings."""
+        return PLAN if self.backend == "tensorrt" else PACKAGE
+
+    @property
     def random_seed(self) -> int | None:
         """None: the weights are in WEIGHTS."""
         weights = self.parts.weights
@@ -91,8 +127,10 @@ class Manifest:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256, hexadecimal, over everything above."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+        """SHA-256, hexadecimal, over everything above that is known before the engine is compiled."""
+        value = asdict(self)
+        del value["compiled"]
+        return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
     def write(self, directory: Path) -> None:
         value = {"format": FORMAT, **asdict(self), "fingerprint": self.fingerprint}
@@ -124,7 +162,10 @@ class Manifest:
         rotary = value["decoder"].pop("rotary")
         decoder = DecoderConfig(rotary=Rotary(**rotary) if rotary else None, **value.pop("decoder"))
         lists = {name: tuple(value.pop(name)) for name in ("stop_ids", "kv_layout")}
-        return cls(decoder=decoder, parts=Parts(**value.pop("parts")), **lists, **value)
+        compiled = value.pop("compiled")
+        if compiled is not None:
+            compiled = Compiled(parity=Parity(**compiled.pop("parity")), **compiled)
+        return cls(decoder=decoder, parts=Parts(**value.pop("parts")), compiled=compiled, **lists, **value)
 
 
 def published_fingerprint(directory: Path) -> str | None:
@@ -136,9 +177,11 @@ def published_fingerprint(directory: Path) -> str | None:
 
 
 def code_digest() -> str:
-    """SHA-256 over the files that define the forward pass, and weights that are random."""
+    """SHA-256 over the files that define the forward pass, how it is compiled, and weights that are random."""
     room = Path(__file__).parent
-    files = [room / name for name in ("config.py", "model.py", "random_weights.py")]
+    names = ("compile_inductor", "config", "model", "package", "random_weights")
+    names += ("compile_tensorrt", "tensorrt_network", "tensorrt_package")
+    files = [room / f"{name}.py" for name in names]
     paths = [*files, *sorted((room.parent / "plugins").glob("*.py"))]
     return files_digest(paths)
 

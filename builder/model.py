@@ -1,6 +1,7 @@
 """The one definition of the model: a decoder described by its DecoderConfig, over a KV pool named by a handle.
 
-Eager PyTorch runs it as it stands (the reference backend); compiled engines are traced from it.
+Eager PyTorch runs it as it stands (the reference backend); compiled engines are traced from it. It may be one of
+several ranks, each with its Shard of the weights: which one, neither it nor an engine compiled from it knows.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..plugins import torch_ops  # noqa: F401  registers torch.ops.pensieve
-from .config import DecoderConfig
+from ..plugins.collectives import TENSOR_PARALLEL
+from .config import DecoderConfig, Shard
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -59,15 +61,46 @@ class Batch(NamedTuple):
     pool: int
 
 
+def summed(x: Tensor, ranks: int) -> Tensor:
+    """Of the ranks' shares the whole."""
+    return x if ranks == 1 else torch.ops.pensieve.all_reduce(x, TENSOR_PARALLEL)
+
+
+class VocabularyEmbedding(nn.Embedding):
+    """Embeddings of tokens; a rank holds those of its part of the vocabulary."""
+
+    def __init__(self, shard: Shard):
+        super().__init__(shard.vocab_rows, shard.config.embedding_size)
+        self.ranks = shard.ranks
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        if self.ranks == 1:
+            return super().forward(token_ids)
+        share = torch.ops.pensieve.vocabulary_embed(token_ids, self.weight, TENSOR_PARALLEL)
+        return summed(share, self.ranks)
+
+
+class RowParallelLinear(nn.Linear):
+    """A projection of what the ranks have divided among them: their shares of the result are added up."""
+
+    def __init__(self, shard: Shard, inputs: int, bias: bool):
+        super().__init__(inputs, shard.config.hidden_size, bias)
+        self.ranks = shard.ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        return summed(super().forward(x), self.ranks)
+
+
 class Attention(nn.Module):
-    def __init__(self, config: DecoderConfig, layer: int):
+    def __init__(self, shard: Shard, layer: int):
         super().__init__()
+        config = shard.config
         self.config, self.layer = config, layer
-        self.heads = (config.heads, config.kv_heads, config.kv_heads)  # of q, k and v in the fused projection
+        self.heads = (shard.heads, shard.kv_heads, shard.kv_heads)  # of q, k and v in the fused projection
         self.qkv = nn.Linear(config.hidden_size, sum(self.heads) * config.head_dim, bias=config.qkv_bias)
         self.q_norm = Norm(config.head_dim, config.norm_eps, rms=True) if config.qk_norm else nn.Identity()
         self.k_norm = Norm(config.head_dim, config.norm_eps, rms=True) if config.qk_norm else nn.Identity()
-        self.out = nn.Linear(config.heads * config.head_dim, config.hidden_size, bias=config.attention_out_bias)
+        self.out = RowParallelLinear(shard, shard.heads * config.head_dim, bias=config.attention_out_bias)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (-1, self.config.head_dim)).split(self.heads, dim=1)
@@ -81,13 +114,14 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config: DecoderConfig):
+    def __init__(self, shard: Shard):
         super().__init__()
+        config = shard.config
         self.gated, self.activation = config.gated, ACTIVATIONS[config.activation]
         self.silu_gated = config.gated and config.activation == "silu"
-        width = 2 * config.mlp_size if config.gated else config.mlp_size  # gate, then up
+        width = 2 * shard.mlp_size if config.gated else shard.mlp_size  # gate, then up
         self.up = nn.Linear(config.hidden_size, width, bias=config.mlp_bias)
-        self.down = nn.Linear(config.mlp_size, config.hidden_size, bias=config.mlp_bias)
+        self.down = RowParallelLinear(shard, shard.mlp_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.up(x)
@@ -100,13 +134,14 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, config: DecoderConfig, layer: int):
+    def __init__(self, shard: Shard, layer: int):
         super().__init__()
+        config = shard.config
         self.norm_first = config.norm_first
         self.attention_norm = hidden_norm(config)
-        self.attention = Attention(config, layer)
+        self.attention = Attention(shard, layer)
         self.mlp_norm = hidden_norm(config)
-        self.mlp = MLP(config)
+        self.mlp = MLP(shard)
 
     def forward(self, x: Tensor, change: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Takes and returns a residual sum in two parts: the norm that reads it next adds them up in the same pass."""
@@ -120,10 +155,16 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self, config: DecoderConfig):
+    """The forward pass of one rank. More than one need a group registered as TENSOR_PARALLEL, and run side by side.
+
+    SettingError('--tensor-parallel', ...) if the decoder cannot be divided among so many ranks.
+    """
+
+    def __init__(self, config: DecoderConfig, ranks: int = 1):
         super().__init__()
-        self.config = config
-        self.embed = nn.Embedding(config.vocab_size, config.embedding_size)
+        self.config, self.ranks = config, ranks
+        shard = Shard(config, ranks)
+        self.embed = VocabularyEmbedding(shard)
         projected = config.embedding_size != config.hidden_size
         self.project_in = nn.Linear(config.embedding_size, config.hidden_size, bias=False) if projected else None
         self.project_out = nn.Linear(config.hidden_size, config.embedding_size, bias=False) if projected else None
@@ -137,17 +178,17 @@ class Decoder(nn.Module):
         self.register_buffer(
             "frequencies", torch.tensor(frequencies, dtype=torch.float64, device="cpu"), persistent=False
         )
-        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.layers))
+        self.layers = nn.ModuleList(Layer(shard, i) for i in range(config.layers))
         self.norm = hidden_norm(config) if config.final_norm else None
-        self.head = None if config.tied_embeddings else nn.Linear(config.embedding_size, config.vocab_size, bias=False)
+        self.head = None if config.tied_embeddings else nn.Linear(config.embedding_size, shard.vocab_rows, bias=False)
 
     @classmethod
-    def from_weights(cls, config: DecoderConfig, weights: Mapping[str, Tensor]) -> Decoder:
-        """Takes over the tensors as they are, in their dtype, on their device, without copying; RuntimeError if any
-        does not fit.
+    def from_weights(cls, config: DecoderConfig, weights: Mapping[str, Tensor], ranks: int = 1) -> Decoder:
+        """Takes over one rank's tensors as they are, in their dtype, on their device, without copying; RuntimeError if
+        any does not fit.
         """
         with torch.device("meta"):
-            decoder = cls(config)
+            decoder = cls(config, ranks)
         decoder.load_state_dict(weights, assign=True)
         decoder.to(weights["embed.weight"].device)  # what is left to move is `frequencies`
         return decoder.eval().requires_grad_(False)
@@ -175,7 +216,7 @@ class Decoder(nn.Module):
         block_table          [seats, blocks] int32
         sample_rows          [R] int32, which of the T tokens' logits are wanted
         pool                 a handle from `plugins.torch_ops.register_pool`
-        Returns logits [R, vocab] float32.
+        Returns logits [R, vocab] float32, on every rank those of the whole vocabulary.
         """
         x = self.embed(token_ids)
         if self.project_in is not None:
@@ -190,7 +231,17 @@ class Decoder(nn.Module):
         if self.project_out is not None:
             x = self.project_out(x)
         head = self.embed if self.head is None else self.head
-        return F.linear(x, head.weight).float()
+        return self._of_all_tokens(F.linear(x, head.weight)).float()
+
+    def _of_all_tokens(self, logits: Tensor) -> Tensor:
+        """The logits of all ranks' tokens, without those that fill up the last ranks' part of the vocabulary."""
+        if self.ranks == 1:
+            return logits
+        gathered = torch.ops.pensieve.all_gather(logits, self.ranks, TENSOR_PARALLEL)
+        if gathered.shape[1] == self.config.vocab_size:
+            return gathered
+        # Not `contiguous`, which for the compiler depends on whether there is just one row.
+        return gathered[:, : self.config.vocab_size].clone(memory_format=torch.contiguous_format)
 
     def _final(self, x: Tensor, change: Tensor | None, rows: Tensor) -> Tensor:
         """Some rows of the last layer's sum, normalised; models that normalise behind each sum are done."""

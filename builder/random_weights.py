@@ -5,19 +5,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .checkpoint import parameter_shapes
-from .config import DecoderConfig
+from .checkpoint import Source, parameter_shapes, weight_sources
+from .config import DecoderConfig, Shard
 
 INTO_THE_SUM = ("attention.out.weight", "mlp.down.weight")
 
 
-def random_weights(config: DecoderConfig, dtype: torch.dtype, device: str, seed: int) -> dict[str, Tensor]:
-    """All parameters of Decoder. The same for the same seed on the same kind of device.
+def random_weights(
+    config: DecoderConfig, dtype: torch.dtype, device: str, seed: int, rank: int = 0, ranks: int = 1
+) -> dict[str, Tensor]:
+    """All parameters of one rank's Decoder. The same for the same seed on the same kind of device.
+
+    However many the ranks, together they hold the same model: each makes one tensor after the other whole, and cuts it.
 
     Norms are 1 and biases 0; projections keep the size of what they project, and those into the residual sum add as
     little as the number of layers asks for. So activations and logits are of the size of a trained model's in any
     shape, and finite in any dtype.
     """
+    sources = weight_sources(Shard(config, ranks, rank))
     generator = torch.Generator(device).manual_seed(seed)
     weights = {}
     for name, shape in parameter_shapes(config).items():
@@ -27,5 +32,11 @@ def random_weights(config: DecoderConfig, dtype: torch.dtype, device: str, seed:
         else:
             summands = 2 * config.layers if name.endswith(INTO_THE_SUM) else 1
             tensor.normal_(std=(shape[1] * summands) ** -0.5, generator=generator)
-        weights[name] = tensor
+        weights[name] = _cut(tensor, sources[name]) if ranks > 1 else tensor
     return weights
+
+
+def _cut(tensor: Tensor, sources: tuple[Source, ...]) -> Tensor:
+    """One rank's part of a parameter that is joined from whole sources; shares no memory with it."""
+    parts = tensor.split([source.shape[0] for source in sources])
+    return torch.cat([source.cut(part, tensor.dtype) for source, part in zip(sources, parts, strict=True)])

@@ -67,11 +67,11 @@ def release_pool(handle: int) -> None:
 
 torch.library.define(
     "pensieve::write_kv",
-    "(Tensor q, Tensor k, Tensor v, Tensor rotary, Tensor slots, int pool, int layer) -> Tensor",
+    "(Tensor q, Tensor k, Tensor v, Tensor rotary, Tensor slots, SymInt pool, int layer) -> Tensor",
 )
 torch.library.define(
     "pensieve::multi_token_attention",
-    "(Tensor q, Tensor segments, Tensor block_table, int pool, int layer, float scale) -> Tensor",
+    "(Tensor q, Tensor segments, Tensor block_table, SymInt pool, int layer, float scale) -> Tensor",
 )
 
 

@@ -11,8 +11,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..scheduler.types import RequestError
 from .api_errors import error_response
+from .ui_files import UI_FILES
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/ui/", *UI_FILES})
 OWNER = "pensieve.owner"
 
 
@@ -27,7 +28,7 @@ def owner_of(request: Request) -> str:
 
 
 class KeyCheck:
-    """ASGI middleware: everything but probes and metrics needs one of the keys, as `Authorization: Bearer KEY`.
+    """ASGI middleware: everything but OPEN_PATHS needs one of the keys, as `Authorization: Bearer KEY`.
 
     The time that a comparison takes depends neither on the key given nor on which one matches.
     """

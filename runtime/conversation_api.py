@@ -104,7 +104,8 @@ def add_conversations(app: FastAPI, histories: Histories) -> None:
         conversation, transcript = await histories.load(Name(owner_of(request), id))
         return describe(conversation, transcript)
 
-    @router.api_route("/{id:path}", methods=["POST", "PATCH"])
+    @router.post("/{id:path}")
+    @router.patch("/{id:path}")
     async def change(id: str, request: Request) -> dict[str, Any]:
         body = await parsed(Lifetime, request)
         values = {name.removesuffix("_s"): getattr(body, name) for name in body.model_fields_set}

@@ -18,7 +18,7 @@ import torch
 from ..plugins.torch_ops import register_pool, release_pool
 from ..scheduler.plan import Lane
 from ..scheduler.types import InvariantError, Tier
-from .device import ForwardPass, Memory, Ticket
+from .device import ForwardPass, Memory, Ticket, TransferSeconds
 from .memory import check_pool_fits, host_memory
 from .sampler import Sampler, Scores
 from .step_inputs import StepInputs
@@ -43,6 +43,8 @@ class CpuDevice:
         self._handle: int | None = None
         self._gates: dict[int, CpuTicket] = {}
         self._closed = False
+        # Each written by one lane's thread: IN's and OUT's time of copying, and COMPUTE's of waiting for them.
+        self._seconds = dict.fromkeys(Lane, 0.0)
 
         # The lanes' common state, under the condition. `_error` is set once and ends all lanes.
         self._changed = threading.Condition()
@@ -109,7 +111,14 @@ class CpuDevice:
         return ticket
 
     def wait(self, lane: Lane, ticket: CpuTicket) -> None:
-        self._issue(lane, lambda: self.synchronize(ticket))
+        self._issue(lane, lambda: self._await(lane, ticket))
+
+    def _await(self, lane: Lane, ticket: CpuTicket) -> None:
+        """On the lane's thread. Only COMPUTE's waiting is counted: nothing is lost while copies wait for each other."""
+        started = time.perf_counter()
+        self.synchronize(ticket)
+        if lane is Lane.COMPUTE:
+            self._seconds[lane] += time.perf_counter() - started
 
     def ready(self, ticket: CpuTicket) -> bool:
         if ticket.number <= self._completed[ticket.lane]:
@@ -142,11 +151,16 @@ class CpuDevice:
         if self._shuffle:
             self._shuffle.shuffle(pairs)
 
+        delay = self._disturb(lane) if self._disturb else 0.0
+
         def task() -> None:
+            started = time.perf_counter()
+            time.sleep(delay)
             for source, target in pairs:
                 target_pool[target, layers.start : layers.stop].copy_(source_pool[source, layers.start : layers.stop])
+            self._seconds[lane] += time.perf_counter() - started
 
-        self._issue_work(lane, task)
+        self._issue(lane, task)
 
     # The step.
 
@@ -192,7 +206,7 @@ class CpuDevice:
     def _pass_gate(self, layer: int) -> None:
         """Called by the engine, on COMPUTE's thread."""
         if (ticket := self._bound_gates.get(layer)) is not None:
-            self.synchronize(ticket)
+            self._await(Lane.COMPUTE, ticket)
 
     def sample(self) -> tuple[CpuTicket, np.ndarray, Scores | None]:
         tokens = np.empty(len(self._uploaded.sample_seats), np.int32)
@@ -209,6 +223,9 @@ class CpuDevice:
 
         self._issue_work(Lane.COMPUTE, task)
         return self.mark(Lane.COMPUTE), tokens, scores
+
+    def transfer_seconds(self) -> TransferSeconds:
+        return TransferSeconds(self._seconds[Lane.IN], self._seconds[Lane.OUT], self._seconds[Lane.COMPUTE])
 
     def close(self) -> None:
         if self._closed:

@@ -25,12 +25,13 @@ from ..scheduler.plan import Lane
 from ..scheduler.types import InvariantError, SettingError, Tier
 from .cuda_graphs import StepGraphs
 from .cuda_runtime import CudaError, CudaRuntime
-from .device import ForwardPass, Memory, Ticket
+from .device import ForwardPass, Memory, Ticket, TransferSeconds
 from .memory import GIB, POOL_SETTINGS, check_pool_fits, host_memory
 from .pinned import PinnedPool, Records
 from .sampler import Sampler, Scores
 from .step_buffers import Shape, Shapes, StepBuffers
 from .step_inputs import StepInputs
+from .transfer_times import TransferTimes
 
 OVERDUE_SECONDS = 60.0
 """No copy and no step takes nearly so long: something hangs, and waiting for it would hide where."""
@@ -46,7 +47,7 @@ class CudaTicket(Ticket):
 
     def __init__(self, lane: Lane, what: str):
         self.lane, self.what = lane, what
-        self.event = torch.cuda.Event()
+        self.event = torch.cuda.Event(enable_timing=True)
 
 
 def _ends_the_device(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,6 +82,7 @@ class CudaDevice:
         self._enforce_eager = enforce_eager
         self._streams = {lane: torch.cuda.Stream() for lane in Lane}
         self._compute = self._streams[Lane.COMPUTE]
+        self._times = TransferTimes(functools.partial(torch.cuda.Event, enable_timing=True), self._streams)
         self._issued = dict.fromkeys(Lane, "its start")
         self._last: dict[Lane, CudaTicket] = {}
         self._gates: dict[int, torch.cuda.Event] = {}
@@ -134,12 +136,14 @@ class CudaDevice:
         source, target = (host, gpu) if lane is Lane.IN else (gpu, host)
         offset, size = layers.start * self._layer_bytes, len(layers) * self._layer_bytes
         self._issued[lane] = f"the copy of layers {layers.start} to {layers.stop - 1} of {len(sources)} chunks"
-        self._copy(
+        copy = functools.partial(
+            self._copy,
             target.addresses(targets, offset),
             source.addresses(sources, offset),
             np.full(len(sources), size, np.uint64),
             self._streams[lane].cuda_stream,
         )
+        self._times.copy(lane, copy)
 
     # Tickets.
 
@@ -149,11 +153,14 @@ class CudaDevice:
         self._last[lane] = ticket = CudaTicket(lane, self._issued[lane])
         ticket.event.record(stream)
         if gate is not None:
+            self._times.gated(gate, ticket.event)
             self._gates[gate].record(stream)  # the ticket's event stays as it is, this one moves on with the next step
         return ticket
 
     @_ends_the_device
     def wait(self, lane: Lane, ticket: CudaTicket) -> None:
+        if lane is Lane.COMPUTE:
+            self._times.held(ticket.event)
         self._streams[lane].wait_event(ticket.event)
 
     @_ends_the_device
@@ -180,6 +187,7 @@ class CudaDevice:
         capacity = Capacity(shapes.most_tokens, shapes.most_segments, blocks * chunk_tokens)
         self._engine = engine
         decoder = engine.manifest.decoder
+        self._times.loaded(decoder.layers)
         heads = kv_heads * (decoder.heads // decoder.kv_heads)  # of this rank, as the pool
         self._work = make_work_list(capacity, heads, kv_heads, head_dim, engine.dtype)
         self._handle = register_pool(self._pool, self._pass_gate, self._work)
@@ -250,7 +258,10 @@ class CudaDevice:
     def run(self) -> None:
         self._issued[Lane.COMPUTE] = f"a step of {len(self._inputs.token_ids)} tokens"
         with self._computing():
-            self._logits = self._captured_logits if self._graphs.replay(self._shape) else self._forward(self._shape)
+            self._times.step(self._run)
+
+    def _run(self) -> None:
+        self._logits = self._captured_logits if self._graphs.replay(self._shape) else self._forward(self._shape)
 
     @_ends_the_device
     def sample(self) -> tuple[CudaTicket, np.ndarray, Scores | None]:
@@ -268,6 +279,10 @@ class CudaDevice:
                 for target, source in zip(scores, scored, strict=True):
                     target.copy_(source, non_blocking=True)
         return self.mark(Lane.COMPUTE), tokens.numpy(), scores
+
+    @_ends_the_device
+    def transfer_seconds(self) -> TransferSeconds:
+        return self._times.read()
 
     def close(self) -> None:
         if self._closed:

@@ -32,6 +32,14 @@ class Memory(NamedTuple):
     total: int
 
 
+class TransferSeconds(NamedTuple):
+    """Seconds since the start: the link's time by direction, and how much of it steps waited for."""
+
+    swap_in: float = 0.0
+    swap_out: float = 0.0
+    exposed: float = 0.0
+
+
 class Ticket:
     """A point in a lane's order, complete once all work issued before it on that lane is. Only its device reads it."""
 
@@ -119,6 +127,9 @@ class Device(Protocol):
         Returns a ticket, the tokens [R] int32, and the scores if the batch asks for any, all in host memory, valid once
         the ticket is complete and until three more calls of `sample`.
         """
+
+    def transfer_seconds(self) -> TransferSeconds:
+        """Of copies that are complete, and of steps behind them. Never waits."""
 
     def close(self) -> None:
         """Waits for work in flight and gives memory and threads back. Idempotent; raises nothing of failed work."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -10,9 +11,11 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ..builder.checkpoint import parameter_shapes
-from ..builder.manifest import WEIGHTS, Manifest, code_digest, versions
+from ..builder.manifest import WEIGHTS, Manifest, code_digest, files_digest, versions
 from ..builder.model import Decoder
+from ..builder.package import Package, laid_out
 from ..builder.random_weights import random_weights
+from ..builder.target import why_not_here
 from ..builder.weights import load_weights, weight_bytes, weights_digest
 from ..scheduler.types import SettingError
 
@@ -20,11 +23,12 @@ from ..scheduler.types import SettingError
 class Engine:
     """A loaded engine: the forward pass of one rank, and the manifest that describes it."""
 
-    def __init__(self, manifest: Manifest, decoder: Decoder):
+    def __init__(self, manifest: Manifest, decoder: Callable[..., Tensor]):
+        """decoder: called as `Decoder.forward`."""
         self.manifest = manifest
         self.dtype: torch.dtype = getattr(torch, manifest.dtype)
         self.vocab_size = manifest.vocab_size
-        self.parameters = sum(parameter.numel() for parameter in decoder.parameters())
+        self.parameters = sum(math.prod(shape) for shape in parameter_shapes(manifest.decoder).values())
         self._decoder = decoder
 
     def chunk_bytes(self, chunk_tokens: int) -> int:
@@ -66,11 +70,41 @@ def open_engine(directory: str | Path, device: str = "cpu") -> Engine:
     dtype = getattr(torch, manifest.dtype)
     if device == "cuda":
         _check_gpu(directory, weight_bytes(parameter_shapes(manifest.decoder), dtype))
+    if manifest.backend != "reference":
+        _check_package(directory, manifest)
     if manifest.random_seed is None:
-        weights = _stored_weights(directory, manifest, device)
+        # TensorRT copies them into its plan: they need not be on the device as well.
+        weights = _stored_weights(directory, manifest, "cpu" if manifest.backend == "tensorrt" else device)
     else:
         weights = random_weights(manifest.decoder, dtype, device, manifest.random_seed)
-    return Engine(manifest, Decoder.from_weights(manifest.decoder, weights))
+    return Engine(manifest, _decoder(directory, manifest, weights))
+
+
+def _decoder(directory: Path, manifest: Manifest, weights: Mapping[str, Tensor]) -> Callable[..., Tensor]:
+    if manifest.backend == "reference":
+        return Decoder.from_weights(manifest.decoder, weights)
+    path = directory / manifest.package
+    try:
+        if manifest.backend == "tensorrt":
+            from ..builder.tensorrt_package import TensorRTPackage  # imports TensorRT
+
+            return TensorRTPackage(path, manifest.decoder, weights, manifest.device)
+        return Package(path, manifest.decoder, laid_out(weights))
+    except RuntimeError as error:  # its content was checked: what is left is the machine, a full disk say
+        raise SettingError("--engine", f"{path} cannot be loaded: {error}") from error
+
+
+def _check_package(directory: Path, manifest: Manifest) -> None:
+    """Before anything of it runs."""
+    if reason := why_not_here(manifest.target, manifest.device, manifest.backend):
+        raise SettingError("--engine", f"{directory} cannot run here: {reason}; build the engine again, here")
+    if manifest.compiled is None:
+        raise SettingError("--engine", f"{directory} was never compiled; build the engine again")
+    try:
+        digest = files_digest([directory / manifest.package])
+    except OSError as error:
+        raise SettingError("--engine", f"{directory / manifest.package} cannot be read: {error}") from None
+    _check_part(directory, "digest of the compiled code", manifest.compiled.package, digest)
 
 
 def _stored_weights(directory: Path, manifest: Manifest, device: str) -> dict[str, Tensor]:

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
-from ..scheduler.types import Output, Request, RequestError, RequestId
+from ..scheduler.types import Output, Request, RequestError, RequestId, Residency
+from .kv_map import KVMap
 from .messages import Abort, Draining, Fatal, Finish, Forget, Fork, FromHTTP, Keep, StepMessage, Submit
 from .metrics import Metrics
 
@@ -107,6 +108,7 @@ class EngineClient:
 
     def __init__(self, connection: Connection):
         self.metrics = Metrics()
+        self.kv_map = KVMap()
         self.closed = asyncio.Event()
         self._event_loop = asyncio.get_running_loop()
         self._ids = itertools.count(1)
@@ -152,6 +154,11 @@ class EngineClient:
         """The reply ends after its first `tokens` tokens (`messages.Finish`)."""
         self._outbox.put(Finish(request, tokens))
 
+    def look(self) -> None:
+        """Somebody looks at `kv_map`: it is brought up to date, at most so often."""
+        if (look := self.kv_map.due(time.monotonic())) is not None:
+            self._outbox.put(look)
+
     def tell(self, message: Fork | Forget | Keep) -> None:
         """What happened to a conversation; behind everything that was sent before."""
         self._outbox.put(message)
@@ -177,12 +184,15 @@ class EngineClient:
         finally:
             self._event_loop.call_soon_threadsafe(self._end)
 
-    def _receive(self, message: StepMessage | Draining | Fatal) -> None:
+    def _receive(self, message: StepMessage | Draining | Residency | Fatal) -> None:
         if isinstance(message, Fatal):
             self._fail(RequestError(500, f"the engine has stopped: {message.reason}"))
             return
         if isinstance(message, Draining):
             self._draining = True
+            return
+        if isinstance(message, Residency):
+            self.kv_map.take(message)
             return
         now = time.perf_counter()
         events = {event.request: event for event in message.events}
@@ -205,6 +215,7 @@ class EngineClient:
                 refused.stream.refuse(refusal.request, refusal.error)
         self.metrics.stats = message.stats or self.metrics.stats
         self.metrics.copied = message.copied or self.metrics.copied
+        self.metrics.loop = message.loop or self.metrics.loop
 
     def _take(self, output: Output, now: float) -> None:
         request = self._open.get(output.request)

@@ -15,7 +15,7 @@ import numpy as np
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.plan import Lane, StepPlan, StepResult
 from ..scheduler.types import InvariantError, Tier
-from .device import Device, ForwardPass, Ticket
+from .device import Device, ForwardPass, Ticket, TransferSeconds
 from .messages import KVCounters
 from .sampler import Scores
 from .sampling_inputs import Mask, SamplingInputs
@@ -126,6 +126,10 @@ class Executor:
     def copied_bytes(self) -> KVCounters:
         """Bytes of KV copied so far, by direction."""
         return self._transfers.copied_bytes
+
+    def transfer_seconds(self) -> TransferSeconds:
+        """How long the link was busy so far, and how much of that steps waited for."""
+        return self._device.transfer_seconds()
 
     def close(self) -> None:
         """Ends the device and frees the pools; work in flight is finished first. Idempotent."""

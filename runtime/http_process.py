@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
+import logging
 import signal
 import socket
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..scheduler.types import RequestError, SettingError
 from .api_errors import error_response
+from .connections import MOST_HEAD_BYTES, PatientProtocol, allow_connections
 from .engine_client import EngineClient
 from .histories import Histories
 from .history_store import HistoryStore
@@ -24,6 +27,8 @@ from .logs import configure_logging
 from .messages import Ready
 from .openai_api import create_app
 from .text import Tokenizer
+
+log = logging.getLogger(__name__)
 
 CLOSING_SECONDS = 5  # for clients to read the end of their replies once the engine has ended
 
@@ -56,14 +61,21 @@ def serve_http(connection: Connection, listener: socket.socket, settings: HTTPSe
 
 
 async def _serve(connection: Connection, listener: socket.socket, settings: HTTPSettings) -> None:
+    connections = allow_connections(settings.max_connections)
+    if connections < settings.max_connections:
+        log.warning("at most %d connections: the system allows no more open files (ulimit -n)", connections)
     door = FrontDoor()
     server = _Server(
         uvicorn.Config(
             door,
+            http=functools.partial(PatientProtocol, most=connections, patience=settings.client_timeout),
+            h11_max_incomplete_event_size=MOST_HEAD_BYTES,
+            ws="none",
             lifespan="off",
             log_config=None,
-            log_level="warning",
+            log_level="error",  # what clients do wrong is theirs to know
             access_log=False,
+            server_header=False,
             timeout_graceful_shutdown=CLOSING_SECONDS,
         )
     )

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 class HTTPSettings:
     """max_requests_per_client   requests a client may have open, None: any number (`limits.ClientLimit`)
     max_body_bytes            a longer body is refused with 413
+    max_connections           one more is answered with 503 and closed
+    client_timeout            seconds a client may take to send a request or to take an answer, then it is cut off
+                              (`connections.PatientProtocol`)
     chat_template             its source, None: the engine's own
     api_keys                  digests of the keys (`api_keys.key_digest`) of which every call needs one; none: no keys
     history_file              of the history store; ":memory:" keeps nothing
@@ -18,6 +21,8 @@ class HTTPSettings:
 
     max_requests_per_client: int | None = None
     max_body_bytes: int = 32 * 1024**2
+    max_connections: int = 4096
+    client_timeout: float = 30.0
     chat_template: str | None = None
     api_keys: tuple[str, ...] = ()
     history_file: str = ":memory:"

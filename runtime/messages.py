@@ -1,9 +1,9 @@
 """What the HTTP process and the loop's process say to each other, over one pipe each way.
 
 HTTP -> loop: one message a request event (`Submit`, `Abort`, `Finish`) or change of a conversation (`Fork`, `Forget`,
-`Keep`); `Drain` is the loop's own, from a signal.
+`Keep`), `Look` while somebody looks; `Drain` is the loop's own, from a signal.
 Loop -> HTTP: one `StepMessage` a step that brought anything; `Ready` once at the start; `Draining` when it accepts
-nothing more; `Fatal` if the loop dies.
+nothing more; `Residency` for a `Look`; `Fatal` if the loop dies.
 All are plain picklable data.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..scheduler.types import Output, Request, RequestError, RequestId, SchedulerStats, TokenLogprobs
+from ..scheduler.types import Output, Request, RequestError, RequestId, Residency, SchedulerStats, TokenLogprobs
 
 
 class Submit(NamedTuple):
@@ -62,13 +62,19 @@ class Keep(NamedTuple):
     pinned: float
 
 
+class Look(NamedTuple):
+    """Somebody looks: answered by a `Residency` of the conversations from number `start` on."""
+
+    start: int
+
+
 class Drain(NamedTuple):
     """Accept nothing more; finish what runs within `seconds`, then abort the rest and end."""
 
     seconds: float
 
 
-FromHTTP = Submit | Abort | Finish | Fork | Forget | Keep | Drain
+FromHTTP = Submit | Abort | Finish | Fork | Forget | Keep | Look | Drain
 
 
 class Refusal(NamedTuple):
@@ -81,6 +87,37 @@ class KVCounters(NamedTuple):
 
     swap_in: int = 0
     swap_out: int = 0
+
+
+class PowerCounts(NamedTuple):
+    """A histogram: `counts[k]` sizes were above 2**(k-1) and at most 2**k; together they are `total`."""
+
+    counts: tuple[int, ...] = ()
+    total: int = 0
+
+
+NO_SIZES = PowerCounts()
+
+
+@dataclass(frozen=True, slots=True)
+class LoopStats:
+    """Of the loop and its device, since the start; times in seconds.
+
+    parts               the loop's own time by part of a step: plan, launch, wait, apply
+    tokens, requests    sizes of the steps that computed anything
+    busy                time with work on the device, as the loop sees it: from a launch until nothing is in flight
+    swap_in, swap_out   the link's time, by direction
+    exposed             of that, what steps waited for; the rest was hidden behind compute
+    """
+
+    steps: int = 0
+    parts: Mapping[str, float] = field(default_factory=dict)
+    tokens: PowerCounts = NO_SIZES
+    requests: PowerCounts = NO_SIZES
+    busy: float = 0.0
+    swap_in: float = 0.0
+    swap_out: float = 0.0
+    exposed: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +133,7 @@ class StepMessage:
     refusals: tuple[Refusal, ...] = ()
     stats: SchedulerStats | None = None
     copied: KVCounters | None = None
+    loop: LoopStats | None = None
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
 
@@ -123,3 +161,6 @@ class Fatal(NamedTuple):
     """The loop stopped because of a broken invariant; every open request ends with this reason."""
 
     reason: str
+
+
+ToHTTP = Ready | StepMessage | Draining | Residency | Fatal

@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ..scheduler.types import SchedulerStats, Usage
-from .messages import KVCounters
+from .messages import KVCounters, LoopStats, PowerCounts
 
 SOURCES = tuple(field.name for field in fields(Usage))
 FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 20, 40, 80)
+LATENCY_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 INTER_TOKEN_BUCKETS = (0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.1, 0.2, 0.5, 1, 2.5)
+
+# The last powers of two that have a bucket of their own.
+MOST_STEP_TOKENS = 14
+MOST_STEP_REQUESTS = 10
+EVICTION_VALUES = range(-24, 6, 2)
 
 
 class Metrics(Collector):
     """Written by one thread, the event loop's; read whole at each scrape.
 
-    `stats` and `copied` are the loop's latest, already counted since the start. `generation_tokens` counts tokens as
-    they arrive, those that run on behind a stop string included.
+    `stats`, `copied` and `loop` are the loop's latest, already counted since the start. `generation_tokens` counts
+    tokens as they arrive, those that run on behind a stop string included. Names are vLLM's where the meaning is.
     """
 
     def __init__(self) -> None:
         self.stats = SchedulerStats()
         self.copied = KVCounters()
+        self.loop = LoopStats()
         self.prompt_tokens = dict.fromkeys(SOURCES, 0)
         self.generation_tokens = 0
         self.finished: Counter[str] = Counter()
@@ -37,6 +44,18 @@ class Metrics(Collector):
             "pensieve:time_to_first_token_seconds",
             "From a request's arrival to its first token",
             buckets=FIRST_TOKEN_BUCKETS,
+            registry=self._registry,
+        )
+        self.request_queue_time = Histogram(
+            "pensieve:request_queue_time_seconds",
+            "From a request's arrival to its first seat in the batch",
+            buckets=FIRST_TOKEN_BUCKETS,
+            registry=self._registry,
+        )
+        self.request_latency = Histogram(
+            "pensieve:e2e_request_latency_seconds",
+            "From a call's arrival to the end of its answer",
+            buckets=LATENCY_BUCKETS,
             registry=self._registry,
         )
         self.inter_token_latency = Histogram(
@@ -50,6 +69,12 @@ class Metrics(Collector):
         for source in SOURCES:
             self.prompt_tokens[source] += getattr(usage, source)
 
+    def ended(self, seconds: float, queued: Sequence[float]) -> None:
+        """A call has taken so long; its requests waited so long for their seats."""
+        self.request_latency.observe(seconds)
+        for wait in queued:
+            self.request_queue_time.observe(wait)
+
     def collect(self) -> Iterator[Metric]:
         """One family after the other, as prometheus-client asks for them."""
         prompt = CounterMetricFamily(
@@ -59,11 +84,19 @@ class Metrics(Collector):
             prompt.add_metric([source], count)
         yield prompt
         yield CounterMetricFamily("pensieve:generation_tokens", "Tokens generated", value=self.generation_tokens)
-        finished = CounterMetricFamily("pensieve:requests", "Requests ended, by how", labels=["finish"])
-        for reason, count in self.finished.items():
-            finished.add_metric([reason], count)
-        yield finished
+        yield CounterMetricFamily(
+            "pensieve:prefix_cache_queries",
+            "Prompt tokens looked for in the cache",
+            value=sum(self.prompt_tokens.values()),
+        )
+        hits = {tier: self.prompt_tokens[tier] for tier in ("gpu", "host", "disk")}
+        yield _counters("pensieve:prefix_cache_hits", "Prompt tokens found in the cache, by tier", "tier", hits)
+        yield _counters("pensieve:requests", "Requests ended, by how", "finish", self.finished)
+        yield from self._cache()
+        yield from self._steps()
 
+    def _cache(self) -> Iterator[Metric]:
+        """What the scheduler's stats say."""
         stats = self.stats
         yield CounterMetricFamily(
             "pensieve:suspensions", "Running requests set aside for want of GPU slots", value=stats.suspensions
@@ -75,11 +108,76 @@ class Metrics(Collector):
             for state, count in states.items():
                 slots.add_metric([tier, state], count)
         yield slots
-        copied = CounterMetricFamily("pensieve:kv_copied_bytes", "Bytes of KV copied", labels=["direction"])
-        for direction, count in self.copied._asdict().items():
-            copied.add_metric([direction], count)
-        yield copied
+        gpu = stats.slots.get("gpu", {})
+        yield GaugeMetricFamily(
+            "pensieve:kv_cache_usage_perc",
+            "Share of the GPU's chunk slots that requests in the batch hold",
+            value=gpu.get("in_use", 0) / max(1, sum(gpu.values())),
+        )
+        yield GaugeMetricFamily("pensieve:conversations", "Conversations that claim KV", value=stats.conversations)
+        evictions = CounterMetricFamily(
+            "pensieve:kv_evictions",
+            "Chunks that lost their slot, by what became of them",
+            labels=["tier", "reason"],
+        )
+        for tier, reasons in stats.evictions.items():
+            for reason, count in reasons.items():
+                evictions.add_metric([tier, reason], count)
+        yield evictions
+        yield _eviction_values(stats)
+        yield CounterMetricFamily(
+            "pensieve:kv_dropped_chunks", "Chunks that were left in no tier, for whatever reason", value=stats.dropped
+        )
+        yield CounterMetricFamily(
+            "pensieve:kv_regret_tokens",
+            "Tokens computed again within a minute after their chunk was dropped",
+            value=stats.regret_tokens,
+        )
+
+    def _steps(self) -> Iterator[Metric]:
+        """What the loop says of its steps and copies."""
+        loop = self.loop
+        yield _counters("pensieve:kv_copied_bytes", "Bytes of KV copied", "direction", self.copied._asdict())
+        link = {"swap_in": loop.swap_in, "swap_out": loop.swap_out}
+        yield _counters("pensieve:kv_link_seconds", "Time in which the link copied KV", "direction", link)
+        yield CounterMetricFamily(
+            "pensieve:kv_exposed_seconds",
+            "Time that steps waited for copies; the rest of the link's time was hidden behind compute",
+            value=loop.exposed,
+        )
+        yield CounterMetricFamily("pensieve:steps", "Steps launched", value=loop.steps)
+        yield _counters("pensieve:step_seconds", "The loop's time, by part of a step", "part", loop.parts)
+        yield CounterMetricFamily("pensieve:gpu_seconds", "Time with work on the device", value=loop.busy)
+        yield _sizes("pensieve:iteration_tokens_total", "Tokens of a step", loop.tokens, MOST_STEP_TOKENS)
+        yield _sizes("pensieve:iteration_requests", "Requests of a step", loop.requests, MOST_STEP_REQUESTS)
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
+
+
+def _counters(name: str, text: str, label: str, counts: Mapping[str, float]) -> Metric:
+    family = CounterMetricFamily(name, text, labels=[label])
+    for value, count in counts.items():
+        family.add_metric([value], count)
+    return family
+
+
+def _sizes(name: str, text: str, sizes: PowerCounts, last: int) -> Metric:
+    counts = dict(enumerate(sizes.counts))
+    return HistogramMetricFamily(name, text, buckets=_buckets(counts, range(last + 1)), sum_value=sizes.total)
+
+
+def _eviction_values(stats: SchedulerStats) -> Metric:
+    return HistogramMetricFamily(
+        "pensieve:kv_eviction_value",
+        "Retention value, seconds of recomputation per second idle, of chunks when they left the GPU or were dropped",
+        buckets=_buckets(stats.eviction_values, EVICTION_VALUES),
+        sum_value=stats.eviction_value_sum,
+    )
+
+
+def _buckets(counts: Mapping[int, int], exponents: range) -> list[tuple[str, float]]:
+    """Cumulative, the bounds of `counts` and of the buckets being powers of two."""
+    buckets = [(str(2.0**end), sum(n for at, n in counts.items() if at <= end)) for end in exponents]
+    return [*buckets, ("+Inf", sum(counts.values()))]

@@ -17,11 +17,13 @@ from fastapi import Request as HTTPRequest
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from ..scheduler.types import RequestError
 from .api_errors import error_object, error_response
 from .api_keys import OWNER, KeyCheck, owner_of
+from .api_schema import describe_bodies
 from .api_types import ChatBody, CompletionBody, parse
 from .calls import Call, CallMaker, check_model
 from .conversation_api import add_conversations
@@ -34,9 +36,11 @@ from .messages import Ready
 from .replies import Reply
 from .request_log import logged
 from .responses import ResponseBody, add_responses
+from .security_headers import SecurityHeaders
 from .text import StopMatcher, Tokenizer
 from .tokenize_api import add_tokenize
 from .tools import ToolCallParser
+from .ui_api import add_ui
 
 EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 REQUEST_ID = "x-request-id"  # the id that the answer has, and its line of the log
@@ -51,10 +55,13 @@ class Answer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         replies: dict[int, Reply] = {}
+        metrics = self._client.metrics
         with contextlib.suppress(ClientGone), logged(self._call, scope.get(OWNER, ""), replies.values()):
             try:
                 await self._answer(replies, scope, receive, send)
             finally:
+                queued = [reply.queued for reply in replies.values() if reply.started is not None]
+                metrics.ended(time.perf_counter() - self._call.arrived, queued)
                 if self._call.turn is not None:
                     self._call.turn.close()
 
@@ -154,12 +161,13 @@ def create_app(
     """
     if histories is None:
         histories = Histories(HistoryStore(":memory:", settings.history_ttl), client.tell, tokenizer)
-    app = FastAPI(title="Pensieve")
+    app = FastAPI(title="Pensieve", docs_url=None, redoc_url=None)  # these pages load scripts from elsewhere
     app.add_middleware(BodyLimit, most=settings.max_body_bytes)
     if settings.max_requests_per_client is not None:
         app.add_middleware(ClientLimit, most=settings.max_requests_per_client)
     if settings.api_keys:
         app.add_middleware(KeyCheck, digests=settings.api_keys)
+    app.add_middleware(SecurityHeaders)
     calls = CallMaker(ready, tokenizer, histories, client.new_id)
     created = int(time.time())
 
@@ -169,7 +177,13 @@ def create_app(
 
     @app.exception_handler(HTTPException)
     async def refuse_route(_: HTTPRequest, error: HTTPException) -> Response:
-        return error_response(RequestError(error.status_code, error.detail))
+        response = error_response(RequestError(error.status_code, error.detail))
+        response.headers.update(error.headers or {})  # a 405 says what is allowed
+        return response
+
+    @app.exception_handler(ClientDisconnect)
+    async def ignore(_: HTTPRequest, error: ClientDisconnect) -> Response:
+        return Response(status_code=400)  # in the middle of its body: nobody reads this
 
     @app.post("/v1/completions")
     async def completions(request: HTTPRequest) -> Response:
@@ -192,6 +206,7 @@ def create_app(
     add_conversations(app, histories)
     add_responses(app, histories)
     add_tokenize(app, ready, tokenizer)
+    add_ui(app, client)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -218,4 +233,5 @@ def create_app(
     async def metrics() -> Response:
         return Response(client.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
+    describe_bodies(app)
     return app

@@ -21,6 +21,7 @@ from queue import Empty, SimpleQueue
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.types import Applied, FinishReason, Output, RequestError, RequestId
 from .executor import Executor
+from .loop_stats import LoopCounters
 from .messages import (
     Abort,
     Drain,
@@ -31,16 +32,19 @@ from .messages import (
     Fork,
     FromHTTP,
     Keep,
+    Look,
     Ready,
     Refusal,
     StepMessage,
     Submit,
+    ToHTTP,
 )
 
 log = logging.getLogger(__name__)
 
 STEPS_IN_FLIGHT = 2  # one runs, the next is launched behind it
 STATS_INTERVAL_S = 0.25
+LOOKED_AT = 32_768  # chunks for one `Look`: a millisecond or two
 IDLE_CHECK_S = 1.0  # after so long without anything to do the books are checked, once
 
 
@@ -50,11 +54,12 @@ class Service:
     def __init__(self, scheduler: Scheduler, executor: Executor, connection: Connection):
         self._scheduler, self._executor = scheduler, executor
         self._inbox: SimpleQueue[FromHTTP] = SimpleQueue()
-        self._outbox: SimpleQueue[Ready | StepMessage | Draining | Fatal | None] = SimpleQueue()
+        self._outbox: SimpleQueue[ToHTTP | None] = SimpleQueue()
         self._reader = threading.Thread(target=_read, args=(connection, self._inbox), name="inbox", daemon=True)
         self._writer = threading.Thread(target=_write, args=(connection, self._outbox), name="outbox", daemon=True)
         self._drain_until = float("inf")
         self._stats_due = 0.0
+        self._counters = LoopCounters()
 
     def drain(self, seconds: float) -> None:
         """Accepts nothing more, finishes what runs within `seconds`, then ends `run`. Safe in a signal handler."""
@@ -70,9 +75,12 @@ class Service:
                 while not self._inbox.empty():
                     self._take(self._inbox.get())
                 self._refuse_expired()
-                plan = self._scheduler.next_plan(time.monotonic())
+                with self._counters.plan:
+                    plan = self._scheduler.next_plan(time.monotonic())
                 if plan is not None:
-                    self._executor.launch(plan)
+                    with self._counters.launch:
+                        self._executor.launch(plan)
+                    self._counters.launched(plan)
                 if self._scheduler.in_flight >= (STEPS_IN_FLIGHT if plan is not None else 1):
                     self._finish_step()
                 elif plan is None:
@@ -95,8 +103,11 @@ class Service:
 
     def _finish_step(self) -> None:
         """The oldest step in flight: its result is applied and its tokens go out."""
-        result = self._executor.wait()
-        applied = self._scheduler.apply(result, time.monotonic())
+        with self._counters.wait:
+            result = self._executor.wait()
+        self._counters.finished()
+        with self._counters.apply:
+            applied = self._scheduler.apply(result, time.monotonic())
         if applied.requests or applied.prompt_logprobs or time.monotonic() >= self._stats_due:
             self._send(applied)
 
@@ -132,6 +143,9 @@ class Service:
                 self._send(Applied(events=[output] if output else []))
             case Fork() | Forget() | Keep():
                 self._change_conversation(message, now)
+            case Look(start):
+                self._outbox.put(self._scheduler.residency(start, LOOKED_AT))
+                self._send(Applied())
             case Drain(seconds):
                 self._drain_until = min(self._drain_until, now + seconds)
                 self._outbox.put(Draining())
@@ -165,11 +179,12 @@ class Service:
 
     def _send(self, applied: Applied) -> None:
         """One message to the HTTP process; statistics ride along when something began or ended, and every so often."""
-        stats = copied = None
+        stats = copied = loop = None
         if applied.events or not applied.requests or time.monotonic() >= self._stats_due:
             self._stats_due = time.monotonic() + STATS_INTERVAL_S
             stats, copied = self._scheduler.stats(), self._executor.copied_bytes
-        message = StepMessage(applied.requests, applied.tokens, tuple(applied.events), (), stats, copied)
+            loop = self._counters.read(self._executor.transfer_seconds())
+        message = StepMessage(applied.requests, applied.tokens, tuple(applied.events), (), stats, copied, loop)
         if applied.logprobs or applied.prompt_logprobs:
             message = replace(message, logprobs=applied.logprobs, prompt_logprobs=applied.prompt_logprobs)
         self._outbox.put(message)
@@ -184,7 +199,7 @@ def _read(connection: Connection, inbox: SimpleQueue[FromHTTP]) -> None:
         inbox.put(Drain(0.0))
 
 
-def _write(connection: Connection, outbox: SimpleQueue[Ready | StepMessage | Draining | Fatal | None]) -> None:
+def _write(connection: Connection, outbox: SimpleQueue[ToHTTP | None]) -> None:
     """Thread: what the loop says, then the end of it.
 
     Closing the pipe would not do: while the reader waits in it, the other side sees no end.

@@ -11,14 +11,17 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from math import inf
 
 from .config import SchedulerConfig
+from .evictions import REGRET_S, Evictions
 from .plan import Lane
 from .retention import EvictionPolicy, Group, VictimSet
 from .slots import SlotPool
 from .types import ChunkKey, InvariantError
 
 NO_SLOT = -1
+NEVER = -inf
 
 
 def root_key(seed: bytes, chunk_tokens: int, salt: bytes) -> ChunkKey:
@@ -50,12 +53,14 @@ class Chunk:
     loading      its swap-in is reserved but not all issued: the GPU slot holds nothing yet
     filed        the set of victims it is in, and group the part of a VictimSet
     declined     HOST has no room for one of so low a value: dropped when its GPU slot is needed
+    dropped_at   when it was last dropped
     """
 
     __slots__ = (
         "born",
         "claims",
         "declined",
+        "dropped_at",
         "end",
         "filed",
         "gpu",
@@ -79,6 +84,7 @@ class Chunk:
         self.claims = 0
         self.pins = 0
         self.born = self.last_active = now
+        self.dropped_at = NEVER
         self.loading = False
         self.declined = False
         self.filed: VictimSet | OrderedSet | None = None
@@ -100,6 +106,8 @@ class ChunkStore:
     uncopied        on the GPU, idle, the only copy
     host_only       idle and only on HOST
     busy_copied     in use on the GPU, with a copy on HOST that is worth only its making, the oldest first
+    now             of the latest plan: drops are stamped with it
+    dropped         chunks dropped so far; regret_tokens: of those computed again within REGRET_S
     """
 
     def __init__(self, config: SchedulerConfig, policy: EvictionPolicy):
@@ -110,13 +118,15 @@ class ChunkStore:
         self.uncopied = VictimSet(policy)
         self.host_only = VictimSet(policy)
         self.busy_copied = OrderedSet()
-        self.dropped = 0
+        self.evictions = Evictions()
+        self.now = 0.0
+        self.dropped = self.regret_tokens = 0
         self._chunk_tokens = config.chunk_tokens
         self._by_key: dict[ChunkKey, Chunk] = {}
         self.find: Callable[[ChunkKey], Chunk | None] = self._by_key.get
         """The chunk of that key if it is resident or claimed (then perhaps dropped)."""
         self._private: dict[Chunk, None] = {}
-        self._forgotten: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._forgotten: OrderedDict[ChunkKey, float] = OrderedDict()  # and when they were dropped
         self._most_forgotten = 4 * (config.gpu_kv_chunks + config.host_kv_chunks)
         self._late_host_slots: list[int] = []
 
@@ -165,11 +175,13 @@ class ChunkStore:
         if owner is None:
             chunk.key = key
             self._by_key[key] = chunk
-            self._forgotten.pop(key, None)
+            self._regret(self._forgotten.pop(key, NEVER))
             del self._private[chunk]
             return chunk
         if owner.gpu != NO_SLOT:
             return chunk
+        if owner.host == NO_SLOT:
+            self._regret(owner.dropped_at)
         owner.gpu, chunk.gpu = chunk.gpu, NO_SLOT
         owner.users += 1
         owner.last_active = max(owner.last_active, chunk.last_active)
@@ -271,6 +283,7 @@ class ChunkStore:
     def _count_if_dropped(self, chunk: Chunk) -> None:
         if chunk.gpu == NO_SLOT and chunk.host == NO_SLOT and chunk.users == 0:
             self.dropped += bool(chunk.tokens)
+            chunk.dropped_at = self.now
             self._forget_if_gone(chunk)
 
     def _forget_if_gone(self, chunk: Chunk) -> None:
@@ -281,9 +294,13 @@ class ChunkStore:
             return
         if self._by_key.pop(chunk.key, None) is None:
             return
-        self._forgotten[chunk.key] = None
+        self._forgotten[chunk.key] = chunk.dropped_at
         if len(self._forgotten) > self._most_forgotten:
             self._forgotten.popitem(last=False)
+
+    def _regret(self, dropped_at: float) -> None:
+        if self.now - dropped_at <= REGRET_S:
+            self.regret_tokens += self._chunk_tokens
 
     # -- victims
 

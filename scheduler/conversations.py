@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from array import array
 from heapq import heappop, heappush
+from itertools import islice
 from math import inf
 
-from .chunks import Chunk, ChunkStore
-from .types import ChunkKey, Request
+from .chunks import NO_SLOT, Chunk, ChunkStore
+from .types import ChunkKey, ConversationKV, Request
 
 
 class Conversation:
@@ -162,6 +163,17 @@ class Conversations:
                 counted[chunk] = counted.get(chunk, 0) + 1
         return counted
 
+    def residency(self, start: int, most: int) -> tuple[list[ConversationKV], int]:
+        """Where the chunks are of the conversations from number `start` on, until about `most` have been looked at;
+        and the number of the next conversation, 0 behind the last."""
+        found: list[ConversationKV] = []
+        for conversation_id, conversation in islice(self._by_id.items(), start, None):
+            if most <= 0:
+                return found, start + len(found)
+            found.append(_whereabouts(conversation_id, conversation))
+            most -= len(conversation.keys) + 1
+        return found, 0
+
     def _release(self, conversation: Conversation, kept: int = 0) -> None:
         """Gives up the claims behind the first `kept` chunks, and the tail."""
         for chunk in conversation.chunks[kept:]:
@@ -171,6 +183,17 @@ class Conversations:
         if conversation.tail is not None and conversation.tail.resident:
             self._store.drop(conversation.tail)
         conversation.tail = None
+
+
+def _whereabouts(conversation_id: str, conversation: Conversation) -> ConversationKV:
+    gpu = host = 0
+    tail = conversation.tail
+    for chunk in conversation.chunks if tail is None else (*conversation.chunks, tail):
+        if chunk.gpu != NO_SLOT:
+            gpu += 1
+        elif chunk.host != NO_SLOT:
+            host += 1
+    return ConversationKV(conversation_id, gpu, host, len(conversation.keys) + (tail is not None) - gpu - host)
 
 
 def common_prefix(left: array[int], right: array[int]) -> int:

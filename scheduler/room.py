@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from .chunks import NO_SLOT, ChunkStore
+from .chunks import NO_SLOT, Chunk, ChunkStore
 from .copies import StepCopies
 from .retention import Head
 from .types import InvariantError
@@ -41,13 +41,22 @@ class RoomMaker:
 
         First those that cost nothing, then only copies: moved to HOST by a copy that the step waits for, or dropped.
         """
-        store = self._store
-        missing, turn, whole = count - store.gpu.free, -1.0, store.policy.whole
-        while victim := self._reclaimable.peek():
+        store, evictions = self._store, self._store.evictions
+        if (missing := count - store.gpu.free) <= 0:
+            return
+        head, turn, whole = self._reclaimable, -1.0, store.policy.whole
+        while victim := head.peek():
             if missing <= 0 and not (whole and store.policy.stamp(victim) == turn):
                 return
             if whole:
                 turn = store.policy.stamp(victim)
+            if head.value != evictions.value:
+                evictions.turn_to(head.value)
+            evictions.of_value += 1
+            if victim.host == NO_SLOT:
+                evictions.gpu_dropped += 1
+            else:
+                evictions.gpu_reclaimed += 1
             store.release_gpu(victim)
             missing -= 1
         while store.gpu.free < count:
@@ -56,6 +65,10 @@ class RoomMaker:
             if (slot := self._host_slot(self._uncopied.value)) != NO_SLOT:
                 self._copies.evictions.add(victim.gpu, slot)
                 victim.host = slot
+                evictions.gpu_moved += 1
+            else:
+                evictions.gpu_dropped += 1
+            evictions.went_at(self._uncopied.value)
             store.release_gpu(victim)
 
     def save_ahead(self, available: int, most: int) -> None:
@@ -94,17 +107,24 @@ class RoomMaker:
             if in_use(busy.host):
                 break
             store.release_host(busy)
+            store.evictions.host_copies += 1
             return True
         idle = self._most_valuable.peek()
         if idle and self._most_valuable.value > value and idle.host != NO_SLOT and not in_use(idle.host):
             store.release_host(idle)
+            store.evictions.host_copies += 1
             return True
         victim = self._host_only.peek()
         if victim is None or self._host_only.value >= value or in_use(victim.host):
             return False
-        store.drop(victim)
+        self._drop_from_host(victim)
         if store.policy.whole:
             turn = store.policy.stamp(victim)
             while (victim := self._host_only.peek()) and store.policy.stamp(victim) == turn and not in_use(victim.host):
-                store.drop(victim)
+                self._drop_from_host(victim)
         return True
+
+    def _drop_from_host(self, victim: Chunk) -> None:
+        self._store.evictions.host_dropped += 1
+        self._store.evictions.went_at(self._host_only.value)
+        self._store.drop(victim)

@@ -36,6 +36,7 @@ from .types import (
     Request,
     RequestError,
     RequestId,
+    Residency,
     SchedulerStats,
 )
 
@@ -129,6 +130,7 @@ class Scheduler:
     def next_plan(self, now: float) -> StepPlan | None:
         """The next step, or None if there is nothing to do before a result, a request or an end of one arrives."""
         step = self._step + 1
+        self._store.now = now
         copies = StepCopies(step, self._store.gpu, self._store.host)
         room = RoomMaker(self._store, copies, now)
         batch = Batch(step, self._applied, now, copies, room, self.config.max_num_batched_tokens)
@@ -191,7 +193,7 @@ class Scheduler:
         busy = self._batcher.waiting or self._batcher.loading or self._conversations.mortal
         if busy or self.in_flight != 1 or (self._store.available < self._mark and self._store.uncopied):
             return 0
-        return steady_steps(self._batcher.rows, self._inflight[0][0], self.config.chunk_tokens)
+        return steady_steps(self._batcher.rows, self._inflight[0][0])
 
     def skip(self, steps: int) -> StepPlan:
         """As `next_plan` and `apply`, so often; at most `steady_steps()`. Returns the plan that is then in flight."""
@@ -260,7 +262,15 @@ class Scheduler:
             swapped_out=self._swapped_out,
             conversations=len(self._conversations),
             slots=store.slot_counts(),
+            evictions=store.evictions.by_tier_and_reason(),
+            eviction_values=store.evictions.by_value(),
+            eviction_value_sum=store.evictions.value_sum,
+            regret_tokens=store.regret_tokens,
         )
+
+    def residency(self, start: int, most: int) -> Residency:
+        """Where conversations' chunks are, from conversation number `start` on. Cost: about `most` chunks."""
+        return Residency(self.config.chunk_tokens, *self._conversations.residency(start, most))
 
     def check(self) -> None:
         """Proves conservation, from nothing but rows and conversations. Raises InvariantError. Cost: all chunks."""

@@ -13,7 +13,7 @@ from .plan import NO_TICKETS, StepPlan
 from .rows import Row
 
 
-def steady_steps(rows: Sequence[Row], plan: StepPlan, chunk_tokens: int) -> int:
+def steady_steps(rows: Sequence[Row], plan: StepPlan) -> int:
     """How many steps behind `plan`, the only one in flight, are sure to be like it; `rows` are the batch.
 
     Such a step gives one token to each row. It takes no slot, and applying the one before it fills no chunk and begins
@@ -23,12 +23,10 @@ def steady_steps(rows: Sequence[Row], plan: StepPlan, chunk_tokens: int) -> int:
         return 0
     steps = []
     for row in rows:
-        count = len(row.tokens)
-        if row.spans or row.leaving or row.constrained or row.stop_ids or count < row.first:
+        if row.spans or row.leaving or row.constrained or row.stop_ids or len(row.tokens) < row.first:
             return 0
-        filled = count + chunk_tokens - (count - 1) % chunk_tokens
-        steps.append(min(row.room, row.last_position + 1) - row.position)
-        steps.append(min(filled, row.end) - 1 - count)
+        # With one step in flight the next position is that of the next token applied: slots end and chunks fill alike.
+        steps.append(min(row.room, row.end - 1) - row.position)
     return max(0, min(steps))
 
 

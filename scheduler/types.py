@@ -235,9 +235,32 @@ class Applied:
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
 
 
+class ConversationKV(NamedTuple):
+    """Chunks of one conversation's log by where they are; one that is on the GPU counts there only."""
+
+    conversation: str
+    gpu: int
+    host: int
+    dropped: int
+
+
+class Residency(NamedTuple):
+    """A stretch of all conversations, in the order in which they began. `following`: where the next stretch starts,
+    0 behind the last conversation."""
+
+    chunk_tokens: int
+    conversations: list[ConversationKV]
+    following: int
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """Counters since the start (copies in chunks) and gauges of now; slots are (free, reclaimable, idle, in use)."""
+    """Counters since the start (copies in chunks) and gauges of now; slots are (free, reclaimable, idle, in use).
+
+    evictions, eviction_values, eviction_value_sum
+                    by tier and reason, and by retention value, as `evictions.Evictions` has them
+    regret_tokens   tokens of chunks that were computed again within a minute after they had been dropped
+    """
 
     running: int = 0
     waiting: int = 0
@@ -247,3 +270,7 @@ class SchedulerStats:
     swapped_out: int = 0
     conversations: int = 0
     slots: dict[str, dict[str, int]] = field(default_factory=dict)
+    evictions: dict[str, dict[str, int]] = field(default_factory=dict)
+    eviction_values: dict[int, int] = field(default_factory=dict)
+    eviction_value_sum: float = 0.0
+    regret_tokens: int = 0

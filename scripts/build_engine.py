@@ -1,4 +1,4 @@
-"""build_engine: compiles a Hugging Face checkpoint, or a config.json alone, into an engine directory."""
+"""build_engine: compiles a checkpoint (TensorRT-LLM's legacy ones too), or a config.json alone, into an engine."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ..builder.build import BACKENDS, DEVICES, Built, build_engine, build_random_engine
-from ..builder.manifest import DTYPES
+from ..builder.build import BACKENDS, DEFAULT_BACKEND, DEVICES, Built, build_engine, build_random_engine
+from ..builder.manifest import DTYPES, Compiled
 from ..scheduler.types import SettingError
 from . import profile
 
@@ -35,10 +35,13 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--checkpoint", metavar="DIR", help="config.json, *.safetensors, tokenizer files")
     made.add_argument("--output", required=True, metavar="DIR", help="the engine directory to make or replace")
-    made.add_argument("--backend", default="reference", help=f"one of {', '.join(BACKENDS)} (default %(default)s)")
+    made.add_argument("--backend", default=DEFAULT_BACKEND, help=f"one of {', '.join(BACKENDS)} (default %(default)s)")
     made.add_argument("--dtype", help=f"one of {', '.join(DTYPES)} (default: the checkpoint's own)")
     made.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="ranks (default %(default)s)")
     made.add_argument("--device", default="cpu", help=f"one of {', '.join(DEVICES)} (default %(default)s)")
+    made.add_argument(
+        "--workspace", type=int, metavar="MIB", help="most memory of a layer, of --backend tensorrt (default: all)"
+    )
     random = made.add_argument_group("instead of a checkpoint")
     random.add_argument("--random-weights", action="store_true", help="weights of the right shape and size")
     random.add_argument("--config", metavar="FILE", help="the config.json that gives the shape")
@@ -52,7 +55,14 @@ def parser() -> argparse.ArgumentParser:
 
 def build(args: argparse.Namespace) -> Built:
     """Raises SettingError."""
-    how = dict(backend=args.backend, dtype=args.dtype, tensor_parallel=args.tensor_parallel, device=args.device)
+    how = dict(
+        backend=args.backend,
+        dtype=args.dtype,
+        tensor_parallel=args.tensor_parallel,
+        device=args.device,
+        workspace=args.workspace,
+        say=lambda stage: print(f"build_engine: {stage}", file=sys.stderr, flush=True),
+    )
     if args.random_weights:
         if args.checkpoint is not None:
             raise SettingError("--checkpoint", "not with --random-weights, which takes its shape from --config")
@@ -83,6 +93,15 @@ def overrides(settings: list[str]) -> dict[str, Any]:
     return values
 
 
+def describe(compiled: Compiled) -> str:
+    parity = compiled.parity
+    return (
+        f"compiled in {compiled.compile_seconds:.1f} s into {compiled.package_bytes / 2**20:.1f} MiB, which load in "
+        f"{compiled.load_seconds:.3f} s; relative error against float32: logits {parity.logits:.1e} "
+        f"(eager {parity.logits_eager:.1e}), KV {parity.kv:.1e} (eager {parity.kv_eager:.1e})"
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     start = time.perf_counter()
@@ -99,6 +118,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{manifest.dtype}, {manifest.layers} layers, {built.weight_bytes / 2**20:.1f} MiB of {kind}, "
         f"contexts up to {manifest.max_model_len} tokens, in {seconds:.1f} s (fingerprint {manifest.fingerprint[:16]})"
     )
+    if manifest.compiled is not None:
+        print(describe(manifest.compiled))
     if manifest.random_seed is not None:
         print("random weights have no tokenizer: prompts must be token ids")
     elif not built.has_tokenizer:

@@ -117,6 +117,9 @@ def _http_options(made: argparse.ArgumentParser) -> None:
            help="stored conversations are deleted so long after their last turn (default: never)")  # fmt: skip
     option("--max-requests-per-client", type=int, metavar="N", help="open requests, then 429 (default: any number)")
     option("--max-body-bytes", default=DEFAULT_MAX_BODY, metavar="SIZE", help="then 413 (default %(default)s)")
+    option("--max-connections", type=int, default=4096, metavar="N", help="then 503 (default %(default)s)")
+    option("--client-timeout", type=float, default=30.0, metavar="SECONDS",
+           help="for a client to send a request, or to take an answer (default %(default)s)")  # fmt: skip
     option("--log-format", default="text", choices=LOG_FORMATS, help="(default %(default)s)")
     option("--log-level", default="info", choices=LOG_LEVELS, help="(default %(default)s)")
 

@@ -125,7 +125,7 @@ def test_a_directory_of_other_things_is_never_touched(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     "setting, options, named",
     [
-        ("--backend", {"backend": "inductor"}, "reference"),
+        ("--backend", {"backend": "onnx"}, "reference"),
         ("--device", {"device": "tpu"}, "cpu"),
         ("--dtype", {"dtype": "int8"}, "bfloat16"),
         ("--tensor-parallel", {"tensor_parallel": 2}, "only 1"),
@@ -155,6 +155,7 @@ def test_stop_ids(generation, config, expected, checkpoint, tmp_path):
 
 def test_the_command_says_what_it_did(checkpoint, tmp_path, capsys):
     arguments = ["--checkpoint", str(checkpoint), "--output", str(tmp_path / "engine"), "--dtype", "bfloat16"]
+    arguments += ["--backend", "reference"]
     assert main(arguments) == 0
     said = capsys.readouterr().out
     assert "built" in said and "LlamaForCausalLM" in said and "MiB" in said and "token ids" in said

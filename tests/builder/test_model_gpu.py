@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from pensieve.builder.architectures import decoder_config
+from pensieve.builder.config import Shard
 from pensieve.builder.model import Decoder
 from pensieve.builder.random_weights import random_weights
+from pensieve.plugins.collectives import TENSOR_PARALLEL, ThreadRanks, register_group, release_group
 from pensieve.plugins.torch_ops import register_pool, release_pool
 
 from .test_random_weights import CONFIGS
@@ -35,24 +37,26 @@ def inputs(step, table, device):
 
 
 class Model:
-    """A decoder with its pool on a device; `run` computes a step and returns the logits of its tokens."""
+    """A decoder or one rank's shard, and its pool; `run` computes a step and returns the logits of its tokens."""
 
-    def __init__(self, config, weights, dtype, device):
+    def __init__(self, config, weights, dtype, device, ranks=1):
         self.device = device
-        self.decoder = Decoder.from_weights(config, {name: tensor.to(device) for name, tensor in weights.items()})
-        shape = (SEATS * BLOCKS, config.layers, 2, config.kv_heads, CHUNK, config.head_dim)
+        weights = {name: tensor.to(device) for name, tensor in weights.items()}
+        self.decoder = Decoder.from_weights(config, weights, ranks)
+        shard = Shard(config, ranks)
+        shape = (SEATS * BLOCKS, config.layers, 2, shard.kv_heads, CHUNK, config.head_dim)
         self.pool = torch.zeros(shape, dtype=dtype, device=device)
         self.table = torch.randperm(SEATS * BLOCKS, generator=torch.Generator().manual_seed(0))
         self.table = self.table.view(SEATS, BLOCKS).int()
-        self.work = self._work(config, dtype) if device == "cuda" else None
+        self.work = self._work(shard, dtype) if device == "cuda" else None
         self.handle = register_pool(self.pool, work=self.work)
 
-    def _work(self, config, dtype):
+    def _work(self, shard, dtype):
         from pensieve.plugins.attention_kernel import make_work_list
         from pensieve.plugins.work_list import Capacity
 
         capacity = Capacity(TOKENS, SEATS, SEATS * BLOCKS * CHUNK)
-        return make_work_list(capacity, config.heads, config.kv_heads, config.head_dim, dtype)
+        return make_work_list(capacity, shard.heads, shard.kv_heads, shard.config.head_dim, dtype)
 
     @torch.inference_mode()
     def run(self, step):
@@ -75,8 +79,8 @@ def models():
     """Makes models, and releases their pools."""
     made = []
 
-    def make(config, weights, dtype, device):
-        made.append(Model(config, weights, dtype, device))
+    def make(*arguments):
+        made.append(Model(*arguments))
         return made[-1]
 
     yield make
@@ -122,6 +126,27 @@ def test_a_step_never_waits_and_one_graph_serves_any_mixture(config, models):
             target.copy_(source)
         graph.replay()
         torch.testing.assert_close(logits[:count], wanted, atol=0.03, rtol=0.03)
+
+
+@pytest.fixture(params=[2, 4])
+def group(request):
+    made = ThreadRanks(request.param)
+    register_group(TENSOR_PARALLEL, made)
+    yield made
+    release_group(TENSOR_PARALLEL)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
+def test_shards_compute_what_one_rank_does(device, config, group, models):
+    whole = models(config, random_weights(config, torch.float32, "cpu", 0), torch.float32, "cpu")
+    expected = [whole.run(step) for step in STEPS]
+    shards = []
+    for rank in range(group.ranks):
+        weights = random_weights(config, torch.float32, "cpu", 0, rank, group.ranks)
+        shards.append(models(config, weights, torch.float32, device, group.ranks))
+    for said in group.run(lambda rank: [shards[rank].run(step).cpu() for step in STEPS]):
+        for logits, wanted in zip(said, expected, strict=True):
+            torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["llama", "opt"])

@@ -12,6 +12,7 @@ import torch
 
 from pensieve.builder.build import build_engine
 from pensieve.runtime.engine import open_engine
+from tests.compiled import compiled_engine
 from tests.models import tiny_checkpoint
 
 from .chatter import Chatter
@@ -68,6 +69,17 @@ def test_replies_at_other_chunk_sizes(model, chunk_tokens):
     chunks = 230 if chunk_tokens == 1 else 9
     chatter = Chatter(engine, reference, 5, chunk_tokens=chunk_tokens, gpu_kv_chunks=chunks, host_kv_chunks=chunks)
     happened.update(chatter.run(TURNS))
+
+
+@pytest.mark.parametrize("disturbed", [False, True], ids=["", "disturbed"])
+@pytest.mark.parametrize("kind", ["llama", "opt"])
+def test_replies_of_compiled_engines(kind, disturbed, tmp_path_factory):
+    torch.set_num_threads(1)
+    directory, reference = compiled_engine(kind, tmp_path_factory)
+    chatter = Chatter(open_engine(directory), reference, 11 + disturbed, disturbed=disturbed, gpu_kv_chunks=29)
+    counts = chatter.run(TURNS)
+    for event in ("gpu", "host", "recomputed", "new", "dropped"):
+        assert counts[event] > 0, f"{event} never occurred"
 
 
 def test_everything_has_happened(model):

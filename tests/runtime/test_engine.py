@@ -1,13 +1,15 @@
 """Opening an engine: the fingerprint guards it."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from pensieve.builder.build import build_engine
-from pensieve.builder.manifest import WEIGHTS
+from pensieve.builder.manifest import PACKAGE, WEIGHTS, Compiled, Manifest, Parity, files_digest
+from pensieve.builder.target import this_target
 from pensieve.runtime import engine as engine_module
 from pensieve.runtime.engine import open_engine
 from pensieve.scheduler.types import SettingError
@@ -61,6 +63,42 @@ def test_other_versions(package, directory, monkeypatch):
     monkeypatch.setattr(engine_module, "versions", lambda: here | {package: "99.0"})
     message = refusal(directory)
     assert f"version of {package} differs" in message and "99.0" in message and here[package] in message
+
+
+@pytest.fixture
+def compiled(directory):
+    """An engine as if it had been compiled here."""
+    (directory / PACKAGE).write_bytes(b"machine code" * 1000)
+    digest = files_digest([directory / PACKAGE])
+    parity = Compiled(digest, 12_000, 10.0, 0.1, Parity(0.0, 0.0, 0.0, 0.0))
+    manifest = replace(Manifest.read(directory), backend="inductor", target=this_target("cpu"), compiled=parity)
+    manifest.write(directory)
+    return directory
+
+
+def test_a_truncated_or_missing_package(compiled):
+    content = (compiled / PACKAGE).read_bytes()
+    (compiled / PACKAGE).write_bytes(content[:-1])
+    assert "digest of the compiled code differs" in refusal(compiled)
+    (compiled / PACKAGE).unlink()
+    assert "cannot be read" in refusal(compiled)
+
+
+def test_a_package_that_is_none(compiled):
+    assert f"{PACKAGE} cannot be loaded" in refusal(compiled)
+
+
+def test_code_for_another_processor_is_never_loaded(compiled, monkeypatch):
+    monkeypatch.setattr(engine_module, "Package", None)
+    manifest = Manifest.read(compiled)
+    replace(manifest, target=f"{manifest.target} avx9000").write(compiled)
+    message = refusal(compiled)
+    assert "a processor with avx9000" in message and "build the engine again, here" in message
+
+
+def test_an_engine_that_was_never_compiled(compiled):
+    replace(Manifest.read(compiled), compiled=None).write(compiled)
+    assert "never compiled" in refusal(compiled)
 
 
 def test_another_device(directory):

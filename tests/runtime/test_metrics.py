@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from pensieve.runtime.messages import KVCounters
+from pensieve.runtime.messages import KVCounters, LoopStats, PowerCounts
 from pensieve.runtime.metrics import Metrics
 from pensieve.scheduler.types import SchedulerStats, Usage
 
@@ -58,3 +58,52 @@ def test_every_source_is_there_before_the_first_request() -> None:
     for source in ("gpu", "host", "disk", "recomputed", "new"):
         assert found[f'pensieve:prompt_tokens_total{{source="{source}"}}'] == 0
     assert found["pensieve:num_requests_running"] == 0
+
+
+def test_what_the_loop_says_is_passed_on() -> None:
+    metrics = Metrics()
+    metrics.prompt_tokens |= {"gpu": 3, "host": 2, "new": 5}
+    metrics.stats = SchedulerStats(
+        conversations=3,
+        dropped=7,
+        slots={"gpu": {"free": 1, "in_use": 3}},
+        evictions={"gpu": {"moved": 4}, "host": {"dropped": 2}},
+        eviction_values={-30: 1, -11: 2, 129: 4},
+        eviction_value_sum=0.5,
+        regret_tokens=64,
+    )
+    sizes = PowerCounts((1, 0, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1), 20_007)
+    metrics.loop = LoopStats(9, {"plan": 0.5}, sizes, PowerCounts((3,), 3), 2.5, 0.25, 0.5, 0.125)
+    metrics.ended(3.0, [0.03])
+    found = samples(metrics)
+    expected = {
+        "pensieve:prefix_cache_queries_total": 10,
+        'pensieve:prefix_cache_hits_total{tier="host"}': 2,
+        "pensieve:conversations": 3,
+        "pensieve:kv_dropped_chunks_total": 7,
+        "pensieve:kv_cache_usage_perc": 0.75,
+        'pensieve:kv_evictions_total{reason="moved",tier="gpu"}': 4,
+        'pensieve:kv_evictions_total{reason="dropped",tier="host"}': 2,
+        f'pensieve:kv_eviction_value_bucket{{le="{2.0**-24}"}}': 1,
+        f'pensieve:kv_eviction_value_bucket{{le="{2.0**-12}"}}': 1,
+        f'pensieve:kv_eviction_value_bucket{{le="{2.0**-10}"}}': 3,
+        'pensieve:kv_eviction_value_bucket{le="16.0"}': 3,
+        'pensieve:kv_eviction_value_bucket{le="+Inf"}': 7,  # a pinned chunk's has no bucket
+        "pensieve:kv_eviction_value_sum": 0.5,
+        "pensieve:kv_regret_tokens_total": 64,
+        "pensieve:steps_total": 9,
+        'pensieve:step_seconds_total{part="plan"}': 0.5,
+        'pensieve:iteration_tokens_total_bucket{le="2.0"}': 1,
+        'pensieve:iteration_tokens_total_bucket{le="4.0"}': 3,
+        'pensieve:iteration_tokens_total_bucket{le="16384.0"}': 3,
+        "pensieve:iteration_tokens_total_count": 4,
+        "pensieve:iteration_tokens_total_sum": 20_007,
+        "pensieve:iteration_requests_count": 3,
+        "pensieve:gpu_seconds_total": 2.5,
+        'pensieve:kv_link_seconds_total{direction="swap_in"}': 0.25,
+        'pensieve:kv_link_seconds_total{direction="swap_out"}': 0.5,
+        "pensieve:kv_exposed_seconds_total": 0.125,
+        "pensieve:e2e_request_latency_seconds_sum": 3,
+        "pensieve:request_queue_time_seconds_count": 1,
+    }
+    assert {name: found.get(name) for name in expected} == expected

@@ -1,13 +1,15 @@
 """The simulator: times that can be worked out by hand, tokens that are never lost, and runs that repeat exactly."""
 
 from array import array
+from collections import deque
 from dataclasses import replace
 
 import pytest
 
 from pensieve.scheduler.config import EVICTION_POLICIES, SchedulerConfig
 from pensieve.scheduler.cost import CostProfile
-from pensieve.scheduler.plan import NO_TICKETS, CopyBatch, Lane, Span, StepPlan, Tickets
+from pensieve.scheduler.plan import NO_TICKETS, CopyBatch, Lane, Span, StepPlan, StepResult, Tickets
+from pensieve.scheduler.scheduler import Scheduler
 from pensieve.scheduler.simulator import (
     Session,
     SessionTurn,
@@ -18,7 +20,7 @@ from pensieve.scheduler.simulator import (
     percentile,
     simulate,
 )
-from pensieve.scheduler.types import RequestError, Usage
+from pensieve.scheduler.types import Request, RequestError, RequestId, Usage
 
 # A token takes 1 s and a step 0.5 s more, a copied chunk 2 s; attention is free.
 COST = CostProfile(
@@ -207,6 +209,42 @@ def test_skipping_steps_changes_nothing(policy, batching):
         planned.append(len(plans))
     assert reports[0] == reports[1]
     assert reports[0].steps <= planned[1] and planned[0] < 0.8 * planned[1]
+
+
+def test_what_is_skipped_leaves_rows_and_plans_as_they_would_be():
+    """Two schedulers, one of which skips whatever it may: after every skip both are in the same state."""
+    quick, slow = (Scheduler(CONFIG, QUICK) for _ in range(2))
+    for scheduler in (quick, slow):
+        for number in (1, 2, 3):
+            scheduler.add(Request(RequestId(number), array("i", range(5 * number)), 9 + 7 * number), 0.0)
+    flights = {quick: deque(), slow: deque()}
+    skipped = 0
+    while not slow.idle:
+        for scheduler in (quick, slow):
+            one_step(scheduler, flights[scheduler])
+        if steps := quick.steady_steps():
+            flights[quick] = deque([quick.skip(steps)])
+            for _ in range(steps):
+                one_step(slow, flights[slow])
+            skipped += steps
+        assert state(quick) == state(slow)
+        quick.check()
+    assert skipped > 10 and quick.idle
+
+
+def one_step(scheduler, flight):
+    """As the loop does it: plan, then apply the step before."""
+    plan = scheduler.next_plan(1.0)
+    if plan is not None:
+        flight.append(plan)
+    if len(flight) > (plan is not None):
+        done = flight.popleft()
+        scheduler.apply(StepResult(done.step, done.samples, (done.step,) * len(done.samples)), 1.0)
+
+
+def state(scheduler):
+    rows = [(row.id, row.position, row.launched, row.room, list(row.tokens)) for row in scheduler._batcher.rows]
+    return rows, [(plan.step, plan.generate, plan.positions, plan.samples) for plan, _ in scheduler._inflight]
 
 
 def count_plans(simulator):

@@ -1,0 +1,164 @@
+"""Compiles a decoder with TensorRT into a plan, tries it, and measures its errors. Imports TensorRT.
+
+    python -m pensieve.builder.compile_tensorrt DIRECTORY [WORKSPACE_MIB]
+
+does so for the engine in the making there; it says what `compile_inductor` says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import tensorrt as trt
+import torch
+from torch import Tensor
+
+from ..plugins import tensorrt_plugins
+from ..scheduler.types import SettingError
+from .compile_inductor import end_with_parent
+from .config import DecoderConfig
+from .manifest import PLAN, WEIGHTS, Compiled, Manifest, files_digest
+from .parity import check_parity
+from .random_weights import random_weights
+from .tensorrt_network import DecoderNetwork
+from .tensorrt_package import Logger, Sizes, TensorRTPackage
+from .weights import load_weights
+
+MOST_TOKENS = 4096
+"""Of a step. Memory for the plan's largest step is taken when it is loaded."""
+
+LEAST = Sizes(1, 1, 1, 1, 1)
+PROFILES = (  # (most frequent, largest); the first that fits is taken
+    (Sizes(64, 64, 64, 256, 128), Sizes(256, 256, 256, 4096, 2**17)),  # generation
+    (Sizes(1024, 128, 64, 256, 128), Sizes(MOST_TOKENS, MOST_TOKENS, MOST_TOKENS, 4096, 2**17)),  # prompts too
+)
+
+
+def build_plan(
+    config: DecoderConfig,
+    weights: Mapping[str, Tensor],
+    ranks: int = 1,
+    workspace: int | None = None,
+    cache: Path | None = None,
+) -> bytes:
+    """A plan for any rank, without weights.
+
+    weights     one rank's, on the CPU, in the engine's dtype
+    workspace   most bytes of GPU memory that one layer may take for itself; None: all there is
+    cache       file of the times that TensorRT measured in earlier builds; read, then brought up to date
+    SettingError('--backend', ...) if TensorRT cannot build it.
+    """
+    logger = Logger()
+    builder = trt.Builder(logger)
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    written = DecoderNetwork(network, config, weights, ranks)
+    settings = builder.create_builder_config()
+    _apply(settings, workspace)
+    for usual, most in PROFILES:
+        _add_profile(builder, settings, config, usual, most)
+    if cache is not None:
+        _attach_cache(settings, cache)
+    with tensorrt_plugins.building():
+        plan = builder.build_serialized_network(network, settings)
+    del written  # until here the network's weights had to stay
+    if plan is None:
+        raise SettingError("--backend", "TensorRT cannot build the engine; its log says why")
+    if cache is not None:
+        _write(cache, settings.get_timing_cache().serialize())
+    return bytes(plan)
+
+
+def _apply(settings: trt.IBuilderConfig, workspace: int | None) -> None:
+    settings.max_aux_streams = 0  # our operations are ordered by the one stream
+    settings.clear_flag(trt.BuilderFlag.TF32)  # float32 is float32
+    settings.set_flag(trt.BuilderFlag.REFIT_INDIVIDUAL)
+    settings.set_flag(trt.BuilderFlag.STRIP_PLAN)
+    if workspace is not None:
+        settings.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace)
+
+
+def _add_profile(
+    builder: trt.Builder, settings: trt.IBuilderConfig, config: DecoderConfig, usual: Sizes, most: Sizes
+) -> None:
+    profile = builder.create_optimization_profile()
+    sizes = zip(*(one.shapes(config).items() for one in (LEAST, usual, most)), strict=True)
+    for (name, least_shape), (_, usual_shape), (_, most_shape) in sizes:
+        profile.set_shape(name, least_shape, usual_shape, most_shape)
+    if settings.add_optimization_profile(profile) < 0:
+        raise SettingError("--backend", "TensorRT refuses an optimization profile; its log says why")
+
+
+def timing_cache_path() -> Path:
+    """Where builds of one user keep what TensorRT measured."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "pensieve" / "tensorrt.timing"
+
+
+def _attach_cache(settings: trt.IBuilderConfig, path: Path) -> None:
+    """What another GPU or version measured is not used."""
+    known = settings.create_timing_cache(path.read_bytes() if path.exists() else b"")
+    if known is None or not settings.set_timing_cache(known, False):
+        settings.set_timing_cache(settings.create_timing_cache(b""), False)
+
+
+def _write(path: Path, content: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f"{path.name}.{os.getpid()}")
+    aside.write_bytes(content)
+    os.replace(aside, path)
+
+
+def compile_engine(directory: Path, say: Callable[[str], None], workspace: int | None = None) -> Compiled:
+    """Adds the plan to an engine in the making, whose manifest and weights are there. SettingError as parity."""
+    manifest = Manifest.read(directory)
+    weights = _weights(directory, manifest)
+    path = directory / PLAN
+    start = time.perf_counter()
+    say("compiling")
+    on_host = {name: tensor.cpu() for name, tensor in weights.items()}
+    path.write_bytes(build_plan(manifest.decoder, on_host, manifest.tensor_parallel, workspace, timing_cache_path()))
+    compiled = time.perf_counter()
+    say("loading")
+    package = TensorRTPackage(path, manifest.decoder, weights, manifest.device)
+    loaded = time.perf_counter()
+    say("comparing with the reference")
+    parity = check_parity(package, manifest.decoder, weights)
+    return Compiled(
+        package=files_digest([path]),
+        package_bytes=path.stat().st_size,
+        compile_seconds=round(compiled - start, 2),
+        load_seconds=round(loaded - compiled, 3),
+        parity=parity,
+    )
+
+
+def _weights(directory: Path, manifest: Manifest) -> dict[str, Tensor]:
+    if manifest.random_seed is not None:
+        return random_weights(manifest.decoder, getattr(torch, manifest.dtype), manifest.device, manifest.random_seed)
+    return {name: tensor.to(manifest.device) for name, tensor in load_weights(directory / WEIGHTS).items()}
+
+
+def main(directory: Path, workspace: int | None) -> None:
+    def tell(**message: Any) -> None:
+        print(json.dumps(message), file=out, flush=True)
+
+    out, sys.stdout = sys.stdout, sys.stderr  # TensorRT may talk
+    try:
+        compiled = compile_engine(directory, lambda stage: tell(stage=stage), workspace)
+    except SettingError as error:
+        tell(refused=str(error).removeprefix(f"{error.setting}: "))
+    else:
+        tell(compiled=asdict(compiled))
+
+
+if __name__ == "__main__":
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    main(Path(sys.argv[1]), int(sys.argv[2]) * 2**20 if len(sys.argv) > 2 else None)

@@ -1,0 +1,224 @@
+"""Looks at this machine: what Pensieve needs, what is here, what is missing, and what to do about it.
+
+Exit status: 0 all that the device needs is here, 1 something is missing or too small, 2 a wrong option.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from ..builder.compiler import cpp_compiler
+from ..builder.tensorrt_installed import tensorrt_version
+from ..runtime.connections import OTHER_FILES
+from ..runtime.http_settings import DEFAULTS
+from ..runtime.memory import GIB, host_memory
+from ..scheduler.types import SettingError
+from .serve_options import default_state_dir
+
+PROGRAM_S = 20  # for another program to answer; a driver that hangs takes for ever
+GPU_FIELDS = "name,driver_version,memory.total,compute_cap"
+LEAST_CAPABILITY = 8.0
+LEAST_MEMORY = 4 * GIB
+LEAST_DISK = 5 * GIB
+LEAST_SHARED = GIB
+
+
+class Level(StrEnum):
+    OK = "ok"
+    OPTIONAL = "optional"  # not here, and only some do without it badly
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`found` says what is there, `advice` what to do, if anything."""
+
+    name: str
+    level: Level
+    found: str
+    advice: str = ""
+
+
+def look(device: str, state_dir: Path) -> Iterator[Finding]:
+    """One finding after the other; `device` as for `pensieve serve`."""
+    needed = Level.PROBLEM if device == "cuda" else Level.OPTIONAL
+    yield Finding("python", Level.OK, f"{platform.python_version()} on {platform.machine()}")
+    yield from _gpus(needed)
+    yield _torch(needed)
+    yield _package("cuda-bindings", needed, "pip install 'cuda-python>=13'")
+    yield _package("triton", needed, "pip install triton; without it there are no GPU kernels")
+    yield _compiler()
+    yield _mpi()
+    yield _tensorrt()
+    yield _memory()
+    yield _shared_memory()
+    yield _disk(state_dir)
+    yield _open_files()
+
+
+def _gpus(needed: Level) -> Iterator[Finding]:
+    advice = "install NVIDIA's driver; in a container, start it with --gpus all (NVIDIA Container Toolkit)"
+    said, error = _run("nvidia-smi", f"--query-gpu={GPU_FIELDS}", "--format=csv,noheader")
+    if said is None:
+        yield Finding("driver", needed, error, advice)
+        return
+    for number, line in enumerate(said.splitlines()):
+        name, driver, memory, capability = (part.strip() for part in (*line.split(","), "", "", "")[:4])
+        enough = _number(capability) >= LEAST_CAPABILITY
+        yield Finding(
+            f"gpu {number}",
+            Level.OK if enough else needed,
+            f"{name}, {memory}, compute capability {capability}, driver {driver}",
+            "" if enough else f"a GPU of compute capability {LEAST_CAPABILITY} or newer is needed (Ampere, 2020)",
+        )
+
+
+def _torch(needed: Level) -> Finding:
+    import torch  # takes a second or two
+
+    version = str(torch.__version__)
+    if torch.version.cuda is None:
+        advice = "pip install torch --index-url https://download.pytorch.org/whl/cu130"
+        return Finding("torch", needed, f"{version}, built without CUDA", advice)
+    if not torch.cuda.is_available():
+        advice = "its CUDA needs a driver at least as new: see `driver`, and update it"
+        return Finding("torch", needed, f"{version} for CUDA {torch.version.cuda} finds no GPU", advice)
+    return Finding("torch", Level.OK, f"{version} for CUDA {torch.version.cuda}")
+
+
+def _package(name: str, needed: Level, advice: str) -> Finding:
+    version = _version(name)
+    return Finding(name, needed, "not installed", advice) if version is None else Finding(name, Level.OK, version)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _compiler() -> Finding:
+    advice = "install g++, or set CXX: compiled engines (--backend inductor) need a C++ compiler where they are built"
+    path = cpp_compiler()
+    if path is None:
+        return Finding("compiler", Level.OPTIONAL, f"no {os.environ.get('CXX', 'g++')}", advice)
+    said, error = _run(path, "--version")
+    if said is None:
+        return Finding("compiler", Level.OPTIONAL, error, advice)
+    return Finding("compiler", Level.OK, f"{path}: {said.splitlines()[0] if said else 'says nothing'}")
+
+
+def _mpi() -> Finding:
+    advice = "install Open MPI or MPICH, and pip install mpi4py: several GPUs for one model need both"
+    launcher = shutil.which("mpirun") or shutil.which("mpiexec")
+    library = _version("mpi4py")
+    if launcher is None or library is None:
+        missing = [name for name, there in (("mpirun", launcher), ("mpi4py", library)) if there is None]
+        return Finding("mpi", Level.OPTIONAL, f"no {' and no '.join(missing)}", advice)
+    return Finding("mpi", Level.OK, f"{launcher}, mpi4py {library}")
+
+
+def _tensorrt() -> Finding:
+    try:
+        return Finding("tensorrt", Level.OK, tensorrt_version())
+    except SettingError as error:
+        return Finding("tensorrt", Level.OPTIONAL, "not usable", str(error))
+
+
+def _memory() -> Finding:
+    memory = host_memory()
+    found = f"{memory.free / GIB:.1f} of {memory.total / GIB:.1f} GiB free, the container's limit included"
+    if memory.free >= LEAST_MEMORY:
+        return Finding("memory", Level.OK, found)
+    return Finding("memory", Level.PROBLEM, found, "end other programs, or raise the container's memory limit")
+
+
+def _shared_memory() -> Finding:
+    size = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0
+    found = f"{size / GIB:.2f} GiB"
+    if size >= LEAST_SHARED:
+        return Finding("/dev/shm", Level.OK, found)
+    return Finding("/dev/shm", Level.OPTIONAL, found, "several GPUs need more: start the container with --shm-size 1g")
+
+
+def _disk(state_dir: Path) -> Finding:
+    there = next(path for path in (state_dir, *state_dir.absolute().parents) if path.exists())
+    if not os.access(there, os.W_OK):
+        return Finding("disk", Level.PROBLEM, f"{there} cannot be written", "give --state-dir another directory")
+    free = shutil.disk_usage(there).free
+    found = f"{free / GIB:.1f} GiB free for {state_dir}"
+    if free >= LEAST_DISK:
+        return Finding("disk", Level.OK, found)
+    return Finding("disk", Level.PROBLEM, found, "make room, or give --state-dir another directory")
+
+
+def _open_files() -> Finding:
+    hard, wanted = resource.getrlimit(resource.RLIMIT_NOFILE)[1], DEFAULTS.max_connections + OTHER_FILES
+    if hard == resource.RLIM_INFINITY or hard >= wanted:
+        return Finding("open files", Level.OK, "no limit" if hard == resource.RLIM_INFINITY else f"at most {hard}")
+    advice = f"raise the limit to {wanted} (ulimit -Hn, LimitNOFILE=), or there will be fewer connections"
+    return Finding("open files", Level.OPTIONAL, f"at most {hard}", advice)
+
+
+def _run(*command: str) -> tuple[str | None, str]:
+    """What the program says; or None, and why not."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=PROGRAM_S)
+    except FileNotFoundError:
+        return None, f"{command[0]} is not there"
+    except subprocess.TimeoutExpired:
+        return None, f"{command[0]} does not answer"
+    except OSError as error:
+        return None, f"{command[0]} cannot be run: {error.strerror}"
+    if done.returncode:
+        words = (done.stderr.strip() or done.stdout.strip()).splitlines()
+        return None, f"{command[0]} fails: {words[0] if words else f'exit status {done.returncode}'}"
+    return done.stdout.strip(), ""
+
+
+def _number(text: str) -> float:
+    return float(text) if text.replace(".", "", 1).isdigit() else 0.0
+
+
+def describe(finding: Finding) -> str:
+    sign = {Level.OK: "ok  ", Level.OPTIONAL: "--  ", Level.PROBLEM: "!!  "}[finding.level]
+    advice = f"\n{'':18}{finding.advice}" if finding.advice else ""
+    return f"{sign}{finding.name:13} {finding.found}{advice}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="pensieve doctor", description=__doc__.partition("\n")[0])
+    found = "cuda" if shutil.which("nvidia-smi") else "cpu"
+    parser.add_argument("--device", choices=["cpu", "cuda"], default=found, help="to be served on (here %(default)s)")
+    parser.add_argument("--state-dir", type=Path, default=default_state_dir(), metavar="DIR", help="(%(default)s)")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    args = parser.parse_args(argv)
+    findings: list[Finding] = []
+    for finding in look(args.device, args.state_dir):
+        findings.append(finding)
+        if not args.json:
+            print(describe(finding), flush=True)
+    problems = [finding.name for finding in findings if finding.level is Level.PROBLEM]
+    if args.json:
+        print(json.dumps({"device": args.device, "problems": problems, "findings": [asdict(f) for f in findings]}))
+    else:
+        missing = f"to be mended: {', '.join(problems)}" if problems else "nothing that it needs is missing"
+        print(f"\nFor --device {args.device}: {missing}.  (-- is needed for some things only)")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

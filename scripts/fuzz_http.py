@@ -1,0 +1,284 @@
+"""fuzz_http: bytes that no client should send, to a running server, over raw sockets.
+
+    python -m pensieve.scripts.fuzz_http --url http://127.0.0.1:8000 --seconds 600 --pid PID
+
+Random bytes, requests with something broken in them, bodies that are nearly right, requests in pieces, hang-ups.
+Nothing may bring an answer of 500, keep a whole request waiting, or leave anything behind: open requests, slots, file
+descriptors, memory. Case n of a seed is always the same bytes; `--case n` sends one again. Ends with one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import random
+import re
+import socket
+import sys
+import threading
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from ..scheduler.types import SettingError
+
+ANSWER_S = 20.0  # for a whole request
+PIECE_S = 0.15  # for an answer to something else: most of it is no request, and the server waits for the rest
+SETTLE_S = 30.0  # for what was begun to end, after the last case
+WARM_UP = 0.2  # share of the time after which memory and files are looked at first
+MORE_FILES = 8  # clients of the check itself, and what Python opens when it likes
+MORE_MEMORY = 64 * 2**20  # bytes, for caches that fill slowly
+STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")
+ALLOWED_5XX = {501, 503}
+
+PATHS = (
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/x", "/v1/conversations", "/tokenize",
+    "/v1/conversations/a/fork", "/v1/conversations/a/pin", "/v1/conversations/a%2F..%2Fb", "/detokenize", "/v1/models",
+    "/v1/models/../../etc/passwd", "/health", "/ready", "/metrics", "/openapi.json", "/ui", "/ui/..%2f..%2fkey", "/%00",
+)  # fmt: skip
+METHODS = ("GET", "POST", "PATCH", "DELETE", "PUT", "HEAD", "OPTIONS", "TRACE", "get", "\x01")
+HEADERS = (
+    "Expect: 100-continue", "Connection: Upgrade\r\nUpgrade: websocket", "Upgrade: h2c", "Content-Encoding: gzip",
+    "Authorization: Bearer \xff", "Range: bytes=0-", "X: " + "y" * 40_000, "Cookie: " + "a=b;" * 3000, " folded: x",
+    "Content-Type: text/plain; charset=utf-7", "Transfer-Encoding: chunked", "Host: a\r\nHost: b", "X-Session-Id: \x7f",
+)  # fmt: skip
+ODD_VALUES: tuple[Any, ...] = (
+    None, True, -1, 0, 2**31, 2**63, 10**400, 1.5, 1e308, "", "x" * 5000, "\ud800", "\x00", [], {}, [[]], [{}], [None],
+    {"a": {"b": [1]}}, ["", 3], {"id": "../../etc/passwd"}, {"type": "json_schema"}, "../x", "<script>",
+)  # fmt: skip
+FIELDS = (
+    "model", "prompt", "messages", "input", "max_tokens", "temperature", "top_p", "top_k", "n", "stop", "stream",
+    "stream_options", "logprobs", "top_logprobs", "echo", "logit_bias", "tools", "tool_choice", "response_format",
+    "conversation", "conversation_params", "history", "cache_salt", "ttl_s", "id", "tokens", "min_tokens", "priority",
+    "prompt_logprobs", "previous_response_id", "store", "guided_regex", "seed", "return_token_ids", "ignore_eos",
+    "unknown",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """`whole`: a request that must be answered. `pause`: seconds between its pieces. `hang_up`: nothing is read."""
+
+    pieces: tuple[bytes, ...]
+    whole: bool = False
+    pause: float = 0.0
+    hang_up: bool = False
+
+
+def make_case(seed: int, number: int) -> Case:
+    chance = random.Random(f"{seed}/{number}")
+    match chance.randrange(8):
+        case 0:
+            return Case((chance.randbytes(chance.randrange(1, 3000)),))
+        case 1:
+            return Case((_mutated(chance, _request(chance, _body(chance))),))
+        case 2:
+            return Case((_request(chance, _mutated(chance, _body(chance))),), whole=True)
+        case 3:
+            return Case((_odd_request(chance),))
+        case 4:
+            text = _request(chance, _body(chance))
+            cuts = sorted(chance.randrange(len(text)) for _ in range(chance.randrange(1, 5)))
+            pieces = tuple(text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)]))
+            return Case(pieces, whole=True, pause=chance.choice((0.0, 0.02)))
+        case 5:
+            text = _request(chance, _body(chance))
+            return Case((text[: chance.randrange(1, len(text))],), hang_up=True)
+        case 6:
+            return Case((_request(chance, _body(chance)),), hang_up=True, pause=chance.random() * 0.05)
+        case _:
+            return Case((b"".join(_request(chance, _body(chance)) for _ in range(chance.randrange(2, 5))),), whole=True)
+
+
+def _body(chance: random.Random) -> bytes:
+    if chance.random() < 0.05:
+        return b"[" * chance.choice((10, 1000, 100_000))
+    body: dict[str, Any] = {"prompt": "hello", "max_tokens": chance.randrange(1, 30)}
+    if chance.random() < 0.4:
+        body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": chance.randrange(1, 30)}
+    if chance.random() < 0.3:
+        body["stream"] = True
+    if chance.random() < 0.3:
+        body["conversation"] = f"fuzz-{chance.randrange(20)}"
+    for _ in range(chance.choice((0, 0, 1, 2, 5))):
+        body[chance.choice(FIELDS)] = chance.choice(ODD_VALUES)
+    return json.dumps(body).encode()
+
+
+def _request(chance: random.Random, body: bytes) -> bytes:
+    method, path = ("POST", chance.choice(PATHS[:3])) if chance.random() < 0.7 else ("GET", chance.choice(PATHS))
+    if method == "GET" or chance.random() < 0.2:
+        body = b"" if method == "GET" else b"{}"
+    head = f"{method} {path} HTTP/1.1\r\nHost: fuzz\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+def _odd_request(chance: random.Random) -> bytes:
+    """Wrong methods, headers and lengths."""
+    body = _body(chance)
+    length = chance.choice((len(body), len(body) + 5, 0, -1, 10**30, "0x10", "1_0", "+5", ""))
+    target = chance.choice((*PATHS, "*", "http://other/", "//", "/" + "a" * 70_000, "/?" + "&" * 9000))
+    lines = [f"{chance.choice(METHODS)} {target} HTTP/{chance.choice(('1.1', '1.0', '2.0', '9'))}", "Host: fuzz"]
+    lines += [chance.choice(HEADERS) for _ in range(chance.randrange(4))]
+    lines += [f"Content-Length: {length}"] * chance.randrange(3)
+    return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1") + body
+
+
+def _mutated(chance: random.Random, text: bytes) -> bytes:
+    changed = bytearray(text)
+    for _ in range(chance.randrange(1, 8)):
+        at = chance.randrange(len(changed) + 1)
+        match chance.randrange(4):
+            case 0:
+                changed[at:at] = chance.randbytes(chance.randrange(1, 20))
+            case 1:
+                del changed[at : at + chance.randrange(1, 20)]
+            case 2:
+                changed[at : at + 1] = chance.randbytes(1)
+            case _:
+                changed[at:at] = changed[at : at + chance.randrange(1, 200)]
+    return bytes(changed)
+
+
+@dataclass
+class Findings:
+    """Of all threads, under `lock`. `faults`: (case, what was wrong with it)."""
+
+    statuses: Counter[str] = field(default_factory=Counter)
+    faults: list[tuple[int, str]] = field(default_factory=list)
+    cases: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def note(self, number: int, statuses: Sequence[int], fault: str | None) -> None:
+        with self.lock:
+            self.cases += 1
+            self.statuses.update(map(str, statuses or ["none"]))
+            if fault is not None:
+                self.faults.append((number, fault))
+
+
+def send(case: Case, host: str, port: int) -> tuple[list[int], str | None]:
+    """The statuses that came back, and what is wrong with that."""
+    received = b""
+    with socket.create_connection((host, port), timeout=ANSWER_S) as wire:
+        try:
+            for piece in case.pieces:
+                wire.sendall(piece)
+                time.sleep(case.pause)
+            if case.hang_up:
+                return [], None
+            wire.settimeout(ANSWER_S if case.whole else PIECE_S)
+            while b"\r\n\r\n" not in received or (not case.whole and len(received) < 1 << 16):
+                data = wire.recv(1 << 16)
+                if not data:
+                    break
+                received += data
+        except TimeoutError:
+            if case.whole and not received:
+                return [], f"no answer within {ANSWER_S} s"
+        except OSError:  # cut off: its good right, after nonsense
+            pass
+    statuses = [int(status) for status in STATUS.findall(received)]
+    wrong = [status for status in statuses if status >= 500 and status not in ALLOWED_5XX]
+    return statuses, f"answered with {wrong[0]}" if wrong else None
+
+
+def fuzz(url: str, seconds: float, seed: int, workers: int, pids: Sequence[int]) -> Findings:
+    """Sends cases until the time is up, then looks for what is left behind."""
+    host, port = _address(url)
+    findings, numbers, ends = Findings(), itertools.count(), time.monotonic() + seconds
+
+    def work() -> None:
+        while time.monotonic() < ends:
+            number = next(numbers)
+            findings.note(number, *send(make_case(seed, number), host, port))
+
+    threads = [threading.Thread(target=work) for _ in range(workers)]
+    for thread in threads:
+        thread.start()
+    time.sleep(seconds * WARM_UP)
+    before = _resources(pids)
+    for thread in threads:
+        thread.join()
+    for fault in (*_unfinished(url), *_grown(before, pids)):
+        findings.faults.append((-1, fault))
+    return findings
+
+
+def _unfinished(url: str) -> Iterator[str]:
+    """Waits for the server to be idle; says what is still there in the end."""
+    until, left = time.monotonic() + SETTLE_S, {"metrics": 1.0}
+    while left and time.monotonic() < until:
+        time.sleep(0.3)
+        with contextlib.suppress(OSError):
+            left = {name: value for name, value in _gauges(url).items() if value}
+    for name, value in left.items():
+        yield f"{name} is {value:g} after {SETTLE_S:g} s of rest"
+
+
+def _gauges(url: str) -> dict[str, float]:
+    """What is 0 in an idle server."""
+    idle = ("num_requests_running", "num_requests_waiting", 'kv_slots{tier="gpu",state="in_use"}')
+    with urllib.request.urlopen(f"{url}/metrics", timeout=ANSWER_S) as answer:
+        lines = dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if line[0] != "#")
+    return {name: float(lines.get(f"pensieve:{name}", 0)) for name in idle}
+
+
+def _resources(pids: Sequence[int]) -> dict[int, tuple[int, int]]:
+    """(open files, bytes of memory) of each process."""
+    found = {}
+    for pid in pids:
+        memory = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+        found[pid] = (len(list(Path(f"/proc/{pid}/fd").iterdir())), int(memory[1]) * 1024 if memory else 0)
+    return found
+
+
+def _grown(before: dict[int, tuple[int, int]], pids: Sequence[int]) -> Iterator[str]:
+    for pid, (files, memory) in _resources(pids).items():
+        if files > before[pid][0] + MORE_FILES:
+            yield f"process {pid} has {files} open files, and had {before[pid][0]}"
+        if memory > before[pid][1] + MORE_MEMORY:
+            yield f"process {pid} takes {memory >> 20} MiB, and took {before[pid][1] >> 20}"
+
+
+def _address(url: str) -> tuple[str, int]:
+    parts = urlsplit(url)
+    if parts.scheme != "http" or parts.hostname is None:
+        raise SettingError("--url", f"must be like http://127.0.0.1:8000, not {url!r}")
+    return parts.hostname, parts.port or 80
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="fuzz_http", description=__doc__.partition("\n")[0])
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="(default %(default)s)")
+    parser.add_argument("--seconds", type=float, default=600.0, help="(default %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="(default %(default)s)")
+    parser.add_argument("--workers", type=int, default=8, help="connections at a time (default %(default)s)")
+    parser.add_argument("--pid", type=int, nargs="*", default=[], help="processes whose files and memory are watched")
+    parser.add_argument("--case", type=int, help="send this one only")
+    args = parser.parse_args(argv)
+    try:
+        if args.case is not None:
+            case = make_case(args.seed, args.case)
+            print(case, *send(case, *_address(args.url)), sep="\n")
+            return 0
+        findings = fuzz(args.url, args.seconds, args.seed, args.workers, args.pid)
+    except (SettingError, OSError) as error:
+        print(f"fuzz_http: {error}", file=sys.stderr)
+        return 2
+    for number, fault in findings.faults[:50]:
+        print(f"case {number}: {fault}" if number >= 0 else fault, file=sys.stderr)
+    result = {"bench": "fuzz_http", "seed": args.seed, "cases": findings.cases, "faults": len(findings.faults)}
+    print(json.dumps({**result, "statuses": dict(sorted(findings.statuses.items()))}))
+    return 1 if findings.faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""Writes a model repository with which Triton Inference Server serves an engine.
+
+    pensieve triton-repository --engine DIR --output DIR [options of `pensieve serve`]
+    tritonserver --model-repository DIR
+
+The options are those of the engine and its cache; HTTP, keys and limits are Triton's own affair.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..runtime.triton_tensors import INPUTS, OUTPUTS
+from ..scheduler.types import SettingError
+from .serve_options import parse_options, parser
+
+TRITONS = (
+    "host",
+    "port",
+    "served_model_name",
+    "chat_template",
+    "api_key",
+    "api_key_file",
+    "max_requests_per_client",
+    "max_body_bytes",
+)
+"""Options of `pensieve serve` that say nothing to Triton's clients."""
+
+ONE_VALUE = {"arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns"}
+MODEL = '''"""Pensieve in Triton's python backend; config.pbtxt has its settings."""
+
+from pensieve.runtime.triton_model import TritonPythonModel
+
+__all__ = ["TritonPythonModel"]
+'''
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    made = argparse.ArgumentParser(
+        prog="pensieve triton-repository",
+        usage="%(prog)s --engine DIR --output DIR [--name NAME] [options of pensieve serve]",
+        description="Writes a model repository with which Triton Inference Server serves an engine.",
+        allow_abbrev=False,
+    )
+    made.add_argument("--output", type=Path, required=True, metavar="DIR", help="the repository; made if need be")
+    made.add_argument("--name", default="pensieve", help="of the model in it (default %(default)s)")
+    args, options = made.parse_known_args(sys.argv[1:] if argv is None else argv)
+    try:
+        directory = write_model(args.output, args.name, options)
+    except SettingError as error:
+        print(f"pensieve triton-repository: {error}", file=sys.stderr)
+        return 2
+    print(f"{directory} is ready: tritonserver --model-repository {args.output.resolve()}")
+    return 0
+
+
+def write_model(repository: Path, name: str, options: Sequence[str]) -> Path:
+    """Writes the model NAME and returns its directory. An older one of ours is written over. SettingError."""
+    options = checked(options)
+    if not name or Path(name).name != name:
+        raise SettingError("--name", f"{name!r} cannot name a directory")
+    directory = repository / name
+    try:
+        (directory / "1").mkdir(parents=True, exist_ok=True)
+        (directory / "1" / "model.py").write_text(MODEL, "utf-8")
+        (directory / "config.pbtxt").write_text(model_config(name, options), "utf-8")
+    except OSError as error:
+        raise SettingError("--output", f"cannot write {error.filename}: {error.strerror}") from error
+    return directory
+
+
+def checked(options: Sequence[str]) -> list[str]:
+    """The options as they will do from any directory. SettingError for those that mean nothing to Triton."""
+    args = parse_options(options)
+    for name in TRITONS:
+        if getattr(args, name) != parser().get_default(name):
+            raise SettingError("--" + name.replace("_", "-"), "has no meaning here: Triton serves the clients")
+    paths = {"config": args.config, "state-dir": args.state_dir}
+    if args.engine != "demo":
+        paths["engine"] = Path(args.engine)
+        if not paths["engine"].is_dir():
+            raise SettingError("--engine", f"there is no directory {args.engine}")
+    relative = {name: path for name, path in paths.items() if path is not None and not path.is_absolute()}
+    return [*options, *(f"--{name}={path.resolve()}" for name, path in relative.items())]  # the last ones count
+
+
+def model_config(name: str, options: Sequence[str]) -> str:
+    """config.pbtxt, which is protobuf's text format: JSON's way to write strings is one of its own."""
+    inputs = [
+        f'{{ name: "{name}" data_type: TYPE_{kind.type} dims: [{-1 if kind.several else 1}] optional: true }}'
+        for name, kind in INPUTS.items()
+    ]
+    outputs = [
+        f'{{ name: "{name}" data_type: TYPE_{kind} dims: [{1 if name in ONE_VALUE else -1}] }}'
+        for name, kind in OUTPUTS.items()
+    ]
+    # The engine's Python is not to see what Triton's environment says to its own (-E).
+    parameters = {
+        "engine_command": json.dumps([sys.executable, "-E", "-m", "pensieve.scripts.triton_engine", *options])
+    }
+    if sys.prefix != sys.base_prefix:  # a virtual environment, which Triton's Python has to be told of
+        parameters["EXECUTION_ENV_PATH"] = sys.prefix
+    parts = [
+        "# Made by `pensieve triton-repository`; edit `engine_command` to change the engine's options.",
+        f"name: {json.dumps(name)}",
+        'backend: "python"',
+        "max_batch_size: 0",
+        "model_transaction_policy { decoupled: true }",
+        "instance_group [{ count: 1 kind: KIND_CPU }]",
+        *(
+            f"parameters {{ key: {json.dumps(key)} value {{ string_value: {json.dumps(value)} }} }}"
+            for key, value in parameters.items()
+        ),
+        _listed("input", inputs),
+        _listed("output", outputs),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _listed(name: str, entries: Sequence[str]) -> str:
+    return "\n".join([f"{name} [", ",\n".join(f"  {entry}" for entry in entries), "]"])

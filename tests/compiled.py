@@ -1,0 +1,28 @@
+"""Compiled engines of tiny models: each is compiled once a test run, whichever process asks first."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedModel
+
+from pensieve.builder.build import build_engine
+
+from .models import tiny_checkpoint
+
+
+def compiled_engine(kind: str, factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+    """(Engine directory, to be left as it is; transformers' model). Processes wait for the one that compiles."""
+    base = factory.getbasetemp()
+    return _compiled(kind, base.parent if "PYTEST_XDIST_WORKER" in os.environ else base)
+
+
+@cache
+def _compiled(kind: str, base: Path) -> tuple[Path, PreTrainedModel]:
+    own = base / f"compiled-{kind}-{os.getpid()}"
+    reference = tiny_checkpoint(kind, own)
+    build_engine(own, base / f"compiled-{kind}", "inductor")
+    return base / f"compiled-{kind}", reference

@@ -1,0 +1,83 @@
+"""Files for operators name things of this program: metrics, options, paths. They are still there."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pensieve.runtime.metrics import Metrics
+from pensieve.scripts.serve_options import parser
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+NAME = re.compile(r"pensieve:\w+")
+
+
+def known_metrics() -> set[str]:
+    """Every sample's name, as /metrics has them."""
+    kinds = re.findall(r"^# TYPE (\S+) (\w+)$", Metrics().text().decode(), re.MULTILINE)
+    parts = {"histogram": ("_bucket", "_sum", "_count")}
+    return {name + suffix for name, kind in kinds for suffix in parts.get(kind, ("",))}
+
+
+def expressions() -> list[tuple[str, str]]:
+    dashboard = json.loads((DEPLOY / "grafana-dashboard.json").read_text())
+    panels = [(panel["title"], target["expr"]) for panel in dashboard["panels"] for target in panel["targets"]]
+    rules = yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"][0]["rules"]
+    return [*panels, *((rule["alert"], rule["expr"]) for rule in rules)]
+
+
+@pytest.mark.parametrize(("place", "expression"), expressions())
+def test_every_metric_that_is_asked_for_exists(place: str, expression: str) -> None:
+    names = NAME.findall(expression)
+    assert (names or "up{" in expression) and set(names) <= known_metrics()
+    for left, right in ("()", "{}", "[]"):
+        assert expression.count(left) == expression.count(right)
+
+
+def test_the_dashboard_shows_most_of_what_there_is() -> None:
+    """What it leaves out is in what it shows, or is for a closer look."""
+    shown = {name for _, expression in expressions() for name in NAME.findall(expression)}
+    missing = {name for name in known_metrics() - shown if not name.endswith(("_sum", "_count", "_created"))}
+    assert missing <= {"pensieve:e2e_request_latency_seconds_bucket", "pensieve:kv_cache_usage_perc"}
+
+
+def test_panels_do_not_overlap() -> None:
+    places = [panel["gridPos"] for panel in json.loads((DEPLOY / "grafana-dashboard.json").read_text())["panels"]]
+    assert len({(place["x"], place["y"]) for place in places}) == len(places)
+    assert all(place["x"] + place["w"] <= 24 for place in places)
+
+
+def test_every_alert_says_what_is_wrong_and_where() -> None:
+    for rule in yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"][0]["rules"]:
+        assert rule["labels"]["severity"] in ("critical", "warning") and rule["for"]
+        assert "{{ $labels.instance }}" in rule["annotations"]["summary"]
+
+
+def test_the_unit_starts_what_there_is() -> None:
+    unit = configparser.RawConfigParser(strict=False)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read(DEPLOY / "pensieve.service")
+    program, command, *options = shlex.split(unit["Service"]["ExecStart"])
+    assert (Path(program).name, command) == ("pensieve", "serve")
+    args = parser().parse_args([*options, "--engine", "from the file"])
+    assert args.shutdown_timeout < int(unit["Service"]["TimeoutStopSec"])
+    assert args.state_dir == Path("/var/lib") / unit["Service"]["StateDirectory"]
+
+
+def test_the_container_copies_what_there_is_and_starts_it() -> None:
+    lines = (ROOT / "Containerfile").read_text().replace("\\\n", " ").splitlines()
+    copied = [line.split()[1:-1] for line in lines if line.startswith("COPY") and "--from" not in line]
+    assert all((ROOT / name).exists() for names in copied for name in names)
+    rooms = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests"}
+    assert rooms <= {name for names in copied for name in names}
+    start = [json.loads(line.split(None, 1)[1]) for line in lines if line.startswith(("ENTRYPOINT", "CMD"))]
+    (program, command, *options), defaults = start
+    assert (program, command) == ("pensieve", "serve")
+    assert parser().parse_args([*options, *defaults]).host == "0.0.0.0"

@@ -1,0 +1,148 @@
+"""A real tritonserver in a process of its own.
+
+The server is that of the package nvidia-pytriton. Its python backend was built before there was numpy 2, so it and a
+numpy 1 for it live in a directory of their own, which `make triton-server` fills.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+import httpx
+import pytest
+
+from pensieve.scripts.triton_repository import write_model
+
+PACKAGES = Path(sys.prefix) / "triton-server"
+TRITON = PACKAGES / "pytriton" / "tritonserver"
+STUB = TRITON / "python_backend_stubs" / "{}.{}".format(*sys.version_info) / "triton_python_backend_stub"
+PORT_TRIALS = 3  # a port that was free a moment ago may be taken
+
+needs_triton = pytest.mark.skipif(not STUB.exists(), reason=f"no tritonserver in {PACKAGES}: run `make triton-server`")
+
+
+class TritonServer:
+    """Use as a context manager. `grpc` is host:port, `url` and `metrics_url` are HTTP addresses.
+
+    `broken`: models beside the one that works, by name; what stands for their engine's process is a Python program.
+    """
+
+    def __init__(self, directory: Path, *options: object, broken: Mapping[str, str], start_seconds: float = 120):
+        self._directory, self._start_seconds = directory, start_seconds
+        for name in ("pensieve", *broken):
+            source = write_model(directory / "repository", name, list(map(str, options))) / "1" / "model.py"
+            source.write_text(f"import sys\n\nsys.path.insert(0, {str(PACKAGES)!r})\n{source.read_text()}")
+        for name, program in broken.items():
+            change_engine(directory / "repository" / name / "config.pbtxt", [sys.executable, "-c", program])
+        backend = directory / "backends" / "python"
+        backend.mkdir(parents=True)
+        for file in [*(TRITON / "backends" / "python").iterdir(), STUB]:
+            (backend / file.name).symlink_to(file)
+        self._log = directory / "triton.log"
+        self._memory = f"pensieve-{uuid.uuid4().hex}-"
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text("utf-8", "replace")
+
+    def __enter__(self) -> TritonServer:
+        for _ in range(PORT_TRIALS):
+            self._start(*free_ports(3))
+            if self._is_ready():
+                return self
+            self.kill()
+            if "Address already in use" not in self.log:
+                break
+        said = [line for line in self.log.splitlines() if not line.startswith(("+", "|"))]  # but its tables
+        raise RuntimeError("\n".join(["tritonserver did not start:", *said]))
+
+    def _start(self, http: int, grpc: int, metrics: int) -> None:
+        self.grpc = f"127.0.0.1:{grpc}"
+        self.url, self.metrics_url = f"http://127.0.0.1:{http}", f"http://127.0.0.1:{metrics}/metrics"
+        command = [
+            TRITON / "bin" / "tritonserver",
+            f"--model-repository={self._directory / 'repository'}",
+            f"--backend-directory={self._directory / 'backends'}",
+            f"--backend-config=python,shm-region-prefix-name={self._memory}",
+            "--disable-auto-complete-config",
+            "--exit-on-error=false",
+            *(f"--{name}-address=127.0.0.1" for name in ("http", "grpc", "metrics")),
+            *(f"--{name}-port={port}" for name, port in (("http", http), ("grpc", grpc), ("metrics", metrics))),
+        ]
+        libraries = os.pathsep.join(
+            filter(None, [sysconfig.get_config_var("LIBDIR"), os.environ.get("LD_LIBRARY_PATH")])
+        )
+        with open(self._log, "wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=log,
+                env=os.environ | {"LD_LIBRARY_PATH": libraries},
+                start_new_session=True,  # its children die with it in `kill`
+            )
+
+    def _is_ready(self) -> bool:
+        """It opens its ports when all models are loaded, or not to be loaded."""
+        until = time.monotonic() + self._start_seconds
+        while time.monotonic() < until and self.process.poll() is None:
+            with contextlib.suppress(httpx.TransportError):
+                return httpx.get(f"{self.url}/v2/models/pensieve/ready", timeout=30).status_code == 200
+            time.sleep(0.05)
+        return False
+
+    def why_not_loaded(self, model: str) -> str:
+        index = httpx.post(f"{self.url}/v2/repository/index", timeout=30).json()
+        (reason,) = [entry["reason"] for entry in index if entry["name"] == model]
+        return reason
+
+    def stop(self, seconds: float = 60) -> int:
+        """Sends SIGTERM and returns the exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(seconds)
+
+    def kill(self) -> None:
+        """Leaves no process and no shared memory behind."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(30)
+        for region in Path("/dev/shm").glob(f"{self._memory}*"):
+            region.unlink(missing_ok=True)
+
+    def __exit__(self, *_) -> None:
+        self.kill()
+
+    def post(self, path: str = "generate", seconds: float = 120, **inputs) -> httpx.Response:
+        return httpx.post(f"{self.url}/v2/models/pensieve/{path}", json=inputs, timeout=seconds)
+
+    def metric(self, name: str, missing: float | None = None) -> float:
+        """The value of one sample of Triton's /metrics, named with its labels; of an unknown one `missing`."""
+        for line in httpx.get(self.metrics_url, timeout=30).text.splitlines():
+            if line.startswith(name) and line[len(name)] == " ":
+                return float(line.split()[-1])
+        if missing is None:
+            raise KeyError(name)
+        return missing
+
+
+def change_engine(config: Path, command: list[str]) -> None:
+    lines = config.read_text("utf-8").splitlines()
+    (at,) = [number for number, line in enumerate(lines) if line.startswith('parameters { key: "engine_command"')]
+    lines[at] = f'parameters {{ key: "engine_command" value {{ string_value: {json.dumps(json.dumps(command))} }} }}'
+    config.write_text("\n".join(lines), "utf-8")
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [one.getsockname()[1] for one in sockets]

@@ -1,0 +1,171 @@
+"""Clients that are slow, deaf, many or malicious, against the HTTP process with real sockets."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from pensieve.runtime.http_process import listen, serve_http
+from pensieve.runtime.http_settings import HTTPSettings
+from pensieve.runtime.messages import Abort, Submit
+from pensieve.scripts.fuzz_http import fuzz
+
+from .fake_loop import FakeLoop, echo, eventually, ready, save_tokenizer, say
+
+PATIENCE_S = 0.5
+MOST = 12
+
+
+class Server:
+    """The HTTP process over a FakeLoop."""
+
+    def __init__(self, loop: FakeLoop, directory: Path, settings: HTTPSettings):
+        self.loop = loop
+        listener = listen("127.0.0.1", 0)
+        self.address = listener.getsockname()
+        self.url = f"http://127.0.0.1:{self.address[1]}"
+        self.process = multiprocessing.get_context("spawn").Process(
+            target=serve_http, args=(loop.client_end, listener, settings)
+        )
+        self.process.start()
+        listener.close()
+        loop.client_end.close()
+        loop.say(ready(str(directory)))
+
+    def connect(self) -> socket.socket:
+        wire = socket.create_connection(self.address, timeout=10)
+        return wire
+
+    def close(self) -> None:
+        self.loop.close()
+        self.process.join(15)
+        assert self.process.exitcode == 0
+
+
+def serve(tmp: Path, settings: HTTPSettings, loop: FakeLoop) -> Iterator[Server]:
+    server = Server(loop, save_tokenizer(tmp), settings)
+    assert httpx.get(f"{server.url}/health", timeout=30).is_success
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    settings = HTTPSettings(max_connections=MOST, client_timeout=PATIENCE_S)
+    yield from serve(tmp_path_factory.mktemp("tokenizer"), settings, FakeLoop(say("y" * 250), step_seconds=0.01))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    loop = FakeLoop(lambda request: echo(request)[-40:])
+    yield from serve(tmp_path_factory.mktemp("tokenizer"), HTTPSettings(), loop)
+
+
+def received(wire: socket.socket) -> bytes:
+    """All until the end; a connection that is cut ends too."""
+    whole = b""
+    try:
+        while data := wire.recv(1 << 16):
+            whole += data
+    except ConnectionResetError:
+        pass
+    return whole
+
+
+def seconds_until_cut(wire: socket.socket) -> float:
+    began = time.monotonic()
+    assert received(wire) == b""
+    return time.monotonic() - began
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", HEAD, HEAD + b"Content-Length: 50\r\n\r\n{"])
+def test_a_client_that_stops_sending_is_cut_off(impatient: Server, sent: bytes) -> None:
+    with impatient.connect() as wire:
+        wire.sendall(sent)
+        assert PATIENCE_S * 0.8 < seconds_until_cut(wire) < PATIENCE_S + 3
+
+
+def test_drop_by_drop_is_no_better(impatient: Server) -> None:
+    """Every drop comes long before the time is up: a head has one time for all of it, a body must keep a pace."""
+    body = HEAD + b"Content-Length: 5000\r\n\r\n"
+    for start, drop in ((HEAD, b"X-A: b\r\n"), (body, b" ")):
+        with impatient.connect() as wire:
+            wire.sendall(start)
+            with pytest.raises(OSError):
+                for _ in range(100):
+                    wire.sendall(drop)
+                    time.sleep(PATIENCE_S / 5)
+
+
+def test_a_client_that_does_not_listen_is_cut_off_and_its_request_aborted(impatient: Server) -> None:
+    """Small buffers, and long events of which nothing is read."""
+    body = {"prompt": [9] * 4, "max_tokens": 250, "ignore_eos": True, "stream": True, "logprobs": 20, "n": 40}
+    text = json.dumps(body).encode()
+    aborted = len(impatient.loop.said(Abort))
+    with socket.socket() as wire:
+        wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        wire.connect(impatient.address)
+        wire.sendall(HEAD + f"Content-Length: {len(text)}\r\n\r\n".encode() + text)
+        eventually(lambda: len(impatient.loop.said(Abort)) > aborted, 15)
+
+
+def test_so_many_connections_and_no_more(impatient: Server) -> None:
+    wires = [impatient.connect() for _ in range(MOST)]
+    with impatient.connect() as late:
+        assert received(late).startswith(b"HTTP/1.1 503 ")
+    for wire in wires:
+        wire.close()
+    eventually(lambda: httpx.get(f"{impatient.url}/health", timeout=10).is_success)
+
+
+def test_a_quick_client_notices_nothing(impatient: Server) -> None:
+    """Longer than everybody's patience, on one connection."""
+    with httpx.Client(base_url=impatient.url, timeout=10) as http:
+        for _ in range(4):
+            assert http.post("/v1/completions", json={"prompt": "x", "max_tokens": 60}).is_success
+            time.sleep(PATIENCE_S / 2)
+
+
+def test_a_long_head_is_refused(server: Server) -> None:
+    with server.connect() as wire:
+        wire.sendall(HEAD + b"X: " + b"y" * 40_000)
+        assert received(wire).startswith(b"HTTP/1.1 400 ")
+
+
+def test_half_a_request_is_no_error_of_the_server(server: Server, capfd: pytest.CaptureFixture[str]) -> None:
+    with server.connect() as wire:
+        wire.sendall(HEAD + b"Content-Length: 50\r\n\r\n{")
+    with server.connect() as wire:  # something else behind a request that is being answered
+        wire.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n\x00\x00\r\n\r\n" * 3)
+        received(wire)
+    assert httpx.get(f"{server.url}/health", timeout=10).is_success
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_random_bytes_leave_nothing_behind(server: Server) -> None:
+    findings = fuzz(server.url, seconds=4, seed=int(time.time()) % 1000, workers=8, pids=[server.process.pid])
+    assert not findings.faults and findings.cases > 50
+    assert findings.statuses["400"] and findings.statuses["200"]
+
+
+def test_schemathesis_finds_no_server_error(server: Server, tmp_path: Path) -> None:
+    """A short look at every operation with values good and bad. Longer: see docs/operations.md."""
+    command = [Path(sys.executable).with_name("schemathesis"), "run", f"{server.url}/openapi.json", "--seed", "1"]
+    checks = "not_a_server_error,unsupported_method,use_after_free"
+    options = ["--checks", checks, "--max-time", "20", "--max-response-time", "10", "--no-color"]
+    ran: Any = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stdout[-5000:] + ran.stderr[-1000:]
+    assert "Tested: " in ran.stdout and server.loop.said(Submit)

@@ -1,0 +1,103 @@
+"""`pensieve doctor`: it tells what is missing and what to do, and never falls over what it finds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pensieve.scripts import doctor
+from pensieve.scripts.doctor import Finding, Level, look, main
+
+GOOD = "#!/bin/sh\necho 'NVIDIA H200, 580.1, 143771 MiB, 9.0'\n"
+
+
+def program(directory: Path, name: str, text: str) -> None:
+    path = directory / name
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory that is all there is of programs."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    return tmp_path
+
+
+def found(device: str, state: Path) -> dict[str, Finding]:
+    return {finding.name: finding for finding in look(device, state)}
+
+
+def test_a_machine_without_anything_is_told_everything(bare: Path) -> None:
+    """Without a GPU, problems where one is to be used."""
+    findings = found("cuda", bare)
+    assert findings["driver"].level is Level.PROBLEM and "nvidia-smi is not there" in findings["driver"].found
+    assert findings["compiler"].level is findings["mpi"].level is Level.OPTIONAL
+    assert all(finding.advice for finding in findings.values() if finding.level is not Level.OK)
+    assert found("cpu", bare)["driver"].level is Level.OPTIONAL
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("#!/bin/sh\necho 'no devices were found' >&2\nexit 6\n", "nvidia-smi fails: no devices were found"),
+        ("#!/bin/sh\nexit 9\n", "nvidia-smi fails: exit status 9"),
+        ("no program at all", "nvidia-smi cannot be run"),
+        ("#!/bin/sh\nwhile :; do :; done\n", "nvidia-smi does not answer"),
+    ],
+)
+def test_a_driver_that_fails_is_a_finding(bare: Path, monkeypatch: pytest.MonkeyPatch, text: str, said: str) -> None:
+    program(bare, "nvidia-smi", text)
+    monkeypatch.setattr(doctor, "PROGRAM_S", 1)
+    driver = found("cuda", bare)["driver"]
+    assert driver.level is Level.PROBLEM and said in driver.found
+
+
+def test_gpus_are_looked_at_one_by_one(bare: Path) -> None:
+    program(bare, "nvidia-smi", GOOD + "echo 'Tesla V100, 580.1, 32768 MiB, 7.0'\necho 'odd line'\n")
+    findings = found("cuda", bare)
+    assert [findings[f"gpu {at}"].level for at in range(3)] == [Level.OK, Level.PROBLEM, Level.PROBLEM]
+    assert "8.0" in findings["gpu 1"].advice
+
+
+def test_the_compiler_is_the_one_that_builds_use(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(bare, "my-cc", "#!/bin/sh\necho 'my compiler 1.0'\n")
+    monkeypatch.setenv("CXX", "my-cc")
+    compiler = found("cpu", bare)["compiler"]
+    assert compiler.level is Level.OK and "my compiler 1.0" in compiler.found
+
+
+def test_what_is_too_small_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit in ("LEAST_MEMORY", "LEAST_DISK", "LEAST_SHARED"):
+        monkeypatch.setattr(doctor, limit, 1 << 60)
+    findings = found("cpu", tmp_path / "not" / "made" / "yet")
+    assert findings["memory"].level is findings["disk"].level is Level.PROBLEM
+    assert findings["/dev/shm"].level is Level.OPTIONAL
+
+
+@pytest.mark.parametrize(("level", "status"), [(Level.OK, 0), (Level.OPTIONAL, 0), (Level.PROBLEM, 1)])
+def test_the_exit_status_counts_problems_only(
+    level: Level, status: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def examine(device: str, state_dir: Path) -> list[Finding]:
+        return [Finding("thing", level, "is so", "do this")]
+
+    monkeypatch.setattr(doctor, "look", examine)
+    assert main(["--device", "cpu"]) == status
+    assert "do this" in capsys.readouterr().out
+    assert main(["--device", "cpu", "--json"]) == status
+    told = json.loads(capsys.readouterr().out)
+    assert told["problems"] == ["thing"] * status and told["findings"][0]["advice"] == "do this"
+
+
+def test_the_command(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pensieve.scripts.pensieve", "doctor", "--device", "cpu", "--json"]
+    ran = subprocess.run([*command, "--state-dir", tmp_path], capture_output=True, text=True, timeout=60)
+    names = {finding["name"] for finding in json.loads(ran.stdout)["findings"]}
+    assert {"torch", "compiler", "mpi", "tensorrt", "memory", "disk", "/dev/shm"} <= names
+    assert ran.returncode in (0, 1) and not ran.stderr
