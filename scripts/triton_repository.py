@@ -27,6 +27,8 @@ TRITONS = (
     "api_key_file",
     "max_requests_per_client",
     "max_body_bytes",
+    "max_connections",
+    "client_timeout",
 )
 """Options of `pensieve serve` that say nothing to Triton's clients."""
 

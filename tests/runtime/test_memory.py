@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from pensieve.builder.config import DecoderConfig, Rotary
+from pensieve.builder.config import DecoderConfig, Rotary, Shard
 from pensieve.runtime.device import Memory
 from pensieve.runtime.memory import CUDA_ALLOWANCE, GIB, activation_bytes, check_pool_fits, divide
 from pensieve.scheduler.types import SettingError, Tier
@@ -23,12 +23,24 @@ def test_activations_of_a_step():
     drawn, scored = 128256 * (2 + 4 + 4 + 76), 128256 * (2 + 4 + 4 + 8)
     rows = dict(sampled=64, scored=10)
     logits = 64 * drawn + 10 * scored
-    whole = activation_bytes(LLAMA_8B, 2, tokens=1024, context=16384, **rows)
+    whole = activation_bytes(Shard(LLAMA_8B), 2, tokens=1024, context=16384, **rows)
     assert whole == 1024 * (stream + mlp + partial) + logits
-    short = activation_bytes(LLAMA_8B, 2, tokens=1024, context=1024, **rows)
+    short = activation_bytes(Shard(LLAMA_8B), 2, tokens=1024, context=1024, **rows)
     assert short == 1024 * (stream + mlp) + logits, "contexts of one split need no partial results"
-    narrow = activation_bytes(replace(LLAMA_8B, mlp_size=64), 2, tokens=1, sampled=0, scored=0, context=1024)
+    narrow = activation_bytes(Shard(replace(LLAMA_8B, mlp_size=64)), 2, tokens=1, sampled=0, scored=0, context=1024)
     assert narrow == stream + (3 * 32 + 2 * 8) * 128 * 2, "attention is the wider part"
+
+
+def test_activations_of_a_rank():
+    """Heads and MLP are divided, the vocabulary is not; four of the eight ranks share each KV head with a neighbour."""
+    sizes = dict(tokens=1, context=1024)
+    rank = Shard(replace(LLAMA_8B, kv_heads=4), 8)
+    stream = 4096 * (4 * 2 + 2 * 4)
+    assert activation_bytes(rank, 2, **sizes, sampled=0, scored=0) == stream + 4 * 14336 // 8 * 2
+    narrow = Shard(replace(rank.config, mlp_size=64), 8)
+    assert activation_bytes(narrow, 2, **sizes, sampled=0, scored=0) == stream + (3 * 4 + 2 * 1) * 128 * 2
+    logits = [activation_bytes(rank, 2, **sizes, sampled=1, scored=n) for n in (0, 1)]
+    assert logits[1] - logits[0] == 128256 * (3 * 2 + 4 + 4 + 8)
 
 
 def test_a_gpu_is_divided():

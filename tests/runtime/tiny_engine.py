@@ -67,7 +67,9 @@ class TinyEngine:
     def __init__(self, kind: str, device: str = "cpu"):
         self.config = CONFIGS[kind]
         self.vocab_size = self.config.vocab_size
-        self.manifest = SimpleNamespace(vocab_size=self.vocab_size, decoder=self.config, layers=self.config.layers)
+        self.manifest = SimpleNamespace(
+            vocab_size=self.vocab_size, decoder=self.config, layers=self.config.layers, tensor_parallel=1
+        )
         with torch.device("meta"):
             shapes = {name: tensor.shape for name, tensor in Decoder(self.config).state_dict().items()}
         generator = torch.Generator().manual_seed(0)
