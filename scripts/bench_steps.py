@@ -144,7 +144,7 @@ class Returning:
         } | self._latencies()
 
     def _turn(self, history: array[int], tier: Tier) -> MeasuredTurn:
-        """InvariantError if the history was not where it was to be."""
+        """InvariantError if less than nine tenths of the history were where they were to be."""
         loop, device = self.loop, self.loop.device
         if self.rows:
             self.before += intervals(loop.steady(self.rows, QUIET_STEPS))
@@ -158,7 +158,7 @@ class Returning:
         loop.run_until(lambda: request in loop.begun)
         at, usage = loop.begun[request]
         device.recording = False
-        if self.cached != (usage.host if tier is Tier.HOST else usage.gpu):
+        if (usage.host if tier is Tier.HOST else usage.gpu) < 0.9 * self.cached:
             raise InvariantError(f"{self.cached} tokens of KV were to be on {tier.name}, but the prompt had {usage}")
         # Steps that were in flight before are applied, but not recorded.
         computed = device.steps[len(loop.steps) - seen - 1 - in_flight]
