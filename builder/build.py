@@ -28,13 +28,13 @@ from .manifest import (
     DTYPES,
     RANDOM,
     TOKENIZER_FILES,
-    WEIGHTS,
     Manifest,
     Parts,
     code_digest,
     files_digest,
     published_fingerprint,
     versions,
+    weights_file,
 )
 from .target import this_target
 from .tensorrt_installed import tensorrt_version
@@ -59,6 +59,8 @@ def _say_nothing(stage: str) -> None:
 class Built:
     """outcome: "built", "replaced" (another engine was there) or "reused" (the same engine was there).
 
+    weight_bytes: of one rank.
+
     has_tokenizer False: there is none that we read; the engine takes and gives token ids only.
     """
 
@@ -80,7 +82,7 @@ def build_engine(
 ) -> Built:
     """Makes `output` the engine of a Hugging Face checkpoint, or of one that TensorRT-LLM made (its legacy format).
 
-    `dtype` None: the checkpoint's own.
+    `dtype` None: the checkpoint's own. `tensor_parallel`: among how many ranks the decoder is divided.
 
     `output` may be missing, empty, or an engine: the same one is left alone, another is replaced. Anything else is
     refused. Until the very end nothing is to be seen at `output`. Of several builds there at once, all but one wait.
@@ -90,6 +92,7 @@ def build_engine(
     """
     checkpoint, output = Path(checkpoint), Path(output).absolute()
     _check_settings(backend, tensor_parallel, device, workspace)
+    ranks = range(tensor_parallel)
     hf_config = read_json(checkpoint / "config.json")
     legacy = is_legacy(checkpoint)
     if legacy:
@@ -97,12 +100,14 @@ def build_engine(
     dtype = _checked_dtype(dtype or _own_dtype(hf_config))
     decoder = decoder_config(hf_config)
     torch_dtype = getattr(torch, dtype)
-    weights = (read_legacy_weights if legacy else read_weights)(checkpoint, decoder, torch_dtype)
-    shapes = parameter_shapes(decoder)
-    with _beside(output, weight_bytes(shapes, torch_dtype), say) as aside:
+    shapes = parameter_shapes(decoder, tensor_parallel)
+    size = weight_bytes(shapes, torch_dtype)
+    read = read_legacy_weights if legacy else read_weights
+    weights = [read(checkpoint, decoder, torch_dtype, rank, tensor_parallel) for rank in ranks]
+    with _beside(output, tensor_parallel * size, say) as aside:
         has_tokenizer = copy_tokenizer(checkpoint, aside, opt=decoder.architecture == OPT)
         tokenizer = files_digest([aside / name for name in TOKENIZER_FILES if (aside / name).exists()])
-        parts = Parts(weights_digest(weights), tokenizer, code_digest(), **versions())
+        parts = Parts(tuple(map(weights_digest, weights)), tokenizer, code_digest(), **versions())
         stop_ids = _stop_ids(hf_config, checkpoint / "generation_config.json")
         manifest = Manifest(backend, dtype, device, tensor_parallel, decoder, stop_ids, parts, _target(backend, device))
         outcome = "reused"
@@ -110,9 +115,10 @@ def build_engine(
             manifest = Manifest.read(output)
         else:
             say("writing the weights")
-            save_weights(weights, shapes, torch_dtype, aside / WEIGHTS)
+            for rank in ranks:
+                save_weights(weights[rank], shapes, torch_dtype, aside / weights_file(rank, tensor_parallel))
             manifest, outcome = _complete(manifest, aside, output, say, workspace)
-    return Built(manifest, outcome, weight_bytes(shapes, torch_dtype), has_tokenizer)
+    return Built(manifest, outcome, size, has_tokenizer)
 
 
 def build_random_engine(
@@ -139,11 +145,12 @@ def build_random_engine(
     hf_config = _Read(read_json(Path(config), "--config") | dict(overrides or {}))
     dtype = _checked_dtype(dtype or _own_dtype(hf_config))
     decoder = _decoder_of_config(hf_config)
+    size = weight_bytes(parameter_shapes(decoder, tensor_parallel), getattr(torch, dtype))
     stop_ids = _stop_ids(hf_config)
     unread = sorted(set(overrides or {}) - hf_config.read)
     if unread:
         raise SettingError("--set", f"{', '.join(unread)}: nothing of {decoder.architecture} is set by that")
-    parts = Parts(f"{RANDOM}{seed}", files_digest([]), code_digest(), **versions())
+    parts = Parts((f"{RANDOM}{seed}",) * tensor_parallel, files_digest([]), code_digest(), **versions())
     manifest = Manifest(backend, dtype, device, tensor_parallel, decoder, stop_ids, parts, _target(backend, device))
     outcome = "reused"
     with _beside(output, 0, say) as aside:
@@ -151,7 +158,7 @@ def build_random_engine(
             manifest = Manifest.read(output)
         else:
             manifest, outcome = _complete(manifest, aside, output, say, workspace)
-    return Built(manifest, outcome, weight_bytes(parameter_shapes(decoder), getattr(torch, dtype)), has_tokenizer=False)
+    return Built(manifest, outcome, size, has_tokenizer=False)
 
 
 class _Read(UserDict[str, Any]):
@@ -191,10 +198,10 @@ def _check_settings(backend: str, tensor_parallel: int, device: str, workspace: 
         tensorrt_version()
         if device != "cuda":
             raise SettingError("--device", f"tensorrt runs on cuda, not on {device}")
+        if tensor_parallel != 1:
+            raise SettingError("--tensor-parallel", f"tensorrt's engines of {tensor_parallel} ranks do not exist yet")
     if backend != "reference" and device == "cuda" and not torch.cuda.is_available():
         raise SettingError("--device", f"{backend} compiles for the GPU of this machine, and PyTorch finds none")
-    if tensor_parallel != 1:
-        raise SettingError("--tensor-parallel", f"engines of {tensor_parallel} ranks do not exist yet; only 1 works")
 
 
 def _target(backend: str, device: str) -> str:

@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,10 @@ from torch.export import Dim, ExportedProgram
 
 from ..plugins import norm_reference
 from ..scheduler.types import SettingError
-from .manifest import PACKAGE, WEIGHTS, Compiled, Manifest, files_digest
+from .manifest import PACKAGE, Compiled, Manifest, files_digest, weights_file
 from .model import Decoder
 from .package import Package, laid_out
-from .parity import check_parity
+from .parity import check_ranks
 from .random_weights import random_weights
 from .weights import load_weights
 
@@ -87,19 +87,23 @@ def compile_package(decoder: Compilable, path: Path) -> None:
 
 
 def compile_engine(directory: Path, say: Callable[[str], None]) -> Compiled:
-    """Adds the package to an engine in the making, whose manifest and weights are there. SettingError as parity."""
+    """Adds the package, of all ranks, to an engine in the making, whose manifest and weights are there.
+
+    SettingError as parity.
+    """
     manifest = Manifest.read(directory)
-    weights = laid_out(_weights(directory, manifest))
+    config, ranks = manifest.decoder, manifest.tensor_parallel
+    weights = [laid_out(_weights(directory, manifest, rank)) for rank in range(ranks)]
     path = directory / PACKAGE
     start = time.perf_counter()
     say("compiling")
-    compile_package(Compilable.from_weights(manifest.decoder, weights), path)
+    compile_package(Compilable.from_weights(config, weights[0], ranks), path)
     compiled = time.perf_counter()
     say("loading")
-    package = Package(path, manifest.decoder, weights)
+    first = Package(path, config, weights[0])
     loaded = time.perf_counter()
     say("comparing with the reference")
-    parity = check_parity(package, manifest.decoder, weights)
+    parity = check_ranks([first, *(Package(path, config, own) for own in weights[1:])], config, weights)
     return Compiled(
         package=files_digest([path]),
         package_bytes=path.stat().st_size,
@@ -109,10 +113,11 @@ def compile_engine(directory: Path, say: Callable[[str], None]) -> Compiled:
     )
 
 
-def _weights(directory: Path, manifest: Manifest) -> Mapping[str, Tensor]:
+def _weights(directory: Path, manifest: Manifest, rank: int) -> dict[str, Tensor]:
+    ranks, dtype = manifest.tensor_parallel, getattr(torch, manifest.dtype)
     if manifest.random_seed is not None:
-        return random_weights(manifest.decoder, getattr(torch, manifest.dtype), manifest.device, manifest.random_seed)
-    stored = load_weights(directory / WEIGHTS)
+        return random_weights(manifest.decoder, dtype, manifest.device, manifest.random_seed, rank, ranks)
+    stored = load_weights(directory / weights_file(rank, ranks))
     return {name: tensor.to(manifest.device) for name, tensor in stored.items()}
 
 

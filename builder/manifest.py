@@ -16,9 +16,9 @@ from typing import Any
 from ..scheduler.types import SettingError
 from .config import DecoderConfig, Rotary, Shard
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
-WEIGHTS = "weights.safetensors"
+WEIGHTS = "weights.safetensors"  # of the only rank
 PACKAGE = "decoder.pt2"  # of AOTInductor
 PLAN = "decoder.plan"  # of TensorRT
 RANDOM = "random:"
@@ -37,10 +37,11 @@ KV_LAYOUT = ("slot", "layers", "2", "kv_heads", "chunk_tokens", "head_dim")
 class Parts:
     """What an engine was made from: SHA-256 digests and versions. A change of any makes it another engine.
 
-    weights     their digest, or "random:<seed>": they are made when the engine is opened, as the decoder's shape says
+    weights     of each rank's their digest, or "random:<seed>": they are made when the engine is opened, as the
+                decoder's shape says
     """
 
-    weights: str
+    weights: tuple[str, ...]
     tokenizer: str
     code: str
     torch: str
@@ -121,8 +122,8 @@ class Manifest:
 
     @property
     def random_seed(self) -> int | None:
-        """None: the weights are in WEIGHTS."""
-        weights = self.parts.weights
+        """None: each rank's weights are in its file."""
+        weights = self.parts.weights[0]
         return int(weights.removeprefix(RANDOM)) if weights.startswith(RANDOM) else None
 
     @property
@@ -162,10 +163,17 @@ class Manifest:
         rotary = value["decoder"].pop("rotary")
         decoder = DecoderConfig(rotary=Rotary(**rotary) if rotary else None, **value.pop("decoder"))
         lists = {name: tuple(value.pop(name)) for name in ("stop_ids", "kv_layout")}
+        parts = value.pop("parts")
+        parts["weights"] = tuple(parts["weights"])
         compiled = value.pop("compiled")
         if compiled is not None:
             compiled = Compiled(parity=Parity(**compiled.pop("parity")), **compiled)
-        return cls(decoder=decoder, parts=Parts(**value.pop("parts")), compiled=compiled, **lists, **value)
+        return cls(decoder=decoder, parts=Parts(**parts), compiled=compiled, **lists, **value)
+
+
+def weights_file(rank: int, ranks: int) -> str:
+    """The name of the file that holds one rank's weights."""
+    return WEIGHTS if ranks == 1 else f"weights.{rank}.safetensors"
 
 
 def published_fingerprint(directory: Path) -> str | None:
@@ -177,9 +185,10 @@ def published_fingerprint(directory: Path) -> str | None:
 
 
 def code_digest() -> str:
-    """SHA-256 over the files that define the forward pass, how it is compiled, and weights that are random."""
+    """SHA-256 over the files that define the forward pass, how it is compiled, how weights are cut for ranks, and
+    those that are random."""
     room = Path(__file__).parent
-    names = ("compile_inductor", "config", "model", "package", "random_weights")
+    names = ("checkpoint", "compile_inductor", "config", "model", "package", "random_weights")
     names += ("compile_tensorrt", "tensorrt_network", "tensorrt_package")
     files = [room / f"{name}.py" for name in names]
     paths = [*files, *sorted((room.parent / "plugins").glob("*.py"))]

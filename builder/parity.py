@@ -8,16 +8,18 @@ context beside its end, writes that are suppressed, one token alone, and steps t
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..plugins.collectives import TENSOR_PARALLEL, ThreadRanks, register_group, release_group
 from ..plugins.torch_ops import register_pool, release_pool
 from ..scheduler.types import SettingError
-from .config import DecoderConfig
+from .checkpoint import weight_sources
+from .config import DecoderConfig, Shard
 from .manifest import Parity
 from .model import Decoder
 
@@ -53,22 +55,27 @@ class Piece(NamedTuple):
 
 
 def check_parity(engine: Forward, config: DecoderConfig, weights: Mapping[str, Tensor]) -> Parity:
-    """weights: the engine's own, on its device. SettingError('--backend', ...) if it is too far off.
+    """As `check_ranks`, of an engine of one rank."""
+    return check_ranks([engine], config, [weights])
 
-    Takes as much memory as the weights in float32, unless they are.
+
+def check_ranks(engines: Sequence[Forward], config: DecoderConfig, weights: Sequence[Mapping[str, Tensor]]) -> Parity:
+    """Of all ranks, which run on threads of this process; the truth is what one rank computes that has it all.
+
+    weights: each rank's own, on its device. SettingError('--backend', ...) if a rank is too far off.
+    Takes as much memory as all weights in float32, unless they are.
     """
-    dtype, device = weights["embed.weight"].dtype, weights["embed.weight"].device.type
-    batches = random_batches(config, device)
-    wide_weights = {name: tensor.float() for name, tensor in weights.items()}
-    truth = _run(Decoder.from_weights(config, wide_weights), batches, config, torch.float32)
-    del wide_weights
-    eager = truth
-    if dtype != torch.float32:
-        eager = _run(Decoder.from_weights(config, weights), batches, config, dtype)
-    ours = _run(engine, batches, config, dtype)
-    (logits, kv), (logits_eager, kv_eager) = (
-        [_relative_error(*pair) for pair in zip(outcome, truth, strict=True)] for outcome in (ours, eager)
-    )
+    embedding = weights[0]["embed.weight"]
+    batches = random_batches(config, embedding.device.type)
+    whole = Decoder.from_weights(config, whole_weights(config, weights))
+    (truth,) = _run_all([whole], batches, config, torch.float32)
+    del whole
+    eager = [truth]
+    if embedding.dtype != torch.float32 or len(weights) > 1:
+        decoders = [Decoder.from_weights(config, own, len(weights)) for own in weights]
+        eager = _run_all(decoders, batches, config, embedding.dtype)
+    ours = _run_all(engines, batches, config, embedding.dtype)
+    (logits, kv), (logits_eager, kv_eager) = (_worst_errors(outcomes, truth, config) for outcomes in (ours, eager))
     parity = Parity(logits, logits_eager, kv, kv_eager)
     for what, error, own in (("logits", logits, logits_eager), ("KV", kv, kv_eager)):
         bound = max(2 * own, LEAST_BOUND)
@@ -76,9 +83,28 @@ def check_parity(engine: Forward, config: DecoderConfig, weights: Mapping[str, T
             raise SettingError(
                 "--backend",
                 f"the compiled engine's {what} are off by {error:.1e}, and {bound:.1e} is allowed (the reference in "
-                f"{str(dtype).removeprefix('torch.')}: {own:.1e}); use --backend reference",
+                f"{str(embedding.dtype).removeprefix('torch.')}: {own:.1e}); use --backend reference",
             )
     return parity
+
+
+def whole_weights(config: DecoderConfig, weights: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """One rank's weights in float32, put together from those of all ranks."""
+    ranks = len(weights)
+    if ranks == 1:
+        return {name: tensor.float() for name, tensor in weights[0].items()}
+    sources = [weight_sources(Shard(config, ranks, rank)) for rank in range(ranks)]
+    whole = {}
+    for name, tensor in weights[0].items():
+        joined = [tensor.new_zeros(source.shape, dtype=torch.float32) for source in sources[0][name]]
+        for own, of_rank in zip(weights, sources, strict=True):
+            pieces = own[name].split([source.cut_shape[0] for source in of_rank[name]])
+            for target, source, piece in zip(joined, of_rank[name], pieces, strict=True):
+                # Behind the end of the whole a piece has nothing but zeros.
+                place = target[tuple(slice(part.start, part.start + part.size) for part in source.parts)]
+                place.copy_(piece[tuple(slice(size) for size in place.shape)])
+        whole[name] = torch.cat(joined)
+    return whole
 
 
 def random_batches(config: DecoderConfig, device: str, seed: int = 0) -> list[Batch]:
@@ -127,24 +153,43 @@ def _batch(
     return Batch(*(part.int().to(device) for part in parts))
 
 
+class Outcome(NamedTuple):
+    """Of one rank, float32: all logits, and the KV that is left in its pool."""
+
+    logits: Tensor
+    kv: Tensor
+
+
+def _run_all(
+    forwards: Sequence[Forward], batches: list[Batch], config: DecoderConfig, dtype: torch.dtype
+) -> list[Outcome]:
+    """Of each rank, side by side."""
+    ranks = len(forwards)
+    if ranks == 1:
+        return [_run(forwards[0], batches, Shard(config), dtype)]
+    group = ThreadRanks(ranks)
+    register_group(TENSOR_PARALLEL, group)
+    try:
+        return group.run(lambda rank: _run(forwards[rank], batches, Shard(config, ranks, rank), dtype))
+    finally:
+        release_group(TENSOR_PARALLEL)
+
+
 @torch.inference_mode()
-def _run(forward: Forward, batches: list[Batch], config: DecoderConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """All logits, and the KV that is left; both float32."""
-    table = batches[0].block_table
-    shape = (table.numel(), config.layers, 2, config.kv_heads, CHUNK, config.head_dim)
+def _run(forward: Forward, batches: list[Batch], shard: Shard, dtype: torch.dtype) -> Outcome:
+    table, config = batches[0].block_table, shard.config
+    shape = (table.numel(), config.layers, 2, shard.kv_heads, CHUNK, config.head_dim)
     pool = torch.zeros(shape, dtype=dtype, device=table.device)
-    with registered(pool, config, batches) as (handle, plan):
+    with registered(pool, shard, batches) as (handle, plan):
         logits = []
         for batch in batches:
             plan(batch.segments)
             logits.append(forward(*batch, handle).float())
-    return torch.cat(logits), pool.float()
+    return Outcome(torch.cat(logits), pool.float())
 
 
 @contextmanager
-def registered(
-    pool: Tensor, config: DecoderConfig, batches: list[Batch]
-) -> Iterator[tuple[int, Callable[[Tensor], None]]]:
+def registered(pool: Tensor, shard: Shard, batches: list[Batch]) -> Iterator[tuple[int, Callable[[Tensor], None]]]:
     """(The pool's handle, what is to be called with a batch's segments before the batch is run)."""
     work = None
     if pool.is_cuda:
@@ -153,12 +198,23 @@ def registered(
 
         most = [max(len(part) for part in parts) for parts in zip(*batches, strict=True)]
         capacity = Capacity(most[0], most[3], batches[0].block_table.shape[1] * CHUNK)
-        work = make_work_list(capacity, config.heads, config.kv_heads, config.head_dim, pool.dtype)
+        work = make_work_list(capacity, shard.heads, shard.kv_heads, shard.config.head_dim, pool.dtype)
     handle = register_pool(pool, work=work)
     try:
         yield handle, (work.build if work is not None else lambda segments: None)
     finally:
         release_pool(handle)
+
+
+def _worst_errors(outcomes: list[Outcome], truth: Outcome, config: DecoderConfig) -> tuple[float, float]:
+    """Of any rank's logits and KV."""
+    errors = []
+    for rank, (logits, kv) in enumerate(outcomes):
+        shard = Shard(config, len(outcomes), rank)
+        own_heads = truth.kv.narrow(3, shard.first_kv_head, shard.kv_heads)
+        errors.append((_relative_error(logits, truth.logits), _relative_error(kv, own_heads)))
+    logits_error, kv_error = torch.tensor(errors, dtype=torch.float64).amax(dim=0).tolist()  # not a number is the worst
+    return logits_error, kv_error
 
 
 def _relative_error(ours: Tensor, truth: Tensor) -> float:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..builder.config import Shard
 from ..plugins.torch_ops import register_pool, release_pool
 from ..scheduler.plan import Lane
 from ..scheduler.types import InvariantError, SettingError, Tier
@@ -188,7 +189,7 @@ class CudaDevice:
         self._engine = engine
         decoder = engine.manifest.decoder
         self._times.loaded(decoder.layers)
-        heads = kv_heads * (decoder.heads // decoder.kv_heads)  # of this rank, as the pool
+        heads = Shard(decoder, engine.manifest.tensor_parallel).heads
         self._work = make_work_list(capacity, heads, kv_heads, head_dim, engine.dtype)
         self._handle = register_pool(self._pool, self._pass_gate, self._work)
         for gate in gates:

@@ -11,7 +11,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ..builder.checkpoint import parameter_shapes
-from ..builder.manifest import WEIGHTS, Manifest, code_digest, files_digest, versions
+from ..builder.config import Shard
+from ..builder.manifest import Manifest, code_digest, files_digest, versions, weights_file
 from ..builder.model import Decoder
 from ..builder.package import Package, laid_out
 from ..builder.random_weights import random_weights
@@ -28,7 +29,8 @@ class Engine:
         self.manifest = manifest
         self.dtype: torch.dtype = getattr(torch, manifest.dtype)
         self.vocab_size = manifest.vocab_size
-        self.parameters = sum(math.prod(shape) for shape in parameter_shapes(manifest.decoder).values())
+        shapes = parameter_shapes(manifest.decoder, manifest.tensor_parallel)
+        self.parameters = sum(math.prod(shape) for shape in shapes.values())  # of this rank
         self._decoder = decoder
 
     def chunk_bytes(self, chunk_tokens: int) -> int:
@@ -54,9 +56,11 @@ class Engine:
         return self._decoder(token_ids, positions, slots, segments, block_table, sample_rows, pool)
 
 
-def open_engine(directory: str | Path, device: str = "cpu") -> Engine:
-    """Loads an engine onto the device it was built for, "cpu" or "cuda".
+def open_engine(directory: str | Path, device: str = "cpu", rank: int = 0) -> Engine:
+    """Loads one rank of an engine onto the device it was built for, "cpu" or "cuda".
 
+    With more ranks than one its forward pass needs a group registered as `collectives.TENSOR_PARALLEL`. ValueError if
+    there is no such rank.
     Raises SettingError('--engine', ...) that says what differs from this program or from the engine's build, or that
     the weights are larger than the GPU's free memory; SettingError('--device', ...) without a GPU.
     """
@@ -68,21 +72,22 @@ def open_engine(directory: str | Path, device: str = "cpu") -> Engine:
     for package, here in versions().items():
         _check_part(directory, f"version of {package}", getattr(manifest.parts, package), here)
     dtype = getattr(torch, manifest.dtype)
+    shard = Shard(manifest.decoder, manifest.tensor_parallel, rank)
     if device == "cuda":
-        _check_gpu(directory, weight_bytes(parameter_shapes(manifest.decoder), dtype))
+        _check_gpu(directory, weight_bytes(parameter_shapes(shard.config, shard.ranks), dtype))
     if manifest.backend != "reference":
         _check_package(directory, manifest)
     if manifest.random_seed is None:
         # TensorRT copies them into its plan: they need not be on the device as well.
-        weights = _stored_weights(directory, manifest, "cpu" if manifest.backend == "tensorrt" else device)
+        weights = _stored_weights(directory, manifest, rank, "cpu" if manifest.backend == "tensorrt" else device)
     else:
-        weights = random_weights(manifest.decoder, dtype, device, manifest.random_seed)
+        weights = random_weights(shard.config, dtype, device, manifest.random_seed, rank, shard.ranks)
     return Engine(manifest, _decoder(directory, manifest, weights))
 
 
 def _decoder(directory: Path, manifest: Manifest, weights: Mapping[str, Tensor]) -> Callable[..., Tensor]:
     if manifest.backend == "reference":
-        return Decoder.from_weights(manifest.decoder, weights)
+        return Decoder.from_weights(manifest.decoder, weights, manifest.tensor_parallel)
     path = directory / manifest.package
     try:
         if manifest.backend == "tensorrt":
@@ -107,13 +112,14 @@ def _check_package(directory: Path, manifest: Manifest) -> None:
     _check_part(directory, "digest of the compiled code", manifest.compiled.package, digest)
 
 
-def _stored_weights(directory: Path, manifest: Manifest, device: str) -> dict[str, Tensor]:
+def _stored_weights(directory: Path, manifest: Manifest, rank: int, device: str) -> dict[str, Tensor]:
     """One tensor after the other goes to the device; the host holds pages of the file only, which it may drop."""
+    path = directory / weights_file(rank, manifest.tensor_parallel)
     try:
-        weights = load_weights(directory / WEIGHTS)
+        weights = load_weights(path)
     except (OSError, SafetensorError) as error:
-        raise SettingError("--engine", f"{directory / WEIGHTS} cannot be read: {error}") from None
-    _check_part(directory, "digest of the weights", manifest.parts.weights, weights_digest(weights))
+        raise SettingError("--engine", f"{path} cannot be read: {error}") from None
+    _check_part(directory, "digest of the weights", manifest.parts.weights[rank], weights_digest(weights))
     return {name: tensor.to(device) for name, tensor in weights.items()}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from ..builder.config import DecoderConfig
+from ..builder.config import Shard
 from ..scheduler.types import SettingError, Tier
 from .device import Memory
 
@@ -51,21 +51,22 @@ def check_pool_fits(tier: Tier, chunks: int, size: int, free: int) -> None:
         )
 
 
-def activation_bytes(
-    decoder: DecoderConfig, itemsize: int, *, tokens: int, sampled: int, scored: int, context: int
-) -> int:
-    """The most that a step of so many tokens, sampled and scored rows needs beside weights and KV.
+def activation_bytes(shard: Shard, itemsize: int, *, tokens: int, sampled: int, scored: int, context: int) -> int:
+    """The most that a rank's step of so many tokens, sampled and scored rows needs beside weights and KV.
 
     itemsize: bytes of a number in the engine's dtype; context: the longest, in tokens.
     """
-    heads, kv_heads, head_dim = decoder.heads, decoder.kv_heads, decoder.head_dim
-    # Residual stream, its sum and the normed copy; the norm itself may be taken in float32.
-    stream = decoder.hidden_size * (3 * itemsize + 2 * 4)
+    decoder, several = shard.config, shard.ranks > 1
+    heads, kv_heads, head_dim = shard.heads, shard.kv_heads, decoder.head_dim
+    # Residual stream, its sum, the normed copy, and a rank's share of a sum; the norm itself may be taken in float32.
+    stream = decoder.hidden_size * ((4 if several else 3) * itemsize + 2 * 4)
     attention = (3 * heads + 2 * kv_heads) * head_dim * itemsize  # q, k, v, rotated q, result
-    mlp = (4 if decoder.gated else 2) * decoder.mlp_size * itemsize  # projections, activation, product
+    mlp = (4 if decoder.gated else 2) * shard.mlp_size * itemsize  # projections, activation, product
     splits = min(_MOST_SPLITS, -(-context // _SMALLEST_SPLIT))
     partial = splits * heads * (head_dim + 1) * 4 if splits > 1 else 0
-    made = itemsize + 4 + 4  # by the last product, in float32, and carried out of a graph
+    # By the last product, gathered of all ranks, without what fills up the last one's, in float32, and carried out of
+    # a graph.
+    made = (3 if several else 1) * itemsize + 4 + 4
     logits = decoder.vocab_size * (sampled * (made + _DRAWN_LOGIT) + scored * (made + _SCORED_LOGIT))
     return tokens * (stream + max(attention, mlp) + partial) + logits
 

@@ -55,6 +55,8 @@ def parser() -> argparse.ArgumentParser:
 
 def build(args: argparse.Namespace) -> Built:
     """Raises SettingError."""
+    if args.profile and args.tensor_parallel != 1:
+        raise SettingError("--profile", "engines of several ranks cannot be measured yet")
     how = dict(
         backend=args.backend,
         dtype=args.dtype,
@@ -112,10 +114,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     seconds = time.perf_counter() - start
     manifest = built.manifest
+    each = "" if manifest.tensor_parallel == 1 else f" on each of {manifest.tensor_parallel} ranks"
     kind = "weights" if manifest.random_seed is None else "random weights"
     print(
         f"{built.outcome} {args.output}: {manifest.architecture}, {manifest.backend} backend, {manifest.device}, "
-        f"{manifest.dtype}, {manifest.layers} layers, {built.weight_bytes / 2**20:.1f} MiB of {kind}, "
+        f"{manifest.dtype}, {manifest.layers} layers, {built.weight_bytes / 2**20:.1f} MiB of {kind}{each}, "
         f"contexts up to {manifest.max_model_len} tokens, in {seconds:.1f} s (fingerprint {manifest.fingerprint[:16]})"
     )
     if manifest.compiled is not None:

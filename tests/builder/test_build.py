@@ -128,7 +128,7 @@ def test_a_directory_of_other_things_is_never_touched(checkpoint, tmp_path):
         ("--backend", {"backend": "onnx"}, "reference"),
         ("--device", {"device": "tpu"}, "cpu"),
         ("--dtype", {"dtype": "int8"}, "bfloat16"),
-        ("--tensor-parallel", {"tensor_parallel": 2}, "only 1"),
+        ("--tensor-parallel", {"tensor_parallel": 3}, "only among 1 or 2 or 4"),
         ("--checkpoint", {"checkpoint": "nowhere"}, "config.json"),
     ],
 )

@@ -6,7 +6,9 @@ import torch
 from pensieve.builder.architectures import decoder_config
 from pensieve.builder.build import build_engine
 from pensieve.builder.compile_inductor import Compilable, export
+from pensieve.builder.config import Shard
 from pensieve.builder.manifest import PACKAGE, WEIGHTS, Manifest
+from pensieve.builder.model import Decoder
 from pensieve.builder.package import Package, laid_out
 from pensieve.builder.parity import check_parity, random_batches, registered
 from pensieve.builder.random_weights import random_weights
@@ -104,7 +106,7 @@ def test_the_weights_are_not_copied(compiled):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("kind", ["llama", "opt"])
 @torch.inference_mode()
-def test_on_a_gpu_captured_steps_compute_what_the_reference_does(kind, tmp_path):
+def test_on_a_gpu_captured_steps_are_as_near_to_float32_as_the_reference(kind, tmp_path):
     """And the weights are there once."""
     tiny_checkpoint(kind, tmp_path / "checkpoint")
     engines = {}
@@ -116,21 +118,38 @@ def test_on_a_gpu_captured_steps_compute_what_the_reference_does(kind, tmp_path)
         assert torch.cuda.memory_allocated() - before < 1.2 * weights + 50_000
     reference, inductor = engines.values()
     config = reference.manifest.decoder
+    wide = {name: tensor.float() for name, tensor in reference._decoder.state_dict().items()}
     batches = random_batches(config, "cuda")
-    slots, chunk_tokens = batches[0].block_table.numel(), 16
-    pools = [torch.zeros(reference.kv_shape(slots, chunk_tokens), dtype=torch.bfloat16, device="cuda") for _ in "ab"]
-    with registered(pools[0], config, batches) as (ours, plan), registered(pools[1], config, batches) as (other, list_):
+    exact = logits_and_kv(Decoder.from_weights(config, wide), config, batches, torch.float32)
+    naive = logits_and_kv(reference.forward, config, batches, torch.bfloat16)
+    ours = logits_and_kv(inductor.forward, config, batches, torch.bfloat16, captured)
+    for own, other, truth in zip(ours, naive, exact, strict=True):
+        assert (own - truth).norm() <= 2 * (other - truth).norm()
+
+
+def logits_and_kv(forward, config, batches, dtype, how=lambda step: step()):
+    """Of all steps; both float32. how(step): runs a step and returns its logits."""
+    shape = (batches[0].block_table.numel(), config.layers, 2, config.kv_heads, 16, config.head_dim)
+    pool = torch.zeros(shape, dtype=dtype, device="cuda")
+    logits = []
+    with registered(pool, Shard(config), batches) as (handle, plan):
         for batch in batches:
-            list_(batch.segments)
-            expected = reference.forward(*batch, other)
-            plan(batch.segments)
-            inductor.forward(*batch, ours)  # what cannot be captured happens now
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+
+            def step(batch=batch):
                 plan(batch.segments)
-                logits = inductor.forward(*batch, ours)
-            logits.zero_()
-            graph.replay()
-            torch.testing.assert_close(logits, expected, atol=0.05, rtol=0.05)
-    torch.testing.assert_close(*pools, atol=0.05, rtol=0.05)
+                return forward(*batch, handle)
+
+            logits.append(how(step).float())
+        torch.cuda.synchronize()
+    return torch.cat(logits), pool.float()
+
+
+def captured(step):
+    step()  # what cannot be captured happens now
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = step()
+    logits.zero_()
+    graph.replay()
+    return logits.clone()  # the graph's memory goes with it
