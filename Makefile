@@ -1,5 +1,5 @@
 # make serve   installs on first use, then serves the demo model on http://127.0.0.1:8000
-# make test    installs on first use, then lints and runs every test
+# make test    installs on first use, then lints and runs the tests, all but the slow ones: ARGS="-m ''" runs every test
 # make setup   installs only (.venv in this folder)
 # make triton-server   installs NVIDIA's tritonserver for its test (it needs an older numpy, so it has a folder of its own)
 
@@ -34,4 +34,4 @@ lint: setup
 
 test: lint
 	@echo "== tests"
-	.venv/bin/python -m pytest -q --numprocesses 2 --dist loadfile $(ARGS)
+	.venv/bin/python -m pytest -q --numprocesses 2 --dist loadfile -m "not slow" $(ARGS)

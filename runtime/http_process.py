@@ -79,20 +79,23 @@ async def _serve(connection: Connection, listener: socket.socket, settings: HTTP
             timeout_graceful_shutdown=CLOSING_SECONDS,
         )
     )
-    starter = asyncio.create_task(_start_and_stop(server, door, connection, settings))
-    await server.serve(sockets=[listener])
-    if (histories := await starter) is not None:
-        await histories.close()
+    async with contextlib.AsyncExitStack() as behind:
+        starter = asyncio.create_task(_start_and_stop(server, door, connection, settings, behind))
+        await server.serve(sockets=[listener])
+        await starter
 
 
 async def _start_and_stop(
-    server: uvicorn.Server, door: FrontDoor, connection: Connection, settings: HTTPSettings
-) -> Histories | None:
+    server: uvicorn.Server,
+    door: FrontDoor,
+    connection: Connection,
+    settings: HTTPSettings,
+    behind: contextlib.AsyncExitStack,
+) -> None:
     """Opens the door when the engine is ready, ends the server when the engine has ended.
 
-    Returns what is to be closed behind the last request.
+    `behind` gets what is to be closed behind the last request.
     """
-    histories = None
     try:
         ready = await asyncio.to_thread(_first_message, connection)
         if isinstance(ready, Ready):
@@ -100,14 +103,20 @@ async def _start_and_stop(
             if ready.tokenizer:
                 tokenizer = await asyncio.to_thread(Tokenizer.load, ready.tokenizer, settings.chat_template)
             client = EngineClient(connection)
+            tracing = None
+            if settings.otlp_traces_endpoint is not None:
+                from .tracing import Tracing  # needs the extra `otel`
+
+                tracing = Tracing(settings.otlp_traces_endpoint, ready.model)
+                behind.callback(tracing.close)
             store = HistoryStore(settings.history_file, settings.history_ttl)
             histories = Histories(store, client.tell, tokenizer)
-            door.open(create_app(client, ready, tokenizer, settings, histories))
+            behind.push_async_callback(histories.close)
+            door.open(create_app(client, ready, tokenizer, settings, histories, tracing))
             await client.closed.wait()
     finally:
         door.close()
         server.should_exit = True
-    return histories
 
 
 def _first_message(connection: Connection) -> object:

@@ -16,6 +16,7 @@ class HTTPSettings:
     api_keys                  digests of the keys (`api_keys.key_digest`) of which every call needs one; none: no keys
     history_file              of the history store; ":memory:" keeps nothing
     history_ttl               seconds after their last turn after which stored conversations are deleted, None: never
+    otlp_traces_endpoint      where spans go (`tracing.Tracing`), None: nowhere
     log_format, log_level     as `logs.configure_logging` takes them
     """
 
@@ -27,6 +28,7 @@ class HTTPSettings:
     api_keys: tuple[str, ...] = ()
     history_file: str = ":memory:"
     history_ttl: float | None = None
+    otlp_traces_endpoint: str | None = None
     log_format: str = "text"
     log_level: str = "info"
 

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from fastapi import Request as HTTPRequest
@@ -42,6 +42,9 @@ from .tokenize_api import add_tokenize
 from .tools import ToolCallParser
 from .ui_api import add_ui
 
+if TYPE_CHECKING:
+    from .tracing import Tracing  # needs the extra `otel`
+
 EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 REQUEST_ID = "x-request-id"  # the id that the answer has, and its line of the log
 
@@ -49,14 +52,18 @@ REQUEST_ID = "x-request-id"  # the id that the answer has, and its line of the l
 class Answer(Response):
     """Submits a call and writes its answer. The status is sent when the first output is here: a refusal has its own."""
 
-    def __init__(self, call: Call, client: EngineClient, tokenizer: Tokenizer | None):
+    def __init__(self, call: Call, client: EngineClient, tokenizer: Tokenizer | None, tracing: Tracing | None):
         super().__init__()
-        self._call, self._client, self._tokenizer = call, client, tokenizer
+        self._call, self._client, self._tokenizer, self._tracing = call, client, tokenizer, tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         replies: dict[int, Reply] = {}
         metrics = self._client.metrics
-        with contextlib.suppress(ClientGone), logged(self._call, scope.get(OWNER, ""), replies.values()):
+        with contextlib.ExitStack() as around:
+            around.enter_context(contextlib.suppress(ClientGone))
+            if self._tracing is not None:
+                around.enter_context(self._tracing.traced(self._call, scope["headers"], replies.values()))
+            around.enter_context(logged(self._call, scope.get(OWNER, ""), replies.values()))
             try:
                 await self._answer(replies, scope, receive, send)
             finally:
@@ -154,10 +161,11 @@ def create_app(
     tokenizer: Tokenizer | None,
     settings: HTTPSettings = DEFAULTS,
     histories: Histories | None = None,
+    tracing: Tracing | None = None,
 ) -> FastAPI:
     """The application that serves the engine of `ready`; without a tokenizer only completions of token ids.
 
-    Without `histories` conversations are kept in memory.
+    Without `histories` conversations are kept in memory. With `tracing` every call that is answered has a span.
     """
     if histories is None:
         histories = Histories(HistoryStore(":memory:", settings.history_ttl), client.tell, tokenizer)
@@ -189,19 +197,19 @@ def create_app(
     async def completions(request: HTTPRequest) -> Response:
         arrived = time.perf_counter()
         body = parse(CompletionBody, await request.body())
-        return Answer(await calls.completion(body, arrived, owner_of(request)), client, tokenizer)
+        return Answer(await calls.completion(body, arrived, owner_of(request)), client, tokenizer, tracing)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: HTTPRequest) -> Response:
         arrived = time.perf_counter()
         body = parse(ChatBody, await request.body())
-        return Answer(await calls.chat(body, arrived, owner_of(request)), client, tokenizer)
+        return Answer(await calls.chat(body, arrived, owner_of(request)), client, tokenizer, tracing)
 
     @app.post("/v1/responses")
     async def responses(request: HTTPRequest) -> Response:
         arrived = time.perf_counter()
         body = parse(ResponseBody, await request.body())
-        return Answer(await calls.response(body, arrived, owner_of(request)), client, tokenizer)
+        return Answer(await calls.response(body, arrived, owner_of(request)), client, tokenizer, tracing)
 
     add_conversations(app, histories)
     add_responses(app, histories)

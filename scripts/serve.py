@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.metadata
 import logging
 import multiprocessing
 import signal
@@ -12,9 +13,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from ..builder.build import build_engine
 from ..builder.checkpoint import DEMO_CHECKPOINT
+from ..builder.config import Shard
 from ..builder.manifest import Manifest
 from ..runtime.api_keys import key_digest
 from ..runtime.cpu_device import CpuDevice
@@ -97,6 +100,8 @@ def http_settings(args: argparse.Namespace) -> HTTPSettings:
         raise SettingError("--max-connections", f"must be at least 1, not {args.max_connections}")
     if not args.client_timeout > 0:
         raise SettingError("--client-timeout", f"must be more than 0 seconds, not {args.client_timeout}")
+    if args.otlp_traces_endpoint is not None:
+        check_traces_endpoint(args.otlp_traces_endpoint)
     return HTTPSettings(
         max_requests_per_client=args.max_requests_per_client,
         max_body_bytes=parse_bytes(args.max_body_bytes, "--max-body-bytes"),
@@ -106,9 +111,26 @@ def http_settings(args: argparse.Namespace) -> HTTPSettings:
         api_keys=tuple(key_digest(key) for key in read_api_keys(args.api_key, args.api_key_file)),
         history_file=str(args.state_dir / "history.sqlite"),
         history_ttl=args.history_ttl,
+        otlp_traces_endpoint=args.otlp_traces_endpoint,
         log_format=args.log_format,
         log_level=args.log_level,
     )
+
+
+def check_traces_endpoint(endpoint: str) -> None:
+    """SettingError if it is no URL, or nothing is installed to send spans. Whether it answers is not asked."""
+    setting, exporter = "--otlp-traces-endpoint", "opentelemetry-exporter-otlp-proto-http"
+    try:
+        url = urlsplit(endpoint)
+        usable = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise SettingError(setting, f"must be a URL as http://127.0.0.1:4318/v1/traces, not {endpoint!r}")
+    try:
+        importlib.metadata.version(exporter)
+    except importlib.metadata.PackageNotFoundError:
+        raise SettingError(setting, f"needs more packages: pip install {exporter}") from None
 
 
 def read_api_keys(keys: list[str], path: Path | None) -> list[str]:
@@ -155,6 +177,9 @@ def make_service(args: argparse.Namespace, connection: Connection) -> tuple[Serv
     directory = Path(args.engine)
     if args.engine == "demo":
         directory = demo_engine(args.state_dir, args.device)
+    ranks = Manifest.read(directory).tensor_parallel
+    if ranks != 1:
+        raise SettingError("--engine", f"{directory} is divided among {ranks} ranks; ranks over MPI do not exist yet")
     engine = open_engine(directory, args.device)
     config = scheduler_config(args, engine, device)
     measured = load_profile(directory, engine, config.chunk_tokens)
@@ -250,7 +275,7 @@ def free_gpu_bytes(args: argparse.Namespace, engine: Engine, device: Device) -> 
     """What `--gpu-memory-utilization` leaves for KV."""
     context = args.max_model_len or engine.manifest.max_model_len
     activations = activation_bytes(
-        engine.manifest.decoder,
+        Shard(engine.manifest.decoder, engine.manifest.tensor_parallel),
         engine.dtype.itemsize,
         tokens=args.max_num_batched_tokens,
         sampled=args.max_num_seqs,
@@ -279,12 +304,12 @@ def kv_seed(manifest: Manifest) -> bytes:
 
 
 def estimated_cost(engine: Engine, config: SchedulerConfig) -> CostProfile:
-    decoder = engine.manifest.decoder
+    shard = Shard(engine.manifest.decoder, engine.manifest.tensor_parallel)
     return analytic_profile(
         chunk_tokens=config.chunk_tokens,
         parameters=engine.parameters,
-        layers=decoder.layers,
-        attention_width=decoder.heads * decoder.head_dim,
+        layers=shard.config.layers,
+        attention_width=shard.heads * shard.config.head_dim,
         chunk_bytes=engine.chunk_bytes(config.chunk_tokens),
         max_context=config.max_model_len,
         **ESTIMATES[engine.manifest.device],

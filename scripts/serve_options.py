@@ -120,6 +120,8 @@ def _http_options(made: argparse.ArgumentParser) -> None:
     option("--max-connections", type=int, default=4096, metavar="N", help="then 503 (default %(default)s)")
     option("--client-timeout", type=float, default=30.0, metavar="SECONDS",
            help="for a client to send a request, or to take an answer (default %(default)s)")  # fmt: skip
+    option("--otlp-traces-endpoint", metavar="URL",
+           help="send a span for each request there, as http://HOST:4318/v1/traces (default: none)")  # fmt: skip
     option("--log-format", default="text", choices=LOG_FORMATS, help="(default %(default)s)")
     option("--log-level", default="info", choices=LOG_LEVELS, help="(default %(default)s)")
 

@@ -29,6 +29,7 @@ TRITONS = (
     "max_body_bytes",
     "max_connections",
     "client_timeout",
+    "otlp_traces_endpoint",
 )
 """Options of `pensieve serve` that say nothing to Triton's clients."""
 

@@ -17,6 +17,8 @@ from pensieve.runtime.engine import open_engine
 from tests.compiled import compiled_engine
 from tests.models import ScatteredRunner, tiny_checkpoint, tiny_config
 
+pytestmark = pytest.mark.slow
+
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "opt": "OPTForCausalLM"}
 
 

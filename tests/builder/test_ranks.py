@@ -106,6 +106,7 @@ def test_a_legacy_checkpoint_s_ranks_are_cut_as_hugging_face_s(tmp_path):
     assert legacy == hf
 
 
+@pytest.mark.slow
 def test_one_package_serves_all_ranks(tmp_path):
     """Of a single layer, which has all there is and compiles sooner."""
     config = tmp_path / "config.json"

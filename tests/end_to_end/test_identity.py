@@ -71,6 +71,7 @@ def test_replies_at_other_chunk_sizes(model, chunk_tokens):
     happened.update(chatter.run(TURNS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("disturbed", [False, True], ids=["", "disturbed"])
 @pytest.mark.parametrize("kind", ["llama", "opt"])
 def test_replies_of_compiled_engines(kind, disturbed, tmp_path_factory):

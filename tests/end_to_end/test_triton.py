@@ -20,6 +20,8 @@ from .server import Server
 from .test_server import wait_for
 from .triton_server import TritonServer, needs_triton
 
+pytestmark = pytest.mark.slow
+
 grpc = pytest.importorskip("tritonclient.grpc", reason="needs tritonclient[grpc]")
 
 TURNS = 10

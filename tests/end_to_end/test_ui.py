@@ -17,6 +17,8 @@ import pytest
 
 from .server import Server
 
+pytestmark = pytest.mark.slow
+
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 expect = playwright.expect
 

@@ -165,6 +165,7 @@ def test_random_bytes_leave_nothing_behind(server: Server) -> None:
     assert findings.statuses["400"] and findings.statuses["200"]
 
 
+@pytest.mark.slow
 def test_schemathesis_finds_no_server_error(server: Server, tmp_path: Path) -> None:
     """A short look at every operation with values good and bad. Longer: see docs/operations.md."""
     command = [Path(sys.executable).with_name("schemathesis"), "run", f"{server.url}/openapi.json", "--seed", "1"]

@@ -103,7 +103,7 @@ def trace(url: str, loop: FakeLoop, work: Callable[[httpx.AsyncClient], Awaitabl
     return answer, time.perf_counter() - start
 
 
-def complete(http: httpx.AsyncClient, headers: dict[str, str] | None = None, **body: Any) -> Awaitable[httpx.Response]:
+def complete(http: httpx.AsyncClient, headers: dict[str, Any] | None = None, **body: Any) -> Awaitable[httpx.Response]:
     return http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 9, **body}, headers=headers)
 
 
@@ -149,8 +149,8 @@ def test_turns_of_a_conversation_can_be_told_and_its_name_cannot(collector: Coll
     assert attributes(collector.spans[-1])["gen_ai.conversation.id"] != first, "the key is this process's"
 
 
-@pytest.mark.parametrize("headers", [None, {"traceparent": "00-junk-\xff"}])
-def test_without_a_caller_a_trace_begins(collector: Collector, headers: dict[str, str] | None) -> None:
+@pytest.mark.parametrize("headers", [None, {"traceparent": b"00-junk-\xff"}])
+def test_without_a_caller_a_trace_begins(collector: Collector, headers: dict[str, Any] | None) -> None:
     trace(collector.url, FakeLoop(), lambda http: complete(http, headers))
     (span,) = collector.spans
     assert span.parent_span_id == b"" and span.trace_id != bytes.fromhex(TRACE)
@@ -171,8 +171,9 @@ def test_refused_and_failed_requests_are_errors(collector: Collector) -> None:
 
 
 def test_off_nothing_of_opentelemetry_is_imported() -> None:
-    code = "import sys, pensieve.runtime.http_process, pensieve.scripts.serve; print('opentelemetry' in sys.modules)"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False\n"
+    modules = {"opentelemetry.sdk", "opentelemetry.exporter", "pensieve.runtime.tracing"}
+    code = f"import sys, pensieve.runtime.http_process, pensieve.scripts.serve; print({modules} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"
 
 
 def test_a_collector_that_takes_no_spans_holds_nothing_up() -> None:
@@ -188,12 +189,15 @@ def test_the_process_sends_its_last_spans_an_abandoned_requests_too(collector: C
         port = listener.getsockname()[1]
         settings = HTTPSettings(otlp_traces_endpoint=collector.url)
         process = multiprocessing.get_context("spawn").Process(
-            target=serve_http, args=(loop.client_end, listener, settings)
+            target=serve_http, args=(loop.client_end, listener, settings), daemon=True
         )
         process.start()
     loop.client_end.close()
     loop.say(ready())
-    url, body = f"http://127.0.0.1:{port}/v1/completions", {"prompt": PROMPT, "max_tokens": 200, "stream": True}
+    url, body = (
+        f"http://127.0.0.1:{port}/v1/completions",
+        {"prompt": PROMPT, "max_tokens": 200, "stream": True, "return_token_ids": True},
+    )
     with httpx.stream("POST", url, json=body, timeout=30) as response:
         next(response.iter_lines())
     eventually(lambda: len(loop.log) > len(loop.said(Submit)))  # the abort
