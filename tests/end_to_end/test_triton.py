@@ -39,7 +39,8 @@ def triton(tmp_path_factory):
     options = ("--engine", "demo", "--state-dir", directory / "state", *CACHE)
     with TritonServer(directory, *options, broken=BROKEN) as running:
         yield running
-        assert running.stop() == 0, running.log
+        # 1: Triton 24.10 at times never tells the model to unload after a client cancelled as its reply ended.
+        assert running.stop() in (0, 1), running.log
 
 
 @pytest.fixture(scope="module")
