@@ -106,6 +106,7 @@ class Terminal:
         self.pid, self._file = pty.fork()
         if self.pid == 0:
             os.environ["TERM"] = "dumb"
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # who runs the tests in the background has it ignored
             os.execv(sys.executable, [*CHAT, *options])
         self._seen = ""
 
