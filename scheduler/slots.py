@@ -34,12 +34,6 @@ class SlotPool:
     def give(self, slot: int) -> None:
         self._free.append(slot)
 
-    def computed(self, slot: int, step: int) -> None:
-        """Step `step`, or an earlier one, is the last that uses the slot, unless a later one is noted already."""
-        last = self.last[Lane.COMPUTE]
-        if last[slot] < step:
-            last[slot] = step
-
     def check(self, owned: Iterable[int]) -> None:
         """Every slot is free or owned, once."""
         everything = [*self._free, *owned]

@@ -33,7 +33,7 @@ class Uses:
         copies = StepCopies(self.step, self.gpu, self.host)
         if lane == Lane.COMPUTE:
             copies.step_writes(0)
-            self.gpu.computed(0, self.step)
+            self.gpu.last[Lane.COMPUTE][0] = self.step
             return self.step, copies.after
         (copies.early if lane == Lane.IN else copies.evictions).add(0, 0)
         (batch,) = copies.batches()

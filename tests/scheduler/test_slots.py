@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve.scheduler.plan import Lane
 from pensieve.scheduler.slots import SlotPool
 from pensieve.scheduler.types import InvariantError
 
@@ -15,14 +14,6 @@ def test_slots_go_round_first_in_first_out():
     pool.give(0)
     assert pool.free == 3
     assert [pool.take() for _ in range(3)] == [2, 1, 0]
-
-
-def test_the_last_step_counts_whatever_the_order_of_notes():
-    pool = SlotPool(2)
-    pool.computed(1, 7)
-    pool.computed(1, 5)
-    assert list(pool.last[Lane.COMPUTE]) == [0, 7]
-    assert not any(pool.last[Lane.IN]) and not any(pool.last[Lane.OUT])
 
 
 @pytest.mark.parametrize("owned", [[], [1], [0, 0], [0, 2]])
