@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
-from .types import RowId, Sampling, TokenLogprobs
+from .types import ChunkKey, RowId, Sampling, TokenLogprobs
 
 
 class Lane(IntEnum):
@@ -91,6 +91,23 @@ class CopyBatch:
     gated: bool = False
 
 
+class Spill(NamedTuple):
+    """Write HOST slot `host` to DISK slot `disk`, as the record of the keyed chunk that ends at position `end`."""
+
+    host: int
+    disk: int
+    key: ChunkKey
+    end: int
+
+
+class Promotion(NamedTuple):
+    """Read the record of `key` in DISK slot `disk` into HOST slot `host`."""
+
+    disk: int
+    host: int
+    key: ChunkKey
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One iteration over one batch.
@@ -103,6 +120,10 @@ class StepPlan:
     spans       pieces of known tokens, ascending within a seat; `token_ids` holds their ids one after the other
     scored      the known token behind each position of the spans that score; none behind a position that samples
     samples     who gets a token, in this order: all of `generate`, then the spans that sample
+    spills, promotions
+                work for the disk, which takes its time and is on no lane: it begins at once, the step does not wait
+                for it, and until a result reports it done or failed nobody else uses its slots
+    erased      DISK slots whose records can never be read again once the plan is done
 
     The batch's token order is: `generate`, then `spans`. A plan without both launches nothing.
     """
@@ -118,6 +139,9 @@ class StepPlan:
     token_ids: array[int]
     samples: tuple[RowId, ...]
     scored: array[int] = field(default_factory=lambda: array("i"))
+    spills: tuple[Spill, ...] = ()
+    promotions: tuple[Promotion, ...] = ()
+    erased: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -133,13 +157,17 @@ class StepResult:
     prompt_logprobs
                 of the tokens that the plan scored, by seat, in their order
     completed   the last ticket known to be complete on each lane, over all ranks the smallest
-    failed      disk slots whose record did not check: their chunks are dropped everywhere
+    spilled, promoted
+                DISK slots whose record is written, or read and checked, on every rank; each once
+    failed      DISK slots whose record could not be written, or read, or did not check, on some rank; each once
     """
 
     step: int
     samples: tuple[RowId, ...]
     tokens: tuple[int, ...]
     completed: Tickets = NO_TICKETS
+    spilled: tuple[int, ...] = ()
+    promoted: tuple[int, ...] = ()
     failed: tuple[int, ...] = ()
     logprobs: Mapping[RowId, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
