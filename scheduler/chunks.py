@@ -122,7 +122,7 @@ class ChunkStore:
     disk_only       idle and only on DISK
     busy_copied     in use on the GPU, with a copy on HOST that is worth only its making, the oldest first
     disk_copies     on DISK and on the GPU, the latest last; beside the set of victims that the chunk is filed in
-    completed       copies known to be complete on the device
+    completed       copies known to be complete on the device, and the last step that was applied
     now             of the latest plan: drops are stamped with it
     dropped         chunks dropped so far; regret_tokens: of those computed again within REGRET_S
     """
@@ -392,7 +392,8 @@ class ChunkStore:
         if filed is not None:
             filed.add(chunk)
         if self._has_disk:
-            if chunk.disk != NO_SLOT and chunk.gpu != NO_SLOT and chunk.moving is None:
+            on_gpu = chunk.gpu != NO_SLOT and not chunk.loading
+            if chunk.disk != NO_SLOT and on_gpu and chunk.moving is None:
                 self.disk_copies.add(chunk)
             else:
                 self.disk_copies.discard(chunk)

@@ -64,7 +64,8 @@ def _check_filing(store: ChunkStore, chunk: Chunk) -> bool:
 
 
 def _check_copy(store: ChunkStore, chunk: Chunk) -> bool:
-    is_copy = chunk.disk != NO_SLOT and chunk.gpu != NO_SLOT and chunk.moving is None
+    on_gpu = chunk.gpu != NO_SLOT and not chunk.loading
+    is_copy = chunk.disk != NO_SLOT and on_gpu and chunk.moving is None
     if is_copy != (chunk in store.disk_copies):
         raise InvariantError(f"{chunk} is taken for a copy on DISK, or for none, wrongly")
     return is_copy

@@ -104,11 +104,15 @@ class RoomMaker:
 
     def save(self, chunk: Chunk) -> bool:
         """Copies the chunk out on its way to DISK, if that takes nothing from HOST that is nowhere else."""
-        slot = self._host_slot(self._store.policy.value(chunk, self._now), drops=False)
+        store = self._store
+        slot = self._host_slot(store.policy.value(chunk, self._now), drops=False)
         if slot != NO_SLOT:
+            if chunk.users:  # its slot's last step is noted when its rows let it go; what wrote it has been applied
+                computed = store.gpu.last[Lane.COMPUTE]
+                computed[chunk.gpu] = max(computed[chunk.gpu], store.completed.compute)
             self._copies.saves.add(chunk.gpu, slot)
             chunk.host = slot
-            self._store.file(chunk)
+            store.file(chunk)
         return slot != NO_SLOT
 
     def promote(self, chunk: Chunk, drops: bool) -> bool | None:

@@ -180,7 +180,7 @@ class Scheduler:
         if (result.step, result.samples) != (plan.step, plan.samples):
             raise InvariantError(f"the result of step {result.step} came where that of step {plan.step} was due")
         self._applied = plan.step
-        self._store.completed = result.completed
+        self._store.completed = result.completed._replace(compute=plan.step)
         if self.config.disk_kv_chunks:
             self._store.disk.report(result, now)
         for span, span_row in zip(plan.spans, span_rows, strict=True):
