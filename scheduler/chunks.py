@@ -56,6 +56,8 @@ class Chunk:
     pins         of these conversations, those that are pinned: it is evicted last
     awaited      0, or the place in the queue of the request that waits for it: it is evicted behind those that nobody
                  awaits, the queue's tail first
+    staged       its copy on HOST is on its way to DISK and no reason to take its GPU slot: what is written first is
+                 worth most
     loading      its swap-in is reserved but not all issued: the GPU slot holds nothing yet
     filed        the set of victims it is in, and group the part of a VictimSet
     declined     HOST has no room for one of so low a value: dropped when its GPU slot is needed
@@ -79,6 +81,7 @@ class Chunk:
         "loading",
         "moving",
         "pins",
+        "staged",
         "tokens",
         "users",
     )
@@ -97,6 +100,7 @@ class Chunk:
         self.born = self.last_active = now
         self.dropped_at = NEVER
         self.loading = False
+        self.staged = False
         self.declined = False
         self.moving: Move | None = None
         self.filed: VictimSet | OrderedSet | None = None
@@ -290,7 +294,7 @@ class ChunkStore:
         """The chunk leaves the GPU; dropped if it is nowhere else."""
         self.gpu.give(chunk.gpu)
         chunk.gpu = NO_SLOT
-        chunk.declined = False
+        chunk.declined = chunk.staged = False
         self.file(chunk)
         if chunk.host == NO_SLOT:
             self._count_if_dropped(chunk)
@@ -298,6 +302,7 @@ class ChunkStore:
     def release_host(self, chunk: Chunk) -> None:
         self.host.give(chunk.host)
         chunk.host = NO_SLOT
+        chunk.staged = False
         self.file(chunk)
         if chunk.gpu == NO_SLOT:
             self._count_if_dropped(chunk)
@@ -323,6 +328,7 @@ class ChunkStore:
 
     def drop(self, chunk: Chunk) -> None:
         """An idle chunk leaves every tier."""
+        chunk.staged = False
         if chunk.moving is not None:
             self.disk.abandon(chunk.moving)
         if chunk.disk != NO_SLOT:
@@ -378,9 +384,9 @@ class ChunkStore:
                 elif chunk.disk != NO_SLOT:
                     filed = self.disk_only
         elif chunk.users:
-            if chunk.host != NO_SLOT and not chunk.loading and chunk.moving is None:
+            if chunk.host != NO_SLOT and not (chunk.loading or chunk.staged) and chunk.moving is None:
                 filed = self.busy_copied
-        elif chunk.host != NO_SLOT or chunk.declined or not self.host.count:
+        elif (chunk.host != NO_SLOT and not chunk.staged) or chunk.declined or not self.host.count:
             filed = self.reclaimable
         else:
             filed = self.uncopied

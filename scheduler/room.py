@@ -72,7 +72,9 @@ class RoomMaker:
         while store.gpu.free < count:
             if not (victim := self._uncopied.peek()):
                 raise InvariantError(f"{count} GPU slots were counted as obtainable, {store.gpu.free} are")
-            if (slot := self._host_slot(self._uncopied.value)) != NO_SLOT:
+            if victim.host != NO_SLOT:
+                evictions.gpu_reclaimed += 1  # staged for DISK
+            elif (slot := self._host_slot(self._uncopied.value)) != NO_SLOT:
                 self._copies.evictions.add(victim.gpu, slot)
                 victim.host = slot
                 evictions.gpu_moved += 1
@@ -92,7 +94,9 @@ class RoomMaker:
                 chunk = uncopied.peek()
                 if chunk is None or saved == most:
                     return
-                if (slot := self._host_slot(uncopied.value)) != NO_SLOT:
+                if chunk.host != NO_SLOT:
+                    chunk.staged = False
+                elif (slot := self._host_slot(uncopied.value)) != NO_SLOT:
                     self._copies.saves.add(chunk.gpu, slot)
                     chunk.host = slot
                     saved += 1
@@ -102,7 +106,7 @@ class RoomMaker:
 
     # -- HOST
 
-    def save(self, chunk: Chunk) -> bool:
+    def stage(self, chunk: Chunk) -> bool:
         """Copies the chunk out on its way to DISK, if that takes nothing from HOST that is nowhere else."""
         store = self._store
         slot = self._host_slot(store.policy.value(chunk, self._now), drops=False)
@@ -111,7 +115,7 @@ class RoomMaker:
                 computed = store.gpu.last[Lane.COMPUTE]
                 computed[chunk.gpu] = max(computed[chunk.gpu], store.completed.compute)
             self._copies.saves.add(chunk.gpu, slot)
-            chunk.host = slot
+            chunk.host, chunk.staged = slot, True
             store.file(chunk)
         return slot != NO_SLOT
 
@@ -185,23 +189,26 @@ class RoomMaker:
             self._store.disk.spill(chunk, slot)
         return slot != NO_SLOT
 
-    def spill_ahead(self, spare: int, most: int) -> None:
+    def spill_ahead(self, spare: int, most: int) -> bool:
         """Begins to write the chunks of lowest V that are only on HOST, until `spare` HOST slots are free to take or
         will be; at most `most`. What DISK does not want (tails, and what is worth less than all it holds) is dropped.
+
+        False if the next one's copy on HOST must be known to be complete before.
         """
         store, disk = self._store, self._store.disk
         while most > 0 and store.host.free + len(store.host_spare) + disk.writing < spare:
             victim, value = self._host_only.peek(), self._host_only.value
-            if victim is None or store.host.last[Lane.OUT][victim.host] > store.completed.swap_out:
-                return
+            if victim is None:
+                return True
+            if store.host.last[Lane.OUT][victim.host] > store.completed.swap_out:
+                return False
             slot = self._disk_slot(value, for_room=True) if victim.key is not None else NO_SLOT
             if slot != NO_SLOT:
                 disk.spill(victim, slot)
-            elif self._copies.host_slot_in_use(victim.host):
-                return
             else:
                 self._drop_from_host(victim)
             most -= 1
+        return True
 
     def _disk_slot(self, value: float, for_room: bool = False) -> int:
         """A DISK slot for a chunk of that value, or NO_SLOT if DISK holds nothing of lower value.

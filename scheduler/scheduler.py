@@ -293,8 +293,8 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Nothing runs, waits, or is in flight."""
-        return not self._turns and not self._inflight
+        """Nothing runs, waits, or is in flight, and no end is kept back."""
+        return not self._turns and not self._inflight and not self._saver.withholds
 
     def open_requests(self) -> list[RequestId]:
         """Requests that have been added and have neither ended nor left."""

@@ -236,10 +236,8 @@ def test_a_client_that_tells_when_it_comes_back_finds_its_history_on_host():
     harness = Harness(**DISK)
     harness.turn(range(18), 2, "a", expect_next_s=30.0)
     settle(harness)
-    store = harness.scheduler._store
     for chunk in chunks_of(harness):
-        store.release_gpu(chunk)
-        store.release_host(chunk)
+        harness.scheduler._store.release_gpu(chunk)
     assert harness.now + 25 < harness.scheduler.wake_at < harness.now + 30
     assert not harness.tick()
     harness.now = harness.scheduler.wake_at
