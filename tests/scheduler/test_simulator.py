@@ -158,7 +158,7 @@ def test_with_a_disk_histories_outlive_host(save, prefetch):
     simulator.scheduler.check()
     without = simulate(replace(config, disk_kv_chunks=0), cost, sessions)
     assert report.usage.disk and report.promoted and report.spilled and not without.usage.disk
-    assert report.hit_rate > without.hit_rate + {"async": 0.2, "off": 0.05, "sync": 0.0}[save]
+    assert report.hit_rate > without.hit_rate + {"async": 0.15, "off": 0.05, "sync": 0.0}[save]
     assert sum(getattr(report.usage, name) for name in ("cached", "recomputed", "new")) == sum(
         turn.history_tokens + turn.input_tokens for session in sessions for turn in session.turns
     )
