@@ -34,6 +34,7 @@ from ..runtime.messages import Ready
 from ..runtime.profile import load_profile
 from ..runtime.service import Service
 from ..runtime.text import ChatTemplate
+from ..runtime.trace_file import TraceFile
 from ..scheduler.batcher import MOST_SCORED
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.cost import CostProfile, analytic_profile, propose_swap_out_below
@@ -174,6 +175,9 @@ def drain_on_signals(service: Service, seconds: float) -> None:
 
 def make_service(args: argparse.Namespace, connection: Connection) -> tuple[Service, Ready]:
     device = make_device(args)
+    trace = None if args.trace is None else TraceFile(args.trace)
+    if trace is not None:
+        device.watch(trace.work)
     directory = Path(args.engine)
     if args.engine == "demo":
         directory = demo_engine(args.state_dir, args.device)
@@ -208,7 +212,7 @@ def make_service(args: argparse.Namespace, connection: Connection) -> tuple[Serv
         engine.chunk_bytes(config.chunk_tokens),
         config.max_model_len,
     )
-    return Service(scheduler, executor, connection), ready
+    return Service(scheduler, executor, connection, trace), ready
 
 
 def make_device(args: argparse.Namespace) -> Device:
