@@ -32,7 +32,8 @@ def engine_weights(directory: Path, manifest: Manifest, rank: int) -> dict[str, 
     """One rank's, on the engine's device: from its file, or random."""
     ranks, dtype = manifest.tensor_parallel, getattr(torch, manifest.dtype)
     if manifest.random_seed is not None:
-        return random_weights(manifest.decoder, dtype, manifest.device, manifest.random_seed, rank, ranks)
+        seed, device = manifest.random_seed, manifest.device
+        return random_weights(manifest.decoder, dtype, device, seed, rank, ranks, manifest.fp8)
     stored = load_weights(directory / weights_file(rank, ranks))
     return {name: tensor.to(manifest.device) for name, tensor in stored.items()}
 
