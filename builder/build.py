@@ -23,7 +23,7 @@ from ..scheduler.types import SettingError
 from .architectures import OPT, decoder_config
 from .checkpoint import read_json, read_weights
 from .compiler import compile_apart, cpp_compiler
-from .config import DecoderConfig
+from .config import DecoderConfig, Shard
 from .fp8 import QuantisedWeights, names_in_fp8, projections, stored_as
 from .legacy_checkpoint import is_legacy, legacy_config, read_legacy_weights
 from .lock import locked
@@ -104,9 +104,10 @@ def build_engine(
         hf_config = legacy_config(checkpoint, hf_config)
     dtype = _checked_dtype(dtype or _own_dtype(hf_config))
     decoder = decoder_config(hf_config)
+    Shard(decoder, tensor_parallel)  # or it cannot be divided so
     read = partial(read_legacy_weights if legacy else read_weights, checkpoint, decoder, getattr(torch, dtype))
     own = [read(rank, tensor_parallel) for rank in range(tensor_parallel)]
-    rounded = _rounded(decoder, own, read(), weights)
+    rounded = own if weights == "same" else _rounded(decoder, own, read())
     stored = stored_as(decoder, getattr(torch, dtype), tensor_parallel, names_in_fp8(rounded[0]))
     fp8 = _checked_fp8(any(name.endswith(".scale") for name in stored), backend)
     size = sum(kind.nbytes for kind in stored.values())
@@ -133,11 +134,9 @@ def build_engine(
 
 
 def _rounded(
-    decoder: DecoderConfig, own: Sequence[Mapping[str, Tensor]], whole: Mapping[str, Tensor], weights: str
+    decoder: DecoderConfig, own: Sequence[Mapping[str, Tensor]], whole: Mapping[str, Tensor]
 ) -> Sequence[Mapping[str, Tensor]]:
-    """Each rank's weights as the engine is to have them, of its own, and of one rank that has it all."""
-    if weights == "same":
-        return own
+    """Each rank's weights in FP8, of its own, and of one rank that has it all."""
     if names_in_fp8(whole):
         raise SettingError("--weights", "the checkpoint's weights are in FP8 as they are; use same")
     return [QuantisedWeights(decoder, each, whole) for each in own]
