@@ -56,7 +56,7 @@ def _quantise_rows(x, row_stride, quantised, scales, tokens, size, most, least, 
     column = tl.arange(0, WIDTH)
     mask = column < size
     for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
-        place = token.to(tl.int64)
+        place = token + tl.full((), 0, tl.int64)  # places are counted in 64 bits
         row = tl.load(x + place * row_stride + column, mask=mask, other=0.0).to(tl.float32)
         scale = tl.maximum(tl.div_rn(tl.max(tl.abs(row), axis=0), most), least)
         tl.store(quantised + place * size + column, tl.div_rn(row, scale).to(quantised.dtype.element_ty), mask=mask)
