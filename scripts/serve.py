@@ -286,9 +286,8 @@ def free_gpu_bytes(args: argparse.Namespace, engine: Engine, device: Device) -> 
         scored=MOST_SCORED,
         context=context,
     )
-    weights = engine.parameters * engine.dtype.itemsize
     memory = device.memory(Tier.GPU)
-    division = divide(memory, args.gpu_memory_utilization, weights, activations)
+    division = divide(memory, args.gpu_memory_utilization, engine.weight_bytes, activations)
     log.info(
         "GPU memory: %.1f GiB, of which weights %.1f, activations %.1f, CUDA and its graphs %.1f, KV %.1f",
         *(size / GIB for size in (memory.total, *division)),
