@@ -1,8 +1,8 @@
 """Chunks of KV into records of eight bits and back, on a GPU, in Triton. Twins, and the format, in `kv_fp8_reference`.
 
 Both run beside steps, for as long as copies do, so they take few of the GPU's processors: a fixed, small number of
-programs goes over the heads in strides. Codes are made by integer arithmetic, not by the conversion that only newer GPUs
-have, so that the bits are the same everywhere.
+programs goes over the heads in strides. Codes are made by integer arithmetic, not by the conversion that only newer
+GPUs have, so that the bits are the same everywhere.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _places(task, slots, first, layers, LAYERS: tl.constexpr, HEADS: tl.constexp
     return number, piece.to(tl.int64) * LAYER_BYTES, head
 
 
-@triton.jit(do_not_specialize=["tasks", "first", "layers"])
+@triton.jit(do_not_specialize=["slots", "tasks", "first", "layers"])
 def _encode(pool, slots, codes, scales, tasks, first, layers, LAYERS: tl.constexpr, HEADS: tl.constexpr,
             VALUES: tl.constexpr, LAYER_BYTES: tl.constexpr, SCALES: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     at = tl.arange(0, BLOCK)
@@ -98,7 +98,7 @@ def _encode(pool, slots, codes, scales, tasks, first, layers, LAYERS: tl.constex
         tl.store(scales + byte // 4 + SCALES + head, (exponent << 23).to(tl.float32, bitcast=True))
 
 
-@triton.jit(do_not_specialize=["tasks", "first", "layers"])
+@triton.jit(do_not_specialize=["slots", "tasks", "first", "layers"])
 def _decode(pool, slots, codes, scales, tasks, first, layers, LAYERS: tl.constexpr, HEADS: tl.constexpr,
             VALUES: tl.constexpr, LAYER_BYTES: tl.constexpr, SCALES: tl.constexpr, BLOCK: tl.constexpr,
             LARGEST: tl.constexpr):  # fmt: skip
@@ -109,7 +109,8 @@ def _decode(pool, slots, codes, scales, tasks, first, layers, LAYERS: tl.constex
         code = tl.load(codes + byte + head * VALUES + at, mask=mask, other=0).to(tl.int32)
         size = code & 0x7F
         normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
-        value = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal) * tl.load(scales + byte // 4 + SCALES + head)
+        value = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)  # in steps of 2**-9 below code 8
+        value *= tl.load(scales + byte // 4 + SCALES + head)
         value = tl.where(value > LARGEST, LARGEST, value)
         value = tl.where(size == 0x7F, float("nan"), value)
         bits = value.to(tl.int32, bitcast=True) | ((code & 0x80) << 24)

@@ -10,9 +10,9 @@ floating format, and its relative error, 1/16 at most, does not depend on the sc
 largest. And it makes the round trip exact after the first time: products are exact in every dtype, so what was decoded
 is encoded to itself, by the same scale or by a larger one, when new tokens in a chunk are larger than those before.
 
-For the same reason the scale may see all of a record, where the rest of a half-filled chunk holds what was there before:
-another chunk's numbers, or zeros, of the same layer and head. What is not finite there does not count. NaN stays NaN and
-an infinity becomes the largest code: each spoils nothing but itself.
+For the same reason the scale may see all of a chunk, though the rest of a half-filled one holds what was there before:
+another chunk's numbers, or zeros, of the same layer and head. What is not finite does not count. NaN stays NaN and an
+infinity becomes the largest code: each spoils nothing but itself.
 """
 
 from __future__ import annotations

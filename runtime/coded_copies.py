@@ -1,0 +1,109 @@
+"""Copies of a CUDA device that change their form on the way: HOST holds records in eight bits (`kv_fp8_reference`).
+
+A lane that codes is two streams with a staging buffer on the GPU between them:
+
+    OUT   entry: the pool's chunks are encoded into the buffer      exit: copied to HOST
+    IN    entry: HOST's records are copied into the buffer          exit: decoded into the pool
+
+The buffer has two halves, so that one is filled while the other is emptied:
+
+    entry   fill A        fill B        fill A, once emptied ...
+    exit                  empty A       empty B ...
+
+A half is emptied only after it is filled, and filled again only after it is emptied: one event for each. The lane's
+tickets and gates are marked on its exit, where the work of a copy ends; a lane that waits makes both streams wait, as
+the entry reads what others have written and the exit writes what others have read. The host waits for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..plugins.kv_fp8_reference import layer_bytes
+from ..scheduler.plan import Lane
+from .pinned import Records
+
+HALF_BYTES = 32 * 2**20
+"""Of a half of a staging buffer: 0.6 ms on the link, beside which issuing a piece takes little. A record must fit."""
+
+CopyCall = Callable[[np.ndarray, np.ndarray, np.ndarray, int], None]
+"""As `CudaRuntime.copy_batch`."""
+
+
+class _Half:
+    def __init__(self, size: int):
+        # The kernels write no padding: it stays zero.
+        self.records = torch.zeros(size, dtype=torch.uint8, device="cuda")
+        self.filled, self.emptied = torch.cuda.Event(), torch.cuda.Event()
+
+
+class CodedCopies:
+    """One lane's, whose stream is the exit; the entry is a stream of its own."""
+
+    def __init__(self, lane: Lane, pool: Tensor, host: Records, exit: torch.cuda.Stream, copy: CopyCall):
+        """pool: the GPU's, still zero; host: where the coded records are."""
+        from ..plugins import kv_fp8_kernel  # Triton comes with CUDA only
+
+        self._kernel = kv_fp8_kernel
+        self._lane, self._pool, self._host, self._copy = lane, pool, host, copy
+        self.entry, self._exit = torch.cuda.Stream(), exit
+        self._layer_bytes = layer_bytes(pool.shape)
+        self._half_bytes = max(HALF_BYTES, host.record)
+        self._halves = [_Half(self._half_bytes) for _ in range(2)]
+        self._compile()
+
+    def _compile(self) -> None:
+        """Makes the kernel's code, which no copy is to wait for: zeros are coded, or zeros decoded to zeros."""
+        records = self._halves[0].records[: self._layer_bytes].view(1, 1, -1)
+        self._code(records, torch.zeros(1, dtype=torch.int32, device="cuda"), range(1))
+
+    def copy(self, gpu_slots: np.ndarray, host_slots: np.ndarray, layers: range) -> None:
+        """Issues the copy of `layers` of the chunks in `gpu_slots` to or from `host_slots`, [n] int32 each."""
+        piece = len(layers) * self._layer_bytes
+        hosted = self._host.addresses(host_slots, layers.start * self._layer_bytes)
+        slots = self._upload(gpu_slots)
+        a_half = self._half_bytes // piece
+        for first in range(0, len(hosted), a_half):
+            part = slice(first, first + a_half)
+            count = len(hosted[part])
+            half = self._halves[0]
+            self._halves.reverse()
+            records = half.records[: count * piece].view(count, len(layers), -1)
+            staged = half.records.data_ptr() + piece * np.arange(count, dtype=np.uint64)
+            sizes = np.full(count, piece, np.uint64)
+
+            self.entry.wait_event(half.emptied)
+            if self._lane is Lane.OUT:
+                with torch.cuda.stream(self.entry):
+                    self._code(records, slots[part], layers)
+            else:
+                self._copy(staged, hosted[part], sizes, self.entry.cuda_stream)
+            half.filled.record(self.entry)
+
+            self._exit.wait_event(half.filled)
+            if self._lane is Lane.OUT:
+                self._copy(hosted[part], staged, sizes, self._exit.cuda_stream)
+            else:
+                with torch.cuda.stream(self._exit):
+                    self._code(records, slots[part], layers)
+            half.emptied.record(self._exit)
+
+    def _upload(self, slots: np.ndarray) -> Tensor:
+        """On the entry. Both buffers go back to torch's caches, which give them away again once their uses are done."""
+        pinned = torch.empty(len(slots), dtype=torch.int32, pin_memory=True)
+        pinned.numpy()[:] = slots
+        with torch.cuda.stream(self.entry):
+            uploaded = pinned.to("cuda", non_blocking=True)
+        uploaded.record_stream(self._exit)
+        return uploaded
+
+    def _code(self, records: Tensor, slots: Tensor, layers: range) -> None:
+        """Encodes or decodes, on the current stream."""
+        if self._lane is Lane.OUT:
+            self._kernel.encode(self._pool, slots, layers, records)
+        else:
+            self._kernel.decode(records, slots, layers, self._pool)
