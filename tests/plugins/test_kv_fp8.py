@@ -12,7 +12,7 @@ from .kernel_cases import CUDA, DEVICE, needs_interpreter, needs_kernels, run_in
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 KERNEL_DTYPES = DTYPES if CUDA else (torch.float32, torch.float16)
-SHAPES = [(5, 3, 2, 2, 8, 16), (4, 2, 2, 3, 5, 6), (3, 2, 2, 1, 32, 80), (2, 1, 2, 1, 1, 1)]
+SHAPES = [(3, 3, 2, 2, 8, 16), (2, 2, 2, 3, 5, 6), (3, 2, 2, 1, 32, 80), (2, 1, 2, 1, 1, 1)]
 
 
 def random_pool(shape, dtype, seed=0, device="cpu"):
@@ -173,14 +173,14 @@ def test_few_programs_do_all_and_no_tasks_do_nothing():
     from pensieve.plugins import kv_fp8_kernel
 
     pool = random_pool(SHAPES[0], torch.float32, device=DEVICE)
-    records = torch.zeros(5, 3, layer_bytes(SHAPES[0]), dtype=torch.uint8, device=DEVICE)
+    records = torch.zeros(3, 3, layer_bytes(SHAPES[0]), dtype=torch.uint8, device=DEVICE)
     kv_fp8_kernel.encode(pool, slots_of(), range(3), records[:0])
-    kv_fp8_kernel.encode(pool, slots_of(0, 1, 2, 3, 4), range(3), records, programs=7)
+    kv_fp8_kernel.encode(pool, slots_of(0, 1, 2), range(3), records, programs=7)
     assert torch.equal(records, kv_fp8_reference.encode(pool))
-    kv_fp8_kernel.decode(records, slots_of(0, 1, 2, 3, 4), range(3), pool, programs=7)
+    kv_fp8_kernel.decode(records, slots_of(0, 1, 2), range(3), pool, programs=7)
     assert torch.equal(pool, kv_fp8_reference.decode(records, pool.shape, pool.dtype))
-    with pytest.raises(ValueError, match=r"records must be contiguous and \[5, 3,"):
-        kv_fp8_kernel.encode(pool, slots_of(0, 1, 2, 3, 4), range(3), records[:, :, :128])
+    with pytest.raises(ValueError, match=r"records must be contiguous and \[3, 3,"):
+        kv_fp8_kernel.encode(pool, slots_of(0, 1, 2), range(3), records[:, :, :128])
 
 
 @pytest.mark.gpu
