@@ -46,7 +46,10 @@ class Turn(NamedTuple):
 
 @dataclass
 class Quality:
-    """Sums over turns, of what was computed `way` against the exact history in float32."""
+    """Sums over turns, of what was computed in some way, against the exact history in float32.
+
+    equal_tokens: of greedy replies, before the first that differs.
+    """
 
     model: str
     way: str
@@ -57,7 +60,6 @@ class Quality:
     divergence: float = 0.0
     squared_error: float = 0.0
     squared_logits: float = 0.0
-    replies: int = 0
     equal_replies: int = 0
     equal_tokens: int = 0
     reply_tokens: int = 0
@@ -76,7 +78,6 @@ class Quality:
 
     def compare_replies(self, got: list[int], exact: list[int]) -> None:
         same = [a == b for a, b in zip(got, exact, strict=False)]
-        self.replies += 1
         self.equal_replies += got == exact
         self.equal_tokens += same.index(False) if False in same else len(same)
         self.reply_tokens += len(exact)
@@ -88,14 +89,13 @@ class Quality:
     def row(self) -> str:
         return (
             f"| {self.model} | {self.way} | {math.sqrt(self.squared_error / self.squared_logits):.2%} "
-            f"| {self.divergence / self.tokens:.5f} | {self.perplexity:.4f} | {self.agreed / self.tokens:.2%} "
-            f"| {self.equal_replies} of {self.replies} | {self.equal_tokens / self.reply_tokens:.1%} |"
+            f"| {abs(self.divergence) / self.tokens:.5f} | {self.perplexity:.4f} | {self.agreed / self.tokens:.2%} "
+            f"| {self.equal_replies} of {self.turns} ({self.equal_tokens / self.reply_tokens:.0%} of tokens) |"
         )
 
 
-HEADER = """| model | history | error of logits | KL divergence, nats | perplexity | greedy agreement | equal replies | \
-equal until then |
-|---|---|---|---|---|---|---|---|"""
+HEADER = """| model | history | error of logits | KL divergence, nats | perplexity | greedy agreement | equal replies |
+|---|---|---|---|---|---|---|"""
 
 
 class Context:
@@ -176,9 +176,8 @@ def measure(model: str, engines: tuple[Engine, Engine], turns: list[Turn], most:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="lower_tier_quality", description=__doc__.split("\n\n")[0])
     option = made.add_argument
-    option(
-        "--chats", required=True, type=Path, nargs="+", metavar="FILE", help="as for train_demo; held-out ones count"
-    )
+    option("--chats", required=True, type=Path, nargs="+", metavar="FILE",
+           help="as for train_demo, which leaves out those that are used here")  # fmt: skip
     option("--checkpoints", type=Path, nargs="+", metavar="DIR", help="with the demo models' tokenizer (default: both)",
            default=[DEMO_CHECKPOINT, DEMO_CHECKPOINT.with_name("opt")])  # fmt: skip
     option("--turns", type=int, default=60, metavar="N", help="at most (default %(default)s)")
