@@ -112,9 +112,11 @@ class WorkList:
         self.counters = torch.zeros(4, len(tiles), dtype=torch.int32, device=device)
         self.partial = torch.empty(pairs, heads, head_dim, dtype=torch.float32, device=device)
         self.lse = torch.empty(pairs, heads, dtype=torch.float32, device=device)
+        self.longest = capacity.tokens
 
-    def build(self, segments: Tensor) -> None:
-        """Lists the work of segments [S, 5] int32 (as in `multi_token_attention`; those without queries are idle).
+    def build(self, segments: Tensor, longest: int | None = None) -> None:
+        """Lists the work of segments [S, 5] int32 (as in `multi_token_attention`; those without queries are idle), none
+        of which has more than `longest` queries: kernels that only longer ones need are not launched for this step.
 
         Enqueued on the current stream, behind the attention of the step before; nothing waits for the device. The
         values must respect the capacity: on the device nothing checks them.
@@ -122,6 +124,7 @@ class WorkList:
         count = len(segments)
         if count > self.capacity.segments:
             raise ValueError(f"{count} segments, but the work list was made for {self.capacity.segments}")
+        self.longest = self.capacity.tokens if longest is None else longest
         self.covered.zero_()
         if not count:
             self.counters.zero_()

@@ -32,7 +32,7 @@ from .device import ForwardPass, Memory, Ticket, TransferSeconds
 from .memory import GIB, POOL_SETTINGS, check_pool_fits, host_memory
 from .pinned import PinnedPool, Records
 from .sampler import Sampler, Scores
-from .step_buffers import Shape, Shapes, StepBuffers
+from .step_buffers import Shape, Shapes, Staging, StepBuffers
 from .step_inputs import StepInputs
 from .transfer_times import TransferTimes
 
@@ -196,6 +196,7 @@ class CudaDevice:
 
     def load(self, engine: ForwardPass, seats: int, blocks: int, gates: tuple[int, ...], most_tokens: int) -> None:
         from ..plugins.attention_kernel import make_work_list  # Triton comes with CUDA only
+        from ..plugins.host_copy_kernel import copy_words
         from ..plugins.work_list import Capacity
 
         assert self._pool is not None
@@ -214,6 +215,7 @@ class CudaDevice:
             self._gates[gate].record(self._streams[Lane.IN])
         with self._computing():
             self._buffers = StepBuffers(shapes, "cuda")
+            self._results, self._copy_words = Staging(pinned=True), copy_words
             self._block_table = torch.zeros(seats, blocks, dtype=torch.int32, device="cuda")
             self._last_samples = torch.zeros(seats, dtype=torch.int32, device="cuda")
             self._sampler = Sampler(engine.vocab_size, "cuda", self._buffers.place)
@@ -251,7 +253,7 @@ class CudaDevice:
         """Logits [rows, vocab] float32 of the batch in the buffers."""
         batch = self._buffers.batch(shape)
         fed = self._last_samples.index_select(0, batch.feeds)
-        self._work.build(batch.segments)
+        self._work.build(batch.segments, longest=1 if shape.generation else shape.tokens)
         return self._engine.forward(
             torch.where(batch.token_ids < 0, fed, batch.token_ids),
             batch.positions,
@@ -287,11 +289,11 @@ class CudaDevice:
             drawn, scored = self._sampler.sample(self._logits[: len(inputs.sample_rows)], inputs.sampling)
             drawn = drawn.int()
             self._last_samples.index_copy_(0, self._buffers.sample_seats, drawn)
-            # Pinned buffers of torch's cache: not given away again while they are held here or written there.
-            tokens = torch.empty(len(drawn), dtype=torch.int32, pin_memory=True)
-            tokens.copy_(drawn, non_blocking=True)
+            tokens = self._results.take(len(drawn))
+            self._copy_words(tokens, drawn)
+            self._results.issued()
             scores = None
-            if scored is not None:
+            if scored is not None:  # pinned buffers of torch's cache: not given away while held here or written there
                 scores = Scores.empty(len(scored.logprobs), scored.top_ids.shape[1], pinned=True)
                 for target, source in zip(scores, scored, strict=True):
                     target.copy_(source, non_blocking=True)
