@@ -17,11 +17,13 @@ the entry reads what others have written and the exit writes what others have re
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.cuda import Event
 
 from ..plugins.kv_fp8_reference import layer_bytes
 from ..scheduler.plan import Lane
@@ -35,31 +37,35 @@ CopyCall = Callable[[np.ndarray, np.ndarray, np.ndarray, int], None]
 
 
 class _Half:
-    def __init__(self, size: int):
-        # The kernels write no padding: it stays zero.
-        self.records = torch.zeros(size, dtype=torch.uint8, device="cuda")
-        self.filled, self.emptied = torch.cuda.Event(), torch.cuda.Event()
+    def __init__(self, size: int, device: torch.device):
+        self.records = torch.zeros(size, dtype=torch.uint8, device=device)  # the kernels leave padding zero
+        self.filled, self.emptied = Event(), Event()
 
 
 class CodedCopies:
-    """One lane's, whose stream is the exit; the entry is a stream of its own."""
+    """One lane's."""
 
-    def __init__(self, lane: Lane, pool: Tensor, host: Records, exit: torch.cuda.Stream, copy: CopyCall):
-        """pool: the GPU's, still zero; host: where the coded records are."""
+    def __init__(self, lane: Lane, pool: Tensor, host: Records, stream: torch.cuda.Stream, copy: CopyCall):
+        """pool: the GPU's, still zero; host: where the coded records are; stream: the lane's, its exit."""
         from ..plugins import kv_fp8_kernel  # Triton comes with CUDA only
+        from ..plugins.host_copy_kernel import copy_words
 
-        self._kernel = kv_fp8_kernel
+        self._kernel, self._copy_words = kv_fp8_kernel, copy_words
         self._lane, self._pool, self._host, self._copy = lane, pool, host, copy
-        self.entry, self._exit = torch.cuda.Stream(), exit
+        self.entry, self._exit = torch.cuda.Stream(), stream
         self._layer_bytes = layer_bytes(pool.shape)
         self._half_bytes = max(HALF_BYTES, host.record)
-        self._halves = [_Half(self._half_bytes) for _ in range(2)]
+        self._halves = [_Half(self._half_bytes, pool.device) for _ in range(2)]
+        # Pinned buffers of slots, as large as a copy can need, and when the GPU has read each; the oldest first.
+        self._uploads: deque[tuple[Tensor, Event]] = deque()
         self._compile()
 
     def _compile(self) -> None:
         """Makes the kernel's code, which no copy is to wait for: zeros are coded, or zeros decoded to zeros."""
         records = self._halves[0].records[: self._layer_bytes].view(1, 1, -1)
-        self._code(records, torch.zeros(1, dtype=torch.int32, device="cuda"), range(1))
+        self.entry.wait_stream(torch.cuda.current_stream())  # where pool and buffer are zeroed
+        with torch.cuda.stream(self.entry):
+            self._code(records, self._upload(np.zeros(1, np.int32)), range(1))
 
     def copy(self, gpu_slots: np.ndarray, host_slots: np.ndarray, layers: range) -> None:
         """Issues the copy of `layers` of the chunks in `gpu_slots` to or from `host_slots`, [n] int32 each."""
@@ -93,12 +99,18 @@ class CodedCopies:
             half.emptied.record(self._exit)
 
     def _upload(self, slots: np.ndarray) -> Tensor:
-        """On the entry. Both buffers go back to torch's caches, which give them away again once their uses are done."""
-        pinned = torch.empty(len(slots), dtype=torch.int32, pin_memory=True)
-        pinned.numpy()[:] = slots
+        """On the entry, by a kernel: the copy engine would take them only after what it is copying now."""
+        if not self._uploads or not self._uploads[0][1].query():
+            pinned = torch.empty(len(self._pool), dtype=torch.int32, pin_memory=self._pool.is_cuda)
+            self._uploads.appendleft((pinned, Event()))
+        pinned, read = self._uploads.popleft()
+        pinned.numpy()[: len(slots)] = slots
         with torch.cuda.stream(self.entry):
-            uploaded = pinned.to("cuda", non_blocking=True)
-        uploaded.record_stream(self._exit)
+            uploaded = torch.empty(len(slots), dtype=torch.int32, device=self._pool.device)
+            self._copy_words(uploaded, pinned[: len(slots)])
+            read.record(self.entry)
+        self._uploads.append((pinned, read))
+        uploaded.record_stream(self._exit)  # torch gives its memory away again behind both streams
         return uploaded
 
     def _code(self, records: Tensor, slots: Tensor, layers: range) -> None:
