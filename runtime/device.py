@@ -94,6 +94,9 @@ class Device(Protocol):
     def allocate_pool(self, tier: Tier, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Makes the tier's KV pool, `shape` as `ForwardPass.kv_shape`, zeroed; once a tier, kept until `close`.
 
+        The GPU's comes first. HOST's has its dtype, or `kv_fp8_reference.CODED`: then `copy` encodes and decodes, and
+        a record is as described there.
+
         SettingError names the setting to lower if the pool does not fit.
         """
 
