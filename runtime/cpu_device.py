@@ -19,7 +19,7 @@ from ..plugins.kv_fp8_reference import CODED, decode, encode, record_bytes
 from ..plugins.torch_ops import register_pool, release_pool
 from ..scheduler.plan import Lane
 from ..scheduler.types import InvariantError, Tier
-from .device import ForwardPass, Memory, Ticket, TransferSeconds
+from .device import ForwardPass, Memory, Ticket, TransferSeconds, Work
 from .memory import check_pool_fits, host_memory
 from .sampler import Sampler, Scores
 from .step_inputs import StepInputs
@@ -44,6 +44,7 @@ class CpuDevice:
         self._handle: int | None = None
         self._gates: dict[int, CpuTicket] = {}
         self._closed = False
+        self._report: Callable[[Work], None] | None = None
         # Each written by one lane's thread: IN's and OUT's time of copying, and COMPUTE's of waiting for them.
         self._seconds = dict.fromkeys(Lane, 0.0)
 
@@ -164,7 +165,10 @@ class CpuDevice:
             for source, target in pairs:
                 moved = recoded(source_pool[source : source + 1, layers.start : layers.stop])
                 target_pool[target, layers.start : layers.stop].copy_(moved[0])
-            self._seconds[lane] += time.perf_counter() - started
+            ended = time.perf_counter()
+            self._seconds[lane] += ended - started
+            if self._report is not None:
+                self._report(Work(lane, started, ended, len(pairs) * host[0, layers.start : layers.stop].nbytes))
 
         self._issue(lane, task)
 
@@ -199,6 +203,7 @@ class CpuDevice:
         bound = dict(self._gates)
 
         def task() -> None:
+            started = time.perf_counter()
             self._bound_gates = bound
             batch, fed = self._inputs, self._inputs.generated
             segments = torch.from_numpy(batch.segments)
@@ -213,6 +218,8 @@ class CpuDevice:
                 torch.from_numpy(batch.sample_rows),
                 self._handle,
             )
+            if self._report is not None:
+                self._report(Work(Lane.COMPUTE, started, time.perf_counter(), len(token_ids)))
 
         self._issue_work(Lane.COMPUTE, task)
 
@@ -239,6 +246,9 @@ class CpuDevice:
 
     def transfer_seconds(self) -> TransferSeconds:
         return TransferSeconds(self._seconds[Lane.IN], self._seconds[Lane.OUT], self._seconds[Lane.COMPUTE])
+
+    def watch(self, report: Callable[[Work], None]) -> None:
+        self._report = report
 
     def close(self) -> None:
         if self._closed:

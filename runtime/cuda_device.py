@@ -28,7 +28,7 @@ from ..scheduler.types import InvariantError, SettingError, Tier
 from .coded_copies import CodedCopies
 from .cuda_graphs import StepGraphs
 from .cuda_runtime import CudaError, CudaRuntime
-from .device import ForwardPass, Memory, Ticket, TransferSeconds
+from .device import ForwardPass, Memory, Ticket, TransferSeconds, Work
 from .memory import GIB, POOL_SETTINGS, check_pool_fits, host_memory
 from .pinned import PinnedPool, Records
 from .sampler import Sampler, Scores
@@ -158,7 +158,7 @@ class CudaDevice:
                 np.full(len(sources), len(layers) * layer_bytes, np.uint64),
                 self._streams[lane].cuda_stream,
             )
-        self._times.copy(lane, copy)
+        self._times.copy(lane, len(sources) * len(layers) * (host.record // self._layers), copy)
 
     # Tickets.
 
@@ -191,6 +191,7 @@ class CudaDevice:
             behind = "; ".join(f"lane {last.lane.name}, not past {last.what}" for last in unfinished)
             late = f"lane {ticket.lane.name} is not past {ticket.what} after {OVERDUE_SECONDS:g} s"
             raise InvariantError(f"{late}; behind: {behind or 'none any more'}")
+        self._times.seen(ticket.event)
 
     # The step.
 
@@ -277,7 +278,7 @@ class CudaDevice:
     def run(self) -> None:
         self._issued[Lane.COMPUTE] = f"a step of {len(self._inputs.token_ids)} tokens"
         with self._computing():
-            self._times.step(self._run)
+            self._times.step(len(self._inputs.token_ids), self._run)
 
     def _run(self) -> None:
         self._logits = self._captured_logits if self._graphs.replay(self._shape) else self._forward(self._shape)
@@ -303,11 +304,16 @@ class CudaDevice:
     def transfer_seconds(self) -> TransferSeconds:
         return self._times.read()
 
+    def watch(self, report: Callable[[Work], None]) -> None:
+        self._times.watch(report, torch.cuda.Event.synchronize)
+
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
         idle = self._finish()
+        if idle:
+            self._times.read()  # whoever watches is told of the last of it
         if self._handle is not None:
             release_pool(self._handle)
         self._graphs.clear()

@@ -37,6 +37,7 @@ from ..runtime.messages import Ready
 from ..runtime.profile import load_profile
 from ..runtime.service import Service
 from ..runtime.text import ChatTemplate
+from ..runtime.trace_file import TraceFile
 from ..scheduler.batcher import MOST_SCORED
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.cost import CostProfile, analytic_profile, propose_swap_out_below
@@ -177,6 +178,9 @@ def drain_on_signals(service: Service, seconds: float) -> None:
 
 def make_service(args: argparse.Namespace, connection: Connection) -> tuple[Service, Ready]:
     device = make_device(args)
+    trace = None if args.trace is None else TraceFile(args.trace)
+    if trace is not None:
+        device.watch(trace.work)
     directory = Path(args.engine)
     if args.engine == "demo":
         directory = demo_engine(args.state_dir, args.device)
@@ -215,7 +219,7 @@ def make_service(args: argparse.Namespace, connection: Connection) -> tuple[Serv
         config.chunk_tokens,
         config.max_model_len,
     )
-    return Service(scheduler, executor, connection), ready
+    return Service(scheduler, executor, connection, trace), ready
 
 
 def make_device(args: argparse.Namespace) -> Device:
@@ -290,9 +294,8 @@ def free_gpu_bytes(args: argparse.Namespace, engine: Engine, device: Device) -> 
         scored=MOST_SCORED,
         context=context,
     )
-    weights = engine.parameters * engine.dtype.itemsize
     memory = device.memory(Tier.GPU)
-    division = divide(memory, args.gpu_memory_utilization, weights, activations)
+    division = divide(memory, args.gpu_memory_utilization, engine.weight_bytes, activations)
     log.info(
         "GPU memory: %.1f GiB, of which weights %.1f, activations %.1f, CUDA and its graphs %.1f, KV %.1f",
         *(size / GIB for size in (memory.total, *division)),

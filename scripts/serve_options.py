@@ -124,6 +124,7 @@ def _http_options(made: argparse.ArgumentParser) -> None:
            help="for a client to send a request, or to take an answer (default %(default)s)")  # fmt: skip
     option("--otlp-traces-endpoint", metavar="URL",
            help="send a span for each request there, as http://HOST:4318/v1/traces (default: none)")  # fmt: skip
+    option("--trace", type=Path, metavar="FILE", help="write what each step did and when, for ui.perfetto.dev")
     option("--log-format", default="text", choices=LOG_FORMATS, help="(default %(default)s)")
     option("--log-level", default="info", choices=LOG_LEVELS, help="(default %(default)s)")
 
