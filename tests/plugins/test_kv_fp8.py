@@ -181,12 +181,13 @@ def test_few_programs_do_all_and_no_tasks_do_nothing(monkeypatch):
     from pensieve.plugins import kv_fp8_kernel
 
     monkeypatch.setattr(kv_fp8_kernel, "TILE", 512)  # 4 heads at once, of 36
+    monkeypatch.setattr(kv_fp8_kernel, "PROGRAMS", 4)
     pool = random_pool(SHAPES[0], torch.float32, device=DEVICE)
     records = torch.zeros(3, 3, layer_bytes(SHAPES[0]), dtype=torch.uint8, device=DEVICE)
     kv_fp8_kernel.encode(pool, slots_of(), range(3), records[:0])
-    kv_fp8_kernel.encode(pool, slots_of(0, 1, 2), range(3), records, programs=4)
+    kv_fp8_kernel.encode(pool, slots_of(0, 1, 2), range(3), records)
     assert torch.equal(records, kv_fp8_reference.encode(pool))
-    kv_fp8_kernel.decode(records, slots_of(0, 1, 2), range(3), pool, programs=4)
+    kv_fp8_kernel.decode(records, slots_of(0, 1, 2), range(3), pool)
     assert torch.equal(pool, kv_fp8_reference.decode(records, pool.shape, pool.dtype))
     with pytest.raises(ValueError, match=r"records must be contiguous and \[3, 3,"):
         kv_fp8_kernel.encode(pool, slots_of(0, 1, 2), range(3), records[:, :, :128])
