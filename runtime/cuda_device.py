@@ -129,6 +129,10 @@ class CudaDevice:
                 f"{free / GIB:.2f} GiB seemed free; lower it ({error})",
             ) from error
 
+    def record(self, slot: int) -> np.ndarray:
+        assert self._host is not None
+        return self._host.record(slot)
+
     @_ends_the_device
     def copy(self, lane: Lane, sources: np.ndarray, targets: np.ndarray, layers: range) -> None:
         if not len(sources):

@@ -16,7 +16,9 @@ from ..scheduler.config import SchedulerConfig
 from ..scheduler.plan import Lane, StepPlan, StepResult
 from ..scheduler.types import InvariantError, Tier
 from .device import Device, ForwardPass, Ticket, TransferSeconds
-from .messages import KVCounters
+from .disk_reports import DiskRecord, DiskReport
+from .disk_store import DiskSettings, DiskStore
+from .messages import DiskCounters, KVCounters
 from .sampler import Scores
 from .sampling_inputs import Mask, SamplingInputs
 from .step_inputs import StepPacker
@@ -30,6 +32,9 @@ MAX_IN_FLIGHT = 3
 
 GROUP_LAYERS = 4
 """Layers of a gated swap-in that share a gate: pieces of 4 layers copy at the link's speed (docs/experiments.md)."""
+
+DISK_WAIT_SECONDS = 0.002
+"""A plan that computes and copies nothing lasts so long at most, while the disk is at work: there is nothing else."""
 
 _NO_TOKENS = np.empty(0, np.int32)
 
@@ -57,11 +62,14 @@ class Executor:
         group_layers: int = GROUP_LAYERS,
         grammars: Grammars | None = None,
         in_first: bool = False,
+        disk: DiskSettings | None = None,
     ):
-        """Takes the device over and closes it in `close`. SettingError if a pool does not fit its memory.
+        """Takes the device over and closes it in `close`. SettingError if a pool does not fit its memory, or the disk's
+        directory cannot be used.
 
         grammars    without, no row may have a grammar
         in_first    as `Transfers`
+        disk        without, no plan may have work for the disk
         """
         shape = engine.kv_shape(config.gpu_kv_chunks, config.chunk_tokens)
         # A row may overrun its last position by the steps in flight; their KV is never used.
@@ -78,12 +86,13 @@ class Executor:
         self._launched: deque[_Launched] = deque()
         device.allocate_pool(Tier.GPU, shape, engine.dtype)
         device.allocate_pool(Tier.HOST, engine.kv_shape(config.host_kv_chunks, config.chunk_tokens), engine.dtype)
+        self._disk = DiskStore(disk, config.chunk_tokens, device.record) if disk is not None else None
         device.load(engine, config.max_num_seqs, blocks, self._transfers.gates, config.max_num_batched_tokens)
 
     def launch(self, plan: StepPlan) -> None:
         """Issues the plan's work and returns. InvariantError if the plan contradicts itself or too many are in flight.
 
-        A plan without tokens computes nothing; it is complete when its copies are.
+        A plan without tokens computes nothing; it is complete when its copies are. What it erases is erased on return.
         """
         if len(self._launched) == MAX_IN_FLIGHT:
             raise InvariantError(f"step {plan.step} launched with {MAX_IN_FLIGHT} steps in flight")
@@ -100,6 +109,10 @@ class Executor:
             launched = _Launched(plan, inputs.sampling, [*tickets, ticket])
         self._transfers.launched(plan.step, ticket)
         self._launched.append(launched)
+        if plan.spills or plan.promotions or plan.erased:
+            if self._disk is None:
+                raise InvariantError(f"step {plan.step} has work for the disk and there is none")
+            self._disk.begin(plan)
 
     def wait(self) -> StepResult:
         """Waits for the oldest launched plan and takes its result. InvariantError if there is none."""
@@ -112,8 +125,19 @@ class Executor:
         tokens = tuple(launched.tokens.tolist())
         if self._constraints is not None:
             self._constraints.advance(plan.samples, tokens)
-        result = StepResult(plan.step, plan.samples, tokens, self._transfers.completed())
+        result = StepResult(plan.step, plan.samples, tokens, self._transfers.completed(), *self._disk_report(plan))
         return result if launched.scores is None else _with_logprobs(result, launched, launched.scores)
+
+    def _disk_report(self, plan: StepPlan) -> DiskReport:
+        if self._disk is None:
+            return DiskReport()
+        if not plan.tokens and not plan.copies and self._disk.busy:
+            self._disk.wait(DISK_WAIT_SECONDS)
+        return self._disk.take()
+
+    def disk_records(self) -> list[DiskRecord]:
+        """What the disk holds from earlier. To be asked before the first plan; reads every header."""
+        return self._disk.records() if self._disk is not None else []
 
     def _grammar_mask(self, plan: StepPlan) -> Mask | None:
         if self._constraints is not None:
@@ -127,12 +151,19 @@ class Executor:
         """Bytes of KV copied so far, by direction."""
         return self._transfers.copied_bytes
 
+    @property
+    def disk_counters(self) -> DiskCounters | None:
+        """None without a disk tier."""
+        return self._disk.counters if self._disk is not None else None
+
     def transfer_seconds(self) -> TransferSeconds:
         """How long the link was busy so far, and how much of that steps waited for."""
         return self._device.transfer_seconds()
 
     def close(self) -> None:
         """Ends the device and frees the pools; work in flight is finished first. Idempotent."""
+        if self._disk is not None:
+            self._disk.close()  # its threads use the HOST pool
         self._device.close()
 
 

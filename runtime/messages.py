@@ -89,6 +89,30 @@ class KVCounters(NamedTuple):
     swap_out: int = 0
 
 
+class DiskCounters(NamedTuple):
+    """Of one rank's disk tier since the start, in records; `saving`, `loading` and `full` are of now.
+
+    saving, loading     on their way to the disk and from it
+    saving_seconds, loading_seconds
+                        from the plan that asked for it to its end, summed over records
+    rejected            records that were read and are not intact, or another's
+    errors              times the system refused to read, write, or make room
+    full                1 while nothing is saved because the disk is full
+    """
+
+    saving: int = 0
+    loading: int = 0
+    saved: int = 0
+    loaded: int = 0
+    saved_bytes: int = 0
+    loaded_bytes: int = 0
+    saving_seconds: float = 0.0
+    loading_seconds: float = 0.0
+    rejected: int = 0
+    errors: int = 0
+    full: int = 0
+
+
 class PowerCounts(NamedTuple):
     """A histogram: `counts[k]` sizes were above 2**(k-1) and at most 2**k; together they are `total`."""
 
