@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..scheduler.types import ChunkKey
+from ..scheduler.types import ChunkKey, DiskRecord
 
 
 class DiskReport(NamedTuple):
@@ -14,15 +14,6 @@ class DiskReport(NamedTuple):
     spilled: tuple[int, ...] = ()
     promoted: tuple[int, ...] = ()
     failed: tuple[int, ...] = ()
-
-
-class DiskRecord(NamedTuple):
-    """An intact record found at the start: its slot, its chunk, and for how many seconds it has been there."""
-
-    slot: int
-    key: ChunkKey
-    end: int
-    age: float
 
 
 class RankReports:
@@ -56,16 +47,12 @@ class RankReports:
 
 
 def common_records(ranks: Sequence[Sequence[DiskRecord]]) -> list[DiskRecord]:
-    """The records that every rank has in the same slot, in order of slots; as old as the oldest part.
-
-    A key in several slots counts once, where it was written last.
-    """
+    """The records that every rank has in the same slot, in order of slots; as old as the oldest part."""
     parts: dict[tuple[int, ChunkKey, int], list[float]] = {}
     for records in ranks:
         for record in records:
-            parts.setdefault((record.slot, record.key, record.end), []).append(record.age)
+            parts.setdefault((record.slot, record.key, record.end), []).append(record.age_s)
     whole = [
         DiskRecord(slot, key, end, max(ages)) for (slot, key, end), ages in parts.items() if len(ages) == len(ranks)
     ]
-    latest = {record.key: record for record in sorted(whole, key=lambda record: (-record.age, record.slot))}
-    return sorted(latest.values())
+    return sorted(whole)

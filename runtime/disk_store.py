@@ -1,6 +1,6 @@
 """One rank's disk tier: spills, promotions and erasures as plans ask for them, beside the loop and never in its way.
 
-    begin(plan)     hands work to the threads and returns; erasures are done on return
+    begin(plan)     hands work to the threads and returns
     take()          what has ended since, each slot once
 
 Threads that read are apart from those that write, so no turn waits behind records that are being saved. Records that
@@ -17,24 +17,24 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from ..scheduler.plan import Promotion, Spill, StepPlan
+from ..scheduler.types import DiskRecord, InvariantError
 from .disk_directory import Origin, open_directory
 from .disk_files import SEGMENT_BYTES, Segments, SystemCalls, aligned_buffer
 from .disk_records import PAGE, pack_header, payload_intact, read_header, record_bytes
-from .disk_reports import DiskRecord, DiskReport, common_records
+from .disk_reports import DiskReport
 from .messages import DiskCounters
 
 log = logging.getLogger(__name__)
 
 READERS, WRITERS = 8, 4  # threads; a solid-state disk wants several requests at once
 MERGED_BYTES = 4 * 2**20  # of one call: more makes it no faster
-FULL_SECONDS = 30.0  # for so long nothing is written after the disk was full
 COMPLAINT_SECONDS = 60.0  # the log is told of trouble no more often
 
 Work = TypeVar("Work", Spill, Promotion)
@@ -71,17 +71,15 @@ class DiskStore:
         self._most_merged = max(1, MERGED_BYTES // self._record)
         self._readers = ThreadPoolExecutor(READERS, "disk-read")
         self._writers = ThreadPoolExecutor(WRITERS, "disk-write")
+        self._eraser = ThreadPoolExecutor(1, "disk-erase")  # a plan waits for it, so it waits for nobody
         self._own = threading.local()  # each thread's buffer
 
         # Under the condition.
         self._changed = threading.Condition()
-        self._queued: dict[int, None] = {}  # spills not begun, by DISK slot
-        self._writing: dict[int, None] = {}
-        self._erased: set[int] = set()  # of those two: nobody may ever read them
+        self._under_way: set[int] = set()  # DISK slots
         self._report: tuple[list[int], list[int], list[int]] = ([], [], [])
         self._counters = DiskCounters()
-        self._full_until = self._silent_until = 0.0
-        self._full = False
+        self._silent_until = 0.0
         self._error: BaseException | None = None
 
     # -- the loop's side
@@ -90,26 +88,31 @@ class DiskStore:
         """What is there from earlier, by headers alone: payloads are checked when they are read. Blocks."""
         now = time.time()
         found = self._readers.map(lambda slot: self._look(slot, now), self._segments.present())
-        return common_records([[record for record in found if record is not None]])
+        return [record for record in found if record is not None]
 
-    def begin(self, plan: StepPlan) -> None:
-        """Erases, and begins to write and to read. Raises what broke a thread, if that has happened."""
+    def begin(self, plan: StepPlan) -> Future[None] | None:
+        """Begins the plan's work. The future ends when nobody can read any more what the plan erases; None: nothing.
+
+        Raises what broke a thread, if that has happened, and InvariantError if a slot is under way already.
+        """
         self._raise_error()
-        if plan.erased:
-            self._erase(plan.erased)
         began = time.perf_counter()
+        slots = [*(work.disk for work in (*plan.spills, *plan.promotions)), *plan.erased]
         with self._changed:
-            self._queued.update(dict.fromkeys(spill.disk for spill in plan.spills))
+            if len(set(slots)) < len(slots) or not self._under_way.isdisjoint(slots):
+                raise InvariantError(f"step {plan.step} uses a DISK slot that is in use: {slots}")
+            self._under_way.update(slots[: len(slots) - len(plan.erased)])
             self._count(saving=len(plan.spills), loading=len(plan.promotions))
         for spills in self._runs(plan.spills):
             self._writers.submit(self._guarded, self._spill, spills, began)
         for promotions in self._runs(plan.promotions):
             self._readers.submit(self._guarded, self._promote, promotions, began)
+        return self._eraser.submit(self._erase, plan.erased) if plan.erased else None
 
     @property
     def busy(self) -> bool:
         """Whether anything has been begun and not been taken."""
-        return bool(self._counters.saving or self._counters.loading or any(self._report))
+        return bool(self._under_way or any(self._report))
 
     def wait(self, seconds: float) -> None:
         """Returns when there is something to take, or after so many seconds."""
@@ -131,17 +134,14 @@ class DiskStore:
 
     def close(self) -> None:
         """What is under way is finished, the rest is not begun. Idempotent."""
-        for threads in (self._readers, self._writers):
+        for threads in (self._readers, self._writers, self._eraser):
             threads.shutdown(cancel_futures=True)
         self._segments.close()
 
     # -- erasing
 
     def _erase(self, slots: Sequence[int]) -> None:
-        """On return nobody can read what these slots held, nor what was on its way to them."""
-        with self._changed:
-            self._erased.update(slot for slot in slots if slot in self._queued or slot in self._writing)
-            self._changed.wait_for(lambda: not any(slot in self._writing for slot in slots))
+        """On return nobody can read what these slots held, not even after a loss of power."""
         page = aligned_buffer(PAGE)  # of zeros
         erased = []
         for slot in slots:
@@ -170,33 +170,25 @@ class DiskStore:
                 self._changed.notify_all()
 
     def _spill(self, run: list[Spill], began: float) -> None:
+        done = self._one_or_all([run], self._write)
+        took, size = (time.perf_counter() - began) * len(run), len(done) * self._record
         with self._changed:
-            kept = [spill for spill in run if spill.disk not in self._erased]
-            for spill in run:
-                del self._queued[spill.disk]
-            self._writing.update(dict.fromkeys(spill.disk for spill in kept))
-            full = time.monotonic() < self._full_until
-        done = set() if full else self._one_or_all(self._runs(kept), self._write)
-        with self._changed:
-            for spill in run:
-                self._writing.pop(spill.disk, None)
-                readable = spill.disk in done and spill.disk not in self._erased
-                self._erased.discard(spill.disk)
-                self._report[0 if readable else 2].append(spill.disk)
-            took = (time.perf_counter() - began) * len(run)
-            self._count(saving=-len(run), saved=len(done), saved_bytes=len(done) * self._record, saving_seconds=took)
-            self._changed.notify_all()
+            self._end(run, done, 0)
+            self._count(saving=-len(run), saved=len(done), saved_bytes=size, saving_seconds=took)
 
     def _promote(self, run: list[Promotion], began: float) -> None:
         done = self._one_or_all([run], self._read)
+        took, size = (time.perf_counter() - began) * len(run), len(done) * self._record
         with self._changed:
-            for promotion in run:
-                self._report[1 if promotion.disk in done else 2].append(promotion.disk)
-            took = (time.perf_counter() - began) * len(run)
-            self._count(
-                loading=-len(run), loaded=len(done), loaded_bytes=len(done) * self._record, loading_seconds=took
-            )
-            self._changed.notify_all()
+            self._end(run, done, 1)
+            self._count(loading=-len(run), loaded=len(done), loaded_bytes=size, loading_seconds=took)
+
+    def _end(self, run: Sequence[Work], done: set[int], kind: int) -> None:
+        """To be called under the condition. `kind`: where in the report those are told that went well."""
+        for work in run:
+            self._under_way.discard(work.disk)
+            self._report[kind if work.disk in done else 2].append(work.disk)
+        self._changed.notify_all()
 
     def _one_or_all(self, runs: Iterable[list[Work]], transfer: Callable[[list[Work]], set[int]]) -> set[int]:
         """The DISK slots that went well. Where a run fails as a whole its records are tried one by one."""
@@ -222,11 +214,8 @@ class DiskStore:
                 room[PAGE : PAGE + len(payload)] = payload
                 buffers.append(room)
         self._segments.write(run[0].disk, buffers)
-        with self._changed:
-            if self._full:
-                self._full = False
-                self._count(full=-1)
-                log.warning("%s: there is room again", self._directory)
+        if self._counters.full:
+            self._not_full()
         return {spill.disk for spill in run}
 
     def _read(self, run: list[Promotion]) -> set[int]:
@@ -292,17 +281,20 @@ class DiskStore:
             self._counters = self._counters._replace(**values)
 
     def _trouble(self, error: OSError) -> None:
-        """The system refused; a full disk is left alone for a while."""
+        """The system refused. That the disk is full is said once, until it takes a record again."""
         self._count(errors=1)
+        if error.errno != errno.ENOSPC:
+            self._complain(f"the disk fails: {error}")
+            return
         with self._changed:
-            if error.errno == errno.ENOSPC:
-                self._full_until = time.monotonic() + FULL_SECONDS
-                if not self._full:
-                    self._full = True
-                    self._count(full=1)
-                    log.error("%s: the disk is full; no KV is saved until there is room", self._directory)
+            if self._counters.full:
                 return
-        self._complain(f"the disk fails: {error}")
+            self._count(full=1)
+        log.error("%s: the disk is full; no KV is saved until there is room", self._directory)
+
+    def _not_full(self) -> None:
+        self._count(full=-self._counters.full)
+        log.warning("%s: there is room again", self._directory)
 
     def _reject(self, promotion: Promotion) -> None:
         self._count(rejected=1)

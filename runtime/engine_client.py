@@ -215,6 +215,7 @@ class EngineClient:
                 refused.stream.refuse(refusal.request, refusal.error)
         self.metrics.stats = message.stats or self.metrics.stats
         self.metrics.copied = message.copied or self.metrics.copied
+        self.metrics.disk = message.disk or self.metrics.disk
         self.metrics.loop = message.loop or self.metrics.loop
 
     def _take(self, output: Output, now: float) -> None:

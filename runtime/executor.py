@@ -7,6 +7,7 @@ of issue on the device's lanes.
 from __future__ import annotations
 
 from collections import deque
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,9 +15,9 @@ import numpy as np
 
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.plan import Lane, StepPlan, StepResult
-from ..scheduler.types import InvariantError, Tier
+from ..scheduler.types import DiskRecord, InvariantError, Tier
 from .device import Device, ForwardPass, Ticket, TransferSeconds
-from .disk_reports import DiskRecord, DiskReport
+from .disk_reports import DiskReport
 from .disk_store import DiskSettings, DiskStore
 from .messages import DiskCounters, KVCounters
 from .sampler import Scores
@@ -45,6 +46,7 @@ class _Launched(NamedTuple):
     tickets: list[Ticket]
     tokens: np.ndarray = _NO_TOKENS
     scores: Scores | None = None
+    erased: Future[None] | None = None
 
 
 class Executor:
@@ -92,7 +94,7 @@ class Executor:
     def launch(self, plan: StepPlan) -> None:
         """Issues the plan's work and returns. InvariantError if the plan contradicts itself or too many are in flight.
 
-        A plan without tokens computes nothing; it is complete when its copies are. What it erases is erased on return.
+        A plan without tokens computes nothing; it is complete when its copies are.
         """
         if len(self._launched) == MAX_IN_FLIGHT:
             raise InvariantError(f"step {plan.step} launched with {MAX_IN_FLIGHT} steps in flight")
@@ -108,11 +110,11 @@ class Executor:
             ticket = self._device.mark(Lane.COMPUTE)
             launched = _Launched(plan, inputs.sampling, [*tickets, ticket])
         self._transfers.launched(plan.step, ticket)
-        self._launched.append(launched)
         if plan.spills or plan.promotions or plan.erased:
             if self._disk is None:
                 raise InvariantError(f"step {plan.step} has work for the disk and there is none")
-            self._disk.begin(plan)
+            launched = launched._replace(erased=self._disk.begin(plan))
+        self._launched.append(launched)
 
     def wait(self) -> StepResult:
         """Waits for the oldest launched plan and takes its result. InvariantError if there is none."""
@@ -122,6 +124,8 @@ class Executor:
         plan = launched.plan
         for ticket in launched.tickets:
             self._device.synchronize(ticket)
+        if launched.erased is not None:
+            launched.erased.result()
         tokens = tuple(launched.tokens.tolist())
         if self._constraints is not None:
             self._constraints.advance(plan.samples, tokens)

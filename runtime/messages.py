@@ -9,6 +9,7 @@ All are plain picklable data.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -48,9 +49,13 @@ class Fork(NamedTuple):
 
 
 class Forget(NamedTuple):
-    """The conversation claims no KV any more. The loop may not know it."""
+    """The conversation claims no KV any more, and nobody may read what was its own: of its log of `tokens` with this
+    salt what is behind the first `shared` tokens. The loop may not know it, but have its KV on disk."""
 
     conversation: str
+    tokens: array[int]
+    shared: int
+    salt: bytes
 
 
 class Keep(NamedTuple):
@@ -157,6 +162,7 @@ class StepMessage:
     refusals: tuple[Refusal, ...] = ()
     stats: SchedulerStats | None = None
     copied: KVCounters | None = None
+    disk: DiskCounters | None = None
     loop: LoopStats | None = None
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)

@@ -179,12 +179,13 @@ class Service:
 
     def _send(self, applied: Applied) -> None:
         """One message to the HTTP process; statistics ride along when something began or ended, and every so often."""
-        stats = copied = loop = None
+        stats = copied = disk = loop = None
         if applied.events or not applied.requests or time.monotonic() >= self._stats_due:
             self._stats_due = time.monotonic() + STATS_INTERVAL_S
             stats, copied = self._scheduler.stats(), self._executor.copied_bytes
+            disk = self._executor.disk_counters
             loop = self._counters.read(self._executor.transfer_seconds())
-        message = StepMessage(applied.requests, applied.tokens, tuple(applied.events), (), stats, copied, loop)
+        message = StepMessage(applied.requests, applied.tokens, tuple(applied.events), (), stats, copied, disk, loop)
         if applied.logprobs or applied.prompt_logprobs:
             message = replace(message, logprobs=applied.logprobs, prompt_logprobs=applied.prompt_logprobs)
         self._outbox.put(message)
