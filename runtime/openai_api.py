@@ -212,7 +212,7 @@ def create_app(
         body = parse(ResponseBody, await request.body())
         return Answer(await calls.response(body, arrived, owner_of(request)), client, tokenizer, tracing)
 
-    add_conversations(app, histories)
+    add_conversations(app, histories, client)
     add_responses(app, histories)
     add_tokenize(app, ready, tokenizer)
     add_ui(app, client)

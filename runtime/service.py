@@ -9,6 +9,7 @@ told.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -123,7 +124,14 @@ class Service:
             self._send(Applied())
             if draining == float("inf") and self._scheduler.idle:
                 self._scheduler.check()
-                self._take(self._inbox.get())
+                self._sleep()
+
+    def _sleep(self) -> None:
+        """Until a message comes, or until the scheduler wants to be asked though none does."""
+        wake_at = self._scheduler.wake_at
+        seconds = None if wake_at == float("inf") else max(0.0, wake_at - time.monotonic())
+        with contextlib.suppress(Empty):
+            self._take(self._inbox.get(timeout=seconds))
 
     def _take(self, message: FromHTTP) -> None:
         now = time.monotonic()
@@ -141,7 +149,9 @@ class Service:
             case Finish(request, tokens):
                 output = self._scheduler.finish(request, tokens, now)
                 self._send(Applied(events=[output] if output else []))
-            case Fork() | Forget() | Keep():
+            case Forget():
+                self._forget(message)
+            case Fork() | Keep():
                 self._change_conversation(message, now)
             case Look(start):
                 self._outbox.put(self._scheduler.residency(start, LOOKED_AT))
@@ -150,7 +160,15 @@ class Service:
                 self._drain_until = min(self._drain_until, now + seconds)
                 self._outbox.put(Draining())
 
-    def _change_conversation(self, message: Fork | Forget | Keep, now: float) -> None:
+    def _forget(self, message: Forget) -> None:
+        """Of a conversation that has not been active since the start records may be on disk all the same."""
+        if self._scheduler.has_conversation(message.conversation):
+            self._scheduler.delete(message.conversation)
+        else:
+            keys = self._scheduler.keys(message.tokens, message.salt)
+            self._scheduler.erase_keys(keys[message.shared // self._scheduler.config.chunk_tokens :])
+
+    def _change_conversation(self, message: Fork | Keep, now: float) -> None:
         """The history store knows every conversation, the scheduler those that have been active since the start."""
         if not self._scheduler.has_conversation(message.conversation):
             return
@@ -158,22 +176,22 @@ class Service:
             case Fork(conversation, new):
                 if not self._scheduler.has_conversation(new):
                     self._scheduler.fork(conversation, new, now)
-            case Forget(conversation):
-                self._scheduler.delete(conversation)
             case Keep(conversation, ttl, pinned):
                 self._scheduler.keep(conversation, ttl, now + pinned, now)
 
     def _drained(self) -> bool:
-        """Whether to end: nothing is left to do, or its time is up; whoever is still open is told."""
+        """Whether to end: nothing is left to do or to save, or its time is up; whoever is still open is told."""
         if self._drain_until == float("inf"):
             return False
         open_requests = self._scheduler.open_requests()
-        if open_requests and time.monotonic() < self._drain_until:
+        if (open_requests or self._scheduler.saving) and time.monotonic() < self._drain_until:
             return False
         for request in open_requests:
             self._scheduler.abort(request, time.monotonic())
         if open_requests:
             log.warning("shut down with %d requests unfinished", len(open_requests))
+        if self._scheduler.saving:
+            log.warning("shut down before all KV was saved to disk")
         self._send(Applied(events=[Output(request, finish=FinishReason.ABORT) for request in open_requests]))
         return True
 

@@ -153,6 +153,8 @@ def test_conversations_are_listed_forked_kept_and_deleted(serve: Any) -> None:
             assert [entry["id"] for entry in page["data"]] == ["a", "with/slash"] and page["has_more"]
             page = await server.ask("GET", f"{CONVERSATIONS}?after=with%2Fslash&order=asc")
             assert [entry["id"] for entry in page["data"]] == ["c"] and not page["has_more"]
+            assert page["data"][0]["kv_chunks"] == {"gpu": 1, "host": 2, "dropped": 3, "disk": 4}
+            assert (await server.ask("GET", f"{CONVERSATIONS}/a"))["kv_chunks"] is None, "the loop has not heard of it"
             fork = await server.post(f"{CONVERSATIONS}/with%2Fslash/fork", id="f")
             assert fork["parent"] == "with/slash"
             await server.post(f"{CONVERSATIONS}/a/fork", 409, id="f")
