@@ -247,7 +247,9 @@ class Harness:
             self.counts["tokens"] += 1
         for event in applied.events:
             if event.request not in self.open:
-                assert self.config.save == "sync"  # its client has left, or ended it, while its last event was kept back
+                assert (
+                    self.config.save == "sync"
+                )  # its client has left, or ended it, while its last event was kept back
                 continue
             request, reply = self.open[event.request]
             if event.usage is not None:
