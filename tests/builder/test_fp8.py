@@ -170,6 +170,7 @@ def test_what_it_costs_is_measured_where_it_will_run(checkpoint, tmp_path):
         build_engine(checkpoint, tmp_path / "engine", device="cuda", weights="fp8")
 
 
+@pytest.mark.slow
 def test_the_compiler_gets_the_operation():
     config = decoder_config(CONFIGS["llama"])
     weights = laid_out(random_weights(config, torch.bfloat16, "cpu", 0, fp8=True))
