@@ -318,6 +318,7 @@ class Scheduler:
             evictions=store.evictions.by_tier_and_reason(),
             eviction_values=store.evictions.by_value(),
             eviction_value_sum=store.evictions.value_sum,
+            choices=batcher.choices.by_choice(),
             regret_tokens=store.regret_tokens,
             spilled=store.disk.spilled,
             promoted=store.disk.promoted,

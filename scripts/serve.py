@@ -9,19 +9,27 @@ import logging
 import multiprocessing
 import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import torch
+
 from ..builder.build import build_engine
 from ..builder.checkpoint import DEMO_CHECKPOINT
 from ..builder.config import Shard
 from ..builder.manifest import Manifest
+from ..plugins.kv_fp8_reference import CODED, record_bytes
 from ..runtime.api_keys import key_digest
 from ..runtime.cpu_device import CpuDevice
 from ..runtime.device import Device
+from ..runtime.disk_directory import locked
+from ..runtime.disk_records import record_bytes as disk_record_bytes
+from ..runtime.disk_store import DiskSettings
 from ..runtime.engine import Engine, open_engine
 from ..runtime.executor import GROUP_LAYERS, Executor
 from ..runtime.grammar import open_grammars
@@ -34,12 +42,13 @@ from ..runtime.messages import Ready
 from ..runtime.profile import load_profile
 from ..runtime.service import Service
 from ..runtime.text import ChatTemplate
+from ..runtime.trace_file import TraceFile
 from ..scheduler.batcher import MOST_SCORED
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.cost import CostProfile, analytic_profile, propose_swap_out_below
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.types import SettingError, Tier
-from .serve_options import DEFAULT_GPU_KV, DEFAULT_HOST_KV, parse_options
+from .serve_options import DEFAULT_DISK_KV, DEFAULT_GPU_KV, DEFAULT_HOST_KV, parse_options
 from .sizes import parse_bytes
 
 log = logging.getLogger("pensieve")
@@ -57,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parse_options(sys.argv[1:] if argv is None else argv)
         configure_logging(args.log_format, args.log_level)
-        serve(args)
+        with locked_directories(args):
+            serve(args)
     except SettingError as error:
         print(f"pensieve serve: {error}", file=sys.stderr)
         return 2
@@ -88,6 +98,16 @@ def serve(args: argparse.Namespace) -> None:
         ours.close()
         http.join(HTTP_EXIT_SECONDS)
         http.kill()  # it ignores other signals; after a clean end it is gone already
+
+
+@contextmanager
+def locked_directories(args: argparse.Namespace) -> Iterator[None]:
+    """While this is open no other server has them. SettingError."""
+    with ExitStack() as locks:
+        locks.enter_context(locked(args.state_dir, "--state-dir"))
+        if args.disk_dir is not None:
+            locks.enter_context(locked(args.disk_dir, "--disk-dir"))
+        yield
 
 
 def http_settings(args: argparse.Namespace) -> HTTPSettings:
@@ -174,6 +194,9 @@ def drain_on_signals(service: Service, seconds: float) -> None:
 
 def make_service(args: argparse.Namespace, connection: Connection) -> tuple[Service, Ready]:
     device = make_device(args)
+    trace = None if args.trace is None else TraceFile(args.trace)
+    if trace is not None:
+        device.watch(trace.work)
     directory = Path(args.engine)
     if args.engine == "demo":
         directory = demo_engine(args.state_dir, args.device)
@@ -183,13 +206,18 @@ def make_service(args: argparse.Namespace, connection: Connection) -> tuple[Serv
     engine = open_engine(directory, args.device)
     config = scheduler_config(args, engine, device)
     measured = load_profile(directory, engine, config.chunk_tokens)
+    host_record = record_bytes(engine.kv_shape(1, config.chunk_tokens), host_dtype(args, engine))
+    cost = replace(measured or estimated_cost(engine, config), chunk_bytes=host_record)
     if measured is not None and args.swap_out_below is None:
-        config = replace(config, swap_out_below=propose_swap_out_below(measured, config))
-    scheduler = Scheduler(config, measured or estimated_cost(engine, config))
+        config = replace(config, swap_out_below=propose_swap_out_below(cost, config))
+    scheduler = Scheduler(config, cost)
     tokenizer = str(directory) if (directory / "tokenizer.json").exists() else ""
     grammars = open_grammars(tokenizer, engine.vocab_size, engine.manifest.stop_ids)
     group_layers = GROUP_LAYERS if args.swap_in == "pipelined" else engine.manifest.layers
-    executor = Executor(device, engine, config, group_layers, grammars, in_first=args.link == "in-first")
+    in_first, disk = args.link == "in-first", disk_settings(args, config)
+    executor = Executor(device, engine, config, group_layers, grammars, in_first, host_dtype(args, engine), disk)
+    records = executor.disk_records()
+    scheduler.adopt(records, time.monotonic())
     model, *aliases = args.served_model_name or [directory.resolve().name]
     ready = Ready(
         model=model,
@@ -199,16 +227,19 @@ def make_service(args: argparse.Namespace, connection: Connection) -> tuple[Serv
         stop_ids=engine.manifest.stop_ids,
         tokenizer=tokenizer,
     )
+    if disk is not None:
+        log.info("disk cache %d chunks in %s, %d of them from earlier", disk.slots, disk.directory, len(records))
     log.info(
-        "%s: GPU cache %d chunks, host cache %d chunks of %d tokens (%d bytes each), contexts up to %d tokens",
+        "%s: GPU cache %d chunks of %d bytes, host cache %d of %d bytes, %d tokens each, contexts up to %d tokens",
         ready.model,
         config.gpu_kv_chunks,
-        config.host_kv_chunks,
-        config.chunk_tokens,
         engine.chunk_bytes(config.chunk_tokens),
+        config.host_kv_chunks,
+        host_record,
+        config.chunk_tokens,
         config.max_model_len,
     )
-    return Service(scheduler, executor, connection), ready
+    return Service(scheduler, executor, connection, trace), ready
 
 
 def make_device(args: argparse.Namespace) -> Device:
@@ -241,10 +272,17 @@ def scheduler_config(args: argparse.Namespace, engine: Engine, device: Device) -
         gpu_chunks = free_gpu_bytes(args, engine, device) // record
     else:
         gpu_chunks = kv_chunks(args.gpu_kv_chunks, args.gpu_kv_bytes or DEFAULT_GPU_KV, "--gpu-kv-bytes", record)
-    host_chunks = kv_chunks(args.host_kv_chunks, args.host_kv_bytes or DEFAULT_HOST_KV, "--host-kv-bytes", record)
+    host_record = record_bytes(engine.kv_shape(1, args.chunk_tokens), host_dtype(args, engine))
+    host_chunks = kv_chunks(args.host_kv_chunks, args.host_kv_bytes or DEFAULT_HOST_KV, "--host-kv-bytes", host_record)
+    disk_chunks = kv_chunks(
+        args.disk_kv_chunks, args.disk_kv_bytes or DEFAULT_DISK_KV, "--disk-kv-bytes", disk_record_bytes(host_record)
+    )
     settings = dict(
         gpu_kv_chunks=gpu_chunks,
         host_kv_chunks=host_chunks,
+        disk_kv_chunks=disk_chunks,
+        save=args.save,
+        prefetch=args.prefetch == "on",
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         chunk_tokens=args.chunk_tokens,
@@ -256,7 +294,7 @@ def scheduler_config(args: argparse.Namespace, engine: Engine, device: Device) -
         queue_timeout=args.queue_timeout,
         conversation_ttl=args.conversation_ttl,
         reuse=args.reuse,
-        seed=kv_seed(engine.manifest),
+        seed=kv_seed(engine.manifest, args.lower_tier_kv),
     )
     longest = engine.manifest.max_model_len
     if args.max_model_len is None:
@@ -282,9 +320,8 @@ def free_gpu_bytes(args: argparse.Namespace, engine: Engine, device: Device) -> 
         scored=MOST_SCORED,
         context=context,
     )
-    weights = engine.parameters * engine.dtype.itemsize
     memory = device.memory(Tier.GPU)
-    division = divide(memory, args.gpu_memory_utilization, weights, activations)
+    division = divide(memory, args.gpu_memory_utilization, engine.weight_bytes, activations)
     log.info(
         "GPU memory: %.1f GiB, of which weights %.1f, activations %.1f, CUDA and its graphs %.1f, KV %.1f",
         *(size / GIB for size in (memory.total, *division)),
@@ -298,9 +335,23 @@ def kv_chunks(chunks: int | None, size: str, setting: str, record: int) -> int:
     return parse_bytes(size, setting) // record
 
 
-def kv_seed(manifest: Manifest) -> bytes:
-    """Engines of one fingerprint compute equal KV; no others share chunks."""
-    return bytes.fromhex(manifest.fingerprint)
+def host_dtype(args: argparse.Namespace, engine: Engine) -> torch.dtype:
+    """Of the HOST pool."""
+    return CODED if args.lower_tier_kv == "fp8" else engine.dtype
+
+
+def disk_settings(args: argparse.Namespace, config: SchedulerConfig) -> DiskSettings | None:
+    """Where the disk tier is and what may be read from it; None without one."""
+    if not config.disk_kv_chunks:
+        if args.disk_dir is not None:
+            raise SettingError("--disk-dir", "needs --disk-kv-bytes or --disk-kv-chunks: how much it may hold")
+        return None
+    return DiskSettings(args.disk_dir or args.state_dir / "kv", config.disk_kv_chunks, config.seed.hex())
+
+
+def kv_seed(manifest: Manifest, lower_tier_kv: str) -> bytes:
+    """Engines of one fingerprint compute equal KV, and equal lower tiers keep it equally; no others share chunks."""
+    return bytes.fromhex(manifest.fingerprint) + (b"" if lower_tier_kv == "same" else lower_tier_kv.encode())
 
 
 def estimated_cost(engine: Engine, config: SchedulerConfig) -> CostProfile:
