@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from pensieve.runtime.messages import KVCounters, LoopStats, PowerCounts
+from pensieve.runtime.messages import DiskCounters, KVCounters, LoopStats, PowerCounts
 from pensieve.runtime.metrics import Metrics
 from pensieve.scheduler.types import SchedulerStats, Usage
 
@@ -51,6 +51,23 @@ def test_all_names_of_the_contract() -> None:
         'pensieve:requests_total{finish="stop"}': 2,
     }
     assert {name: found[name] for name in expected} == expected
+
+
+def test_the_disk_tier() -> None:
+    metrics = Metrics()
+    metrics.disk = DiskCounters(1, 2, 3, 4, 5, 6, 7.5, 8.5, rejected=9, errors=10, full=1)
+    found = samples(metrics)
+    both = {
+        name: (
+            found[f'pensieve:kv_disk_{name}{{direction="save"}}'],
+            found[f'pensieve:kv_disk_{name}{{direction="load"}}'],
+        )
+        for name in ("records_total", "bytes_total", "seconds_total", "queue")
+    }
+    assert both == {"records_total": (3, 4), "bytes_total": (5, 6), "seconds_total": (7.5, 8.5), "queue": (1, 2)}
+    assert found['pensieve:kv_disk_faults_total{kind="rejected"}'] == 9
+    assert found['pensieve:kv_disk_faults_total{kind="system"}'] == 10
+    assert found["pensieve:kv_disk_full"] == 1
 
 
 def test_every_source_is_there_before_the_first_request() -> None:
