@@ -71,6 +71,7 @@ class Service:
         self._reader.start()
         self._writer.start()
         self._outbox.put(ready)
+        self._send(Applied())  # sizes and what the disk holds, before the first request
         try:
             while not self._drained():
                 while not self._inbox.empty():
