@@ -128,6 +128,7 @@ class Metrics(Collector):
                 evictions.add_metric([tier, reason], count)
         yield evictions
         yield _eviction_values(stats)
+        yield from _choices(stats)
         yield CounterMetricFamily(
             "pensieve:kv_dropped_chunks", "Chunks that were left in no tier, for whatever reason", value=stats.dropped
         )
@@ -196,6 +197,21 @@ def _eviction_values(stats: SchedulerStats) -> Metric:
         buckets=_buckets(stats.eviction_values, EVICTION_VALUES),
         sum_value=stats.eviction_value_sum,
     )
+
+
+def _choices(stats: SchedulerStats) -> Iterator[Metric]:
+    text = "Chunks on HOST, by whether they were loaded or computed again"
+    chunks = {choice: parts["chunks"] for choice, parts in stats.choices.items()}
+    yield _counters("pensieve:kv_choice_chunks", text, "choice", chunks)
+    seconds = CounterMetricFamily(
+        "pensieve:kv_choice_predicted_seconds",
+        "What either way was predicted to take for them; what loading took is in kv_link_seconds",
+        labels=["choice", "way"],
+    )
+    for choice, parts in stats.choices.items():
+        for way in ("load", "recompute"):
+            seconds.add_metric([choice, way], parts[way])
+    yield seconds
 
 
 def _buckets(counts: Mapping[int, int], exponents: range) -> list[tuple[str, float]]:

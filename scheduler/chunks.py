@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 
 from .config import SchedulerConfig
@@ -56,6 +56,8 @@ class Chunk:
     pins         of these conversations, those that are pinned: it is evicted last
     awaited      0, or the place in the queue of the request that waits for it: it is evicted behind those that nobody
                  awaits, the queue's tail first
+    staged       its copy on HOST is on its way to DISK and no reason to take its GPU slot: what is written first is
+                 worth most
     loading      its swap-in is reserved but not all issued: the GPU slot holds nothing yet
     filed        the set of victims it is in, and group the part of a VictimSet
     declined     HOST has no room for one of so low a value: dropped when its GPU slot is needed
@@ -79,6 +81,7 @@ class Chunk:
         "loading",
         "moving",
         "pins",
+        "staged",
         "tokens",
         "users",
     )
@@ -97,6 +100,7 @@ class Chunk:
         self.born = self.last_active = now
         self.dropped_at = NEVER
         self.loading = False
+        self.staged = False
         self.declined = False
         self.moving: Move | None = None
         self.filed: VictimSet | OrderedSet | None = None
@@ -253,7 +257,8 @@ class ChunkStore:
             raise InvariantError(f"{chunk} is unclaimed by a conversation that does not claim it")
         chunk.claims -= 1
         self.file(chunk)
-        self._forget_if_gone(chunk)
+        if not (chunk.claims or chunk.users or chunk.resident):
+            self._forget(chunk)
 
     def change_pins(self, chunk: Chunk, by: int) -> None:
         """A conversation that claims the chunk begins (1) or ceases (-1) to be pinned."""
@@ -290,14 +295,47 @@ class ChunkStore:
         """The chunk leaves the GPU; dropped if it is nowhere else."""
         self.gpu.give(chunk.gpu)
         chunk.gpu = NO_SLOT
-        chunk.declined = False
+        chunk.declined = chunk.staged = False
         self.file(chunk)
         if chunk.host == NO_SLOT:
             self._count_if_dropped(chunk)
 
+    def reclaim_gpu(self, victims: Sequence[Chunk]) -> int:
+        """As `release_gpu` for these, which are idle and of one group. Returns how many are dropped thereby."""
+        for chunk in victims:
+            self.gpu.give(chunk.gpu)
+            chunk.gpu = NO_SLOT
+            chunk.declined = chunk.staged = False
+        filed = victims[0].filed
+        assert isinstance(filed, VictimSet)
+        dropped = [chunk for chunk in victims if chunk.host == NO_SLOT and chunk.disk == NO_SLOT]
+        if self._has_disk:
+            for chunk in victims:
+                self.file(chunk)
+        else:
+            filed.move([chunk for chunk in victims if chunk.host != NO_SLOT], self.host_only)
+            filed.move(dropped, None)
+        for chunk in dropped:
+            self._count_if_dropped(chunk)
+        return len(dropped)
+
+    def drop_from_host(self, victims: Sequence[Chunk]) -> None:
+        """As `drop` for these, which are of one group of `host_only`."""
+        for chunk in victims:
+            self.host.give(chunk.host)
+            chunk.host = NO_SLOT
+        self.host_only.move(victims, None)
+        for chunk in victims:
+            self._count_if_dropped(chunk)
+
+    def make_reclaimable(self, chunks: Sequence[Chunk]) -> None:
+        """Files these, which are of one group of `uncopied`: they have been copied or declined."""
+        self.uncopied.move(chunks, self.reclaimable)
+
     def release_host(self, chunk: Chunk) -> None:
         self.host.give(chunk.host)
         chunk.host = NO_SLOT
+        chunk.staged = False
         self.file(chunk)
         if chunk.gpu == NO_SLOT:
             self._count_if_dropped(chunk)
@@ -323,6 +361,7 @@ class ChunkStore:
 
     def drop(self, chunk: Chunk) -> None:
         """An idle chunk leaves every tier."""
+        chunk.staged = False
         if chunk.moving is not None:
             self.disk.abandon(chunk.moving)
         if chunk.disk != NO_SLOT:
@@ -348,11 +387,10 @@ class ChunkStore:
         if chunk.gpu == NO_SLOT and chunk.host == NO_SLOT and chunk.disk == NO_SLOT and chunk.users == 0:
             self.dropped += bool(chunk.tokens)
             chunk.dropped_at = self.now
-            self._forget_if_gone(chunk)
+            if not chunk.claims:
+                self._forget(chunk)
 
-    def _forget_if_gone(self, chunk: Chunk) -> None:
-        if chunk.claims or chunk.users or chunk.resident:
-            return
+    def _forget(self, chunk: Chunk) -> None:
         if chunk.key is None:
             self._private.pop(chunk, None)
             return
@@ -378,9 +416,9 @@ class ChunkStore:
                 elif chunk.disk != NO_SLOT:
                     filed = self.disk_only
         elif chunk.users:
-            if chunk.host != NO_SLOT and not chunk.loading and chunk.moving is None:
+            if chunk.host != NO_SLOT and not (chunk.loading or chunk.staged) and chunk.moving is None:
                 filed = self.busy_copied
-        elif chunk.host != NO_SLOT or chunk.declined or not self.host.count:
+        elif (chunk.host != NO_SLOT and not chunk.staged) or chunk.declined or not self.host.count:
             filed = self.reclaimable
         else:
             filed = self.uncopied

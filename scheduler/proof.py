@@ -50,14 +50,17 @@ def _check_filing(store: ChunkStore, chunk: Chunk) -> bool:
     on_gpu, on_host, on_disk = (slot != NO_SLOT for slot in (chunk.gpu, chunk.host, chunk.disk))
     movable = not chunk.users and chunk.moving is None
     belongs: VictimSet | OrderedSet | None = None
-    if chunk.users and on_gpu and on_host and not chunk.loading and chunk.moving is None:
+    if chunk.staged and not (on_gpu and on_host):
+        raise InvariantError(f"{chunk} is said to be staged for DISK")
+    if chunk.users and on_gpu and on_host and not chunk.loading and not chunk.staged and chunk.moving is None:
         belongs = store.busy_copied
     if movable and on_host and not on_gpu:
         belongs = store.host_spare if on_disk else store.host_only
     if movable and on_disk and not (on_gpu or on_host):
         belongs = store.disk_only
     if not chunk.users and on_gpu:
-        belongs = store.reclaimable if on_host or chunk.declined or store.host.count == 0 else store.uncopied
+        safe = (on_host and not chunk.staged) or chunk.declined or store.host.count == 0
+        belongs = store.reclaimable if safe else store.uncopied
     if chunk.filed is not belongs or (belongs is not None and chunk not in belongs):
         raise InvariantError(f"{chunk} is not filed where it belongs")
     return belongs is not None

@@ -34,13 +34,19 @@ class Saver:
         self._queue: deque[Chunk] = deque()
         self._copied: deque[Chunk] = deque()  # to HOST, perhaps not completely
         self._pending: dict[Chunk, None] = {}  # both of them
-        self._in_transit: deque[Chunk] = deque()  # copied to HOST for this alone
+        self._staged: deque[Chunk] = deque()  # copied to HOST for this alone
+        self._short = False  # of HOST slots, and copies must be complete before more can be done
         self._endings: deque[tuple[Output, list[Chunk]]] = deque()
 
     @property
     def busy(self) -> bool:
         """There is something to be planned as soon as a step is: nothing waits for anybody's request."""
-        return bool(self._queue or self._copied or self._in_transit or self._endings)
+        return self._short or bool(self._queue or self._copied or self._staged or self._endings)
+
+    @property
+    def withholds(self) -> bool:
+        """Turns that have ended wait for their chunks to be saved before their ends are told."""
+        return bool(self._endings)
 
     @property
     def saving(self) -> bool:
@@ -87,10 +93,11 @@ class Saver:
         else:
             self._spill_copied(room)
             self._copy_out(room)
-            room.spill_ahead(self._host_buffer, self._most_writes - self._store.disk.writing)
-        self._end_transits()
+            self._short = not room.spill_ahead(self._host_buffer, self._most_writes - self._store.disk.writing)
+        self._end_staging()
 
     def _decline_all(self) -> None:
+        self._short = False
         for declined in (self._queue, self._copied, self._pending):
             declined.clear()
 
@@ -100,12 +107,12 @@ class Saver:
                 return
             chunk = self._queue[0]
             if _unsaved(chunk) and chunk.host == NO_SLOT:
-                if not room.save(chunk):
+                if not room.stage(chunk):
                     if self._copied or self._store.disk.writing:
                         return  # HOST slots are about to be free
                     del self._pending[chunk]
                 else:
-                    self._in_transit.append(chunk)
+                    self._staged.append(chunk)
             self._queue.popleft()
             if chunk in self._pending:
                 self._copied.append(chunk)
@@ -122,12 +129,12 @@ class Saver:
             if wanted:
                 room.spill(chunk)
 
-    def _end_transits(self) -> None:
-        """Copies made for DISK's sake of chunks that are on the GPU still: HOST keeps them only while it has room."""
-        while self._in_transit and self._settled(self._in_transit[0]):
-            chunk = self._in_transit.popleft()
-            above = chunk.gpu != NO_SLOT and chunk.host != NO_SLOT and not chunk.loading
-            if above and self._store.host.free <= self._host_buffer:
+    def _end_staging(self) -> None:
+        """HOST gives up the copies made for DISK's sake, unless their chunks have left the GPU meanwhile or are about
+        to."""
+        while self._staged and self._settled(self._staged[0]):
+            chunk = self._staged.popleft()
+            if chunk.staged:
                 self._store.release_host(chunk)
 
 

@@ -293,8 +293,8 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Nothing runs, waits, or is in flight."""
-        return not self._turns and not self._inflight
+        """Nothing runs, waits, or is in flight, and no end is kept back."""
+        return not self._turns and not self._inflight and not self._saver.withholds
 
     def open_requests(self) -> list[RequestId]:
         """Requests that have been added and have neither ended nor left."""
@@ -318,6 +318,7 @@ class Scheduler:
             evictions=store.evictions.by_tier_and_reason(),
             eviction_values=store.evictions.by_value(),
             eviction_value_sum=store.evictions.value_sum,
+            choices=batcher.choices.by_choice(),
             regret_tokens=store.regret_tokens,
             spilled=store.disk.spilled,
             promoted=store.disk.promoted,

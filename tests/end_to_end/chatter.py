@@ -46,7 +46,7 @@ def slow_link_profile(config, chunk_bytes, chunks_a_step=4):
 
 
 class Chatter:
-    def __init__(self, engine, reference, seed, *, disturbed=False, ids=0.7, disk=None, **settings):
+    def __init__(self, engine, reference, seed, *, disturbed=False, ids=0.7, host_dtype=None, disk=None, **settings):
         """disk: DiskSettings, of as many slots as the settings say."""
         self.random = random.Random(seed)
         defaults = dict(
@@ -62,6 +62,7 @@ class Chatter:
         self.vocabulary = engine.manifest.vocab_size
         self.reference = reference
         self._engine, self._seed, self._disturbed, self._disk = engine, seed, disturbed, disk
+        self._host_dtype = host_dtype
         self._begin()
         self.ids = ids
         self.logs: dict[str, list[int]] = {}
@@ -77,7 +78,9 @@ class Chatter:
             disturb=(lambda lane: delays.choice((0.0, 0.0, 0.002, 0.006))) if self._disturbed else None,
             shuffle=random.Random(self._seed + 2) if self._disturbed else None,
         )
-        self.executor = Executor(device, self._engine, self.config, group_layers=1, disk=self._disk)
+        self.executor = Executor(
+            device, self._engine, self.config, group_layers=1, host_dtype=self._host_dtype, disk=self._disk
+        )
         self.scheduler = Scheduler(
             self.config, slow_link_profile(self.config, self._engine.chunk_bytes(self.config.chunk_tokens))
         )

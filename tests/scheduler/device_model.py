@@ -4,8 +4,9 @@ It keeps, for every slot, what is in it (which token ids, at which positions) an
 and for every piece of work what is known to be complete before it begins (vector clocks over the three lanes). So it
 catches a slot read before it is written or rewritten while it is read, and a row that would see another's KV.
 
-Disk work is on no lane: it begins when its plan is launched and ends when the test says so (`finish`). Whatever used its
-HOST slot before must be complete by what the scheduler has been told (`known`), and nobody touches its slots meanwhile.
+Disk work is on no lane: it begins when its plan is launched and ends when the test says so (`finish`). Whatever used
+its HOST slot before must be complete by what the scheduler has been told (`known`), and nobody touches its slots
+meanwhile.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class Driver(Harness):
     def stow(self):
         """Idle chunks are on HOST only, as after a rush of others: who comes back loads all its history."""
         store = self.scheduler._store
-        for chunk in list(store.uncopied)[: store.host.free]:
+        for chunk in [chunk for chunk in store.uncopied if not chunk.staged][: store.host.free]:
             self.place(chunk, "host")
         for chunk in list(store.reclaimable):
             store.release_gpu(chunk)
