@@ -200,15 +200,23 @@ class _Open:
 class Simulator:
     """One run over `sessions`; used once. Without `skips` every step is planned and applied by itself.
 
-    The first `warm_up` requests are served but not reported, nor is the time in which they arrive.
+    The first `warm_up` requests are served but not reported, nor is the time in which they arrive. `cost` is what the
+    scheduler believes; a `device` with other costs takes other times.
     Raises RequestError if the configuration cannot serve a request (too long, queue full).
     """
 
-    def __init__(self, config: SchedulerConfig, cost: CostProfile, sessions: Sequence[Session], warm_up: int = 0):
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cost: CostProfile,
+        sessions: Sequence[Session],
+        warm_up: int = 0,
+        device: VirtualDevice | None = None,
+    ):
         self.scheduler = Scheduler(config, cost)
         self.now = min(session.start_s for session in sessions)
         self._started = self.now
-        self._device = VirtualDevice(cost)
+        self._device = device or VirtualDevice(cost)
         self._arrivals = [(session.start_s, order, 0) for order, session in enumerate(sessions)]
         heapq.heapify(self._arrivals)
         self._sessions = sessions
