@@ -318,10 +318,11 @@ def test_what_breaks_a_thread_breaks_the_loop(tmp_path):
         raise ZeroDivisionError
 
     with Tier(tmp_path, system=SystemCalls(read=read)) as tier:
-        tier.begin(promotions=[Promotion(0, 0, key(0))])
+        tier.save([0])
         with pytest.raises(ZeroDivisionError):
-            tier.save([0])
             tier.load([0])
+        with pytest.raises(ZeroDivisionError):
+            tier.begin()
 
 
 def test_a_file_system_without_direct_transfers(tmp_path, monkeypatch, caplog):
