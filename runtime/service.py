@@ -118,7 +118,7 @@ class Service:
         self._counters.finished()
         with self._counters.apply:
             applied = self._scheduler.apply(result, time.monotonic())
-        if applied.requests or applied.prompt_logprobs or time.monotonic() >= self._stats_due:
+        if applied.requests or applied.events or applied.prompt_logprobs or time.monotonic() >= self._stats_due:
             with self._counters.send:
                 self._send(applied)
 
