@@ -14,8 +14,7 @@ import pytest
 from pensieve.runtime import disk_files
 from pensieve.runtime.disk_files import SystemCalls, aligned_buffer
 from pensieve.runtime.disk_records import PAGE, record_bytes
-from pensieve.runtime.disk_reports import DiskReport
-from pensieve.runtime.disk_store import DiskSettings, DiskStore
+from pensieve.runtime.disk_store import DiskReport, DiskSettings, DiskStore
 from pensieve.scheduler.plan import Promotion, Spill
 from pensieve.scheduler.types import InvariantError, SettingError
 
