@@ -63,10 +63,9 @@ class Planner:
         return chunk is not None and (chunk.loading or _being_read(chunk))
 
     def readable(self, chunk: Chunk) -> bool:
-        """On DISK only, not being read yet, and dear enough to be."""
+        """On DISK only, not being read yet, and dear enough to be loaded once it is on HOST."""
         on_disk = chunk.disk != NO_SLOT and chunk.gpu == NO_SLOT and chunk.host == NO_SLOT and chunk.moving is None
-        cost = self._cost
-        return on_disk and cost.recompute(chunk.end) >= cost.read() + cost.load()
+        return on_disk and self._cost.recompute(chunk.end) >= self._cost.load()
 
     def keys_on_disk(self, turn: Turn) -> frozenset[ChunkKey]:
         """Of the chunks that are there only, those being read included."""
@@ -77,15 +76,15 @@ class Planner:
             if chunk and chunk.key and chunk.disk != NO_SLOT and chunk.gpu == NO_SLOT and chunk.host == NO_SLOT
         )
 
-    def _worth_reading(self, chunks: list[Chunk]) -> bool:
-        """Behind whatever is being read already."""
+    def _worth_reading(self, chunks: list[Chunk], rows: int) -> bool:
+        """Reading holds up one request, behind what is being read already; computing holds up all of the batch."""
         cost = self._cost
-        seconds = (self._store.disk.reading + len(chunks)) * cost.read() + len(chunks) * cost.load()
-        return sum(cost.recompute(chunk.end) for chunk in chunks) >= seconds
+        reading = (self._store.disk.reading + len(chunks)) * cost.read() + len(chunks) * cost.load()
+        return (1 + rows) * sum(cost.recompute(chunk.end) for chunk in chunks) >= reading
 
-    def look_up(self, turn: Turn, conversation: Conversation | None) -> Finding | OnDisk | ChunkKey:
-        """What the turn would need now; or what must be read before; or the key of the chunk that it had better wait
-        for."""
+    def look_up(self, turn: Turn, conversation: Conversation | None, rows: int) -> Finding | OnDisk | ChunkKey:
+        """What the turn would need now, beside a batch of so many rows; or what must be read before; or the key of the
+        chunk that it had better wait for."""
         hits: list[Chunk | None] = []
         known: list[bool] = []
         on_disk: list[Chunk] = []
@@ -103,7 +102,7 @@ class Planner:
             hit = chunk is not None and chunk.host >= 0 and self._cost.recompute(chunk.end) >= load
             hits.append(chunk if hit else None)
             known.append(not hit and self._store.known(key))
-        if on_disk and self._worth_reading(on_disk):
+        if on_disk and self._worth_reading(on_disk, rows):
             return OnDisk(on_disk)
         missing = -(-len(turn.tokens) // self._chunk_tokens) - len(hits)
         hits += [None] * missing
