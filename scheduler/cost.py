@@ -36,6 +36,8 @@ class CostProfile:
     row_attention        (context tokens, seconds for one row that generates, in a full batch); without, its share of
                          a chunk
     out_bytes_per_s      GPU to host copies; None: as fast as the others
+
+    most_context         the most that a chunk sees, tokens, however far its context has run
     """
 
     chunk_tokens: int
@@ -47,6 +49,7 @@ class CostProfile:
     steps: Points = ()
     row_attention: Points = ()
     out_bytes_per_s: float | None = None
+    most_context: int | None = None
 
     def __post_init__(self) -> None:
         if not self.attention:
@@ -64,7 +67,8 @@ class CostProfile:
 
     def recompute(self, end: int) -> float:
         """Cost(l): seconds to compute the chunk that ends at position `end`."""
-        return self.chunk_seconds + _interpolated(self.attention, end)
+        seen = end if self.most_context is None else min(end, self.most_context)
+        return self.chunk_seconds + _interpolated(self.attention, seen)
 
     def load(self) -> float:
         """Seconds to copy one chunk from host to GPU."""

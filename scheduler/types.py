@@ -159,6 +159,7 @@ class Request:
     prompt_logprobs log probabilities are reported of each prompt token but the first, and of so many of the likeliest:
                     the whole prompt is computed again
     choice          which of several replies to one prompt this is; the prompt is counted with choice 0
+    truncate        the context may outgrow the model's: then its leading tokens are no longer seen
     """
 
     id: RequestId
@@ -173,6 +174,7 @@ class Request:
     confirm: bool = False
     prompt_logprobs: int | None = None
     choice: int = 0
+    truncate: bool = False
 
     def __post_init__(self) -> None:
         if not len(self.prompt):
@@ -210,6 +212,7 @@ class Output:
     logprobs            as many as `tokens`, or none
     prompt_logprobs     of the next prompt tokens, from the second on
     queued              with `usage`: seconds from its arrival to its first seat
+    truncated           with `usage` or `finish`: leading tokens of the context that its newest token did not see
     """
 
     request: RequestId
@@ -219,6 +222,7 @@ class Output:
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     queued: float | None = None
+    truncated: int = 0
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ from pensieve.scheduler.cost import analytic_profile
 from pensieve.scheduler.plan import Lane
 from pensieve.scheduler.scheduler import Scheduler
 from pensieve.scheduler.types import Request
+from pensieve.scheduler.windows import RECOMPUTE
 
 from .device_model import DeviceModel, next_token
 
@@ -51,6 +52,7 @@ def profile(chunk_tokens=4, chunks_a_step=3):
 
 class Harness:
     """open      request id -> (request, its reply so far)
+    bases     request id -> where its context begins, from its first seat on
     held      ids whose reply ended and waits for `finish`
     logs      conversation -> every token of its last committed turn
     lives     conversation -> (last activity, seconds it lives on), as far as it was given a TTL
@@ -60,12 +62,14 @@ class Harness:
     def __init__(self, *, chunks_a_step=3, check=True, **settings):
         self.config = SchedulerConfig(**(SMALL | settings))
         self.scheduler = Scheduler(self.config, profile(self.config.chunk_tokens, chunks_a_step))
-        self.device = DeviceModel(self.config.gpu_kv_chunks, self.config.host_kv_chunks, self.config.chunk_tokens)
+        config = self.config
+        self.windows = config.windows
+        self.device = DeviceModel(config.gpu_kv_chunks, config.host_kv_chunks, config.chunk_tokens, self.windows)
         self._check = check
         self.now = 0.0
         self.ids = 0
         self.results = deque()
-        self.open, self.held, self.logs, self.lives = {}, {}, {}, {}
+        self.open, self.held, self.logs, self.lives, self.bases = {}, {}, {}, {}, {}
         self.counts = Counter()
 
     # -- requests
@@ -187,6 +191,9 @@ class Harness:
             self.counts["nothing to plan"] += 1
             return None
         assert plan.tokens <= self.config.max_num_batched_tokens
+        for row in (*self.scheduler._batcher.rows, *self.scheduler._batcher.loading):
+            self._note_base(row.turn)
+        self.counts["moved on"] += sum(all(join.seat != origin.seat for join in plan.joins) for origin in plan.origins)
         starts = {}
         for span in plan.spans:
             assert span.start < span.end and starts.get(span.seat, -1) < span.start
@@ -207,14 +214,17 @@ class Harness:
         applied = self.scheduler.apply(self.results.popleft(), self.now)
         for request_id, token in zip(applied.requests, applied.tokens, strict=True):
             request, reply = self.open[request_id]
-            expected = next_token([*request.prompt, *reply])
+            expected = next_token([*request.prompt, *reply], self.windows, self.bases[request_id])
             assert token == expected, f"request {request_id}: token {len(reply)} is {token}, not {expected}"
             reply.append(token)
             self.counts["tokens"] += 1
         for event in applied.events:
             request, reply = self.open[event.request]
+            begun = self.bases[event.request]
+            seen_from = self.windows.start(len(request.prompt) + len(reply) - 2, begun) if self.windows else 0
+            assert event.truncated == seen_from
             if event.usage is not None:
-                self._note_usage(request, event.usage)
+                self._note_usage(request, event.usage, event.truncated)
             if event.finish is not None and request.confirm:
                 self.held[event.request] = True
             elif event.finish is not None:
@@ -223,8 +233,18 @@ class Harness:
             self.check_logs()
         return applied
 
-    def _note_usage(self, request, usage):
-        total = usage.cached + usage.recomputed + usage.new
+    def _note_base(self, turn):
+        """A request's base is settled with its first seat; without kept KV each window is one."""
+        base = self.bases.setdefault(turn.request.id, turn.base)
+        if self.windows is not None and self.windows.mode == RECOMPUTE:
+            self.bases[turn.request.id] = turn.base
+        else:
+            assert turn.base == base
+
+    def _note_usage(self, request, usage, truncated):
+        total = truncated + usage.cached + usage.recomputed + usage.new
+        self.counts["overflows"] += truncated > 0
+        self.counts["begun anew"] += self.bases[request.id] > 0
         assert total == len(request.prompt) and min(usage.gpu, usage.host, usage.recomputed, usage.new) >= 0, usage
         for source in ("gpu", "host", "recomputed", "new"):
             self.counts[f"{source} tokens"] += getattr(usage, source)

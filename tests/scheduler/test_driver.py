@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 
 from pensieve.scheduler.config import BATCHING_MODES, EVICTION_POLICIES
+from pensieve.scheduler.windows import OVERFLOW_MODES
 
 from .driver import STATES, Driver
 
@@ -32,6 +33,8 @@ def runs():
             "gpu_kv_chunks": GPU_CHUNKS[seed],
             "max_num_batched_tokens": (24, 7, 12, 7)[seed],
             "reuse": number % 11 != 0,
+            "overflow": OVERFLOW_MODES[number % 3],
+            "overflow_ratio": (0.5, 0.5, 0.25, 0.8)[(number // 3) % 4],
         }
 
 
@@ -63,6 +66,7 @@ def test_random_operations(run, totals):
         *("gpu tokens", "host tokens", "recomputed tokens", "new tokens", "tokens"),
         *("disjoint", "suppressed writes", "waits for keys", "suspensions", "drops"),
         *("gated swap-ins", "early swap-ins", "evictions", "saves"),
+        *("overflows", "moved on", "begun anew"),
         *("branches", "forks", "deletes", "pins", "expired", "refused 429", "refused 400"),
         *(f"aborted {state}" for state in STATES),
         *(f"finished {state}" for state in STATES if state != "waiting"),  # a waiting turn has no reply yet
