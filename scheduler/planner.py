@@ -233,6 +233,7 @@ class Planner:
             loads.append(tail)
         self._end_with_a_sample(spans, hits, tail, count, sources)
         sources["recomputed"] += self._dropped_tail_tokens(look, hits, known)
+        sources["recomputed"] = max(sources["recomputed"], self._begun_anew_tokens(look, spans))
         if turn.unscored:
             spans = _scoring(spans, turn.scored)
             sources = {"recomputed": sum(sources.values())}
@@ -277,6 +278,14 @@ class Planner:
         if start < look.seen or had_kv <= start or hits[index] is not None or known[index]:
             return 0
         return had_kv - start
+
+    def _begun_anew_tokens(self, look: _Look, spans: deque[Span]) -> int:
+        """Tokens whose KV the conversation has had, but behind another base."""
+        conversation = look.conversation
+        if conversation is None or not self._reuse or conversation.base == look.base:
+            return 0
+        had_kv = min(common_prefix(conversation.tokens, look.turn.tokens), len(conversation.tokens) - 1)
+        return sum(max(0, min(span.end, had_kv) - max(span.start, look.seen)) for span in spans)
 
 
 def _scoring(spans: deque[Span], position: int) -> deque[Span]:
