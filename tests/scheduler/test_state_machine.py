@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pensieve.scheduler.config import BATCHING_MODES, EVICTION_POLICIES
 from pensieve.scheduler.types import RequestError
+from pensieve.scheduler.windows import OVERFLOW_MODES
 
 from .driver import MOST_IN_FLIGHT
 from .harness import Harness
@@ -26,8 +27,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         tokens_a_step=st.sampled_from((6, 24)),
         swap_out_below=st.sampled_from((0.0, 0.5)),
         reuse=st.sampled_from((True, True, True, False)),
+        overflow=st.sampled_from(OVERFLOW_MODES),
+        ratio=st.sampled_from((0.5, 0.2)),
     )
-    def start(self, eviction, batching, host, chunks_a_step, tokens_a_step, swap_out_below, reuse):
+    def start(self, eviction, batching, host, chunks_a_step, tokens_a_step, swap_out_below, reuse, overflow, ratio):
         self.harness = Harness(
             chunks_a_step=chunks_a_step,
             gpu_kv_chunks=14,
@@ -38,6 +41,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             batching=batching,
             swap_out_below=swap_out_below,
             reuse=reuse,
+            overflow=overflow,
+            overflow_ratio=ratio,
         )
 
     @rule(
@@ -50,13 +55,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop=st.booleans(),
         confirm=st.booleans(),
         priority=st.sampled_from((0, 0, 0, -1, 2)),
+        truncate=st.booleans(),
     )
-    def submit(self, name, opening, kept, new, max_tokens, salt, stop, confirm, priority):
-        start = self.harness.logs.get(name, opening)[:kept] or opening
+    def submit(self, name, opening, kept, new, max_tokens, salt, stop, confirm, priority, truncate):
+        start = self.harness.logs.get(name, opening)[: None if truncate else kept] or opening
         stop_ids = frozenset(range(0, 97, 8)) if stop else frozenset()
         try:
             fields = {"salt": salt, "stop_ids": stop_ids, "confirm": confirm, "priority": priority}
-            self.harness.submit([*start, *new], max_tokens, name, min_tokens=1, **fields)
+            self.harness.submit([*start, *new], max_tokens, name, min_tokens=1, truncate=truncate, **fields)
         except RequestError as refusal:
             assert refusal.status in (400, 429)
 
