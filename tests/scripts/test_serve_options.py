@@ -10,7 +10,7 @@ import torch
 
 from pensieve.runtime.device import Memory
 from pensieve.scheduler.types import SettingError
-from pensieve.scripts.serve import http_settings, make_device, scheduler_config
+from pensieve.scripts.serve import http_settings, make_device, overflow_mode, scheduler_config
 from pensieve.scripts.serve_options import parse_options
 
 
@@ -121,7 +121,15 @@ def test_a_chat_template_is_read_and_checked(tmp_path):
 
 GIB = 2**30
 DECODER = SimpleNamespace(
-    hidden_size=4096, heads=32, kv_heads=8, head_dim=128, gated=True, mlp_size=14336, vocab_size=128256
+    architecture="some",
+    rotary=object(),
+    hidden_size=4096,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    gated=True,
+    mlp_size=14336,
+    vocab_size=128256,
 )
 LLAMA_8B = SimpleNamespace(
     dtype=torch.bfloat16,
@@ -152,3 +160,17 @@ def test_a_gpus_kv_is_what_its_memory_leaves_or_as_told():
 def test_eager_steps_are_a_gpus_own():
     with pytest.raises(SettingError, match=r"--enforce-eager: .* without --device cuda"):
         make_device(parse_options(["--engine", "demo", "--enforce-eager"]))
+
+
+@pytest.mark.parametrize(
+    ("rotary", "asked", "mode"),
+    [(True, None, "keep"), (True, "recompute", "recompute"), (False, None, "recompute"), (False, "keep", None)],
+)
+def test_kv_is_kept_where_positions_run_on(rotary, asked, mode):
+    decoder = SimpleNamespace(architecture="OPTForCausalLM", rotary=object() if rotary else None)
+    manifest = SimpleNamespace(decoder=decoder)
+    if mode is None:
+        with pytest.raises(SettingError, match="--overflow: keep: OPTForCausalLM has learned positions"):
+            overflow_mode(asked, manifest)
+    else:
+        assert overflow_mode(asked, manifest) == mode
