@@ -13,6 +13,7 @@ never marked is open.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -38,6 +39,18 @@ class TransferSeconds(NamedTuple):
     swap_in: float = 0.0
     swap_out: float = 0.0
     exposed: float = 0.0
+
+
+class Work(NamedTuple):
+    """What a lane has done: a copy of `size` bytes, or a forward pass of `size` tokens, and its waits for gates.
+
+    start, end      seconds of `time.perf_counter`
+    """
+
+    lane: Lane
+    start: float
+    end: float
+    size: int
 
 
 class Ticket:
@@ -80,6 +93,9 @@ class Device(Protocol):
 
     def allocate_pool(self, tier: Tier, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Makes the tier's KV pool, `shape` as `ForwardPass.kv_shape`, zeroed; once a tier, kept until `close`.
+
+        The GPU's comes first. HOST's has its dtype, or `kv_fp8_reference.CODED`: then `copy` encodes and decodes, and
+        a record is as described there.
 
         SettingError names the setting to lower if the pool does not fit.
         """
@@ -130,6 +146,12 @@ class Device(Protocol):
 
     def transfer_seconds(self) -> TransferSeconds:
         """Of copies that are complete, and of steps behind them. Never waits."""
+
+    def watch(self, report: Callable[[Work], None]) -> None:
+        """From here on tells `report` of each copy and forward pass, on whatever thread, in the order of each lane.
+
+        At the latest with the first `transfer_seconds`, or `close`, after it is complete.
+        """
 
     def close(self) -> None:
         """Waits for work in flight and gives memory and threads back. Idempotent; raises nothing of failed work."""

@@ -11,7 +11,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
 
+from ..plugins.kv_fp8_reference import record_bytes
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.plan import Lane, StepPlan, StepResult
 from ..scheduler.types import InvariantError, Tier
@@ -57,19 +59,22 @@ class Executor:
         group_layers: int = GROUP_LAYERS,
         grammars: Grammars | None = None,
         in_first: bool = False,
+        host_dtype: torch.dtype | None = None,
     ):
         """Takes the device over and closes it in `close`. SettingError if a pool does not fit its memory.
 
         grammars    without, no row may have a grammar
         in_first    as `Transfers`
+        host_dtype  of the HOST pool, as `Device.allocate_pool`; None: the engine's
         """
         shape = engine.kv_shape(config.gpu_kv_chunks, config.chunk_tokens)
         # A row may overrun its last position by the steps in flight; their KV is never used.
         blocks = config.chunks(config.max_model_len + MAX_IN_FLIGHT)
-        chunk_bytes = int(np.prod(shape[1:])) * engine.dtype.itemsize
+        host_shape = engine.kv_shape(config.host_kv_chunks, config.chunk_tokens)
+        host_dtype = host_dtype or engine.dtype
         self._device = device
         self._inputs = StepPacker(config.max_num_seqs, blocks, config.chunk_tokens)
-        self._transfers = Transfers(device, shape[1], group_layers, chunk_bytes, in_first)
+        self._transfers = Transfers(device, shape[1], group_layers, record_bytes(host_shape, host_dtype), in_first)
         self._constraints = None
         if grammars is not None:
             from .constraints import Constraints  # only they need llguidance
@@ -77,7 +82,7 @@ class Executor:
             self._constraints = Constraints(grammars)
         self._launched: deque[_Launched] = deque()
         device.allocate_pool(Tier.GPU, shape, engine.dtype)
-        device.allocate_pool(Tier.HOST, engine.kv_shape(config.host_kv_chunks, config.chunk_tokens), engine.dtype)
+        device.allocate_pool(Tier.HOST, host_shape, host_dtype)
         device.load(engine, config.max_num_seqs, blocks, self._transfers.gates, config.max_num_batched_tokens)
 
     def launch(self, plan: StepPlan) -> None:

@@ -103,7 +103,7 @@ NO_SIZES = PowerCounts()
 class LoopStats:
     """Of the loop and its device, since the start; times in seconds.
 
-    parts               the loop's own time by part of a step: plan, launch, wait, apply
+    parts               the loop's own time by part of a step: plan, launch, wait, apply, send
     tokens, requests    sizes of the steps that computed anything
     busy                time with work on the device, as the loop sees it: from a launch until nothing is in flight
     swap_in, swap_out   the link's time, by direction

@@ -39,6 +39,7 @@ from .messages import (
     Submit,
     ToHTTP,
 )
+from .trace_file import TraceFile
 
 log = logging.getLogger(__name__)
 
@@ -49,9 +50,12 @@ IDLE_CHECK_S = 1.0  # after so long without anything to do the books are checked
 
 
 class Service:
-    """`connection` is the HTTP process's pipe; the scheduler and the executor are this loop's own from here on."""
+    """`connection` is the HTTP process's pipe; the scheduler, the executor and the trace are this loop's own from here
+    on."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, connection: Connection):
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, connection: Connection, trace: TraceFile | None = None
+    ):
         self._scheduler, self._executor = scheduler, executor
         self._inbox: SimpleQueue[FromHTTP] = SimpleQueue()
         self._outbox: SimpleQueue[ToHTTP | None] = SimpleQueue()
@@ -59,7 +63,8 @@ class Service:
         self._writer = threading.Thread(target=_write, args=(connection, self._outbox), name="outbox", daemon=True)
         self._drain_until = float("inf")
         self._stats_due = 0.0
-        self._counters = LoopCounters()
+        self._trace = trace
+        self._counters = LoopCounters(trace)
 
     def drain(self, seconds: float) -> None:
         """Accepts nothing more, finishes what runs within `seconds`, then ends `run`. Safe in a signal handler."""
@@ -78,6 +83,7 @@ class Service:
                 with self._counters.plan:
                     plan = self._scheduler.next_plan(time.monotonic())
                 if plan is not None:
+                    self._counters.launching(plan)
                     with self._counters.launch:
                         self._executor.launch(plan)
                     self._counters.launched(plan)
@@ -92,6 +98,8 @@ class Service:
             self._outbox.put(None)
             self._writer.join()
             self._executor.close()
+            if self._trace is not None:
+                self._trace.close()
 
     def _refuse_expired(self) -> None:
         """Requests that have waited longer than `queue_timeout` are sent away."""
@@ -109,7 +117,8 @@ class Service:
         with self._counters.apply:
             applied = self._scheduler.apply(result, time.monotonic())
         if applied.requests or applied.prompt_logprobs or time.monotonic() >= self._stats_due:
-            self._send(applied)
+            with self._counters.send:
+                self._send(applied)
 
     def _wait_for_news(self) -> None:
         """Nothing to do: sleeps until a message comes, with one look at the books.

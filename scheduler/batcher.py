@@ -88,6 +88,7 @@ class Batcher:
         self.by_id: dict[RowId, Row] = {}
         self.free_seats = deque(range(config.max_num_seqs))
         self.suspensions = 0
+        self._leaving: list[Row] = []
         self._epochs = 0
 
     # -- generation
@@ -184,17 +185,22 @@ class Batcher:
             self.loading.remove(last)
             self._requeue(last, batch.now)
         elif len(staying) > 1:
-            last.leaving = True
-            self.suspensions += 1
+            self.suspend(last)
             self.release_suspended(batch.applied, batch.now)
         # else the others are leaving already, or wait for their reply's length to be confirmed
 
+    def suspend(self, row: Row) -> None:
+        """The row is planned no more, and leaves its seat when its launched steps are applied."""
+        row.leaving = True
+        self._leaving.append(row)
+        self.suspensions += 1
+
     def coming_free(self) -> int:
-        return sum(chunk.users == 1 for row in self.rows if row.leaving for chunk in row.chunks)
+        return sum(chunk.users == 1 for row in self._leaving for chunk in row.chunks)
 
     def release_suspended(self, applied: int, now: float) -> None:
         """Suspended rows whose every launched step is applied give their seats and chunks back and queue again."""
-        for row in [row for row in self.rows if row.leaving and row.launched <= applied]:
+        for row in [row for row in self._leaving if row.launched <= applied]:
             self.leave_seat(row)
             self._requeue(row, now)
 
@@ -371,17 +377,16 @@ class Batcher:
         """
         gated = len(row.loads) <= link or not (self.rows or batch.tokens)
         lane = batch.copies.gated if gated else batch.copies.early
-        for _ in range(len(row.loads) if gated else link):
-            chunk = row.loads.popleft()
-            lane.add(chunk.host, chunk.gpu)
+        loads = [row.loads.popleft() for _ in range(len(row.loads) if gated else link)]
+        lane.add([chunk.host for chunk in loads], [chunk.gpu for chunk in loads])
+        for chunk in loads:
             chunk.loading = False
             if chunk.key is None:
                 self.store.release_host_late(chunk)
             self.store.file(chunk)
-            link -= 1
         if gated and batch.budget > 0:
             self._seat(row, batch)
-        return max(0, link)
+        return max(0, link - len(loads))
 
     def _seat(self, row: Row, batch: Batch) -> None:
         self.loading.remove(row)
@@ -402,6 +407,8 @@ class Batcher:
 
     def leave_seat(self, row: Row) -> None:
         self.rows.remove(row)
+        if row.leaving:
+            self._leaving.remove(row)
         del self.by_id[row.id]
         self.free_seats.append(row.seat)
         row.seat = -1

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 
 from .config import SchedulerConfig
@@ -224,7 +224,8 @@ class ChunkStore:
             raise InvariantError(f"{chunk} is unclaimed by a conversation that does not claim it")
         chunk.claims -= 1
         self.file(chunk)
-        self._forget_if_gone(chunk)
+        if not (chunk.claims or chunk.users or chunk.resident):
+            self._forget(chunk)
 
     def change_pins(self, chunk: Chunk, by: int) -> None:
         """A conversation that claims the chunk begins (1) or ceases (-1) to be pinned."""
@@ -249,6 +250,34 @@ class ChunkStore:
         self.file(chunk)
         if chunk.host == NO_SLOT:
             self._count_if_dropped(chunk)
+
+    def reclaim_gpu(self, victims: Sequence[Chunk]) -> int:
+        """As `release_gpu` for these, which are idle and of one group. Returns how many are dropped thereby."""
+        for chunk in victims:
+            self.gpu.give(chunk.gpu)
+            chunk.gpu = NO_SLOT
+            chunk.declined = False
+        filed = victims[0].filed
+        assert isinstance(filed, VictimSet)
+        filed.move([chunk for chunk in victims if chunk.host != NO_SLOT], self.host_only)
+        dropped = [chunk for chunk in victims if chunk.host == NO_SLOT]
+        filed.move(dropped, None)
+        for chunk in dropped:
+            self._count_if_dropped(chunk)
+        return len(dropped)
+
+    def drop_from_host(self, victims: Sequence[Chunk]) -> None:
+        """As `drop` for these, which are of one group of `host_only`."""
+        for chunk in victims:
+            self.host.give(chunk.host)
+            chunk.host = NO_SLOT
+        self.host_only.move(victims, None)
+        for chunk in victims:
+            self._count_if_dropped(chunk)
+
+    def make_reclaimable(self, chunks: Sequence[Chunk]) -> None:
+        """Files these, which are of one group of `uncopied`: they have been copied or declined."""
+        self.uncopied.move(chunks, self.reclaimable)
 
     def release_host(self, chunk: Chunk) -> None:
         self.host.give(chunk.host)
@@ -284,11 +313,10 @@ class ChunkStore:
         if chunk.gpu == NO_SLOT and chunk.host == NO_SLOT and chunk.users == 0:
             self.dropped += bool(chunk.tokens)
             chunk.dropped_at = self.now
-            self._forget_if_gone(chunk)
+            if not chunk.claims:
+                self._forget(chunk)
 
-    def _forget_if_gone(self, chunk: Chunk) -> None:
-        if chunk.claims or chunk.users or chunk.resident:
-            return
+    def _forget(self, chunk: Chunk) -> None:
         if chunk.key is None:
             self._private.pop(chunk, None)
             return

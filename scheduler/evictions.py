@@ -38,23 +38,23 @@ class Evictions:
         self.of_value = 0
         self._values: dict[int, int] = {}
 
-    def turn_to(self, value: float) -> None:
-        """The next ones have this value."""
+    def _note(self) -> None:
         if self.of_value:
             exponent = frexp(self.value)[1]
             self._values[exponent] = self._values.get(exponent, 0) + self.of_value
             self.value_sum += self.value * self.of_value
-        self.value, self.of_value = value, 0
+        self.of_value = 0
 
-    def went_at(self, value: float) -> None:
-        """One more."""
+    def went_at(self, value: float, count: int) -> None:
+        """So many more."""
         if value != self.value:
-            self.turn_to(value)
-        self.of_value += 1
+            self._note()
+            self.value = value
+        self.of_value += count
 
     def by_value(self) -> dict[int, int]:
         """How many had a value in [2**(e-1), 2**e) when they went, by e."""
-        self.turn_to(self.value)
+        self._note()
         return dict(self._values)
 
     def by_tier_and_reason(self) -> dict[str, dict[str, int]]:

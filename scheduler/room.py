@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from functools import cached_property
+from itertools import islice
 
 from .chunks import NO_SLOT, Chunk, ChunkStore
-from .copies import StepCopies
+from .copies import LaneCopies, StepCopies
 from .retention import Head
 from .types import InvariantError
 
@@ -42,89 +43,77 @@ class RoomMaker:
         First those that cost nothing, then only copies: moved to HOST by a copy that the step waits for, or dropped.
         """
         store, evictions = self._store, self._store.evictions
-        if (missing := count - store.gpu.free) <= 0:
-            return
-        head, turn, whole = self._reclaimable, -1.0, store.policy.whole
-        while victim := head.peek():
-            if missing <= 0 and not (whole and store.policy.stamp(victim) == turn):
-                return
-            if whole:
-                turn = store.policy.stamp(victim)
-            if head.value != evictions.value:
-                evictions.turn_to(head.value)
-            evictions.of_value += 1
-            if victim.host == NO_SLOT:
-                evictions.gpu_dropped += 1
-            else:
-                evictions.gpu_reclaimed += 1
-            store.release_gpu(victim)
-            missing -= 1
-        while store.gpu.free < count:
-            if not (victim := self._uncopied.peek()):
+        while (missing := count - store.gpu.free) > 0:
+            victims = self._reclaimable.peek(store.policy.at_once(missing))
+            if not victims:
+                break
+            evictions.went_at(self._reclaimable.value, len(victims))
+            dropped = store.reclaim_gpu(victims)
+            evictions.gpu_dropped += dropped
+            evictions.gpu_reclaimed += len(victims) - dropped
+        while (missing := count - store.gpu.free) > 0:
+            victims = self._uncopied.peek(missing)
+            if not victims:
                 raise InvariantError(f"{count} GPU slots were counted as obtainable, {store.gpu.free} are")
-            if (slot := self._host_slot(self._uncopied.value)) != NO_SLOT:
-                self._copies.evictions.add(victim.gpu, slot)
-                victim.host = slot
-                evictions.gpu_moved += 1
-            else:
-                evictions.gpu_dropped += 1
-            evictions.went_at(self._uncopied.value)
-            store.release_gpu(victim)
+            evictions.went_at(self._uncopied.value, len(victims))
+            moved = self._copy_out(victims, self._uncopied.value, self._copies.evictions)
+            evictions.gpu_moved += moved
+            evictions.gpu_dropped += len(victims) - moved
+            store.reclaim_gpu(victims)
 
     def save_ahead(self, available: int, most: int) -> None:
         """Copies out chunks of lowest V until `available` GPU slots cost nothing, at most `most`."""
         store, uncopied, saved = self._store, self._uncopied, 0
-        # Giving up the copy of an idle chunk takes from what is available, hence the second look.
-        while saved < most and (missing := available - store.available) > 0:
-            for _ in range(missing):
-                chunk = uncopied.peek()
-                if chunk is None or saved == most:
-                    return
-                if (slot := self._host_slot(uncopied.value)) != NO_SLOT:
-                    self._copies.saves.add(chunk.gpu, slot)
-                    chunk.host = slot
-                    saved += 1
-                else:
-                    chunk.declined = True
-                store.file(chunk)
+        # Giving up the copy of an idle chunk takes from what is available, hence the look at it every time.
+        while (missing := min(available - store.available, most - saved)) > 0:
+            chunks = uncopied.peek(missing)
+            if not chunks:
+                return
+            copied = self._copy_out(chunks, uncopied.value, self._copies.saves)
+            for chunk in chunks[copied:]:
+                chunk.declined = True
+            store.make_reclaimable(chunks)
+            saved += copied
 
-    def _host_slot(self, value: float) -> int:
-        """A HOST slot for a chunk of that value, or NO_SLOT if HOST holds nothing of lower value.
+    def _copy_out(self, chunks: list[Chunk], value: float, copies: LaneCopies) -> int:
+        """Copies the first of these chunks of one value to HOST, as many as get a slot there. Returns how many."""
+        slots = self._host_slots(len(chunks), value)
+        copied = chunks[: len(slots)]
+        copies.add([chunk.gpu for chunk in copied], slots)
+        for chunk, slot in zip(copied, slots, strict=True):
+            chunk.host = slot
+        return len(slots)
+
+    def _host_slots(self, count: int, value: float) -> list[int]:
+        """HOST slots for `count` chunks of that value; fewer if HOST holds too little of lower value.
 
         Given up, in this order: copies of chunks in use on the GPU; copies of idle GPU chunks that will stay there
-        longer than this one; chunks worth less than this one.
+        longer than these; chunks worth less than these.
         """
         host = self._store.host
-        if host.free or self._give_up_host_copies(value):
-            return host.take()
-        return NO_SLOT
+        while (missing := count - host.free) > 0 and self._give_up_host_slots(missing, value):
+            pass
+        return [host.take() for _ in range(min(count, host.free))]
 
-    def _give_up_host_copies(self, value: float) -> bool:
-        """At least one, if it can be."""
-        store, in_use = self._store, self._copies.host_slot_in_use
+    def _give_up_host_slots(self, missing: int, value: float) -> bool:
+        """At least one, if it can be; more than `missing` only of a whole turn."""
+        store, evictions, unused = self._store, self._store.evictions, self._copies.without_host_slot_in_use
         # Filed in order: behind one whose slot this plan uses, all are this plan's.
-        for busy in store.busy_copied:
-            if in_use(busy.host):
-                break
-            store.release_host(busy)
-            store.evictions.host_copies += 1
+        if busy := unused(islice(store.busy_copied, missing)):
+            for chunk in busy:
+                store.release_host(chunk)
+            evictions.host_copies += len(busy)
             return True
-        idle = self._most_valuable.peek()
-        if idle and self._most_valuable.value > value and idle.host != NO_SLOT and not in_use(idle.host):
-            store.release_host(idle)
-            store.evictions.host_copies += 1
+        idle = [chunk for chunk in self._most_valuable.peek(missing) if chunk.host != NO_SLOT]
+        if self._most_valuable.value > value and (idle := unused(idle)):
+            for chunk in idle:
+                store.release_host(chunk)
+            evictions.host_copies += len(idle)
             return True
-        victim = self._host_only.peek()
-        if victim is None or self._host_only.value >= value or in_use(victim.host):
+        victims = unused(self._host_only.peek(store.policy.at_once(missing)))
+        if not victims or self._host_only.value >= value:
             return False
-        self._drop_from_host(victim)
-        if store.policy.whole:
-            turn = store.policy.stamp(victim)
-            while (victim := self._host_only.peek()) and store.policy.stamp(victim) == turn and not in_use(victim.host):
-                self._drop_from_host(victim)
+        store.drop_from_host(victims)
+        evictions.host_dropped += len(victims)
+        evictions.went_at(self._host_only.value, len(victims))
         return True
-
-    def _drop_from_host(self, victim: Chunk) -> None:
-        self._store.evictions.host_dropped += 1
-        self._store.evictions.went_at(self._host_only.value)
-        self._store.drop(victim)

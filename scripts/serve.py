@@ -15,10 +15,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import torch
+
 from ..builder.build import build_engine
 from ..builder.checkpoint import DEMO_CHECKPOINT
 from ..builder.config import Shard
 from ..builder.manifest import Manifest
+from ..plugins.kv_fp8_reference import CODED, record_bytes
 from ..runtime.api_keys import key_digest
 from ..runtime.cpu_device import CpuDevice
 from ..runtime.device import Device
@@ -34,6 +37,7 @@ from ..runtime.messages import Ready
 from ..runtime.profile import load_profile
 from ..runtime.service import Service
 from ..runtime.text import ChatTemplate
+from ..runtime.trace_file import TraceFile
 from ..scheduler.batcher import MOST_SCORED
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.cost import CostProfile, analytic_profile, propose_swap_out_below
@@ -175,6 +179,9 @@ def drain_on_signals(service: Service, seconds: float) -> None:
 
 def make_service(args: argparse.Namespace, connection: Connection) -> tuple[Service, Ready]:
     device = make_device(args)
+    trace = None if args.trace is None else TraceFile(args.trace)
+    if trace is not None:
+        device.watch(trace.work)
     directory = Path(args.engine)
     if args.engine == "demo":
         directory = demo_engine(args.state_dir, args.device)
@@ -184,13 +191,16 @@ def make_service(args: argparse.Namespace, connection: Connection) -> tuple[Serv
     engine = open_engine(directory, args.device)
     config = scheduler_config(args, engine, device)
     measured = load_profile(directory, engine, config.chunk_tokens)
+    host_record = record_bytes(engine.kv_shape(1, config.chunk_tokens), host_dtype(args, engine))
+    cost = replace(measured or estimated_cost(engine, config), chunk_bytes=host_record)
     if measured is not None and args.swap_out_below is None:
-        config = replace(config, swap_out_below=propose_swap_out_below(measured, config))
-    scheduler = Scheduler(config, measured or estimated_cost(engine, config))
+        config = replace(config, swap_out_below=propose_swap_out_below(cost, config))
+    scheduler = Scheduler(config, cost)
     tokenizer = str(directory) if (directory / "tokenizer.json").exists() else ""
     grammars = open_grammars(tokenizer, engine.vocab_size, engine.manifest.stop_ids)
     group_layers = GROUP_LAYERS if args.swap_in == "pipelined" else engine.manifest.layers
-    executor = Executor(device, engine, config, group_layers, grammars, in_first=args.link == "in-first")
+    in_first = args.link == "in-first"
+    executor = Executor(device, engine, config, group_layers, grammars, in_first, host_dtype(args, engine))
     model, *aliases = args.served_model_name or [directory.resolve().name]
     ready = Ready(
         model=model,
@@ -202,15 +212,16 @@ def make_service(args: argparse.Namespace, connection: Connection) -> tuple[Serv
         tokenizer=tokenizer,
     )
     log.info(
-        "%s: GPU cache %d chunks, host cache %d chunks of %d tokens (%d bytes each), contexts up to %d tokens",
+        "%s: GPU cache %d chunks of %d bytes, host cache %d of %d bytes, %d tokens each, contexts up to %d tokens",
         ready.model,
         config.gpu_kv_chunks,
-        config.host_kv_chunks,
-        config.chunk_tokens,
         engine.chunk_bytes(config.chunk_tokens),
+        config.host_kv_chunks,
+        host_record,
+        config.chunk_tokens,
         config.max_model_len,
     )
-    return Service(scheduler, executor, connection), ready
+    return Service(scheduler, executor, connection, trace), ready
 
 
 def make_device(args: argparse.Namespace) -> Device:
@@ -243,7 +254,8 @@ def scheduler_config(args: argparse.Namespace, engine: Engine, device: Device) -
         gpu_chunks = free_gpu_bytes(args, engine, device) // record
     else:
         gpu_chunks = kv_chunks(args.gpu_kv_chunks, args.gpu_kv_bytes or DEFAULT_GPU_KV, "--gpu-kv-bytes", record)
-    host_chunks = kv_chunks(args.host_kv_chunks, args.host_kv_bytes or DEFAULT_HOST_KV, "--host-kv-bytes", record)
+    host_record = record_bytes(engine.kv_shape(1, args.chunk_tokens), host_dtype(args, engine))
+    host_chunks = kv_chunks(args.host_kv_chunks, args.host_kv_bytes or DEFAULT_HOST_KV, "--host-kv-bytes", host_record)
     settings = dict(
         gpu_kv_chunks=gpu_chunks,
         host_kv_chunks=host_chunks,
@@ -260,7 +272,7 @@ def scheduler_config(args: argparse.Namespace, engine: Engine, device: Device) -
         overflow=overflow_mode(args.overflow, engine.manifest),
         overflow_ratio=args.overflow_ratio,
         reuse=args.reuse,
-        seed=kv_seed(engine.manifest),
+        seed=kv_seed(engine.manifest, args.lower_tier_kv),
     )
     longest = engine.manifest.max_model_len
     if args.max_model_len is None:
@@ -296,9 +308,8 @@ def free_gpu_bytes(args: argparse.Namespace, engine: Engine, device: Device) -> 
         scored=MOST_SCORED,
         context=context,
     )
-    weights = engine.parameters * engine.dtype.itemsize
     memory = device.memory(Tier.GPU)
-    division = divide(memory, args.gpu_memory_utilization, weights, activations)
+    division = divide(memory, args.gpu_memory_utilization, engine.weight_bytes, activations)
     log.info(
         "GPU memory: %.1f GiB, of which weights %.1f, activations %.1f, CUDA and its graphs %.1f, KV %.1f",
         *(size / GIB for size in (memory.total, *division)),
@@ -312,9 +323,14 @@ def kv_chunks(chunks: int | None, size: str, setting: str, record: int) -> int:
     return parse_bytes(size, setting) // record
 
 
-def kv_seed(manifest: Manifest) -> bytes:
-    """Engines of one fingerprint compute equal KV; no others share chunks."""
-    return bytes.fromhex(manifest.fingerprint)
+def host_dtype(args: argparse.Namespace, engine: Engine) -> torch.dtype:
+    """Of the HOST pool."""
+    return CODED if args.lower_tier_kv == "fp8" else engine.dtype
+
+
+def kv_seed(manifest: Manifest, lower_tier_kv: str) -> bytes:
+    """Engines of one fingerprint compute equal KV, and equal lower tiers keep it equally; no others share chunks."""
+    return bytes.fromhex(manifest.fingerprint) + (b"" if lower_tier_kv == "same" else lower_tier_kv.encode())
 
 
 def estimated_cost(engine: Engine, config: SchedulerConfig) -> CostProfile:

@@ -86,6 +86,8 @@ def _cache_options(made: argparse.ArgumentParser) -> None:
         sizes.add_argument(f"--{tier}-kv-bytes", metavar="SIZE", help=f"or in bytes, as 40GiB (default {default})")
     option("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE",
            help="of a GPU's memory, for all that this process uses (default %(default)s)")  # fmt: skip
+    option("--lower-tier-kv", default="same", choices=["same", "fp8"],
+           help="KV outside the GPU: as it is there, or rounded to 8 bits a number (default %(default)s)")  # fmt: skip
     option("--chunk-tokens", type=int, default=32, metavar="N", help="tokens of a chunk (default %(default)s)")
     option("--conversation-ttl", type=float, default=86400.0, metavar="SECONDS",
            help="a conversation claims its KV for so long after its last turn (default %(default)s)")  # fmt: skip
@@ -128,6 +130,7 @@ def _http_options(made: argparse.ArgumentParser) -> None:
            help="for a client to send a request, or to take an answer (default %(default)s)")  # fmt: skip
     option("--otlp-traces-endpoint", metavar="URL",
            help="send a span for each request there, as http://HOST:4318/v1/traces (default: none)")  # fmt: skip
+    option("--trace", type=Path, metavar="FILE", help="write what each step did and when, for ui.perfetto.dev")
     option("--log-format", default="text", choices=LOG_FORMATS, help="(default %(default)s)")
     option("--log-level", default="info", choices=LOG_LEVELS, help="(default %(default)s)")
 

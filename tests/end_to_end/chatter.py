@@ -50,7 +50,7 @@ def slow_link_profile(config, chunk_bytes, chunks_a_step=4):
 class Chatter:
     """`longest`: tokens of a log from which on a client begins a new one; beyond `max_model_len` contexts overflow."""
 
-    def __init__(self, engine, reference, seed, *, disturbed=False, ids=0.7, longest=150, **settings):
+    def __init__(self, engine, reference, seed, *, disturbed=False, ids=0.7, host_dtype=None, longest=150, **settings):
         self.longest = longest
         self.random = random.Random(seed)
         defaults = dict(
@@ -70,7 +70,7 @@ class Chatter:
         )
         self.vocabulary = engine.manifest.vocab_size
         self.reference = reference
-        self.executor = Executor(device, engine, self.config, group_layers=1)
+        self.executor = Executor(device, engine, self.config, group_layers=1, host_dtype=host_dtype)
         self.scheduler = Scheduler(
             self.config, slow_link_profile(self.config, engine.chunk_bytes(self.config.chunk_tokens))
         )

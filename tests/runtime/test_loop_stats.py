@@ -49,7 +49,7 @@ def test_the_device_is_busy_while_anything_is_in_flight(monkeypatch: pytest.Monk
     now += 10
     stats = counters.read(TransferSeconds(1, 2, 3))
     assert stats.busy == 5
-    assert stats.parts == {"plan": 1, "launch": 0, "wait": 3, "apply": 0}
+    assert stats.parts == {"plan": 1, "launch": 0, "wait": 3, "apply": 0, "send": 0}
     assert (stats.swap_in, stats.swap_out, stats.exposed) == (1, 2, 3)
 
 
@@ -125,10 +125,10 @@ def test_events_time_copies_and_the_steps_behind_them() -> None:
     times = TransferTimes(clock.event, {Lane.COMPUTE: "compute", Lane.IN: "in", Lane.OUT: "out"})
     times.loaded(4)
     gate = FakeEvent(7000.0)
-    times.copy(Lane.IN, lambda: issued.append("copy"))
+    times.copy(Lane.IN, 64, lambda: issued.append("copy"))
     times.gated(2, gate)
-    times.step(lambda: issued.append("step"))
-    times.step(lambda: issued.append("step that waits for nothing"))
+    times.step(8, lambda: issued.append("step"))
+    times.step(8, lambda: issued.append("step that waits for nothing"))
     assert issued == ["copy", "step", "step that waits for nothing"]
     assert [event.stream for event in clock.events] == ["in", "in", "compute", "compute"]
     assert times.read() == TransferSeconds()
@@ -145,7 +145,7 @@ def test_a_step_that_is_held_is_timed_from_before_the_wait() -> None:
     times.loaded(4)
     times.held(FakeEvent(3000.0))
     times.held(FakeEvent(2000.0))
-    times.step(lambda: None)
+    times.step(8, lambda: None)
     start, end = clock.events
     start.at, end.at = 1000.0, 7000.0
     assert times.read().exposed == 2.0
