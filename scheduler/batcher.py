@@ -5,17 +5,18 @@ from __future__ import annotations
 from array import array
 from bisect import insort
 from collections import deque
+from collections.abc import Sequence
 
 from .chunks import NO_SLOT, Chunk, ChunkStore
 from .config import SchedulerConfig
 from .conversations import Conversations
 from .copies import StepCopies
 from .cost import CostProfile
-from .plan import BlockUpdate, Join, Origin, Span, StepPlan
-from .planner import Finding, Planner
+from .plan import BlockUpdate, Join, Origin, Promotion, Span, Spill, StepPlan
+from .planner import Finding, OnDisk, Planner
 from .room import RoomMaker
 from .rows import Row, Turn, token_slice
-from .types import RowId
+from .types import ChunkKey, RowId
 from .windows import RECOMPUTE, Windows
 
 LINK_PIECE_S = 2e-3  # the least link time that swap-ins may use in one step
@@ -40,8 +41,12 @@ class Batch:
         self.token_ids: array[int] = array("i")
         self.samples: list[RowId] = []
         self.scored: array[int] = array("i")
+        self.polls = False  # a copy must be known to be complete before more can be planned
         self.short = 0  # GPU slots that running rows asked for in vain
         self.wanted = 0  # GPU slots that the request at the queue's head asked for in vain
+        self.spills: tuple[Spill, ...] = ()
+        self.promotions: tuple[Promotion, ...] = ()
+        self.erased: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -65,6 +70,9 @@ class Batch:
             token_ids=self.token_ids,
             samples=tuple(self.samples),
             scored=self.scored,
+            spills=self.spills,
+            promotions=self.promotions,
+            erased=self.erased,
         )
 
 
@@ -209,7 +217,7 @@ class Batcher:
 
     def _queue_again(self, row: Row, tail: Chunk | None, now: float) -> None:
         turn = row.turn
-        turn.tail = tail
+        turn.tail, turn.promotes = tail, True
         self.let_go(row, tail, now)
         insort(self.waiting, turn, key=lambda turn: turn.order)
 
@@ -277,7 +285,7 @@ class Batcher:
             if self._surely_too_large(turn):
                 batch.wanted = turn.wanted
                 return
-            finding = self.planner.look_up(turn, self.conversations.of(turn.request))
+            finding = self._look_up(turn, batch)
             if not isinstance(finding, Finding):
                 turn.waiting_for = finding
                 if self._resumes(turn):
@@ -286,8 +294,48 @@ class Batcher:
             if not self._fits(finding):
                 self._keep_for_later(turn, finding, batch)
                 return
-            self.waiting.remove(turn)
             link = self._load(self._reserve(turn, finding, batch), batch, link)
+
+    def _look_up(self, turn: Turn, batch: Batch) -> Finding | ChunkKey:
+        """What the turn needs, or the key of the chunk that it waits for. Chunks on DISK begin to be read, off the
+        batch; those that HOST has no room for are computed."""
+        conversation = self.conversations.of(turn.request)
+        if turn.from_disk is None:
+            turn.from_disk = self.planner.keys_on_disk(turn) if self.config.disk_kv_chunks else frozenset()
+        finding = self.planner.look_up(turn, conversation)
+        if isinstance(finding, OnDisk):
+            self.await_chunks(turn, [self.store.find(key) for key in self.planner.seen_keys(turn)], batch.now)
+            latest = None
+            for chunk in finding.chunks:
+                begun = batch.room.promote(chunk, drops=True)
+                if begun is False:
+                    turn.promotes = False
+                    break
+                latest = chunk.key
+                if begun is None:
+                    batch.polls = True
+                    break
+            if latest is not None:
+                return latest
+            finding = self.planner.look_up(turn, conversation)
+            assert not isinstance(finding, OnDisk)
+        return finding
+
+    def await_chunks(self, turn: Turn, chunks: Sequence[Chunk | None], now: float) -> None:
+        """The turn waits in the queue: what it will hit goes to every order's end, as far as nobody holds it.
+
+        A suspended request's chunks are not exempt from eviction.
+        """
+        place = 0 if self._resumes(turn) else turn.order[1]
+        for chunk in chunks:
+            if chunk is not None and chunk.resident and not chunk.users:
+                self.store.touch(chunk, now, place)
+                turn.awaited.append(chunk)
+
+    def leave_queue(self, turn: Turn) -> None:
+        self.waiting.remove(turn)
+        self.store.end_wait(turn.awaited)
+        turn.awaited.clear()
 
     def link_chunks(self, batch: Batch) -> int:
         """Chunks that the link copies one way while the step runs."""
@@ -307,9 +355,7 @@ class Batcher:
     def _keep_for_later(self, turn: Turn, finding: Finding, batch: Batch) -> None:
         """The head of the queue must wait. Its conversation is active: what it will hit goes to every order's end."""
         if not turn.wanted:
-            for chunk in finding.chunks:
-                if chunk is not None and not chunk.users:
-                    self.store.touch(chunk, batch.now)
+            self.await_chunks(turn, finding.chunks, batch.now)
         batch.wanted = turn.wanted = self._wanted(finding)
 
     def _wanted(self, finding: Finding) -> int:
@@ -330,6 +376,7 @@ class Batcher:
         if turn.tail is not None and turn.tail is not tail:
             self._give_up_tail(turn.tail)  # somebody else has computed that chunk whole
         store.pin(chunk for chunk in finding.chunks if chunk is not None)
+        self.leave_queue(turn)
         batch.room.gpu_slots(finding.new_slots)
         for chunk in finding.loads:
             chunk.gpu, chunk.loading = store.gpu.take(), True

@@ -10,6 +10,7 @@ from .windows import KEEP, OVERFLOW_MODES, Windows
 
 EVICTION_POLICIES = ("retention", "lru", "fifo", "lru-conversation", "fifo-conversation")
 BATCHING_MODES = ("unified", "separate")
+SAVE_MODES = ("async", "sync", "off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,10 @@ class SchedulerConfig:
     overflow, overflow_ratio        what becomes of a context that outgrows `max_model_len` and may (see `windows`), and
                                     the share of it that goes at once
     reuse                           False: every request computes its whole context (for comparison)
+    disk_kv_chunks                  0: no disk tier
+    save                            when an ended turn's chunks are written to DISK: `async` soon, behind compute;
+                                    `sync` before the turn's last event; `off` when HOST must give them up
+    prefetch                        False: chunks on DISK are read when their request's turn has come, not before
     seed                            what else changes KV: digest of the weights, dtype, rotary parameters, ...
     """
 
@@ -47,6 +52,9 @@ class SchedulerConfig:
     overflow: str = KEEP
     overflow_ratio: float = 0.5
     reuse: bool = True
+    disk_kv_chunks: int = 0
+    save: str = "async"
+    prefetch: bool = True
     seed: bytes = b""
 
     def __post_init__(self) -> None:
@@ -57,6 +65,12 @@ class SchedulerConfig:
         for name in ("gpu_kv_chunks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "chunk_tokens"):
             need(getattr(self, name) >= 1, name, f"must be at least 1, not {getattr(self, name)}")
         need(self.host_kv_chunks >= 0, "host_kv_chunks", f"must not be negative, not {self.host_kv_chunks}")
+        need(self.disk_kv_chunks >= 0, "disk_kv_chunks", f"must not be negative, not {self.disk_kv_chunks}")
+        need(
+            self.host_kv_chunks > 0 or not self.disk_kv_chunks,
+            "disk_kv_chunks",
+            "needs --host-kv-chunks above 0: whatever goes to disk or comes from there passes through host memory",
+        )
         need(self.max_queue >= 1, "max_queue", f"must be at least 1, not {self.max_queue}")
         patience = self.queue_timeout
         need(patience is None or 0.0 < patience < inf, "queue_timeout", f"must be more than 0 seconds, not {patience}")
@@ -65,7 +79,10 @@ class SchedulerConfig:
             need(0.0 <= getattr(self, name) <= 1.0, name, f"must be between 0 and 1, not {getattr(self, name)}")
         ratio = self.overflow_ratio
         need(0.0 < ratio < 1.0, "overflow_ratio", f"must be more than 0 and less than 1, not {ratio}")
-        choices = (("eviction", EVICTION_POLICIES), ("batching", BATCHING_MODES), ("overflow", OVERFLOW_MODES))
+        choices = (
+            *(("eviction", EVICTION_POLICIES), ("batching", BATCHING_MODES)),
+            *(("overflow", OVERFLOW_MODES), ("save", SAVE_MODES)),
+        )
         for name, allowed in choices:
             need(
                 getattr(self, name) in allowed,

@@ -78,7 +78,12 @@ class Conversations:
     @property
     def mortal(self) -> bool:
         """Whether time alone may end a conversation or a pin."""
-        return any(due < inf for due, _ in self._due[:1])
+        return self.next_due < inf
+
+    @property
+    def next_due(self) -> float:
+        """When time alone may next end a conversation or a pin."""
+        return self._due[0][0] if self._due else inf
 
     def get(self, conversation_id: str) -> Conversation | None:
         return self._by_id.get(conversation_id)
@@ -87,6 +92,10 @@ class Conversations:
         """The conversation whose KV the request may use."""
         conversation = self._by_id.get(request.conversation) if request.conversation is not None else None
         return conversation if conversation is not None and conversation.salt == request.salt else None
+
+    def salt(self, conversation_id: str) -> bytes:
+        """Of its last turn."""
+        return self._by_id[conversation_id].salt
 
     def commit(self, request: Request, log: Log, now: float) -> None:
         """The turn is over: its conversation's id names this branch from now on, whatever it named before.
@@ -126,8 +135,13 @@ class Conversations:
         self._set(new_id, source.salt, log, now)
 
     def delete(self, conversation_id: str) -> None:
-        """The log is gone and claims nothing any more; its tail is dropped."""
-        self._release(self._by_id.pop(conversation_id))
+        """The log is gone and claims nothing any more; its tail and what nobody else claims are dropped."""
+        conversation = self._by_id.pop(conversation_id)
+        chunks = conversation.chunks
+        self._release(conversation)
+        for chunk in chunks:
+            if not chunk.claims and chunk.resident:
+                self._store.drop_if_unused(chunk)
 
     def keep(self, conversation_id: str, ttl: float | None, pinned_until: float, now: float) -> None:
         """How long the conversation lives on after its last activity, and until when it is pinned."""
@@ -198,15 +212,17 @@ class Conversations:
 
 
 def _whereabouts(conversation_id: str, conversation: Conversation) -> ConversationKV:
-    gpu = host = 0
+    gpu = host = disk = 0
     tail = conversation.tail
     for chunk in conversation.chunks if tail is None else (*conversation.chunks, tail):
         if chunk.gpu != NO_SLOT:
             gpu += 1
         elif chunk.host != NO_SLOT:
             host += 1
+        elif chunk.disk != NO_SLOT:
+            disk += 1
     visible = len(conversation.keys) - conversation.first + (tail is not None)
-    return ConversationKV(conversation_id, gpu, host, visible - gpu - host)
+    return ConversationKV(conversation_id, gpu, host, visible - gpu - host - disk, disk)
 
 
 def common_prefix(left: array[int], right: array[int]) -> int:

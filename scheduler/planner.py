@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from .chains import Chains
-from .chunks import Chunk, ChunkStore
+from .chunks import NO_SLOT, Chunk, ChunkStore
 from .conversations import Conversation, common_prefix
 from .cost import CostProfile
 from .plan import Span
@@ -69,6 +70,12 @@ class _Look:
     held: int = 0
 
 
+class OnDisk(NamedTuple):
+    """Chunks that the turn needs and that are quicker read from DISK than computed."""
+
+    chunks: list[Chunk]
+
+
 class Planner:
     """`windows`: None, or how contexts overflow."""
 
@@ -89,14 +96,45 @@ class Planner:
         self.pending: dict[ChunkKey, int] = {}
 
     def must_wait(self, key: ChunkKey) -> bool:
-        """A row is computing or loading that chunk: whoever needs it too is better off waiting (no herd)."""
+        """A row is computing or loading that chunk, or it is being read: whoever needs it too had better wait for it
+        (no herd)."""
         if key in self.pending:
             return True
         chunk = self._store.find(key)
-        return chunk is not None and chunk.loading
+        return chunk is not None and (chunk.loading or _being_read(chunk))
 
-    def look_up(self, turn: Turn, conversation: Conversation | None) -> Finding | ChunkKey:
-        """What the turn would need now; or the key of the chunk that it had better wait for.
+    def seen_keys(self, turn: Turn) -> list[ChunkKey]:
+        """Those of the chunks that the turn's last position sees, as far as its base is known."""
+        if self._windows is None:
+            return turn.keys
+        return turn.keys[self._windows.start(len(turn.tokens) - 1, turn.base) // self._chunk_tokens :]
+
+    def readable(self, chunk: Chunk) -> bool:
+        """On DISK only, not being read yet, and dear enough to be."""
+        cost = self._cost
+        return _to_read(chunk) and cost.recompute(chunk.end) >= cost.read() + cost.load()
+
+    def _to_be_read(self, chunk: Chunk, at_any_cost: bool) -> bool:
+        return _to_read(chunk) if at_any_cost else self.readable(chunk)
+
+    def keys_on_disk(self, turn: Turn) -> frozenset[ChunkKey]:
+        """Of the chunks that are there only, those being read included."""
+        chunks = (self._store.find(key) for key in self.seen_keys(turn))
+        return frozenset(
+            chunk.key
+            for chunk in chunks
+            if chunk and chunk.key and chunk.disk != NO_SLOT and chunk.gpu == NO_SLOT and chunk.host == NO_SLOT
+        )
+
+    def _worth_reading(self, chunks: list[Chunk]) -> bool:
+        """Behind whatever is being read already."""
+        cost = self._cost
+        seconds = (self._store.disk.reading + len(chunks)) * cost.read() + len(chunks) * cost.load()
+        return sum(cost.recompute(chunk.end) for chunk in chunks) >= seconds
+
+    def look_up(self, turn: Turn, conversation: Conversation | None) -> Finding | OnDisk | ChunkKey:
+        """What the turn would need now; or what must be read before; or the key of the chunk that it had better wait
+        for.
 
         A context that overflows goes on from the first base from which less is to be computed than all that its last
         position sees, else it begins anew. Once it has had a seat its base is settled: its reply depends on it.
@@ -130,7 +168,7 @@ class Planner:
         key = self._keys(turn, base, base + self._chunk_tokens)[index]
         return key in self.pending or self._store.known(key)
 
-    def _look(self, turn: Turn, conversation: Conversation | None, base: int) -> Finding | ChunkKey:
+    def _look(self, turn: Turn, conversation: Conversation | None, base: int) -> Finding | OnDisk | ChunkKey:
         size, count, windows = self._chunk_tokens, len(turn.tokens), self._windows
         keys = self._keys(turn, base, count)
         look = _Look(turn, conversation, base, keys, *self._usable_tail(turn, conversation, base))
@@ -143,6 +181,7 @@ class Planner:
 
         hits: list[Chunk | None] = []
         known: list[bool] = []
+        on_disk: list[Chunk] = []
         find, load = self._store.find, self._cost.load()
         for key in keys[look.first : look.first + look.held] if self._reuse else ():
             chunk = find(key)
@@ -150,12 +189,16 @@ class Planner:
                 hits.append(chunk)
                 known.append(False)
                 continue
-            if key in self.pending or (chunk is not None and chunk.loading):
+            if key in self.pending or (chunk is not None and (chunk.loading or _being_read(chunk))):
                 return key
-            # What older positions saw is gone: what is left of them is loaded, whatever it costs.
+            # What older positions saw is gone: what is left of them is read and loaded, whatever it costs.
+            if chunk is not None and chunk.disk >= 0 and turn.promotes and self._to_be_read(chunk, overflows):
+                on_disk.append(chunk)
             hit = chunk is not None and chunk.host >= 0 and (overflows or self._cost.recompute(chunk.end) >= load)
             hits.append(chunk if hit else None)
             known.append(not hit and self._store.known(key))
+        if on_disk and (overflows or self._worth_reading(on_disk)):
+            return OnDisk(on_disk)
         missing = -(-count // size) - look.first - len(hits)
         hits += [None] * missing
         known += [False] * missing
@@ -171,15 +214,17 @@ class Planner:
         """The first position from the chunk's first, `position`, on whose KV must be computed (see `Windows.reach`)."""
         size, count = self._chunk_tokens, len(look.turn.tokens)
         for index in range(position // size, -(-count // size)):
-            if not (index < len(look.keys) and self._there(look.keys[index])):
+            if not (index < len(look.keys) and self._there(look.turn, look.keys[index])):
                 ours = look.tail is not None and look.tail.end == (index + 1) * size
                 return index * size + (look.tail_tokens if ours else 0)
         return count
 
-    def _there(self, key: ChunkKey) -> bool:
-        """The chunk is resident, or is going to be."""
+    def _there(self, turn: Turn, key: ChunkKey) -> bool:
+        """The chunk of a context that overflows can be had without computing it."""
+        if key in self.pending:
+            return True
         chunk = self._store.find(key)
-        return key in self.pending or (chunk is not None and chunk.resident)
+        return chunk is not None and chunk.resident and (turn.promotes or not _to_read(chunk))
 
     def _usable_tail(self, turn: Turn, conversation: Conversation | None, base: int) -> tuple[Chunk | None, int]:
         """The private chunk the turn may append to, and how many of its tokens are the turn's."""
@@ -199,7 +244,8 @@ class Planner:
         reclaimable, uncopied = self._store.reclaimable, self._store.uncopied
         spans: deque[Span] = deque()
         loads: deque[Chunk] = deque()
-        on_gpu = on_host = recomputed = idle_safe = idle_only = 0
+        sources = {"gpu": 0, "host": 0, "disk": 0, "recomputed": 0}
+        idle_safe = idle_only = 0
         first = reached = 0  # [first, reached): the span that grows
         for index, chunk in enumerate(hits, look.first):
             valid = size
@@ -212,26 +258,23 @@ class Planner:
                             spans.append(Span(-1, first, reached, first, False))
                         first = start
                     reached = end
-                    recomputed += (end - start) * (known[index - look.first] and start >= seen)
+                    sources["recomputed"] += (end - start) * (known[index - look.first] and start >= seen)
                 if chunk is None:
                     continue
-            counted = valid if index * size >= seen else 0
+            sources[_source(turn, chunk)] += valid if index * size >= seen else 0
             if chunk.gpu < 0:
-                on_host += counted
                 loads.append(chunk)
                 continue
-            on_gpu += counted
             if chunk.filed is reclaimable:
                 idle_safe += 1
             elif chunk.filed is uncopied:
                 idle_only += 1
-        sources = {"gpu": on_gpu, "host": on_host, "recomputed": recomputed}
         if first < reached:
             spans.append(Span(-1, first, reached, first, False))
         if tail is not None and tail.gpu < 0:
             loads.remove(tail)  # it comes last, so it is gated: the plan that loads a tail early might evict it
             loads.append(tail)
-        self._end_with_a_sample(spans, hits, tail, count, sources)
+        self._end_with_a_sample(turn, spans, hits, tail, count, sources)
         sources["recomputed"] += self._dropped_tail_tokens(look, hits, known)
         sources["recomputed"] = max(sources["recomputed"], self._begun_anew_tokens(look, spans))
         if turn.unscored:
@@ -255,7 +298,13 @@ class Planner:
         )
 
     def _end_with_a_sample(
-        self, spans: deque[Span], hits: list[Chunk | None], tail: Chunk | None, count: int, sources: dict[str, int]
+        self,
+        turn: Turn,
+        spans: deque[Span],
+        hits: list[Chunk | None],
+        tail: Chunk | None,
+        count: int,
+        sources: dict[str, int],
     ) -> None:
         """The last token is computed in any case; in a keyed chunk it is not written."""
         if spans and spans[-1].end == count:
@@ -264,7 +313,7 @@ class Planner:
         last = hits[-1]
         assert last is not None
         spans.append(Span(-1, count - 1, count, count - 1 if last is tail else count, True))
-        sources["gpu" if last.gpu >= 0 else "host"] -= 1
+        sources[_source(turn, last)] -= 1
         sources["recomputed"] += 1
 
     def _dropped_tail_tokens(self, look: _Look, hits: list[Chunk | None], known: list[bool]) -> int:
@@ -286,6 +335,22 @@ class Planner:
             return 0
         had_kv = min(common_prefix(conversation.tokens, look.turn.tokens), len(conversation.tokens) - 1)
         return sum(max(0, min(span.end, had_kv) - max(span.start, look.seen)) for span in spans)
+
+
+def _to_read(chunk: Chunk) -> bool:
+    """On DISK only, and not being read yet."""
+    return chunk.disk != NO_SLOT and chunk.gpu == NO_SLOT and chunk.host == NO_SLOT and chunk.moving is None
+
+
+def _being_read(chunk: Chunk) -> bool:
+    return chunk.moving is not None and not chunk.moving.spills and chunk.gpu == NO_SLOT and chunk.host == NO_SLOT
+
+
+def _source(turn: Turn, chunk: Chunk) -> str:
+    """Where the chunk was when the turn was first looked at, as far as that was DISK; else where it is."""
+    if turn.from_disk and chunk.key in turn.from_disk:
+        return "disk"
+    return "gpu" if chunk.gpu >= 0 else "host"
 
 
 def _scoring(spans: deque[Span], position: int) -> deque[Span]:

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 SHORTEST_IDLE_S = 1e-3  # T is at least about one step
 CLASSES_PER_OCTAVE = 8
-PINNED_CLASS = 128 * CLASSES_PER_OCTAVE  # 2**128: no cost, and no time since the last activity, makes up for it
+AWAITED_CLASS = 64 * CLASSES_PER_OCTAVE  # 2**64: no cost, and no time since the last activity, makes up for it
+PINNED_CLASS = 2 * AWAITED_CLASS
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,9 @@ class EvictionPolicy:
     by_age          stamps are the first computation (FIFO) instead of the last activity
     whole           a victim takes its whole turn's chunks along, as systems that evict by conversation do
 
-    Whatever the policy, chunks of pinned conversations go after all others.
+    Whatever the policy, chunks that requests in the queue wait for go after all others, the queue's tail first (the
+    exemption of CachedAttention, section 3.3.2: its window ends where the tiers are full), and those of pinned
+    conversations behind them.
     """
 
     cost: CostProfile
@@ -52,9 +55,13 @@ class EvictionPolicy:
             number = self.cost_classes[chunk.end] = eighths(self.cost.recompute(chunk.end)) if self.weigh else 0
         if self.weigh and chunk.claims > 1:
             number += eighths(chunk.claims)
+        if chunk.awaited:
+            number += AWAITED_CLASS
         return number + PINNED_CLASS if chunk.pins else number
 
     def stamp(self, chunk: Chunk) -> float:
+        if chunk.awaited:
+            return -float(chunk.awaited)  # the later in the queue, the longer ago
         return chunk.born if self.by_age else chunk.last_active
 
     def at_once(self, missing: int) -> int:
@@ -154,11 +161,11 @@ class VictimSet:
     def add(self, chunk: Chunk) -> None:
         """Files the chunk, anew if its class or stamp has changed."""
         policy, group = self._policy, chunk.group
-        if chunk.claims > 1 or chunk.pins or chunk.end not in policy.cost_classes:
-            number = policy.weight_class(chunk)
+        if chunk.claims > 1 or chunk.pins or chunk.awaited or chunk.end not in policy.cost_classes:
+            number, stamp = policy.weight_class(chunk), policy.stamp(chunk)
         else:
             number = policy.cost_classes[chunk.end]
-        stamp = chunk.born if policy.by_age else chunk.last_active
+            stamp = chunk.born if policy.by_age else chunk.last_active
         if group is not None:
             if group.stamp == stamp and group.number == number:
                 return

@@ -35,6 +35,9 @@ def runs():
             "reuse": number % 11 != 0,
             "overflow": OVERFLOW_MODES[number % 3],
             "overflow_ratio": (0.5, 0.5, 0.25, 0.8)[(number // 3) % 4],
+            "disk_kv_chunks": (0, 20, 90, 400)[number * 7 // 3 % 4] if host else 0,
+            "save": ("async", "off", "sync", "async")[number // 3 % 4],
+            "prefetch": number % 5 != 0,
         }
 
 
@@ -67,6 +70,7 @@ def test_random_operations(run, totals):
         *("disjoint", "suppressed writes", "waits for keys", "suspensions", "drops"),
         *("gated swap-ins", "early swap-ins", "evictions", "saves"),
         *("overflows", "moved on", "begun anew"),
+        *("disk tokens", "spilled", "promoted", "failed reads", "failed writes", "erased", "erased keys", "restarts"),
         *("branches", "forks", "deletes", "pins", "expired", "refused 429", "refused 400"),
         *(f"aborted {state}" for state in STATES),
         *(f"finished {state}" for state in STATES if state != "waiting"),  # a waiting turn has no reply yet
