@@ -302,7 +302,7 @@ class Batcher:
         conversation = self.conversations.of(turn.request)
         if turn.from_disk is None:
             turn.from_disk = self.planner.keys_on_disk(turn) if self.config.disk_kv_chunks else frozenset()
-        finding = self.planner.look_up(turn, conversation)
+        finding = self.planner.look_up(turn, conversation, len(self.rows))
         if isinstance(finding, OnDisk):
             self.await_chunks(turn, [self.store.find(key) for key in self.planner.seen_keys(turn)], batch.now)
             latest = None
@@ -317,7 +317,7 @@ class Batcher:
                     break
             if latest is not None:
                 return latest
-            finding = self.planner.look_up(turn, conversation)
+            finding = self.planner.look_up(turn, conversation, len(self.rows))
             assert not isinstance(finding, OnDisk)
         return finding
 

@@ -110,9 +110,8 @@ class Planner:
         return turn.keys[self._windows.start(len(turn.tokens) - 1, turn.base) // self._chunk_tokens :]
 
     def readable(self, chunk: Chunk) -> bool:
-        """On DISK only, not being read yet, and dear enough to be."""
-        cost = self._cost
-        return _to_read(chunk) and cost.recompute(chunk.end) >= cost.read() + cost.load()
+        """On DISK only, not being read yet, and dear enough to be loaded once it is on HOST."""
+        return _to_read(chunk) and self._cost.recompute(chunk.end) >= self._cost.load()
 
     def _to_be_read(self, chunk: Chunk, at_any_cost: bool) -> bool:
         return _to_read(chunk) if at_any_cost else self.readable(chunk)
@@ -126,31 +125,31 @@ class Planner:
             if chunk and chunk.key and chunk.disk != NO_SLOT and chunk.gpu == NO_SLOT and chunk.host == NO_SLOT
         )
 
-    def _worth_reading(self, chunks: list[Chunk]) -> bool:
-        """Behind whatever is being read already."""
+    def _worth_reading(self, chunks: list[Chunk], rows: int) -> bool:
+        """Reading holds up one request, behind what is being read already; computing holds up all of the batch."""
         cost = self._cost
-        seconds = (self._store.disk.reading + len(chunks)) * cost.read() + len(chunks) * cost.load()
-        return sum(cost.recompute(chunk.end) for chunk in chunks) >= seconds
+        reading = (self._store.disk.reading + len(chunks)) * cost.read() + len(chunks) * cost.load()
+        return (1 + rows) * sum(cost.recompute(chunk.end) for chunk in chunks) >= reading
 
-    def look_up(self, turn: Turn, conversation: Conversation | None) -> Finding | OnDisk | ChunkKey:
-        """What the turn would need now; or what must be read before; or the key of the chunk that it had better wait
-        for.
+    def look_up(self, turn: Turn, conversation: Conversation | None, rows: int) -> Finding | OnDisk | ChunkKey:
+        """What the turn would need now, beside a batch of so many rows; or what must be read before; or the key of the
+        chunk that it had better wait for.
 
         A context that overflows goes on from the first base from which less is to be computed than all that its last
         position sees, else it begins anew. Once it has had a seat its base is settled: its reply depends on it.
         """
         windows, last = self._windows, len(turn.tokens) - 1
         if windows is None or last < windows.length:
-            return self._look(turn, conversation, 0)
+            return self._look(turn, conversation, rows, 0)
         if turn.usage is not None and windows.mode != RECOMPUTE:
-            return self._look(turn, conversation, turn.base)
+            return self._look(turn, conversation, rows, turn.base)
         *others, anew = windows.bases(last, turn.base)
         for base in others:
             if base == turn.base or self._known_base(turn, base):
-                found = self._look(turn, conversation, base)
+                found = self._look(turn, conversation, rows, base)
                 if not isinstance(found, Finding) or found.computed <= last - anew:
                     return found
-        return self._look(turn, conversation, anew)
+        return self._look(turn, conversation, rows, anew)
 
     def _keys(self, turn: Turn, base: int, end: int) -> list[ChunkKey]:
         """The turn's keys from that base, those up to position `end` at least."""
@@ -168,7 +167,7 @@ class Planner:
         key = self._keys(turn, base, base + self._chunk_tokens)[index]
         return key in self.pending or self._store.known(key)
 
-    def _look(self, turn: Turn, conversation: Conversation | None, base: int) -> Finding | OnDisk | ChunkKey:
+    def _look(self, turn: Turn, conversation: Conversation | None, rows: int, base: int) -> Finding | OnDisk | ChunkKey:
         size, count, windows = self._chunk_tokens, len(turn.tokens), self._windows
         keys = self._keys(turn, base, count)
         look = _Look(turn, conversation, base, keys, *self._usable_tail(turn, conversation, base))
@@ -197,7 +196,7 @@ class Planner:
             hit = chunk is not None and chunk.host >= 0 and (overflows or self._cost.recompute(chunk.end) >= load)
             hits.append(chunk if hit else None)
             known.append(not hit and self._store.known(key))
-        if on_disk and (overflows or self._worth_reading(on_disk)):
+        if on_disk and (overflows or self._worth_reading(on_disk, rows)):
             return OnDisk(on_disk)
         missing = -(-count // size) - look.first - len(hits)
         hits += [None] * missing
