@@ -18,6 +18,8 @@ MOST_PROGRAMS = 8192
 
 def linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """`fp8_linear.in_fp8` of x [T, in] in bfloat16; both sizes of the weight [out, in] are multiples of 16."""
+    if not len(x):
+        return x.new_empty(0, weight.shape[0])
     quantised, scales = quantise_rows(x)
     scaled = {"scale_a": scales.unsqueeze(1), "scale_b": scale.unsqueeze(0), "out_dtype": x.dtype}
     product = torch._scaled_mm(quantised, weight.t(), **scaled, use_fast_accum=True)

@@ -25,17 +25,17 @@ TILE = 16384
 _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
 
 
-def encode(pool: Tensor, slots: Tensor, layers: range, records: Tensor, programs: int = PROGRAMS) -> None:
+def encode(pool: Tensor, slots: Tensor, layers: range, records: Tensor) -> None:
     """Writes `layers` of the pool's chunks in `slots` [n] int32 to `records` [n, layers, layer_bytes] uint8.
 
     pool [slots, layers, 2, kv_heads, chunk_tokens, head_dim]; both contiguous. Padding is not written.
     """
-    _launch(_encode, pool, slots, layers, records, programs)
+    _launch(_encode, pool, slots, layers, records)
 
 
-def decode(records: Tensor, slots: Tensor, layers: range, pool: Tensor, programs: int = PROGRAMS) -> None:
+def decode(records: Tensor, slots: Tensor, layers: range, pool: Tensor) -> None:
     """Writes records as `encode` makes them to `layers` of the pool's chunks in `slots`, which are distinct."""
-    _launch(_decode, pool, slots, layers, records, programs, LARGEST=torch.finfo(pool.dtype).max)
+    _launch(_decode, pool, slots, layers, records, LARGEST=torch.finfo(pool.dtype).max)
 
 
 def _launch(
@@ -44,7 +44,6 @@ def _launch(
     slots: Tensor,
     layers: range,
     records: Tensor,
-    programs: int,
     **constants: float,
 ) -> None:
     heads, values = math.prod(pool.shape[2:4]), math.prod(pool.shape[4:])
@@ -56,7 +55,7 @@ def _launch(
         return
     block = triton.next_power_of_2(values)
     group = max(TILE // block, 1)
-    kernel[(min(triton.cdiv(tasks, group), programs),)](
+    kernel[(min(triton.cdiv(tasks, group), PROGRAMS),)](
         pool, slots, records, records.view(torch.float32), tasks, layers.start, len(layers),
         LAYERS=pool.shape[1], HEADS=heads, VALUES=values, LAYER_BYTES=expected[2],
         SCALES=scales_offset(pool.shape) // 4, BLOCK=block, GROUP=group, **constants,

@@ -6,7 +6,7 @@ Layer by layer, one contiguous piece a layer, so that any run of layers of a rec
 
 A number is its code times its scale. The scale is the smallest power of two that brings the largest finite number of
 its head to 448, the largest code, or below. Against 448 over the largest number itself this costs nothing: e4m3 is a
-floating format, and its relative error, 1/16 at most, does not depend on the scale but for numbers below 1/2**14 of the
+floating format, and its relative error, 1/16 at most, does not depend on the scale but for numbers below 1/14336 of the
 largest. And it makes the round trip exact after the first time: products are exact in every dtype, so what was decoded
 is encoded to itself, by the same scale or by a larger one, when new tokens in a chunk are larger than those before.
 

@@ -58,6 +58,8 @@ class CodedCopies:
         self._halves = [_Half(self._half_bytes, pool.device) for _ in range(2)]
         # Pinned buffers of slots, as large as a copy can need, and when the GPU has read each; the oldest first.
         self._uploads: deque[tuple[Tensor, Event]] = deque()
+        none = np.zeros(1, np.int32)
+        self._uploaded = none, self._upload(none)
         self._compile()
 
     def _compile(self) -> None:
@@ -65,13 +67,15 @@ class CodedCopies:
         records = self._halves[0].records[: self._layer_bytes].view(1, 1, -1)
         self.entry.wait_stream(torch.cuda.current_stream())  # where pool and buffer are zeroed
         with torch.cuda.stream(self.entry):
-            self._code(records, self._upload(np.zeros(1, np.int32)), range(1))
+            self._code(records, self._uploaded[1], range(1))
 
     def copy(self, gpu_slots: np.ndarray, host_slots: np.ndarray, layers: range) -> None:
         """Issues the copy of `layers` of the chunks in `gpu_slots` to or from `host_slots`, [n] int32 each."""
         piece = len(layers) * self._layer_bytes
         hosted = self._host.addresses(host_slots, layers.start * self._layer_bytes)
-        slots = self._upload(gpu_slots)
+        if gpu_slots is not self._uploaded[0]:  # a gated swap-in's layer groups have one array
+            self._uploaded = gpu_slots, self._upload(gpu_slots)
+        slots = self._uploaded[1]
         a_half = self._half_bytes // piece
         for first in range(0, len(hosted), a_half):
             part = slice(first, first + a_half)

@@ -149,6 +149,9 @@ class CpuDevice:
         else:
             self._pools[tier] = torch.from_numpy(np.zeros(shape, f"i{dtype.itemsize}")).view(dtype)
 
+    def record(self, slot: int) -> np.ndarray:
+        return self._pools[Tier.HOST][slot].view(-1).view(torch.uint8).numpy()
+
     def copy(self, lane: Lane, sources: np.ndarray, targets: np.ndarray, layers: range) -> None:
         host, gpu = self._pools[Tier.HOST], self._pools[Tier.GPU]
         source_pool, target_pool = (host, gpu) if lane is Lane.IN else (gpu, host)

@@ -1,8 +1,8 @@
-"""What a device does for the executor, in a dozen methods: `cpu_device` is one, a CUDA device another.
+"""What a device does for the executor, in a good dozen methods: `cpu_device` is one, a CUDA device another.
 
 **Lanes.** Work is put on one of three lanes (COMPUTE, IN, OUT) and each lane does its own in the order of issue;
-nothing else orders lanes but `wait`. On CUDA a lane is a stream and a ticket an event. All methods are called by one
-thread and only `load`, `synchronize` and `close` may block it.
+nothing else orders lanes but `wait`. On CUDA a lane is a stream and a ticket an event. All methods but `record` are
+called by one thread, and only `load`, `synchronize` and `close` may block it.
 
 **Gates.** A gate stands before the first use of a layer's KV in a step. `run` binds each gate to the last
 `mark(..., gate=...)` issued *before* that `run`: a mark that comes later holds the next step, not this one. A gate
@@ -98,6 +98,12 @@ class Device(Protocol):
         a record is as described there.
 
         SettingError names the setting to lower if the pool does not fit.
+        """
+
+    def record(self, slot: int) -> np.ndarray:
+        """The record in a HOST slot, [bytes] uint8: the memory itself, not a copy.
+
+        For the disk, whose threads may call this too. Whoever reads or writes it sees to it that no copy does.
         """
 
     def load(self, engine: ForwardPass, seats: int, blocks: int, gates: tuple[int, ...], most_tokens: int) -> None:

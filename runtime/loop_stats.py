@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 
 from ..scheduler.plan import StepPlan
@@ -57,7 +58,8 @@ class LoopCounters:
     def __init__(self, trace: TraceFile | None = None) -> None:
         self._trace = trace
         self.plan, self.launch, self.wait, self.apply, self.send = map(self._stopwatch, PARTS)
-        self._steps = self._in_flight = 0
+        self._steps = 0
+        self._in_flight: deque[bool] = deque()  # whether the device has anything to do, by plan
         self._tokens, self._requests = Sizes(), Sizes()
         self._busy = self._busy_since = 0.0
 
@@ -70,7 +72,7 @@ class LoopCounters:
         def report(start: float, end: float) -> None:
             coming = part in ("plan", "launch")
             trace.part(
-                part, start, end, self._steps + 1 if coming else self._steps - self._in_flight + (part == "wait")
+                part, start, end, self._steps + 1 if coming else self._steps - sum(self._in_flight) + (part == "wait")
             )
 
         return Stopwatch(report)
@@ -81,22 +83,22 @@ class LoopCounters:
             self._trace.launched(plan)
 
     def launched(self, plan: StepPlan) -> None:
-        """To be told when the plan is handed to the device."""
-        if not self._in_flight:
+        """To be told when the plan is handed to the device. One that only awaits the disk counts as no step."""
+        works = bool(plan.tokens or plan.copies)
+        if works and not any(self._in_flight):
             self._busy_since = time.perf_counter()
-        self._in_flight += 1
-        self._steps += 1
+        self._in_flight.append(works)
+        self._steps += works
         if plan.tokens:
             self._tokens.add(plan.tokens)
             self._requests.add(len(plan.generate) + len({span.seat for span in plan.spans}))
 
     def finished(self) -> None:
         """To be told when the oldest plan's result is here."""
-        self._in_flight -= 1
-        if not self._in_flight:
+        if self._in_flight.popleft() and not any(self._in_flight):
             self._busy += time.perf_counter() - self._busy_since
 
     def read(self, transfers: TransferSeconds) -> LoopStats:
-        busy = self._busy + (time.perf_counter() - self._busy_since if self._in_flight else 0.0)
+        busy = self._busy + (time.perf_counter() - self._busy_since if any(self._in_flight) else 0.0)
         parts = {name: getattr(self, name).seconds for name in PARTS}
         return LoopStats(self._steps, parts, self._tokens.read(), self._requests.read(), busy, *transfers)

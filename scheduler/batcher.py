@@ -7,6 +7,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Sequence
 
+from .choices import Choices
 from .chunks import NO_SLOT, Chunk, ChunkStore
 from .config import SchedulerConfig
 from .conversations import Conversations
@@ -96,6 +97,7 @@ class Batcher:
         self.by_id: dict[RowId, Row] = {}
         self.free_seats = deque(range(config.max_num_seqs))
         self.suspensions = 0
+        self.choices = Choices(cost)
         self._leaving: list[Row] = []
         self._epochs = 0
 
@@ -396,8 +398,10 @@ class Batcher:
         if turn.usage is None:
             turn.usage = finding.usage
         if self.config.reuse:
-            keyed = zip(turn.keys[finding.first :], finding.chunks, strict=False)
+            keyed = [*zip(turn.keys[finding.first :], finding.chunks, strict=False)]
             row.pending = {key: None for key, hit in keyed if hit is None or hit is tail}
+            passed_over = (store.find(key) for key, hit in keyed if hit is None)
+            self.choices.note(finding.loads, (chunk for chunk in passed_over if chunk and chunk.host != NO_SLOT))
             self.planner.pending.update(dict.fromkeys(row.pending, row.id.epoch))
         insort(self.loading, row, key=lambda row: row.order)
         return row

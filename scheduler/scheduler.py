@@ -248,7 +248,7 @@ class Scheduler:
         salt = self._conversations.salt(conversation_id)
         self._conversations.delete(conversation_id)
         if self._windows is not None and len(tokens) > self._windows.length:  # not all that it has left is claimed
-            self.erase(tokens, salt)
+            self.erase_keys(self.keys(tokens, salt))
 
     def keep(self, conversation_id: str, ttl: float | None, pinned_until: float, now: float) -> None:
         """Claims end `ttl` seconds after the last activity (None: `conversation_ttl`); until `pinned_until` the
@@ -268,9 +268,15 @@ class Scheduler:
         """
         self._store.disk.adopt(records, now)
 
-    def keys(self, tokens: array[int], salt: bytes) -> list[ChunkKey]:
-        """The keys of a log's full chunks, from its beginning on."""
-        return self._keys_from(0, tokens, salt)
+    def keys(self, tokens: array[int], salt: bytes, shared: int = 0) -> list[ChunkKey]:
+        """The keys of a log's full chunks, wherever its contexts may have begun, but for those within its first
+        `shared` tokens."""
+        found: list[ChunkKey] = []
+        for base in range(0, self._first_seen(len(tokens)) + 1, self._windows.step if self._windows else 1):
+            keys: list[ChunkKey] = []
+            self._chains.extend(keys, base, salt, tokens, len(tokens))
+            found += keys[max(base, shared) // self.config.chunk_tokens :]
+        return found
 
     def erase_keys(self, keys: Iterable[ChunkKey]) -> None:
         """Drops those chunks, of a conversation that is deleted without ever having been active here, that no
@@ -279,12 +285,6 @@ class Scheduler:
             chunk = self._store.find(key)
             if chunk is not None and not chunk.claims:
                 self._store.drop_if_unused(chunk)
-
-    def erase(self, tokens: array[int], salt: bytes) -> None:
-        """As `erase_keys`, for all that a log may have left, wherever its contexts began."""
-        windows = self._windows
-        for base in (0,) if windows is None else range(0, self._first_seen(len(tokens)) + 1, windows.step):
-            self.erase_keys(self._keys_from(base, tokens, salt))
 
     @property
     def saving(self) -> bool:
@@ -325,6 +325,7 @@ class Scheduler:
             evictions=store.evictions.by_tier_and_reason(),
             eviction_values=store.evictions.by_value(),
             eviction_value_sum=store.evictions.value_sum,
+            choices=batcher.choices.by_choice(),
             regret_tokens=store.regret_tokens,
             spilled=store.disk.spilled,
             promoted=store.disk.promoted,
@@ -397,11 +398,6 @@ class Scheduler:
                 base, keys = log.base, log.keys[: common // self.config.chunk_tokens]
         self._chains.extend(keys, base, request.salt, prompt, len(prompt))
         return base, keys
-
-    def _keys_from(self, base: int, tokens: array[int], salt: bytes) -> list[ChunkKey]:
-        keys: list[ChunkKey] = []
-        self._chains.extend(keys, base, salt, tokens, len(tokens))
-        return keys
 
     def _first_seen(self, count: int, base: int = 0) -> int:
         """The first position that the last of `count` tokens sees."""

@@ -280,6 +280,7 @@ class SchedulerStats:
 
     evictions, eviction_values, eviction_value_sum
                     by tier and reason, and by retention value, as `evictions.Evictions` has them
+    choices         of loading or recomputing, as `choices.Choices` has them
     regret_tokens   tokens of chunks that were computed again within a minute after they had been dropped
     spilled, promoted, failed_writes, failed_reads
                     chunks written to DISK, read from it, and those for which that failed
@@ -297,6 +298,7 @@ class SchedulerStats:
     evictions: dict[str, dict[str, int]] = field(default_factory=dict)
     eviction_values: dict[int, int] = field(default_factory=dict)
     eviction_value_sum: float = 0.0
+    choices: dict[str, dict[str, float]] = field(default_factory=dict)
     regret_tokens: int = 0
     spilled: int = 0
     promoted: int = 0

@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         default=0.0,
         metavar="S",
-        help="conversations that are in the middle at the start come in over so long (default %(default)s: all at once)",
+        help="conversations that are in the middle at the start come in over so long (default %(default)s)",
     )
     option("--measure-s", type=float, default=120.0, metavar="S", help="(default %(default)s)")
     option(

@@ -9,7 +9,9 @@ import logging
 import multiprocessing
 import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,6 +27,9 @@ from ..plugins.kv_fp8_reference import CODED, record_bytes
 from ..runtime.api_keys import key_digest
 from ..runtime.cpu_device import CpuDevice
 from ..runtime.device import Device
+from ..runtime.disk_directory import locked
+from ..runtime.disk_records import record_bytes as disk_record_bytes
+from ..runtime.disk_store import DiskSettings
 from ..runtime.engine import Engine, open_engine
 from ..runtime.executor import GROUP_LAYERS, Executor
 from ..runtime.grammar import open_grammars
@@ -44,7 +49,7 @@ from ..scheduler.cost import CostProfile, analytic_profile, propose_swap_out_bel
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.types import SettingError, Tier
 from ..scheduler.windows import KEEP, RECOMPUTE
-from .serve_options import DEFAULT_GPU_KV, DEFAULT_HOST_KV, parse_options
+from .serve_options import DEFAULT_DISK_KV, DEFAULT_GPU_KV, DEFAULT_HOST_KV, parse_options
 from .sizes import parse_bytes
 
 log = logging.getLogger("pensieve")
@@ -62,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parse_options(sys.argv[1:] if argv is None else argv)
         configure_logging(args.log_format, args.log_level)
-        serve(args)
+        with locked_directories(args):
+            serve(args)
     except SettingError as error:
         print(f"pensieve serve: {error}", file=sys.stderr)
         return 2
@@ -93,6 +99,16 @@ def serve(args: argparse.Namespace) -> None:
         ours.close()
         http.join(HTTP_EXIT_SECONDS)
         http.kill()  # it ignores other signals; after a clean end it is gone already
+
+
+@contextmanager
+def locked_directories(args: argparse.Namespace) -> Iterator[None]:
+    """While this is open no other server has them. SettingError."""
+    with ExitStack() as locks:
+        locks.enter_context(locked(args.state_dir, "--state-dir"))
+        if args.disk_dir is not None:
+            locks.enter_context(locked(args.disk_dir, "--disk-dir"))
+        yield
 
 
 def http_settings(args: argparse.Namespace) -> HTTPSettings:
@@ -199,8 +215,10 @@ def make_service(args: argparse.Namespace, connection: Connection) -> tuple[Serv
     tokenizer = str(directory) if (directory / "tokenizer.json").exists() else ""
     grammars = open_grammars(tokenizer, engine.vocab_size, engine.manifest.stop_ids)
     group_layers = GROUP_LAYERS if args.swap_in == "pipelined" else engine.manifest.layers
-    in_first = args.link == "in-first"
-    executor = Executor(device, engine, config, group_layers, grammars, in_first, host_dtype(args, engine))
+    in_first, disk = args.link == "in-first", disk_settings(args, config)
+    executor = Executor(device, engine, config, group_layers, grammars, in_first, host_dtype(args, engine), disk)
+    records = executor.disk_records()
+    scheduler.adopt(records, time.monotonic())
     model, *aliases = args.served_model_name or [directory.resolve().name]
     ready = Ready(
         model=model,
@@ -211,6 +229,8 @@ def make_service(args: argparse.Namespace, connection: Connection) -> tuple[Serv
         stop_ids=engine.manifest.stop_ids,
         tokenizer=tokenizer,
     )
+    if disk is not None:
+        log.info("disk cache %d chunks in %s, %d of them from earlier", disk.slots, disk.directory, len(records))
     log.info(
         "%s: GPU cache %d chunks of %d bytes, host cache %d of %d bytes, %d tokens each, contexts up to %d tokens",
         ready.model,
@@ -256,9 +276,15 @@ def scheduler_config(args: argparse.Namespace, engine: Engine, device: Device) -
         gpu_chunks = kv_chunks(args.gpu_kv_chunks, args.gpu_kv_bytes or DEFAULT_GPU_KV, "--gpu-kv-bytes", record)
     host_record = record_bytes(engine.kv_shape(1, args.chunk_tokens), host_dtype(args, engine))
     host_chunks = kv_chunks(args.host_kv_chunks, args.host_kv_bytes or DEFAULT_HOST_KV, "--host-kv-bytes", host_record)
+    disk_chunks = kv_chunks(
+        args.disk_kv_chunks, args.disk_kv_bytes or DEFAULT_DISK_KV, "--disk-kv-bytes", disk_record_bytes(host_record)
+    )
     settings = dict(
         gpu_kv_chunks=gpu_chunks,
         host_kv_chunks=host_chunks,
+        disk_kv_chunks=disk_chunks,
+        save=args.save,
+        prefetch=args.prefetch == "on",
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         chunk_tokens=args.chunk_tokens,
@@ -326,6 +352,15 @@ def kv_chunks(chunks: int | None, size: str, setting: str, record: int) -> int:
 def host_dtype(args: argparse.Namespace, engine: Engine) -> torch.dtype:
     """Of the HOST pool."""
     return CODED if args.lower_tier_kv == "fp8" else engine.dtype
+
+
+def disk_settings(args: argparse.Namespace, config: SchedulerConfig) -> DiskSettings | None:
+    """Where the disk tier is and what may be read from it; None without one."""
+    if not config.disk_kv_chunks:
+        if args.disk_dir is not None:
+            raise SettingError("--disk-dir", "needs --disk-kv-bytes or --disk-kv-chunks: how much it may hold")
+        return None
+    return DiskSettings(args.disk_dir or args.state_dir / "kv", config.disk_kv_chunks, config.seed.hex())
 
 
 def kv_seed(manifest: Manifest, lower_tier_kv: str) -> bytes:

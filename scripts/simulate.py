@@ -1,4 +1,4 @@
-"""simulate: replays conversations against the scheduler on a virtual clock, for all eviction policies and tier sizes.
+"""simulate: replays conversations against the scheduler on a virtual clock, for each eviction policy and tier size.
 
 Nothing is computed: the model's shape and the GPU's speeds say how long steps and copies take. See
 `scheduler/simulator.py` for what is simulated, `scripts/traces.py` for the form of a trace.

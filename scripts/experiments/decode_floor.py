@@ -6,8 +6,8 @@ Llama-3-8B's shape with random weights, in CUDA graphs, in one run:
 
 1. the whole step, and each kind of its kernels alone, over all layers' own weights (so the L2 holds none of them);
    what is left is between the kernels. Then the same step by a trace, kernel by kernel.
-2. each product through cuBLAS beside `few_rows_kernel` with several tiles (with --compile also what inductor's
-   max-autotune finds, which takes a minute a shape).
+2. each product through cuBLAS beside `few_rows_kernel` with several tiles, and in FP8 with the rounding of activations
+   (with --compile also what inductor's max-autotune finds, which takes a minute a shape).
 3. a chain of norms, products and gates of all layers, data depending on data: cuBLAS, ours, ours with early fetching;
    and what an empty kernel in a graph costs.
 
@@ -33,7 +33,7 @@ from triton.runtime.errors import OutOfResources
 from pensieve.builder.architectures import decoder_config
 from pensieve.builder.model import Batch, Decoder
 from pensieve.builder.random_weights import random_weights
-from pensieve.plugins import few_rows_kernel
+from pensieve.plugins import few_rows_kernel, fp8_linear
 from pensieve.plugins.attention_kernel import make_work_list
 from pensieve.plugins.few_rows_kernel import Tile
 from pensieve.plugins.torch_ops import register_pool
@@ -235,6 +235,11 @@ def candidates(step: Step, compiled: bool) -> tuple[dict[str, Any], dict[str, Ti
         if compiled:
             quick = torch.compile(F.linear, mode="max-autotune-no-cudagraphs")
             times["max-autotune"] = milliseconds(lambda name=name, quick=quick: step.products(name, quick))
+        rounded = [(fp8_linear.rounded(weight, scale := fp8_linear.row_scales(weight)), scale) for weight in weights]
+        times["FP8"] = milliseconds(
+            lambda x=x, rounded=rounded: [torch.ops.pensieve.fp8_linear(x, *both, None) for both in rounded]
+        )
+        del rounded
         for tile in TILES:
             if not tile.fits(outputs, inputs):
                 continue

@@ -11,6 +11,7 @@ from pensieve.plugins.few_rows_kernel import Tile, product
 DTYPES = (torch.bfloat16, torch.float16, torch.float32) if CUDA else (torch.float16, torch.float32)
 
 
+@pytest.mark.slow
 @needs_interpreter
 def test_in_the_interpreter():
     run_in_the_interpreter(__file__)

@@ -142,7 +142,9 @@ def random_copies(streams, seed):
         count, first = dice.randrange(1, 20), dice.randrange(3)
         layers = range(first, dice.randrange(first + 1, 4))
         gpu_slots, host_slots = (np.array(dice.sample(range(most), count), np.int32) for most in (40, HOST_SLOTS))
-        lanes[lane].copy(gpu_slots, host_slots, layers)
+        groups = [range(layer, layer + 1) for layer in layers] if dice.random() < 0.5 else [layers]
+        for group in groups:
+            lanes[lane].copy(gpu_slots, host_slots, group)
         chosen = slice(layers.start, layers.stop)
         if lane is Lane.OUT:
             on_host[host_slots, chosen] = encode(on_gpu[gpu_slots, chosen])

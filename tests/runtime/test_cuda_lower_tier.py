@@ -132,7 +132,8 @@ def test_issuing_waits_for_nothing_and_lanes_wait_for_each_other(closing, monkey
     assert device.ready(first) and device.ready(second)
     codes = encode(on_gpu[:10])
     records = host_records(device)
-    assert torch.equal(records[:10], codes.flatten(1)) and torch.equal(records[20:30], codes.flatten(1))
+    again = decode(records[20:30].view_as(codes), SHAPE, torch.float32)  # perhaps by other scales: the values count
+    assert torch.equal(records[:10], codes.flatten(1)) and torch.equal(again, decode(codes, SHAPE, torch.float32))
     assert torch.equal(device._pool[20:30].cpu(), decode(codes, SHAPE, torch.float32))
 
 

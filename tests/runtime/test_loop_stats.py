@@ -25,11 +25,11 @@ def test_sizes_are_counted_by_powers_of_two() -> None:
     counters = LoopCounters()
     for number, tokens in enumerate((1, 2, 3, 4, 5), start=1):
         counters.launched(plan(number, spans=[span(0, 0, tokens)], token_ids=array("i", range(tokens))))
-    counters.launched(plan(6))  # computes nothing
+    counters.launched(plan(6))  # does nothing: it waits for the disk
     stats = counters.read(TransferSeconds())
     assert stats.tokens == PowerCounts((1, 1, 2, 1), 15)  # 1 | 2 | 3, 4 | 5
     assert stats.requests == PowerCounts((5,), 5)
-    assert stats.steps == 6
+    assert stats.steps == 5
 
 
 def test_the_device_is_busy_while_anything_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,15 +38,17 @@ def test_the_device_is_busy_while_anything_is_in_flight(monkeypatch: pytest.Monk
     counters = LoopCounters()
     with counters.plan:
         now += 1
-    counters.launched(plan(1))
+    counters.launched(plan(1, generate={0: 5}))
     now += 2
-    counters.launched(plan(2))
+    counters.launched(plan(2, generate={0: 6}))
     counters.finished()
+    counters.launched(plan(3))  # waits for the disk only
     with counters.wait:
         now += 3
     assert counters.read(TransferSeconds()).busy == 5  # it still is
     counters.finished()
     now += 10
+    counters.finished()
     stats = counters.read(TransferSeconds(1, 2, 3))
     assert stats.busy == 5
     assert stats.parts == {"plan": 1, "launch": 0, "wait": 3, "apply": 0, "send": 0}

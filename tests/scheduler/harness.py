@@ -152,15 +152,17 @@ class Harness:
 
     def _active(self, name):
         if name in self.lives:
-            # The end of a turn that was kept back comes later than its commit.
-            sync = self.config.save == "sync"
-            active = self.scheduler._conversations.get(name).active if sync else self.now
-            self.lives[name] = (active, self.lives[name][1])
+            self.lives[name] = (self._committed(name) or self.now, self.lives[name][1])
+
+    def _committed(self, name):
+        """When the conversation was last active, if that may be a turn whose end is kept back; None: as we know it."""
+        conversation = self.scheduler._conversations.get(name) if self.config.save == "sync" else None
+        return None if conversation is None else conversation.active
 
     def _expire(self):
         """What the scheduler must have forgotten by now."""
         for name, (active, ttl) in list(self.lives.items()):
-            if active + ttl <= self.now:
+            if (self._committed(name) or active) + ttl <= self.now:
                 assert not self.scheduler.has_conversation(name)
                 del self.logs[name], self.lives[name]
                 self.counts["expired"] += 1

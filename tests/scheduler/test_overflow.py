@@ -176,6 +176,28 @@ def test_contexts_too_short_to_move_on_are_refused():
         harness.submit(range(7), 1, truncate=True)
 
 
+@pytest.mark.parametrize("mode", OVERFLOW_MODES)
+def test_nothing_is_left_of_a_deleted_conversation(mode):
+    """Nor what only its older positions saw, and nobody claims."""
+    harness = a_harness(overflow=mode, host_kv_chunks=0)
+    harness.turn(range(90), 6, "a", truncate=True)
+    talk(harness, "a", 8)
+    assert len([chunk for chunk in harness.scheduler._store.resident_chunks() if chunk.resident]) > WINDOW // 4
+    harness.delete("a")
+    assert not [chunk for chunk in harness.scheduler._store.resident_chunks() if chunk.resident]
+
+
+def test_chunks_on_disk_serve_contexts_that_overflow():
+    """They are read whatever it costs: they cannot be computed alone."""
+    harness = a_harness(host_kv_chunks=8, disk_kv_chunks=80, gpu_kv_chunks=10)
+    for _ in range(3):
+        for name in ("a", "b", "c"):
+            talk(harness, name, 5)
+    assert harness.counts["disk tokens"] > 40 and harness.counts["moved on"] > 8
+    assert list(harness.bases.values()).count(0) > 30  # of 45: tails do not go to DISK, and some are lost
+    harness.drain()
+
+
 RUNS = list(product(OVERFLOW_MODES, range(4)))
 
 
