@@ -219,7 +219,7 @@ def test_random_conversations_over_many_windows(mode, seed, totals):
         chunk_tokens=(4, 1, 4, 8)[seed],
         reuse=seed != 2,
     )
-    for _ in range(700):
+    for _ in range(500):
         driver.step()
     driver.drain()
     totals.update({f"{mode} {event}": count for event, count in driver.counts.items()})
