@@ -49,6 +49,7 @@ from ..scheduler.config import SchedulerConfig
 from ..scheduler.cost import CostProfile, analytic_profile, propose_swap_out_below
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.types import SettingError, Tier
+from ..scheduler.windows import KEEP, RECOMPUTE
 from .serve_options import DEFAULT_DISK_KV, DEFAULT_GPU_KV, DEFAULT_HOST_KV, parse_options
 from .sizes import parse_bytes
 
@@ -225,6 +226,7 @@ def make_service(args: argparse.Namespace, connection: Connection) -> tuple[Serv
     ready = Ready(
         model=model,
         aliases=tuple(aliases),
+        overflow=config.windows is not None,
         max_model_len=config.max_model_len,
         vocab_size=engine.manifest.vocab_size,
         stop_ids=engine.manifest.stop_ids,
@@ -296,6 +298,8 @@ def scheduler_config(args: argparse.Namespace, engine: Engine, device: Device) -
         batching=args.batching,
         queue_timeout=args.queue_timeout,
         conversation_ttl=args.conversation_ttl,
+        overflow=overflow_mode(args.overflow, engine.manifest),
+        overflow_ratio=args.overflow_ratio,
         reuse=args.reuse,
         seed=kv_seed(engine.manifest, args.lower_tier_kv),
     )
@@ -310,6 +314,16 @@ def scheduler_config(args: argparse.Namespace, engine: Engine, device: Device) -
     if args.max_model_len > longest:
         raise SettingError("--max-model-len", f"{args.max_model_len} is more than the model's own {longest} tokens")
     return SchedulerConfig(max_model_len=args.max_model_len, **settings)
+
+
+def overflow_mode(asked: str | None, manifest: Manifest) -> str:
+    """Kept KV stays valid only where positions matter as differences; a learned table also has an end."""
+    if manifest.decoder.rotary is not None:
+        return asked or KEEP
+    if asked == KEEP:
+        message = f"{KEEP}: {manifest.decoder.architecture} has learned positions, which do not run on"
+        raise SettingError("--overflow", message)
+    return asked or RECOMPUTE
 
 
 def free_gpu_bytes(args: argparse.Namespace, engine: Engine, device: Device) -> int:
