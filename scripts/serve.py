@@ -29,6 +29,7 @@ from ..runtime.cpu_device import CpuDevice
 from ..runtime.device import Device
 from ..runtime.disk_directory import locked
 from ..runtime.disk_records import record_bytes as disk_record_bytes
+from ..runtime.disk_speed import measure_disk
 from ..runtime.disk_store import DiskSettings
 from ..runtime.engine import Engine, open_engine
 from ..runtime.executor import GROUP_LAYERS, Executor
@@ -48,6 +49,7 @@ from ..scheduler.config import SchedulerConfig
 from ..scheduler.cost import CostProfile, analytic_profile, propose_swap_out_below
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.types import SettingError, Tier
+from ..scheduler.windows import KEEP, RECOMPUTE
 from .serve_options import DEFAULT_DISK_KV, DEFAULT_GPU_KV, DEFAULT_HOST_KV, parse_options
 from .sizes import parse_bytes
 
@@ -208,6 +210,8 @@ def make_service(args: argparse.Namespace, connection: Connection) -> tuple[Serv
     measured = load_profile(directory, engine, config.chunk_tokens)
     host_record = record_bytes(engine.kv_shape(1, config.chunk_tokens), host_dtype(args, engine))
     cost = replace(measured or estimated_cost(engine, config), chunk_bytes=host_record)
+    if config.disk_kv_chunks:
+        cost = with_disk_speed(cost, disk_directory(args), config.max_model_len)
     if measured is not None and args.swap_out_below is None:
         config = replace(config, swap_out_below=propose_swap_out_below(cost, config))
     scheduler = Scheduler(config, cost)
@@ -222,6 +226,7 @@ def make_service(args: argparse.Namespace, connection: Connection) -> tuple[Serv
     ready = Ready(
         model=model,
         aliases=tuple(aliases),
+        overflow=config.windows is not None,
         max_model_len=config.max_model_len,
         vocab_size=engine.manifest.vocab_size,
         stop_ids=engine.manifest.stop_ids,
@@ -293,6 +298,8 @@ def scheduler_config(args: argparse.Namespace, engine: Engine, device: Device) -
         batching=args.batching,
         queue_timeout=args.queue_timeout,
         conversation_ttl=args.conversation_ttl,
+        overflow=overflow_mode(args.overflow, engine.manifest),
+        overflow_ratio=args.overflow_ratio,
         reuse=args.reuse,
         seed=kv_seed(engine.manifest, args.lower_tier_kv),
     )
@@ -307,6 +314,16 @@ def scheduler_config(args: argparse.Namespace, engine: Engine, device: Device) -
     if args.max_model_len > longest:
         raise SettingError("--max-model-len", f"{args.max_model_len} is more than the model's own {longest} tokens")
     return SchedulerConfig(max_model_len=args.max_model_len, **settings)
+
+
+def overflow_mode(asked: str | None, manifest: Manifest) -> str:
+    """Kept KV stays valid only where positions matter as differences; a learned table also has an end."""
+    if manifest.decoder.rotary is not None:
+        return asked or KEEP
+    if asked == KEEP:
+        message = f"{KEEP}: {manifest.decoder.architecture} has learned positions, which do not run on"
+        raise SettingError("--overflow", message)
+    return asked or RECOMPUTE
 
 
 def free_gpu_bytes(args: argparse.Namespace, engine: Engine, device: Device) -> int:
@@ -346,7 +363,28 @@ def disk_settings(args: argparse.Namespace, config: SchedulerConfig) -> DiskSett
         if args.disk_dir is not None:
             raise SettingError("--disk-dir", "needs --disk-kv-bytes or --disk-kv-chunks: how much it may hold")
         return None
-    return DiskSettings(args.disk_dir or args.state_dir / "kv", config.disk_kv_chunks, config.seed.hex())
+    return DiskSettings(disk_directory(args), config.disk_kv_chunks, config.seed.hex())
+
+
+def disk_directory(args: argparse.Namespace) -> Path:
+    return args.disk_dir or args.state_dir / "kv"
+
+
+def with_disk_speed(cost: CostProfile, directory: Path, longest: int) -> CostProfile:
+    """Measured just now. Says from which speed on reading pays at all."""
+    speed = measure_disk(directory, cost.chunk_bytes)
+    if speed is None:
+        log.warning("%s: the disk takes nothing now, so its speed is a guess", directory)
+        return cost
+    even = [cost.chunk_bytes / cost.recompute(end) for end in (cost.chunk_tokens, longest)]
+    log.info(
+        "%s: reads %.2f GB/s, writes %.2f GB/s; reading beats computing again from %.3f GB/s at a context's beginning, "
+        "from %.3f GB/s at %d tokens",
+        directory,
+        *(size / 1e9 for size in (speed.read, speed.write, *even)),
+        longest,
+    )
+    return replace(cost, disk_read_bytes_per_s=speed.read, disk_write_bytes_per_s=speed.write)
 
 
 def kv_seed(manifest: Manifest, lower_tier_kv: str) -> bytes:
