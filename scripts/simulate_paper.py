@@ -6,8 +6,9 @@ hour.
 
 The scheduler is the real one. To be quick, the clock counts units of 64 tokens, one chunk each: every length is rounded
 to units, and a step generates a unit for each row in the time that 64 steps take. What the data set does not tell is
-assumed: users think for 5 minutes on average, and a conversation ends where its context window does. The paper counts
-GPU time, not waiting, so the scheduler is told that the disk reads ten times as fast as it does.
+assumed: users think for 5 minutes on average, and a conversation ends where its context window does. What the
+scheduler lets be under way at a time is measured in seconds, and steps are 64 times as long here: so it is told that
+the disk, and copies to HOST, are as many times as fast. That makes it read whatever is on disk, as the paper does.
 """
 
 from __future__ import annotations
@@ -39,7 +40,6 @@ TB = 10**12
 # One A100: half of its bf16 peak in large steps, four fifths of its memory's speed in small ones.
 FLOPS_PER_S, MEMORY_BYTES_PER_S, LINK_BYTES_PER_S = 156e12, 1.6e12, 26e9
 DISK_READ_BYTES_PER_S, DISK_WRITE_BYTES_PER_S = 5e9, 4e9
-DISK_PRICE = 0.1  # a second of the disk against one of the GPUs
 GPU_HOUR, HOST_GB_HOUR, DISK_GB_HOUR = 5.0, 0.0088, 0.000082  # dollars
 POLL_S = 0.2
 SEATS, STEP_TOKENS = 48, 8192
@@ -162,7 +162,12 @@ def run(case: Case, conversations: int, warm_up: int) -> Report:
         conversation_ttl=TTL_S,
         reuse=case.reuse,
     )
-    believed = replace(cost, disk_read_bytes_per_s=cost.disk_read_bytes_per_s / DISK_PRICE)
+    believed = replace(
+        cost,
+        out_bytes_per_s=LINK_BYTES_PER_S * UNIT,
+        disk_read_bytes_per_s=DISK_READ_BYTES_PER_S * UNIT,
+        disk_write_bytes_per_s=DISK_WRITE_BYTES_PER_S * UNIT,
+    )
     return Simulator(config, believed, sessions, warm_up, VirtualDevice(cost, POLL_S)).run()
 
 
