@@ -46,7 +46,9 @@ def slow_link_profile(config, chunk_bytes, chunks_a_step=4):
 
 
 class Chatter:
-    def __init__(self, engine, reference, seed, *, disturbed=False, ids=0.7, **settings):
+    """`executor`: makes the executor, as `Executor` does."""
+
+    def __init__(self, engine, reference, seed, *, disturbed=False, ids=0.7, executor=Executor, **settings):
         self.random = random.Random(seed)
         defaults = dict(
             gpu_kv_chunks=40,
@@ -65,7 +67,7 @@ class Chatter:
         )
         self.vocabulary = engine.manifest.vocab_size
         self.reference = reference
-        self.executor = Executor(device, engine, self.config, group_layers=1)
+        self.executor = executor(device, engine, self.config, group_layers=1)
         self.scheduler = Scheduler(
             self.config, slow_link_profile(self.config, engine.chunk_bytes(self.config.chunk_tokens))
         )

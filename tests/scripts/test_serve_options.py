@@ -10,7 +10,8 @@ import torch
 
 from pensieve.runtime.device import Memory
 from pensieve.scheduler.types import SettingError
-from pensieve.scripts.serve import http_settings, make_device, scheduler_config
+from pensieve.scripts.serve import make_device, scheduler_config
+from pensieve.scripts.serve_http import http_settings
 from pensieve.scripts.serve_options import parse_options
 
 
