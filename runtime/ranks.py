@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 
 PLAN, REPORT, FAILURE = range(3)  # tags of messages
 FAREWELL_SECONDS = 20.0  # for rank 0 to tell its clients
-OVERDUE_SECONDS = 60.0  # as `cuda_device`: nothing that one rank waits for takes another nearly so long
+OVERDUE_SECONDS = 120.0  # no step, and nothing that one rank waits for, takes another nearly so long
+SPINS = 10  # looks at a collective call before the first sleep
 BUSY_PAUSE, IDLE_PAUSE = 30e-6, 1e-3  # between two looks, while a step is in flight and otherwise
 
 T = TypeVar("T")
@@ -181,7 +182,7 @@ class MpiRanks:
 
     def broadcast(self, x: Tensor) -> Tensor:
         x = x.clone()
-        self._communicator.Bcast(_bytes(x))
+        _wait(self._communicator.Ibcast(_bytes(x)))
         return x
 
     def close(self) -> None:
@@ -189,13 +190,22 @@ class MpiRanks:
 
     def _gather(self, x: Tensor) -> Tensor:
         parts = x.new_empty(self._communicator.size, *x.shape)
-        self._communicator.Allgather(_bytes(x.contiguous()), _bytes(parts))
+        _wait(self._communicator.Iallgather(_bytes(x.contiguous()), _bytes(parts)))
         return parts
 
 
 def pause(busy: bool) -> None:
     """Before looking again whether something has come."""
     time.sleep(BUSY_PAUSE if busy else IDLE_PAUSE)
+
+
+def _wait(request: MPI.Request) -> None:
+    """Sleeps between looks: a rank that spins would keep the core from the rank that it waits for."""
+    for _ in range(SPINS):
+        if request.Test():
+            return
+    while not request.Test():
+        time.sleep(BUSY_PAUSE)
 
 
 def describe(error: BaseException) -> str:

@@ -121,9 +121,14 @@ class RankedExecutor(Executor):
 
     def wait(self) -> StepResult:
         with self._noting_failure():
-            self._poll_until(self.done)
+            before, step = self._steps[0], self._steps[1]
+            self._poll_until(self.done, lambda: f"step {step} is not complete")
             result = super().wait()
-            self._collect(self._steps.popleft())
+            self._steps.popleft()
+            self._poll_until(
+                lambda: not self._reports.late(before),
+                lambda: f"ranks {self._reports.late(before)} have not reported step {before}",
+            )
             return self._reports.merged(result)
 
     def close(self) -> None:
@@ -134,25 +139,16 @@ class RankedExecutor(Executor):
             super().close()
             self._ranks.stop()
 
-    def _collect(self, step: int) -> None:
-        """Waits for all reports of the step."""
+    def _poll_until(self, condition: Callable[[], bool], what_is_late: Callable[[], str]) -> None:
+        """Takes reports meanwhile, RankFailed among them; RankFailed also if that takes too long."""
         deadline = time.monotonic() + OVERDUE_SECONDS
-
-        def reported() -> bool:
-            late = self._reports.late(step)
-            if late and time.monotonic() > deadline:
-                raise RankFailed(f"ranks {late} have not reported step {step} after {OVERDUE_SECONDS:g} s")
-            return not late
-
-        self._poll_until(reported)
-
-    def _poll_until(self, condition: Callable[[], bool]) -> None:
-        """Takes reports meanwhile, RankFailed among them."""
         while True:
             for rank, report in self._ranks.reports():
                 self._reports.take(rank, report)
             if condition():
                 return
+            if time.monotonic() > deadline:
+                raise RankFailed(f"{what_is_late()} after {OVERDUE_SECONDS:g} s: a rank hangs")
             pause(busy=True)
 
     @contextmanager

@@ -59,10 +59,15 @@ def open_ranks() -> Ranks:
     return Ranks()
 
 
-def find_mpirun() -> str:
-    """That of this interpreter's environment, else the first on the path. SettingError if there is none."""
+def mpirun_here() -> str | None:
+    """That of this interpreter's environment, else the first on the path."""
     beside = Path(sys.executable).with_name("mpirun")
-    found = str(beside) if beside.exists() else shutil.which("mpirun")
+    return str(beside) if beside.exists() else shutil.which("mpirun")
+
+
+def find_mpirun() -> str:
+    """SettingError if it, or what Python needs to be one of its ranks, is not here."""
+    found = mpirun_here()
     if found is None or find_spec("mpi4py") is None:
         missing = "mpirun" if found is None else "mpi4py"
         raise SettingError(

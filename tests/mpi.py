@@ -9,21 +9,19 @@ import sys
 from pensieve.runtime.ranks_launch import environment, find_mpirun
 
 
-def start_ranks(ranks, module, *arguments, **variables):
-    """`python -m module arguments` on so many ranks; both outputs are pipes of text."""
-    words = [find_mpirun(), "-n", str(ranks), sys.executable, "-m", module, *map(str, arguments)]
-    given = dict(os.environ) | {"OMP_NUM_THREADS": "1"} | variables
-    return subprocess.Popen(
-        words, env=environment(given, ranks), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+def command(ranks, module, *arguments):
+    """`python -m module arguments` on so many ranks."""
+    return [find_mpirun(), "-n", str(ranks), sys.executable, "-m", module, *map(str, arguments)]
+
+
+def variables(ranks):
+    return environment({"OMP_NUM_THREADS": "1", **os.environ}, ranks)
+
+
+def run_ranks(ranks, module, *arguments, seconds=120):
+    """What it says, once it has ended well."""
+    ended = subprocess.run(
+        command(ranks, module, *arguments), env=variables(ranks), capture_output=True, text=True, timeout=seconds
     )
-
-
-def run_ranks(ranks, module, *arguments, seconds=120, **variables):
-    """Its standard output, once it has ended well."""
-    process = start_ranks(ranks, module, *arguments, **variables)
-    try:
-        said, complained = process.communicate(timeout=seconds)
-    finally:
-        process.kill()
-    assert process.returncode == 0, complained
-    return said
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout

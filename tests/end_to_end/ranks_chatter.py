@@ -12,7 +12,6 @@ from collections import Counter
 from functools import partial
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from pensieve.plugins.collectives import TENSOR_PARALLEL, register_group
 from pensieve.runtime.engine import open_engine
@@ -29,6 +28,8 @@ def main(checkpoint, directory, runs):
     register_group(TENSOR_PARALLEL, ranks.open_group("cpu", engine.dtype))
     reference = None
     if ranks.rank == 0:
+        from transformers import AutoModelForCausalLM  # seconds that the others are spared
+
         reference = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     happened = Counter()
     try:
