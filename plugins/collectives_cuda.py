@@ -49,9 +49,12 @@ class CudaRanks:
         device = torch.device("cuda", torch.cuda.current_device())
         dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks, device_id=device)
         self._name = dist.group.WORLD.group_name
+        self.one_shot_bytes = 0
+        """Larger sums, and others than those of `dtype`, go through NCCL. May be lowered, on all ranks alike."""
         self._shared: Tensor | None = None
         if same_host and one_shot_bytes and ranks in ONE_SHOT_RANKS and dtype in ONE_SHOT_DTYPES:
             self._shared = _shared_memory(one_shot_bytes // dtype.itemsize, dtype, device, self._name)
+            self.one_shot_bytes = one_shot_bytes
 
     def all_reduce(self, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -80,7 +83,7 @@ class CudaRanks:
     def _takes_one_shot(self, x: Tensor) -> bool:
         return (
             x.dtype == self._shared.dtype
-            and 0 < x.numel() <= self._shared.numel()
+            and 0 < x.nbytes <= self.one_shot_bytes
             and (x.data_ptr() | x.nbytes) % _ALIGNMENT == 0
         )
 

@@ -17,7 +17,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed
@@ -26,6 +26,9 @@ from torch import Tensor
 
 from ..plugins.collectives import Group
 from ..scheduler.types import SettingError
+
+if TYPE_CHECKING:
+    from ..plugins.collectives_cuda import CudaRanks
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +58,7 @@ class Ranks:
         neighbours = self._world.Split_type(MPI.COMM_TYPE_SHARED)
         self.local_rank, self.local_size = neighbours.rank, neighbours.size
         self._sending: list[MPI.Request] = []
+        self._cuda: CudaRanks | None = None
 
     # Agreeing, at the start: all ranks make the same calls.
 
@@ -146,11 +150,20 @@ class Ranks:
 
     def open_group(self, device: str, dtype: torch.dtype) -> Group:
         """The group in which this rank computes, on the current device; dtype: of most sums. All ranks call it."""
-        if device == "cpu":
-            return MpiRanks(self._forward)
-        from ..plugins.collectives_cuda import CudaRanks
+        return MpiRanks(self._forward) if device == "cpu" else self.open_cuda_group(dtype)
 
-        return CudaRanks(self.rank, self.size, self._store(), dtype, same_host=self.local_size == self.size)
+    def open_cuda_group(self, dtype: torch.dtype, **settings: int) -> CudaRanks:
+        """Once a process; the rest as `CudaRanks`."""
+        from ..plugins.collectives_cuda import CudaRanks  # and torch's symmetric memory
+
+        same_host = self.local_size == self.size
+        self._cuda = CudaRanks(self.rank, self.size, self._store(), dtype, same_host, **settings)
+        return self._cuda
+
+    def close(self) -> None:
+        """At the end, on all ranks: what `open_group` opened."""
+        if self._cuda is not None:
+            self._cuda.close()
 
     def _store(self) -> torch.distributed.TCPStore:
         """Where NCCL's ranks find each other."""
@@ -184,9 +197,6 @@ class MpiRanks:
         x = x.clone()
         _wait(self._communicator.Ibcast(_bytes(x)))
         return x
-
-    def close(self) -> None:
-        """Nothing is left open."""
 
     def _gather(self, x: Tensor) -> Tensor:
         parts = x.new_empty(self._communicator.size, *x.shape)

@@ -15,8 +15,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
 from ..builder.build import build_engine
 from ..builder.checkpoint import DEMO_CHECKPOINT
 from ..builder.config import Shard
@@ -33,13 +31,14 @@ from ..runtime.logs import configure_logging
 from ..runtime.memory import GIB, activation_bytes, check_pool_fits, divide
 from ..runtime.messages import Ready
 from ..runtime.profile import load_profile
-from ..runtime.ranks_launch import DRAIN, open_ranks, run_ranks, under_mpi
+from ..runtime.ranks_launch import DRAIN, run_ranks, under_mpi
 from ..runtime.service import Service
 from ..scheduler.batcher import MOST_SCORED
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.cost import CostProfile, analytic_profile, propose_swap_out_below
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.types import SettingError, Tier
+from .ranks_command import run_rank, take_share
 from .serve_http import http_settings
 from .serve_options import DEFAULT_GPU_KV, DEFAULT_HOST_KV, parse_options
 from .sizes import parse_bytes
@@ -65,7 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parse_options(words)
         configure_logging(args.log_format, args.log_level)
         if under_mpi():
-            return serve_rank(args)
+            for number in ENDS:
+                signal.signal(number, signal.SIG_IGN)  # rank 0 decides when to end; its HTTP process inherits this
+            return run_rank("pensieve serve", engine_ranks(args), partial(serve_rank, args))
         if (ranks := engine_ranks(args)) > 1:
             return run_ranks(ranks, [sys.executable, "-m", f"{__package__}.pensieve", "serve", *words])
         serve(args)
@@ -79,29 +80,13 @@ def engine_ranks(args: argparse.Namespace) -> int:
     return 1 if args.engine == "demo" else Manifest.read(Path(args.engine)).tensor_parallel
 
 
-def serve_rank(args: argparse.Namespace) -> int:
-    """One of the processes that mpirun started: rank 0 serves, the others follow it. Does not return from a failure."""
-    for number in (signal.SIGTERM, signal.SIGINT, DRAIN):
-        signal.signal(number, signal.SIG_IGN)  # rank 0 decides when to end; its HTTP process inherits this
-    ranks = open_ranks()
-    if ranks.rank:
+def serve_rank(args: argparse.Namespace, ranks: Ranks) -> int:
+    """As one of the processes that mpirun started: rank 0 serves, the others follow it."""
+    if ranks.rank == 0:
+        serve(args, ranks)
+    else:
         logging.getLogger().setLevel(logging.ERROR)  # what else it would say rank 0 says
-    try:
-        divided = engine_ranks(args)
-        if divided != ranks.size and ranks.rank == 0:
-            raise SettingError(
-                "--engine", f"is divided among {divided} ranks and {ranks.size} were started: mpirun -n {divided}"
-            )
-        if ranks.rank == 0:
-            serve(args, ranks)
-        else:
-            follow_rank(args, ranks)
-    except SettingError as error:
-        print(f"pensieve serve: {error}", file=sys.stderr)
-        ranks.fail(error, status=2)
-    except BaseException as error:
-        log.exception("rank %d failed", ranks.rank)
-        ranks.fail(error)
+        follow_rank(args, ranks)
     return 0
 
 
@@ -173,7 +158,8 @@ def prepare(args: argparse.Namespace) -> Prepared:
 def prepare_rank(args: argparse.Namespace, ranks: Ranks) -> Prepared:
     """All ranks call it, side by side; what is wrong with one is raised by all. Pools are as the smallest rank's."""
     directory = Path(args.engine)
-    device = ranks.together(lambda: make_rank_device(args, ranks))
+    ranks.together(lambda: take_share(args.device, ranks))
+    device = ranks.together(lambda: make_device(args))
     engine = ranks.together(lambda: open_engine(directory, args.device, ranks.rank))
     ranks.check_equal("--engine", "engine", engine.manifest.fingerprint)
     register_group(TENSOR_PARALLEL, ranks.open_group(args.device, engine.dtype))
@@ -184,19 +170,6 @@ def prepare_rank(args: argparse.Namespace, ranks: Ranks) -> Prepared:
     return Prepared(
         directory, device, engine, replace(config, gpu_kv_chunks=gpu, host_kv_chunks=host, max_model_len=longest)
     )
-
-
-def make_rank_device(args: argparse.Namespace, ranks: Ranks) -> Device:
-    """The host's cores are shared by its ranks; each has a GPU of its own, in their order."""
-    if args.device == "cpu":
-        torch.set_num_threads(max(1, torch.get_num_threads() // ranks.local_size))
-    elif torch.cuda.device_count() < ranks.local_size:
-        raise SettingError(
-            "--device", f"{ranks.local_size} ranks here need a GPU each, not {torch.cuda.device_count()}"
-        )
-    else:
-        torch.cuda.set_device(ranks.local_rank)
-    return make_device(args)
 
 
 def group_layers(args: argparse.Namespace, engine: Engine) -> int:

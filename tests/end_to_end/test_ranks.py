@@ -109,4 +109,4 @@ def test_ranks_that_are_too_few_are_told_how_many(engine, tmp_path):
     server = Server(tmp_path, engine=engine("llama")[1], command=words, environment=variables(1))
     assert server.process.wait(60) == 2
     server._reader.join(10)
-    assert any("is divided among 2 ranks and 1 were started: mpirun -n 2" in line for line in server.log)
+    assert any("2 ranks are needed and 1 were started: mpirun -n 2" in line for line in server.log)
