@@ -25,6 +25,8 @@ ONE_SHOT_RANKS = (2, 4, 8)  # torch's kernel adds up in another order on each ra
 ONE_SHOT_DTYPES = (torch.float32, torch.bfloat16)
 _ALIGNMENT = 16  # bytes, of whole vectors
 
+_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13
+
 OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 """Read when NCCL and torch's symmetric memory begin; what the environment says already stays."""
 
@@ -66,9 +68,9 @@ class CudaRanks:
         return total
 
     def all_gather(self, x: Tensor) -> Tensor:
-        parts = x.new_empty(self.ranks, *x.shape)
-        dist.all_gather_into_tensor(parts, x.contiguous())
-        return parts.movedim(0, -2).flatten(-2)
+        parts = x.new_empty(self.ranks * x.shape[0], *x.shape[1:])
+        _gather(parts, x.contiguous())
+        return parts.view(self.ranks, *x.shape).movedim(0, -2).flatten(-2)
 
     def broadcast(self, x: Tensor) -> Tensor:
         x = x.clone()
@@ -76,7 +78,8 @@ class CudaRanks:
         return x
 
     def close(self) -> None:
-        """All ranks call it."""
+        """All ranks call it. NCCL waits for graphs in which it was captured: they are gone by then."""
+        torch.cuda.synchronize()
         self._shared = None
         dist.destroy_process_group()
 

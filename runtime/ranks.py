@@ -173,7 +173,7 @@ class Ranks:
         if first:
             served = store(host, 0, self.size, is_master=True, wait_for_workers=False)
         port = self._messages.bcast(served.port if first else None)
-        return served if first else store(host, port, self.size, is_master=False)
+        return served if first else store(host, port, self.size, is_master=False, wait_for_workers=False)
 
 
 class MpiRanks:
