@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from ..scheduler.types import SettingError
 from .config import DecoderConfig, Rotary
+from .quantization import check_quantization
 
 ACTIVATION_NAMES = {
     "silu": "silu",
@@ -51,8 +52,8 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     Raises SettingError that names what it does not support.
     """
     names = config.get("architectures") or ["none"]
-    if "quantization_config" in config:
-        raise refusal("quantised checkpoints (quantization_config) are not supported; use the unquantised one")
+    if config.get("quantization_config"):
+        check_quantization(config["quantization_config"])
     if names[0] == OPT:
         return _opt_config(config)
     if names[0] in LLAMA_FLAVOURS:

@@ -9,19 +9,22 @@ import os
 import secrets
 import shutil
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..scheduler.types import SettingError
 from .architectures import OPT, decoder_config
-from .checkpoint import parameter_shapes, read_json, read_weights
+from .checkpoint import read_json, read_weights
 from .compiler import compile_apart, cpp_compiler
-from .config import DecoderConfig
+from .config import DecoderConfig, Shard
+from .fp8 import QuantisedWeights, names_in_fp8, projections, stored_as
 from .legacy_checkpoint import is_legacy, legacy_config, read_legacy_weights
 from .lock import locked
 from .manifest import (
@@ -36,13 +39,16 @@ from .manifest import (
     versions,
     weights_file,
 )
+from .parity import check_quantisation
+from .random_weights import random_weights
 from .target import this_target
 from .tensorrt_installed import tensorrt_version
 from .tokenizer import copy_tokenizer
-from .weights import save_weights, weight_bytes, weights_digest
+from .weights import save_weights, weights_digest
 
 BACKENDS = ("inductor", "reference", "tensorrt")
 DEFAULT_BACKEND = "inductor"  # of the commands
+WEIGHTS = ("same", "fp8")
 DEVICES = ("cpu", "cuda")
 MOST_SEED = 2**63 - 1
 ROOM = 2**26  # bytes that an engine may take beside its weights
@@ -59,14 +65,11 @@ def _say_nothing(stage: str) -> None:
 class Built:
     """outcome: "built", "replaced" (another engine was there) or "reused" (the same engine was there).
 
-    weight_bytes: of one rank.
-
     has_tokenizer False: there is none that we read; the engine takes and gives token ids only.
     """
 
     manifest: Manifest
     outcome: str
-    weight_bytes: int
     has_tokenizer: bool
 
 
@@ -79,10 +82,13 @@ def build_engine(
     device: str = "cpu",
     say: Say = _say_nothing,
     workspace: int | None = None,
+    weights: str = "same",
 ) -> Built:
     """Makes `output` the engine of a Hugging Face checkpoint, or of one that TensorRT-LLM made (its legacy format).
 
-    `dtype` None: the checkpoint's own. `tensor_parallel`: among how many ranks the decoder is divided.
+    `dtype` None: the checkpoint's own. `tensor_parallel`: among how many ranks the decoder is divided. `weights`: those
+    of the layers' projections as the checkpoint has them ("same"), or rounded to FP8 here ("fp8"), what that costs
+    being measured on the device.
 
     `output` may be missing, empty, or an engine: the same one is left alone, another is replaced. Anything else is
     refused. Until the very end nothing is to be seen at `output`. Of several builds there at once, all but one wait.
@@ -91,34 +97,72 @@ def build_engine(
     in a plan of TensorRT. Raises SettingError.
     """
     checkpoint, output = Path(checkpoint), Path(output).absolute()
-    _check_settings(backend, tensor_parallel, device, workspace)
-    ranks = range(tensor_parallel)
+    _check_settings(backend, tensor_parallel, device, workspace, weights)
     hf_config = read_json(checkpoint / "config.json")
     legacy = is_legacy(checkpoint)
     if legacy:
         hf_config = legacy_config(checkpoint, hf_config)
     dtype = _checked_dtype(dtype or _own_dtype(hf_config))
     decoder = decoder_config(hf_config)
-    torch_dtype = getattr(torch, dtype)
-    shapes = parameter_shapes(decoder, tensor_parallel)
-    size = weight_bytes(shapes, torch_dtype)
-    read = read_legacy_weights if legacy else read_weights
-    weights = [read(checkpoint, decoder, torch_dtype, rank, tensor_parallel) for rank in ranks]
+    Shard(decoder, tensor_parallel)  # or it cannot be divided so
+    read = partial(read_legacy_weights if legacy else read_weights, checkpoint, decoder, getattr(torch, dtype))
+    own = [read(rank, tensor_parallel) for rank in range(tensor_parallel)]
+    rounded = own if weights == "same" else _rounded(decoder, own, read())
+    stored = stored_as(decoder, getattr(torch, dtype), tensor_parallel, names_in_fp8(rounded[0]))
+    fp8 = _checked_fp8(any(name.endswith(".scale") for name in stored), backend)
+    size = sum(kind.nbytes for kind in stored.values())
     with _beside(output, tensor_parallel * size, say) as aside:
         has_tokenizer = copy_tokenizer(checkpoint, aside, opt=decoder.architecture == OPT)
         tokenizer = files_digest([aside / name for name in TOKENIZER_FILES if (aside / name).exists()])
-        parts = Parts(tuple(map(weights_digest, weights)), tokenizer, code_digest(), **versions())
+        parts = Parts(tuple(map(weights_digest, rounded)), tokenizer, code_digest(), **versions())
         stop_ids = _stop_ids(hf_config, checkpoint / "generation_config.json")
-        manifest = Manifest(backend, dtype, device, tensor_parallel, decoder, stop_ids, parts, _target(backend, device))
+        target = _target(backend, device)
+        manifest = Manifest(
+            backend, dtype, device, tensor_parallel, decoder, stop_ids, parts, size, target=target, fp8=fp8
+        )
         outcome = "reused"
         if published_fingerprint(output) == manifest.fingerprint:
             manifest = Manifest.read(output)
         else:
+            if weights == "fp8":
+                manifest = _measured(manifest, read, lambda rank: rounded[rank], say)
             say("writing the weights")
-            for rank in ranks:
-                save_weights(weights[rank], shapes, torch_dtype, aside / weights_file(rank, tensor_parallel))
+            for rank, each in enumerate(rounded):
+                save_weights(each, stored, aside / weights_file(rank, tensor_parallel))
             manifest, outcome = _complete(manifest, aside, output, say, workspace)
-    return Built(manifest, outcome, size, has_tokenizer)
+    return Built(manifest, outcome, has_tokenizer)
+
+
+def _rounded(
+    decoder: DecoderConfig, own: Sequence[Mapping[str, Tensor]], whole: Mapping[str, Tensor]
+) -> Sequence[Mapping[str, Tensor]]:
+    """Each rank's weights in FP8, of its own, and of one rank that has it all."""
+    if names_in_fp8(whole):
+        raise SettingError("--weights", "the checkpoint's weights are in FP8 as they are; use same")
+    return [QuantisedWeights(decoder, each, whole) for each in own]
+
+
+def _checked_fp8(fp8: bool, backend: str) -> bool:
+    if fp8 and backend == "tensorrt":
+        raise SettingError("--backend", "tensorrt's engines with weights in FP8 do not exist yet")
+    return fp8
+
+
+def _measured(
+    manifest: Manifest,
+    original: Callable[[], Mapping[str, Tensor]],
+    rounded: Callable[[int], Mapping[str, Tensor]],
+    say: Say,
+) -> Manifest:
+    """The manifest with what rounding to FP8 has cost. original(): the whole weights; rounded(rank): one rank's."""
+    say("measuring what FP8 costs")
+    ranks = range(manifest.tensor_parallel)
+    on_device = [{name: x.to(manifest.device) for name, x in rounded(rank).items()} for rank in ranks]
+    manifest = replace(manifest, quantisation=check_quantisation(manifest.decoder, original(), on_device))
+    del on_device
+    if manifest.device == "cuda":
+        torch.cuda.empty_cache()  # a process of its own compiles, and needs the memory
+    return manifest
 
 
 def build_random_engine(
@@ -132,6 +176,7 @@ def build_random_engine(
     device: str = "cpu",
     say: Say = _say_nothing,
     workspace: int | None = None,
+    weights: str = "same",
 ) -> Built:
     """Like `build_engine`, of a Hugging Face config.json alone, for measuring: its weights are random, made by
     `open_engine`, and it has no tokenizer.
@@ -139,26 +184,33 @@ def build_random_engine(
     `overrides` replace keys of config.json, or add some; one that nothing reads is refused.
     """
     output = Path(output).absolute()
-    _check_settings(backend, tensor_parallel, device, workspace)
+    _check_settings(backend, tensor_parallel, device, workspace, weights)
     if not 0 <= seed <= MOST_SEED:
         raise SettingError("--seed", f"must be between 0 and {MOST_SEED}, not {seed}")
     hf_config = _Read(read_json(Path(config), "--config") | dict(overrides or {}))
     dtype = _checked_dtype(dtype or _own_dtype(hf_config))
     decoder = _decoder_of_config(hf_config)
-    size = weight_bytes(parameter_shapes(decoder, tensor_parallel), getattr(torch, dtype))
+    fp8 = _checked_fp8(weights == "fp8", backend)
+    torch_dtype = getattr(torch, dtype)
+    stored = stored_as(decoder, torch_dtype, tensor_parallel, projections(decoder) if fp8 else ())
+    size = sum(kind.nbytes for kind in stored.values())
     stop_ids = _stop_ids(hf_config)
     unread = sorted(set(overrides or {}) - hf_config.read)
     if unread:
         raise SettingError("--set", f"{', '.join(unread)}: nothing of {decoder.architecture} is set by that")
     parts = Parts((f"{RANDOM}{seed}",) * tensor_parallel, files_digest([]), code_digest(), **versions())
-    manifest = Manifest(backend, dtype, device, tensor_parallel, decoder, stop_ids, parts, _target(backend, device))
+    target = _target(backend, device)
+    manifest = Manifest(backend, dtype, device, tensor_parallel, decoder, stop_ids, parts, size, target=target, fp8=fp8)
+    make = partial(random_weights, decoder, torch_dtype, device, seed)
     outcome = "reused"
     with _beside(output, 0, say) as aside:
         if published_fingerprint(output) == manifest.fingerprint:
             manifest = Manifest.read(output)
         else:
+            if fp8:
+                manifest = _measured(manifest, make, lambda rank: make(rank, tensor_parallel, fp8=True), say)
             manifest, outcome = _complete(manifest, aside, output, say, workspace)
-    return Built(manifest, outcome, size, has_tokenizer=False)
+    return Built(manifest, outcome, has_tokenizer=False)
 
 
 class _Read(UserDict[str, Any]):
@@ -184,8 +236,9 @@ def _decoder_of_config(hf_config: Mapping[str, Any]) -> DecoderConfig:
         raise SettingError("--config", str(error).removeprefix(f"{error.setting}: ")) from None
 
 
-def _check_settings(backend: str, tensor_parallel: int, device: str, workspace: int | None) -> None:
-    for setting, value, allowed in (("--backend", backend, BACKENDS), ("--device", device, DEVICES)):
+def _check_settings(backend: str, tensor_parallel: int, device: str, workspace: int | None, weights: str) -> None:
+    choices = (("--backend", backend, BACKENDS), ("--device", device, DEVICES), ("--weights", weights, WEIGHTS))
+    for setting, value, allowed in choices:
         if value not in allowed:
             raise SettingError(setting, f"{value!r} does not exist; there is {', '.join(allowed)}")
     if backend == "inductor" and cpp_compiler() is None:
@@ -202,6 +255,8 @@ def _check_settings(backend: str, tensor_parallel: int, device: str, workspace: 
             raise SettingError("--tensor-parallel", f"tensorrt's engines of {tensor_parallel} ranks do not exist yet")
     if backend != "reference" and device == "cuda" and not torch.cuda.is_available():
         raise SettingError("--device", f"{backend} compiles for the GPU of this machine, and PyTorch finds none")
+    if weights == "fp8" and device == "cuda" and not torch.cuda.is_available():
+        raise SettingError("--weights", "what fp8 costs is measured on the GPU, and PyTorch finds none")
 
 
 def _target(backend: str, device: str) -> str:

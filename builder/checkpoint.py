@@ -1,6 +1,7 @@
 """Reads Hugging Face checkpoint directories: safetensors, single or sharded, under the names of Decoder's parameters.
 
-Missing, unexpected and misshapen tensors are refused by name; what is ignored is listed here.
+Missing, unexpected and misshapen tensors are refused by name; what is ignored is listed here. Projections in FP8, as
+`quantization` knows them, are read as they are, with a scale for each output.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from .config import DecoderConfig, Shard
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
-HARMLESS = re.compile(r"rotary_emb\.inv_freq$")
-"""Buffers that old versions of transformers saved; they follow from config.json."""
+HARMLESS = re.compile(r"(rotary_emb\.inv_freq|\.input_scale|\.input_scale_ub)$")
+"""Buffers that old versions of transformers saved, which follow from config.json; and what activations of projections
+in FP8 were scaled by when the checkpoint was made: ours have scales of their own, token by token."""
 
 DEMO_CHECKPOINT = Path(__file__).parent / "demo_models" / "llama"
 """The trained demo model (docs/demo-model.md)."""
@@ -43,6 +45,8 @@ def read_json(path: Path, setting: str = "--checkpoint") -> dict[str, Any]:
 
 FLOATS = ("F64", "F32", "BF16", "F16")
 """Dtypes of tensors, as safetensors names them, that are weights as they stand."""
+
+IN_FP8 = "F8_E4M3"
 
 
 class Part(NamedTuple):
@@ -188,7 +192,7 @@ def parameter_shapes(config: DecoderConfig, ranks: int = 1) -> dict[str, tuple[i
 
 
 class CheckpointWeights(Mapping[str, Tensor]):
-    """All parameters of one rank's Decoder in one dtype, on the CPU.
+    """All parameters of one rank's Decoder in one dtype, on the CPU; projections in FP8 stay so, and have a scale.
 
     Each is read anew, cut and joined whenever it is asked for.
     """
@@ -197,7 +201,13 @@ class CheckpointWeights(Mapping[str, Tensor]):
         self._files, self._wanted, self._dtype = files, wanted, dtype
 
     def __getitem__(self, target: str) -> Tensor:
-        parts = [source.cut(_slice(self._files, source.name), self._dtype) for source in self._wanted[target]]
+        sources = self._wanted[target]
+        if target.endswith(".scale"):
+            parts = [source.cut(_output_scales(self._files, source), torch.float32) for source in sources]
+        else:
+            projection = target.removesuffix(".weight")
+            dtype = torch.float8_e4m3fn if f"{projection}.scale" in self._wanted else self._dtype
+            parts = [source.cut(_slice(self._files, source.name), dtype) for source in sources]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def __iter__(self) -> Iterator[str]:
@@ -217,10 +227,9 @@ def read_weights(
     files = _tensor_files(directory)
     prefix = "model." if any(name.startswith("model.") for name in files) else ""
     wanted = weight_sources(Shard(config, ranks, rank), prefix)
+    wanted |= _scale_sources(files, wanted)
     _check_names(files, wanted, config)
-    for sources in wanted.values():
-        for source in sources:
-            _check_tensor(files, source)
+    check_tensors(files, wanted)
     return CheckpointWeights(files, wanted, dtype)
 
 
@@ -274,10 +283,42 @@ def _slice(files: Mapping[str, Any], name: str) -> Any:
     return files[name].get_slice(name)
 
 
-def _check_tensor(files: Mapping[str, Any], source: Source) -> None:
+def _scale_sources(files: Mapping[str, Any], wanted: Sources) -> Sources:
+    """The scales of those projections of the layers whose weights are in FP8. Each has one file's tensor a part."""
+    scales: Sources = {}
+    for target, sources in wanted.items():
+        if not (target.startswith("layers.") and target.endswith(".weight") and len(sources[0].parts) == 2):
+            continue
+        found = [source.name in files and _slice(files, source.name).get_dtype() == IN_FP8 for source in sources]
+        if any(found):
+            if not all(found):
+                names = ", ".join(source.name for source in sources)
+                raise refusal(f"{names}: some are in FP8 and some are not, and they are one projection here")
+            scale = target.removesuffix(".weight") + ".scale"
+            scales[scale] = tuple(Source(f"{source.name}_scale", source.parts[:1]) for source in sources)
+    return scales
+
+
+def _output_scales(files: Mapping[str, Any], source: Source) -> Tensor:
+    """Of a whole tensor [rows]; one may stand for all."""
+    return _tensor(files, source.name).reshape(-1).expand(source.shape)
+
+
+def check_tensors(files: Mapping[str, Any], wanted: Sources) -> None:
+    """Raises SettingError that names the one that has not the shape or the dtype it should have."""
+    for target, sources in wanted.items():
+        in_fp8 = target.endswith(".weight") and target.removesuffix(".weight") + ".scale" in wanted
+        for source in sources:
+            _check_tensor(files, target, source, in_fp8)
+
+
+def _check_tensor(files: Mapping[str, Any], target: str, source: Source, in_fp8: bool) -> None:
     stored = _slice(files, source.name)
     shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
-    if shape != source.shape:
+    shapes = [source.shape]
+    if target.endswith(".scale"):
+        shapes += [(*source.shape, 1), (1,), ()]
+    if shape not in shapes:
         raise refusal(f"tensor {source.name} has the shape {list(shape)}; config.json asks for {list(source.shape)}")
-    if dtype not in FLOATS:
-        raise refusal(f"tensor {source.name} is {dtype}; quantised weights are not supported")
+    if dtype not in FLOATS and not (in_fp8 and dtype == IN_FP8):
+        raise refusal(f"tensor {source.name} is {dtype}; of quantised weights only layers in FP8 (e4m3) are supported")

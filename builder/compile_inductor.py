@@ -2,20 +2,15 @@
 
     python -m pensieve.builder.compile_inductor DIRECTORY
 
-does so for the engine in the making there, in a process of its own: what crashes there takes nothing else along. It
-writes the package and prints one JSON object a line: {"stage": ...} as it goes, and {"compiled": ...}, the manifest's
-`Compiled`, or {"refused": ...} at the end.
+does so for the engine in the making there, in a process of its own: what crashes there takes nothing else along. What
+it prints `compiling` says.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import sys
-import threading
-import time
 from collections.abc import Callable
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +19,12 @@ from torch import Tensor
 from torch.export import Dim, ExportedProgram
 
 from ..plugins import norm_reference
-from ..scheduler.types import SettingError
-from .manifest import PACKAGE, Compiled, Manifest, files_digest, weights_file
+from . import cpu_linear
+from .compiling import Say, compile_and_try, engine_weights, serve_parent
+from .manifest import PACKAGE, Compiled, Manifest, Parity
 from .model import Decoder
 from .package import Package, laid_out
-from .parity import check_ranks
-from .random_weights import random_weights
-from .weights import load_weights
+from .parity import Forward, check_ranks
 
 OPTIONS = {
     "aot_inductor.package_constants_in_so": False,
@@ -41,8 +35,10 @@ PLAIN: dict[Any, Callable[..., Any]] = {
     torch.ops.pensieve.norm.default: norm_reference.norm,
     torch.ops.pensieve.add_norm.default: norm_reference.add_norm,
     torch.ops.pensieve.silu_gate.default: norm_reference.silu_gate,
+    torch.ops.aten.linear.default: cpu_linear.linear,
 }
-"""Operations that exist so that the eager decoder is quick: the compiler gets what they are made of, and fuses that."""
+"""Operations that exist so that the eager decoder is quick: the compiler gets what they are made of, and fuses that.
+And products, which on a CPU are quicker otherwise."""
 
 
 class Compilable(Decoder):
@@ -82,64 +78,32 @@ def compile_package(decoder: Compilable, path: Path) -> None:
     import torch._inductor
     from torch.fx.experimental import _config
 
+    cpu_linear.register_lowering()
     with torch.no_grad(), _config.patch(backed_size_oblivious=True):  # sizes of 0 and 1 are sizes like others
         torch._inductor.aoti_compile_and_package(export(decoder), package_path=str(path), inductor_configs=OPTIONS)
 
 
-def compile_engine(directory: Path, say: Callable[[str], None]) -> Compiled:
+def compile_engine(directory: Path, say: Say) -> Compiled:
     """Adds the package, of all ranks, to an engine in the making, whose manifest and weights are there.
 
     SettingError as parity.
     """
     manifest = Manifest.read(directory)
     config, ranks = manifest.decoder, manifest.tensor_parallel
-    weights = [laid_out(_weights(directory, manifest, rank)) for rank in range(ranks)]
+    weights = [laid_out(engine_weights(directory, manifest, rank)) for rank in range(ranks)]
     path = directory / PACKAGE
-    start = time.perf_counter()
-    say("compiling")
-    compile_package(Compilable.from_weights(config, weights[0], ranks), path)
-    compiled = time.perf_counter()
-    say("loading")
-    first = Package(path, config, weights[0])
-    loaded = time.perf_counter()
-    say("comparing with the reference")
-    parity = check_ranks([first, *(Package(path, config, own) for own in weights[1:])], config, weights)
-    return Compiled(
-        package=files_digest([path]),
-        package_bytes=path.stat().st_size,
-        compile_seconds=round(compiled - start, 2),
-        load_seconds=round(loaded - compiled, 3),
-        parity=parity,
+
+    def compare(first: Forward) -> Parity:
+        return check_ranks([first, *(Package(path, config, own) for own in weights[1:])], config, weights)
+
+    return compile_and_try(
+        path,
+        say,
+        write=lambda: compile_package(Compilable.from_weights(config, weights[0], ranks), path),
+        load=lambda: Package(path, config, weights[0]),
+        compare=compare,
     )
 
 
-def _weights(directory: Path, manifest: Manifest, rank: int) -> dict[str, Tensor]:
-    ranks, dtype = manifest.tensor_parallel, getattr(torch, manifest.dtype)
-    if manifest.random_seed is not None:
-        return random_weights(manifest.decoder, dtype, manifest.device, manifest.random_seed, rank, ranks)
-    stored = load_weights(directory / weights_file(rank, ranks))
-    return {name: tensor.to(manifest.device) for name, tensor in stored.items()}
-
-
-def end_with_parent() -> None:
-    """Ends this process once nobody waits for it any more: its input ends."""
-    sys.stdin.read()
-    os._exit(1)
-
-
-def main(directory: Path) -> None:
-    def tell(**message: Any) -> None:
-        print(json.dumps(message), file=out, flush=True)
-
-    out, sys.stdout = sys.stdout, sys.stderr  # the compiler may talk
-    try:
-        compiled = compile_engine(directory, lambda stage: tell(stage=stage))
-    except SettingError as error:
-        tell(refused=str(error).removeprefix(f"{error.setting}: "))
-    else:
-        tell(compiled=asdict(compiled))
-
-
 if __name__ == "__main__":
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    main(Path(sys.argv[1]))
+    serve_parent(partial(compile_engine, Path(sys.argv[1])))

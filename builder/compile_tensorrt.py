@@ -2,35 +2,29 @@
 
     python -m pensieve.builder.compile_tensorrt DIRECTORY [WORKSPACE_MIB]
 
-does so for the engine in the making there; it says what `compile_inductor` says.
+does so for the engine in the making there; what it prints `compiling` says.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import threading
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import tensorrt as trt
-import torch
 from torch import Tensor
 
 from ..plugins import tensorrt_plugins
 from ..scheduler.types import SettingError
-from .compile_inductor import end_with_parent
+from .compiling import Say, compile_and_try, engine_weights, serve_parent
 from .config import DecoderConfig
-from .manifest import PLAN, WEIGHTS, Compiled, Manifest, files_digest
+from .manifest import PLAN, Compiled, Manifest
 from .parity import check_parity
-from .random_weights import random_weights
 from .tensorrt_network import DecoderNetwork
 from .tensorrt_package import Logger, Sizes, TensorRTPackage
-from .weights import load_weights
 
 MOST_TOKENS = 4096
 """Of a step. Memory for the plan's largest step is taken when it is loaded."""
@@ -116,49 +110,26 @@ def _write(path: Path, content: Any) -> None:
     os.replace(aside, path)
 
 
-def compile_engine(directory: Path, say: Callable[[str], None], workspace: int | None = None) -> Compiled:
+def compile_engine(directory: Path, workspace: int | None, say: Say) -> Compiled:
     """Adds the plan to an engine in the making, whose manifest and weights are there. SettingError as parity."""
     manifest = Manifest.read(directory)
-    weights = _weights(directory, manifest)
+    config = manifest.decoder
+    weights = engine_weights(directory, manifest, rank=0)
     path = directory / PLAN
-    start = time.perf_counter()
-    say("compiling")
-    on_host = {name: tensor.cpu() for name, tensor in weights.items()}
-    path.write_bytes(build_plan(manifest.decoder, on_host, manifest.tensor_parallel, workspace, timing_cache_path()))
-    compiled = time.perf_counter()
-    say("loading")
-    package = TensorRTPackage(path, manifest.decoder, weights, manifest.device)
-    loaded = time.perf_counter()
-    say("comparing with the reference")
-    parity = check_parity(package, manifest.decoder, weights)
-    return Compiled(
-        package=files_digest([path]),
-        package_bytes=path.stat().st_size,
-        compile_seconds=round(compiled - start, 2),
-        load_seconds=round(loaded - compiled, 3),
-        parity=parity,
+
+    def write() -> None:
+        on_host = {name: tensor.cpu() for name, tensor in weights.items()}
+        path.write_bytes(build_plan(config, on_host, manifest.tensor_parallel, workspace, timing_cache_path()))
+
+    return compile_and_try(
+        path,
+        say,
+        write,
+        load=lambda: TensorRTPackage(path, config, weights, manifest.device),
+        compare=lambda package: check_parity(package, config, weights),
     )
 
 
-def _weights(directory: Path, manifest: Manifest) -> dict[str, Tensor]:
-    if manifest.random_seed is not None:
-        return random_weights(manifest.decoder, getattr(torch, manifest.dtype), manifest.device, manifest.random_seed)
-    return {name: tensor.to(manifest.device) for name, tensor in load_weights(directory / WEIGHTS).items()}
-
-
-def main(directory: Path, workspace: int | None) -> None:
-    def tell(**message: Any) -> None:
-        print(json.dumps(message), file=out, flush=True)
-
-    out, sys.stdout = sys.stdout, sys.stderr  # TensorRT may talk
-    try:
-        compiled = compile_engine(directory, lambda stage: tell(stage=stage), workspace)
-    except SettingError as error:
-        tell(refused=str(error).removeprefix(f"{error.setting}: "))
-    else:
-        tell(compiled=asdict(compiled))
-
-
 if __name__ == "__main__":
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    main(Path(sys.argv[1]), int(sys.argv[2]) * 2**20 if len(sys.argv) > 2 else None)
+    most = int(sys.argv[2]) * 2**20 if len(sys.argv) > 2 else None
+    serve_parent(partial(compile_engine, Path(sys.argv[1]), most))

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .architectures import OPT, refusal
-from .checkpoint import CheckpointWeights, _check_names, _check_tensor, read_json, weight_sources
+from .checkpoint import CheckpointWeights, _check_names, check_tensors, read_json, weight_sources
 from .config import DecoderConfig, Shard
 
 FIRST_RANK = "rank0.safetensors"
@@ -252,7 +252,5 @@ def read_legacy_weights(
     files = legacy_files(directory, read_json(directory / "config.json"))
     wanted = weight_sources(Shard(config, ranks, rank))
     _check_names(files, wanted, config)
-    for sources in wanted.values():
-        for source in sources:
-            _check_tensor(files, source)
+    check_tensors(files, wanted)
     return CheckpointWeights(files, wanted, dtype)

@@ -16,7 +16,7 @@ from typing import Any
 from ..scheduler.types import SettingError
 from .config import DecoderConfig, Rotary, Shard
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"  # of the only rank
 PACKAGE = "decoder.pt2"  # of AOTInductor
@@ -60,6 +60,15 @@ class Parity:
 
 
 @dataclass(frozen=True, slots=True)
+class Quantisation:
+    """Relative errors (root mean square) of logits and KV of the eager decoder with its weights in FP8, in the engine's
+    dtype on its device, against the unquantised one in float32."""
+
+    logits: float
+    kv: float
+
+
+@dataclass(frozen=True, slots=True)
 class Compiled:
     """What compiling brought. package: the SHA-256 of its file, which differs from build to build."""
 
@@ -75,7 +84,10 @@ class Manifest:
     """What an engine is.
 
     target      what it was compiled for, as `target.this_target` says it; "" for the reference backend
+    fp8         are projections in FP8 (all, unless the checkpoint came so)
     kv_layout   dimensions of the KV pool, one contiguous record a slot; the chunk size is the runtime's choice
+    weight_bytes  of one rank
+    quantisation  what rounding to FP8 has cost; None where nothing was rounded here
     compiled    None for the reference backend, and until it is compiled
     """
 
@@ -86,8 +98,11 @@ class Manifest:
     decoder: DecoderConfig
     stop_ids: tuple[int, ...]
     parts: Parts
+    weight_bytes: int
     target: str = ""
+    fp8: bool = False
     kv_layout: tuple[str, ...] = KV_LAYOUT
+    quantisation: Quantisation | None = None
     compiled: Compiled | None = None
 
     @property
@@ -128,9 +143,9 @@ class Manifest:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256, hexadecimal, over everything above that is known before the engine is compiled."""
+        """SHA-256, hexadecimal, over everything above that is known before the engine is measured and compiled."""
         value = asdict(self)
-        del value["compiled"]
+        del value["quantisation"], value["compiled"]
         return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
     def write(self, directory: Path) -> None:
@@ -168,7 +183,11 @@ class Manifest:
         compiled = value.pop("compiled")
         if compiled is not None:
             compiled = Compiled(parity=Parity(**compiled.pop("parity")), **compiled)
-        return cls(decoder=decoder, parts=Parts(**parts), compiled=compiled, **lists, **value)
+        quantisation = value.pop("quantisation")
+        if quantisation is not None:
+            quantisation = Quantisation(**quantisation)
+        measured = {"quantisation": quantisation, "compiled": compiled}
+        return cls(decoder=decoder, parts=Parts(**parts), **measured, **lists, **value)
 
 
 def weights_file(rank: int, ranks: int) -> str:
@@ -185,10 +204,10 @@ def published_fingerprint(directory: Path) -> str | None:
 
 
 def code_digest() -> str:
-    """SHA-256 over the files that define the forward pass, how it is compiled, how weights are cut for ranks, and
-    those that are random."""
+    """SHA-256 over the files that define the forward pass, how it is compiled, how weights are cut for ranks and
+    rounded, and those that are random."""
     room = Path(__file__).parent
-    names = ("checkpoint", "compile_inductor", "config", "model", "package", "random_weights")
+    names = ("checkpoint", "compile_inductor", "config", "cpu_linear", "fp8", "model", "package", "random_weights")
     names += ("compile_tensorrt", "tensorrt_network", "tensorrt_package")
     files = [room / f"{name}.py" for name in names]
     paths = [*files, *sorted((room.parent / "plugins").glob("*.py"))]

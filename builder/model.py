@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..plugins import torch_ops  # noqa: F401  registers torch.ops.pensieve
+from ..plugins import fp8_linear, torch_ops  # noqa: F401  register torch.ops.pensieve
 from ..plugins.collectives import TENSOR_PARALLEL
 from .config import DecoderConfig, Shard
 
@@ -80,7 +80,20 @@ class VocabularyEmbedding(nn.Embedding):
         return summed(share, self.ranks)
 
 
-class RowParallelLinear(nn.Linear):
+class Projection(nn.Linear):
+    """A projection of a layer. With a scale for each output its weight is in FP8: `Decoder.from_weights` sees to it."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool):
+        super().__init__(inputs, outputs, bias)
+        self.register_parameter("scale", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scale is None:
+            return super().forward(x)
+        return torch.ops.pensieve.fp8_linear(x, self.weight, self.scale, self.bias)
+
+
+class RowParallelProjection(Projection):
     """A projection of what the ranks have divided among them: their shares of the result are added up."""
 
     def __init__(self, shard: Shard, inputs: int, bias: bool):
@@ -97,10 +110,10 @@ class Attention(nn.Module):
         config = shard.config
         self.config, self.layer = config, layer
         self.heads = (shard.heads, shard.kv_heads, shard.kv_heads)  # of q, k and v in the fused projection
-        self.qkv = nn.Linear(config.hidden_size, sum(self.heads) * config.head_dim, bias=config.qkv_bias)
+        self.qkv = Projection(config.hidden_size, sum(self.heads) * config.head_dim, bias=config.qkv_bias)
         self.q_norm = Norm(config.head_dim, config.norm_eps, rms=True) if config.qk_norm else nn.Identity()
         self.k_norm = Norm(config.head_dim, config.norm_eps, rms=True) if config.qk_norm else nn.Identity()
-        self.out = RowParallelLinear(shard, shard.heads * config.head_dim, bias=config.attention_out_bias)
+        self.out = RowParallelProjection(shard, shard.heads * config.head_dim, bias=config.attention_out_bias)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (-1, self.config.head_dim)).split(self.heads, dim=1)
@@ -120,8 +133,8 @@ class MLP(nn.Module):
         self.gated, self.activation = config.gated, ACTIVATIONS[config.activation]
         self.silu_gated = config.gated and config.activation == "silu"
         width = 2 * shard.mlp_size if config.gated else shard.mlp_size  # gate, then up
-        self.up = nn.Linear(config.hidden_size, width, bias=config.mlp_bias)
-        self.down = RowParallelLinear(shard, shard.mlp_size, bias=config.mlp_bias)
+        self.up = Projection(config.hidden_size, width, bias=config.mlp_bias)
+        self.down = RowParallelProjection(shard, shard.mlp_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.up(x)
@@ -185,10 +198,14 @@ class Decoder(nn.Module):
     @classmethod
     def from_weights(cls, config: DecoderConfig, weights: Mapping[str, Tensor], ranks: int = 1) -> Decoder:
         """Takes over one rank's tensors as they are, in their dtype, on their device, without copying; RuntimeError if
-        any does not fit.
+        any does not fit. Projections that have a scale are in FP8.
         """
         with torch.device("meta"):
             decoder = cls(config, ranks)
+            for name in weights:
+                if name.endswith(".scale"):
+                    projection = decoder.get_submodule(name.removesuffix(".scale"))
+                    projection.scale = nn.Parameter(torch.empty(projection.out_features), requires_grad=False)
         decoder.load_state_dict(weights, assign=True)
         decoder.to(weights["embed.weight"].device)  # what is left to move is `frequencies`
         return decoder.eval().requires_grad_(False)

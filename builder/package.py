@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..plugins import torch_ops  # noqa: F401  registers torch.ops.pensieve, which packages call
+from ..plugins import fp8_linear, torch_ops  # noqa: F401  register torch.ops.pensieve, which packages call
+from ..plugins.fp8_linear import FP8
 from .config import DecoderConfig
 
 LOOKED_UP = ("embed.weight", "positions.weight")
@@ -18,13 +19,13 @@ def laid_out(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The weights with the strides that packages are compiled for: of the same shapes, and values.
 
     On a CPU projections are stored column by column, as a step of few tokens reads them twice as quickly so; on a GPU
-    nothing changes. Tensors are taken one after the other.
+    nothing changes, and nothing of those in FP8. Tensors are taken one after the other.
     """
     return {name: _by_columns(tensor) if _is_projection(name, tensor) else tensor for name, tensor in weights.items()}
 
 
 def _is_projection(name: str, weight: Tensor) -> bool:
-    return weight.dim() == 2 and name not in LOOKED_UP and not weight.is_cuda
+    return weight.dim() == 2 and name not in LOOKED_UP and weight.dtype != FP8 and not weight.is_cuda
 
 
 def _by_columns(weight: Tensor) -> Tensor:

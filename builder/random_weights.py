@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from ..plugins.fp8_linear import rounded, row_scales
 from .checkpoint import Source, parameter_shapes, weight_sources
 from .config import DecoderConfig, Shard
+from .fp8 import projections
 
 INTO_THE_SUM = ("attention.out.weight", "mlp.down.weight")
 
 
 def random_weights(
-    config: DecoderConfig, dtype: torch.dtype, device: str, seed: int, rank: int = 0, ranks: int = 1
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    device: str,
+    seed: int,
+    rank: int = 0,
+    ranks: int = 1,
+    fp8: bool = False,
 ) -> dict[str, Tensor]:
-    """All parameters of one rank's Decoder. The same for the same seed on the same kind of device.
+    """All parameters of one rank's Decoder. The same for the same seed on the same kind of device; with `fp8` they are
+    then rounded, as those of a checkpoint are.
 
     However many the ranks, together they hold the same model: each makes one tensor after the other whole, and cuts it.
 
@@ -24,6 +35,7 @@ def random_weights(
     """
     sources = weight_sources(Shard(config, ranks, rank))
     generator = torch.Generator(device).manual_seed(seed)
+    in_fp8 = projections(config) if fp8 else frozenset()
     weights = {}
     for name, shape in parameter_shapes(config).items():
         tensor = torch.empty(shape, dtype=dtype, device=device)
@@ -32,11 +44,17 @@ def random_weights(
         else:
             summands = 2 * config.layers if name.endswith(INTO_THE_SUM) else 1
             tensor.normal_(std=(shape[1] * summands) ** -0.5, generator=generator)
-        weights[name] = _cut(tensor, sources[name]) if ranks > 1 else tensor
+        own = _cut(tensor, sources[name]) if ranks > 1 else tensor
+        projection = name.removesuffix(".weight")
+        if projection in in_fp8:
+            scales = _cut(row_scales(tensor), [Source("", source.parts[:1]) for source in sources[name]])
+            weights[name], weights[f"{projection}.scale"] = rounded(own, scales), scales
+        else:
+            weights[name] = own
     return weights
 
 
-def _cut(tensor: Tensor, sources: tuple[Source, ...]) -> Tensor:
+def _cut(tensor: Tensor, sources: Sequence[Source]) -> Tensor:
     """One rank's part of a parameter that is joined from whole sources; shares no memory with it."""
     parts = tensor.split([source.shape[0] for source in sources])
     return torch.cat([source.cut(part, tensor.dtype) for source, part in zip(sources, parts, strict=True)])

@@ -33,6 +33,8 @@ ITEM = 11
 SMALLEST_SPLIT = 1024  # a program reads this many keys in about 10 us; starting and merging a split takes 3 to 7 us
 LARGEST_SPLIT = 4096  # wanted; histories beyond MOST_SPLITS of them are cut coarser
 TOKENS_PER_ROW = 256  # wanted of a split: keeps the partial results under 1% of the bytes of the keys
+MANY_ROWS = 64  # a tile of more is bound by arithmetic: split small, or one returning turn keeps a step waiting
+TOKENS_PER_MANY = 8  # wanted of a split for each of many rows; from 512 on there are tiles enough
 MOST_SPLITS = 16
 FEW_ROWS = 16  # more of them make splits long; the first is then longer than the last, so that programs end together
 LARGE_TILE_COST = 2.5  # time of a multiprocessor for a key of a large tile, over that of another
@@ -69,7 +71,8 @@ def cuts(rows: int, kv_len: int) -> tuple[int, int]:
 
     (keys of a split, keys that the first has more): long splits are done first, short ones last.
     """
-    wanted = max(SMALLEST_SPLIT, min(rows * TOKENS_PER_ROW, LARGEST_SPLIT), -(-kv_len // MOST_SPLITS))
+    per_row = TOKENS_PER_MANY if rows > MANY_ROWS else TOKENS_PER_ROW
+    wanted = max(SMALLEST_SPLIT, min(rows * per_row, LARGEST_SPLIT), -(-kv_len // MOST_SPLITS))
     cut = 1 << (wanted - 1).bit_length()
     return cut, cut // 4 if rows > FEW_ROWS else 0
 
@@ -112,9 +115,11 @@ class WorkList:
         self.counters = torch.zeros(4, len(tiles), dtype=torch.int32, device=device)
         self.partial = torch.empty(pairs, heads, head_dim, dtype=torch.float32, device=device)
         self.lse = torch.empty(pairs, heads, dtype=torch.float32, device=device)
+        self.longest = capacity.tokens
 
-    def build(self, segments: Tensor) -> None:
-        """Lists the work of segments [S, 5] int32 (as in `multi_token_attention`; those without queries are idle).
+    def build(self, segments: Tensor, longest: int | None = None) -> None:
+        """Lists the work of segments [S, 5] int32 (as in `multi_token_attention`; those without queries are idle), none
+        of which has more than `longest` queries: kernels that only longer ones need are not launched for this step.
 
         Enqueued on the current stream, behind the attention of the step before; nothing waits for the device. The
         values must respect the capacity: on the device nothing checks them.
@@ -122,6 +127,7 @@ class WorkList:
         count = len(segments)
         if count > self.capacity.segments:
             raise ValueError(f"{count} segments, but the work list was made for {self.capacity.segments}")
+        self.longest = self.capacity.tokens if longest is None else longest
         self.covered.zero_()
         if not count:
             self.counters.zero_()
@@ -133,7 +139,7 @@ class WorkList:
             GROUP=self.group, SEGMENTS=triton.next_power_of_2(self.capacity.segments),
             SMALL=rows[0], MEDIUM=rows[min(1, len(rows) - 1)], LARGE=rows[-1], CLASSES=len(rows),
             SMALLEST=SMALLEST_SPLIT, LARGEST=LARGEST_SPLIT, PER_ROW=TOKENS_PER_ROW, MOST=MOST_SPLITS,
-            FEW=FEW_ROWS, COST=LARGE_TILE_COST, WORDS=ITEM,
+            FEW=FEW_ROWS, MANY=MANY_ROWS, PER_MANY=TOKENS_PER_MANY, COST=LARGE_TILE_COST, WORDS=ITEM,
         )  # fmt: skip
 
 
@@ -167,9 +173,10 @@ def list_work(segments: Tensor, group: int, tiles: tuple[Tile, ...]) -> list[lis
 
 @triton.jit
 def _cuts(rows, kv_len, SMALLEST: tl.constexpr, LARGEST: tl.constexpr, PER_ROW: tl.constexpr, MOST: tl.constexpr,
-          FEW: tl.constexpr):  # fmt: skip
+          FEW: tl.constexpr, MANY: tl.constexpr, PER_MANY: tl.constexpr):  # fmt: skip
     """`cuts`."""
-    wanted = tl.maximum(tl.minimum(rows * PER_ROW, LARGEST), tl.cdiv(kv_len, MOST))
+    per_row = tl.where(rows > MANY, PER_MANY, PER_ROW)
+    wanted = tl.maximum(tl.minimum(rows * per_row, LARGEST), tl.cdiv(kv_len, MOST))
     cut = tl.full(rows.shape, SMALLEST, tl.int32)
     for _ in tl.static_range(20):
         cut = tl.where(cut < wanted, cut * 2, cut)
@@ -186,8 +193,8 @@ def _split_of(key, cut, more):
 def _list_work(segments, items, counters, covered, count, class_stride, processors,
                GROUP: tl.constexpr, SEGMENTS: tl.constexpr, SMALL: tl.constexpr, MEDIUM: tl.constexpr,
                LARGE: tl.constexpr, CLASSES: tl.constexpr, SMALLEST: tl.constexpr, LARGEST: tl.constexpr,
-               PER_ROW: tl.constexpr, MOST: tl.constexpr, FEW: tl.constexpr, COST: tl.constexpr,
-               WORDS: tl.constexpr):  # fmt: skip
+               PER_ROW: tl.constexpr, MOST: tl.constexpr, FEW: tl.constexpr, MANY: tl.constexpr,
+               PER_MANY: tl.constexpr, COST: tl.constexpr, WORDS: tl.constexpr):  # fmt: skip
     """One program a segment. Each sums up the segments before its own, then lists its own items and tokens.
 
     In order of splits, then of contexts from the longest: what is left at the end is short.
@@ -200,7 +207,7 @@ def _list_work(segments, items, counters, covered, count, class_stride, processo
     kv_start = tl.load(field + 2, mask=there, other=0)
     kv_len = tl.load(field + 3, mask=there, other=1)
     rows = q_len * GROUP
-    cut, more = _cuts(rows, kv_len, SMALLEST, LARGEST, PER_ROW, MOST, FEW)
+    cut, more = _cuts(rows, kv_len, SMALLEST, LARGEST, PER_ROW, MOST, FEW, MANY, PER_MANY)
     splits = _split_of(kv_len - 1, cut, more) - _split_of(kv_start, cut, more) + 1
     kind = tl.where(rows <= SMALL, 0, tl.where(rows <= MEDIUM, 1, 2))
     kind = tl.minimum(kind, CLASSES - 1)

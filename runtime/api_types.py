@@ -97,6 +97,7 @@ class GenerationBody(Body):
     return_token_ids: bool = False
     return_sources: bool = False
     priority: int = 0
+    expect_next_s: Annotated[float, Field(ge=0.0, allow_inf_nan=False, strict=False)] | None = None
     conversation: NonEmpty | ConversationName | None = None
     conversation_params: ConversationParams | None = None
     history: Literal["client", "server"] = "client"

@@ -12,10 +12,11 @@ from typing import Annotated, Any, ClassVar
 from fastapi import APIRouter, FastAPI, Request
 from pydantic import Field
 
-from ..scheduler.types import RequestError
+from ..scheduler.types import ConversationKV, RequestError
 from .api_keys import owner_of
 from .api_types import Body, NonEmpty, parse
-from .histories import Histories
+from .engine_client import EngineClient
+from .histories import Histories, kv_name
 from .history_store import Conversation, Name
 from .past_turns import Transcript
 
@@ -67,17 +68,22 @@ class Page:
         self.limit = int(limit)
 
 
-def add_conversations(app: FastAPI, histories: Histories) -> None:
+def add_conversations(app: FastAPI, histories: Histories, client: EngineClient) -> None:
     """Adds the endpoints. An id may hold slashes, so paths with more behind the id come first."""
     router = APIRouter(prefix="/v1/conversations")
+
+    def sized(conversation: Conversation, transcript: Transcript | None = None) -> dict[str, Any]:
+        found = client.kv_map.find(kv_name(Name(conversation.owner, conversation.id), conversation.thread))
+        return describe(conversation, transcript) | {"kv_chunks": None if found is None else by_tier(found)}
 
     @router.get("")
     async def page(request: Request) -> dict[str, Any]:
         asked = Page(request)
         found, more = await histories.page(owner_of(request), asked.limit, asked.after, asked.ascending)
+        await client.survey()
         ids = [conversation.id for conversation in found]
         ends = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
-        return {"object": "list", "data": [describe(conversation) for conversation in found], **ends, "has_more": more}
+        return {"object": "list", "data": [sized(conversation) for conversation in found], **ends, "has_more": more}
 
     @router.post("")
     async def create(request: Request) -> dict[str, Any]:
@@ -102,7 +108,8 @@ def add_conversations(app: FastAPI, histories: Histories) -> None:
     @router.get("/{id:path}")
     async def look(id: str, request: Request) -> dict[str, Any]:
         conversation, transcript = await histories.load(Name(owner_of(request), id))
-        return describe(conversation, transcript)
+        await client.survey()
+        return sized(conversation, transcript)
 
     @router.post("/{id:path}")
     @router.patch("/{id:path}")
@@ -126,6 +133,11 @@ async def parsed(kind: Any, request: Request) -> Any:
 
 def new_id() -> str:
     return f"conv_{uuid.uuid4().hex}"
+
+
+def by_tier(conversation: ConversationKV) -> dict[str, int]:
+    """Chunks by where they are, each in the highest tier that has it."""
+    return {tier: getattr(conversation, tier) for tier in ("gpu", "host", "disk", "dropped")}
 
 
 def describe(conversation: Conversation, transcript: Transcript | None = None) -> dict[str, Any]:

@@ -15,10 +15,11 @@ from queue import SimpleQueue
 import numpy as np
 import torch
 
+from ..plugins.kv_fp8_reference import CODED, decode, encode, record_bytes
 from ..plugins.torch_ops import register_pool, release_pool
 from ..scheduler.plan import Lane
 from ..scheduler.types import InvariantError, Tier
-from .device import ForwardPass, Memory, Ticket, TransferSeconds
+from .device import ForwardPass, Memory, Ticket, TransferSeconds, Work
 from .memory import check_pool_fits, host_memory
 from .sampler import Scores, make_sampler
 from .step_inputs import StepInputs
@@ -43,6 +44,7 @@ class CpuDevice:
         self._handle: int | None = None
         self._gates: dict[int, CpuTicket] = {}
         self._closed = False
+        self._report: Callable[[Work], None] | None = None
         # Each written by one lane's thread: IN's and OUT's time of copying, and COMPUTE's of waiting for them.
         self._seconds = dict.fromkeys(Lane, 0.0)
 
@@ -140,9 +142,15 @@ class CpuDevice:
     def allocate_pool(self, tier: Tier, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         # numpy's zeroed pages are not taken before they are written, so the pools made so far still count as free.
         free = self.memory(tier).free - sum(pool.nbytes for pool in self._pools.values())
-        size = torch.Size(shape).numel() * dtype.itemsize
-        check_pool_fits(tier, shape[0], size, free)
-        self._pools[tier] = torch.from_numpy(np.zeros(shape, f"i{dtype.itemsize}")).view(dtype)
+        record = record_bytes(shape, dtype)
+        check_pool_fits(tier, shape[0], shape[0] * record, free)
+        if dtype == CODED:
+            self._pools[tier] = torch.from_numpy(np.zeros((shape[0], shape[1], record // shape[1]), np.uint8))
+        else:
+            self._pools[tier] = torch.from_numpy(np.zeros(shape, f"i{dtype.itemsize}")).view(dtype)
+
+    def record(self, slot: int) -> np.ndarray:
+        return self._pools[Tier.HOST][slot].view(-1).view(torch.uint8).numpy()
 
     def copy(self, lane: Lane, sources: np.ndarray, targets: np.ndarray, layers: range) -> None:
         host, gpu = self._pools[Tier.HOST], self._pools[Tier.GPU]
@@ -152,15 +160,27 @@ class CpuDevice:
             self._shuffle.shuffle(pairs)
 
         delay = self._disturb(lane) if self._disturb else 0.0
+        recoded = self._recoding(lane)
 
         def task() -> None:
             started = time.perf_counter()
             time.sleep(delay)
             for source, target in pairs:
-                target_pool[target, layers.start : layers.stop].copy_(source_pool[source, layers.start : layers.stop])
-            self._seconds[lane] += time.perf_counter() - started
+                moved = recoded(source_pool[source : source + 1, layers.start : layers.stop])
+                target_pool[target, layers.start : layers.stop].copy_(moved[0])
+            ended = time.perf_counter()
+            self._seconds[lane] += ended - started
+            if self._report is not None:
+                self._report(Work(lane, started, ended, len(pairs) * host[0, layers.start : layers.stop].nbytes))
 
         self._issue(lane, task)
+
+    def _recoding(self, lane: Lane) -> Callable[[torch.Tensor], torch.Tensor]:
+        """What makes of a tier's layers of chunks those of the other one."""
+        host, gpu = self._pools[Tier.HOST], self._pools[Tier.GPU]
+        if host.dtype == gpu.dtype:
+            return lambda layers: layers
+        return encode if lane is Lane.OUT else lambda layers: decode(layers, gpu.shape, gpu.dtype)
 
     # The step.
 
@@ -186,6 +206,7 @@ class CpuDevice:
         bound = dict(self._gates)
 
         def task() -> None:
+            started = time.perf_counter()
             self._bound_gates = bound
             batch, fed = self._inputs, self._inputs.generated
             segments = torch.from_numpy(batch.segments)
@@ -200,6 +221,8 @@ class CpuDevice:
                 torch.from_numpy(batch.sample_rows),
                 self._handle,
             )
+            if self._report is not None:
+                self._report(Work(Lane.COMPUTE, started, time.perf_counter(), len(token_ids)))
 
         self._issue_work(Lane.COMPUTE, task)
 
@@ -226,6 +249,9 @@ class CpuDevice:
 
     def transfer_seconds(self) -> TransferSeconds:
         return TransferSeconds(self._seconds[Lane.IN], self._seconds[Lane.OUT], self._seconds[Lane.COMPUTE])
+
+    def watch(self, report: Callable[[Work], None]) -> None:
+        self._report = report
 
     def close(self) -> None:
         if self._closed:

@@ -21,16 +21,18 @@ import torch
 from torch import Tensor
 
 from ..builder.config import Shard
+from ..plugins.kv_fp8_reference import CODED, record_bytes
 from ..plugins.torch_ops import register_pool, release_pool
 from ..scheduler.plan import Lane
 from ..scheduler.types import InvariantError, SettingError, Tier
+from .coded_copies import CodedCopies
 from .cuda_graphs import StepGraphs
 from .cuda_runtime import CudaError, CudaRuntime
-from .device import ForwardPass, Memory, Ticket, TransferSeconds
+from .device import ForwardPass, Memory, Ticket, TransferSeconds, Work
 from .memory import GIB, POOL_SETTINGS, check_pool_fits, host_memory
 from .pinned import PinnedPool, Records
 from .sampler import Scores, make_sampler
-from .step_buffers import Shape, Shapes, StepBuffers
+from .step_buffers import Shape, Shapes, Staging, StepBuffers
 from .step_inputs import StepInputs
 from .transfer_times import TransferTimes
 
@@ -89,6 +91,7 @@ class CudaDevice:
         self._gates: dict[int, torch.cuda.Event] = {}
         self._graphs = StepGraphs(self._compute)
         self._records: dict[Tier, Records] = {}
+        self._coded: dict[Lane, CodedCopies] = {}
         self._host: PinnedPool | None = None
         self._pool: Tensor | None = None
         self._handle: int | None = None
@@ -109,11 +112,10 @@ class CudaDevice:
         return Memory(free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated(), total)
 
     def allocate_pool(self, tier: Tier, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        slots, layers = shape[:2]
-        record = torch.Size(shape[1:]).numel() * dtype.itemsize
+        slots = shape[0]
+        record = record_bytes(shape, dtype)
         free = self.memory(tier).free
         check_pool_fits(tier, slots, slots * record, free)
-        self._layer_bytes = record // layers
         try:
             if tier is Tier.GPU:
                 self._pool = torch.zeros(shape, dtype=dtype, device="cuda")
@@ -128,6 +130,17 @@ class CudaDevice:
                 f"{slots} chunks need {slots * record / GIB:.2f} GiB, which could not be had though "
                 f"{free / GIB:.2f} GiB seemed free; lower it ({error})",
             ) from error
+        self._layers = shape[1]
+        if tier is Tier.HOST and dtype == CODED:
+            assert self._pool is not None
+            self._coded = {
+                lane: CodedCopies(lane, self._pool, self._host.records, self._streams[lane], self._copy)
+                for lane in (Lane.IN, Lane.OUT)
+            }
+
+    def record(self, slot: int) -> np.ndarray:
+        assert self._host is not None
+        return self._host.record(slot)
 
     @_ends_the_device
     def copy(self, lane: Lane, sources: np.ndarray, targets: np.ndarray, layers: range) -> None:
@@ -135,16 +148,21 @@ class CudaDevice:
             return
         host, gpu = self._records[Tier.HOST], self._records[Tier.GPU]
         source, target = (host, gpu) if lane is Lane.IN else (gpu, host)
-        offset, size = layers.start * self._layer_bytes, len(layers) * self._layer_bytes
         self._issued[lane] = f"the copy of layers {layers.start} to {layers.stop - 1} of {len(sources)} chunks"
-        copy = functools.partial(
-            self._copy,
-            target.addresses(targets, offset),
-            source.addresses(sources, offset),
-            np.full(len(sources), size, np.uint64),
-            self._streams[lane].cuda_stream,
-        )
-        self._times.copy(lane, copy)
+        if self._coded:
+            gpu_slots, host_slots = (targets, sources) if lane is Lane.IN else (sources, targets)
+            gpu.check(gpu_slots)
+            copy = functools.partial(self._coded[lane].copy, gpu_slots, host_slots, layers)
+        else:
+            layer_bytes = gpu.record // self._layers
+            copy = functools.partial(
+                self._copy,
+                target.addresses(targets, layers.start * layer_bytes),
+                source.addresses(sources, layers.start * layer_bytes),
+                np.full(len(sources), len(layers) * layer_bytes, np.uint64),
+                self._streams[lane].cuda_stream,
+            )
+        self._times.copy(lane, len(sources) * len(layers) * (host.record // self._layers), copy)
 
     # Tickets.
 
@@ -163,6 +181,8 @@ class CudaDevice:
         if lane is Lane.COMPUTE:
             self._times.held(ticket.event)
         self._streams[lane].wait_event(ticket.event)
+        if lane in self._coded:
+            self._coded[lane].entry.wait_event(ticket.event)
 
     @_ends_the_device
     def ready(self, ticket: CudaTicket) -> bool:
@@ -175,11 +195,13 @@ class CudaDevice:
             behind = "; ".join(f"lane {last.lane.name}, not past {last.what}" for last in unfinished)
             late = f"lane {ticket.lane.name} is not past {ticket.what} after {OVERDUE_SECONDS:g} s"
             raise InvariantError(f"{late}; behind: {behind or 'none any more'}")
+        self._times.seen(ticket.event)
 
     # The step.
 
     def load(self, engine: ForwardPass, seats: int, blocks: int, gates: tuple[int, ...], most_tokens: int) -> None:
         from ..plugins.attention_kernel import make_work_list  # Triton comes with CUDA only
+        from ..plugins.host_copy_kernel import copy_words
         from ..plugins.work_list import Capacity
 
         assert self._pool is not None
@@ -198,6 +220,7 @@ class CudaDevice:
             self._gates[gate].record(self._streams[Lane.IN])
         with self._computing():
             self._buffers = StepBuffers(shapes, "cuda")
+            self._results, self._copy_words = Staging(pinned=True), copy_words
             self._block_table = torch.zeros(seats, blocks, dtype=torch.int32, device="cuda")
             self._last_samples = torch.zeros(seats, dtype=torch.int32, device="cuda")
             self._sampler = make_sampler(engine.vocab_size, "cuda", self._buffers.place)
@@ -235,7 +258,7 @@ class CudaDevice:
         """Logits [rows, vocab] float32 of the batch in the buffers."""
         batch = self._buffers.batch(shape)
         fed = self._last_samples.index_select(0, batch.feeds)
-        self._work.build(batch.segments)
+        self._work.build(batch.segments, longest=1 if shape.generation else shape.tokens)
         return self._engine.forward(
             torch.where(batch.token_ids < 0, fed, batch.token_ids),
             batch.positions,
@@ -259,7 +282,7 @@ class CudaDevice:
     def run(self) -> None:
         self._issued[Lane.COMPUTE] = f"a step of {len(self._inputs.token_ids)} tokens"
         with self._computing():
-            self._times.step(self._run)
+            self._times.step(len(self._inputs.token_ids), self._run)
 
     def _run(self) -> None:
         self._logits = self._captured_logits if self._graphs.replay(self._shape) else self._forward(self._shape)
@@ -271,11 +294,11 @@ class CudaDevice:
             drawn, scored = self._sampler.sample(self._logits[: len(inputs.sample_rows)], inputs.sampling)
             drawn = drawn.int()
             self._last_samples.index_copy_(0, self._buffers.sample_seats, drawn)
-            # Pinned buffers of torch's cache: not given away again while they are held here or written there.
-            tokens = torch.empty(len(drawn), dtype=torch.int32, pin_memory=True)
-            tokens.copy_(drawn, non_blocking=True)
+            tokens = self._results.take(len(drawn))
+            self._copy_words(tokens, drawn)
+            self._results.issued()
             scores = None
-            if scored is not None:
+            if scored is not None:  # pinned buffers of torch's cache: not given away while held here or written there
                 scores = Scores.empty(len(scored.logprobs), scored.top_ids.shape[1], pinned=True)
                 for target, source in zip(scores, scored, strict=True):
                     target.copy_(source, non_blocking=True)
@@ -285,23 +308,29 @@ class CudaDevice:
     def transfer_seconds(self) -> TransferSeconds:
         return self._times.read()
 
+    def watch(self, report: Callable[[Work], None]) -> None:
+        self._times.watch(report, torch.cuda.Event.synchronize)
+
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
         idle = self._finish()
+        if idle:
+            self._times.read()  # whoever watches is told of the last of it
         if self._handle is not None:
             release_pool(self._handle)
         self._graphs.clear()
         # Memory that a copy may still use is left to the end of the process, which is near.
         if idle and self._host is not None:
             self._host.free()
+        self._coded.clear()
         self._pool = self._host = None
 
     def _finish(self) -> bool:
         """Waits for all lanes; False if they have failed or hang."""
         try:
-            for stream in self._streams.values():
+            for stream in (*self._streams.values(), *(coded.entry for coded in self._coded.values())):
                 event = torch.cuda.Event()
                 event.record(stream)
                 if not _reached(event):

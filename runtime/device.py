@@ -1,8 +1,8 @@
-"""What a device does for the executor, in a dozen methods: `cpu_device` is one, a CUDA device another.
+"""What a device does for the executor, in a good dozen methods: `cpu_device` is one, a CUDA device another.
 
 **Lanes.** Work is put on one of three lanes (COMPUTE, IN, OUT) and each lane does its own in the order of issue;
-nothing else orders lanes but `wait`. On CUDA a lane is a stream and a ticket an event. All methods are called by one
-thread and only `load`, `synchronize` and `close` may block it.
+nothing else orders lanes but `wait`. On CUDA a lane is a stream and a ticket an event. All methods but `record` are
+called by one thread, and only `load`, `synchronize` and `close` may block it.
 
 **Gates.** A gate stands before the first use of a layer's KV in a step. `run` binds each gate to the last
 `mark(..., gate=...)` issued *before* that `run`: a mark that comes later holds the next step, not this one. A gate
@@ -13,6 +13,7 @@ never marked is open.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -38,6 +39,18 @@ class TransferSeconds(NamedTuple):
     swap_in: float = 0.0
     swap_out: float = 0.0
     exposed: float = 0.0
+
+
+class Work(NamedTuple):
+    """What a lane has done: a copy of `size` bytes, or a forward pass of `size` tokens, and its waits for gates.
+
+    start, end      seconds of `time.perf_counter`
+    """
+
+    lane: Lane
+    start: float
+    end: float
+    size: int
 
 
 class Ticket:
@@ -81,7 +94,16 @@ class Device(Protocol):
     def allocate_pool(self, tier: Tier, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Makes the tier's KV pool, `shape` as `ForwardPass.kv_shape`, zeroed; once a tier, kept until `close`.
 
+        The GPU's comes first. HOST's has its dtype, or `kv_fp8_reference.CODED`: then `copy` encodes and decodes, and
+        a record is as described there.
+
         SettingError names the setting to lower if the pool does not fit.
+        """
+
+    def record(self, slot: int) -> np.ndarray:
+        """The record in a HOST slot, [bytes] uint8: the memory itself, not a copy.
+
+        For the disk, whose threads may call this too. Whoever reads or writes it sees to it that no copy does.
         """
 
     def load(self, engine: ForwardPass, seats: int, blocks: int, gates: tuple[int, ...], most_tokens: int) -> None:
@@ -130,6 +152,12 @@ class Device(Protocol):
 
     def transfer_seconds(self) -> TransferSeconds:
         """Of copies that are complete, and of steps behind them. Never waits."""
+
+    def watch(self, report: Callable[[Work], None]) -> None:
+        """From here on tells `report` of each copy and forward pass, on whatever thread, in the order of each lane.
+
+        At the latest with the first `transfer_seconds`, or `close`, after it is complete.
+        """
 
     def close(self) -> None:
         """Waits for work in flight and gives memory and threads back. Idempotent; raises nothing of failed work."""

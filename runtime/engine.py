@@ -17,7 +17,7 @@ from ..builder.model import Decoder
 from ..builder.package import Package, laid_out
 from ..builder.random_weights import random_weights
 from ..builder.target import why_not_here
-from ..builder.weights import load_weights, weight_bytes, weights_digest
+from ..builder.weights import load_weights, weights_digest
 from ..scheduler.types import SettingError
 
 
@@ -31,6 +31,7 @@ class Engine:
         self.vocab_size = manifest.vocab_size
         shapes = parameter_shapes(manifest.decoder, manifest.tensor_parallel)
         self.parameters = sum(math.prod(shape) for shape in shapes.values())  # of this rank
+        self.weight_bytes = manifest.weight_bytes  # of this rank
         self._decoder = decoder
 
     def chunk_bytes(self, chunk_tokens: int) -> int:
@@ -74,14 +75,14 @@ def open_engine(directory: str | Path, device: str = "cpu", rank: int = 0) -> En
     dtype = getattr(torch, manifest.dtype)
     shard = Shard(manifest.decoder, manifest.tensor_parallel, rank)
     if device == "cuda":
-        _check_gpu(directory, weight_bytes(parameter_shapes(shard.config, shard.ranks), dtype))
+        _check_gpu(directory, manifest.weight_bytes)
     if manifest.backend != "reference":
         _check_package(directory, manifest)
     if manifest.random_seed is None:
         # TensorRT copies them into its plan: they need not be on the device as well.
         weights = _stored_weights(directory, manifest, rank, "cpu" if manifest.backend == "tensorrt" else device)
     else:
-        weights = random_weights(shard.config, dtype, device, manifest.random_seed, rank, shard.ranks)
+        weights = random_weights(shard.config, dtype, device, manifest.random_seed, rank, shard.ranks, manifest.fp8)
     return Engine(manifest, _decoder(directory, manifest, weights))
 
 

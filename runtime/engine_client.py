@@ -17,7 +17,7 @@ from queue import SimpleQueue
 
 from ..scheduler.types import Output, Request, RequestError, RequestId, Residency
 from .kv_map import KVMap
-from .messages import Abort, Draining, Fatal, Finish, Forget, Fork, FromHTTP, Keep, StepMessage, Submit
+from .messages import Abort, Draining, Fatal, Finish, Forget, Fork, FromHTTP, Keep, Look, StepMessage, Submit
 from .metrics import Metrics
 
 
@@ -115,6 +115,7 @@ class EngineClient:
         self._open: dict[RequestId, _Open] = {}
         self._fault: RequestError | None = None  # why nothing can be served any more
         self._draining = False
+        self._told = asyncio.Event()  # something of `kv_map`
         self._outbox: SimpleQueue[FromHTTP | None] = SimpleQueue()
         for name, work in (("engine-reader", self._read), ("engine-writer", self._write)):
             threading.Thread(target=work, args=(connection,), name=name, daemon=True).start()
@@ -159,6 +160,15 @@ class EngineClient:
         if (look := self.kv_map.due(time.monotonic())) is not None:
             self._outbox.put(look)
 
+    async def survey(self) -> None:
+        """Brings all of `kv_map` up to date. Returns at once if the engine has ended."""
+        while self.healthy:
+            self._told.clear()
+            self._outbox.put(Look(self.kv_map.following))
+            await self._told.wait()
+            if not self.kv_map.following:
+                return
+
     def tell(self, message: Fork | Forget | Keep) -> None:
         """What happened to a conversation; behind everything that was sent before."""
         self._outbox.put(message)
@@ -193,6 +203,7 @@ class EngineClient:
             return
         if isinstance(message, Residency):
             self.kv_map.take(message)
+            self._told.set()
             return
         now = time.perf_counter()
         events = {event.request: event for event in message.events}
@@ -215,6 +226,7 @@ class EngineClient:
                 refused.stream.refuse(refusal.request, refusal.error)
         self.metrics.stats = message.stats or self.metrics.stats
         self.metrics.copied = message.copied or self.metrics.copied
+        self.metrics.disk = message.disk or self.metrics.disk
         self.metrics.loop = message.loop or self.metrics.loop
 
     def _take(self, output: Output, now: float) -> None:
@@ -242,6 +254,7 @@ class EngineClient:
         for request in self._open.values():
             request.stream.fail(self._fault)
         self._open.clear()
+        self._told.set()
 
     def _end(self) -> None:
         self._fail(RequestError(503, "the engine has shut down"))

@@ -7,16 +7,21 @@ of issue on the device's lanes.
 from __future__ import annotations
 
 from collections import deque
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
 
+from ..plugins.kv_fp8_reference import record_bytes
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.plan import Lane, StepPlan, StepResult
-from ..scheduler.types import InvariantError, Tier
+from ..scheduler.types import DiskRecord, InvariantError, Tier
 from .device import Device, ForwardPass, Ticket, TransferSeconds
-from .messages import KVCounters
+from .disk_reports import DiskReport
+from .disk_store import DiskSettings, DiskStore
+from .messages import DiskCounters, KVCounters
 from .sampler import Scores
 from .sampling_inputs import Mask, SamplingInputs
 from .step_inputs import StepPacker
@@ -31,6 +36,9 @@ MAX_IN_FLIGHT = 3
 GROUP_LAYERS = 4
 """Layers of a gated swap-in that share a gate: pieces of 4 layers copy at the link's speed (docs/experiments.md)."""
 
+DISK_WAIT_SECONDS = 0.002
+"""A plan that computes and copies nothing lasts so long at most, while the disk is at work: there is nothing else."""
+
 _NO_TOKENS = np.empty(0, np.int32)
 
 
@@ -40,6 +48,7 @@ class _Launched(NamedTuple):
     tickets: list[Ticket]
     tokens: np.ndarray = _NO_TOKENS
     scores: Scores | None = None
+    erased: Future[None] | None = None
 
 
 class Executor:
@@ -57,19 +66,25 @@ class Executor:
         group_layers: int = GROUP_LAYERS,
         grammars: Grammars | None = None,
         in_first: bool = False,
+        host_dtype: torch.dtype | None = None,
+        disk: DiskSettings | None = None,
     ):
-        """Takes the device over and closes it in `close`. SettingError if a pool does not fit its memory.
+        """Takes the device over and closes it in `close`. SettingError if a pool does not fit its memory, or the disk's
+        directory cannot be used.
 
         grammars    without, no row may have a grammar
         in_first    as `Transfers`
+        host_dtype  of the HOST pool, as `Device.allocate_pool`; None: the engine's
+        disk        without, no plan may have work for the disk
         """
         shape = engine.kv_shape(config.gpu_kv_chunks, config.chunk_tokens)
         # A row may overrun its last position by the steps in flight; their KV is never used.
         blocks = config.chunks(config.max_model_len + MAX_IN_FLIGHT)
-        chunk_bytes = int(np.prod(shape[1:])) * engine.dtype.itemsize
+        host_shape = engine.kv_shape(config.host_kv_chunks, config.chunk_tokens)
+        host_dtype = host_dtype or engine.dtype
         self._device = device
         self._inputs = StepPacker(config.max_num_seqs, blocks, config.chunk_tokens)
-        self._transfers = Transfers(device, shape[1], group_layers, chunk_bytes, in_first)
+        self._transfers = Transfers(device, shape[1], group_layers, record_bytes(host_shape, host_dtype), in_first)
         self._constraints = None
         if grammars is not None:
             from .constraints import Constraints  # only they need llguidance
@@ -77,7 +92,8 @@ class Executor:
             self._constraints = Constraints(grammars)
         self._launched: deque[_Launched] = deque()
         device.allocate_pool(Tier.GPU, shape, engine.dtype)
-        device.allocate_pool(Tier.HOST, engine.kv_shape(config.host_kv_chunks, config.chunk_tokens), engine.dtype)
+        device.allocate_pool(Tier.HOST, host_shape, host_dtype)
+        self._disk = DiskStore(disk, config.chunk_tokens, device.record) if disk is not None else None
         device.load(engine, config.max_num_seqs, blocks, self._transfers.gates, config.max_num_batched_tokens)
 
     def launch(self, plan: StepPlan) -> None:
@@ -99,6 +115,10 @@ class Executor:
             ticket = self._device.mark(Lane.COMPUTE)
             launched = _Launched(plan, inputs.sampling, [*tickets, ticket])
         self._transfers.launched(plan.step, ticket)
+        if plan.spills or plan.promotions or plan.erased:
+            if self._disk is None:
+                raise InvariantError(f"step {plan.step} has work for the disk and there is none")
+            launched = launched._replace(erased=self._disk.begin(plan))
         self._launched.append(launched)
 
     @property
@@ -118,11 +138,24 @@ class Executor:
         plan = launched.plan
         for ticket in launched.tickets:
             self._device.synchronize(ticket)
+        if launched.erased is not None:
+            launched.erased.result()
         tokens = tuple(launched.tokens.tolist())
         if self._constraints is not None:
             self._constraints.advance(plan.samples, tokens)
-        result = StepResult(plan.step, plan.samples, tokens, self._transfers.completed())
+        result = StepResult(plan.step, plan.samples, tokens, self._transfers.completed(), *self._disk_report(plan))
         return result if launched.scores is None else _with_logprobs(result, launched, launched.scores)
+
+    def _disk_report(self, plan: StepPlan) -> DiskReport:
+        if self._disk is None:
+            return DiskReport()
+        if not plan.tokens and not plan.copies and self._disk.busy:
+            self._disk.wait(DISK_WAIT_SECONDS)
+        return self._disk.take()
+
+    def disk_records(self) -> list[DiskRecord]:
+        """What the disk holds from earlier. To be asked before the first plan; reads every header."""
+        return self._disk.records() if self._disk is not None else []
 
     def _grammar_mask(self, plan: StepPlan) -> Mask | None:
         if self._constraints is not None:
@@ -136,12 +169,19 @@ class Executor:
         """Bytes of KV copied so far, by direction."""
         return self._transfers.copied_bytes
 
+    @property
+    def disk_counters(self) -> DiskCounters | None:
+        """None without a disk tier."""
+        return self._disk.counters if self._disk is not None else None
+
     def transfer_seconds(self) -> TransferSeconds:
         """How long the link was busy so far, and how much of that steps waited for."""
         return self._device.transfer_seconds()
 
     def close(self) -> None:
         """Ends the device and frees the pools; work in flight is finished first. Idempotent."""
+        if self._disk is not None:
+            self._disk.close()  # its threads use the HOST pool
         self._device.close()
 
 

@@ -76,11 +76,16 @@ class OpenTurn:
         return kv_name(name, about.get("thread") or name.id)
 
     async def commit(
-        self, reply: Sequence[int], delivered: str, answer: Message | None, body: str | None = None
+        self,
+        reply: Sequence[int],
+        delivered: str,
+        answer: Message | None,
+        salt: bytes,
+        body: str | None = None,
     ) -> None:
         """The turn ends with these tokens, of which the client gets the text `delivered`, in a chat as `answer`.
 
-        `body`: what is stored as the response.
+        `salt`: of its request; `body`: what is stored as the response.
 
         With a name it is on the disk on return; nothing of the reply's end may be sent before. Raises RequestError
         (507) if it cannot be written.
@@ -93,7 +98,8 @@ class OpenTurn:
         tokens = self.prompt + array("i", reply)
         whole = Transcript(messages, tokens, self.text + text, self.inside + inside)
         for name, about in self.records:
-            await histories.store_turn(name, whole, about | {"body": body} if name.kind == "response" else about)
+            about = about | {"body": body} if name.kind == "response" else about
+            await histories.store_turn(name, whole, salt, about)
         if answer is not None:
             histories.remember(self.owner, whole)
 
@@ -265,10 +271,10 @@ class Histories:
             raise RequestError(404, f"there is no {name.kind} {name.id!r}", PARAMETERS[name.kind])
         return found
 
-    async def store_turn(self, name: Name, whole: Transcript, about: dict[str, str | None]) -> None:
+    async def store_turn(self, name: Name, whole: Transcript, salt: bytes, about: dict[str, str | None]) -> None:
         """Raises RequestError (507) if the disk does not take it."""
         now = time.time()
-        stored = await self.run(self._store.commit, name, whole, now, **about)
+        stored = await self.run(self._store.commit, name, whole, now, salt, **about)
         if stored.ttl is not None or stored.pinned_until > now:
             self._keep(stored, now)
 
@@ -307,12 +313,11 @@ class Histories:
         self._keep(changed, now)
         return changed
 
-    async def delete(self, name: Name) -> Conversation:
+    async def delete(self, name: Name) -> None:
         """The KV claims of a response belong to its whole line: these end with their TTL."""
         gone = await self.run(self._store.delete, name, time.time())
         if name.kind == "conversation":
-            self._tell(Forget(kv_name(name, name.id)))
-        return gone
+            self._tell(Forget(kv_name(name, name.id), *gone))
 
     def _keep(self, conversation: Conversation, now: float) -> None:
         name = Name(conversation.owner, conversation.id, conversation.kind)

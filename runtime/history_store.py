@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 from ..scheduler.types import RequestError, SettingError
 from .past_turns import PastTurn, Transcript, dialogue_keys
 
-VERSION = 1
+VERSION = 2
 LOCK_SECONDS = 15.0  # for the process that had the file before to end
 EXPIRY_INTERVAL_S = 60.0
 
@@ -54,12 +54,16 @@ CREATE TABLE conversations (
     thread TEXT NOT NULL,
     body TEXT,
     tokens INTEGER NOT NULL,
+    salt BLOB NOT NULL DEFAULT x'',
     head INTEGER REFERENCES turns,
     UNIQUE (owner, kind, id)
 ) STRICT;
 CREATE INDEX conversations_head ON conversations (head);
 CREATE INDEX conversations_listed ON conversations (owner, kind, number);
 """
+
+UPGRADES = {1: "ALTER TABLE conversations ADD COLUMN salt BLOB NOT NULL DEFAULT x''"}
+"""From each older version to the next one."""
 
 Kind = Literal["conversation", "response"]
 
@@ -84,6 +88,7 @@ class Conversation:
     thread        the id under which the loop knows its KV: a response shares that of the first one in its line
     body          of a response: the object as it was sent, JSON
     tokens        length of its log
+    salt          of its last turn (`Request.salt`)
     head          number of its last turn, None: it is empty
     """
 
@@ -100,7 +105,16 @@ class Conversation:
     thread: str
     body: str | None
     tokens: int
+    salt: bytes
     head: int | None
+
+
+class Gone(NamedTuple):
+    """What a deleted conversation leaves to clean up: its log, whose first `shared` tokens others have in theirs."""
+
+    tokens: array[int]
+    shared: int
+    salt: bytes
 
 
 COLUMNS = ", ".join(field.name for field in fields(Conversation))
@@ -131,18 +145,24 @@ class HistoryStore:
         (version,) = execute("PRAGMA user_version").fetchone()
         if version == 0:
             self._db.executescript(f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version = {VERSION}; COMMIT")
+        elif version in UPGRADES:
+            self._upgrade(version)
         elif version != VERSION:
             raise sqlite3.DatabaseError(f"its layout has number {version}, this program's has {VERSION}")
         (fault,) = execute("PRAGMA quick_check(1)").fetchone()
         if fault != "ok":
             raise sqlite3.DatabaseError(fault)
 
+    def _upgrade(self, version: int) -> None:
+        steps = "; ".join(UPGRADES[number] for number in range(version, VERSION))
+        self._db.executescript(f"BEGIN IMMEDIATE; {steps}; PRAGMA user_version = {VERSION}; COMMIT")
+
     def close(self) -> None:
         self._db.close()
 
     # -- turns
 
-    def commit(self, name: Name, whole: Transcript, now: float, **about: str | None) -> Conversation:
+    def commit(self, name: Name, whole: Transcript, now: float, salt: bytes = b"", **about: str | None) -> Conversation:
         """The name stands for this branch from now on; what it stood for before and nobody else needs is deleted.
 
         `about`: `parent`, `thread` and `body` of a conversation that is new with this turn. On return the turn is on
@@ -154,11 +174,11 @@ class HistoryStore:
                 found = self._insert(name, now, **about)
             turn = self._add_turn(self._nearest(found.head, whole), whole)
             self._db.execute(
-                "UPDATE conversations SET head = ?, tokens = ?, active = ? WHERE number = ?",
-                (turn, len(whole.tokens), now, found.number),
+                "UPDATE conversations SET head = ?, tokens = ?, active = ?, salt = ? WHERE number = ?",
+                (turn, len(whole.tokens), now, salt, found.number),
             )
             self._prune(found.head)
-        return replace(found, head=turn, tokens=len(whole.tokens), active=now)
+        return replace(found, head=turn, tokens=len(whole.tokens), active=now, salt=salt)
 
     # -- conversations
 
@@ -206,10 +226,10 @@ class HistoryStore:
             self._need_free(new, now)
             fork = self._insert(new, now, parent=name.id)
             self._db.execute(
-                "UPDATE conversations SET head = ?, tokens = ? WHERE number = ?",
-                (source.head, source.tokens, fork.number),
+                "UPDATE conversations SET head = ?, tokens = ?, salt = ? WHERE number = ?",
+                (source.head, source.tokens, source.salt, fork.number),
             )
-        return replace(fork, head=source.head, tokens=source.tokens)
+        return replace(fork, head=source.head, tokens=source.tokens, salt=source.salt)
 
     def change(self, name: Name, now: float, **values: float | None) -> Conversation:
         """Sets `ttl`, `history_ttl` or `pinned_until`. Raises RequestError (404)."""
@@ -221,12 +241,17 @@ class HistoryStore:
             )
         return found
 
-    def delete(self, name: Name, now: float) -> Conversation:
-        """Forgets the conversation and returns what it was. Raises RequestError (404)."""
+    def delete(self, name: Name, now: float) -> Gone:
+        """Forgets the conversation. Raises RequestError (404)."""
         with self._transaction(now):
-            gone = self.get(name, now)
-            self._remove(gone)
-        return gone
+            conversation = self.get(name, now)
+            past = self._load(conversation.head)
+            own = self._remove(conversation)
+        if past is None:
+            return Gone(array("i"), 0, conversation.salt)
+        line, tokens = list(past.lineage()), past.transcript().tokens
+        shared = 0 if own == len(line) else min((turn.kept for turn in line[:own]), default=len(tokens))
+        return Gone(tokens, shared, conversation.salt)
 
     # -- within
 
@@ -316,22 +341,28 @@ class HistoryStore:
             turn = PastTurn(turn, tuple(json.loads(messages)), kept, _unpacked(tokens), text_kept, text, inside)
         return turn
 
-    def _remove(self, conversation: Conversation) -> None:
+    def _remove(self, conversation: Conversation) -> int:
+        """Returns how many turns went with it."""
         self._db.execute("DELETE FROM conversations WHERE number = ?", (conversation.number,))
-        self._prune(conversation.head)
+        return self._prune(conversation.head)
 
-    def _prune(self, turn: int | None) -> None:
-        """Deletes the turn and those before it as far as neither a conversation nor another turn needs them."""
+    def _prune(self, turn: int | None) -> int:
+        """Deletes the turn and those before it as far as neither a conversation nor another turn needs them.
+
+        Returns how many.
+        """
+        deleted = 0
         while turn is not None:
             needed = self._db.execute(
                 "SELECT 1 FROM conversations WHERE head = :turn UNION ALL SELECT 1 FROM turns WHERE parent = :turn",
                 {"turn": turn},
             )
             if needed.fetchone() is not None:
-                return
+                return deleted
             (parent,) = self._db.execute("SELECT parent FROM turns WHERE number = ?", (turn,)).fetchone()
             self._db.execute("DELETE FROM turns WHERE number = ?", (turn,))
-            turn = parent
+            turn, deleted = parent, deleted + 1
+        return deleted
 
     def _expire(self, now: float) -> None:
         """Deletes what outlived its TTL; it is invisible already, so now and then is enough."""

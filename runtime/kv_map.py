@@ -13,14 +13,15 @@ LOOK_INTERVAL_S = 0.25
 class KVMap:
     """The loop tells one stretch at a time, so that many conversations never cost it a long pause.
 
-    `chunk_tokens`: of every chunk; 0 before the first answer.
+    chunk_tokens    of every chunk; 0 before the first answer
+    following       the stretch to be asked for next; 0: a round of answers is whole
     """
 
     def __init__(self) -> None:
         self.chunk_tokens = 0
         self._by_id: dict[str, ConversationKV] = {}
         self._round: set[str] = set()  # those told of since the loop last began with the first
-        self._following = 0
+        self.following = 0
         self._due = float("-inf")
 
     def due(self, now: float) -> Look | None:
@@ -28,11 +29,11 @@ class KVMap:
         if now < self._due:
             return None
         self._due = now + LOOK_INTERVAL_S
-        return Look(self._following)
+        return Look(self.following)
 
     def take(self, stretch: Residency) -> None:
         """The loop's answer. Who has not been in a whole round of answers is gone."""
-        self.chunk_tokens, self._following = stretch.chunk_tokens, stretch.following
+        self.chunk_tokens, self.following = stretch.chunk_tokens, stretch.following
         told = {entry.conversation: entry for entry in stretch.conversations}
         self._by_id |= told
         self._round |= told.keys()
@@ -40,6 +41,10 @@ class KVMap:
             for gone in self._by_id.keys() - self._round:
                 del self._by_id[gone]
             self._round = set()
+
+    def find(self, name: str) -> ConversationKV | None:
+        """By the loop's own name (`histories.kv_name`). None: it has not been active since the loop began."""
+        return self._by_id.get(name)
 
     def of(self, owner: str) -> Iterator[ConversationKV]:
         """The owner's conversations, the latest first, by the names that the owner knows (`histories.kv_name`)."""

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Callable
 
 from ..scheduler.plan import StepPlan
 from .device import TransferSeconds
 from .messages import LoopStats, PowerCounts
+from .trace_file import TraceFile
 
 
 class Stopwatch:
-    """Adds up the seconds of its `with` blocks, which do not nest."""
+    """Adds up the seconds of its `with` blocks, which do not nest. `report` is told of each: (start, end)."""
 
-    __slots__ = ("_since", "seconds")
+    __slots__ = ("_report", "_since", "seconds")
 
-    def __init__(self) -> None:
+    def __init__(self, report: Callable[[float, float], None] | None = None) -> None:
+        self._report = report
         self.seconds = self._since = 0.0
 
     def __enter__(self) -> None:
         self._since = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        self.seconds += time.perf_counter() - self._since
+        now = time.perf_counter()
+        self.seconds += now - self._since
+        if self._report is not None:
+            self._report(self._since, now)
 
 
 class Sizes:
@@ -42,32 +49,56 @@ class Sizes:
         return PowerCounts(tuple(self._counts), self._total)
 
 
-class LoopCounters:
-    """Written by the loop's thread. `plan`, `launch`, `wait` and `apply` time these parts of its steps."""
+PARTS = ("plan", "launch", "wait", "apply", "send")
 
-    def __init__(self) -> None:
-        self.plan, self.launch, self.wait, self.apply = (Stopwatch() for _ in range(4))
-        self._steps = self._in_flight = 0
+
+class LoopCounters:
+    """Written by the loop's thread. `plan`, `launch`, `wait`, `apply` and `send` time these parts of its steps."""
+
+    def __init__(self, trace: TraceFile | None = None) -> None:
+        self._trace = trace
+        self.plan, self.launch, self.wait, self.apply, self.send = map(self._stopwatch, PARTS)
+        self._steps = 0
+        self._in_flight: deque[bool] = deque()  # whether the device has anything to do, by plan
         self._tokens, self._requests = Sizes(), Sizes()
         self._busy = self._busy_since = 0.0
 
+    def _stopwatch(self, part: str) -> Stopwatch:
+        """Without a trace nothing but a comparison is done for it."""
+        trace = self._trace
+        if trace is None:
+            return Stopwatch()
+
+        def report(start: float, end: float) -> None:
+            coming = part in ("plan", "launch")
+            trace.part(
+                part, start, end, self._steps + 1 if coming else self._steps - sum(self._in_flight) + (part == "wait")
+            )
+
+        return Stopwatch(report)
+
+    def launching(self, plan: StepPlan) -> None:
+        """To be told before the plan is handed to the device."""
+        if self._trace is not None:
+            self._trace.launched(plan)
+
     def launched(self, plan: StepPlan) -> None:
-        """To be told when the plan is handed to the device."""
-        if not self._in_flight:
+        """To be told when the plan is handed to the device. One that only awaits the disk counts as no step."""
+        works = bool(plan.tokens or plan.copies)
+        if works and not any(self._in_flight):
             self._busy_since = time.perf_counter()
-        self._in_flight += 1
-        self._steps += 1
+        self._in_flight.append(works)
+        self._steps += works
         if plan.tokens:
             self._tokens.add(plan.tokens)
             self._requests.add(len(plan.generate) + len({span.seat for span in plan.spans}))
 
     def finished(self) -> None:
         """To be told when the oldest plan's result is here."""
-        self._in_flight -= 1
-        if not self._in_flight:
+        if self._in_flight.popleft() and not any(self._in_flight):
             self._busy += time.perf_counter() - self._busy_since
 
     def read(self, transfers: TransferSeconds) -> LoopStats:
-        busy = self._busy + (time.perf_counter() - self._busy_since if self._in_flight else 0.0)
-        parts = {name: getattr(self, name).seconds for name in ("plan", "launch", "wait", "apply")}
+        busy = self._busy + (time.perf_counter() - self._busy_since if any(self._in_flight) else 0.0)
+        parts = {name: getattr(self, name).seconds for name in PARTS}
         return LoopStats(self._steps, parts, self._tokens.read(), self._requests.read(), busy, *transfers)

@@ -13,7 +13,8 @@ POOL_SETTINGS = {Tier.GPU: "--gpu-kv-chunks", Tier.HOST: "--host-kv-chunks"}
 GIB = 2**30
 
 CUDA_ALLOWANCE = 2 * GIB
-"""Of a GPU: its context, the libraries' work spaces, compiled kernels, and the captured graphs themselves."""
+"""Of a GPU: its context, the libraries' work spaces, compiled kernels, the captured graphs themselves, and what copies
+in eight bits pass through (`coded_copies.HALF_BYTES`, four times)."""
 
 # Bytes of a logit beside those that the engine makes. While its row is drawn: float32 gathered, sorted and again for
 # the sort, ids twice, and in float64 what `sampler.draw` makes of it (weights, their sums, what is compared). While

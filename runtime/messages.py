@@ -9,6 +9,7 @@ All are plain picklable data.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -48,9 +49,13 @@ class Fork(NamedTuple):
 
 
 class Forget(NamedTuple):
-    """The conversation claims no KV any more. The loop may not know it."""
+    """The conversation claims no KV any more, and nobody may read what was its own: of its log of `tokens` with this
+    salt what is behind the first `shared` tokens. The loop may not know it, but have its KV on disk."""
 
     conversation: str
+    tokens: array[int]
+    shared: int
+    salt: bytes
 
 
 class Keep(NamedTuple):
@@ -89,6 +94,30 @@ class KVCounters(NamedTuple):
     swap_out: int = 0
 
 
+class DiskCounters(NamedTuple):
+    """Of one rank's disk tier since the start, in records; `saving`, `loading` and `full` are of now.
+
+    saving, loading     on their way to the disk and from it
+    saving_seconds, loading_seconds
+                        from the plan that asked for it to its end, summed over records
+    rejected            records that were read and are not intact, or another's
+    errors              times the system refused to read, write, or make room
+    full                1 while nothing is saved because the disk is full
+    """
+
+    saving: int = 0
+    loading: int = 0
+    saved: int = 0
+    loaded: int = 0
+    saved_bytes: int = 0
+    loaded_bytes: int = 0
+    saving_seconds: float = 0.0
+    loading_seconds: float = 0.0
+    rejected: int = 0
+    errors: int = 0
+    full: int = 0
+
+
 class PowerCounts(NamedTuple):
     """A histogram: `counts[k]` sizes were above 2**(k-1) and at most 2**k; together they are `total`."""
 
@@ -103,7 +132,7 @@ NO_SIZES = PowerCounts()
 class LoopStats:
     """Of the loop and its device, since the start; times in seconds.
 
-    parts               the loop's own time by part of a step: plan, launch, wait, apply
+    parts               the loop's own time by part of a step: plan, launch, wait, apply, send
     tokens, requests    sizes of the steps that computed anything
     busy                time with work on the device, as the loop sees it: from a launch until nothing is in flight
     swap_in, swap_out   the link's time, by direction
@@ -133,6 +162,7 @@ class StepMessage:
     refusals: tuple[Refusal, ...] = ()
     stats: SchedulerStats | None = None
     copied: KVCounters | None = None
+    disk: DiskCounters | None = None
     loop: LoopStats | None = None
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from ..scheduler.types import SchedulerStats, Usage
-from .messages import KVCounters, LoopStats, PowerCounts
+from .messages import DiskCounters, KVCounters, LoopStats, PowerCounts
 
 SOURCES = tuple(field.name for field in fields(Usage))
 FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 20, 40, 80)
@@ -27,13 +27,15 @@ EVICTION_VALUES = range(-24, 6, 2)
 class Metrics(Collector):
     """Written by one thread, the event loop's; read whole at each scrape.
 
-    `stats`, `copied` and `loop` are the loop's latest, already counted since the start. `generation_tokens` counts
-    tokens as they arrive, those that run on behind a stop string included. Names are vLLM's where the meaning is.
+    `stats`, `copied`, `disk` and `loop` are the loop's latest, already counted since the start. `generation_tokens`
+    counts tokens as they arrive, those that run on behind a stop string included. Names are vLLM's where the meaning
+    is.
     """
 
     def __init__(self) -> None:
         self.stats = SchedulerStats()
         self.copied = KVCounters()
+        self.disk = DiskCounters()
         self.loop = LoopStats()
         self.prompt_tokens = dict.fromkeys(SOURCES, 0)
         self.generation_tokens = 0
@@ -93,6 +95,7 @@ class Metrics(Collector):
         yield _counters("pensieve:prefix_cache_hits", "Prompt tokens found in the cache, by tier", "tier", hits)
         yield _counters("pensieve:requests", "Requests ended, by how", "finish", self.finished)
         yield from self._cache()
+        yield from self._disk()
         yield from self._steps()
 
     def _cache(self) -> Iterator[Metric]:
@@ -125,6 +128,7 @@ class Metrics(Collector):
                 evictions.add_metric([tier, reason], count)
         yield evictions
         yield _eviction_values(stats)
+        yield from _choices(stats)
         yield CounterMetricFamily(
             "pensieve:kv_dropped_chunks", "Chunks that were left in no tier, for whatever reason", value=stats.dropped
         )
@@ -133,6 +137,24 @@ class Metrics(Collector):
             "Tokens computed again within a minute after their chunk was dropped",
             value=stats.regret_tokens,
         )
+
+    def _disk(self) -> Iterator[Metric]:
+        """What the disk tier says of itself; zeros without one."""
+        disk = self.disk
+        for name, text, saved, loaded in (
+            ("records", "Chunks written to disk and read from it", disk.saved, disk.loaded),
+            ("bytes", "Bytes of KV written to disk and read from it", disk.saved_bytes, disk.loaded_bytes),
+            ("seconds", "From being asked for to being done, of all chunks", disk.saving_seconds, disk.loading_seconds),
+        ):
+            yield _counters(f"pensieve:kv_disk_{name}", text, "direction", {"save": saved, "load": loaded})
+        queue = GaugeMetricFamily("pensieve:kv_disk_queue", "Chunks on their way", labels=["direction"])
+        queue.add_metric(["save"], disk.saving)
+        queue.add_metric(["load"], disk.loading)
+        yield queue
+        faults = {"system": disk.errors, "rejected": disk.rejected}
+        text = "Refusals of the system, and records that were not what they should be"
+        yield _counters("pensieve:kv_disk_faults", text, "kind", faults)
+        yield GaugeMetricFamily("pensieve:kv_disk_full", "1 while nothing is saved for want of room", value=disk.full)
 
     def _steps(self) -> Iterator[Metric]:
         """What the loop says of its steps and copies."""
@@ -175,6 +197,21 @@ def _eviction_values(stats: SchedulerStats) -> Metric:
         buckets=_buckets(stats.eviction_values, EVICTION_VALUES),
         sum_value=stats.eviction_value_sum,
     )
+
+
+def _choices(stats: SchedulerStats) -> Iterator[Metric]:
+    text = "Chunks on HOST, by whether they were loaded or computed again"
+    chunks = {choice: parts["chunks"] for choice, parts in stats.choices.items()}
+    yield _counters("pensieve:kv_choice_chunks", text, "choice", chunks)
+    seconds = CounterMetricFamily(
+        "pensieve:kv_choice_predicted_seconds",
+        "What either way was predicted to take for them; what loading took is in kv_link_seconds",
+        labels=["choice", "way"],
+    )
+    for choice, parts in stats.choices.items():
+        for way in ("load", "recompute"):
+            seconds.add_metric([choice, way], parts[way])
+    yield seconds
 
 
 def _buckets(counts: Mapping[int, int], exponents: range) -> list[tuple[str, float]]:

@@ -146,7 +146,8 @@ class Answer(Response):
         reply = next(iter(replies.values()))
         text = "".join(reply.texts)
         answer = reply.message if self._call.chat else None
-        await turn.commit(reply.tokens, text, answer, self._call.writer.stored(list(replies.values())))
+        salt = self._call.requests[0].salt
+        await turn.commit(reply.tokens, text, answer, salt, self._call.writer.stored(list(replies.values())))
 
 
 async def _hang_up_with_client(receive: Receive, stream: OutputStream) -> None:
@@ -211,7 +212,7 @@ def create_app(
         body = parse(ResponseBody, await request.body())
         return Answer(await calls.response(body, arrived, owner_of(request)), client, tokenizer, tracing)
 
-    add_conversations(app, histories)
+    add_conversations(app, histories, client)
     add_responses(app, histories)
     add_tokenize(app, ready, tokenizer)
     add_ui(app, client)

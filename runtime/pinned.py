@@ -23,10 +23,14 @@ class Records(NamedTuple):
     slots: int
     record: int
 
-    def addresses(self, slots: np.ndarray, offset: int) -> np.ndarray:
-        """[n] uint64: of the byte `offset` of each slot's record. InvariantError for a slot that does not exist."""
+    def check(self, slots: np.ndarray) -> None:
+        """InvariantError for a slot that does not exist."""
         if len(slots) and not 0 <= slots.min() <= slots.max() < self.slots:
             raise InvariantError(f"slots {slots.min()} to {slots.max()} of a pool of {self.slots} are to be copied")
+
+    def addresses(self, slots: np.ndarray, offset: int) -> np.ndarray:
+        """[n] uint64: of the byte `offset` of each slot's record. InvariantError for a slot that does not exist."""
+        self.check(slots)
         piece, index = np.divmod(slots.astype(np.int64), self.slots_a_piece)
         return self.pieces[piece] + (index * self.record + offset).astype(np.uint64)
 

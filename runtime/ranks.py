@@ -75,7 +75,7 @@ class Ranks:
         except BaseException as error:  # carried to all ranks, which raise it
             log.exception("rank %d failed", self.rank)
             failure = (None, describe(error))
-        for rank, failed in enumerate(self._messages.allgather(failure)):
+        for rank, failed in enumerate(self.gather(failure)):
             if failed is not None:
                 setting, message = failed
                 error = SettingError(setting, message) if setting else RankFailed(f"rank {rank}: {message}")
@@ -84,13 +84,17 @@ class Ranks:
                 raise error
         return result  # type: ignore[return-value]
 
+    def gather(self, value: T) -> list[T]:
+        """Of all ranks, in their order."""
+        return self._messages.allgather(value)
+
     def smallest(self, *values: int) -> tuple[int, ...]:
         """Of each value, the smallest of all ranks."""
-        return tuple(map(min, zip(*self._messages.allgather(values), strict=True)))
+        return tuple(map(min, zip(*self.gather(values), strict=True)))
 
     def check_equal(self, setting: str, what: str, value: str) -> None:
         """SettingError, on rank 0, unless `value` is the same everywhere."""
-        values = self._messages.allgather(value)
+        values = self.gather(value)
         for rank, other in enumerate(values):
             if self.rank == 0 and other != values[0]:
                 raise SettingError(setting, f"rank {rank} has another {what} than rank 0: {other}, not {values[0]}")

@@ -8,14 +8,14 @@ from __future__ import annotations
 import pickle
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ..scheduler.plan import NO_TICKETS, Join, StepPlan, StepResult, Tickets
-from ..scheduler.types import GREEDY, RequestId, RowId
+from ..scheduler.types import GREEDY, DiskRecord, RequestId, RowId
 from .executor import Executor
 from .ranks import OVERDUE_SECONDS, RankFailed, Ranks, pause
 
@@ -103,6 +103,17 @@ class Reports:
                 answers.kind = kind
 
 
+class _Sent(NamedTuple):
+    step: int
+    erases: bool
+
+
+def on_all(records: Sequence[Sequence[DiskRecord]]) -> list[DiskRecord]:
+    """Of each rank's, rank 0's that every rank has: parts of the same chunk in the same slot."""
+    others = [{(record.slot, record.key, record.end) for record in of_rank} for of_rank in records[1:]]
+    return [record for record in records[0] if all((record.slot, record.key, record.end) in there for there in others)]
+
+
 class RankedExecutor(Executor):
     """Rank 0's. What fails on another rank is raised by the next `wait`, as RankFailed."""
 
@@ -110,24 +121,31 @@ class RankedExecutor(Executor):
         """The rest as `Executor`."""
         super().__init__(*arguments, **settings)
         self._ranks, self._reports = ranks, Reports(ranks.size - 1)
-        self._steps: deque[int] = deque([0])  # in flight, behind the last one waited for
+        self._records = on_all(ranks.gather(super().disk_records()))
+        self._plans: deque[_Sent] = deque([_Sent(0, False)])  # in flight, behind the last one waited for
         self._broken = False
+
+    def disk_records(self) -> list[DiskRecord]:
+        """Those that all ranks have."""
+        return self._records
 
     def launch(self, plan: StepPlan) -> None:
         with self._noting_failure():
             self._ranks.send(pack(plan))
-            self._steps.append(plan.step)
+            self._plans.append(_Sent(plan.step, bool(plan.erased)))
             super().launch(plan)
 
     def wait(self) -> StepResult:
         with self._noting_failure():
-            before, step = self._steps[0], self._steps[1]
-            self._poll_until(self.done, lambda: f"step {step} is not complete")
+            before, plan = self._plans[0].step, self._plans[1]
+            self._poll_until(self.done, lambda: f"step {plan.step} is not complete")
             result = super().wait()
-            self._steps.popleft()
+            self._plans.popleft()
+            # What is erased must be so everywhere before anybody writes there again.
+            due = plan.step if plan.erases else before
             self._poll_until(
-                lambda: not self._reports.late(before),
-                lambda: f"ranks {self._reports.late(before)} have not reported step {before}",
+                lambda: not self._reports.late(due),
+                lambda: f"ranks {self._reports.late(due)} have not reported step {due}",
             )
             return self._reports.merged(result)
 
@@ -161,7 +179,11 @@ class RankedExecutor(Executor):
 
 
 def follow(ranks: Ranks, executor: Executor) -> None:
-    """Another rank's loop: obeys and reports until rank 0 ends it, then closes the executor. Raises what breaks."""
+    """Another rank's loop: obeys and reports until rank 0 ends it, then closes the executor. Raises what breaks.
+
+    Begins when rank 0 makes its executor.
+    """
+    ranks.gather(executor.disk_records())
     while True:
         if executor.done():
             ranks.report(report_of(executor.wait()))

@@ -9,6 +9,7 @@ told.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -39,6 +40,7 @@ from .messages import (
     Submit,
     ToHTTP,
 )
+from .trace_file import TraceFile
 
 log = logging.getLogger(__name__)
 
@@ -49,9 +51,12 @@ IDLE_CHECK_S = 1.0  # after so long without anything to do the books are checked
 
 
 class Service:
-    """`connection` is the HTTP process's pipe; the scheduler and the executor are this loop's own from here on."""
+    """`connection` is the HTTP process's pipe; the scheduler, the executor and the trace are this loop's own from here
+    on."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, connection: Connection):
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, connection: Connection, trace: TraceFile | None = None
+    ):
         self._scheduler, self._executor = scheduler, executor
         self._inbox: SimpleQueue[FromHTTP] = SimpleQueue()
         self._outbox: SimpleQueue[ToHTTP | None] = SimpleQueue()
@@ -59,7 +64,8 @@ class Service:
         self._writer = threading.Thread(target=_write, args=(connection, self._outbox), name="outbox", daemon=True)
         self._drain_until = float("inf")
         self._stats_due = 0.0
-        self._counters = LoopCounters()
+        self._trace = trace
+        self._counters = LoopCounters(trace)
 
     def drain(self, seconds: float) -> None:
         """Accepts nothing more, finishes what runs within `seconds`, then ends `run`. Safe in a signal handler."""
@@ -78,6 +84,7 @@ class Service:
                 with self._counters.plan:
                     plan = self._scheduler.next_plan(time.monotonic())
                 if plan is not None:
+                    self._counters.launching(plan)
                     with self._counters.launch:
                         self._executor.launch(plan)
                     self._counters.launched(plan)
@@ -92,6 +99,8 @@ class Service:
             self._outbox.put(None)
             self._writer.join()
             self._executor.close()
+            if self._trace is not None:
+                self._trace.close()
 
     def _refuse_expired(self) -> None:
         """Requests that have waited longer than `queue_timeout` are sent away."""
@@ -109,7 +118,8 @@ class Service:
         with self._counters.apply:
             applied = self._scheduler.apply(result, time.monotonic())
         if applied.requests or applied.prompt_logprobs or time.monotonic() >= self._stats_due:
-            self._send(applied)
+            with self._counters.send:
+                self._send(applied)
 
     def _wait_for_news(self) -> None:
         """Nothing to do: sleeps until a message comes, with one look at the books.
@@ -123,7 +133,14 @@ class Service:
             self._send(Applied())
             if draining == float("inf") and self._scheduler.idle:
                 self._scheduler.check()
-                self._take(self._inbox.get())
+                self._sleep()
+
+    def _sleep(self) -> None:
+        """Until a message comes, or until the scheduler wants to be asked though none does."""
+        wake_at = self._scheduler.wake_at
+        seconds = None if wake_at == float("inf") else max(0.0, wake_at - time.monotonic())
+        with contextlib.suppress(Empty):
+            self._take(self._inbox.get(timeout=seconds))
 
     def _take(self, message: FromHTTP) -> None:
         now = time.monotonic()
@@ -141,7 +158,9 @@ class Service:
             case Finish(request, tokens):
                 output = self._scheduler.finish(request, tokens, now)
                 self._send(Applied(events=[output] if output else []))
-            case Fork() | Forget() | Keep():
+            case Forget():
+                self._forget(message)
+            case Fork() | Keep():
                 self._change_conversation(message, now)
             case Look(start):
                 self._outbox.put(self._scheduler.residency(start, LOOKED_AT))
@@ -150,7 +169,15 @@ class Service:
                 self._drain_until = min(self._drain_until, now + seconds)
                 self._outbox.put(Draining())
 
-    def _change_conversation(self, message: Fork | Forget | Keep, now: float) -> None:
+    def _forget(self, message: Forget) -> None:
+        """Of a conversation that has not been active since the start records may be on disk all the same."""
+        if self._scheduler.has_conversation(message.conversation):
+            self._scheduler.delete(message.conversation)
+        else:
+            keys = self._scheduler.keys(message.tokens, message.salt)
+            self._scheduler.erase_keys(keys[message.shared // self._scheduler.config.chunk_tokens :])
+
+    def _change_conversation(self, message: Fork | Keep, now: float) -> None:
         """The history store knows every conversation, the scheduler those that have been active since the start."""
         if not self._scheduler.has_conversation(message.conversation):
             return
@@ -158,33 +185,34 @@ class Service:
             case Fork(conversation, new):
                 if not self._scheduler.has_conversation(new):
                     self._scheduler.fork(conversation, new, now)
-            case Forget(conversation):
-                self._scheduler.delete(conversation)
             case Keep(conversation, ttl, pinned):
                 self._scheduler.keep(conversation, ttl, now + pinned, now)
 
     def _drained(self) -> bool:
-        """Whether to end: nothing is left to do, or its time is up; whoever is still open is told."""
+        """Whether to end: nothing is left to do or to save, or its time is up; whoever is still open is told."""
         if self._drain_until == float("inf"):
             return False
         open_requests = self._scheduler.open_requests()
-        if open_requests and time.monotonic() < self._drain_until:
+        if (open_requests or self._scheduler.saving) and time.monotonic() < self._drain_until:
             return False
         for request in open_requests:
             self._scheduler.abort(request, time.monotonic())
         if open_requests:
             log.warning("shut down with %d requests unfinished", len(open_requests))
+        if self._scheduler.saving:
+            log.warning("shut down before all KV was saved to disk")
         self._send(Applied(events=[Output(request, finish=FinishReason.ABORT) for request in open_requests]))
         return True
 
     def _send(self, applied: Applied) -> None:
         """One message to the HTTP process; statistics ride along when something began or ended, and every so often."""
-        stats = copied = loop = None
+        stats = copied = disk = loop = None
         if applied.events or not applied.requests or time.monotonic() >= self._stats_due:
             self._stats_due = time.monotonic() + STATS_INTERVAL_S
             stats, copied = self._scheduler.stats(), self._executor.copied_bytes
+            disk = self._executor.disk_counters
             loop = self._counters.read(self._executor.transfer_seconds())
-        message = StepMessage(applied.requests, applied.tokens, tuple(applied.events), (), stats, copied, loop)
+        message = StepMessage(applied.requests, applied.tokens, tuple(applied.events), (), stats, copied, disk, loop)
         if applied.logprobs or applied.prompt_logprobs:
             message = replace(message, logprobs=applied.logprobs, prompt_logprobs=applied.prompt_logprobs)
         self._outbox.put(message)

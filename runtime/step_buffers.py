@@ -22,17 +22,19 @@ from .step_inputs import NOT_WRITTEN, StepInputs
 
 LARGEST_CAPTURED = 1024  # tokens
 _ALIGNMENT = 16  # bytes, of every array in the staging buffer
+STAGED = 4  # buffers: more than steps in flight, so that nobody waits for one
 _WIDE_STEP = 64  # tokens; sizes beyond the list are multiples of it, or every size would compile kernels of its own
 
 Array = TypeVar("Array", np.ndarray, Tensor)
 
 
 class Shape(NamedTuple):
-    """Of a padded batch."""
+    """Of a padded batch. `generation`: no segment has more than one token, which attention's smallest tiles hold."""
 
     tokens: int
     segments: int
     rows: int
+    generation: bool = False
 
     @property
     def words(self) -> int:
@@ -52,11 +54,12 @@ class Shapes:
         self._sizes = sizes[: bisect_left(sizes, most_tokens) + 1]
         self.most_tokens = self._padded(most_tokens)
         self.most_segments = self._segments(self.most_tokens)
-        self.captured = tuple(self._shape(size) for size in self._sizes)
+        generated = [self._shape(size, True) for size in self._sizes if size <= self._padded(seats)]
+        self.captured = (*generated, *(self._shape(size, False) for size in self._sizes))
 
-    def of(self, tokens: int, rows: int) -> Shape:
+    def of(self, tokens: int, rows: int, generation: bool = False) -> Shape:
         """That of a batch; one with more rows than seats has a shape of its own."""
-        shape = self._shape(self._padded(tokens))
+        shape = self._shape(self._padded(tokens), generation)
         return shape._replace(rows=max(shape.rows, rows))
 
     def _padded(self, tokens: int) -> int:
@@ -64,8 +67,9 @@ class Shapes:
             return self._sizes[bisect_left(self._sizes, tokens)]
         return -(-tokens // _WIDE_STEP) * _WIDE_STEP
 
-    def _shape(self, tokens: int) -> Shape:
-        return Shape(tokens, self._segments(tokens), min(tokens, self._seats))
+    def _shape(self, tokens: int, generation: bool) -> Shape:
+        segments = tokens if generation else self._segments(tokens)
+        return Shape(tokens, segments, min(tokens, self._seats), generation)
 
     def _segments(self, tokens: int) -> int:
         """Every segment has a token; and of a seat's segments in one step all but the first and the last lie between
@@ -90,7 +94,7 @@ class Batch(NamedTuple):
 
 def batch_views(words: Array, shape: Shape) -> Batch:
     """The parts of `words` [shape.words] int32, which lie in it one behind the other."""
-    tokens, _, rows = shape
+    tokens, rows = shape.tokens, shape.rows
     columns = [words[first : first + tokens] for first in range(0, 4 * tokens, tokens)]
     end = shape.words - rows
     return Batch(*columns, words[4 * tokens : end].reshape(-1, 5), words[end : shape.words])
@@ -132,15 +136,45 @@ def sampling_arrays(sampling: SamplingInputs) -> list[np.ndarray]:
     return arrays
 
 
+class Staging:
+    """Pinned buffers that are written in turn, each only once the device has passed what was issued with it."""
+
+    def __init__(self, pinned: bool):
+        self._pinned = pinned
+        self._buffers = [torch.empty(0, dtype=torch.int32) for _ in range(STAGED)]
+        self._passed: list[torch.cuda.Event | None] = [None] * STAGED
+        self._turn = 0
+
+    def take(self, words: int) -> Tensor:
+        """[words] int32 to be written, read by what is issued next, and let go of by `issued`."""
+        self._turn = (self._turn + 1) % STAGED
+        if (event := self._passed[self._turn]) is not None and not event.query():
+            event.synchronize()
+        if len(self._buffers[self._turn]) < words:
+            self._buffers[self._turn] = torch.empty(2 * words, dtype=torch.int32, pin_memory=self._pinned)
+        return self._buffers[self._turn][:words]
+
+    def issued(self) -> None:
+        """The buffer taken last is used by nothing that comes on the current stream from here on."""
+        if self._pinned:
+            event = self._passed[self._turn] = self._passed[self._turn] or torch.cuda.Event()
+            event.record()
+
+
 class StepBuffers:
     """One batch at a time, on `device`. Everything happens on the current stream, in its order."""
 
     def __init__(self, shapes: Shapes, device: torch.device | str):
         self._shapes, self._device = shapes, torch.device(device)
-        self._pinned = self._device.type == "cuda"
+        self._copy = Tensor.copy_
+        if self._device.type == "cuda":
+            from ..plugins.host_copy_kernel import copy_words  # Triton comes with CUDA only
+
+            self._copy = copy_words
+        self._staging = Staging(self._device.type == "cuda")
         largest = shapes.of(shapes.most_tokens, shapes.most_tokens)
         self._words = torch.zeros(largest.words, dtype=torch.int32, device=device)
-        self._others = torch.empty(0, dtype=torch.uint8, device=device)
+        self._others = torch.empty(0, dtype=torch.int32, device=device)
         self._placed: dict[int, Tensor] = {}
 
     def batch(self, shape: Shape) -> Batch:
@@ -155,36 +189,34 @@ class StepBuffers:
         return batch
 
     def upload(self, inputs: StepInputs) -> Shape:
-        """Brings the whole of it to the device, asynchronously.
-
-        The staging buffer is not written again while it is read: it goes back to torch's cache of pinned memory, which
-        gives it away again once what was enqueued with it is done.
-        """
-        shape = self._shapes.of(len(inputs.token_ids), len(inputs.sample_rows))
+        """Brings the whole of it to the device, asynchronously."""
+        tokens = len(inputs.token_ids)
+        shape = self._shapes.of(tokens, len(inputs.sample_rows), generation=inputs.generated == tokens)
         # Indices as torch wants them, so that nothing is converted there.
         cells, seats = inputs.block_cells.astype(np.int64), inputs.sample_seats.astype(np.int64)
         arrays = [cells, inputs.block_slots, seats, *sampling_arrays(inputs.sampling)]
         fixed = shape.words * 4
         begins, end = place_arrays(arrays, fixed)
-        first = begins[0]
-        staging = torch.empty(end, dtype=torch.uint8, pin_memory=self._pinned)
-        view = staging.numpy()
+        first, last = begins[0] // 4, -(-end // 4)
+        staging = self._staging.take(last)
+        view = staging.numpy().view(np.uint8)
         lay_out(inputs, shape, view[:fixed].view(np.int32))
         for begin, array in zip(begins, arrays, strict=True):
             view[begin : begin + array.nbytes].view(array.dtype)[:] = array.ravel()
 
-        if end - first > len(self._others):
-            self._others = torch.empty(2 * (end - first), dtype=torch.uint8, device=self._device)
-        self._words[: shape.words].copy_(staging[:fixed].view(torch.int32), non_blocking=True)
-        self._others[: end - first].copy_(staging[first:], non_blocking=True)
-        placed = [self._view(begin - first, array) for begin, array in zip(begins, arrays, strict=True)]
+        if last - first > len(self._others):
+            self._others = torch.empty(2 * (last - first), dtype=torch.int32, device=self._device)
+        self._copy(self._words[: shape.words], staging[: shape.words])
+        self._copy(self._others[: last - first], staging[first:])
+        self._staging.issued()
+        placed = [self._view(begin - begins[0], array) for begin, array in zip(begins, arrays, strict=True)]
         self.block_cells, self.block_slots, self.sample_seats = placed[:3]
         self._placed = {id(array): tensor for array, tensor in zip(arrays[3:], placed[3:], strict=True)}
         return shape
 
     def _view(self, begin: int, array: np.ndarray) -> Tensor:
         dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
-        return self._others[begin : begin + array.nbytes].view(dtype).view(array.shape)
+        return self._others.view(torch.uint8)[begin : begin + array.nbytes].view(dtype).view(array.shape)
 
     def place(self, array: np.ndarray) -> Tensor:
         """An array of the last uploaded batch's sampling, on the device."""

@@ -57,7 +57,7 @@ class Transfers:
     """Issues copies and keeps the tickets of all lanes."""
 
     def __init__(self, device: Device, layers: int, group_layers: int, chunk_bytes: int, in_first: bool = False):
-        """layers, chunk_bytes: of a chunk's record; group_layers: so many layers of a gated swap-in share a gate.
+        """layers, chunk_bytes: of a record in HOST; group_layers: so many layers of a gated swap-in share a gate.
 
         in_first: swap-outs ahead of time wait for the swap-ins issued before them (for comparison: the link has both
         directions for itself).
@@ -78,7 +78,7 @@ class Transfers:
 
     @property
     def copied_bytes(self) -> KVCounters:
-        """Bytes handed to the device so far."""
+        """Bytes to go over the link, handed to the device so far."""
         return KVCounters(swap_in=self._copied[Lane.IN], swap_out=self._copied[Lane.OUT])
 
     def issue(self, plan: StepPlan) -> list[Ticket]:

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ..scheduler.plan import Lane
-from .device import TransferSeconds
+from .device import TransferSeconds, Work
+from .device_clock import DeviceClock, Event
 
 MOST_PENDING = 256  # then those that are complete are added up, whether or not anybody asks
-
-
-class Event(Protocol):
-    """As `torch.cuda.Event(enable_timing=True)`."""
-
-    def record(self, stream: Any) -> None: ...
-    def query(self) -> bool: ...
-    def elapsed_time(self, end: Any) -> float:
-        """Milliseconds from this event to `end`; both are complete. Negative if it came later."""
 
 
 class Wait(NamedTuple):
@@ -32,12 +24,14 @@ class _Copy(NamedTuple):
     lane: Lane
     start: Event
     end: Event
+    size: int
 
 
 class _Step(NamedTuple):
     waits: list[Wait]
     start: Event
     end: Event
+    size: int
 
 
 class TransferTimes:
@@ -51,16 +45,32 @@ class TransferTimes:
         self._waits: list[Wait] = []
         self._start: Event | None = None
         self._layers = 1
+        self._report: Callable[[Work], None] | None = None
+        self._clock: DeviceClock | None = None
+
+    def watch(self, report: Callable[[Work], None], synchronize: Callable[[Event], None]) -> None:
+        """From here on `read` tells of each copy and step, and steps that wait for nothing are timed too.
+
+        synchronize: waits for an event.
+        """
+        event = self._record(Lane.COMPUTE)
+        synchronize(event)
+        self._clock, self._report = DeviceClock(event), report
+
+    def seen(self, event: Event) -> None:
+        """The host has just seen that the event, which it was waiting for, has happened."""
+        if self._clock is not None:
+            self._clock.seen(event)
 
     def loaded(self, layers: int) -> None:
         """The engine has so many layers."""
         self._layers = layers
 
-    def copy(self, lane: Lane, issue: Callable[[], None]) -> None:
-        """Around the issuing of a copy."""
+    def copy(self, lane: Lane, size: int, issue: Callable[[], None]) -> None:
+        """Around the issuing of a copy of `size` bytes."""
         start = self._record(lane)
         issue()
-        self._enter(_Copy(lane, start, self._record(lane)))
+        self._enter(_Copy(lane, start, self._record(lane), size))
 
     def gated(self, layer: int, event: Event) -> None:
         """The next step waits for the event before that layer."""
@@ -71,25 +81,28 @@ class TransferTimes:
         self._start = self._start or self._record(Lane.COMPUTE)
         self._waits.append(Wait(0, event))
 
-    def step(self, issue: Callable[[], None]) -> None:
-        """Around the issuing of a step."""
-        if not self._waits:
+    def step(self, size: int, issue: Callable[[], None]) -> None:
+        """Around the issuing of a step of `size` tokens."""
+        if not self._waits and self._report is None:
             issue()
             return
         start = self._start or self._record(Lane.COMPUTE)
         issue()
-        self._enter(_Step(self._waits, start, self._record(Lane.COMPUTE)))
+        self._enter(_Step(self._waits, start, self._record(Lane.COMPUTE), size))
         self._waits, self._start = [], None
 
     def read(self) -> TransferSeconds:
         """Of what is complete."""
         while self._pending and self._pending[0].end.query():
             match self._pending.popleft():
-                case _Copy(lane, start, end):
+                case _Copy(lane, start, end, size):
                     self._seconds[lane] += _seconds(start, end)
-                case _Step(waits, start, end):
+                case _Step(waits, start, end, size):
+                    lane = Lane.COMPUTE
                     opened = [(layer, _seconds(start, event)) for layer, event in waits]
                     self._exposed += exposed_seconds(_seconds(start, end), self._layers, opened)
+            if self._report is not None and self._clock is not None:
+                self._report(Work(lane, self._clock.read(start), self._clock.read(end), size))
         return TransferSeconds(self._seconds[Lane.IN], self._seconds[Lane.OUT], self._exposed)
 
     def _record(self, lane: Lane) -> Event:

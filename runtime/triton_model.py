@@ -191,7 +191,7 @@ class Desk:
                     text, tokens = "", []
             now = time.perf_counter()
             if call.turn is not None:  # durable before its end is told
-                await call.turn.commit(reply.tokens, "".join(reply.texts), None)
+                await call.turn.commit(reply.tokens, "".join(reply.texts), None, call.requests[0].salt)
             end = end_tensors(asked, call, reply, self._chunk_tokens, now)
             visit.send(piece_tensors(text, tokens) | end, final=True)
         finally:

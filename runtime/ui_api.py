@@ -59,8 +59,8 @@ def _sender(file: File) -> Any:
 
 
 def _state(client: EngineClient, owner: str) -> dict[str, Any]:
-    """Counters since the start, which the page turns into rates, and (name, on the GPU, on the host, dropped) of each
-    conversation in chunks."""
+    """Counters since the start, which the page turns into rates, and (name, on the GPU, on the host, dropped, on disk)
+    of each conversation in chunks."""
     metrics = client.metrics
     stats = metrics.stats
     return {

@@ -5,17 +5,19 @@ from __future__ import annotations
 from array import array
 from bisect import insort
 from collections import deque
+from collections.abc import Sequence
 
+from .choices import Choices
 from .chunks import NO_SLOT, Chunk, ChunkStore
 from .config import SchedulerConfig
 from .conversations import Conversations
 from .copies import StepCopies
 from .cost import CostProfile
-from .plan import BlockUpdate, Join, Span, StepPlan
-from .planner import Finding, Planner
+from .plan import BlockUpdate, Join, Promotion, Span, Spill, StepPlan
+from .planner import Finding, OnDisk, Planner
 from .room import RoomMaker
 from .rows import Row, Turn, token_slice
-from .types import RowId
+from .types import ChunkKey, RowId
 
 LINK_PIECE_S = 2e-3  # the least link time that swap-ins may use in one step
 MOST_SCORED = 256  # prompt positions scored in one step: each takes a row of logits as wide as the vocabulary
@@ -37,8 +39,12 @@ class Batch:
         self.token_ids: array[int] = array("i")
         self.samples: list[RowId] = []
         self.scored: array[int] = array("i")
+        self.polls = False  # a copy must be known to be complete before more can be planned
         self.short = 0  # GPU slots that running rows asked for in vain
         self.wanted = 0  # GPU slots that the request at the queue's head asked for in vain
+        self.spills: tuple[Spill, ...] = ()
+        self.promotions: tuple[Promotion, ...] = ()
+        self.erased: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -61,6 +67,9 @@ class Batch:
             token_ids=self.token_ids,
             samples=tuple(self.samples),
             scored=self.scored,
+            spills=self.spills,
+            promotions=self.promotions,
+            erased=self.erased,
         )
 
 
@@ -83,6 +92,8 @@ class Batcher:
         self.by_id: dict[RowId, Row] = {}
         self.free_seats = deque(range(config.max_num_seqs))
         self.suspensions = 0
+        self.choices = Choices(cost)
+        self._leaving: list[Row] = []
         self._epochs = 0
 
     # -- generation
@@ -128,23 +139,28 @@ class Batcher:
             self.loading.remove(last)
             self._requeue(last, batch.now)
         elif len(staying) > 1:
-            last.leaving = True
-            self.suspensions += 1
+            self.suspend(last)
             self.release_suspended(batch.applied, batch.now)
         # else the others are leaving already, or wait for their reply's length to be confirmed
 
+    def suspend(self, row: Row) -> None:
+        """The row is planned no more, and leaves its seat when its launched steps are applied."""
+        row.leaving = True
+        self._leaving.append(row)
+        self.suspensions += 1
+
     def coming_free(self) -> int:
-        return sum(chunk.users == 1 for row in self.rows if row.leaving for chunk in row.chunks)
+        return sum(chunk.users == 1 for row in self._leaving for chunk in row.chunks)
 
     def release_suspended(self, applied: int, now: float) -> None:
         """Suspended rows whose every launched step is applied give their seats and chunks back and queue again."""
-        for row in [row for row in self.rows if row.leaving and row.launched <= applied]:
+        for row in [row for row in self._leaving if row.launched <= applied]:
             self.leave_seat(row)
             self._requeue(row, now)
 
     def _requeue(self, row: Row, now: float) -> None:
         turn = row.turn
-        turn.tail = self._keep_tail(row)
+        turn.tail, turn.promotes = self._keep_tail(row), True
         self.let_go(row, turn.tail, now)
         insort(self.waiting, turn, key=lambda turn: turn.order)
 
@@ -208,7 +224,7 @@ class Batcher:
             if self._surely_too_large(turn):
                 batch.wanted = turn.wanted
                 return
-            finding = self.planner.look_up(turn, self.conversations.of(turn.request))
+            finding = self._look_up(turn, batch)
             if not isinstance(finding, Finding):
                 turn.waiting_for = finding
                 if self._resumes(turn):
@@ -217,8 +233,48 @@ class Batcher:
             if not self._fits(finding):
                 self._keep_for_later(turn, finding, batch)
                 return
-            self.waiting.remove(turn)
             link = self._load(self._reserve(turn, finding, batch), batch, link)
+
+    def _look_up(self, turn: Turn, batch: Batch) -> Finding | ChunkKey:
+        """What the turn needs, or the key of the chunk that it waits for. Chunks on DISK begin to be read, off the
+        batch; those that HOST has no room for are computed."""
+        conversation = self.conversations.of(turn.request)
+        if turn.from_disk is None:
+            turn.from_disk = self.planner.keys_on_disk(turn) if self.config.disk_kv_chunks else frozenset()
+        finding = self.planner.look_up(turn, conversation)
+        if isinstance(finding, OnDisk):
+            self.await_chunks(turn, [self.store.find(key) for key in turn.keys], batch.now)
+            latest = None
+            for chunk in finding.chunks:
+                begun = batch.room.promote(chunk, drops=True)
+                if begun is False:
+                    turn.promotes = False
+                    break
+                latest = chunk.key
+                if begun is None:
+                    batch.polls = True
+                    break
+            if latest is not None:
+                return latest
+            finding = self.planner.look_up(turn, conversation)
+            assert not isinstance(finding, OnDisk)
+        return finding
+
+    def await_chunks(self, turn: Turn, chunks: Sequence[Chunk | None], now: float) -> None:
+        """The turn waits in the queue: what it will hit goes to every order's end, as far as nobody holds it.
+
+        A suspended request's chunks are not exempt from eviction.
+        """
+        place = 0 if self._resumes(turn) else turn.order[1]
+        for chunk in chunks:
+            if chunk is not None and chunk.resident and not chunk.users:
+                self.store.touch(chunk, now, place)
+                turn.awaited.append(chunk)
+
+    def leave_queue(self, turn: Turn) -> None:
+        self.waiting.remove(turn)
+        self.store.end_wait(turn.awaited)
+        turn.awaited.clear()
 
     def link_chunks(self, batch: Batch) -> int:
         """Chunks that the link copies one way while the step runs."""
@@ -238,9 +294,7 @@ class Batcher:
     def _keep_for_later(self, turn: Turn, finding: Finding, batch: Batch) -> None:
         """The head of the queue must wait. Its conversation is active: what it will hit goes to every order's end."""
         if not turn.wanted:
-            for chunk in finding.chunks:
-                if chunk is not None and not chunk.users:
-                    self.store.touch(chunk, batch.now)
+            self.await_chunks(turn, finding.chunks, batch.now)
         batch.wanted = turn.wanted = self._wanted(finding)
 
     def _wanted(self, finding: Finding) -> int:
@@ -261,6 +315,7 @@ class Batcher:
         if turn.tail is not None and turn.tail is not tail:
             self._give_up_tail(turn.tail)  # somebody else has computed that chunk whole
         store.pin(chunk for chunk in finding.chunks if chunk is not None)
+        self.leave_queue(turn)
         batch.room.gpu_slots(finding.new_slots)
         for chunk in finding.loads:
             chunk.gpu, chunk.loading = store.gpu.take(), True
@@ -278,8 +333,10 @@ class Batcher:
         if turn.usage is None:
             turn.usage = finding.usage
         if self.config.reuse:
-            keyed = zip(turn.keys, finding.chunks, strict=False)
+            keyed = [*zip(turn.keys, finding.chunks, strict=False)]
             row.pending = {key: None for key, hit in keyed if hit is None or hit is tail}
+            passed_over = (store.find(key) for key, hit in keyed if hit is None)
+            self.choices.note(finding.loads, (chunk for chunk in passed_over if chunk and chunk.host != NO_SLOT))
             self.planner.pending.update(dict.fromkeys(row.pending, row.id.epoch))
         insort(self.loading, row, key=lambda row: row.order)
         return row
@@ -306,17 +363,16 @@ class Batcher:
         """
         gated = len(row.loads) <= link or not (self.rows or batch.tokens)
         lane = batch.copies.gated if gated else batch.copies.early
-        for _ in range(len(row.loads) if gated else link):
-            chunk = row.loads.popleft()
-            lane.add(chunk.host, chunk.gpu)
+        loads = [row.loads.popleft() for _ in range(len(row.loads) if gated else link)]
+        lane.add([chunk.host for chunk in loads], [chunk.gpu for chunk in loads])
+        for chunk in loads:
             chunk.loading = False
             if chunk.key is None:
                 self.store.release_host_late(chunk)
             self.store.file(chunk)
-            link -= 1
         if gated and batch.budget > 0:
             self._seat(row, batch)
-        return max(0, link)
+        return max(0, link - len(loads))
 
     def _seat(self, row: Row, batch: Batch) -> None:
         self.loading.remove(row)
@@ -337,6 +393,8 @@ class Batcher:
 
     def leave_seat(self, row: Row) -> None:
         self.rows.remove(row)
+        if row.leaving:
+            self._leaving.remove(row)
         del self.by_id[row.id]
         self.free_seats.append(row.seat)
         row.seat = -1

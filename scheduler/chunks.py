@@ -10,12 +10,14 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 
 from .config import SchedulerConfig
+from .disk import DiskTier, Move
 from .evictions import REGRET_S, Evictions
-from .plan import Lane
+from .plan import NO_TICKETS, Lane
+from .proof import check_store
 from .retention import EvictionPolicy, Group, VictimSet
 from .slots import SlotPool
 from .types import ChunkKey, InvariantError
@@ -47,9 +49,15 @@ class OrderedSet(OrderedDict["Chunk", None]):
 class Chunk:
     """end          position after its last token when full
     tokens       leading tokens whose KV is valid: all of a keyed chunk, fewer in a tail
-    gpu, host    its slot in the tier, or NO_SLOT; both may be valid at once
+    gpu, host, disk
+                 its slot in the tier, or NO_SLOT; several may be valid at once
+    moving       work for the disk that has begun and not been reported: it has slots of its own (see `Move`)
     users        rows that hold it; claims: conversations that reference it
     pins         of these conversations, those that are pinned: it is evicted last
+    awaited      0, or the place in the queue of the request that waits for it: it is evicted behind those that nobody
+                 awaits, the queue's tail first
+    staged       its copy on HOST is on its way to DISK and no reason to take its GPU slot: what is written first is
+                 worth most
     loading      its swap-in is reserved but not all issued: the GPU slot holds nothing yet
     filed        the set of victims it is in, and group the part of a VictimSet
     declined     HOST has no room for one of so low a value: dropped when its GPU slot is needed
@@ -57,9 +65,11 @@ class Chunk:
     """
 
     __slots__ = (
+        "awaited",
         "born",
         "claims",
         "declined",
+        "disk",
         "dropped_at",
         "end",
         "filed",
@@ -69,7 +79,9 @@ class Chunk:
         "key",
         "last_active",
         "loading",
+        "moving",
         "pins",
+        "staged",
         "tokens",
         "users",
     )
@@ -80,23 +92,28 @@ class Chunk:
         self.tokens = 0
         self.gpu = gpu
         self.host = NO_SLOT
+        self.disk = NO_SLOT
         self.users = 0
         self.claims = 0
         self.pins = 0
+        self.awaited = 0
         self.born = self.last_active = now
         self.dropped_at = NEVER
         self.loading = False
+        self.staged = False
         self.declined = False
+        self.moving: Move | None = None
         self.filed: VictimSet | OrderedSet | None = None
         self.group: Group | None = None
 
     @property
     def resident(self) -> bool:
-        return self.gpu != NO_SLOT or self.host != NO_SLOT
+        return self.gpu != NO_SLOT or self.host != NO_SLOT or self.disk != NO_SLOT
 
     def __repr__(self) -> str:
         name = self.key.hex()[:8] if self.key else "private"
-        return f"Chunk({name} to {self.end}, gpu={self.gpu} host={self.host} users={self.users} claims={self.claims})"
+        slots = f"gpu={self.gpu} host={self.host} disk={self.disk}"
+        return f"Chunk({name} to {self.end}, {slots} users={self.users} claims={self.claims})"
 
 
 class ChunkStore:
@@ -105,7 +122,11 @@ class ChunkStore:
     reclaimable     on the GPU, idle, and safe to take: a HOST copy exists, or HOST declined it
     uncopied        on the GPU, idle, the only copy
     host_only       idle and only on HOST
+    host_spare      idle on HOST, not on the GPU, with a record on DISK: its HOST slot is free to take
+    disk_only       idle and only on DISK
     busy_copied     in use on the GPU, with a copy on HOST that is worth only its making, the oldest first
+    disk_copies     on DISK and on the GPU, the latest last; beside the set of victims that the chunk is filed in
+    completed       copies known to be complete on the device, and the last step that was applied
     now             of the latest plan: drops are stamped with it
     dropped         chunks dropped so far; regret_tokens: of those computed again within REGRET_S
     """
@@ -117,7 +138,12 @@ class ChunkStore:
         self.reclaimable = VictimSet(policy)
         self.uncopied = VictimSet(policy)
         self.host_only = VictimSet(policy)
+        self.host_spare = VictimSet(policy)
+        self.disk_only = VictimSet(policy)
         self.busy_copied = OrderedSet()
+        self.disk_copies = OrderedSet()
+        self.disk = DiskTier(self, config.disk_kv_chunks)
+        self.completed = NO_TICKETS
         self.evictions = Evictions()
         self.now = 0.0
         self.dropped = self.regret_tokens = 0
@@ -127,7 +153,8 @@ class ChunkStore:
         """The chunk of that key if it is resident or claimed (then perhaps dropped)."""
         self._private: dict[Chunk, None] = {}
         self._forgotten: OrderedDict[ChunkKey, float] = OrderedDict()  # and when they were dropped
-        self._most_forgotten = 4 * (config.gpu_kv_chunks + config.host_kv_chunks)
+        self._most_forgotten = 4 * (config.gpu_kv_chunks + config.host_kv_chunks) + config.disk_kv_chunks
+        self._has_disk = config.disk_kv_chunks > 0
         self._late_host_slots: list[int] = []
 
     # -- looking up
@@ -147,13 +174,19 @@ class ChunkStore:
         return self.available + len(self.uncopied)
 
     def slot_counts(self) -> dict[str, dict[str, int]]:
-        """Slots by tier and by what is in them; a copy on HOST is of a chunk that is on the GPU too."""
-        gpu, host, host_only = self.gpu, self.host, len(self.host_only)
+        """Slots by tier and by what is in them; a copy is of a chunk that is in a tier above too, one that is moving is
+        being written or read (HOST) or written (DISK)."""
+        gpu, host, host_only = self.gpu, self.host, len(self.host_only) + len(self.host_spare)
         idle = {"free": gpu.free, "reclaimable": len(self.reclaimable), "idle": len(self.uncopied)}
-        return {
+        counts = {
             "gpu": {**idle, "in_use": gpu.count - sum(idle.values())},
             "host": {"free": host.free, "copy": host.count - host.free - host_only, "idle": host_only},
         }
+        if self._has_disk:
+            counts["host"]["moving"] = moving = self.disk.host_slots_moving()
+            counts["host"]["copy"] -= moving
+            counts["disk"] = self.disk.slot_counts()
+        return counts
 
     # -- a chunk's life
 
@@ -180,7 +213,7 @@ class ChunkStore:
             return chunk
         if owner.gpu != NO_SLOT:
             return chunk
-        if owner.host == NO_SLOT:
+        if not owner.resident:
             self._regret(owner.dropped_at)
         owner.gpu, chunk.gpu = chunk.gpu, NO_SLOT
         owner.users += 1
@@ -224,7 +257,8 @@ class ChunkStore:
             raise InvariantError(f"{chunk} is unclaimed by a conversation that does not claim it")
         chunk.claims -= 1
         self.file(chunk)
-        self._forget_if_gone(chunk)
+        if not (chunk.claims or chunk.users or chunk.resident):
+            self._forget(chunk)
 
     def change_pins(self, chunk: Chunk, by: int) -> None:
         """A conversation that claims the chunk begins (1) or ceases (-1) to be pinned."""
@@ -233,10 +267,26 @@ class ChunkStore:
         if not chunk.users:
             self.file(chunk)
 
-    def touch(self, chunk: Chunk, now: float) -> None:
-        """Its conversation is active: the user has written."""
+    def touch(self, chunk: Chunk, now: float, awaited: int = 0) -> None:
+        """Its conversation is active: the user has written, and waits at that place in the queue."""
         chunk.last_active = max(chunk.last_active, now)
         chunk.declined = False
+        if awaited and not 0 < chunk.awaited < awaited:
+            chunk.awaited = awaited
+        self.file(chunk)
+
+    def end_wait(self, chunks: Iterable[Chunk]) -> None:
+        """The request that awaited them has left the queue."""
+        for chunk in chunks:
+            if chunk.awaited:
+                chunk.awaited = 0
+                self.file(chunk)
+
+    def adopt(self, key: ChunkKey, end: int, disk: int, active: float) -> None:
+        """A chunk of an earlier life, whose record is in the DISK slot; last active then."""
+        chunk = Chunk(end, NO_SLOT, active)
+        chunk.key, chunk.tokens, chunk.disk = key, self._chunk_tokens, disk
+        self._by_key[key] = chunk
         self.file(chunk)
 
     # -- slots
@@ -245,17 +295,57 @@ class ChunkStore:
         """The chunk leaves the GPU; dropped if it is nowhere else."""
         self.gpu.give(chunk.gpu)
         chunk.gpu = NO_SLOT
-        chunk.declined = False
+        chunk.declined = chunk.staged = False
         self.file(chunk)
         if chunk.host == NO_SLOT:
             self._count_if_dropped(chunk)
 
+    def reclaim_gpu(self, victims: Sequence[Chunk]) -> int:
+        """As `release_gpu` for these, which are idle and of one group. Returns how many are dropped thereby."""
+        for chunk in victims:
+            self.gpu.give(chunk.gpu)
+            chunk.gpu = NO_SLOT
+            chunk.declined = chunk.staged = False
+        filed = victims[0].filed
+        assert isinstance(filed, VictimSet)
+        dropped = [chunk for chunk in victims if chunk.host == NO_SLOT and chunk.disk == NO_SLOT]
+        if self._has_disk:
+            for chunk in victims:
+                self.file(chunk)
+        else:
+            filed.move([chunk for chunk in victims if chunk.host != NO_SLOT], self.host_only)
+            filed.move(dropped, None)
+        for chunk in dropped:
+            self._count_if_dropped(chunk)
+        return len(dropped)
+
+    def drop_from_host(self, victims: Sequence[Chunk]) -> None:
+        """As `drop` for these, which are of one group of `host_only`."""
+        for chunk in victims:
+            self.host.give(chunk.host)
+            chunk.host = NO_SLOT
+        self.host_only.move(victims, None)
+        for chunk in victims:
+            self._count_if_dropped(chunk)
+
+    def make_reclaimable(self, chunks: Sequence[Chunk]) -> None:
+        """Files these, which are of one group of `uncopied`: they have been copied or declined."""
+        self.uncopied.move(chunks, self.reclaimable)
+
     def release_host(self, chunk: Chunk) -> None:
         self.host.give(chunk.host)
         chunk.host = NO_SLOT
+        chunk.staged = False
         self.file(chunk)
         if chunk.gpu == NO_SLOT:
             self._count_if_dropped(chunk)
+
+    def release_disk(self, chunk: Chunk) -> None:
+        """Its record is given up; nobody is reading it."""
+        self.disk.vacate(chunk.disk)
+        chunk.disk = NO_SLOT
+        self.file(chunk)
+        self._count_if_dropped(chunk)
 
     def release_host_late(self, chunk: Chunk) -> None:
         """As `release_host` for a copy that this plan's swap-in still reads: nothing of this plan may take the slot."""
@@ -271,6 +361,12 @@ class ChunkStore:
 
     def drop(self, chunk: Chunk) -> None:
         """An idle chunk leaves every tier."""
+        chunk.staged = False
+        if chunk.moving is not None:
+            self.disk.abandon(chunk.moving)
+        if chunk.disk != NO_SLOT:
+            self.disk.vacate(chunk.disk)
+            chunk.disk = NO_SLOT
         if chunk.host != NO_SLOT:
             self.host.give(chunk.host)
             chunk.host = NO_SLOT
@@ -280,15 +376,21 @@ class ChunkStore:
         self.file(chunk)
         self._count_if_dropped(chunk)
 
+    def drop_if_unused(self, chunk: Chunk) -> None:
+        """Nobody is to find it any more. A row that holds it keeps it on the GPU and HOST; its record goes at once."""
+        if not chunk.users:
+            self.drop(chunk)
+        elif chunk.disk != NO_SLOT and chunk.moving is None:
+            self.release_disk(chunk)
+
     def _count_if_dropped(self, chunk: Chunk) -> None:
-        if chunk.gpu == NO_SLOT and chunk.host == NO_SLOT and chunk.users == 0:
+        if chunk.gpu == NO_SLOT and chunk.host == NO_SLOT and chunk.disk == NO_SLOT and chunk.users == 0:
             self.dropped += bool(chunk.tokens)
             chunk.dropped_at = self.now
-            self._forget_if_gone(chunk)
+            if not chunk.claims:
+                self._forget(chunk)
 
-    def _forget_if_gone(self, chunk: Chunk) -> None:
-        if chunk.claims or chunk.users or chunk.resident:
-            return
+    def _forget(self, chunk: Chunk) -> None:
         if chunk.key is None:
             self._private.pop(chunk, None)
             return
@@ -308,12 +410,15 @@ class ChunkStore:
         """Puts the chunk into the set its state asks for. Called after every change of it."""
         filed: VictimSet | OrderedSet | None = None
         if chunk.gpu == NO_SLOT:
-            if chunk.host != NO_SLOT and not chunk.users:
-                filed = self.host_only
+            if not chunk.users and chunk.moving is None:
+                if chunk.host != NO_SLOT:
+                    filed = self.host_only if chunk.disk == NO_SLOT else self.host_spare
+                elif chunk.disk != NO_SLOT:
+                    filed = self.disk_only
         elif chunk.users:
-            if chunk.host != NO_SLOT and not chunk.loading:
+            if chunk.host != NO_SLOT and not (chunk.loading or chunk.staged) and chunk.moving is None:
                 filed = self.busy_copied
-        elif chunk.host != NO_SLOT or chunk.declined or not self.host.count:
+        elif (chunk.host != NO_SLOT and not chunk.staged) or chunk.declined or not self.host.count:
             filed = self.reclaimable
         else:
             filed = self.uncopied
@@ -324,49 +429,23 @@ class ChunkStore:
             chunk.filed = filed
         if filed is not None:
             filed.add(chunk)
+        if self._has_disk:
+            on_gpu = chunk.gpu != NO_SLOT and not chunk.loading
+            if chunk.disk != NO_SLOT and on_gpu and chunk.moving is None:
+                self.disk_copies.add(chunk)
+            else:
+                self.disk_copies.discard(chunk)
 
     # -- proof
+
+    @property
+    def late_host_slots(self) -> Iterable[int]:
+        return self._late_host_slots
 
     def resident_chunks(self) -> Iterable[Chunk]:
         yield from self._by_key.values()
         yield from self._private
 
     def check(self, users: dict[Chunk, int], claims: dict[Chunk, int], pins: dict[Chunk, int]) -> None:
-        """Conservation: slots are free or owned once; users, claims and pins are those of rows and conversations."""
-        chunks = list(self.resident_chunks())
-        self.gpu.check(chunk.gpu for chunk in chunks if chunk.gpu != NO_SLOT)
-        self.host.check([*(chunk.host for chunk in chunks if chunk.host != NO_SLOT), *self._late_host_slots])
-        known = set(chunks)
-        for held in (users, claims, pins):
-            if not known.issuperset(held):
-                raise InvariantError(f"held but not in the store: {set(held) - known}")
-        filed = 0
-        for chunk in chunks:
-            if chunk.users != users.get(chunk, 0) or chunk.claims != claims.get(chunk, 0):
-                raise InvariantError(f"{chunk}: {users.get(chunk, 0)} rows and {claims.get(chunk, 0)} claims hold it")
-            if chunk.pins != pins.get(chunk, 0):
-                raise InvariantError(f"{chunk} is pinned {chunk.pins} times, by {pins.get(chunk, 0)} conversations")
-            if chunk.key is not None and self._by_key.get(chunk.key) is not chunk:
-                raise InvariantError(f"{chunk} is not the owner of its key")
-            if chunk.users and chunk.gpu == NO_SLOT:
-                raise InvariantError(f"{chunk} is in use but not on the GPU")
-            if not (chunk.resident or chunk.claims):
-                raise InvariantError(f"{chunk} is nowhere and nobody's, but still in the store")
-            filed += self._check_filing(chunk)
-        members = len(self.reclaimable) + len(self.uncopied) + len(self.host_only) + len(self.busy_copied)
-        if filed != members:
-            raise InvariantError("a chunk is filed where it does not belong")
-
-    def _check_filing(self, chunk: Chunk) -> bool:
-        """Decides anew, apart from `file`, where the chunk belongs; returns whether that is anywhere."""
-        on_gpu, on_host = chunk.gpu != NO_SLOT, chunk.host != NO_SLOT
-        belongs: VictimSet | OrderedSet | None = None
-        if chunk.users and on_gpu and on_host and not chunk.loading:
-            belongs = self.busy_copied
-        if not chunk.users and on_host and not on_gpu:
-            belongs = self.host_only
-        if not chunk.users and on_gpu:
-            belongs = self.reclaimable if on_host or chunk.declined or self.host.count == 0 else self.uncopied
-        if chunk.filed is not belongs or (belongs is not None and chunk not in belongs):
-            raise InvariantError(f"{chunk} is not filed where it belongs")
-        return belongs is not None
+        """Proves conservation, given what rows and conversations hold. Raises InvariantError. Cost: all chunks."""
+        check_store(self, users, claims, pins)

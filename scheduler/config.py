@@ -9,6 +9,7 @@ from .types import SettingError
 
 EVICTION_POLICIES = ("retention", "lru", "fifo", "lru-conversation", "fifo-conversation")
 BATCHING_MODES = ("unified", "separate")
+SAVE_MODES = ("async", "sync", "off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,10 @@ class SchedulerConfig:
     swap_out_below                  chunks are copied out ahead of time while fewer GPU slots are free or reclaimable
     generation_reserve              new requests join while more GPU slots than this are free or reclaimable
     reuse                           False: every request computes its whole context (for comparison)
+    disk_kv_chunks                  0: no disk tier
+    save                            when an ended turn's chunks are written to DISK: `async` soon, behind compute;
+                                    `sync` before the turn's last event; `off` when HOST must give them up
+    prefetch                        False: chunks on DISK are read when their request's turn has come, not before
     seed                            what else changes KV: digest of the weights, dtype, rotary parameters, ...
     """
 
@@ -42,6 +47,9 @@ class SchedulerConfig:
     generation_reserve: float = 0.10
     batching: str = "unified"
     reuse: bool = True
+    disk_kv_chunks: int = 0
+    save: str = "async"
+    prefetch: bool = True
     seed: bytes = b""
 
     def __post_init__(self) -> None:
@@ -52,13 +60,20 @@ class SchedulerConfig:
         for name in ("gpu_kv_chunks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "chunk_tokens"):
             need(getattr(self, name) >= 1, name, f"must be at least 1, not {getattr(self, name)}")
         need(self.host_kv_chunks >= 0, "host_kv_chunks", f"must not be negative, not {self.host_kv_chunks}")
+        need(self.disk_kv_chunks >= 0, "disk_kv_chunks", f"must not be negative, not {self.disk_kv_chunks}")
+        need(
+            self.host_kv_chunks > 0 or not self.disk_kv_chunks,
+            "disk_kv_chunks",
+            "needs --host-kv-chunks above 0: whatever goes to disk or comes from there passes through host memory",
+        )
         need(self.max_queue >= 1, "max_queue", f"must be at least 1, not {self.max_queue}")
         patience = self.queue_timeout
         need(patience is None or 0.0 < patience < inf, "queue_timeout", f"must be more than 0 seconds, not {patience}")
         need(self.conversation_ttl > 0.0, "conversation_ttl", f"must be more than 0 s, not {self.conversation_ttl}")
         for name in ("swap_out_below", "generation_reserve"):
             need(0.0 <= getattr(self, name) <= 1.0, name, f"must be between 0 and 1, not {getattr(self, name)}")
-        for name, allowed in (("eviction", EVICTION_POLICIES), ("batching", BATCHING_MODES)):
+        choices = (("eviction", EVICTION_POLICIES), ("batching", BATCHING_MODES), ("save", SAVE_MODES))
+        for name, allowed in choices:
             need(
                 getattr(self, name) in allowed,
                 name,

@@ -50,7 +50,12 @@ class Conversations:
     @property
     def mortal(self) -> bool:
         """Whether time alone may end a conversation or a pin."""
-        return any(due < inf for due, _ in self._due[:1])
+        return self.next_due < inf
+
+    @property
+    def next_due(self) -> float:
+        """When time alone may next end a conversation or a pin."""
+        return self._due[0][0] if self._due else inf
 
     def get(self, conversation_id: str) -> Conversation | None:
         return self._by_id.get(conversation_id)
@@ -114,8 +119,13 @@ class Conversations:
         self._set(new_id, source.salt, source.tokens[:], source.keys[:], source.chunks[:], None, now)
 
     def delete(self, conversation_id: str) -> None:
-        """The log is gone and claims nothing any more; its tail is dropped."""
-        self._release(self._by_id.pop(conversation_id))
+        """The log is gone and claims nothing any more; its tail and what nobody else claims are dropped."""
+        conversation = self._by_id.pop(conversation_id)
+        chunks = conversation.chunks
+        self._release(conversation)
+        for chunk in chunks:
+            if not chunk.claims and chunk.resident:
+                self._store.drop_if_unused(chunk)
 
     def keep(self, conversation_id: str, ttl: float | None, pinned_until: float, now: float) -> None:
         """How long the conversation lives on after its last activity, and until when it is pinned."""
@@ -186,14 +196,17 @@ class Conversations:
 
 
 def _whereabouts(conversation_id: str, conversation: Conversation) -> ConversationKV:
-    gpu = host = 0
+    gpu = host = disk = 0
     tail = conversation.tail
     for chunk in conversation.chunks if tail is None else (*conversation.chunks, tail):
         if chunk.gpu != NO_SLOT:
             gpu += 1
         elif chunk.host != NO_SLOT:
             host += 1
-    return ConversationKV(conversation_id, gpu, host, len(conversation.keys) + (tail is not None) - gpu - host)
+        elif chunk.disk != NO_SLOT:
+            disk += 1
+    dropped = len(conversation.keys) + (tail is not None) - gpu - host - disk
+    return ConversationKV(conversation_id, gpu, host, dropped, disk)
 
 
 def common_prefix(left: array[int], right: array[int]) -> int:

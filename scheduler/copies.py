@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
+from .chunks import Chunk
 from .plan import CopyBatch, Lane, Tickets
 from .slots import SlotPool
 
@@ -20,7 +21,7 @@ class StepCopies:
 
     Every batch waits only for work issued before it, or no order of the lanes could save us from a deadlock, and the
     copies of one batch run in any order. So no HOST slot that this plan reads or writes is given away again by the
-    same plan: see `host_slot_in_use`.
+    same plan: see `without_host_slot_in_use`.
     Two tickets a lane and step make a batch's ticket known before the batch is complete.
     """
 
@@ -34,23 +35,25 @@ class StepCopies:
     # Made when first used: most steps copy nothing.
 
     @cached_property
-    def evictions(self) -> _Batch:
-        return _Batch(Lane.OUT, self._first, self._gpu, self._host)
+    def evictions(self) -> LaneCopies:
+        return LaneCopies(Lane.OUT, self._first, self._gpu, self._host)
 
     @cached_property
-    def gated(self) -> _Batch:
-        return _Batch(Lane.IN, self._first, self._host, self._gpu)
+    def gated(self) -> LaneCopies:
+        return LaneCopies(Lane.IN, self._first, self._host, self._gpu)
 
     @cached_property
-    def early(self) -> _Batch:
-        return _Batch(Lane.IN, self._first + 1, self._host, self._gpu)
+    def early(self) -> LaneCopies:
+        return LaneCopies(Lane.IN, self._first + 1, self._host, self._gpu)
 
     @cached_property
-    def saves(self) -> _Batch:
-        return _Batch(Lane.OUT, self._first + 1, self._gpu, self._host)
+    def saves(self) -> LaneCopies:
+        return LaneCopies(Lane.OUT, self._first + 1, self._gpu, self._host)
 
-    def host_slot_in_use(self, slot: int) -> bool:
-        return self._host_in[slot] >= self._first or self._host_out[slot] >= self._first
+    def without_host_slot_in_use(self, chunks: Iterable[Chunk]) -> list[Chunk]:
+        """Those of the chunks, all of which are on HOST, whose slots there this plan does not use."""
+        first, last_in, last_out = self._first, self._host_in, self._host_out
+        return [chunk for chunk in chunks if last_in[chunk.host] < first and last_out[chunk.host] < first]
 
     def step_writes(self, gpu_slot: int) -> None:
         """This step (or a later one) writes the slot: it waits for copies that still use it."""
@@ -85,37 +88,31 @@ class StepCopies:
         return sizes[0] + sizes[1], sizes[2] + sizes[3]
 
 
-class _Batch:
+class LaneCopies:
+    """One batch in the making."""
+
     def __init__(self, lane: Lane, ticket: int, source_pool: SlotPool, target_pool: SlotPool):
         self._lane, self._ticket = lane, ticket
-        self._source_last, self._target_last = source_pool.last[lane], target_pool.last[lane]
-        # For each other lane: who used the source last, who the target.
-        one, other = (other for other in Lane if other is not lane)
-        self._lane_one, self._lane_other = one, other
-        self._source_one, self._source_other = source_pool.last[one], source_pool.last[other]
-        self._target_one, self._target_other = target_pool.last[one], target_pool.last[other]
-        self._after_one = self._after_other = 0
+        self._last = source_pool.last[lane], target_pool.last[lane]
+        self._others = [(other, source_pool.last[other], target_pool.last[other]) for other in Lane if other != lane]
+        self._after = [0] * len(Lane)
         self.sources: array[int] = array("i")
         self.targets: array[int] = array("i")
 
     def __len__(self) -> int:
         return len(self.sources)
 
-    def add(self, source: int, target: int) -> None:
+    def add(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies `sources[i]` to `targets[i]`."""
         # Waits are collected now: later in this plan the slots get users that come after this batch.
-        if (one := self._source_one[source]) > self._after_one:
-            self._after_one = one
-        if (one := self._target_one[target]) > self._after_one:
-            self._after_one = one
-        if (other := self._source_other[source]) > self._after_other:
-            self._after_other = other
-        if (other := self._target_other[target]) > self._after_other:
-            self._after_other = other
-        self._source_last[source] = self._target_last[target] = self._ticket
-        self.sources.append(source)
-        self.targets.append(target)
+        for lane, source_last, target_last in self._others:
+            used = (*map(source_last.__getitem__, sources), *map(target_last.__getitem__, targets))
+            self._after[lane] = max(self._after[lane], *used, 0)
+        for last, slots in zip(self._last, (sources, targets), strict=True):
+            for slot in slots:
+                last[slot] = self._ticket
+        self.sources.extend(sources)
+        self.targets.extend(targets)
 
     def freeze(self, gated: bool) -> CopyBatch:
-        after = [0, 0, 0]
-        after[self._lane_one], after[self._lane_other] = self._after_one, self._after_other
-        return CopyBatch(self._lane, self._ticket, self.sources, self.targets, Tickets(*after), gated)
+        return CopyBatch(self._lane, self._ticket, self.sources, self.targets, Tickets(*self._after), gated)

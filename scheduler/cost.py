@@ -36,6 +36,8 @@ class CostProfile:
     row_attention        (context tokens, seconds for one row that generates, in a full batch); without, its share of
                          a chunk
     out_bytes_per_s      GPU to host copies; None: as fast as the others
+    disk_read_bytes_per_s, disk_write_bytes_per_s
+                         one rank's disk; until measured, about those of one NVMe drive
     """
 
     chunk_tokens: int
@@ -47,6 +49,8 @@ class CostProfile:
     steps: Points = ()
     row_attention: Points = ()
     out_bytes_per_s: float | None = None
+    disk_read_bytes_per_s: float = 3e9
+    disk_write_bytes_per_s: float = 2e9
 
     def __post_init__(self) -> None:
         if not self.attention:
@@ -61,6 +65,8 @@ class CostProfile:
             raise SettingError("profile", f"seconds must be finite and not negative, not {seconds}")
         if not all(speed > 0 for speed in (self.link_bytes_per_s, self._out_bytes_per_s, self.chunk_bytes)):
             raise SettingError("profile", "the link's speeds and a chunk's bytes must be above 0")
+        if not (self.disk_read_bytes_per_s > 0 and self.disk_write_bytes_per_s > 0):
+            raise SettingError("profile", "the disk's speeds must be above 0")
 
     def recompute(self, end: int) -> float:
         """Cost(l): seconds to compute the chunk that ends at position `end`."""
@@ -73,6 +79,14 @@ class CostProfile:
     def save(self) -> float:
         """Seconds to copy one chunk from GPU to host."""
         return self.chunk_bytes / self._out_bytes_per_s
+
+    def read(self) -> float:
+        """Seconds to read one chunk from disk."""
+        return self.chunk_bytes / self.disk_read_bytes_per_s
+
+    def write(self) -> float:
+        """Seconds to write one chunk to disk."""
+        return self.chunk_bytes / self.disk_write_bytes_per_s
 
     def step(self, tokens: int, context: int = 0, rows: int = 0, rows_context: int = 0) -> float:
         """Predicted seconds of a step: `tokens` known ones, the mean context of which is `context`, and `rows` that

@@ -11,9 +11,11 @@ REGRET_S = 60.0
 class Evictions:
     """Chunks that lost a slot to others since the start.
 
-    gpu_reclaimed   left the GPU, where a copy on HOST existed already; gpu_moved: where one was made for it;
+    gpu_reclaimed   left the GPU, where a copy below existed already; gpu_moved: where one was made for it;
                     gpu_dropped: where HOST had no room for it
-    host_copies     left HOST, but not the GPU; host_dropped: left HOST and were nowhere else
+    host_copies     left HOST, but not the GPU; host_reclaimed: left HOST, where a record on DISK existed already;
+                    host_dropped: left HOST and were nowhere else
+    disk_copies     left DISK, but not the tiers above; disk_dropped: left DISK and were nowhere else
     value, of_value the retention value of the latest of those that left the GPU or were dropped, and how many of them
                     in a row had it, not in `by_value` yet: victims come in groups of one value
     value_sum       of all their values
@@ -21,11 +23,14 @@ class Evictions:
 
     __slots__ = (
         "_values",
+        "disk_copies",
+        "disk_dropped",
         "gpu_dropped",
         "gpu_moved",
         "gpu_reclaimed",
         "host_copies",
         "host_dropped",
+        "host_reclaimed",
         "of_value",
         "value",
         "value_sum",
@@ -33,32 +38,34 @@ class Evictions:
 
     def __init__(self) -> None:
         self.gpu_reclaimed = self.gpu_moved = self.gpu_dropped = 0
-        self.host_copies = self.host_dropped = 0
+        self.host_copies = self.host_reclaimed = self.host_dropped = 0
+        self.disk_copies = self.disk_dropped = 0
         self.value = self.value_sum = 0.0
         self.of_value = 0
         self._values: dict[int, int] = {}
 
-    def turn_to(self, value: float) -> None:
-        """The next ones have this value."""
+    def _note(self) -> None:
         if self.of_value:
             exponent = frexp(self.value)[1]
             self._values[exponent] = self._values.get(exponent, 0) + self.of_value
             self.value_sum += self.value * self.of_value
-        self.value, self.of_value = value, 0
+        self.of_value = 0
 
-    def went_at(self, value: float) -> None:
-        """One more."""
+    def went_at(self, value: float, count: int) -> None:
+        """So many more."""
         if value != self.value:
-            self.turn_to(value)
-        self.of_value += 1
+            self._note()
+            self.value = value
+        self.of_value += count
 
     def by_value(self) -> dict[int, int]:
         """How many had a value in [2**(e-1), 2**e) when they went, by e."""
-        self.turn_to(self.value)
+        self._note()
         return dict(self._values)
 
     def by_tier_and_reason(self) -> dict[str, dict[str, int]]:
         return {
             "gpu": {"reclaimed": self.gpu_reclaimed, "moved": self.gpu_moved, "dropped": self.gpu_dropped},
-            "host": {"copy": self.host_copies, "dropped": self.host_dropped},
+            "host": {"copy": self.host_copies, "reclaimed": self.host_reclaimed, "dropped": self.host_dropped},
+            "disk": {"copy": self.disk_copies, "dropped": self.disk_dropped},
         }

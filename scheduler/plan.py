@@ -122,8 +122,9 @@ class StepPlan:
     samples     who gets a token, in this order: all of `generate`, then the spans that sample
     spills, promotions
                 work for the disk, which takes its time and is on no lane: it begins at once, the step does not wait
-                for it, and until a result reports it done or failed nobody else uses its slots
-    erased      DISK slots whose records can never be read again once the plan is done
+                for it, and until a result reports it done or failed nobody else uses its slots (but copies may read
+                a HOST slot that is being spilled). Whatever was to use its HOST slots before is complete on the device
+    erased      DISK slots whose records can never be read again once the plan is done; no plan uses them before that
 
     The batch's token order is: `generate`, then `spans`. A plan without both launches nothing.
     """

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from .chunks import Chunk, ChunkStore
+from .chunks import NO_SLOT, Chunk, ChunkStore
 from .conversations import Conversation, common_prefix
 from .cost import CostProfile
 from .plan import Span
@@ -39,6 +40,12 @@ class Finding:
     usage: Usage
 
 
+class OnDisk(NamedTuple):
+    """Chunks that the turn needs and that are quicker read from DISK than computed."""
+
+    chunks: list[Chunk]
+
+
 class Planner:
     def __init__(self, store: ChunkStore, cost: CostProfile, chunk_tokens: int, reuse: bool):
         self._store = store
@@ -48,16 +55,40 @@ class Planner:
         self.pending: dict[ChunkKey, int] = {}
 
     def must_wait(self, key: ChunkKey) -> bool:
-        """A row is computing or loading that chunk: whoever needs it too is better off waiting (no herd)."""
+        """A row is computing or loading that chunk, or it is being read: whoever needs it too had better wait for it
+        (no herd)."""
         if key in self.pending:
             return True
         chunk = self._store.find(key)
-        return chunk is not None and chunk.loading
+        return chunk is not None and (chunk.loading or _being_read(chunk))
 
-    def look_up(self, turn: Turn, conversation: Conversation | None) -> Finding | ChunkKey:
-        """What the turn would need now; or the key of the chunk that it had better wait for."""
+    def readable(self, chunk: Chunk) -> bool:
+        """On DISK only, not being read yet, and dear enough to be."""
+        on_disk = chunk.disk != NO_SLOT and chunk.gpu == NO_SLOT and chunk.host == NO_SLOT and chunk.moving is None
+        cost = self._cost
+        return on_disk and cost.recompute(chunk.end) >= cost.read() + cost.load()
+
+    def keys_on_disk(self, turn: Turn) -> frozenset[ChunkKey]:
+        """Of the chunks that are there only, those being read included."""
+        chunks = (self._store.find(key) for key in turn.keys)
+        return frozenset(
+            chunk.key
+            for chunk in chunks
+            if chunk and chunk.key and chunk.disk != NO_SLOT and chunk.gpu == NO_SLOT and chunk.host == NO_SLOT
+        )
+
+    def _worth_reading(self, chunks: list[Chunk]) -> bool:
+        """Behind whatever is being read already."""
+        cost = self._cost
+        seconds = (self._store.disk.reading + len(chunks)) * cost.read() + len(chunks) * cost.load()
+        return sum(cost.recompute(chunk.end) for chunk in chunks) >= seconds
+
+    def look_up(self, turn: Turn, conversation: Conversation | None) -> Finding | OnDisk | ChunkKey:
+        """What the turn would need now; or what must be read before; or the key of the chunk that it had better wait
+        for."""
         hits: list[Chunk | None] = []
         known: list[bool] = []
+        on_disk: list[Chunk] = []
         find, load = self._store.find, self._cost.load()
         for key in turn.keys if self._reuse else ():
             chunk = find(key)
@@ -65,11 +96,15 @@ class Planner:
                 hits.append(chunk)
                 known.append(False)
                 continue
-            if key in self.pending or (chunk is not None and chunk.loading):
+            if key in self.pending or (chunk is not None and (chunk.loading or _being_read(chunk))):
                 return key
+            if chunk is not None and chunk.disk >= 0 and turn.promotes and self.readable(chunk):
+                on_disk.append(chunk)
             hit = chunk is not None and chunk.host >= 0 and self._cost.recompute(chunk.end) >= load
             hits.append(chunk if hit else None)
             known.append(not hit and self._store.known(key))
+        if on_disk and self._worth_reading(on_disk):
+            return OnDisk(on_disk)
         missing = -(-len(turn.tokens) // self._chunk_tokens) - len(hits)
         hits += [None] * missing
         known += [False] * missing
@@ -107,7 +142,8 @@ class Planner:
         reclaimable, uncopied = self._store.reclaimable, self._store.uncopied
         spans: deque[Span] = deque()
         loads: deque[Chunk] = deque()
-        on_gpu = on_host = recomputed = idle_safe = idle_only = 0
+        sources = {"gpu": 0, "host": 0, "disk": 0, "recomputed": 0}
+        idle_safe = idle_only = 0
         first = reached = 0  # [first, reached): the span that grows
         for index, chunk in enumerate(hits):
             valid = size
@@ -120,25 +156,23 @@ class Planner:
                             spans.append(Span(-1, first, reached, first, False))
                         first = start
                     reached = end
-                    recomputed += (end - start) * known[index]
+                    sources["recomputed"] += (end - start) * known[index]
                 if chunk is None:
                     continue
+            sources[_source(turn, chunk)] += valid
             if chunk.gpu < 0:
-                on_host += valid
                 loads.append(chunk)
                 continue
-            on_gpu += valid
             if chunk.filed is reclaimable:
                 idle_safe += 1
             elif chunk.filed is uncopied:
                 idle_only += 1
-        sources = {"gpu": on_gpu, "host": on_host, "recomputed": recomputed}
         if first < reached:
             spans.append(Span(-1, first, reached, first, False))
         if tail is not None and tail.gpu < 0:
             loads.remove(tail)  # it comes last, so it is gated: the plan that loads a tail early might evict it
             loads.append(tail)
-        self._end_with_a_sample(spans, hits, tail, count, sources)
+        self._end_with_a_sample(turn, spans, hits, tail, count, sources)
         sources["recomputed"] += self._dropped_tail_tokens(turn, conversation, hits, known)
         if turn.unscored:
             spans = _scoring(spans, turn.scored)
@@ -148,7 +182,13 @@ class Planner:
         return Finding(hits, spans, loads, tail, tail_tokens, idle_safe, idle_only, new_slots, usage)
 
     def _end_with_a_sample(
-        self, spans: deque[Span], hits: list[Chunk | None], tail: Chunk | None, count: int, sources: dict[str, int]
+        self,
+        turn: Turn,
+        spans: deque[Span],
+        hits: list[Chunk | None],
+        tail: Chunk | None,
+        count: int,
+        sources: dict[str, int],
     ) -> None:
         """The last token is computed in any case; in a keyed chunk it is not written."""
         if spans and spans[-1].end == count:
@@ -157,7 +197,7 @@ class Planner:
         last = hits[-1]
         assert last is not None
         spans.append(Span(-1, count - 1, count, count - 1 if last is tail else count, True))
-        sources["gpu" if last.gpu >= 0 else "host"] -= 1
+        sources[_source(turn, last)] -= 1
         sources["recomputed"] += 1
 
     def _dropped_tail_tokens(
@@ -172,6 +212,17 @@ class Planner:
         if had_kv <= start or hits[index] is not None or known[index]:
             return 0
         return had_kv - start
+
+
+def _being_read(chunk: Chunk) -> bool:
+    return chunk.moving is not None and not chunk.moving.spills and chunk.gpu == NO_SLOT and chunk.host == NO_SLOT
+
+
+def _source(turn: Turn, chunk: Chunk) -> str:
+    """Where the chunk was when the turn was first looked at, as far as that was DISK; else where it is."""
+    if turn.from_disk and chunk.key in turn.from_disk:
+        return "disk"
+    return "gpu" if chunk.gpu >= 0 else "host"
 
 
 def _scoring(spans: deque[Span], position: int) -> deque[Span]:

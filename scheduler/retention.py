@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
 from math import inf
 from operator import attrgetter
+from sys import maxsize
 from typing import TYPE_CHECKING
 
 from .cost import CostProfile
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 
 SHORTEST_IDLE_S = 1e-3  # T is at least about one step
 CLASSES_PER_OCTAVE = 8
-PINNED_CLASS = 128 * CLASSES_PER_OCTAVE  # 2**128: no cost, and no time since the last activity, makes up for it
+AWAITED_CLASS = 64 * CLASSES_PER_OCTAVE  # 2**64: no cost, and no time since the last activity, makes up for it
+PINNED_CLASS = 2 * AWAITED_CLASS
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,9 @@ class EvictionPolicy:
     by_age          stamps are the first computation (FIFO) instead of the last activity
     whole           a victim takes its whole turn's chunks along, as systems that evict by conversation do
 
-    Whatever the policy, chunks of pinned conversations go after all others.
+    Whatever the policy, chunks that requests in the queue wait for go after all others, the queue's tail first (the
+    exemption of CachedAttention, section 3.3.2: its window ends where the tiers are full), and those of pinned
+    conversations behind them.
     """
 
     cost: CostProfile
@@ -51,10 +55,18 @@ class EvictionPolicy:
             number = self.cost_classes[chunk.end] = eighths(self.cost.recompute(chunk.end)) if self.weigh else 0
         if self.weigh and chunk.claims > 1:
             number += eighths(chunk.claims)
+        if chunk.awaited:
+            number += AWAITED_CLASS
         return number + PINNED_CLASS if chunk.pins else number
 
     def stamp(self, chunk: Chunk) -> float:
+        if chunk.awaited:
+            return -float(chunk.awaited)  # the later in the queue, the longer ago
         return chunk.born if self.by_age else chunk.last_active
+
+    def at_once(self, missing: int) -> int:
+        """How many of the victims of one value go together where so many are missing."""
+        return maxsize if self.whole else missing
 
     def value(self, chunk: Chunk, now: float) -> float:
         """V, in seconds of recomputation per second idle."""
@@ -93,12 +105,19 @@ class Group:
             self._sorted = False  # they mostly come in order of position
         self._last = chunk.end
 
-    def leading(self) -> list[Chunk]:
-        """The first few by position."""
+    def extend(self, chunks: Sequence[Chunk]) -> None:
+        """Adds chunks in the order of position."""
+        self.chunks.update(dict.fromkeys(chunks))
+        if chunks[0].end < self._last:
+            self._sorted = False
+        self._last = chunks[-1].end
+
+    def leading(self, most: int) -> list[Chunk]:
+        """The first ones by position."""
         if not self._sorted:
             self.chunks = dict.fromkeys(sorted(self.chunks, key=attrgetter("end")))
             self._sorted, self._last = True, next(reversed(self.chunks)).end
-        return list(islice(self.chunks, 64))
+        return list(islice(self.chunks, most))
 
 
 class _WeightClass:
@@ -142,11 +161,11 @@ class VictimSet:
     def add(self, chunk: Chunk) -> None:
         """Files the chunk, anew if its class or stamp has changed."""
         policy, group = self._policy, chunk.group
-        if chunk.claims > 1 or chunk.pins or chunk.end not in policy.cost_classes:
-            number = policy.weight_class(chunk)
+        if chunk.claims > 1 or chunk.pins or chunk.awaited or chunk.end not in policy.cost_classes:
+            number, stamp = policy.weight_class(chunk), policy.stamp(chunk)
         else:
             number = policy.cost_classes[chunk.end]
-        stamp = chunk.born if policy.by_age else chunk.last_active
+            stamp = chunk.born if policy.by_age else chunk.last_active
         if group is not None:
             if group.stamp == stamp and group.number == number:
                 return
@@ -157,6 +176,23 @@ class VictimSet:
         group.add(chunk)
         chunk.group = group
         self._count += 1
+
+    def move(self, chunks: Sequence[Chunk], target: VictimSet | None) -> None:
+        """Members of one group, in the order of position, go to another set, or to none: quicker than one by one."""
+        if not chunks:
+            return
+        group, new = chunks[0].group, None
+        assert group is not None
+        if target is not None:
+            new = target._open(group.number, group.stamp)
+            new.extend(chunks)
+            target._count += len(chunks)
+        for chunk in chunks:
+            del group.chunks[chunk]
+            chunk.filed, chunk.group = target, new
+        self._count -= len(chunks)
+        if not group.chunks:
+            self._close(group)
 
     def _open(self, number: int, stamp: float) -> Group:
         weight_class = self._classes.get(number)
@@ -201,25 +237,23 @@ class VictimSet:
 
 
 class Head:
-    """The next victim of a set at one moment, looked at again and again while the caller uses victims up."""
+    """The next victims of a set at one moment, looked at again and again while the caller uses them up."""
 
     def __init__(self, members: VictimSet, now: float, descending: bool = False):
         self._members = members
         self._now, self._descending = now, descending
-        self._chunk: Chunk | None = None
         self._group: Group | None = None
-        self._others: Iterator[Chunk] = iter(())
         self.value = 0.0
 
-    def peek(self) -> Chunk | None:
-        """The member of lowest (or highest) V, its V in `value`; None if there is none. The same until it leaves."""
-        chunk = self._chunk
-        while chunk is None or chunk.group is not self._group:
-            chunk = next(self._others, None)
-            if chunk is None:
-                if not self._members:
-                    return None
-                self.value, self._group = self._members.extreme(self._now, self._descending)
-                self._others = iter(self._group.leading())
-        self._chunk = chunk
-        return chunk
+    def peek(self, most: int) -> list[Chunk]:
+        """At most so many members of lowest (or highest) V, the leading ones of one group; none if the set is empty.
+
+        Their V is then in `value`. It stays the same group until that is empty.
+        """
+        group = self._group
+        if group is None or not group.chunks:
+            if not self._members:
+                return []
+            self.value, group = self._members.extreme(self._now, self._descending)
+            self._group = group
+        return group.leading(most)

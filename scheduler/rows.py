@@ -19,13 +19,21 @@ class Turn:
     tail          while suspended: a private, partly filled chunk left by its last stay, perhaps dropped meanwhile
     scored        prompt positions whose log probabilities have been reported
     wanted        GPU slots that it asked for in vain when it was last looked at
-    waiting_for   the key that a running row is computing or loading, as last seen
+    waiting_for   the key that a running row is computing or loading, or that is being read from DISK, as last seen
+    awaited       chunks that are evicted late because it waits for them
+    from_disk     keys of its chunks that were on DISK only when it was first looked at, None before
+    promotes      its chunks on DISK are worth waiting for; without room for them they are computed
+    prefetched    its chunks on DISK have been looked for ahead of its turn
     """
 
     __slots__ = (
         "arrived",
+        "awaited",
+        "from_disk",
         "keys",
         "order",
+        "prefetched",
+        "promotes",
         "queued",
         "request",
         "scored",
@@ -47,6 +55,10 @@ class Turn:
         self.tail: Chunk | None = None
         self.waiting_for: ChunkKey | None = None
         self.wanted = 0
+        self.awaited: list[Chunk] = []
+        self.from_disk: frozenset[ChunkKey] | None = None
+        self.promotes = True
+        self.prefetched = False
         self.usage: Usage | None = None
 
     @property

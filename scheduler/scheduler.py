@@ -14,6 +14,7 @@ from __future__ import annotations
 from array import array
 from bisect import insort
 from collections import deque
+from collections.abc import Iterable
 
 from .batcher import Batch, Batcher
 from .chunks import Chunk, ChunkStore, chunk_key, root_key
@@ -21,15 +22,18 @@ from .config import SchedulerConfig
 from .conversations import Conversations, common_prefix
 from .copies import StepCopies
 from .cost import CostProfile
+from .lookahead import LookAhead
 from .plan import StepPlan, StepResult
 from .planner import Planner
 from .retention import eviction_policy
 from .room import RoomMaker
 from .rows import Row, Turn
+from .saving import Saver
 from .steady import skip, steady_steps
 from .types import (
     Applied,
     ChunkKey,
+    DiskRecord,
     FinishReason,
     InvariantError,
     Output,
@@ -48,6 +52,8 @@ class Scheduler:
         self._conversations = Conversations(self._store, config.conversation_ttl)
         self._planner = Planner(self._store, cost, config.chunk_tokens, config.reuse)
         self._batcher = Batcher(config, cost, self._store, self._conversations, self._planner)
+        self._saver = Saver(config, cost, self._store)
+        self._lookahead = LookAhead(config, cost, self._store, self._conversations, self._planner)
         self._turns: dict[RequestId, Turn] = {}
         self._held: dict[RequestId, Row] = {}
         self._inflight: deque[tuple[StepPlan, list[Row]]] = deque()
@@ -91,7 +97,7 @@ class Scheduler:
         if turn is None:
             return
         if turn in self._batcher.waiting:
-            self._batcher.waiting.remove(turn)
+            self._batcher.leave_queue(turn)
             if turn.tail is not None and turn.tail.resident:
                 self._store.drop(turn.tail)
         else:
@@ -108,7 +114,8 @@ class Scheduler:
         return expired
 
     def finish(self, request: RequestId, tokens: int, now: float) -> Output | None:
-        """The reply is its first `tokens` tokens. Returns its end if the request still ran; unknown ids have ended."""
+        """The reply is its first `tokens` tokens. Returns its end if the request still ran, unless `--save sync` keeps
+        it back: then `apply` brings it. Unknown ids have ended."""
         turn = self._turns.get(request)
         if turn is None:
             return None
@@ -116,19 +123,27 @@ class Scheduler:
             raise InvariantError(f"request {request} is to end after {tokens} tokens it does not have")
         ended = request in self._held
         if turn in self._batcher.waiting:
-            self._batcher.waiting.remove(turn)
+            self._batcher.leave_queue(turn)
             self._commit(turn, [], tokens, turn.tail, now)
+            self._saver.turn_ended(map(self._store.find, turn.keys), now)
             if turn.tail is not None and turn.request.conversation is None and turn.tail.resident:
                 self._store.drop(turn.tail)
             del self._turns[request]
         else:
-            self._end(self._take_row(turn), tokens, now)
+            row = self._take_row(turn)
+            chunks = row.chunks
+            self._end(row, tokens, now)
+            if not ended and self._saver.withhold(Output(request, finish=FinishReason.STOP), chunks):
+                return None
         return None if ended else Output(request, finish=FinishReason.STOP)
 
     # -- steps
 
     def next_plan(self, now: float) -> StepPlan | None:
-        """The next step, or None if there is nothing to do before a result, a request or an end of one arrives."""
+        """The next step, or None if there is nothing to do before a result, a request or an end of one arrives.
+
+        A plan without tokens, copies and work for the disk asks only for the next result: work is under way there.
+        """
         step = self._step + 1
         self._store.now = now
         copies = StepCopies(step, self._store.gpu, self._store.host)
@@ -145,10 +160,12 @@ class Scheduler:
         if self.config.batching == "separate" and not batch.tokens:
             batcher.plan_generation(batch)
         self._save_ahead(batch)
+        if self.config.disk_kv_chunks:
+            self._plan_disk(batch)
 
         self._store.end_plan()
         plan = batch.freeze()
-        if not plan.tokens and not plan.copies:
+        if not plan.tokens and not plan.copies and not self._polls(batch):
             return None
         self._step = step
         self._inflight.append((plan, batch.span_rows))
@@ -163,6 +180,9 @@ class Scheduler:
         if (result.step, result.samples) != (plan.step, plan.samples):
             raise InvariantError(f"the result of step {result.step} came where that of step {plan.step} was due")
         self._applied = plan.step
+        self._store.completed = result.completed._replace(compute=plan.step)
+        if self.config.disk_kv_chunks:
+            self._store.disk.report(result, now)
         for span, span_row in zip(plan.spans, span_rows, strict=True):
             if span_row.chunks:
                 self._computed(span_row, span.start, span.end)
@@ -186,11 +206,12 @@ class Scheduler:
             if count == row.first or count == row.end or token in row.stop_ids:
                 self._begins_or_ends(row, token, now, applied)
         applied.requests, applied.tokens = array("q", requests), array("i", tokens)
+        applied.events += self._saver.endings()
         return applied
 
     def steady_steps(self) -> int:
         """How many steps to come are sure to generate one token a row and no more, if no request comes or leaves."""
-        busy = self._batcher.waiting or self._batcher.loading or self._conversations.mortal
+        busy = self._batcher.waiting or self._batcher.loading or self._conversations.mortal or self._disk_busy()
         if busy or self.in_flight != 1 or (self._store.available < self._mark and self._store.uncopied):
             return 0
         return steady_steps(self._batcher.rows, self._inflight[0][0])
@@ -223,7 +244,8 @@ class Scheduler:
         self._conversations.fork(conversation_id, new_id, now)
 
     def delete(self, conversation_id: str) -> None:
-        """Forgets the log and its claims. Raises RequestError (404) for an unknown id."""
+        """Forgets the log, and drops what no other conversation claims and nobody uses: its records on DISK are erased
+        by the next plan. Raises RequestError (404) for an unknown id."""
         self.conversation_tokens(conversation_id)
         self._conversations.delete(conversation_id)
 
@@ -236,12 +258,43 @@ class Scheduler:
         self.conversation_tokens(conversation_id)
         self._conversations.keep(conversation_id, ttl, pinned_until, now)
 
+    # -- the disk
+
+    def adopt(self, records: Iterable[DiskRecord], now: float) -> None:
+        """Records of an earlier life become chunks on DISK that lookups find; before the first request.
+
+        InvariantError for a slot that does not exist or is there twice.
+        """
+        self._store.disk.adopt(records, now)
+
+    def keys(self, tokens: array[int], salt: bytes) -> list[ChunkKey]:
+        """The keys of a log's full chunks."""
+        return self._chain([], tokens, salt)
+
+    def erase_keys(self, keys: Iterable[ChunkKey]) -> None:
+        """Drops those chunks, of a conversation that is deleted without ever having been active here, that no
+        conversation claims and nobody uses; the next plan erases their records."""
+        for key in keys:
+            chunk = self._store.find(key)
+            if chunk is not None and not chunk.claims:
+                self._store.drop_if_unused(chunk)
+
+    @property
+    def saving(self) -> bool:
+        """Chunks are on their way to DISK: who wants to lose nothing goes on with plans and results until they are."""
+        return self._saver.saving
+
+    @property
+    def wake_at(self) -> float:
+        """When `next_plan` has something to do at the latest, though nothing arrives: seconds, infinity for never."""
+        return min(self._conversations.next_due, self._lookahead.next_due)
+
     # -- what others may know
 
     @property
     def idle(self) -> bool:
-        """Nothing runs, waits, or is in flight."""
-        return not self._turns and not self._inflight
+        """Nothing runs, waits, or is in flight, and no end is kept back."""
+        return not self._turns and not self._inflight and not self._saver.withholds
 
     def open_requests(self) -> list[RequestId]:
         """Requests that have been added and have neither ended nor left."""
@@ -265,7 +318,13 @@ class Scheduler:
             evictions=store.evictions.by_tier_and_reason(),
             eviction_values=store.evictions.by_value(),
             eviction_value_sum=store.evictions.value_sum,
+            choices=batcher.choices.by_choice(),
             regret_tokens=store.regret_tokens,
+            spilled=store.disk.spilled,
+            promoted=store.disk.promoted,
+            failed_writes=store.disk.failed_writes,
+            failed_reads=store.disk.failed_reads,
+            spilling_paused=store.now < store.disk.paused_until,
         )
 
     def residency(self, start: int, most: int) -> Residency:
@@ -287,6 +346,9 @@ class Scheduler:
         if pending != set(self._planner.pending):
             raise InvariantError("keys are pending that no row computes, or the other way round")
         turns = [*batcher.waiting, *(row.turn for row in (*batcher.rows, *batcher.loading, *self._held.values()))]
+        awaited = {chunk for turn in batcher.waiting for chunk in turn.awaited}
+        if any(chunk.awaited and chunk not in awaited for chunk in self._store.resident_chunks()):
+            raise InvariantError("a chunk is awaited by nobody in the queue")
         if len(turns) != len(self._turns) or {turn.request.id for turn in turns} != set(self._turns):
             raise InvariantError("a request is in two places, or in none")
 
@@ -296,14 +358,18 @@ class Scheduler:
         """A key for each full chunk; the part that the log already knows is not hashed again."""
         if not self.config.reuse:
             return []
-        size, prompt = self.config.chunk_tokens, request.prompt
         keys: list[ChunkKey] = []
-        previous = root_key(self.config.seed, size, request.salt)
         log = self._conversations.of(request)
         if log is not None:
-            keys = log.keys[: common_prefix(log.tokens, prompt) // size]
-        for start in range(len(keys) * size, len(prompt) - size + 1, size):
-            keys.append(chunk_key(keys[-1] if keys else previous, prompt, start, start + size))
+            keys = log.keys[: common_prefix(log.tokens, request.prompt) // self.config.chunk_tokens]
+        return self._chain(keys, request.prompt, request.salt)
+
+    def _chain(self, keys: list[ChunkKey], tokens: array[int], salt: bytes) -> list[ChunkKey]:
+        """`keys`, of the first chunks of `tokens`, and those of the other full ones."""
+        size = self.config.chunk_tokens
+        previous = root_key(self.config.seed, size, salt)
+        for start in range(len(keys) * size, len(tokens) - size + 1, size):
+            keys.append(chunk_key(keys[-1] if keys else previous, tokens, start, start + size))
         return keys
 
     def _touch(self, turn: Turn, now: float) -> None:
@@ -318,10 +384,7 @@ class Scheduler:
         chunks = [self._store.find(key) for key in turn.keys]
         if conversation is not None and conversation.tail is not None:
             chunks.append(conversation.tail)
-        stamp = self._stamp(now)
-        for chunk in chunks:
-            if chunk is not None and chunk.resident and not chunk.users:
-                self._store.touch(chunk, stamp)
+        self._batcher.await_chunks(turn, chunks, self._stamp(now))
 
     def _stamp(self, now: float) -> float:
         """`now`, but never twice the same: one stamp is one turn."""
@@ -334,6 +397,22 @@ class Scheduler:
         available = max(self._mark, needed) - self._batcher.coming_free()
         if self._store.available < available:
             batch.room.save_ahead(available, most=max(needed, self._batcher.link_chunks(batch)))
+
+    def _plan_disk(self, batch: Batch) -> None:
+        """What goes to DISK and comes from there while the step runs."""
+        self._lookahead.plan(self._batcher.waiting, batch.room, batch.now)
+        self._saver.plan(batch.room, batch.now)
+        batch.spills, batch.promotions, batch.erased = self._store.disk.hand_over(batch.step)
+
+    def _polls(self, batch: Batch) -> bool:
+        """An empty plan is needed all the same: for what it says to the disk, or, if no other result is to come, to
+        hear what has become of work under way."""
+        if batch.spills or batch.promotions or batch.erased:
+            return True
+        return not self._inflight and (batch.polls or self._disk_busy())
+
+    def _disk_busy(self) -> bool:
+        return self._store.disk.outstanding or self._saver.busy or self._lookahead.busy
 
     def _computed(self, row: Row, start: int, end: int) -> None:
         """KV of [start, end) is written: chunks that are full now get their keys."""
@@ -379,8 +458,11 @@ class Scheduler:
             finish = FinishReason.STOP
         elif count == row.end:
             finish = FinishReason.LENGTH
+        chunks = row.chunks
         if finish is not None:
             self._reply_ends(row, reply, now)
+            if self._saver.withhold(Output(request.id, finish=finish), chunks):
+                finish = None
         if begins or finish is not None:
             usage, queued = (turn.usage, turn.queued) if begins else (None, None)
             applied.events.append(Output(request.id, usage=usage, finish=finish, queued=queued))
@@ -390,6 +472,7 @@ class Scheduler:
         self._batcher.leave_seat(row)
         if row.turn.request.confirm:
             self._held[row.id.request] = row
+            self._saver.turn_ended(row.chunks, now)
         else:
             self._end(row, reply, now)
 
@@ -418,6 +501,7 @@ class Scheduler:
                 candidate.tokens = min(candidate.tokens, rest) if row.spans else rest
                 tail = candidate if candidate.tokens else None
         self._commit(turn, row.chunks, reply, tail, now)
+        self._saver.turn_ended(row.chunks, now)
         self._batcher.let_go(row, tail, self._stamp(now))
         del self._turns[turn.request.id]
 
@@ -434,3 +518,5 @@ class Scheduler:
                 break
             chunks.append(chunk)
         self._conversations.commit(turn.request, turn.tokens[:count], keys, chunks, tail, now)
+        if turn.request.expect_next_s is not None:
+            self._lookahead.expect(turn.request.conversation, len(chunks), now + turn.request.expect_next_s)

@@ -22,6 +22,7 @@ from .scheduler import Scheduler
 from .types import Applied, InvariantError, Request, RequestId, Usage
 
 STEPS_IN_FLIGHT = 2
+POLL_S = 2e-3  # a plan that does nothing waits so long for news of work under way
 
 
 class SessionTurn(NamedTuple):
@@ -62,8 +63,8 @@ class Report:
     busy_s              the part of it in which steps ran
     ttft_p50, ttft_p99  seconds from a request to its first token
     seconds_per_token   mean over requests of (end of the reply - request) / tokens of the reply
-    swapped_in, swapped_out
-                        chunks copied
+    swapped_in, swapped_out, spilled, promoted
+                        chunks copied over the link, to DISK and from it
     """
 
     requests: int
@@ -78,6 +79,8 @@ class Report:
     suspensions: int
     swapped_in: int
     swapped_out: int
+    spilled: int = 0
+    promoted: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -90,16 +93,24 @@ class VirtualDevice:
     """Takes the time that a device would, and does nothing.
 
     Layers are pipelined: the swap-in that a step is gated on hides behind its compute, and only what is longer shows.
+    The disk reads and writes at the same time, each in order; what it has done is told with the next result.
     """
 
     def __init__(self, cost: CostProfile):
         self._cost = cost
         self._free_at = [0.0 for _ in Lane]
         self._ends: list[dict[int, float]] = [{} for _ in Lane]  # by lane: seconds at which a ticket is complete
+        self._written: deque[tuple[float, int]] = deque()  # when, and to which DISK slot
+        self._read: deque[tuple[float, int]] = deque()
+        self._disk_free_at = [0.0, 0.0]
+        self._copies: tuple[deque[tuple[float, int]], ...] = tuple(deque() for _ in Lane)  # when, ticket
+        self._completed = [0 for _ in Lane]
         self.busy_s = 0.0
 
     def launch(self, plan: StepPlan, now: float) -> float:
-        """Issues the plan's work at `now`; returns when it is complete. Without tokens that is when its copies are."""
+        """Issues the plan's work at `now`; returns when it is complete. Without tokens that is when its copies are, and
+        without those when there is news, but soon."""
+        self._use_disk(plan, now)
         copied = gate = now
         for batch in plan.copies:
             end = self._copy(batch, now)
@@ -113,7 +124,7 @@ class VirtualDevice:
             end = max(start + seconds, gate)
             self.busy_s += end - start
         else:
-            end = copied
+            end = copied if plan.copies else min([now + POLL_S, *self._news(now)])
         self._complete(Lane.COMPUTE, plan.step, end)
         return end
 
@@ -125,10 +136,31 @@ class VirtualDevice:
         self._complete(Lane.COMPUTE, step, end)
         return end
 
+    def _use_disk(self, plan: StepPlan, now: float) -> None:
+        reads, writes = self._disk_free_at
+        for promotion in plan.promotions:
+            reads = max(reads, now) + self._cost.read()
+            self._read.append((reads, promotion.disk))
+        for spill in plan.spills:
+            writes = max(writes, now) + self._cost.write()
+            self._written.append((writes, spill.disk))
+        self._disk_free_at = [reads, writes]
+
+    def _news(self, now: float) -> list[float]:
+        """When work under way will next be done, of each kind."""
+        return [max(now, done[0][0]) for done in (self._read, self._written, *self._copies) if done]
+
+    def reports(self, now: float) -> tuple[Tickets, tuple[int, ...], tuple[int, ...]]:
+        """Copies complete by now; DISK slots written, and those read, since the last call."""
+        for lane, copies in zip(Lane, self._copies, strict=True):
+            self._completed[lane] = max([self._completed[lane], *_done(copies, now)])
+        return Tickets(*self._completed), tuple(_done(self._written, now)), tuple(_done(self._read, now))
+
     def _copy(self, batch: CopyBatch, now: float) -> float:
         seconds = self._cost.load() if batch.lane is Lane.IN else self._cost.save()
         end = self._start(batch.lane, batch.after, now) + len(batch.sources) * seconds
         self._complete(batch.lane, batch.ticket, end)
+        self._copies[batch.lane].append((end, batch.ticket))
         return end
 
     def _start(self, lane: Lane, after: Tickets, now: float) -> float:
@@ -138,6 +170,14 @@ class VirtualDevice:
     def _complete(self, lane: Lane, ticket: int, end: float) -> None:
         self._free_at[lane] = max(self._free_at[lane], end)
         self._ends[lane][ticket] = end
+
+
+def _done(work: deque[tuple[float, int]], now: float) -> list[int]:
+    """What of it is done by now, taken from it."""
+    done = []
+    while work and work[0][0] <= now:
+        done.append(work.popleft()[1])
+    return done
 
 
 def mean_contexts(plan: StepPlan) -> tuple[int, int]:
@@ -160,10 +200,11 @@ class _Open:
 class Simulator:
     """One run over `sessions`; used once. Without `skips` every step is planned and applied by itself.
 
+    The first `warm_up` requests are served but not reported, nor is the time in which they arrive.
     Raises RequestError if the configuration cannot serve a request (too long, queue full).
     """
 
-    def __init__(self, config: SchedulerConfig, cost: CostProfile, sessions: Sequence[Session]):
+    def __init__(self, config: SchedulerConfig, cost: CostProfile, sessions: Sequence[Session], warm_up: int = 0):
         self.scheduler = Scheduler(config, cost)
         self.now = min(session.start_s for session in sessions)
         self._started = self.now
@@ -177,6 +218,7 @@ class Simulator:
         self._id = 0
         self._systems: dict[int, array[int]] = {}
         self._requests = self._steps = self._generated = 0
+        self._warm_up, self._busy_before = warm_up, 0.0
         self._usage = [0 for _ in fields(Usage)]
         self._ttft: list[float] = []
         self._per_token: list[float] = []
@@ -211,6 +253,9 @@ class Simulator:
             prompt += self._fresh(turn.input_tokens)
         else:
             prompt = self._system(session.system_tokens) + self._fresh(turn.input_tokens - session.system_tokens)
+        if self._requests == self._warm_up:
+            self._started, self._busy_before = self.now, self._device.busy_s
+            self._steps = self._generated = 0
         self._requests += 1
         request = RequestId(self._requests)
         # Nobody comes back to a single turn, and its client gave no conversation id.
@@ -251,24 +296,28 @@ class Simulator:
         plan, end = self._launched.popleft()
         self.now = max(self.now, end)
         self._steps += 1
-        result = StepResult(plan.step, plan.samples, (plan.step,) * len(plan.samples))
+        completed, spilled, promoted = self._device.reports(self.now)
+        tokens = (plan.step,) * len(plan.samples)
+        result = StepResult(plan.step, plan.samples, tokens, completed, spilled, promoted)
         self._take(self.scheduler.apply(result, self.now))
 
     def _take(self, applied: Applied) -> None:
         self._generated += len(applied.tokens)
         for event in applied.events:
             served = self._open[event.request]
-            if event.usage is not None:
+            counts = event.request > self._warm_up
+            if event.usage is not None and counts:
                 self._ttft.append(self.now - served.arrival)
                 for index, field in enumerate(fields(Usage)):
                     self._usage[index] += getattr(event.usage, field.name)
             if event.finish is not None:
                 del self._open[event.request]
-                self._reply_ended(served)
+                self._reply_ended(served, counts)
 
-    def _reply_ended(self, served: _Open) -> None:
+    def _reply_ended(self, served: _Open, counts: bool) -> None:
         turns, following = served.session.turns, served.turn + 1
-        self._per_token.append((self.now - served.arrival) / turns[served.turn].output_tokens)
+        if counts:
+            self._per_token.append((self.now - served.arrival) / turns[served.turn].output_tokens)
         if following < len(turns):
             arrival = self.now + turns[following].think_s
             heapq.heappush(self._arrivals, (arrival, self._order[served.session.name], following))
@@ -276,18 +325,20 @@ class Simulator:
     def _report(self) -> Report:
         stats = self.scheduler.stats()
         return Report(
-            requests=self._requests,
+            requests=self._requests - self._warm_up,
             usage=Usage(*self._usage),
             generated=self._generated,
             steps=self._steps,
             seconds=self.now - self._started,
-            busy_s=self._device.busy_s,
+            busy_s=self._device.busy_s - self._busy_before,
             ttft_p50=percentile(self._ttft, 0.50),
             ttft_p99=percentile(self._ttft, 0.99),
             seconds_per_token=sum(self._per_token) / len(self._per_token),
             suspensions=stats.suspensions,
             swapped_in=stats.swapped_in,
             swapped_out=stats.swapped_out,
+            spilled=stats.spilled,
+            promoted=stats.promoted,
         )
 
 
@@ -297,6 +348,6 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
-def simulate(config: SchedulerConfig, cost: CostProfile, sessions: Sequence[Session]) -> Report:
+def simulate(config: SchedulerConfig, cost: CostProfile, sessions: Sequence[Session], warm_up: int = 0) -> Report:
     """One run; see `Simulator`."""
-    return Simulator(config, cost, sessions).run()
+    return Simulator(config, cost, sessions, warm_up).run()

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
-from .plan import Lane
+from .plan import Lane, Tickets
 from .types import InvariantError
 
 
@@ -33,6 +33,15 @@ class SlotPool:
 
     def give(self, slot: int) -> None:
         self._free.append(slot)
+
+    def take_all(self, slots: Container[int]) -> None:
+        """These free slots, at once."""
+        self._free = deque(slot for slot in self._free if slot not in slots)
+
+    def next_is_quiet(self, completed: Tickets) -> bool:
+        """Whether the slot that `take` would return is used by no copy that may not be complete."""
+        slot = self._free[0]
+        return self.last[Lane.IN][slot] <= completed.swap_in and self.last[Lane.OUT][slot] <= completed.swap_out
 
     def check(self, owned: Iterable[int]) -> None:
         """Every slot is free or owned, once."""

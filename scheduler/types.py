@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
+from math import inf
 from typing import NamedTuple, NewType
 
 ChunkKey = NewType("ChunkKey", bytes)
@@ -41,6 +42,16 @@ class RequestError(ValueError):
 
 class InvariantError(AssertionError):
     """The program's own books disagree. Never caught: going on could return another conversation's tokens."""
+
+
+class DiskRecord(NamedTuple):
+    """A record that an earlier process left in a DISK slot: the keyed chunk that ends at position `end`, last active
+    `age_s` seconds ago."""
+
+    slot: int
+    key: ChunkKey
+    end: int
+    age_s: float
 
 
 class Tier(IntEnum):
@@ -159,6 +170,7 @@ class Request:
     prompt_logprobs log probabilities are reported of each prompt token but the first, and of so many of the likeliest:
                     the whole prompt is computed again
     choice          which of several replies to one prompt this is; the prompt is counted with choice 0
+    expect_next_s   seconds from the reply's end after which the client expects to write its next turn, or None
     """
 
     id: RequestId
@@ -173,6 +185,7 @@ class Request:
     confirm: bool = False
     prompt_logprobs: int | None = None
     choice: int = 0
+    expect_next_s: float | None = None
 
     def __post_init__(self) -> None:
         if not len(self.prompt):
@@ -186,6 +199,9 @@ class Request:
                 "min_tokens",
             )
         check_logprobs(self.prompt_logprobs, "prompt_logprobs")
+        if self.expect_next_s is not None and not 0.0 <= self.expect_next_s < inf:
+            message = f"expect_next_s must be 0 or more seconds, not {self.expect_next_s}"
+            raise RequestError(400, message, "expect_next_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,12 +252,13 @@ class Applied:
 
 
 class ConversationKV(NamedTuple):
-    """Chunks of one conversation's log by where they are; one that is on the GPU counts there only."""
+    """Chunks of one conversation's log by where they are; one in several tiers counts in the highest only."""
 
     conversation: str
     gpu: int
     host: int
     dropped: int
+    disk: int = 0
 
 
 class Residency(NamedTuple):
@@ -259,7 +276,11 @@ class SchedulerStats:
 
     evictions, eviction_values, eviction_value_sum
                     by tier and reason, and by retention value, as `evictions.Evictions` has them
+    choices         of loading or recomputing, as `choices.Choices` has them
     regret_tokens   tokens of chunks that were computed again within a minute after they had been dropped
+    spilled, promoted, failed_writes, failed_reads
+                    chunks written to DISK, read from it, and those for which that failed
+    spilling_paused a write has failed some seconds ago at most: nothing is written to DISK
     """
 
     running: int = 0
@@ -273,4 +294,10 @@ class SchedulerStats:
     evictions: dict[str, dict[str, int]] = field(default_factory=dict)
     eviction_values: dict[int, int] = field(default_factory=dict)
     eviction_value_sum: float = 0.0
+    choices: dict[str, dict[str, float]] = field(default_factory=dict)
     regret_tokens: int = 0
+    spilled: int = 0
+    promoted: int = 0
+    failed_writes: int = 0
+    failed_reads: int = 0
+    spilling_paused: bool = False

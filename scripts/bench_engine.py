@@ -73,10 +73,10 @@ class Row(NamedTuple):
         return self.reference / self.inductor
 
 
-def arguments(requests: int, new: int, vocab: int) -> list[torch.Tensor]:
+def arguments(requests: int, new: int, vocab: int, context: int = CONTEXT) -> list[torch.Tensor]:
     """Of `Engine.forward` but the pool: each request computes the end of its context, and samples at the last."""
-    context = max(CONTEXT, new)
-    blocks = context // CHUNK
+    context = max(context, new)
+    blocks = -(-context // CHUNK)
     table = torch.arange(requests * blocks).view(requests, blocks)
     own = torch.arange(context - new, context).repeat(requests, 1)
     slots = table.gather(1, own // CHUNK) * CHUNK + own % CHUNK

@@ -58,6 +58,13 @@ def parser() -> argparse.ArgumentParser:
     option("--find-rate", type=float, metavar="MS", help="between two --rate, the largest with at most this ms/token")
     option("--think-s", type=float, default=15.0, metavar="S", help="mean, where no trace tells (default %(default)s)")
     option("--warm-up-s", type=float, default=60.0, metavar="S", help="not measured (default %(default)s)")
+    option(
+        "--ramp-s",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="conversations that are in the middle at the start come in over so long (default %(default)s)",
+    )
     option("--measure-s", type=float, default=120.0, metavar="S", help="(default %(default)s)")
     option(
         "--expected-ms-per-token",
@@ -103,8 +110,9 @@ def check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and not 0 < value < float("inf"):
             raise SettingError(f"--{name.replace('_', '-')}", f"must be above 0, not {value}")
-    if not 0 <= args.warm_up_s < float("inf"):
-        raise SettingError("--warm-up-s", f"must not be negative, not {args.warm_up_s}")
+    for name in ("warm_up_s", "ramp_s"):
+        if not 0 <= getattr(args, name) < float("inf"):
+            raise SettingError(f"--{name.replace('_', '-')}", f"must not be negative, not {getattr(args, name)}")
     for name in ("json", "plot"):
         path = getattr(args, name)
         if path is not None and not path.resolve().parent.is_dir():
@@ -198,6 +206,7 @@ class Bench:
             seconds=window.end,
             seconds_per_token=args.expected_ms_per_token / 1e3,
             seed=args.seed,
+            ramp_s=args.ramp_s,
         )
         words = Words(args.vocabulary, secrets.token_hex(4))  # nothing is found of a run before
         with Load(self._target, arrivals, words, window, args.processes) as load:
@@ -226,7 +235,7 @@ class Bench:
         return made
 
     def _settings(self) -> dict[str, Any]:
-        names = ("think_s", "warm_up_s", "expected_ms_per_token", "seed", "processes", "conversations")
+        names = ("think_s", "warm_up_s", "ramp_s", "expected_ms_per_token", "seed", "processes", "conversations")
         workload = str(self._args.trace or self._args.synthetic)
         chosen = {name: getattr(self._args, name) for name in names}
         return {"model": self._target.model, "workload": workload, "time": int(time.time()), **chosen}

@@ -57,13 +57,20 @@ def clock_rate(dialogues: Sequence[Dialogue]) -> float | None:
 
 
 def plan_arrivals(
-    dialogues: Sequence[Dialogue], *, rate: float, seconds: float, seconds_per_token: float, seed: int
+    dialogues: Sequence[Dialogue],
+    *,
+    rate: float,
+    seconds: float,
+    seconds_per_token: float,
+    seed: int,
+    ramp_s: float = 0.0,
 ) -> list[Arrival]:
     """All arrivals of a run of `seconds`, in order of `at`; `rate` is conversations a second.
 
     With a clock of its own the trace is replayed from its start, and whole conversations are dropped to lower its rate.
     Without one conversations start as a Poisson process that has been going on for ever: those that are not over at the
-    run's start are joined in the middle, replies taken to cost `seconds_per_token`.
+    run's start are joined in the middle, replies taken to cost `seconds_per_token`. Each of these sends its whole
+    history at once; over `ramp_s` seconds, so that the server is not buried under prompts that it would know by now.
     """
     draw = random.Random(seed)
     native = clock_rate(dialogues)
@@ -77,7 +84,8 @@ def plan_arrivals(
         number, dialogue = next(order)
         arrival = join(dialogue, number, start, seconds_per_token)
         if arrival is not None:
-            arrivals.append(arrival)
+            later = ramp_s * draw.random() if ramp_s and start < 0 else 0.0
+            arrivals.append(arrival._replace(at=arrival.at + later))
     return sorted(arrivals, key=lambda arrival: arrival.at)
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ..builder.build import BACKENDS, DEFAULT_BACKEND, DEVICES, Built, build_engine, build_random_engine
+from ..builder.build import BACKENDS, DEFAULT_BACKEND, DEVICES, WEIGHTS, Built, build_engine, build_random_engine
 from ..builder.manifest import DTYPES, Compiled
 from ..scheduler.types import SettingError
 from . import profile
@@ -37,6 +37,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--output", required=True, metavar="DIR", help="the engine directory to make or replace")
     made.add_argument("--backend", default=DEFAULT_BACKEND, help=f"one of {', '.join(BACKENDS)} (default %(default)s)")
     made.add_argument("--dtype", help=f"one of {', '.join(DTYPES)} (default: the checkpoint's own)")
+    made.add_argument(
+        "--weights", default="same", help=f"of the layers' projections: {' or '.join(WEIGHTS)} (default %(default)s)"
+    )
     made.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="ranks (default %(default)s)")
     made.add_argument("--device", default="cpu", help=f"one of {', '.join(DEVICES)} (default %(default)s)")
     made.add_argument(
@@ -63,6 +66,7 @@ def build(args: argparse.Namespace) -> Built:
         tensor_parallel=args.tensor_parallel,
         device=args.device,
         workspace=args.workspace,
+        weights=args.weights,
         say=lambda stage: print(f"build_engine: {stage}", file=sys.stderr, flush=True),
     )
     if args.random_weights:
@@ -116,11 +120,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     manifest = built.manifest
     each = "" if manifest.tensor_parallel == 1 else f" on each of {manifest.tensor_parallel} ranks"
     kind = "weights" if manifest.random_seed is None else "random weights"
+    kind += " (projections in FP8)" if manifest.fp8 else ""
     print(
         f"{built.outcome} {args.output}: {manifest.architecture}, {manifest.backend} backend, {manifest.device}, "
-        f"{manifest.dtype}, {manifest.layers} layers, {built.weight_bytes / 2**20:.1f} MiB of {kind}{each}, "
+        f"{manifest.dtype}, {manifest.layers} layers, {manifest.weight_bytes / 2**20:.1f} MiB of {kind}{each}, "
         f"contexts up to {manifest.max_model_len} tokens, in {seconds:.1f} s (fingerprint {manifest.fingerprint[:16]})"
     )
+    if manifest.quantisation is not None:
+        logits, kv = manifest.quantisation.logits, manifest.quantisation.kv
+        print(f"relative error of FP8 against the unquantised model in float32: logits {logits:.1e}, KV {kv:.1e}")
     if manifest.compiled is not None:
         print(describe(manifest.compiled))
     if manifest.random_seed is not None:

@@ -8,23 +8,31 @@ import logging
 import multiprocessing
 import signal
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from ..builder.build import build_engine
 from ..builder.checkpoint import DEMO_CHECKPOINT
 from ..builder.config import Shard
 from ..builder.manifest import Manifest
 from ..plugins.collectives import TENSOR_PARALLEL, register_group
+from ..plugins.kv_fp8_reference import CODED, record_bytes
 from ..runtime.cpu_device import CpuDevice
 from ..runtime.device import Device
+from ..runtime.disk_directory import locked
+from ..runtime.disk_records import record_bytes as disk_record_bytes
+from ..runtime.disk_store import DiskSettings
 from ..runtime.engine import Engine, open_engine
 from ..runtime.executor import GROUP_LAYERS, Executor
-from ..runtime.grammar import open_grammars
+from ..runtime.grammar import Grammars, open_grammars
 from ..runtime.history_store import HistoryStore
 from ..runtime.http_process import listen, serve_http
 from ..runtime.logs import configure_logging
@@ -33,6 +41,7 @@ from ..runtime.messages import Ready
 from ..runtime.profile import load_profile
 from ..runtime.ranks_launch import DRAIN, run_ranks, under_mpi
 from ..runtime.service import Service
+from ..runtime.trace_file import TraceFile
 from ..scheduler.batcher import MOST_SCORED
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.cost import CostProfile, analytic_profile, propose_swap_out_below
@@ -40,7 +49,7 @@ from ..scheduler.scheduler import Scheduler
 from ..scheduler.types import SettingError, Tier
 from .ranks_command import run_rank, take_share
 from .serve_http import http_settings
-from .serve_options import DEFAULT_GPU_KV, DEFAULT_HOST_KV, parse_options
+from .serve_options import DEFAULT_DISK_KV, DEFAULT_GPU_KV, DEFAULT_HOST_KV, parse_options
 from .sizes import parse_bytes
 
 if TYPE_CHECKING:
@@ -69,7 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run_rank("pensieve serve", engine_ranks(args), partial(serve_rank, args))
         if (ranks := engine_ranks(args)) > 1:
             return run_ranks(ranks, [sys.executable, "-m", f"{__package__}.pensieve", "serve", *words])
-        serve(args)
+        with locked_directories(args):
+            serve(args)
     except SettingError as error:
         print(f"pensieve serve: {error}", file=sys.stderr)
         return 2
@@ -83,7 +93,8 @@ def engine_ranks(args: argparse.Namespace) -> int:
 def serve_rank(args: argparse.Namespace, ranks: Ranks) -> int:
     """As one of the processes that mpirun started: rank 0 serves, the others follow it."""
     if ranks.rank == 0:
-        serve(args, ranks)
+        with locked_directories(args):
+            serve(args, ranks)
     else:
         logging.getLogger().setLevel(logging.ERROR)  # what else it would say rank 0 says
         follow_rank(args, ranks)
@@ -114,6 +125,16 @@ def serve(args: argparse.Namespace, ranks: Ranks | None = None) -> None:
         ours.close()
         http.join(HTTP_EXIT_SECONDS)
         http.kill()  # it ignores other signals; after a clean end it is gone already
+
+
+@contextmanager
+def locked_directories(args: argparse.Namespace) -> Iterator[None]:
+    """While this is open no other server has them. SettingError."""
+    with ExitStack() as locks:
+        locks.enter_context(locked(args.state_dir, "--state-dir"))
+        if args.disk_dir is not None:
+            locks.enter_context(locked(args.disk_dir, "--disk-dir"))
+        yield
 
 
 def drain_on_signals(service: Service, seconds: float) -> None:
@@ -164,38 +185,43 @@ def prepare_rank(args: argparse.Namespace, ranks: Ranks) -> Prepared:
     ranks.check_equal("--engine", "engine", engine.manifest.fingerprint)
     register_group(TENSOR_PARALLEL, ranks.open_group(args.device, engine.dtype))
     config = ranks.together(lambda: scheduler_config(args, engine, device))
-    gpu, host, longest = ranks.smallest(config.gpu_kv_chunks, config.host_kv_chunks, config.max_model_len)
-    size = host * engine.chunk_bytes(config.chunk_tokens) * ranks.local_size
-    ranks.together(lambda: check_pool_fits(Tier.HOST, host, size, device.memory(Tier.HOST).free))
-    return Prepared(
-        directory, device, engine, replace(config, gpu_kv_chunks=gpu, host_kv_chunks=host, max_model_len=longest)
+    gpu, host, disk, longest = ranks.smallest(
+        config.gpu_kv_chunks, config.host_kv_chunks, config.disk_kv_chunks, config.max_model_len
     )
-
-
-def group_layers(args: argparse.Namespace, engine: Engine) -> int:
-    return GROUP_LAYERS if args.swap_in == "pipelined" else engine.manifest.layers
+    record = record_bytes(engine.kv_shape(1, config.chunk_tokens), host_dtype(args, engine))
+    size = host * record * ranks.local_size
+    ranks.together(lambda: check_pool_fits(Tier.HOST, host, size, device.memory(Tier.HOST).free))
+    agreed = replace(config, gpu_kv_chunks=gpu, host_kv_chunks=host, disk_kv_chunks=disk, max_model_len=longest)
+    return Prepared(directory, device, engine, agreed)
 
 
 def follow_rank(args: argparse.Namespace, ranks: Ranks) -> None:
     """Another rank than 0, until rank 0 ends it."""
     from ..runtime.ranks_executor import follow  # and MPI
 
-    _, device, engine, config = prepare_rank(args, ranks)
-    follow(ranks, Executor(device, engine, config, group_layers(args, engine), in_first=args.link == "in-first"))
+    prepared = prepare_rank(args, ranks)
+    follow(ranks, make_executor(args, prepared, disk_settings(args, prepared.config, ranks), ranks))
 
 
 def make_service(args: argparse.Namespace, connection: Connection, ranks: Ranks | None = None) -> tuple[Service, Ready]:
     """With `ranks`, rank 0's."""
-    directory, device, engine, config = prepare(args) if ranks is None else prepare_rank(args, ranks)
+    prepared = prepare(args) if ranks is None else prepare_rank(args, ranks)
+    directory, device, engine, config = prepared
+    trace = None if args.trace is None else TraceFile(args.trace)
+    if trace is not None:
+        device.watch(trace.work)
     measured = load_profile(directory, engine, config.chunk_tokens)
+    host_record = record_bytes(engine.kv_shape(1, config.chunk_tokens), host_dtype(args, engine))
+    cost = replace(measured or estimated_cost(engine, config), chunk_bytes=host_record)
     if measured is not None and args.swap_out_below is None:
-        config = replace(config, swap_out_below=propose_swap_out_below(measured, config))
-    scheduler = Scheduler(config, measured or estimated_cost(engine, config))
+        config = replace(config, swap_out_below=propose_swap_out_below(cost, config))
+    scheduler = Scheduler(config, cost)
     tokenizer = str(directory) if (directory / "tokenizer.json").exists() else ""
     grammars = open_grammars(tokenizer, engine.vocab_size, engine.manifest.stop_ids)
-    executor = make_executor(ranks)(
-        device, engine, config, group_layers(args, engine), grammars, in_first=args.link == "in-first"
-    )
+    disk = disk_settings(args, config, ranks)
+    executor = make_executor(args, prepared, disk, ranks, grammars)
+    records = executor.disk_records()
+    scheduler.adopt(records, time.monotonic())
     model, *aliases = args.served_model_name or [directory.resolve().name]
     ready = Ready(
         model=model,
@@ -205,24 +231,37 @@ def make_service(args: argparse.Namespace, connection: Connection, ranks: Ranks 
         stop_ids=engine.manifest.stop_ids,
         tokenizer=tokenizer,
     )
+    if disk is not None:
+        log.info("disk cache %d chunks in %s, %d of them from earlier", disk.slots, disk.directory, len(records))
     log.info(
-        "%s: GPU cache %d chunks, host cache %d chunks of %d tokens (%d bytes each), contexts up to %d tokens",
+        "%s: GPU cache %d chunks of %d bytes, host cache %d of %d bytes, %d tokens each, contexts up to %d tokens",
         ready.model,
         config.gpu_kv_chunks,
-        config.host_kv_chunks,
-        config.chunk_tokens,
         engine.chunk_bytes(config.chunk_tokens),
+        config.host_kv_chunks,
+        host_record,
+        config.chunk_tokens,
         config.max_model_len,
     )
-    return Service(scheduler, executor, connection), ready
+    return Service(scheduler, executor, connection, trace), ready
 
 
-def make_executor(ranks: Ranks | None) -> Callable[..., Executor]:
-    if ranks is None:
-        return Executor
-    from ..runtime.ranks_executor import RankedExecutor  # and MPI
+def make_executor(
+    args: argparse.Namespace,
+    prepared: Prepared,
+    disk: DiskSettings | None,
+    ranks: Ranks | None,
+    grammars: Grammars | None = None,
+) -> Executor:
+    _, device, engine, config = prepared
+    make: Callable[..., Executor] = Executor
+    if ranks is not None and ranks.rank == 0:
+        from ..runtime.ranks_executor import RankedExecutor  # and MPI
 
-    return partial(RankedExecutor, ranks)
+        make = partial(RankedExecutor, ranks)
+    group_layers = GROUP_LAYERS if args.swap_in == "pipelined" else engine.manifest.layers
+    in_first = args.link == "in-first"
+    return make(device, engine, config, group_layers, grammars, in_first, host_dtype(args, engine), disk)
 
 
 def make_device(args: argparse.Namespace) -> Device:
@@ -255,10 +294,17 @@ def scheduler_config(args: argparse.Namespace, engine: Engine, device: Device) -
         gpu_chunks = free_gpu_bytes(args, engine, device) // record
     else:
         gpu_chunks = kv_chunks(args.gpu_kv_chunks, args.gpu_kv_bytes or DEFAULT_GPU_KV, "--gpu-kv-bytes", record)
-    host_chunks = kv_chunks(args.host_kv_chunks, args.host_kv_bytes or DEFAULT_HOST_KV, "--host-kv-bytes", record)
+    host_record = record_bytes(engine.kv_shape(1, args.chunk_tokens), host_dtype(args, engine))
+    host_chunks = kv_chunks(args.host_kv_chunks, args.host_kv_bytes or DEFAULT_HOST_KV, "--host-kv-bytes", host_record)
+    disk_chunks = kv_chunks(
+        args.disk_kv_chunks, args.disk_kv_bytes or DEFAULT_DISK_KV, "--disk-kv-bytes", disk_record_bytes(host_record)
+    )
     settings = dict(
         gpu_kv_chunks=gpu_chunks,
         host_kv_chunks=host_chunks,
+        disk_kv_chunks=disk_chunks,
+        save=args.save,
+        prefetch=args.prefetch == "on",
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         chunk_tokens=args.chunk_tokens,
@@ -270,7 +316,7 @@ def scheduler_config(args: argparse.Namespace, engine: Engine, device: Device) -
         queue_timeout=args.queue_timeout,
         conversation_ttl=args.conversation_ttl,
         reuse=args.reuse,
-        seed=kv_seed(engine.manifest),
+        seed=kv_seed(engine.manifest, args.lower_tier_kv),
     )
     longest = engine.manifest.max_model_len
     if args.max_model_len is None:
@@ -296,9 +342,8 @@ def free_gpu_bytes(args: argparse.Namespace, engine: Engine, device: Device) -> 
         scored=MOST_SCORED,
         context=context,
     )
-    weights = engine.parameters * engine.dtype.itemsize
     memory = device.memory(Tier.GPU)
-    division = divide(memory, args.gpu_memory_utilization, weights, activations)
+    division = divide(memory, args.gpu_memory_utilization, engine.weight_bytes, activations)
     log.info(
         "GPU memory: %.1f GiB, of which weights %.1f, activations %.1f, CUDA and its graphs %.1f, KV %.1f",
         *(size / GIB for size in (memory.total, *division)),
@@ -312,9 +357,24 @@ def kv_chunks(chunks: int | None, size: str, setting: str, record: int) -> int:
     return parse_bytes(size, setting) // record
 
 
-def kv_seed(manifest: Manifest) -> bytes:
-    """Engines of one fingerprint compute equal KV; no others share chunks."""
-    return bytes.fromhex(manifest.fingerprint)
+def host_dtype(args: argparse.Namespace, engine: Engine) -> torch.dtype:
+    """Of the HOST pool."""
+    return CODED if args.lower_tier_kv == "fp8" else engine.dtype
+
+
+def disk_settings(args: argparse.Namespace, config: SchedulerConfig, ranks: Ranks | None = None) -> DiskSettings | None:
+    """Where the disk tier is and what may be read from it; None without one."""
+    if not config.disk_kv_chunks:
+        if args.disk_dir is not None:
+            raise SettingError("--disk-dir", "needs --disk-kv-bytes or --disk-kv-chunks: how much it may hold")
+        return None
+    count, rank = (1, 0) if ranks is None else (ranks.size, ranks.rank)
+    return DiskSettings(args.disk_dir or args.state_dir / "kv", config.disk_kv_chunks, config.seed.hex(), count, rank)
+
+
+def kv_seed(manifest: Manifest, lower_tier_kv: str) -> bytes:
+    """Engines of one fingerprint compute equal KV, and equal lower tiers keep it equally; no others share chunks."""
+    return bytes.fromhex(manifest.fingerprint) + (b"" if lower_tier_kv == "same" else lower_tier_kv.encode())
 
 
 def estimated_cost(engine: Engine, config: SchedulerConfig) -> CostProfile:

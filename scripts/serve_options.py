@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from ..runtime.logs import LOG_FORMATS, LOG_LEVELS
-from ..scheduler.config import BATCHING_MODES, EVICTION_POLICIES
+from ..scheduler.config import BATCHING_MODES, EVICTION_POLICIES, SAVE_MODES
 from ..scheduler.types import SettingError
 
 DEFAULT_GPU_KV = "512MiB"
 DEFAULT_HOST_KV = "2GiB"
+DEFAULT_DISK_KV = "0GiB"
 DEFAULT_MAX_BODY = "32MiB"
 
 RIVALS = {
@@ -26,6 +27,8 @@ RIVALS = {
     "--gpu-kv-bytes": "--gpu-kv-chunks",
     "--host-kv-chunks": "--host-kv-bytes",
     "--host-kv-bytes": "--host-kv-chunks",
+    "--disk-kv-chunks": "--disk-kv-bytes",
+    "--disk-kv-bytes": "--disk-kv-chunks",
 }
 """Flags of which one is given at most: a flag overrides its rival in the file too."""
 
@@ -59,7 +62,9 @@ def _engine_options(made: argparse.ArgumentParser) -> None:
     option("--device", default="cpu", choices=["cpu", "cuda"], help="where the engine runs (default %(default)s)")
     option("--enforce-eager", default=False, action=argparse.BooleanOptionalAction,
            help="on a GPU: launch every kernel by itself, no CUDA graphs")  # fmt: skip
-    option("--state-dir", type=Path, default=default_state_dir(), metavar="DIR", help="(default %(default)s)")
+    option("--state-dir", type=Path, default=default_state_dir(), metavar="DIR",
+           help="of this server alone: histories, and the disk tier unless --disk-dir says otherwise "
+           "(default %(default)s)")  # fmt: skip
     option("--max-model-len", type=int, metavar="N", help="longest context, tokens (default: the model's own)")
     option("--max-num-seqs", type=int, default=64, metavar="N", help="running requests (default %(default)s)")
     option("--max-num-batched-tokens", type=int, default=1024, metavar="N", help="tokens a step (default %(default)s)")
@@ -78,13 +83,26 @@ def _engine_options(made: argparse.ArgumentParser) -> None:
 def _cache_options(made: argparse.ArgumentParser) -> None:
     group = made.add_argument_group("KV cache")
     option = group.add_argument
-    defaults = {"gpu": f"{DEFAULT_GPU_KV}; on a GPU as --gpu-memory-utilization says", "host": DEFAULT_HOST_KV}
+    defaults = {
+        "gpu": f"{DEFAULT_GPU_KV}; on a GPU as --gpu-memory-utilization says",
+        "host": DEFAULT_HOST_KV,
+        "disk": "none",
+    }
     for tier, default in defaults.items():
         sizes = group.add_mutually_exclusive_group()
         sizes.add_argument(f"--{tier}-kv-chunks", type=int, metavar="N", help=f"{tier.upper()} cache, in chunks")
         sizes.add_argument(f"--{tier}-kv-bytes", metavar="SIZE", help=f"or in bytes, as 40GiB (default {default})")
+    option("--disk-dir", type=Path, metavar="DIR",
+           help="where the disk cache is, on a local disk (default: kv in --state-dir)")  # fmt: skip
+    option("--save", default="async", choices=SAVE_MODES,
+           help="an ended turn's KV goes to disk: soon, behind other work; before its reply ends; or only when host "
+           "memory needs the room (default %(default)s)")  # fmt: skip
+    option("--prefetch", default="on", choices=["on", "off"],
+           help="read from disk what requests in the queue will need (default %(default)s)")  # fmt: skip
     option("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE",
            help="of a GPU's memory, for all that this process uses (default %(default)s)")  # fmt: skip
+    option("--lower-tier-kv", default="same", choices=["same", "fp8"],
+           help="KV outside the GPU: as it is there, or rounded to 8 bits a number (default %(default)s)")  # fmt: skip
     option("--chunk-tokens", type=int, default=32, metavar="N", help="tokens of a chunk (default %(default)s)")
     option("--conversation-ttl", type=float, default=86400.0, metavar="SECONDS",
            help="a conversation claims its KV for so long after its last turn (default %(default)s)")  # fmt: skip
@@ -122,6 +140,7 @@ def _http_options(made: argparse.ArgumentParser) -> None:
            help="for a client to send a request, or to take an answer (default %(default)s)")  # fmt: skip
     option("--otlp-traces-endpoint", metavar="URL",
            help="send a span for each request there, as http://HOST:4318/v1/traces (default: none)")  # fmt: skip
+    option("--trace", type=Path, metavar="FILE", help="write what each step did and when, for ui.perfetto.dev")
     option("--log-format", default="text", choices=LOG_FORMATS, help="(default %(default)s)")
     option("--log-level", default="info", choices=LOG_LEVELS, help="(default %(default)s)")
 

@@ -1,4 +1,4 @@
-"""simulate: replays conversations against the scheduler on a virtual clock, for every eviction policy and HOST size.
+"""simulate: replays conversations against the scheduler on a virtual clock, for each eviction policy and tier size.
 
 Nothing is computed: the model's shape and the GPU's speeds say how long steps and copies take. See
 `scheduler/simulator.py` for what is simulated, `scripts/traces.py` for the form of a trace.
@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from ..scheduler.config import EVICTION_POLICIES, SchedulerConfig
+from ..scheduler.config import EVICTION_POLICIES, SAVE_MODES, SchedulerConfig
 from ..scheduler.cost import CostProfile, analytic_profile
 from ..scheduler.simulator import Report, Session, longest_context, simulate
 from ..scheduler.types import SettingError
@@ -52,9 +53,11 @@ class Run(NamedTuple):
     """One line of the table."""
 
     host_kv_bytes: int
+    disk_kv_bytes: int
     config: SchedulerConfig
     cost: CostProfile
     sessions: Sequence[Session]
+    warm_up: int
 
 
 def parser() -> argparse.ArgumentParser:
@@ -70,6 +73,11 @@ def parser() -> argparse.ArgumentParser:
     option("--model", choices=MODELS, default="llama-2-13b-gqa", help="(default %(default)s)")
     option("--gpu-kv-bytes", default="40GiB", metavar="SIZE", help="(default %(default)s)")
     option("--host-kv-bytes", default="16GiB,32GiB,64GiB", metavar="SIZES", help="comma between (default %(default)s)")
+    option("--disk-kv-bytes", default="0", metavar="SIZES", help="comma between (default %(default)s: no disk)")
+    option("--save", choices=SAVE_MODES, default="async", help="when chunks go to disk (default %(default)s)")
+    option("--prefetch", choices=("on", "off"), default="on", help="read ahead of a request's turn (default on)")
+    option("--conversation-ttl", type=float, default=math.inf, metavar="S", help="of idle conversations' KV")
+    option("--warm-up", type=int, default=0, metavar="N", help="the first N requests are not reported")
     option("--eviction", default="all", metavar="NAMES", help=f"all, or of {','.join(EVICTION_POLICIES)}")
     option("--chunk-tokens", type=int, default=64, metavar="N",
            help="(default %(default)s: hit rates within a point of those with 32, in less time)")  # fmt: skip
@@ -80,6 +88,8 @@ def parser() -> argparse.ArgumentParser:
     )
     option("--memory-bytes-per-s", type=float, default=4.25e12, metavar="B", help="GPU memory (default %(default)g)")
     option("--link-bytes-per-s", type=float, default=50e9, metavar="B", help="host to GPU (default %(default)g)")
+    option("--disk-read-bytes-per-s", type=float, default=6e9, metavar="B", help="(default %(default)g)")
+    option("--disk-write-bytes-per-s", type=float, default=4e9, metavar="B", help="(default %(default)g)")
     option("--jobs", type=int, default=os.cpu_count(), metavar="N", help="runs at a time (default %(default)s)")
     option("--json", action="store_true", help="one JSON line a run instead of the table")
     return made
@@ -102,12 +112,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _simulate(run: Run) -> Report:
-    return simulate(run.config, run.cost, run.sessions)
+    return simulate(run.config, run.cost, run.sessions, run.warm_up)
 
 
 def plan_runs(args: argparse.Namespace) -> list[Run]:
-    """Every policy with every HOST size. Raises SettingError."""
-    for name in ("sessions_per_s", "think_s", "flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "chunk_tokens"):
+    """Every policy with every HOST and DISK size. Raises SettingError."""
+    positive = ("sessions_per_s", "think_s", "flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "chunk_tokens")
+    for name in (*positive, "disk_read_bytes_per_s", "disk_write_bytes_per_s"):
         if not getattr(args, name) > 0:
             raise SettingError(f"--{name.replace('_', '-')}", f"must be above 0, not {getattr(args, name)}")
     sessions = load_sessions(args)
@@ -116,9 +127,14 @@ def plan_runs(args: argparse.Namespace) -> list[Run]:
     policies = EVICTION_POLICIES if args.eviction == "all" else args.eviction.split(",")
     gpu_bytes = parse_bytes(args.gpu_kv_bytes, "--gpu-kv-bytes")
     host_sizes = [parse_bytes(size, "--host-kv-bytes") for size in args.host_kv_bytes.split(",")]
+    disk_sizes = [parse_bytes(size, "--disk-kv-bytes") for size in args.disk_kv_bytes.split(",")]
+    requests = sum(len(session.turns) for session in sessions)
+    if not 0 <= args.warm_up < requests:
+        raise SettingError("--warm-up", f"must leave some of {requests} requests, not {args.warm_up}")
     return [
         Run(
             host_bytes,
+            disk_bytes,
             SchedulerConfig(
                 gpu_kv_chunks=gpu_bytes // cost.chunk_bytes,
                 host_kv_chunks=host_bytes // cost.chunk_bytes,
@@ -128,11 +144,17 @@ def plan_runs(args: argparse.Namespace) -> list[Run]:
                 chunk_tokens=args.chunk_tokens,
                 max_queue=len(sessions),
                 eviction=policy,
+                disk_kv_chunks=disk_bytes // cost.chunk_bytes,
+                save=args.save,
+                prefetch=args.prefetch == "on",
+                conversation_ttl=args.conversation_ttl,
             ),
             cost,
             sessions,
+            args.warm_up,
         )
         for host_bytes in host_sizes
+        for disk_bytes in disk_sizes
         for policy in policies
     ]
 
@@ -154,7 +176,7 @@ def load_sessions(args: argparse.Namespace) -> list[Session]:
 
 def profile(model: ModelShape, args: argparse.Namespace, max_context: int) -> CostProfile:
     """Every step reads the weights once; arithmetic comes on top."""
-    return analytic_profile(
+    cost = analytic_profile(
         chunk_tokens=args.chunk_tokens,
         parameters=model.parameters,
         layers=model.layers,
@@ -165,13 +187,20 @@ def profile(model: ModelShape, args: argparse.Namespace, max_context: int) -> Co
         link_bytes_per_s=args.link_bytes_per_s,
         step_base_seconds=model.parameters * ELEMENT_BYTES / args.memory_bytes_per_s,
     )
+    return replace(
+        cost,
+        disk_read_bytes_per_s=args.disk_read_bytes_per_s,
+        disk_write_bytes_per_s=args.disk_write_bytes_per_s,
+    )
 
 
 COLUMNS = {
     "policy": 18,
     "host GiB": 8,
+    "disk GiB": 8,
     "gpu": 11,
     "host": 11,
+    "disk": 11,
     "recomputed": 11,
     "new": 10,
     "hit %": 6,
@@ -181,7 +210,7 @@ COLUMNS = {
     "req/busy s": 10,
     "suspended": 9,
 }
-"""Titles and widths. gpu, host, recomputed, new: prompt tokens; hit %: found of those computed before."""
+"""Titles and widths. gpu, host, disk, recomputed, new: prompt tokens; hit %: found of those computed before."""
 
 
 def table_line(policy: str, *numbers: str) -> str:
@@ -195,7 +224,8 @@ def report_line(run: Run, report: Report) -> str:
     return table_line(
         run.config.eviction,
         f"{run.host_kv_bytes / 2**30:.4g}",
-        *(f"{tokens:,}" for tokens in (usage.gpu, usage.host, usage.recomputed, usage.new)),
+        f"{run.disk_kv_bytes / 2**30:.4g}",
+        *(f"{tokens:,}" for tokens in (usage.gpu, usage.host, usage.disk, usage.recomputed, usage.new)),
         f"{100 * report.hit_rate:.1f}",
         f"{report.ttft_p50:.3f}",
         f"{report.ttft_p99:.3f}",
@@ -206,7 +236,8 @@ def report_line(run: Run, report: Report) -> str:
 
 
 def json_line(run: Run, report: Report) -> str:
-    setting = {"eviction": run.config.eviction, "host_kv_bytes": run.host_kv_bytes}
+    sizes = {"host_kv_bytes": run.host_kv_bytes, "disk_kv_bytes": run.disk_kv_bytes}
+    setting = {"eviction": run.config.eviction, **sizes, "save": run.config.save, "prefetch": run.config.prefetch}
     return json.dumps({"bench": "simulate", **setting, **asdict(report), "hit_rate": report.hit_rate})
 
 

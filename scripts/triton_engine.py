@@ -8,13 +8,14 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 
 from ..runtime.history_store import HistoryStore
 from ..runtime.logs import configure_logging
 from ..runtime.triton_settings import TritonSettings
 from ..scheduler.types import SettingError
-from .serve import drain_on_signals, make_service
+from .serve import drain_on_signals, locked_directories, make_service
 from .serve_http import http_settings
 from .serve_options import parse_options
 
@@ -24,10 +25,11 @@ END_SECONDS = 10.0  # for the last step, and for memory to be given back
 def main(argv: Sequence[str]) -> int:
     """Serves until told to end or until Triton's model is gone. A wrong setting is told to the model."""
     *options, descriptor = argv
-    with Connection(int(descriptor)) as connection:
+    with Connection(int(descriptor)) as connection, ExitStack() as locks:
         try:
             args = parse_options(options)
             configure_logging(args.log_format, args.log_level)
+            locks.enter_context(locked_directories(args))
             settings = http_settings(args)
             HistoryStore(settings.history_file).close()  # whether it can be used is known before weights are loaded
             service, ready = make_service(args, connection)

@@ -1,7 +1,8 @@
 // The live map: a bar for each conversation, its chunks by tier. The beginning is what is evicted first, so a bar reads
-// dropped, host, GPU from left to right. Each tier has a pattern besides its colour.
+// dropped, disk, host, GPU from left to right. Each tier has a pattern besides its colour.
 
-const TIERS = ["dropped", "host", "gpu"];
+const TIERS = ["dropped", "disk", "host", "gpu"];
+const nothing = () => Object.fromEntries(TIERS.map((tier) => [tier, 0]));
 const HEIGHTS = [18, 14, 10, 8, 6, 5, 4, 3];
 const NARROWEST = 56; // of a column of bars, while lower bars can still make it wider
 const WIDEST_CHUNK = 24;
@@ -23,13 +24,13 @@ export class ChunkMap {
     dark.addEventListener("change", () => this.draw());
   }
 
-  // `conversations`: (name, on the GPU, on the host, dropped), the latest first. Returns the sums by tier.
+  // `conversations`: (name, on the GPU, on the host, dropped, on disk), the latest first. Returns the sums by tier.
   update(conversations) {
     const bars = new Map();
-    const sums = { dropped: 0, host: 0, gpu: 0 };
-    for (const [id, gpu, host, dropped] of conversations.toReversed()) {
-      const goal = { dropped, host, gpu };
-      bars.set(id, { goal, shown: this.bars.get(id)?.shown ?? { dropped: 0, host: 0, gpu: 0 } });
+    const sums = nothing();
+    for (const [id, gpu, host, dropped, disk] of conversations.toReversed()) {
+      const goal = { dropped, disk, host, gpu };
+      bars.set(id, { goal, shown: this.bars.get(id)?.shown ?? nothing() });
       for (const tier of TIERS) sums[tier] += goal[tier];
     }
     this.bars = bars;
@@ -70,7 +71,7 @@ export class ChunkMap {
       if (width / columns >= NARROWEST) break;
     }
     let longest = 1;
-    for (const { goal } of this.bars.values()) longest = Math.max(longest, goal.dropped + goal.host + goal.gpu);
+    for (const { goal } of this.bars.values()) longest = Math.max(longest, TIERS.reduce((all, tier) => all + goal[tier], 0));
     const column = width / columns;
     return { rows, columns, bar, column, chunk: Math.min(WIDEST_CHUNK, (column - 6) / longest) };
   }
@@ -129,7 +130,7 @@ export class ChunkMap {
   tell() {
     const goal = this.bars.get(this.cursor)?.goal;
     const words = goal
-      ? `${this.cursor}: ${goal.gpu} on the GPU, ${goal.host} on the host, ${goal.dropped} dropped`
+      ? `${this.cursor}: ${goal.gpu} on the GPU, ${goal.host} on the host, ${goal.disk} on disk, ${goal.dropped} dropped`
       : `${this.bars.size} conversations`;
     if (this.readout.textContent === words) return;
     this.readout.textContent = words;
@@ -155,7 +156,7 @@ function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name);
 }
 
-// GPU is solid, host hatched, dropped dotted.
+// GPU is solid, host hatched, disk striped, dropped dotted.
 function paint(pen, tier) {
   if (tier === "gpu") return colour("--gpu");
   const tile = document.createElement("canvas");
@@ -166,6 +167,10 @@ function paint(pen, tier) {
     ink.fillRect(0, 0, 4, 4);
     ink.fillStyle = colour("--ink");
     for (let at = 0; at < 4; at += 1) ink.fillRect(at, 3 - at, 1, 1);
+  } else if (tier === "disk") {
+    ink.fillRect(0, 0, 4, 4);
+    ink.fillStyle = colour("--ink");
+    ink.fillRect(0, 3, 4, 1);
   } else {
     ink.fillRect(0, 0, 2, 2);
   }

@@ -46,7 +46,7 @@ def test_the_directory_and_its_manifest(checkpoint, tmp_path):
     assert names(engine.parent) == ["engine"]
     weights = load_file(engine / WEIGHTS)
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
-    assert sum(tensor.nbytes for tensor in weights.values()) == built.weight_bytes
+    assert sum(tensor.nbytes for tensor in weights.values()) == built.manifest.weight_bytes
     assert (engine / WEIGHTS).stat().st_mode == (engine / "manifest.json").stat().st_mode
     manifest = Manifest.read(engine)
     assert manifest == built.manifest and manifest.fingerprint == built.manifest.fingerprint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import LlamaConfig, OPTConfig, Qwen3Config
 from pensieve.builder.architectures import decoder_config
 from pensieve.builder.build import build_engine
 from pensieve.builder.checkpoint import read_json, read_weights
+from pensieve.builder.compiling import report
 from pensieve.builder.config import Shard
 from pensieve.builder.manifest import WEIGHTS, files_digest
 from pensieve.builder.model import Decoder
@@ -261,7 +263,7 @@ def test_an_engine_in_the_making_is_compiled_tried_and_compared(kind, ours, tmp_
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     tiny_checkpoint(kind, tmp_path / "hf")
     manifest = build_engine(tmp_path / "hf", tmp_path / "engine", backend="reference", dtype="bfloat16").manifest
-    ours[0].main(tmp_path / "engine", workspace=None)
+    report(partial(ours[0].compile_engine, tmp_path / "engine", None))
     *stages, last = map(json.loads, capsys.readouterr().out.splitlines())
     assert [stage["stage"] for stage in stages] == ["compiling", "loading", "comparing with the reference"]
     compiled, path = last["compiled"], tmp_path / "engine" / ours[0].PLAN
@@ -282,6 +284,6 @@ def test_an_engine_that_computes_something_else_is_refused(ours, tmp_path, monke
     monkeypatch.setitem(twin.ELEMENTWISE, twin.ET.SUM, lambda x, y: torch.add(x, y, alpha=1.01))
     tiny_checkpoint("llama", tmp_path / "hf")
     build_engine(tmp_path / "hf", tmp_path / "engine", backend="reference")
-    ours[0].main(tmp_path / "engine", workspace=2**20)
+    report(partial(ours[0].compile_engine, tmp_path / "engine", 2**20))
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert "logits are off by" in last["refused"]

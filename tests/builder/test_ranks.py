@@ -92,7 +92,7 @@ def test_the_ranks_of_a_random_engine_are_one_rank_s(tmp_path):
     build_random_engine(config, tmp_path / "one", seed=3)
     built = build_random_engine(config, tmp_path / "all", seed=3, tensor_parallel=4)
     assert built.manifest.random_seed == 3
-    assert open_engine(tmp_path / "all", rank=3).parameters * 4 == built.weight_bytes
+    assert open_engine(tmp_path / "all", rank=3).parameters * 4 == built.manifest.weight_bytes
     check_equal(logits_of_ranks(tmp_path / "all"), logits_of(open_engine(tmp_path / "one")))
 
 
@@ -157,7 +157,7 @@ def test_a_rank_checks_its_own_weights(checkpoint, tmp_path):
 
 
 def test_there_must_be_room_for_all_ranks(checkpoint, tmp_path, monkeypatch):
-    one = build_engine(checkpoint, tmp_path / "engine", tensor_parallel=2).weight_bytes
+    one = build_engine(checkpoint, tmp_path / "engine", tensor_parallel=2).manifest.weight_bytes
     asked = []
     monkeypatch.setattr("pensieve.builder.build._check_room", lambda directory, needed: asked.append(needed))
     monkeypatch.setattr("pensieve.builder.build.ROOM", 0)

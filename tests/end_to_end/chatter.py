@@ -46,9 +46,20 @@ def slow_link_profile(config, chunk_bytes, chunks_a_step=4):
 
 
 class Chatter:
-    """`executor`: makes the executor, as `Executor` does."""
-
-    def __init__(self, engine, reference, seed, *, disturbed=False, ids=0.7, executor=Executor, **settings):
+    def __init__(
+        self,
+        engine,
+        reference,
+        seed,
+        *,
+        disturbed=False,
+        ids=0.7,
+        host_dtype=None,
+        disk=None,
+        make_executor=Executor,
+        **settings,
+    ):
+        """disk: DiskSettings, of as many slots as the settings say."""
         self.random = random.Random(seed)
         defaults = dict(
             gpu_kv_chunks=40,
@@ -60,24 +71,39 @@ class Chatter:
             max_queue=64,
         )
         self.config = SchedulerConfig(**(defaults | settings))
-        delays = random.Random(seed + 1)
-        device = CpuDevice(
-            disturb=(lambda lane: delays.choice((0.0, 0.0, 0.002, 0.006))) if disturbed else None,
-            shuffle=random.Random(seed + 2) if disturbed else None,
-        )
         self.vocabulary = engine.manifest.vocab_size
         self.reference = reference
-        self.executor = executor(device, engine, self.config, group_layers=1)
-        self.scheduler = Scheduler(
-            self.config, slow_link_profile(self.config, engine.chunk_bytes(self.config.chunk_tokens))
-        )
+        self._engine, self._seed, self._disturbed, self._disk = engine, seed, disturbed, disk
+        self._host_dtype, self._make_executor = host_dtype, make_executor
+        self._begin()
         self.ids = ids
-        self.open: dict[int, Open] = {}
         self.logs: dict[str, list[int]] = {}
         self.anonymous: list[list[int]] = []
         self.counts: Counter[str] = Counter()
         self.requests = 0
         self.openings = [[self._token() for _ in range(n)] for n in (16, 21, 40)]
+
+    def _begin(self):
+        """A process with nothing but what is on disk."""
+        delays = random.Random(self._seed + 1)
+        device = CpuDevice(
+            disturb=(lambda lane: delays.choice((0.0, 0.0, 0.002, 0.006))) if self._disturbed else None,
+            shuffle=random.Random(self._seed + 2) if self._disturbed else None,
+        )
+        self.executor = self._make_executor(
+            device, self._engine, self.config, group_layers=1, host_dtype=self._host_dtype, disk=self._disk
+        )
+        self.scheduler = Scheduler(
+            self.config, slow_link_profile(self.config, self._engine.chunk_bytes(self.config.chunk_tokens))
+        )
+        self.scheduler.adopt(self.executor.disk_records(), time.monotonic())
+        self.open: dict[int, Open] = {}
+
+    def restart(self):
+        """In the middle of whatever is going on: open turns are lost, and what is in memory."""
+        self.executor.close()
+        self._begin()
+        self.counts["restarted"] += 1
 
     def _token(self):
         return self.random.randrange(self.vocabulary)
@@ -116,11 +142,16 @@ class Chatter:
 
     # -- the loop, as in runtime/service.py
 
-    def run(self, turns):
+    def run(self, turns, restarts=0):
+        """`restarts`: so many times, at random moments."""
+        moments = sorted(self.random.sample(range(1, turns), restarts), reverse=True)
         while self.requests < turns or self.open:
             while self.requests < turns and len(self.open) < 10 and self.random.random() < 0.5:
                 self._write()
             self._meddle()
+            if moments and self.requests >= moments[-1]:
+                moments.pop()
+                self.restart()
             plan = self.scheduler.next_plan(time.monotonic())
             if plan is not None:
                 seats = [span.seat for span in plan.spans]
@@ -143,7 +174,7 @@ class Chatter:
             self.open[request].reply.append(token)
         for event in applied.events:
             if event.usage is not None:
-                for source in ("gpu", "host", "recomputed", "new"):
+                for source in ("gpu", "host", "disk", "recomputed", "new"):
                     self.counts[source] += getattr(event.usage, source)
             if event.finish is not None:
                 self._ended(self.open.pop(event.request))

@@ -38,7 +38,7 @@ def main(checkpoint, directory, runs):
             if (slow := run.pop("slow", None)) is not None:
                 run["disturbed"] = ranks.rank == slow
             if ranks.rank == 0:
-                chatter = Chatter(engine, reference, executor=partial(RankedExecutor, ranks), **run)
+                chatter = Chatter(engine, reference, make_executor=partial(RankedExecutor, ranks), **run)
                 happened.update(chatter.run(turns))
             else:
                 follow(ranks, Chatter(engine, reference, **run).executor)

@@ -36,7 +36,9 @@ def server(tmp_path_factory):
     """One seat: whoever comes second waits."""
     directory = tmp_path_factory.mktemp("state")
     (directory / "serve.toml").write_text(CONFIG)
-    with Server(directory, "--config", directory / "serve.toml", "--max-model-len", 3000) as running:
+    options = ["--config", directory / "serve.toml", "--max-model-len", 3000, "--trace", directory / "trace.json"]
+    with Server(directory, *options) as running:
+        running.trace = directory / "trace.json"
         yield running
 
 
@@ -55,8 +57,8 @@ class Hog:
         self._stream.__exit__(None, None, None)
 
 
-def ask(server, number, **body):
-    return server.post("/v1/completions", prompt=[number] * 7, max_tokens=3, ignore_eos=True, **body)
+def ask(server, number, max_tokens=3, **body):
+    return server.post("/v1/completions", prompt=[number] * 7, max_tokens=max_tokens, ignore_eos=True, **body)
 
 
 def log_lines(server, name):
@@ -131,6 +133,25 @@ def test_the_terminal_chat_and_the_history_that_the_server_keeps(server):
     out, (third, branch) = chat(server, "Go on.", "/fork copy", "Or else?", "/drop tea", "/list", "/stats")
     assert branch[0] + branch[1] > third[0] + third[1] > second[0] + second[1]
     assert "tea is gone\n* copy (" in out and "2 replies" in out
+
+
+def test_the_trace_can_be_viewed_while_the_server_runs(server):
+    """A viewer takes it without its last bracket. Every step is launched before the device has it, and waited for."""
+    ask(server, 61, max_tokens=200)
+    text = server.trace.read_text()
+    events = json.loads(text[: text.rindex("},\n") + 1] + "]")
+    tracks = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
+    loop, device = ({}, {})
+    for event in events:
+        if event["ph"] == "X" and event["tid"] in (tracks["loop"], tracks["device: compute"]):
+            track, name = (loop, event["name"]) if event["tid"] == tracks["loop"] else (device, "step")
+            track[name, event["args"]["step"]] = (event["ts"], event["ts"] + event["dur"])
+    steps = [step for _, step in device if ("send", step) in loop]
+    assert len(steps) > 100
+    for step in steps:
+        start, end = device["step", step]
+        assert loop["plan", step][1] <= loop["launch", step][0] <= start < end <= loop["wait", step][1]
+        assert loop["wait", step][1] <= loop["apply", step][0] <= loop["apply", step][1] <= loop["send", step][0]
 
 
 def test_ready_ends_with_sigterm_health_with_the_server_and_a_second_signal_ends_it_at_once(tmp_path):

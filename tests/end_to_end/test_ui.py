@@ -187,7 +187,7 @@ def test_the_map_is_read_and_used_by_keyboard(server, browser):
         page.keyboard.press("ArrowDown")
         expect(chunks).to_have_attribute("aria-valuenow", "2")
         said = chunks.get_attribute("aria-valuetext")
-        found = re.fullmatch(r"(visitor \d\d): (\d+) on the GPU, (\d+) on the host, (\d+) dropped", said)
+        found = re.fullmatch(r"(visitor \d\d): (\d+) on the GPU, (\d+) on the host, (\d+) on disk, (\d+) dropped", said)
         assert sum(map(int, found.groups()[1:])) > 2
         page.keyboard.press("Enter")
         expect(page.locator("#title")).to_have_text(found[1])
@@ -265,7 +265,7 @@ def test_a_thousand_conversations(server, browser):
     def give_state(route):
         looks.append(len(looks))
         moved = len(looks) * 7
-        kv = [(name, (at + moved) % 9, (at * 3 + moved) % 7, at % 5) for at, name in enumerate(names)]
+        kv = [(name, (at + moved) % 9, (at * 3 + moved) % 7, at % 5, at % 4) for at, name in enumerate(names)]
         route.fulfill(json=state | {"seconds": float(len(looks)), "conversations": kv})
 
     def give_page(route):

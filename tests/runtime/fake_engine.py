@@ -18,9 +18,11 @@ from pensieve.scheduler.types import GREEDY, RequestId, RowId, Sampling
 VOCAB = 97
 
 
-def next_token(context: Sequence[int], layers: int) -> int:
+def next_token(context: Sequence[int], layers: int, largest: int = 61) -> int:
     """What FakeEngine answers to a context."""
-    digests = ((token * 31 + at * 17 + layer * 7) % 61 for at, token in enumerate(context) for layer in range(layers))
+    digests = (
+        (token * 31 + at * 17 + layer * 7) % largest for at, token in enumerate(context) for layer in range(layers)
+    )
     return sum(digests) % VOCAB
 
 
@@ -36,8 +38,9 @@ class FakeEngine:
     dtype = torch.float32
     vocab_size = VOCAB
 
-    def __init__(self, layers: int = 3):
-        self.layers = layers
+    def __init__(self, layers: int = 3, largest: int = 61):
+        """largest: digests are below; with 16, KV in eight bits is exact."""
+        self.layers, self.largest = layers, largest
 
     def kv_shape(self, slots: int, chunk_tokens: int) -> tuple[int, ...]:
         return (slots, self.layers, 2, 1, chunk_tokens, 1)
@@ -45,7 +48,7 @@ class FakeEngine:
     def forward(self, token_ids, positions, slots, segments, block_table, sample_rows, pool):
         means = torch.zeros(len(token_ids))
         for layer in range(self.layers):
-            digests = ((token_ids * 31 + positions * 17 + layer * 7) % 61).float().view(-1, 1, 1)
+            digests = ((token_ids * 31 + positions * 17 + layer * 7) % self.largest).float().view(-1, 1, 1)
             no_keys = torch.zeros_like(digests)
             rotary = torch.empty(len(token_ids), 0)
             q = torch.ops.pensieve.write_kv(no_keys, no_keys, digests, rotary, slots, pool, layer)

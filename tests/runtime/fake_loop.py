@@ -22,8 +22,18 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from pensieve.runtime.messages import Abort, Drain, Fatal, Finish, Ready, Refusal, StepMessage, Submit
-from pensieve.scheduler.types import FinishReason, Output, Request, RequestError, RequestId, TokenLogprobs, Usage
+from pensieve.runtime.messages import Abort, Drain, Fatal, Finish, Look, Ready, Refusal, StepMessage, Submit
+from pensieve.scheduler.types import (
+    ConversationKV,
+    FinishReason,
+    Output,
+    Request,
+    RequestError,
+    RequestId,
+    Residency,
+    TokenLogprobs,
+    Usage,
+)
 
 FIRST_BYTE = 4
 EOS = 2
@@ -194,6 +204,8 @@ class FakeLoop:
                     refusals.append(Refusal(request.id, RequestError(429, "the queue is full")))
                 case Abort(request):
                     self._running.pop(request, None)
+                case Look():
+                    self._pipe.send(Residency(32, [ConversationKV("c", 1, 2, 3, 4)], 0))
                 case Finish(request, _):
                     if self._running.pop(request, None) is not None:
                         outputs.append(Output(request, (), FinishReason.STOP))

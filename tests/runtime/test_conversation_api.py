@@ -153,6 +153,8 @@ def test_conversations_are_listed_forked_kept_and_deleted(serve: Any) -> None:
             assert [entry["id"] for entry in page["data"]] == ["a", "with/slash"] and page["has_more"]
             page = await server.ask("GET", f"{CONVERSATIONS}?after=with%2Fslash&order=asc")
             assert [entry["id"] for entry in page["data"]] == ["c"] and not page["has_more"]
+            assert page["data"][0]["kv_chunks"] == {"gpu": 1, "host": 2, "dropped": 3, "disk": 4}
+            assert (await server.ask("GET", f"{CONVERSATIONS}/a"))["kv_chunks"] is None, "the loop has not heard of it"
             fork = await server.post(f"{CONVERSATIONS}/with%2Fslash/fork", id="f")
             assert fork["parent"] == "with/slash"
             await server.post(f"{CONVERSATIONS}/a/fork", 409, id="f")
@@ -169,7 +171,9 @@ def test_conversations_are_listed_forked_kept_and_deleted(serve: Any) -> None:
             assert [keep.conversation for keep in keeps] == ["a"] * 5 and {keep.ttl for keep in keeps} == {60.0}
             assert [keep.pinned > 0 for keep in keeps] == [False, False, True, True, False]
             assert (await server.ask("DELETE", f"{CONVERSATIONS}/c"))["deleted"]
-            await asyncio.to_thread(eventually, lambda: server.loop.said(Forget) == [Forget("c")])
+            await asyncio.to_thread(eventually, lambda: server.loop.said(Forget))
+            (forgotten,) = server.loop.said(Forget)
+            assert forgotten.conversation == "c" and len(forgotten.tokens) > 0 and not forgotten.shared
             assert server.loop.said(Fork)[0] == Fork("with/slash", "f")
             for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/fork"), ("POST", "/pin"), ("PATCH", "")):
                 await server.ask(method, f"{CONVERSATIONS}/c{path}", 404)

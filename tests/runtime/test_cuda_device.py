@@ -237,7 +237,7 @@ def test_closing_gives_everything_back():
 # Steps. What a plan brings is compared with what the CPU device brings.
 
 
-def executor_on(device: Device, engine: TinyEngine, **settings) -> Executor:
+def executor_on(device: Device, engine: TinyEngine, host_dtype=None, **settings) -> Executor:
     defaults = dict(
         gpu_kv_chunks=SLOTS,
         host_kv_chunks=HOST_SLOTS,
@@ -246,7 +246,7 @@ def executor_on(device: Device, engine: TinyEngine, **settings) -> Executor:
         max_num_batched_tokens=48,
         chunk_tokens=CHUNK,
     )
-    return Executor(device, engine, SchedulerConfig(**(defaults | settings)), group_layers=2)
+    return Executor(device, engine, SchedulerConfig(**(defaults | settings)), group_layers=2, host_dtype=host_dtype)
 
 
 def run(executor: Executor, plans, in_flight=1) -> list[tuple[int, ...]]:

@@ -1,17 +1,20 @@
+import os
 import random
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
 from pensieve.runtime.cpu_device import CpuDevice
-from pensieve.runtime.executor import MAX_IN_FLIGHT, Executor
+from pensieve.runtime.disk_files import SystemCalls
+from pensieve.runtime.disk_store import DiskSettings
+from pensieve.runtime.executor import DISK_WAIT_SECONDS, MAX_IN_FLIGHT, Executor
 from pensieve.runtime.messages import KVCounters
 from pensieve.scheduler.config import SchedulerConfig
-from pensieve.scheduler.plan import CopyBatch, Lane, StepPlan, Tickets
-from pensieve.scheduler.types import InvariantError, Sampling
+from pensieve.scheduler.plan import CopyBatch, Lane, Promotion, Spill, StepPlan, Tickets
+from pensieve.scheduler.types import ChunkKey, InvariantError, Sampling
 
 from .fake_engine import VOCAB, FakeEngine, copy, join, next_token, plan, reply, span
 
@@ -25,12 +28,12 @@ def executors():
     """Makes executors over a CPU device and closes them."""
     made = []
 
-    def make(engine=None, host_kv_chunks=32, in_first=False, **disturbance) -> Executor:
+    def make(engine=None, host_kv_chunks=32, in_first=False, disk=None, **disturbance) -> Executor:
         config = SchedulerConfig(
             gpu_kv_chunks=16, host_kv_chunks=host_kv_chunks, max_model_len=36, max_num_seqs=4, chunk_tokens=CHUNK
         )
         device = CpuDevice(**disturbance)
-        executor = Executor(device, engine or FakeEngine(LAYERS), config, group_layers=2, in_first=in_first)
+        executor = Executor(device, engine or FakeEngine(LAYERS), config, group_layers=2, in_first=in_first, disk=disk)
         made.append(executor)
         return executor
 
@@ -357,3 +360,87 @@ def test_random_turns_with_copies_delayed_and_reordered(executors, seed, in_firs
         scheduler.round()
     copied = scheduler.executor.copied_bytes
     assert copied.swap_in > 0 and copied.swap_out > 0
+
+
+# -- the disk
+
+
+def disk_settings(tmp_path, **changes) -> DiskSettings:
+    return DiskSettings(**dict(directory=tmp_path, slots=8, engine="ab") | changes)
+
+
+def key(number: int) -> ChunkKey:
+    return ChunkKey(bytes([number]) * 32)
+
+
+def disk_work(executor: Executor, step: int, **work) -> tuple[list[int], list[int], list[int]]:
+    """(spilled, promoted, failed) of a plan with this work and of those behind it, until all is reported."""
+    got: tuple[list[int], list[int], list[int]] = ([], [], [])
+    executor.launch(replace(plan(step), **work))
+    while sum(map(len, got)) < sum(map(len, work.values())):
+        result = executor.wait()
+        for slots, more in zip(got, (result.spilled, result.promoted, result.failed), strict=True):
+            slots += more
+        step += 1
+        executor.launch(plan(step))
+    executor.wait()
+    return tuple(map(sorted, got))
+
+
+def test_kv_from_the_disk_is_as_good_as_from_the_host(executors, tmp_path):
+    """Computed, copied out, spilled, its HOST slots overwritten, promoted elsewhere, copied in, and gone on with."""
+    executor = executors(disk=disk_settings(tmp_path))
+    run(executor, first_turn(), plan(2, copies=[copy(Lane.OUT, 1, {0: 3, 1: 4}, Tickets(1, 0, 0))]))
+    spills = (Spill(3, 6, key(0), CHUNK), Spill(4, 7, key(1), 2 * CHUNK))
+    assert disk_work(executor, 3, spills=spills) == ([6, 7], [], [])
+    run(
+        executor,
+        first_turn(101, seat=2, prompt=PROMPT[::-1], slots=(5, 6, 7)),
+        plan(102, copies=[copy(Lane.OUT, 2, {5: 3, 6: 4}, Tickets(101, 0, 0))]),
+    )
+    promotions = (Promotion(6, 8, key(0)), Promotion(7, 9, key(1)))
+    assert disk_work(executor, 103, promotions=promotions) == ([], [6, 7], [])
+    back = copy(Lane.IN, 1, {8: 8, 9: 9}, Tickets(0, 0, 2), gated=True)
+    assert run(executor, second_turn(201, 1, (8, 9, 10), copies=[back])) == [(SECOND_TURN_TOKEN,)]
+
+
+def test_a_new_executor_finds_the_records_but_not_those_erased(executors, tmp_path):
+    executor = executors(disk=disk_settings(tmp_path))
+    disk_work(executor, 1, spills=(Spill(0, 5, key(7), CHUNK), Spill(0, 2, key(8), CHUNK)))
+    executor.launch(replace(plan(101), erased=(2,)))
+    executor.wait()
+    executor.close()
+    (record,) = executors(disk=disk_settings(tmp_path)).disk_records()
+    assert (record.slot, record.key, record.end) == (5, key(7), CHUNK)
+    assert executors(disk=disk_settings(tmp_path, engine="cd")).disk_records() == []
+
+
+def test_a_plan_without_anything_waits_for_the_disk_a_little(executors, tmp_path):
+    """The loop neither spins nor hangs while it is slow; a plan with tokens does not wait at all."""
+    gate = threading.Event()
+
+    def slow(file, buffers, offset):
+        gate.wait(10)
+        return os.preadv(file, buffers, offset)
+
+    executor = executors(disk=disk_settings(tmp_path, system=SystemCalls(read=slow)))
+    disk_work(executor, 1, spills=(Spill(0, 5, key(7), CHUNK),))
+    executor.launch(replace(plan(3000), promotions=(Promotion(5, 1, key(7)),)))
+    executor.wait()
+    began = time.perf_counter()
+    for step in range(3001, 3011):
+        executor.launch(plan(step))
+        assert executor.wait().promoted == ()
+    assert 10 * DISK_WAIT_SECONDS <= time.perf_counter() - began < 5.0
+    assert run(executor, first_turn(3011)) == [(next_token(PROMPT, LAYERS),)]
+    gate.set()
+    promoted, step = (), 3011
+    while not promoted:
+        executor.launch(plan(step := step + 1))
+        promoted = executor.wait().promoted
+    assert promoted == (5,)
+
+
+def test_work_for_a_disk_that_is_not_there(executors):
+    with pytest.raises(InvariantError, match="disk"):
+        executors().launch(replace(plan(1), erased=(1,)))

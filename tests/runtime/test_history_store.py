@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from pensieve.runtime import history_store
-from pensieve.runtime.history_store import HistoryStore, Name
+from pensieve.runtime.history_store import Gone, HistoryStore, Name
 from pensieve.runtime.past_turns import Message, Transcript
 from pensieve.scheduler.types import RequestError, SettingError
 
@@ -93,6 +93,36 @@ def test_forks_share_what_they_have_in_common_and_go_their_own_ways(store: Histo
     assert stored(store, B) == transcript("0", "1", "2", "3", "4", "5") and rows(store) == 2
     store.delete(B, 4.0)
     assert rows(store) == 0
+
+
+def test_a_deleted_conversation_says_what_of_its_log_was_its_own(store: HistoryStore) -> None:
+    whole, longer = transcript("0", "1", "2", "3"), transcript("0", "1", "2", "3", "4", "5")
+    store.commit(A, whole, 1.0, b"salt")
+    store.fork(A, "b", 2.0)
+    store.fork(A, "c", 2.0)
+    store.commit(B, longer, 3.0, b"salt")
+    assert store.delete(Name("", "c"), 4.0) == Gone(whole.tokens, len(whole.tokens), b"salt"), "all of it is others'"
+    assert store.delete(B, 4.0) == Gone(longer.tokens, len(whole.tokens), b"salt")
+    assert store.delete(A, 4.0) == Gone(whole.tokens, 0, b"salt")
+    store.create(A, 5.0)
+    assert store.delete(A, 5.0) == Gone(array("i"), 0, b"")
+
+
+def test_a_file_of_the_version_before(tmp_path: Path) -> None:
+    """It has no salts; what it holds is served as before."""
+    store = HistoryStore(tmp_path / "file")
+    store.commit(A, transcript("0", "1"), 1.0, b"salt")
+    store.close()
+    with sqlite3.connect(tmp_path / "file") as db:
+        db.execute("ALTER TABLE conversations DROP COLUMN salt")
+        db.execute("PRAGMA user_version = 1")
+    db.close()
+    store = HistoryStore(tmp_path / "file")
+    assert stored(store, A) == transcript("0", "1") and store.get(A, 1.0).salt == b""
+    store.commit(A, transcript("0", "1", "2", "3"), 2.0, b"new")
+    assert store.get(A, 2.0).salt == b"new"
+    store.close()
+    HistoryStore(tmp_path / "file").close()
 
 
 def test_random_operations_agree_with_plain_dictionaries(store: HistoryStore) -> None:
@@ -197,7 +227,7 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest
 
 WRITER = """
 import sys
-from pensieve.runtime.history_store import HistoryStore, Name
+from pensieve.runtime.history_store import Gone, HistoryStore, Name
 from tests.runtime.test_history_store import transcript
 store = HistoryStore(sys.argv[1])
 number = 0

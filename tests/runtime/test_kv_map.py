@@ -39,6 +39,12 @@ def test_who_is_missing_in_a_whole_round_is_gone() -> None:
     assert names(found) == ["c", "a"]
 
 
+def test_a_conversation_is_found_by_the_loop_s_name() -> None:
+    found = KVMap()
+    found.take(Residency(32, [entry("a"), entry("conversation:f0:a", gpu=5)], 0))
+    assert found.find("conversation:f0:a") == entry("conversation:f0:a", gpu=5) and found.find("b") is None
+
+
 def test_owners_see_their_own_by_the_names_they_gave() -> None:
     found = KVMap()
     own = [Name(owner, name) for owner in ("f00", "f0") for name in ("tea: black", "coffee")]

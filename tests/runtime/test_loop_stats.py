@@ -25,11 +25,11 @@ def test_sizes_are_counted_by_powers_of_two() -> None:
     counters = LoopCounters()
     for number, tokens in enumerate((1, 2, 3, 4, 5), start=1):
         counters.launched(plan(number, spans=[span(0, 0, tokens)], token_ids=array("i", range(tokens))))
-    counters.launched(plan(6))  # computes nothing
+    counters.launched(plan(6))  # does nothing: it waits for the disk
     stats = counters.read(TransferSeconds())
     assert stats.tokens == PowerCounts((1, 1, 2, 1), 15)  # 1 | 2 | 3, 4 | 5
     assert stats.requests == PowerCounts((5,), 5)
-    assert stats.steps == 6
+    assert stats.steps == 5
 
 
 def test_the_device_is_busy_while_anything_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,18 +38,20 @@ def test_the_device_is_busy_while_anything_is_in_flight(monkeypatch: pytest.Monk
     counters = LoopCounters()
     with counters.plan:
         now += 1
-    counters.launched(plan(1))
+    counters.launched(plan(1, generate={0: 5}))
     now += 2
-    counters.launched(plan(2))
+    counters.launched(plan(2, generate={0: 6}))
     counters.finished()
+    counters.launched(plan(3))  # waits for the disk only
     with counters.wait:
         now += 3
     assert counters.read(TransferSeconds()).busy == 5  # it still is
     counters.finished()
     now += 10
+    counters.finished()
     stats = counters.read(TransferSeconds(1, 2, 3))
     assert stats.busy == 5
-    assert stats.parts == {"plan": 1, "launch": 0, "wait": 3, "apply": 0}
+    assert stats.parts == {"plan": 1, "launch": 0, "wait": 3, "apply": 0, "send": 0}
     assert (stats.swap_in, stats.swap_out, stats.exposed) == (1, 2, 3)
 
 
@@ -125,10 +127,10 @@ def test_events_time_copies_and_the_steps_behind_them() -> None:
     times = TransferTimes(clock.event, {Lane.COMPUTE: "compute", Lane.IN: "in", Lane.OUT: "out"})
     times.loaded(4)
     gate = FakeEvent(7000.0)
-    times.copy(Lane.IN, lambda: issued.append("copy"))
+    times.copy(Lane.IN, 64, lambda: issued.append("copy"))
     times.gated(2, gate)
-    times.step(lambda: issued.append("step"))
-    times.step(lambda: issued.append("step that waits for nothing"))
+    times.step(8, lambda: issued.append("step"))
+    times.step(8, lambda: issued.append("step that waits for nothing"))
     assert issued == ["copy", "step", "step that waits for nothing"]
     assert [event.stream for event in clock.events] == ["in", "in", "compute", "compute"]
     assert times.read() == TransferSeconds()
@@ -145,7 +147,7 @@ def test_a_step_that_is_held_is_timed_from_before_the_wait() -> None:
     times.loaded(4)
     times.held(FakeEvent(3000.0))
     times.held(FakeEvent(2000.0))
-    times.step(lambda: None)
+    times.step(8, lambda: None)
     start, end = clock.events
     start.at, end.at = 1000.0, 7000.0
     assert times.read().exposed == 2.0

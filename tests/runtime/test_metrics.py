@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from pensieve.runtime.messages import KVCounters, LoopStats, PowerCounts
+from pensieve.runtime.messages import DiskCounters, KVCounters, LoopStats, PowerCounts
 from pensieve.runtime.metrics import Metrics
 from pensieve.scheduler.types import SchedulerStats, Usage
 
@@ -53,6 +53,23 @@ def test_all_names_of_the_contract() -> None:
     assert {name: found[name] for name in expected} == expected
 
 
+def test_the_disk_tier() -> None:
+    metrics = Metrics()
+    metrics.disk = DiskCounters(1, 2, 3, 4, 5, 6, 7.5, 8.5, rejected=9, errors=10, full=1)
+    found = samples(metrics)
+    both = {
+        name: (
+            found[f'pensieve:kv_disk_{name}{{direction="save"}}'],
+            found[f'pensieve:kv_disk_{name}{{direction="load"}}'],
+        )
+        for name in ("records_total", "bytes_total", "seconds_total", "queue")
+    }
+    assert both == {"records_total": (3, 4), "bytes_total": (5, 6), "seconds_total": (7.5, 8.5), "queue": (1, 2)}
+    assert found['pensieve:kv_disk_faults_total{kind="rejected"}'] == 9
+    assert found['pensieve:kv_disk_faults_total{kind="system"}'] == 10
+    assert found["pensieve:kv_disk_full"] == 1
+
+
 def test_every_source_is_there_before_the_first_request() -> None:
     found = samples(Metrics())
     for source in ("gpu", "host", "disk", "recomputed", "new"):
@@ -70,6 +87,10 @@ def test_what_the_loop_says_is_passed_on() -> None:
         evictions={"gpu": {"moved": 4}, "host": {"dropped": 2}},
         eviction_values={-30: 1, -11: 2, 129: 4},
         eviction_value_sum=0.5,
+        choices={
+            "load": {"chunks": 5, "load": 0.25, "recompute": 2.0},
+            "recompute": {"chunks": 1, "load": 0.05, "recompute": 0.01},
+        },
         regret_tokens=64,
     )
     sizes = PowerCounts((1, 0, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1), 20_007)
@@ -91,6 +112,9 @@ def test_what_the_loop_says_is_passed_on() -> None:
         'pensieve:kv_eviction_value_bucket{le="+Inf"}': 7,  # a pinned chunk's has no bucket
         "pensieve:kv_eviction_value_sum": 0.5,
         "pensieve:kv_regret_tokens_total": 64,
+        'pensieve:kv_choice_chunks_total{choice="load"}': 5,
+        'pensieve:kv_choice_predicted_seconds_total{choice="load",way="recompute"}': 2.0,
+        'pensieve:kv_choice_predicted_seconds_total{choice="recompute",way="load"}': 0.05,
         "pensieve:steps_total": 9,
         'pensieve:step_seconds_total{part="plan"}': 0.5,
         'pensieve:iteration_tokens_total_bucket{le="2.0"}': 1,

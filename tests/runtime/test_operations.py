@@ -241,6 +241,19 @@ def test_streamed_usage_says_it_too() -> None:
     assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 2, **SOURCES}
 
 
+def test_when_the_next_turn_is_expected_reaches_the_loop() -> None:
+    loop = FakeLoop()
+
+    async def work(http: httpx.AsyncClient) -> None:
+        for body in ({}, {"expect_next_s": 20}, {"expect_next_s": 0.5}):
+            assert (await complete(http, **body)).status_code == 200
+        for wrong in (-1, "soon"):
+            assert (await complete(http, expect_next_s=wrong)).status_code == 400
+
+    serve(loop, work)
+    assert [message.request.expect_next_s for message in loop.said(Submit)] == [None, 20.0, 0.5]
+
+
 def test_the_priority_reaches_the_loop() -> None:
     loop = FakeLoop()
 

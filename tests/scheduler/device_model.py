@@ -3,6 +3,10 @@
 It keeps, for every slot, what is in it (which token ids, at which positions) and which pieces of work have used it,
 and for every piece of work what is known to be complete before it begins (vector clocks over the three lanes). So it
 catches a slot read before it is written or rewritten while it is read, and a row that would see another's KV.
+
+Disk work is on no lane: it begins when its plan is launched and ends when the test says so (`finish`). Whatever used
+its HOST slot before must be complete by what the scheduler has been told (`known`), and nobody touches its slots
+meanwhile.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 
-from pensieve.scheduler.plan import Lane, StepPlan, StepResult, Tickets
+from pensieve.scheduler.plan import Lane, Spill, StepPlan, StepResult, Tickets
 
 
 class DeviceModel:
@@ -24,7 +28,11 @@ class DeviceModel:
         self.begun = {lane: ([], []) for lane in Lane}  # tickets and their clocks
         self.issued = Tickets()
         self.tables, self.rows, self.last_token = {}, {}, {}
-        self.step = 0
+        self.step = self.applied = 0
+        self.disk = {}  # slot -> (key, end, content)
+        self.work = {}  # DISK slot -> Spill or Promotion
+        self.erased = {}  # slot -> step
+        self.known = Tickets()
 
     # -- order
 
@@ -52,10 +60,12 @@ class DeviceModel:
     def _reads(self, lane, ticket, place):
         writer = self.last_writer.get(place)
         assert writer is not None, f"{place} is read but was never written"
+        assert place not in self._places(being_read=False), f"{place} is read while the disk writes it"
         self._ordered(lane, writer, place, "read before it was written")
         self.users[place][lane] = ticket
 
     def _writes(self, lane, ticket, place):
+        assert place not in self._places(), f"{place} is written while the disk uses it"
         for user in self.users[place].items():
             self._ordered(lane, user, place, "written while still in use")
         if place in self.last_writer:
@@ -85,6 +95,7 @@ class DeviceModel:
             table = self.tables[update.seat]
             assert update.first == len(table)
             table.extend(update.slots)
+        self._use_disk(plan)
         gate = max((batch.ticket for batch in plan.copies if batch.gated), default=0)
         after = plan.after._replace(swap_in=max(plan.after.swap_in, gate))
         self._begin(Lane.COMPUTE, plan.step, after)
@@ -99,6 +110,46 @@ class DeviceModel:
             self._reads(lane, batch.ticket, (source, a))
             self._writes(lane, batch.ticket, (target, b))
             self.pools[target][b] = dict(self.pools[source][a])
+
+    # -- the disk
+
+    def _places(self, being_read=True):
+        """HOST slots that the disk uses: those that it writes, and with `being_read` those that it reads."""
+        return {("host", work.host) for work in self.work.values() if being_read or not isinstance(work, Spill)}
+
+    def _use_disk(self, plan):
+        for slot in plan.erased:
+            assert slot not in self.work
+            self.disk.pop(slot, None)
+            self.erased[slot] = plan.step
+        for work in (*plan.spills, *plan.promotions):
+            place = ("host", work.host)
+            assert work.disk not in self.work and self.erased.get(work.disk, 0) <= self.applied
+            assert place not in self._places(), "two pieces of disk work on one HOST slot"
+            before = dict([self.last_writer[place]] if place in self.last_writer else [])
+            if isinstance(work, Spill):
+                assert before, f"{place} is spilled but was never written"
+                assert len(self.pools["host"][work.host]) == self.chunk_tokens
+            else:
+                before |= self.users[place]
+                assert self.disk[work.disk][0] == work.key, "another chunk's record is read"
+            for lane, ticket in before.items():
+                assert ticket <= self.known[lane], f"{place}: {lane.name} {ticket} is not known to be complete"
+            self.work[work.disk] = work
+
+    def finish(self, slot, succeeds=True, torn=True):
+        """The disk work on that slot ends. A write that fails leaves a `torn` record, or the one before it."""
+        work = self.work.pop(slot)
+        if isinstance(work, Spill):
+            if succeeds:
+                self.disk[slot] = (work.key, work.end, dict(self.pools["host"][work.host]))
+            elif torn:
+                self.disk.pop(slot, None)
+        elif succeeds:
+            self.pools["host"][work.host] = dict(self.disk[slot][2])
+            self.users["host", work.host].clear()
+            self.last_writer["host", work.host] = (Lane.OUT, 0)
+        return work
 
     def _compute(self, plan):
         """Writes every token first, then reads and samples: as one layer does."""

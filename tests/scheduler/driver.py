@@ -8,7 +8,7 @@ from pensieve.scheduler.types import RequestError
 
 from .harness import Harness
 
-STATES = ("waiting", "running", "held", "leaving", "suspended", "resuming", "loading")
+STATES = ("saving", "waiting", "running", "held", "leaving", "suspended", "resuming", "loading")
 MOST_IN_FLIGHT = 3
 
 
@@ -18,6 +18,7 @@ class Driver(Harness):
     def __init__(self, seed, **settings):
         self.random = random.Random(seed)
         super().__init__(chunks_a_step=self.random.choice((0.85, 1, 1, 2, 6)), **settings)
+        self.remembered = {}  # logs of earlier lives
         self.openings = [[self.random.randrange(97) for _ in range(14)] for _ in range(3)]
 
     def step(self):
@@ -25,9 +26,9 @@ class Driver(Harness):
         operation = self.random.choices(
             (
                 *(self.add, self.plan, self.apply, self.abort_one, self.finish_one),
-                *(self.fork_one, self.delete_one, self.keep_one, self.lose_some),
+                *(self.fork_one, self.delete_one, self.keep_one, self.lose_some, self.restart_one, self.erase_one),
             ),
-            (12, 40, 40, 3, 4, 1, 1, 1, 2),
+            (12, 40, 40, 3, 4, 1, 1, 1, 2, 0.2 * self.has_disk, 0.2 * self.has_disk),
         )[0]
         operation()
         self.check()
@@ -36,7 +37,7 @@ class Driver(Harness):
         self.add_to(self.random.choice([None, *(f"c{i}" for i in range(8))]))
 
     def add_to(self, name):
-        log = self.logs.get(name, [])
+        log = self.logs.get(name, self.remembered.get(name, []))
         if len(log) > 44:
             log = []
         start = list(log) if log and self.random.random() < 0.85 else list(self.random.choice(self.openings))
@@ -52,6 +53,7 @@ class Driver(Harness):
                 confirm=self.random.random() < 0.5,
                 priority=self.random.choice((0, 0, 0, 0, 0, -1, 2)),
                 salt=b"" if self.random.random() < 0.9 else b"other",
+                expect_next_s=self.random.choice((None, None, 0.0, 2.0)),
             )
         except RequestError as refusal:
             self.counts[f"refused {refusal.status}"] += 1
@@ -72,6 +74,37 @@ class Driver(Harness):
                 self.add_to(request.conversation)
             elif self.random.random() < 0.3:
                 self.abort(request_id)
+
+    # -- the disk
+
+    @property
+    def has_disk(self):
+        return self.config.disk_kv_chunks > 0
+
+    def reports(self):
+        """Some of the work is done, in any order, and some of that fails."""
+        slots = self.random.sample(list(self.device.work), self.random.randint(0, len(self.device.work)))
+        return self.report([(slot, self.random.random() > 0.04) for slot in slots])
+
+    def completes(self):
+        return self.random.random() < 0.8
+
+    def restart_one(self):
+        for request_id in list(self.open):
+            self.open.pop(request_id)
+        self.remembered |= self.logs
+        self.restart([slot for slot in self.device.work if self.random.random() < 0.5])
+
+    def erase_one(self):
+        """A conversation of an earlier life is deleted: its records are gone with the next plan."""
+        candidates = [name for name in self.remembered if name not in self.logs]
+        if not candidates:
+            return
+        name = self.random.choice(candidates)
+        keys = self.scheduler.keys(self.remembered.pop(name), b"")
+        self.scheduler.erase_keys(keys)
+        gone = [key for key in keys if self.scheduler._store.find(key) is None]
+        self.counts["erased keys"] += len(gone)
 
     def pick(self, candidates):
         """One of the requests: most often of the rarest state that any is in, which is the last one of STATES."""
@@ -103,7 +136,7 @@ class Driver(Harness):
     def stow(self):
         """Idle chunks are on HOST only, as after a rush of others: who comes back loads all its history."""
         store = self.scheduler._store
-        for chunk in list(store.uncopied)[: store.host.free]:
+        for chunk in [chunk for chunk in store.uncopied if not chunk.staged][: store.host.free]:
             self.place(chunk, "host")
         for chunk in list(store.reclaimable):
             store.release_gpu(chunk)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
+from dataclasses import replace
 
 from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.cost import analytic_profile
-from pensieve.scheduler.plan import Lane
+from pensieve.scheduler.plan import Lane, Spill, Tickets
 from pensieve.scheduler.scheduler import Scheduler
-from pensieve.scheduler.types import Request
+from pensieve.scheduler.types import DiskRecord, Request
 
 from .device_model import DeviceModel, next_token
 
@@ -59,14 +60,18 @@ class Harness:
 
     def __init__(self, *, chunks_a_step=3, check=True, **settings):
         self.config = SchedulerConfig(**(SMALL | settings))
-        self.scheduler = Scheduler(self.config, profile(self.config.chunk_tokens, chunks_a_step))
-        self.device = DeviceModel(self.config.gpu_kv_chunks, self.config.host_kv_chunks, self.config.chunk_tokens)
+        self._cost = profile(self.config.chunk_tokens, chunks_a_step)
+        self.scheduler = Scheduler(self.config, self._cost)
+        self.device = self._new_device()
         self._check = check
         self.now = 0.0
         self.ids = 0
         self.results = deque()
         self.open, self.held, self.logs, self.lives = {}, {}, {}, {}
         self.counts = Counter()
+
+    def _new_device(self):
+        return DeviceModel(self.config.gpu_kv_chunks, self.config.host_kv_chunks, self.config.chunk_tokens)
 
     # -- requests
 
@@ -96,6 +101,8 @@ class Harness:
         for row in batcher.loading:
             if row.turn.request.id == request_id:
                 return "loading"
+        if all(row.turn.request.id != request_id for row in batcher.rows):
+            return "saving"  # its last event is kept back
         row = next(row for row in batcher.rows if row.turn.request.id == request_id)
         return "leaving" if row.leaving else "resuming" if row.spans and self.reply(request_id) else "running"
 
@@ -109,8 +116,12 @@ class Harness:
         return self.open[request_id][1]
 
     def abort(self, request_id):
-        self.counts[f"aborted {self.state(request_id)}"] += 1
+        state = self.state(request_id)
+        self.counts[f"aborted {state}"] += 1
         self.scheduler.abort(request_id, self.now)
+        if state == "saving" and not self.open[request_id][0].confirm:
+            self._ended(request_id, len(self.reply(request_id)))  # too late: it is committed
+            return
         del self.open[request_id]
         self.held.pop(request_id, None)
 
@@ -118,7 +129,7 @@ class Harness:
         self.counts[f"finished {self.state(request_id)}"] += 1
         was_held = request_id in self.held
         output = self.scheduler.finish(request_id, tokens, self.now)
-        assert (output is None) == was_held
+        assert (output is None) == was_held or self.config.save == "sync"
         self._ended(request_id, tokens)
         self.check_logs()
 
@@ -174,6 +185,23 @@ class Harness:
         if tier == "dropped":
             store.drop(chunk)
 
+    # -- lives
+
+    def restart(self, outcomes=()):
+        """The process is gone and comes again: what was being written is torn, but for `outcomes` (DISK slots)."""
+        for slot in list(self.device.work):
+            self.device.finish(slot, slot in outcomes)
+        records = [DiskRecord(slot, key, end, 1.0) for slot, (key, end, _) in self.device.disk.items()]
+        before, self.device = self.device, self._new_device()
+        self.device.disk = before.disk
+        self.scheduler = Scheduler(self.config, self._cost)
+        self.scheduler.adopt(records, self.now)
+        self.results.clear()
+        for lost in (self.open, self.held, self.logs, self.lives):
+            lost.clear()
+        self.counts["restarts"] += 1
+        self.check()
+
     # -- steps
 
     def launch(self):
@@ -195,6 +223,7 @@ class Harness:
         self.counts["suppressed writes"] += sum(span.write_from == span.end for span in plan.spans)
         if self.config.batching == "separate":
             assert not (plan.spans and plan.generate)
+        self.counts["erased"] += len(plan.erased)
         for batch in plan.copies:
             self.counts[COPIES[batch.lane, batch.ticket % 2]] += len(batch.sources)
         self.results.append(self.device.launch(plan))
@@ -204,7 +233,12 @@ class Harness:
         """Applies the oldest result and checks its tokens; None if nothing is in flight."""
         if not self.results:
             return None
-        applied = self.scheduler.apply(self.results.popleft(), self.now)
+        result = replace(self.results.popleft(), **self.reports())
+        if not self.completes():
+            result = replace(result, completed=self.device.known)
+        self.device.known = Tickets(*map(max, self.device.known, result.completed))
+        self.device.applied = result.step
+        applied = self.scheduler.apply(result, self.now)
         for request_id, token in zip(applied.requests, applied.tokens, strict=True):
             request, reply = self.open[request_id]
             expected = next_token([*request.prompt, *reply])
@@ -212,6 +246,11 @@ class Harness:
             reply.append(token)
             self.counts["tokens"] += 1
         for event in applied.events:
+            if event.request not in self.open:
+                assert (
+                    self.config.save == "sync"
+                )  # its client has left, or ended it, while its last event was kept back
+                continue
             request, reply = self.open[event.request]
             if event.usage is not None:
                 self._note_usage(request, event.usage)
@@ -223,20 +262,42 @@ class Harness:
             self.check_logs()
         return applied
 
+    def reports(self):
+        """What became of disk work: all of it succeeds, at once."""
+        return self.report([(slot, True) for slot in self.device.work])
+
+    def completes(self):
+        """Whether a result tells that the copies issued before it are complete."""
+        return True
+
+    def report(self, outcomes):
+        """The work on these DISK slots ends, each well or not. Returns the result's fields."""
+        fields = {"spilled": (), "promoted": (), "failed": ()}
+        for slot, succeeds in outcomes:
+            spills = isinstance(self.device.finish(slot, succeeds, torn=slot % 2), Spill)
+            name = ("spilled" if spills else "promoted") if succeeds else "failed"
+            fields[name] += (slot,)
+            self.counts[name if succeeds else f"failed {'writes' if spills else 'reads'}"] += 1
+        return fields
+
     def _note_usage(self, request, usage):
         total = usage.cached + usage.recomputed + usage.new
-        assert total == len(request.prompt) and min(usage.gpu, usage.host, usage.recomputed, usage.new) >= 0, usage
-        for source in ("gpu", "host", "recomputed", "new"):
+        sources = ("gpu", "host", "disk", "recomputed", "new")
+        assert total == len(request.prompt) and min(getattr(usage, source) for source in sources) >= 0, usage
+        for source in sources:
             self.counts[f"{source} tokens"] += getattr(usage, source)
 
     def _ended(self, request_id, tokens):
         request, reply = self.open.pop(request_id)
         self.held.pop(request_id, None)
         name = request.conversation
+        if self.config.save == "sync" and not self.scheduler.has_conversation(name):
+            name = None  # deleted while the end was kept back
         if name is not None:
             old, new = self.logs.get(name, array("i")), request.prompt + array("i", reply[:tokens])
             self.counts["branches"] += old != new[: len(old)]
-            self.logs[name] = new
+            # Of two turns that are kept back the one committed last need not end last.
+            self.logs[name] = new if self.config.save != "sync" else self.scheduler.conversation_tokens(name)
             self._active(name)
         self.counts["ended"] += 1
 
@@ -272,9 +333,11 @@ class Harness:
     def check(self):
         if self._check:
             self.scheduler.check()
+            stale = set(self.scheduler._store.disk.pool._free) & set(self.device.disk)
+            assert not stale, f"free DISK slots {stale} hold records"
 
     def check_logs(self):
-        for name, log in self.logs.items():
+        for name, log in self.logs.items() if self.config.save != "sync" else ():
             assert self.scheduler.conversation_tokens(name) == log
 
     def drain(self):
@@ -282,7 +345,7 @@ class Harness:
         for _ in range(10_000):
             for request_id in list(self.held):
                 self.finish(request_id, len(self.reply(request_id)))
-            if not self.open and not self.results:
+            if not self.open and not self.results and not self.scheduler._disk_busy():
                 break
             self.tick()
         assert not self.open, f"{len(self.open)} requests never ended"
@@ -296,5 +359,7 @@ class Harness:
         for name in list(self.logs):
             self.scheduler.delete(name)
         self.logs.clear()
+        while self.tick():
+            pass
         self.check()
         assert not self.scheduler._store._private, "chunks that nobody can ever use again"

@@ -64,15 +64,17 @@ def test_a_fork_shares_the_chunks_and_goes_its_own_way():
     harness.drain()
 
 
-def test_delete_forgets_the_log_and_its_claims_and_drops_the_tail():
+def test_delete_forgets_the_log_and_drops_what_nobody_else_claims():
     harness = Harness()
     harness.turn(range(18), 2, "a")
     chunks, tail = conversation(harness, "a").chunks, conversation(harness, "a").tail
+    harness.turn([*range(8), *range(50, 58)], 2, "b")
     harness.delete("a")
     assert not harness.scheduler.has_conversation("a")
-    assert {chunk.claims for chunk in chunks} == {0} and not tail.resident
+    assert [chunk.claims for chunk in chunks] == [1, 1, 0, 0]
+    assert [chunk.resident for chunk in chunks] == [True, True, False, False] and not tail.resident
     harness.check()
-    assert harness.turn(range(18), 2)["gpu"] == 16
+    assert harness.turn(range(18), 2) == {"gpu": 8, "recomputed": 8, "new": 2}
     harness.drain()
 
 
@@ -146,8 +148,8 @@ def test_a_conversation_lives_on_for_its_ttl_after_its_last_activity():
     harness.now += 0.2
     harness.launch()
     assert not harness.scheduler.has_conversation("a") and harness.scheduler.has_conversation("b")
-    assert {chunk.claims for chunk in chunks} == {0} and not tail.resident
-    assert harness.turn([*range(18), 1], 1)["gpu"] == 16, "it is still cache"
+    assert {chunk.claims for chunk in chunks} == {0}
+    assert not any(chunk.resident for chunk in (*chunks, tail)), "what only it claims goes with it"
     harness.check()
     harness.drain()
 

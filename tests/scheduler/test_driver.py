@@ -32,6 +32,9 @@ def runs():
             "gpu_kv_chunks": GPU_CHUNKS[seed],
             "max_num_batched_tokens": (24, 7, 12, 7)[seed],
             "reuse": number % 11 != 0,
+            "disk_kv_chunks": (0, 20, 90, 400)[number * 7 // 3 % 4] if host else 0,
+            "save": ("async", "off", "sync", "async")[number // 3 % 4],
+            "prefetch": number % 5 != 0,
         }
 
 
@@ -63,6 +66,7 @@ def test_random_operations(run, totals):
         *("gpu tokens", "host tokens", "recomputed tokens", "new tokens", "tokens"),
         *("disjoint", "suppressed writes", "waits for keys", "suspensions", "drops"),
         *("gated swap-ins", "early swap-ins", "evictions", "saves"),
+        *("disk tokens", "spilled", "promoted", "failed reads", "failed writes", "erased", "erased keys", "restarts"),
         *("branches", "forks", "deletes", "pins", "expired", "refused 429", "refused 400"),
         *(f"aborted {state}" for state in STATES),
         *(f"finished {state}" for state in STATES if state != "waiting"),  # a waiting turn has no reply yet

@@ -48,10 +48,8 @@ def test_copies_given_up_are_counted_apart_and_have_no_value():
 def test_values_are_counted_between_powers_of_two():
     evictions = Evictions()
     for value in (0.25, 0.3, 0.5, 2.0**130):
-        evictions.went_at(value)
-    evictions.turn_to(0.3)
-    evictions.of_value += 2
-    evictions.turn_to(7.0)
+        evictions.went_at(value, 1)
+    evictions.went_at(0.3, 2)
     assert evictions.by_value() == evictions.by_value() == {-1: 4, 0: 1, 131: 1}  # [1/4, 1/2), [1/2, 1), ...
     assert evictions.value_sum == pytest.approx(0.25 + 0.3 * 3 + 0.5 + 2.0**130)
 

@@ -87,7 +87,7 @@ def test_a_reply_cut_while_its_history_is_loading(monkeypatch, kept):
     harness.run_until(lambda: len(harness.reply(request)) == 6)
     with monkeypatch.context() as no_room:
         no_room.setattr(harness.scheduler._batcher, "_fits", lambda *_: False)
-        harness.scheduler._batcher.rows[-1].leaving = True
+        harness.scheduler._batcher.suspend(harness.scheduler._batcher.rows[-1])
         harness.tick()
     for chunk in list(harness.scheduler._store.uncopied):
         harness.place(chunk, "host")
@@ -126,7 +126,7 @@ def test_a_tail_that_somebody_else_completed_is_not_left_behind(monkeypatch):
     batcher = harness.scheduler._batcher
     with monkeypatch.context() as no_room:
         no_room.setattr(batcher, "_fits", lambda *_: False)
-        batcher.rows[-1].leaving = True
+        batcher.suspend(batcher.rows[-1])
         harness.tick()
         (turn,) = batcher.waiting
         tail = turn.tail
@@ -335,7 +335,7 @@ def test_a_suspended_request_that_waits_for_a_key_lets_no_later_arrival_pass(mon
     with monkeypatch.context() as no_room:
         no_room.setattr(batcher, "_fits", lambda *_: False)
         for row in batcher.rows:
-            row.leaving = True
+            batcher.suspend(row)
         harness.tick()
     harness.lose(list)
     newcomer = harness.submit([90], 2)

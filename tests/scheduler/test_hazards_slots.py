@@ -35,7 +35,7 @@ class Uses:
             copies.step_writes(0)
             self.gpu.last[Lane.COMPUTE][0] = self.step
             return self.step, copies.after
-        (copies.early if lane == Lane.IN else copies.evictions).add(0, 0)
+        (copies.early if lane == Lane.IN else copies.evictions).add([0], [0])
         (batch,) = copies.batches()
         return batch.ticket, batch.after
 
@@ -198,7 +198,7 @@ def test_no_work_waits_for_work_issued_later():
         (copies.early, 2, 1),
         (copies.saves, 3, 3),
     ):
-        batch.add(source, target)
+        batch.add([source], [target])
     issued = {Lane.COMPUTE: 2, Lane.IN: 4, Lane.OUT: 4}
     for batch in copies.batches():
         assert all(ticket <= issued[lane] for lane, ticket in zip(Lane, batch.after, strict=True))

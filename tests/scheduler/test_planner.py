@@ -115,6 +115,29 @@ def test_a_chunk_is_computed_where_that_is_quicker_than_loading():
     harness.drain()
 
 
+def test_what_was_chosen_is_counted_with_both_predictions():
+    """When the turn gets its room, once, however often it was looked at before."""
+    harness = Harness(chunks_a_step=0.88, host_kv_chunks=32)
+    harness.turn(range(41), 1, "a")
+    spread(harness, "h" * 10)
+    request = harness.submit([*harness.logs["a"], 1], 3, "a")
+    loads = [chunk.end for chunk in find(harness, request).loads]
+    passed_over = range(SIZE, loads[0], SIZE)
+    find(harness, request)
+    harness.run()
+    cost = harness.scheduler._batcher.cost
+    assert harness.scheduler.stats().choices == {
+        choice: {
+            "chunks": len(ends),
+            "load": pytest.approx(len(ends) * cost.load()),
+            "recompute": pytest.approx(sum(map(cost.recompute, ends))),
+        }
+        for choice, ends in {"load": loads, "recompute": passed_over}.items()
+    }
+    assert passed_over and loads
+    harness.drain()
+
+
 def test_without_reuse_everything_is_new():
     harness = Harness(reuse=False)
     for _ in range(2):

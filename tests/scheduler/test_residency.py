@@ -21,9 +21,9 @@ def test_chunks_are_counted_where_they_are():
     assert told(harness) == [[]]
     harness.turn(range(18), 2, "a")  # four full chunks and a tail
     harness.turn(range(100, 108), 1, "b")
-    assert told(harness) == [[("a", 5, 0, 0), ("b", 2, 0, 0)]]
+    assert told(harness) == [[("a", 5, 0, 0, 0), ("b", 2, 0, 0, 0)]]
     harness.fork("a", "c")
-    assert told(harness)[0][2] == ("c", 4, 0, 0)
+    assert told(harness)[0][2] == ("c", 4, 0, 0, 0)
     harness.drain()
 
 

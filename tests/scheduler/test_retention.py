@@ -28,9 +28,9 @@ def by_brute_force(policy, chunks, now, sign=1):
 def taken(victims, now, descending=False):
     """(V, chunk) in the order in which the set's head gives them up; then all are filed again."""
     head, gone = Head(victims, now, descending), []
-    while chunk := head.peek():
-        gone.append((head.value, chunk))
-        victims.discard(chunk)
+    while chunks := head.peek(1):
+        gone.append((head.value, chunks[0]))
+        victims.discard(chunks[0])
     for _, chunk in gone:
         victims.add(chunk)
     return gone
@@ -125,7 +125,7 @@ def test_asking_changes_nothing():
     for end in range(4, 40, 4):
         victims.add(a_chunk(end, active=end % 3))
     first = in_order(victims, 10.0)
-    assert Head(victims, 10.0, descending=True).peek() is not Head(victims, 10.0).peek() is first[0]
+    assert Head(victims, 10.0, descending=True).peek(1) != Head(victims, 10.0).peek(1) == first[:1]
     assert in_order(victims, 10.0) == first
 
 
@@ -135,17 +135,17 @@ def test_a_head_stays_until_it_leaves_and_sees_what_is_filed_meanwhile():
     for chunk in chunks:
         victims.add(chunk)
     head = Head(victims, 10.0)
-    assert head.peek() is head.peek() is chunks[0]
+    assert head.peek(1) == head.peek(1) == chunks[:1]
     victims.discard(chunks[0])
     late = a_chunk(16, active=0.5)
     victims.add(late)
     seen = []
-    while chunk := head.peek():
-        seen.append(chunk)
-        victims.discard(chunk)
+    while found := head.peek(1):
+        seen += found
+        victims.discard(found[0])
     assert set(seen) == {*chunks[1:], late}
     victims.add(chunks[2])
-    assert head.peek() is chunks[2]
+    assert head.peek(9) == [chunks[2]]
     assert in_order(victims, 10.0) == [chunks[2]]
 
 
@@ -169,13 +169,33 @@ def test_a_class_that_empties_under_a_head():
     for chunk in (*light, heavy, just_left):
         victims.add(chunk)
     head = Head(victims, 100.0)
-    assert head.peek() is light[0]
+    assert head.peek(1) == light[:1]
     victims.discard(heavy)
     for number in range(3000):
         light[2].last_active = 2.0 + number / 10_000
         victims.add(light[2])
     for chunk in (*light, just_left):
-        assert head.peek() is chunk
+        assert head.peek(1) == [chunk]
         victims.discard(chunk)
-    assert head.peek() is None
+    assert head.peek(1) == []
     assert len(victims) == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_moving_members_of_a_group_is_taking_them_out_one_by_one_and_filing_them_elsewhere(seed):
+    draw = random.Random(seed)
+    quick, slow = ([VictimSet(RETENTION), VictimSet(RETENTION)] for _ in range(2))
+    for active in range(30):
+        for end in draw.sample(range(4, 400, 4), draw.randrange(1, 9)):
+            for sets in (quick, slow):
+                sets[active % 2].add(a_chunk(end, active=float(active)))
+    for now in range(30, 90):
+        source, most, gone = draw.randrange(2), draw.randrange(1, 6), draw.random() < 0.2
+        chunks, twins = (Head(sets[source], float(now)).peek(most) for sets in (quick, slow))
+        quick[source].move(chunks, None if gone else quick[1 - source])
+        for twin in twins:
+            slow[source].discard(twin)
+            if not gone:
+                slow[1 - source].add(twin)
+        for moved, filed in zip(quick, slow, strict=True):
+            assert len(moved) == len(filed) and as_taken(RETENTION, moved, now) == as_taken(RETENTION, filed, now)

@@ -110,7 +110,7 @@ def test_a_host_slot_that_this_plan_reads_is_not_given_away(source):
         store.release_gpu(chunk)
     victim = idle(store, now=5.0)
     copies, room = a_room(store, now=10.0)
-    copies.early.add(chunk.host, store.gpu.take())
+    copies.early.add([chunk.host], [store.gpu.take()])
     room.save_ahead(available=99, most=9)
     assert chunk.host == 0 and victim.host == NO_SLOT and victim.declined
 

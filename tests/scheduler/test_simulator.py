@@ -147,6 +147,30 @@ def test_every_prompt_token_is_accounted_for_once(eviction, host_kv_chunks):
     assert 0.0 < report.busy_s <= report.seconds
 
 
+@pytest.mark.parametrize("save", ["async", "off", "sync"])
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_with_a_disk_histories_outlive_host(save, prefetch):
+    sessions = crowd(40)
+    config = replace(CONFIG, host_kv_chunks=16, disk_kv_chunks=400, save=save, prefetch=prefetch)
+    cost = replace(QUICK, disk_read_bytes_per_s=20.0, disk_write_bytes_per_s=10.0)
+    simulator = Simulator(config, cost, sessions)
+    report = simulator.run()
+    simulator.scheduler.check()
+    without = simulate(replace(config, disk_kv_chunks=0), cost, sessions)
+    assert report.usage.disk and report.promoted and report.spilled and not without.usage.disk
+    assert report.hit_rate > without.hit_rate + {"async": 0.15, "off": 0.05, "sync": 0.0}[save]
+    assert sum(getattr(report.usage, name) for name in ("cached", "recomputed", "new")) == sum(
+        turn.history_tokens + turn.input_tokens for session in sessions for turn in session.turns
+    )
+
+
+def test_the_warm_up_is_served_but_not_counted():
+    sessions = crowd(12)
+    whole, part = simulate(CONFIG, QUICK, sessions), simulate(CONFIG, QUICK, sessions, warm_up=6)
+    assert part.requests == whole.requests - 6 and part.usage.new < whole.usage.new
+    assert part.busy_s < whole.busy_s and part.seconds < whole.seconds and part.generated < whole.generated
+
+
 def test_without_reuse_every_token_is_new():
     sessions = crowd(6, shared=8)
     report = simulate(replace(CONFIG, reuse=False), QUICK, sessions)
@@ -186,8 +210,8 @@ def test_retention_keeps_what_is_dear_and_lru_what_is_recent():
 
 
 @pytest.mark.parametrize("policy", EVICTION_POLICIES)
-@pytest.mark.parametrize("batching", ["unified", "separate"])
-def test_skipping_steps_changes_nothing(policy, batching):
+@pytest.mark.parametrize(("batching", "disk"), [("unified", 0), ("separate", 0), ("unified", 60)])
+def test_skipping_steps_changes_nothing(policy, batching, disk):
     """Replies of a few chunks, so that most steps can be skipped, over pools that are far too small."""
     sessions = [
         Session(
@@ -198,7 +222,7 @@ def test_skipping_steps_changes_nothing(policy, batching):
         )
         for index in range(20)
     ]
-    config = replace(CONFIG, eviction=policy, batching=batching, host_kv_chunks=12)
+    config = replace(CONFIG, eviction=policy, batching=batching, host_kv_chunks=12, disk_kv_chunks=disk)
     reports, planned = [], []
     for skips in (True, False):
         simulator = Simulator(config, QUICK, sessions)
@@ -208,7 +232,7 @@ def test_skipping_steps_changes_nothing(policy, batching):
         simulator.scheduler.check()
         planned.append(len(plans))
     assert reports[0] == reports[1]
-    assert reports[0].steps <= planned[1] and planned[0] < 0.8 * planned[1]
+    assert reports[0].steps <= planned[1] and planned[0] < (0.8 if not disk else 1.0) * planned[1]
 
 
 def test_what_is_skipped_leaves_rows_and_plans_as_they_would_be():

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pensieve.scheduler.config import BATCHING_MODES, EVICTION_POLICIES
+from pensieve.scheduler.config import BATCHING_MODES, EVICTION_POLICIES, SAVE_MODES
 from pensieve.scheduler.types import RequestError
 
 from .driver import MOST_IN_FLIGHT
@@ -26,9 +26,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         tokens_a_step=st.sampled_from((6, 24)),
         swap_out_below=st.sampled_from((0.0, 0.5)),
         reuse=st.sampled_from((True, True, True, False)),
+        disk=st.sampled_from((0, 12, 60)),
+        save=st.sampled_from(SAVE_MODES),
+        prefetch=st.booleans(),
     )
-    def start(self, eviction, batching, host, chunks_a_step, tokens_a_step, swap_out_below, reuse):
-        self.harness = Harness(
+    def start(
+        self, eviction, batching, host, chunks_a_step, tokens_a_step, swap_out_below, reuse, disk, save, prefetch
+    ):
+        self.remembered = {}
+        self.harness = SlowDisk(
             chunks_a_step=chunks_a_step,
             gpu_kv_chunks=14,
             max_model_len=48,
@@ -38,6 +44,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             batching=batching,
             swap_out_below=swap_out_below,
             reuse=reuse,
+            disk_kv_chunks=disk if host else 0,
+            save=save,
+            prefetch=prefetch,
         )
 
     @rule(
@@ -52,7 +61,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.sampled_from((0, 0, 0, -1, 2)),
     )
     def submit(self, name, opening, kept, new, max_tokens, salt, stop, confirm, priority):
-        start = self.harness.logs.get(name, opening)[:kept] or opening
+        start = self.harness.logs.get(name, self.remembered.get(name, opening))[:kept] or opening
         stop_ids = frozenset(range(0, 97, 8)) if stop else frozenset()
         try:
             fields = {"salt": salt, "stop_ids": stop_ids, "confirm": confirm, "priority": priority}
@@ -108,6 +117,26 @@ class SchedulerMachine(RuleBasedStateMachine):
     def keep(self, pick, ttl, pinned):
         self.harness.keep(chosen(pick, self.harness.logs), ttl, self.harness.now + pinned)
 
+    @precondition(lambda self: self.harness.device.work)
+    @rule(pick=pick, succeeds=st.sampled_from((True, True, True, False)))
+    def disk_work_ends(self, pick, succeeds):
+        self.harness.done[chosen(pick, self.harness.device.work)] = succeeds
+
+    @precondition(lambda self: self.harness.config.disk_kv_chunks)
+    @rule(written=st.booleans())
+    def restart(self, written):
+        self.remembered |= self.harness.logs
+        self.harness.done.clear()
+        self.harness.restart(list(self.harness.device.work) if written else [])
+
+    @precondition(lambda self: set(self.remembered) - set(self.harness.logs))
+    @rule(pick=pick)
+    def erase(self, pick):
+        """A conversation of an earlier life is deleted."""
+        name = chosen(pick, [name for name in self.remembered if name not in self.harness.logs])
+        scheduler = self.harness.scheduler
+        scheduler.erase_keys(scheduler.keys(self.remembered.pop(name), b""))
+
     @rule(pick=pick)
     def lose_a_chunk(self, pick):
         self.harness.lose(lambda idle: idle[pick % len(idle) :][:1])
@@ -119,7 +148,25 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def teardown(self):
         if hasattr(self, "harness"):
+            self.harness.in_time = True
             self.harness.drain()
+
+
+class SlowDisk(Harness):
+    """done      what is reported of disk work next: DISK slot -> whether it went well
+    in_time   everything is done at once
+    """
+
+    def __init__(self, **settings):
+        self.done, self.in_time = {}, False
+        super().__init__(**settings)
+
+    def reports(self):
+        if self.in_time:
+            return super().reports()
+        outcomes = [(slot, succeeds) for slot, succeeds in self.done.items() if slot in self.device.work]
+        self.done.clear()
+        return self.report(outcomes)
 
 
 def chosen(pick, candidates):

@@ -31,8 +31,8 @@ TWO_TURNS = Dialogue(
 )
 
 
-def plan(rate=4.0, seconds=60.0, seed=0, dialogues=CHATTERS):
-    return plan_arrivals(dialogues, rate=rate, seconds=seconds, seconds_per_token=PER_TOKEN, seed=seed)
+def plan(rate=4.0, seconds=60.0, seed=0, dialogues=CHATTERS, ramp_s=0.0):
+    return plan_arrivals(dialogues, rate=rate, seconds=seconds, seconds_per_token=PER_TOKEN, seed=seed, ramp_s=ramp_s)
 
 
 def rest(arrival):
@@ -66,6 +66,14 @@ def live(arrivals, moment):
     return sum(
         arrival.at + rest(arrival) > moment and (arrival.at <= moment or arrival.turn > 0) for arrival in arrivals
     )
+
+
+def test_a_ramp_spreads_those_that_are_joined_and_nobody_else():
+    at_once, spread = ([arrival for seed in range(40) for arrival in plan(seed=seed, ramp_s=ramp)] for ramp in (0, 30))
+    early = [sum(arrival.at < 10 and arrival.turn > 0 for arrival in arrivals) for arrivals in (at_once, spread)]
+    assert early[1] < early[0] / 2 and len(spread) == pytest.approx(len(at_once), rel=0.02)
+    begun = [sum(arrival.turn == 0 for arrival in arrivals) for arrivals in (at_once, spread)]
+    assert begun[1] == pytest.approx(begun[0], rel=0.05)
 
 
 def test_as_many_conversations_live_at_the_start_as_later():

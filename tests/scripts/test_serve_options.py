@@ -126,8 +126,9 @@ DECODER = SimpleNamespace(
 )
 LLAMA_8B = SimpleNamespace(
     dtype=torch.bfloat16,
-    parameters=8_030_261_248,
+    weight_bytes=2 * 8_030_261_248,
     chunk_bytes=lambda chunk_tokens: 2 * 32 * 8 * chunk_tokens * 128 * 2,
+    kv_shape=lambda slots, chunk_tokens: (slots, 32, 2, 8, chunk_tokens, 128),
     manifest=SimpleNamespace(decoder=DECODER, tensor_parallel=1, max_model_len=131072, fingerprint="00"),
 )
 H200 = SimpleNamespace(memory=lambda tier: Memory(free=120 * GIB, total=140 * GIB))
@@ -153,3 +154,15 @@ def test_a_gpus_kv_is_what_its_memory_leaves_or_as_told():
 def test_eager_steps_are_a_gpus_own():
     with pytest.raises(SettingError, match=r"--enforce-eager: .* without --device cuda"):
         make_device(parse_options(["--engine", "demo", "--enforce-eager"]))
+
+
+def test_the_lower_tier_in_eight_bits_holds_twice_the_chunks_and_shares_none_with_the_other():
+    configs = [
+        scheduler_config(parse_options(["--engine", "some", "--host-kv-bytes", "64GiB", *flags]), LLAMA_8B, H200)
+        for flags in ((), ("--lower-tier-kv", "same"), ("--lower-tier-kv", "fp8"))
+    ]
+    default, same, fp8 = configs
+    assert default == same and same.seed != fp8.seed
+    assert same.host_kv_chunks == 64 * GIB // LLAMA_8B.chunk_bytes(32)
+    assert 1.99 * same.host_kv_chunks < fp8.host_kv_chunks <= 2 * same.host_kv_chunks
+    assert same.gpu_kv_chunks == fp8.gpu_kv_chunks

@@ -46,12 +46,24 @@ def test_the_table_is_aligned_and_does_not_depend_on_the_number_of_processes(cap
     assert len(lines) == 2 and {len(line) for line in lines} == {len(titles)}
 
 
+def test_a_disk_brings_back_what_host_has_lost(capsys):
+    options = [*SMALL, "--sessions", "40", "--gpu-kv-bytes", "1.5GiB", "--host-kv-bytes", "0.5GiB", "--json"]
+    options += ["--eviction", "lru", "--warm-up", "20"]
+    assert main([*options, "--disk-kv-bytes", "0,100GiB"]) == 0
+    without, with_disk = json_lines(capsys)
+    assert without["requests"] == with_disk["requests"] and not without["usage"]["disk"]
+    assert with_disk["usage"]["disk"] and with_disk["hit_rate"] > without["hit_rate"] + 0.1
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--eviction", "belady"], "--eviction: must be one of retention"),
         (["--gpu-kv-bytes", "lots"], "--gpu-kv-bytes: 'lots' is not a size"),
         (["--host-kv-bytes", "1GiB,"], "--host-kv-bytes: '' is not a size"),
+        (["--host-kv-bytes", "0", "--disk-kv-bytes", "1GiB"], "--disk-kv-chunks: needs --host-kv-chunks"),
+        (["--disk-read-bytes-per-s", "0"], "--disk-read-bytes-per-s: must be above 0"),
+        (["--warm-up", "9999"], "--warm-up: must leave some of"),
         (["--sessions", "0"], "--sessions: must be at least 1"),
         (["--sessions-per-s", "0"], "--sessions-per-s: must be above 0"),
         (["--gpu-kv-bytes", "1MiB"], "--gpu-kv-chunks: must be at least 1"),

@@ -1,0 +1,86 @@
+"""Weights in FP8: which of a decoder's they are, how they are made of others, and what they stand for.
+
+The projections of the layers, which are nearly all of the weights, are rounded to e4m3 with a float32 scale for each
+output; embeddings, head, norms and biases stay as they are. A projection `p` in FP8 is two tensors, `p.weight` and
+`p.scale`. Ranks that divide a projection's columns share the scales of whole rows: together they hold the same model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from ..plugins.fp8_linear import FP8, rounded, row_scales, widened
+from .checkpoint import parameter_shapes
+from .config import DecoderConfig
+from .weights import Stored
+
+PROJECTIONS = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
+
+
+def projections(config: DecoderConfig) -> frozenset[str]:
+    """The names of those that can be in FP8."""
+    return frozenset(f"layers.{i}.{name}" for i in range(config.layers) for name in PROJECTIONS)
+
+
+def stored_as(
+    config: DecoderConfig, dtype: torch.dtype, ranks: int = 1, in_fp8: Collection[str] = ()
+) -> dict[str, Stored]:
+    """How each parameter of one rank's Decoder is stored; `in_fp8`: the names of projections."""
+    stored = {}
+    for name, shape in parameter_shapes(config, ranks).items():
+        projection = name.removesuffix(".weight")
+        if projection in in_fp8:
+            stored[name] = Stored(shape, FP8)
+            stored[f"{projection}.scale"] = Stored(shape[:1], torch.float32)
+        else:
+            stored[name] = Stored(shape, dtype)
+    return stored
+
+
+def names_in_fp8(names: Collection[str]) -> frozenset[str]:
+    """The projections in FP8, of all parameters' names."""
+    return frozenset(name.removesuffix(".scale") for name in names if name.endswith(".scale"))
+
+
+class QuantisedWeights(Mapping[str, Tensor]):
+    """One rank's weights with all projections in FP8, each made anew of the unquantised whenever it is asked for.
+
+    own     the rank's unquantised weights
+    whole   those of one rank that has it all, as the rows of a projection whose columns are divided must be seen whole
+    """
+
+    def __init__(self, config: DecoderConfig, own: Mapping[str, Tensor], whole: Mapping[str, Tensor]):
+        self._own, self._whole = own, whole
+        self._projections = projections(config)
+        self._names = [*own, *(f"{name}.scale" for name in sorted(self._projections))]
+
+    def __getitem__(self, name: str) -> Tensor:
+        projection, _, kind = name.rpartition(".")
+        if projection not in self._projections or kind == "bias":
+            return self._own[name]
+        weight = self._own[f"{projection}.weight"]
+        divided = projection.endswith((".out", ".down"))
+        scales = row_scales(self._whole[f"{projection}.weight"] if divided else weight)
+        return scales if kind == "scale" else rounded(weight, scales)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def dequantised(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What the weights stand for, in float32: without scales."""
+    in_fp8 = names_in_fp8(weights.keys())
+    wide = {}
+    for name, tensor in weights.items():
+        projection, _, kind = name.rpartition(".")
+        if projection in in_fp8 and kind == "weight":
+            wide[name] = widened(tensor, weights[f"{projection}.scale"], torch.float32)
+        elif kind != "scale":
+            wide[name] = tensor.float()
+    return wide

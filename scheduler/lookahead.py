@@ -1,0 +1,95 @@
+"""Reads chunks from DISK before their requests' turns have come (CachedAttention, section 3.3)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from math import inf
+
+from .chunks import Chunk, ChunkStore
+from .config import SchedulerConfig
+from .conversations import Conversations
+from .cost import CostProfile
+from .planner import Planner
+from .room import RoomMaker
+from .rows import Turn
+
+READS_AHEAD_S = 0.1  # of reading: so much is under way at most, and so long may a read that is urgent wait behind it
+LEAD_S = 1.0  # a user who is expected may come so much earlier
+
+
+class LookAhead:
+    """Prefetches for the requests in the queue, as many as HOST has room for (the paper's window C_mem / S_kv), and for
+    conversations whose clients have said when they will write.
+
+    What is prefetched takes slots on HOST from what is worth less and on DISK too: nothing is dropped for it.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cost: CostProfile,
+        store: ChunkStore,
+        conversations: Conversations,
+        planner: Planner,
+    ):
+        self._store, self._conversations, self._planner = store, conversations, planner
+        self._cost = cost
+        self._active = config.prefetch and config.disk_kv_chunks > 0
+        self._window = config.host_kv_chunks
+        self._most_reads = min(256, max(4, int(READS_AHEAD_S / cost.read())))
+        self._due: list[tuple[float, str]] = []  # a heap: conversations that are expected
+        self._expected: deque[Chunk] = deque()
+
+    @property
+    def busy(self) -> bool:
+        """There are chunks to be read for conversations that are expected."""
+        return bool(self._expected)
+
+    @property
+    def next_due(self) -> float:
+        """When a conversation's chunks are to be read next."""
+        return self._due[0][0] if self._due else inf
+
+    def expect(self, conversation_id: str, chunks: int, at: float) -> None:
+        """The conversation's next turn, which will need so many chunks, is expected at that time."""
+        if self._active:
+            heappush(self._due, (at - LEAD_S - chunks * self._cost.read(), conversation_id))
+
+    def plan(self, waiting: Sequence[Turn], room: RoomMaker, now: float) -> None:
+        """One step's share of it."""
+        if not self._active:
+            return
+        while self._due and self._due[0][0] <= now:
+            conversation = self._conversations.get(heappop(self._due)[1])
+            if conversation is not None:
+                self._expected.extend(conversation.chunks)
+                for chunk in conversation.chunks:
+                    self._store.touch(chunk, now)
+        if self._prefetch_queue(waiting, room):
+            self._prefetch_expected(room)
+
+    def _prefetch_queue(self, waiting: Sequence[Turn], room: RoomMaker) -> bool:
+        """Whether all of the window is on its way."""
+        window = self._window
+        for turn in waiting:
+            window -= len(turn.keys)
+            if window < 0:
+                break
+            if turn.prefetched:
+                continue
+            if not all(self._prefetch(self._store.find(key), room) for key in turn.keys):
+                return False
+            turn.prefetched = True
+        return True
+
+    def _prefetch_expected(self, room: RoomMaker) -> None:
+        while self._expected and self._prefetch(self._expected[0], room):
+            self._expected.popleft()
+
+    def _prefetch(self, chunk: Chunk | None, room: RoomMaker) -> bool:
+        """False if the chunk must still be read and that cannot begin now."""
+        if chunk is None or not self._planner.readable(chunk):
+            return True
+        return self._store.disk.reading < self._most_reads and room.promote(chunk, drops=False) is True

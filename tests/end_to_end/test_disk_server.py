@@ -1,0 +1,84 @@
+"""The disk tier of a real server: what outlives SIGTERM and SIGKILL, and what must not."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+import torch
+
+from pensieve.builder.checkpoint import DEMO_CHECKPOINT
+from pensieve.scripts.soak import CHUNK_TOKENS, DISK_CHUNKS, GPU_CHUNKS, HOST_CHUNKS, LONGEST, Reference, Soak
+
+from .server import Server
+from .test_server import wait_for
+
+pytestmark = pytest.mark.slow
+
+CACHE = ("--chunk-tokens", 16, "--gpu-kv-chunks", 60, "--host-kv-chunks", 40, "--disk-kv-bytes", "40MB")
+SAVED = 'pensieve:kv_disk_records_total{direction="save"}'
+ON_DISK = 'pensieve:kv_slots{state="idle",tier="disk"}'
+
+
+def turn(server, prompt, **body):
+    """The log behind it, and where its prompt came from."""
+    body = dict(prompt=prompt, max_tokens=9, ignore_eos=True, return_token_ids=True, return_sources=True) | body
+    answer = server.post("/v1/completions", **body).json()
+    return prompt + answer["choices"][0]["token_ids"], answer["usage"]["prompt_tokens_details"]
+
+
+def prompt(number):
+    return [5 + (number * 37 + at * 11) % 900 for at in range(160)]
+
+
+def test_what_a_restart_finds_and_what_a_deletion_leaves(tmp_path):
+    with Server(tmp_path, *CACHE) as server:
+        kept, _ = turn(server, prompt(1), conversation="kept")
+        gone, _ = turn(server, prompt(2), conversation="gone")
+        command = [sys.executable, "-m", "pensieve.scripts.pensieve", "serve", "--engine", "demo", "--port", "0"]
+        second = subprocess.run([*command, "--state-dir", str(tmp_path)], capture_output=True, text=True, timeout=60)
+        assert second.returncode == 2 and "--state-dir" in second.stderr
+        assert f"in use by process {server.process.pid}" in second.stderr
+        assert server.stop(signal.SIGTERM) == 0, "what is left to save is saved now"
+    with Server(tmp_path, *CACHE) as server:
+        assert server.metric(ON_DISK) == 20
+        httpx.delete(f"{server.url}/v1/conversations/gone", timeout=30).raise_for_status()
+        wait_for(lambda: server.metric(ON_DISK) == 10)
+        kept, sources = turn(server, [7], conversation="kept", history="server")
+        assert sources["disk"] == 160
+        wait_for(lambda: server.metric(SAVED) == 1)  # and its eleventh chunk
+        server.stop(signal.SIGKILL)
+    with Server(tmp_path, *CACHE) as server:
+        _, sources = turn(server, prompt(1) + [4])
+        assert sources["disk"] == 160
+        _, sources = turn(server, gone)
+        assert sources["cached_tokens"] == 0 and sources["recomputed"] == 0, "nobody has ever heard of it"
+    with Server(tmp_path, *CACHE, "--chunk-tokens", 8) as server:
+        assert any("dropped 1 files of KV" in line for line in server.log)
+        assert server.metric(ON_DISK) == 0
+
+
+def test_sigterm_saves_within_the_grace_time_and_no_longer(tmp_path):
+    with Server(tmp_path, *CACHE) as server:
+        for number in range(3):
+            turn(server, prompt(number), max_tokens=1)
+        started = time.monotonic()
+        assert server.stop(signal.SIGTERM) == 0 and time.monotonic() - started < 20
+    with Server(tmp_path, *CACHE) as server:
+        assert server.metric(ON_DISK) == 30
+
+
+def test_no_wrong_token_across_kills_in_the_middle_of_turns(tmp_path):
+    """A minute of `scripts/soak.py`, whose command runs for as long as one likes."""
+    torch.set_num_threads(1)
+    sizes = dict(chunk_tokens=CHUNK_TOKENS, gpu_kv_chunks=GPU_CHUNKS, host_kv_chunks=HOST_CHUNKS)
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in sizes.items()]
+    options += [f"--disk-kv-chunks={DISK_CHUNKS}", f"--max-model-len={LONGEST}", "--max-num-seqs=8"]
+    counts = Soak(Reference(DEMO_CHECKPOINT), seed=7).run(tmp_path, 75.0, 7, "demo", options)
+    print(counts)
+    assert counts["kills"] + counts["ends"] >= 5 and counts["kills"] >= 2
+    assert counts["disk"] > 0 and counts["turns"] > 50

@@ -1,0 +1,130 @@
+"""`--lower-tier-kv fp8`: what comes back from HOST is rounded, everything else is as ever."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pensieve.plugins.kv_fp8_reference import CODED, decode, encode, record_bytes
+from pensieve.plugins.torch_ops import register_pool, release_pool
+from pensieve.scheduler.types import Tier
+from tests.runtime.fake_engine import VOCAB, FakeEngine
+from tests.runtime.tiny_engine import TinyEngine
+
+from .chatter import Chatter
+from .player import Player
+from .server import Server
+
+# Whole conversations, when codes are exact.
+
+
+class ExactEngine(FakeEngine):
+    """Its KV are integers below 16."""
+
+    manifest = SimpleNamespace(vocab_size=VOCAB)
+
+    def __init__(self):
+        super().__init__(layers=3, largest=16)
+
+    def chunk_bytes(self, chunk_tokens):
+        return record_bytes(self.kv_shape(1, chunk_tokens), CODED)
+
+
+def every_next_token(tokens):
+    """As `fake_engine.next_token`, for every beginning of the context at once: tokens [1, n]."""
+    at = torch.arange(tokens.shape[1])
+    sums = sum(((tokens[0] * 31 + at * 17 + layer * 7) % 16).cumsum(0) for layer in range(3))
+    return SimpleNamespace(logits=torch.nn.functional.one_hot(sums % VOCAB, VOCAB).float().unsqueeze(0))
+
+
+@pytest.mark.parametrize("disturbed", [False, True], ids=["", "disturbed"])
+def test_replies_are_right_where_codes_are_exact(disturbed):
+    """Whatever is swapped, spoiled or late: every reply is that of its whole context."""
+    chatter = Chatter(ExactEngine(), every_next_token, 22, disturbed=disturbed, host_dtype=CODED, gpu_kv_chunks=27)
+    counts = chatter.run(60)
+    for event in ("gpu", "host", "recomputed", "dropped", "branched"):
+        assert counts[event] > 0, f"{event} never occurred"
+
+
+# One conversation, when they are not.
+
+CHUNK = 8
+HISTORY = [(31 * at + 7) % 160 for at in range(6 * CHUNK)]
+QUESTION = [5, 60, 110]
+
+
+def displace(player: Player) -> None:
+    """Other contexts take the whole GPU."""
+    for number in range(3):
+        player.play(player.request([(number * 53 + 3 * at) % 160 for at in range(100)], 2))
+
+
+def greedy(engine: TinyEngine, pool: torch.Tensor, start: int, known: list[int], count: int) -> list[int]:
+    """`count` tokens behind the known ones, of which those from `start` on are computed into the pool."""
+    handle = register_pool(pool)
+    table = torch.arange(len(pool), dtype=torch.int32).view(1, -1)
+    context, tokens = start, list(known)
+    for _ in range(count):
+        new = torch.tensor(tokens[context:], dtype=torch.int32)
+        own = torch.arange(context, len(tokens), dtype=torch.int32)
+        segments = torch.tensor([[0, len(new), 0, len(tokens), 0]], dtype=torch.int32)
+        last = torch.tensor([len(new) - 1], dtype=torch.int32)
+        logits = engine.forward(new, own, own, segments, table, last, handle)
+        context = len(tokens)
+        tokens.append(int(logits.argmax()))
+    release_pool(handle)
+    return tokens[len(known) :]
+
+
+def test_a_reloaded_conversation_goes_on_from_its_codes():
+    """A GPU hit is exact; a reload is what computing on with coded chunks gives; the next reload is the same."""
+    engine = TinyEngine("llama")
+    prompt = [*HISTORY, *QUESTION]
+    pool = torch.zeros(engine.kv_shape(12, CHUNK))
+    exact = greedy(engine, pool, 0, prompt, 20)
+    chunks = len(HISTORY) // CHUNK
+    pool[:chunks] = decode(encode(pool[:chunks]), pool.shape, pool.dtype)
+    from_codes = greedy(engine, pool, len(HISTORY), prompt, 20)
+    assert from_codes != exact
+
+    with Player(
+        engine, host_dtype=CODED, gpu_kv_chunks=16, max_model_len=110, max_num_seqs=1, generation_reserve=0.0
+    ) as player:
+        player.play(player.request(HISTORY, 2))
+        (hit,) = player.play(player.request(prompt, 20))
+        assert hit.tokens == exact and hit.usage.gpu == len(HISTORY)
+        for _ in range(2):
+            displace(player)
+            (reloaded,) = player.play(player.request(prompt, 20))
+            assert reloaded.usage.host == len(HISTORY) and reloaded.tokens == from_codes
+        assert player.executor._device._pools[Tier.HOST].dtype == torch.uint8
+
+
+@pytest.mark.slow
+def test_a_server_with_half_the_bytes(tmp_path):
+    """Twice the chunks and more in as many bytes; a reply from the GPU's cache is exact, reloaded ones are equal."""
+    options = ("--gpu-kv-chunks", 20, "--host-kv-bytes", "32MiB", "--max-model-len", 400)
+    body = dict(prompt=list(range(40, 140)), max_tokens=40, temperature=0, ignore_eos=True, return_token_ids=True)
+
+    def reply(server):
+        return server.post("/v1/completions", **body).json()["choices"][0]["token_ids"]
+
+    slots, replies = {}, {}
+    for mode in ("same", "fp8"):
+        with Server(tmp_path, *options, "--lower-tier-kv", mode) as server:
+            replies[mode] = [reply(server), reply(server)]
+            for _ in range(2):
+                for number in range(4):
+                    other = [50 + number, *range(60, 400)]
+                    server.post("/v1/completions", prompt=other, max_tokens=2, ignore_eos=True)
+                before = server.metric('pensieve:prompt_tokens_total{source="host"}')
+                replies[mode].append(reply(server))
+                assert server.metric('pensieve:prompt_tokens_total{source="host"}') - before == 96
+            states = (f'pensieve:kv_slots{{state="{state}",tier="host"}}' for state in ("free", "copy", "idle"))
+            slots[mode] = sum(server.metric(state) for state in states)
+    assert slots["fp8"] >= 3.9 * slots["same"], "the demo engine's own are of 32 bits"
+    exact = replies["same"][0]
+    assert all(one == exact for one in (*replies["same"], *replies["fp8"][:2]))
+    assert replies["fp8"][2] == replies["fp8"][3]

@@ -1,0 +1,230 @@
+"""HOST in eight bits on a GPU: copies are what the reference's codes say, in order, past every delay, at link speed."""
+
+import functools
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from pensieve.plugins.kv_fp8_reference import CODED, decode, encode, layer_bytes, record_bytes
+from pensieve.runtime import coded_copies, cuda_device
+from pensieve.runtime.cpu_device import CpuDevice
+from pensieve.runtime.cuda_device import CudaDevice
+from pensieve.runtime.executor import MAX_IN_FLIGHT, Executor
+from pensieve.runtime.pinned import PinnedPool
+from pensieve.scheduler.plan import Lane
+from pensieve.scheduler.types import InvariantError, Tier
+
+from .test_cuda_device import (
+    KINDS,
+    HeldUp,
+    cycles_a_second,
+    executor_on,
+    on_gpu,
+    record_plans,
+    run,
+    save_three,
+    three_gated,
+)
+from .tiny_engine import TinyEngine
+
+SHAPE = (50, 3, 2, 2, 4, 16)
+HOST_SLOTS = 35
+
+
+@pytest.fixture
+def closing():
+    """Closes what it is given, at the end."""
+    made = []
+    yield lambda one: made.append(one) or one
+    for one in made:
+        one.close()
+
+
+class HeldUpTwice(HeldUp):
+    """Delays either stream of a lane that codes."""
+
+    def _hold_up(self, lane):
+        super()._hold_up(lane)
+        if lane in self._coded and (seconds := self._delay(lane)):
+            with torch.cuda.stream(self._coded[lane].entry):
+                torch.cuda._sleep(int(seconds * cycles_a_second()))
+
+
+def pools(device: CudaDevice, dtype=torch.float32, shape=SHAPE, host_slots=HOST_SLOTS) -> tuple[torch.Tensor, ...]:
+    """Makes both pools; returns what is in them: random chunks, and codes of others."""
+    device.allocate_pool(Tier.GPU, shape, dtype)
+    device.allocate_pool(Tier.HOST, (host_slots, *shape[1:]), CODED)
+    torch.cuda.synchronize()
+    on_gpu = torch.randn(shape).to(dtype)
+    on_host = encode(torch.randn(host_slots, *shape[1:]))
+    device._pool.copy_(on_gpu)
+    for slot in range(host_slots):
+        device._host.record(slot)[:] = on_host[slot].flatten().numpy()
+    torch.cuda.synchronize()
+    return on_gpu, on_host
+
+
+def host_records(device: CudaDevice, host_slots=HOST_SLOTS) -> torch.Tensor:
+    torch.cuda.synchronize()
+    return torch.from_numpy(np.stack([device._host.record(slot) for slot in range(host_slots)]))
+
+
+def slots(*numbers: int) -> np.ndarray:
+    return np.array(numbers, np.int32)
+
+
+@on_gpu
+@pytest.mark.parametrize("batched", [True, False], ids=["batched", "one by one"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_random_copies_equal_the_references(closing, monkeypatch, dtype, batched):
+    """Through halves of four records, from pieces of six, nobody waiting between."""
+    record = record_bytes(SHAPE, CODED)
+    monkeypatch.setattr(cuda_device, "PinnedPool", functools.partial(PinnedPool, largest_piece=6 * record))
+    monkeypatch.setattr(coded_copies, "HALF_BYTES", 4 * record)
+    device = closing(CudaDevice(batched_copies=batched))
+    on_gpu, on_host = pools(device, dtype)
+    dice = np.random.default_rng(1)
+    for _ in range(40):
+        lane = Lane(int(dice.choice([Lane.IN, Lane.OUT])))
+        other = Lane.OUT if lane is Lane.IN else Lane.IN
+        device.wait(lane, device.mark(other))
+        count, first = int(dice.integers(0, 30)), int(dice.integers(3))
+        gpu_slots, host_slots = (dice.permutation(most)[:count].astype(np.int32) for most in (50, HOST_SLOTS))
+        layers = range(first, int(dice.integers(first + 1, 4)))
+        chosen = slice(layers.start, layers.stop)
+        if lane is Lane.IN:
+            device.copy(lane, host_slots.copy(), gpu_slots.copy(), layers)
+            on_gpu[gpu_slots, chosen] = decode(on_host[host_slots, chosen], SHAPE, dtype)
+        else:
+            device.copy(lane, gpu_slots.copy(), host_slots.copy(), layers)
+            on_host[host_slots, chosen] = encode(on_gpu[gpu_slots, chosen])
+    for lane in (Lane.IN, Lane.OUT):
+        device.synchronize(device.mark(lane))
+    assert torch.equal(host_records(device), on_host.flatten(1))
+    assert torch.equal(device._pool.cpu(), on_gpu)
+
+
+@on_gpu
+def test_issuing_waits_for_nothing_and_lanes_wait_for_each_other(closing, monkeypatch):
+    """Out, in again elsewhere, and out from there, each behind the one before, with every stream late."""
+    monkeypatch.setattr(coded_copies, "HALF_BYTES", 2 * record_bytes(SHAPE, CODED))
+    device = closing(HeldUpTwice(lambda lane: 0.02))
+    on_gpu, _ = pools(device)
+    far, near = slots(*range(20, 30)), slots(*range(10))
+    device.copy(Lane.OUT, near, near, range(3))  # torch's caches are filled
+    device.synchronize(device.mark(Lane.OUT))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        device.copy(Lane.OUT, near, near, range(3))
+        first = device.mark(Lane.OUT)
+        device.wait(Lane.IN, first)
+        device.copy(Lane.IN, near, far, range(3))
+        second = device.mark(Lane.IN)
+        device.wait(Lane.OUT, second)
+        device.copy(Lane.OUT, far, far, range(3))
+        third = device.mark(Lane.OUT)
+        assert not any(device.ready(ticket) for ticket in (first, second, third))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    device.synchronize(third)
+    assert device.ready(first) and device.ready(second)
+    codes = encode(on_gpu[:10])
+    records = host_records(device)
+    again = decode(records[20:30].view_as(codes), SHAPE, torch.float32)  # perhaps by other scales: the values count
+    assert torch.equal(records[:10], codes.flatten(1)) and torch.equal(again, decode(codes, SHAPE, torch.float32))
+    assert torch.equal(device._pool[20:30].cpu(), decode(codes, SHAPE, torch.float32))
+
+
+@on_gpu
+def test_slots_that_do_not_exist_are_refused(closing):
+    for sources, targets in ((slots(50), slots(0)), (slots(0), slots(HOST_SLOTS))):
+        device = closing(CudaDevice())
+        pools(device)
+        with pytest.raises(InvariantError, match="of a pool of"):
+            device.copy(Lane.OUT, sources, targets, range(3))
+
+
+@on_gpu
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_hazard_gates_hold_steps_until_layers_are_decoded(closing, kind, eager):
+    """Every group of layers arrives late, for three steps that run one and the same graph."""
+    device = HeldUpTwice(enforce_eager=eager)
+    executor = closing(executor_on(device, TinyEngine(kind, "cuda"), CODED))
+    run(executor, save_three())
+    wanted = run(executor, three_gated())
+
+    late = HeldUpTwice(enforce_eager=eager)
+    executor = closing(executor_on(late, TinyEngine(kind, "cuda"), CODED))
+    run(executor, save_three())
+    late._delay = lambda lane: 0.05 if lane is Lane.IN else 0.0
+    assert run(executor, three_gated(), in_flight=MAX_IN_FLIGHT) == wanted
+
+    # The CPU's KV differ in their last bits, and so some of their codes.
+    twin = CpuDevice()
+    run(closing(executor_on(twin, TinyEngine(kind), CODED)), save_three())
+    equal = host_records(late, 6) == twin._pools[Tier.HOST][:6].flatten(1)
+    assert equal.float().mean() > 0.99
+
+
+@on_gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_equal_plans_bring_equal_tokens_whatever_is_late(closing, monkeypatch, kind):
+    """Plans of random conversations on the CPU, with everything in them; twice, once with delays."""
+    conversation, plans, _ = record_plans(kind, 4, monkeypatch)
+    dice = random.Random(4)
+    tokens = []
+    for delay in (lambda lane: 0.0, lambda lane: dice.choice((0.0, 0.0, 0.002))):
+        device = HeldUpTwice(delay)
+        executor = closing(
+            Executor(device, TinyEngine(kind, "cuda"), conversation.config, group_layers=1, host_dtype=CODED)
+        )
+        tokens.append(run(executor, plans, in_flight=2))
+        assert executor.copied_bytes.swap_in > 0 and executor.copied_bytes.swap_out > 0
+    assert tokens[0] == tokens[1]
+
+
+@on_gpu
+def test_coded_copies_are_as_quick_as_the_link(closing):
+    """Llama-2-13B with 10 KV heads, bf16: bytes that go over the link, each way alone and both, whole and by groups."""
+    shape, count = (600, 40, 2, 10, 32, 128), 250
+    device = closing(CudaDevice())
+    device.allocate_pool(Tier.GPU, shape, torch.bfloat16)
+    device.allocate_pool(Tier.HOST, (600, *shape[1:]), CODED)
+    torch.cuda.synchronize()
+    dice = np.random.default_rng(0)
+    chosen = {lane: (dice.permutation(600)[: 2 * count].astype(np.int32)) for lane in (Lane.IN, Lane.OUT)}
+
+    def copy(*lanes: Lane, group: int) -> float:
+        """GB/s of each lane."""
+        begin, ends = (torch.cuda.Event(enable_timing=True) for _ in range(2)), []
+        start = next(begin)
+        start.record(device._streams[Lane.COMPUTE])
+        for lane in lanes:
+            device._streams[lane].wait_event(start)
+            device._coded[lane].entry.wait_event(start)
+        for first in range(0, 40, group):
+            for lane in lanes:
+                half = slice(0, count) if lane is Lane.IN else slice(count, 2 * count)
+                layers = range(first, first + group)
+                device.copy(lane, chosen[Lane.IN][half].copy(), chosen[Lane.OUT][half].copy(), layers)
+        for lane in lanes:
+            end = torch.cuda.Event(enable_timing=True)
+            end.record(device._streams[lane])
+            ends.append(end)
+        torch.cuda.synchronize()
+        return count * record_bytes(shape, CODED) / max(start.elapsed_time(end) for end in ends) / 1e6
+
+    speeds = {}
+    for name, lanes, group in (
+        ("in, groups of 4 layers", (Lane.IN,), 4),
+        ("in, whole", (Lane.IN,), 40),
+        ("out, whole", (Lane.OUT,), 40),
+        ("both, groups of 4 layers", (Lane.IN, Lane.OUT), 4),
+    ):
+        copy(*lanes, group=group)
+        speeds[name] = max(copy(*lanes, group=group) for _ in range(3))
+    print({name: f"{speed:.1f} GB/s" for name, speed in speeds.items()}, f"{layer_bytes(shape)} bytes a layer")
+    assert min(speeds.values()) > 35, speeds

@@ -1,0 +1,90 @@
+"""HOST in eight bits on the CPU device: what is copied is what the codes' reference says, whole or layer by layer."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from pensieve.plugins.kv_fp8_reference import CODED, decode, encode, layer_bytes, record_bytes
+from pensieve.runtime.cpu_device import CpuDevice
+from pensieve.runtime.executor import MAX_IN_FLIGHT
+from pensieve.scheduler.plan import Lane
+from pensieve.scheduler.types import Tier
+
+from .test_cuda_device import delay, executor_on, run, save_three, three_gated
+from .tiny_engine import TinyEngine
+
+SHAPE = (20, 3, 2, 2, 4, 16)
+HOST_SLOTS = 15
+
+
+@pytest.fixture
+def closing():
+    """Closes what it is given, at the end."""
+    made = []
+    yield lambda one: made.append(one) or one
+    for one in made:
+        one.close()
+
+
+def settle(device):
+    for lane in (Lane.IN, Lane.OUT):
+        device.synchronize(device.mark(lane))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_random_copies_are_coded(closing, dtype):
+    device = closing(CpuDevice(shuffle=random.Random(0)))
+    device.allocate_pool(Tier.GPU, SHAPE, dtype)
+    device.allocate_pool(Tier.HOST, (HOST_SLOTS, *SHAPE[1:]), CODED)
+    pools = device._pools
+    pools[Tier.GPU].copy_(torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)))
+    on_gpu, on_host = pools[Tier.GPU].clone(), pools[Tier.HOST].clone()
+    assert on_host.shape == (HOST_SLOTS, 3, layer_bytes(SHAPE)) and not on_host.any()
+    dice = np.random.default_rng(1)
+    for _ in range(20):
+        count, first = int(dice.integers(0, 10)), int(dice.integers(3))
+        layers = range(first, int(dice.integers(first + 1, 4)))
+        gpu_slots, host_slots = (dice.permutation(most)[:count].astype(np.int32) for most in (20, HOST_SLOTS))
+        chosen = slice(layers.start, layers.stop)
+        if dice.random() < 0.5:
+            device.copy(Lane.OUT, gpu_slots, host_slots, layers)
+            on_host[host_slots, chosen] = encode(on_gpu[gpu_slots, chosen])
+        else:
+            device.copy(Lane.IN, host_slots, gpu_slots, layers)
+            on_gpu[gpu_slots, chosen] = decode(on_host[host_slots, chosen], SHAPE, dtype)
+        settle(device)
+    assert torch.equal(pools[Tier.GPU], on_gpu) and torch.equal(pools[Tier.HOST], on_host)
+
+
+def three_reloaded_from_codes(kind: str) -> list[tuple[int, ...]]:
+    """The tokens if HOST is as the GPU, and its records are coded and decoded by hand."""
+    device = CpuDevice()
+    executor = executor_on(device, TinyEngine(kind))
+    run(executor, save_three())
+    host = device._pools[Tier.HOST]
+    exact = host.clone()
+    host.copy_(decode(encode(host), host.shape, host.dtype))
+    assert not torch.equal(host, exact)
+    tokens = run(executor, three_gated())
+    executor.close()
+    return tokens
+
+
+@pytest.mark.parametrize("kind", ["llama", "opt"])
+def test_gated_groups_of_layers_bring_what_the_codes_say(closing, kind):
+    """Every group of layers is late, for three steps in flight."""
+    device = CpuDevice()
+    executor = closing(executor_on(device, TinyEngine(kind), CODED))
+    run(executor, save_three())
+    device._disturb = delay(Lane.IN, seconds=0.01)
+    assert run(executor, three_gated(), in_flight=MAX_IN_FLIGHT) == three_reloaded_from_codes(kind)
+
+
+def test_what_goes_over_the_link_is_counted_as_it_goes(closing):
+    engine = TinyEngine("llama")
+    executor = closing(executor_on(CpuDevice(), engine, CODED))
+    run(executor, save_three())
+    record = record_bytes(engine.kv_shape(1, 8), CODED)
+    assert executor.copied_bytes.swap_out == 6 * record < 6 * engine.chunk_bytes(8)

@@ -1,0 +1,48 @@
+"""Batches of the engine benchmarks, and on a GPU that neither weights nor pool are ever there twice."""
+
+import json
+
+import pytest
+import torch
+
+from pensieve.scripts import bench_engine_gpu
+from pensieve.scripts.bench_engine import CHUNK, arguments
+
+SHAPE = bench_engine_gpu.LLAMA | {
+    "vocab_size": 32000,
+    "hidden_size": 2048,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "intermediate_size": 8192,
+}
+
+
+@pytest.mark.parametrize("requests, new, context", [(3, 1, 100), (1, 70, 0), (2, 5, 64)])
+def test_each_request_computes_the_end_of_its_context(requests, new, context):
+    ids, positions, slots, segments, table, last = arguments(requests, new, 50, context)
+    assert len(ids) == len(positions) == len(slots) == requests * new and ids.max() < 50
+    assert segments[:, 1].eq(new).all() and segments[:, 3].eq(max(context, new)).all()
+    assert table.numel() == table.unique().numel() and table.shape == (requests, -(-max(context, new) // CHUNK))
+    assert slots.unique().numel() == requests * new and last.tolist() == [new * (i + 1) - 1 for i in range(requests)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("backend, weights", [("reference", "same"), ("inductor", "same"), ("inductor", "fp8")])
+def test_weights_and_pool_are_there_once(backend, weights, tmp_path, monkeypatch):
+    monkeypatch.setitem(bench_engine_gpu.SHAPES, "small", SHAPE)
+    monkeypatch.setattr(bench_engine_gpu, "POOL_BYTES", 2**31)
+    row = bench_engine_gpu.bench("small", backend, weights, tmp_path)
+    assert row.weight_bytes > 2**28 and row.pool_bytes > 2**30
+    assert row.loading_beyond < row.weight_bytes / 2
+    assert row.running_beyond < row.pool_bytes / 4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(bench_engine_gpu, "SHAPES", {"small": SHAPE})
+    assert bench_engine_gpu.main(["--backends", "reference"]) == 0
+    *_, row, last = capsys.readouterr().out.splitlines()
+    assert row.startswith("| small | reference, same |") and json.loads(last)["rows"][0]["shape"] == "small"
