@@ -10,10 +10,12 @@ import json
 import sys
 from collections import Counter
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from pensieve.plugins.collectives import TENSOR_PARALLEL, register_group
+from pensieve.runtime.disk_store import DiskSettings
 from pensieve.runtime.engine import open_engine
 from pensieve.runtime.ranks import Ranks
 from pensieve.runtime.ranks_executor import RankedExecutor, follow
@@ -37,6 +39,9 @@ def main(checkpoint, directory, runs):
             turns = run.pop("turns")
             if (slow := run.pop("slow", None)) is not None:
                 run["disturbed"] = ranks.rank == slow
+            if slots := run.get("disk_kv_chunks"):
+                folder = Path(directory).with_name(f"kv-{run['seed']}")
+                run["disk"] = DiskSettings(folder, slots, "engine", ranks.size, ranks.rank)
             if ranks.rank == 0:
                 chatter = Chatter(engine, reference, make_executor=partial(RankedExecutor, ranks), **run)
                 happened.update(chatter.run(turns))

@@ -53,9 +53,10 @@ def test_two_ranks_reply_as_transformers_whatever_happens(kind, engine):
     runs = [dict(seed=seed, turns=50, gpu_kv_chunks=29, disturbed=bool(seed % 2)) for seed in range(4)]
     runs += [dict(seed=7, turns=50, gpu_kv_chunks=29, host_kv_chunks=host, slow=1) for host in (0, 30, 200)]
     runs += [dict(seed=8, turns=50, gpu_kv_chunks=29, slow=0, batching="separate")]
+    runs += [dict(seed=9 + n, turns=60, gpu_kv_chunks=29, host_kv_chunks=12, disk_kv_chunks=40, slow=n) for n in (0, 1)]
     counts = chat(engine(kind), *runs, seconds=300)
     print(counts)
-    for event in EVENTS:
+    for event in (*EVENTS, "disk"):
         assert counts[event] > 0, f"{event} never occurred"
 
 
