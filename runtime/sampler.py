@@ -140,9 +140,10 @@ class SharedSampler:
         """As `Sampler.sample`; scores on rank 0 only."""
         if self._group.rank == 0:
             tokens, scores = self._sampler.sample(logits, inputs)
-            return self._group.broadcast(tokens), scores
-        scored = 0 if inputs.scores is None else len(inputs.scores.targets)
-        return self._group.broadcast(torch.empty(len(logits) - scored, dtype=torch.int64, device=logits.device)), None
+        else:
+            scored = 0 if inputs.scores is None else len(inputs.scores.targets)
+            tokens, scores = torch.empty(len(logits) - scored, dtype=torch.int64, device=logits.device), None
+        return self._group.broadcast(tokens) if len(tokens) else tokens, scores
 
 
 def make_sampler(

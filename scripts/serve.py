@@ -94,7 +94,7 @@ def serve_rank(args: argparse.Namespace, ranks: Ranks) -> int:
     """As one of the processes that mpirun started: rank 0 serves, the others follow it."""
     if ranks.rank == 0:
         with locked_directories(args):
-            serve(args, ranks)
+            serve(args, ranks if ranks.size > 1 else None)
     else:
         logging.getLogger().setLevel(logging.ERROR)  # what else it would say rank 0 says
         follow_rank(args, ranks)

@@ -17,12 +17,12 @@ from pensieve.runtime import ranks_executor
 from pensieve.runtime.cpu_device import CpuDevice
 from pensieve.runtime.executor import Executor
 from pensieve.runtime.ranks import RankFailed
-from pensieve.runtime.ranks_executor import RankedExecutor, Report, Reports, follow, pack, unpack
+from pensieve.runtime.ranks_executor import RankedExecutor, Report, Reports, follow, on_all, pack, unpack
 from pensieve.runtime.sampler import Sampler, SharedSampler, make_sampler
 from pensieve.runtime.step_inputs import StepPacker
 from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.plan import CopyBatch, Join, Lane, Promotion, Spill, StepPlan, StepResult, Tickets
-from pensieve.scheduler.types import GREEDY, ChunkKey, InvariantError, RequestId, RowId, Sampling
+from pensieve.scheduler.types import GREEDY, ChunkKey, DiskRecord, InvariantError, RequestId, RowId, Sampling
 
 from .fake_engine import FakeEngine, copy, join, plan, reply, span
 
@@ -90,6 +90,16 @@ def test_disk_work_is_done_once_all_ranks_have_done_it_and_failed_if_one_has():
     assert (third.spilled, third.promoted, third.failed) == ((), (6,), (5,))
     reports.take(1, report(3, spilled=(4,)))  # the slot is used anew
     assert reports.merged(result(4, spilled=(4,))).spilled == ()
+
+
+def test_a_record_from_earlier_is_there_if_all_ranks_have_their_part_of_it():
+    def record(slot, key, age=1.0):
+        return DiskRecord(slot, ChunkKey(key * 32), 8, age)
+
+    first = [record(0, b"a"), record(1, b"b"), record(2, b"c")]
+    second = [record(2, b"d"), record(1, b"b", age=9.0), record(0, b"a")]
+    assert on_all([first, second]) == first[:2]
+    assert on_all([first, second, []]) == []
 
 
 class Pipes:
