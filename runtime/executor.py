@@ -19,8 +19,7 @@ from ..scheduler.config import SchedulerConfig
 from ..scheduler.plan import Lane, StepPlan, StepResult
 from ..scheduler.types import DiskRecord, InvariantError, Tier
 from .device import Device, ForwardPass, Ticket, TransferSeconds
-from .disk_reports import DiskReport
-from .disk_store import DiskSettings, DiskStore
+from .disk_store import DiskReport, DiskSettings, DiskStore
 from .messages import DiskCounters, KVCounters
 from .sampler import Scores
 from .sampling_inputs import Mask, SamplingInputs
@@ -120,6 +119,15 @@ class Executor:
                 raise InvariantError(f"step {plan.step} has work for the disk and there is none")
             launched = launched._replace(erased=self._disk.begin(plan))
         self._launched.append(launched)
+
+    @property
+    def in_flight(self) -> int:
+        """Plans launched and not waited for."""
+        return len(self._launched)
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once; with nothing in flight it is False. Raises what ended the device."""
+        return bool(self._launched) and all(map(self._device.ready, self._launched[0].tickets))
 
     def wait(self) -> StepResult:
         """Waits for the oldest launched plan and takes its result. InvariantError if there is none."""

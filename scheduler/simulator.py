@@ -22,7 +22,7 @@ from .scheduler import Scheduler
 from .types import Applied, InvariantError, Request, RequestId, Usage
 
 STEPS_IN_FLIGHT = 2
-POLL_S = 2e-3  # a plan that does nothing waits so long for news of work under way
+POLL_S = 2e-3
 
 
 class SessionTurn(NamedTuple):
@@ -93,11 +93,12 @@ class VirtualDevice:
     """Takes the time that a device would, and does nothing.
 
     Layers are pipelined: the swap-in that a step is gated on hides behind its compute, and only what is longer shows.
-    The disk reads and writes at the same time, each in order; what it has done is told with the next result.
+    The disk reads and writes at the same time, each in order; what it has done is told with the next result. A plan
+    that does nothing waits for all of that, `poll_s` at most, or else for the first of it.
     """
 
-    def __init__(self, cost: CostProfile):
-        self._cost = cost
+    def __init__(self, cost: CostProfile, poll_s: float = POLL_S):
+        self._cost, self._poll_s = cost, poll_s
         self._free_at = [0.0 for _ in Lane]
         self._ends: list[dict[int, float]] = [{} for _ in Lane]  # by lane: seconds at which a ticket is complete
         self._written: deque[tuple[float, int]] = deque()  # when, and to which DISK slot
@@ -108,8 +109,7 @@ class VirtualDevice:
         self.busy_s = 0.0
 
     def launch(self, plan: StepPlan, now: float) -> float:
-        """Issues the plan's work at `now`; returns when it is complete. Without tokens that is when its copies are, and
-        without those when there is news, but soon."""
+        """Issues the plan's work at `now`; returns when it is complete. Without tokens that is when its copies are."""
         self._use_disk(plan, now)
         copied = gate = now
         for batch in plan.copies:
@@ -124,7 +124,7 @@ class VirtualDevice:
             end = max(start + seconds, gate)
             self.busy_s += end - start
         else:
-            end = copied if plan.copies else min([now + POLL_S, *self._news(now)])
+            end = copied if plan.copies else self._news(now)
         self._complete(Lane.COMPUTE, plan.step, end)
         return end
 
@@ -146,9 +146,12 @@ class VirtualDevice:
             self._written.append((writes, spill.disk))
         self._disk_free_at = [reads, writes]
 
-    def _news(self, now: float) -> list[float]:
-        """When work under way will next be done, of each kind."""
-        return [max(now, done[0][0]) for done in (self._read, self._written, *self._copies) if done]
+    def _news(self, now: float) -> float:
+        """Until when a plan that does nothing waits for work under way."""
+        under_way = [done for done in (self._read, self._written, *self._copies) if done]
+        first = min((done[0][0] for done in under_way), default=now)
+        last = max((done[-1][0] for done in under_way), default=now)
+        return max(now, first, min(last, now + self._poll_s))
 
     def reports(self, now: float) -> tuple[Tickets, tuple[int, ...], tuple[int, ...]]:
         """Copies complete by now; DISK slots written, and those read, since the last call."""
@@ -200,15 +203,23 @@ class _Open:
 class Simulator:
     """One run over `sessions`; used once. Without `skips` every step is planned and applied by itself.
 
-    The first `warm_up` requests are served but not reported, nor is the time in which they arrive.
+    The first `warm_up` requests are served but not reported, nor is the time in which they arrive. `cost` is what the
+    scheduler believes; a `device` with other costs takes other times.
     Raises RequestError if the configuration cannot serve a request (too long, queue full).
     """
 
-    def __init__(self, config: SchedulerConfig, cost: CostProfile, sessions: Sequence[Session], warm_up: int = 0):
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cost: CostProfile,
+        sessions: Sequence[Session],
+        warm_up: int = 0,
+        device: VirtualDevice | None = None,
+    ):
         self.scheduler = Scheduler(config, cost)
         self.now = min(session.start_s for session in sessions)
         self._started = self.now
-        self._device = VirtualDevice(cost)
+        self._device = device or VirtualDevice(cost)
         self._arrivals = [(session.start_s, order, 0) for order, session in enumerate(sessions)]
         heapq.heapify(self._arrivals)
         self._sessions = sessions
@@ -216,6 +227,7 @@ class Simulator:
         self._open: dict[RequestId, _Open] = {}
         self._order = {session.name: order for order, session in enumerate(sessions)}
         self._id = 0
+        self._logs: dict[int, array[int]] = {}  # of sessions whose users think: the scheduler's may expire meanwhile
         self._systems: dict[int, array[int]] = {}
         self._requests = self._steps = self._generated = 0
         self._warm_up, self._busy_before = warm_up, 0.0
@@ -249,7 +261,7 @@ class Simulator:
         session = self._sessions[order]
         turn = session.turns[index]
         if index:
-            prompt = self.scheduler.conversation_tokens(session.name)[: turn.history_tokens]
+            prompt = self._logs.pop(order)[: turn.history_tokens]
             prompt += self._fresh(turn.input_tokens)
         else:
             prompt = self._system(session.system_tokens) + self._fresh(turn.input_tokens - session.system_tokens)
@@ -319,8 +331,9 @@ class Simulator:
         if counts:
             self._per_token.append((self.now - served.arrival) / turns[served.turn].output_tokens)
         if following < len(turns):
-            arrival = self.now + turns[following].think_s
-            heapq.heappush(self._arrivals, (arrival, self._order[served.session.name], following))
+            order = self._order[served.session.name]
+            self._logs[order] = self.scheduler.conversation_tokens(served.session.name)
+            heapq.heappush(self._arrivals, (self.now + turns[following].think_s, order, following))
 
     def _report(self) -> Report:
         stats = self.scheduler.stats()

@@ -16,7 +16,7 @@ PROMPT = range(22)  # five full chunks and two tokens
 
 def find(harness, request):
     turn = harness.scheduler._turns[request]
-    return harness.scheduler._planner.look_up(turn, harness.scheduler._conversations.of(turn.request))
+    return harness.scheduler._planner.look_up(turn, harness.scheduler._conversations.of(turn.request), 0)
 
 
 def spread(harness, places):
