@@ -102,6 +102,7 @@ class GenerationBody(Body):
     conversation_params: ConversationParams | None = None
     history: Literal["client", "server"] = "client"
     cache_salt: NonEmpty | None = None
+    truncation: Literal["auto", "disabled"] | None = None
 
     @field_validator("stop")
     @classmethod
@@ -137,6 +138,11 @@ class GenerationBody(Body):
     def server_history(self) -> bool:
         """The body holds only what is new; the rest is with the server."""
         return self.history == "server"
+
+    @property
+    def truncates(self) -> bool:
+        """The context may outgrow the model's: unless told otherwise, that of a conversation."""
+        return self.conversation_id is not None if self.truncation is None else self.truncation == "auto"
 
     @property
     def include_usage(self) -> bool:

@@ -178,12 +178,12 @@ class CallMaker:
             self._need_tokenizer("stop")
         self._check_ids(body.stop_token_ids, "stop_token_ids")
         stop_ids = frozenset(body.stop_token_ids) | frozenset(() if body.ignore_eos else self._ready.stop_ids)
-        sampling = self._sampling(body, asked)
+        sampling, truncate = self._sampling(body, asked), body.truncates and self._ready.overflow
         requests = [
             Request(
                 id=self._new_id(),
                 prompt=prompt,
-                max_tokens=self._max_tokens(len(prompt), limit, default),
+                max_tokens=self._max_tokens(len(prompt), limit, default, truncate),
                 conversation=turn.conversation if turn is not None and choice == 0 else None,
                 salt=kv_salt(body.cache_salt, owner),
                 min_tokens=body.min_tokens,
@@ -194,6 +194,7 @@ class CallMaker:
                 confirm=bool(body.stop),
                 prompt_logprobs=asked.prompt_logprobs if choice == 0 else None,
                 choice=choice,
+                truncate=truncate,
             )
             for prompt in prompts
             for choice in range(asked.n)
@@ -210,9 +211,15 @@ class CallMaker:
             most_tool_calls=asked.most_tool_calls,
         )
 
-    def _max_tokens(self, prompt: int, limit: int | None, default: int) -> int:
+    def _max_tokens(self, prompt: int, limit: int | None, default: int, truncate: bool) -> int:
         """Tokens to generate behind a prompt of `prompt` tokens."""
         context = self._ready.max_model_len
+        if truncate:
+            if limit is not None and limit > context:
+                raise RequestError(
+                    400, f"max_tokens is {limit}; the model's context holds {context}", "max_tokens", TOO_LONG
+                )
+            return min(default, context) if limit is None else limit
         if prompt >= context:
             raise RequestError(
                 400,

@@ -172,7 +172,8 @@ class StepMessage:
 class Ready:
     """The loop serves. `stop_ids`: end-of-sequence tokens; `tokenizer`: the engine's tokenizer directory.
 
-    `model` is the name that replies carry; `aliases` may be asked for as well.
+    `model` is the name that replies carry; `aliases` may be asked for as well. `overflow`: contexts may outgrow
+    `max_model_len` where a request allows it.
     """
 
     model: str
@@ -181,6 +182,7 @@ class Ready:
     stop_ids: tuple[int, ...]
     tokenizer: str
     aliases: tuple[str, ...] = ()
+    overflow: bool = True
 
 
 class Draining(NamedTuple):

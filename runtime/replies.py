@@ -65,6 +65,7 @@ class Reply:
         self.offsets: list[int] = []
         self.sources = Usage()
         self.queued = 0.0
+        self.truncated = 0  # leading tokens of the context that the newest token did not see, as far as known
         self.started: float | None = None  # when the first token came, time.perf_counter's seconds
         self.finish: FinishReason | None = None
         self._stream = stream
@@ -97,6 +98,7 @@ class Reply:
         if output.usage is not None:
             self.sources, self.queued = output.usage, output.queued or 0.0
             self.started = time.perf_counter()
+        self.truncated = max(self.truncated, output.truncated)
         stopped = self._stopped
         start = len(self.tokens)
         tokens, text = ((), "") if stopped else self._read(output)
@@ -316,10 +318,14 @@ class ChatWriter(CompletionWriter):
 
 
 def usage(replies: Sequence[Reply], sources: bool = False) -> dict[str, Any]:
-    """OpenAI's usage object over all replies of a call; with `sources` also where the prompts' KV came from."""
+    """OpenAI's usage object over all replies of a call; with `sources` also where the prompts' KV came from.
+
+    `truncated_tokens`: there if contexts have overflown; leading tokens that the replies' ends no longer saw.
+    """
     generated = sum(len(reply.tokens) for reply in replies)
     replies = [reply for reply in replies if reply.request.choice == 0]  # the choices of a prompt share it
     prompt = sum(len(reply.request.prompt) for reply in replies)
+    truncated = sum(reply.truncated for reply in replies)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
@@ -327,5 +333,6 @@ def usage(replies: Sequence[Reply], sources: bool = False) -> dict[str, Any]:
         "prompt_tokens_details": {
             "cached_tokens": sum(reply.sources.cached for reply in replies),
             **({name: sum(getattr(reply.sources, name) for reply in replies) for name in SOURCES} if sources else {}),
+            **({"truncated_tokens": truncated} if truncated else {}),
         },
     }

@@ -57,7 +57,6 @@ class ResponseBody(GenerationBody):
         "tools": ([],),
         "tool_choice": ("none", "auto"),
         "top_logprobs": (0,),
-        "truncation": ("disabled",),
     }
 
     input: str | list[Item]
@@ -179,7 +178,7 @@ class ResponseWriter(CompletionWriter):
             "tool_choice": "auto",
             "tools": [],
             "top_p": body.top_p,
-            "truncation": "disabled",
+            "truncation": "auto" if body.truncates else "disabled",
             "usage": None,
         }
 

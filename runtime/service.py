@@ -175,8 +175,7 @@ class Service:
         if self._scheduler.has_conversation(message.conversation):
             self._scheduler.delete(message.conversation)
         else:
-            keys = self._scheduler.keys(message.tokens, message.salt)
-            self._scheduler.erase_keys(keys[message.shared // self._scheduler.config.chunk_tokens :])
+            self._scheduler.erase_keys(self._scheduler.keys(message.tokens, message.salt, message.shared))
 
     def _change_conversation(self, message: Fork | Keep, now: float) -> None:
         """The history store knows every conversation, the scheduler those that have been active since the start."""

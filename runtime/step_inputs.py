@@ -30,7 +30,7 @@ class StepInputs:
     """One batch of T tokens, S segments, R sampled and K scored rows, and U changed entries of the block table.
 
     token_ids     [T] int32, LAST_SAMPLE for the first `generated` tokens
-    positions     [T] int32
+    positions     [T] int32, as the model counts them
     slots         [T] int32, the place of each token's KV: slot * chunk_tokens + offset, or NOT_WRITTEN
     segments      [S, 5] int32: q_start, q_len, kv_start, kv_len in the row's coordinates, seat; segment i < `generated`
                   is that of token i
@@ -59,6 +59,8 @@ class StepPacker:
         """seats, blocks: shape of the block table; blocks is the most chunks a request can have."""
         self._chunk_tokens = chunk_tokens
         self._table = np.full((seats, blocks), NOT_WRITTEN, np.int32)
+        # By seat: the position at which its row begins, and the one that the model counts as 0.
+        self._starts, self._zeros = np.zeros(seats, np.int32), np.zeros(seats, np.int32)
         self._sampling = SeatSampling(seats)
 
     def pack(self, plan: StepPlan, mask: Mask | None = None) -> StepInputs:
@@ -68,6 +70,10 @@ class StepPacker:
         """
         for join in plan.joins:
             self._table[join.seat] = NOT_WRITTEN
+            self._starts[join.seat] = self._zeros[join.seat] = 0
+        for seat, start, zero in plan.origins:
+            self._table[seat] = NOT_WRITTEN
+            self._starts[seat], self._zeros[seat] = start, zero
         counts = self._sampling.join(plan.joins)
         cells, cell_slots = self._update_blocks(plan.blocks)
 
@@ -82,9 +88,11 @@ class StepPacker:
 
         lengths = ends - starts
         q_ends = np.cumsum(lengths, dtype=np.int32)
-        self._check(plan, seats, ends, lengths, samples)
-        positions = np.repeat(starts - (q_ends - lengths), lengths) + np.arange(plan.tokens, dtype=np.int32)
-        segments = np.stack((q_ends - lengths, lengths, np.zeros_like(ends), ends, seats), axis=1)
+        begins = self._starts[seats]
+        self._check(plan, seats, ends - begins, lengths, samples)
+        coordinates = np.repeat(starts - begins - (q_ends - lengths), lengths)
+        coordinates += np.arange(plan.tokens, dtype=np.int32)
+        segments = np.stack((q_ends - lengths, lengths, np.zeros_like(ends), ends - begins, seats), axis=1)
         token_ids = np.empty(plan.tokens, np.int32)
         token_ids[:generated] = LAST_SAMPLE
         token_ids[generated:] = plan.token_ids
@@ -94,8 +102,8 @@ class StepPacker:
         return StepInputs(
             generated=generated,
             token_ids=token_ids,
-            positions=positions,
-            slots=self._places(np.repeat(seats, lengths), positions, np.repeat(write_from, lengths)),
+            positions=coordinates + np.repeat(begins - self._zeros[seats], lengths),
+            slots=self._places(np.repeat(seats, lengths), coordinates, np.repeat(write_from - begins, lengths)),
             segments=segments,
             sample_rows=np.concatenate((sample_rows, scored_rows)) if plan.scored else sample_rows,
             sample_seats=sample_seats,
@@ -122,7 +130,10 @@ class StepPacker:
     def _check(
         self, plan: StepPlan, seats: np.ndarray, ends: np.ndarray, lengths: np.ndarray, samples: np.ndarray
     ) -> None:
-        """Each batch is complete, and each segment's chunks were given: they are given in order, so the last tells."""
+        """Each batch is complete, and each segment's chunks were given: they are given in order, so the last tells.
+
+        ends: [S], coordinates behind each segment's last query.
+        """
         if len(plan.positions) != len(plan.generate) or len(plan.samples) != np.count_nonzero(samples):
             raise InvariantError(f"step {plan.step} has rows without a position, or samples without a row")
         if not len(seats):
@@ -132,11 +143,11 @@ class StepPacker:
         if self._table[seats, (ends - 1) // self._chunk_tokens].min() < 0:
             raise InvariantError(f"step {plan.step} computes in a chunk that its seat was never given")
 
-    def _places(self, seats: np.ndarray, positions: np.ndarray, write_from: np.ndarray) -> np.ndarray:
-        """Where the KV of each token goes (see `StepInputs.slots`); all arguments [T]."""
-        chunks, offsets = np.divmod(positions, np.int32(self._chunk_tokens))
+    def _places(self, seats: np.ndarray, coordinates: np.ndarray, write_from: np.ndarray) -> np.ndarray:
+        """Where the KV of each token goes (see `StepInputs.slots`); all arguments [T], the last two coordinates."""
+        chunks, offsets = np.divmod(coordinates, np.int32(self._chunk_tokens))
         places = self._table[seats, chunks] * np.int32(self._chunk_tokens) + offsets
-        places[positions < write_from] = NOT_WRITTEN
+        places[coordinates < write_from] = NOT_WRITTEN
         return places
 
 

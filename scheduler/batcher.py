@@ -13,13 +13,15 @@ from .config import SchedulerConfig
 from .conversations import Conversations
 from .copies import StepCopies
 from .cost import CostProfile
-from .plan import BlockUpdate, Join, Promotion, Span, Spill, StepPlan
+from .plan import BlockUpdate, Join, Origin, Promotion, Span, Spill, StepPlan
 from .planner import Finding, OnDisk, Planner
 from .room import RoomMaker
 from .rows import Row, Turn, token_slice
 from .types import ChunkKey, RowId
+from .windows import RECOMPUTE, Windows
 
 LINK_PIECE_S = 2e-3  # the least link time that swap-ins may use in one step
+NEVER_FULL = 2**62  # the end of a window that no context outgrows
 MOST_SCORED = 256  # prompt positions scored in one step: each takes a row of logits as wide as the vocabulary
 
 
@@ -31,6 +33,7 @@ class Batch:
         self.copies, self.room = copies, room
         self.budget = budget
         self.joins: list[Join] = []
+        self.origins: list[Origin] = []
         self.blocks: list[BlockUpdate] = []
         self.generate: list[int] = []
         self.positions: list[int] = []
@@ -60,6 +63,7 @@ class Batch:
             copies=self.copies.batches(),
             after=self.copies.after,
             joins=tuple(self.joins),
+            origins=tuple(self.origins),
             blocks=tuple(self.blocks),
             generate=array("i", self.generate),
             positions=array("i", self.positions),
@@ -83,8 +87,9 @@ class Batcher:
         store: ChunkStore,
         conversations: Conversations,
         planner: Planner,
+        windows: Windows | None,
     ):
-        self.config, self.cost = config, cost
+        self.config, self.cost, self.windows = config, cost, windows
         self.store, self.conversations, self.planner = store, conversations, planner
         self.waiting: list[Turn] = []
         self.loading: list[Row] = []
@@ -105,7 +110,7 @@ class Batcher:
             position = row.position
             if row.spans or row.leaving or position > row.last_position or (row.constrained and row.awaits_token):
                 continue
-            if position == row.room and not self._extend(row, batch):
+            if position == row.room and not self._extend(row, batch, position + 1):
                 continue
             generate.append(row.seat)
             positions.append(position)
@@ -114,19 +119,70 @@ class Batcher:
             row.launched = step
         batch.budget -= len(generate)
 
-    def _extend(self, row: Row, batch: Batch) -> bool:
-        """One more chunk for the row, or False: then somebody is suspended, perhaps the row itself."""
-        if not self.store.obtainable:
-            self._suspend_for(batch)
-            if row.leaving or not self.store.obtainable:
-                return False
-        batch.room.gpu_slots(1)
-        chunk = self.store.new(row.room + self.config.chunk_tokens, batch.now)
-        batch.copies.step_writes(chunk.gpu)
-        batch.blocks.append(BlockUpdate(row.seat, len(row.chunks), (chunk.gpu,)))
-        row.chunks.append(chunk)
-        row.room = chunk.end
+    def _extend(self, row: Row, batch: Batch, end: int) -> bool:
+        """Slots for the row's positions up to `end`, or as many as its window and the pool have; False: for none.
+
+        If the pool is short somebody is suspended, perhaps the row itself. What the device must know is said only if
+        the row is then planned: one that is not may be out of its seat before this plan is complete.
+        """
+        position = row.room
+        if position == row.window_end and not self._move_on(row, batch):
+            return False
+        first, end = len(row.chunks), min(end, row.window_end)
+        while row.chunks[-1].end < end:
+            if not self.store.obtainable:
+                self._suspend_for(batch)
+                if row.leaving:
+                    return False
+                if not self.store.obtainable:
+                    break
+            batch.room.gpu_slots(1)
+            chunk = self.store.new(row.chunks[-1].end + self.config.chunk_tokens, batch.now)
+            batch.copies.step_writes(chunk.gpu)
+            row.chunks.append(chunk)
+        row.room = min(row.chunks[-1].end, row.window_end)
+        if row.room == position:
+            return False
+        self._send_chunks(row, batch, first)
         return True
+
+    def _move_on(self, row: Row, batch: Batch) -> bool:
+        """The row has filled its window: it begins at the next window's start from now on, and the chunks before that
+        are let go.
+
+            |  let go  |   kept    |<- room
+            first      start       window_end        window_end, then
+
+        Everything launched is applied first: its chunks have their keys then, and nothing in flight begins at `first`.
+        """
+        if row.launched > batch.applied:
+            return False
+        turn, windows = row.turn, self.windows
+        assert windows is not None
+        if windows.mode == RECOMPUTE:
+            self.leave_seat(row)
+            self._queue_again(row, None, batch.now)
+            row.leaving = True
+            return False
+        start = windows.start(row.room, turn.base)
+        first = start // self.config.chunk_tokens
+        gone = row.chunks[: first - row.first]
+        self._release(row, gone, None, batch.now)
+        row.first, row.chunks, row.moved = first, row.chunks[len(gone) :], True
+        row.window_end = windows.end(start)
+        row.room = min(row.chunks[-1].end, row.window_end)
+        return True
+
+    def _send_chunks(self, row: Row, batch: Batch, first: int) -> None:
+        """The device learns the row's chunks from number `first` on; all of them if the row begins elsewhere now."""
+        if row.moved:
+            start = row.first * self.config.chunk_tokens
+            assert self.windows is not None
+            batch.origins.append(Origin(row.seat, start, self.windows.zero(start)))
+            row.moved, first = False, 0
+        slots = tuple(chunk.gpu for chunk in row.chunks[first:])
+        if slots:
+            batch.blocks.append(BlockUpdate(row.seat, first, slots))
 
     def _suspend_for(self, batch: Batch) -> None:
         """One shortage suspends one row: slots on their way free count. The last in order goes first."""
@@ -159,9 +215,12 @@ class Batcher:
             self._requeue(row, now)
 
     def _requeue(self, row: Row, now: float) -> None:
+        self._queue_again(row, self._keep_tail(row), now)
+
+    def _queue_again(self, row: Row, tail: Chunk | None, now: float) -> None:
         turn = row.turn
-        turn.tail, turn.promotes = self._keep_tail(row), True
-        self.let_go(row, turn.tail, now)
+        turn.tail, turn.promotes = tail, True
+        self.let_go(row, tail, now)
         insort(self.waiting, turn, key=lambda turn: turn.order)
 
     def _keep_tail(self, row: Row) -> Chunk | None:
@@ -170,7 +229,8 @@ class Batcher:
             return None
         size = self.config.chunk_tokens
         if not row.spans and not row.loads:
-            index, valid = divmod(len(row.turn.tokens) - 1, size)
+            full, valid = divmod(len(row.turn.tokens) - 1, size)
+            index = full - row.first
             if index < len(row.chunks) and row.chunks[index].key is None:
                 row.chunks[index].tokens = valid
         return next((c for c in row.chunks if c.key is None and 0 < c.tokens < size), None)
@@ -179,18 +239,21 @@ class Batcher:
 
     def plan_spans(self, batch: Batch) -> None:
         """Pieces of prompts (and of dropped history), row by row in their order, while the token budget lasts."""
-        for row in self.rows:
+        for row in tuple(self.rows):
             if batch.budget <= 0:
                 return
             if row.spans and not row.leaving:
                 self._take_spans(row, batch)
 
     def _take_spans(self, row: Row, batch: Batch) -> None:
-        row.launched = batch.step
         while row.spans and (room := batch.room_for(row.spans[0])) > 0:
+            start, end = row.spans[0].start, row.spans[0].end
+            if start >= row.room and not self._extend(row, batch, min(end, start + room)):
+                return
+            row.launched = batch.step
             span = row.spans.popleft()._replace(seat=row.seat)
-            if span.end - span.start > room:
-                cut = span.start + room
+            cut = min(start + room, row.room)
+            if end > cut:
                 row.spans.appendleft(span._replace(start=cut, write_from=max(cut, span.write_from)))
                 span = span._replace(end=cut, samples=False)
             batch.budget -= span.end - span.start
@@ -243,7 +306,7 @@ class Batcher:
             turn.from_disk = self.planner.keys_on_disk(turn) if self.config.disk_kv_chunks else frozenset()
         finding = self.planner.look_up(turn, conversation, len(self.rows))
         if isinstance(finding, OnDisk):
-            self.await_chunks(turn, [self.store.find(key) for key in turn.keys], batch.now)
+            self.await_chunks(turn, [self.store.find(key) for key in self.planner.seen_keys(turn)], batch.now)
             latest = None
             for chunk in finding.chunks:
                 begun = batch.room.promote(chunk, drops=True)
@@ -279,7 +342,7 @@ class Batcher:
     def link_chunks(self, batch: Batch) -> int:
         """Chunks that the link copies one way while the step runs."""
         rows = len(batch.generate)
-        context = sum(batch.positions) // rows if rows else 0
+        context = min(sum(batch.positions) // rows, self.config.max_model_len) if rows else 0
         step = self.cost.step(len(batch.token_ids), rows=rows, rows_context=context)
         return max(1, int(max(step, LINK_PIECE_S) / self.cost.load()))
 
@@ -322,10 +385,12 @@ class Batcher:
         size = self.config.chunk_tokens
         chunks = [
             chunk if chunk is not None else store.new((index + 1) * size, batch.now)
-            for index, chunk in enumerate(finding.chunks)
+            for index, chunk in enumerate(finding.chunks, finding.first)
         ]
         self._epochs += 1
-        row = Row(turn, self._epochs, chunks, finding.spans, finding.loads)
+        turn.base, turn.keys, turn.chains = finding.base, finding.keys, {}
+        window_end = NEVER_FULL if self.windows is None else self.windows.end(finding.first * size)
+        row = Row(turn, self._epochs, finding.first, chunks, finding.spans, finding.loads, window_end)
         if tail is not None:
             tail.tokens = finding.tail_tokens
             self._take_tail(turn, tail)
@@ -333,7 +398,7 @@ class Batcher:
         if turn.usage is None:
             turn.usage = finding.usage
         if self.config.reuse:
-            keyed = [*zip(turn.keys, finding.chunks, strict=False)]
+            keyed = [*zip(turn.keys[finding.first :], finding.chunks, strict=False)]
             row.pending = {key: None for key, hit in keyed if hit is None or hit is tail}
             passed_over = (store.find(key) for key, hit in keyed if hit is None)
             self.choices.note(finding.loads, (chunk for chunk in passed_over if chunk and chunk.host != NO_SLOT))
@@ -386,7 +451,7 @@ class Batcher:
             if chunk.key is None:
                 batch.copies.step_writes(chunk.gpu)
         batch.joins.append(_join(row))
-        batch.blocks.append(BlockUpdate(row.seat, 0, tuple(chunk.gpu for chunk in row.chunks)))
+        self._send_chunks(row, batch, 0)
         self._take_spans(row, batch)
 
     # -- leaving
@@ -412,11 +477,14 @@ class Batcher:
         for key in row.pending:
             del self.planner.pending[key]
         row.pending.clear()
-        for chunk in row.chunks:
+        self._release(row, row.chunks, tail, now)
+        row.chunks = []
+
+    def _release(self, row: Row, chunks: list[Chunk], tail: Chunk | None, now: float) -> None:
+        for chunk in chunks:
             if chunk.key is None and chunk is not tail:
                 chunk.tokens = 0
-        self.store.unpin(row.chunks, row.launched, now)
-        row.chunks = []
+        self.store.unpin(chunks, row.launched, now)
 
 
 def _join(row: Row) -> Join:

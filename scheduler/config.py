@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import inf
 
 from .types import SettingError
+from .windows import KEEP, OVERFLOW_MODES, Windows
 
 EVICTION_POLICIES = ("retention", "lru", "fifo", "lru-conversation", "fifo-conversation")
 BATCHING_MODES = ("unified", "separate")
@@ -25,6 +26,8 @@ class SchedulerConfig:
     conversation_ttl                seconds after its last activity for which a conversation claims its KV
     swap_out_below                  chunks are copied out ahead of time while fewer GPU slots are free or reclaimable
     generation_reserve              new requests join while more GPU slots than this are free or reclaimable
+    overflow, overflow_ratio        what becomes of a context that outgrows `max_model_len` and may (see `windows`), and
+                                    the share of it that goes at once
     reuse                           False: every request computes its whole context (for comparison)
     disk_kv_chunks                  0: no disk tier
     save                            when an ended turn's chunks are written to DISK: `async` soon, behind compute;
@@ -46,6 +49,8 @@ class SchedulerConfig:
     swap_out_below: float = 0.25
     generation_reserve: float = 0.10
     batching: str = "unified"
+    overflow: str = KEEP
+    overflow_ratio: float = 0.5
     reuse: bool = True
     disk_kv_chunks: int = 0
     save: str = "async"
@@ -72,7 +77,12 @@ class SchedulerConfig:
         need(self.conversation_ttl > 0.0, "conversation_ttl", f"must be more than 0 s, not {self.conversation_ttl}")
         for name in ("swap_out_below", "generation_reserve"):
             need(0.0 <= getattr(self, name) <= 1.0, name, f"must be between 0 and 1, not {getattr(self, name)}")
-        choices = (("eviction", EVICTION_POLICIES), ("batching", BATCHING_MODES), ("save", SAVE_MODES))
+        ratio = self.overflow_ratio
+        need(0.0 < ratio < 1.0, "overflow_ratio", f"must be more than 0 and less than 1, not {ratio}")
+        choices = (
+            *(("eviction", EVICTION_POLICIES), ("batching", BATCHING_MODES)),
+            *(("overflow", OVERFLOW_MODES), ("save", SAVE_MODES)),
+        )
         for name, allowed in choices:
             need(
                 getattr(self, name) in allowed,
@@ -95,6 +105,12 @@ class SchedulerConfig:
     def chunks(self, tokens: int) -> int:
         """Chunks that hold so many tokens."""
         return -(-tokens // self.chunk_tokens)
+
+    @property
+    def windows(self) -> Windows | None:
+        """How contexts overflow; None if they are too short for a step of whole chunks: then none may."""
+        step = int(self.overflow_ratio * self.max_model_len) // self.chunk_tokens * self.chunk_tokens
+        return Windows(self.max_model_len, step, self.overflow) if step else None
 
     @property
     def reserved_chunks(self) -> int:

@@ -6,16 +6,30 @@ from array import array
 from heapq import heappop, heappush
 from itertools import islice
 from math import inf
+from typing import NamedTuple
 
 from .chunks import NO_SLOT, Chunk, ChunkStore
 from .types import ChunkKey, ConversationKV, Request
 
 
+class Log(NamedTuple):
+    """What a turn leaves to its conversation: see `Conversation`."""
+
+    tokens: array[int]
+    base: int
+    keys: list[ChunkKey]
+    first: int
+    chunks: list[Chunk]
+    tail: Chunk | None
+
+
 class Conversation:
     """salt      of the turn committed last: KV is shared within one salt only
     tokens    every token of the last committed branch; all but the last have had KV
-    keys      one for each full chunk of KV
-    chunks    the chunks of those keys, claimed; empty without reuse
+    base      where the context begins, in which they had it (see `windows`)
+    keys      one for each full chunk of KV, as `Chains` has them
+    first     index of the first chunk that the next turn's first position sees
+    chunks    the chunks from there on, claimed; empty without reuse
     tail      the private chunk behind them, or None; it may have been dropped meanwhile
     active    when it was last active
     ttl       seconds it lives on after that
@@ -23,11 +37,25 @@ class Conversation:
     due       when it is to be looked at again: no later than when it expires or ceases to be pinned
     """
 
-    __slots__ = ("active", "chunks", "due", "keys", "pinned", "pinned_until", "salt", "tail", "tokens", "ttl")
+    __slots__ = (
+        "active",
+        "base",
+        "chunks",
+        "due",
+        "first",
+        "keys",
+        "pinned",
+        "pinned_until",
+        "salt",
+        "tail",
+        "tokens",
+        "ttl",
+    )
 
     def __init__(self, salt: bytes, ttl: float, now: float):
         self.salt = salt
         self.tokens: array[int] = array("i")
+        self.base = self.first = 0
         self.keys: list[ChunkKey] = []
         self.chunks: list[Chunk] = []
         self.tail: Chunk | None = None
@@ -65,46 +93,33 @@ class Conversations:
         conversation = self._by_id.get(request.conversation) if request.conversation is not None else None
         return conversation if conversation is not None and conversation.salt == request.salt else None
 
-    def commit(
-        self,
-        request: Request,
-        tokens: array[int],
-        keys: list[ChunkKey],
-        chunks: list[Chunk],
-        tail: Chunk | None,
-        now: float,
-    ) -> None:
+    def salt(self, conversation_id: str) -> bytes:
+        """Of its last turn."""
+        return self._by_id[conversation_id].salt
+
+    def commit(self, request: Request, log: Log, now: float) -> None:
         """The turn is over: its conversation's id names this branch from now on, whatever it named before.
 
         Chunks of the branch named before stay as unclaimed cache where the two differ.
         """
         assert request.conversation is not None
-        self._set(request.conversation, request.salt, tokens, keys, chunks, tail, now)
+        self._set(request.conversation, request.salt, log, now)
 
-    def _set(
-        self,
-        conversation_id: str,
-        salt: bytes,
-        tokens: array[int],
-        keys: list[ChunkKey],
-        chunks: list[Chunk],
-        tail: Chunk | None,
-        now: float,
-    ) -> None:
+    def _set(self, conversation_id: str, salt: bytes, log: Log, now: float) -> None:
         conversation = self._by_id.setdefault(conversation_id, Conversation(salt, self._ttl, now))
         shared = 0
-        for before, after in zip(conversation.chunks, chunks, strict=False):
+        for before, after in zip(conversation.chunks, log.chunks, strict=False):
             if before is not after:
                 break
             shared += 1
-        for chunk in chunks[shared:]:
+        for chunk in log.chunks[shared:]:
             self._store.claim(chunk)
             if conversation.pinned:
                 self._store.change_pins(chunk, 1)
         self._release(conversation, shared)
-        conversation.salt, conversation.tokens, conversation.tail = salt, tokens, tail
-        conversation.keys, conversation.chunks = keys, chunks
-        conversation.active = now
+        conversation.salt, conversation.active = salt, now
+        conversation.tokens, conversation.base, conversation.keys, conversation.first = log[:4]
+        conversation.chunks, conversation.tail = log.chunks, log.tail
         self._schedule(conversation_id, conversation)
 
     def touch(self, request: Request, now: float) -> None:
@@ -116,7 +131,8 @@ class Conversations:
     def fork(self, conversation_id: str, new_id: str, now: float) -> None:
         """A second name for the same history. Full chunks are shared; the tail stays with the original."""
         source = self._by_id[conversation_id]
-        self._set(new_id, source.salt, source.tokens[:], source.keys[:], source.chunks[:], None, now)
+        log = Log(source.tokens[:], source.base, source.keys[:], source.first, source.chunks[:], None)
+        self._set(new_id, source.salt, log, now)
 
     def delete(self, conversation_id: str) -> None:
         """The log is gone and claims nothing any more; its tail and what nobody else claims are dropped."""
@@ -181,7 +197,7 @@ class Conversations:
             if most <= 0:
                 return found, start + len(found)
             found.append(_whereabouts(conversation_id, conversation))
-            most -= len(conversation.keys) + 1
+            most -= len(conversation.keys) - conversation.first + 1
         return found, 0
 
     def _release(self, conversation: Conversation, kept: int = 0) -> None:
@@ -205,8 +221,8 @@ def _whereabouts(conversation_id: str, conversation: Conversation) -> Conversati
             host += 1
         elif chunk.disk != NO_SLOT:
             disk += 1
-    dropped = len(conversation.keys) + (tail is not None) - gpu - host - disk
-    return ConversationKV(conversation_id, gpu, host, dropped, disk)
+    visible = len(conversation.keys) - conversation.first + (tail is not None)
+    return ConversationKV(conversation_id, gpu, host, visible - gpu - host - disk, disk)
 
 
 def common_prefix(left: array[int], right: array[int]) -> int:

@@ -38,6 +38,8 @@ class CostProfile:
     out_bytes_per_s      GPU to host copies; None: as fast as the others
     disk_read_bytes_per_s, disk_write_bytes_per_s
                          one rank's disk; until measured, about those of one NVMe drive
+
+    most_context         the most that a chunk sees, tokens, however far its context has run
     """
 
     chunk_tokens: int
@@ -51,6 +53,7 @@ class CostProfile:
     out_bytes_per_s: float | None = None
     disk_read_bytes_per_s: float = 3e9
     disk_write_bytes_per_s: float = 2e9
+    most_context: int | None = None
 
     def __post_init__(self) -> None:
         if not self.attention:
@@ -70,7 +73,8 @@ class CostProfile:
 
     def recompute(self, end: int) -> float:
         """Cost(l): seconds to compute the chunk that ends at position `end`."""
-        return self.chunk_seconds + _interpolated(self.attention, end)
+        seen = end if self.most_context is None else min(end, self.most_context)
+        return self.chunk_seconds + _interpolated(self.attention, seen)
 
     def load(self) -> float:
         """Seconds to copy one chunk from host to GPU."""

@@ -74,12 +74,13 @@ class LookAhead:
         """Whether all of the window is on its way."""
         window = self._window
         for turn in waiting:
-            window -= len(turn.keys)
+            keys = self._planner.seen_keys(turn)
+            window -= len(keys)
             if window < 0:
                 break
             if turn.prefetched:
                 continue
-            if not all(self._prefetch(self._store.find(key), room) for key in turn.keys):
+            if not all(self._prefetch(self._store.find(key), room) for key in keys):
                 return False
             turn.prefetched = True
         return True

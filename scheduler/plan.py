@@ -52,8 +52,20 @@ class Join(NamedTuple):
     prompt_logprobs: int | None = None
 
 
+class Origin(NamedTuple):
+    """The row of the request in `seat` begins at position `start`, a chunk's first: what is before it is no longer
+    seen. The whole row follows (a `BlockUpdate` from chunk 0 on). The model counts positions from `zero`.
+
+    Without it a row begins at position 0, as does every row that joins.
+    """
+
+    seat: int
+    start: int
+    zero: int
+
+
 class BlockUpdate(NamedTuple):
-    """GPU slots for the chunks `first`, `first + 1`, ... of the request in `seat`."""
+    """GPU slots for the chunks `first`, `first + 1`, ... of the row of the request in `seat`."""
 
     seat: int
     first: int
@@ -114,8 +126,8 @@ class StepPlan:
 
     copies      in the order in which they are to be issued, before the step is launched
     after       what the step itself waits for, beside its gates
-    joins, blocks
-                applied to the seats before anything else
+    joins, origins, blocks
+                applied to the seats before anything else, in this order
     generate    seats that compute one token, their last sample, at `positions` (as many)
     spans       pieces of known tokens, ascending within a seat; `token_ids` holds their ids one after the other
     scored      the known token behind each position of the spans that score; none behind a position that samples
@@ -143,6 +155,7 @@ class StepPlan:
     spills: tuple[Spill, ...] = ()
     promotions: tuple[Promotion, ...] = ()
     erased: tuple[int, ...] = ()
+    origins: tuple[Origin, ...] = ()
 
     @property
     def tokens(self) -> int:

@@ -7,28 +7,37 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
+from .chains import Chains
 from .chunks import NO_SLOT, Chunk, ChunkStore
 from .conversations import Conversation, common_prefix
 from .cost import CostProfile
 from .plan import Span
 from .rows import Turn
 from .types import ChunkKey, Usage
+from .windows import RECOMPUTE, Windows
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """chunks        by index: a resident chunk, or None for one to be computed into a new slot
+    """base, keys    where the context begins, and its keys from there
+    first         index of the chunk at which the row begins
+    chunks        from there on: a resident chunk, or None for one to be computed into a new slot; up to the end of the
+                  row's window, slots for what is behind come later
     spans         what is to be computed, ascending; the last one ends with the prompt and samples
     loads         those of `chunks` that are on HOST only
     tail          the one of `chunks` that is a tail, valid for `tail_tokens` tokens
     idle_safe, idle_only
                   hits on the GPU that nobody holds, with and without a copy: no longer obtainable once they are held
     new_slots     GPU slots for what is loaded and what is computed
-    usage         where the prompt's tokens come from
+    usage         where the prompt's tokens come from, those that its last one sees
     """
 
+    base: int
+    keys: list[ChunkKey]
+    first: int
     chunks: list[Chunk | None]
     spans: deque[Span]
     loads: deque[Chunk]
@@ -39,6 +48,27 @@ class Finding:
     new_slots: int
     usage: Usage
 
+    @property
+    def computed(self) -> int:
+        """Tokens to compute."""
+        return sum(span.end - span.start for span in self.spans)
+
+
+@dataclass(slots=True)
+class _Look:
+    """A turn as seen from one base. Its last position sees what is from `seen` on; the row begins at chunk `first` and
+    has slots for `held` chunks."""
+
+    turn: Turn
+    conversation: Conversation | None
+    base: int
+    keys: list[ChunkKey]
+    tail: Chunk | None
+    tail_tokens: int
+    seen: int = 0
+    first: int = 0
+    held: int = 0
+
 
 class OnDisk(NamedTuple):
     """Chunks that the turn needs and that are quicker read from DISK than computed."""
@@ -47,11 +77,22 @@ class OnDisk(NamedTuple):
 
 
 class Planner:
-    def __init__(self, store: ChunkStore, cost: CostProfile, chunk_tokens: int, reuse: bool):
+    """`windows`: None, or how contexts overflow."""
+
+    def __init__(
+        self,
+        store: ChunkStore,
+        cost: CostProfile,
+        chunk_tokens: int,
+        reuse: bool,
+        chains: Chains,
+        windows: Windows | None,
+    ):
         self._store = store
         self._cost = cost
         self._chunk_tokens = chunk_tokens
         self._reuse = reuse
+        self._chains, self._windows = chains, windows
         self.pending: dict[ChunkKey, int] = {}
 
     def must_wait(self, key: ChunkKey) -> bool:
@@ -62,14 +103,22 @@ class Planner:
         chunk = self._store.find(key)
         return chunk is not None and (chunk.loading or _being_read(chunk))
 
+    def seen_keys(self, turn: Turn) -> list[ChunkKey]:
+        """Those of the chunks that the turn's last position sees, as far as its base is known."""
+        if self._windows is None:
+            return turn.keys
+        return turn.keys[self._windows.start(len(turn.tokens) - 1, turn.base) // self._chunk_tokens :]
+
     def readable(self, chunk: Chunk) -> bool:
         """On DISK only, not being read yet, and dear enough to be loaded once it is on HOST."""
-        on_disk = chunk.disk != NO_SLOT and chunk.gpu == NO_SLOT and chunk.host == NO_SLOT and chunk.moving is None
-        return on_disk and self._cost.recompute(chunk.end) >= self._cost.load()
+        return _to_read(chunk) and self._cost.recompute(chunk.end) >= self._cost.load()
+
+    def _to_be_read(self, chunk: Chunk, at_any_cost: bool) -> bool:
+        return _to_read(chunk) if at_any_cost else self.readable(chunk)
 
     def keys_on_disk(self, turn: Turn) -> frozenset[ChunkKey]:
         """Of the chunks that are there only, those being read included."""
-        chunks = (self._store.find(key) for key in turn.keys)
+        chunks = (self._store.find(key) for key in self.seen_keys(turn))
         return frozenset(
             chunk.key
             for chunk in chunks
@@ -84,12 +133,56 @@ class Planner:
 
     def look_up(self, turn: Turn, conversation: Conversation | None, rows: int) -> Finding | OnDisk | ChunkKey:
         """What the turn would need now, beside a batch of so many rows; or what must be read before; or the key of the
-        chunk that it had better wait for."""
+        chunk that it had better wait for.
+
+        A context that overflows goes on from the first base from which less is to be computed than all that its last
+        position sees, else it begins anew. Once it has had a seat its base is settled: its reply depends on it.
+        """
+        windows, last = self._windows, len(turn.tokens) - 1
+        if windows is None or last < windows.length:
+            return self._look(turn, conversation, rows, 0)
+        if turn.usage is not None and windows.mode != RECOMPUTE:
+            return self._look(turn, conversation, rows, turn.base)
+        *others, anew = windows.bases(last, turn.base)
+        for base in others:
+            if base == turn.base or self._known_base(turn, base):
+                found = self._look(turn, conversation, rows, base)
+                if not isinstance(found, Finding) or found.computed <= last - anew:
+                    return found
+        return self._look(turn, conversation, rows, anew)
+
+    def _keys(self, turn: Turn, base: int, end: int) -> list[ChunkKey]:
+        """The turn's keys from that base, those up to position `end` at least."""
+        if base == turn.base or not self._reuse:
+            return turn.keys
+        keys = turn.chains.setdefault(base, [])
+        self._chains.extend(keys, base, turn.request.salt, turn.tokens, end)
+        return keys
+
+    def _known_base(self, turn: Turn, base: int) -> bool:
+        """Whether anybody's context began there: a look at one chunk, before keys are made for all of them."""
+        if not self._reuse:
+            return False
+        index = base // self._chunk_tokens
+        key = self._keys(turn, base, base + self._chunk_tokens)[index]
+        return key in self.pending or self._store.known(key)
+
+    def _look(self, turn: Turn, conversation: Conversation | None, rows: int, base: int) -> Finding | OnDisk | ChunkKey:
+        size, count, windows = self._chunk_tokens, len(turn.tokens), self._windows
+        keys = self._keys(turn, base, count)
+        look = _Look(turn, conversation, base, keys, *self._usable_tail(turn, conversation, base))
+        end, overflows = count, False
+        if windows is not None and count > windows.length:
+            start = windows.reach(count - 1, base, partial(self._first_missing, look))
+            end, overflows = min(count, windows.end(start)), True
+            look.seen, look.first = windows.start(count - 1, base), start // size
+        look.held = -(-end // size) - look.first
+
         hits: list[Chunk | None] = []
         known: list[bool] = []
         on_disk: list[Chunk] = []
         find, load = self._store.find, self._cost.load()
-        for key in turn.keys if self._reuse else ():
+        for key in keys[look.first : look.first + look.held] if self._reuse else ():
             chunk = find(key)
             if chunk is not None and chunk.gpu >= 0 and not chunk.loading:
                 hits.append(chunk)
@@ -97,57 +190,66 @@ class Planner:
                 continue
             if key in self.pending or (chunk is not None and (chunk.loading or _being_read(chunk))):
                 return key
-            if chunk is not None and chunk.disk >= 0 and turn.promotes and self.readable(chunk):
+            # What older positions saw is gone: what is left of them is read and loaded, whatever it costs.
+            if chunk is not None and chunk.disk >= 0 and turn.promotes and self._to_be_read(chunk, overflows):
                 on_disk.append(chunk)
-            hit = chunk is not None and chunk.host >= 0 and self._cost.recompute(chunk.end) >= load
+            hit = chunk is not None and chunk.host >= 0 and (overflows or self._cost.recompute(chunk.end) >= load)
             hits.append(chunk if hit else None)
             known.append(not hit and self._store.known(key))
-        if on_disk and self._worth_reading(on_disk, rows):
+        if on_disk and (overflows or self._worth_reading(on_disk, rows)):
             return OnDisk(on_disk)
-        missing = -(-len(turn.tokens) // self._chunk_tokens) - len(hits)
+        missing = -(-count // size) - look.first - len(hits)
         hits += [None] * missing
         known += [False] * missing
-        tail, tail_tokens = self._usable_tail(turn, conversation, hits)
-        if tail:
-            hits[tail.end // self._chunk_tokens - 1] = tail
-        return self._finding(turn, conversation, hits, known, tail, tail_tokens)
+        if look.tail is not None:
+            index = look.tail.end // size - 1 - look.first
+            if 0 <= index < look.held and hits[index] is None:
+                hits[index] = look.tail
+            else:
+                look.tail, look.tail_tokens = None, 0
+        return self._finding(look, hits, known)
 
-    def _usable_tail(
-        self, turn: Turn, conversation: Conversation | None, hits: list[Chunk | None]
-    ) -> tuple[Chunk | None, int]:
+    def _first_missing(self, look: _Look, position: int) -> int:
+        """The first position from the chunk's first, `position`, on whose KV must be computed (see `Windows.reach`)."""
+        size, count = self._chunk_tokens, len(look.turn.tokens)
+        for index in range(position // size, -(-count // size)):
+            if not (index < len(look.keys) and self._there(look.turn, look.keys[index])):
+                ours = look.tail is not None and look.tail.end == (index + 1) * size
+                return index * size + (look.tail_tokens if ours else 0)
+        return count
+
+    def _there(self, turn: Turn, key: ChunkKey) -> bool:
+        """The chunk of a context that overflows can be had without computing it."""
+        if key in self.pending:
+            return True
+        chunk = self._store.find(key)
+        return chunk is not None and chunk.resident and (turn.promotes or not _to_read(chunk))
+
+    def _usable_tail(self, turn: Turn, conversation: Conversation | None, base: int) -> tuple[Chunk | None, int]:
         """The private chunk the turn may append to, and how many of its tokens are the turn's."""
         if not self._reuse:
             return None, 0
-        tail, common = turn.tail, len(turn.tokens)
+        tail, common, begun = turn.tail, len(turn.tokens), turn.base
         if tail is None and conversation is not None and conversation.tail is not None:
             tail, common = conversation.tail, common_prefix(conversation.tokens, turn.tokens)
-        if tail is None or not tail.resident or tail.end > len(hits) * self._chunk_tokens:
+            begun = conversation.base
+        if tail is None or not tail.resident or begun != base:
             return None, 0
         tokens = min(tail.tokens, common - (tail.end - self._chunk_tokens))
-        if tokens <= 0 or hits[tail.end // self._chunk_tokens - 1] is not None:
-            return None, 0
-        return tail, tokens
+        return (tail, tokens) if tokens > 0 else (None, 0)
 
-    def _finding(
-        self,
-        turn: Turn,
-        conversation: Conversation | None,
-        hits: list[Chunk | None],
-        known: list[bool],
-        tail: Chunk | None,
-        tail_tokens: int,
-    ) -> Finding:
-        size, count = self._chunk_tokens, len(turn.tokens)
+    def _finding(self, look: _Look, hits: list[Chunk | None], known: list[bool]) -> Finding:
+        size, count, turn, tail, seen = self._chunk_tokens, len(look.turn.tokens), look.turn, look.tail, look.seen
         reclaimable, uncopied = self._store.reclaimable, self._store.uncopied
         spans: deque[Span] = deque()
         loads: deque[Chunk] = deque()
         sources = {"gpu": 0, "host": 0, "disk": 0, "recomputed": 0}
         idle_safe = idle_only = 0
         first = reached = 0  # [first, reached): the span that grows
-        for index, chunk in enumerate(hits):
+        for index, chunk in enumerate(hits, look.first):
             valid = size
             if chunk is None or chunk is tail:
-                valid = tail_tokens if chunk else 0
+                valid = look.tail_tokens if chunk else 0
                 start, end = index * size + valid, min((index + 1) * size, count)
                 if start < end:
                     if reached != start:
@@ -155,10 +257,10 @@ class Planner:
                             spans.append(Span(-1, first, reached, first, False))
                         first = start
                     reached = end
-                    sources["recomputed"] += (end - start) * known[index]
+                    sources["recomputed"] += (end - start) * (known[index - look.first] and start >= seen)
                 if chunk is None:
                     continue
-            sources[_source(turn, chunk)] += valid
+            sources[_source(turn, chunk)] += valid if index * size >= seen else 0
             if chunk.gpu < 0:
                 loads.append(chunk)
                 continue
@@ -172,13 +274,27 @@ class Planner:
             loads.remove(tail)  # it comes last, so it is gated: the plan that loads a tail early might evict it
             loads.append(tail)
         self._end_with_a_sample(turn, spans, hits, tail, count, sources)
-        sources["recomputed"] += self._dropped_tail_tokens(turn, conversation, hits, known)
+        sources["recomputed"] += self._dropped_tail_tokens(look, hits, known)
+        sources["recomputed"] = max(sources["recomputed"], self._begun_anew_tokens(look, spans))
         if turn.unscored:
             spans = _scoring(spans, turn.scored)
             sources = {"recomputed": sum(sources.values())}
-        usage = Usage(**sources, new=count - sum(sources.values()))
-        new_slots = hits.count(None) + len(loads)
-        return Finding(hits, spans, loads, tail, tail_tokens, idle_safe, idle_only, new_slots, usage)
+        usage = Usage(**sources, new=count - seen - sum(sources.values()))
+        chunks = hits[: look.held]
+        return Finding(
+            base=look.base,
+            keys=look.keys,
+            first=look.first,
+            chunks=chunks,
+            spans=spans,
+            loads=loads,
+            tail=tail,
+            tail_tokens=look.tail_tokens,
+            idle_safe=idle_safe,
+            idle_only=idle_only,
+            new_slots=chunks.count(None) + len(loads),
+            usage=usage,
+        )
 
     def _end_with_a_sample(
         self,
@@ -199,18 +315,30 @@ class Planner:
         sources[_source(turn, last)] -= 1
         sources["recomputed"] += 1
 
-    def _dropped_tail_tokens(
-        self, turn: Turn, conversation: Conversation | None, hits: list[Chunk | None], known: list[bool]
-    ) -> int:
+    def _dropped_tail_tokens(self, look: _Look, hits: list[Chunk | None], known: list[bool]) -> int:
         """Tokens behind the log's last full chunk that had KV here and are computed again."""
-        if conversation is None or not self._reuse:
+        conversation = look.conversation
+        if conversation is None or not self._reuse or conversation.base != look.base:
             return 0
         start = len(conversation.keys) * self._chunk_tokens
-        had_kv = min(common_prefix(conversation.tokens, turn.tokens), len(conversation.tokens) - 1)
-        index = start // self._chunk_tokens
-        if had_kv <= start or hits[index] is not None or known[index]:
+        had_kv = min(common_prefix(conversation.tokens, look.turn.tokens), len(conversation.tokens) - 1)
+        index = start // self._chunk_tokens - look.first
+        if start < look.seen or had_kv <= start or hits[index] is not None or known[index]:
             return 0
         return had_kv - start
+
+    def _begun_anew_tokens(self, look: _Look, spans: deque[Span]) -> int:
+        """Tokens whose KV the conversation has had, but behind another base."""
+        conversation = look.conversation
+        if conversation is None or not self._reuse or conversation.base == look.base:
+            return 0
+        had_kv = min(common_prefix(conversation.tokens, look.turn.tokens), len(conversation.tokens) - 1)
+        return sum(max(0, min(span.end, had_kv) - max(span.start, look.seen)) for span in spans)
+
+
+def _to_read(chunk: Chunk) -> bool:
+    """On DISK only, and not being read yet."""
+    return chunk.disk != NO_SLOT and chunk.gpu == NO_SLOT and chunk.host == NO_SLOT and chunk.moving is None
 
 
 def _being_read(chunk: Chunk) -> bool:

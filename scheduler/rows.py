@@ -12,7 +12,9 @@ from .types import ChunkKey, Request, RowId, Usage
 
 class Turn:
     """tokens        the prompt and every applied token of the reply
-    keys          one for each full chunk of `tokens`
+    base          the position at which its context begins: nothing before it exists (see `windows`)
+    keys          one for each full chunk of `tokens`, as `Chains` has them
+    chains        keys from other bases, as far as they have been tried
     order         its place in the queue, kept for life: (priority, number of its arrival), the smaller the sooner
     arrived       when it came; seconds, as the next one
     queued        how long it waited for its first seat
@@ -29,6 +31,8 @@ class Turn:
     __slots__ = (
         "arrived",
         "awaited",
+        "base",
+        "chains",
         "from_disk",
         "keys",
         "order",
@@ -44,13 +48,15 @@ class Turn:
         "wanted",
     )
 
-    def __init__(self, request: Request, arrival: int, keys: list[ChunkKey], now: float):
+    def __init__(self, request: Request, arrival: int, base: int, keys: list[ChunkKey], now: float):
         self.request = request
         self.order = (request.priority, arrival)
         self.arrived = now
         self.queued: float | None = None
         self.tokens = request.prompt[:]
+        self.base = base
         self.keys = keys
+        self.chains: dict[int, list[ChunkKey]] = {}
         self.scored = 0
         self.tail: Chunk | None = None
         self.waiting_for: ChunkKey | None = None
@@ -68,13 +74,16 @@ class Turn:
 
 
 class Row:
-    """chunks        by index, all pinned, all with a GPU slot
+    """first         index of the chunk at which the row begins: what is before it is not seen
+    chunks        from there on, all pinned, all with a GPU slot
     spans         known tokens still to be planned, ascending (seat not yet filled in)
     position      the next position to generate from, once no spans are left
     last_position
                   the last one that is ever computed: its sample is the last token allowed
-    first, end    token counts with the first token of the reply, and with the last one allowed
-    room          the first position without a slot
+    begin, end    token counts with the first token of the reply, and with the last one allowed
+    window_end    the first position that sees less than the whole row
+    room          the first position that cannot be computed yet: it has no slot, or is at `window_end`
+    moved         the row begins at another chunk than the device knows
     loads         chunks whose swap-in has not been issued
     launched      the last step planned with this row
     leaving       suspended: planned no more, released when its last launched step is applied
@@ -83,6 +92,7 @@ class Row:
     """
 
     __slots__ = (
+        "begin",
         "chunks",
         "constrained",
         "end",
@@ -92,6 +102,7 @@ class Row:
         "launched",
         "leaving",
         "loads",
+        "moved",
         "pending",
         "position",
         "room",
@@ -100,21 +111,34 @@ class Row:
         "stop_ids",
         "tokens",
         "turn",
+        "window_end",
     )
 
-    def __init__(self, turn: Turn, epoch: int, chunks: list[Chunk], spans: deque[Span], loads: deque[Chunk]):
+    def __init__(
+        self,
+        turn: Turn,
+        epoch: int,
+        first: int,
+        chunks: list[Chunk],
+        spans: deque[Span],
+        loads: deque[Chunk],
+        window_end: int,
+    ):
         self.turn = turn
         self.id = RowId(turn.request.id, epoch)
+        self.first = first
         self.chunks = chunks
         self.spans = spans
         self.loads = loads
         self.position = len(turn.tokens)
-        self.first = len(turn.request.prompt) + 1
+        self.begin = len(turn.request.prompt) + 1
         self.end = len(turn.request.prompt) + turn.request.max_tokens
         self.last_position = self.end - 2
         self.stop_ids = turn.request.stop_ids
         self.tokens = turn.tokens
-        self.room = chunks[-1].end
+        self.window_end = window_end
+        self.room = min(chunks[-1].end, window_end)
+        self.moved = first > 0
         self.seat = -1
         self.launched = 0
         self.leaving = False

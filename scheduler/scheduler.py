@@ -15,11 +15,13 @@ from array import array
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 
 from .batcher import Batch, Batcher
-from .chunks import Chunk, ChunkStore, chunk_key, root_key
+from .chains import Chains
+from .chunks import Chunk, ChunkStore
 from .config import SchedulerConfig
-from .conversations import Conversations, common_prefix
+from .conversations import Conversations, Log, common_prefix
 from .copies import StepCopies
 from .cost import CostProfile
 from .lookahead import LookAhead
@@ -47,11 +49,14 @@ from .types import (
 
 class Scheduler:
     def __init__(self, config: SchedulerConfig, cost: CostProfile):
+        cost = replace(cost, most_context=config.max_model_len)
         self.config = config
+        self._windows = windows = config.windows
+        self._chains = Chains(config.seed, config.chunk_tokens, windows)
         self._store = ChunkStore(config, eviction_policy(config.eviction, cost))
         self._conversations = Conversations(self._store, config.conversation_ttl)
-        self._planner = Planner(self._store, cost, config.chunk_tokens, config.reuse)
-        self._batcher = Batcher(config, cost, self._store, self._conversations, self._planner)
+        self._planner = Planner(self._store, cost, config.chunk_tokens, config.reuse, self._chains, windows)
+        self._batcher = Batcher(config, cost, self._store, self._conversations, self._planner, windows)
         self._saver = Saver(config, cost, self._store)
         self._lookahead = LookAhead(config, cost, self._store, self._conversations, self._planner)
         self._turns: dict[RequestId, Turn] = {}
@@ -69,22 +74,14 @@ class Scheduler:
 
     def add(self, request: Request, now: float) -> None:
         """Queues the turn. Raises RequestError if it cannot fit (400) or too many wait (429)."""
-        prompt, limit = len(request.prompt), self.config.max_model_len
-        if prompt >= limit:
-            raise RequestError(400, f"the prompt has {prompt} tokens; this model's context is {limit} tokens", "prompt")
-        if prompt + request.max_tokens > limit:
-            raise RequestError(
-                400,
-                f"the prompt has {prompt} tokens and max_tokens is {request.max_tokens}, "
-                f"together more than this model's context of {limit} tokens",
-                "max_tokens",
-            )
+        self._check_length(request)
         if request.id in self._turns:
             raise RequestError(400, f"request {request.id} is being served already", "id")
         if len(self._batcher.waiting) >= self.config.max_queue:
             raise RequestError(429, f"{len(self._batcher.waiting)} requests wait already", None)
+        self._conversations.expire(now)  # who writes too late does not bring it back
         self._arrivals += 1
-        turn = Turn(request, self._arrivals, self._prompt_keys(request), now)
+        turn = Turn(request, self._arrivals, *self._prompt_keys(request), now)
         self._turns[request.id] = turn
         self._touch(turn, now)
         insort(self._batcher.waiting, turn, key=lambda turn: turn.order)
@@ -122,10 +119,12 @@ class Scheduler:
         if not 0 < tokens <= len(turn.tokens) - len(turn.request.prompt):
             raise InvariantError(f"request {request} is to end after {tokens} tokens it does not have")
         ended = request in self._held
+        truncated = self._truncated(turn, len(turn.request.prompt) + tokens)
+        output = Output(request, finish=FinishReason.STOP, truncated=truncated)
         if turn in self._batcher.waiting:
             self._batcher.leave_queue(turn)
-            self._commit(turn, [], tokens, turn.tail, now)
-            self._saver.turn_ended(map(self._store.find, turn.keys), now)
+            self._commit(turn, None, tokens, turn.tail, now)
+            self._saver.turn_ended(map(self._store.find, self._planner.seen_keys(turn)), now)
             if turn.tail is not None and turn.request.conversation is None and turn.tail.resident:
                 self._store.drop(turn.tail)
             del self._turns[request]
@@ -133,9 +132,9 @@ class Scheduler:
             row = self._take_row(turn)
             chunks = row.chunks
             self._end(row, tokens, now)
-            if not ended and self._saver.withhold(Output(request, finish=FinishReason.STOP), chunks):
+            if not ended and self._saver.withhold(output, chunks):
                 return None
-        return None if ended else Output(request, finish=FinishReason.STOP)
+        return None if ended else output
 
     # -- steps
 
@@ -203,7 +202,7 @@ class Scheduler:
             count = len(row.tokens)
             if (count - 1) % chunk_tokens == 0:
                 self._filled(row, (count - 1) // chunk_tokens - 1)
-            if count == row.first or count == row.end or token in row.stop_ids:
+            if count == row.begin or count == row.end or token in row.stop_ids:
                 self._begins_or_ends(row, token, now, applied)
         applied.requests, applied.tokens = array("q", requests), array("i", tokens)
         applied.events += self._saver.endings()
@@ -246,8 +245,11 @@ class Scheduler:
     def delete(self, conversation_id: str) -> None:
         """Forgets the log, and drops what no other conversation claims and nobody uses: its records on DISK are erased
         by the next plan. Raises RequestError (404) for an unknown id."""
-        self.conversation_tokens(conversation_id)
+        tokens = self.conversation_tokens(conversation_id)
+        salt = self._conversations.salt(conversation_id)
         self._conversations.delete(conversation_id)
+        if self._windows is not None and len(tokens) > self._windows.length:  # not all that it has left is claimed
+            self.erase_keys(self.keys(tokens, salt))
 
     def keep(self, conversation_id: str, ttl: float | None, pinned_until: float, now: float) -> None:
         """Claims end `ttl` seconds after the last activity (None: `conversation_ttl`); until `pinned_until` the
@@ -267,9 +269,15 @@ class Scheduler:
         """
         self._store.disk.adopt(records, now)
 
-    def keys(self, tokens: array[int], salt: bytes) -> list[ChunkKey]:
-        """The keys of a log's full chunks."""
-        return self._chain([], tokens, salt)
+    def keys(self, tokens: array[int], salt: bytes, shared: int = 0) -> list[ChunkKey]:
+        """The keys of a log's full chunks, wherever its contexts may have begun, but for those within its first
+        `shared` tokens."""
+        found: list[ChunkKey] = []
+        for base in range(0, self._first_seen(len(tokens)) + 1, self._windows.step if self._windows else 1):
+            keys: list[ChunkKey] = []
+            self._chains.extend(keys, base, salt, tokens, len(tokens))
+            found += keys[max(base, shared) // self.config.chunk_tokens :]
+        return found
 
     def erase_keys(self, keys: Iterable[ChunkKey]) -> None:
         """Drops those chunks, of a conversation that is deleted without ever having been active here, that no
@@ -354,23 +362,51 @@ class Scheduler:
 
     # -- within
 
-    def _prompt_keys(self, request: Request) -> list[ChunkKey]:
-        """A key for each full chunk; the part that the log already knows is not hashed again."""
+    def _check_length(self, request: Request) -> None:
+        """RequestError (400) if the context would outgrow the model's and may not."""
+        prompt, limit = len(request.prompt), self.config.max_model_len
+        if request.truncate and self._windows is not None:
+            if request.max_tokens > limit:
+                message = f"max_tokens is {request.max_tokens}, more than this model's context of {limit} tokens"
+                raise RequestError(400, message, "max_tokens")
+            if request.prompt_logprobs is not None and prompt > limit:
+                message = f"prompt_logprobs: the prompt has {prompt} tokens, of which the model sees {limit} at most"
+                raise RequestError(400, message, "prompt_logprobs")
+            return
+        if prompt >= limit:
+            raise RequestError(400, f"the prompt has {prompt} tokens; this model's context is {limit} tokens", "prompt")
+        if prompt + request.max_tokens > limit:
+            raise RequestError(
+                400,
+                f"the prompt has {prompt} tokens and max_tokens is {request.max_tokens}, "
+                f"together more than this model's context of {limit} tokens",
+                "max_tokens",
+            )
+
+    def _prompt_keys(self, request: Request) -> tuple[int, list[ChunkKey]]:
+        """Where the context begins, as far as its conversation knows, and a key for each full chunk from there.
+
+        The part that the log already knows is not hashed again.
+        """
         if not self.config.reuse:
-            return []
+            return 0, []
+        base, prompt = 0, request.prompt
         keys: list[ChunkKey] = []
         log = self._conversations.of(request)
         if log is not None:
-            keys = log.keys[: common_prefix(log.tokens, request.prompt) // self.config.chunk_tokens]
-        return self._chain(keys, request.prompt, request.salt)
+            common = common_prefix(log.tokens, prompt)
+            if log.base == 0 or (common > log.base and self._first_seen(len(prompt)) >= log.base):
+                base, keys = log.base, log.keys[: common // self.config.chunk_tokens]
+        self._chains.extend(keys, base, request.salt, prompt, len(prompt))
+        return base, keys
 
-    def _chain(self, keys: list[ChunkKey], tokens: array[int], salt: bytes) -> list[ChunkKey]:
-        """`keys`, of the first chunks of `tokens`, and those of the other full ones."""
-        size = self.config.chunk_tokens
-        previous = root_key(self.config.seed, size, salt)
-        for start in range(len(keys) * size, len(tokens) - size + 1, size):
-            keys.append(chunk_key(keys[-1] if keys else previous, tokens, start, start + size))
-        return keys
+    def _first_seen(self, count: int, base: int = 0) -> int:
+        """The first position that the last of `count` tokens sees."""
+        return 0 if self._windows is None else self._windows.start(count - 1, base)
+
+    def _truncated(self, turn: Turn, count: int) -> int:
+        """Leading tokens that were not seen when the last of the turn's first `count` tokens was drawn."""
+        return self._first_seen(count - 1, turn.base)
 
     def _touch(self, turn: Turn, now: float) -> None:
         """The user has written: the conversation is active again, which moves its chunks to the end of every order.
@@ -381,7 +417,7 @@ class Scheduler:
         if not self._batcher.waiting:
             return
         conversation = self._conversations.of(turn.request)
-        chunks = [self._store.find(key) for key in turn.keys]
+        chunks = [self._store.find(key) for key in self._planner.seen_keys(turn)]
         if conversation is not None and conversation.tail is not None:
             chunks.append(conversation.tail)
         self._batcher.await_chunks(turn, chunks, self._stamp(now))
@@ -418,7 +454,7 @@ class Scheduler:
         """KV of [start, end) is written: chunks that are full now get their keys."""
         size = self.config.chunk_tokens
         for index in range(start // size, -(-end // size)):
-            chunk = row.chunks[index]
+            chunk = row.chunks[index - row.first]
             if chunk.key is not None:
                 continue
             if end >= (index + 1) * size:
@@ -440,11 +476,10 @@ class Scheduler:
             return
         turn, size = row.turn, self.config.chunk_tokens
         if index == len(turn.keys):
-            previous = turn.keys[-1] if turn.keys else root_key(self.config.seed, size, turn.request.salt)
-            turn.keys.append(chunk_key(previous, turn.tokens, index * size, (index + 1) * size))
-        key = turn.keys[index]
-        if row.chunks[index].key is None:
-            row.chunks[index] = self._store.publish(row.chunks[index], key)
+            self._chains.extend(turn.keys, turn.base, turn.request.salt, turn.tokens, (index + 1) * size)
+        key, place = turn.keys[index], index - row.first
+        if row.chunks[place].key is None:
+            row.chunks[place] = self._store.publish(row.chunks[place], key)
         if key in row.pending:
             del row.pending[key]
             del self._planner.pending[key]
@@ -453,19 +488,19 @@ class Scheduler:
         """`token` is the reply's first, the last one allowed, or a stop id (which counts from `min_tokens` on)."""
         turn, request, count = row.turn, row.turn.request, len(row.tokens)
         reply = count - len(request.prompt)
-        begins, finish = count == row.first, None
+        begins, finish = count == row.begin, None
         if token in request.stop_ids and reply >= request.min_tokens:
             finish = FinishReason.STOP
         elif count == row.end:
             finish = FinishReason.LENGTH
-        chunks = row.chunks
+        chunks, truncated = row.chunks, self._truncated(turn, count)
         if finish is not None:
             self._reply_ends(row, reply, now)
-            if self._saver.withhold(Output(request.id, finish=finish), chunks):
+            if self._saver.withhold(Output(request.id, finish=finish, truncated=truncated), chunks):
                 finish = None
         if begins or finish is not None:
             usage, queued = (turn.usage, turn.queued) if begins else (None, None)
-            applied.events.append(Output(request.id, usage=usage, finish=finish, queued=queued))
+            applied.events.append(Output(request.id, usage=usage, finish=finish, queued=queued, truncated=truncated))
 
     def _reply_ends(self, row: Row, reply: int, now: float) -> None:
         """Nothing more is generated; a turn whose length somebody outside confirms is held until then."""
@@ -493,30 +528,34 @@ class Scheduler:
         """Commits the turn, cut to `reply` tokens, and lets its chunks go."""
         turn, size = row.turn, self.config.chunk_tokens
         full, rest = divmod(len(turn.request.prompt) + reply - 1, size)
-        tail = None
-        if turn.request.conversation is not None and self.config.reuse and rest and full < len(row.chunks):
-            candidate = row.chunks[full]
+        tail, place = None, full - row.first
+        if turn.request.conversation is not None and self.config.reuse and rest and 0 <= place < len(row.chunks):
+            candidate = row.chunks[place]
             if candidate.key is None:
                 # All of it is computed or launched, unless the row is still at its history.
                 candidate.tokens = min(candidate.tokens, rest) if row.spans else rest
                 tail = candidate if candidate.tokens else None
-        self._commit(turn, row.chunks, reply, tail, now)
+        self._commit(turn, row, reply, tail, now)
         self._saver.turn_ended(row.chunks, now)
         self._batcher.let_go(row, tail, self._stamp(now))
         del self._turns[turn.request.id]
 
-    def _commit(self, turn: Turn, held: list[Chunk], reply: int, tail: Chunk | None, now: float) -> None:
+    def _commit(self, turn: Turn, row: Row | None, reply: int, tail: Chunk | None, now: float) -> None:
         """The log gets exactly the prompt and the reply's tokens; the last of them has no KV yet."""
         if turn.request.conversation is None:
             return
-        count = len(turn.request.prompt) + reply
-        keys = turn.keys[: (count - 1) // self.config.chunk_tokens] if self.config.reuse else []
+        size, count = self.config.chunk_tokens, len(turn.request.prompt) + reply
+        keys = turn.keys[: (count - 1) // size] if self.config.reuse else []
+        first = self._first_seen(count, turn.base) // size
         chunks = []
-        for index, key in enumerate(keys):
-            chunk = held[index] if index < len(held) and held[index].key == key else self._store.find(key)
+        for index, key in enumerate(keys[first:], first):
+            place = -1 if row is None else index - row.first
+            held = row.chunks[place] if row is not None and 0 <= place < len(row.chunks) else None
+            chunk = held if held is not None and held.key == key else self._store.find(key)
             if chunk is None:
                 break
             chunks.append(chunk)
-        self._conversations.commit(turn.request, turn.tokens[:count], keys, chunks, tail, now)
+        log = Log(turn.tokens[:count], turn.base, keys, first, chunks, tail)
+        self._conversations.commit(turn.request, log, now)
         if turn.request.expect_next_s is not None:
             self._lookahead.expect(turn.request.conversation, len(chunks), now + turn.request.expect_next_s)

@@ -23,7 +23,7 @@ def steady_steps(rows: Sequence[Row], plan: StepPlan) -> int:
         return 0
     steps = []
     for row in rows:
-        if row.spans or row.leaving or row.constrained or row.stop_ids or len(row.tokens) < row.first:
+        if row.spans or row.leaving or row.constrained or row.stop_ids or len(row.tokens) < row.begin:
             return 0
         # With one step in flight the next position is that of the next token applied: slots end and chunks fill alike.
         steps.append(min(row.room, row.end - 1) - row.position)
@@ -39,4 +39,5 @@ def skip(rows: Sequence[Row], plan: StepPlan, steps: int) -> StepPlan:
         row.launched += steps
         row.tokens += samples
     positions = array("i", (row.position - 1 for row in rows))
-    return replace(plan, step=plan.step + steps, positions=positions, copies=(), after=NO_TICKETS, joins=(), blocks=())
+    unchanged = replace(plan, copies=(), after=NO_TICKETS, joins=(), origins=(), blocks=())
+    return replace(unchanged, step=plan.step + steps, positions=positions)

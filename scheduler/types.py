@@ -170,6 +170,7 @@ class Request:
     prompt_logprobs log probabilities are reported of each prompt token but the first, and of so many of the likeliest:
                     the whole prompt is computed again
     choice          which of several replies to one prompt this is; the prompt is counted with choice 0
+    truncate        the context may outgrow the model's: then its leading tokens are no longer seen
     expect_next_s   seconds from the reply's end after which the client expects to write its next turn, or None
     """
 
@@ -185,6 +186,7 @@ class Request:
     confirm: bool = False
     prompt_logprobs: int | None = None
     choice: int = 0
+    truncate: bool = False
     expect_next_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -226,6 +228,7 @@ class Output:
     logprobs            as many as `tokens`, or none
     prompt_logprobs     of the next prompt tokens, from the second on
     queued              with `usage`: seconds from its arrival to its first seat
+    truncated           with `usage` or `finish`: leading tokens of the context that its newest token did not see
     """
 
     request: RequestId
@@ -235,6 +238,7 @@ class Output:
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     queued: float | None = None
+    truncated: int = 0
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ from typing import Any
 from ..runtime.logs import LOG_FORMATS, LOG_LEVELS
 from ..scheduler.config import BATCHING_MODES, EVICTION_POLICIES, SAVE_MODES
 from ..scheduler.types import SettingError
+from ..scheduler.windows import OVERFLOW_MODES
 
 DEFAULT_GPU_KV = "512MiB"
 DEFAULT_HOST_KV = "2GiB"
@@ -114,6 +115,11 @@ def _cache_options(made: argparse.ArgumentParser) -> None:
            help="layer by layer while a step computes, or whole before it (default %(default)s)")  # fmt: skip
     option("--link", default="duplex", choices=["duplex", "in-first"],
            help="both directions at once, or copies ahead of time after swap-ins (default %(default)s)")  # fmt: skip
+    option("--overflow", choices=OVERFLOW_MODES,
+           help="what a context that outgrows the model's still sees keeps its KV, or is computed again (default: "
+           "keep with rotary positions, else recompute); restart-positions is for comparison")  # fmt: skip
+    option("--overflow-ratio", type=float, default=0.5, metavar="SHARE",
+           help="of the context, what goes then at once (default %(default)s)")  # fmt: skip
     option("--reuse", default=True, action=argparse.BooleanOptionalAction, help="off: compute every history anew")
 
 

@@ -20,6 +20,7 @@ from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.cost import analytic_profile
 from pensieve.scheduler.scheduler import Scheduler
 from pensieve.scheduler.types import Request
+from pensieve.scheduler.windows import RECOMPUTE, Windows
 
 UNDECIDED = 1e-3
 
@@ -28,6 +29,7 @@ UNDECIDED = 1e-3
 class Open:
     request: Request
     reply: list[int] = field(default_factory=list)
+    base: int = 0
 
 
 def slow_link_profile(config, chunk_bytes, chunks_a_step=4):
@@ -46,8 +48,25 @@ def slow_link_profile(config, chunk_bytes, chunks_a_step=4):
 
 
 class Chatter:
-    def __init__(self, engine, reference, seed, *, disturbed=False, ids=0.7, host_dtype=None, disk=None, **settings):
-        """disk: DiskSettings, of as many slots as the settings say."""
+    """`longest`: tokens of a log from which on a client begins a new one; beyond `max_model_len` contexts overflow.
+    `disk`: DiskSettings, of as many slots as the settings say.
+    """
+
+    def __init__(
+        self,
+        engine,
+        reference,
+        seed,
+        *,
+        disturbed=False,
+        ids=0.7,
+        host_dtype=None,
+        disk=None,
+        longest=150,
+        make_executor=Executor,
+        **settings,
+    ):
+        self.longest = longest
         self.random = random.Random(seed)
         defaults = dict(
             gpu_kv_chunks=40,
@@ -62,7 +81,7 @@ class Chatter:
         self.vocabulary = engine.manifest.vocab_size
         self.reference = reference
         self._engine, self._seed, self._disturbed, self._disk = engine, seed, disturbed, disk
-        self._host_dtype = host_dtype
+        self._host_dtype, self._make_executor = host_dtype, make_executor
         self._begin()
         self.ids = ids
         self.logs: dict[str, list[int]] = {}
@@ -78,7 +97,7 @@ class Chatter:
             disturb=(lambda lane: delays.choice((0.0, 0.0, 0.002, 0.006))) if self._disturbed else None,
             shuffle=random.Random(self._seed + 2) if self._disturbed else None,
         )
-        self.executor = Executor(
+        self.executor = self._make_executor(
             device, self._engine, self.config, group_layers=1, host_dtype=self._host_dtype, disk=self._disk
         )
         self.scheduler = Scheduler(
@@ -103,14 +122,15 @@ class Chatter:
         named = self.random.random() < self.ids
         name = f"c{self.random.randrange(8)}" if named else None
         log = self.logs.get(name) if named else self.random.choice(self.anonymous or [None])
-        if not log or len(log) > 150:
+        if not log or len(log) > self.longest:
             log = self.random.choice(self.openings)
         elif self.random.random() < 0.12:
             log = log[: self.random.randrange(1, len(log))]  # a branch
             self.counts["branched"] += 1
         prompt = array("i", [*log, *(self._token() for _ in range(self.random.choice((0, 1, 5, 20))))])
         self.requests += 1
-        request = Request(self.requests, prompt, self.random.randint(1, 16), conversation=name)
+        truncate = self.longest > self.config.max_model_len
+        request = Request(self.requests, prompt, self.random.randint(1, 16), conversation=name, truncate=truncate)
         self.open[request.id] = Open(request)
         self.scheduler.add(request, time.monotonic())
 
@@ -144,6 +164,7 @@ class Chatter:
             if plan is not None:
                 seats = [span.seat for span in plan.spans]
                 self.counts["disjoint"] += len(seats) > len(set(seats))
+                self._note_bases(plan)
                 self.executor.launch(plan)
             if self.scheduler.in_flight >= (2 if plan is not None else 1):
                 self._apply(self.scheduler.apply(self.executor.wait(), time.monotonic()))
@@ -157,6 +178,11 @@ class Chatter:
         self.executor.close()
         return self.counts
 
+    def _note_bases(self, plan):
+        for row in self.scheduler._batcher.rows:
+            self.open[row.turn.request.id].base = row.turn.base
+        self.counts["moved on"] += sum(all(join.seat != origin.seat for join in plan.joins) for origin in plan.origins)
+
     def _apply(self, applied):
         for request, token in zip(applied.requests, applied.tokens, strict=True):
             self.open[request].reply.append(token)
@@ -165,12 +191,17 @@ class Chatter:
                 for source in ("gpu", "host", "disk", "recomputed", "new"):
                     self.counts[source] += getattr(event.usage, source)
             if event.finish is not None:
+                self.counts["overflowed"] += event.truncated > 0
                 self._ended(self.open.pop(event.request))
 
     def _ended(self, turn):
         tokens = [*turn.request.prompt, *turn.reply]
         assert len(turn.reply) == turn.request.max_tokens
-        check_greedy(self.reference, tokens, len(turn.request.prompt))
+        if len(tokens) - 1 <= self.config.max_model_len:
+            check_greedy(self.reference, tokens, len(turn.request.prompt))
+        else:
+            check_overflowing(self.reference, tokens, len(turn.request.prompt), self.config.windows, turn.base)
+            self.counts["begun anew"] += turn.base > 0
         self.counts["replies"] += 1
         if turn.request.conversation is None:
             self.anonymous = [*self.anonymous[-6:], tokens]
@@ -181,9 +212,34 @@ class Chatter:
 @torch.inference_mode()
 def check_greedy(reference, tokens, start):
     """Every token from `start` on is the reference's greedy choice behind those before it."""
-    logits = reference(torch.tensor([tokens[:-1]])).logits[0, start - 1 :]
+    _check_choices(reference(torch.tensor([tokens[:-1]])).logits[0, start - 1 :], tokens[start:])
+
+
+@torch.inference_mode()
+def check_overflowing(reference, tokens, start, windows: Windows, base):
+    """As `check_greedy` where nothing before `base` exists, and each position sees its window only."""
+    last = len(tokens) - 1
+    if windows.mode == RECOMPUTE:  # each window is a context of its own
+        while start <= last:
+            base = windows.start(start - 1)
+            end = min(last + 1, windows.end(base) + 1)
+            check_greedy(reference, tokens[base:end], start - base)
+            start = end
+        return
+    position = torch.arange(base, last)
+    seen_from = torch.tensor([windows.start(p, base) for p in position.tolist()])
+    hidden = (position > position[:, None]) | (position < seen_from[:, None])
+    mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)
+    told = position - torch.tensor([windows.zero(seen) for seen in seen_from.tolist()])
+    logits = reference(
+        torch.tensor([tokens[base:last]]), attention_mask=mask[None, None], position_ids=told[None]
+    ).logits
+    _check_choices(logits[0, start - base - 1 :], tokens[start:])
+
+
+def _check_choices(logits, tokens):
     best = logits.max(dim=-1).values
-    got = logits.gather(1, torch.tensor(tokens[start:])[:, None])[:, 0]
+    got = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
     gap = best - got
     wrong = (gap > UNDECIDED).nonzero()
     assert not len(wrong), f"reply token {int(wrong[0])} of {len(got)} is off by {float(gap[wrong[0]])} in logits"

@@ -191,3 +191,16 @@ def wait_for(condition, seconds=30):
     while not condition():
         assert time.monotonic() < until, "it never became true"
         time.sleep(0.05)
+
+
+def test_a_conversation_outgrows_the_context(server):
+    """Its oldest tokens are no longer seen, and the reply says so; the next turn finds what still is."""
+    prompt = [40 + number % 900 for number in range(2100)]
+    body = dict(max_tokens=8, ignore_eos=True, return_token_ids=True)
+    assert server.post("/v1/completions", prompt=prompt, **body).status_code == 400
+    turn = server.post("/v1/completions", prompt=prompt, conversation="long", **body).json()
+    assert turn["usage"]["prompt_tokens_details"]["truncated_tokens"] == 1024
+    again = [*prompt, *turn["choices"][0]["token_ids"], 50, 51]
+    turn = server.post("/v1/completions", prompt=again, conversation="long", **body).json()
+    details = turn["usage"]["prompt_tokens_details"]
+    assert details["truncated_tokens"] == 1024 and details["cached_tokens"] >= 2100 + 7 - 1024

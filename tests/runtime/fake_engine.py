@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 import pensieve.plugins.torch_ops  # noqa: F401 - registers the operations
-from pensieve.scheduler.plan import NO_TICKETS, BlockUpdate, CopyBatch, Join, Lane, Span, StepPlan, Tickets
+from pensieve.scheduler.plan import NO_TICKETS, BlockUpdate, CopyBatch, Join, Lane, Origin, Span, StepPlan, Tickets
 from pensieve.scheduler.types import GREEDY, RequestId, RowId, Sampling
 
 VOCAB = 97
@@ -80,6 +80,7 @@ def plan(
     copies: Sequence[CopyBatch] = (),
     after: Tickets = NO_TICKETS,
     joins: Sequence[Join] = (),
+    origins: Sequence[tuple[int, int, int]] = (),
     blocks: Sequence[tuple[int, int, tuple[int, ...]]] = (),
     generate: dict[int, int] | None = None,
     spans: Sequence[Span] = (),
@@ -93,6 +94,7 @@ def plan(
         copies=tuple(copies),
         after=after,
         joins=tuple(joins),
+        origins=tuple(Origin(*origin) for origin in origins),
         blocks=tuple(BlockUpdate(*update) for update in blocks),
         generate=tuple(generate),
         positions=tuple(generate.values()),

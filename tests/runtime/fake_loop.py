@@ -75,6 +75,8 @@ def ready(tokenizer: str = "", max_model_len: int = 256) -> Ready:
     return Ready("fake", max_model_len, 260, (EOS,), tokenizer)
 
 
+MOST_SEEN = 2000  # tokens of a prompt; of longer ones the rest is truncated
+
 Answers = Callable[[Request], Sequence[int]]
 
 
@@ -224,7 +226,10 @@ class FakeLoop:
             asked, asked_prompt = request.sampling.logprobs, request.prompt_logprobs if count == 1 else None
             logprobs = () if asked is None else (made_up_logprobs(token, asked),)
             prompt = () if asked_prompt is None else [made_up_logprobs(own, asked_prompt) for own in request.prompt[1:]]
-            yield Output(id, (token,), finish, usage, logprobs=logprobs, prompt_logprobs=tuple(prompt))
+            unseen = max(0, len(request.prompt) - MOST_SEEN) if usage or finish else 0
+            yield Output(
+                id, (token,), finish, usage, logprobs=logprobs, prompt_logprobs=tuple(prompt), truncated=unseen
+            )
             if finish is None:
                 self._running[id] = (request, rest, count)
             else:

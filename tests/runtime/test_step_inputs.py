@@ -118,3 +118,37 @@ def test_a_plain_generation_step_packs_quickly():
         packer.pack(step)
         times.append(time.perf_counter() - begin)
     assert min(times) < 150e-6
+
+
+@pytest.mark.parametrize(("zero", "told"), [(0, [9, 8, 9, 10]), (8, [1, 0, 1, 2]), (4, [5, 4, 5, 6])])
+def test_a_row_that_begins_in_the_middle_of_a_context(packer, zero, told):
+    """Coordinates count from the row's first position, what the model is told from `zero`."""
+    origins = [(1, 8, zero), (3, 8, zero)]
+    inputs = packer.pack(
+        plan(
+            2,
+            origins=origins,
+            blocks=[(1, 0, (6, 7)), (3, 0, (2,))],
+            generate={1: 9},
+            spans=[span(3, 8, 11, write_from=9)],
+            token_ids=[1, 2, 3],
+        )
+    )
+    assert inputs.positions.tolist() == told
+    assert inputs.segments.tolist() == [[0, 1, 0, 2, 1], [1, 3, 0, 3, 3]]
+    assert inputs.slots.tolist() == [6 * CHUNK + 1, NOT_WRITTEN, 2 * CHUNK + 1, 2 * CHUNK + 2]
+    assert inputs.block_cells.tolist() == [5, 6, 15] and inputs.block_slots.tolist() == [6, 7, 2]
+    with pytest.raises(InvariantError, match="never given"):
+        packer.pack(plan(3, generate={3: 12}))  # the chunks it had before are not its any more
+
+
+def test_a_draw_is_counted_by_its_position_in_the_context(packer):
+    hot = Sampling(temperature=0.7, seed=3)
+    inputs = packer.pack(plan(2, joins=[join(2, hot)], origins=[(2, 8, 8)], blocks=[(2, 0, (1,))], generate={2: 9}))
+    assert inputs.sampling.draws.positions.tolist() == [10]
+
+
+def test_who_joins_begins_at_position_0(packer):
+    packer.pack(plan(2, origins=[(1, 8, 8)], blocks=[(1, 0, (6,))]))
+    inputs = packer.pack(plan(3, joins=[join(1)], blocks=[(1, 0, (4,))], spans=[span(1, 0, 2)], token_ids=[1, 2]))
+    assert inputs.positions.tolist() == [0, 1] and inputs.segments.tolist() == [[0, 2, 0, 2, 1]]

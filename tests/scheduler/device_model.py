@@ -15,11 +15,13 @@ from bisect import bisect_right
 from collections import defaultdict
 
 from pensieve.scheduler.plan import Lane, Spill, StepPlan, StepResult, Tickets
+from pensieve.scheduler.windows import RECOMPUTE, RESTART
 
 
 class DeviceModel:
-    def __init__(self, gpu_slots, host_slots, chunk_tokens, vocabulary=97):
+    def __init__(self, gpu_slots, host_slots, chunk_tokens, windows=None, vocabulary=97):
         self.chunk_tokens = chunk_tokens
+        self.windows = windows
         self.vocabulary = vocabulary
         self.pools = {"gpu": [{} for _ in range(gpu_slots)], "host": [{} for _ in range(host_slots)]}
         self.last_writer = {}  # (tier, slot) -> (lane, ticket)
@@ -28,6 +30,7 @@ class DeviceModel:
         self.begun = {lane: ([], []) for lane in Lane}  # tickets and their clocks
         self.issued = Tickets()
         self.tables, self.rows, self.last_token = {}, {}, {}
+        self.origins = {}  # seat -> (position of its row's first token, position that the model counts as 0)
         self.step = self.applied = 0
         self.disk = {}  # slot -> (key, end, content)
         self.work = {}  # DISK slot -> Spill or Promotion
@@ -91,6 +94,11 @@ class DeviceModel:
         for join in plan.joins:
             self.rows[join.seat] = join.row
             self.tables[join.seat] = []
+            self.origins[join.seat] = (0, 0)
+        for seat, start, zero in plan.origins:
+            assert start % self.chunk_tokens == 0
+            self.tables[seat] = []
+            self.origins[seat] = (start, zero)
         for update in plan.blocks:
             table = self.tables[update.seat]
             assert update.first == len(table)
@@ -174,44 +182,58 @@ class DeviceModel:
         return tuple(samples)
 
     def _write(self, seat, start, write_from, known, step):
+        origin, zero = self.origins[seat]
+        assert start >= origin and (self.windows is None or start + len(known) <= self.windows.end(origin))
+        seen = sum(value for _, value in self._row(seat, start - origin))
         for position, token in enumerate(known, start):
-            if position < write_from:
-                continue
-            index, offset = divmod(position, self.chunk_tokens)
+            index, offset = divmod(position - origin, self.chunk_tokens)
             slot = self.tables[seat][index]
-            if self.last_writer.get(("gpu", slot)) != (Lane.COMPUTE, step):
-                self._writes(Lane.COMPUTE, step, ("gpu", slot))
-            before = self._kv(seat, position - 1)[1] if position else 0
-            self.pools["gpu"][slot][offset] = (token, mix(before, token))
+            if position >= write_from:
+                if self.last_writer.get(("gpu", slot)) != (Lane.COMPUTE, step):
+                    self._writes(Lane.COMPUTE, step, ("gpu", slot))
+                self.pools["gpu"][slot][offset] = (token, mix(seen, token, position - zero))
+            seen += self.pools["gpu"][slot][offset][1]
 
     def _attend(self, seat, start, known, step):
-        """Reads all KV up to the last of the `known` tokens at `start`: each must follow from those before it."""
-        state, end = 0, start + len(known)
-        for index, slot in enumerate(self.tables[seat][: -(-end // self.chunk_tokens)]):
+        """Reads all KV up to the last of the `known` tokens at `start`: each must follow from what it saw, as far as
+        that is still in the row."""
+        origin, zero = self.origins[seat]
+        end = start - origin + len(known)
+        for slot in self.tables[seat][: -(-end // self.chunk_tokens)]:
             if self.last_writer.get(("gpu", slot)) != (Lane.COMPUTE, step):
                 self._reads(Lane.COMPUTE, step, ("gpu", slot))
-            content, first = self.pools["gpu"][slot], index * self.chunk_tokens
-            for offset in range(min(self.chunk_tokens, end - first)):
-                token, chained = content[offset]
-                state = mix(state, token)
-                assert state == chained, (
-                    f"{self.rows[seat]} sees KV at {first + offset} that was computed behind other tokens"
-                )
-                assert first + offset < start or token == known[first + offset - start]
-        return state
+        whole = not origin or self.windows.mode == RECOMPUTE
+        first = 0 if whole else self.windows.length - self.windows.step  # what is before it saw more than the row has
+        seen = value = 0
+        for coordinate, (token, value) in enumerate(self._row(seat, end)):
+            position = origin + coordinate
+            assert coordinate < first or value == mix(seen, token, position - zero), (
+                f"{self.rows[seat]} sees KV at {position} that was computed behind other tokens"
+            )
+            assert position < start or token == known[position - start]
+            seen += value
+        return value
 
-    def _kv(self, seat, position):
-        return self.pools["gpu"][self.tables[seat][position // self.chunk_tokens]][position % self.chunk_tokens]
+    def _row(self, seat, count):
+        """What is at the row's first `count` places."""
+        size = self.chunk_tokens
+        contents = [self.pools["gpu"][slot] for slot in self.tables[seat][: -(-count // size)]]
+        return [contents[place // size][place % size] for place in range(count)]
 
 
-def mix(state, token):
-    """KV of a token: depends on everything before it."""
-    return hash((state, token, 7)) & 0xFFFFFFFF
+def mix(seen, token, position):
+    """KV of a token: depends on everything that it sees, and on the position that it is told."""
+    return hash((seen, token, position)) & 0xFFFFFFFF
 
 
-def next_token(tokens, vocabulary=97):
-    """What the model says after `tokens`."""
-    state = 0
-    for token in tokens:
-        state = mix(state, token)
-    return state % vocabulary
+def next_token(tokens, windows=None, base=0, vocabulary=97):
+    """What the model says after `tokens`, if nothing before `base` exists."""
+    if windows is not None and windows.mode == RECOMPUTE:
+        base = windows.start(len(tokens) - 1)
+    sums, value = [0], 0
+    for position, token in enumerate(tokens[base:], base):
+        start = 0 if windows is None else windows.start(position, base)
+        zero = start if windows is not None and windows.mode in (RECOMPUTE, RESTART) else 0
+        value = mix(sums[-1] - sums[start - base], token, position - zero)
+        sums.append(sums[-1] + value)
+    return value % vocabulary

@@ -13,10 +13,11 @@ MOST_IN_FLIGHT = 3
 
 
 class Driver(Harness):
-    """One random operation after the other."""
+    """One random operation after the other. `truncates`: the share of requests whose context may overflow."""
 
-    def __init__(self, seed, **settings):
+    def __init__(self, seed, truncates=0.3, **settings):
         self.random = random.Random(seed)
+        self.truncates = truncates
         super().__init__(chunks_a_step=self.random.choice((0.85, 1, 1, 2, 6)), **settings)
         self.remembered = {}  # logs of earlier lives
         self.openings = [[self.random.randrange(97) for _ in range(14)] for _ in range(3)]
@@ -38,12 +39,13 @@ class Driver(Harness):
 
     def add_to(self, name):
         log = self.logs.get(name, self.remembered.get(name, []))
-        if len(log) > 44:
+        truncate = self.random.random() < self.truncates
+        if len(log) > (180 if truncate else 44):
             log = []
         start = list(log) if log and self.random.random() < 0.85 else list(self.random.choice(self.openings))
         if log and self.random.random() < 0.1:
             start = start[: self.random.randrange(1, len(start) + 1)]  # the client went back: a branch
-        new = [self.random.randrange(97) for _ in range(self.random.choice((0, 1, 3, 9)))]
+        new = [self.random.randrange(97) for _ in range(self.random.choice((0, 1, 3, 9, *(30, 70) * truncate)))]
         try:
             self.submit(
                 start + new,
@@ -52,6 +54,7 @@ class Driver(Harness):
                 stop_ids=frozenset(self.random.sample(range(97), 4)),
                 confirm=self.random.random() < 0.5,
                 priority=self.random.choice((0, 0, 0, 0, 0, -1, 2)),
+                truncate=truncate,
                 salt=b"" if self.random.random() < 0.9 else b"other",
                 expect_next_s=self.random.choice((None, None, 0.0, 2.0)),
             )

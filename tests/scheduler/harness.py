@@ -11,6 +11,7 @@ from pensieve.scheduler.cost import analytic_profile
 from pensieve.scheduler.plan import Lane, Spill, Tickets
 from pensieve.scheduler.scheduler import Scheduler
 from pensieve.scheduler.types import DiskRecord, Request
+from pensieve.scheduler.windows import RECOMPUTE
 
 from .device_model import DeviceModel, next_token
 
@@ -52,6 +53,7 @@ def profile(chunk_tokens=4, chunks_a_step=3):
 
 class Harness:
     """open      request id -> (request, its reply so far)
+    bases     request id -> where its context begins, from its first seat on
     held      ids whose reply ended and waits for `finish`
     logs      conversation -> every token of its last committed turn
     lives     conversation -> (last activity, seconds it lives on), as far as it was given a TTL
@@ -60,6 +62,7 @@ class Harness:
 
     def __init__(self, *, chunks_a_step=3, check=True, **settings):
         self.config = SchedulerConfig(**(SMALL | settings))
+        self.windows = self.config.windows
         self._cost = profile(self.config.chunk_tokens, chunks_a_step)
         self.scheduler = Scheduler(self.config, self._cost)
         self.device = self._new_device()
@@ -67,11 +70,12 @@ class Harness:
         self.now = 0.0
         self.ids = 0
         self.results = deque()
-        self.open, self.held, self.logs, self.lives = {}, {}, {}, {}
+        self.open, self.held, self.logs, self.lives, self.bases = {}, {}, {}, {}, {}
         self.counts = Counter()
 
     def _new_device(self):
-        return DeviceModel(self.config.gpu_kv_chunks, self.config.host_kv_chunks, self.config.chunk_tokens)
+        config = self.config
+        return DeviceModel(config.gpu_kv_chunks, config.host_kv_chunks, config.chunk_tokens, self.windows)
 
     # -- requests
 
@@ -85,6 +89,7 @@ class Harness:
         self.ids = max(self.ids, request_id)
         request = Request(request_id, array("i", prompt), max_tokens, conversation=conversation, **fields)
         self.scheduler.add(request, self.now)
+        self._expire()
         self.open[request_id] = (request, [])
         self._active(conversation)
         self.counts["added"] += 1
@@ -148,12 +153,17 @@ class Harness:
 
     def _active(self, name):
         if name in self.lives:
-            self.lives[name] = (self.now, self.lives[name][1])
+            self.lives[name] = (self._committed(name) or self.now, self.lives[name][1])
+
+    def _committed(self, name):
+        """When the conversation was last active, if that may be a turn whose end is kept back; None: as we know it."""
+        conversation = self.scheduler._conversations.get(name) if self.config.save == "sync" else None
+        return None if conversation is None else conversation.active
 
     def _expire(self):
         """What the scheduler must have forgotten by now."""
         for name, (active, ttl) in list(self.lives.items()):
-            if active + ttl <= self.now:
+            if (self._committed(name) or active) + ttl <= self.now:
                 assert not self.scheduler.has_conversation(name)
                 del self.logs[name], self.lives[name]
                 self.counts["expired"] += 1
@@ -215,6 +225,9 @@ class Harness:
             self.counts["nothing to plan"] += 1
             return None
         assert plan.tokens <= self.config.max_num_batched_tokens
+        for row in (*self.scheduler._batcher.rows, *self.scheduler._batcher.loading):
+            self._note_base(row.turn)
+        self.counts["moved on"] += sum(all(join.seat != origin.seat for join in plan.joins) for origin in plan.origins)
         starts = {}
         for span in plan.spans:
             assert span.start < span.end and starts.get(span.seat, -1) < span.start
@@ -241,7 +254,7 @@ class Harness:
         applied = self.scheduler.apply(result, self.now)
         for request_id, token in zip(applied.requests, applied.tokens, strict=True):
             request, reply = self.open[request_id]
-            expected = next_token([*request.prompt, *reply])
+            expected = next_token([*request.prompt, *reply], self.windows, self.bases[request_id])
             assert token == expected, f"request {request_id}: token {len(reply)} is {token}, not {expected}"
             reply.append(token)
             self.counts["tokens"] += 1
@@ -252,8 +265,11 @@ class Harness:
                 )  # its client has left, or ended it, while its last event was kept back
                 continue
             request, reply = self.open[event.request]
+            begun = self.bases[event.request]
+            seen_from = self.windows.start(len(request.prompt) + len(reply) - 2, begun) if self.windows else 0
+            assert event.truncated == seen_from
             if event.usage is not None:
-                self._note_usage(request, event.usage)
+                self._note_usage(request, event.usage, event.truncated)
             if event.finish is not None and request.confirm:
                 self.held[event.request] = True
             elif event.finish is not None:
@@ -261,6 +277,14 @@ class Harness:
         if applied.events:
             self.check_logs()
         return applied
+
+    def _note_base(self, turn):
+        """A request's base is settled with its first seat; without kept KV each window is one."""
+        base = self.bases.setdefault(turn.request.id, turn.base)
+        if self.windows is not None and self.windows.mode == RECOMPUTE:
+            self.bases[turn.request.id] = turn.base
+        else:
+            assert turn.base == base
 
     def reports(self):
         """What became of disk work: all of it succeeds, at once."""
@@ -280,8 +304,10 @@ class Harness:
             self.counts[name if succeeds else f"failed {'writes' if spills else 'reads'}"] += 1
         return fields
 
-    def _note_usage(self, request, usage):
-        total = usage.cached + usage.recomputed + usage.new
+    def _note_usage(self, request, usage, truncated):
+        total = truncated + usage.cached + usage.recomputed + usage.new
+        self.counts["overflows"] += truncated > 0
+        self.counts["begun anew"] += self.bases[request.id] > 0
         sources = ("gpu", "host", "disk", "recomputed", "new")
         assert total == len(request.prompt) and min(getattr(usage, source) for source in sources) >= 0, usage
         for source in sources:

@@ -16,6 +16,7 @@ from .harness import SMALL, Harness
         *(("max_num_batched_tokens", 0), ("max_num_batched_tokens", 5), ("host_kv_chunks", -1)),
         *(("swap_out_below", -0.1), ("swap_out_below", 1.1), ("generation_reserve", -0.1), ("generation_reserve", 2.0)),
         *(("eviction", "random"), ("batching", "both"), ("max_model_len", 89)),
+        *(("overflow", "never"), ("overflow_ratio", 0.0), ("overflow_ratio", 1.0)),
     ],
 )
 def test_a_wrong_setting_names_itself_and_its_value(setting, value):

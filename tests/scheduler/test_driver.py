@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 
 from pensieve.scheduler.config import BATCHING_MODES, EVICTION_POLICIES
+from pensieve.scheduler.windows import OVERFLOW_MODES
 
 from .driver import STATES, Driver
 
@@ -32,6 +33,8 @@ def runs():
             "gpu_kv_chunks": GPU_CHUNKS[seed],
             "max_num_batched_tokens": (24, 7, 12, 7)[seed],
             "reuse": number % 11 != 0,
+            "overflow": OVERFLOW_MODES[number % 3],
+            "overflow_ratio": (0.5, 0.5, 0.25, 0.8)[(number // 3) % 4],
             "disk_kv_chunks": (0, 20, 90, 400)[number * 7 // 3 % 4] if host else 0,
             "save": ("async", "off", "sync", "async")[number // 3 % 4],
             "prefetch": number % 5 != 0,
@@ -66,6 +69,7 @@ def test_random_operations(run, totals):
         *("gpu tokens", "host tokens", "recomputed tokens", "new tokens", "tokens"),
         *("disjoint", "suppressed writes", "waits for keys", "suspensions", "drops"),
         *("gated swap-ins", "early swap-ins", "evictions", "saves"),
+        *("overflows", "moved on", "begun anew"),
         *("disk tokens", "spilled", "promoted", "failed reads", "failed writes", "erased", "erased keys", "restarts"),
         *("branches", "forks", "deletes", "pins", "expired", "refused 429", "refused 400"),
         *(f"aborted {state}" for state in STATES),

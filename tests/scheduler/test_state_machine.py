@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pensieve.scheduler.config import BATCHING_MODES, EVICTION_POLICIES, SAVE_MODES
 from pensieve.scheduler.types import RequestError
+from pensieve.scheduler.windows import OVERFLOW_MODES
 
 from .driver import MOST_IN_FLIGHT
 from .harness import Harness
@@ -29,24 +30,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         disk=st.sampled_from((0, 12, 60)),
         save=st.sampled_from(SAVE_MODES),
         prefetch=st.booleans(),
+        overflow=st.sampled_from(OVERFLOW_MODES),
+        overflow_ratio=st.sampled_from((0.5, 0.2)),
     )
-    def start(
-        self, eviction, batching, host, chunks_a_step, tokens_a_step, swap_out_below, reuse, disk, save, prefetch
-    ):
+    def start(self, host, disk, tokens_a_step, **settings):
         self.remembered = {}
         self.harness = SlowDisk(
-            chunks_a_step=chunks_a_step,
             gpu_kv_chunks=14,
             max_model_len=48,
             host_kv_chunks=host,
-            max_num_batched_tokens=tokens_a_step,
-            eviction=eviction,
-            batching=batching,
-            swap_out_below=swap_out_below,
-            reuse=reuse,
             disk_kv_chunks=disk if host else 0,
-            save=save,
-            prefetch=prefetch,
+            max_num_batched_tokens=tokens_a_step,
+            **settings,
         )
 
     @rule(
@@ -59,13 +54,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop=st.booleans(),
         confirm=st.booleans(),
         priority=st.sampled_from((0, 0, 0, -1, 2)),
+        truncate=st.booleans(),
     )
-    def submit(self, name, opening, kept, new, max_tokens, salt, stop, confirm, priority):
-        start = self.harness.logs.get(name, self.remembered.get(name, opening))[:kept] or opening
+    def submit(self, name, opening, kept, new, max_tokens, salt, stop, confirm, priority, truncate):
+        log = self.harness.logs.get(name, self.remembered.get(name, opening))
+        start = log[: None if truncate else kept] or opening
         stop_ids = frozenset(range(0, 97, 8)) if stop else frozenset()
         try:
             fields = {"salt": salt, "stop_ids": stop_ids, "confirm": confirm, "priority": priority}
-            self.harness.submit([*start, *new], max_tokens, name, min_tokens=1, **fields)
+            self.harness.submit([*start, *new], max_tokens, name, min_tokens=1, truncate=truncate, **fields)
         except RequestError as refusal:
             assert refusal.status in (400, 429)
 

@@ -13,12 +13,13 @@ from pensieve.scheduler.cost import analytic_profile
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.serve import (
     disk_settings,
-    http_settings,
     locked_directories,
     make_device,
+    overflow_mode,
     scheduler_config,
     with_disk_speed,
 )
+from pensieve.scripts.serve_http import http_settings
 from pensieve.scripts.serve_options import parse_options
 
 
@@ -129,7 +130,15 @@ def test_a_chat_template_is_read_and_checked(tmp_path):
 
 GIB = 2**30
 DECODER = SimpleNamespace(
-    hidden_size=4096, heads=32, kv_heads=8, head_dim=128, gated=True, mlp_size=14336, vocab_size=128256
+    architecture="some",
+    rotary=object(),
+    hidden_size=4096,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    gated=True,
+    mlp_size=14336,
+    vocab_size=128256,
 )
 LLAMA_8B = SimpleNamespace(
     dtype=torch.bfloat16,
@@ -161,6 +170,20 @@ def test_a_gpus_kv_is_what_its_memory_leaves_or_as_told():
 def test_eager_steps_are_a_gpus_own():
     with pytest.raises(SettingError, match=r"--enforce-eager: .* without --device cuda"):
         make_device(parse_options(["--engine", "demo", "--enforce-eager"]))
+
+
+@pytest.mark.parametrize(
+    ("rotary", "asked", "mode"),
+    [(True, None, "keep"), (True, "recompute", "recompute"), (False, None, "recompute"), (False, "keep", None)],
+)
+def test_kv_is_kept_where_positions_run_on(rotary, asked, mode):
+    decoder = SimpleNamespace(architecture="OPTForCausalLM", rotary=object() if rotary else None)
+    manifest = SimpleNamespace(decoder=decoder)
+    if mode is None:
+        with pytest.raises(SettingError, match="--overflow: keep: OPTForCausalLM has learned positions"):
+            overflow_mode(asked, manifest)
+    else:
+        assert overflow_mode(asked, manifest) == mode
 
 
 def test_the_lower_tier_in_eight_bits_holds_twice_the_chunks_and_shares_none_with_the_other():

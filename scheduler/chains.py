@@ -1,0 +1,48 @@
+"""Chains of chunk keys: from the tokens of a context to the names under which its KV is found."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from functools import cached_property
+
+from .chunks import chunk_key, root_key
+from .types import ChunkKey
+from .windows import Windows
+
+NO_KEY = ChunkKey(b"")
+"""Stands for chunks before a context's base, which do not exist: no chunk has it."""
+
+
+class Chains:
+    """A context's keys are listed by the index of their chunks: up to its base stand NO_KEYs.
+
+    `windows`: None, or how contexts overflow. It enters a chain at the first chunk that it makes different.
+    """
+
+    def __init__(self, seed: bytes, chunk_tokens: int, windows: Windows | None):
+        self._seed, self._size, self._windows = seed, chunk_tokens, windows
+
+    def extend(self, keys: list[ChunkKey], base: int, salt: bytes, tokens: array[int], end: int) -> None:
+        """Adds to the keys of a context (none yet, or some) those of its full chunks up to position `end`."""
+        size, windows = self._size, self._windows
+        begin = base // size
+        keys += [NO_KEY] * (begin - len(keys))
+        moved = -1 if windows is None else windows.end(base) // size  # the first chunk that sees less than its base
+        for index in range(len(keys), end // size):
+            previous = keys[-1] if index > begin else self._root(salt, base)
+            if index == moved:
+                previous = self._marked(previous)
+            keys.append(chunk_key(previous, tokens, index * size, (index + 1) * size))
+
+    def _root(self, salt: bytes, base: int) -> ChunkKey:
+        root = root_key(self._seed, self._size, salt)
+        return self._marked(root, base.to_bytes(8, "little")) if base else root
+
+    def _marked(self, key: ChunkKey, with_it: bytes = b"") -> ChunkKey:
+        return ChunkKey(hashlib.sha256(key + self._digest + with_it).digest())
+
+    @cached_property
+    def _digest(self) -> bytes:
+        assert self._windows is not None  # without it no context has a base, and none moves on
+        return self._windows.digest

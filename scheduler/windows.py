@@ -1,0 +1,70 @@
+"""Context overflow: what a position sees once a conversation has outgrown the model's context (DESIGN section 6).
+
+Positions run on for ever, and what they see moves on in steps. With a context of W = 8 tokens and a step of 4:
+
+    position     0 1 2 3 4 5 6 7 | 8 9 10 11 | 12 13 14 15 | 16 ...
+    sees from    0               | 4         | 8           | 12
+
+So the KV of a position depends on everything up to it, but reads only what it sees; KV that is kept stays valid as it
+is. What it cannot be is computed again by itself: position 4, say, saw 0. Who has lost too much of it begins anew at a
+*base*: nothing before it exists, and position p sees from max(base, start(p)) on. A base is a start of a window.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+KEEP, RECOMPUTE, RESTART = OVERFLOW_MODES = ("keep", "recompute", "restart-positions")
+"""keep         kept KV stays valid: positions run on, which rotary embeddings do not mind
+recompute       each window is a base of its own and the model counts positions from it: all of it is computed anew
+restart-positions
+                KV is kept, yet the model counts positions from each window's start: wrong, and here to show how much
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """length   W, the most tokens that a position sees, itself included
+    step        tokens that go at once when the window is full: whole chunks, fewer than `length`
+    mode        one of OVERFLOW_MODES
+    """
+
+    length: int
+    step: int
+    mode: str = KEEP
+
+    def start(self, position: int, base: int = 0) -> int:
+        """The first position that this one sees."""
+        if position < base + self.length:
+            return base
+        return self.step * (1 + (position - self.length) // self.step)
+
+    def end(self, start: int) -> int:
+        """The first position that sees less than `start` on."""
+        return start + self.length
+
+    def bases(self, last: int, lowest: int = 0) -> range:
+        """Where a context whose last position is `last` may begin, in the order in which bases are tried."""
+        highest = self.start(last)
+        return range(highest if self.mode == RECOMPUTE else lowest, highest + 1, self.step)
+
+    def reach(self, last: int, base: int, first_missing: Callable[[int], int]) -> int:
+        """From where on KV is needed to compute all that is missing of what `last` sees: the start of a window.
+
+        `first_missing(p)`: the first position from p on whose KV must be computed.
+        """
+        start = self.start(last, base)
+        while (earlier := self.start(first_missing(start), base)) < start:
+            start = earlier
+        return start
+
+    def zero(self, start: int) -> int:
+        """The position that the model counts as 0 while the window begins at `start`."""
+        return 0 if self.mode == KEEP else start
+
+    @property
+    def digest(self) -> bytes:
+        """Tells apart KV that was computed under other windows."""
+        return hashlib.sha256(f"{self.length} {self.step} {self.mode}".encode()).digest()

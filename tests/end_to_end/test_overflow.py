@@ -1,0 +1,63 @@
+"""Conversations that outgrow the context: replies are those of a full forward pass that sees just what they may see.
+
+Once in a while everything is lost or suspended, and contexts begin anew: the oracle begins where they do.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from pensieve.builder.build import build_engine
+from pensieve.runtime.engine import open_engine
+from tests.models import tiny_checkpoint
+
+from .chatter import Chatter
+
+RUNS = [("llama", "keep"), ("llama", "recompute"), ("llama", "restart-positions"), ("opt", "recompute")]
+EVENTS = ("gpu", "host", "recomputed", "new", "suspended", "dropped", "aborted", "forked", "overflowed", "begun anew")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    torch.set_num_threads(1)
+    made = {}
+    for kind in ("llama", "opt"):
+        directory = tmp_path_factory.mktemp(kind)
+        reference = tiny_checkpoint(kind, directory / "checkpoint")
+        build_engine(directory / "checkpoint", directory / "engine")
+        made[kind] = (open_engine(directory / "engine"), reference)
+    return made
+
+
+def chat(models, kind, overflow, seed, turns, **settings):
+    """Logs of up to seven windows of 64 tokens, in steps of 32."""
+    sizes = dict(max_model_len=64, longest=260, gpu_kv_chunks=17, host_kv_chunks=24) | settings
+    chatter = Chatter(*models[kind], seed, overflow=overflow, **sizes)
+    return chatter.run(turns)
+
+
+@pytest.mark.parametrize(("kind", "overflow"), RUNS)
+def test_replies_are_those_of_a_pass_with_the_same_visibility(models, kind, overflow):
+    counts = chat(models, kind, overflow, 1, 32, disturbed=True)
+    assert counts["overflowed"] > 4, dict(counts)
+    assert (counts["moved on"] > 0) == (overflow != "recompute")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "overflow"), RUNS)
+def test_replies_over_many_windows(models, kind, overflow):
+    """With ids and without, pools tight and ample, windows that end within a chunk, and other ratios."""
+    happened = Counter()
+    for seed in range(3):
+        for ids in (0.0, 0.7, 1.0):
+            happened += chat(models, kind, overflow, seed, 70, ids=ids, disturbed=seed == 1)
+        happened += chat(models, kind, overflow, seed, 70, max_model_len=68, gpu_kv_chunks=60)
+        happened += chat(models, kind, overflow, seed, 70, overflow_ratio=0.25, chunk_tokens=4, gpu_kv_chunks=40)
+        happened += chat(models, kind, overflow, seed, 40, reuse=False, gpu_kv_chunks=60)
+        happened += chat(models, kind, overflow, seed, 70, host_kv_chunks=0, batching="separate")
+    for event in EVENTS:
+        assert happened[event] > 0, f"{event} never occurred: {dict(happened)}"
+    assert (happened["moved on"] > 0) == (overflow != "recompute")
