@@ -20,7 +20,7 @@ class Scheduler(SimpleNamespace):
     """Has `known` conversations; everything that is asked of it is noted in `asked`."""
 
     def __init__(self, **answers: Any):
-        super().__init__(asked=[], known=(), saving=False, config=SimpleNamespace(chunk_tokens=4), **answers)
+        super().__init__(asked=[], known=(), saving=False, **answers)
 
     def has_conversation(self, name: str) -> bool:
         return name in self.known
@@ -28,8 +28,9 @@ class Scheduler(SimpleNamespace):
     def delete(self, name: str) -> None:
         self.asked.append(("delete", name))
 
-    def keys(self, tokens: array[int], salt: bytes) -> list[bytes]:
-        return [salt + bytes(tokens[:end].tolist()) for end in range(4, len(tokens) + 1, 4)]
+    def keys(self, tokens: array[int], salt: bytes, shared: int) -> list[bytes]:
+        keys = [salt + bytes(tokens[:end].tolist()) for end in range(4, len(tokens) + 1, 4)]
+        return keys[shared // 4 :]
 
     def erase_keys(self, keys: list[bytes]) -> None:
         self.asked.append(("erase", keys))
