@@ -36,7 +36,7 @@ TOKENS_PER_ROW = 256  # wanted of a split: keeps the partial results under 1% of
 MANY_ROWS = 64  # a tile of more is bound by arithmetic: split small, or one returning turn keeps a step waiting
 TOKENS_PER_MANY = 8  # wanted of a split for each of many rows; from 512 on there are tiles enough
 MOST_SPLITS = 16
-FEW_ROWS = 16  # more of them make splits long; the first is then longer than the last, so that programs end together
+FEW_ROWS = 16  # more of them make splits long; the first is then longer than the last, and programs end together
 LARGE_TILE_COST = 2.5  # time of a multiprocessor for a key of a large tile, over that of another
 
 
@@ -69,12 +69,16 @@ class Capacity:
 def cuts(rows: int, kv_len: int) -> tuple[int, int]:
     """Where a segment's keys are cut, by its rows (queries times heads of a group) and its context; see `split_of`.
 
-    (keys of a split, keys that the first has more): long splits are done first, short ones last.
+    (keys of a split, keys that the first has more): long splits are done first, short ones last. Of few rows a last
+    split that would be shorter than half of one goes to the first: starting and merging it takes as long as reading it.
     """
     per_row = TOKENS_PER_MANY if rows > MANY_ROWS else TOKENS_PER_ROW
     wanted = max(SMALLEST_SPLIT, min(rows * per_row, LARGEST_SPLIT), -(-kv_len // MOST_SPLITS))
     cut = 1 << (wanted - 1).bit_length()
-    return cut, cut // 4 if rows > FEW_ROWS else 0
+    if rows > FEW_ROWS:
+        return cut, cut // 4
+    rest, step = kv_len % cut, cut // 8
+    return cut, -(-rest // step) * step if kv_len > cut and 2 * rest < cut else 0
 
 
 def split_of(key: int, cut: int, more: int) -> int:
@@ -180,7 +184,9 @@ def _cuts(rows, kv_len, SMALLEST: tl.constexpr, LARGEST: tl.constexpr, PER_ROW: 
     cut = tl.full(rows.shape, SMALLEST, tl.int32)
     for _ in tl.static_range(20):
         cut = tl.where(cut < wanted, cut * 2, cut)
-    return cut, tl.where(rows > FEW, cut // 4, 0)
+    rest, step = kv_len % cut, cut // 8
+    rest = tl.where((kv_len > cut) & (2 * rest < cut), tl.cdiv(rest, step) * step, 0)
+    return cut, tl.where(rows > FEW, cut // 4, rest)
 
 
 @triton.jit

@@ -28,7 +28,6 @@ from ..scheduler.types import DiskRecord, InvariantError
 from .disk_directory import Origin, open_directory
 from .disk_files import SEGMENT_BYTES, Segments, SystemCalls, aligned_buffer
 from .disk_records import PAGE, pack_header, payload_intact, read_header, record_bytes
-from .disk_reports import DiskReport
 from .messages import DiskCounters
 
 log = logging.getLogger(__name__)
@@ -38,6 +37,14 @@ MERGED_BYTES = 4 * 2**20  # of one call: more makes it no faster
 COMPLAINT_SECONDS = 60.0  # the log is told of trouble no more often
 
 Work = TypeVar("Work", Spill, Promotion)
+
+
+class DiskReport(NamedTuple):
+    """DISK slots whose work has ended since the last report, as in `StepResult`."""
+
+    spilled: tuple[int, ...] = ()
+    promoted: tuple[int, ...] = ()
+    failed: tuple[int, ...] = ()
 
 
 class DiskSettings(NamedTuple):

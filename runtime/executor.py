@@ -19,8 +19,7 @@ from ..scheduler.config import SchedulerConfig
 from ..scheduler.plan import Lane, StepPlan, StepResult
 from ..scheduler.types import DiskRecord, InvariantError, Tier
 from .device import Device, ForwardPass, Ticket, TransferSeconds
-from .disk_reports import DiskReport
-from .disk_store import DiskSettings, DiskStore
+from .disk_store import DiskReport, DiskSettings, DiskStore
 from .messages import DiskCounters, KVCounters
 from .sampler import Scores
 from .sampling_inputs import Mask, SamplingInputs

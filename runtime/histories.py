@@ -14,11 +14,10 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from ..scheduler.types import RequestError
-from .history_store import Conversation, HistoryStore, Name
+from .history_store import Conversation, Gone, HistoryStore, Name
 from .messages import Forget, Fork, Keep
 from .past_turns import Message, PastTurn, RecentTurns, Transcript, spliced, tokens_inside
 from .text import Tokenizer
@@ -121,8 +120,15 @@ class Histories:
         self._thread = ThreadPoolExecutor(1, "histories")
 
     async def run(self, work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        """Runs a method of the store in its thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, *args, **kwargs))
+        """Runs a method of the store in its thread. What has expired by then is forgotten by the loop too."""
+
+        def work_and_look() -> tuple[Result, list[Gone]]:
+            return work(*args, **kwargs), self._store.take_expired()
+
+        result, expired = await asyncio.get_running_loop().run_in_executor(self._thread, work_and_look)
+        for gone in expired:
+            self._forget(gone)
+        return result
 
     async def close(self) -> None:
         """After the last commit."""
@@ -315,9 +321,11 @@ class Histories:
 
     async def delete(self, name: Name) -> None:
         """The KV claims of a response belong to its whole line: these end with their TTL."""
-        gone = await self.run(self._store.delete, name, time.time())
-        if name.kind == "conversation":
-            self._tell(Forget(kv_name(name, name.id), *gone))
+        self._forget(await self.run(self._store.delete, name, time.time()))
+
+    def _forget(self, gone: Gone) -> None:
+        if gone.name.kind == "conversation":
+            self._tell(Forget(kv_name(gone.name, gone.name.id), gone.tokens, gone.shared, gone.salt))
 
     def _keep(self, conversation: Conversation, now: float) -> None:
         name = Name(conversation.owner, conversation.id, conversation.kind)

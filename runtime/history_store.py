@@ -112,6 +112,7 @@ class Conversation:
 class Gone(NamedTuple):
     """What a deleted conversation leaves to clean up: its log, whose first `shared` tokens others have in theirs."""
 
+    name: Name
     tokens: array[int]
     shared: int
     salt: bytes
@@ -128,6 +129,7 @@ class HistoryStore:
         """Raises SettingError if the file is in use, damaged, or of a newer program."""
         self._history_ttl = history_ttl
         self._expiry_due = 0.0
+        self._expired: list[Gone] = []
         try:
             if path != ":memory:":
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -244,14 +246,12 @@ class HistoryStore:
     def delete(self, name: Name, now: float) -> Gone:
         """Forgets the conversation. Raises RequestError (404)."""
         with self._transaction(now):
-            conversation = self.get(name, now)
-            past = self._load(conversation.head)
-            own = self._remove(conversation)
-        if past is None:
-            return Gone(array("i"), 0, conversation.salt)
-        line, tokens = list(past.lineage()), past.transcript().tokens
-        shared = 0 if own == len(line) else min((turn.kept for turn in line[:own]), default=len(tokens))
-        return Gone(tokens, shared, conversation.salt)
+            return self._remove(self.get(name, now))
+
+    def take_expired(self) -> list[Gone]:
+        """Conversations that have outlived their TTL and been deleted since the last call."""
+        expired, self._expired = self._expired, []
+        return expired
 
     # -- within
 
@@ -266,6 +266,7 @@ class HistoryStore:
                 self._db.execute("COMMIT")
             finally:
                 if self._db.in_transaction:
+                    self._expired.clear()
                     self._db.execute("ROLLBACK")
         except sqlite3.OperationalError as error:
             raise RequestError(507, f"the conversation could not be stored: {error}") from error
@@ -341,10 +342,16 @@ class HistoryStore:
             turn = PastTurn(turn, tuple(json.loads(messages)), kept, _unpacked(tokens), text_kept, text, inside)
         return turn
 
-    def _remove(self, conversation: Conversation) -> int:
-        """Returns how many turns went with it."""
+    def _remove(self, conversation: Conversation) -> Gone:
+        past = self._load(conversation.head)
         self._db.execute("DELETE FROM conversations WHERE number = ?", (conversation.number,))
-        return self._prune(conversation.head)
+        own = self._prune(conversation.head)
+        name = Name(conversation.owner, conversation.id, conversation.kind)
+        if past is None:
+            return Gone(name, array("i"), 0, conversation.salt)
+        line, tokens = list(past.lineage()), past.transcript().tokens
+        shared = 0 if own == len(line) else min((turn.kept for turn in line[:own]), default=len(tokens))
+        return Gone(name, tokens, shared, conversation.salt)
 
     def _prune(self, turn: int | None) -> int:
         """Deletes the turn and those before it as far as neither a conversation nor another turn needs them.
@@ -370,8 +377,7 @@ class HistoryStore:
             return
         self._expiry_due = now + EXPIRY_INTERVAL_S
         expired = self._db.execute(f"SELECT {COLUMNS} FROM conversations WHERE NOT ({LIVE})", self._times(now))
-        for row in expired.fetchall():
-            self._remove(Conversation(*row))
+        self._expired += [self._remove(Conversation(*row)) for row in expired.fetchall()]
 
 
 def _packed(tokens: array[int]) -> bytes:

@@ -76,6 +76,7 @@ class Service:
         self._reader.start()
         self._writer.start()
         self._outbox.put(ready)
+        self._send(Applied())  # sizes and what the disk holds, before the first request
         try:
             while not self._drained():
                 while not self._inbox.empty():
@@ -117,7 +118,7 @@ class Service:
         self._counters.finished()
         with self._counters.apply:
             applied = self._scheduler.apply(result, time.monotonic())
-        if applied.requests or applied.prompt_logprobs or time.monotonic() >= self._stats_due:
+        if applied.requests or applied.events or applied.prompt_logprobs or time.monotonic() >= self._stats_due:
             with self._counters.send:
                 self._send(applied)
 

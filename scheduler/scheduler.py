@@ -79,6 +79,7 @@ class Scheduler:
             raise RequestError(400, f"request {request.id} is being served already", "id")
         if len(self._batcher.waiting) >= self.config.max_queue:
             raise RequestError(429, f"{len(self._batcher.waiting)} requests wait already", None)
+        self._conversations.expire(now)  # who writes too late does not bring it back
         self._arrivals += 1
         turn = Turn(request, self._arrivals, *self._prompt_keys(request), now)
         self._turns[request.id] = turn

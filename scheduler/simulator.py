@@ -227,6 +227,7 @@ class Simulator:
         self._open: dict[RequestId, _Open] = {}
         self._order = {session.name: order for order, session in enumerate(sessions)}
         self._id = 0
+        self._logs: dict[int, array[int]] = {}  # of sessions whose users think: the scheduler's may expire meanwhile
         self._systems: dict[int, array[int]] = {}
         self._requests = self._steps = self._generated = 0
         self._warm_up, self._busy_before = warm_up, 0.0
@@ -260,7 +261,7 @@ class Simulator:
         session = self._sessions[order]
         turn = session.turns[index]
         if index:
-            prompt = self.scheduler.conversation_tokens(session.name)[: turn.history_tokens]
+            prompt = self._logs.pop(order)[: turn.history_tokens]
             prompt += self._fresh(turn.input_tokens)
         else:
             prompt = self._system(session.system_tokens) + self._fresh(turn.input_tokens - session.system_tokens)
@@ -330,8 +331,9 @@ class Simulator:
         if counts:
             self._per_token.append((self.now - served.arrival) / turns[served.turn].output_tokens)
         if following < len(turns):
-            arrival = self.now + turns[following].think_s
-            heapq.heappush(self._arrivals, (arrival, self._order[served.session.name], following))
+            order = self._order[served.session.name]
+            self._logs[order] = self.scheduler.conversation_tokens(served.session.name)
+            heapq.heappush(self._arrivals, (self.now + turns[following].think_s, order, following))
 
     def _report(self) -> Report:
         stats = self.scheduler.stats()

@@ -29,6 +29,7 @@ from ..runtime.cpu_device import CpuDevice
 from ..runtime.device import Device
 from ..runtime.disk_directory import locked
 from ..runtime.disk_records import record_bytes as disk_record_bytes
+from ..runtime.disk_speed import measure_disk
 from ..runtime.disk_store import DiskSettings
 from ..runtime.engine import Engine, open_engine
 from ..runtime.executor import GROUP_LAYERS, Executor
@@ -209,6 +210,8 @@ def make_service(args: argparse.Namespace, connection: Connection) -> tuple[Serv
     measured = load_profile(directory, engine, config.chunk_tokens)
     host_record = record_bytes(engine.kv_shape(1, config.chunk_tokens), host_dtype(args, engine))
     cost = replace(measured or estimated_cost(engine, config), chunk_bytes=host_record)
+    if config.disk_kv_chunks:
+        cost = with_disk_speed(cost, disk_directory(args), config.max_model_len)
     if measured is not None and args.swap_out_below is None:
         config = replace(config, swap_out_below=propose_swap_out_below(cost, config))
     scheduler = Scheduler(config, cost)
@@ -360,7 +363,28 @@ def disk_settings(args: argparse.Namespace, config: SchedulerConfig) -> DiskSett
         if args.disk_dir is not None:
             raise SettingError("--disk-dir", "needs --disk-kv-bytes or --disk-kv-chunks: how much it may hold")
         return None
-    return DiskSettings(args.disk_dir or args.state_dir / "kv", config.disk_kv_chunks, config.seed.hex())
+    return DiskSettings(disk_directory(args), config.disk_kv_chunks, config.seed.hex())
+
+
+def disk_directory(args: argparse.Namespace) -> Path:
+    return args.disk_dir or args.state_dir / "kv"
+
+
+def with_disk_speed(cost: CostProfile, directory: Path, longest: int) -> CostProfile:
+    """Measured just now. Says from which speed on reading pays at all."""
+    speed = measure_disk(directory, cost.chunk_bytes)
+    if speed is None:
+        log.warning("%s: the disk takes nothing now, so its speed is a guess", directory)
+        return cost
+    even = [cost.chunk_bytes / cost.recompute(end) for end in (cost.chunk_tokens, longest)]
+    log.info(
+        "%s: reads %.2f GB/s, writes %.2f GB/s; reading beats computing again from %.3f GB/s at a context's beginning, "
+        "from %.3f GB/s at %d tokens",
+        directory,
+        *(size / 1e9 for size in (speed.read, speed.write, *even)),
+        longest,
+    )
+    return replace(cost, disk_read_bytes_per_s=speed.read, disk_write_bytes_per_s=speed.write)
 
 
 def kv_seed(manifest: Manifest, lower_tier_kv: str) -> bytes:

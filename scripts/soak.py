@@ -290,18 +290,17 @@ class Soak:
     # -- the whole
 
     def run(self, state: Path, seconds: float, lives: int, engine: str, options: Sequence[str]) -> dict[str, Any]:
-        """Raises Wrong, or what broke a client."""
-        ends = time.monotonic() + seconds
+        """So many lives, which serve for `seconds` together. Raises Wrong, or what broke a client."""
         clients = [Client(self, number) for number in range(CLIENTS)]
         history, growth = [], [0]
         for client in clients:
             client.thread.start()
         try:
-            while (left := ends - time.monotonic()) > 0:
+            shares = [self._random.uniform(0.3, 1.7) for _ in range(lives)]
+            for number, share in enumerate(shares, start=1):
                 self.life = Life(state, engine, options)
-                last = left < 1.5 * seconds / lives
-                growth.append(self._live(left if last else seconds / lives * self._random.uniform(0.3, 1.7)))
-                self._end(calmly=last or self._random.random() < 0.3)
+                growth.append(self._live(seconds * share / sum(shares)))
+                self._end(calmly=number == lives or number % 3 == 0)
                 history.append(sum(file.stat().st_size for file in state.glob("history.sqlite*")))
                 self._check_files(state)
         finally:
@@ -368,8 +367,8 @@ class Soak:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="soak", description=__doc__.partition("\n")[0])
-    parser.add_argument("--minutes", type=float, default=30.0, help="(default %(default)s)")
-    parser.add_argument("--lives", type=int, default=20, help="about so many starts (default %(default)s)")
+    parser.add_argument("--minutes", type=float, default=30.0, help="of serving (default %(default)s)")
+    parser.add_argument("--lives", type=int, default=20, help="starts in that time (default %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="(default %(default)s)")
     parser.add_argument("--engine", default="demo", help="an engine directory in float32 (default %(default)s)")
     parser.add_argument("--checkpoint", type=Path, default=DEMO_CHECKPOINT, help="what it was built from")

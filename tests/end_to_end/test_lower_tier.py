@@ -9,6 +9,7 @@ import torch
 
 from pensieve.plugins.kv_fp8_reference import CODED, decode, encode, record_bytes
 from pensieve.plugins.torch_ops import register_pool, release_pool
+from pensieve.runtime.disk_store import DiskSettings
 from pensieve.scheduler.types import Tier
 from tests.runtime.fake_engine import VOCAB, FakeEngine
 from tests.runtime.tiny_engine import TinyEngine
@@ -46,6 +47,15 @@ def test_replies_are_right_where_codes_are_exact(disturbed):
     counts = chatter.run(60)
     for event in ("gpu", "host", "recomputed", "dropped", "branched"):
         assert counts[event] > 0, f"{event} never occurred"
+
+
+def test_replies_are_right_from_a_disk_of_codes(tmp_path):
+    """Records go to the disk as HOST has them, and outlive the process."""
+    disk = DiskSettings(tmp_path, 80, "ab")
+    pools = dict(gpu_kv_chunks=27, host_kv_chunks=14, disk_kv_chunks=80)
+    chatter = Chatter(ExactEngine(), every_next_token, 3, host_dtype=CODED, disk=disk, **pools)
+    counts = chatter.run(60, restarts=2)
+    assert counts["disk"] > 0 and counts["restarted"] == 2, counts
 
 
 # One conversation, when they are not.

@@ -14,8 +14,7 @@ import pytest
 from pensieve.runtime import disk_files
 from pensieve.runtime.disk_files import SystemCalls, aligned_buffer
 from pensieve.runtime.disk_records import PAGE, record_bytes
-from pensieve.runtime.disk_reports import DiskReport
-from pensieve.runtime.disk_store import DiskSettings, DiskStore
+from pensieve.runtime.disk_store import DiskReport, DiskSettings, DiskStore
 from pensieve.scheduler.plan import Promotion, Spill
 from pensieve.scheduler.types import InvariantError, SettingError
 
@@ -318,10 +317,11 @@ def test_what_breaks_a_thread_breaks_the_loop(tmp_path):
         raise ZeroDivisionError
 
     with Tier(tmp_path, system=SystemCalls(read=read)) as tier:
-        tier.begin(promotions=[Promotion(0, 0, key(0))])
+        tier.save([0])
         with pytest.raises(ZeroDivisionError):
-            tier.save([0])
             tier.load([0])
+        with pytest.raises(ZeroDivisionError):
+            tier.begin()
 
 
 def test_a_file_system_without_direct_transfers(tmp_path, monkeypatch, caplog):

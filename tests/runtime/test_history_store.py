@@ -101,11 +101,22 @@ def test_a_deleted_conversation_says_what_of_its_log_was_its_own(store: HistoryS
     store.fork(A, "b", 2.0)
     store.fork(A, "c", 2.0)
     store.commit(B, longer, 3.0, b"salt")
-    assert store.delete(Name("", "c"), 4.0) == Gone(whole.tokens, len(whole.tokens), b"salt"), "all of it is others'"
-    assert store.delete(B, 4.0) == Gone(longer.tokens, len(whole.tokens), b"salt")
-    assert store.delete(A, 4.0) == Gone(whole.tokens, 0, b"salt")
+    assert store.delete(Name("", "c"), 4.0) == Gone(Name("", "c"), whole.tokens, len(whole.tokens), b"salt"), (
+        "all others'"
+    )
+    assert store.delete(B, 4.0) == Gone(B, longer.tokens, len(whole.tokens), b"salt")
+    assert store.delete(A, 4.0) == Gone(A, whole.tokens, 0, b"salt")
     store.create(A, 5.0)
-    assert store.delete(A, 5.0) == Gone(array("i"), 0, b"")
+    assert store.delete(A, 5.0) == Gone(A, array("i"), 0, b"")
+    assert store.take_expired() == []
+
+
+def test_what_has_expired_is_said_once_it_is_deleted() -> None:
+    store, whole = HistoryStore(":memory:", history_ttl=100.0), transcript("0", "1", "2", "3")
+    store.commit(A, whole, 1.0, b"salt")
+    store.create(B, 200.0)
+    assert store.take_expired() == [Gone(A, whole.tokens, 0, b"salt")] and store.take_expired() == []
+    store.close()
 
 
 def test_a_file_of_the_version_before(tmp_path: Path) -> None:

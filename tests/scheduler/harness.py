@@ -89,6 +89,7 @@ class Harness:
         self.ids = max(self.ids, request_id)
         request = Request(request_id, array("i", prompt), max_tokens, conversation=conversation, **fields)
         self.scheduler.add(request, self.now)
+        self._expire()
         self.open[request_id] = (request, [])
         self._active(conversation)
         self.counts["added"] += 1

@@ -164,6 +164,12 @@ def test_with_a_disk_histories_outlive_host(save, prefetch):
     )
 
 
+def test_a_user_may_think_for_longer_than_a_conversation_lives():
+    session = Session("c", 0.0, (SessionTurn(0, 8, 4), SessionTurn(12, 2, 1, think_s=100.0)))
+    usage = simulate(replace(CONFIG, conversation_ttl=50.0), COST, [session, session._replace(name="d", start_s=200.0)])
+    assert usage.usage.cached == 0 and usage.usage.recomputed == 2 * 8
+
+
 def test_the_warm_up_is_served_but_not_counted():
     sessions = crowd(12)
     whole, part = simulate(CONFIG, QUICK, sessions), simulate(CONFIG, QUICK, sessions, warm_up=6)

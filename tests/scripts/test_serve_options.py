@@ -9,8 +9,17 @@ import pytest
 import torch
 
 from pensieve.runtime.device import Memory
+from pensieve.scheduler.cost import analytic_profile
 from pensieve.scheduler.types import SettingError
-from pensieve.scripts.serve import http_settings, make_device, overflow_mode, scheduler_config
+from pensieve.scripts.serve import (
+    disk_settings,
+    http_settings,
+    locked_directories,
+    make_device,
+    overflow_mode,
+    scheduler_config,
+    with_disk_speed,
+)
 from pensieve.scripts.serve_options import parse_options
 
 
@@ -187,3 +196,60 @@ def test_the_lower_tier_in_eight_bits_holds_twice_the_chunks_and_shares_none_wit
     assert same.host_kv_chunks == 64 * GIB // LLAMA_8B.chunk_bytes(32)
     assert 1.99 * same.host_kv_chunks < fp8.host_kv_chunks <= 2 * same.host_kv_chunks
     assert same.gpu_kv_chunks == fp8.gpu_kv_chunks
+
+
+def disk_config(*flags):
+    args = parse_options(["--engine", "some", "--gpu-kv-bytes", "40GiB", "--state-dir", "state", *flags])
+    config = scheduler_config(args, LLAMA_8B, H200)
+    return config, disk_settings(args, config)
+
+
+def test_the_disk_tier_is_off_unless_it_has_a_size_and_its_limit_counts_headers_too():
+    config, disk = disk_config()
+    assert (config.disk_kv_chunks, config.save, config.prefetch, disk) == (0, "async", True, None)
+    config, disk = disk_config("--disk-kv-bytes", "100GiB", "--save", "sync", "--prefetch", "off")
+    assert config.disk_kv_chunks == 100 * GIB // (LLAMA_8B.chunk_bytes(32) + 4096)
+    assert (config.save, config.prefetch) == ("sync", False)
+    assert (disk.directory, disk.slots) == (Path("state/kv"), config.disk_kv_chunks)
+    config, disk = disk_config("--disk-kv-chunks", "7", "--disk-dir", "elsewhere", "--lower-tier-kv", "fp8")
+    assert (disk.directory, disk.slots, disk.engine) == (Path("elsewhere"), 7, config.seed.hex())
+
+
+@pytest.mark.parametrize(
+    ("flags", "setting"),
+    [
+        (("--disk-dir", "elsewhere"), "--disk-dir"),
+        (("--disk-kv-chunks", "-1"), "--disk-kv-chunks"),
+        (("--disk-kv-chunks", "5", "--host-kv-chunks", "0"), "--disk-kv-chunks"),
+        (("--disk-kv-bytes", "big"), "--disk-kv-bytes"),
+    ],
+)
+def test_wrong_disk_settings_are_named(flags, setting):
+    with pytest.raises(SettingError) as refused:
+        disk_config(*flags)
+    assert refused.value.setting == setting
+
+
+def test_a_server_has_its_directories_for_itself(tmp_path):
+    args = parse_options(["--engine", "demo", "--state-dir", str(tmp_path / "a"), "--disk-dir", str(tmp_path / "kv")])
+    other = parse_options(["--engine", "demo", "--state-dir", str(tmp_path / "b"), "--disk-dir", str(tmp_path / "kv")])
+    with locked_directories(args):
+        for second, setting in ((args, "--state-dir"), (other, "--disk-dir")):
+            with pytest.raises(SettingError, match="in use by process") as refused, locked_directories(second):
+                pass
+            assert refused.value.setting == setting
+    with locked_directories(other):
+        pass
+
+
+def test_the_disks_speed_is_measured_and_said(tmp_path, caplog):
+    caplog.set_level("INFO")
+    cost = analytic_profile(
+        chunk_tokens=32, parameters=10**9, layers=4, attention_width=512, chunk_bytes=2**16, max_context=4096,
+        flops_per_s=1e12, link_bytes_per_s=1e10, step_base_seconds=1e-3,
+    )  # fmt: skip
+    measured = with_disk_speed(cost, tmp_path, 4096)
+    assert (
+        measured.disk_read_bytes_per_s != cost.disk_read_bytes_per_s and "reading beats computing again" in caplog.text
+    )
+    assert list(tmp_path.iterdir()) == []

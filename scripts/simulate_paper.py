@@ -1,0 +1,316 @@
+"""simulate_paper: CachedAttention's evaluation (Gao et al., USENIX ATC 2024, section 4) replayed on a virtual clock.
+
+9,000 sessions of ShareGPT's means start as a Poisson process at 1/s; the first 10,000 turns are warm-up. Its four
+models run on two or four A100s with 128 GB of host memory and 2 TB or 10 TB of disk; a conversation's KV lives for an
+hour.
+
+The scheduler is the real one. To be quick, the clock counts units of 64 tokens, one chunk each: every length is rounded
+to units, and a step generates a unit for each row in the time that 64 steps take. What the data set does not tell is
+assumed: users think for 5 minutes on average, and a conversation ends where its context window does. The paper counts
+GPU time, not waiting, so the scheduler is told that the disk reads ten times as fast as it does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..scheduler.config import SchedulerConfig
+from ..scheduler.cost import CostProfile, analytic_profile
+from ..scheduler.simulator import Report, Session, SessionTurn, Simulator, VirtualDevice, longest_context
+from ..scheduler.types import SettingError, Usage
+from .simulate import ELEMENT_BYTES, ModelShape
+from .traces import CHATS, synthetic
+
+UNIT = 64  # tokens
+THINK_S = 300.0
+TTL_S = 3600.0
+SESSIONS, RATE, WARM_UP = 9_000, 1.0, 10_000
+GPU_BYTES, HOST_BYTES = 72 * 10**9, 128 * 10**9  # of an A100's 80 GB, beside what steps need
+TB = 10**12
+# One A100: half of its bf16 peak in large steps, four fifths of its memory's speed in small ones.
+FLOPS_PER_S, MEMORY_BYTES_PER_S, LINK_BYTES_PER_S = 156e12, 1.6e12, 26e9
+DISK_READ_BYTES_PER_S, DISK_WRITE_BYTES_PER_S = 5e9, 4e9
+DISK_PRICE = 0.1  # a second of the disk against one of the GPUs
+GPU_HOUR, HOST_GB_HOUR, DISK_GB_HOUR = 5.0, 0.0088, 0.000082  # dollars
+POLL_S = 0.2
+SEATS, STEP_TOKENS = 48, 8192
+
+
+class Paper(NamedTuple):
+    """A model as the paper serves it."""
+
+    shape: ModelShape
+    gpus: int
+    window: int  # tokens
+
+    @property
+    def gpu_kv_bytes(self) -> int:
+        return self.gpus * GPU_BYTES - self.shape.parameters * ELEMENT_BYTES
+
+
+MODELS = {
+    "llama-13b": Paper(ModelShape(13_020_000_000, 40, 40, 40), 2, 4096),
+    "llama-65b": Paper(ModelShape(65_290_000_000, 80, 64, 64), 4, 2048),
+    "llama-70b": Paper(ModelShape(68_980_000_000, 80, 64, 8), 4, 4096),
+    "falcon-40b": Paper(ModelShape(41_300_000_000, 60, 128, 8, 64), 4, 2048),
+}
+POLICIES = ("retention", "lru-conversation", "fifo-conversation")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One run. Without `reuse` every turn computes its whole history."""
+
+    model: str
+    policy: str = "retention"
+    host: int = HOST_BYTES
+    disk: int = 10 * TB
+    rate: float = RATE
+    reuse: bool = True
+
+
+def best(model: str) -> list[Case]:
+    return [Case(model), Case(model, host=0, disk=0, reuse=False)]
+
+
+FIGURES = {
+    "13, 16, 17: hit rate, GPU time and cost, against recomputation": best,
+    "21, 22: hit rate and GPU time by policy and disk": lambda model: [
+        Case(model, policy, disk=disk) for disk in (2 * TB, 10 * TB) for policy in POLICIES
+    ],
+    "23: hit rate by medium": lambda model: [Case(model, host=0, disk=0), Case(model, disk=0), Case(model)],
+    "24: hit rate by capacity": lambda model: [
+        Case(model, disk=disk) for disk in (TB // 2, TB, 2 * TB, 5 * TB, 10 * TB)
+    ],
+    "25: hit rate and GPU time by arrival rate": lambda model: [
+        Case(model, rate=rate) for rate in (0.5, 1.0, 1.5, 2.0)
+    ],
+}
+"""What is run for each model; a case that is in several figures is run once."""
+
+
+# -- one run
+
+
+@cache
+def chats(conversations: int, rate: float, window: int) -> list[Session]:
+    """The conversations in units; each ends where its context would no longer fit the window."""
+    sessions = synthetic(CHATS["sharegpt"], conversations=conversations, sessions_per_s=rate, think_s=THINK_S, seed=0)
+    cut = (session._replace(turns=tuple(_in_units(session.turns, window // UNIT))) for session in sessions)
+    return [session for session in cut if session.turns]
+
+
+def _in_units(turns: Sequence[SessionTurn], window: int) -> Iterator[SessionTurn]:
+    """Ends of inputs and replies are rounded, not their lengths, so that errors do not add up."""
+    tokens = units = 0
+    for turn in turns:
+        tokens += turn.input_tokens
+        given = max(1, round(tokens / UNIT) - units)
+        tokens += turn.output_tokens
+        reply = max(1, round(tokens / UNIT) - units - given)
+        if units + given + reply > window:
+            return
+        yield SessionTurn(units, given, reply, turn.think_s)
+        units += given + reply
+
+
+def profile(model: Paper) -> CostProfile:
+    """A unit is a token that costs as much as `UNIT` of them; a step reads the weights once for each."""
+    shape = model.shape
+    cost = analytic_profile(
+        chunk_tokens=1,
+        parameters=shape.parameters * UNIT,
+        layers=shape.layers,
+        attention_width=shape.heads * shape.head_dim * UNIT**2,
+        chunk_bytes=shape.token_bytes * UNIT,
+        max_context=model.window // UNIT,
+        flops_per_s=model.gpus * FLOPS_PER_S,
+        link_bytes_per_s=LINK_BYTES_PER_S,
+        step_base_seconds=UNIT * shape.parameters * ELEMENT_BYTES / (model.gpus * MEMORY_BYTES_PER_S),
+    )
+    read_once = UNIT * shape.token_bytes * UNIT / (model.gpus * MEMORY_BYTES_PER_S)  # the context, for each token
+    return replace(
+        cost,
+        row_attention=tuple((context, context * read_once) for context, _ in cost.attention),
+        disk_read_bytes_per_s=DISK_READ_BYTES_PER_S,
+        disk_write_bytes_per_s=DISK_WRITE_BYTES_PER_S,
+    )
+
+
+def run(case: Case, conversations: int, warm_up: int) -> Report:
+    model = MODELS[case.model]
+    cost, sessions = profile(model), chats(conversations, case.rate, model.window)
+    config = SchedulerConfig(
+        gpu_kv_chunks=model.gpu_kv_bytes // cost.chunk_bytes,
+        host_kv_chunks=case.host // cost.chunk_bytes,
+        disk_kv_chunks=case.disk // cost.chunk_bytes,
+        max_model_len=longest_context(sessions),
+        max_num_seqs=SEATS,
+        max_num_batched_tokens=STEP_TOKENS // UNIT,
+        chunk_tokens=1,
+        max_queue=sum(len(session.turns) for session in sessions),
+        eviction=case.policy,
+        conversation_ttl=TTL_S,
+        reuse=case.reuse,
+    )
+    believed = replace(cost, disk_read_bytes_per_s=cost.disk_read_bytes_per_s / DISK_PRICE)
+    return Simulator(config, believed, sessions, warm_up, VirtualDevice(cost, POLL_S)).run()
+
+
+# -- the command
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="simulate_paper", description=__doc__.partition("\n")[0])
+    option = made.add_argument
+    numbers = ",".join(title.partition(":")[0].replace(" ", "") for title in FIGURES)
+    option("--figures", default=numbers, metavar="NUMBERS", help="(default %(default)s)")
+    option("--models", default=",".join(MODELS), metavar="NAMES", help="(default %(default)s)")
+    option("--sessions", type=int, default=SESSIONS, metavar="N", help="(default %(default)s)")
+    option("--warm-up", type=int, default=WARM_UP, metavar="N", help="turns not counted (default %(default)s)")
+    option("--jobs", type=int, default=os.cpu_count(), metavar="N", help="runs at a time (default %(default)s)")
+    option("--results", type=Path, metavar="FILE", help="JSON lines: runs that are there are not run again")
+    option("--plots", type=Path, metavar="DIRECTORY", help="draws the figures there (needs matplotlib)")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    try:
+        figures = plan_figures(args)
+    except SettingError as error:
+        print(f"simulate_paper: {error}", file=sys.stderr)
+        return 2
+    reports = results(figures, args)
+    for title, cases in figures.items():
+        print(f"\n{title}\n{table_line(*COLUMNS)}")
+        for case in cases:
+            print(case_line(case, reports[case]))
+    if args.plots:
+        from .simulate_plots import draw
+
+        draw(figures, reports, args.plots)
+    return 0
+
+
+def plan_figures(args: argparse.Namespace) -> dict[str, list[Case]]:
+    """The cases of each figure that is asked for. Raises SettingError."""
+    models, numbers = args.models.split(","), set(args.figures.split(","))
+    for model in models:
+        if model not in MODELS:
+            raise SettingError("--models", f"must be of {', '.join(MODELS)}, not {model!r}")
+    if args.sessions < 1:
+        raise SettingError("--sessions", f"must be at least 1, not {args.sessions}")
+    turns = min(sum(len(chat.turns) for chat in chats(args.sessions, RATE, MODELS[model].window)) for model in models)
+    if not 0 <= args.warm_up < turns:
+        raise SettingError("--warm-up", f"must leave some of {turns} turns, not {args.warm_up}")
+    chosen = {
+        title: [case for model in models for case in cases(model)]
+        for title, cases in FIGURES.items()
+        if numbers & set(title.partition(":")[0].split(", "))
+    }
+    if not chosen:
+        raise SettingError("--figures", f"there is none of {args.figures!r}")
+    return chosen
+
+
+def results(figures: dict[str, list[Case]], args: argparse.Namespace) -> dict[Case, Report]:
+    """What each case brought; those that are not in `--results` yet are run and added there."""
+    reports: dict[Case, Report] = {}
+    if args.results and args.results.exists():
+        for line in args.results.read_text().splitlines():
+            case, report = read_line(line, args)
+            if case is not None:
+                reports[case] = report
+    missing = list(dict.fromkeys(case for cases in figures.values() for case in cases if case not in reports))
+    with multiprocessing.Pool(max(1, min(args.jobs, len(missing)))) as pool:
+        made = pool.imap(_run, [(case, args.sessions, args.warm_up) for case in missing])
+        for case, report in zip(missing, made, strict=True):
+            reports[case] = report
+            line = json.dumps({"sessions": args.sessions, "case": asdict(case), "report": asdict(report)})
+            print(line, file=sys.stderr, flush=True)
+            if args.results:
+                with args.results.open("a") as file:
+                    print(line, file=file)
+    return reports
+
+
+def read_line(line: str, args: argparse.Namespace) -> tuple[Case | None, Report]:
+    """A case and its report as `results` wrote them; no case if it is of another number of sessions."""
+    found: dict[str, Any] = json.loads(line)
+    report = Report(**found["report"] | {"usage": Usage(**found["report"]["usage"])})
+    return (Case(**found["case"]) if found["sessions"] == args.sessions else None), report
+
+
+def _run(work: tuple[Case, int, int]) -> Report:
+    return run(*work)
+
+
+def hit_shares(report: Report) -> tuple[float, float, float]:
+    """Of the prompt tokens computed before, the shares found on the GPU, on HOST and on DISK."""
+    usage = report.usage
+    known = max(1, usage.cached + usage.recomputed)
+    return usage.gpu / known, usage.host / known, usage.disk / known
+
+
+def gpu_hours(report: Report) -> float:
+    """Hours in which the GPUs were busy, per 1,000 turns, so that cases with other warm-ups and windows compare."""
+    return report.busy_s / 3600 * 1000 / report.requests
+
+
+def dollars(case: Case, report: Report) -> tuple[float, float]:
+    """Per 1,000 turns: GPUs for as long as they are busy, storage all the time."""
+    hours = report.seconds / 3600 * 1000 / report.requests
+    storage = (case.host * HOST_GB_HOUR + case.disk * DISK_GB_HOUR) / 10**9 * hours
+    return gpu_hours(report) * MODELS[case.model].gpus * GPU_HOUR, storage
+
+
+COLUMNS = {
+    "model": 11,
+    "policy": 18,
+    "host GB": 8,
+    "disk TB": 8,
+    "1/s": 4,
+    "hit %": 6,
+    "gpu": 6,
+    "host": 6,
+    "disk": 6,
+    "GPU h": 7,
+    "GPU $": 7,
+    "stored $": 8,
+    "TTFT s": 7,
+}
+"""Titles and widths; GPU h, GPU $ and stored $ per 1,000 turns, TTFT the median (in whole units of 64 tokens)."""
+
+
+def table_line(*cells: str) -> str:
+    return "  ".join(f"{cell:<{width}}" for cell, width in zip(cells, COLUMNS.values(), strict=True)).rstrip()
+
+
+def case_line(case: Case, report: Report) -> str:
+    shares, (gpus, storage) = hit_shares(report), dollars(case, report)
+    return table_line(
+        case.model,
+        case.policy if case.reuse else "recompute all",
+        f"{case.host // 10**9}",
+        f"{case.disk / TB:g}",
+        f"{case.rate:g}",
+        *(f"{100 * share:.1f}" for share in (sum(shares), *shares)),
+        f"{gpu_hours(report):.3f}",
+        f"{gpus:.2f}",
+        f"{storage:.2f}",
+        f"{report.ttft_p50:.2f}",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""The loop's own decisions, with a scheduler and an executor that are told what to say."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pensieve.runtime.device import TransferSeconds
+from pensieve.runtime.messages import DiskCounters, Drain, Forget, KVCounters
+from pensieve.runtime.service import Service
+from pensieve.scheduler.types import Applied, FinishReason, Output, RequestId, SchedulerStats
+
+
+class Scheduler(SimpleNamespace):
+    """Has `known` conversations; everything that is asked of it is noted in `asked`."""
+
+    def __init__(self, **answers: Any):
+        super().__init__(asked=[], known=(), saving=False, config=SimpleNamespace(chunk_tokens=4), **answers)
+
+    def has_conversation(self, name: str) -> bool:
+        return name in self.known
+
+    def delete(self, name: str) -> None:
+        self.asked.append(("delete", name))
+
+    def keys(self, tokens: array[int], salt: bytes) -> list[bytes]:
+        return [salt + bytes(tokens[:end].tolist()) for end in range(4, len(tokens) + 1, 4)]
+
+    def erase_keys(self, keys: list[bytes]) -> None:
+        self.asked.append(("erase", keys))
+
+    def open_requests(self) -> list[RequestId]:
+        return []
+
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats()
+
+
+@pytest.fixture
+def scheduler() -> Scheduler:
+    return Scheduler()
+
+
+@pytest.fixture
+def service(scheduler: Scheduler) -> Service:
+    executor = SimpleNamespace(
+        copied_bytes=KVCounters(),
+        disk_counters=DiskCounters(saved=3),
+        transfer_seconds=TransferSeconds,
+        wait=lambda: None,
+    )
+    return Service(scheduler, executor, multiprocessing.Pipe()[0])
+
+
+def test_an_end_that_was_kept_back_is_sent_though_no_token_comes_with_it(
+    service: Service, scheduler: Scheduler
+) -> None:
+    """With `--save sync` a turn's last event follows its tokens by as long as the disk takes."""
+    end = Output(RequestId(5), finish=FinishReason.LENGTH)
+    scheduler.apply = lambda result, now: Applied(events=[end])
+    service._stats_due = time.monotonic() + 60
+    service._counters.launched(SimpleNamespace(tokens=0, copies=()))
+    service._finish_step()
+    message = service._outbox.get(timeout=0)
+    assert message.events == (end,) and message.disk == DiskCounters(saved=3)
+
+
+def test_the_grace_time_is_for_saving_too(service: Service, scheduler: Scheduler) -> None:
+    assert not service._drained()
+    scheduler.saving = True
+    service._take(Drain(60.0))
+    assert not service._drained(), "no request is open, but KV is not on disk yet"
+    scheduler.saving = False
+    assert service._drained()
+
+
+def test_saving_ends_with_the_grace_time(service: Service, scheduler: Scheduler, caplog: Any) -> None:
+    scheduler.saving = True
+    service._take(Drain(0.0))
+    assert service._drained() and "before all KV was saved" in caplog.text
+
+
+def test_what_is_deleted_is_erased_whether_or_not_it_has_been_active(service: Service, scheduler: Scheduler) -> None:
+    scheduler.known = ("active",)
+    tokens = array("i", range(14))
+    service._take(Forget("active", tokens, 0, b"s"))
+    service._take(Forget("stored", tokens, 0, b"s"))
+    service._take(Forget("fork", tokens, 9, b"s"))  # nine tokens are another's too: two whole chunks
+    whole = [b"s" + bytes(range(end)) for end in (4, 8, 12)]
+    assert scheduler.asked == [("delete", "active"), ("erase", whole), ("erase", whole[2:])]
