@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.export import Dim, ExportedProgram
 
 from ..plugins import norm_reference
-from . import cpu_linear
 from .compiling import Say, compile_and_try, engine_weights, serve_parent
 from .manifest import PACKAGE, Compiled, Manifest, Parity
 from .model import Decoder
@@ -35,10 +34,8 @@ PLAIN: dict[Any, Callable[..., Any]] = {
     torch.ops.pensieve.norm.default: norm_reference.norm,
     torch.ops.pensieve.add_norm.default: norm_reference.add_norm,
     torch.ops.pensieve.silu_gate.default: norm_reference.silu_gate,
-    torch.ops.aten.linear.default: cpu_linear.linear,
 }
-"""Operations that exist so that the eager decoder is quick: the compiler gets what they are made of, and fuses that.
-And products, which on a CPU are quicker otherwise."""
+"""Operations that exist so that the eager decoder is quick: the compiler gets what they are made of, and fuses that."""
 
 
 class Compilable(Decoder):
@@ -78,7 +75,6 @@ def compile_package(decoder: Compilable, path: Path) -> None:
     import torch._inductor
     from torch.fx.experimental import _config
 
-    cpu_linear.register_lowering()
     with torch.no_grad(), _config.patch(backed_size_oblivious=True):  # sizes of 0 and 1 are sizes like others
         torch._inductor.aoti_compile_and_package(export(decoder), package_path=str(path), inductor_configs=OPTIONS)
 

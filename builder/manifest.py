@@ -207,7 +207,7 @@ def code_digest() -> str:
     """SHA-256 over the files that define the forward pass, how it is compiled, how weights are cut for ranks and
     rounded, and those that are random."""
     room = Path(__file__).parent
-    names = ("checkpoint", "compile_inductor", "config", "cpu_linear", "fp8", "model", "package", "random_weights")
+    names = ("checkpoint", "compile_inductor", "config", "fp8", "model", "package", "random_weights")
     names += ("compile_tensorrt", "tensorrt_network", "tensorrt_package")
     files = [room / f"{name}.py" for name in names]
     paths = [*files, *sorted((room.parent / "plugins").glob("*.py"))]

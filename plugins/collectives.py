@@ -8,7 +8,10 @@ A group is named by a *handle*, an int, as pools are; but whoever opens an engin
 compiled engines: `TENSOR_PARALLEL`. A traced graph knows how many ranks there are, not which one it is; so one compiled
 engine serves all ranks, each with its own weights. With one rank no operation of these is called.
 
-`ThreadRanks` is the group whose ranks are threads of one process: the twin of every faster one.
+What rank 0 draws reaches the others by `Group.broadcast`, which is no operation: engines do not contain it.
+
+`ThreadRanks` is the group whose ranks are threads of one process: the twin of every faster one. A GPU's is
+`collectives_cuda.CudaRanks`, that of processes without a GPU `runtime.ranks.MpiRanks`.
 """
 
 from __future__ import annotations
@@ -43,6 +46,9 @@ class Group(Protocol):
     def all_gather(self, x: Tensor) -> Tensor:
         """[..., ranks * n] of each rank's x [..., n], in order of rank."""
 
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Rank 0's x; the others' have its shape and dtype."""
+
 
 _groups: dict[int, Group] = {}
 
@@ -57,6 +63,11 @@ def register_group(handle: int, group: Group) -> None:
 def release_group(handle: int) -> None:
     """Forgets the group; using the handle again raises KeyError."""
     del _groups[handle]
+
+
+def registered_group(handle: int) -> Group | None:
+    """The group of that name, if there is one."""
+    return _groups.get(handle)
 
 
 torch.library.define("pensieve::vocabulary_embed", "(Tensor token_ids, Tensor weight, int group) -> Tensor")
@@ -145,6 +156,9 @@ class ThreadRanks:
 
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.cat(self._meet("all_gather", x), dim=-1)
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        return self._meet("broadcast", x)[0].clone()
 
     def _work_as(self, rank: int, work: Callable[[int], Result]) -> Result:
         self._thread.rank, self._thread.calls = rank, 0

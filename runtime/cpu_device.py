@@ -21,7 +21,7 @@ from ..scheduler.plan import Lane
 from ..scheduler.types import InvariantError, Tier
 from .device import ForwardPass, Memory, Ticket, TransferSeconds, Work
 from .memory import check_pool_fits, host_memory
-from .sampler import Sampler, Scores
+from .sampler import Scores, make_sampler
 from .step_inputs import StepInputs
 
 
@@ -189,7 +189,7 @@ class CpuDevice:
         self._handle = register_pool(self._pools[Tier.GPU], self._pass_gate)
         self._block_table = torch.zeros(seats, blocks, dtype=torch.int32)
         self._last_samples = torch.zeros(seats, dtype=torch.int32)
-        self._sampler = Sampler(engine.vocab_size)
+        self._sampler = make_sampler(engine.vocab_size)
 
     def upload(self, inputs: StepInputs) -> None:
         self._uploaded = inputs

@@ -31,7 +31,7 @@ from .cuda_runtime import CudaError, CudaRuntime
 from .device import ForwardPass, Memory, Ticket, TransferSeconds, Work
 from .memory import GIB, POOL_SETTINGS, check_pool_fits, host_memory
 from .pinned import PinnedPool, Records
-from .sampler import Sampler, Scores
+from .sampler import Scores, make_sampler
 from .step_buffers import Shape, Shapes, Staging, StepBuffers
 from .step_inputs import StepInputs
 from .transfer_times import TransferTimes
@@ -223,7 +223,7 @@ class CudaDevice:
             self._results, self._copy_words = Staging(pinned=True), copy_words
             self._block_table = torch.zeros(seats, blocks, dtype=torch.int32, device="cuda")
             self._last_samples = torch.zeros(seats, dtype=torch.int32, device="cuda")
-            self._sampler = Sampler(engine.vocab_size, "cuda", self._buffers.place)
+            self._sampler = make_sampler(engine.vocab_size, "cuda", self._buffers.place)
         torch.cuda.synchronize()  # pools are zeroed on another stream
         if not self._enforce_eager:
             self._capture(shapes)

@@ -120,6 +120,15 @@ class Executor:
             launched = launched._replace(erased=self._disk.begin(plan))
         self._launched.append(launched)
 
+    @property
+    def in_flight(self) -> int:
+        """Plans launched and not waited for."""
+        return len(self._launched)
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once; with nothing in flight it is False. Raises what ended the device."""
+        return bool(self._launched) and all(map(self._device.ready, self._launched[0].tickets))
+
     def wait(self) -> StepResult:
         """Waits for the oldest launched plan and takes its result. InvariantError if there is none."""
         if not self._launched:

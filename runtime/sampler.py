@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..plugins.collectives import TENSOR_PARALLEL, Group, registered_group
 from ..scheduler.types import TokenLogprobs
 from .sampling_inputs import PenaltyStart, SamplingInputs
 
@@ -119,6 +120,40 @@ class Sampler:
 
     def _tensors(self, arrays: Iterable[np.ndarray]) -> list[Tensor]:
         return [self._place(array) for array in arrays]
+
+
+class SharedSampler:
+    """The sampler of one of several ranks: rank 0 draws and the others are told, on the stream of the step.
+
+    All ranks have equal logits, yet not all of what a draw depends on (grammars, penalties), and a cumulative sum on a
+    GPU promises no equal bits: two ranks that disagree once would compute different KV from there on, unnoticed.
+    """
+
+    def __init__(self, sampler: Sampler, group: Group):
+        self._sampler, self._group = sampler, group
+
+    def start(self, starts: tuple[PenaltyStart, ...]) -> None:
+        """As `Sampler.start`; only rank 0 has any."""
+        self._sampler.start(starts)
+
+    def sample(self, logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor, Scores | None]:
+        """As `Sampler.sample`; scores on rank 0 only."""
+        if self._group.rank == 0:
+            tokens, scores = self._sampler.sample(logits, inputs)
+        else:
+            scored = 0 if inputs.scores is None else len(inputs.scores.targets)
+            tokens, scores = torch.empty(len(logits) - scored, dtype=torch.int64, device=logits.device), None
+        return self._group.broadcast(tokens) if len(tokens) else tokens, scores
+
+
+def make_sampler(
+    vocab_size: int,
+    device: torch.device | str = "cpu",
+    place: Callable[[np.ndarray], Tensor] = torch.from_numpy,
+) -> Sampler | SharedSampler:
+    """What a device draws with; the arguments are those of `Sampler`."""
+    sampler, group = Sampler(vocab_size, device, place), registered_group(TENSOR_PARALLEL)
+    return sampler if group is None else SharedSampler(sampler, group)
 
 
 def add_biases(logits: Tensor, rows: Tensor, tokens: Tensor, values: Tensor) -> None:

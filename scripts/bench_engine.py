@@ -4,7 +4,8 @@
 
 Both engines are built from the checkpoint (default: the demo model), opened, and run in turns over the same batches:
 one new token a request, or one prompt. The time inside `write_kv` and `multi_token_attention`, which both call, is
-taken off. Printed are medians, and the last line is JSON.
+taken off. Printed are medians, and the last line is JSON. With one thread it is the thread's own CPU time, which other
+programs on the machine disturb less.
 """
 
 from __future__ import annotations
@@ -41,19 +42,22 @@ BATCHES = {  # requests, new tokens of each
 UNCOUNTED = 3
 
 
-class Spent:
-    """Seconds inside the operations that every backend calls."""
+Clock = Callable[[], float]
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
+
+class Spent:
+    """Seconds of a clock inside the operations that every backend calls."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.seconds, self.clock = 0.0, clock
         for name in ("write_kv", "multi_token_attention"):
             setattr(attention_reference, name, self._timed(getattr(attention_reference, name)))
 
     def _timed(self, operation: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any) -> Any:
-            start = time.perf_counter()
+            start = self.clock()
             result = operation(*arguments)
-            self.seconds += time.perf_counter() - start
+            self.seconds += self.clock() - start
             return result
 
         return timed
@@ -98,9 +102,9 @@ def measure(engines: Sequence[Engine], name: str, seconds: float, spent: Spent) 
     while len(total[0]) < UNCOUNTED + 5 or time.perf_counter() < deadline:
         for engine, times, totals in zip(engines, outside, total, strict=True):
             spent.seconds = 0.0
-            start = time.perf_counter()
+            start = spent.clock()
             engine.forward(*batch, handle)
-            took = time.perf_counter() - start
+            took = spent.clock() - start
             totals.append(1e3 * took)
             times.append(1e3 * (took - spent.seconds))
     medians = [statistics.median(times[UNCOUNTED:]) for times in (*outside, *total)]
@@ -124,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except SettingError as error:
             print(f"bench_engine: {error}", file=sys.stderr)
             return 2
-        spent = Spent()
+        spent = Spent(time.thread_time if args.threads == 1 else time.perf_counter)
         rows = [measure(engines, name, args.seconds, spent) for name in BATCHES]
     print("| batch | reference, ms | inductor, ms | ratio | with attention: reference | inductor |")
     print("|---|---|---|---|---|---|")

@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..builder.manifest import WEIGHTS, Manifest
+from ..builder.manifest import Manifest, weights_file
 from ..builder.model import Decoder
+from ..builder.parity import whole_weights
 from ..builder.random_weights import random_weights
 from ..builder.weights import load_weights
 from ..runtime.cpu_device import CpuDevice
@@ -91,13 +92,21 @@ class Sizes:
 class Asker:
     """The service's loop without its messages."""
 
-    def __init__(self, device: Device, engine: ForwardPass, config: SchedulerConfig, loads_from: int, seed: int):
+    def __init__(
+        self,
+        device: Device,
+        engine: ForwardPass,
+        config: SchedulerConfig,
+        loads_from: int,
+        seed: int,
+        make_executor: Callable[[Device, ForwardPass, SchedulerConfig], Executor] = Executor,
+    ):
         """Chunks whose context ends below `loads_from` tokens are recomputed rather than loaded."""
         attention = tuple((tokens, LOAD_S * tokens / loads_from) for tokens in (1, config.max_model_len))
         cost = CostProfile(config.chunk_tokens, 0.0, attention, 0.0, chunk_bytes=1, link_bytes_per_s=1 / LOAD_S)
         self.config = config
         self.scheduler = Scheduler(config, cost)
-        self.executor = Executor(device, engine, config)
+        self.executor = make_executor(device, engine, config)
         self._vocab_size, self._dice = engine.vocab_size, np.random.default_rng(seed)
         self._answers: dict[RequestId, Answer] = {}
         self._requests = 0
@@ -265,19 +274,14 @@ def ask_suspended(asker: Asker, sizes: Sizes, prompts: Sequence[array[int]], tel
 
 
 class Exact:
-    """The eager decoder in float32, of an engine's weights whatever its backend; a `ForwardPass`."""
+    """The eager decoder in float32, of an engine's weights whatever its backend and ranks; a `ForwardPass`."""
 
-    dtype = torch.float32
-
-    def __init__(self, directory: Path, manifest: Manifest):
-        device, seed, dtype = manifest.device, manifest.random_seed, getattr(torch, manifest.dtype)
-        if seed is None:
-            weights = load_weights(directory / WEIGHTS)
-        else:
-            weights = random_weights(manifest.decoder, dtype, device, seed)
-        wide = {name: tensor.to(device, torch.float32) for name, tensor in weights.items()}
-        self.manifest, self.vocab_size = manifest, manifest.vocab_size
-        self._decoder = Decoder.from_weights(manifest.decoder, wide)
+    def __init__(self, directory: Path, manifest: Manifest, dtype: torch.dtype = torch.float32):
+        """dtype: another one, for comparison."""
+        weights = whole_of(directory, manifest)
+        converted = {name: tensor.to(manifest.device, dtype) for name, tensor in weights.items()}
+        self.manifest, self.dtype, self.vocab_size = replace(manifest, tensor_parallel=1), dtype, manifest.vocab_size
+        self._decoder = Decoder.from_weights(manifest.decoder, converted)
 
     def kv_shape(self, slots: int, chunk_tokens: int) -> tuple[int, ...]:
         manifest = self.manifest
@@ -286,6 +290,15 @@ class Exact:
     @torch.inference_mode()
     def forward(self, *arguments: Any) -> torch.Tensor:
         return self._decoder(*arguments)
+
+
+def whole_of(directory: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
+    """The weights of all ranks as those of one."""
+    ranks, seed = manifest.tensor_parallel, manifest.random_seed
+    if seed is None:
+        files = [load_weights(directory / weights_file(rank, ranks)) for rank in range(ranks)]
+        return whole_weights(manifest.decoder, files)
+    return random_weights(manifest.decoder, getattr(torch, manifest.dtype), manifest.device, seed)
 
 
 def eager_device(name: str) -> Device:

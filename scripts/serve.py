@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.metadata
 import logging
 import multiprocessing
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -23,8 +23,8 @@ from ..builder.build import build_engine
 from ..builder.checkpoint import DEMO_CHECKPOINT
 from ..builder.config import Shard
 from ..builder.manifest import Manifest
+from ..plugins.collectives import TENSOR_PARALLEL, register_group
 from ..plugins.kv_fp8_reference import CODED, record_bytes
-from ..runtime.api_keys import key_digest
 from ..runtime.cpu_device import CpuDevice
 from ..runtime.device import Device
 from ..runtime.disk_directory import locked
@@ -33,16 +33,15 @@ from ..runtime.disk_speed import measure_disk
 from ..runtime.disk_store import DiskSettings
 from ..runtime.engine import Engine, open_engine
 from ..runtime.executor import GROUP_LAYERS, Executor
-from ..runtime.grammar import open_grammars
+from ..runtime.grammar import Grammars, open_grammars
 from ..runtime.history_store import HistoryStore
 from ..runtime.http_process import listen, serve_http
-from ..runtime.http_settings import HTTPSettings
 from ..runtime.logs import configure_logging
-from ..runtime.memory import GIB, activation_bytes, divide
+from ..runtime.memory import GIB, activation_bytes, check_pool_fits, divide
 from ..runtime.messages import Ready
 from ..runtime.profile import load_profile
+from ..runtime.ranks_launch import DRAIN, run_ranks, under_mpi
 from ..runtime.service import Service
-from ..runtime.text import ChatTemplate
 from ..runtime.trace_file import TraceFile
 from ..scheduler.batcher import MOST_SCORED
 from ..scheduler.config import SchedulerConfig
@@ -50,8 +49,13 @@ from ..scheduler.cost import CostProfile, analytic_profile, propose_swap_out_bel
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.types import SettingError, Tier
 from ..scheduler.windows import KEEP, RECOMPUTE
+from .ranks_command import run_rank, take_share
+from .serve_http import http_settings
 from .serve_options import DEFAULT_DISK_KV, DEFAULT_GPU_KV, DEFAULT_HOST_KV, parse_options
 from .sizes import parse_bytes
+
+if TYPE_CHECKING:
+    from ..runtime.ranks import Ranks
 
 log = logging.getLogger("pensieve")
 
@@ -61,13 +65,21 @@ ESTIMATES = {
     "cpu": dict(flops_per_s=5e10, link_bytes_per_s=5e9, step_base_seconds=2e-3),
     "cuda": dict(flops_per_s=4e14, link_bytes_per_s=5e10, step_base_seconds=8e-3),
 }
+ENDS = (signal.SIGTERM, signal.SIGINT, DRAIN)
 HTTP_EXIT_SECONDS = 15  # for clients to read the end of their replies
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
-        args = parse_options(sys.argv[1:] if argv is None else argv)
+        args = parse_options(words)
         configure_logging(args.log_format, args.log_level)
+        if under_mpi():
+            for number in ENDS:
+                signal.signal(number, signal.SIG_IGN)  # rank 0 decides when to end; its HTTP process inherits this
+            return run_rank("pensieve serve", engine_ranks(args), partial(serve_rank, args))
+        if (ranks := engine_ranks(args)) > 1:
+            return run_ranks(ranks, [sys.executable, "-m", f"{__package__}.pensieve", "serve", *words])
         with locked_directories(args):
             serve(args)
     except SettingError as error:
@@ -76,7 +88,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def serve(args: argparse.Namespace) -> None:
+def engine_ranks(args: argparse.Namespace) -> int:
+    return 1 if args.engine == "demo" else Manifest.read(Path(args.engine)).tensor_parallel
+
+
+def serve_rank(args: argparse.Namespace, ranks: Ranks) -> int:
+    """As one of the processes that mpirun started: rank 0 serves, the others follow it."""
+    if ranks.rank == 0:
+        with locked_directories(args):
+            serve(args, ranks if ranks.size > 1 else None)
+    else:
+        logging.getLogger().setLevel(logging.ERROR)  # what else it would say rank 0 says
+        follow_rank(args, ranks)
+    return 0
+
+
+def serve(args: argparse.Namespace, ranks: Ranks | None = None) -> None:
     """Starts the HTTP process, then becomes the loop. SettingError before anything is served."""
     settings = http_settings(args)
     HistoryStore(settings.history_file).close()  # whether it can be used is known before anything else starts
@@ -89,7 +116,7 @@ def serve(args: argparse.Namespace) -> None:
     listener.close()
     theirs.close()
     try:
-        service, ready = make_service(args, ours)
+        service, ready = make_service(args, ours, ranks)
         drain_on_signals(service, args.shutdown_timeout)
         gc.collect()
         gc.freeze()  # what is here stays: collections need not look at it again and hold up steps
@@ -112,101 +139,79 @@ def locked_directories(args: argparse.Namespace) -> Iterator[None]:
         yield
 
 
-def http_settings(args: argparse.Namespace) -> HTTPSettings:
-    """SettingError names the flag at fault."""
-    if args.max_requests_per_client is not None and args.max_requests_per_client < 1:
-        raise SettingError("--max-requests-per-client", f"must be at least 1, not {args.max_requests_per_client}")
-    if args.history_ttl is not None and not args.history_ttl > 0:
-        raise SettingError("--history-ttl", f"must be more than 0 seconds, not {args.history_ttl}")
-    if args.max_connections < 1:
-        raise SettingError("--max-connections", f"must be at least 1, not {args.max_connections}")
-    if not args.client_timeout > 0:
-        raise SettingError("--client-timeout", f"must be more than 0 seconds, not {args.client_timeout}")
-    if args.otlp_traces_endpoint is not None:
-        check_traces_endpoint(args.otlp_traces_endpoint)
-    return HTTPSettings(
-        max_requests_per_client=args.max_requests_per_client,
-        max_body_bytes=parse_bytes(args.max_body_bytes, "--max-body-bytes"),
-        max_connections=args.max_connections,
-        client_timeout=args.client_timeout,
-        chat_template=None if args.chat_template is None else read_chat_template(args.chat_template),
-        api_keys=tuple(key_digest(key) for key in read_api_keys(args.api_key, args.api_key_file)),
-        history_file=str(args.state_dir / "history.sqlite"),
-        history_ttl=args.history_ttl,
-        otlp_traces_endpoint=args.otlp_traces_endpoint,
-        log_format=args.log_format,
-        log_level=args.log_level,
-    )
-
-
-def check_traces_endpoint(endpoint: str) -> None:
-    """SettingError if it is no URL, or nothing is installed to send spans. Whether it answers is not asked."""
-    setting, exporter = "--otlp-traces-endpoint", "opentelemetry-exporter-otlp-proto-http"
-    try:
-        url = urlsplit(endpoint)
-        usable = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
-    except ValueError:
-        usable = False
-    if not usable:
-        raise SettingError(setting, f"must be a URL as http://127.0.0.1:4318/v1/traces, not {endpoint!r}")
-    try:
-        importlib.metadata.version(exporter)
-    except importlib.metadata.PackageNotFoundError:
-        raise SettingError(setting, f"needs more packages: pip install {exporter}") from None
-
-
-def read_api_keys(keys: list[str], path: Path | None) -> list[str]:
-    """Those of the command line and those of the file, whose empty lines and lines with # say nothing."""
-    if path is not None:
-        try:
-            lines = [line.strip() for line in path.read_text("utf-8").splitlines()]
-        except (OSError, UnicodeDecodeError) as error:
-            raise SettingError("--api-key-file", f"cannot read {path}: {error}") from error
-        found = [line for line in lines if line and not line.startswith("#")]
-        if not found:
-            raise SettingError("--api-key-file", f"{path} holds no key")
-        keys = [*keys, *found]
-    if not all(key.strip() for key in keys):
-        raise SettingError("--api-key", "a key must not be empty")
-    return keys
-
-
-def read_chat_template(path: Path) -> str:
-    try:
-        source = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingError("--chat-template", f"cannot read {path}: {error}") from error
-    ChatTemplate(source, {}, "--chat-template")  # whether it parses
-    return source
-
-
 def drain_on_signals(service: Service, seconds: float) -> None:
-    """The first SIGTERM or SIGINT lets requests finish within `seconds`, the second ends them, the third kills."""
+    """The first SIGTERM, SIGINT or (passed on by mpirun) SIGUSR1 lets requests finish within `seconds`, the second ends
+    them, the third kills."""
     patience = [0.0, seconds]
 
     def drain(*_: object) -> None:
         service.drain(patience.pop())
         if not patience:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in ENDS:
                 signal.signal(number, signal.SIG_DFL)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in ENDS:
         signal.signal(number, drain)
 
 
-def make_service(args: argparse.Namespace, connection: Connection) -> tuple[Service, Ready]:
+class Prepared(NamedTuple):
+    """What one rank serves with, all of it sized alike on all ranks."""
+
+    directory: Path
+    device: Device
+    engine: Engine
+    config: SchedulerConfig
+
+
+def prepare(args: argparse.Namespace) -> Prepared:
+    """SettingError for an engine of several ranks."""
     device = make_device(args)
-    trace = None if args.trace is None else TraceFile(args.trace)
-    if trace is not None:
-        device.watch(trace.work)
     directory = Path(args.engine)
     if args.engine == "demo":
         directory = demo_engine(args.state_dir, args.device)
-    ranks = Manifest.read(directory).tensor_parallel
-    if ranks != 1:
-        raise SettingError("--engine", f"{directory} is divided among {ranks} ranks; ranks over MPI do not exist yet")
+    divided = Manifest.read(directory).tensor_parallel
+    if divided != 1:
+        raise SettingError(
+            "--engine", f"{directory} is divided among {divided} ranks, which only `pensieve serve` starts"
+        )
     engine = open_engine(directory, args.device)
-    config = scheduler_config(args, engine, device)
+    return Prepared(directory, device, engine, scheduler_config(args, engine, device))
+
+
+def prepare_rank(args: argparse.Namespace, ranks: Ranks) -> Prepared:
+    """All ranks call it, side by side; what is wrong with one is raised by all. Pools are as the smallest rank's."""
+    directory = Path(args.engine)
+    ranks.together(lambda: take_share(args.device, ranks))
+    device = ranks.together(lambda: make_device(args))
+    engine = ranks.together(lambda: open_engine(directory, args.device, ranks.rank))
+    ranks.check_equal("--engine", "engine", engine.manifest.fingerprint)
+    register_group(TENSOR_PARALLEL, ranks.open_group(args.device, engine.dtype))
+    config = ranks.together(lambda: scheduler_config(args, engine, device))
+    gpu, host, disk, longest = ranks.smallest(
+        config.gpu_kv_chunks, config.host_kv_chunks, config.disk_kv_chunks, config.max_model_len
+    )
+    record = record_bytes(engine.kv_shape(1, config.chunk_tokens), host_dtype(args, engine))
+    size = host * record * ranks.local_size
+    ranks.together(lambda: check_pool_fits(Tier.HOST, host, size, device.memory(Tier.HOST).free))
+    agreed = replace(config, gpu_kv_chunks=gpu, host_kv_chunks=host, disk_kv_chunks=disk, max_model_len=longest)
+    return Prepared(directory, device, engine, agreed)
+
+
+def follow_rank(args: argparse.Namespace, ranks: Ranks) -> None:
+    """Another rank than 0, until rank 0 ends it."""
+    from ..runtime.ranks_executor import follow  # and MPI
+
+    prepared = prepare_rank(args, ranks)
+    follow(ranks, make_executor(args, prepared, disk_settings(args, prepared.config, ranks), ranks))
+
+
+def make_service(args: argparse.Namespace, connection: Connection, ranks: Ranks | None = None) -> tuple[Service, Ready]:
+    """With `ranks`, rank 0's."""
+    prepared = prepare(args) if ranks is None else prepare_rank(args, ranks)
+    directory, device, engine, config = prepared
+    trace = None if args.trace is None else TraceFile(args.trace)
+    if trace is not None:
+        device.watch(trace.work)
     measured = load_profile(directory, engine, config.chunk_tokens)
     host_record = record_bytes(engine.kv_shape(1, config.chunk_tokens), host_dtype(args, engine))
     cost = replace(measured or estimated_cost(engine, config), chunk_bytes=host_record)
@@ -217,9 +222,8 @@ def make_service(args: argparse.Namespace, connection: Connection) -> tuple[Serv
     scheduler = Scheduler(config, cost)
     tokenizer = str(directory) if (directory / "tokenizer.json").exists() else ""
     grammars = open_grammars(tokenizer, engine.vocab_size, engine.manifest.stop_ids)
-    group_layers = GROUP_LAYERS if args.swap_in == "pipelined" else engine.manifest.layers
-    in_first, disk = args.link == "in-first", disk_settings(args, config)
-    executor = Executor(device, engine, config, group_layers, grammars, in_first, host_dtype(args, engine), disk)
+    disk = disk_settings(args, config, ranks)
+    executor = make_executor(args, prepared, disk, ranks, grammars)
     records = executor.disk_records()
     scheduler.adopt(records, time.monotonic())
     model, *aliases = args.served_model_name or [directory.resolve().name]
@@ -245,6 +249,24 @@ def make_service(args: argparse.Namespace, connection: Connection) -> tuple[Serv
         config.max_model_len,
     )
     return Service(scheduler, executor, connection, trace), ready
+
+
+def make_executor(
+    args: argparse.Namespace,
+    prepared: Prepared,
+    disk: DiskSettings | None,
+    ranks: Ranks | None,
+    grammars: Grammars | None = None,
+) -> Executor:
+    _, device, engine, config = prepared
+    make: Callable[..., Executor] = Executor
+    if ranks is not None and ranks.rank == 0:
+        from ..runtime.ranks_executor import RankedExecutor  # and MPI
+
+        make = partial(RankedExecutor, ranks)
+    group_layers = GROUP_LAYERS if args.swap_in == "pipelined" else engine.manifest.layers
+    in_first = args.link == "in-first"
+    return make(device, engine, config, group_layers, grammars, in_first, host_dtype(args, engine), disk)
 
 
 def make_device(args: argparse.Namespace) -> Device:
@@ -357,13 +379,14 @@ def host_dtype(args: argparse.Namespace, engine: Engine) -> torch.dtype:
     return CODED if args.lower_tier_kv == "fp8" else engine.dtype
 
 
-def disk_settings(args: argparse.Namespace, config: SchedulerConfig) -> DiskSettings | None:
+def disk_settings(args: argparse.Namespace, config: SchedulerConfig, ranks: Ranks | None = None) -> DiskSettings | None:
     """Where the disk tier is and what may be read from it; None without one."""
     if not config.disk_kv_chunks:
         if args.disk_dir is not None:
             raise SettingError("--disk-dir", "needs --disk-kv-bytes or --disk-kv-chunks: how much it may hold")
         return None
-    return DiskSettings(disk_directory(args), config.disk_kv_chunks, config.seed.hex())
+    count, rank = (1, 0) if ranks is None else (ranks.size, ranks.rank)
+    return DiskSettings(disk_directory(args), config.disk_kv_chunks, config.seed.hex(), count, rank)
 
 
 def disk_directory(args: argparse.Namespace) -> Path:

@@ -15,7 +15,8 @@ from ..runtime.history_store import HistoryStore
 from ..runtime.logs import configure_logging
 from ..runtime.triton_settings import TritonSettings
 from ..scheduler.types import SettingError
-from .serve import drain_on_signals, http_settings, locked_directories, make_service
+from .serve import drain_on_signals, locked_directories, make_service
+from .serve_http import http_settings
 from .serve_options import parse_options
 
 END_SECONDS = 10.0  # for the last step, and for memory to be given back

@@ -32,14 +32,6 @@ def test_the_compiler_gets_plain_arithmetic_and_the_two_operations_of_the_pool(k
     assert set(program.state_dict) == set(weights)
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_products_of_float32_are_one_kernel_each_on_a_cpu(kind):
-    config = decoder_config(tiny_config(kind).to_dict() | {"architectures": [ARCHITECTURES[kind]]})
-    program = export(Compilable.from_weights(config, laid_out(random_weights(config, torch.float32, "cpu", 0))))
-    calls = [str(node.target) for node in program.graph.nodes]
-    assert calls.count("pensieve.cpu_linear.default") == 4 * config.layers + 1 and "aten.linear.default" not in calls
-
-
 @pytest.fixture(scope="module", params=["llama", "opt"])
 def compiled(request, tmp_path_factory):
     """(engine directory, transformers' model)."""

@@ -188,7 +188,7 @@ def test_a_compiled_engine_is_as_near_as_the_reference(tmp_path):
     parity = built.manifest.compiled.parity
     assert parity.logits <= 2 * parity.logits_eager and built.manifest.quantisation.logits < FP8_BOUND
     expected = of_engine(tmp_path / "reference")
-    assert (of_engine(tmp_path / "inductor") - expected).norm() < 0.02 * expected.norm()
+    assert (of_engine(tmp_path / "inductor") - expected).norm() < 0.05 * expected.norm()
 
 
 def test_the_demo_model_loses_little(tmp_path):

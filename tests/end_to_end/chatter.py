@@ -53,7 +53,18 @@ class Chatter:
     """
 
     def __init__(
-        self, engine, reference, seed, *, disturbed=False, ids=0.7, host_dtype=None, disk=None, longest=150, **settings
+        self,
+        engine,
+        reference,
+        seed,
+        *,
+        disturbed=False,
+        ids=0.7,
+        host_dtype=None,
+        disk=None,
+        longest=150,
+        make_executor=Executor,
+        **settings,
     ):
         self.longest = longest
         self.random = random.Random(seed)
@@ -70,7 +81,7 @@ class Chatter:
         self.vocabulary = engine.manifest.vocab_size
         self.reference = reference
         self._engine, self._seed, self._disturbed, self._disk = engine, seed, disturbed, disk
-        self._host_dtype = host_dtype
+        self._host_dtype, self._make_executor = host_dtype, make_executor
         self._begin()
         self.ids = ids
         self.logs: dict[str, list[int]] = {}
@@ -86,7 +97,7 @@ class Chatter:
             disturb=(lambda lane: delays.choice((0.0, 0.0, 0.002, 0.006))) if self._disturbed else None,
             shuffle=random.Random(self._seed + 2) if self._disturbed else None,
         )
-        self.executor = Executor(
+        self.executor = self._make_executor(
             device, self._engine, self.config, group_layers=1, host_dtype=self._host_dtype, disk=self._disk
         )
         self.scheduler = Scheduler(

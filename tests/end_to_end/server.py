@@ -16,10 +16,12 @@ import httpx
 class Server:
     """Use as a context manager. `url` is its address; `log` its last lines."""
 
-    def __init__(self, state_dir, *options, engine="demo", start_seconds=120):
-        command = [sys.executable, "-m", "pensieve.scripts.pensieve", "serve", "--engine", str(engine), "--port", "0"]
+    COMMAND = (sys.executable, "-m", "pensieve.scripts.pensieve", "serve")
+
+    def __init__(self, state_dir, *options, engine="demo", start_seconds=120, command=COMMAND, environment=None):
+        words = [*command, "--engine", engine, "--port", 0, "--state-dir", state_dir, *options]
         self.process = subprocess.Popen(
-            [*command, "--state-dir", str(state_dir), *map(str, options)], stderr=subprocess.PIPE, text=True
+            [str(word) for word in words], stderr=subprocess.PIPE, text=True, env=environment
         )
         self.log = deque(maxlen=50)
         self._address = threading.Event()

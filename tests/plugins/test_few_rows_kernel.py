@@ -42,7 +42,7 @@ def test_what_does_not_fit_is_refused(rows, outputs, inputs):
         )
 
 
-@needs_kernels
+@pytest.mark.gpu
 @pytest.mark.skipif(not CUDA or torch.cuda.get_device_capability() < (9, 0), reason="needs compute capability 9.0")
 @pytest.mark.parametrize("splits", [1, 2])
 def test_an_early_kernel_waits_for_what_it_depends_on(splits):

@@ -23,7 +23,7 @@ from pensieve.runtime.http_settings import HTTPSettings
 from pensieve.runtime.messages import Submit
 from pensieve.runtime.openai_api import create_app
 from pensieve.scheduler.types import SettingError
-from pensieve.scripts.serve import http_settings
+from pensieve.scripts.serve_http import http_settings
 from pensieve.scripts.serve_options import parse_options
 
 from .fake_loop import FakeLoop, eventually, ready, say

@@ -25,6 +25,7 @@ def program(directory: Path, name: str, text: str) -> None:
 def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory that is all there is of programs."""
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.delenv("CXX", raising=False)
     return tmp_path
 

@@ -13,13 +13,13 @@ from pensieve.scheduler.cost import analytic_profile
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.serve import (
     disk_settings,
-    http_settings,
     locked_directories,
     make_device,
     overflow_mode,
     scheduler_config,
     with_disk_speed,
 )
+from pensieve.scripts.serve_http import http_settings
 from pensieve.scripts.serve_options import parse_options
 
 

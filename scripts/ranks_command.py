@@ -1,0 +1,62 @@
+"""What commands share that run as several ranks: they start themselves under mpirun, and each rank takes its share."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..runtime.ranks_launch import open_ranks, run_ranks, under_mpi
+from ..scheduler.types import SettingError
+
+if TYPE_CHECKING:
+    from ..runtime.ranks import Ranks
+
+log = logging.getLogger(__name__)
+
+
+def take_share(device: str, ranks: Ranks) -> None:
+    """The host's cores are shared by its ranks; each has a GPU of its own, in their order. SettingError for too few."""
+    if device == "cpu":
+        torch.set_num_threads(max(1, torch.get_num_threads() // ranks.local_size))
+    elif torch.cuda.device_count() < ranks.local_size:
+        raise SettingError(
+            "--device", f"{ranks.local_size} ranks here need a GPU each, not {torch.cuda.device_count()}"
+        )
+    else:
+        torch.cuda.set_device(ranks.local_rank)
+
+
+def run_as_ranks(name: str, count: int, words: Sequence[str], work: Callable[[Ranks], int]) -> int:
+    """work(ranks) as one of `count` ranks, or all of them with `words` after the command's name; the exit status."""
+    if under_mpi():
+        return run_rank(name, count, work)
+    try:
+        return run_ranks(count, [sys.executable, "-m", f"{__package__}.{name}", *words])
+    except SettingError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+
+
+def run_rank(name: str, count: int, work: Callable[[Ranks], int]) -> int:
+    """work(ranks) as one of the `count` processes that mpirun started. Whatever it raises ends them all."""
+    try:
+        ranks = open_ranks()
+    except SettingError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+    try:
+        if ranks.size != count and ranks.rank == 0:
+            raise SettingError("mpirun", f"{count} ranks are needed and {ranks.size} were started: mpirun -n {count}")
+        status = work(ranks)
+        ranks.close()
+    except SettingError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        ranks.fail(error, status=2)
+    except BaseException as error:
+        log.exception("rank %d failed", ranks.rank)
+        ranks.fail(error)
+    return status

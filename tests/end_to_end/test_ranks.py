@@ -1,0 +1,113 @@
+"""Ranks over a real MPI, on the CPU: replies are those of plain transformers, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+
+import httpx
+import pytest
+
+from pensieve.builder.build import build_engine
+from tests.models import tiny_checkpoint
+from tests.mpi import command, run_ranks, variables
+
+from .server import Server
+
+EVENTS = ("gpu", "host", "recomputed", "new", "disjoint", "suspended", "dropped", "aborted", "branched")
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    """(checkpoint, engine of two ranks) of a kind of model, made when first asked for."""
+    made = {}
+
+    def make(kind):
+        if kind not in made:
+            directory = tmp_path_factory.mktemp(kind)
+            tiny_checkpoint(kind, directory / "checkpoint")
+            build_engine(directory / "checkpoint", directory / "engine", tensor_parallel=2)
+            made[kind] = directory / "checkpoint", directory / "engine"
+        return made[kind]
+
+    return make
+
+
+def chat(engine, *runs, seconds=120):
+    """What has happened; every reply was right."""
+    return json.loads(run_ranks(2, "tests.end_to_end.ranks_chatter", *engine, json.dumps(runs), seconds=seconds))
+
+
+def test_two_ranks_reply_as_transformers(engine):
+    """Grouped-query heads, one KV head a rank; pools so small that chunks swap and drop."""
+    counts = chat(engine("llama"), dict(seed=1, turns=30, gpu_kv_chunks=29, slow=1))
+    for event in ("gpu", "host", "recomputed", "new", "dropped"):
+        assert counts[event] > 0, f"{event} never occurred"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "opt"])
+def test_two_ranks_reply_as_transformers_whatever_happens(kind, engine):
+    """Copies and steps delayed on all ranks, on one, on none; hosts of all sizes."""
+    runs = [dict(seed=seed, turns=50, gpu_kv_chunks=29, disturbed=bool(seed % 2)) for seed in range(4)]
+    runs += [dict(seed=7, turns=50, gpu_kv_chunks=29, host_kv_chunks=host, slow=1) for host in (0, 30, 200)]
+    runs += [dict(seed=8, turns=50, gpu_kv_chunks=29, slow=0, batching="separate")]
+    runs += [dict(seed=9 + n, turns=60, gpu_kv_chunks=29, host_kv_chunks=12, disk_kv_chunks=40, slow=n) for n in (0, 1)]
+    counts = chat(engine(kind), *runs, seconds=300)
+    print(counts)
+    for event in (*EVENTS, "disk"):
+        assert counts[event] > 0, f"{event} never occurred"
+
+
+PROMPT = list(range(5, 25))
+
+
+def ask(server, max_tokens, seconds=60):
+    return server.post("/v1/completions", seconds, model="engine", prompt=PROMPT, max_tokens=max_tokens,
+                       ignore_eos=True, return_token_ids=True)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_server_starts_its_ranks_and_ends_them(engine, tmp_path):
+    """And drains: a reply that is being written when the signal comes is written to its end."""
+    with Server(tmp_path, engine=engine("llama")[1]) as server:
+        whole = ask(server, 40).json()["choices"][0]["token_ids"]
+        assert len(whole) == 40
+        body = {"model": "engine", "prompt": PROMPT, "max_tokens": 300, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            assert "data: [DONE]" in list(lines)
+        assert server.process.wait(60) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["raise", "kill", "hang"])
+def test_a_rank_that_fails_ends_all(fault, engine, tmp_path):
+    """Its message reaches the client and the log. A killed one has none: mpirun ends the others."""
+    words = command(2, "tests.end_to_end.ranks_faults", fault)
+    with Server(tmp_path, engine=engine("llama")[1], command=words, environment=variables(2)) as server:
+        started = time.monotonic()
+        if fault == "kill":
+            with pytest.raises(httpx.TransportError):
+                ask(server, 40)
+        else:
+            message = {"raise": "ZeroDivisionError: rank 1 divides by zero", "hang": "a rank hangs"}[fault]
+            reply = ask(server, 40)
+            assert reply.status_code == 500 and message in reply.text
+        assert server.process.wait(30) != 0
+        assert time.monotonic() - started < 30
+        log = "\n".join(server.log)
+        if fault != "kill":
+            assert message in log
+
+
+@pytest.mark.slow
+def test_ranks_that_are_too_few_are_told_how_many(engine, tmp_path):
+    words = command(1, "pensieve.scripts.pensieve", "serve")
+    server = Server(tmp_path, engine=engine("llama")[1], command=words, environment=variables(1))
+    assert server.process.wait(60) == 2
+    server._reader.join(10)
+    assert any("2 ranks are needed and 1 were started: mpirun -n 2" in line for line in server.log)

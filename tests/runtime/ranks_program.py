@@ -1,0 +1,76 @@
+"""Each of three ranks agrees, adds up and is told; what is wrong raises. Run by mpirun; rank 0 says what it found."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import torch
+
+from pensieve.plugins.collectives import ThreadRanks
+from pensieve.runtime.ranks import Ranks
+from pensieve.scheduler.types import SettingError
+
+
+def check_sums(ranks):
+    """MpiRanks, called by a thread of its own as a device does, against its twin. The same bits everywhere."""
+    group = ranks.open_group("cpu", torch.float32)
+    for dtype in (torch.float32, torch.bfloat16):
+        generator = torch.Generator().manual_seed(1)
+        shares = torch.randn(ranks.size, 5, 64, generator=generator).to(dtype)
+        twin = ThreadRanks(ranks.size)
+        total, row, told = twin.run(
+            lambda rank, twin=twin, shares=shares: (
+                twin.all_reduce(shares[rank]),
+                twin.all_gather(shares[rank]),
+                twin.broadcast(shares[rank]),
+            )
+        )[0]
+        found = []
+        x = shares[ranks.rank]
+
+        def compute(x=x, found=found):
+            found += [group.all_reduce(x), group.all_gather(x.t()[:, :3].t()), group.broadcast(x)]
+
+        thread = threading.Thread(target=compute)
+        thread.start()
+        ranks.smallest(ranks.rank)  # beside it, in another thread
+        thread.join()
+        assert torch.equal(found[0], total) and torch.equal(found[2], told)
+        assert torch.equal(found[1], torch.cat(tuple(shares[:, :3]), dim=-1)) and row.shape == (5, 64 * ranks.size)
+        assert torch.equal(x, shares[ranks.rank])
+
+
+def check_agreement(ranks):
+    assert ranks.together(lambda: 7 * ranks.rank) == 7 * ranks.rank
+    assert ranks.smallest(10 - ranks.rank, ranks.rank) == (11 - ranks.size, 0)
+    ranks.check_equal("--engine", "fingerprint", "same")
+    assert (ranks.local_rank, ranks.local_size) == (ranks.rank, ranks.size)
+
+
+def refuse(ranks, what):
+    def work():
+        if ranks.rank == 1:
+            raise SettingError("--device", "there is none on this one")
+
+    if what == "setting":
+        ranks.together(work)
+    else:
+        ranks.check_equal("--engine", "fingerprint", "abc"[ranks.rank])
+
+
+if __name__ == "__main__":
+    ranks = Ranks()
+    try:
+        check_agreement(ranks)
+        check_sums(ranks)
+        if len(sys.argv) > 1:
+            refuse(ranks, sys.argv[1])
+            ranks.together(lambda: None)  # where the others are ended
+    except SettingError as error:
+        print(error, flush=True)
+        ranks.fail(error, status=2)
+    except BaseException as error:
+        ranks.fail(error)
+    if ranks.rank == 0:
+        print("all well")

@@ -1,0 +1,30 @@
+"""Ranks over a real MPI: agreeing, computing together, refusing together."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from tests.mpi import command, run_ranks, variables
+
+PROGRAM = "tests.runtime.ranks_program"
+
+
+@pytest.mark.slow
+def test_three_ranks_agree_and_add_up():
+    assert run_ranks(3, PROGRAM) == "all well\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "what, message",
+    [
+        ("setting", "--device: there is none on this one"),
+        ("value", "--engine: rank 1 has another fingerprint than rank 0: b, not a"),
+    ],
+)
+def test_what_is_wrong_with_one_is_said_once_and_ends_all(what, message):
+    ended = subprocess.run(command(3, PROGRAM, what), env=variables(3), capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert ended.stdout == message + "\n"

