@@ -11,13 +11,26 @@ import pytest
 import torch
 
 from pensieve.builder.build import build_engine
+from pensieve.runtime.disk_store import DiskSettings
 from pensieve.runtime.engine import open_engine
 from tests.models import tiny_checkpoint
 
 from .chatter import Chatter
 
 RUNS = [("llama", "keep"), ("llama", "recompute"), ("llama", "restart-positions"), ("opt", "recompute")]
-EVENTS = ("gpu", "host", "recomputed", "new", "suspended", "dropped", "aborted", "forked", "overflowed", "begun anew")
+EVENTS = (
+    "gpu",
+    "host",
+    "disk",
+    "recomputed",
+    "new",
+    "suspended",
+    "dropped",
+    "aborted",
+    "forked",
+    "overflowed",
+    "begun anew",
+)
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +61,8 @@ def test_replies_are_those_of_a_pass_with_the_same_visibility(models, kind, over
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "overflow"), RUNS)
-def test_replies_over_many_windows(models, kind, overflow):
-    """With ids and without, pools tight and ample, windows that end within a chunk, and other ratios."""
+def test_replies_over_many_windows(models, kind, overflow, tmp_path):
+    """With ids and without, pools tight and ample, a disk, windows that end within a chunk, and other ratios."""
     happened = Counter()
     for seed in range(3):
         for ids in (0.0, 0.7, 1.0):
@@ -57,6 +70,8 @@ def test_replies_over_many_windows(models, kind, overflow):
         happened += chat(models, kind, overflow, seed, 70, max_model_len=68, gpu_kv_chunks=60)
         happened += chat(models, kind, overflow, seed, 70, overflow_ratio=0.25, chunk_tokens=4, gpu_kv_chunks=40)
         happened += chat(models, kind, overflow, seed, 40, reuse=False, gpu_kv_chunks=60)
+        disk = DiskSettings(tmp_path / f"{seed}", 60, "ab")
+        happened += chat(models, kind, overflow, seed, 70, host_kv_chunks=10, disk_kv_chunks=60, disk=disk)
         happened += chat(models, kind, overflow, seed, 70, host_kv_chunks=0, batching="separate")
     for event in EVENTS:
         assert happened[event] > 0, f"{event} never occurred: {dict(happened)}"
