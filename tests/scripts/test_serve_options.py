@@ -11,16 +11,10 @@ import torch
 from pensieve.runtime.device import Memory
 from pensieve.scheduler.cost import analytic_profile
 from pensieve.scheduler.types import SettingError
-from pensieve.scripts.serve import (
-    disk_settings,
-    locked_directories,
-    make_device,
-    overflow_mode,
-    scheduler_config,
-    with_disk_speed,
-)
+from pensieve.scripts.serve import locked_directories, make_device
 from pensieve.scripts.serve_http import http_settings
 from pensieve.scripts.serve_options import parse_options
+from pensieve.scripts.serve_sizes import disk_settings, overflow_mode, scheduler_config, with_disk_speed
 
 
 @pytest.fixture

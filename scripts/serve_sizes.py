@@ -1,0 +1,178 @@
+"""How large everything is that is served with: pools, contexts, the disk's room, and what it is expected to cost."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..builder.config import Shard
+from ..builder.manifest import Manifest
+from ..plugins.kv_fp8_reference import CODED, record_bytes
+from ..runtime.device import Device
+from ..runtime.disk_records import record_bytes as disk_record_bytes
+from ..runtime.disk_speed import measure_disk
+from ..runtime.disk_store import DiskSettings
+from ..runtime.engine import Engine
+from ..runtime.memory import GIB, activation_bytes, divide
+from ..scheduler.batcher import MOST_SCORED
+from ..scheduler.config import SchedulerConfig
+from ..scheduler.cost import CostProfile, analytic_profile
+from ..scheduler.types import SettingError, Tier
+from ..scheduler.windows import KEEP, RECOMPUTE
+from .serve_options import DEFAULT_DISK_KV, DEFAULT_GPU_KV, DEFAULT_HOST_KV
+from .sizes import parse_bytes
+
+if TYPE_CHECKING:
+    from ..runtime.ranks import Ranks
+
+log = logging.getLogger("pensieve")
+
+# What a core or two do, and one Hopper GPU, for the cost estimate of an engine that has not been measured: arithmetic,
+# copies between the tiers, and the least time of a step.
+ESTIMATES = {
+    "cpu": dict(flops_per_s=5e10, link_bytes_per_s=5e9, step_base_seconds=2e-3),
+    "cuda": dict(flops_per_s=4e14, link_bytes_per_s=5e10, step_base_seconds=8e-3),
+}
+
+
+def scheduler_config(args: argparse.Namespace, engine: Engine, device: Device) -> SchedulerConfig:
+    """SettingError names the flag at fault."""
+    if args.chunk_tokens < 1:
+        raise SettingError("--chunk-tokens", f"must be at least 1, not {args.chunk_tokens}")
+    record = engine.chunk_bytes(args.chunk_tokens)
+    if args.device == "cuda" and args.gpu_kv_chunks is None and args.gpu_kv_bytes is None:
+        gpu_chunks = free_gpu_bytes(args, engine, device) // record
+    else:
+        gpu_chunks = kv_chunks(args.gpu_kv_chunks, args.gpu_kv_bytes or DEFAULT_GPU_KV, "--gpu-kv-bytes", record)
+    host_record = record_bytes(engine.kv_shape(1, args.chunk_tokens), host_dtype(args, engine))
+    host_chunks = kv_chunks(args.host_kv_chunks, args.host_kv_bytes or DEFAULT_HOST_KV, "--host-kv-bytes", host_record)
+    disk_chunks = kv_chunks(
+        args.disk_kv_chunks, args.disk_kv_bytes or DEFAULT_DISK_KV, "--disk-kv-bytes", disk_record_bytes(host_record)
+    )
+    settings = dict(
+        gpu_kv_chunks=gpu_chunks,
+        host_kv_chunks=host_chunks,
+        disk_kv_chunks=disk_chunks,
+        save=args.save,
+        prefetch=args.prefetch == "on",
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        chunk_tokens=args.chunk_tokens,
+        max_queue=args.max_queue,
+        eviction=args.eviction,
+        **({} if args.swap_out_below is None else dict(swap_out_below=args.swap_out_below)),
+        generation_reserve=args.generation_reserve,
+        batching=args.batching,
+        queue_timeout=args.queue_timeout,
+        conversation_ttl=args.conversation_ttl,
+        overflow=overflow_mode(args.overflow, engine.manifest),
+        overflow_ratio=args.overflow_ratio,
+        reuse=args.reuse,
+        seed=kv_seed(engine.manifest, args.lower_tier_kv),
+    )
+    longest = engine.manifest.max_model_len
+    if args.max_model_len is None:
+        fits = SchedulerConfig(max_model_len=1, **settings).largest_context
+        if fits < longest:
+            log.warning(
+                "contexts are limited to %d tokens (the model's: %d): the GPU cache holds no more", fits, longest
+            )
+        return SchedulerConfig(max_model_len=min(fits, longest), **settings)
+    if args.max_model_len > longest:
+        raise SettingError("--max-model-len", f"{args.max_model_len} is more than the model's own {longest} tokens")
+    return SchedulerConfig(max_model_len=args.max_model_len, **settings)
+
+
+def overflow_mode(asked: str | None, manifest: Manifest) -> str:
+    """Kept KV stays valid only where positions matter as differences; a learned table also has an end."""
+    if manifest.decoder.rotary is not None:
+        return asked or KEEP
+    if asked == KEEP:
+        message = f"{KEEP}: {manifest.decoder.architecture} has learned positions, which do not run on"
+        raise SettingError("--overflow", message)
+    return asked or RECOMPUTE
+
+
+def free_gpu_bytes(args: argparse.Namespace, engine: Engine, device: Device) -> int:
+    """What `--gpu-memory-utilization` leaves for KV."""
+    context = args.max_model_len or engine.manifest.max_model_len
+    activations = activation_bytes(
+        Shard(engine.manifest.decoder, engine.manifest.tensor_parallel),
+        engine.dtype.itemsize,
+        tokens=args.max_num_batched_tokens,
+        sampled=args.max_num_seqs,
+        scored=MOST_SCORED,
+        context=context,
+    )
+    memory = device.memory(Tier.GPU)
+    division = divide(memory, args.gpu_memory_utilization, engine.weight_bytes, activations)
+    log.info(
+        "GPU memory: %.1f GiB, of which weights %.1f, activations %.1f, CUDA and its graphs %.1f, KV %.1f",
+        *(size / GIB for size in (memory.total, *division)),
+    )
+    return division.kv
+
+
+def kv_chunks(chunks: int | None, size: str, setting: str, record: int) -> int:
+    if chunks is not None:
+        return chunks
+    return parse_bytes(size, setting) // record
+
+
+def host_dtype(args: argparse.Namespace, engine: Engine) -> torch.dtype:
+    """Of the HOST pool."""
+    return CODED if args.lower_tier_kv == "fp8" else engine.dtype
+
+
+def disk_settings(args: argparse.Namespace, config: SchedulerConfig, ranks: Ranks | None = None) -> DiskSettings | None:
+    """Where the disk tier is and what may be read from it; None without one."""
+    if not config.disk_kv_chunks:
+        if args.disk_dir is not None:
+            raise SettingError("--disk-dir", "needs --disk-kv-bytes or --disk-kv-chunks: how much it may hold")
+        return None
+    count, rank = (1, 0) if ranks is None else (ranks.size, ranks.rank)
+    return DiskSettings(disk_directory(args), config.disk_kv_chunks, config.seed.hex(), count, rank)
+
+
+def disk_directory(args: argparse.Namespace) -> Path:
+    return args.disk_dir or args.state_dir / "kv"
+
+
+def with_disk_speed(cost: CostProfile, directory: Path, longest: int) -> CostProfile:
+    """Measured just now. Says from which speed on reading pays at all."""
+    speed = measure_disk(directory, cost.chunk_bytes)
+    if speed is None:
+        log.warning("%s: the disk takes nothing now, so its speed is a guess", directory)
+        return cost
+    even = [cost.chunk_bytes / cost.recompute(end) for end in (cost.chunk_tokens, longest)]
+    log.info(
+        "%s: reads %.2f GB/s, writes %.2f GB/s; reading beats computing again from %.3f GB/s at a context's beginning, "
+        "from %.3f GB/s at %d tokens",
+        directory,
+        *(size / 1e9 for size in (speed.read, speed.write, *even)),
+        longest,
+    )
+    return replace(cost, disk_read_bytes_per_s=speed.read, disk_write_bytes_per_s=speed.write)
+
+
+def kv_seed(manifest: Manifest, lower_tier_kv: str) -> bytes:
+    """Engines of one fingerprint compute equal KV, and equal lower tiers keep it equally; no others share chunks."""
+    return bytes.fromhex(manifest.fingerprint) + (b"" if lower_tier_kv == "same" else lower_tier_kv.encode())
+
+
+def estimated_cost(engine: Engine, config: SchedulerConfig) -> CostProfile:
+    shard = Shard(engine.manifest.decoder, engine.manifest.tensor_parallel)
+    return analytic_profile(
+        chunk_tokens=config.chunk_tokens,
+        parameters=engine.parameters,
+        layers=shard.config.layers,
+        attention_width=shard.heads * shard.config.head_dim,
+        chunk_bytes=engine.chunk_bytes(config.chunk_tokens),
+        max_context=config.max_model_len,
+        **ESTIMATES[engine.manifest.device],
+    )
