@@ -135,7 +135,7 @@ def step_of(engine: Engine, pool: Tensor, requests: int, new: int, context: int 
         handle = register_pool(pool, work=work)
 
         def step() -> Tensor:
-            work.build(batch[3])
+            work.build(batch[3], longest=new)  # as the device tells it
             return engine.forward(*batch, handle)
 
         try:
