@@ -93,15 +93,23 @@ def run_ranks(ranks: int, command: Sequence[str]) -> int:
     def die_with_parent() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
+    mpirun: subprocess.Popen[bytes] | None = None
+    asked = 0  # signals that came before there was anybody to tell
+    patience = [signal.SIGTERM, DRAIN, DRAIN]
+
+    def pass_on(*_: object) -> None:
+        nonlocal asked
+        if mpirun is None:
+            asked += 1
+        else:
+            mpirun.send_signal(patience.pop() if patience else signal.SIGKILL)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, pass_on)
     # In a session of its own: what is typed at the terminal comes to this process, and only from here to the ranks.
     mpirun = subprocess.Popen(
         words, env=environment(dict(os.environ), ranks), start_new_session=True, preexec_fn=die_with_parent
     )
-    patience = [signal.SIGTERM, DRAIN, DRAIN]
-
-    def pass_on(*_: object) -> None:
-        mpirun.send_signal(patience.pop() if patience else signal.SIGKILL)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, pass_on)
+    for _ in range(asked):
+        pass_on()
     return mpirun.wait()
