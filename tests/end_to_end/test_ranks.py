@@ -39,6 +39,7 @@ def chat(engine, *runs, seconds=120):
     return json.loads(run_ranks(2, "tests.end_to_end.ranks_chatter", *engine, json.dumps(runs), seconds=seconds))
 
 
+@pytest.mark.slow
 def test_two_ranks_reply_as_transformers(engine):
     """Grouped-query heads, one KV head a rank; pools so small that chunks swap and drop."""
     counts = chat(engine("llama"), dict(seed=1, turns=30, gpu_kv_chunks=29, slow=1))

@@ -25,6 +25,7 @@ LENGTHS = (1, 31, 32, 33, 700, 2500, 9000, 1200) if CUDA else (1, 31, 33, 70, 11
 DTYPES = (torch.float32, torch.float16, torch.bfloat16) if CUDA else (torch.float32, torch.float16)
 
 
+@pytest.mark.slow
 @needs_interpreter
 def test_in_the_interpreter():
     run_in_the_interpreter(__file__)

@@ -28,6 +28,7 @@ def round_trip(pool):
     return kv_fp8_reference.decode(kv_fp8_reference.encode(pool), pool.shape, pool.dtype)
 
 
+@pytest.mark.slow
 @needs_interpreter
 def test_in_the_interpreter():
     pytest.importorskip("triton")
