@@ -47,6 +47,7 @@ log = logging.getLogger(__name__)
 STEPS_IN_FLIGHT = 2  # one runs, the next is launched behind it
 STATS_INTERVAL_S = 0.25
 LOOKED_AT = 32_768  # chunks for one `Look`: a millisecond or two
+LONGEST_SLEEP_S = 86_400.0  # clients say how long their conversations live: no thread can wait for more than 292 years
 IDLE_CHECK_S = 1.0  # after so long without anything to do the books are checked, once
 
 
@@ -139,7 +140,7 @@ class Service:
     def _sleep(self) -> None:
         """Until a message comes, or until the scheduler wants to be asked though none does."""
         wake_at = self._scheduler.wake_at
-        seconds = None if wake_at == float("inf") else max(0.0, wake_at - time.monotonic())
+        seconds = None if wake_at == float("inf") else min(max(0.0, wake_at - time.monotonic()), LONGEST_SLEEP_S)
         with contextlib.suppress(Empty):
             self._take(self._inbox.get(timeout=seconds))
 

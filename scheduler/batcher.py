@@ -220,6 +220,7 @@ class Batcher:
     def _queue_again(self, row: Row, tail: Chunk | None, now: float) -> None:
         turn = row.turn
         turn.tail, turn.promotes = tail, True
+        turn.read.clear()
         self.let_go(row, tail, now)
         insort(self.waiting, turn, key=lambda turn: turn.order)
 
@@ -306,10 +307,12 @@ class Batcher:
             turn.from_disk = self.planner.keys_on_disk(turn) if self.config.disk_kv_chunks else frozenset()
         finding = self.planner.look_up(turn, conversation, len(self.rows))
         if isinstance(finding, OnDisk):
-            self.await_chunks(turn, [self.store.find(key) for key in self.planner.seen_keys(turn)], batch.now)
+            # All of it, not only what the last position sees: else what is read for older windows is given up first.
+            self.await_chunks(turn, [*finding.chunks, *finding.hits], batch.now)
             latest = None
             for chunk in finding.chunks:
-                begun = batch.room.promote(chunk, drops=True)
+                # Once read it was given up again: HOST cannot keep it until the rest is there.
+                begun = chunk.key not in turn.read and batch.room.promote(chunk, drops=True)
                 if begun is False:
                     turn.promotes = False
                     break
@@ -317,6 +320,7 @@ class Batcher:
                 if begun is None:
                     batch.polls = True
                     break
+                turn.read.add(chunk.key)
             if latest is not None:
                 return latest
             finding = self.planner.look_up(turn, conversation, len(self.rows))

@@ -380,7 +380,9 @@ class ChunkStore:
         """Nobody is to find it any more. A row that holds it keeps it on the GPU and HOST; its record goes at once."""
         if not chunk.users:
             self.drop(chunk)
-        elif chunk.disk != NO_SLOT and chunk.moving is None:
+        elif chunk.moving is not None:
+            chunk.moving.unwanted = True
+        elif chunk.disk != NO_SLOT:
             self.release_disk(chunk)
 
     def _count_if_dropped(self, chunk: Chunk) -> None:

@@ -137,10 +137,10 @@ class Conversations:
     def delete(self, conversation_id: str) -> None:
         """The log is gone and claims nothing any more; its tail and what nobody else claims are dropped."""
         conversation = self._by_id.pop(conversation_id)
-        chunks = conversation.chunks
         self._release(conversation)
-        for chunk in chunks:
-            if not chunk.claims and chunk.resident:
+        for key in conversation.keys:  # its claims end at the first chunk that was gone at its last commit
+            chunk = self._store.find(key)
+            if chunk is not None and not chunk.claims:
                 self._store.drop_if_unused(chunk)
 
     def keep(self, conversation_id: str, ttl: float | None, pinned_until: float, now: float) -> None:

@@ -29,13 +29,15 @@ BACKOFF_S = 5.0
 
 
 class Move:
-    """One spill or promotion that has begun. `chunk` is None once it was dropped: then both slots are the work's."""
+    """One spill or promotion that has begun. `chunk` is None once it was dropped: then both slots are the work's.
+    `unwanted`: its conversation was deleted while a row held the chunk, which is not to have a record then."""
 
-    __slots__ = ("chunk", "disk", "host", "spills")
+    __slots__ = ("chunk", "disk", "host", "spills", "unwanted")
 
     def __init__(self, chunk: Chunk, host: int, disk: int, spills: bool):
         self.chunk: Chunk | None = chunk
         self.host, self.disk, self.spills = host, disk, spills
+        self.unwanted = False
 
 
 class DiskTier:
@@ -168,7 +170,7 @@ class DiskTier:
     def _written(self, move: Move) -> None:
         self.spilled += 1
         chunk = move.chunk
-        if chunk is None:
+        if chunk is None or (move.unwanted and not chunk.claims):
             self._not_written(move)
             return
         chunk.moving, chunk.disk = None, move.disk
@@ -196,6 +198,8 @@ class DiskTier:
         else:  # computed again and copied out meanwhile
             chunk.moving = None
             self._store.file(chunk)
+            if move.unwanted and not chunk.claims:
+                self._store.release_disk(chunk)
 
     def _not_read(self, move: Move) -> None:
         """The record is worthless: the chunk is dropped, if it is nowhere else."""

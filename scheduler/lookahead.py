@@ -41,6 +41,7 @@ class LookAhead:
         self._most_reads = min(256, max(4, int(READS_AHEAD_S / cost.read())))
         self._due: list[tuple[float, str]] = []  # a heap: conversations that are expected
         self._expected: deque[Chunk] = deque()
+        self._no_room = False  # for the chunk that was to be read last, nor is there to be any soon
 
     @property
     def busy(self) -> bool:
@@ -86,11 +87,17 @@ class LookAhead:
         return True
 
     def _prefetch_expected(self, room: RoomMaker) -> None:
-        while self._expected and self._prefetch(self._expected[0], room):
+        """What HOST has no room for, and is not about to have, is given up: it was a hint, and nobody waits for it."""
+        while self._expected and (self._prefetch(self._expected[0], room) or self._no_room):
             self._expected.popleft()
 
     def _prefetch(self, chunk: Chunk | None, room: RoomMaker) -> bool:
         """False if the chunk must still be read and that cannot begin now."""
         if chunk is None or not self._planner.readable(chunk):
             return True
-        return self._store.disk.reading < self._most_reads and room.promote(chunk, drops=False) is True
+        self._no_room = False
+        if self._store.disk.reading >= self._most_reads:
+            return False
+        begun = room.promote(chunk, drops=False)
+        self._no_room = begun is False and not self._store.disk.writing
+        return begun is True

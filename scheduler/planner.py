@@ -71,9 +71,10 @@ class _Look:
 
 
 class OnDisk(NamedTuple):
-    """Chunks that the turn needs and that are quicker read from DISK than computed."""
+    """Chunks that the turn needs and that are quicker read from DISK than computed; and what it needs beside them."""
 
     chunks: list[Chunk]
+    hits: list[Chunk | None]
 
 
 class Planner:
@@ -197,7 +198,7 @@ class Planner:
             hits.append(chunk if hit else None)
             known.append(not hit and self._store.known(key))
         if on_disk and (overflows or self._worth_reading(on_disk, rows)):
-            return OnDisk(on_disk)
+            return OnDisk(on_disk, hits)
         missing = -(-count // size) - look.first - len(hits)
         hits += [None] * missing
         known += [False] * missing

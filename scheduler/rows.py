@@ -25,6 +25,7 @@ class Turn:
     awaited       chunks that are evicted late because it waits for them
     from_disk     keys of its chunks that were on DISK only when it was first looked at, None before
     promotes      its chunks on DISK are worth waiting for; without room for them they are computed
+    read          keys of chunks whose reading from DISK has begun since it joined the queue: none is read twice
     prefetched    its chunks on DISK have been looked for ahead of its turn
     """
 
@@ -39,6 +40,7 @@ class Turn:
         "prefetched",
         "promotes",
         "queued",
+        "read",
         "request",
         "scored",
         "tail",
@@ -64,6 +66,7 @@ class Turn:
         self.awaited: list[Chunk] = []
         self.from_disk: frozenset[ChunkKey] | None = None
         self.promotes = True
+        self.read: set[ChunkKey | None] = set()
         self.prefetched = False
         self.usage: Usage | None = None
 

@@ -50,8 +50,8 @@ class Saver:
 
     @property
     def saving(self) -> bool:
-        """Chunks of ended turns are on their way to DISK."""
-        return bool(self._pending) or self._store.disk.writing > 0
+        """Chunks of ended turns are on their way to DISK, or ends are kept back that only a result lets go."""
+        return bool(self._pending or self._endings) or self._store.disk.writing > 0
 
     def turn_ended(self, chunks: Iterable[Chunk | None], now: float) -> None:
         """What of them is keyed and not on DISK yet is to be saved."""
