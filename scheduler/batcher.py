@@ -392,7 +392,7 @@ class Batcher:
             for index, chunk in enumerate(finding.chunks, finding.first)
         ]
         self._epochs += 1
-        turn.base, turn.keys, turn.chains = finding.base, finding.keys, {}
+        turn.base, turn.keys, turn.chains, turn.firsts = finding.base, finding.keys, {}, {}
         window_end = NEVER_FULL if self.windows is None else self.windows.end(finding.first * size)
         row = Row(turn, self._epochs, finding.first, chunks, finding.spans, finding.loads, window_end)
         if tail is not None:

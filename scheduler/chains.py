@@ -35,6 +35,10 @@ class Chains:
                 previous = self._marked(previous)
             keys.append(chunk_key(previous, tokens, index * size, (index + 1) * size))
 
+    def first(self, base: int, salt: bytes, tokens: array[int]) -> ChunkKey:
+        """The key of the first chunk of a context that begins at `base`, which `tokens` reach beyond."""
+        return chunk_key(self._root(salt, base), tokens, base, base + self._size)
+
     def _root(self, salt: bytes, base: int) -> ChunkKey:
         root = root_key(self._seed, self._size, salt)
         return self._marked(root, base.to_bytes(8, "little")) if base else root

@@ -164,8 +164,9 @@ class Planner:
         """Whether anybody's context began there: a look at one chunk, before keys are made for all of them."""
         if not self._reuse:
             return False
-        index = base // self._chunk_tokens
-        key = self._keys(turn, base, base + self._chunk_tokens)[index]
+        key = turn.firsts.get(base)
+        if key is None:
+            key = turn.firsts[base] = self._chains.first(base, turn.request.salt, turn.tokens)
         return key in self.pending or self._store.known(key)
 
     def _look(self, turn: Turn, conversation: Conversation | None, rows: int, base: int) -> Finding | OnDisk | ChunkKey:

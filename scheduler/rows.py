@@ -15,6 +15,7 @@ class Turn:
     base          the position at which its context begins: nothing before it exists (see `windows`)
     keys          one for each full chunk of `tokens`, as `Chains` has them
     chains        keys from other bases, as far as they have been tried
+    firsts        the first chunk's key from each other base that has been looked at
     order         its place in the queue, kept for life: (priority, number of its arrival), the smaller the sooner
     arrived       when it came; seconds, as the next one
     queued        how long it waited for its first seat
@@ -34,6 +35,7 @@ class Turn:
         "awaited",
         "base",
         "chains",
+        "firsts",
         "from_disk",
         "keys",
         "order",
@@ -59,6 +61,7 @@ class Turn:
         self.base = base
         self.keys = keys
         self.chains: dict[int, list[ChunkKey]] = {}
+        self.firsts: dict[int, ChunkKey] = {}
         self.scored = 0
         self.tail: Chunk | None = None
         self.waiting_for: ChunkKey | None = None

@@ -14,8 +14,9 @@ from __future__ import annotations
 from array import array
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import islice
 
 from .batcher import Batch, Batcher
 from .chains import Chains
@@ -46,6 +47,8 @@ from .types import (
     SchedulerStats,
 )
 
+KEYS_A_STEP = 1000  # looked for in one plan of what deleted conversations have left: a millisecond or two
+
 
 class Scheduler:
     def __init__(self, config: SchedulerConfig, cost: CostProfile):
@@ -65,6 +68,7 @@ class Scheduler:
         self._step = self._applied = 0
         self._arrivals = 0
         self._patient: deque[Turn] = deque()  # by arrival, with those that have their seat or are gone
+        self._to_erase: deque[Iterator[ChunkKey]] = deque()
         self._swapped_in = self._swapped_out = 0
         self._last_stamp = 0.0
         # Most of HOST is for chunks that are nowhere else: copies of what is still on the GPU are no gain.
@@ -151,6 +155,7 @@ class Scheduler:
         batcher = self._batcher
 
         self._conversations.expire(now)
+        self._erase_some()
         batcher.release_suspended(self._applied, now)
         if self.config.batching == "unified":
             batcher.plan_generation(batch)
@@ -210,7 +215,8 @@ class Scheduler:
 
     def steady_steps(self) -> int:
         """How many steps to come are sure to generate one token a row and no more, if no request comes or leaves."""
-        busy = self._batcher.waiting or self._batcher.loading or self._conversations.mortal or self._disk_busy()
+        busy = bool(self._batcher.waiting or self._batcher.loading or self._to_erase)
+        busy = busy or self._conversations.mortal or self._disk_busy()
         if busy or self.in_flight != 1 or (self._store.available < self._mark and self._store.uncopied):
             return 0
         return steady_steps(self._batcher.rows, self._inflight[0][0])
@@ -269,28 +275,40 @@ class Scheduler:
         """
         self._store.disk.adopt(records, now)
 
-    def keys(self, tokens: array[int], salt: bytes, shared: int = 0) -> list[ChunkKey]:
+    def keys(self, tokens: array[int], salt: bytes, shared: int = 0) -> Iterator[ChunkKey]:
         """The keys of a log's full chunks, wherever its contexts may have begun, but for those within its first
-        `shared` tokens."""
-        found: list[ChunkKey] = []
+        `shared` tokens. Their number grows with the square of the log's length: they are made one by one."""
+        size = self.config.chunk_tokens
         for base in range(0, self._first_seen(len(tokens)) + 1, self._windows.step if self._windows else 1):
             keys: list[ChunkKey] = []
-            self._chains.extend(keys, base, salt, tokens, len(tokens))
-            found += keys[max(base, shared) // self.config.chunk_tokens :]
-        return found
+            done = max(base, shared) // size
+            for end in range(base + size, len(tokens) // size * size + 1, size):
+                self._chains.extend(keys, base, salt, tokens, end)
+                if end > done * size:
+                    yield keys[-1]
 
     def erase_keys(self, keys: Iterable[ChunkKey]) -> None:
         """Drops those chunks, of a conversation that is deleted without ever having been active here, that no
-        conversation claims and nobody uses; the next plan erases their records."""
-        for key in keys:
-            chunk = self._store.find(key)
-            if chunk is not None and not chunk.claims:
-                self._store.drop_if_unused(chunk)
+        conversation claims and nobody uses; the next plan erases their records, of a long log the next few."""
+        self._to_erase.append(iter(keys))
+        self._erase_some()
+
+    def _erase_some(self) -> None:
+        left = KEYS_A_STEP
+        while self._to_erase and left:
+            keys = list(islice(self._to_erase[0], left))
+            left -= len(keys)
+            if left:
+                self._to_erase.popleft()
+            for key in keys:
+                chunk = self._store.find(key)
+                if chunk is not None and not chunk.claims:
+                    self._store.drop_if_unused(chunk)
 
     @property
     def saving(self) -> bool:
         """Chunks are on their way to DISK: who wants to lose nothing goes on with plans and results until they are."""
-        return self._saver.saving
+        return self._saver.saving or bool(self._to_erase)
 
     @property
     def wake_at(self) -> float:
@@ -445,7 +463,7 @@ class Scheduler:
         hear what has become of work under way."""
         if batch.spills or batch.promotions or batch.erased:
             return True
-        return not self._inflight and (batch.polls or self._disk_busy())
+        return not self._inflight and (batch.polls or self._disk_busy() or bool(self._to_erase))
 
     def _disk_busy(self) -> bool:
         return self._store.disk.outstanding or self._saver.busy or self._lookahead.busy

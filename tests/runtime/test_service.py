@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
 import time
 from array import array
 from types import SimpleNamespace
@@ -94,3 +95,11 @@ def test_what_is_deleted_is_erased_whether_or_not_it_has_been_active(service: Se
     service._take(Forget("fork", tokens, 9, b"s"))  # nine tokens are another's too: two whole chunks
     whole = [b"s" + bytes(range(end)) for end in (4, 8, 12)]
     assert scheduler.asked == [("delete", "active"), ("erase", whole), ("erase", whole[2:])]
+
+
+def test_it_sleeps_no_longer_than_a_clock_can(service: Service, scheduler: Scheduler) -> None:
+    """A client's `expect_next_s`, TTL or pin may be any number of seconds."""
+    scheduler.wake_at, scheduler.idle = 1e12, False
+    threading.Timer(0.1, lambda: service._inbox.put(Drain(0.0))).start()
+    service._sleep()
+    assert service._drain_until < float("inf")

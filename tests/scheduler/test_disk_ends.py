@@ -1,0 +1,125 @@
+"""Ends that must come: of waiting for the disk, of hints, of turns that are kept back, and of what is deleted."""
+
+from array import array
+
+import pytest
+
+from pensieve.scheduler.config import SchedulerConfig
+from pensieve.scheduler.scheduler import KEYS_A_STEP, Scheduler
+
+from .harness import Harness, profile
+from .test_state_machine import SlowDisk
+
+
+def rest(harness):
+    for _ in range(50):
+        harness.tick()
+
+
+def records(harness, keys):
+    return [slot for slot, (key, *_) in harness.device.disk.items() if key in keys]
+
+
+def test_an_end_that_is_kept_back_counts_as_saving():
+    """Else a server that shuts down would end between the decision and the telling."""
+    harness = Harness(disk_kv_chunks=1, save="sync")
+    harness.submit(range(20), 4, "c")
+    for _ in range(40):
+        harness.now += 0.01
+        harness.launch()
+        scheduler = harness.scheduler
+        if not scheduler.open_requests() and scheduler._saver.withholds:
+            assert scheduler.saving
+        harness.apply()
+        if not harness.open:
+            return
+    raise AssertionError("the end never came")
+
+
+def test_what_is_expected_and_has_no_room_does_not_keep_the_loop_busy():
+    harness = Harness(host_kv_chunks=4, disk_kv_chunks=60)
+    harness.turn(range(40), 4, "c", expect_next_s=5.0)
+    while harness.tick():
+        pass
+    store = harness.scheduler._store
+    for chunk in list(harness.scheduler._conversations.get("c").chunks):
+        assert chunk.disk >= 0
+        if chunk.host >= 0:
+            store.release_host(chunk)
+        if chunk.gpu >= 0:
+            store.release_gpu(chunk)
+    harness.now += 10
+    plans = [harness.tick() for _ in range(200)]
+    assert harness.counts["promoted"] and plans[-1] is None and not harness.scheduler._disk_busy()
+
+
+def test_a_deletion_reaches_what_is_being_written():
+    harness = SlowDisk(disk_kv_chunks=60)
+    prompt = list(range(16))
+    harness.turn(prompt, 4, "c")
+    for _ in range(5):
+        harness.tick()
+    assert harness.device.work
+    request = harness.submit([*prompt, 50], 8, "c")
+    harness.tick()
+    harness.tick()
+    assert harness.state(request) == "running"
+    keys = list(harness.scheduler.keys(harness.logs["c"], b""))
+    harness.delete("c")
+    harness.in_time = True
+    for _ in range(3):
+        harness.tick()
+    if request in harness.open:
+        harness.abort(request)
+    rest(harness)
+    assert not records(harness, keys)
+
+
+def test_a_deletion_reaches_what_lies_behind_a_hole():
+    """A turn was ended while suspended, and one of its chunks was gone."""
+    harness = Harness(disk_kv_chunks=60)
+    request = harness.submit(range(24), 20, "c", confirm=True)
+    for _ in range(6):
+        harness.tick()
+    batcher = harness.scheduler._batcher
+    batcher.suspend(batcher.rows[0])
+    for _ in range(3):
+        if harness.results:
+            harness.apply()
+    batcher.release_suspended(harness.scheduler._applied, harness.now)
+    assert harness.state(request) == "suspended"
+    keys = list(batcher.waiting[0].keys)[:6]
+    harness.lose(lambda idle: [chunk for chunk in idle if chunk.key == keys[1]])
+    harness.finish(request, 1)
+    rest(harness)
+    harness.delete("c")
+    rest(harness)
+    assert not records(harness, keys) and not any(map(harness.scheduler._store.find, keys))
+
+
+def test_keys_of_a_log_that_outgrew_its_context_are_looked_for_a_few_at_a_time():
+    """Their number is the square of the log's length: neither the loop nor memory is to notice."""
+    config = SchedulerConfig(64, 16, 64, chunk_tokens=4, disk_kv_chunks=32, overflow="keep")
+    scheduler = Scheduler(config, profile())
+    log = array("i", range(4000))
+    scheduler.erase_keys(scheduler.keys(log, b""))
+    assert scheduler.saving
+    plans = 0
+    while scheduler.saving:
+        scheduler.next_plan(0.0)
+        plans += 1
+    (windows,) = [config.windows]
+    expected = sum((len(log) - base) // 4 for base in range(0, len(log), windows.step)) // KEYS_A_STEP
+    assert expected - 5 <= plans <= expected + 5
+
+
+@pytest.mark.parametrize("shared", [0, 60, 3999])
+def test_keys_made_one_by_one_are_those_of_whole_chains(shared):
+    scheduler = Scheduler(SchedulerConfig(64, 16, 64, chunk_tokens=4, overflow="keep"), profile())
+    log = array("i", range(500))
+    expected = []
+    for base in range(0, scheduler._first_seen(len(log)) + 1, scheduler._windows.step):
+        chain = []
+        scheduler._chains.extend(chain, base, b"", log, len(log))
+        expected += chain[max(base, shared) // 4 :]
+    assert list(scheduler.keys(log, b"", shared)) == expected
