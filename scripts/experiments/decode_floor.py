@@ -24,8 +24,10 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import few_rows_kernel  # beside this file
 import torch
 import torch.nn.functional as F
+from few_rows_kernel import Tile
 from torch import Tensor
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
@@ -33,9 +35,8 @@ from triton.runtime.errors import OutOfResources
 from pensieve.builder.architectures import decoder_config
 from pensieve.builder.model import Batch, Decoder
 from pensieve.builder.random_weights import random_weights
-from pensieve.plugins import few_rows_kernel, fp8_linear
+from pensieve.plugins import fp8_linear
 from pensieve.plugins.attention_kernel import make_work_list
-from pensieve.plugins.few_rows_kernel import Tile
 from pensieve.plugins.torch_ops import register_pool
 from pensieve.plugins.work_list import Capacity
 from pensieve.runtime.sampler import sample

@@ -4,7 +4,7 @@ A program reads OUTPUTS rows of the weight, or the share of their columns that o
 rows of x with them. Shares are summed in their order by whoever of a tile comes last. A row's result depends on neither
 its neighbours nor their number: padding with zeros to another ROWS leaves its sums as they are.
 
-No engine uses it yet: scripts/experiments/decode_floor.py measures it beside cuBLAS.
+No engine uses it: it brings 1% at one row and costs 10% at 64. decode_floor.py measures it beside cuBLAS.
 """
 
 from __future__ import annotations
