@@ -104,7 +104,7 @@ class Driver(Harness):
         if not candidates:
             return
         name = self.random.choice(candidates)
-        keys = self.scheduler.keys(self.remembered.pop(name), b"")
+        keys = list(self.scheduler.keys(self.remembered.pop(name), b""))
         self.scheduler.erase_keys(keys)
         gone = [key for key in keys if self.scheduler._store.find(key) is None]
         self.counts["erased keys"] += len(gone)
