@@ -143,7 +143,8 @@ class Chatter:
             self.counts["aborted"] += 1
         if self.logs and self.random.random() < 0.02:
             source, new = self.random.choice(list(self.logs)), f"c{self.random.randrange(8)}"
-            if new not in self.logs:
+            known = self.scheduler.has_conversation  # not after a restart; and of ends that no client has heard
+            if known(source) and not known(new):
                 self.scheduler.fork(source, new, time.monotonic())
                 self.logs[new] = self.logs[source]
                 self.counts["forked"] += 1
@@ -153,7 +154,7 @@ class Chatter:
     def run(self, turns, restarts=0):
         """`restarts`: so many times, at random moments."""
         moments = sorted(self.random.sample(range(1, turns), restarts), reverse=True)
-        while self.requests < turns or self.open:
+        while self.requests < turns or self.open or not self.scheduler.idle:
             while self.requests < turns and len(self.open) < 10 and self.random.random() < 0.5:
                 self._write()
             self._meddle()
@@ -169,8 +170,6 @@ class Chatter:
             if self.scheduler.in_flight >= (2 if plan is not None else 1):
                 self._apply(self.scheduler.apply(self.executor.wait(), time.monotonic()))
             self.scheduler.check()
-        while self.scheduler.in_flight:
-            self._apply(self.scheduler.apply(self.executor.wait(), time.monotonic()))
         stats = self.scheduler.stats()
         self.counts["suspended"] += stats.suspensions
         self.counts["dropped"] += stats.dropped
