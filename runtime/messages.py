@@ -128,6 +128,16 @@ class PowerCounts(NamedTuple):
 NO_SIZES = PowerCounts()
 
 
+class Waits(NamedTuple):
+    """How long so many copies together have waited between being issued and beginning."""
+
+    seconds: float = 0.0
+    copies: int = 0
+
+
+NO_WAITS = Waits()
+
+
 @dataclass(frozen=True, slots=True)
 class LoopStats:
     """Of the loop and its device, since the start; times in seconds.
@@ -137,6 +147,8 @@ class LoopStats:
     busy                time with work on the device, as the loop sees it: from a launch until nothing is in flight
     swap_in, swap_out   the link's time, by direction
     exposed             of that, what steps waited for; the rest was hidden behind compute
+    queued_in, queued_out
+                        what copies waited for the link, and for what their lane waits for, by direction
     """
 
     steps: int = 0
@@ -147,6 +159,8 @@ class LoopStats:
     swap_in: float = 0.0
     swap_out: float = 0.0
     exposed: float = 0.0
+    queued_in: Waits = NO_WAITS
+    queued_out: Waits = NO_WAITS
 
 
 @dataclass(frozen=True, slots=True)
