@@ -100,6 +100,8 @@ class DiskCounters(NamedTuple):
     saving, loading     on their way to the disk and from it
     saving_seconds, loading_seconds
                         from the plan that asked for it to its end, summed over records
+    saving_queued, loading_queued
+                        of that, before a thread began with them
     rejected            records that were read and are not intact, or another's
     errors              times the system refused to read, write, or make room
     full                1 while nothing is saved because the disk is full
@@ -113,6 +115,8 @@ class DiskCounters(NamedTuple):
     loaded_bytes: int = 0
     saving_seconds: float = 0.0
     loading_seconds: float = 0.0
+    saving_queued: float = 0.0
+    loading_queued: float = 0.0
     rejected: int = 0
     errors: int = 0
     full: int = 0

@@ -151,6 +151,7 @@ class Metrics(Collector):
             ("records", "Chunks written to disk and read from it", disk.saved, disk.loaded),
             ("bytes", "Bytes of KV written to disk and read from it", disk.saved_bytes, disk.loaded_bytes),
             ("seconds", "From being asked for to being done, of all chunks", disk.saving_seconds, disk.loading_seconds),
+            ("queue_seconds", "Of that, what they waited to be begun", disk.saving_queued, disk.loading_queued),
         ):
             yield _counters(f"pensieve:kv_disk_{name}", text, "direction", {"save": saved, "load": loaded})
         queue = GaugeMetricFamily("pensieve:kv_disk_queue", "Chunks on their way", labels=["direction"])

@@ -55,16 +55,17 @@ def test_all_names_of_the_contract() -> None:
 
 def test_the_disk_tier() -> None:
     metrics = Metrics()
-    metrics.disk = DiskCounters(1, 2, 3, 4, 5, 6, 7.5, 8.5, rejected=9, errors=10, full=1)
+    metrics.disk = DiskCounters(1, 2, 3, 4, 5, 6, 7.5, 8.5, 0.5, 0.25, rejected=9, errors=10, full=1)
     found = samples(metrics)
     both = {
         name: (
             found[f'pensieve:kv_disk_{name}{{direction="save"}}'],
             found[f'pensieve:kv_disk_{name}{{direction="load"}}'],
         )
-        for name in ("records_total", "bytes_total", "seconds_total", "queue")
+        for name in ("records_total", "bytes_total", "seconds_total", "queue_seconds_total", "queue")
     }
-    assert both == {"records_total": (3, 4), "bytes_total": (5, 6), "seconds_total": (7.5, 8.5), "queue": (1, 2)}
+    seconds = {"seconds_total": (7.5, 8.5), "queue_seconds_total": (0.5, 0.25)}
+    assert both == {"records_total": (3, 4), "bytes_total": (5, 6), **seconds, "queue": (1, 2)}
     assert found['pensieve:kv_disk_faults_total{kind="rejected"}'] == 9
     assert found['pensieve:kv_disk_faults_total{kind="system"}'] == 10
     assert found["pensieve:kv_disk_full"] == 1
