@@ -6,6 +6,9 @@ import configparser
 import json
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,6 +74,17 @@ def test_the_unit_starts_what_there_is() -> None:
     args = parser().parse_args([*options, "--engine", "from the file"])
     assert args.shutdown_timeout < int(unit["Service"]["TimeoutStopSec"])
     assert args.state_dir == Path("/var/lib") / unit["Service"]["StateDirectory"]
+    assert unit["Service"]["Environment"] == f"HOME={args.state_dir}"
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze")
+def test_systemd_understands_the_unit(tmp_path: Path) -> None:
+    """All but the program's path, where nothing is installed here."""
+    unit = tmp_path / "pensieve.service"
+    text = (DEPLOY / "pensieve.service").read_text()
+    unit.write_text(text.replace("ExecStart=/opt/pensieve/.venv/bin/pensieve", f"ExecStart={sys.executable}"))
+    done = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
 def test_the_container_copies_what_there_is_and_starts_it() -> None:
