@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from ..runtime.history_store import HistoryStore
 from ..runtime.logs import configure_logging
-from ..runtime.ranks_launch import run_ranks
+from ..runtime.ranks_launch import find_mpirun, run_ranks
 from ..runtime.triton_settings import TritonSettings
 from ..scheduler.types import SettingError
 from .serve import drain_on_signals, engine_ranks, locked_directories, make_service
@@ -78,6 +78,7 @@ def start_ranks(count: int, options: Sequence[str], connection: Connection) -> i
 
     mpirun closes what its ranks would inherit, so the pipe is handed over a socket in a directory of this user's own.
     """
+    find_mpirun()  # before anybody waits for a rank
     with tempfile.TemporaryDirectory(prefix="pensieve-") as directory, socket.socket(socket.AF_UNIX) as door:
         path = str(Path(directory, "door"))
         door.bind(path)
