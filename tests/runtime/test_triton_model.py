@@ -30,6 +30,7 @@ def triton(monkeypatch):
     backend = MagicMock()
     backend.TritonModelException = type("TritonModelException", (Exception,), {})
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", backend)
+    monkeypatch.setattr(importlib.import_module(NAME), "configure_logging", lambda *_: None)  # pytest's stays
     yield backend
     del sys.modules[NAME]
 
@@ -39,7 +40,7 @@ def model(triton, tmp_path):
     """Loaded, with an engine's process that does nothing."""
     command = [sys.executable, "-c", ENGINE, str(tmp_path / "history.sqlite")]
     config = {"parameters": {"engine_command": {"string_value": json.dumps(command)}}}
-    made = importlib.import_module(NAME).TritonPythonModel()
+    made = sys.modules[NAME].TritonPythonModel()
     made.initialize({"model_name": "mine", "model_config": json.dumps(config)})
     yield made
     made.finalize()
