@@ -8,7 +8,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from .choices import Choices
-from .chunks import NO_SLOT, Chunk, ChunkStore
+from .chunk import NO_SLOT, Chunk
+from .chunks import ChunkStore
 from .config import SchedulerConfig
 from .conversations import Conversations
 from .copies import StepCopies

@@ -6,12 +6,21 @@ import hashlib
 from array import array
 from functools import cached_property
 
-from .chunks import chunk_key, root_key
 from .types import ChunkKey
 from .windows import Windows
 
 NO_KEY = ChunkKey(b"")
 """Stands for chunks before a context's base, which do not exist: no chunk has it."""
+
+
+def root_key(seed: bytes, chunk_tokens: int, salt: bytes) -> ChunkKey:
+    """Where a chain of keys starts: everything but the tokens that changes KV, and the salt."""
+    parts = (seed, chunk_tokens.to_bytes(4, "little"), salt)
+    return ChunkKey(hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).digest())
+
+
+def chunk_key(previous: ChunkKey, tokens: array[int], start: int, end: int) -> ChunkKey:
+    return ChunkKey(hashlib.sha256(previous + tokens[start:end].tobytes()).digest())
 
 
 class Chains:

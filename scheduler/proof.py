@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .chunk import NO_SLOT
 from .types import InvariantError
 
 if TYPE_CHECKING:
-    from .chunks import Chunk, ChunkStore, OrderedSet
+    from .chunk import Chunk, OrderedSet
+    from .chunks import ChunkStore
     from .retention import VictimSet
-
-NO_SLOT = -1
 
 
 def check_store(store: ChunkStore, users: dict[Chunk, int], claims: dict[Chunk, int], pins: dict[Chunk, int]) -> None:

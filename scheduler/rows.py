@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 
-from .chunks import Chunk
+from .chunk import Chunk
 from .plan import Span
 from .types import ChunkKey, Request, RowId, Usage
 

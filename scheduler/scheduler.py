@@ -20,7 +20,8 @@ from itertools import islice
 
 from .batcher import Batch, Batcher
 from .chains import Chains
-from .chunks import Chunk, ChunkStore
+from .chunk import Chunk
+from .chunks import ChunkStore
 from .config import SchedulerConfig
 from .conversations import Conversations, Log, common_prefix
 from .copies import StepCopies

@@ -9,7 +9,8 @@ from itertools import permutations
 
 import pytest
 
-from pensieve.scheduler.chunks import NO_SLOT, chunk_key, root_key
+from pensieve.scheduler.chains import chunk_key, root_key
+from pensieve.scheduler.chunk import NO_SLOT
 from pensieve.scheduler.copies import StepCopies
 from pensieve.scheduler.plan import Lane
 from pensieve.scheduler.slots import SlotPool
