@@ -14,10 +14,10 @@ import pytest
 
 from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.cost import CostProfile
-from pensieve.scheduler.plan import StepResult
+from pensieve.scheduler.plan import Lane, StepPlan, StepResult
 from pensieve.scheduler.scheduler import Scheduler
 from pensieve.scheduler.simulator import STEPS_IN_FLIGHT, VirtualDevice
-from pensieve.scheduler.types import DiskRecord, Request, RequestId
+from pensieve.scheduler.types import DiskRecord, Request, RequestId, Usage
 
 SIZE, NEW_TOKENS = 32, 32
 H200 = CostProfile(
@@ -54,11 +54,13 @@ WAYS = (always_load, never_load, as_it_is)
 
 
 class Served(NamedTuple):
-    """Seconds from a turn's arrival to its first token, and from each request's to its end, summed; where from."""
+    """Seconds from a turn's arrival to its first token, and from each request's to its end, summed; where the turn's
+    history came from; what was planned."""
 
     first_token: float
     total: float
-    usage: object
+    usage: Usage
+    plans: list[StepPlan]
 
 
 def serve(cost, belief, history, rows=0, reply=1):
@@ -69,7 +71,7 @@ def serve(cost, belief, history, rows=0, reply=1):
     scheduler.adopt([DiskRecord(slot, key, (slot + 1) * SIZE, age_s=0.0) for slot, key in records], 0.0)
     arrivals = deque((0.0, array("i", [10**6 + row]) * 64) for row in range(rows))
     arrivals.append((TURN_AT, prompt))
-    arrived, ended, launched, now = [], [], deque(), 0.0
+    arrived, ended, plans, launched, now = [], [], [], deque(), 0.0
     first_token = usage = None
     while arrivals or not scheduler.idle:
         while arrivals and arrivals[0][0] <= now:
@@ -78,6 +80,7 @@ def serve(cost, belief, history, rows=0, reply=1):
             scheduler.add(Request(RequestId(len(arrived)), tokens, reply), now)
         plan = scheduler.next_plan(now)
         if plan is not None:
+            plans.append(plan)
             launched.append((plan, device.launch(plan, now)))
         if len(launched) >= (STEPS_IN_FLIGHT if plan is not None else 1):
             done, end = launched.popleft()
@@ -90,7 +93,7 @@ def serve(cost, belief, history, rows=0, reply=1):
                     ended.append(now)
         elif plan is None:
             now = arrivals[0][0]
-    return Served(first_token, sum(ended) - sum(arrived), usage)
+    return Served(first_token, sum(ended) - sum(arrived), usage, plans)
 
 
 def all_ways(cost, history, **load):
@@ -140,3 +143,25 @@ def test_what_is_measured_wrongly_costs_no_more_than_the_error():
         for error in (0.9, 1.1):
             believed = replace(cost, disk_read_bytes_per_s=error * cost.disk_read_bytes_per_s)
             assert serve(cost, lambda _, told=believed: told, 8192).first_token <= 1.12 * better, (times, error)
+
+
+@pytest.mark.parametrize("history", [2048, 8192, 32_768])
+@pytest.mark.parametrize("rows", [4, 32])
+def test_what_is_loaded_before_a_row_joins_is_the_papers_read_buffer(history, rows):
+    """CachedAttention, section 3.2.1: S_buf = B (T_load L_hist - T_pref L_new), what a step is too short to hide.
+
+    T_pref L_new is the step that the row joins. Its own tokens count for nothing in it, and a step's copies are whole
+    chunks: so more is loaded before, by less than what the link copies in two steps.
+    """
+    cost = replace(H200, disk_read_bytes_per_s=INSTANTLY)
+    plans = serve(cost, always_load, history, rows, reply=300).plans
+    joined = next(plan for plan in plans if any(batch.gated for batch in plan.copies))
+    copies = [batch for plan in plans for batch in plan.copies if batch.lane is Lane.IN]
+    before = sum(len(batch.sources) for batch in copies if not batch.gated) * cost.chunk_bytes
+    step = cost.step(len(joined.token_ids), history, len(joined.generate), 64)
+    buffer = cost.link_bytes_per_s * (history / SIZE * cost.load() - step)
+    assert max(0.0, buffer) <= before < max(0.0, buffer) + 2 * cost.link_bytes_per_s * step
+    assert sum(len(batch.sources) for batch in copies) == history / SIZE
+    # Nobody waited for it: rows that generate did so in every step meanwhile.
+    first = next(plan.step for plan in plans if plan.copies and plan.copies[0].lane is Lane.IN)
+    assert all(len(plan.generate) == rows for plan in plans if first <= plan.step <= joined.step)
