@@ -97,6 +97,21 @@ class DiskStore:
         found = self._readers.map(lambda slot: self._look(slot, now), self._segments.present())
         return [record for record in found if record is not None]
 
+    def erase(self, slots: Sequence[int]) -> None:
+        """On return nobody can read what these slots held, not even after a loss of power. They are not under way."""
+        page = aligned_buffer(PAGE)  # of zeros
+        erased = []
+        for slot in slots:
+            try:
+                self._segments.write(slot, [page])
+                erased.append(slot)
+            except OSError as error:
+                self._not_erased(error)
+        try:
+            self._segments.flush(erased)
+        except OSError as error:
+            self._not_erased(error)
+
     def begin(self, plan: StepPlan) -> Future[None] | None:
         """Begins the plan's work. The future ends when nobody can read any more what the plan erases; None: nothing.
 
@@ -114,7 +129,7 @@ class DiskStore:
             self._writers.submit(self._guarded, self._spill, spills, began)
         for promotions in self._runs(plan.promotions):
             self._readers.submit(self._guarded, self._promote, promotions, began)
-        return self._eraser.submit(self._erase, plan.erased) if plan.erased else None
+        return self._eraser.submit(self.erase, plan.erased) if plan.erased else None
 
     @property
     def busy(self) -> bool:
@@ -144,27 +159,6 @@ class DiskStore:
         for threads in (self._readers, self._writers, self._eraser):
             threads.shutdown(cancel_futures=True)
         self._segments.close()
-
-    # -- erasing
-
-    def _erase(self, slots: Sequence[int]) -> None:
-        """On return nobody can read what these slots held, not even after a loss of power."""
-        page = aligned_buffer(PAGE)  # of zeros
-        erased = []
-        for slot in slots:
-            try:
-                self._segments.write(slot, [page])
-                erased.append(slot)
-            except OSError as error:
-                self._not_erased(error)
-        try:
-            self._segments.flush(erased)
-        except OSError as error:
-            self._not_erased(error)
-
-    def _not_erased(self, error: OSError) -> None:
-        self._count(errors=1)
-        log.error("%s: a deleted conversation may still be on disk: %s", self._directory, error)
 
     # -- the threads' side
 
@@ -301,6 +295,10 @@ class DiskStore:
                 return
             self._count(full=1)
         log.error("%s: the disk is full; no KV is saved until there is room", self._directory)
+
+    def _not_erased(self, error: OSError) -> None:
+        self._count(errors=1)
+        log.error("%s: a deleted conversation may still be on disk: %s", self._directory, error)
 
     def _not_full(self) -> None:
         self._count(full=-self._counters.full)

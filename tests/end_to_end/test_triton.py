@@ -9,14 +9,13 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
-import httpx
 import numpy as np
 import pytest
 
 from pensieve.scripts import triton_engine
 from pensieve.scripts.pensieve import main
 
-from .server import Server
+from .server import HTTP, Server
 from .test_server import wait_for
 from .triton_server import TritonServer, needs_triton
 
@@ -116,7 +115,7 @@ def tensor(name, values):
 def events(server, **inputs):
     """The events of HTTP's generate_stream, each as soon as it comes."""
     address = f"{server.url}/v2/models/pensieve/generate_stream"
-    with httpx.stream("POST", address, json={"streaming": True, **inputs}, timeout=SECONDS) as response:
+    with HTTP.stream("POST", address, json={"streaming": True, **inputs}, timeout=SECONDS) as response:
         for line in response.iter_lines():
             if line.startswith("data: "):
                 yield json.loads(line[6:])

@@ -25,6 +25,8 @@ import pytest
 
 from pensieve.scripts.triton_repository import write_model
 
+from .server import HTTP
+
 PACKAGES = Path(sys.prefix) / "triton-server"
 TRITON = PACKAGES / "pytriton" / "tritonserver"
 STUB = TRITON / "python_backend_stubs" / "{}.{}".format(*sys.version_info) / "triton_python_backend_stub"
@@ -115,10 +117,10 @@ class TritonServer:
     @property
     def ready(self) -> bool:
         """Whether the model is."""
-        return httpx.get(f"{self.url}/v2/models/pensieve/ready", timeout=30).status_code == 200
+        return HTTP.get(f"{self.url}/v2/models/pensieve/ready", timeout=30).status_code == 200
 
     def why_not_loaded(self, model: str) -> str:
-        index = httpx.post(f"{self.url}/v2/repository/index", timeout=30).json()
+        index = HTTP.post(f"{self.url}/v2/repository/index", timeout=30).json()
         (reason,) = [entry["reason"] for entry in index if entry["name"] == model]
         return reason
 
@@ -139,11 +141,11 @@ class TritonServer:
         self.kill()
 
     def post(self, path: str = "generate", seconds: float = 120, **inputs) -> httpx.Response:
-        return httpx.post(f"{self.url}/v2/models/pensieve/{path}", json=inputs, timeout=seconds)
+        return HTTP.post(f"{self.url}/v2/models/pensieve/{path}", json=inputs, timeout=seconds)
 
     def metric(self, name: str, missing: float | None = None) -> float:
         """The value of one sample of Triton's /metrics, named with its labels; of an unknown one `missing`."""
-        for line in httpx.get(self.metrics_url, timeout=30).text.splitlines():
+        for line in HTTP.get(self.metrics_url, timeout=30).text.splitlines():
             if line.startswith(name) and line[len(name)] == " ":
                 return float(line.split()[-1])
         if missing is None:

@@ -297,7 +297,7 @@ def test_slow_reads_hold_up_neither_the_caller_nor_writes(tmp_path):
     gate = threading.Event()
 
     def read(file, buffers, offset):
-        gate.wait(10)
+        gate.wait(60)
         return os.preadv(file, buffers, offset)
 
     with Tier(tmp_path, system=SystemCalls(read=read)) as tier:
@@ -306,9 +306,9 @@ def test_slow_reads_hold_up_neither_the_caller_nor_writes(tmp_path):
         tier.begin(promotions=[Promotion(n, n, key(n)) for n in range(4)])
         assert tier.store.take() == DiskReport() and tier.store.counters.loading == 4
         tier.store.wait(0.002)
-        assert time.perf_counter() - began < 1.0
+        assert time.perf_counter() - began < 30
         tier.begin(spills=[Spill(9, 9, key(9), 0)])
-        tier.store.wait(5.0)
+        tier.store.wait(60.0)
         assert tier.store.take().spilled == (9,)
         gate.set()
         assert tier.finished().promoted == (0, 1, 2, 3)
@@ -359,7 +359,7 @@ def test_an_erasure_does_not_wait_behind_slow_reads_and_writes(tmp_path):
     def slow(call):
         def wrapped(file, buffers, offset):
             if sum(map(len, buffers)) > PAGE:  # not an erasure
-                gate.wait(10)
+                gate.wait(60)
             return call(file, buffers, offset)
 
         return wrapped
@@ -380,7 +380,7 @@ def test_a_slot_under_way_is_nobody_else_s(tmp_path):
     gate = threading.Event()
 
     def write(file, buffers, offset):
-        gate.wait(10)
+        gate.wait(60)
         return os.pwritev(file, buffers, offset)
 
     with Tier(tmp_path, system=SystemCalls(write=write)) as tier:
