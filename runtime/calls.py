@@ -244,7 +244,7 @@ class CallMaker:
         check_logprobs(body.prompt_logprobs, "prompt_logprobs")
         form = reply_form(body)
         if form is not None:
-            await asyncio.to_thread(self._check_form, form)
+            await self._check_form(form)
         return Asked(
             n=body.n,
             logprobs=body.reply_logprobs,
@@ -253,13 +253,14 @@ class CallMaker:
             most_tool_calls=body.most_tool_calls,
         )
 
-    def _check_form(self, form: ReplyForm) -> None:
+    async def _check_form(self, form: ReplyForm) -> None:
         if self._grammars is None:
             ready = self._ready
-            self._grammars = open_grammars(ready.tokenizer, ready.vocab_size, ready.stop_ids)
+            opened = await asyncio.to_thread(open_grammars, ready.tokenizer, ready.vocab_size, ready.stop_ids)
+            self._grammars = self._grammars or opened
         if self._grammars is None:
             raise RequestError(400, f"{form.param} is not supported with this model's tokenizer", form.param)
-        self._grammars.check(form.grammar, form.param)
+        await asyncio.wrap_future(self._grammars.begin_check(form.grammar, form.param))
 
     def _logit_bias(self, body: GenerationBody) -> tuple[tuple[int, float], ...]:
         try:
