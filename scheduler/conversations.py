@@ -142,7 +142,7 @@ class Conversations:
         for key in conversation.keys:  # its claims end at the first chunk that was gone at its last commit
             chunk = self._store.find(key)
             if chunk is not None and not chunk.claims:
-                self._store.drop_if_unused(chunk)
+                self._store.delete(chunk)
 
     def keep(self, conversation_id: str, ttl: float | None, pinned_until: float, now: float) -> None:
         """How long the conversation lives on after its last activity, and until when it is pinned."""
