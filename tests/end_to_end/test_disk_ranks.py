@@ -1,4 +1,4 @@
-"""The disk tier of a server of two ranks: kills, what a deletion leaves in any rank's files, records that one rank lost."""
+"""The disk tier of a server of two ranks: kills, what a deletion leaves in their files, records that one of them lost."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Files:
         self.file, self._origin, self._payload = folder / "000000.kv", origin.digest, origin.chunk_bytes
         self.record = record_bytes(origin.chunk_bytes)
 
-    def keys(self):
+    def records(self):
         """By slot, where a whole header is; everywhere else there is nothing but zeros."""
         found, content = {}, self.file.read_bytes()
         for slot in range(len(content) // self.record):
@@ -90,18 +90,18 @@ def test_a_deletion_is_answered_when_no_rank_has_a_record(engine, tmp_path):
     with Server(tmp_path, *CACHE, engine=engine) as server:
         turn(server, prompt(1), conversation="kept")
         ranks = [Files(tmp_path, rank) for rank in (0, 1)]
-        kept = [files.keys() for files in ranks]
+        kept = [files.records() for files in ranks]
         assert len(kept[0]) == 10 and kept[0] == kept[1]
         log, _ = turn(server, prompt(2), conversation="gone")
-        assert [len(files.keys()) for files in ranks] == [20, 20]
+        assert [len(files.records()) for files in ranks] == [20, 20]
         httpx.delete(f"{server.url}/v1/conversations/gone", timeout=60).raise_for_status()
         kill(server)
-    assert [files.keys() for files in ranks] == kept
+    assert [files.records() for files in ranks] == kept
     with Server(tmp_path, *CACHE, engine=engine) as server:
         assert turn(server, log)[1]["cached_tokens"] == 0
         httpx.delete(f"{server.url}/v1/conversations/kept", timeout=60).raise_for_status()
         kill(server)
-    assert not any(key in kept[0].values() for files in ranks for key in files.keys().values())
+    assert not any(key in kept[0].values() for files in ranks for key in files.records().values())
 
 
 def test_what_one_rank_has_lost_is_lost_to_all(engine, reference, tmp_path):
@@ -110,13 +110,13 @@ def test_what_one_rank_has_lost_is_lost_to_all(engine, reference, tmp_path):
         log, _ = turn(server, prompt(1), conversation="c")
         assert server.stop() == 0
     first, second = Files(tmp_path, 0), Files(tmp_path, 1)
-    gone, torn, *_ = keys = first.keys()
-    assert len(keys) == 10 and second.keys() == keys
+    gone, torn, *_ = keys = first.records()
+    assert len(keys) == 10 and second.records() == keys
     second.spoil(gone, 0, 64)
     second.spoil(torn, PAGE + 100)
     with Server(tmp_path, *CACHE, engine=engine) as server:
         assert any("9 of them from earlier" in line for line in server.log)
-        assert gone not in first.keys(), "what only one rank has is erased"
+        assert gone not in first.records(), "what only one rank has is erased"
         whole, sources = turn(server, [7], conversation="c", history="server")
         assert sources["disk"] <= 8 * 16
         reference.check([*log, *whole], len(log) + 1)
