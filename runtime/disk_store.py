@@ -175,18 +175,21 @@ class DiskStore:
                 self._changed.notify_all()
 
     def _spill(self, run: list[Spill], began: float) -> None:
+        queued = (time.perf_counter() - began) * len(run)
         done = self._one_or_all([run], self._write)
         took, size = (time.perf_counter() - began) * len(run), len(done) * self._record
         with self._changed:
             self._end(run, done, 0)
-            self._count(saving=-len(run), saved=len(done), saved_bytes=size, saving_seconds=took)
+            self._count(saving=-len(run), saved=len(done), saved_bytes=size, saving_seconds=took, saving_queued=queued)
 
     def _promote(self, run: list[Promotion], began: float) -> None:
+        queued = (time.perf_counter() - began) * len(run)
         done = self._one_or_all([run], self._read)
         took, size = (time.perf_counter() - began) * len(run), len(done) * self._record
         with self._changed:
             self._end(run, done, 1)
-            self._count(loading=-len(run), loaded=len(done), loaded_bytes=size, loading_seconds=took)
+            loaded = dict(loaded=len(done), loaded_bytes=size, loading_seconds=took, loading_queued=queued)
+            self._count(loading=-len(run), **loaded)
 
     def _end(self, run: Sequence[Work], done: set[int], kind: int) -> None:
         """To be called under the condition. `kind`: where in the report those are told that went well."""

@@ -61,6 +61,7 @@ class ChunkStore:
         self._most_forgotten = 4 * (config.gpu_kv_chunks + config.host_kv_chunks) + config.disk_kv_chunks
         self._has_disk = config.disk_kv_chunks > 0
         self._late_host_slots: list[int] = []
+        self._last_stamp = 0.0
 
     # -- looking up
 
@@ -193,6 +194,11 @@ class ChunkStore:
         chunk.key, chunk.tokens, chunk.disk = key, self._chunk_tokens, disk
         self._by_key[key] = chunk
         self.file(chunk)
+
+    def stamp(self, now: float) -> float:
+        """`now`, but never twice the same: one stamp is one turn."""
+        self._last_stamp = max(now, self._last_stamp + 1e-6)
+        return self._last_stamp
 
     # -- slots
 

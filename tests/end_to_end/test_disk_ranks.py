@@ -1,4 +1,4 @@
-"""The disk tier of a server of two ranks: kills, what a deletion leaves in their files, records that one of them lost."""
+"""The disk tier of a server of two ranks: kills, what a deletion leaves, records that only one of them has lost."""
 
 from __future__ import annotations
 

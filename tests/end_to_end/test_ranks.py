@@ -14,7 +14,7 @@ from tests.models import tiny_checkpoint
 from tests.mpi import command, run_ranks, variables
 
 from .bad_disk import ON_READ, ON_WRITE
-from .server import Server
+from .server import HTTP, Server
 
 EVENTS = ("gpu", "host", "recomputed", "new", "disjoint", "suspended", "dropped", "aborted", "branched")
 
@@ -97,7 +97,7 @@ def test_the_server_starts_its_ranks_and_ends_them(engine, tmp_path):
         whole = ask(server, 40).json()["choices"][0]["token_ids"]
         assert len(whole) == 40
         body = {"model": "engine", "prompt": PROMPT, "max_tokens": 300, "stream": True, "ignore_eos": True}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as reply:
+        with HTTP.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as reply:
             lines = reply.iter_lines()
             next(lines)
             server.process.send_signal(signal.SIGTERM)
