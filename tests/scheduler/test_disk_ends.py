@@ -56,6 +56,14 @@ def test_what_is_expected_and_has_no_room_does_not_keep_the_loop_busy():
     assert harness.counts["promoted"] and plans[-1] is None and not harness.scheduler._disk_busy()
 
 
+def test_a_turn_without_a_hint_takes_back_the_one_before():
+    harness = Harness(disk_kv_chunks=60)
+    harness.turn(range(16), 4, "c", expect_next_s=500.0)
+    assert harness.scheduler.wake_at < harness.now + 500
+    harness.turn([*harness.logs["c"], 3], 4, "c")
+    assert not list(harness.scheduler._conversations.expected.take(harness.now + 1000))
+
+
 def test_a_deletion_reaches_what_is_being_written():
     harness = SlowDisk(disk_kv_chunks=60)
     prompt = list(range(16))
