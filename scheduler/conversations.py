@@ -7,9 +7,9 @@ from itertools import islice
 from math import inf
 from typing import NamedTuple
 
-from .timetable import Timetable
 from .chunk import NO_SLOT, Chunk
 from .chunks import ChunkStore
+from .timetable import Timetable
 from .types import ChunkKey, ConversationKV, Request
 
 
