@@ -126,13 +126,13 @@ def test_concurrent_conversations_swap_and_stay_right(server):
     for _ in range(4):
         for name, history in histories.items():
             prompt = [*history, *range(30 + name, 130 + name)]
-            body = dict(prompt=prompt, max_tokens=20, temperature=0, ignore_eos=True, return_token_ids=True)
+            body = dict(prompt=prompt, max_tokens=10, temperature=0, ignore_eos=True, return_token_ids=True)
             reply = server.post("/v1/completions", conversation=f"swap{name}", **body).json()
             histories[name] = [*prompt, *reply["choices"][0]["token_ids"]]
     assert server.metric('pensieve:kv_copied_bytes_total{direction="swap_out"}') > 0
     for name, history in histories.items():
-        fresh = dict(prompt=history[:-20], max_tokens=20, temperature=0, ignore_eos=True, return_token_ids=True)
-        assert server.post("/v1/completions", **fresh).json()["choices"][0]["token_ids"] == history[-20:], name
+        fresh = dict(prompt=history[:-10], max_tokens=10, temperature=0, ignore_eos=True, return_token_ids=True)
+        assert server.post("/v1/completions", **fresh).json()["choices"][0]["token_ids"] == history[-10:], name
 
 
 def test_metrics_count_every_prompt_token_once(server):
@@ -144,10 +144,10 @@ def test_metrics_count_every_prompt_token_once(server):
 
 def test_sigterm_finishes_running_requests(tmp_path):
     with Server(tmp_path, "--shutdown-timeout", 60) as server:
-        ids = streamed_ids(server, prompt=[40] * 10, max_tokens=200)
+        ids = streamed_ids(server, prompt=[40] * 10, max_tokens=80)
         next(ids)
         server.process.send_signal(signal.SIGTERM)
-        assert 1 + len(list(ids)) == 200
+        assert 1 + len(list(ids)) == 80
         assert server.process.wait(60) == 0
 
 
