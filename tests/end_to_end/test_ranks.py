@@ -13,6 +13,7 @@ from pensieve.builder.build import build_engine
 from tests.models import tiny_checkpoint
 from tests.mpi import command, run_ranks, variables
 
+from .bad_disk import ON_READ, ON_WRITE
 from .server import HTTP, Server
 
 EVENTS = ("gpu", "host", "recomputed", "new", "disjoint", "suspended", "dropped", "aborted", "branched")
@@ -59,6 +60,26 @@ def test_two_ranks_reply_as_transformers_whatever_happens(kind, engine):
     print(counts)
     for event in (*EVENTS, "disk"):
         assert counts[event] > 0, f"{event} never occurred"
+
+
+DISK = dict(gpu_kv_chunks=29, host_kv_chunks=14, disk_kv_chunks=60, turns=80, restarts=5)
+
+
+@pytest.mark.slow
+def test_two_ranks_reply_as_transformers_across_restarts(engine):
+    """Spilling never stops; what some ranks had written and others not is lost to all."""
+    counts = chat(engine("llama"), dict(seed=20, **DISK), dict(seed=21, slow=1, **DISK), seconds=600)
+    assert counts["disk"] > 0 and counts["restarted"] == 10, counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_with_a_disk_that_lies(rank, engine):
+    """Torn, flipped and misdirected records, refusals: what one rank has lost is dropped everywhere."""
+    counts = chat(engine("llama"), dict(seed=22 + rank, bad_disk=rank, **DISK), seconds=600)
+    print(counts)
+    assert counts["disk"] > 0 and counts["restarted"] == 5, counts
+    assert any(counts[kind] for kind in ON_WRITE) and any(counts[kind] for kind in ON_READ)
 
 
 PROMPT = list(range(5, 25))

@@ -208,6 +208,7 @@ def test_a_whole_reply_with_all_that_can_be_said_of_it(triton):
     assert first["finish_reason"] == "length"
     assert first["cumulative_logprob"] < 0
     assert (first["kv_cache_reused_block"], first["kv_cache_missed_block"], first["kv_cache_hit_rate"]) == (0, 4, 0)
+    assert (first["kv_cache_alloc_new_blocks"], first["kv_cache_alloc_total_blocks"]) == (4, 4)  # 100 + 3 tokens
     times = [first[f"{name}_time_ns"] for name in ("arrival", "first_scheduled", "first_token", "last_token")]
     assert times == sorted(times) and times[0] < times[3]
     again = triton.post(input_ids=prompt, **inputs).json()
@@ -222,8 +223,10 @@ def test_stop_strings_and_the_prompt_before_the_reply(triton):
     inputs = dict(text_input="Hello there", sampling_param_max_tokens=9, **GREEDY)
     text = triton.post(**inputs).json()["text_output"]
     word = text.split()[1]
-    stopped = triton.post(**inputs, sampling_param_stop=[word, "not in there"], return_finish_reason=True).json()
+    wanted = dict(return_finish_reason=True, return_stop_reason=True)
+    stopped = triton.post(**inputs, sampling_param_stop=[word, "not in there"], **wanted).json()
     assert (stopped["text_output"], stopped["finish_reason"]) == (text[: text.index(word)], "stop")
+    assert stopped["stop_reason"] == word
     echoed = triton.post(**inputs, sampling_param_exclude_input_from_output=False).json()["text_output"]
     assert echoed == "Hello there" + text
 

@@ -105,6 +105,8 @@ def test_records_come_back_as_they_were(tier):
     counters = tier.store.counters
     assert (counters.saved, counters.loaded, counters.saving, counters.loading) == (SLOTS, SLOTS + 3, 0, 0)
     assert counters.saved_bytes == SLOTS * record_bytes(tier.host.shape[1]) and counters.loading_seconds > 0
+    assert 0 < counters.saving_queued < counters.saving_seconds
+    assert 0 < counters.loading_queued < counters.loading_seconds
 
 
 def test_adjacent_records_go_in_one_call_and_none_across_segments(tmp_path):

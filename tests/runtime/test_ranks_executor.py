@@ -5,8 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from array import array
-from dataclasses import fields
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields, replace
+from itertools import count
 from queue import Empty, SimpleQueue
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +17,19 @@ import torch
 from pensieve.plugins.collectives import TENSOR_PARALLEL, ThreadRanks, register_group, release_group
 from pensieve.runtime import ranks_executor
 from pensieve.runtime.cpu_device import CpuDevice
+from pensieve.runtime.disk_store import DiskSettings
 from pensieve.runtime.executor import Executor
 from pensieve.runtime.ranks import RankFailed
-from pensieve.runtime.ranks_executor import RankedExecutor, Report, Reports, follow, on_all, pack, unpack
+from pensieve.runtime.ranks_executor import (
+    RankedExecutor,
+    Report,
+    Reports,
+    agreed_records,
+    follow,
+    on_all,
+    pack,
+    unpack,
+)
 from pensieve.runtime.sampler import Sampler, SharedSampler, make_sampler
 from pensieve.runtime.step_inputs import StepPacker
 from pensieve.scheduler.config import SchedulerConfig
@@ -99,6 +112,53 @@ def test_a_record_from_earlier_is_there_if_all_ranks_have_their_part_of_it():
     second = [record(2, b"d"), record(1, b"b", age=9.0), record(0, b"a")]
     assert on_all([first, second]) == first[:2]
     assert on_all([first, second, []]) == []
+
+
+class Gathered:
+    """Two ranks that gather, each in a thread of its own."""
+
+    def __init__(self):
+        self._met = threading.Barrier(2)
+        self._values = [None, None]
+
+    def as_rank(self, rank):
+        def gather(value):
+            self._values[rank] = value
+            self._met.wait(10)
+            return self._values
+
+        return SimpleNamespace(gather=gather)
+
+
+def test_a_record_that_only_one_rank_has_is_erased_at_the_start(tmp_path):
+    """Else it would outlive its conversation: no scheduler knows of it, so no deletion reaches it."""
+    config = replace(CONFIG, disk_kv_chunks=8)
+
+    def opened(rank):
+        disk = DiskSettings(tmp_path, 8, "ab", ranks=2, rank=rank)
+        return Executor(CpuDevice(), FakeEngine(LAYERS), config, 2, disk=disk)
+
+    left = {0: {0: b"a", 1: b"b", 2: b"c"}, 1: {1: b"b", 2: b"d", 3: b"e"}}
+    for rank, slots in left.items():
+        executor = opened(rank)
+        spills = tuple(Spill(slot, slot, ChunkKey(key * 32), 4) for slot, key in slots.items())
+        executor.launch(replace(plan(1), spills=spills))
+        written = executor.wait().spilled
+        for step in count(2):
+            if len(written) == len(spills):
+                break
+            executor.launch(plan(step))
+            written += executor.wait().spilled
+        executor.close()
+    for _ in range(2):
+        executors = [opened(rank) for rank in (0, 1)]
+        ranks = Gathered()
+        with ThreadPoolExecutor(2) as threads:
+            found = list(threads.map(agreed_records, map(ranks.as_rank, (0, 1)), executors))
+        assert [[(record.slot, record.key[:1]) for record in records] for records in found] == [[(1, b"b")]] * 2
+        for executor in executors:
+            assert [record.slot for record in executor.disk_records()] == [1]
+            executor.close()
 
 
 class Pipes:
