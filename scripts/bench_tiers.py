@@ -168,7 +168,13 @@ def parser() -> argparse.ArgumentParser:
     option("--engine", required=True, type=Path, metavar="DIR", help="an engine directory")
     option("--device", default="cpu", choices=("cpu", "cuda"), help="where the engine runs (default %(default)s)")
     option("--disk-dir", type=Path, metavar="DIR", help="on the disk to be measured (default: the system's own)")
-    option("--parts", type=_parts, default=PARTS, metavar="LIST", help=f"of {','.join(PARTS)} (default: all)")
+    option(
+        "--parts",
+        type=_parts,
+        default=PARTS,
+        metavar="LIST",
+        help=f"of {','.join(PARTS)} (default: all); sweep needs tiers",
+    )
     for name, (default, words) in COUNTS.items():
         flag = f"--{name.replace('_', '-')}"
         option(flag, type=int, default=default, metavar="N", help=f"{words} (default %(default)s)")

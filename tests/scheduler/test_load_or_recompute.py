@@ -1,4 +1,5 @@
 """A turn's history is loaded or computed again: the better way of both is never better by much than what was chosen.
+And what loading hides behind, against CachedAttention's read buffer.
 
 On a virtual clock, with the costs of a Llama-3-8B as measured on an H200 (BENCHMARKS.md), for disks and links around
 the speed at which both ways take equally long. A scheduler that is to go one way at any price is told costs that the
@@ -16,7 +17,7 @@ from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.cost import CostProfile
 from pensieve.scheduler.plan import Lane, StepPlan, StepResult
 from pensieve.scheduler.scheduler import Scheduler
-from pensieve.scheduler.simulator import STEPS_IN_FLIGHT, VirtualDevice
+from pensieve.scheduler.simulator import STEPS_IN_FLIGHT, Session, SessionTurn, VirtualDevice, simulate
 from pensieve.scheduler.types import DiskRecord, Request, RequestId, Usage
 
 SIZE, NEW_TOKENS = 32, 32
@@ -165,3 +166,27 @@ def test_what_is_loaded_before_a_row_joins_is_the_papers_read_buffer(history, ro
     # Nobody waited for it: rows that generate did so in every step meanwhile.
     first = next(plan.step for plan in plans if plan.copies and plan.copies[0].lane is Lane.IN)
     assert all(len(plan.generate) == rows for plan in plans if first <= plan.step <= joined.step)
+
+
+@pytest.mark.slow
+def test_a_read_buffer_for_the_queue_would_gain_next_to_nothing():
+    """All seats are taken, so histories of those who wait stay on HOST. A link that takes no time bounds what loading
+    them earlier could gain: a wait shorter by one history's copy, and the seats that are empty during the copy."""
+    seats, sessions, rate = 16, 200, 25.0
+    config = SchedulerConfig(
+        gpu_kv_chunks=(seats + 3) * 300, host_kv_chunks=sessions * 270, max_model_len=9000, max_num_seqs=seats
+    )
+    first, second = SessionTurn(0, 8192, 1), SessionTurn(8192, NEW_TOKENS, 100)
+    thinking = [0.3 * (sessions - number) + number / rate for number in range(sessions)]
+    returning = [
+        Session(f"c{number}", 0.3 * number, (first, second._replace(think_s=think)))
+        for number, think in enumerate(thinking)
+    ]
+    as_it_is, without_time = (
+        simulate(config, replace(H200, link_bytes_per_s=link), returning, warm_up=sessions)
+        for link in (H200.link_bytes_per_s, INSTANTLY)
+    )
+    copy = 8192 / SIZE * H200.load()
+    assert as_it_is.usage.host > 0.9 * sessions * 8192 and as_it_is.ttft_p50 > 10 * copy  # it does queue
+    assert as_it_is.seconds < 1.02 * without_time.seconds
+    assert as_it_is.ttft_p50 < 1.05 * without_time.ttft_p50
