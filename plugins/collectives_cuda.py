@@ -12,6 +12,7 @@ which does not matter while latency is all there is.
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,10 @@ ONE_SHOT_DTYPES = (torch.float32, torch.bfloat16)
 _ALIGNMENT = 16  # bytes, of whole vectors
 
 _gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13
+
+OVERDUE = timedelta(seconds=120)
+"""Within which all ranks must have met at the start, and after which torch ends a process whose NCCL call outside of a
+graph is not over; it says which."""
 
 OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 """Read when NCCL and torch's symmetric memory begin; what the environment says already stays."""
@@ -49,7 +54,7 @@ class CudaRanks:
             os.environ.setdefault(name, value)
         self.rank, self.ranks = rank, ranks
         device = torch.device("cuda", torch.cuda.current_device())
-        dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks, device_id=device)
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks, device_id=device, timeout=OVERDUE)
         self._name = dist.group.WORLD.group_name
         self.one_shot_bytes = 0
         """Larger sums, and others than those of `dtype`, go through NCCL. May be lowered, on all ranks alike."""

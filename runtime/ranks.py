@@ -10,6 +10,7 @@ and ends all ranks. A rank whom nobody ends does so itself after a while; if one
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import pickle
@@ -17,6 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
@@ -87,6 +89,10 @@ class Ranks:
     def gather(self, value: T) -> list[T]:
         """Of all ranks, in their order."""
         return self._messages.allgather(value)
+
+    def slowest(self, seconds: float) -> float:
+        """The most of all ranks."""
+        return max(self.gather(seconds))
 
     def smallest(self, *values: int) -> tuple[int, ...]:
         """Of each value, the smallest of all ranks."""
@@ -161,7 +167,8 @@ class Ranks:
         from ..plugins.collectives_cuda import CudaRanks  # and torch's symmetric memory
 
         same_host = self.local_size == self.size
-        self._cuda = CudaRanks(self.rank, self.size, self._store(), dtype, same_host, **settings)
+        with give_up_after(OVERDUE_SECONDS):
+            self._cuda = CudaRanks(self.rank, self.size, self._store(), dtype, same_host, **settings)
         return self._cuda
 
     def close(self) -> None:
@@ -206,6 +213,19 @@ class MpiRanks:
         parts = x.new_empty(self._communicator.size, *x.shape)
         _wait(self._communicator.Iallgather(_bytes(x.contiguous()), _bytes(parts)))
         return parts
+
+
+@contextmanager
+def give_up_after(seconds: float) -> Iterator[None]:
+    """Ends this process, and mpirun all others, if the block takes longer; says where each thread is.
+
+    Also where a library waits for other ranks and lets no Python run.
+    """
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def pause(busy: bool) -> None:

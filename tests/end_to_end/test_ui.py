@@ -12,10 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 import pytest
 
-from .server import Server
+from .server import HTTP, Server
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +41,7 @@ class KeyedServer(Server):
 
     def ask(self, method, path, key=KEY, **options):
         headers = {"authorization": f"Bearer {key}"}
-        answer = httpx.request(method, f"{self.url}{path}", headers=headers, timeout=120, **options)
+        answer = HTTP.request(method, f"{self.url}{path}", headers=headers, timeout=120, **options)
         assert answer.status_code == 200, answer.text
         return answer.json()
 

@@ -82,6 +82,8 @@ def test_two_ranks_say_what_one_device_says(tmp_path):
 def test_plans_and_sums_are_timed():
     lines = said("bench_ranks", "--ranks", 3, "--rows", 16, "--steps", 20, "--step-ms", 1)
     assert [line["plans"] for line in lines] == ["generating", "mixed"]
-    assert all(line["until_unpacked_by_all_us"]["p50"] > line["rank_0_us"]["p50"] > 0 for line in lines)
+    for line in lines:
+        assert line["until_all_have_it_us"]["p50"] > line["sending_wall_us"]["p50"] >= line["sending_cpu_us"]["p50"] > 0
+        assert all(line[f"{part}_cpu_us"]["p50"] > 0 for part in ("unpacking", "reporting", "merging"))
     lines = said("bench_collectives", "--device", "cpu", "--tokens", 1, 4, "--width", 64)
     assert [line["tokens"] for line in lines] == [1, 4] and all(line["us"]["mpi"] > 0 for line in lines)
