@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from pensieve.runtime.disk_files import Segments, aligned_buffer
 from pensieve.runtime.disk_records import PAGE
@@ -66,24 +67,18 @@ def test_turns_are_saved_as_they_are_to_be(tiers, tmp_path, save, saved):
     assert found["saved"] == saved and 0 < found["first_token_s"] < found["turn_s"] <= found["seconds"]
 
 
-@pytest.mark.slow
-def test_all_parts(directory, tmp_path, capsys):
-    """14 steps to recompute a history, one if it is anywhere: no load of the machine hides that."""
-    more = ["--max-num-batched-tokens", "32", "--repeats", "2", "--disk-dir", str(tmp_path)]
-    assert main(["--engine", str(directory), *SMALL, *more]) == 0
-    printed = capsys.readouterr().out
-    found = results(printed)
+def check_all_parts(found, token):
+    """token: bytes of a token's KV."""
     assert list(found) == ["tiers_tiers", "tiers_sweep", "tiers_preload", "tiers_saving"]
-    assert not list(tmp_path.iterdir())
     tiers = found["tiers_tiers"]
-    assert tiers["kv_bytes_per_token"] == 6 * 2 * 16 * 4 and tiers["history"] == 448
+    assert tiers["kv_bytes_per_token"] == token and tiers["history"] == 448
     assert all(tiers[f"{way}_s"] > 0 for way in ("gpu", "host", "disk", "recomputed", "chosen"))
     even = tiers["break_even_gb_per_s"]
-    assert even == pytest.approx(448 * 768 / 1e9 / (tiers["recomputed_s"] - tiers["host_s"]))
+    assert even == pytest.approx(448 * token / 1e9 / (tiers["recomputed_s"] - tiers["host_s"]))
     speeds = found["tiers_sweep"]["speeds"]
     assert [speed["gb_per_s"] for speed in speeds] == pytest.approx([times * even for times in SPEEDS])
     for speed in speeds:
-        assert speed["load_s"] > 448 * 768 / 1e9 / speed["gb_per_s"]  # no quicker than the disk is said to be
+        assert speed["load_s"] > 448 * token / 1e9 / speed["gb_per_s"]  # no quicker than the disk is said to be
         assert speed["ratio"] == speed["chosen_s"] / min(speed["load_s"], speed["recompute_s"])
         assert 0 <= speed["read"] <= 1
     assert found["tiers_sweep"]["worst"] == max(speed["ratio"] for speed in speeds)
@@ -91,8 +86,28 @@ def test_all_parts(directory, tmp_path, capsys):
     assert list(preload) == ["6", "4"]
     assert all([turn["new_tokens"] for turn in turns] == [2, 8, 32] for turns in preload.values())
     assert list(found["tiers_saving"]["modes"]) == ["off", "sync", "async"]
+
+
+ALL_PARTS = [*SMALL, "--max-num-batched-tokens", "32", "--repeats", "2"]
+"""14 steps to recompute a history, one if it is anywhere: no load of the machine hides that."""
+
+
+@pytest.mark.slow
+def test_all_parts(directory, tmp_path, capsys):
+    assert main(["--engine", str(directory), *ALL_PARTS, "--disk-dir", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    check_all_parts(results(printed), token=6 * 2 * 16 * 4)
     for words in ("break-even disk speed", "worst ", "swap-in first", "by --save"):
         assert words in printed
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_all_parts_on_a_gpu(tmp_path, capsys):
+    directory = build(tmp_path, device="cuda", dtype="bfloat16")
+    assert main(["--engine", str(directory), "--device", "cuda", *ALL_PARTS]) == 0
+    check_all_parts(results(capsys.readouterr().out), token=6 * 2 * 16 * 2)
 
 
 @pytest.mark.parametrize(
