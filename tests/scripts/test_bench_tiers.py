@@ -13,6 +13,7 @@ from pensieve.runtime.disk_files import Segments, aligned_buffer
 from pensieve.runtime.disk_records import PAGE
 from pensieve.runtime.engine import open_engine
 from pensieve.runtime.executor import Executor
+from pensieve.scheduler.plan import Lane
 from pensieve.scheduler.types import InvariantError, Usage
 from pensieve.scripts.bench_loop import make_device
 from pensieve.scripts.bench_tiers import SPEEDS, Sizes, main, parser
@@ -58,6 +59,23 @@ def test_a_history_is_where_it_is_to_be(tiers, tmp_path):
     assert seconds > 0 and read == 0.0
     for speed, share in ((1e-3, 0.0), (1e12, 1.0)):
         assert tiers.from_disk(disk, replace(COST, disk_read_bytes_per_s=speed), "chosen", 2)[1] == share
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("times", "read"), [(0.4, 0.0), (4.0, 1.0)])
+def test_what_is_chosen_is_no_slower_than_the_better_way(tiers, tmp_path, times, read):
+    """On a device and a disk that mostly sleep, so that it matters little what else the machine does: the wrong way
+    would take twice as long."""
+    tiers.device._disturb = lambda lane: 0.04 if lane is Lane.COMPUTE else 0.0
+    memory = MemoryDisk()
+    disk = Disk(tmp_path, memory.calls)
+    tiers.write(disk)
+    computed = tiers.recomputed(2)
+    memory.bytes_per_s = times * 448 * 768 / computed
+    cost = replace(COST, chunk_seconds=computed / 14, disk_read_bytes_per_s=memory.bytes_per_s, chunk_bytes=32 * 768)
+    (loaded, _), (chosen, share) = (tiers.from_disk(disk, cost, way, 2) for way in ("load", "chosen"))
+    assert share == read
+    assert chosen < 1.25 * min(loaded, computed) < max(loaded, computed)
 
 
 @pytest.mark.parametrize(("save", "saved"), [("off", 0), ("sync", 5), ("async", 5)])
