@@ -172,6 +172,23 @@ def test_chat_map_and_timeline_under_load(server, browser):
         figure(page, "chat")
 
 
+def test_a_server_that_was_restarted_has_no_negative_rates(server, browser):
+    """Its counters begin anew. The page gets no third answer: it stands still then."""
+    with opened(browser, server.url, show=False) as page:
+        states = []
+
+        def state(route):
+            states.append(route.fetch().json())
+            if len(states) < 3:
+                route.fulfill(json=states[-1] | {"generated": 1_000_000 if len(states) == 1 else 0})
+
+        page.route("**/ui/state", state)
+        page.goto(f"{server.url}/ui")
+        while len(states) < 3:
+            page.wait_for_timeout(50)
+        assert page.locator("#timeline figcaption").first.text_content() == "Tokens/s: generated –, prompts –"
+
+
 def tokens_by_source(strip):
     said = strip.get_attribute("aria-label").partition(": ")[2]
     return {words: int(count) for words, count in re.findall(r"(\w+) (\d+)", said)}
