@@ -111,6 +111,9 @@ def measure_tiers(tiers: Tiers, disk: Disk, new: int) -> dict[str, Any]:
     found = {"gpu_s": memory["gpu_s"], "host_s": memory["host_s"], "recomputed_s": tiers.recomputed(new)}
     found["disk_s"], _ = tiers.from_disk(disk, cost, "load", new)
     found["chosen_s"], read = tiers.from_disk(disk, cost, "chosen", new)
+    spared = found["recomputed_s"] - found["host_s"]
+    if spared <= 0:
+        raise SettingError("--history", "is computed as quickly as it is copied from HOST: no disk is worth reading")
     size = chunks * cost.chunk_bytes
     recompute = sum(cost.recompute((chunk + 1) * tiers.config.chunk_tokens) for chunk in range(chunks))
     return found | {
@@ -118,16 +121,9 @@ def measure_tiers(tiers: Tiers, disk: Disk, new: int) -> dict[str, Any]:
         "disk_read_gb_per_s": cost.disk_read_bytes_per_s / 1e9,
         "kv_bytes_per_token": size / tiers.tokens,
         "predicted_recompute_s_per_token": recompute / tiers.tokens,
-        "predicted_break_even_gb_per_s": _speed(size, recompute - chunks * cost.load()),
-        "break_even_gb_per_s": _speed(size, found["recomputed_s"] - found["host_s"]),
+        "predicted_break_even_gb_per_s": cost.break_even_disk(tiers.tokens) / 1e9,
+        "break_even_gb_per_s": size / 1e9 / spared,
     }
-
-
-def _speed(size: int, seconds: float) -> float:
-    """GB/s. SettingError if there is no time for it at all."""
-    if seconds <= 0:
-        raise SettingError("--history", "is computed as quickly as it is copied from HOST: no disk is worth reading")
-    return size / 1e9 / seconds
 
 
 def measure_sweep(tiers: Tiers, directory: Path, new: int, even: float) -> list[dict[str, float]]:
@@ -277,8 +273,8 @@ def tiers_lines(found: dict[str, Any], args: argparse.Namespace) -> Iterator[str
         f"{found['disk_read_gb_per_s']:.3f} GB/s"
     )
     yield (
-        f"  break-even disk speed {found['break_even_gb_per_s']:.3f} GB/s; predicted "
-        f"{found['predicted_break_even_gb_per_s']:.3f}: {found['kv_bytes_per_token']:.0f} bytes of KV a token, "
+        f"  break-even disk speed {found['break_even_gb_per_s']:.4g} GB/s; predicted "
+        f"{found['predicted_break_even_gb_per_s']:.4g}: {found['kv_bytes_per_token']:.0f} bytes of KV a token, "
         f"{1e6 * found['predicted_recompute_s_per_token']:.2f} us to recompute it, less its copy from HOST"
     )
 
@@ -288,7 +284,7 @@ def sweep_lines(speeds: Sequence[dict[str, float]], worst: float) -> Iterator[st
     for speed in speeds:
         times = "".join(f"{1e3 * speed[f'{belief}_s']:10.2f}" for belief in BELIEFS)
         yield (
-            f"  {speed['gb_per_s']:9.4f}{speed['of_break_even']:6.2f}{times} ({100 * speed['read']:3.0f}%)"
+            f"  {speed['gb_per_s']:10.4g}{speed['of_break_even']:6.2f}{times} ({100 * speed['read']:3.0f}%)"
             f"{speed['ratio']:7.2f}"
         )
     yield f"  worst {worst:.2f}, target {TARGET}"

@@ -104,22 +104,16 @@ def all_ways(cost, history, **load):
     return loaded, computed, chosen
 
 
-def break_even(history, beside=0.0):
-    """Bytes/s: KV of the history over the seconds that computing it takes more than what is `beside`."""
-    chunks = history // SIZE
-    seconds = sum(H200.recompute((chunk + 1) * SIZE) for chunk in range(chunks))
-    return chunks * H200.chunk_bytes / (seconds - chunks * beside)
-
-
 @pytest.mark.parametrize("history", [4096, 8192])
 @pytest.mark.parametrize("tier", ["disk", "host"])
 def test_no_first_token_comes_later_than_by_the_better_way(history, tier):
     """HOST is a disk without delay behind a link that is slow."""
     for times in AROUND:
         if tier == "disk":
-            cost = replace(H200, disk_read_bytes_per_s=times * break_even(history, H200.load()))
+            cost = replace(H200, disk_read_bytes_per_s=times * H200.break_even_disk(history))
         else:
-            cost = replace(H200, link_bytes_per_s=times * break_even(history), disk_read_bytes_per_s=INSTANTLY)
+            even = replace(H200, link_bytes_per_s=INSTANTLY).break_even_disk(history)  # of one copy, not two
+            cost = replace(H200, link_bytes_per_s=times * even, disk_read_bytes_per_s=INSTANTLY)
         loaded, computed, chosen = all_ways(cost, history)
         assert chosen.first_token <= 1.1 * min(loaded.first_token, computed.first_token), times
         if not 0.5 < times < 2:  # clear cases, in which one way is clearly worse
@@ -130,7 +124,7 @@ def test_beside_rows_it_is_the_delay_of_all_that_counts():
     """Who reads a disk waits alone; who computes holds up every row, as far as it has not ended meanwhile."""
     rows, history = 8, 2048
     for times in (0.5 / (1 + rows), 0.8 / (1 + rows), 1.25 / (1 + rows), 0.5):
-        cost = replace(H200, disk_read_bytes_per_s=times * break_even(history, H200.load()))
+        cost = replace(H200, disk_read_bytes_per_s=times * H200.break_even_disk(history))
         loaded, computed, chosen = all_ways(cost, history, rows=rows, reply=200)
         assert chosen.total <= 1.01 * min(loaded.total, computed.total), times
     assert chosen.usage.disk == history and computed.total > 1.02 * chosen.total
@@ -139,7 +133,7 @@ def test_beside_rows_it_is_the_delay_of_all_that_counts():
 def test_what_is_measured_wrongly_costs_no_more_than_the_error():
     """A disk that is believed to be a tenth faster, or slower, than it is."""
     for times in (0.8, 0.95, 1.05, 1.25):
-        cost = replace(H200, disk_read_bytes_per_s=times * break_even(8192, H200.load()))
+        cost = replace(H200, disk_read_bytes_per_s=times * H200.break_even_disk(8192))
         better = min(way.first_token for way in all_ways(cost, 8192))
         for error in (0.9, 1.1):
             believed = replace(cost, disk_read_bytes_per_s=error * cost.disk_read_bytes_per_s)
