@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PLAN, REPORT, FAILURE = range(3)  # tags of messages
-FAREWELL_SECONDS = 20.0  # for rank 0 to tell its clients
+FAREWELL_SECONDS = 20.0  # for rank 0 to tell its clients, and for NCCL to end
 OVERDUE_SECONDS = 120.0  # no step, and nothing that one rank waits for, takes another nearly so long
 SPINS = 10  # looks at a collective call before the first sleep
 BUSY_PAUSE, IDLE_PAUSE = 30e-6, 1e-3  # between two looks, while a step is in flight and otherwise
@@ -174,7 +174,8 @@ class Ranks:
     def close(self) -> None:
         """At the end, on all ranks: what `open_group` opened."""
         if self._cuda is not None:
-            self._cuda.close()
+            with give_up_after(FAREWELL_SECONDS):
+                self._cuda.close()
 
     def _store(self) -> torch.distributed.TCPStore:
         """Where NCCL's ranks find each other."""
