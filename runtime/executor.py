@@ -7,6 +7,7 @@ of issue on the device's lanes.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -155,6 +156,11 @@ class Executor:
     def disk_records(self) -> list[DiskRecord]:
         """What the disk holds from earlier. To be asked before the first plan; reads every header."""
         return self._disk.records() if self._disk is not None else []
+
+    def erase_records(self, slots: Sequence[int]) -> None:
+        """Nobody can read these of `disk_records` any more. Before the first plan; blocks."""
+        if self._disk is not None:
+            self._disk.erase(slots)
 
     def _grammar_mask(self, plan: StepPlan) -> Mask | None:
         if self._constraints is not None:

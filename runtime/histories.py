@@ -17,7 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from ..scheduler.types import RequestError
-from .history_store import Conversation, Gone, HistoryStore, Name
+from .history_rows import Conversation, Gone, Name
+from .history_store import HistoryStore
 from .messages import Forget, Fork, Keep
 from .past_turns import Message, PastTurn, RecentTurns, Transcript, spliced, tokens_inside
 from .text import Tokenizer

@@ -100,6 +100,8 @@ class DiskCounters(NamedTuple):
     saving, loading     on their way to the disk and from it
     saving_seconds, loading_seconds
                         from the plan that asked for it to its end, summed over records
+    saving_queued, loading_queued
+                        of that, before a thread began with them
     rejected            records that were read and are not intact, or another's
     errors              times the system refused to read, write, or make room
     full                1 while nothing is saved because the disk is full
@@ -113,6 +115,8 @@ class DiskCounters(NamedTuple):
     loaded_bytes: int = 0
     saving_seconds: float = 0.0
     loading_seconds: float = 0.0
+    saving_queued: float = 0.0
+    loading_queued: float = 0.0
     rejected: int = 0
     errors: int = 0
     full: int = 0
@@ -128,6 +132,16 @@ class PowerCounts(NamedTuple):
 NO_SIZES = PowerCounts()
 
 
+class Waits(NamedTuple):
+    """How long so many copies together have waited between being issued and beginning."""
+
+    seconds: float = 0.0
+    copies: int = 0
+
+
+NO_WAITS = Waits()
+
+
 @dataclass(frozen=True, slots=True)
 class LoopStats:
     """Of the loop and its device, since the start; times in seconds.
@@ -137,6 +151,8 @@ class LoopStats:
     busy                time with work on the device, as the loop sees it: from a launch until nothing is in flight
     swap_in, swap_out   the link's time, by direction
     exposed             of that, what steps waited for; the rest was hidden behind compute
+    queued_in, queued_out
+                        what copies waited for the link, and for what their lane waits for, by direction
     """
 
     steps: int = 0
@@ -147,6 +163,8 @@ class LoopStats:
     swap_in: float = 0.0
     swap_out: float = 0.0
     exposed: float = 0.0
+    queued_in: Waits = NO_WAITS
+    queued_out: Waits = NO_WAITS
 
 
 @dataclass(frozen=True, slots=True)

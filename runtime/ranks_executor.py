@@ -114,6 +114,16 @@ def on_all(records: Sequence[Sequence[DiskRecord]]) -> list[DiskRecord]:
     return [record for record in records[0] if all((record.slot, record.key, record.end) in there for there in others)]
 
 
+def agreed_records(ranks: Ranks, executor: Executor) -> list[DiskRecord]:
+    """What all ranks have from earlier. All of them call it, and erase what only some have: nobody would know of it,
+    whoever is deleted."""
+    own = Executor.disk_records(executor)
+    agreed = on_all(ranks.gather(own))
+    kept = {record.slot for record in agreed}
+    executor.erase_records([record.slot for record in own if record.slot not in kept])
+    return agreed
+
+
 class RankedExecutor(Executor):
     """Rank 0's. What fails on another rank is raised by the next `wait`, as RankFailed."""
 
@@ -121,7 +131,7 @@ class RankedExecutor(Executor):
         """The rest as `Executor`."""
         super().__init__(*arguments, **settings)
         self._ranks, self._reports = ranks, Reports(ranks.size - 1)
-        self._records = on_all(ranks.gather(super().disk_records()))
+        self._records = agreed_records(ranks, self)
         self._plans: deque[_Sent] = deque([_Sent(0, False)])  # in flight, behind the last one waited for
         self._broken = False
 
@@ -183,7 +193,7 @@ def follow(ranks: Ranks, executor: Executor) -> None:
 
     Begins when rank 0 makes its executor.
     """
-    ranks.gather(executor.disk_records())
+    agreed_records(ranks, executor)
     while True:
         if executor.done():
             ranks.report(report_of(executor.wait()))

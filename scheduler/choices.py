@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .chunks import Chunk
+from .chunk import Chunk
 from .cost import CostProfile
 
 

@@ -7,113 +7,18 @@ private: it is being computed, it is an unfilled tail, or it was computed twice 
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from math import inf
 
+from .chunk import NEVER, NO_SLOT, Chunk, OrderedSet
 from .config import SchedulerConfig
-from .disk import DiskTier, Move
+from .disk import DiskTier
 from .evictions import REGRET_S, Evictions
 from .plan import NO_TICKETS, Lane
 from .proof import check_store
-from .retention import EvictionPolicy, Group, VictimSet
+from .retention import EvictionPolicy, VictimSet
 from .slots import SlotPool
 from .types import ChunkKey, InvariantError
-
-NO_SLOT = -1
-NEVER = -inf
-
-
-def root_key(seed: bytes, chunk_tokens: int, salt: bytes) -> ChunkKey:
-    """Where a chain of keys starts: everything but the tokens that changes KV, and the salt."""
-    parts = (seed, chunk_tokens.to_bytes(4, "little"), salt)
-    return ChunkKey(hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).digest())
-
-
-def chunk_key(previous: ChunkKey, tokens: array[int], start: int, end: int) -> ChunkKey:
-    return ChunkKey(hashlib.sha256(previous + tokens[start:end].tobytes()).digest())
-
-
-class OrderedSet(OrderedDict["Chunk", None]):
-    """A set in the order of insertion, cheap to look at and to take from at its front (a plain dict is not)."""
-
-    def add(self, chunk: Chunk) -> None:
-        self[chunk] = None
-
-    def discard(self, chunk: Chunk) -> None:
-        self.pop(chunk, None)
-
-
-class Chunk:
-    """end          position after its last token when full
-    tokens       leading tokens whose KV is valid: all of a keyed chunk, fewer in a tail
-    gpu, host, disk
-                 its slot in the tier, or NO_SLOT; several may be valid at once
-    moving       work for the disk that has begun and not been reported: it has slots of its own (see `Move`)
-    users        rows that hold it; claims: conversations that reference it
-    pins         of these conversations, those that are pinned: it is evicted last
-    awaited      0, or the place in the queue of the request that waits for it: it is evicted behind those that nobody
-                 awaits, the queue's tail first
-    staged       its copy on HOST is on its way to DISK and no reason to take its GPU slot: what is written first is
-                 worth most
-    loading      its swap-in is reserved but not all issued: the GPU slot holds nothing yet
-    filed        the set of victims it is in, and group the part of a VictimSet
-    declined     HOST has no room for one of so low a value: dropped when its GPU slot is needed
-    dropped_at   when it was last dropped
-    """
-
-    __slots__ = (
-        "awaited",
-        "born",
-        "claims",
-        "declined",
-        "disk",
-        "dropped_at",
-        "end",
-        "filed",
-        "gpu",
-        "group",
-        "host",
-        "key",
-        "last_active",
-        "loading",
-        "moving",
-        "pins",
-        "staged",
-        "tokens",
-        "users",
-    )
-
-    def __init__(self, end: int, gpu: int, now: float):
-        self.key: ChunkKey | None = None
-        self.end = end
-        self.tokens = 0
-        self.gpu = gpu
-        self.host = NO_SLOT
-        self.disk = NO_SLOT
-        self.users = 0
-        self.claims = 0
-        self.pins = 0
-        self.awaited = 0
-        self.born = self.last_active = now
-        self.dropped_at = NEVER
-        self.loading = False
-        self.staged = False
-        self.declined = False
-        self.moving: Move | None = None
-        self.filed: VictimSet | OrderedSet | None = None
-        self.group: Group | None = None
-
-    @property
-    def resident(self) -> bool:
-        return self.gpu != NO_SLOT or self.host != NO_SLOT or self.disk != NO_SLOT
-
-    def __repr__(self) -> str:
-        name = self.key.hex()[:8] if self.key else "private"
-        slots = f"gpu={self.gpu} host={self.host} disk={self.disk}"
-        return f"Chunk({name} to {self.end}, {slots} users={self.users} claims={self.claims})"
 
 
 class ChunkStore:
@@ -156,6 +61,7 @@ class ChunkStore:
         self._most_forgotten = 4 * (config.gpu_kv_chunks + config.host_kv_chunks) + config.disk_kv_chunks
         self._has_disk = config.disk_kv_chunks > 0
         self._late_host_slots: list[int] = []
+        self._last_stamp = 0.0
 
     # -- looking up
 
@@ -288,6 +194,11 @@ class ChunkStore:
         chunk.key, chunk.tokens, chunk.disk = key, self._chunk_tokens, disk
         self._by_key[key] = chunk
         self.file(chunk)
+
+    def stamp(self, now: float) -> float:
+        """`now`, but never twice the same: one stamp is one turn."""
+        self._last_stamp = max(now, self._last_stamp + 1e-6)
+        return self._last_stamp
 
     # -- slots
 

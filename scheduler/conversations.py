@@ -8,7 +8,8 @@ from itertools import islice
 from math import inf
 from typing import NamedTuple
 
-from .chunks import NO_SLOT, Chunk, ChunkStore
+from .chunk import NO_SLOT, Chunk
+from .chunks import ChunkStore
 from .types import ChunkKey, ConversationKV, Request
 
 

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 
-from .chunks import Chunk
+from .chunk import Chunk
 from .plan import CopyBatch, Lane, Tickets
 from .slots import SlotPool
 

@@ -16,14 +16,15 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from .chunk import NO_SLOT
 from .plan import Promotion, Spill, StepResult
 from .slots import SlotPool
 from .types import DiskRecord, InvariantError
 
 if TYPE_CHECKING:
-    from .chunks import Chunk, ChunkStore
+    from .chunk import Chunk
+    from .chunks import ChunkStore
 
-NO_SLOT = -1
 BACKOFF_S = 5.0
 """After a write has failed nothing is spilled for so long: a full or broken disk is not asked at every step."""
 

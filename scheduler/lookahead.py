@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from math import inf
 
-from .chunks import Chunk, ChunkStore
+from .chunk import Chunk
+from .chunks import ChunkStore
 from .config import SchedulerConfig
 from .conversations import Conversations
 from .cost import CostProfile

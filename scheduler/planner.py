@@ -11,7 +11,8 @@ from functools import partial
 from typing import NamedTuple
 
 from .chains import Chains
-from .chunks import NO_SLOT, Chunk, ChunkStore
+from .chunk import NO_SLOT, Chunk
+from .chunks import ChunkStore
 from .conversations import Conversation, common_prefix
 from .cost import CostProfile
 from .plan import Span

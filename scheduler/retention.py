@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from .cost import CostProfile
 
 if TYPE_CHECKING:
-    from .chunks import Chunk
+    from .chunk import Chunk
 
 SHORTEST_IDLE_S = 1e-3  # T is at least about one step
 CLASSES_PER_OCTAVE = 8

@@ -6,7 +6,8 @@ from __future__ import annotations
 from functools import cached_property
 from itertools import islice
 
-from .chunks import NO_SLOT, Chunk, ChunkStore
+from .chunk import NO_SLOT, Chunk
+from .chunks import ChunkStore
 from .copies import LaneCopies, StepCopies
 from .plan import Lane
 from .retention import Head

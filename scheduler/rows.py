@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 
-from .chunks import Chunk
+from .chunk import Chunk
 from .plan import Span
 from .types import ChunkKey, Request, RowId, Usage
 
@@ -72,6 +72,11 @@ class Turn:
         self.read: set[ChunkKey | None] = set()
         self.prefetched = False
         self.usage: Usage | None = None
+
+    @property
+    def resumes(self) -> bool:
+        """It has had its room before. While a suspended request waits, nobody behind it joins."""
+        return self.usage is not None
 
     @property
     def unscored(self) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from .chunks import NO_SLOT, Chunk, ChunkStore
+from .chunk import NO_SLOT, Chunk
+from .chunks import ChunkStore
 from .config import SchedulerConfig
 from .cost import CostProfile
 from .plan import Lane

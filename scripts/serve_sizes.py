@@ -19,7 +19,7 @@ from ..runtime.disk_speed import measure_disk
 from ..runtime.disk_store import DiskSettings
 from ..runtime.engine import Engine
 from ..runtime.memory import GIB, activation_bytes, divide
-from ..scheduler.batcher import MOST_SCORED
+from ..scheduler.batch import MOST_SCORED
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.cost import CostProfile, analytic_profile
 from ..scheduler.types import SettingError, Tier

@@ -178,7 +178,7 @@ class Chatter:
         return self.counts
 
     def _note_bases(self, plan):
-        for row in self.scheduler._batcher.rows:
+        for row in self.scheduler._roster.rows:
             self.open[row.turn.request.id].base = row.turn.base
         self.counts["moved on"] += sum(all(join.seat != origin.seat for join in plan.joins) for origin in plan.origins)
 

@@ -11,10 +11,9 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import pytest
 
-from .server import Server
+from .server import HTTP, Server
 from .test_server import wait_for
 
 CONFIG = """
@@ -47,7 +46,7 @@ class Hog:
 
     def __init__(self, server):
         body = dict(model="demo", prompt=[40] * 5, max_tokens=2900, ignore_eos=True, stream=True)
-        self._stream = httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120)
+        self._stream = HTTP.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120)
 
     def __enter__(self):
         self._lines = self._stream.__enter__().iter_lines()
@@ -66,7 +65,7 @@ def log_lines(server, name):
 
 
 def test_the_configuration_file_counts_and_flags_override_it(server):
-    models = httpx.get(f"{server.url}/v1/models", timeout=30).json()["data"]
+    models = HTTP.get(f"{server.url}/v1/models", timeout=30).json()["data"]
     assert [(model["id"], model["max_model_len"]) for model in models] == [("demo", 3000), ("short", 3000)]
     assert server.post("/v1/completions", model="short", prompt=[50], max_tokens=1).json()["model"] == "demo"
 
@@ -162,8 +161,8 @@ def test_ready_ends_with_sigterm_health_with_the_server_and_a_second_signal_ends
         thread.start()
         wait_for(lambda: server.metric(RUNNING) == 1)
         server.process.send_signal(signal.SIGTERM)
-        wait_for(lambda: httpx.get(f"{server.url}/ready", timeout=30).status_code == 503)
-        assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
+        wait_for(lambda: HTTP.get(f"{server.url}/ready", timeout=30).status_code == 503)
+        assert HTTP.get(f"{server.url}/health", timeout=30).status_code == 200
         refused = server.post("/v1/completions", prompt=[40], max_tokens=1)
         assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
         assert server.metric(RUNNING) == 1

@@ -13,7 +13,8 @@ from pensieve.builder.build import build_engine
 from tests.models import tiny_checkpoint
 from tests.mpi import command, run_ranks, variables
 
-from .server import Server
+from .bad_disk import ON_READ, ON_WRITE
+from .server import HTTP, Server
 
 EVENTS = ("gpu", "host", "recomputed", "new", "disjoint", "suspended", "dropped", "aborted", "branched")
 
@@ -61,6 +62,26 @@ def test_two_ranks_reply_as_transformers_whatever_happens(kind, engine):
         assert counts[event] > 0, f"{event} never occurred"
 
 
+DISK = dict(gpu_kv_chunks=29, host_kv_chunks=14, disk_kv_chunks=60, turns=80, restarts=5)
+
+
+@pytest.mark.slow
+def test_two_ranks_reply_as_transformers_across_restarts(engine):
+    """Spilling never stops; what some ranks had written and others not is lost to all."""
+    counts = chat(engine("llama"), dict(seed=20, **DISK), dict(seed=21, slow=1, **DISK), seconds=600)
+    assert counts["disk"] > 0 and counts["restarted"] == 10, counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_with_a_disk_that_lies(rank, engine):
+    """Torn, flipped and misdirected records, refusals: what one rank has lost is dropped everywhere."""
+    counts = chat(engine("llama"), dict(seed=22 + rank, bad_disk=rank, **DISK), seconds=600)
+    print(counts)
+    assert counts["disk"] > 0 and counts["restarted"] == 5, counts
+    assert any(counts[kind] for kind in ON_WRITE) and any(counts[kind] for kind in ON_READ)
+
+
 PROMPT = list(range(5, 25))
 
 
@@ -76,7 +97,7 @@ def test_the_server_starts_its_ranks_and_ends_them(engine, tmp_path):
         whole = ask(server, 40).json()["choices"][0]["token_ids"]
         assert len(whole) == 40
         body = {"model": "engine", "prompt": PROMPT, "max_tokens": 300, "stream": True, "ignore_eos": True}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as reply:
+        with HTTP.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as reply:
             lines = reply.iter_lines()
             next(lines)
             server.process.send_signal(signal.SIGTERM)

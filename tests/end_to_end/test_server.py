@@ -7,11 +7,10 @@ import threading
 import time
 from itertools import pairwise
 
-import httpx
 import openai
 import pytest
 
-from .server import Server
+from .server import HTTP, Server
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +77,7 @@ def test_the_official_client_holds_a_streamed_conversation(server):
 def test_streamed_pieces_carry_token_ids(server):
     body = dict(model="demo", prompt=[40] * 9, max_tokens=6, stream=True, ignore_eos=True, return_token_ids=True)
     ids = []
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+    with HTTP.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
         for line in response.iter_lines():
             if line.startswith("data: {"):
                 for choice in json.loads(line[6:])["choices"]:
@@ -94,7 +93,7 @@ def test_a_prompt_beyond_the_context_is_told_both_numbers(server):
 
 def test_a_client_that_hangs_up_aborts_its_request(server):
     body = dict(model="demo", prompt=[45] * 20, max_tokens=1900, stream=True, ignore_eos=True)
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+    with HTTP.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
         assert response.status_code == 200
         lines = response.iter_lines()  # kept: without it the response would be closed
         next(lines)

@@ -102,14 +102,16 @@ def test_completions_go_on_behind_the_log(serve: Any) -> None:
 
 def test_only_one_turn_of_a_server_history_is_in_flight(serve: Any) -> None:
     async def work() -> None:
-        async with serve(step_seconds=0.01) as server:
+        async with serve() as server:
             await server.chat("hello", conversation="a")
+            server.loop.pause()
             body = dict(messages=[{"role": "user", "content": "x"}], conversation="a", history="server")
             slow = asyncio.create_task(server.post(CHAT, **body))
             while len(server.requests) < 2:
                 await asyncio.sleep(0.005)
             assert "in flight" in (await server.post(CHAT, 409, **body))["error"]["message"]
             await server.post(CHAT, 409, **body)
+            server.loop.go_on()
             await slow
             await server.post(CHAT, 400, **body, max_tokens=5000)  # a refused call leaves nothing behind
             await server.post(CHAT, **body)
@@ -204,7 +206,8 @@ def test_histories_outlive_the_process(serve: Any, tmp_path: Path) -> None:
 
 def test_an_aborted_turn_is_not_stored(serve: Any) -> None:
     async def work() -> None:
-        async with serve(step_seconds=0.01) as server:
+        async with serve() as server:
+            server.loop.pause()
             body = dict(messages=[{"role": "user", "content": "x"}], conversation="a", history="client")
             turn = asyncio.create_task(server.post(CHAT, **body))
             while not server.requests:

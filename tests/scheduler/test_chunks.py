@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve.scheduler.chunks import NO_SLOT, Chunk
+from pensieve.scheduler.chunk import NO_SLOT, Chunk
 from pensieve.scheduler.plan import Lane
 from pensieve.scheduler.types import InvariantError
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from pensieve.scheduler.chunks import NO_SLOT
+from pensieve.scheduler.chunk import NO_SLOT
 from pensieve.scheduler.disk import BACKOFF_S
 from pensieve.scheduler.plan import Spill, StepResult
 from pensieve.scheduler.types import DiskRecord, InvariantError, RequestError

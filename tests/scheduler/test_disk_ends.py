@@ -81,14 +81,14 @@ def test_a_deletion_reaches_what_lies_behind_a_hole():
     request = harness.submit(range(24), 20, "c", confirm=True)
     for _ in range(6):
         harness.tick()
-    batcher = harness.scheduler._batcher
-    batcher.suspend(batcher.rows[0])
+    roster = harness.scheduler._roster
+    roster.suspend(roster.rows[0])
     for _ in range(3):
         if harness.results:
             harness.apply()
-    batcher.release_suspended(harness.scheduler._applied, harness.now)
+    roster.release_suspended(harness.scheduler._applied, harness.now)
     assert harness.state(request) == "suspended"
-    keys = list(batcher.waiting[0].keys)[:6]
+    keys = list(roster.waiting[0].keys)[:6]
     harness.lose(lambda idle: [chunk for chunk in idle if chunk.key == keys[1]])
     harness.finish(request, 1)
     rest(harness)
@@ -118,7 +118,7 @@ def test_keys_made_one_by_one_are_those_of_whole_chains(shared):
     scheduler = Scheduler(SchedulerConfig(64, 16, 64, chunk_tokens=4, overflow="keep"), profile())
     log = array("i", range(500))
     expected = []
-    for base in range(0, scheduler._first_seen(len(log)) + 1, scheduler._windows.step):
+    for base in range(0, scheduler._chains.first_seen(len(log)) + 1, scheduler._windows.step):
         chain = []
         scheduler._chains.extend(chain, base, b"", log, len(log))
         expected += chain[max(base, shared) // 4 :]

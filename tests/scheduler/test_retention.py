@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from pensieve.scheduler.chunks import Chunk
+from pensieve.scheduler.chunk import Chunk
 from pensieve.scheduler.retention import SHORTEST_IDLE_S, Head, VictimSet, eviction_policy
 
 from .harness import profile

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve.scheduler.chunks import NO_SLOT
+from pensieve.scheduler.chunk import NO_SLOT
 from pensieve.scheduler.types import InvariantError
 
 from .stores import SIZE, a_room, a_store, check, idle, in_use

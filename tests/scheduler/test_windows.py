@@ -6,8 +6,7 @@ from array import array
 
 import pytest
 
-from pensieve.scheduler.chains import NO_KEY, Chains
-from pensieve.scheduler.chunks import chunk_key, root_key
+from pensieve.scheduler.chains import NO_KEY, Chains, chunk_key, root_key
 from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.windows import KEEP, OVERFLOW_MODES, RECOMPUTE, RESTART, Windows
 
