@@ -59,7 +59,7 @@ class _Users:
         return 1 + int(self._draw.expovariate(1 / mean))
 
 
-def chat_steps(users: int = 8, turns: int = 3, seed: int = 0) -> list[tuple[Part, ...]]:
+def chat_steps(users: int = 8, turns: int = 2, seed: int = 0) -> list[tuple[Part, ...]]:
     """The steps of `users` conversations of `turns` turns each, on a clock of `STEP_S` a step; nothing is evicted."""
     chunks = 2 * users * LONGEST // CHUNK_TOKENS
     config = SchedulerConfig(gpu_kv_chunks=chunks, host_kv_chunks=0, max_model_len=LONGEST, max_num_seqs=users)
