@@ -62,6 +62,16 @@ class CudaRanks:
         if same_host and one_shot_bytes and ranks in ONE_SHOT_RANKS and dtype in ONE_SHOT_DTYPES:
             self._shared = _shared_memory(one_shot_bytes // dtype.itemsize, dtype, device, self._name)
             self.one_shot_bytes = one_shot_bytes
+        self._try(dtype, device)
+
+    def _try(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Each way once, and the host waits: what hangs or is wrong is so now, and not behind a graph."""
+        for numbers in (8, self.one_shot_bytes // dtype.itemsize + 8):
+            total = self.all_reduce(torch.ones(numbers, dtype=dtype, device=device))
+            if not bool((total == self.ranks).all()):
+                raise RuntimeError(
+                    f"the sum of {numbers} ones of each of {self.ranks} ranks is wrong on rank {self.rank}"
+                )
 
     def all_reduce(self, x: Tensor) -> Tensor:
         x = x.contiguous()
