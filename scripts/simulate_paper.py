@@ -144,9 +144,13 @@ def _in_units(turns: Sequence[SessionTurn], model: Paper) -> Iterator[SessionTur
         units += given + reply
 
 
-def profile(model: Paper) -> CostProfile:
-    """A unit is a token that costs as much as all of its own; a step reads the weights once for each of those."""
-    shape, unit = model.shape, model.unit
+def profile(model: Paper, sample: int = 1) -> CostProfile:
+    """A unit is a token that costs as much as all of its own; a step reads the weights once for each of those.
+
+    With one session in `sample`, what a token costs is so many times as much: a step with its share of the rows takes
+    as long as one with all of them.
+    """
+    shape, unit, speed = model.shape, model.unit, model.gpus / sample
     cost = analytic_profile(
         chunk_tokens=1,
         parameters=shape.parameters * unit,
@@ -154,29 +158,30 @@ def profile(model: Paper) -> CostProfile:
         attention_width=shape.heads * shape.head_dim * unit**2,
         chunk_bytes=shape.token_bytes * unit,
         max_context=model.window // unit,
-        flops_per_s=model.gpus * FLOPS_PER_S,
-        link_bytes_per_s=LINK_BYTES_PER_S,
+        flops_per_s=speed * FLOPS_PER_S,
+        link_bytes_per_s=LINK_BYTES_PER_S / sample,
         step_base_seconds=unit * shape.parameters * ELEMENT_BYTES / (model.gpus * MEMORY_BYTES_PER_S),
     )
-    read_once = unit * shape.token_bytes * unit / (model.gpus * MEMORY_BYTES_PER_S)  # the context, for each token
+    read_once = unit * shape.token_bytes * unit / (speed * MEMORY_BYTES_PER_S)  # the context, for each token
     return replace(
         cost,
         row_attention=tuple((context, context * read_once) for context, _ in cost.attention),
-        disk_read_bytes_per_s=DISK_READ_BYTES_PER_S,
-        disk_write_bytes_per_s=DISK_WRITE_BYTES_PER_S,
+        disk_read_bytes_per_s=DISK_READ_BYTES_PER_S / sample,
+        disk_write_bytes_per_s=DISK_WRITE_BYTES_PER_S / sample,
     )
 
 
-def run(case: Case, conversations: int, warm_up: int) -> Report:
+def run(case: Case, conversations: int, warm_up: int, sample: int = 1) -> Report:
+    """Of `conversations` sessions one in `sample`, on its share of everything."""
     model = MODELS[case.model]
-    cost, sessions = profile(model), chats(conversations, case.rate, model)
+    cost, sessions = profile(model, sample), chats(conversations // sample, case.rate / sample, model)
     config = SchedulerConfig(
-        gpu_kv_chunks=model.gpu_kv_bytes // cost.chunk_bytes,
-        host_kv_chunks=case.host // cost.chunk_bytes,
-        disk_kv_chunks=case.disk // cost.chunk_bytes,
+        gpu_kv_chunks=model.gpu_kv_bytes // cost.chunk_bytes // sample,
+        host_kv_chunks=case.host // cost.chunk_bytes // sample,
+        disk_kv_chunks=case.disk // cost.chunk_bytes // sample,
         max_model_len=model.window // model.unit,
-        max_num_seqs=SEATS,
-        max_num_batched_tokens=STEP_TOKENS,  # units: a step stands for as many as a unit has tokens
+        max_num_seqs=SEATS // sample,
+        max_num_batched_tokens=STEP_TOKENS // sample,  # units: a step stands for as many as a unit has tokens
         chunk_tokens=1,
         max_queue=sum(len(session.turns) for session in sessions),
         eviction=case.policy,
@@ -187,11 +192,12 @@ def run(case: Case, conversations: int, warm_up: int) -> Report:
     )
     believed = replace(
         cost,
-        out_bytes_per_s=LINK_BYTES_PER_S * model.unit,
-        disk_read_bytes_per_s=DISK_READ_BYTES_PER_S * DISK_SCALE,
-        disk_write_bytes_per_s=DISK_WRITE_BYTES_PER_S * DISK_SCALE,
+        out_bytes_per_s=cost.link_bytes_per_s * model.unit,
+        disk_read_bytes_per_s=cost.disk_read_bytes_per_s * DISK_SCALE,
+        disk_write_bytes_per_s=cost.disk_write_bytes_per_s * DISK_SCALE,
     )
-    return Simulator(config, believed, sessions, warm_up, VirtualDevice(cost, POLL_S), truncate=True).run()
+    device = VirtualDevice(cost, POLL_S)
+    return Simulator(config, believed, sessions, warm_up // sample, device, truncate=True).run()
 
 
 # -- the command
@@ -205,6 +211,7 @@ def parser() -> argparse.ArgumentParser:
     option("--models", default=",".join(MODELS), metavar="NAMES", help="(default %(default)s)")
     option("--sessions", type=int, default=SESSIONS, metavar="N", help="(default %(default)s)")
     option("--warm-up", type=int, default=WARM_UP, metavar="N", help="turns not counted (default %(default)s)")
+    option("--sample", type=int, default=1, metavar="N", help="one session in N on its share of everything (default 1)")
     option("--jobs", type=int, default=os.cpu_count(), metavar="N", help="runs at a time (default %(default)s)")
     option("--results", type=Path, metavar="FILE", help="JSON lines: runs that are there are not run again")
     option("--plots", type=Path, metavar="DIRECTORY", help="draws the figures there (needs matplotlib)")
@@ -238,6 +245,8 @@ def plan_figures(args: argparse.Namespace) -> dict[str, list[Case]]:
             raise SettingError("--models", f"must be of {', '.join(MODELS)}, not {model!r}")
     if args.sessions < 1:
         raise SettingError("--sessions", f"must be at least 1, not {args.sessions}")
+    if args.sample not in range(1, min(SEATS, args.sessions) + 1):
+        raise SettingError("--sample", f"must be between 1 and {min(SEATS, args.sessions)}, not {args.sample}")
     turns = min(sum(len(chat.turns) for chat in chats(args.sessions, RATE, MODELS[model])) for model in models)
     if not 0 <= args.warm_up < turns:
         raise SettingError("--warm-up", f"must leave some of {turns} turns, not {args.warm_up}")
@@ -261,10 +270,12 @@ def results(figures: dict[str, list[Case]], args: argparse.Namespace) -> dict[Ca
                 reports[case] = report
     missing = list(dict.fromkeys(case for cases in figures.values() for case in cases if case not in reports))
     with multiprocessing.Pool(max(1, min(args.jobs, len(missing)))) as pool:
-        made = pool.imap(_run, [(case, args.sessions, args.warm_up) for case in missing])
+        made = pool.imap(_run, [(case, args.sessions, args.warm_up, args.sample) for case in missing])
         for case, report in zip(missing, made, strict=True):
             reports[case] = report
-            line = json.dumps({"sessions": args.sessions, "case": asdict(case), "report": asdict(report)})
+            line = json.dumps(
+                {"sessions": args.sessions, "sample": args.sample, "case": asdict(case), "report": asdict(report)}
+            )
             print(line, file=sys.stderr, flush=True)
             if args.results:
                 with args.results.open("a") as file:
@@ -273,13 +284,14 @@ def results(figures: dict[str, list[Case]], args: argparse.Namespace) -> dict[Ca
 
 
 def read_line(line: str, args: argparse.Namespace) -> tuple[Case | None, Report]:
-    """A case and its report as `results` wrote them; no case if it is of another number of sessions."""
+    """A case and its report as `results` wrote them; no case if it is of other sessions."""
     found: dict[str, Any] = json.loads(line)
     report = Report(**found["report"] | {"usage": Usage(**found["report"]["usage"])})
-    return (Case(**found["case"]) if found["sessions"] == args.sessions else None), report
+    ours = (found["sessions"], found["sample"]) == (args.sessions, args.sample)
+    return (Case(**found["case"]) if ours else None), report
 
 
-def _run(work: tuple[Case, int, int]) -> Report:
+def _run(work: tuple[Case, int, int, int]) -> Report:
     return run(*work)
 
 
