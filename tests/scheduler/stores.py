@@ -17,8 +17,8 @@ from .harness import profile
 SIZE = 4
 
 
-def a_store(gpu=8, host=8, eviction="retention"):
-    config = SchedulerConfig(gpu, host, max_model_len=1, chunk_tokens=SIZE, generation_reserve=0.0)
+def a_store(gpu=8, host=8, eviction="retention", disk=0):
+    config = SchedulerConfig(gpu, host, max_model_len=1, chunk_tokens=SIZE, generation_reserve=0.0, disk_kv_chunks=disk)
     return ChunkStore(config, eviction_policy(eviction, profile(SIZE)))
 
 
