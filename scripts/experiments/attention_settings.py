@@ -54,7 +54,7 @@ class Setting(NamedTuple):
 
 
 IN_USE = attention_kernel.tiles_for(torch.bfloat16, HEADS, KV_HEADS, HEAD_DIM)
-SETTINGS = (
+SETTINGS = (  # of all of them so many programs fit a multiprocessor of sm_90, in registers and in shared memory
     Setting(IN_USE[0]),
     Setting(IN_USE[0], 512, 128),
     Setting(IN_USE[0], 256, 64),
@@ -66,10 +66,11 @@ SETTINGS = (
     Setting(Tile(16, 64, 4, 4, 2), 512, 128),
     Setting(Tile(16, 64, 2, 3, 3)),
     Setting(Tile(16, 32, 4, 4, 4, 128)),
-    Setting(Tile(16, 32, 4, 6, 4, 128)),
-    Setting(Tile(16, 32, 2, 4, 6, 168)),
-    Setting(Tile(16, 32, 2, 4, 6, 168), 512, 128),
-    Setting(Tile(16, 32, 1, 4, 8)),
+    Setting(Tile(16, 32, 4, 4, 4, 128), 512, 128),
+    Setting(Tile(16, 32, 4, 6, 2)),
+    Setting(Tile(16, 32, 2, 4, 4)),
+    Setting(Tile(16, 32, 2, 4, 4), 512, 128),
+    Setting(Tile(16, 32, 2, 3, 5, 168)),
     Setting(Tile(16, 128, 4, 2, 2)),
     Setting(Tile(16, 128, 8, 2, 2, 128)),
 )
