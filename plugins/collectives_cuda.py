@@ -12,6 +12,7 @@ which does not matter while latency is all there is.
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,10 @@ ONE_SHOT_DTYPES = (torch.float32, torch.bfloat16)
 _ALIGNMENT = 16  # bytes, of whole vectors
 
 _gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13
+
+OVERDUE = timedelta(seconds=120)
+"""Within which all ranks must have met at the start, and after which torch ends a process whose NCCL call outside of a
+graph is not over; it says which."""
 
 OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 """Read when NCCL and torch's symmetric memory begin; what the environment says already stays."""
@@ -49,7 +54,7 @@ class CudaRanks:
             os.environ.setdefault(name, value)
         self.rank, self.ranks = rank, ranks
         device = torch.device("cuda", torch.cuda.current_device())
-        dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks, device_id=device)
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks, device_id=device, timeout=OVERDUE)
         self._name = dist.group.WORLD.group_name
         self.one_shot_bytes = 0
         """Larger sums, and others than those of `dtype`, go through NCCL. May be lowered, on all ranks alike."""
@@ -57,6 +62,16 @@ class CudaRanks:
         if same_host and one_shot_bytes and ranks in ONE_SHOT_RANKS and dtype in ONE_SHOT_DTYPES:
             self._shared = _shared_memory(one_shot_bytes // dtype.itemsize, dtype, device, self._name)
             self.one_shot_bytes = one_shot_bytes
+        self._try(dtype, device)
+
+    def _try(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Each way once, and the host waits: what hangs or is wrong is so now, and not behind a graph."""
+        for numbers in (8, self.one_shot_bytes // dtype.itemsize + 8):
+            total = self.all_reduce(torch.ones(numbers, dtype=dtype, device=device))
+            if not bool((total == self.ranks).all()):
+                raise RuntimeError(
+                    f"the sum of {numbers} ones of each of {self.ranks} ranks is wrong on rank {self.rank}"
+                )
 
     def all_reduce(self, x: Tensor) -> Tensor:
         x = x.contiguous()

@@ -61,6 +61,7 @@ class ChunkStore:
         self._most_forgotten = 4 * (config.gpu_kv_chunks + config.host_kv_chunks) + config.disk_kv_chunks
         self._has_disk = config.disk_kv_chunks > 0
         self._late_host_slots: list[int] = []
+        self._last_stamp = 0.0
 
     # -- looking up
 
@@ -194,6 +195,11 @@ class ChunkStore:
         self._by_key[key] = chunk
         self.file(chunk)
 
+    def stamp(self, now: float) -> float:
+        """`now`, but never twice the same: one stamp is one turn."""
+        self._last_stamp = max(now, self._last_stamp + 1e-6)
+        return self._last_stamp
+
     # -- slots
 
     def release_gpu(self, chunk: Chunk) -> None:
@@ -281,13 +287,12 @@ class ChunkStore:
         self.file(chunk)
         self._count_if_dropped(chunk)
 
-    def drop_if_unused(self, chunk: Chunk) -> None:
-        """Nobody is to find it any more. A row that holds it keeps it on the GPU and HOST; its record goes at once."""
+    def delete(self, chunk: Chunk) -> None:
+        """It is deleted. A row that holds it keeps it on the GPU and HOST; its record goes at once."""
+        self.disk.doom(chunk)
         if not chunk.users:
             self.drop(chunk)
-        elif chunk.moving is not None:
-            chunk.moving.unwanted = True
-        elif chunk.disk != NO_SLOT:
+        elif chunk.moving is None and chunk.disk != NO_SLOT:
             self.release_disk(chunk)
 
     def _count_if_dropped(self, chunk: Chunk) -> None:

@@ -1,4 +1,4 @@
-"""Proof that the chunk store's books agree, decided anew from the chunks alone. Cost: all chunks."""
+"""Proof that the scheduler's books agree, decided anew from chunks and rows alone. Cost: all chunks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,31 @@ if TYPE_CHECKING:
     from .chunk import Chunk, OrderedSet
     from .chunks import ChunkStore
     from .retention import VictimSet
+    from .roster import Roster
+    from .rows import Row, Turn
+    from .types import ChunkKey, RequestId
+
+
+def check_requests(
+    store: ChunkStore,
+    roster: Roster,
+    held: dict[RequestId, Row],
+    turns: dict[RequestId, Turn],
+    pending: dict[ChunkKey, int],
+) -> None:
+    """Each request is in one place: in the queue, loading, in a seat, or held until its length is confirmed."""
+    joined = list(roster.joined())
+    seats = sorted([*roster.free_seats, *(row.seat for row in roster.rows)])
+    if seats != list(range(roster.seats)):
+        raise InvariantError(f"seats, free and taken: {seats}")
+    if {key for row in joined for key in row.pending} != set(pending):
+        raise InvariantError("keys are pending that no row computes, or the other way round")
+    placed = [*roster.waiting, *(row.turn for row in (*joined, *held.values()))]
+    awaited = {chunk for turn in roster.waiting for chunk in turn.awaited}
+    if any(chunk.awaited and chunk not in awaited for chunk in store.resident_chunks()):
+        raise InvariantError("a chunk is awaited by nobody in the queue")
+    if len(placed) != len(turns) or {turn.request.id for turn in placed} != set(turns):
+        raise InvariantError("a request is in two places, or in none")
 
 
 def check_store(store: ChunkStore, users: dict[Chunk, int], claims: dict[Chunk, int], pins: dict[Chunk, int]) -> None:
