@@ -164,14 +164,15 @@ def main() -> None:
     deadline = time.monotonic() + options.seconds
     print("| rows | setting | a layer | reads | of the floor's speed | gain |")
     results = {rows: measure(rows, deadline) for rows in ROWS}
+    report = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "results": results}
+    if options.json is None:
+        print(json.dumps(report))
+    else:
+        options.json.write_text(json.dumps(report, indent=1))
     for setting in map(str, SETTINGS[1:]):
         gains = [1 - found[setting] / found[str(SETTINGS[0])] for found in results.values() if setting in found]
         if len(gains) == len(ROWS):
             print(f"{setting}: " + ", ".join(f"{rows} {gain:+.1%}" for rows, gain in zip(ROWS, gains, strict=True)))
-    report = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "results": results}
-    if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=1))
-    print(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -45,7 +45,8 @@ def test_steps_of_chats():
     prompts = [part for step in steps for part in step if part.new > 1]
     assert len(prompts) >= 6 and 1 < max(map(len, steps)) <= 3
     assert max(part.context for step in steps for part in step) < LONGEST
-    # What is known is not computed again: a returning turn computes its input and the reply's last token.
+    # What a user wrote is computed once, and nobody else's: a first turn is whole, the next is its input and a token.
+    assert sum(part.new == part.context for part in prompts) == 3
     assert all(part.new < 500 for part in prompts) and any(part.context > part.new + 100 for part in prompts)
 
 
