@@ -3,8 +3,8 @@
 python -m pensieve.scripts.bench_collectives --device cuda --ranks 4
 
 On GPUs the sums are in a CUDA graph, one behind the other, as in an engine: NCCL, one shot, and `auto`, which is what
-engines use; `--ways two_shot` is a candidate for sizes between. Every sum is compared with float32's, its bits with rank
-0's; one that is off makes the exit status 1.
+engines use; `--ways two_shot` is a candidate for sizes between. Every sum is compared with float32's, its bits with
+rank 0's; one that is off makes the exit status 1.
 """
 
 from __future__ import annotations
