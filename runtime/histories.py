@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -25,7 +25,8 @@ from .text import Tokenizer
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
-Tell = Callable[[Fork | Forget | Keep], None]
+Tell = Callable[[Fork | Keep], None]
+Erase = Callable[[Forget], Awaitable[bool]]
 
 
 class Record(NamedTuple):
@@ -111,12 +112,13 @@ class OpenTurn:
 
 
 class Histories:
-    """`tell` sends a message to the loop; `busy` names conversations with a `history: server` turn in flight."""
+    """`tell` sends a message to the loop, `forget` one that is answered (as `EngineClient`'s do); `busy` names
+    conversations with a `history: server` turn in flight."""
 
-    def __init__(self, store: HistoryStore, tell: Tell, tokenizer: Tokenizer | None):
+    def __init__(self, store: HistoryStore, tell: Tell, forget: Erase, tokenizer: Tokenizer | None):
         self.tokenizer = tokenizer
         self.busy: set[Name] = set()
-        self._store, self._tell = store, tell
+        self._store, self._tell, self._erase = store, tell, forget
         self._recent = RecentTurns()
         self._thread = ThreadPoolExecutor(1, "histories")
 
@@ -321,12 +323,21 @@ class Histories:
         return changed
 
     async def delete(self, name: Name) -> None:
-        """The KV claims of a response belong to its whole line: these end with their TTL."""
-        self._forget(await self.run(self._store.delete, name, time.time()))
+        """On return nobody can read it any more, nor KV on disk that was its own. The KV claims of a response belong to
+        its whole line: these end with their TTL.
 
-    def _forget(self, gone: Gone) -> None:
-        if gone.name.kind == "conversation":
-            self._tell(Forget(kv_name(gone.name, gone.name.id), gone.tokens, gone.shared, gone.salt))
+        RequestError: 404, and 500 if it is gone, but the disk refused to erase some of its KV.
+        """
+        erased = self._forget(await self.run(self._store.delete, name, time.time()))
+        if erased is not None and not await erased:
+            what = f"the {name.kind} {name.id!r} is deleted, but some of its KV may still be on the server's disk"
+            raise RequestError(500, f"{what}: it could not be erased")
+
+    def _forget(self, gone: Gone) -> Awaitable[bool] | None:
+        """Whether its KV is erased, when that is known; None: it has none of its own."""
+        if gone.name.kind != "conversation":
+            return None
+        return self._erase(Forget(kv_name(gone.name, gone.name.id), gone.tokens, gone.shared, gone.salt))
 
     def _keep(self, conversation: Conversation, now: float) -> None:
         name = Name(conversation.owner, conversation.id, conversation.kind)

@@ -145,7 +145,7 @@ class Desk:
         chunk_tokens: int,
     ):
         self._client, self._tokenizer, self._chunk_tokens = client, tokenizer, chunk_tokens
-        self._histories = Histories(store, client.tell, tokenizer)
+        self._histories = Histories(store, client.tell, client.forget, tokenizer)
         self._calls = CallMaker(ready, tokenizer, self._histories, client.new_id)
         self._open: dict[Visit, OutputStream] = {}
         self._metrics = TritonMetrics()

@@ -287,13 +287,12 @@ class ChunkStore:
         self.file(chunk)
         self._count_if_dropped(chunk)
 
-    def drop_if_unused(self, chunk: Chunk) -> None:
-        """Nobody is to find it any more. A row that holds it keeps it on the GPU and HOST; its record goes at once."""
+    def delete(self, chunk: Chunk) -> None:
+        """It is deleted. A row that holds it keeps it on the GPU and HOST; its record goes at once."""
+        self.disk.doom(chunk)
         if not chunk.users:
             self.drop(chunk)
-        elif chunk.moving is not None:
-            chunk.moving.unwanted = True
-        elif chunk.disk != NO_SLOT:
+        elif chunk.moving is None and chunk.disk != NO_SLOT:
             self.release_disk(chunk)
 
     def _count_if_dropped(self, chunk: Chunk) -> None:

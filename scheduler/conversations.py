@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from heapq import heappop, heappush
 from itertools import islice
 from math import inf
 from typing import NamedTuple
 
 from .chunk import NO_SLOT, Chunk
 from .chunks import ChunkStore
+from .timetable import Timetable
 from .types import ChunkKey, ConversationKV, Request
 
 
@@ -35,14 +35,12 @@ class Conversation:
     active    when it was last active
     ttl       seconds it lives on after that
     pinned    its chunks are evicted last, until `pinned_until`
-    due       when it is to be looked at again: no later than when it expires or ceases to be pinned
     """
 
     __slots__ = (
         "active",
         "base",
         "chunks",
-        "due",
         "first",
         "keys",
         "pinned",
@@ -62,16 +60,19 @@ class Conversation:
         self.tail: Chunk | None = None
         self.active, self.ttl = now, ttl
         self.pinned, self.pinned_until = False, -inf
-        self.due = inf
 
 
 class Conversations:
-    """`ttl`: seconds after its last activity for which a conversation without a TTL of its own lives on."""
+    """`ttl`: seconds after its last activity for which a conversation without a TTL of its own lives on.
+
+    expected    when the next turns' chunks are wanted on HOST, of those whose clients have said so
+    """
 
     def __init__(self, store: ChunkStore, ttl: float = inf):
         self._store, self._ttl = store, ttl
         self._by_id: dict[str, Conversation] = {}
-        self._due: list[tuple[float, str]] = []  # a heap; an entry counts if it is its conversation's `due`
+        self.expected = Timetable()
+        self._due = Timetable()  # no later than when they expire or cease to be pinned
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -84,7 +85,7 @@ class Conversations:
     @property
     def next_due(self) -> float:
         """When time alone may next end a conversation or a pin."""
-        return self._due[0][0] if self._due else inf
+        return self._due.next
 
     def get(self, conversation_id: str) -> Conversation | None:
         return self._by_id.get(conversation_id)
@@ -138,11 +139,13 @@ class Conversations:
     def delete(self, conversation_id: str) -> None:
         """The log is gone and claims nothing any more; its tail and what nobody else claims are dropped."""
         conversation = self._by_id.pop(conversation_id)
+        self._due.set(conversation_id, inf)
+        self.expected.set(conversation_id, inf)
         self._release(conversation)
         for key in conversation.keys:  # its claims end at the first chunk that was gone at its last commit
             chunk = self._store.find(key)
             if chunk is not None and not chunk.claims:
-                self._store.drop_if_unused(chunk)
+                self._store.delete(chunk)
 
     def keep(self, conversation_id: str, ttl: float | None, pinned_until: float, now: float) -> None:
         """How long the conversation lives on after its last activity, and until when it is pinned."""
@@ -154,12 +157,8 @@ class Conversations:
 
     def expire(self, now: float) -> None:
         """Ends pins and conversations whose time is over."""
-        while self._due and self._due[0][0] <= now:
-            due, conversation_id = heappop(self._due)
-            conversation = self._by_id.get(conversation_id)
-            if conversation is None or conversation.due != due:
-                continue
-            conversation.due = inf
+        for conversation_id in self._due.take(now):
+            conversation = self._by_id[conversation_id]
             if conversation.active + conversation.ttl <= now:
                 self.delete(conversation_id)
                 continue
@@ -172,9 +171,8 @@ class Conversations:
         due = conversation.active + conversation.ttl
         if conversation.pinned:
             due = min(due, conversation.pinned_until)
-        if due < conversation.due:
-            conversation.due = due
-            heappush(self._due, (due, conversation_id))
+        if due < self._due.time(conversation_id):
+            self._due.set(conversation_id, due)
 
     def _pin(self, conversation: Conversation, pinned: bool) -> None:
         if conversation.pinned != pinned:
