@@ -156,6 +156,7 @@ class Histories:
         name = Name(owner, conversation) if conversation is not None else None
         records = (Record(name),) if name is not None else ()
         if name is None or not server_history:
+            await self._need_room(records)
             past = await self._past(owner, name, messages)
             return await self._chat_turn(owner, messages, past, render, records, None)
         self._begin(name)
@@ -202,6 +203,7 @@ class Histories:
         if snapshot is not None:
             thread = before.thread if before is not None else snapshot.id
             records = (Record(snapshot, {"parent": previous, "thread": thread}),)
+            await self._need_room(records)
         return await self._chat_turn(owner, dialogue, past, with_instructions, records, None)
 
     async def open_completion(
@@ -215,6 +217,7 @@ class Histories:
         records = (Record(name),) if name is not None else ()
         if name is not None and server_history:
             return await self._continue_log(name, prompt)
+        await self._need_room(records)
         if not isinstance(prompt, str):
             return OpenTurn(self, owner, (), prompt, "", 0, records, None)
         assert self.tokenizer is not None
@@ -268,6 +271,11 @@ class Histories:
         found = await self.run(self._store.find, name, time.time())
         stored = _beginning(found[1], messages) if found is not None else None
         return stored if _message_count(stored) > covered else recent
+
+    async def _need_room(self, records: Sequence[Record]) -> None:
+        """RequestError (429), before anything is computed, if what is to be stored is beyond its owner's quota."""
+        if self._store.quota is not None and records:
+            await self.run(self._store.need_room, [record.name for record in records], time.time())
 
     def _begin(self, name: Name) -> None:
         if name in self.busy:

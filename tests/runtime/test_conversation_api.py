@@ -243,6 +243,33 @@ def test_an_aborted_turn_is_not_stored(serve: Any) -> None:
     run(work())
 
 
+def test_a_key_may_store_so_many_conversations(serve: Any) -> None:
+    """What is there already goes on; what would be one more is refused before anything is computed."""
+
+    async def work() -> None:
+        async with serve(keys=("one", "two")) as server:
+            server.store.quota = 2
+            await server.post(CONVERSATIONS, key="one", id="a")
+            await server.chat("hello", conversation="b", key="one")
+            for path, body in (
+                (CONVERSATIONS, {}),
+                (f"{CONVERSATIONS}/a/fork", {}),
+                ("/v1/chat/completions", {"conversation": "c", "messages": [{"role": "user", "content": "hello"}]}),
+                ("/v1/completions", {"conversation": "c", "prompt": "hello"}),
+                ("/v1/responses", {"input": "hello"}),
+            ):
+                error = (await server.post(path, 429, key="one", **body))["error"]
+                assert error["code"] == "insufficient_quota" and "2 conversations" in error["message"]
+            assert len(server.requests) == 1
+            await server.chat("hello", "there", "again", conversation="b", key="one")
+            await server.chat("hello", conversation="c", key="two")
+            await server.chat("hello", key="one")
+            await server.ask("DELETE", f"{CONVERSATIONS}/a", key="one")
+            await server.chat("hello", conversation="c", key="one")
+
+    run(work())
+
+
 def test_keys_keep_tenants_apart(serve: Any) -> None:
     async def work() -> None:
         async with serve(keys=("one", "two")) as server:
