@@ -26,7 +26,7 @@ if CHROMIUM is None:
     pytest.skip("there is no Chromium (Debian: chromium-headless-shell)", allow_module_level=True)
 
 FIGURES = Path(os.environ.get("PENSIEVE_FIGURES", "")) if "PENSIEVE_FIGURES" in os.environ else None
-PATIENCE_MS = 30_000
+PATIENCE_MS = 120_000
 CONVERSATIONS = 24
 SMALL = ("--gpu-kv-chunks", 64, "--host-kv-chunks", 48, "--max-model-len", 1024, "--max-num-seqs", 4)
 KEY, OTHER_KEY = "of-the-visitors", "of-the-other"
@@ -119,7 +119,7 @@ def load(server):
     finally:
         ended.set()
         for thread in threads:
-            thread.join(60)
+            thread.join(120)
 
 
 def figure(page, name):
