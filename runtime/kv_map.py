@@ -32,10 +32,13 @@ class KVMap:
         return Look(self.following)
 
     def take(self, stretch: Residency) -> None:
-        """The loop's answer. Who has not been in a whole round of answers is gone."""
-        self.chunk_tokens, self.following = stretch.chunk_tokens, stretch.following
+        """The loop's answer. Who has not been in a whole round of answers is gone; one that comes twice, because two
+        have asked, counts once."""
         told = {entry.conversation: entry for entry in stretch.conversations}
         self._by_id |= told
+        if stretch.start != self.following:
+            return
+        self.chunk_tokens, self.following = stretch.chunk_tokens, stretch.following
         self._round |= told.keys()
         if not stretch.following:
             for gone in self._by_id.keys() - self._round:

@@ -348,7 +348,7 @@ class Scheduler:
 
     def residency(self, start: int, most: int) -> Residency:
         """Where conversations' chunks are, from conversation number `start` on. Cost: about `most` chunks."""
-        return Residency(self.config.chunk_tokens, *self._conversations.residency(start, most))
+        return Residency(self.config.chunk_tokens, *self._conversations.residency(start, most), start)
 
     def check(self) -> None:
         """Proves conservation, from nothing but rows and conversations. Raises InvariantError. Cost: all chunks."""

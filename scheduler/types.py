@@ -272,12 +272,13 @@ class ConversationKV(NamedTuple):
 
 
 class Residency(NamedTuple):
-    """A stretch of all conversations, in the order in which they began. `following`: where the next stretch starts,
-    0 behind the last conversation."""
+    """A stretch of all conversations, in the order in which they began, from number `start` on. `following`: where the
+    next stretch starts, 0 behind the last conversation."""
 
     chunk_tokens: int
     conversations: list[ConversationKV]
     following: int
+    start: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ def test_the_loop_is_asked_for_one_stretch_at_a_time_and_not_too_often() -> None
     assert found.due(1.0 + LOOK_INTERVAL_S / 2) is None
     found.take(Residency(32, [entry("a"), entry("b")], 2))
     assert found.due(1.0 + LOOK_INTERVAL_S) == Look(2)
-    found.take(Residency(32, [entry("c")], 0))
+    found.take(Residency(32, [entry("c")], 0, start=2))
     assert found.due(1.0 + 2 * LOOK_INTERVAL_S) == Look(0)
     assert found.chunk_tokens == 32 and names(found) == ["c", "b", "a"]
 
@@ -35,7 +35,7 @@ def test_who_is_missing_in_a_whole_round_is_gone() -> None:
     found.take(Residency(32, [entry("a"), entry("b"), entry("c")], 0))
     found.take(Residency(32, [entry("a", gpu=9)], 1))
     assert list(found.of("")) == [entry("c"), entry("b"), entry("a", gpu=9)]
-    found.take(Residency(32, [entry("c")], 0))
+    found.take(Residency(32, [entry("c")], 0, start=1))
     assert names(found) == ["c", "a"]
 
 
@@ -43,6 +43,15 @@ def test_a_conversation_is_found_by_the_loop_s_name() -> None:
     found = KVMap()
     found.take(Residency(32, [entry("a"), entry("conversation:f0:a", gpu=5)], 0))
     assert found.find("conversation:f0:a") == entry("conversation:f0:a", gpu=5) and found.find("b") is None
+
+
+def test_two_who_look_at_once_lose_nobody() -> None:
+    """Each asks for every stretch, so each is told twice."""
+    found = KVMap()
+    for stretch in (Residency(32, [entry("a")], 1), Residency(32, [entry("b")], 0, start=1)):
+        found.take(stretch)
+        found.take(stretch)
+    assert names(found, "") == ["b", "a"]
 
 
 def test_owners_see_their_own_by_the_names_they_gave() -> None:

@@ -9,8 +9,9 @@ def told(harness, most=1000):
     """All stretches, one after the other."""
     found, start = [], 0
     while True:
-        chunk_tokens, entries, start = harness.scheduler.residency(start, most)
-        assert chunk_tokens == harness.config.chunk_tokens
+        chunk_tokens, entries, following, begun = harness.scheduler.residency(start, most)
+        assert (chunk_tokens, begun) == (harness.config.chunk_tokens, start)
+        start = following
         found.append(entries)
         if not start:
             return found
