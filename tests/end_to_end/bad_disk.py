@@ -20,10 +20,8 @@ class BadDisk:
     """Lies and refuses at random: each kind at least once in `every` occasions. `happened` counts the kinds."""
 
     def __init__(self, seed, slots, record, every=12):
-        self.happened, self._spared = (
-            Counter(),
-            Counter(),
-        )  # `_spared`: occasions in a row on which a kind did not happen
+        self.happened = Counter()
+        self._spared = Counter()  # occasions in a row on which a kind did not happen
         self._slots, self._record, self._every = slots, record, every
         self._random, self._lock = random.Random(seed), threading.Lock()
 
