@@ -10,6 +10,8 @@ LONG_FILES = (
     "end_to_end/test_ranks.py",
     "end_to_end/test_histories.py",
     "end_to_end/test_disk_server.py",
+    "end_to_end/test_disk_ranks.py",
+    "end_to_end/test_triton_ranks.py",
     "scheduler/test_driver.py",
     "end_to_end/test_triton.py",
     "end_to_end/test_ui.py",
