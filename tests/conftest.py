@@ -1,6 +1,9 @@
 """One thread a process: tests and the servers they start share few cores, and OpenMP's threads wait for each other."""
 
 import os
+import sys
+
+import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -37,3 +40,10 @@ _PLACES = {name: place for place, name in enumerate(LONG_FILES)}
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: _PLACES.get(f"{item.path.parent.name}/{item.path.name}", len(_PLACES)))
+
+
+@pytest.fixture(autouse=True)
+def the_same_numbers_after_whatever_came_before():
+    """Which tests share a process is luck; what a test draws from torch is not."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
