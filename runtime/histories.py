@@ -21,7 +21,7 @@ from .history_rows import Conversation, Gone, Name
 from .history_store import HistoryStore
 from .messages import Forget, Fork, Keep
 from .past_turns import Message, PastTurn, RecentTurns, Transcript, spliced, tokens_inside
-from .text import Tokenizer
+from .text import CONTINUED_TOKENS, Tokenizer
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -94,7 +94,8 @@ class OpenTurn:
         histories = self._histories
         inside, text = 0, ""
         if histories.tokenizer is not None and self.inside == len(self.prompt):
-            inside, text = await asyncio.to_thread(tokens_inside, histories.tokenizer, reply, delivered)
+            before = self.prompt[-CONTINUED_TOKENS:] if answer is None else ()
+            inside, text = await asyncio.to_thread(tokens_inside, histories.tokenizer, reply, delivered, before)
         messages = (*self.messages, answer) if answer is not None else self.messages
         tokens = self.prompt + array("i", reply)
         whole = Transcript(messages, tokens, self.text + text, self.inside + inside)
@@ -234,8 +235,7 @@ class Histories:
             before = past.transcript() if past is not None else Transcript((), array("i"), "", 0)
             if isinstance(prompt, str):
                 assert self.tokenizer is not None
-                encode = self.tokenizer.encode_rendered if before.tokens else self.tokenizer.encode
-                prompt = await asyncio.to_thread(encode, prompt)
+                prompt = await asyncio.to_thread(_encoded_behind, self.tokenizer, before.tokens, prompt)
             whole = before.tokens + prompt
             return OpenTurn(self, name.owner, before.messages, whole, before.text, before.inside, (Record(name),), name)
         except BaseException:
@@ -354,6 +354,13 @@ class Histories:
 
 
 PARAMETERS = {"conversation": "conversation", "response": "previous_response_id"}
+
+
+def _encoded_behind(tokenizer: Tokenizer, log: array[int], text: str) -> array[int]:
+    if not log:
+        return tokenizer.encode(text)
+    ids = tokenizer.encode_behind(log, text)
+    return tokenizer.encode_rendered(text) if ids is None else ids
 
 
 def _message_count(turn: PastTurn | None) -> int:
