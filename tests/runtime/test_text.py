@@ -183,6 +183,23 @@ def test_a_template_can_refuse_and_cannot_escape() -> None:
         ChatTemplate("{{ ''.__class__.__mro__[1].__subclasses__() }}", {}).render([])
 
 
+@pytest.mark.parametrize(
+    "file, content",
+    [
+        ("tokenizer.json", b'{"broken'),
+        ("tokenizer_config.json", b'{"broken'),
+        ("tokenizer_config.json", b"[]"),
+        ("chat_template.jinja", b"\xff"),
+        ("chat_template.jinja", b"{% if %}"),
+    ],
+)
+def test_a_file_that_is_damaged_is_a_wrong_setting(tmp_path: Path, file: str, content: bytes) -> None:
+    save_tokenizer(tmp_path)
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(SettingError, match=r"--engine.*(cannot be read|does not parse)"):
+        Tokenizer.load(tmp_path)
+
+
 def test_what_is_missing_or_broken_is_named(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=r"tokenizer\.json"):
         Tokenizer.load(tmp_path)
