@@ -5,8 +5,9 @@
 CachedAttention's workload in small: an eighth of its lengths, think times of seconds, and tiers that are to the working
 set about what its GPUs, 128 GB of host memory and 2 TB of disk are (`simulate_paper`). The real run is the serving
 loop without HTTP: scheduler, executor, CPU device and disk store. The simulator is given the same sessions and
-settings, and what steps, copies and the disk cost here: measured just before, steps then slowed by what they took
-longer in the real run, where they share the machine. Exit status 1 if the two differ by more than 3 points.
+settings, and what steps, copies and the disk cost here: measured just before, and to each step is added what steps
+took longer on average in the real run, where the loop and others share the machine. Exit status 1 if the two differ by
+more than 3 points.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from ..runtime.measure import Bench
 from ..runtime.profile import profile_engine
 from ..runtime.service import STEPS_IN_FLIGHT
 from ..scheduler.config import EVICTION_POLICIES, SchedulerConfig
-from ..scheduler.cost import CostProfile, Points
+from ..scheduler.cost import CostProfile
 from ..scheduler.simulator import Report, Session, Simulator, VirtualDevice
 from ..scheduler.types import SettingError, Usage
 from .traces import ChatStatistics, synthetic
@@ -140,7 +141,7 @@ def replay(args: argparse.Namespace) -> tuple[Report, Report]:
             real = run.run()
         finally:
             executor.close()
-    device = VirtualDevice(slowed(cost, run.slowness))
+    device = VirtualDevice(slowed(cost, run.delay_s))
     return real, Simulator(config, cost, sessions, device=device, truncate=True).run()
 
 
@@ -161,20 +162,9 @@ def measured_cost(engine: Engine, config: SchedulerConfig, directory: Path) -> C
     return replace(cost, disk_read_bytes_per_s=speed.read, disk_write_bytes_per_s=speed.write)
 
 
-def slowed(cost: CostProfile, factor: float) -> CostProfile:
-    """Steps take so many times as long."""
-
-    def longer(points: Points) -> Points:
-        return tuple((at, factor * seconds) for at, seconds in points)
-
-    return replace(
-        cost,
-        chunk_seconds=factor * cost.chunk_seconds,
-        attention=longer(cost.attention),
-        step_base_seconds=factor * cost.step_base_seconds,
-        steps=longer(cost.steps),
-        row_attention=longer(cost.row_attention),
-    )
+def slowed(cost: CostProfile, seconds: float) -> CostProfile:
+    """Each step takes so much longer."""
+    return replace(cost, steps=tuple((tokens, took + seconds) for tokens, took in cost.steps))
 
 
 class Replay(Simulator):
@@ -197,9 +187,9 @@ class Replay(Simulator):
         self._took = self._ended = 0.0
 
     @property
-    def slowness(self) -> float:
-        """How many times as long as they should the steps took."""
-        return self._took / self._device.busy_s
+    def delay_s(self) -> float:
+        """How much longer than they should the steps took on average."""
+        return (self._took - self._device.busy_s) / self._steps
 
     def run(self) -> Report:
         scheduler, began = self.scheduler, time.monotonic() - self.now
@@ -218,6 +208,7 @@ class Replay(Simulator):
                 done, launched = self._launched.popleft()
                 if done.tokens:  # it began when it was launched, or when the step before it ended
                     self._took += self.now - max(launched, self._ended)
+                    self._steps += 1
                 self._ended = self.now
                 self._take(scheduler.apply(result, self.now))
             elif plan is None:
