@@ -17,7 +17,7 @@ from .api_keys import owner_of
 from .api_types import Body, NonEmpty, parse
 from .engine_client import EngineClient
 from .histories import Histories, kv_name
-from .history_store import Conversation, Name
+from .history_rows import Conversation, Name
 from .past_turns import Transcript
 
 LONGEST_PAGE = 100

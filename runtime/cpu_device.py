@@ -21,6 +21,7 @@ from ..scheduler.plan import Lane
 from ..scheduler.types import InvariantError, Tier
 from .device import ForwardPass, Memory, Ticket, TransferSeconds, Work
 from .memory import check_pool_fits, host_memory
+from .messages import NO_WAITS, Waits
 from .sampler import Scores, make_sampler
 from .step_inputs import StepInputs
 
@@ -45,8 +46,10 @@ class CpuDevice:
         self._gates: dict[int, CpuTicket] = {}
         self._closed = False
         self._report: Callable[[Work], None] | None = None
-        # Each written by one lane's thread: IN's and OUT's time of copying, and COMPUTE's of waiting for them.
+        # Each written by one lane's thread: IN's and OUT's time of copying, and COMPUTE's of waiting for them; and what
+        # IN's and OUT's copies waited to begin.
         self._seconds = dict.fromkeys(Lane, 0.0)
+        self._queued = {Lane.IN: NO_WAITS, Lane.OUT: NO_WAITS}
 
         # The lanes' common state, under the condition. `_error` is set once and ends all lanes.
         self._changed = threading.Condition()
@@ -161,9 +164,12 @@ class CpuDevice:
 
         delay = self._disturb(lane) if self._disturb else 0.0
         recoded = self._recoding(lane)
+        issued = time.perf_counter()
 
         def task() -> None:
             started = time.perf_counter()
+            before = self._queued[lane]
+            self._queued[lane] = Waits(before.seconds + started - issued, before.copies + 1)
             time.sleep(delay)
             for source, target in pairs:
                 moved = recoded(source_pool[source : source + 1, layers.start : layers.stop])
@@ -248,7 +254,10 @@ class CpuDevice:
         return self.mark(Lane.COMPUTE), tokens, scores
 
     def transfer_seconds(self) -> TransferSeconds:
-        return TransferSeconds(self._seconds[Lane.IN], self._seconds[Lane.OUT], self._seconds[Lane.COMPUTE])
+        seconds, queued = self._seconds, self._queued
+        return TransferSeconds(
+            seconds[Lane.IN], seconds[Lane.OUT], seconds[Lane.COMPUTE], queued[Lane.IN], queued[Lane.OUT]
+        )
 
     def watch(self, report: Callable[[Work], None]) -> None:
         self._report = report

@@ -81,11 +81,13 @@ class CudaDevice:
         """
         _check_gpu()
         self._runtime = CudaRuntime()
+        self._runtime.use_device(torch.cuda.current_device())
         self._copy = self._runtime.copy_batch if batched_copies else self._runtime.copy_each
         self._enforce_eager = enforce_eager
         self._streams = {lane: torch.cuda.Stream() for lane in Lane}
         self._compute = self._streams[Lane.COMPUTE]
-        self._times = TransferTimes(functools.partial(torch.cuda.Event, enable_timing=True), self._streams)
+        new_event = functools.partial(torch.cuda.Event, enable_timing=True)
+        self._times = TransferTimes(new_event, self._streams, idle=torch.cuda.Stream())
         self._issued = dict.fromkeys(Lane, "its start")
         self._last: dict[Lane, CudaTicket] = {}
         self._gates: dict[int, torch.cuda.Event] = {}

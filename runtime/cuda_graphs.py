@@ -20,13 +20,14 @@ class StepGraphs:
     def capture(self, shapes: Sequence[Shape], step: Callable[[Shape], None]) -> None:
         """Records `step(shape)`, which has run once for each, on the stream; blocks.
 
-        The largest comes first: the others fit in its memory.
+        The largest comes first: the others fit in its memory. Other threads may meanwhile do what a capture forbids:
+        NCCL's look at events, and allocate.
         """
         pool = torch.cuda.graph_pool_handle()
         ordered = sorted(shapes, reverse=True)
         for done, shape in enumerate(ordered, start=1):
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=self._stream):
+            with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
                 step(shape)
             self._graphs[shape] = graph
             show_progress("capturing graphs", done, len(ordered))

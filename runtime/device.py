@@ -22,6 +22,7 @@ import torch
 from ..builder.manifest import Manifest
 from ..scheduler.plan import Lane
 from ..scheduler.types import Tier
+from .messages import NO_WAITS, Waits
 from .sampler import Scores
 from .step_inputs import StepInputs
 
@@ -34,11 +35,13 @@ class Memory(NamedTuple):
 
 
 class TransferSeconds(NamedTuple):
-    """Seconds since the start: the link's time by direction, and how much of it steps waited for."""
+    """Seconds since the start, by direction: the link's time, what of it steps waited for, waits to begin."""
 
     swap_in: float = 0.0
     swap_out: float = 0.0
     exposed: float = 0.0
+    queued_in: Waits = NO_WAITS
+    queued_out: Waits = NO_WAITS
 
 
 class Work(NamedTuple):

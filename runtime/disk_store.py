@@ -97,8 +97,27 @@ class DiskStore:
         found = self._readers.map(lambda slot: self._look(slot, now), self._segments.present())
         return [record for record in found if record is not None]
 
-    def begin(self, plan: StepPlan) -> Future[None] | None:
-        """Begins the plan's work. The future ends when nobody can read any more what the plan erases; None: nothing.
+    def erase(self, slots: Sequence[int]) -> tuple[int, ...]:
+        """On return nobody can read what these slots held, not even after a loss of power; except for those returned,
+        where the disk refused. They are not under way."""
+        page = aligned_buffer(PAGE)  # of zeros
+        held = [slot for slot in slots if self._segments.holds(slot)]
+        refused = []
+        for slot in held:
+            try:
+                self._segments.write(slot, [page])
+            except OSError as error:
+                refused.append(slot)
+                self._not_erased(error)
+        try:
+            self._segments.flush(held)
+        except OSError as error:
+            refused = held
+            self._not_erased(error)
+        return tuple(refused)
+
+    def begin(self, plan: StepPlan) -> Future[tuple[int, ...]] | None:
+        """Begins the plan's work. The future is what `erase` says of what the plan erases; None: nothing.
 
         Raises what broke a thread, if that has happened, and InvariantError if a slot is under way already.
         """
@@ -114,7 +133,7 @@ class DiskStore:
             self._writers.submit(self._guarded, self._spill, spills, began)
         for promotions in self._runs(plan.promotions):
             self._readers.submit(self._guarded, self._promote, promotions, began)
-        return self._eraser.submit(self._erase, plan.erased) if plan.erased else None
+        return self._eraser.submit(self.erase, plan.erased) if plan.erased else None
 
     @property
     def busy(self) -> bool:
@@ -145,27 +164,6 @@ class DiskStore:
             threads.shutdown(cancel_futures=True)
         self._segments.close()
 
-    # -- erasing
-
-    def _erase(self, slots: Sequence[int]) -> None:
-        """On return nobody can read what these slots held, not even after a loss of power."""
-        page = aligned_buffer(PAGE)  # of zeros
-        erased = []
-        for slot in slots:
-            try:
-                self._segments.write(slot, [page])
-                erased.append(slot)
-            except OSError as error:
-                self._not_erased(error)
-        try:
-            self._segments.flush(erased)
-        except OSError as error:
-            self._not_erased(error)
-
-    def _not_erased(self, error: OSError) -> None:
-        self._count(errors=1)
-        log.error("%s: a deleted conversation may still be on disk: %s", self._directory, error)
-
     # -- the threads' side
 
     def _guarded(self, work: Callable[[list[Work], float], None], run: list[Work], began: float) -> None:
@@ -177,18 +175,21 @@ class DiskStore:
                 self._changed.notify_all()
 
     def _spill(self, run: list[Spill], began: float) -> None:
+        queued = (time.perf_counter() - began) * len(run)
         done = self._one_or_all([run], self._write)
         took, size = (time.perf_counter() - began) * len(run), len(done) * self._record
         with self._changed:
             self._end(run, done, 0)
-            self._count(saving=-len(run), saved=len(done), saved_bytes=size, saving_seconds=took)
+            self._count(saving=-len(run), saved=len(done), saved_bytes=size, saving_seconds=took, saving_queued=queued)
 
     def _promote(self, run: list[Promotion], began: float) -> None:
+        queued = (time.perf_counter() - began) * len(run)
         done = self._one_or_all([run], self._read)
         took, size = (time.perf_counter() - began) * len(run), len(done) * self._record
         with self._changed:
             self._end(run, done, 1)
-            self._count(loading=-len(run), loaded=len(done), loaded_bytes=size, loading_seconds=took)
+            loaded = dict(loaded=len(done), loaded_bytes=size, loading_seconds=took, loading_queued=queued)
+            self._count(loading=-len(run), **loaded)
 
     def _end(self, run: Sequence[Work], done: set[int], kind: int) -> None:
         """To be called under the condition. `kind`: where in the report those are told that went well."""
@@ -298,6 +299,10 @@ class DiskStore:
                 return
             self._count(full=1)
         log.error("%s: the disk is full; no KV is saved until there is room", self._directory)
+
+    def _not_erased(self, error: OSError) -> None:
+        self._count(errors=1)
+        log.error("%s: a deleted conversation may still be on disk: %s", self._directory, error)
 
     def _not_full(self) -> None:
         self._count(full=-self._counters.full)

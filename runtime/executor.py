@@ -7,6 +7,7 @@ of issue on the device's lanes.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -47,7 +48,7 @@ class _Launched(NamedTuple):
     tickets: list[Ticket]
     tokens: np.ndarray = _NO_TOKENS
     scores: Scores | None = None
-    erased: Future[None] | None = None
+    erased: Future[tuple[int, ...]] | None = None
 
 
 class Executor:
@@ -137,12 +138,12 @@ class Executor:
         plan = launched.plan
         for ticket in launched.tickets:
             self._device.synchronize(ticket)
-        if launched.erased is not None:
-            launched.erased.result()
+        unerased = launched.erased.result() if launched.erased is not None else ()
         tokens = tuple(launched.tokens.tolist())
         if self._constraints is not None:
             self._constraints.advance(plan.samples, tokens)
-        result = StepResult(plan.step, plan.samples, tokens, self._transfers.completed(), *self._disk_report(plan))
+        completed, disk = self._transfers.completed(), self._disk_report(plan)
+        result = StepResult(plan.step, plan.samples, tokens, completed, *disk, unerased=unerased)
         return result if launched.scores is None else _with_logprobs(result, launched, launched.scores)
 
     def _disk_report(self, plan: StepPlan) -> DiskReport:
@@ -155,6 +156,11 @@ class Executor:
     def disk_records(self) -> list[DiskRecord]:
         """What the disk holds from earlier. To be asked before the first plan; reads every header."""
         return self._disk.records() if self._disk is not None else []
+
+    def erase_records(self, slots: Sequence[int]) -> None:
+        """Nobody can read these of `disk_records` any more. Before the first plan; blocks."""
+        if self._disk is not None:
+            self._disk.erase(slots)
 
     def _grammar_mask(self, plan: StepPlan) -> Mask | None:
         if self._constraints is not None:

@@ -14,120 +14,30 @@ import json
 import sqlite3
 import sys
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
-from ..scheduler.types import RequestError, SettingError
+from ..scheduler.types import INSUFFICIENT_QUOTA, RequestError, SettingError
+from .history_rows import SCHEMA, UPGRADES, VERSION, Conversation, Gone, Name
 from .past_turns import PastTurn, Transcript, dialogue_keys
 
-VERSION = 2
 LOCK_SECONDS = 15.0  # for the process that had the file before to end
 EXPIRY_INTERVAL_S = 60.0
-
-SCHEMA = """
-CREATE TABLE turns (
-    number INTEGER PRIMARY KEY,
-    parent INTEGER REFERENCES turns,
-    digest BLOB NOT NULL,           -- of all messages up to its end
-    messages TEXT NOT NULL,         -- JSON: those it added
-    kept INTEGER NOT NULL,          -- leading tokens of the parent's log
-    tokens BLOB NOT NULL,           -- and its own behind them: int32, little-endian
-    inside INTEGER NOT NULL,
-    text_kept INTEGER NOT NULL,     -- leading characters of the parent's text
-    text TEXT NOT NULL
-) STRICT;
-CREATE INDEX turns_parent ON turns (parent);
-CREATE TABLE conversations (
-    number INTEGER PRIMARY KEY,
-    owner TEXT NOT NULL,
-    id TEXT NOT NULL,
-    kind TEXT NOT NULL,
-    created REAL NOT NULL,
-    active REAL NOT NULL,
-    ttl REAL,
-    history_ttl REAL,
-    pinned_until REAL NOT NULL,
-    parent TEXT,
-    thread TEXT NOT NULL,
-    body TEXT,
-    tokens INTEGER NOT NULL,
-    salt BLOB NOT NULL DEFAULT x'',
-    head INTEGER REFERENCES turns,
-    UNIQUE (owner, kind, id)
-) STRICT;
-CREATE INDEX conversations_head ON conversations (head);
-CREATE INDEX conversations_listed ON conversations (owner, kind, number);
-"""
-
-UPGRADES = {1: "ALTER TABLE conversations ADD COLUMN salt BLOB NOT NULL DEFAULT x''"}
-"""From each older version to the next one."""
-
-Kind = Literal["conversation", "response"]
-
-
-class Name(NamedTuple):
-    """What a conversation or a stored response is known by. Owners never meet."""
-
-    owner: str
-    id: str
-    kind: Kind = "conversation"
-
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """A conversation, or a stored response: the state of a conversation that never changes.
-
-    number        counts up in order of creation
-    ttl           seconds after the last turn for which its KV is claimed; None: the server's default
-    history_ttl   seconds after the last turn after which it is deleted; None: the server's default
-    pinned_until  its KV is evicted last until then; 0: not pinned
-    parent        the id it was forked from, or of the response it continues
-    thread        the id under which the loop knows its KV: a response shares that of the first one in its line
-    body          of a response: the object as it was sent, JSON
-    tokens        length of its log
-    salt          of its last turn (`Request.salt`)
-    head          number of its last turn, None: it is empty
-    """
-
-    number: int
-    owner: str
-    id: str
-    kind: Kind
-    created: float
-    active: float
-    ttl: float | None
-    history_ttl: float | None
-    pinned_until: float
-    parent: str | None
-    thread: str
-    body: str | None
-    tokens: int
-    salt: bytes
-    head: int | None
-
-
-class Gone(NamedTuple):
-    """What a deleted conversation leaves to clean up: its log, whose first `shared` tokens others have in theirs."""
-
-    name: Name
-    tokens: array[int]
-    shared: int
-    salt: bytes
-
 
 COLUMNS = ", ".join(field.name for field in fields(Conversation))
 LIVE = "coalesce(active + coalesce(history_ttl, :default_ttl), 9e99) > :now"
 
 
 class HistoryStore:
-    """`path`: the file, made if it is missing, or ":memory:". `history_ttl`: of conversations without their own."""
+    """`path`: the file, made if it is missing, or ":memory:". `history_ttl`: of conversations without their own.
+    `quota`: of conversations and responses that an owner may have here, None: any number."""
 
-    def __init__(self, path: str | Path, history_ttl: float | None = None):
+    def __init__(self, path: str | Path, history_ttl: float | None = None, quota: int | None = None):
         """Raises SettingError if the file is in use, damaged, or of a newer program."""
-        self._history_ttl = history_ttl
+        self._history_ttl, self.quota = history_ttl, quota
         self._expiry_due = 0.0
         self._expired: list[Gone] = []
         try:
@@ -248,6 +158,12 @@ class HistoryStore:
         with self._transaction(now):
             return self._remove(self.get(name, now))
 
+    def need_room(self, names: Sequence[Name], now: float) -> None:
+        """RequestError (429) if one of these would be new and its owner has as many as the quota allows."""
+        for name in names:
+            if self._find(name, now) is None:
+                self._need_room(name.owner, now)
+
     def take_expired(self) -> list[Gone]:
         """Conversations that have outlived their TTL and been deleted since the last call."""
         expired, self._expired = self._expired, []
@@ -285,13 +201,23 @@ class HistoryStore:
         if self._find(name, now) is not None:
             raise RequestError(409, f"there is a {name.kind} {name.id!r} already", "id")
 
+    def _need_room(self, owner: str, now: float) -> None:
+        if self.quota is None:
+            return
+        counted = f"SELECT count(*) FROM conversations WHERE owner = :owner AND {LIVE}"
+        (count,) = self._db.execute(counted, self._times(now) | {"owner": owner}).fetchone()
+        if count >= self.quota:
+            message = f"{count} conversations and responses are stored for this key, the most it may have: delete some"
+            raise RequestError(429, message, "conversation", INSUFFICIENT_QUOTA)
+
     def _insert(
         self, name: Name, now: float, parent: str | None = None, thread: str | None = None, body: str | None = None
     ) -> Conversation:
-        """An expired one of that name makes room."""
+        """An expired one of that name makes room. RequestError (429) beyond the quota."""
         expired = f"SELECT {COLUMNS} FROM conversations WHERE owner = :owner AND kind = :kind AND id = :id"
         if (row := self._db.execute(expired, name._asdict()).fetchone()) is not None:
             self._remove(Conversation(*row))
+        self._need_room(name.owner, now)
         added = self._db.execute(
             "INSERT INTO conversations (owner, id, kind, created, active, pinned_until, parent, thread, body, tokens) "
             "VALUES (:owner, :id, :kind, :now, :now, 0, :parent, :thread, :body, 0) RETURNING " + COLUMNS,

@@ -16,6 +16,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from random import Random
 from typing import NamedTuple, Self
 
@@ -52,13 +53,26 @@ class HistoryTime(NamedTuple):
 
 
 class Bench:
-    """An engine on a device, and batches made by hand. Owns the device, and closes it on leaving the `with` block.
+    """An engine on a device, and batches made by hand.
 
-    Every method that times something takes about `seconds`, more if three times take longer.
+    Owns the device, and closes it on leaving the `with` block; not for an exception, when lanes may wait for a rank
+    that is gone.
+
+    Every method that times something takes about `seconds`, more if a few times take longer. Of several ranks all make
+    the same calls: everything happens on all of them side by side, equally often, and the slowest one's time counts.
     """
 
-    def __init__(self, device: Device, engine: ForwardPass, config: SchedulerConfig, seconds: float):
-        """SettingError if the pools are too small for one context beside the chunks that are written."""
+    def __init__(
+        self,
+        device: Device,
+        engine: ForwardPass,
+        config: SchedulerConfig,
+        seconds: float,
+        slowest: Callable[[float], float] = float,
+    ):
+        """slowest: of each rank's time the most, told to all ranks, which call it together.
+
+        SettingError if the pools are too small for one context beside the chunks that are written."""
         self.seats = max(config.max_num_seqs, config.max_num_batched_tokens // config.chunk_tokens)
         if config.max_num_batched_tokens < config.chunk_tokens:
             raise SettingError("--max-num-batched-tokens", f"must hold a chunk of {config.chunk_tokens} tokens")
@@ -68,7 +82,7 @@ class Bench:
         self.config = config
         self._vocab_size = engine.vocab_size
         self._layers = engine.kv_shape(1, config.chunk_tokens)[1]
-        self._device, self._seconds = device, seconds
+        self._device, self._seconds, self._slowest = device, seconds, slowest
         self._dice = Random(0)
         self._step = 0
         self._executor = Executor(device, engine, replace(config, max_num_seqs=self.seats))
@@ -77,8 +91,9 @@ class Bench:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._executor.close()
+    def __exit__(self, raised: type[BaseException] | None, *_: object) -> None:
+        if raised is None:
+            self._executor.close()
 
     def _fill_pool(self) -> None:
         """Writes to every GPU slot: until then all pages of a pool may be one page of zeros, which is read quicker."""
@@ -110,22 +125,31 @@ class Bench:
 
     def _step_seconds(self, plan: StepPlan) -> float:
         """Median time from one step's end to the next one's: what the host does meanwhile is hidden, or is not."""
+        self._step_times(plan, UNCOUNTED)
+        return self._median(partial(self._step_times, plan))
+
+    def _step_times(self, plan: StepPlan, count: int) -> list[float]:
         for _ in range(STEPS_IN_FLIGHT - 1):
             self._launch(plan)
         times: list[float] = []
         last = time.perf_counter()
-        deadline = last + self._seconds
-        while len(times) < UNCOUNTED + LEAST or (len(times) < MOST and last < deadline):
+        for _ in range(count):
             self._launch(plan)
             self._executor.wait()
             now = time.perf_counter()
             times.append(now - last)
             last = now
-            if len(times) == UNCOUNTED:
-                deadline = now + self._seconds
         for _ in range(STEPS_IN_FLIGHT - 1):
             self._executor.wait()
-        return statistics.median(times[UNCOUNTED:])
+        return times
+
+    def _median(self, times_of: Callable[[int], list[float]]) -> float:
+        """Of a few times, and of as many more as there is time for: of equally many on all ranks."""
+        times = times_of(LEAST)
+        fitting = int(self._seconds / self._slowest(statistics.median(times)))
+        if fitting > LEAST:
+            times += times_of(min(fitting, MOST) - LEAST)
+        return self._slowest(statistics.median(times))
 
     def _seat(self, contexts: Sequence[int]) -> None:
         """One context a seat, from seat 0 on, in slots as drawn above."""
@@ -187,14 +211,17 @@ class Bench:
 
     def _seconds_of(self, work: Callable[..., None], *arguments: Lane) -> float:
         """Median time of work that returns when it is done."""
+
+        def times(count: int) -> list[float]:
+            taken = []
+            for _ in range(count):
+                start = time.perf_counter()
+                work(*arguments)
+                taken.append(time.perf_counter() - start)
+            return taken
+
         work(*arguments)
-        times: list[float] = []
-        deadline = time.perf_counter() + self._seconds
-        while len(times) < LEAST or (len(times) < MOST and time.perf_counter() < deadline):
-            start = time.perf_counter()
-            work(*arguments)
-            times.append(time.perf_counter() - start)
-        return statistics.median(times)
+        return self._median(times)
 
     # A turn.
 
@@ -243,7 +270,7 @@ class Bench:
                 in_flight -= 1
         for _ in range(in_flight):
             self._executor.wait()
-        return time.perf_counter() - start
+        return self._slowest(time.perf_counter() - start)
 
 
 EMPTY = StepPlan(

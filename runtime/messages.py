@@ -3,7 +3,7 @@
 HTTP -> loop: one message a request event (`Submit`, `Abort`, `Finish`) or change of a conversation (`Fork`, `Forget`,
 `Keep`), `Look` while somebody looks; `Drain` is the loop's own, from a signal.
 Loop -> HTTP: one `StepMessage` a step that brought anything; `Ready` once at the start; `Draining` when it accepts
-nothing more; `Residency` for a `Look`; `Fatal` if the loop dies.
+nothing more; `Residency` for a `Look`; `Erased` for a `Forget`; `Fatal` if the loop dies.
 All are plain picklable data.
 """
 
@@ -50,7 +50,8 @@ class Fork(NamedTuple):
 
 class Forget(NamedTuple):
     """The conversation claims no KV any more, and nobody may read what was its own: of its log of `tokens` with this
-    salt what is behind the first `shared` tokens. The loop may not know it, but have its KV on disk."""
+    salt what is behind the first `shared` tokens. The loop may not know it, but have its KV on disk. Answered by
+    `Erased`."""
 
     conversation: str
     tokens: array[int]
@@ -65,6 +66,13 @@ class Keep(NamedTuple):
     conversation: str
     ttl: float | None
     pinned: float
+
+
+class Erased(NamedTuple):
+    """To each `Forget`, in their order: nobody can read what was its own any more, on any rank, not even after a loss
+    of power. Not `wholly`: the disk refused to erase something."""
+
+    wholly: bool
 
 
 class Look(NamedTuple):
@@ -100,6 +108,8 @@ class DiskCounters(NamedTuple):
     saving, loading     on their way to the disk and from it
     saving_seconds, loading_seconds
                         from the plan that asked for it to its end, summed over records
+    saving_queued, loading_queued
+                        of that, before a thread began with them
     rejected            records that were read and are not intact, or another's
     errors              times the system refused to read, write, or make room
     full                1 while nothing is saved because the disk is full
@@ -113,6 +123,8 @@ class DiskCounters(NamedTuple):
     loaded_bytes: int = 0
     saving_seconds: float = 0.0
     loading_seconds: float = 0.0
+    saving_queued: float = 0.0
+    loading_queued: float = 0.0
     rejected: int = 0
     errors: int = 0
     full: int = 0
@@ -128,6 +140,16 @@ class PowerCounts(NamedTuple):
 NO_SIZES = PowerCounts()
 
 
+class Waits(NamedTuple):
+    """How long so many copies together have waited between being issued and beginning."""
+
+    seconds: float = 0.0
+    copies: int = 0
+
+
+NO_WAITS = Waits()
+
+
 @dataclass(frozen=True, slots=True)
 class LoopStats:
     """Of the loop and its device, since the start; times in seconds.
@@ -137,6 +159,8 @@ class LoopStats:
     busy                time with work on the device, as the loop sees it: from a launch until nothing is in flight
     swap_in, swap_out   the link's time, by direction
     exposed             of that, what steps waited for; the rest was hidden behind compute
+    queued_in, queued_out
+                        what copies waited for the link, and for what their lane waits for, by direction
     """
 
     steps: int = 0
@@ -147,6 +171,8 @@ class LoopStats:
     swap_in: float = 0.0
     swap_out: float = 0.0
     exposed: float = 0.0
+    queued_in: Waits = NO_WAITS
+    queued_out: Waits = NO_WAITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,4 +221,4 @@ class Fatal(NamedTuple):
     reason: str
 
 
-ToHTTP = Ready | StepMessage | Draining | Residency | Fatal
+ToHTTP = Ready | StepMessage | Draining | Residency | Erased | Fatal

@@ -7,7 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 from prometheus_client.registry import Collector
 
 from ..scheduler.types import SchedulerStats, Usage
@@ -145,6 +151,7 @@ class Metrics(Collector):
             ("records", "Chunks written to disk and read from it", disk.saved, disk.loaded),
             ("bytes", "Bytes of KV written to disk and read from it", disk.saved_bytes, disk.loaded_bytes),
             ("seconds", "From being asked for to being done, of all chunks", disk.saving_seconds, disk.loading_seconds),
+            ("queue_seconds", "Of that, what they waited to be begun", disk.saving_queued, disk.loading_queued),
         ):
             yield _counters(f"pensieve:kv_disk_{name}", text, "direction", {"save": saved, "load": loaded})
         queue = GaugeMetricFamily("pensieve:kv_disk_queue", "Chunks on their way", labels=["direction"])
@@ -162,6 +169,12 @@ class Metrics(Collector):
         yield _counters("pensieve:kv_copied_bytes", "Bytes of KV copied", "direction", self.copied._asdict())
         link = {"swap_in": loop.swap_in, "swap_out": loop.swap_out}
         yield _counters("pensieve:kv_link_seconds", "Time in which the link copied KV", "direction", link)
+        queue = SummaryMetricFamily(
+            "pensieve:kv_link_queue_seconds", "From a copy's issue to its beginning", labels=["direction"]
+        )
+        for direction, waits in (("swap_in", loop.queued_in), ("swap_out", loop.queued_out)):
+            queue.add_metric([direction], count_value=waits.copies, sum_value=waits.seconds)
+        yield queue
         yield CounterMetricFamily(
             "pensieve:kv_exposed_seconds",
             "Time that steps waited for copies; the rest of the link's time was hidden behind compute",

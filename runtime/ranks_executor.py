@@ -50,10 +50,11 @@ class Report(NamedTuple):
     spilled: tuple[int, ...]
     promoted: tuple[int, ...]
     failed: tuple[int, ...]
+    unerased: tuple[int, ...]
 
 
 def report_of(result: StepResult) -> Report:
-    return Report(result.step, result.completed, result.spilled, result.promoted, result.failed)
+    return Report(*(getattr(result, field) for field in Report._fields))
 
 
 @dataclass(slots=True)
@@ -69,11 +70,13 @@ class Reports:
     """What the other ranks have reported, and what follows: the slowest one's tickets, disk work that all have done."""
 
     def __init__(self, others: int):
-        self._last = {rank: Report(0, NO_TICKETS, (), (), ()) for rank in range(1, others + 1)}
+        self._last = {rank: Report(0, NO_TICKETS, (), (), (), ()) for rank in range(1, others + 1)}
         self._answers: dict[int, _Answers] = {}
+        self._unerased: dict[int, None] = {}
 
     def take(self, rank: int, report: Report) -> None:
         self._last[rank] = report
+        self._unerased.update(dict.fromkeys(report.unerased))
         for kind in ("spilled", "promoted", "failed"):
             self._count(kind, getattr(report, kind))
 
@@ -91,7 +94,9 @@ class Reports:
             if answers.count > len(self._last):
                 done["failed" if answers.failed else answers.kind].append(slot)
                 del self._answers[slot]
-        return replace(own, completed=completed, **{kind: tuple(slots) for kind, slots in done.items()})
+        unerased = tuple(dict.fromkeys((*own.unerased, *self._unerased)))
+        self._unerased.clear()
+        return replace(own, completed=completed, unerased=unerased, **{kind: tuple(done[kind]) for kind in done})
 
     def _count(self, kind: str, slots: tuple[int, ...]) -> None:
         for slot in slots:
@@ -114,6 +119,16 @@ def on_all(records: Sequence[Sequence[DiskRecord]]) -> list[DiskRecord]:
     return [record for record in records[0] if all((record.slot, record.key, record.end) in there for there in others)]
 
 
+def agreed_records(ranks: Ranks, executor: Executor) -> list[DiskRecord]:
+    """What all ranks have from earlier. All of them call it, and erase what only some have: nobody would know of it,
+    whoever is deleted."""
+    own = Executor.disk_records(executor)
+    agreed = on_all(ranks.gather(own))
+    kept = {record.slot for record in agreed}
+    executor.erase_records([record.slot for record in own if record.slot not in kept])
+    return agreed
+
+
 class RankedExecutor(Executor):
     """Rank 0's. What fails on another rank is raised by the next `wait`, as RankFailed."""
 
@@ -121,7 +136,7 @@ class RankedExecutor(Executor):
         """The rest as `Executor`."""
         super().__init__(*arguments, **settings)
         self._ranks, self._reports = ranks, Reports(ranks.size - 1)
-        self._records = on_all(ranks.gather(super().disk_records()))
+        self._records = agreed_records(ranks, self)
         self._plans: deque[_Sent] = deque([_Sent(0, False)])  # in flight, behind the last one waited for
         self._broken = False
 
@@ -183,7 +198,7 @@ def follow(ranks: Ranks, executor: Executor) -> None:
 
     Begins when rank 0 makes its executor.
     """
-    ranks.gather(executor.disk_records())
+    agreed_records(ranks, executor)
     while True:
         if executor.done():
             ranks.report(report_of(executor.wait()))

@@ -81,6 +81,11 @@ class Reply:
         return "tool_calls" if self.calls and self.finish is FinishReason.STOP else self.finish
 
     @property
+    def stop_string(self) -> str | None:
+        """The one that ended the reply."""
+        return None if self._matcher is None else self._matcher.found
+
+    @property
     def message(self) -> dict[str, Any]:
         """As the chat template reads it once the client has sent it back."""
         message: dict[str, Any] = {"role": "assistant", "content": "".join(self.said)}
@@ -122,7 +127,7 @@ class Reply:
     @property
     def _stopped(self) -> bool:
         """A stop string is complete. The engine may still be running on; its last output is waited for."""
-        return self._matcher is not None and self._matcher.matched
+        return self.stop_string is not None
 
     def _read(self, output: Output) -> tuple[tuple[int, ...], str]:
         """Tokens up to the one that completes a stop string, and the text to be said with them."""

@@ -17,7 +17,7 @@ from ..scheduler.types import FinishReason, RequestError
 from .api_keys import owner_of
 from .api_types import Body, GenerationBody, NonEmpty
 from .histories import Histories
-from .history_store import Name
+from .history_rows import Name
 from .past_turns import Message
 from .replies import CompletionWriter, Piece, Reply, Style, usage
 

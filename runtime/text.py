@@ -227,13 +227,17 @@ class StopMatcher:
         self._longest = max(len(stop) for stop in stops)
         self._held = ""
         self.tokens = 0
-        self.matched = False
+        self.found: str | None = None
+
+    @property
+    def matched(self) -> bool:
+        return self.found is not None
 
     def push(self, piece: str) -> str:
         """Takes the text of one more token, returns what may be said.
 
-        After a match (`matched`) the text up to it has been said and `tokens` is the count of tokens needed;
-        call no more.
+        After a match (`found` is the stop string) the text up to it has been said and `tokens` is the count of tokens
+        needed; call no more.
         """
         self.tokens += 1
         return piece if self.tokens <= self._min_tokens else self._scan(piece)
@@ -247,10 +251,9 @@ class StopMatcher:
         if not piece:
             return ""
         text = self._held + piece
-        ends = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        ends = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if ends:
-            self.matched = True
-            end, start = min(ends)
+            end, start, self.found = min(ends)
             return text[:end] if self._include else text[:start]
         held = self._beginning_of_a_stop(text)
         self._held = text[len(text) - held :]

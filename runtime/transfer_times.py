@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from ..scheduler.plan import Lane
 from .device import TransferSeconds, Work
 from .device_clock import DeviceClock, Event
+from .messages import NO_WAITS, Waits
 
 MOST_PENDING = 256  # then those that are complete are added up, whether or not anybody asks
 
@@ -22,9 +23,14 @@ class Wait(NamedTuple):
 
 class _Copy(NamedTuple):
     lane: Lane
+    issued: Event
     start: Event
     end: Event
     size: int
+
+    def complete(self) -> bool:
+        """The idle stream may be late: the driver lets streams share queues if there are many."""
+        return self.end.query() and self.issued.query()
 
 
 class _Step(NamedTuple):
@@ -33,13 +39,18 @@ class _Step(NamedTuple):
     end: Event
     size: int
 
+    def complete(self) -> bool:
+        return self.end.query()
+
 
 class TransferTimes:
     """To be told what is put on the streams, in the order of issue, by the thread that does it."""
 
-    def __init__(self, new_event: Callable[[], Event], streams: dict[Lane, Any]):
-        self._new_event, self._streams = new_event, streams
+    def __init__(self, new_event: Callable[[], Event], streams: dict[Lane, Any], idle: Any):
+        """idle: a stream on which nothing else is ever put: an event there happens when it is recorded."""
+        self._new_event, self._streams, self._idle = new_event, streams, idle
         self._seconds = dict.fromkeys((Lane.IN, Lane.OUT), 0.0)
+        self._queued = {Lane.IN: NO_WAITS, Lane.OUT: NO_WAITS}
         self._exposed = 0.0
         self._pending: deque[_Copy | _Step] = deque()
         self._waits: list[Wait] = []
@@ -68,9 +79,11 @@ class TransferTimes:
 
     def copy(self, lane: Lane, size: int, issue: Callable[[], None]) -> None:
         """Around the issuing of a copy of `size` bytes."""
+        issued = self._new_event()
+        issued.record(self._idle)
         start = self._record(lane)
         issue()
-        self._enter(_Copy(lane, start, self._record(lane), size))
+        self._enter(_Copy(lane, issued, start, self._record(lane), size))
 
     def gated(self, layer: int, event: Event) -> None:
         """The next step waits for the event before that layer."""
@@ -93,17 +106,21 @@ class TransferTimes:
 
     def read(self) -> TransferSeconds:
         """Of what is complete."""
-        while self._pending and self._pending[0].end.query():
+        while self._pending and self._pending[0].complete():
             match self._pending.popleft():
-                case _Copy(lane, start, end, size):
+                case _Copy(lane, issued, start, end, size):
                     self._seconds[lane] += _seconds(start, end)
+                    # A lane with nothing to do may be quicker than the idle stream by some microseconds.
+                    waited, before = max(0.0, _seconds(issued, start)), self._queued[lane]
+                    self._queued[lane] = Waits(before.seconds + waited, before.copies + 1)
                 case _Step(waits, start, end, size):
                     lane = Lane.COMPUTE
                     opened = [(layer, _seconds(start, event)) for layer, event in waits]
                     self._exposed += exposed_seconds(_seconds(start, end), self._layers, opened)
             if self._report is not None and self._clock is not None:
                 self._report(Work(lane, self._clock.read(start), self._clock.read(end), size))
-        return TransferSeconds(self._seconds[Lane.IN], self._seconds[Lane.OUT], self._exposed)
+        seconds, queued = self._seconds, self._queued
+        return TransferSeconds(seconds[Lane.IN], seconds[Lane.OUT], self._exposed, queued[Lane.IN], queued[Lane.OUT])
 
     def _record(self, lane: Lane) -> Event:
         event = self._new_event()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import multiprocessing
 import subprocess
 import threading
@@ -36,6 +37,8 @@ from .text import StopMatcher, Tokenizer
 from .triton_settings import TritonSettings
 from .triton_tensors import Asked, Tensors, end_tensors, piece_tensors, read_inputs, read_value
 
+log = logging.getLogger(__name__)
+
 COMMAND = "engine_command"  # of config.pbtxt's parameters: JSON, the words of the engine's command line
 CANCEL_CHECK_S = 0.1
 METRICS_INTERVAL_S = 1.0
@@ -49,6 +52,7 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         """Starts the engine and waits until it serves. Raises TritonModelException with what is wrong."""
         parameters = json.loads(args["model_config"])["parameters"]
+        self._name, self._finalizing = args["model_name"], False
         self._process, connection = start_engine(json.loads(parameters[COMMAND]["string_value"]))
         settings, ready = self._greeting(connection), self._greeting(connection)
         assert isinstance(settings, TritonSettings) and isinstance(ready, Ready)
@@ -63,6 +67,11 @@ class TritonPythonModel:
             self._process.kill()
             self._stop()
             raise triton.TritonModelException(str(error)) from error
+        self._run(self._unload_without_engine()).add_done_callback(Future.result)  # a fault is logged
+
+    def is_ready(self) -> bool:
+        """Asked for the model's readiness, by Tritons that ask models."""
+        return self._desk.accepting
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Responses come through each request's sender, whenever there are any."""
@@ -71,9 +80,20 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         """The engine finishes what runs, as long as it is allowed to, then all ends."""
+        self._finalizing = True
         self._process.terminate()
         self._run(self._desk.close()).result()
         self._stop()
+
+    async def _unload_without_engine(self) -> None:
+        """When the engine ends by itself the model is to be unready, where Triton's mode lets it be unloaded."""
+        await self._desk.engine_ended()
+        if self._finalizing:
+            return
+        try:
+            await asyncio.to_thread(triton.unload_model, self._name)
+        except triton.TritonModelException as error:
+            log.error("the engine has ended, and the model stays loaded: %s", error)
 
     def _greeting(self, connection: Connection) -> TritonSettings | Ready:
         """One of the two messages in front of all others; in their place text says what is wrong."""
@@ -109,7 +129,7 @@ def start_engine(command: Sequence[str]) -> tuple[subprocess.Popen[bytes], Conne
 async def open_desk(connection: Connection, settings: TritonSettings, ready: Ready) -> Desk:
     """To be called on the event loop of all that follows. SettingError if the histories cannot be used."""
     tokenizer = Tokenizer.load(ready.tokenizer) if ready.tokenizer else None
-    store = HistoryStore(settings.history_file, settings.history_ttl)
+    store = HistoryStore(settings.history_file, settings.history_ttl, settings.max_conversations_per_owner)
     return Desk(EngineClient(connection), ready, tokenizer, store, settings.chunk_tokens)
 
 
@@ -125,15 +145,24 @@ class Desk:
         chunk_tokens: int,
     ):
         self._client, self._tokenizer, self._chunk_tokens = client, tokenizer, chunk_tokens
-        self._histories = Histories(store, client.tell, tokenizer)
+        self._histories = Histories(store, client.tell, client.forget, tokenizer)
         self._calls = CallMaker(ready, tokenizer, self._histories, client.new_id)
         self._open: dict[Visit, OutputStream] = {}
         self._metrics = TritonMetrics()
         self._watches = [asyncio.create_task(work()) for work in (self._watch_clients, self._tell_metrics)]
 
+    @property
+    def accepting(self) -> bool:
+        """Whether the engine takes new requests. Any thread may ask."""
+        return self._client.accepting
+
+    async def engine_ended(self) -> None:
+        """Returns when it has, and every open request has been told."""
+        await self._client.closed.wait()
+
     async def close(self) -> None:
         """Behind the last output of the engine, which has been told to end."""
-        await self._client.closed.wait()
+        await self.engine_ended()
         for watch in self._watches:
             watch.cancel()
         self._metrics.update(self._client.metrics.text())

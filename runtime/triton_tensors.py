@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..scheduler.types import RequestError
+from ..scheduler.types import FinishReason, RequestError
 from .api_types import CompletionBody, parse
 from .calls import Call
 from .replies import Reply
@@ -54,6 +54,7 @@ INPUTS = {
     "sampling_param_exclude_input_from_output": Input("BOOL"),
     "sampling_param_return_perf_metrics": Input("BOOL"),
     "return_finish_reason": Input("BOOL"),
+    "return_stop_reason": Input("BOOL"),
     "return_cumulative_logprob": Input("BOOL"),
 }
 """All are optional for Triton: what is missing is the completion body's default, or said to be missing."""
@@ -62,10 +63,13 @@ OUTPUTS = {
     "text_output": "STRING",
     "output_ids": "INT32",
     "finish_reason": "STRING",
+    "stop_reason": "STRING",
     "cumulative_logprob": "FP32",
     "kv_cache_reused_block": "INT32",
     "kv_cache_missed_block": "INT32",
     "kv_cache_hit_rate": "FP32",
+    "kv_cache_alloc_new_blocks": "INT32",
+    "kv_cache_alloc_total_blocks": "INT32",
     "arrival_time_ns": "INT64",
     "first_scheduled_time_ns": "INT64",
     "first_token_time_ns": "INT64",
@@ -81,6 +85,7 @@ class Asked:
 
     body: CompletionBody
     finish_reason: bool
+    stop_reason: bool
     cumulative_logprob: bool
     perf_metrics: bool
 
@@ -105,6 +110,7 @@ def read_inputs(tensors: Mapping[str, np.ndarray], sequence: str) -> Asked:
     return Asked(
         body=parse(CompletionBody, json.dumps(fields).encode()),
         finish_reason=values.get("return_finish_reason", False),
+        stop_reason=values.get("return_stop_reason", False),
         cumulative_logprob=with_logprob,
         perf_metrics=values.get("sampling_param_return_perf_metrics", False),
     )
@@ -133,26 +139,41 @@ def piece_tensors(text: str, tokens: list[int]) -> Tensors:
 def end_tensors(asked: Asked, call: Call, reply: Reply, chunk_tokens: int, now: float) -> Tensors:
     """What was asked about the whole reply. `now`: when its last token came, time.perf_counter's seconds.
 
-    Blocks are the prompt's chunks: reused ones had KV in some tier for all of their tokens.
+    Blocks are chunks. Those of the prompt were reused if they had KV in some tier for all of their tokens; reused and
+    new ones together hold the KV of prompt and reply, of which the last token has none.
     """
     tensors: Tensors = {}
     if asked.finish_reason:
         tensors |= _tensors(finish_reason=str(reply.reason).encode())
+    if asked.stop_reason and (stop := stop_reason(asked.body, reply)) is not None:
+        tensors |= _tensors(stop_reason=stop.encode())
     if asked.cumulative_logprob:
         tensors |= _tensors(cumulative_logprob=sum(entry.logprob for entry in reply.logprobs))
     if asked.perf_metrics:
         prompt, cached = len(reply.request.prompt), reply.sources.cached
         blocks, reused = -(-prompt // chunk_tokens), cached // chunk_tokens
+        held = -(-(prompt + len(reply.tokens) - 1) // chunk_tokens)
         tensors |= _tensors(
             kv_cache_reused_block=reused,
             kv_cache_missed_block=blocks - reused,
             kv_cache_hit_rate=cached / prompt,
+            kv_cache_alloc_new_blocks=held - reused,
+            kv_cache_alloc_total_blocks=held,
             arrival_time_ns=_nanoseconds(call.arrived),
             first_scheduled_time_ns=_nanoseconds(call.arrived + reply.queued),
             first_token_time_ns=_nanoseconds(reply.started or now),
             last_token_time_ns=_nanoseconds(now),
         )
     return tensors
+
+
+def stop_reason(body: CompletionBody, reply: Reply) -> str | None:
+    """What of the request's own ended the reply: a stop string, or a stop token's id. None: something else did."""
+    if reply.stop_string is not None:
+        return reply.stop_string
+    if reply.finish is FinishReason.STOP and reply.tokens[-1] in body.stop_token_ids:
+        return str(reply.tokens[-1])
+    return None
 
 
 def _tensors(**values: Any) -> Tensors:

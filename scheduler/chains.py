@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Iterator
 from functools import cached_property
 
 from .types import ChunkKey
@@ -47,6 +48,22 @@ class Chains:
     def first(self, base: int, salt: bytes, tokens: array[int]) -> ChunkKey:
         """The key of the first chunk of a context that begins at `base`, which `tokens` reach beyond."""
         return chunk_key(self._root(salt, base), tokens, base, base + self._size)
+
+    def all(self, tokens: array[int], salt: bytes, shared: int = 0) -> Iterator[ChunkKey]:
+        """The keys of a log's full chunks, wherever its contexts may have begun, but for those within its first
+        `shared` tokens. Their number grows with the square of the log's length: they are made one by one."""
+        size = self._size
+        for base in range(0, self.first_seen(len(tokens)) + 1, self._windows.step if self._windows else 1):
+            keys: list[ChunkKey] = []
+            done = max(base, shared) // size
+            for end in range(base + size, len(tokens) // size * size + 1, size):
+                self.extend(keys, base, salt, tokens, end)
+                if end > done * size:
+                    yield keys[-1]
+
+    def first_seen(self, count: int, base: int = 0) -> int:
+        """The first position that the last of `count` tokens sees."""
+        return 0 if self._windows is None else self._windows.start(count - 1, base)
 
     def _root(self, salt: bytes, base: int) -> ChunkKey:
         root = root_key(self._seed, self._size, salt)

@@ -92,7 +92,7 @@ class RoomMaker:
         """Copies the first of these chunks of one value to HOST, as many as get a slot there; those staged for DISK
         have one. Returns how many."""
         uncopied = [chunk for chunk in chunks if chunk.host == NO_SLOT]
-        slots = self._host_slots(len(uncopied), value, saves=any(chunk.disk == NO_SLOT for chunk in uncopied))
+        slots = self._host_slots(len(uncopied), value)
         copied = uncopied[: len(slots)]
         copies.add([chunk.gpu for chunk in copied], slots)
         for chunk, slot in zip(copied, slots, strict=True):
@@ -104,7 +104,7 @@ class RoomMaker:
     def stage(self, chunk: Chunk) -> bool:
         """Copies the chunk out on its way to DISK, if that takes nothing from HOST that is nowhere else."""
         store = self._store
-        slots = self._host_slots(1, store.policy.value(chunk, self._now), drops=False, saves=True)
+        slots = self._host_slots(1, store.policy.value(chunk, self._now), drops=False)
         if slots:
             if chunk.users:  # its slot's last step is noted when its rows let it go; what wrote it has been applied
                 computed = store.gpu.last[Lane.COMPUTE]
@@ -127,19 +127,18 @@ class RoomMaker:
         self._store.disk.promote(chunk, host.take())
         return True
 
-    def _host_slots(self, count: int, value: float, drops: bool = True, saves: bool = False) -> list[int]:
+    def _host_slots(self, count: int, value: float, drops: bool = True) -> list[int]:
         """HOST slots for `count` chunks of that value; fewer if HOST holds too little of lower value.
 
         Given up, in this order: copies of chunks in use on the GPU; copies of idle GPU chunks that will stay there
-        longer than these; of those worth less than these, chunks that are on DISK, then (`drops`) others. If these are
-        nowhere else (`saves`) what is on DISK too goes whatever it is worth: it costs a read, these would be lost.
+        longer than these; of those worth less than these, chunks that are on DISK, then (`drops`) others.
         """
         host = self._store.host
-        while (missing := count - host.free) > 0 and self._give_up_host_slots(missing, value, drops, saves):
+        while (missing := count - host.free) > 0 and self._give_up_host_slots(missing, value, drops):
             pass
         return [host.take() for _ in range(min(count, host.free))]
 
-    def _give_up_host_slots(self, missing: int, value: float, drops: bool, saves: bool = False) -> bool:
+    def _give_up_host_slots(self, missing: int, value: float, drops: bool) -> bool:
         """At least one, if it can be; more than `missing` only of a whole turn."""
         store, evictions, unused = self._store, self._store.evictions, self._copies.without_host_slot_in_use
         # Filed in order: behind one whose slot this plan uses, all are this plan's.
@@ -155,7 +154,7 @@ class RoomMaker:
             evictions.host_copies += len(idle)
             return True
         spare = unused(self._host_spare.peek(missing))
-        if spare and (saves or self._host_spare.value < value):
+        if spare and self._host_spare.value < value:
             for chunk in spare:
                 store.release_host(chunk)
             evictions.host_reclaimed += len(spare)

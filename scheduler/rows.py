@@ -74,6 +74,11 @@ class Turn:
         self.usage: Usage | None = None
 
     @property
+    def resumes(self) -> bool:
+        """It has had its room before. While a suspended request waits, nobody behind it joins."""
+        return self.usage is not None
+
+    @property
     def unscored(self) -> bool:
         """Log probabilities of the prompt are still to be reported (the last position has no token behind it)."""
         return self.request.prompt_logprobs is not None and self.scored < len(self.request.prompt) - 1

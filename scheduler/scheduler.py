@@ -12,25 +12,28 @@ Times are seconds on any clock that does not run backwards.
 from __future__ import annotations
 
 from array import array
-from bisect import insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import islice
 
-from .batcher import Batch, Batcher
+from .admission import Admission
+from .batch import Batch
+from .batcher import Batcher
 from .chains import Chains
-from .chunk import Chunk
 from .chunks import ChunkStore
 from .config import SchedulerConfig
-from .conversations import Conversations, Log, common_prefix
+from .conversations import Conversations
 from .copies import StepCopies
 from .cost import CostProfile
+from .erasures import Erasures
+from .ledger import Ledger
 from .lookahead import LookAhead
 from .plan import StepPlan, StepResult
 from .planner import Planner
+from .proof import check_requests
 from .retention import eviction_policy
 from .room import RoomMaker
+from .roster import Roster
 from .rows import Row, Turn
 from .saving import Saver
 from .steady import skip, steady_steps
@@ -47,8 +50,7 @@ from .types import (
     Residency,
     SchedulerStats,
 )
-
-KEYS_A_STEP = 1000  # looked for in one plan of what deleted conversations have left: a millisecond or two
+from .windows import check_length
 
 
 class Scheduler:
@@ -57,21 +59,25 @@ class Scheduler:
         self.config = config
         self._windows = windows = config.windows
         self._chains = Chains(config.seed, config.chunk_tokens, windows)
-        self._store = ChunkStore(config, eviction_policy(config.eviction, cost))
-        self._conversations = Conversations(self._store, config.conversation_ttl)
+        self._store = ChunkStore(config, eviction_policy(config.eviction, cost, config.owner_kv_chunks is not None))
+        self._conversations = Conversations(self._store, config.conversation_ttl, config.owner_kv_chunks)
         self._planner = Planner(self._store, cost, config.chunk_tokens, config.reuse, self._chains, windows)
-        self._batcher = Batcher(config, cost, self._store, self._conversations, self._planner, windows)
+        self._roster = Roster(config, self._store, self._planner)
+        self._batcher = Batcher(config, self._store, self._roster, windows)
+        self._admission = Admission(
+            config, cost, self._store, self._conversations, self._planner, self._roster, self._batcher, windows
+        )
         self._saver = Saver(config, cost, self._store)
         self._lookahead = LookAhead(config, cost, self._store, self._conversations, self._planner)
+        self._ledger = Ledger(config, self._chains, self._store, self._conversations, self._planner, self._lookahead)
         self._turns: dict[RequestId, Turn] = {}
         self._held: dict[RequestId, Row] = {}
         self._inflight: deque[tuple[StepPlan, list[Row]]] = deque()
         self._step = self._applied = 0
         self._arrivals = 0
         self._patient: deque[Turn] = deque()  # by arrival, with those that have their seat or are gone
-        self._to_erase: deque[Iterator[ChunkKey]] = deque()
+        self._erasures = Erasures(self._store)
         self._swapped_in = self._swapped_out = 0
-        self._last_stamp = 0.0
         # Most of HOST is for chunks that are nowhere else: copies of what is still on the GPU are no gain.
         self._mark = min(int(config.swap_out_below * config.gpu_kv_chunks), config.host_kv_chunks // 4)
 
@@ -79,17 +85,17 @@ class Scheduler:
 
     def add(self, request: Request, now: float) -> None:
         """Queues the turn. Raises RequestError if it cannot fit (400) or too many wait (429)."""
-        self._check_length(request)
+        check_length(request, self.config.max_model_len, self._windows)
         if request.id in self._turns:
             raise RequestError(400, f"request {request.id} is being served already", "id")
-        if len(self._batcher.waiting) >= self.config.max_queue:
-            raise RequestError(429, f"{len(self._batcher.waiting)} requests wait already", None)
+        if len(self._roster.waiting) >= self.config.max_queue:
+            raise RequestError(429, f"{len(self._roster.waiting)} requests wait already", None)
         self._conversations.expire(now)  # who writes too late does not bring it back
         self._arrivals += 1
-        turn = Turn(request, self._arrivals, *self._prompt_keys(request), now)
+        turn = Turn(request, self._arrivals, *self._ledger.prompt_keys(request), now)
         self._turns[request.id] = turn
         self._touch(turn, now)
-        insort(self._batcher.waiting, turn, key=lambda turn: turn.order)
+        self._roster.enqueue(turn)
         if self.config.queue_timeout is not None:
             self._patient.append(turn)
 
@@ -98,12 +104,12 @@ class Scheduler:
         turn = self._turns.pop(request, None)
         if turn is None:
             return
-        if turn in self._batcher.waiting:
-            self._batcher.leave_queue(turn)
+        if turn in self._roster.waiting:
+            self._roster.leave_queue(turn)
             if turn.tail is not None and turn.tail.resident:
                 self._store.drop(turn.tail)
         else:
-            self._batcher.let_go(self._take_row(turn), None, now)
+            self._roster.let_go(self._take_row(turn), None, now)
 
     def expire(self, now: float) -> list[RequestId]:
         """Ends the requests that have waited too long for their first seat (`queue_timeout`) and returns their ids."""
@@ -126,9 +132,9 @@ class Scheduler:
         ended = request in self._held
         truncated = self._truncated(turn, len(turn.request.prompt) + tokens)
         output = Output(request, finish=FinishReason.STOP, truncated=truncated)
-        if turn in self._batcher.waiting:
-            self._batcher.leave_queue(turn)
-            self._commit(turn, None, tokens, turn.tail, now)
+        if turn in self._roster.waiting:
+            self._roster.leave_queue(turn)
+            self._ledger.commit(turn, None, tokens, turn.tail, now)
             self._saver.turn_ended(map(self._store.find, self._planner.seen_keys(turn)), now)
             if turn.tail is not None and turn.request.conversation is None and turn.tail.resident:
                 self._store.drop(turn.tail)
@@ -156,12 +162,12 @@ class Scheduler:
         batcher = self._batcher
 
         self._conversations.expire(now)
-        self._erase_some()
-        batcher.release_suspended(self._applied, now)
+        self._erasures.go_on()
+        self._roster.release_suspended(self._applied, now)
         if self.config.batching == "unified":
             batcher.plan_generation(batch)
         batcher.plan_spans(batch)
-        batcher.admit(batch)
+        self._admission.admit(batch)
         if self.config.batching == "separate" and not batch.tokens:
             batcher.plan_generation(batch)
         self._save_ahead(batch)
@@ -190,8 +196,8 @@ class Scheduler:
             self._store.disk.report(result, now)
         for span, span_row in zip(plan.spans, span_rows, strict=True):
             if span_row.chunks:
-                self._computed(span_row, span.start, span.end)
-        applied, by_id, chunk_tokens = Applied(), self._batcher.by_id, self.config.chunk_tokens
+                self._ledger.computed(span_row, span.start, span.end)
+        applied, by_id, chunk_tokens = Applied(), self._roster.by_id, self.config.chunk_tokens
         if result.logprobs:
             applied.logprobs = {row.request: logprobs for row, logprobs in result.logprobs.items() if row in by_id}
         if plan.scored:
@@ -207,7 +213,7 @@ class Scheduler:
             tokens.append(token)
             count = len(row.tokens)
             if (count - 1) % chunk_tokens == 0:
-                self._filled(row, (count - 1) // chunk_tokens - 1)
+                self._ledger.filled(row, (count - 1) // chunk_tokens - 1)
             if count == row.begin or count == row.end or token in row.stop_ids:
                 self._begins_or_ends(row, token, now, applied)
         applied.requests, applied.tokens = array("q", requests), array("i", tokens)
@@ -216,16 +222,16 @@ class Scheduler:
 
     def steady_steps(self) -> int:
         """How many steps to come are sure to generate one token a row and no more, if no request comes or leaves."""
-        busy = bool(self._batcher.waiting or self._batcher.loading or self._to_erase)
+        busy = bool(self._roster.waiting or self._roster.loading or self._erasures.looking)
         busy = busy or self._conversations.mortal or self._disk_busy()
         if busy or self.in_flight != 1 or (self._store.available < self._mark and self._store.uncopied):
             return 0
-        return steady_steps(self._batcher.rows, self._inflight[0][0])
+        return steady_steps(self._roster.rows, self._inflight[0][0])
 
     def skip(self, steps: int) -> StepPlan:
         """As `next_plan` and `apply`, so often; at most `steady_steps()`. Returns the plan that is then in flight."""
         plan, span_rows = self._inflight.pop()
-        plan = skip(self._batcher.rows, plan, steps)
+        plan = skip(self._roster.rows, plan, steps)
         self._inflight.append((plan, span_rows))
         self._step, self._applied = plan.step, plan.step - 1
         return plan
@@ -250,13 +256,13 @@ class Scheduler:
         self._conversations.fork(conversation_id, new_id, now)
 
     def delete(self, conversation_id: str) -> None:
-        """Forgets the log, and drops what no other conversation claims and nobody uses: its records on DISK are erased
-        by the next plan. Raises RequestError (404) for an unknown id."""
+        """Forgets the log, and drops what no other conversation claims and nobody uses. `take_erased` tells when its
+        records on DISK are erased. Raises RequestError (404) for an unknown id."""
         tokens = self.conversation_tokens(conversation_id)
         salt = self._conversations.salt(conversation_id)
         self._conversations.delete(conversation_id)
-        if self._windows is not None and len(tokens) > self._windows.length:  # not all that it has left is claimed
-            self.erase_keys(self.keys(tokens, salt))
+        outgrown = self._windows is not None and len(tokens) > self._windows.length  # not all that it has is claimed
+        self.erase_keys(self._chains.all(tokens, salt) if outgrown else ())
 
     def keep(self, conversation_id: str, ttl: float | None, pinned_until: float, now: float) -> None:
         """Claims end `ttl` seconds after the last activity (None: `conversation_ttl`); until `pinned_until` the
@@ -279,37 +285,23 @@ class Scheduler:
     def keys(self, tokens: array[int], salt: bytes, shared: int = 0) -> Iterator[ChunkKey]:
         """The keys of a log's full chunks, wherever its contexts may have begun, but for those within its first
         `shared` tokens. Their number grows with the square of the log's length: they are made one by one."""
-        size = self.config.chunk_tokens
-        for base in range(0, self._first_seen(len(tokens)) + 1, self._windows.step if self._windows else 1):
-            keys: list[ChunkKey] = []
-            done = max(base, shared) // size
-            for end in range(base + size, len(tokens) // size * size + 1, size):
-                self._chains.extend(keys, base, salt, tokens, end)
-                if end > done * size:
-                    yield keys[-1]
+        return self._chains.all(tokens, salt, shared)
 
     def erase_keys(self, keys: Iterable[ChunkKey]) -> None:
-        """Drops those chunks, of a conversation that is deleted without ever having been active here, that no
-        conversation claims and nobody uses; the next plan erases their records, of a long log the next few."""
-        self._to_erase.append(iter(keys))
-        self._erase_some()
+        """As `delete`, of a conversation that has never been active here: drops those chunks, of a long log in the next
+        few plans."""
+        self._erasures.begin(keys)
 
-    def _erase_some(self) -> None:
-        left = KEYS_A_STEP
-        while self._to_erase and left:
-            keys = list(islice(self._to_erase[0], left))
-            left -= len(keys)
-            if left:
-                self._to_erase.popleft()
-            for key in keys:
-                chunk = self._store.find(key)
-                if chunk is not None and not chunk.claims:
-                    self._store.drop_if_unused(chunk)
+    def take_erased(self) -> list[bool]:
+        """For each `delete` and `erase_keys` that has ended since the last call, in their order: whether all records
+        that were the conversation's own are erased on all ranks. False: the disk refused."""
+        return self._erasures.take_ended()
 
     @property
     def saving(self) -> bool:
-        """Chunks are on their way to DISK: who wants to lose nothing goes on with plans and results until they are."""
-        return self._saver.saving or bool(self._to_erase)
+        """Chunks are on their way to DISK, or records are to be erased there: who wants to lose nothing, and to keep
+        nothing, goes on with plans and results until that is done."""
+        return self._saver.saving or self._erasures.busy
 
     @property
     def wake_at(self) -> float:
@@ -332,11 +324,11 @@ class Scheduler:
         return len(self._inflight)
 
     def stats(self) -> SchedulerStats:
-        store, batcher = self._store, self._batcher
+        store, roster = self._store, self._roster
         return SchedulerStats(
-            running=len(batcher.rows) + len(batcher.loading),
-            waiting=len(batcher.waiting),
-            suspensions=batcher.suspensions,
+            running=len(roster.rows) + len(roster.loading),
+            waiting=len(roster.waiting),
+            suspensions=roster.suspensions,
             dropped=store.dropped,
             swapped_in=self._swapped_in,
             swapped_out=self._swapped_out,
@@ -345,7 +337,7 @@ class Scheduler:
             evictions=store.evictions.by_tier_and_reason(),
             eviction_values=store.evictions.by_value(),
             eviction_value_sum=store.evictions.value_sum,
-            choices=batcher.choices.by_choice(),
+            choices=self._admission.choices.by_choice(),
             regret_tokens=store.regret_tokens,
             spilled=store.disk.spilled,
             promoted=store.disk.promoted,
@@ -360,72 +352,11 @@ class Scheduler:
 
     def check(self) -> None:
         """Proves conservation, from nothing but rows and conversations. Raises InvariantError. Cost: all chunks."""
-        users: dict[Chunk, int] = {}
-        batcher = self._batcher
-        for row in (*batcher.rows, *batcher.loading, *self._held.values()):
-            for chunk in row.chunks:
-                users[chunk] = users.get(chunk, 0) + 1
-        self._store.check(users, self._conversations.claims(), self._conversations.claims(pinned=True))
-        seats = sorted([*batcher.free_seats, *(row.seat for row in batcher.rows)])
-        if seats != list(range(self.config.max_num_seqs)):
-            raise InvariantError(f"seats, free and taken: {seats}")
-        pending = {key for row in (*batcher.rows, *batcher.loading) for key in row.pending}
-        if pending != set(self._planner.pending):
-            raise InvariantError("keys are pending that no row computes, or the other way round")
-        turns = [*batcher.waiting, *(row.turn for row in (*batcher.rows, *batcher.loading, *self._held.values()))]
-        awaited = {chunk for turn in batcher.waiting for chunk in turn.awaited}
-        if any(chunk.awaited and chunk not in awaited for chunk in self._store.resident_chunks()):
-            raise InvariantError("a chunk is awaited by nobody in the queue")
-        if len(turns) != len(self._turns) or {turn.request.id for turn in turns} != set(self._turns):
-            raise InvariantError("a request is in two places, or in none")
+        check_requests(self._store, self._roster, self._held, self._turns, self._planner.pending)
+        users = Counter(chunk for row in (*self._roster.joined(), *self._held.values()) for chunk in row.chunks)
+        self._store.check(users, self._conversations.claims())
 
     # -- within
-
-    def _check_length(self, request: Request) -> None:
-        """RequestError (400) if the context would outgrow the model's and may not."""
-        prompt, limit = len(request.prompt), self.config.max_model_len
-        if request.truncate and self._windows is not None:
-            if request.max_tokens > limit:
-                message = f"max_tokens is {request.max_tokens}, more than this model's context of {limit} tokens"
-                raise RequestError(400, message, "max_tokens")
-            if request.prompt_logprobs is not None and prompt > limit:
-                message = f"prompt_logprobs: the prompt has {prompt} tokens, of which the model sees {limit} at most"
-                raise RequestError(400, message, "prompt_logprobs")
-            return
-        if prompt >= limit:
-            raise RequestError(400, f"the prompt has {prompt} tokens; this model's context is {limit} tokens", "prompt")
-        if prompt + request.max_tokens > limit:
-            raise RequestError(
-                400,
-                f"the prompt has {prompt} tokens and max_tokens is {request.max_tokens}, "
-                f"together more than this model's context of {limit} tokens",
-                "max_tokens",
-            )
-
-    def _prompt_keys(self, request: Request) -> tuple[int, list[ChunkKey]]:
-        """Where the context begins, as far as its conversation knows, and a key for each full chunk from there.
-
-        The part that the log already knows is not hashed again.
-        """
-        if not self.config.reuse:
-            return 0, []
-        base, prompt = 0, request.prompt
-        keys: list[ChunkKey] = []
-        log = self._conversations.of(request)
-        if log is not None:
-            common = common_prefix(log.tokens, prompt)
-            if log.base == 0 or (common > log.base and self._first_seen(len(prompt)) >= log.base):
-                base, keys = log.base, log.keys[: common // self.config.chunk_tokens]
-        self._chains.extend(keys, base, request.salt, prompt, len(prompt))
-        return base, keys
-
-    def _first_seen(self, count: int, base: int = 0) -> int:
-        """The first position that the last of `count` tokens sees."""
-        return 0 if self._windows is None else self._windows.start(count - 1, base)
-
-    def _truncated(self, turn: Turn, count: int) -> int:
-        """Leading tokens that were not seen when the last of the turn's first `count` tokens was drawn."""
-        return self._first_seen(count - 1, turn.base)
 
     def _touch(self, turn: Turn, now: float) -> None:
         """The user has written: the conversation is active again, which moves its chunks to the end of every order.
@@ -433,29 +364,24 @@ class Scheduler:
         Needless if nobody waits: then the next plan holds them, or does the same if there is no room.
         """
         self._conversations.touch(turn.request, now)
-        if not self._batcher.waiting:
+        if not self._roster.waiting:
             return
         conversation = self._conversations.of(turn.request)
         chunks = [self._store.find(key) for key in self._planner.seen_keys(turn)]
         if conversation is not None and conversation.tail is not None:
             chunks.append(conversation.tail)
-        self._batcher.await_chunks(turn, chunks, self._stamp(now))
-
-    def _stamp(self, now: float) -> float:
-        """`now`, but never twice the same: one stamp is one turn."""
-        self._last_stamp = max(now, self._last_stamp + 1e-6)
-        return self._last_stamp
+        self._roster.await_chunks(turn, chunks, self._store.stamp(now))
 
     def _save_ahead(self, batch: Batch) -> None:
         """Copies out ahead of time below the mark, behind this step's compute; whatever the queue's head needs."""
         needed = batch.wanted + batch.short
-        available = max(self._mark, needed) - self._batcher.coming_free()
+        available = max(self._mark, needed) - self._roster.coming_free()
         if self._store.available < available:
-            batch.room.save_ahead(available, most=max(needed, self._batcher.link_chunks(batch)))
+            batch.room.save_ahead(available, most=max(needed, self._admission.link_chunks(batch)))
 
     def _plan_disk(self, batch: Batch) -> None:
         """What goes to DISK and comes from there while the step runs."""
-        self._lookahead.plan(self._batcher.waiting, batch.room, batch.now)
+        self._lookahead.plan(self._roster.waiting, batch.room, batch.now)
         self._saver.plan(batch.room, batch.now)
         batch.spills, batch.promotions, batch.erased = self._store.disk.hand_over(batch.step)
 
@@ -464,44 +390,17 @@ class Scheduler:
         hear what has become of work under way."""
         if batch.spills or batch.promotions or batch.erased:
             return True
-        return not self._inflight and (batch.polls or self._disk_busy() or bool(self._to_erase))
+        return not self._inflight and (batch.polls or self._disk_busy() or self._erasures.looking)
 
     def _disk_busy(self) -> bool:
         return self._store.disk.outstanding or self._saver.busy or self._lookahead.busy
 
-    def _computed(self, row: Row, start: int, end: int) -> None:
-        """KV of [start, end) is written: chunks that are full now get their keys."""
-        size = self.config.chunk_tokens
-        for index in range(start // size, -(-end // size)):
-            chunk = row.chunks[index - row.first]
-            if chunk.key is not None:
-                continue
-            if end >= (index + 1) * size:
-                chunk.tokens = size
-                self._filled(row, index)
-            else:
-                chunk.tokens = max(chunk.tokens, end - index * size)
-
     def _scored(self, plan: StepPlan, span_rows: list[Row], result: StepResult, applied: Applied) -> None:
         """Passes on the log probabilities of prompts, those of rows that are still there."""
         for span, row in zip(plan.spans, span_rows, strict=True):
-            if span.scores and row.id in self._batcher.by_id:
+            if span.scores and row.id in self._roster.by_id:
                 row.turn.scored = span.end
                 applied.prompt_logprobs[row.id.request] = result.prompt_logprobs[span.seat]
-
-    def _filled(self, row: Row, index: int) -> None:
-        """The row's chunk of that index is full. Of a generated one the key is made now."""
-        if not self.config.reuse:
-            return
-        turn, size = row.turn, self.config.chunk_tokens
-        if index == len(turn.keys):
-            self._chains.extend(turn.keys, turn.base, turn.request.salt, turn.tokens, (index + 1) * size)
-        key, place = turn.keys[index], index - row.first
-        if row.chunks[place].key is None:
-            row.chunks[place] = self._store.publish(row.chunks[place], key)
-        if key in row.pending:
-            del row.pending[key]
-            del self._planner.pending[key]
 
     def _begins_or_ends(self, row: Row, token: int, now: float, applied: Applied) -> None:
         """`token` is the reply's first, the last one allowed, or a stop id (which counts from `min_tokens` on)."""
@@ -523,7 +422,7 @@ class Scheduler:
 
     def _reply_ends(self, row: Row, reply: int, now: float) -> None:
         """Nothing more is generated; a turn whose length somebody outside confirms is held until then."""
-        self._batcher.leave_seat(row)
+        self._roster.leave_seat(row)
         if row.turn.request.confirm:
             self._held[row.id.request] = row
             self._saver.turn_ended(row.chunks, now)
@@ -535,46 +434,22 @@ class Scheduler:
         held = self._held.pop(turn.request.id, None)
         if held is not None:
             return held
-        batcher = self._batcher
-        row = next(row for row in (*batcher.rows, *batcher.loading) if row.turn is turn)
-        if row in batcher.rows:
-            batcher.leave_seat(row)
+        roster = self._roster
+        row = next(row for row in roster.joined() if row.turn is turn)
+        if row.seat >= 0:
+            roster.leave_seat(row)
         else:
-            batcher.loading.remove(row)
+            roster.loading.remove(row)
         return row
 
     def _end(self, row: Row, reply: int, now: float) -> None:
         """Commits the turn, cut to `reply` tokens, and lets its chunks go."""
-        turn, size = row.turn, self.config.chunk_tokens
-        full, rest = divmod(len(turn.request.prompt) + reply - 1, size)
-        tail, place = None, full - row.first
-        if turn.request.conversation is not None and self.config.reuse and rest and 0 <= place < len(row.chunks):
-            candidate = row.chunks[place]
-            if candidate.key is None:
-                # All of it is computed or launched, unless the row is still at its history.
-                candidate.tokens = min(candidate.tokens, rest) if row.spans else rest
-                tail = candidate if candidate.tokens else None
-        self._commit(turn, row, reply, tail, now)
+        turn, tail = row.turn, self._ledger.tail(row, reply)
+        self._ledger.commit(turn, row, reply, tail, now)
         self._saver.turn_ended(row.chunks, now)
-        self._batcher.let_go(row, tail, self._stamp(now))
+        self._roster.let_go(row, tail, self._store.stamp(now))
         del self._turns[turn.request.id]
 
-    def _commit(self, turn: Turn, row: Row | None, reply: int, tail: Chunk | None, now: float) -> None:
-        """The log gets exactly the prompt and the reply's tokens; the last of them has no KV yet."""
-        if turn.request.conversation is None:
-            return
-        size, count = self.config.chunk_tokens, len(turn.request.prompt) + reply
-        keys = turn.keys[: (count - 1) // size] if self.config.reuse else []
-        first = self._first_seen(count, turn.base) // size
-        chunks = []
-        for index, key in enumerate(keys[first:], first):
-            place = -1 if row is None else index - row.first
-            held = row.chunks[place] if row is not None and 0 <= place < len(row.chunks) else None
-            chunk = held if held is not None and held.key == key else self._store.find(key)
-            if chunk is None:
-                break
-            chunks.append(chunk)
-        log = Log(turn.tokens[:count], turn.base, keys, first, chunks, tail)
-        self._conversations.commit(turn.request, log, now)
-        if turn.request.expect_next_s is not None:
-            self._lookahead.expect(turn.request.conversation, len(chunks), now + turn.request.expect_next_s)
+    def _truncated(self, turn: Turn, count: int) -> int:
+        """Leading tokens that were not seen when the last of the turn's first `count` tokens was drawn."""
+        return self._chains.first_seen(count - 1, turn.base)

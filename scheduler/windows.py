@@ -16,6 +16,12 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from .types import Request, RequestError
+
+LONGEST_LOG = 2**20
+"""Tokens of a prompt that may outgrow the context. No more of it is computed than of any other, but all of it is looked
+through, while every other request waits: so many take a third of a second."""
+
 KEEP, RECOMPUTE, RESTART = OVERFLOW_MODES = ("keep", "recompute", "restart-positions")
 """keep         kept KV stays valid: positions run on, which rotary embeddings do not mind
 recompute       each window is a base of its own and the model counts positions from it: all of it is computed anew
@@ -68,3 +74,28 @@ class Windows:
     def digest(self) -> bytes:
         """Tells apart KV that was computed under other windows."""
         return hashlib.sha256(f"{self.length} {self.step} {self.mode}".encode()).digest()
+
+
+def check_length(request: Request, limit: int, windows: Windows | None) -> None:
+    """RequestError (400) if the context would outgrow the model's and may not."""
+    prompt = len(request.prompt)
+    if request.truncate and windows is not None:
+        if prompt > (most := max(LONGEST_LOG, limit)):
+            message = f"the prompt has {prompt} tokens; one that outgrows the context may have {most}"
+            raise RequestError(400, message, "prompt")
+        if request.max_tokens > limit:
+            message = f"max_tokens is {request.max_tokens}, more than this model's context of {limit} tokens"
+            raise RequestError(400, message, "max_tokens")
+        if request.prompt_logprobs is not None and prompt > limit:
+            message = f"prompt_logprobs: the prompt has {prompt} tokens, of which the model sees {limit} at most"
+            raise RequestError(400, message, "prompt_logprobs")
+        return
+    if prompt >= limit:
+        raise RequestError(400, f"the prompt has {prompt} tokens; this model's context is {limit} tokens", "prompt")
+    if prompt + request.max_tokens > limit:
+        raise RequestError(
+            400,
+            f"the prompt has {prompt} tokens and max_tokens is {request.max_tokens}, "
+            f"together more than this model's context of {limit} tokens",
+            "max_tokens",
+        )

@@ -1,4 +1,5 @@
-"""What `bench_steps` runs on: a device that keeps times, the service's loop without messages, and caches of a size."""
+"""What `bench_steps` and `bench_tiers` run on: a device that keeps times, the service's loop without messages, and the
+caches of the former."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ import torch
 
 from ..runtime.cpu_device import CpuDevice
 from ..runtime.device import ForwardPass, Ticket
+from ..runtime.disk_store import DiskSettings
 from ..runtime.engine import Engine
-from ..runtime.executor import MAX_IN_FLIGHT, Executor
+from ..runtime.executor import GROUP_LAYERS, MAX_IN_FLIGHT, Executor
 from ..runtime.service import STEPS_IN_FLIGHT
 from ..runtime.step_inputs import StepInputs
 from ..scheduler.config import SchedulerConfig
@@ -65,7 +67,7 @@ class Timed:
         """Between two stamps that are passed."""
         raise NotImplementedError
 
-    def record(self) -> None:
+    def start_recording(self) -> None:
         """Forgets what is recorded, and records from here on."""
         self.recording, self.late = True, 0
         self.copies_in, self.steps = [], []
@@ -161,15 +163,27 @@ class Step:
 class Loop:
     """As `Service.run`: plan n + 1 is made and launched while n runs."""
 
-    def __init__(self, device: Timed, engine: Engine, config: SchedulerConfig, cost: CostProfile, group_layers: int):
+    def __init__(
+        self,
+        device: Timed,
+        engine: Engine,
+        config: SchedulerConfig,
+        cost: CostProfile,
+        group_layers: int = GROUP_LAYERS,
+        disk: DiskSettings | None = None,
+    ):
+        """disk: what an earlier loop left there is found again, as after a restart."""
         self.config, self.device = config, device
         self.scheduler = Scheduler(config, cost)
-        self._executor = Executor(device, engine, config, group_layers)
+        self._executor = Executor(device, engine, config, group_layers, disk=disk)
+        self.scheduler.adopt(self._executor.disk_records(), time.monotonic())
         self._vocab_size, self._dice = engine.vocab_size, np.random.default_rng(0)
         self._requests = 0
         self.steps: list[Step] = []
         self.begun: dict[RequestId, tuple[float, Usage]] = {}
         """When the first token of each request was there, and where its prompt's KV came from."""
+        self.ended: dict[RequestId, float] = {}
+        """When the end of each request was told."""
 
     def random_ids(self, count: int) -> array[int]:
         return array("i", self._dice.integers(0, self._vocab_size, count, np.int32).tobytes())
@@ -199,6 +213,8 @@ class Loop:
         for output in applied.events:
             if output.usage is not None:
                 self.begun[output.request] = (at, output.usage)
+            if output.finish is not None:
+                self.ended[output.request] = at
         return True
 
     def run_until(self, done: Callable[[], bool]) -> None:
@@ -212,6 +228,11 @@ class Loop:
             pass
         for lane in Lane:
             self.device.synchronize(self.device.mark(lane))
+
+    def close(self) -> None:
+        """Ends what reads and writes the disk, once nothing is left to do."""
+        self.drain()
+        self._executor.close()
 
     def steady(self, rows: int, steps: int) -> list[Step]:
         """So many steps more, in each of which `rows` rows get a token."""

@@ -2,8 +2,9 @@
 
 python -m pensieve.scripts.bench_ranks --ranks 4 --rows 256
 
-Plans of a batch that generates, and of one with two new prompts and copies beside it, at the pace of real steps. Times
-are read from the one clock that all processes of a host share.
+Plans of a batch that generates, and of one with two new prompts and copies beside it, at the pace of real steps: packed
+and sent, received and unpacked, reported, and the reports merged. Each part's time is told on the clock that all
+processes of a host share, and as the thread's own on a processor, which other programs there change less.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ import time
 from array import array
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from ..scheduler.plan import BlockUpdate, CopyBatch, Join, Lane, Span, StepPlan, Tickets
+from ..scheduler.plan import BlockUpdate, CopyBatch, Join, Lane, Span, StepPlan, StepResult, Tickets
 from ..scheduler.types import GREEDY, RequestId, RowId
 from .ranks_command import run_as_ranks
 
 if TYPE_CHECKING:
     from ..runtime.ranks import Ranks
+    from ..runtime.ranks_executor import Reports
 
 CHUNK, CONTEXT, PROMPT, COPIED = 32, 1000, 400, 64
 DEADLINE_SECONDS = 60.0
@@ -96,52 +98,119 @@ def bench(args: argparse.Namespace, ranks: Ranks) -> int:
 
 
 def follow(ranks: Ranks) -> None:
-    """Reports when each plan was unpacked, in nanoseconds, and how long that took."""
+    """Reports each step, with when its plan was unpacked and what that, and the report before, took."""
     from ..runtime.ranks import pause
-    from ..runtime.ranks_executor import unpack
+    from ..runtime.ranks_executor import report_of, unpack
 
-    while (packed := ranks.receive()) != b"":
-        if packed is None:
+    reporting = NOTHING
+    while True:
+        clock = Clock()
+        if (packed := ranks.receive()) is None:
             pause(busy=True)
             continue
-        received = time.monotonic_ns()
+        if not packed:
+            break
         step = unpack(packed).step
-        now = time.monotonic_ns()
-        ranks.report((step, now, now - received))
+        unpacking, when = clock.spent(), time.monotonic_ns()
+        clock = Clock()
+        ranks.report(
+            (report_of(StepResult(step, (), (), Tickets(step, 2 * step, 2 * step))), when, unpacking, reporting)
+        )
+        reporting = clock.spent()
+
+
+class Spent(NamedTuple):
+    """Nanoseconds: on the wall's clock, and of this thread on a processor."""
+
+    wall: int
+    cpu: int
+
+
+NOTHING = Spent(0, 0)
+
+
+class Clock:
+    """Reads both clocks when made."""
+
+    def __init__(self) -> None:
+        self._wall, self._cpu = time.monotonic_ns(), time.thread_time_ns()
+
+    def spent(self) -> Spent:
+        return Spent(time.monotonic_ns() - self._wall, time.thread_time_ns() - self._cpu)
+
+
+class Times(NamedTuple):
+    """Of one step; of several ranks' times the most."""
+
+    sending: Spent
+    unpacking: Spent
+    reporting: Spent
+    merging: Spent
+    until_all_have_it: int  # nanoseconds from before packing
 
 
 def measure(args: argparse.Namespace, ranks: Ranks, name: str, plans: Sequence[StepPlan]) -> str:
-    """A JSON line; times in microseconds, of the slowest rank where there are several."""
+    """A JSON line, in microseconds."""
+    from ..runtime.ranks_executor import Reports
+
+    reports, taken, size = Reports(ranks.size - 1), [], 0
+    for plan in plans:
+        began = time.monotonic()
+        times, packed_bytes = one_step(ranks, reports, plan)
+        taken.append(times)
+        size = max(size, packed_bytes)
+        time.sleep(max(0.0, began + args.step_ms / 1e3 - time.monotonic()))
+    about = {"bench": "ranks_plans", "plans": name, "ranks": ranks.size, "rows": args.rows, "steps": len(plans)}
+    found = {
+        f"{part}_{clock}_us": percentiles([getattr(getattr(times, part), clock) for times in taken])
+        for part in ("sending", "unpacking", "reporting", "merging")
+        for clock in Spent._fields
+    }
+    arrived = percentiles([times.until_all_have_it for times in taken])
+    return json.dumps({**about, "bytes": size, "until_all_have_it_us": arrived, **found})
+
+
+def one_step(ranks: Ranks, reports: Reports, plan: StepPlan) -> tuple[Times, int]:
+    """What it took, and the bytes of the packed plan."""
     from ..runtime.ranks import RankFailed
     from ..runtime.ranks_executor import pack
 
-    sending, arriving, unpacking, size = [], [], [], 0
-    for plan in plans:
-        began = time.monotonic_ns()
-        packed = pack(plan)
-        ranks.send(packed)
-        sent = time.monotonic_ns()
-        size = max(size, len(packed))
-        heard: dict[int, tuple[int, int]] = {}
-        while len(heard) < ranks.size - 1:
-            for rank, (step, when, took) in ranks.reports():
-                assert step == plan.step
-                heard[rank] = when, took
-            if time.monotonic_ns() - began > DEADLINE_SECONDS * 1e9:
-                raise RankFailed("a rank does not report")
-            time.sleep(1e-4)
-        sending.append((sent - began) / 1e3)
-        arriving.append((max(when for when, _ in heard.values()) - began) / 1e3)
-        unpacking.append(max(took for _, took in heard.values()) / 1e3)
-        time.sleep(max(0.0, args.step_ms / 1e3 - (time.monotonic_ns() - began) / 1e9))
-    about = {"bench": "ranks_plans", "plans": name, "ranks": ranks.size, "rows": args.rows, "steps": len(plans)}
-    times = {"rank_0": sending, "until_unpacked_by_all": arriving, "unpacking": unpacking}
-    found = {f"{what}_us": {"p50": percentile(each, 50), "p99": percentile(each, 99)} for what, each in times.items()}
-    return json.dumps({**about, "bytes": size, **found})
+    began, clock = time.monotonic_ns(), Clock()
+    packed = pack(plan)
+    ranks.send(packed)
+    sending = clock.spent()
+    heard = []
+    merging = NOTHING
+    while len(heard) < ranks.size - 1:
+        clock = Clock()
+        news = list(ranks.reports())
+        for rank, (report, *told) in news:
+            reports.take(rank, report)
+            heard.append(told)
+        if news:
+            merging = plus(merging, clock.spent())
+        if time.monotonic_ns() - began > DEADLINE_SECONDS * 1e9:
+            raise RankFailed("a rank does not report")
+        time.sleep(1e-4)
+    clock = Clock()
+    reports.merged(StepResult(plan.step, plan.samples, tuple(range(len(plan.samples)))))
+    merging = plus(merging, clock.spent())
+    when, unpacking, reporting = zip(*heard, strict=True)
+    return Times(sending, most(unpacking), most(reporting), merging, max(when) - began), len(packed)
 
 
-def percentile(values: Sequence[float], percent: int) -> float:
-    return round(statistics.quantiles(values, n=100, method="inclusive")[percent - 1], 1)
+def plus(one: Spent, other: Spent) -> Spent:
+    return Spent(one.wall + other.wall, one.cpu + other.cpu)
+
+
+def most(spent: Sequence[Spent]) -> Spent:
+    return Spent(*map(max, zip(*spent, strict=True)))
+
+
+def percentiles(nanoseconds: Sequence[int]) -> dict[str, float]:
+    """Of a list of at least two, in microseconds."""
+    cuts = statistics.quantiles(nanoseconds, n=100, method="inclusive")
+    return {"p50": round(cuts[49] / 1e3, 1), "p99": round(cuts[98] / 1e3, 1)}
 
 
 if __name__ == "__main__":

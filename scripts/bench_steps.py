@@ -21,7 +21,7 @@ import statistics
 import sys
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -63,22 +63,21 @@ POINT_SECONDS = 0.05  # to measure each cost of a step, each copy
 
 
 def measure_costs(
-    device: Timed, engine: Engine, config: SchedulerConfig, sizes: Sizes, args: argparse.Namespace
+    device: Timed, engine: Engine, config: SchedulerConfig, history: int, rows: int, pieces: Iterable[int]
 ) -> tuple[CostProfile, tuple[CopyTime, ...]]:
-    """What the scheduler goes by, measured at few points; and copies, of whole records in the last place."""
-    layers = engine.manifest.layers
-    pieces = {piece for piece in PIECES if piece < layers} if "copies" in args.parts else {min(GROUP_LAYERS, layers)}
-    with Bench(device, engine, replace(config, gpu_kv_chunks=sizes.measuring), POINT_SECONDS) as bench:
-        copies = tuple(bench.copies(piece, sizes.history) for piece in sorted(pieces | {layers}))
-        batch, rows = args.max_num_batched_tokens, max(args.rows, 1)
-        contexts = (args.chunk_tokens, sizes.history * args.chunk_tokens)
+    """What the scheduler goes by, measured at few points: contexts of one and of `history` chunks, `rows` rows that
+    generate; and copies of a history, by layers a piece, of whole records in the last place."""
+    size, batch, layers = config.chunk_tokens, config.max_num_batched_tokens, engine.manifest.layers
+    with Bench(device, engine, config, POINT_SECONDS) as bench:
+        copies = tuple(bench.copies(piece, history) for piece in sorted({*pieces, layers}))
+        contexts = (size, history * size)
         measured = Measured(
             steps=tuple((tokens, bench.fresh(tokens)) for tokens in (1, batch)),
-            full_batches=tuple((at, bench.chunks_at(at, batch // args.chunk_tokens)) for at in contexts),
+            full_batches=tuple((at, bench.chunks_at(at, batch // size)) for at in contexts),
             generation=tuple((rows, at, bench.generation(at, rows)) for at in contexts),
             copies=copies,
         )
-    return cost_profile(measured, config, sizes.record), copies
+    return cost_profile(measured, config, engine.chunk_bytes(size)), copies
 
 
 def link_speeds(copies: Sequence[CopyTime], record: int) -> list[dict[str, float]]:
@@ -150,7 +149,7 @@ class Returning:
             self.before += intervals(loop.steady(self.rows, QUIET_STEPS))
         else:
             loop.drain()
-        device.record()
+        device.start_recording()
         seen, in_flight = len(loop.steps), loop.scheduler.in_flight
         prompt = history + loop.random_ids(self.new_tokens)
         started = time.perf_counter()
@@ -201,7 +200,7 @@ def measure_gaps(loop: Loop, sizes: Sizes, args: argparse.Namespace) -> dict[str
         loop.add(loop.random_ids(sizes.gap_start + row % args.chunk_tokens), sizes.gap_tokens)
     loop.run_until(lambda: len(loop.begun) == args.gap_rows)
     loop.run_until(lambda: loop.steps[-1].rows == args.gap_rows)
-    device.record()
+    device.start_recording()
     steps = loop.steady(args.gap_rows, args.steps)
     device.recording, late = False, device.late
     loop.drain()
@@ -278,7 +277,9 @@ def measure(device: Timed, engine: Engine, sizes: Sizes, args: argparse.Namespac
     Executor(device, engine, config)  # makes the pools and loads the engine, once for all that follow
     gc.collect()
     gc.freeze()  # as `pensieve serve`: collections do not look at the engine again
-    cost, copies = measure_costs(device, engine, config, sizes, args)
+    pieces = {piece for piece in PIECES if piece < layers} if "copies" in args.parts else {min(GROUP_LAYERS, layers)}
+    measuring = replace(config, gpu_kv_chunks=sizes.measuring)
+    cost, copies = measure_costs(device, engine, measuring, sizes.history, max(args.rows, 1), pieces)
 
     def make_loop(group_layers: int = GROUP_LAYERS, **changes: Any) -> Loop:
         return Loop(device, engine, replace(config, **changes), cost, group_layers)

@@ -58,8 +58,6 @@ def parser() -> argparse.ArgumentParser:
 
 def build(args: argparse.Namespace) -> Built:
     """Raises SettingError."""
-    if args.profile and args.tensor_parallel != 1:
-        raise SettingError("--profile", "engines of several ranks cannot be measured yet")
     how = dict(
         backend=args.backend,
         dtype=args.dtype,

@@ -1,6 +1,7 @@
 """profile: measures what steps and copies of an engine cost on this hardware, and keeps it beside the engine.
 
-`pensieve serve` takes its costs from there. With `--plots`, also the two measurements that motivate Pensieve (its
+`pensieve serve` takes its costs from there. An engine of several ranks is measured on all of them side by side, and the
+slowest one's time counts. With `--plots`, also the two measurements that motivate Pensieve (its
 figures 3 and 4): a turn with its history recomputed or cached, and a chunk's cost by the context before it.
 """
 
@@ -9,18 +10,27 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from ..builder.manifest import Manifest
 from ..runtime.cpu_device import CpuDevice
 from ..runtime.device import Device
 from ..runtime.engine import Engine, open_engine
 from ..runtime.measure import Bench, HistoryTime
 from ..runtime.profile import COPIED_BYTES, Profile, profile_engine
+from ..runtime.ranks_launch import run_ranks, under_mpi
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.types import SettingError, Tier
+from .ranks_command import open_rank, run_rank
 from .sizes import parse_bytes
+
+if TYPE_CHECKING:
+    from ..runtime.ranks import Ranks
 
 DEVICES = ("cpu", "cuda")
 TURN_REQUESTS, TURN_PROMPT, TURN_GENERATED = 32, 38, 200  # a batch of figure 3; prompts of ShareGPT's mean length
@@ -43,8 +53,15 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    args = parser().parse_args(words)
     try:
+        check(args)
+        count = Manifest.read(args.engine).tensor_parallel
+        if under_mpi():
+            return run_rank("pensieve profile", count, partial(measure_rank, args))
+        if count > 1:
+            return run_ranks(count, [sys.executable, "-m", f"{__package__}.profile", *words])
         measure(args)
     except SettingError as error:
         print(f"pensieve profile: {error}", file=sys.stderr)
@@ -52,32 +69,53 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure(args: argparse.Namespace) -> None:
+def check(args: argparse.Namespace) -> None:
+    """Raises SettingError for numbers that cannot be, or figures that cannot be drawn."""
     for name in ("chunk_tokens", "max_num_seqs", "max_num_batched_tokens", "seconds"):
         if not getattr(args, name) > 0:
             raise SettingError(f"--{name.replace('_', '-')}", f"must be above 0, not {getattr(args, name)}")
     if args.plots is not None:
         try:
-            from .profile_plots import draw  # known to be there before anything is measured
+            from . import profile_plots  # noqa: F401  known to be there before anything is measured
         except ModuleNotFoundError as error:
             raise SettingError("--plots", f"needs {error.name}, which is not installed") from None
+
+
+def measure(args: argparse.Namespace) -> None:
     engine = open_engine(args.engine, args.device)
     device = make_device(args.device)
-    try:
-        config = bench_config(args, engine, device)
-        turns: list[HistoryTime] = []
-        with Bench(device, engine, config, args.seconds) as bench:
-            profile = profile_engine(bench, engine, say)
-            if args.plots is not None:
-                turns = list(time_turns(bench))
-    finally:
-        device.close()
+    with closing(device), Bench(device, engine, bench_config(args, engine, device), args.seconds) as bench:
+        tell(args, *take(args, bench, engine, say))
+
+
+def measure_rank(args: argparse.Namespace, ranks: Ranks) -> int:
+    """As one of several: all measure, rank 0 tells."""
+    device, engine = open_rank(args.engine, args.device, lambda: make_device(args.device), ranks)
+    config = ranks.together(lambda: bench_config(args, engine, device))
+    chunks, longest = ranks.smallest(config.gpu_kv_chunks, config.max_model_len)
+    config = replace(config, gpu_kv_chunks=chunks, max_model_len=longest)
+    with ranks.together(lambda: Bench(device, engine, config, args.seconds, ranks.slowest)) as bench:
+        found = take(args, bench, engine, say if ranks.rank == 0 else say_nothing)
+    if ranks.rank == 0:
+        tell(args, *found)
+    return 0
+
+
+def take(
+    args: argparse.Namespace, bench: Bench, engine: Engine, say: Callable[[str], None]
+) -> tuple[Profile, list[HistoryTime]]:
+    return profile_engine(bench, engine, say), list(time_turns(bench, say)) if args.plots is not None else []
+
+
+def tell(args: argparse.Namespace, profile: Profile, turns: Sequence[HistoryTime]) -> None:
     path = profile.save(args.engine)
     if args.json:
         print(json.dumps({"bench": "profile", **asdict(profile), "turns": [turn._asdict() for turn in turns]}))
     else:
         print("\n".join([*table(profile), *turn_table(turns), f"saved in {path}"]))
     if args.plots is not None:
+        from .profile_plots import draw  # and matplotlib
+
         draw(profile, turns, args.plots)
 
 
@@ -91,6 +129,10 @@ def make_device(name: str) -> Device:
 
 def say(what: str) -> None:
     print(f"measuring {what}", file=sys.stderr, flush=True)
+
+
+def say_nothing(what: str) -> None:
+    pass
 
 
 def bench_config(args: argparse.Namespace, engine: Engine, device: Device) -> SchedulerConfig:
@@ -116,7 +158,7 @@ def bench_config(args: argparse.Namespace, engine: Engine, device: Device) -> Sc
     return SchedulerConfig(max_model_len=max(1, min(longest, fits)), **settings)
 
 
-def time_turns(bench: Bench) -> Iterator[HistoryTime]:
+def time_turns(bench: Bench, say: Callable[[str], None]) -> Iterator[HistoryTime]:
     """Histories doubled for as long as the model and the pool hold them."""
     config = bench.config
     requests = min(TURN_REQUESTS, config.max_num_seqs)

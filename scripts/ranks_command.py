@@ -5,10 +5,14 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from ..plugins.collectives import TENSOR_PARALLEL, register_group
+from ..runtime.device import Device
+from ..runtime.engine import Engine, open_engine
 from ..runtime.ranks_launch import open_ranks, run_ranks, under_mpi
 from ..scheduler.types import SettingError
 
@@ -28,6 +32,17 @@ def take_share(device: str, ranks: Ranks) -> None:
         )
     else:
         torch.cuda.set_device(ranks.local_rank)
+
+
+def open_rank(directory: Path, device: str, make_device: Callable[[], Device], ranks: Ranks) -> tuple[Device, Engine]:
+    """This rank's device and its share of the engine, with the group in which it computes. All ranks call it, side by
+    side; what is wrong with one is raised by all."""
+    ranks.together(lambda: take_share(device, ranks))
+    made = ranks.together(make_device)
+    engine = ranks.together(lambda: open_engine(directory, device, ranks.rank))
+    ranks.check_equal("--engine", "engine", engine.manifest.fingerprint)
+    register_group(TENSOR_PARALLEL, ranks.open_group(device, engine.dtype))
+    return made, engine
 
 
 def run_as_ranks(name: str, count: int, words: Sequence[str], work: Callable[[Ranks], int]) -> int:

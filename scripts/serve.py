@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..builder.build import build_engine
 from ..builder.checkpoint import DEMO_CHECKPOINT
 from ..builder.manifest import Manifest
-from ..plugins.collectives import TENSOR_PARALLEL, register_group
 from ..plugins.kv_fp8_reference import record_bytes
 from ..runtime.cpu_device import CpuDevice
 from ..runtime.device import Device
@@ -42,7 +41,7 @@ from ..scheduler.config import SchedulerConfig
 from ..scheduler.cost import propose_swap_out_below
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.types import SettingError, Tier
-from .ranks_command import run_rank, take_share
+from .ranks_command import open_rank, run_rank
 from .serve_http import http_settings
 from .serve_options import parse_options
 from .serve_sizes import (
@@ -175,11 +174,7 @@ def prepare(args: argparse.Namespace) -> Prepared:
 def prepare_rank(args: argparse.Namespace, ranks: Ranks) -> Prepared:
     """All ranks call it, side by side; what is wrong with one is raised by all. Pools are as the smallest rank's."""
     directory = Path(args.engine)
-    ranks.together(lambda: take_share(args.device, ranks))
-    device = ranks.together(lambda: make_device(args))
-    engine = ranks.together(lambda: open_engine(directory, args.device, ranks.rank))
-    ranks.check_equal("--engine", "engine", engine.manifest.fingerprint)
-    register_group(TENSOR_PARALLEL, ranks.open_group(args.device, engine.dtype))
+    device, engine = open_rank(directory, args.device, lambda: make_device(args), ranks)
     config = ranks.together(lambda: scheduler_config(args, engine, device))
     gpu, host, disk, longest = ranks.smallest(
         config.gpu_kv_chunks, config.host_kv_chunks, config.disk_kv_chunks, config.max_model_len

@@ -101,21 +101,27 @@ def test_an_interrupted_build_ends_the_compiler(checkpoint, tmp_path, child):
 
 
 def test_two_builds_at_once_compile_once(checkpoint, tmp_path, child):
-    child(f'echo once >> "{tmp_path}/log"; echo code > "$3/{PACKAGE}"; sleep 0.3\n{says(compiled=COMPILED)}')
-    outcomes, stages = [], []
+    """The compiler is not done before the other build waits for it."""
+    wait = f'for _ in $(seq 600); do [ -e "{tmp_path}/waiting" ] && break; sleep 0.1; done'
+    child(f'echo once >> "{tmp_path}/log"; echo code > "$3/{PACKAGE}"; {wait}\n{says(compiled=COMPILED)}')
+    outcomes = []
+
+    def say(stage):
+        if "waiting for another build" in stage:
+            (tmp_path / "waiting").touch()
 
     def build():
-        outcomes.append(built(checkpoint, tmp_path, say=stages.append).outcome)
+        outcomes.append(built(checkpoint, tmp_path, say=say).outcome)
 
     threads = [threading.Thread(target=build) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(120)
     assert sorted(outcomes) == ["built", "reused"]
     assert (tmp_path / "log").read_text() == "once\n"
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["engine"]
-    assert any("waiting for another build" in stage for stage in stages)
+    assert (tmp_path / "waiting").exists()
 
 
 def test_what_a_killed_build_left_is_removed(checkpoint, tmp_path):

@@ -6,6 +6,9 @@ import configparser
 import json
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,7 +25,7 @@ NAME = re.compile(r"pensieve:\w+")
 def known_metrics() -> set[str]:
     """Every sample's name, as /metrics has them."""
     kinds = re.findall(r"^# TYPE (\S+) (\w+)$", Metrics().text().decode(), re.MULTILINE)
-    parts = {"histogram": ("_bucket", "_sum", "_count")}
+    parts = {"histogram": ("_bucket", "_sum", "_count"), "summary": ("_sum", "_count")}
     return {name + suffix for name, kind in kinds for suffix in parts.get(kind, ("",))}
 
 
@@ -44,8 +47,18 @@ def test_every_metric_that_is_asked_for_exists(place: str, expression: str) -> N
 def test_the_dashboard_shows_most_of_what_there_is() -> None:
     """What it leaves out is in what it shows, or is for a closer look."""
     shown = {name for _, expression in expressions() for name in NAME.findall(expression)}
-    missing = {name for name in known_metrics() - shown if not name.endswith(("_sum", "_count", "_created"))}
-    assert missing <= {"pensieve:e2e_request_latency_seconds_bucket", "pensieve:kv_cache_usage_perc"}
+    known = known_metrics()
+    histograms = {name.removesuffix("_bucket") for name in known if name.endswith("_bucket")}
+    beside = {name + part for name in histograms for part in ("_sum", "_count", "_created")}
+    assert known - shown - beside <= {"pensieve:e2e_request_latency_seconds_bucket", "pensieve:kv_cache_usage_perc"}
+
+
+def test_the_metrics_of_the_documentation_exist() -> None:
+    _, _, table = (ROOT / "docs" / "operations.md").read_text().partition("### What the metrics say")
+    rows = [line for line in table.partition("###")[0].splitlines() if line.startswith("|")]
+    names = {"pensieve:" + name for row in rows[2:] for name in re.findall(r"`(\w+)[`{]", row)}
+    families = known_metrics() | {name.removesuffix("_bucket") for name in known_metrics()}
+    assert len(names) > 20 and names <= families
 
 
 def test_panels_do_not_overlap() -> None:
@@ -69,6 +82,17 @@ def test_the_unit_starts_what_there_is() -> None:
     args = parser().parse_args([*options, "--engine", "from the file"])
     assert args.shutdown_timeout < int(unit["Service"]["TimeoutStopSec"])
     assert args.state_dir == Path("/var/lib") / unit["Service"]["StateDirectory"]
+    assert unit["Service"]["Environment"] == f"HOME={args.state_dir}"
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze")
+def test_systemd_understands_the_unit(tmp_path: Path) -> None:
+    """All but the program's path, where nothing is installed here."""
+    unit = tmp_path / "pensieve.service"
+    text = (DEPLOY / "pensieve.service").read_text()
+    unit.write_text(text.replace("ExecStart=/opt/pensieve/.venv/bin/pensieve", f"ExecStart={sys.executable}"))
+    done = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
 def test_the_container_copies_what_there_is_and_starts_it() -> None:

@@ -1,25 +1,28 @@
 """One rank of random conversations over an engine of several ranks: run by mpirun, with a checkpoint, its engine and a
 JSON list of the keyword arguments of one `Chatter` after the other. Rank 0 prints what has happened, as JSON.
 
-`slow`: this rank's copies and steps are delayed at random, the others' are not.
+`slow`: this rank's copies and steps are delayed at random, the others' are not. `bad_disk`: this rank's disk lies, the
+others' do not. `restarts`: all ranks begin anew so often, at random moments.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
+from collections import Counter, deque
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from pensieve.plugins.collectives import TENSOR_PARALLEL, register_group
+from pensieve.runtime.disk_records import record_bytes
 from pensieve.runtime.disk_store import DiskSettings
 from pensieve.runtime.engine import open_engine
 from pensieve.runtime.ranks import Ranks
 from pensieve.runtime.ranks_executor import RankedExecutor, follow
 
+from .bad_disk import BadDisk
 from .chatter import Chatter
 
 
@@ -36,21 +39,48 @@ def main(checkpoint, directory, runs):
     happened = Counter()
     try:
         for run in json.loads(runs):
-            turns = run.pop("turns")
-            if (slow := run.pop("slow", None)) is not None:
-                run["disturbed"] = ranks.rank == slow
-            if slots := run.get("disk_kv_chunks"):
-                folder = Path(directory).with_name(f"kv-{run['seed']}")
-                run["disk"] = DiskSettings(folder, slots, "engine", ranks.size, ranks.rank)
-            if ranks.rank == 0:
-                chatter = Chatter(engine, reference, make_executor=partial(RankedExecutor, ranks), **run)
-                happened.update(chatter.run(turns))
-            else:
-                follow(ranks, Chatter(engine, reference, **run).executor)
+            happened.update(chat(ranks, engine, reference, Path(directory), **run))
     except BaseException as error:
         ranks.fail(error)
     if ranks.rank == 0:
         print(json.dumps(happened))
+
+
+def chat(ranks, engine, reference, directory, *, turns, restarts=0, slow=None, bad_disk=None, **settings):
+    """One `Chatter`; what happened, on rank 0."""
+    if slow is not None:
+        settings["disturbed"] = ranks.rank == slow
+    disk = None
+    if slots := settings.get("disk_kv_chunks"):
+        folder = directory.with_name(f"kv-{settings['seed']}")
+        settings["disk"] = DiskSettings(folder, slots, "engine", ranks.size, ranks.rank)
+        if bad_disk == ranks.rank:
+            disk = BadDisk(settings["seed"], slots, record_bytes(engine.chunk_bytes(8)))
+            settings["disk"] = settings["disk"]._replace(system=disk.calls)
+    if ranks.rank == 0:
+        happened = Chatter(engine, reference, make_executor=partial(lead, ranks), **settings).run(turns, restarts)
+    else:
+        chatter = Chatter(engine, reference, **settings)
+        obey(ranks, chatter)
+        for _ in range(restarts):
+            chatter.restart()
+            obey(ranks, chatter)
+        happened = Counter()
+    for lies in ranks.gather(disk.happened if disk is not None else {}):
+        happened.update(lies)
+    return happened
+
+
+def lead(ranks, *arguments, **settings):
+    """Rank 0's executor, once nothing is on its way of what was reported to the one before."""
+    ranks.gather(None)
+    deque(ranks.reports(), maxlen=0)
+    return RankedExecutor(ranks, *arguments, **settings)
+
+
+def obey(ranks, chatter):
+    ranks.gather(None)
+    follow(ranks, chatter.executor)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,10 @@ from collections import deque
 
 import httpx
 
+# For all requests, whichever thread makes them: a client of its own for each would read the machine's certificates
+# every time, for 25 ms. No connection is kept: no request meets one that its server is about to close.
+HTTP = httpx.Client(timeout=120, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0))
+
 
 class Server:
     """Use as a context manager. `url` is its address; `log` its last lines."""
@@ -43,7 +47,7 @@ class Server:
         until = time.monotonic() + self._start_seconds
         while time.monotonic() < until and self.process.poll() is None and self.url:
             try:
-                if httpx.get(f"{self.url}/ready", timeout=5).status_code == 200:
+                if HTTP.get(f"{self.url}/ready", timeout=5).status_code == 200:
                     return self
             except httpx.TransportError:
                 time.sleep(0.05)
@@ -60,11 +64,26 @@ class Server:
         self._reader.join(10)
 
     def post(self, path, seconds=120, **body):
-        return httpx.post(f"{self.url}{path}", json={"model": "demo", **body}, timeout=seconds)
+        return HTTP.post(f"{self.url}{path}", json={"model": "demo", **body}, timeout=seconds)
 
     def metric(self, name):
         """The value of one sample of /metrics, named with its labels."""
-        for line in httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines():
+        for line in HTTP.get(f"{self.url}/metrics", timeout=30).text.splitlines():
             if line.startswith(name) and line[len(name)] == " ":
                 return float(line.split()[-1])
         raise KeyError(name)
+
+
+class Hog:
+    """A context manager: while it is open a request holds a seat. Its reply takes many seconds on any machine."""
+
+    def __init__(self, server, max_tokens):
+        body = dict(model="demo", prompt=[40] * 5, max_tokens=max_tokens, ignore_eos=True, stream=True)
+        self._stream = HTTP.stream("POST", f"{server.url}/v1/completions", json=body)
+
+    def __enter__(self):
+        self._lines = self._stream.__enter__().iter_lines()  # kept: without it the response would be closed
+        next(self._lines)
+
+    def __exit__(self, *_):
+        self._stream.__exit__(None, None, None)

@@ -21,7 +21,7 @@ from pensieve.builder.build import build_engine
 
 from ..models import LLAMA_SHAPE, save_random
 from . import server as server_module
-from .server import Server
+from .server import HTTP, Server
 
 DIALOGUES = Path(__file__).parents[3] / "shared" / "data" / "mtbench101_text.jsonl.gz"
 SPECIAL = ("<|end|>", "<|turn|>", "<|done|>")
@@ -140,9 +140,9 @@ class Clients:
         """Where this conversation stands is what the server says, not what the client believes."""
         try:
             path = f"{server.url}/v1/conversations/c{number}"
-            stored = httpx.get(path, timeout=60)
+            stored = HTTP.get(path, timeout=60)
             if stored.status_code == 404:
-                httpx.post(f"{server.url}/v1/conversations", json={"id": f"c{number}"}, timeout=60)
+                HTTP.post(f"{server.url}/v1/conversations", json={"id": f"c{number}"}, timeout=60)
             messages = stored.json().get("messages", [])
             assert len(messages) % 2 == 0
             for turn in range(len(messages) // 2):
@@ -212,7 +212,7 @@ def test_tenants_share_nothing_unless_they_say_so(tmp_path, babbler):
         def turn(key, **body):
             headers = {"authorization": f"Bearer {key}"}
             body = dict(model="engine", messages=prompt, max_tokens=8, temperature=0, **body)
-            answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=60).json()
+            answer = HTTP.post(f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=60).json()
             return answer["usage"]["prompt_tokens_details"]["cached_tokens"], answer["choices"][0]["message"]["content"]
 
         assert server.post("/v1/chat/completions", messages=prompt).status_code == 401
@@ -225,7 +225,7 @@ def test_tenants_share_nothing_unless_they_say_so(tmp_path, babbler):
         assert turn("one", cache_salt="mine")[0] == 0
         for key in ("one", "two"):
             headers = {"authorization": f"Bearer {key}"}
-            found = httpx.get(f"{server.url}/v1/conversations", headers=headers, timeout=60).json()["data"]
+            found = HTTP.get(f"{server.url}/v1/conversations", headers=headers, timeout=60).json()["data"]
             assert [entry["id"] for entry in found] == ["same"]
-        gone = httpx.delete(f"{server.url}/v1/conversations/same", headers=headers, timeout=60)
+        gone = HTTP.delete(f"{server.url}/v1/conversations/same", headers=headers, timeout=60)
         assert gone.json()["deleted"] and turn("one", conversation="same")[0] > 100

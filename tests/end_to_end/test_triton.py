@@ -9,14 +9,13 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
-import httpx
 import numpy as np
 import pytest
 
 from pensieve.scripts import triton_engine
 from pensieve.scripts.pensieve import main
 
-from .server import Server
+from .server import HTTP, Server
 from .test_server import wait_for
 from .triton_server import TritonServer, needs_triton
 
@@ -116,7 +115,7 @@ def tensor(name, values):
 def events(server, **inputs):
     """The events of HTTP's generate_stream, each as soon as it comes."""
     address = f"{server.url}/v2/models/pensieve/generate_stream"
-    with httpx.stream("POST", address, json={"streaming": True, **inputs}, timeout=SECONDS) as response:
+    with HTTP.stream("POST", address, json={"streaming": True, **inputs}, timeout=SECONDS) as response:
         for line in response.iter_lines():
             if line.startswith("data: "):
                 yield json.loads(line[6:])
@@ -209,6 +208,7 @@ def test_a_whole_reply_with_all_that_can_be_said_of_it(triton):
     assert first["finish_reason"] == "length"
     assert first["cumulative_logprob"] < 0
     assert (first["kv_cache_reused_block"], first["kv_cache_missed_block"], first["kv_cache_hit_rate"]) == (0, 4, 0)
+    assert (first["kv_cache_alloc_new_blocks"], first["kv_cache_alloc_total_blocks"]) == (4, 4)  # 100 + 3 tokens
     times = [first[f"{name}_time_ns"] for name in ("arrival", "first_scheduled", "first_token", "last_token")]
     assert times == sorted(times) and times[0] < times[3]
     again = triton.post(input_ids=prompt, **inputs).json()
@@ -223,8 +223,10 @@ def test_stop_strings_and_the_prompt_before_the_reply(triton):
     inputs = dict(text_input="Hello there", sampling_param_max_tokens=9, **GREEDY)
     text = triton.post(**inputs).json()["text_output"]
     word = text.split()[1]
-    stopped = triton.post(**inputs, sampling_param_stop=[word, "not in there"], return_finish_reason=True).json()
+    wanted = dict(return_finish_reason=True, return_stop_reason=True)
+    stopped = triton.post(**inputs, sampling_param_stop=[word, "not in there"], **wanted).json()
     assert (stopped["text_output"], stopped["finish_reason"]) == (text[: text.index(word)], "stop")
+    assert stopped["stop_reason"] == word
     echoed = triton.post(**inputs, sampling_param_exclude_input_from_output=False).json()["text_output"]
     assert echoed == "Hello there" + text
 

@@ -16,17 +16,21 @@ import sys
 import sysconfig
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import httpx
 import pytest
 
 from pensieve.scripts.triton_repository import write_model
 
+from .server import HTTP
+
 PACKAGES = Path(sys.prefix) / "triton-server"
 TRITON = PACKAGES / "pytriton" / "tritonserver"
 STUB = TRITON / "python_backend_stubs" / "{}.{}".format(*sys.version_info) / "triton_python_backend_stub"
+NOTHING: Mapping[str, str] = MappingProxyType({})
 PORT_TRIALS = 3  # a port that was free a moment ago may be taken
 
 needs_triton = pytest.mark.skipif(not STUB.exists(), reason=f"no tritonserver in {PACKAGES}: run `make triton-server`")
@@ -36,10 +40,18 @@ class TritonServer:
     """Use as a context manager. `grpc` is host:port, `url` and `metrics_url` are HTTP addresses.
 
     `broken`: models beside the one that works, by name; what stands for their engine's process is a Python program.
+    `flags`: more of tritonserver's own.
     """
 
-    def __init__(self, directory: Path, *options: object, broken: Mapping[str, str], start_seconds: float = 120):
-        self._directory, self._start_seconds = directory, start_seconds
+    def __init__(
+        self,
+        directory: Path,
+        *options: object,
+        broken: Mapping[str, str] = NOTHING,
+        flags: Sequence[str] = (),
+        start_seconds: float = 120,
+    ):
+        self._directory, self._flags, self._start_seconds = directory, flags, start_seconds
         for name in ("pensieve", *broken):
             source = write_model(directory / "repository", name, list(map(str, options))) / "1" / "model.py"
             source.write_text(f"import sys\n\nsys.path.insert(0, {str(PACKAGES)!r})\n{source.read_text()}")
@@ -77,6 +89,7 @@ class TritonServer:
             f"--backend-config=python,shm-region-prefix-name={self._memory}",
             "--disable-auto-complete-config",
             "--exit-on-error=false",
+            *self._flags,
             *(f"--{name}-address=127.0.0.1" for name in ("http", "grpc", "metrics")),
             *(f"--{name}-port={port}" for name, port in (("http", http), ("grpc", grpc), ("metrics", metrics))),
         ]
@@ -97,12 +110,17 @@ class TritonServer:
         until = time.monotonic() + self._start_seconds
         while time.monotonic() < until and self.process.poll() is None:
             with contextlib.suppress(httpx.TransportError):
-                return httpx.get(f"{self.url}/v2/models/pensieve/ready", timeout=30).status_code == 200
+                return self.ready
             time.sleep(0.05)
         return False
 
+    @property
+    def ready(self) -> bool:
+        """Whether the model is."""
+        return HTTP.get(f"{self.url}/v2/models/pensieve/ready", timeout=30).status_code == 200
+
     def why_not_loaded(self, model: str) -> str:
-        index = httpx.post(f"{self.url}/v2/repository/index", timeout=30).json()
+        index = HTTP.post(f"{self.url}/v2/repository/index", timeout=30).json()
         (reason,) = [entry["reason"] for entry in index if entry["name"] == model]
         return reason
 
@@ -123,11 +141,11 @@ class TritonServer:
         self.kill()
 
     def post(self, path: str = "generate", seconds: float = 120, **inputs) -> httpx.Response:
-        return httpx.post(f"{self.url}/v2/models/pensieve/{path}", json=inputs, timeout=seconds)
+        return HTTP.post(f"{self.url}/v2/models/pensieve/{path}", json=inputs, timeout=seconds)
 
     def metric(self, name: str, missing: float | None = None) -> float:
         """The value of one sample of Triton's /metrics, named with its labels; of an unknown one `missing`."""
-        for line in httpx.get(self.metrics_url, timeout=30).text.splitlines():
+        for line in HTTP.get(self.metrics_url, timeout=30).text.splitlines():
             if line.startswith(name) and line[len(name)] == " ":
                 return float(line.split()[-1])
         if missing is None:

@@ -22,7 +22,19 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from pensieve.runtime.messages import Abort, Drain, Fatal, Finish, Look, Ready, Refusal, StepMessage, Submit
+from pensieve.runtime.messages import (
+    Abort,
+    Drain,
+    Erased,
+    Fatal,
+    Finish,
+    Forget,
+    Look,
+    Ready,
+    Refusal,
+    StepMessage,
+    Submit,
+)
 from pensieve.scheduler.types import (
     ConversationKV,
     FinishReason,
@@ -95,7 +107,7 @@ def made_up_logprobs(token: int, top: int) -> TokenLogprobs:
     return TokenLogprobs(-float(token), token, ids, tuple(-0.5 * id for id in ids))
 
 
-def eventually(happened: Callable[[], object], seconds: float = 5) -> None:
+def eventually(happened: Callable[[], object], seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < end, "did not happen in time"
@@ -124,19 +136,22 @@ class FakeLoop:
 
     step_seconds    how long a step takes
     queue           requests that may be open at once; more are refused with 429
-    die_after       Fatal is said after so many steps
+    dies_with       Fatal is said once so many requests run and have each got a token
     log             what was said by the HTTP side, in order
     confirmed       token counts by request, as `Finish` said
+    erases_wholly   what is answered to deletions; None: nothing
     """
 
     def __init__(
-        self, answers: Answers = echo, step_seconds: float = 0.0, queue: int = 100, die_after: int | None = None
+        self, answers: Answers = echo, step_seconds: float = 0.0, queue: int = 100, dies_with: int | None = None
     ):
         self.client_end, self._pipe = multiprocessing.Pipe()
         self.log: list[Submit | Abort | Finish | Drain] = []
         self.confirmed: dict[RequestId, int] = {}
-        self._answers, self._step_seconds, self._queue, self._die_after = answers, step_seconds, queue, die_after
+        self.erases_wholly: bool | None = True
+        self._answers, self._step_seconds, self._queue, self._dies_with = answers, step_seconds, queue, dies_with
         self._running: dict[RequestId, tuple[Request, deque[int], int]] = {}
+        self._paused = threading.Event()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
@@ -151,12 +166,19 @@ class FakeLoop:
     def join(self) -> None:
         self._thread.join()
 
+    def pause(self) -> None:
+        """Hears requests and takes them, and gives nobody a token until `go_on`: what is open stays open."""
+        self._paused.set()
+
+    def go_on(self) -> None:
+        self._paused.clear()
+
     def say(self, message: object) -> None:
         self._pipe.send(message)
 
     def said(self, kind: type, at_least: int = 0) -> list[object]:
         """The messages of that kind so far, once there are `at_least` so many (they arrive by a thread)."""
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while len(found := [message for message in self.log if isinstance(message, kind)]) < at_least:
             assert time.monotonic() < until, f"only {len(found)} of {at_least} {kind.__name__} arrived"
             time.sleep(0.001)
@@ -172,16 +194,15 @@ class FakeLoop:
         self._pipe.close()
 
     def _run(self) -> None:
-        steps = 0
         while not self._ended.is_set():
             outputs, refusals = self._hear()
-            if self._running and self._ended.wait(self._step_seconds):
-                return
-            outputs += self._step()
+            if not self._paused.is_set():
+                if self._running and self._ended.wait(self._step_seconds):
+                    return
+                outputs += self._step()
             if outputs or refusals:
-                steps += 1
                 self._pipe.send(step_message(*outputs, refusals=tuple(refusals)))
-            if steps == self._die_after:
+            if sum(count > 0 for _, _, count in self._running.values()) == self._dies_with:
                 self._pipe.send(Fatal("the books disagree"))
                 return
 
@@ -192,7 +213,7 @@ class FakeLoop:
 
     def _hear(self) -> tuple[list[Output], list[Refusal]]:
         outputs, refusals = [], []
-        while self._pipe.poll(0 if self._running else 0.005):
+        while self._pipe.poll(0 if self._running and not self._paused.is_set() else 0.005):
             try:
                 message = self._pipe.recv()
             except (EOFError, OSError):
@@ -208,6 +229,8 @@ class FakeLoop:
                     self._running.pop(request, None)
                 case Look():
                     self._pipe.send(Residency(32, [ConversationKV("c", 1, 2, 3, 4)], 0))
+                case Forget() if self.erases_wholly is not None:
+                    self._pipe.send(Erased(self.erases_wholly))
                 case Finish(request, _):
                     if self._running.pop(request, None) is not None:
                         outputs.append(Output(request, (), FinishReason.STOP))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 
 import torch
 
 from pensieve.plugins.collectives import ThreadRanks
-from pensieve.runtime.ranks import Ranks
+from pensieve.runtime.ranks import Ranks, give_up_after
 from pensieve.scheduler.types import SettingError
 
 
@@ -53,8 +54,15 @@ def refuse(ranks, what):
         if ranks.rank == 1:
             raise SettingError("--device", "there is none on this one")
 
+    def wait_for_ever():
+        while ranks.rank == 1:
+            time.sleep(60)
+
     if what == "setting":
         ranks.together(work)
+    elif what == "late":
+        with give_up_after(1.0):
+            wait_for_ever()
     else:
         ranks.check_equal("--engine", "fingerprint", "abc"[ranks.rank])
 

@@ -54,7 +54,8 @@ class Tier:
         return self.store.begin(replace(plan(self._steps), **{name: tuple(value) for name, value in work.items()}))
 
     def erase(self, *slots):
-        self.begin(erased=slots).result()
+        """Those that could not be."""
+        return self.begin(erased=slots).result()
 
     def finished(self) -> DiskReport:
         """All reports until nothing is under way, put together and sorted."""
@@ -105,6 +106,8 @@ def test_records_come_back_as_they_were(tier):
     counters = tier.store.counters
     assert (counters.saved, counters.loaded, counters.saving, counters.loading) == (SLOTS, SLOTS + 3, 0, 0)
     assert counters.saved_bytes == SLOTS * record_bytes(tier.host.shape[1]) and counters.loading_seconds > 0
+    assert 0 < counters.saving_queued < counters.saving_seconds
+    assert 0 < counters.loading_queued < counters.loading_seconds
 
 
 def test_adjacent_records_go_in_one_call_and_none_across_segments(tmp_path):
@@ -295,7 +298,7 @@ def test_slow_reads_hold_up_neither_the_caller_nor_writes(tmp_path):
     gate = threading.Event()
 
     def read(file, buffers, offset):
-        gate.wait(10)
+        gate.wait(60)
         return os.preadv(file, buffers, offset)
 
     with Tier(tmp_path, system=SystemCalls(read=read)) as tier:
@@ -304,9 +307,9 @@ def test_slow_reads_hold_up_neither_the_caller_nor_writes(tmp_path):
         tier.begin(promotions=[Promotion(n, n, key(n)) for n in range(4)])
         assert tier.store.take() == DiskReport() and tier.store.counters.loading == 4
         tier.store.wait(0.002)
-        assert time.perf_counter() - began < 1.0
+        assert time.perf_counter() - began < 30
         tier.begin(spills=[Spill(9, 9, key(9), 0)])
-        tier.store.wait(5.0)
+        tier.store.wait(60.0)
         assert tier.store.take().spilled == (9,)
         gate.set()
         assert tier.finished().promoted == (0, 1, 2, 3)
@@ -357,7 +360,7 @@ def test_an_erasure_does_not_wait_behind_slow_reads_and_writes(tmp_path):
     def slow(call):
         def wrapped(file, buffers, offset):
             if sum(map(len, buffers)) > PAGE:  # not an erasure
-                gate.wait(10)
+                gate.wait(60)
             return call(file, buffers, offset)
 
         return wrapped
@@ -378,7 +381,7 @@ def test_a_slot_under_way_is_nobody_else_s(tmp_path):
     gate = threading.Event()
 
     def write(file, buffers, offset):
-        gate.wait(10)
+        gate.wait(60)
         return os.pwritev(file, buffers, offset)
 
     with Tier(tmp_path, system=SystemCalls(write=write)) as tier:
@@ -400,8 +403,10 @@ def test_an_erasure_that_fails_is_said(tmp_path, caplog):
     with Tier(tmp_path, system=SystemCalls(write=write)) as tier:
         tier.save([0])
         broken.set()
-        tier.erase(0)
+        assert tier.erase(0, 1, 9) == (0, 1), "nothing was ever written to the file of slot 9, there is none"
         assert "may still be on disk" in caplog.text
+        broken.clear()
+        assert tier.erase(0, 1) == ()
 
 
 def test_a_directory_that_cannot_be_used_is_a_wrong_setting(tmp_path):

@@ -17,6 +17,7 @@ from pensieve.scheduler.plan import CopyBatch, Lane, Promotion, Spill, StepPlan,
 from pensieve.scheduler.types import ChunkKey, InvariantError, Sampling
 
 from .fake_engine import VOCAB, FakeEngine, copy, join, next_token, plan, reply, span
+from .test_cpu_device import hold
 
 LAYERS, CHUNK = 5, 4
 PROMPT = [5, 9, 2, 44, 7, 8, 30, 61]  # two full chunks
@@ -169,10 +170,12 @@ def test_hazard_slot_reuse_waits_for_the_out_copy_still_reading(executors):
 def test_hazard_swap_in_delayed_and_the_step_waits(executors, gated):
     executor = executors(disturb=delay(Lane.IN, seconds=0.1))
     run(executor, first_turn(), plan(2, copies=[copy(Lane.OUT, 1, {0: 0, 1: 1}, Tickets(1, 0, 0))]))
-    begin = time.perf_counter()
+    go_on = hold(executor._device, Lane.IN)
     back = copy(Lane.IN, 1, {0: 8, 1: 9}, Tickets(0, 0, 1), gated)
     executor.launch(second_turn(3, 1, (8, 9, 10), copies=[back], after=Tickets(0, 0 if gated else 1, 0)))
-    assert time.perf_counter() - begin < 0.1  # the launch did not wait
+    assert not executor.done()  # the launch did not wait
+    begin = time.perf_counter()
+    go_on.set()
     result = executor.wait()
     assert result.tokens == (SECOND_TURN_TOKEN,)
     assert result.completed == Tickets(3, 1, 1)
@@ -420,7 +423,7 @@ def test_a_plan_without_anything_waits_for_the_disk_a_little(executors, tmp_path
     gate = threading.Event()
 
     def slow(file, buffers, offset):
-        gate.wait(10)
+        gate.wait(60)
         return os.preadv(file, buffers, offset)
 
     executor = executors(disk=disk_settings(tmp_path, system=SystemCalls(read=slow)))
@@ -431,7 +434,7 @@ def test_a_plan_without_anything_waits_for_the_disk_a_little(executors, tmp_path
     for step in range(3001, 3011):
         executor.launch(plan(step))
         assert executor.wait().promoted == ()
-    assert 10 * DISK_WAIT_SECONDS <= time.perf_counter() - began < 5.0
+    assert 10 * DISK_WAIT_SECONDS <= time.perf_counter() - began < 30
     assert run(executor, first_turn(3011)) == [(next_token(PROMPT, LAYERS),)]
     gate.set()
     promoted, step = (), 3011

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from pensieve.runtime import history_store
-from pensieve.runtime.history_store import Gone, HistoryStore, Name
+from pensieve.runtime.history_rows import Gone, Name
+from pensieve.runtime.history_store import HistoryStore
 from pensieve.runtime.past_turns import Message, Transcript
 from pensieve.scheduler.types import RequestError, SettingError
 
@@ -238,7 +239,8 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest
 
 WRITER = """
 import sys
-from pensieve.runtime.history_store import Gone, HistoryStore, Name
+from pensieve.runtime.history_rows import Name
+from pensieve.runtime.history_store import HistoryStore
 from tests.runtime.test_history_store import transcript
 store = HistoryStore(sys.argv[1])
 number = 0

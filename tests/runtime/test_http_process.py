@@ -43,7 +43,7 @@ class Server:
 
     def close(self) -> None:
         self.loop.close()
-        self.process.join(10)
+        self.process.join(60)
         assert self.process.exitcode == 0
 
 
@@ -86,7 +86,10 @@ def test_the_official_client_holds_a_streamed_conversation(server: Server) -> No
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_hangs_up_aborts_its_request(server: Server, stream: bool) -> None:
+def test_a_client_that_hangs_up_aborts_its_request(
+    server: Server, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server.loop, "_step_seconds", 0.2)  # nearly a minute for the whole reply
     known, aborted = len(server.loop.said(Submit)), len(server.loop.said(Abort))
     body = json.dumps({"prompt": [9] * 4, "max_tokens": 250, "ignore_eos": True, "stream": stream})
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -102,7 +105,7 @@ def test_a_client_that_hangs_up_aborts_its_request(server: Server, stream: bool)
 def test_the_process_ends_with_the_pipe_and_signals_are_the_parents(tokenizer_directory: Path) -> None:
     server = Server(FakeLoop(), tokenizer_directory)
     url = f"http://127.0.0.1:{server.port}"
-    assert httpx.get(f"{url}/health", timeout=10).is_success
+    assert httpx.get(f"{url}/health", timeout=60).is_success
     server.process.terminate()
     assert httpx.post(f"{url}/v1/completions", json={"prompt": "still here"}).is_success
     server.close()

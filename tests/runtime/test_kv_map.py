@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pensieve.runtime.histories import kv_name
-from pensieve.runtime.history_store import Name
+from pensieve.runtime.history_rows import Name
 from pensieve.runtime.kv_map import LOOK_INTERVAL_S, KVMap
 from pensieve.runtime.messages import Look
 from pensieve.scheduler.types import ConversationKV, Residency

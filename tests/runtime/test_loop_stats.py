@@ -10,7 +10,7 @@ import pytest
 from pensieve.runtime.cpu_device import CpuDevice
 from pensieve.runtime.device import TransferSeconds
 from pensieve.runtime.loop_stats import LoopCounters
-from pensieve.runtime.messages import PowerCounts
+from pensieve.runtime.messages import NO_WAITS, PowerCounts, Waits
 from pensieve.runtime.step_inputs import StepPacker
 from pensieve.runtime.transfer_times import TransferTimes, exposed_seconds
 from pensieve.scheduler.plan import BlockUpdate, Lane
@@ -79,6 +79,21 @@ def test_the_cpu_device_measures_what_a_step_waits_for(hidden: bool) -> None:
     assert measured.exposed < COPY_S / 2 if hidden else measured.exposed > COPY_S / 2
 
 
+def test_the_cpu_device_measures_what_copies_wait_for_their_lane() -> None:
+    """The second copy of a lane begins behind the first; the other lane has its own."""
+    device = CpuDevice(disturb=lambda lane: COPY_S if lane is Lane.OUT else 0.0)
+    engine = FakeEngine(3)
+    for tier in (Tier.GPU, Tier.HOST):
+        device.allocate_pool(tier, engine.kv_shape(8, 4), engine.dtype)
+    for slot in (1, 2):
+        device.copy(Lane.OUT, np.array([slot], np.int32), np.array([slot], np.int32), range(3))
+    device.synchronize(device.mark(Lane.OUT))
+    measured = device.transfer_seconds()
+    device.close()
+    assert measured.queued_out.copies == 2 and measured.queued_out.seconds >= COPY_S
+    assert measured.queued_in == NO_WAITS
+
+
 @pytest.mark.parametrize(
     ("total", "opened", "exposed"),
     [
@@ -124,7 +139,7 @@ class FakeEvent:
 
 def test_events_time_copies_and_the_steps_behind_them() -> None:
     clock, issued = Clock(), []
-    times = TransferTimes(clock.event, {Lane.COMPUTE: "compute", Lane.IN: "in", Lane.OUT: "out"})
+    times = TransferTimes(clock.event, {Lane.COMPUTE: "compute", Lane.IN: "in", Lane.OUT: "out"}, "idle")
     times.loaded(4)
     gate = FakeEvent(7000.0)
     times.copy(Lane.IN, 64, lambda: issued.append("copy"))
@@ -132,18 +147,32 @@ def test_events_time_copies_and_the_steps_behind_them() -> None:
     times.step(8, lambda: issued.append("step"))
     times.step(8, lambda: issued.append("step that waits for nothing"))
     assert issued == ["copy", "step", "step that waits for nothing"]
-    assert [event.stream for event in clock.events] == ["in", "in", "compute", "compute"]
+    assert [event.stream for event in clock.events] == ["idle", "in", "in", "compute", "compute"]
     assert times.read() == TransferSeconds()
-    copy_start, copy_end, step_start, step_end = clock.events
+    copy_issued, copy_start, copy_end, step_start, step_end = clock.events
     copy_start.at, copy_end.at = 1000.0, 6500.0
-    assert times.read() == TransferSeconds(swap_in=5.5)
+    assert times.read() == TransferSeconds(), "when it was issued is not known yet"
+    copy_issued.at = 750.0
+    copied = TransferSeconds(swap_in=5.5, queued_in=Waits(0.25, 1))
+    assert times.read() == copied
     step_start.at, step_end.at = 3000.0, 9000.0  # the gate opens after 4 s of its 6
-    assert times.read() == TransferSeconds(swap_in=5.5, exposed=2.0) == times.read()
+    assert times.read() == copied._replace(exposed=2.0) == times.read()
+
+
+def test_a_copy_on_an_idle_lane_has_not_waited() -> None:
+    """Of two events recorded one behind the other on two idle streams either may be the first."""
+    clock = Clock()
+    times = TransferTimes(clock.event, {Lane.COMPUTE: "compute", Lane.IN: "in", Lane.OUT: "out"}, "idle")
+    for at in (0.0, 8.0):
+        times.copy(Lane.OUT, 64, lambda: None)
+        for event, then in zip(clock.events[-3:], (at + 0.004, at, at + 5.0), strict=True):
+            event.at = then
+    assert times.read().queued_out == Waits(0.0, 2)
 
 
 def test_a_step_that_is_held_is_timed_from_before_the_wait() -> None:
     clock = Clock()
-    times = TransferTimes(clock.event, {Lane.COMPUTE: "compute", Lane.IN: "in", Lane.OUT: "out"})
+    times = TransferTimes(clock.event, {Lane.COMPUTE: "compute", Lane.IN: "in", Lane.OUT: "out"}, "idle")
     times.loaded(4)
     times.held(FakeEvent(3000.0))
     times.held(FakeEvent(2000.0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from pensieve.runtime.messages import DiskCounters, KVCounters, LoopStats, PowerCounts
+from pensieve.runtime.messages import DiskCounters, KVCounters, LoopStats, PowerCounts, Waits
 from pensieve.runtime.metrics import Metrics
 from pensieve.scheduler.types import SchedulerStats, Usage
 
@@ -55,16 +55,17 @@ def test_all_names_of_the_contract() -> None:
 
 def test_the_disk_tier() -> None:
     metrics = Metrics()
-    metrics.disk = DiskCounters(1, 2, 3, 4, 5, 6, 7.5, 8.5, rejected=9, errors=10, full=1)
+    metrics.disk = DiskCounters(1, 2, 3, 4, 5, 6, 7.5, 8.5, 0.5, 0.25, rejected=9, errors=10, full=1)
     found = samples(metrics)
     both = {
         name: (
             found[f'pensieve:kv_disk_{name}{{direction="save"}}'],
             found[f'pensieve:kv_disk_{name}{{direction="load"}}'],
         )
-        for name in ("records_total", "bytes_total", "seconds_total", "queue")
+        for name in ("records_total", "bytes_total", "seconds_total", "queue_seconds_total", "queue")
     }
-    assert both == {"records_total": (3, 4), "bytes_total": (5, 6), "seconds_total": (7.5, 8.5), "queue": (1, 2)}
+    seconds = {"seconds_total": (7.5, 8.5), "queue_seconds_total": (0.5, 0.25)}
+    assert both == {"records_total": (3, 4), "bytes_total": (5, 6), **seconds, "queue": (1, 2)}
     assert found['pensieve:kv_disk_faults_total{kind="rejected"}'] == 9
     assert found['pensieve:kv_disk_faults_total{kind="system"}'] == 10
     assert found["pensieve:kv_disk_full"] == 1
@@ -94,7 +95,9 @@ def test_what_the_loop_says_is_passed_on() -> None:
         regret_tokens=64,
     )
     sizes = PowerCounts((1, 0, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1), 20_007)
-    metrics.loop = LoopStats(9, {"plan": 0.5}, sizes, PowerCounts((3,), 3), 2.5, 0.25, 0.5, 0.125)
+    metrics.loop = LoopStats(
+        9, {"plan": 0.5}, sizes, PowerCounts((3,), 3), 2.5, 0.25, 0.5, 0.125, Waits(1.5, 4), Waits(0.75, 2)
+    )
     metrics.ended(3.0, [0.03])
     found = samples(metrics)
     expected = {
@@ -127,6 +130,8 @@ def test_what_the_loop_says_is_passed_on() -> None:
         'pensieve:kv_link_seconds_total{direction="swap_in"}': 0.25,
         'pensieve:kv_link_seconds_total{direction="swap_out"}': 0.5,
         "pensieve:kv_exposed_seconds_total": 0.125,
+        'pensieve:kv_link_queue_seconds_sum{direction="swap_in"}': 1.5,
+        'pensieve:kv_link_queue_seconds_count{direction="swap_out"}': 2,
         "pensieve:e2e_request_latency_seconds_sum": 3,
         "pensieve:request_queue_time_seconds_count": 1,
     }

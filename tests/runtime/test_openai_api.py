@@ -355,7 +355,8 @@ def test_a_full_queue_has_its_status_in_streams_too(ask: Callable[..., Any], str
 
 
 def test_one_refused_prompt_of_several_aborts_the_others(ask: Callable[..., Any]) -> None:
-    loop = FakeLoop(say("y" * 200), step_seconds=0.01, queue=1)
+    loop = FakeLoop(say("y" * 200), queue=1)
+    loop.pause()
 
     async def both(http: httpx.AsyncClient) -> httpx.Response:
         response = await complete(prompt=["a", "b"])(http)
@@ -395,12 +396,15 @@ def test_models_health_and_metrics(ask: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_fatal_engine_ends_every_open_request(ask: Callable[..., Any], stream: bool) -> None:
-    loop = FakeLoop(say("y" * 200), step_seconds=0.005, die_after=60)  # both requests have arrived by then
+    loop = FakeLoop(say("y" * 200), dies_with=2)
+    loop.pause()
 
     async def two_and_one_more(http: httpx.AsyncClient) -> list[httpx.Response]:
         body = {"prompt": "x", "max_tokens": 100, "stream": stream}
-        both = await asyncio.gather(*(http.post("/v1/completions", json=body) for _ in range(2)))
-        return [*both, await http.post("/v1/completions", json=body), await http.get("/health")]
+        both = [asyncio.create_task(http.post("/v1/completions", json=body)) for _ in range(2)]
+        await asyncio.to_thread(loop.said, Submit, 2)
+        loop.go_on()
+        return [*await asyncio.gather(*both), await http.post("/v1/completions", json=body), await http.get("/health")]
 
     first, second, late, health = ask(two_and_one_more, loop)
     for response in (first, second):
@@ -414,7 +418,8 @@ def test_a_fatal_engine_ends_every_open_request(ask: Callable[..., Any], stream:
 
 
 def test_a_closed_pipe_ends_every_open_request(ask: Callable[..., Any]) -> None:
-    loop = FakeLoop(say("y" * 200), step_seconds=0.01)
+    loop = FakeLoop(say("y" * 200))
+    loop.pause()
 
     async def cut(http: httpx.AsyncClient) -> httpx.Response:
         answer = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x", "max_tokens": 100}))

@@ -55,13 +55,15 @@ def complete(http: httpx.AsyncClient, **body: Any) -> Awaitable[httpx.Response]:
 
 
 def test_a_client_has_so_many_open_requests_and_no_more() -> None:
-    loop = FakeLoop(say("y" * 100), step_seconds=0.01)
+    loop = FakeLoop(say("y" * 100))
+    loop.pause()
 
     async def three(http: httpx.AsyncClient) -> list[httpx.Response]:
         both = [asyncio.create_task(complete(http, max_tokens=30)) for _ in range(2)]
         await asyncio.to_thread(eventually, lambda: len(loop.said(Submit)) == 2)
         third = await complete(http)
         assert (await http.get("/v1/models")).is_success, "only what makes the engine work counts"
+        loop.go_on()
         return [third, *await asyncio.gather(*both), await complete(http)]
 
     refused, *served = serve(loop, three, HTTPSettings(max_requests_per_client=2))
@@ -137,7 +139,7 @@ def test_ready_ends_before_health(message: object, health: int) -> None:
 
         before = await probes()
         loop.say(message)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while (after := await probes()) == before:
                 await asyncio.sleep(0.005)
         return [*before, *after]
@@ -195,12 +197,12 @@ def test_a_request_is_one_line_at_its_end(lines: Callable[[], list[dict[str, Any
     assert line["id"] == told["id"] and line["conversation"] == "tea"
     counts = [line[name] for name in ("prompt_tokens", "cached_tokens", "generated_tokens", "finish")]
     assert counts == [3, 2, 4, "stop"]
-    assert 0 <= line["queue_ms"] <= line["ttft_ms"] <= line["total_ms"] < 10_000
+    assert 0 <= line["queue_ms"] <= line["ttft_ms"] <= line["total_ms"] < 1_000_000
 
 
 def test_refused_failed_and_abandoned_requests_have_their_line(lines: Callable[[], list[dict[str, Any]]]) -> None:
     serve(FakeLoop(queue=0), complete)
-    serve(FakeLoop(say("y" * 100), die_after=2), lambda http: complete(http, max_tokens=50, stream=True))
+    serve(FakeLoop(say("y" * 100), dies_with=1), lambda http: complete(http, max_tokens=50, stream=True))
     ends = [(line["finish"], line["status"], line["ttft_ms"] is None) for line in lines()]
     assert ends == [("refused", 429, True), ("error", None, False)]
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -12,11 +15,12 @@ import pytest
 import torch
 
 from pensieve.builder.build import build_random_engine
+from pensieve.builder.manifest import Manifest
 from pensieve.runtime import profile as profile_module
 from pensieve.runtime.cpu_device import CpuDevice
 from pensieve.runtime.engine import open_engine
 from pensieve.runtime.executor import GROUP_LAYERS
-from pensieve.runtime.measure import Bench, CopyTime
+from pensieve.runtime.measure import STEPS_IN_FLIGHT, UNCOUNTED, Bench, CopyTime
 from pensieve.runtime.profile import (
     PROFILE,
     Measured,
@@ -198,6 +202,15 @@ def test_too_small_a_bench_names_the_setting(change, setting):
     assert error.value.setting == setting
 
 
+def test_of_several_ranks_the_slowest_counts_and_all_do_as_many_steps():
+    """Here another rank takes 5 s for everything."""
+    with Bench(Recorder(), FakeEngine(), CONFIG, seconds=50.0, slowest=lambda seconds: max(seconds, 5.0)) as bench:
+        assert bench.fresh(16) == 5.0
+        assert len(steps_of(bench)) == UNCOUNTED + 10 + 3 * (STEPS_IN_FLIGHT - 1)
+        assert bench.copies(2, 1)[2:] == (5.0, 5.0, 5.0)
+        assert bench.turn(history=40, prompt=10, generated=5, requests=1)[1:] == (5.0, 5.0, 5.0)
+
+
 # Figures made of measured ones.
 
 
@@ -299,6 +312,22 @@ def test_the_command_measures_and_saves(directory, engine, capsys):
     assert "measuring" in printed.err
     cost = load_profile(directory, engine, 64)
     assert cost is not None and [context for context, _ in cost.attention] == [64, 128, 256, 512]
+
+
+@pytest.mark.slow
+def test_the_command_measures_two_ranks(tmp_path):
+    directory = build_tiny(tmp_path, tensor_parallel=2)
+    words = [sys.executable, "-m", "pensieve.scripts.profile", "--engine", str(directory), *SMALL, "--json"]
+    alone = {"OMP_NUM_THREADS": "1", **os.environ}  # it starts its ranks by itself
+    ended = subprocess.run(words, env=alone, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    (line,) = ended.stdout.splitlines()  # of rank 0
+    assert json.loads(line)["cost"]["chunk_bytes"] == open_engine(directory, rank=1).chunk_bytes(64)
+    assert Profile.read(directory / PROFILE).engine == Manifest.read(directory).fingerprint
+
+    words += ["--gpu-kv-bytes", "16KiB"]
+    ended = subprocess.run(words, env=alone, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2 and ended.stderr.count("pensieve profile: --gpu-kv-bytes: must hold") == 1
 
 
 def test_the_command_draws_both_figures(directory, tmp_path, capsys):

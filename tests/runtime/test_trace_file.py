@@ -151,7 +151,7 @@ def test_events_are_placed_on_the_clock_of_the_host_though_the_clocks_drift(host
 
 def test_a_watched_device_reports_copies_and_every_step(host: Timepiece) -> None:
     events, work = Clock(), []
-    times = TransferTimes(events.event, {Lane.COMPUTE: "compute", Lane.IN: "in", Lane.OUT: "out"})
+    times = TransferTimes(events.event, {Lane.COMPUTE: "compute", Lane.IN: "in", Lane.OUT: "out"}, "idle")
     times.loaded(4)
     times.watch(work.append, lambda event: setattr(event, "at", 0.0))
     times.copy(Lane.OUT, 640, lambda: None)
@@ -159,7 +159,7 @@ def test_a_watched_device_reports_copies_and_every_step(host: Timepiece) -> None
     times.read()
     assert not work, "nothing is complete"
     _, *ends = events.events
-    for event, at in zip(ends, (1.0, 3.0, 2.0, 7.0), strict=True):
+    for event, at in zip(ends, (0.0, 1.0, 3.0, 2.0, 7.0), strict=True):
         event.at = at
     times.read()
     assert work == [

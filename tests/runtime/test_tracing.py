@@ -34,7 +34,8 @@ pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason=needs_otel)
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest  # noqa: E402
 
-from pensieve.runtime.tracing import CLOSE_SECONDS, Tracing  # noqa: E402
+from pensieve.runtime import tracing  # noqa: E402
+from pensieve.runtime.tracing import Tracing  # noqa: E402
 
 PROMPT = [70, 71, 72]  # the FakeLoop echoes it and ends
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -69,7 +70,8 @@ class Collector:
 
 
 @pytest.fixture
-def collector() -> Iterator[Collector]:
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+    monkeypatch.setattr(tracing, "CLOSE_SECONDS", 60.0)  # however busy the machine is, spans arrive
     collector = Collector()
     yield collector
     collector.server.shutdown()
@@ -89,7 +91,7 @@ def trace(url: str, loop: FakeLoop, work: Callable[[httpx.AsyncClient], Awaitabl
 
     async def main() -> Any:
         client = EngineClient(loop.client_end)
-        app = create_app(client, ready(), None, tracing=tracing)
+        app = create_app(client, ready(), None, tracing=made)
         try:
             async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
                 return await work(http)
@@ -97,9 +99,9 @@ def trace(url: str, loop: FakeLoop, work: Callable[[httpx.AsyncClient], Awaitabl
             await asyncio.to_thread(loop.close)
             await client.closed.wait()
 
-    tracing = Tracing(url, "fake")
+    made = Tracing(url, "fake")
     answer, start = asyncio.run(main()), time.perf_counter()
-    tracing.close()
+    made.close()
     return answer, time.perf_counter() - start
 
 
@@ -119,7 +121,7 @@ def test_a_request_is_a_span_under_its_callers(collector: Collector, stream: boo
     queue, first, whole = (
         said.pop(f"gen_ai.latency.{name}") for name in ("time_in_queue", "time_to_first_token", "e2e")
     )
-    assert 0 <= queue <= first <= whole < 10
+    assert 0 <= queue <= first <= whole < 1000, "seconds"
     assert whole == pytest.approx((span.end_time_unix_nano - span.start_time_unix_nano) / 1e9, abs=1e-6)
     assert len(said.pop("gen_ai.conversation.id")) == 16
     assert said == {
@@ -163,7 +165,7 @@ def test_a_caller_that_does_not_sample_has_no_span(collector: Collector) -> None
 
 def test_refused_and_failed_requests_are_errors(collector: Collector) -> None:
     trace(collector.url, FakeLoop(queue=0), complete)
-    trace(collector.url, FakeLoop(say("y" * 100), die_after=2), lambda http: complete(http, max_tokens=50, stream=True))
+    trace(collector.url, FakeLoop(say("y" * 100), dies_with=1), lambda http: complete(http, max_tokens=50, stream=True))
     told = [(attributes(span), span.status.code) for span in collector.spans]
     ends = [(said["gen_ai.response.finish_reasons"], said["error.type"], code) for said, code in told]
     assert ends == [(["refused"], "429", ERROR), (["error"], "_OTHER", ERROR)]
@@ -176,15 +178,17 @@ def test_off_nothing_of_opentelemetry_is_imported() -> None:
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"
 
 
-def test_a_collector_that_takes_no_spans_holds_nothing_up() -> None:
+def test_a_collector_that_takes_no_spans_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The SDK by itself would try for ten seconds."""
+    monkeypatch.setattr(tracing, "CLOSE_SECONDS", 0.2)
     with contextlib.closing(listen("127.0.0.1", 0)) as silent:  # it lets clients connect and says nothing
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces"
         answer, seconds = trace(url, FakeLoop(), complete)
-    assert answer.is_success and seconds < CLOSE_SECONDS + 1
+    assert answer.is_success and seconds < 8
 
 
 def test_the_process_sends_its_last_spans_an_abandoned_requests_too(collector: Collector) -> None:
-    loop = FakeLoop(say("y" * 200), step_seconds=0.01)
+    loop = FakeLoop(say("y" * 200), step_seconds=0.2)  # 40 s for the whole reply
     with listen("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
         settings = HTTPSettings(otlp_traces_endpoint=collector.url)
@@ -198,11 +202,11 @@ def test_the_process_sends_its_last_spans_an_abandoned_requests_too(collector: C
         f"http://127.0.0.1:{port}/v1/completions",
         {"prompt": PROMPT, "max_tokens": 200, "stream": True, "return_token_ids": True},
     )
-    with httpx.stream("POST", url, json=body, timeout=30) as response:
+    with httpx.stream("POST", url, json=body, timeout=60) as response:
         next(response.iter_lines())
     eventually(lambda: len(loop.log) > len(loop.said(Submit)))  # the abort
     loop.close()
-    process.join(10)
+    process.join(60)
     assert process.exitcode == 0
     (span,) = collector.spans
     assert attributes(span)["gen_ai.response.finish_reasons"] == ["abort"] and span.status.code == UNSET

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
-from pensieve.runtime.triton_tensors import INPUTS, read_inputs, read_value
-from pensieve.scheduler.types import RequestError
+from pensieve.runtime.engine_client import OutputStream
+from pensieve.runtime.replies import Reply
+from pensieve.runtime.text import StopMatcher, Tokenizer
+from pensieve.runtime.triton_tensors import INPUTS, OUTPUTS, end_tensors, read_inputs, read_value
+from pensieve.scheduler.types import FinishReason, Output, Request, RequestError, RequestId, Usage
+
+from .fake_loop import byte_tokenizer, byte_tokens
+
+EOS = 2
 
 
 def tensor(name, *values):
@@ -52,7 +61,7 @@ def test_a_bare_prompt_asks_for_nothing_else():
     assert (request.body.prompt, request.body.stream, request.body.echo, request.body.logprobs) == (
         "hello", False, False, None
     )  # fmt: skip
-    assert not (request.finish_reason or request.cumulative_logprob or request.perf_metrics)
+    assert not (request.finish_reason or request.stop_reason or request.cumulative_logprob or request.perf_metrics)
 
 
 def test_what_is_to_be_said_of_the_reply():
@@ -61,10 +70,11 @@ def test_what_is_to_be_said_of_the_reply():
         sampling_param_exclude_input_from_output=False,
         sampling_param_return_perf_metrics=True,
         return_finish_reason=True,
+        return_stop_reason=True,
         return_cumulative_logprob=True,
     )
     assert (request.body.echo, request.body.logprobs) == (True, 0)
-    assert request.finish_reason and request.cumulative_logprob and request.perf_metrics
+    assert request.finish_reason and request.stop_reason and request.cumulative_logprob and request.perf_metrics
 
 
 @pytest.mark.parametrize(
@@ -95,3 +105,45 @@ def test_what_cannot_be_asked_is_refused(inputs, param):
 def test_one_value_or_several():
     assert read_value("stop", tensor("stop", True)) is True
     assert read_value("sampling_param_stop", tensor("sampling_param_stop", b"a")) == ["a"]
+
+
+class Call:
+    arrived = 0.0
+
+
+def told(inputs, tokens, finish):
+    """What the last response says of a reply of these tokens, which the engine ended so, to a prompt of 9 tokens."""
+    wanted = asked(text_input=b"x", return_stop_reason=True, return_finish_reason=True, **inputs)
+    stops, ids = wanted.body.stop, frozenset([EOS, *wanted.body.stop_token_ids])
+    request = Request(RequestId(1), [5] * 9, 8, stop_ids=ids, confirm=bool(stops))
+    stream = OutputStream(SimpleNamespace(finish=lambda request, tokens: None), [request])
+    matcher = StopMatcher(stops) if stops else None
+    reply = Reply(request, stream, Tokenizer(byte_tokenizer()), matcher, continues_prompt=True)
+    reply.add(Output(request.id, tuple(tokens), finish, usage=Usage(gpu=8, new=1)))
+    tensors = end_tensors(wanted, Call, reply, chunk_tokens=4, now=1.0)
+    assert all(value.ndim == 1 and name in OUTPUTS for name, value in tensors.items())
+    return {name: value.item() for name, value in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "tokens", "finish", "reason"),
+    [
+        ({"sampling_param_stop": [b"c", b"ab"]}, byte_tokens("xab"), FinishReason.LENGTH, b"ab"),
+        ({"sampling_param_stop_token_ids": [7, 9]}, [6, 9], FinishReason.STOP, b"9"),
+        ({"sampling_param_stop_token_ids": [7, 9]}, [6, EOS], FinishReason.STOP, None),
+        ({"sampling_param_stop_token_ids": [9]}, [9, 6], FinishReason.LENGTH, None),
+        ({"sampling_param_stop": [b"c"]}, byte_tokens("xab"), FinishReason.LENGTH, None),
+    ],
+    ids=["string", "token", "end of sequence", "length", "no match"],
+)
+def test_what_stopped_a_reply_is_told_if_it_was_the_request_s_own(inputs, tokens, finish, reason):
+    end = told(inputs, tokens, finish)
+    assert end.get("stop_reason") == reason
+    assert end["finish_reason"] == (b"length" if finish is FinishReason.LENGTH and reason is None else b"stop")
+
+
+def test_blocks_are_chunks():
+    """9 tokens, 8 of which were there, and 4 more, of which the last one has no KV: 2 chunks of 4 reused, 3 in all."""
+    end = told({"sampling_param_return_perf_metrics": True}, [6, 6, 6, 6], FinishReason.LENGTH)
+    blocks = {name.removeprefix("kv_cache_"): end[name] for name in end if name.endswith(("block", "blocks"))}
+    assert blocks == {"reused_block": 2, "missed_block": 1, "alloc_new_blocks": 1, "alloc_total_blocks": 3}

@@ -65,7 +65,7 @@ class Driver(Harness):
         if len(self.results) == MOST_IN_FLIGHT:
             return
         self.launch()
-        suspended = any(turn.tokens != turn.request.prompt for turn in self.scheduler._batcher.waiting)
+        suspended = any(turn.tokens != turn.request.prompt for turn in self.scheduler._roster.waiting)
         if suspended and self.random.random() < 0.6:
             self.random.choice((self.lose_some, self.stow))()
         for request_id in self.coming_back():

@@ -97,24 +97,24 @@ class Harness:
 
     def state(self, request_id):
         """Where the open request is: waiting, suspended, loading, resuming (its history), running, leaving or held."""
-        batcher = self.scheduler._batcher
+        roster = self.scheduler._roster
         if request_id in self.held:
             return "held"
-        for turn in batcher.waiting:
+        for turn in roster.waiting:
             if turn.request.id == request_id:
                 return "suspended" if len(turn.tokens) > len(turn.request.prompt) else "waiting"
-        for row in batcher.loading:
+        for row in roster.loading:
             if row.turn.request.id == request_id:
                 return "loading"
-        if all(row.turn.request.id != request_id for row in batcher.rows):
+        if all(row.turn.request.id != request_id for row in roster.rows):
             return "saving"  # its last event is kept back
-        row = next(row for row in batcher.rows if row.turn.request.id == request_id)
+        row = next(row for row in roster.rows if row.turn.request.id == request_id)
         return "leaving" if row.leaving else "resuming" if row.spans and self.reply(request_id) else "running"
 
     def coming_back(self):
         """Suspended requests in the batch again whose dropped history is not computed yet, and those loading theirs."""
-        batcher = self.scheduler._batcher
-        rows = [row for row in (*batcher.rows, *batcher.loading) if row.spans]
+        roster = self.scheduler._roster
+        rows = [row for row in (*roster.rows, *roster.loading) if row.spans]
         return [row.turn.request.id for row in rows if self.reply(row.turn.request.id)]
 
     def reply(self, request_id):
@@ -219,13 +219,13 @@ class Harness:
         plan = self.scheduler.next_plan(self.now)
         self._expire()
         planner = self.scheduler._planner
-        for turn in self.scheduler._batcher.waiting:
+        for turn in self.scheduler._roster.waiting:
             self.counts["waits for keys"] += turn.waiting_for is not None and planner.must_wait(turn.waiting_for)
         if plan is None:
             self.counts["nothing to plan"] += 1
             return None
         assert plan.tokens <= self.config.max_num_batched_tokens
-        for row in (*self.scheduler._batcher.rows, *self.scheduler._batcher.loading):
+        for row in (*self.scheduler._roster.rows, *self.scheduler._roster.loading):
             self._note_base(row.turn)
         self.counts["moved on"] += sum(all(join.seat != origin.seat for join in plan.joins) for origin in plan.origins)
         starts = {}

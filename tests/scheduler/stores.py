@@ -7,6 +7,7 @@ from itertools import count
 from pensieve.scheduler.chunks import ChunkStore
 from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.copies import StepCopies
+from pensieve.scheduler.proof import Claims
 from pensieve.scheduler.retention import eviction_policy
 from pensieve.scheduler.room import RoomMaker
 from pensieve.scheduler.types import ChunkKey
@@ -54,4 +55,4 @@ def a_room(store, now, step=1):
 def check(store, held=(), claims=None):
     """Books of a store whose chunks in `held` are held by one row each."""
     store.end_plan()
-    store.check(dict.fromkeys(held, 1), claims or {}, {})
+    store.check(dict.fromkeys(held, 1), {chunk: Claims(count) for chunk, count in (claims or {}).items()})

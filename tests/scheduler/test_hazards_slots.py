@@ -127,7 +127,7 @@ def test_a_swapped_in_tail_does_not_land_over_freshly_written_tokens():
     tail_slot = plan.blocks[0].slots[4]
     assert swap_in.gated and tail_slot in swap_in.targets
     assert plan.spans[0].start == 19 and plan.spans[0].write_from == 19
-    tail = harness.scheduler._batcher.rows[0].chunks[4]
+    tail = harness.scheduler._roster.rows[0].chunks[4]
     assert tail.gpu == tail_slot and tail.host == NO_SLOT, "the copy on HOST ends, for it will lack the new tokens"
     harness.drain()
 

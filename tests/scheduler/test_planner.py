@@ -125,7 +125,7 @@ def test_what_was_chosen_is_counted_with_both_predictions():
     passed_over = range(SIZE, loads[0], SIZE)
     find(harness, request)
     harness.run()
-    cost = harness.scheduler._batcher.cost
+    cost = harness.scheduler._admission._cost
     assert harness.scheduler.stats().choices == {
         choice: {
             "chunks": len(ends),

@@ -46,23 +46,6 @@ def test_a_chunk_on_host_of_lower_value_makes_room_for_one_of_higher():
     check(store)
 
 
-@pytest.mark.parametrize("staged", [True, False])
-def test_what_would_be_lost_takes_the_place_of_what_is_on_disk_too(staged):
-    """Whatever that is worth: reading it again is cheaper than computing this again."""
-    store = a_store(gpu=1, host=1, disk=2)
-    saved = idle(store, now=9.0, on_gpu=False)
-    saved.disk = store.disk.take()
-    store.file(saved)
-    chunk = idle(store, now=1.0)
-    _, room = a_room(store, now=10.0)
-    if staged:
-        assert room.stage(chunk)
-    else:
-        room.gpu_slots(1)
-    assert saved.host == NO_SLOT and saved.disk != NO_SLOT and chunk.host != NO_SLOT
-    check(store)
-
-
 def test_a_copy_of_a_chunk_in_use_is_given_up_first():
     """It is safe on the GPU for as long as its row runs, and worth only its making."""
     store = a_store(gpu=3, host=2)

@@ -7,7 +7,7 @@ from collections import deque
 
 import pytest
 
-from pensieve.scheduler.batcher import MOST_SCORED
+from pensieve.scheduler.batch import MOST_SCORED
 from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.cost import analytic_profile
 from pensieve.scheduler.plan import Span, StepResult

@@ -56,7 +56,7 @@ class CompletionsHandler(Handler):
             self._answer({"error": {"message": "no"}}, fail)
             return
         if fail == "silent":
-            self.server.stopped.wait(5)
+            self.server.stopped.wait(60)
             return
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")

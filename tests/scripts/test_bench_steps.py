@@ -170,14 +170,14 @@ def test_rows_that_end_are_told(bench):
 
 def test_stamps_tell_when_work_was_done(bench):
     device = bench[0]
-    device.record()
+    device.start_recording()
     slots = np.zeros(1, np.int32)
     device.copy(Lane.OUT, slots, slots, range(6))
     device.copy(Lane.IN, slots, slots, range(6))
     device.synchronize(device.mark(Lane.IN))
     ((start, end),) = device.copies_in
     assert device.passed(start) and 0 <= device.seconds(start, end) < 10
-    device.record()
+    device.start_recording()
     assert not device.copies_in and not device.steps
 
 

@@ -1,0 +1,62 @@
+"""One of several ranks behind Triton's model: `python -m pensieve.scripts.triton_rank OPTIONS DOOR`, started by mpirun.
+
+DOOR is the path of the socket at which `triton_engine` hands rank 0 the pipe to Triton's model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
+
+from ..runtime.logs import configure_logging
+from ..scheduler.types import SettingError
+from .ranks_command import run_rank
+from .serve import ENDS, engine_ranks, follow_rank
+from .serve_options import parse_options
+from .triton_engine import serve_model
+
+if TYPE_CHECKING:
+    from ..runtime.ranks import Ranks
+
+
+def main(argv: Sequence[str]) -> int:
+    *options, door = argv
+    args = parse_options(options)
+    configure_logging(args.log_format, args.log_level)
+    for number in ENDS:
+        signal.signal(number, signal.SIG_IGN)  # rank 0 decides when to end
+    return run_rank("pensieve's engine", engine_ranks(args), partial(serve_rank, args, door))
+
+
+def serve_rank(args: argparse.Namespace, door: str, ranks: Ranks) -> int:
+    """Rank 0 serves Triton's model, and tells it of a wrong setting; the others follow it."""
+    if ranks.rank:
+        logging.getLogger().setLevel(logging.ERROR)  # what else it would say rank 0 says
+        follow_rank(args, ranks)
+        return 0
+    with take_over(door) as connection:
+        try:
+            serve_model(args, connection, ranks)
+        except SettingError as error:
+            connection.send(str(error))
+            raise
+    return 0
+
+
+def take_over(door: str) -> Connection:
+    """The pipe to Triton's model."""
+    with socket.socket(socket.AF_UNIX) as visitor:
+        visitor.connect(door)
+        _, (descriptor,), _, _ = socket.recv_fds(visitor, len(b"pipe"), 1)
+    return Connection(descriptor)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

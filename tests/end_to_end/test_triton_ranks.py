@@ -1,0 +1,136 @@
+"""An engine of two ranks behind the real Triton Inference Server, on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from pensieve.builder.build import build_engine
+from tests.models import tiny_checkpoint
+
+from .server import Server
+from .test_server import wait_for
+from .triton_server import TritonServer, needs_triton
+
+pytestmark = [pytest.mark.slow, needs_triton]
+
+CACHE = ("--gpu-kv-chunks", 60, "--host-kv-chunks", 100, "--max-num-seqs", 4)
+EXPLICIT = ("--model-control-mode=explicit", "--load-model=pensieve")
+LONG = dict(streaming=True, sampling_param_max_tokens=300, sampling_param_ignore_eos=True, return_finish_reason=True)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("engine")
+    tiny_checkpoint("llama", directory / "checkpoint")
+    build_engine(directory / "checkpoint", directory / "engine", tensor_parallel=2)
+    return directory / "engine"
+
+
+@pytest.fixture(scope="module")
+def running(engine, tmp_path_factory):
+    """The server; whatever becomes of it, none of the ranks is left behind, nor who starts them."""
+    directory = tmp_path_factory.mktemp("triton")
+    options = ("--engine", engine, "--state-dir", directory / "state", *CACHE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        with TritonServer(directory, *options, flags=EXPLICIT) as server:
+            yield server
+    wait_for(lambda: not processes_of(engine), 30)
+
+
+@pytest.fixture
+def triton(running):
+    """The server with its model loaded."""
+    if not running.ready:
+        loaded = httpx.post(f"{running.url}/v2/repository/models/pensieve/load", json={}, timeout=120)
+        assert loaded.status_code == 200, loaded.text
+    return running
+
+
+def processes_of(engine, module="triton_(engine|rank)"):
+    """Those that this module's servers have started: their command lines name the engine."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            words = file.read_bytes().decode(errors="replace")
+            if str(engine) in words and re.search(f"pensieve.scripts.{module}", words):
+                found.append(int(file.parent.name))
+    return found
+
+
+@contextlib.contextmanager
+def streaming(triton):
+    """The lines of a reply of 300 tokens, of which the first has come."""
+    address = f"{triton.url}/v2/models/pensieve/generate_stream"
+    with httpx.stream("POST", address, json={"input_ids": [7] * 20, **LONG}, timeout=60) as reply:
+        lines = (line for line in reply.iter_lines() if line)
+        next(lines)
+        yield lines
+
+
+def test_unloading_lets_replies_end_and_leaves_no_process(triton, engine):
+    assert len(processes_of(engine)) == 1 + 2 + 1  # who starts them, mpirun, which names them too, and the ranks
+    with streaming(triton) as lines:
+        unloaded = httpx.post(f"{triton.url}/v2/repository/models/pensieve/unload", json={}, timeout=60)
+        assert unloaded.status_code == 200
+        assert '"finish_reason":"length"' in list(lines)[-1]
+    wait_for(lambda: not processes_of(engine), 30)
+    assert not triton.ready
+
+
+def test_a_rank_that_dies_ends_requests_and_the_model_is_not_ready(triton, engine):
+    with streaming(triton) as lines:
+        os.kill(max(processes_of(engine, "triton_rank")), signal.SIGKILL)
+        assert "the engine has shut down" in list(lines)[-1]
+    wait_for(lambda: not triton.ready, 30)
+    wait_for(lambda: not processes_of(engine), 30)
+
+
+def test_tokens_are_those_of_the_http_server_with_two_ranks(triton, engine, tmp_path):
+    """Two conversations at once, turn by turn; then the same prompts at `pensieve serve`."""
+    inputs = dict(sampling_param_max_tokens=12, sampling_param_temperature=0.0, sampling_param_ignore_eos=True)
+
+    def by_triton(name):
+        return turns(lambda ids: triton.post(input_ids=ids, conversation_id=name, **inputs).json()["output_ids"])
+
+    with ThreadPoolExecutor(2) as threads:
+        one, two = threads.map(by_triton, ["one", "two"])
+    body = dict(model="engine", max_tokens=12, temperature=0, ignore_eos=True, return_token_ids=True)
+    with Server(tmp_path, *CACHE, engine=engine) as server:
+
+        def by_http(ids):
+            return server.post("/v1/completions", prompt=ids, **body).json()["choices"][0]["token_ids"]
+
+        assert one == two == turns(by_http)
+
+
+def test_a_setting_that_is_wrong_for_the_ranks_is_told_to_the_model(engine, tmp_path):
+    ours, theirs = multiprocessing.Pipe()
+    options = ["--engine", engine, "--state-dir", tmp_path, "--max-model-len", 100_000]
+    words = [sys.executable, "-E", "-m", "pensieve.scripts.triton_engine", *map(str, options), str(theirs.fileno())]
+    with theirs:
+        process = subprocess.Popen(words, pass_fds=[theirs.fileno()])
+    assert "--max-model-len" in ours.recv()
+    assert process.wait(60) == 2
+    with pytest.raises(EOFError):
+        ours.recv()
+
+
+def turns(reply, count=4):
+    """Replies of a conversation in which every prompt is the whole history."""
+    history, replies = list(range(5, 45)), []
+    for turn in range(count):
+        replies.append(reply(history))
+        history += [*replies[-1], 50 + turn, 60 + turn]
+    return replies
