@@ -28,8 +28,8 @@ def draw(figures: Mapping[str, Sequence[Case]], reports: Mapping[Case, Report], 
             shares = [100 * hit_shares(reports[case])[tier] for case in cases]
             hits.bar(places, shares, 0.7, bottom=bottom, label=name, color=color)
             bottom = [below + share for below, share in zip(bottom, shares, strict=True)]
-        hits.set(title=what.strip(), ylabel="of known prompt tokens, %", ylim=(0, 100))
-        hits.legend()
+        hits.set(title=what.strip(), ylabel="of known prompt tokens, %", ylim=(0, 118))
+        hits.legend(ncols=3, loc="upper left", fontsize=8)
         if "cost" in title:
             gpus, storage = zip(*(dollars(case, reports[case]) for case in cases), strict=True)
             costs.bar(places, gpus, 0.7, label="GPUs")
