@@ -67,9 +67,9 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="replay", description=__doc__.partition("\n")[0])
     option = made.add_argument
     option("--engine", type=Path, metavar="DIR", help="(default: a small model of random weights)")
-    option("--sessions", type=int, default=80, metavar="N", help="(default %(default)s)")
-    option("--sessions-per-s", type=float, default=1.0, metavar="RATE", help="(default %(default)s)")
-    option("--think-s", type=float, default=6.0, metavar="S", help="mean (default %(default)s)")
+    option("--sessions", type=int, default=30, metavar="N", help="(default %(default)s)")
+    option("--sessions-per-s", type=float, default=0.5, metavar="RATE", help="(default %(default)s)")
+    option("--think-s", type=float, default=8.0, metavar="S", help="mean (default %(default)s)")
     option("--seed", type=int, default=0, metavar="N", help="of starts, lengths and tokens (default %(default)s)")
     option("--gpu-kv-chunks", type=int, default=96, metavar="N", help="of 16 tokens (default %(default)s)")
     option("--host-kv-chunks", type=int, default=96, metavar="N", help="(default %(default)s)")
