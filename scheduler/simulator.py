@@ -11,7 +11,7 @@ import heapq
 import math
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -190,8 +190,8 @@ def mean_contexts(plan: StepPlan) -> tuple[int, int]:
     return seen // known if known else 0, sum(plan.positions) // rows + 1 if rows else 0
 
 
-class _Open:
-    """A request being served."""
+class Open:
+    """A request being served, the `turn`-th of its session, that came at `arrival` (seconds)."""
 
     __slots__ = ("arrival", "first_token", "session", "turn")
 
@@ -200,8 +200,13 @@ class _Open:
         self.first_token = 0.0
 
 
+Watch = Callable[[float, Applied, Mapping[RequestId, Open]], None]
+"""Is told the clock, a step's results, and the requests being served, those that end with this step included."""
+
+
 class Simulator:
-    """One run over `sessions`; used once. Without `skips` every step is planned and applied by itself.
+    """One run over `sessions`; used once. Without `skips` every step is planned and applied by itself; so that `watch`
+    is told of all of them it is then.
 
     The first `warm_up` requests are served but not reported, nor is the time in which they arrive. `cost` is what the
     scheduler believes; a `device` with other costs takes other times.
@@ -215,6 +220,7 @@ class Simulator:
         sessions: Sequence[Session],
         warm_up: int = 0,
         device: VirtualDevice | None = None,
+        watch: Watch | None = None,
     ):
         self.scheduler = Scheduler(config, cost)
         self.now = min(session.start_s for session in sessions)
@@ -224,7 +230,7 @@ class Simulator:
         heapq.heapify(self._arrivals)
         self._sessions = sessions
         self._launched: deque[tuple[StepPlan, float]] = deque()
-        self._open: dict[RequestId, _Open] = {}
+        self._open: dict[RequestId, Open] = {}
         self._order = {session.name: order for order, session in enumerate(sessions)}
         self._id = 0
         self._logs: dict[int, array[int]] = {}  # of sessions whose users think: the scheduler's may expire meanwhile
@@ -234,12 +240,18 @@ class Simulator:
         self._usage = [0 for _ in fields(Usage)]
         self._ttft: list[float] = []
         self._per_token: list[float] = []
-        self.skips = True
+        self._watch = watch
+        self.skips = watch is None
 
     def run(self) -> Report:
         """Until every turn of every session has its reply."""
+        self.play(math.inf)
+        return self._report()
+
+    def play(self, until: float) -> None:
+        """Until every turn has its reply or the clock, seconds, has reached `until`."""
         scheduler = self.scheduler
-        while self._arrivals or not scheduler.idle:
+        while self.now < until and (self._arrivals or not scheduler.idle):
             if len(self._launched) == 1 and self.skips:
                 self._fast_forward(scheduler.steady_steps())
             while self._arrivals and self._arrivals[0][0] <= self.now:
@@ -253,7 +265,6 @@ class Simulator:
                 if not self._arrivals:
                     raise InvariantError(f"requests wait, but nothing runs and nothing is planned: {scheduler.stats()}")
                 self.now = self._arrivals[0][0]
-        return self._report()
 
     # -- requests
 
@@ -272,7 +283,7 @@ class Simulator:
         request = RequestId(self._requests)
         # Nobody comes back to a single turn, and its client gave no conversation id.
         conversation = session.name if len(session.turns) > 1 else None
-        self._open[request] = _Open(session, index, arrival)
+        self._open[request] = Open(session, index, arrival)
         self.scheduler.add(Request(request, prompt, turn.output_tokens, conversation), self.now)
 
     def _fresh(self, count: int) -> array[int]:
@@ -314,6 +325,8 @@ class Simulator:
         self._take(self.scheduler.apply(result, self.now))
 
     def _take(self, applied: Applied) -> None:
+        if self._watch is not None:
+            self._watch(self.now, applied, self._open)
         self._generated += len(applied.tokens)
         for event in applied.events:
             served = self._open[event.request]
@@ -326,7 +339,7 @@ class Simulator:
                 del self._open[event.request]
                 self._reply_ended(served, counts)
 
-    def _reply_ended(self, served: _Open, counts: bool) -> None:
+    def _reply_ended(self, served: Open, counts: bool) -> None:
         turns, following = served.session.turns, served.turn + 1
         if counts:
             self._per_token.append((self.now - served.arrival) / turns[served.turn].output_tokens)
