@@ -34,4 +34,4 @@ lint: setup
 
 test: lint
 	@echo "== tests"
-	.venv/bin/python -m pytest -q --numprocesses 2 --dist loadfile -m "not slow" $(ARGS)
+	.venv/bin/python -m pytest -q --numprocesses 2 --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)

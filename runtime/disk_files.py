@@ -82,6 +82,12 @@ class Segments:
         """Writes the buffers, whole pages, from the slot's record on. OSError."""
         self._transfer(self._system.write, slot, buffers, make=True)
 
+    def holds(self, slot: int) -> bool:
+        """Whether anything can have been written there: there is a file, and it reaches so far."""
+        segment, index = divmod(slot, self.slots_a_segment)
+        path = self._path(segment)
+        return path.exists() and path.stat().st_size > index * self._record
+
     def flush(self, slots: Sequence[int]) -> None:
         """Returns when what was written to these slots survives a loss of power. OSError."""
         for segment in sorted({slot // self.slots_a_segment for slot in slots}):

@@ -97,23 +97,27 @@ class DiskStore:
         found = self._readers.map(lambda slot: self._look(slot, now), self._segments.present())
         return [record for record in found if record is not None]
 
-    def erase(self, slots: Sequence[int]) -> None:
-        """On return nobody can read what these slots held, not even after a loss of power. They are not under way."""
+    def erase(self, slots: Sequence[int]) -> tuple[int, ...]:
+        """On return nobody can read what these slots held, not even after a loss of power; except for those returned,
+        where the disk refused. They are not under way."""
         page = aligned_buffer(PAGE)  # of zeros
-        erased = []
-        for slot in slots:
+        held = [slot for slot in slots if self._segments.holds(slot)]
+        refused = []
+        for slot in held:
             try:
                 self._segments.write(slot, [page])
-                erased.append(slot)
             except OSError as error:
+                refused.append(slot)
                 self._not_erased(error)
         try:
-            self._segments.flush(erased)
+            self._segments.flush(held)
         except OSError as error:
+            refused = held
             self._not_erased(error)
+        return tuple(refused)
 
-    def begin(self, plan: StepPlan) -> Future[None] | None:
-        """Begins the plan's work. The future ends when nobody can read any more what the plan erases; None: nothing.
+    def begin(self, plan: StepPlan) -> Future[tuple[int, ...]] | None:
+        """Begins the plan's work. The future is what `erase` says of what the plan erases; None: nothing.
 
         Raises what broke a thread, if that has happened, and InvariantError if a slot is under way already.
         """

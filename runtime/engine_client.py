@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -17,7 +18,20 @@ from queue import SimpleQueue
 
 from ..scheduler.types import Output, Request, RequestError, RequestId, Residency
 from .kv_map import KVMap
-from .messages import Abort, Draining, Fatal, Finish, Forget, Fork, FromHTTP, Keep, Look, StepMessage, Submit
+from .messages import (
+    Abort,
+    Draining,
+    Erased,
+    Fatal,
+    Finish,
+    Forget,
+    Fork,
+    FromHTTP,
+    Keep,
+    Look,
+    StepMessage,
+    Submit,
+)
 from .metrics import Metrics
 
 
@@ -116,6 +130,7 @@ class EngineClient:
         self._fault: RequestError | None = None  # why nothing can be served any more
         self._draining = False
         self._told = asyncio.Event()  # something of `kv_map`
+        self._forgetting: deque[asyncio.Future[bool]] = deque()  # in the order in which they will be answered
         self._outbox: SimpleQueue[FromHTTP | None] = SimpleQueue()
         for name, work in (("engine-reader", self._read), ("engine-writer", self._write)):
             threading.Thread(target=work, args=(connection,), name=name, daemon=True).start()
@@ -169,9 +184,20 @@ class EngineClient:
             if not self.kv_map.following:
                 return
 
-    def tell(self, message: Fork | Forget | Keep) -> None:
+    def tell(self, message: Fork | Keep) -> None:
         """What happened to a conversation; behind everything that was sent before."""
         self._outbox.put(message)
+
+    def forget(self, message: Forget) -> asyncio.Future[bool]:
+        """What was the conversation's own is to be erased. The future's result: whether nobody can read it any more;
+        False if the disk refused to erase something, or the engine has ended before it told."""
+        erased: asyncio.Future[bool] = self._event_loop.create_future()
+        if self._fault is not None:
+            erased.set_result(False)
+        else:
+            self._forgetting.append(erased)
+            self._outbox.put(message)
+        return erased
 
     def _write(self, connection: Connection) -> None:
         """Thread: sends in order, then closes the pipe. A broken pipe is the reader's to report."""
@@ -194,7 +220,7 @@ class EngineClient:
         finally:
             self._event_loop.call_soon_threadsafe(self._end)
 
-    def _receive(self, message: StepMessage | Draining | Residency | Fatal) -> None:
+    def _receive(self, message: StepMessage | Draining | Residency | Erased | Fatal) -> None:
         if isinstance(message, Fatal):
             self._fail(RequestError(500, f"the engine has stopped: {message.reason}"))
             return
@@ -204,6 +230,9 @@ class EngineClient:
         if isinstance(message, Residency):
             self.kv_map.take(message)
             self._told.set()
+            return
+        if isinstance(message, Erased):
+            self._forgotten(message.wholly)
             return
         now = time.perf_counter()
         events = {event.request: event for event in message.events}
@@ -254,7 +283,14 @@ class EngineClient:
         for request in self._open.values():
             request.stream.fail(self._fault)
         self._open.clear()
+        while self._forgetting:
+            self._forgotten(False)
         self._told.set()
+
+    def _forgotten(self, wholly: bool) -> None:
+        erased = self._forgetting.popleft()
+        if not erased.done():  # cancelled, with whoever waited
+            erased.set_result(wholly)
 
     def _end(self) -> None:
         self._fail(RequestError(503, "the engine has shut down"))

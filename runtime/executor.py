@@ -48,7 +48,7 @@ class _Launched(NamedTuple):
     tickets: list[Ticket]
     tokens: np.ndarray = _NO_TOKENS
     scores: Scores | None = None
-    erased: Future[None] | None = None
+    erased: Future[tuple[int, ...]] | None = None
 
 
 class Executor:
@@ -138,12 +138,12 @@ class Executor:
         plan = launched.plan
         for ticket in launched.tickets:
             self._device.synchronize(ticket)
-        if launched.erased is not None:
-            launched.erased.result()
+        unerased = launched.erased.result() if launched.erased is not None else ()
         tokens = tuple(launched.tokens.tolist())
         if self._constraints is not None:
             self._constraints.advance(plan.samples, tokens)
-        result = StepResult(plan.step, plan.samples, tokens, self._transfers.completed(), *self._disk_report(plan))
+        completed, disk = self._transfers.completed(), self._disk_report(plan)
+        result = StepResult(plan.step, plan.samples, tokens, completed, *disk, unerased=unerased)
         return result if launched.scores is None else _with_logprobs(result, launched, launched.scores)
 
     def _disk_report(self, plan: StepPlan) -> DiskReport:

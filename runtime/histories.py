@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -25,7 +25,8 @@ from .text import Tokenizer
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
-Tell = Callable[[Fork | Forget | Keep], None]
+Tell = Callable[[Fork | Keep], None]
+Erase = Callable[[Forget], Awaitable[bool]]
 
 
 class Record(NamedTuple):
@@ -111,12 +112,13 @@ class OpenTurn:
 
 
 class Histories:
-    """`tell` sends a message to the loop; `busy` names conversations with a `history: server` turn in flight."""
+    """`tell` sends a message to the loop, `forget` one that is answered (as `EngineClient`'s do); `busy` names
+    conversations with a `history: server` turn in flight."""
 
-    def __init__(self, store: HistoryStore, tell: Tell, tokenizer: Tokenizer | None):
+    def __init__(self, store: HistoryStore, tell: Tell, forget: Erase, tokenizer: Tokenizer | None):
         self.tokenizer = tokenizer
         self.busy: set[Name] = set()
-        self._store, self._tell = store, tell
+        self._store, self._tell, self._erase = store, tell, forget
         self._recent = RecentTurns()
         self._thread = ThreadPoolExecutor(1, "histories")
 
@@ -154,6 +156,7 @@ class Histories:
         name = Name(owner, conversation) if conversation is not None else None
         records = (Record(name),) if name is not None else ()
         if name is None or not server_history:
+            await self._need_room(records)
             past = await self._past(owner, name, messages)
             return await self._chat_turn(owner, messages, past, render, records, None)
         self._begin(name)
@@ -200,6 +203,7 @@ class Histories:
         if snapshot is not None:
             thread = before.thread if before is not None else snapshot.id
             records = (Record(snapshot, {"parent": previous, "thread": thread}),)
+            await self._need_room(records)
         return await self._chat_turn(owner, dialogue, past, with_instructions, records, None)
 
     async def open_completion(
@@ -213,6 +217,7 @@ class Histories:
         records = (Record(name),) if name is not None else ()
         if name is not None and server_history:
             return await self._continue_log(name, prompt)
+        await self._need_room(records)
         if not isinstance(prompt, str):
             return OpenTurn(self, owner, (), prompt, "", 0, records, None)
         assert self.tokenizer is not None
@@ -266,6 +271,11 @@ class Histories:
         found = await self.run(self._store.find, name, time.time())
         stored = _beginning(found[1], messages) if found is not None else None
         return stored if _message_count(stored) > covered else recent
+
+    async def _need_room(self, records: Sequence[Record]) -> None:
+        """RequestError (429), before anything is computed, if what is to be stored is beyond its owner's quota."""
+        if self._store.quota is not None and records:
+            await self.run(self._store.need_room, [record.name for record in records], time.time())
 
     def _begin(self, name: Name) -> None:
         if name in self.busy:
@@ -321,12 +331,21 @@ class Histories:
         return changed
 
     async def delete(self, name: Name) -> None:
-        """The KV claims of a response belong to its whole line: these end with their TTL."""
-        self._forget(await self.run(self._store.delete, name, time.time()))
+        """On return nobody can read it any more, nor KV on disk that was its own. The KV claims of a response belong to
+        its whole line: these end with their TTL.
 
-    def _forget(self, gone: Gone) -> None:
-        if gone.name.kind == "conversation":
-            self._tell(Forget(kv_name(gone.name, gone.name.id), gone.tokens, gone.shared, gone.salt))
+        RequestError: 404, and 500 if it is gone, but the disk refused to erase some of its KV.
+        """
+        erased = self._forget(await self.run(self._store.delete, name, time.time()))
+        if erased is not None and not await erased:
+            what = f"the {name.kind} {name.id!r} is deleted, but some of its KV may still be on the server's disk"
+            raise RequestError(500, f"{what}: it could not be erased")
+
+    def _forget(self, gone: Gone) -> Awaitable[bool] | None:
+        """Whether its KV is erased, when that is known; None: it has none of its own."""
+        if gone.name.kind != "conversation":
+            return None
+        return self._erase(Forget(kv_name(gone.name, gone.name.id), gone.tokens, gone.shared, gone.salt))
 
     def _keep(self, conversation: Conversation, now: float) -> None:
         name = Name(conversation.owner, conversation.id, conversation.kind)

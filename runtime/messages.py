@@ -3,7 +3,7 @@
 HTTP -> loop: one message a request event (`Submit`, `Abort`, `Finish`) or change of a conversation (`Fork`, `Forget`,
 `Keep`), `Look` while somebody looks; `Drain` is the loop's own, from a signal.
 Loop -> HTTP: one `StepMessage` a step that brought anything; `Ready` once at the start; `Draining` when it accepts
-nothing more; `Residency` for a `Look`; `Fatal` if the loop dies.
+nothing more; `Residency` for a `Look`; `Erased` for a `Forget`; `Fatal` if the loop dies.
 All are plain picklable data.
 """
 
@@ -50,7 +50,8 @@ class Fork(NamedTuple):
 
 class Forget(NamedTuple):
     """The conversation claims no KV any more, and nobody may read what was its own: of its log of `tokens` with this
-    salt what is behind the first `shared` tokens. The loop may not know it, but have its KV on disk."""
+    salt what is behind the first `shared` tokens. The loop may not know it, but have its KV on disk. Answered by
+    `Erased`."""
 
     conversation: str
     tokens: array[int]
@@ -65,6 +66,13 @@ class Keep(NamedTuple):
     conversation: str
     ttl: float | None
     pinned: float
+
+
+class Erased(NamedTuple):
+    """To each `Forget`, in their order: nobody can read what was its own any more, on any rank, not even after a loss
+    of power. Not `wholly`: the disk refused to erase something."""
+
+    wholly: bool
 
 
 class Look(NamedTuple):
@@ -213,4 +221,4 @@ class Fatal(NamedTuple):
     reason: str
 
 
-ToHTTP = Ready | StepMessage | Draining | Residency | Fatal
+ToHTTP = Ready | StepMessage | Draining | Residency | Erased | Fatal

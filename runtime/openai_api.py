@@ -169,7 +169,7 @@ def create_app(
     Without `histories` conversations are kept in memory. With `tracing` every call that is answered has a span.
     """
     if histories is None:
-        histories = Histories(HistoryStore(":memory:", settings.history_ttl), client.tell, tokenizer)
+        histories = Histories(HistoryStore(":memory:", settings.history_ttl), client.tell, client.forget, tokenizer)
     app = FastAPI(title="Pensieve", docs_url=None, redoc_url=None)  # these pages load scripts from elsewhere
     app.add_middleware(BodyLimit, most=settings.max_body_bytes)
     if settings.max_requests_per_client is not None:

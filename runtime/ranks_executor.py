@@ -50,10 +50,11 @@ class Report(NamedTuple):
     spilled: tuple[int, ...]
     promoted: tuple[int, ...]
     failed: tuple[int, ...]
+    unerased: tuple[int, ...]
 
 
 def report_of(result: StepResult) -> Report:
-    return Report(result.step, result.completed, result.spilled, result.promoted, result.failed)
+    return Report(*(getattr(result, field) for field in Report._fields))
 
 
 @dataclass(slots=True)
@@ -69,11 +70,13 @@ class Reports:
     """What the other ranks have reported, and what follows: the slowest one's tickets, disk work that all have done."""
 
     def __init__(self, others: int):
-        self._last = {rank: Report(0, NO_TICKETS, (), (), ()) for rank in range(1, others + 1)}
+        self._last = {rank: Report(0, NO_TICKETS, (), (), (), ()) for rank in range(1, others + 1)}
         self._answers: dict[int, _Answers] = {}
+        self._unerased: dict[int, None] = {}
 
     def take(self, rank: int, report: Report) -> None:
         self._last[rank] = report
+        self._unerased.update(dict.fromkeys(report.unerased))
         for kind in ("spilled", "promoted", "failed"):
             self._count(kind, getattr(report, kind))
 
@@ -91,7 +94,9 @@ class Reports:
             if answers.count > len(self._last):
                 done["failed" if answers.failed else answers.kind].append(slot)
                 del self._answers[slot]
-        return replace(own, completed=completed, **{kind: tuple(slots) for kind, slots in done.items()})
+        unerased = tuple(dict.fromkeys((*own.unerased, *self._unerased)))
+        self._unerased.clear()
+        return replace(own, completed=completed, unerased=unerased, **{kind: tuple(done[kind]) for kind in done})
 
     def _count(self, kind: str, slots: tuple[int, ...]) -> None:
         for slot in slots:

@@ -27,6 +27,7 @@ from .messages import (
     Abort,
     Drain,
     Draining,
+    Erased,
     Fatal,
     Finish,
     Forget,
@@ -119,6 +120,7 @@ class Service:
         self._counters.finished()
         with self._counters.apply:
             applied = self._scheduler.apply(result, time.monotonic())
+        self._tell_erased()
         if applied.requests or applied.events or applied.prompt_logprobs or time.monotonic() >= self._stats_due:
             with self._counters.send:
                 self._send(applied)
@@ -162,6 +164,7 @@ class Service:
                 self._send(Applied(events=[output] if output else []))
             case Forget():
                 self._forget(message)
+                self._tell_erased()
             case Fork() | Keep():
                 self._change_conversation(message, now)
             case Look(start):
@@ -177,6 +180,10 @@ class Service:
             self._scheduler.delete(message.conversation)
         else:
             self._scheduler.erase_keys(self._scheduler.keys(message.tokens, message.salt, message.shared))
+
+    def _tell_erased(self) -> None:
+        for wholly in self._scheduler.take_erased():
+            self._outbox.put(Erased(wholly))
 
     def _change_conversation(self, message: Fork | Keep, now: float) -> None:
         """The history store knows every conversation, the scheduler those that have been active since the start."""

@@ -129,7 +129,7 @@ def start_engine(command: Sequence[str]) -> tuple[subprocess.Popen[bytes], Conne
 async def open_desk(connection: Connection, settings: TritonSettings, ready: Ready) -> Desk:
     """To be called on the event loop of all that follows. SettingError if the histories cannot be used."""
     tokenizer = Tokenizer.load(ready.tokenizer) if ready.tokenizer else None
-    store = HistoryStore(settings.history_file, settings.history_ttl)
+    store = HistoryStore(settings.history_file, settings.history_ttl, settings.max_conversations_per_owner)
     return Desk(EngineClient(connection), ready, tokenizer, store, settings.chunk_tokens)
 
 
@@ -145,7 +145,7 @@ class Desk:
         chunk_tokens: int,
     ):
         self._client, self._tokenizer, self._chunk_tokens = client, tokenizer, chunk_tokens
-        self._histories = Histories(store, client.tell, tokenizer)
+        self._histories = Histories(store, client.tell, client.forget, tokenizer)
         self._calls = CallMaker(ready, tokenizer, self._histories, client.new_id)
         self._open: dict[Visit, OutputStream] = {}
         self._metrics = TritonMetrics()

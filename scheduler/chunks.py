@@ -15,7 +15,7 @@ from .config import SchedulerConfig
 from .disk import DiskTier
 from .evictions import REGRET_S, Evictions
 from .plan import NO_TICKETS, Lane
-from .proof import check_store
+from .proof import Claims, check_store
 from .retention import EvictionPolicy, VictimSet
 from .slots import SlotPool
 from .types import ChunkKey, InvariantError
@@ -173,6 +173,13 @@ class ChunkStore:
         if not chunk.users:
             self.file(chunk)
 
+    def change_surplus(self, chunk: Chunk, by: int) -> None:
+        """A conversation that claims the chunk is beyond its owner's quota from now on (1), or no longer (-1)."""
+        chunk.surplus += by
+        chunk.declined = False
+        if not chunk.users:
+            self.file(chunk)
+
     def touch(self, chunk: Chunk, now: float, awaited: int = 0) -> None:
         """Its conversation is active: the user has written, and waits at that place in the queue."""
         chunk.last_active = max(chunk.last_active, now)
@@ -287,13 +294,12 @@ class ChunkStore:
         self.file(chunk)
         self._count_if_dropped(chunk)
 
-    def drop_if_unused(self, chunk: Chunk) -> None:
-        """Nobody is to find it any more. A row that holds it keeps it on the GPU and HOST; its record goes at once."""
+    def delete(self, chunk: Chunk) -> None:
+        """It is deleted. A row that holds it keeps it on the GPU and HOST; its record goes at once."""
+        self.disk.doom(chunk)
         if not chunk.users:
             self.drop(chunk)
-        elif chunk.moving is not None:
-            chunk.moving.unwanted = True
-        elif chunk.disk != NO_SLOT:
+        elif chunk.moving is None and chunk.disk != NO_SLOT:
             self.release_disk(chunk)
 
     def _count_if_dropped(self, chunk: Chunk) -> None:
@@ -359,6 +365,6 @@ class ChunkStore:
         yield from self._by_key.values()
         yield from self._private
 
-    def check(self, users: dict[Chunk, int], claims: dict[Chunk, int], pins: dict[Chunk, int]) -> None:
+    def check(self, users: dict[Chunk, int], claims: dict[Chunk, Claims]) -> None:
         """Proves conservation, given what rows and conversations hold. Raises InvariantError. Cost: all chunks."""
-        check_store(self, users, claims, pins)
+        check_store(self, users, claims)

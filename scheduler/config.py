@@ -24,6 +24,8 @@ class SchedulerConfig:
     max_num_batched_tokens          token budget of a step
     max_queue                       requests that may wait; one more is refused with 429
     queue_timeout                   seconds a request may wait for its first seat, then it is refused with 503
+    owner_kv_chunks                 chunks of each owner's conversations that are kept while there are others to evict;
+                                    None: owners are not told apart
     conversation_ttl                seconds after its last activity for which a conversation claims its KV
     swap_out_below                  chunks are copied out ahead of time while fewer GPU slots are free or reclaimable
     generation_reserve              new requests join while more GPU slots than this are free or reclaimable
@@ -47,6 +49,7 @@ class SchedulerConfig:
     chunk_tokens: int = 32
     max_queue: int = 1024
     queue_timeout: float | None = None
+    owner_kv_chunks: int | None = None
     conversation_ttl: float = inf
     eviction: str = "retention"
     swap_out_below: float = 0.25
@@ -75,6 +78,8 @@ class SchedulerConfig:
             "disk_kv_chunks",
             "needs --host-kv-chunks above 0: whatever goes to disk or comes from there passes through host memory",
         )
+        quota = self.owner_kv_chunks
+        need(quota is None or quota >= 1, "owner_kv_bytes", "must be enough for one chunk")
         need(self.max_queue >= 1, "max_queue", f"must be at least 1, not {self.max_queue}")
         patience = self.queue_timeout
         need(patience is None or 0.0 < patience < inf, "queue_timeout", f"must be more than 0 seconds, not {patience}")

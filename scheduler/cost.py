@@ -92,6 +92,13 @@ class CostProfile:
         """Seconds to write one chunk to disk."""
         return self.chunk_bytes / self.disk_write_bytes_per_s
 
+    def break_even_disk(self, tokens: int) -> float:
+        """Bytes/s from which a disk's history of so many tokens is read and copied in sooner than computed, on an idle
+        GPU; infinity: never."""
+        ends = range(self.chunk_tokens, tokens + 1, self.chunk_tokens)
+        spared = sum(map(self.recompute, ends)) - len(ends) * self.load()
+        return len(ends) * self.chunk_bytes / spared if spared > 0 else inf
+
     def step(self, tokens: int, context: int = 0, rows: int = 0, rows_context: int = 0) -> float:
         """Predicted seconds of a step: `tokens` known ones, the mean context of which is `context`, and `rows` that
         generate one each, at `rows_context`."""

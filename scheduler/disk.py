@@ -30,25 +30,25 @@ BACKOFF_S = 5.0
 
 
 class Move:
-    """One spill or promotion that has begun. `chunk` is None once it was dropped: then both slots are the work's.
-    `unwanted`: its conversation was deleted while a row held the chunk, which is not to have a record then."""
+    """One spill or promotion that has begun. `chunk` is None once it was dropped: then both slots are the work's."""
 
-    __slots__ = ("chunk", "disk", "host", "spills", "unwanted")
+    __slots__ = ("chunk", "disk", "host", "spills")
 
     def __init__(self, chunk: Chunk, host: int, disk: int, spills: bool):
         self.chunk: Chunk | None = chunk
         self.host, self.disk, self.spills = host, disk, spills
-        self.unwanted = False
 
 
 class DiskTier:
     """DISK slots, the moves under way, and what the plan in the making asks of the disk.
 
     A slot given up is taken again by the same plan (its record is overwritten), or its record is erased with that plan
-    and the slot is free once the plan is done: a free slot holds no record.
+    and the slot is free once the plan is done: a free slot holds no record. A slot is *doomed* if what it holds, or is
+    being written there, was deleted: it is erased in any case, for only what is erased is gone after a loss of power
+    too. A slot that cannot be erased is lost: nobody uses it any more.
 
-    spilled, promoted, failed_writes, failed_reads, erased
-                chunks so far
+    spilled, promoted, failed_writes, failed_reads, erased, dooms, lost
+                chunks so far; dooms: slots that were doomed
     paused_until
                 nothing is spilled before
     """
@@ -58,10 +58,14 @@ class DiskTier:
         self.pool = SlotPool(count)
         self.count = count
         self.writing = self.reading = 0
-        self.spilled = self.promoted = self.failed_writes = self.failed_reads = self.erased = 0
+        self.spilled = self.promoted = self.failed_writes = self.failed_reads = self.erased = self.dooms = 0
         self.paused_until = 0.0
         self._moves: dict[int, Move] = {}  # by DISK slot
         self._vacated: dict[int, None] = {}
+        self._doomed: dict[int, int] = {}  # slots that are not erased yet, numbered in the order of their deletion
+        self._condemned: list[int] = []  # those of them that are given up
+        self._unerased: set[int] = set()
+        self._lost: list[int] = []
         self._erasing: deque[tuple[int, tuple[int, ...]]] = deque()  # by step, until its result
         self._spills: list[Spill] = []
         self._promotions: list[Promotion] = []
@@ -78,7 +82,26 @@ class DiskTier:
         return self._vacated.popitem()[0] if self._vacated else self.pool.take()
 
     def vacate(self, slot: int) -> None:
-        self._vacated[slot] = None
+        if slot in self._doomed:
+            self._condemned.append(slot)
+        else:
+            self._vacated[slot] = None
+
+    def doom(self, chunk: Chunk) -> None:
+        """The chunk is deleted: what it has on DISK, or what is being written there, must not outlast it."""
+        slot = chunk.disk if chunk.moving is None else chunk.moving.disk
+        if slot != NO_SLOT and slot not in self._doomed:
+            self.dooms += 1
+            self._doomed[slot] = self.dooms
+
+    @property
+    def erased_up_to(self) -> int:
+        """The number of the last slot such that it and all that were doomed before it are erased or lost."""
+        return next(iter(self._doomed.values()), self.dooms + 1) - 1
+
+    @property
+    def lost(self) -> int:
+        return len(self._lost)
 
     def host_slots_moving(self) -> int:
         """HOST slots that are no chunk's copy: being read into, or spilled from a chunk that is not on the GPU."""
@@ -94,7 +117,7 @@ class DiskTier:
     @property
     def outstanding(self) -> bool:
         """Work has begun and is not reported, or is to begin with the plan in the making."""
-        return bool(self._moves or self._vacated)
+        return bool(self._moves or self._vacated or self._condemned)
 
     def spill(self, chunk: Chunk, slot: int) -> None:
         """The chunk's HOST copy, which is complete, is written into the DISK slot."""
@@ -127,9 +150,10 @@ class DiskTier:
 
     def hand_over(self, step: int) -> tuple[tuple[Spill, ...], tuple[Promotion, ...], tuple[int, ...]]:
         """What the plan of this step says: its spills, promotions and erasures."""
-        erased = tuple(self._vacated)
+        erased = (*self._condemned, *self._vacated)
         if erased:
             self._erasing.append((step, erased))
+            self._condemned.clear()
             self._vacated.clear()
             self.erased += len(erased)
         work = tuple(self._spills), tuple(self._promotions), erased
@@ -141,9 +165,10 @@ class DiskTier:
 
     def report(self, result: StepResult, now: float) -> None:
         """What became of the work; slots erased by the result's plan are free."""
+        self._unerased.update(result.unerased)
         while self._erasing and self._erasing[0][0] <= result.step:
             for slot in self._erasing.popleft()[1]:
-                self.pool.give(slot)
+                self._gone(slot)
         for slot in result.spilled:
             self._written(self._end(slot, spills=True))
         for slot in result.promoted:
@@ -158,6 +183,14 @@ class DiskTier:
                 self.failed_reads += 1
                 self._not_read(move)
 
+    def _gone(self, slot: int) -> None:
+        self._doomed.pop(slot, None)
+        if slot in self._unerased:
+            self._unerased.remove(slot)
+            self._lost.append(slot)
+        else:
+            self.pool.give(slot)
+
     def _end(self, slot: int, spills: bool | None = None) -> Move:
         move = self._moves.pop(slot, None)
         if move is None or (spills is not None and move.spills != spills):
@@ -171,11 +204,18 @@ class DiskTier:
     def _written(self, move: Move) -> None:
         self.spilled += 1
         chunk = move.chunk
-        if chunk is None or (move.unwanted and not chunk.claims):
+        if chunk is None or self._unwanted(move):
             self._not_written(move)
             return
         chunk.moving, chunk.disk = None, move.disk
         self._store.file(chunk)
+
+    def _unwanted(self, move: Move) -> bool:
+        """Its chunk was deleted while a row held it, and nobody claims it anew: it is to have no record."""
+        assert move.chunk is not None
+        if move.chunk.claims:
+            self._doomed.pop(move.disk, None)
+        return move.disk in self._doomed
 
     def _not_written(self, move: Move) -> None:
         """Whatever is in the slot, nobody may ever read it."""
@@ -189,18 +229,18 @@ class DiskTier:
     def _read(self, move: Move) -> None:
         self.promoted += 1
         chunk = move.chunk
-        if chunk is not None and chunk.host == NO_SLOT:
-            chunk.moving, chunk.host = None, move.host
-            self._store.file(chunk)
-            return
-        self._store.host.give(move.host)
         if chunk is None:
+            self._store.host.give(move.host)
             self.vacate(move.disk)
+            return
+        chunk.moving = None
+        if chunk.host == NO_SLOT:
+            chunk.host = move.host
         else:  # computed again and copied out meanwhile
-            chunk.moving = None
-            self._store.file(chunk)
-            if move.unwanted and not chunk.claims:
-                self._store.release_disk(chunk)
+            self._store.host.give(move.host)
+        self._store.file(chunk)
+        if self._unwanted(move):
+            self._store.release_disk(chunk)
 
     def _not_read(self, move: Move) -> None:
         """The record is worthless: the chunk is dropped, if it is nowhere else."""
@@ -233,7 +273,8 @@ class DiskTier:
         """The HOST and DISK slots that are no chunk's but taken. InvariantError if chunks and moves disagree."""
         moving = {chunk.moving: chunk for chunk in chunks if chunk.moving is not None}
         host: list[int] = []
-        disk = [*self._vacated, *(slot for _, slots in self._erasing for slot in slots)]
+        disk = [*self._vacated, *self._condemned, *self._lost]
+        disk += [slot for _, slots in self._erasing for slot in slots]
         for slot, move in self._moves.items():
             chunk = move.chunk
             own = (move.host, NO_SLOT) if move.spills else (NO_SLOT, move.disk)

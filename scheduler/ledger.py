@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from .chains import Chains
 from .chunk import Chunk
 from .chunks import ChunkStore
@@ -101,5 +103,5 @@ class Ledger:
             chunks.append(chunk)
         log = Log(turn.tokens[:count], turn.base, keys, first, chunks, tail)
         self._conversations.commit(turn.request, log, now)
-        if turn.request.expect_next_s is not None:
-            self._lookahead.expect(turn.request.conversation, len(chunks), now + turn.request.expect_next_s)
+        hint = turn.request.expect_next_s
+        self._lookahead.expect(turn.request.conversation, len(chunks), inf if hint is None else now + hint)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from heapq import heappop, heappush
 from math import inf
 
 from .chunk import Chunk
@@ -40,7 +39,6 @@ class LookAhead:
         self._active = config.prefetch and config.disk_kv_chunks > 0
         self._window = config.host_kv_chunks
         self._most_reads = min(256, max(4, int(READS_AHEAD_S / cost.read())))
-        self._due: list[tuple[float, str]] = []  # a heap: conversations that are expected
         self._expected: deque[Chunk] = deque()
         self._no_room = False  # for the chunk that was to be read last, nor is there to be any soon
 
@@ -52,23 +50,23 @@ class LookAhead:
     @property
     def next_due(self) -> float:
         """When a conversation's chunks are to be read next."""
-        return self._due[0][0] if self._due else inf
+        return self._conversations.expected.next
 
-    def expect(self, conversation_id: str, chunks: int, at: float) -> None:
-        """The conversation's next turn, which will need so many chunks, is expected at that time."""
+    def expect(self, conversation_id: str, chunks: int, at: float = inf) -> None:
+        """The conversation's next turn, which will need so many chunks, is expected at that time; or not any more."""
         if self._active:
-            heappush(self._due, (at - LEAD_S - chunks * self._cost.read(), conversation_id))
+            self._conversations.expected.set(conversation_id, at - LEAD_S - chunks * self._cost.read())
 
     def plan(self, waiting: Sequence[Turn], room: RoomMaker, now: float) -> None:
         """One step's share of it."""
         if not self._active:
             return
-        while self._due and self._due[0][0] <= now:
-            conversation = self._conversations.get(heappop(self._due)[1])
-            if conversation is not None:
-                self._expected.extend(conversation.chunks)
-                for chunk in conversation.chunks:
-                    self._store.touch(chunk, now)
+        for conversation_id in self._conversations.expected.take(now):
+            conversation = self._conversations.get(conversation_id)
+            assert conversation is not None
+            self._expected.extend(conversation.chunks)
+            for chunk in conversation.chunks:
+                self._store.touch(chunk, now)
         if self._prefetch_queue(waiting, room):
             self._prefetch_expected(room)
 

@@ -136,7 +136,8 @@ class StepPlan:
                 work for the disk, which takes its time and is on no lane: it begins at once, the step does not wait
                 for it, and until a result reports it done or failed nobody else uses its slots (but copies may read
                 a HOST slot that is being spilled). Whatever was to use its HOST slots before is complete on the device
-    erased      DISK slots whose records can never be read again once the plan is done; no plan uses them before that
+    erased      DISK slots whose records can never be read again once the plan is done, but for those that its result
+                says could not be erased; no plan uses them before that
 
     The batch's token order is: `generate`, then `spans`. A plan without both launches nothing.
     """
@@ -174,6 +175,7 @@ class StepResult:
     spilled, promoted
                 DISK slots whose record is written, or read and checked, on every rank; each once
     failed      DISK slots whose record could not be written, or read, or did not check, on some rank; each once
+    unerased    of the DISK slots that a plan erases, those that some rank could not; with that plan's result, or before
     """
 
     step: int
@@ -183,5 +185,6 @@ class StepResult:
     spilled: tuple[int, ...] = ()
     promoted: tuple[int, ...] = ()
     failed: tuple[int, ...] = ()
+    unerased: tuple[int, ...] = ()
     logprobs: Mapping[RowId, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)

@@ -53,7 +53,8 @@ class Roster:
         if self._config.queue_order == "arrival" or len(self.waiting) < 2:
             return list(self.waiting)
         return sorted(
-            self.waiting, key=lambda turn: (turn.request.priority, not turn.resumes, -turn.response_ratio(now))
+            self.waiting,  # priority, suspended or not, and ratio: hundreds of turns in a step, so without calls
+            key=lambda turn: (turn.order[0], turn.usage is None, (turn.arrived - now) / turn.work),
         )
 
     def await_chunks(self, turn: Turn, chunks: Sequence[Chunk | None], now: float) -> None:

@@ -81,10 +81,6 @@ class Turn:
         """It has had its room before. While a suspended request waits, nobody behind it joins."""
         return self.usage is not None
 
-    def response_ratio(self, now: float) -> float:
-        """Its wait in proportion to its work, in which those who arrive at the same time begin equal."""
-        return (now - self.arrived) / self.work
-
     @property
     def unscored(self) -> bool:
         """Log probabilities of the prompt are still to be reported (the last position has no token behind it)."""

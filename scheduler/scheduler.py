@@ -15,7 +15,6 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import islice
 
 from .admission import Admission
 from .batch import Batch
@@ -26,6 +25,7 @@ from .config import SchedulerConfig
 from .conversations import Conversations
 from .copies import StepCopies
 from .cost import CostProfile
+from .erasures import Erasures
 from .ledger import Ledger
 from .lookahead import LookAhead
 from .plan import StepPlan, StepResult
@@ -52,8 +52,6 @@ from .types import (
 )
 from .windows import check_length
 
-KEYS_A_STEP = 1000  # looked for in one plan of what deleted conversations have left: a millisecond or two
-
 
 class Scheduler:
     def __init__(self, config: SchedulerConfig, cost: CostProfile):
@@ -61,8 +59,8 @@ class Scheduler:
         self.config = config
         self._windows = windows = config.windows
         self._chains = Chains(config.seed, config.chunk_tokens, windows)
-        self._store = ChunkStore(config, eviction_policy(config.eviction, cost))
-        self._conversations = Conversations(self._store, config.conversation_ttl)
+        self._store = ChunkStore(config, eviction_policy(config.eviction, cost, config.owner_kv_chunks is not None))
+        self._conversations = Conversations(self._store, config.conversation_ttl, config.owner_kv_chunks)
         self._planner = Planner(self._store, cost, config.chunk_tokens, config.reuse, self._chains, windows)
         self._roster = Roster(config, self._store, self._planner)
         self._batcher = Batcher(config, self._store, self._roster, windows)
@@ -78,7 +76,7 @@ class Scheduler:
         self._step = self._applied = 0
         self._arrivals = 0
         self._patient: deque[Turn] = deque()  # by arrival, with those that have their seat or are gone
-        self._to_erase: deque[Iterator[ChunkKey]] = deque()
+        self._erasures = Erasures(self._store)
         self._swapped_in = self._swapped_out = 0
         # Most of HOST is for chunks that are nowhere else: copies of what is still on the GPU are no gain.
         self._mark = min(int(config.swap_out_below * config.gpu_kv_chunks), config.host_kv_chunks // 4)
@@ -165,7 +163,7 @@ class Scheduler:
         batcher = self._batcher
 
         self._conversations.expire(now)
-        self._erase_some()
+        self._erasures.go_on()
         self._roster.release_suspended(self._applied, now)
         if self.config.batching == "unified":
             batcher.plan_generation(batch)
@@ -225,7 +223,7 @@ class Scheduler:
 
     def steady_steps(self) -> int:
         """How many steps to come are sure to generate one token a row and no more, if no request comes or leaves."""
-        busy = bool(self._roster.waiting or self._roster.loading or self._to_erase)
+        busy = bool(self._roster.waiting or self._roster.loading or self._erasures.looking)
         busy = busy or self._conversations.mortal or self._disk_busy()
         if busy or self.in_flight != 1 or (self._store.available < self._mark and self._store.uncopied):
             return 0
@@ -259,13 +257,13 @@ class Scheduler:
         self._conversations.fork(conversation_id, new_id, now)
 
     def delete(self, conversation_id: str) -> None:
-        """Forgets the log, and drops what no other conversation claims and nobody uses: its records on DISK are erased
-        by the next plan. Raises RequestError (404) for an unknown id."""
+        """Forgets the log, and drops what no other conversation claims and nobody uses. `take_erased` tells when its
+        records on DISK are erased. Raises RequestError (404) for an unknown id."""
         tokens = self.conversation_tokens(conversation_id)
         salt = self._conversations.salt(conversation_id)
         self._conversations.delete(conversation_id)
-        if self._windows is not None and len(tokens) > self._windows.length:  # not all that it has left is claimed
-            self.erase_keys(self._chains.all(tokens, salt))
+        outgrown = self._windows is not None and len(tokens) > self._windows.length  # not all that it has is claimed
+        self.erase_keys(self._chains.all(tokens, salt) if outgrown else ())
 
     def keep(self, conversation_id: str, ttl: float | None, pinned_until: float, now: float) -> None:
         """Claims end `ttl` seconds after the last activity (None: `conversation_ttl`); until `pinned_until` the
@@ -291,27 +289,20 @@ class Scheduler:
         return self._chains.all(tokens, salt, shared)
 
     def erase_keys(self, keys: Iterable[ChunkKey]) -> None:
-        """Drops those chunks, of a conversation that is deleted without ever having been active here, that no
-        conversation claims and nobody uses; the next plan erases their records, of a long log the next few."""
-        self._to_erase.append(iter(keys))
-        self._erase_some()
+        """As `delete`, of a conversation that has never been active here: drops those chunks, of a long log in the next
+        few plans."""
+        self._erasures.begin(keys)
 
-    def _erase_some(self) -> None:
-        left = KEYS_A_STEP
-        while self._to_erase and left:
-            keys = list(islice(self._to_erase[0], left))
-            left -= len(keys)
-            if left:
-                self._to_erase.popleft()
-            for key in keys:
-                chunk = self._store.find(key)
-                if chunk is not None and not chunk.claims:
-                    self._store.drop_if_unused(chunk)
+    def take_erased(self) -> list[bool]:
+        """For each `delete` and `erase_keys` that has ended since the last call, in their order: whether all records
+        that were the conversation's own are erased on all ranks. False: the disk refused."""
+        return self._erasures.take_ended()
 
     @property
     def saving(self) -> bool:
-        """Chunks are on their way to DISK: who wants to lose nothing goes on with plans and results until they are."""
-        return self._saver.saving or bool(self._to_erase)
+        """Chunks are on their way to DISK, or records are to be erased there: who wants to lose nothing, and to keep
+        nothing, goes on with plans and results until that is done."""
+        return self._saver.saving or self._erasures.busy
 
     @property
     def wake_at(self) -> float:
@@ -364,7 +355,7 @@ class Scheduler:
         """Proves conservation, from nothing but rows and conversations. Raises InvariantError. Cost: all chunks."""
         check_requests(self._store, self._roster, self._held, self._turns, self._planner.pending)
         users = Counter(chunk for row in (*self._roster.joined(), *self._held.values()) for chunk in row.chunks)
-        self._store.check(users, self._conversations.claims(), self._conversations.claims(pinned=True))
+        self._store.check(users, self._conversations.claims())
 
     # -- within
 
@@ -400,7 +391,7 @@ class Scheduler:
         hear what has become of work under way."""
         if batch.spills or batch.promotions or batch.erased:
             return True
-        return not self._inflight and (batch.polls or self._disk_busy() or bool(self._to_erase))
+        return not self._inflight and (batch.polls or self._disk_busy() or self._erasures.looking)
 
     def _disk_busy(self) -> bool:
         return self._store.disk.outstanding or self._saver.busy or self._lookahead.busy

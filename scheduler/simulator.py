@@ -59,6 +59,7 @@ class Report:
     """What a simulation brought.
 
     usage               where the prompts' tokens came from, over all requests
+    full_hits           requests with a history of which nothing was computed again
     seconds             from the first session's start to the last reply's end
     busy_s              the part of it in which steps ran
     ttft_p50, ttft_p99  seconds from a request to its first token
@@ -81,6 +82,7 @@ class Report:
     swapped_out: int
     spilled: int = 0
     promoted: int = 0
+    full_hits: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -106,11 +108,13 @@ class VirtualDevice:
         self._disk_free_at = [0.0, 0.0]
         self._copies: tuple[deque[tuple[float, int]], ...] = tuple(deque() for _ in Lane)  # when, ticket
         self._completed = [0 for _ in Lane]
+        self._begins: dict[int, int] = {}  # by seat: the first position that its row sees, where that is not 0
         self.busy_s = 0.0
 
     def launch(self, plan: StepPlan, now: float) -> float:
         """Issues the plan's work at `now`; returns when it is complete. Without tokens that is when its copies are."""
         self._use_disk(plan, now)
+        self._move_windows(plan)
         copied = gate = now
         for batch in plan.copies:
             end = self._copy(batch, now)
@@ -119,7 +123,7 @@ class VirtualDevice:
                 gate = end
         if plan.tokens:
             start = self._start(Lane.COMPUTE, plan.after, now)
-            seen, rows_seen = mean_contexts(plan)
+            seen, rows_seen = mean_contexts(plan, self._begins)
             seconds = self._cost.step(len(plan.token_ids), seen, len(plan.generate), rows_seen)
             end = max(start + seconds, gate)
             self.busy_s += end - start
@@ -128,6 +132,10 @@ class VirtualDevice:
         self._complete(Lane.COMPUTE, plan.step, end)
         return end
 
+    def unseen(self, seats: Sequence[int]) -> int:
+        """Leading tokens that the rows in these seats no longer see, all together."""
+        return sum(self._begins.get(seat, 0) for seat in seats)
+
     def generate(self, step: int, rows: int, context: int, now: float) -> float:
         """`launch` of a plan that only generates."""
         start = max(now, self._free_at[Lane.COMPUTE])
@@ -135,6 +143,12 @@ class VirtualDevice:
         self.busy_s += end - start
         self._complete(Lane.COMPUTE, step, end)
         return end
+
+    def _move_windows(self, plan: StepPlan) -> None:
+        for join in plan.joins:
+            self._begins.pop(join.seat, None)
+        for origin in plan.origins:
+            self._begins[origin.seat] = origin.start
 
     def _use_disk(self, plan: StepPlan, now: float) -> None:
         reads, writes = self._disk_free_at
@@ -183,11 +197,18 @@ def _done(work: deque[tuple[float, int]], now: float) -> list[int]:
     return done
 
 
-def mean_contexts(plan: StepPlan) -> tuple[int, int]:
-    """Tokens of context that the plan's known tokens see on average, and those that its generating rows see."""
-    seen = sum((span.end - span.start) * (span.start + span.end + 1) // 2 for span in plan.spans)
+def mean_contexts(plan: StepPlan, begins: Mapping[int, int] | None = None) -> tuple[int, int]:
+    """Tokens of context that the plan's known tokens see on average, and those that its generating rows see.
+
+    `begins`: by seat, the first position that its row sees (else 0).
+    """
+    first = begins or {}
+    seen = sum(
+        (span.end - span.start) * ((span.start + span.end + 1) // 2 - first.get(span.seat, 0)) for span in plan.spans
+    )
+    rows_seen = sum(plan.positions) - sum(first.get(seat, 0) for seat in plan.generate)
     known, rows = len(plan.token_ids), len(plan.positions)
-    return seen // known if known else 0, sum(plan.positions) // rows + 1 if rows else 0
+    return seen // known if known else 0, rows_seen // rows + 1 if rows else 0
 
 
 class Open:
@@ -209,7 +230,8 @@ class Simulator:
     is told of all of them it is then.
 
     The first `warm_up` requests are served but not reported, nor is the time in which they arrive. `cost` is what the
-    scheduler believes; a `device` with other costs takes other times.
+    scheduler believes; a `device` with other costs takes other times. With `truncate` contexts may outgrow
+    `max_model_len`.
     Raises RequestError if the configuration cannot serve a request (too long, queue full).
     """
 
@@ -220,6 +242,7 @@ class Simulator:
         sessions: Sequence[Session],
         warm_up: int = 0,
         device: VirtualDevice | None = None,
+        truncate: bool = False,
         watch: Watch | None = None,
     ):
         self.scheduler = Scheduler(config, cost)
@@ -236,7 +259,8 @@ class Simulator:
         self._logs: dict[int, array[int]] = {}  # of sessions whose users think: the scheduler's may expire meanwhile
         self._systems: dict[int, array[int]] = {}
         self._requests = self._steps = self._generated = 0
-        self._warm_up, self._busy_before = warm_up, 0.0
+        self._warm_up, self._busy_before, self._full_hits = warm_up, 0.0, 0
+        self._truncate = truncate
         self._usage = [0 for _ in fields(Usage)]
         self._ttft: list[float] = []
         self._per_token: list[float] = []
@@ -284,7 +308,8 @@ class Simulator:
         # Nobody comes back to a single turn, and its client gave no conversation id.
         conversation = session.name if len(session.turns) > 1 else None
         self._open[request] = Open(session, index, arrival)
-        self.scheduler.add(Request(request, prompt, turn.output_tokens, conversation), self.now)
+        asked = Request(request, prompt, turn.output_tokens, conversation, truncate=self._truncate)
+        self.scheduler.add(asked, self.now)
 
     def _fresh(self, count: int) -> array[int]:
         """Tokens that nobody else has, one id so often; generated ones have ids above 0."""
@@ -303,7 +328,7 @@ class Simulator:
         if not steps:
             return
         plan, end = self._launched.pop()
-        rows, seen = plan.tokens, sum(plan.positions)
+        rows, seen = plan.tokens, sum(plan.positions) - self._device.unseen(plan.generate)
         arrival = self._arrivals[0][0] if self._arrivals else math.inf
         done = 0
         while done < steps and arrival > self.now:
@@ -333,6 +358,7 @@ class Simulator:
             counts = event.request > self._warm_up
             if event.usage is not None and counts:
                 self._ttft.append(self.now - served.arrival)
+                self._full_hits += event.usage.cached > 0 and not event.usage.recomputed
                 for index, field in enumerate(fields(Usage)):
                     self._usage[index] += getattr(event.usage, field.name)
             if event.finish is not None:
@@ -365,6 +391,7 @@ class Simulator:
             swapped_out=stats.swapped_out,
             spilled=stats.spilled,
             promoted=stats.promoted,
+            full_hits=self._full_hits,
         )
 
 

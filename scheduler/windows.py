@@ -18,6 +18,10 @@ from dataclasses import dataclass
 
 from .types import Request, RequestError
 
+LONGEST_LOG = 2**20
+"""Tokens of a prompt that may outgrow the context. No more of it is computed than of any other, but all of it is looked
+through, while every other request waits: so many take a third of a second."""
+
 KEEP, RECOMPUTE, RESTART = OVERFLOW_MODES = ("keep", "recompute", "restart-positions")
 """keep         kept KV stays valid: positions run on, which rotary embeddings do not mind
 recompute       each window is a base of its own and the model counts positions from it: all of it is computed anew
@@ -76,6 +80,9 @@ def check_length(request: Request, limit: int, windows: Windows | None) -> None:
     """RequestError (400) if the context would outgrow the model's and may not."""
     prompt = len(request.prompt)
     if request.truncate and windows is not None:
+        if prompt > (most := max(LONGEST_LOG, limit)):
+            message = f"the prompt has {prompt} tokens; one that outgrows the context may have {most}"
+            raise RequestError(400, message, "prompt")
         if request.max_tokens > limit:
             message = f"max_tokens is {request.max_tokens}, more than this model's context of {limit} tokens"
             raise RequestError(400, message, "max_tokens")

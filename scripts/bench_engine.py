@@ -3,9 +3,9 @@
     python -m pensieve.scripts.bench_engine [--checkpoint DIR --dtype float32]
 
 Both engines are built from the checkpoint (default: the demo model), opened, and run in turns over the same batches:
-one new token a request, or one prompt. The time inside `write_kv` and `multi_token_attention`, which both call, is
-taken off. Printed are medians, and the last line is JSON. With one thread it is the thread's own CPU time, which other
-programs on the machine disturb less.
+one new token a request, or one prompt, of which medians are printed; then all steps of a chat load (`chat_steps`), each
+once, of which the sums are. The time inside `write_kv` and `multi_token_attention`, which both call, is taken off. The
+last line is JSON. With one thread it is the thread's own CPU time, which other programs on the machine disturb less.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from ..plugins import attention_reference
 from ..plugins.torch_ops import register_pool
 from ..runtime.engine import Engine, open_engine
 from ..scheduler.types import SettingError
+from .chat_steps import Part, chat_steps
 
 CHUNK = 32
 CONTEXT = 128  # tokens of a row that generates: short, as the time of attention is taken off, not its noise
-BATCHES = {  # requests, new tokens of each
-    "1 row generates": (1, 1),
-    "4 rows generate": (4, 1),
-    "16 rows generate": (16, 1),
-    "64 rows generate": (64, 1),
-    "a prompt of 64": (1, 64),
-    "a prompt of 512": (1, 512),
+BATCHES = {
+    "1 row generates": [Part(1, CONTEXT)],
+    "4 rows generate": [Part(1, CONTEXT)] * 4,
+    "16 rows generate": [Part(1, CONTEXT)] * 16,
+    "64 rows generate": [Part(1, CONTEXT)] * 64,
+    "a prompt of 64": [Part(64, 64)],
+    "a prompt of 512": [Part(512, 512)],
 }
 UNCOUNTED = 3
 
@@ -79,36 +80,66 @@ class Row(NamedTuple):
 
 def arguments(requests: int, new: int, vocab: int, context: int = CONTEXT) -> list[torch.Tensor]:
     """Of `Engine.forward` but the pool: each request computes the end of its context, and samples at the last."""
-    context = max(context, new)
-    blocks = -(-context // CHUNK)
-    table = torch.arange(requests * blocks).view(requests, blocks)
-    own = torch.arange(context - new, context).repeat(requests, 1)
-    slots = table.gather(1, own // CHUNK) * CHUNK + own % CHUNK
-    segments = torch.tensor([(seat * new, new, 0, context, seat) for seat in range(requests)])
-    last = torch.arange(1, requests + 1) * new - 1
-    ids = torch.randint(vocab, (requests * new,), generator=torch.Generator().manual_seed(0))
-    return [part.int() for part in (ids, own.flatten(), slots.flatten(), segments, table, last)]
+    return arguments_of([Part(new, max(context, new))] * requests, vocab)
 
 
-def measure(engines: Sequence[Engine], name: str, seconds: float, spent: Spent) -> Row:
-    requests, new = BATCHES[name]
-    manifest = engines[0].manifest
-    batch = arguments(requests, new, manifest.vocab_size)
-    slots = batch[4].numel()
-    handle = register_pool(torch.zeros(engines[0].kv_shape(slots, CHUNK), dtype=engines[0].dtype))
-    outside: list[list[float]] = [[], []]
-    total: list[list[float]] = [[], []]
-    deadline = time.perf_counter() + seconds
-    while len(total[0]) < UNCOUNTED + 5 or time.perf_counter() < deadline:
-        for engine, times, totals in zip(engines, outside, total, strict=True):
-            spent.seconds = 0.0
-            start = spent.clock()
-            engine.forward(*batch, handle)
-            took = spent.clock() - start
-            totals.append(1e3 * took)
-            times.append(1e3 * (took - spent.seconds))
-    medians = [statistics.median(times[UNCOUNTED:]) for times in (*outside, *total)]
-    return Row(name, *medians)
+def arguments_of(parts: Sequence[Part], vocab: int) -> list[torch.Tensor]:
+    """As `arguments`, each request its own part; chunks are those of the pool's first slots, in order."""
+    blocks = [-(-part.context // CHUNK) for part in parts]
+    table = torch.zeros(len(parts), max(blocks), dtype=torch.int64)
+    positions, slots, segments, rows = [], [], [], []
+    first, taken = 0, 0
+    for seat, part in enumerate(parts):
+        table[seat, : blocks[seat]] = torch.arange(taken, taken + blocks[seat])
+        own = torch.arange(part.context - part.new, part.context)
+        positions.append(own)
+        slots.append(table[seat, own // CHUNK] * CHUNK + own % CHUNK)
+        segments.append((first, part.new, 0, part.context, seat))
+        first, taken = first + part.new, taken + blocks[seat]
+        if part.samples:
+            rows.append(first - 1)
+    ids = torch.randint(vocab, (first,), generator=torch.Generator().manual_seed(0))
+    made = (ids, torch.cat(positions), torch.cat(slots), torch.tensor(segments), table, torch.tensor(rows))
+    return [part.int() for part in made]
+
+
+class Bench:
+    """Both engines, over one pool of `slots` chunks; `step` runs one batch on each."""
+
+    def __init__(self, engines: Sequence[Engine], slots: int, spent: Spent):
+        self.engines, self.spent = engines, spent
+        self.vocab = engines[0].manifest.vocab_size
+        self.handle = register_pool(torch.zeros(engines[0].kv_shape(slots, CHUNK), dtype=engines[0].dtype))
+
+    def step(self, batch: Sequence[torch.Tensor]) -> list[float]:
+        """Milliseconds outside attention of each engine, then all of them."""
+        outside, total = [], []
+        for engine in self.engines:
+            self.spent.seconds = 0.0
+            start = self.spent.clock()
+            engine.forward(*batch, self.handle)
+            took = self.spent.clock() - start
+            outside.append(1e3 * (took - self.spent.seconds))
+            total.append(1e3 * took)
+        return outside + total
+
+    def batch(self, name: str, seconds: float) -> Row:
+        """Medians of one of the BATCHES."""
+        batch = arguments_of(BATCHES[name], self.vocab)
+        times = []
+        deadline = time.perf_counter() + seconds
+        while len(times) < UNCOUNTED + 5 or time.perf_counter() < deadline:
+            times.append(self.step(batch))
+        return Row(name, *map(statistics.median, zip(*times[UNCOUNTED:], strict=True)))
+
+    def chats(self, steps: Sequence[Sequence[Part]]) -> Row:
+        """Means over the steps, each as it comes, so what the first of a shape costs is in them."""
+        times = [self.step(arguments_of(step, self.vocab)) for step in steps]
+        return Row(f"{len(steps)} steps of chats", *map(statistics.fmean, zip(*times, strict=True)))
+
+
+def slots_of(parts: Sequence[Part]) -> int:
+    return sum(-(-part.context // CHUNK) for part in parts)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -128,8 +159,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         except SettingError as error:
             print(f"bench_engine: {error}", file=sys.stderr)
             return 2
-        spent = Spent(time.thread_time if args.threads == 1 else time.perf_counter)
-        rows = [measure(engines, name, args.seconds, spent) for name in BATCHES]
+        steps = chat_steps()
+        slots = max(slots_of(parts) for parts in (*BATCHES.values(), *steps))
+        bench = Bench(engines, slots, Spent(time.thread_time if args.threads == 1 else time.perf_counter))
+        rows = [bench.batch(name, args.seconds) for name in BATCHES]
+        rows.append(bench.chats(steps))
     print("| batch | reference, ms | inductor, ms | ratio | with attention: reference | inductor |")
     print("|---|---|---|---|---|---|")
     for row in rows:

@@ -103,35 +103,27 @@ class Sizes:
 
 
 def measure_tiers(tiers: Tiers, disk: Disk, new: int) -> dict[str, Any]:
-    """Seconds to the first token by tier; the break-even from them and as predicted; the disk's speed as a server
-    measures it at its start, and which share of the history it then reads."""
+    """Seconds to the first token by tier, and which share of the history the engine chose to read; the break-even from
+    them, and as predicted."""
     cost, chunks = tiers.cost, tiers.tokens // tiers.config.chunk_tokens
-    speed = measure_disk(disk.directory, cost.chunk_bytes)
-    if speed is None:
-        raise SettingError("--disk-dir", f"{disk.directory} takes no records")
-    cost = replace(cost, disk_read_bytes_per_s=speed.read, disk_write_bytes_per_s=speed.write)
     (memory,) = tiers.from_memory([new])
     tiers.write(disk)
     found = {"gpu_s": memory["gpu_s"], "host_s": memory["host_s"], "recomputed_s": tiers.recomputed(new)}
     found["disk_s"], _ = tiers.from_disk(disk, cost, "load", new)
     found["chosen_s"], read = tiers.from_disk(disk, cost, "chosen", new)
+    spared = found["recomputed_s"] - found["host_s"]
+    if spared <= 0:
+        raise SettingError("--history", "is computed as quickly as it is copied from HOST: no disk is worth reading")
     size = chunks * cost.chunk_bytes
     recompute = sum(cost.recompute((chunk + 1) * tiers.config.chunk_tokens) for chunk in range(chunks))
     return found | {
         "chosen_read": read,
-        "disk_read_gb_per_s": speed.read / 1e9,
+        "disk_read_gb_per_s": cost.disk_read_bytes_per_s / 1e9,
         "kv_bytes_per_token": size / tiers.tokens,
         "predicted_recompute_s_per_token": recompute / tiers.tokens,
-        "predicted_break_even_gb_per_s": _speed(size, recompute - chunks * cost.load()),
-        "break_even_gb_per_s": _speed(size, found["recomputed_s"] - found["host_s"]),
+        "predicted_break_even_gb_per_s": cost.break_even_disk(tiers.tokens) / 1e9,
+        "break_even_gb_per_s": size / 1e9 / spared,
     }
-
-
-def _speed(size: int, seconds: float) -> float:
-    """GB/s. SettingError if there is no time for it at all."""
-    if seconds <= 0:
-        raise SettingError("--history", "is computed as quickly as it is copied from HOST: no disk is worth reading")
-    return size / 1e9 / seconds
 
 
 def measure_sweep(tiers: Tiers, directory: Path, new: int, even: float) -> list[dict[str, float]]:
@@ -153,10 +145,11 @@ def measure_sweep(tiers: Tiers, directory: Path, new: int, even: float) -> list[
     return found
 
 
-def measure_preload(tiers: Tiers, layers: int, new_tokens: Sequence[int]) -> dict[str, list[dict[str, float]]]:
-    """By layers a group, all of them first; as `Tiers.from_memory`."""
-    groups = sorted({min(groups, layers) for groups in (GROUP_LAYERS, 2 * GROUP_LAYERS, layers)}, reverse=True)
-    return {str(group): tiers.from_memory(new_tokens, group_layers=group) for group in groups}
+def measure_preload(tiers: Tiers, new_tokens: Sequence[int]) -> dict[str, list[dict[str, float]]]:
+    """By the layers of a group that share a gate, all of them first; as `Tiers.from_memory`."""
+    layers = tiers.engine.manifest.layers
+    groups = {min(group, layers) for group in (GROUP_LAYERS, 2 * GROUP_LAYERS, layers)}
+    return {str(group): tiers.from_memory(new_tokens, group) for group in sorted(groups, reverse=True)}
 
 
 # The command.
@@ -168,7 +161,13 @@ def parser() -> argparse.ArgumentParser:
     option("--engine", required=True, type=Path, metavar="DIR", help="an engine directory")
     option("--device", default="cpu", choices=("cpu", "cuda"), help="where the engine runs (default %(default)s)")
     option("--disk-dir", type=Path, metavar="DIR", help="on the disk to be measured (default: the system's own)")
-    option("--parts", type=_parts, default=PARTS, metavar="LIST", help=f"of {','.join(PARTS)} (default: all)")
+    option(
+        "--parts",
+        type=_parts,
+        default=PARTS,
+        metavar="LIST",
+        help=f"of {','.join(PARTS)} (default: all); with sweep come the tiers",
+    )
     for name, (default, words) in COUNTS.items():
         flag = f"--{name.replace('_', '-')}"
         option(flag, type=int, default=default, metavar="N", help=f"{words} (default %(default)s)")
@@ -191,7 +190,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         device = make_device(args.device)
         try:
             with tempfile.TemporaryDirectory(prefix="bench-tiers-", dir=args.disk_dir) as directory:
-                measure(device, engine, sizes, args, Path(directory))
+                tiers = prepare(device, engine, sizes, args, Path(directory))
+                measure(tiers, sizes, args, Path(directory))
         finally:
             gc.unfreeze()
             device.end()
@@ -211,39 +211,52 @@ def check(args: argparse.Namespace) -> None:
         raise SettingError("--disk-dir", f"{args.disk_dir} is no directory")
 
 
-def measure(device: Timed, engine: Engine, sizes: Sizes, args: argparse.Namespace, directory: Path) -> None:
-    """The parts, each of which prints its lines and one of JSON."""
-    config, layers = sizes.config(args), engine.manifest.layers
-    Executor(device, engine, config)  # makes the pools and loads the engine, once for all that follow
+def prepare(device: Timed, engine: Engine, sizes: Sizes, args: argparse.Namespace, directory: Path) -> Tiers:
+    """Pools and the engine, once for all that follow; what the scheduler goes by, measured; the histories."""
+    config = sizes.config(args)
+    Executor(device, engine, config)
     gc.collect()
     gc.freeze()  # as `pensieve serve`: collections do not look at the engine again
-    cost, _ = measure_costs(device, engine, config, sizes.history, args.rows, [min(GROUP_LAYERS, layers)])
+    pieces = [min(GROUP_LAYERS, engine.manifest.layers)]
+    cost, _ = measure_costs(device, engine, config, sizes.history, args.rows, pieces)
+    speed = measure_disk(directory, cost.chunk_bytes)  # as a server at its start
+    if speed is None:
+        raise SettingError("--disk-dir", f"{directory} takes no records")
+    cost = replace(cost, disk_read_bytes_per_s=speed.read, disk_write_bytes_per_s=speed.write)
     dice = np.random.default_rng(1)
     shape = (sizes.histories, sizes.history * args.chunk_tokens)
     histories = [array("i", ids.tobytes()) for ids in dice.integers(0, engine.vocab_size, shape, np.int32)]
-    tiers = Tiers(device, engine, replace(config, gpu_kv_chunks=sizes.turn), cost, histories)
+    return Tiers(device, engine, replace(config, gpu_kv_chunks=sizes.turn), cost, histories)
 
-    print(f"{hardware(engine)}; {layers} layers, {engine.manifest.dtype}, chunks of {cost.chunk_bytes} bytes")
+
+def measure(tiers: Tiers, sizes: Sizes, args: argparse.Namespace, directory: Path) -> None:
+    """The parts, each of which prints its lines and one of JSON."""
+    manifest, cost = tiers.engine.manifest, tiers.cost
+    speeds = [f"{speed / 1e9:.3f}" for speed in (cost.disk_read_bytes_per_s, cost.disk_write_bytes_per_s)]
+    print(f"{hardware(tiers.engine)}; {manifest.layers} layers, {manifest.dtype}, chunks of {cost.chunk_bytes} bytes")
+    print(f"the disk of {directory.parent} reads {speeds[0]} GB/s, writes {speeds[1]} GB/s")
     if "tiers" in args.parts:
-        found = measure_tiers(tiers, _own(directory, "tiers"), args.new_tokens)
+        found = measure_tiers(tiers, Disk(_own(directory, "tiers")), args.new_tokens)
         show("tiers", tiers_lines(found, args), {"history": tiers.tokens, **found})
     if "sweep" in args.parts:
-        speeds = measure_sweep(tiers, _own(directory, "sweep").directory, args.new_tokens, found["break_even_gb_per_s"])
-        worst = max(speed["ratio"] for speed in speeds)
-        show("sweep", sweep_lines(speeds, worst), {"speeds": speeds, "worst": worst, "target": TARGET})
+        swept = measure_sweep(tiers, _own(directory, "sweep"), args.new_tokens, found["break_even_gb_per_s"])
+        worst = max(speed["ratio"] for speed in swept)
+        show("sweep", sweep_lines(swept, worst), {"speeds": swept, "worst": worst, "target": TARGET})
     if "preload" in args.parts:
-        preloads = measure_preload(tiers, layers, sizes.new_tokens)
-        show("preload", preload_lines(preloads, layers), {"history": tiers.tokens, "by_group_layers": preloads})
+        preloads = measure_preload(tiers, sizes.new_tokens)
+        show("preload", preload_lines(preloads), {"history": tiers.tokens, "by_group_layers": preloads})
     if "saving" in args.parts:
         load = Load(args.turns, args.rows, args.prompt, args.reply)
-        modes = {mode: tiers.saving(_own(directory, mode), sizes.saving, mode, load) for mode in reversed(SAVE_MODES)}
+        modes = {
+            mode: tiers.saving(Disk(_own(directory, mode)), sizes.saving, mode, load) for mode in reversed(SAVE_MODES)
+        }
         show("saving", saving_lines(modes, load), {**load._asdict(), "modes": modes})
 
 
-def _own(directory: Path, name: str) -> Disk:
+def _own(directory: Path, name: str) -> Path:
     """A folder of its own on the disk that is measured."""
     (directory / name).mkdir()
-    return Disk(directory / name)
+    return directory / name
 
 
 def show(part: str, lines: Iterator[str], found: dict[str, Any]) -> None:
@@ -256,12 +269,12 @@ def tiers_lines(found: dict[str, Any], args: argparse.Namespace) -> Iterator[str
     for name in ("gpu", "host", "disk", "recomputed", "chosen"):
         yield f"  {name:12}{1e3 * found[f'{name}_s']:10.2f}"
     yield (
-        f"  the disk reads {found['disk_read_gb_per_s']:.3f} GB/s; when the engine chose, "
-        f"{100 * found['chosen_read']:.0f}% of the history was read"
+        f"  when the engine chose, {100 * found['chosen_read']:.0f}% of the history was read, at the disk's "
+        f"{found['disk_read_gb_per_s']:.3f} GB/s"
     )
     yield (
-        f"  break-even disk speed {found['break_even_gb_per_s']:.3f} GB/s; predicted "
-        f"{found['predicted_break_even_gb_per_s']:.3f}: {found['kv_bytes_per_token']:.0f} bytes of KV a token, "
+        f"  break-even disk speed {found['break_even_gb_per_s']:.4g} GB/s; predicted "
+        f"{found['predicted_break_even_gb_per_s']:.4g}: {found['kv_bytes_per_token']:.0f} bytes of KV a token, "
         f"{1e6 * found['predicted_recompute_s_per_token']:.2f} us to recompute it, less its copy from HOST"
     )
 
@@ -271,16 +284,16 @@ def sweep_lines(speeds: Sequence[dict[str, float]], worst: float) -> Iterator[st
     for speed in speeds:
         times = "".join(f"{1e3 * speed[f'{belief}_s']:10.2f}" for belief in BELIEFS)
         yield (
-            f"  {speed['gb_per_s']:9.4f}{speed['of_break_even']:6.2f}{times} ({100 * speed['read']:3.0f}%)"
+            f"  {speed['gb_per_s']:10.4g}{speed['of_break_even']:6.2f}{times} ({100 * speed['read']:3.0f}%)"
             f"{speed['ratio']:7.2f}"
         )
     yield f"  worst {worst:.2f}, target {TARGET}"
 
 
-def preload_lines(found: dict[str, list[dict[str, float]]], layers: int) -> Iterator[str]:
+def preload_lines(found: dict[str, list[dict[str, float]]]) -> Iterator[str]:
     yield "history on HOST, ms to the first token by new tokens (history on the GPU, as if all were loaded before)"
-    for group, turns in found.items():
-        name = "swap-in first" if int(group) == layers else f"{group} layers a group"
+    for place, (group, turns) in enumerate(found.items()):
+        name = f"{group} layers a group" if place else "swap-in first"
         times = (f"{turn['new_tokens']:6}: {1e3 * turn['host_s']:8.2f} ({1e3 * turn['gpu_s']:.2f})" for turn in turns)
         yield f"  {name:18}" + "".join(times)
 

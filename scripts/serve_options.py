@@ -110,6 +110,9 @@ def _cache_options(made: argparse.ArgumentParser) -> None:
     option("--chunk-tokens", type=int, default=32, metavar="N", help="tokens of a chunk (default %(default)s)")
     option("--conversation-ttl", type=float, default=86400.0, metavar="SECONDS",
            help="a conversation claims its KV for so long after its last turn (default %(default)s)")  # fmt: skip
+    option("--owner-kv-bytes", metavar="SIZE",
+           help="of each API key's conversations, the latest so many bytes of KV are kept while there is other KV to "
+           "evict (default: keys are not told apart)")  # fmt: skip
     option("--eviction", default="retention", choices=EVICTION_POLICIES, help="(default %(default)s)")
     option("--swap-out-below", type=float, metavar="SHARE",
            help="copy out ahead (default: as `pensieve profile` measured, else 0.25)")  # fmt: skip
@@ -143,6 +146,8 @@ def _http_options(made: argparse.ArgumentParser) -> None:
     option("--history-ttl", type=float, metavar="SECONDS",
            help="stored conversations are deleted so long after their last turn (default: never)")  # fmt: skip
     option("--max-requests-per-client", type=int, metavar="N", help="open requests, then 429 (default: any number)")
+    option("--max-conversations-per-owner", type=int, metavar="N",
+           help="that are stored; more are refused with 429 (default: any number)")  # fmt: skip
     option("--max-body-bytes", default=DEFAULT_MAX_BODY, metavar="SIZE", help="then 413 (default %(default)s)")
     option("--max-connections", type=int, default=4096, metavar="N", help="then 503 (default %(default)s)")
     option("--client-timeout", type=float, default=30.0, metavar="SECONDS",

@@ -54,10 +54,12 @@ def scheduler_config(args: argparse.Namespace, engine: Engine, device: Device) -
     disk_chunks = kv_chunks(
         args.disk_kv_chunks, args.disk_kv_bytes or DEFAULT_DISK_KV, "--disk-kv-bytes", disk_record_bytes(host_record)
     )
+    quota = None if args.owner_kv_bytes is None else parse_bytes(args.owner_kv_bytes, "--owner-kv-bytes") // record
     settings = dict(
         gpu_kv_chunks=gpu_chunks,
         host_kv_chunks=host_chunks,
         disk_kv_chunks=disk_chunks,
+        owner_kv_chunks=quota,
         save=args.save,
         prefetch=args.prefetch == "on",
         max_num_seqs=args.max_num_seqs,
@@ -150,13 +152,12 @@ def with_disk_speed(cost: CostProfile, directory: Path, longest: int) -> CostPro
     if speed is None:
         log.warning("%s: the disk takes nothing now, so its speed is a guess", directory)
         return cost
-    even = [cost.chunk_bytes / cost.recompute(end) for end in (cost.chunk_tokens, longest)]
     log.info(
-        "%s: reads %.2f GB/s, writes %.2f GB/s; reading beats computing again from %.3f GB/s at a context's beginning, "
-        "from %.3f GB/s at %d tokens",
+        "%s: reads %.2f GB/s, writes %.2f GB/s; on an idle device reading beats computing again from %.3g GB/s for %d "
+        "tokens, from %.3g GB/s for %d",
         directory,
-        *(size / 1e9 for size in (speed.read, speed.write, *even)),
-        longest,
+        *(size / 1e9 for size in speed),
+        *(part for tokens in (cost.chunk_tokens, longest) for part in (cost.break_even_disk(tokens) / 1e9, tokens)),
     )
     return replace(cost, disk_read_bytes_per_s=speed.read, disk_write_bytes_per_s=speed.write)
 

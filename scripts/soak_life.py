@@ -42,7 +42,7 @@ class Life:
             time.sleep(0.1)
         else:
             raise Wrong(f"the server did not start; see {self.log}")
-        self.processes = [self.process.pid, *_descendants(self.process.pid)]
+        self.processes = [self.process.pid, *descendants(self.process.pid)]
 
     @property
     def address(self) -> tuple[str, int]:
@@ -86,10 +86,10 @@ class Life:
         return status
 
 
-def _descendants(process: int) -> list[int]:
+def descendants(process: int) -> list[int]:
     threads = Path(f"/proc/{process}/task").iterdir()
     children = [int(child) for thread in threads for child in (thread / "children").read_text().split()]
-    return [*children, *(one for child in children for one in _descendants(child))]
+    return [*children, *(one for child in children for one in descendants(child))]
 
 
 def _status(process: int, name: str) -> int:

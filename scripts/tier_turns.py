@@ -105,14 +105,14 @@ def quickest(turns: Sequence[Turn]) -> float:
     return min(turn.seconds for turn in turns[1:])
 
 
-def ask(loop: Loop, prompt: array[int], tier: str, tokens: int) -> Turn:
-    """Alone. InvariantError if fewer of the prompt's tokens came from there than almost `tokens`."""
+def ask(loop: Loop, prompt: array[int], tier: str | None, tokens: int) -> Turn:
+    """Alone. InvariantError if not almost `tokens` of the prompt's tokens came from there (a name in `Usage`)."""
     loop.drain()
     started = time.perf_counter()
     request = loop.add(prompt, 1)
     loop.run_until(lambda: request in loop.begun)
     at, usage = loop.begun[request]
-    if getattr(usage, tier) < FOUND * tokens:
+    if tier is not None and getattr(usage, tier) < FOUND * tokens:
         raise InvariantError(f"{tokens} tokens were to be found as {tier!r}, but the prompt had {usage}")
     return Turn(at - started, usage)
 
@@ -171,10 +171,10 @@ class Tiers:
             turns = [ask(loop, history + loop.random_ids(new), "new", self.tokens) for history in self.histories]
         return quickest(turns)
 
-    def from_memory(self, news: Sequence[int], **how: Any) -> list[dict[str, float]]:
+    def from_memory(self, news: Sequence[int], group_layers: int = GROUP_LAYERS) -> list[dict[str, float]]:
         """Seconds to the first token by how many tokens are new, with the history on HOST alone and on the GPU."""
         found = []
-        with self.loop(always_load(self.cost), **how) as loop:
+        with self.loop(always_load(self.cost), group_layers=group_layers) as loop:
             self.fill(loop)
             for new in news:
                 turns = [self._from_memory(loop, history, new) for history in self.histories]
@@ -196,10 +196,9 @@ class Tiers:
 
         `cost` says how fast the disk is.
         """
-        tier = {"load": "disk", "recompute": "recomputed", "chosen": "cached"}[belief]
+        tier = {"load": "disk", "recompute": "recomputed", "chosen": None}[belief]
         with self.loop(BELIEFS[belief](cost), disk, save="off", prefetch=False) as loop:
-            wanted = 0 if belief == "chosen" else self.tokens
-            turns = [ask(loop, history + loop.random_ids(new), tier, wanted) for history in self.histories]
+            turns = [ask(loop, history + loop.random_ids(new), tier, self.tokens) for history in self.histories]
         read = statistics.mean(turn.usage.disk for turn in turns[1:]) / self.tokens
         return quickest(turns), read
 

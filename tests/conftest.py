@@ -3,3 +3,35 @@
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# They take longest, the slow tests among them counted in: `make test` begins with them, so that its two processes,
+# which share the tests file by file, end together.
+LONG_FILES = (
+    "end_to_end/test_ranks.py",
+    "end_to_end/test_histories.py",
+    "end_to_end/test_disk_server.py",
+    "scheduler/test_driver.py",
+    "end_to_end/test_triton.py",
+    "end_to_end/test_ui.py",
+    "end_to_end/test_overflow.py",
+    "end_to_end/test_identity.py",
+    "end_to_end/test_disk_identity.py",
+    "end_to_end/test_server.py",
+    "end_to_end/test_operations.py",
+    "end_to_end/test_check_openai.py",
+    "builder/test_compile_inductor.py",
+    "plugins/test_in_the_interpreter.py",
+    "scripts/test_bench_serving.py",
+    "end_to_end/test_sampling.py",
+    "end_to_end/test_output.py",
+    "builder/test_shards.py",
+    "builder/test_ranks.py",
+    "runtime/test_connections.py",
+    "scripts/test_bench_steps.py",
+    "runtime/test_tracing.py",
+)
+_PLACES = {name: place for place, name in enumerate(LONG_FILES)}
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: _PLACES.get(f"{item.path.parent.name}/{item.path.name}", len(_PLACES)))

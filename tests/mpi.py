@@ -18,7 +18,7 @@ def variables(ranks):
     return environment({"OMP_NUM_THREADS": "1", **os.environ}, ranks)
 
 
-def run_ranks(ranks, module, *arguments, seconds=120):
+def run_ranks(ranks, module, *arguments, seconds=600):
     """What it says, once it has ended well."""
     ended = subprocess.run(
         command(ranks, module, *arguments), env=variables(ranks), capture_output=True, text=True, timeout=seconds

@@ -39,7 +39,7 @@ export class Timeline {
   update(state) {
     const then = this.before;
     this.before = state;
-    if (then === null || state.seconds <= then.seconds) return;
+    if (then === null || state.seconds <= then.seconds || state.generated < then.generated) return; // the server is another
     for (const chart of this.charts) chart.add(chart.kind.rates(then, state, state.seconds - then.seconds));
   }
 }

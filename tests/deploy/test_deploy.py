@@ -53,6 +53,14 @@ def test_the_dashboard_shows_most_of_what_there_is() -> None:
     assert known - shown - beside <= {"pensieve:e2e_request_latency_seconds_bucket", "pensieve:kv_cache_usage_perc"}
 
 
+def test_the_metrics_of_the_documentation_exist() -> None:
+    _, _, table = (ROOT / "docs" / "operations.md").read_text().partition("### What the metrics say")
+    rows = [line for line in table.partition("###")[0].splitlines() if line.startswith("|")]
+    names = {"pensieve:" + name for row in rows[2:] for name in re.findall(r"`(\w+)[`{]", row)}
+    families = known_metrics() | {name.removesuffix("_bucket") for name in known_metrics()}
+    assert len(names) > 20 and names <= families
+
+
 def test_panels_do_not_overlap() -> None:
     places = [panel["gridPos"] for panel in json.loads((DEPLOY / "grafana-dashboard.json").read_text())["panels"]]
     assert len({(place["x"], place["y"]) for place in places}) == len(places)

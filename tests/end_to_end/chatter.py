@@ -49,7 +49,7 @@ def slow_link_profile(config, chunk_bytes, chunks_a_step=4):
 
 class Chatter:
     """`longest`: tokens of a log from which on a client begins a new one; beyond `max_model_len` contexts overflow.
-    `disk`: DiskSettings, of as many slots as the settings say.
+    `openings`: tokens with which a log may begin. `disk`: DiskSettings, of as many slots as the settings say.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class Chatter:
         host_dtype=None,
         disk=None,
         longest=150,
+        openings=(16, 21, 40),
         make_executor=Executor,
         **settings,
     ):
@@ -88,7 +89,7 @@ class Chatter:
         self.anonymous: list[list[int]] = []
         self.counts: Counter[str] = Counter()
         self.requests = 0
-        self.openings = [[self._token() for _ in range(n)] for n in (16, 21, 40)]
+        self.openings = [[self._token() for _ in range(n)] for n in openings]
 
     def _begin(self):
         """A process with nothing but what is on disk."""

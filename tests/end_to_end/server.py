@@ -72,3 +72,18 @@ class Server:
             if line.startswith(name) and line[len(name)] == " ":
                 return float(line.split()[-1])
         raise KeyError(name)
+
+
+class Hog:
+    """A context manager: while it is open a request holds a seat. Its reply takes many seconds on any machine."""
+
+    def __init__(self, server, max_tokens):
+        body = dict(model="demo", prompt=[40] * 5, max_tokens=max_tokens, ignore_eos=True, stream=True)
+        self._stream = HTTP.stream("POST", f"{server.url}/v1/completions", json=body)
+
+    def __enter__(self):
+        self._lines = self._stream.__enter__().iter_lines()  # kept: without it the response would be closed
+        next(self._lines)
+
+    def __exit__(self, *_):
+        self._stream.__exit__(None, None, None)

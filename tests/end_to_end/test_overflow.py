@@ -48,13 +48,12 @@ def models(tmp_path_factory):
 def chat(models, kind, overflow, seed, turns, **settings):
     """Logs of up to seven windows of 64 tokens, in steps of 32."""
     sizes = dict(max_model_len=64, longest=260, gpu_kv_chunks=17, host_kv_chunks=24) | settings
-    chatter = Chatter(*models[kind], seed, overflow=overflow, **sizes)
-    return chatter.run(turns)
+    return Chatter(*models[kind], seed, overflow=overflow, **sizes).run(turns)
 
 
 @pytest.mark.parametrize(("kind", "overflow"), RUNS)
 def test_replies_are_those_of_a_pass_with_the_same_visibility(models, kind, overflow):
-    counts = chat(models, kind, overflow, 1, 32, disturbed=True)
+    counts = chat(models, kind, overflow, 1, 32, disturbed=True, openings=(40, 55, 60))
     assert counts["overflowed"] > 4, dict(counts)
     assert (counts["moved on"] > 0) == (overflow != "recompute")
 

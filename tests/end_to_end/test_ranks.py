@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 
 import httpx
 import pytest
@@ -35,15 +34,15 @@ def engine(tmp_path_factory):
     return make
 
 
-def chat(engine, *runs, seconds=120):
+def chat(engine, *runs):
     """What has happened; every reply was right."""
-    return json.loads(run_ranks(2, "tests.end_to_end.ranks_chatter", *engine, json.dumps(runs), seconds=seconds))
+    return json.loads(run_ranks(2, "tests.end_to_end.ranks_chatter", *engine, json.dumps(runs)))
 
 
 @pytest.mark.slow
 def test_two_ranks_reply_as_transformers(engine):
     """Grouped-query heads, one KV head a rank; pools so small that chunks swap and drop."""
-    counts = chat(engine("llama"), dict(seed=1, turns=30, gpu_kv_chunks=29, slow=1))
+    counts = chat(engine("llama"), dict(seed=1, turns=50, gpu_kv_chunks=29, slow=1))
     for event in ("gpu", "host", "recomputed", "new", "dropped"):
         assert counts[event] > 0, f"{event} never occurred"
 
@@ -56,7 +55,7 @@ def test_two_ranks_reply_as_transformers_whatever_happens(kind, engine):
     runs += [dict(seed=7, turns=50, gpu_kv_chunks=29, host_kv_chunks=host, slow=1) for host in (0, 30, 200)]
     runs += [dict(seed=8, turns=50, gpu_kv_chunks=29, slow=0, batching="separate")]
     runs += [dict(seed=9 + n, turns=60, gpu_kv_chunks=29, host_kv_chunks=12, disk_kv_chunks=40, slow=n) for n in (0, 1)]
-    counts = chat(engine(kind), *runs, seconds=300)
+    counts = chat(engine(kind), *runs)
     print(counts)
     for event in (*EVENTS, "disk"):
         assert counts[event] > 0, f"{event} never occurred"
@@ -68,7 +67,7 @@ DISK = dict(gpu_kv_chunks=29, host_kv_chunks=14, disk_kv_chunks=60, turns=80, re
 @pytest.mark.slow
 def test_two_ranks_reply_as_transformers_across_restarts(engine):
     """Spilling never stops; what some ranks had written and others not is lost to all."""
-    counts = chat(engine("llama"), dict(seed=20, **DISK), dict(seed=21, slow=1, **DISK), seconds=600)
+    counts = chat(engine("llama"), dict(seed=20, **DISK), dict(seed=21, slow=1, **DISK))
     assert counts["disk"] > 0 and counts["restarted"] == 10, counts
 
 
@@ -76,7 +75,7 @@ def test_two_ranks_reply_as_transformers_across_restarts(engine):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_rank_with_a_disk_that_lies(rank, engine):
     """Torn, flipped and misdirected records, refusals: what one rank has lost is dropped everywhere."""
-    counts = chat(engine("llama"), dict(seed=22 + rank, bad_disk=rank, **DISK), seconds=600)
+    counts = chat(engine("llama"), dict(seed=22 + rank, bad_disk=rank, **DISK))
     print(counts)
     assert counts["disk"] > 0 and counts["restarted"] == 5, counts
     assert any(counts[kind] for kind in ON_WRITE) and any(counts[kind] for kind in ON_READ)
@@ -111,7 +110,6 @@ def test_a_rank_that_fails_ends_all(fault, engine, tmp_path):
     """Its message reaches the client and the log. A killed one has none: mpirun ends the others."""
     words = command(2, "tests.end_to_end.ranks_faults", fault)
     with Server(tmp_path, engine=engine("llama")[1], command=words, environment=variables(2)) as server:
-        started = time.monotonic()
         if fault == "kill":
             with pytest.raises(httpx.TransportError):
                 ask(server, 40)
@@ -119,8 +117,7 @@ def test_a_rank_that_fails_ends_all(fault, engine, tmp_path):
             message = {"raise": "ZeroDivisionError: rank 1 divides by zero", "hang": "a rank hangs"}[fault]
             reply = ask(server, 40)
             assert reply.status_code == 500 and message in reply.text
-        assert server.process.wait(30) != 0
-        assert time.monotonic() - started < 30
+        assert server.process.wait(60) != 0
         log = "\n".join(server.log)
         if fault != "kill":
             assert message in log

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import openai
 import pytest
 
-from .server import HTTP, Server
+from .server import HTTP, Hog, Server
 
 
 @pytest.fixture(scope="module")
@@ -74,15 +77,17 @@ def test_the_official_client_holds_a_streamed_conversation(server):
     assert all(later[1] > earlier[1] for earlier, later in pairwise(cached))
 
 
-def test_streamed_pieces_carry_token_ids(server):
-    body = dict(model="demo", prompt=[40] * 9, max_tokens=6, stream=True, ignore_eos=True, return_token_ids=True)
-    ids = []
-    with HTTP.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+def streamed_ids(server, **body):
+    body |= dict(model="demo", stream=True, ignore_eos=True, return_token_ids=True)
+    with HTTP.stream("POST", f"{server.url}/v1/completions", json=body) as response:
         for line in response.iter_lines():
             if line.startswith("data: {"):
                 for choice in json.loads(line[6:])["choices"]:
-                    ids += choice["token_ids"]
-    assert len(ids) == 6
+                    yield from choice["token_ids"]
+
+
+def test_streamed_pieces_carry_token_ids(server):
+    assert len(list(streamed_ids(server, prompt=[40] * 9, max_tokens=6))) == 6
 
 
 def test_a_prompt_beyond_the_context_is_told_both_numbers(server):
@@ -92,11 +97,7 @@ def test_a_prompt_beyond_the_context_is_told_both_numbers(server):
 
 
 def test_a_client_that_hangs_up_aborts_its_request(server):
-    body = dict(model="demo", prompt=[45] * 20, max_tokens=1900, stream=True, ignore_eos=True)
-    with HTTP.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
-        assert response.status_code == 200
-        lines = response.iter_lines()  # kept: without it the response would be closed
-        next(lines)
+    with Hog(server, 1900):
         wait_for(lambda: server.metric("pensieve:num_requests_running") == 1)
     wait_for(lambda: server.metric("pensieve:num_requests_running") == 0)
     wait_for(lambda: server.metric('pensieve:kv_slots{state="in_use",tier="gpu"}') == 0)
@@ -104,20 +105,19 @@ def test_a_client_that_hangs_up_aborts_its_request(server):
 
 def test_a_full_queue_refuses_with_retry_after(server):
     """Four run, eight wait, the rest hear 429; nobody hangs."""
-    statuses = []
 
     def ask(number):
-        response = server.post("/v1/completions", prompt=[number] * 30, max_tokens=150, ignore_eos=True)
-        statuses.append((response.status_code, response.headers.get("retry-after")))
+        return server.post("/v1/completions", prompt=[number] * 30, max_tokens=15, ignore_eos=True)
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(40, 70)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert len(statuses) == 30
-    assert {status for status, _ in statuses} == {200, 429}
-    assert all(retry is not None for status, retry in statuses if status == 429)
+    with ThreadPoolExecutor(8) as pool:
+        with contextlib.ExitStack() as seats:
+            for _ in range(4):
+                seats.enter_context(Hog(server, 1900))
+            waiting = [pool.submit(ask, number) for number in range(40, 48)]
+            wait_for(lambda: server.metric("pensieve:num_requests_waiting") == 8)
+            refused = list(map(ask, range(50, 55)))
+        assert all(answer.result().status_code == 200 for answer in waiting)
+    assert all(answer.status_code == 429 and "retry-after" in answer.headers for answer in refused)
 
 
 def test_concurrent_conversations_swap_and_stay_right(server):
@@ -126,13 +126,13 @@ def test_concurrent_conversations_swap_and_stay_right(server):
     for _ in range(4):
         for name, history in histories.items():
             prompt = [*history, *range(30 + name, 130 + name)]
-            body = dict(prompt=prompt, max_tokens=20, temperature=0, ignore_eos=True, return_token_ids=True)
+            body = dict(prompt=prompt, max_tokens=10, temperature=0, ignore_eos=True, return_token_ids=True)
             reply = server.post("/v1/completions", conversation=f"swap{name}", **body).json()
             histories[name] = [*prompt, *reply["choices"][0]["token_ids"]]
     assert server.metric('pensieve:kv_copied_bytes_total{direction="swap_out"}') > 0
     for name, history in histories.items():
-        fresh = dict(prompt=history[:-20], max_tokens=20, temperature=0, ignore_eos=True, return_token_ids=True)
-        assert server.post("/v1/completions", **fresh).json()["choices"][0]["token_ids"] == history[-20:], name
+        fresh = dict(prompt=history[:-10], max_tokens=10, temperature=0, ignore_eos=True, return_token_ids=True)
+        assert server.post("/v1/completions", **fresh).json()["choices"][0]["token_ids"] == history[-10:], name
 
 
 def test_metrics_count_every_prompt_token_once(server):
@@ -144,14 +144,11 @@ def test_metrics_count_every_prompt_token_once(server):
 
 def test_sigterm_finishes_running_requests(tmp_path):
     with Server(tmp_path, "--shutdown-timeout", 60) as server:
-        answers = []
-        body = dict(prompt=[40] * 10, max_tokens=200, ignore_eos=True, return_token_ids=True)
-        thread = threading.Thread(target=lambda: answers.append(server.post("/v1/completions", **body)))
-        thread.start()
-        wait_for(lambda: server.metric("pensieve:num_requests_running") == 1)
-        assert server.stop() == 0
-        thread.join(60)
-        assert len(answers[0].json()["choices"][0]["token_ids"]) == 200
+        ids = streamed_ids(server, prompt=[40] * 10, max_tokens=80)
+        next(ids)
+        server.process.send_signal(signal.SIGTERM)
+        assert 1 + len(list(ids)) == 80
+        assert server.process.wait(60) == 0
 
 
 def test_sigterm_ends_whoever_outlasts_the_grace(tmp_path):
@@ -161,11 +158,9 @@ def test_sigterm_ends_whoever_outlasts_the_grace(tmp_path):
         thread = threading.Thread(target=lambda: answers.append(server.post("/v1/completions", **body)))
         thread.start()
         wait_for(lambda: server.metric("pensieve:num_requests_running") == 1)
-        started = time.monotonic()
         assert server.stop() == 0
-        assert time.monotonic() - started < 20
-        thread.join(30)
-        assert not thread.is_alive()
+        thread.join(60)
+        assert answers[0].status_code == 503
 
 
 @pytest.mark.parametrize(
@@ -185,7 +180,7 @@ def test_a_wrong_setting_stops_the_start_and_is_named(tmp_path, capsys, options,
     assert setting in capsys.readouterr().err
 
 
-def wait_for(condition, seconds=30):
+def wait_for(condition, seconds=120):
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until, "it never became true"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import re
 import signal
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -110,6 +113,18 @@ def test_tokens_are_those_of_the_http_server_with_two_ranks(triton, engine, tmp_
             return server.post("/v1/completions", prompt=ids, **body).json()["choices"][0]["token_ids"]
 
         assert one == two == turns(by_http)
+
+
+def test_a_setting_that_is_wrong_for_the_ranks_is_told_to_the_model(engine, tmp_path):
+    ours, theirs = multiprocessing.Pipe()
+    options = ["--engine", engine, "--state-dir", tmp_path, "--max-model-len", 100_000]
+    words = [sys.executable, "-E", "-m", "pensieve.scripts.triton_engine", *map(str, options), str(theirs.fileno())]
+    with theirs:
+        process = subprocess.Popen(words, pass_fds=[theirs.fileno()])
+    assert "--max-model-len" in ours.recv()
+    assert process.wait(60) == 2
+    with pytest.raises(EOFError):
+        ours.recv()
 
 
 def turns(reply, count=4):

@@ -1,13 +1,11 @@
 """What the kernel tests share: where they run, random batches over scattered chunks, dense attention to compare with.
 
 Kernels run on a GPU if there is one, else in Triton's interpreter, which must be asked for before Triton is imported:
-the tests then run once more in a process of their own.
+`test_in_the_interpreter` then runs the tests once more in a process of their own.
 """
 
 import os
 import random
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -17,14 +15,6 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if CUDA else "cpu"
 
 needs_kernels = pytest.mark.skipif(not (CUDA or INTERPRETED), reason="runs in Triton's interpreter, in a process apart")
-needs_interpreter = pytest.mark.skipif(CUDA or INTERPRETED, reason="the kernels run here directly")
-
-
-def run_in_the_interpreter(file):
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", file]
-    run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
 
 
 def random_batch(seed, heads, kv_heads, head_dim, dtype, lengths, chunk=32, layers=2, table="random"):

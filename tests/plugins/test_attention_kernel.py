@@ -10,10 +10,8 @@ from .kernel_cases import (
     DEVICE,
     dense_attention,
     error,
-    needs_interpreter,
     needs_kernels,
     random_batch,
-    run_in_the_interpreter,
 )
 
 pytest.importorskip("triton")
@@ -23,12 +21,6 @@ from pensieve.plugins.work_list import Capacity, Tile, WorkList, list_work
 TINY = (Tile(16, 16, 4, 2, 1), Tile(32, 32, 4, 2, 1), Tile(128, 32, 4, 2, 1))  # for the interpreter
 LENGTHS = (1, 31, 32, 33, 700, 2500, 9000, 1200) if CUDA else (1, 31, 33, 70, 110)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16) if CUDA else (torch.float32, torch.float16)
-
-
-@pytest.mark.slow
-@needs_interpreter
-def test_in_the_interpreter():
-    run_in_the_interpreter(__file__)
 
 
 @pytest.fixture(autouse=True)

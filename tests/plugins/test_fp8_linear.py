@@ -7,17 +7,11 @@ import torch.nn.functional as F
 from pensieve.plugins import fp8_linear
 from pensieve.plugins.fp8_linear import FP8, MOST, in_fp8, rounded, row_scales, widened
 
-from .kernel_cases import CUDA, DEVICE, needs_interpreter, needs_kernels, run_in_the_interpreter
+from .kernel_cases import CUDA, DEVICE, needs_kernels
 
 needs_hopper = pytest.mark.skipif(
     not CUDA or torch.cuda.get_device_capability() < fp8_linear.OLDEST_CAPABILITY, reason="needs FP8 products"
 )
-
-
-@pytest.mark.slow
-@needs_interpreter
-def test_in_the_interpreter():
-    run_in_the_interpreter(__file__)
 
 
 def random(*shape, dtype=torch.float32, seed=0):

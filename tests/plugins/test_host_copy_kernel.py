@@ -3,15 +3,10 @@
 import pytest
 import torch
 
-from .kernel_cases import CUDA, DEVICE, needs_interpreter, needs_kernels, run_in_the_interpreter
+from .kernel_cases import CUDA, DEVICE, needs_kernels
 
 pytest.importorskip("triton")
 from pensieve.plugins.host_copy_kernel import BLOCK, copy_words
-
-
-@needs_interpreter
-def test_in_the_interpreter():
-    run_in_the_interpreter(__file__)
 
 
 @needs_kernels

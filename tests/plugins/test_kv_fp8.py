@@ -8,7 +8,7 @@ import torch
 from pensieve.plugins import kv_fp8_reference
 from pensieve.plugins.kv_fp8_reference import ALIGNMENT, CODED, layer_bytes, record_bytes
 
-from .kernel_cases import CUDA, DEVICE, needs_interpreter, needs_kernels, run_in_the_interpreter
+from .kernel_cases import CUDA, DEVICE, needs_kernels
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 KERNEL_DTYPES = DTYPES if CUDA else (torch.float32, torch.float16)
@@ -26,13 +26,6 @@ def random_pool(shape, dtype, seed=0, device="cpu"):
 
 def round_trip(pool):
     return kv_fp8_reference.decode(kv_fp8_reference.encode(pool), pool.shape, pool.dtype)
-
-
-@pytest.mark.slow
-@needs_interpreter
-def test_in_the_interpreter():
-    pytest.importorskip("triton")
-    run_in_the_interpreter(__file__)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -3,17 +3,12 @@
 import pytest
 import torch
 
-from .kernel_cases import CUDA, DEVICE, needs_interpreter, needs_kernels, run_in_the_interpreter
+from .kernel_cases import CUDA, DEVICE, needs_kernels
 
 pytest.importorskip("triton")
 from pensieve.plugins import attention_reference, kv_write_kernel
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16) if CUDA else (torch.float32, torch.float16)
-
-
-@needs_interpreter
-def test_in_the_interpreter():
-    run_in_the_interpreter(__file__)
 
 
 def inputs(tokens, heads, kv_heads, head_dim, dims, dtype, slots=9, chunk=8):

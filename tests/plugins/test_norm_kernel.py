@@ -5,18 +5,13 @@ import torch
 
 from pensieve.plugins import norm_reference, torch_ops  # noqa: F401  registers torch.ops.pensieve
 
-from .kernel_cases import CUDA, DEVICE, needs_interpreter, needs_kernels, run_in_the_interpreter
+from .kernel_cases import CUDA, DEVICE, needs_kernels
 
 pytest.importorskip("triton")
 from pensieve.plugins import norm_kernel
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16) if CUDA else (torch.float32, torch.float16)
 ops = torch.ops.pensieve
-
-
-@needs_interpreter
-def test_in_the_interpreter():
-    run_in_the_interpreter(__file__)
 
 
 def random(*shape, dtype, seed=0, device=DEVICE):

@@ -22,7 +22,19 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from pensieve.runtime.messages import Abort, Drain, Fatal, Finish, Look, Ready, Refusal, StepMessage, Submit
+from pensieve.runtime.messages import (
+    Abort,
+    Drain,
+    Erased,
+    Fatal,
+    Finish,
+    Forget,
+    Look,
+    Ready,
+    Refusal,
+    StepMessage,
+    Submit,
+)
 from pensieve.scheduler.types import (
     ConversationKV,
     FinishReason,
@@ -127,6 +139,7 @@ class FakeLoop:
     dies_with       Fatal is said once so many requests run and have each got a token
     log             what was said by the HTTP side, in order
     confirmed       token counts by request, as `Finish` said
+    erases_wholly   what is answered to deletions; None: nothing
     """
 
     def __init__(
@@ -135,6 +148,7 @@ class FakeLoop:
         self.client_end, self._pipe = multiprocessing.Pipe()
         self.log: list[Submit | Abort | Finish | Drain] = []
         self.confirmed: dict[RequestId, int] = {}
+        self.erases_wholly: bool | None = True
         self._answers, self._step_seconds, self._queue, self._dies_with = answers, step_seconds, queue, dies_with
         self._running: dict[RequestId, tuple[Request, deque[int], int]] = {}
         self._paused = threading.Event()
@@ -215,6 +229,8 @@ class FakeLoop:
                     self._running.pop(request, None)
                 case Look():
                     self._pipe.send(Residency(32, [ConversationKV("c", 1, 2, 3, 4)], 0))
+                case Forget() if self.erases_wholly is not None:
+                    self._pipe.send(Erased(self.erases_wholly))
                 case Finish(request, _):
                     if self._running.pop(request, None) is not None:
                         outputs.append(Output(request, (), FinishReason.STOP))

@@ -47,7 +47,7 @@ class Served:
         settings = HTTPSettings(api_keys=tuple(map(key_digest, keys)))
         tokenizer = Tokenizer.load(directory)
         self.store = HistoryStore(path)
-        self.histories = Histories(self.store, client.tell, tokenizer)
+        self.histories = Histories(self.store, client.tell, client.forget, tokenizer)
         app = create_app(client, odd_ready(), tokenizer, settings, self.histories)
         self.closed = client.closed
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")

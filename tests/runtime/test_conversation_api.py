@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pensieve.runtime.api_keys import key_digest
-from pensieve.runtime.messages import Forget, Fork, Keep
+from pensieve.runtime.messages import Erased, Fatal, Forget, Fork, Keep
 from pensieve.scheduler.types import RequestError
 
 from .fake_loop import eventually
@@ -173,7 +173,6 @@ def test_conversations_are_listed_forked_kept_and_deleted(serve: Any) -> None:
             assert [keep.conversation for keep in keeps] == ["a"] * 5 and {keep.ttl for keep in keeps} == {60.0}
             assert [keep.pinned > 0 for keep in keeps] == [False, False, True, True, False]
             assert (await server.ask("DELETE", f"{CONVERSATIONS}/c"))["deleted"]
-            await asyncio.to_thread(eventually, lambda: server.loop.said(Forget))
             (forgotten,) = server.loop.said(Forget)
             assert forgotten.conversation == "c" and len(forgotten.tokens) > 0 and not forgotten.shared
             assert server.loop.said(Fork)[0] == Fork("with/slash", "f")
@@ -184,6 +183,30 @@ def test_conversations_are_listed_forked_kept_and_deleted(serve: Any) -> None:
             made = await server.post(CONVERSATIONS)
             assert (await server.chat("x", conversation=made["id"], history="server")).startswith("hello")
             await server.post(CONVERSATIONS, 409, id="a")
+
+    run(work())
+
+
+def test_a_deletion_is_answered_when_nobody_can_read_it_any_more(serve: Any) -> None:
+    async def work() -> None:
+        async with serve() as server:
+            for name in ("a", "b", "c"):
+                await server.chat("hello", conversation=name)
+            server.loop.erases_wholly = None  # it keeps them waiting
+            waiting = asyncio.create_task(server.ask("DELETE", f"{CONVERSATIONS}/a"))
+            await asyncio.to_thread(server.loop.said, Forget, 1)
+            await server.ask("GET", f"{CONVERSATIONS}/a", 404)
+            assert not waiting.done()
+            server.loop.say(Erased(True))
+            assert (await waiting)["deleted"]
+            server.loop.erases_wholly = False
+            error = (await server.ask("DELETE", f"{CONVERSATIONS}/b", 500))["error"]
+            assert "is deleted, but some of its KV" in error["message"]
+            server.loop.erases_wholly = None
+            waiting = asyncio.create_task(server.ask("DELETE", f"{CONVERSATIONS}/c", 500))
+            await asyncio.to_thread(server.loop.said, Forget, 3)
+            server.loop.say(Fatal("the books disagree"))
+            await waiting
 
     run(work())
 
@@ -216,6 +239,33 @@ def test_an_aborted_turn_is_not_stored(serve: Any) -> None:
             with contextlib.suppress(asyncio.CancelledError):
                 await turn
             await server.ask("GET", f"{CONVERSATIONS}/a", 404)
+
+    run(work())
+
+
+def test_a_key_may_store_so_many_conversations(serve: Any) -> None:
+    """What is there already goes on; what would be one more is refused before anything is computed."""
+
+    async def work() -> None:
+        async with serve(keys=("one", "two")) as server:
+            server.store.quota = 2
+            await server.post(CONVERSATIONS, key="one", id="a")
+            await server.chat("hello", conversation="b", key="one")
+            for path, body in (
+                (CONVERSATIONS, {}),
+                (f"{CONVERSATIONS}/a/fork", {}),
+                ("/v1/chat/completions", {"conversation": "c", "messages": [{"role": "user", "content": "hello"}]}),
+                ("/v1/completions", {"conversation": "c", "prompt": "hello"}),
+                ("/v1/responses", {"input": "hello"}),
+            ):
+                error = (await server.post(path, 429, key="one", **body))["error"]
+                assert error["code"] == "insufficient_quota" and "2 conversations" in error["message"]
+            assert len(server.requests) == 1
+            await server.chat("hello", "there", "again", conversation="b", key="one")
+            await server.chat("hello", conversation="c", key="two")
+            await server.chat("hello", key="one")
+            await server.ask("DELETE", f"{CONVERSATIONS}/a", key="one")
+            await server.chat("hello", conversation="c", key="one")
 
     run(work())
 

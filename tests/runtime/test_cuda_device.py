@@ -188,6 +188,9 @@ def test_a_lane_keeps_its_order_and_waits_for_other_lanes(closing):
     device.synchronize(last)
     assert time.perf_counter() - begin > 0.15
     assert device.ready(first) and device.ready(second)
+    waited = device.transfer_seconds()
+    assert waited.queued_in.copies == 2 and waited.queued_in.seconds > 0.2  # 0.1 s, and as much again behind the first
+    assert waited.queued_out.copies == 1 and waited.queued_out.seconds > 0.15
     on_device, host = contents(device)
     assert np.array_equal(on_device[0], on_host[1]) and np.array_equal(host[1], on_host[1])
 

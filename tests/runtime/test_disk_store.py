@@ -54,7 +54,8 @@ class Tier:
         return self.store.begin(replace(plan(self._steps), **{name: tuple(value) for name, value in work.items()}))
 
     def erase(self, *slots):
-        self.begin(erased=slots).result()
+        """Those that could not be."""
+        return self.begin(erased=slots).result()
 
     def finished(self) -> DiskReport:
         """All reports until nothing is under way, put together and sorted."""
@@ -402,8 +403,10 @@ def test_an_erasure_that_fails_is_said(tmp_path, caplog):
     with Tier(tmp_path, system=SystemCalls(write=write)) as tier:
         tier.save([0])
         broken.set()
-        tier.erase(0)
+        assert tier.erase(0, 1, 9) == (0, 1), "nothing was ever written to the file of slot 9, there is none"
         assert "may still be on disk" in caplog.text
+        broken.clear()
+        assert tier.erase(0, 1) == ()
 
 
 def test_a_directory_that_cannot_be_used_is_a_wrong_setting(tmp_path):

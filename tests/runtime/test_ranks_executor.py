@@ -75,8 +75,8 @@ def result(step, completed=(0, 0, 0), **disk):
     return StepResult(step, (), (), Tickets(*completed), **disk)
 
 
-def report(step, completed=(0, 0, 0), spilled=(), promoted=(), failed=()):
-    return Report(step, Tickets(*completed), spilled, promoted, failed)
+def report(step, completed=(0, 0, 0), spilled=(), promoted=(), failed=(), unerased=()):
+    return Report(step, Tickets(*completed), spilled, promoted, failed, unerased)
 
 
 def test_the_slowest_rank_says_what_is_complete():
@@ -102,6 +102,14 @@ def test_disk_work_is_done_once_all_ranks_have_done_it_and_failed_if_one_has():
     assert (third.spilled, third.promoted, third.failed) == ((), (6,), (5,))
     reports.take(1, report(3, spilled=(4,)))  # the slot is used anew
     assert reports.merged(result(4, spilled=(4,))).spilled == ()
+
+
+def test_what_one_rank_cannot_erase_is_not_erased():
+    reports = Reports(2)
+    reports.take(1, report(1, unerased=(4,)))
+    reports.take(2, report(1, unerased=(4, 7)))
+    assert reports.merged(result(1, unerased=(9,))).unerased == (9, 4, 7)
+    assert reports.merged(result(2)).unerased == ()
 
 
 def test_a_record_from_earlier_is_there_if_all_ranks_have_their_part_of_it():

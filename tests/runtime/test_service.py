@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pensieve.runtime.device import TransferSeconds
-from pensieve.runtime.messages import DiskCounters, Drain, Forget, KVCounters
+from pensieve.runtime.messages import DiskCounters, Drain, Erased, Forget, KVCounters
 from pensieve.runtime.service import Service
 from pensieve.scheduler.types import Applied, FinishReason, Output, RequestId, SchedulerStats
 
@@ -21,7 +21,7 @@ class Scheduler(SimpleNamespace):
     """Has `known` conversations; everything that is asked of it is noted in `asked`."""
 
     def __init__(self, **answers: Any):
-        super().__init__(asked=[], known=(), saving=False, **answers)
+        super().__init__(asked=[], known=(), saving=False, erased=[], **answers)
 
     def has_conversation(self, name: str) -> bool:
         return name in self.known
@@ -35,6 +35,10 @@ class Scheduler(SimpleNamespace):
 
     def erase_keys(self, keys: list[bytes]) -> None:
         self.asked.append(("erase", keys))
+
+    def take_erased(self) -> list[bool]:
+        erased, self.erased = self.erased, []
+        return erased
 
     def open_requests(self) -> list[RequestId]:
         return []
@@ -95,6 +99,11 @@ def test_what_is_deleted_is_erased_whether_or_not_it_has_been_active(service: Se
     service._take(Forget("fork", tokens, 9, b"s"))  # nine tokens are another's too: two whole chunks
     whole = [b"s" + bytes(range(end)) for end in (4, 8, 12)]
     assert scheduler.asked == [("delete", "active"), ("erase", whole), ("erase", whole[2:])]
+    assert service._outbox.empty()
+    scheduler.erased, scheduler.apply = [True, False], lambda result, now: Applied()
+    service._counters.launched(SimpleNamespace(tokens=0, copies=()))
+    service._finish_step()
+    assert [service._outbox.get(timeout=0) for _ in range(2)] == [Erased(True), Erased(False)]
 
 
 def test_it_sleeps_no_longer_than_a_clock_can(service: Service, scheduler: Scheduler) -> None:

@@ -117,7 +117,7 @@ def test_a_plain_generation_step_packs_quickly():
         begin = time.perf_counter()
         packer.pack(step)
         times.append(time.perf_counter() - begin)
-    assert min(times) < 150e-6
+    assert min(times) < 500e-6, "it takes about 80 us"
 
 
 @pytest.mark.parametrize(("zero", "told"), [(0, [9, 8, 9, 10]), (8, [1, 0, 1, 2]), (4, [5, 4, 5, 6])])

@@ -78,6 +78,13 @@ def test_the_estimate_counts_operations():
 MEASURED = dict(steps=((1, 2.0), (32, 3.0), (128, 9.0)), row_attention=((64, 0.5), (128, 1.5)), out_bytes_per_s=2000.0)
 
 
+def test_at_the_break_even_a_history_is_read_as_quickly_as_it_is_computed():
+    cost = a_profile()
+    chunks, computed = 4, 10.5 + 11 + 12 + 13  # 0.25 s each to copy in
+    assert cost.break_even_disk(140) == pytest.approx(4000 / (computed - chunks * 0.25))
+    assert a_profile(link_bytes_per_s=1000 / 11).break_even_disk(64) == math.inf
+
+
 def test_a_measured_step_is_read_off_its_curve():
     profile = a_profile(**MEASURED)
     assert [profile.step(tokens) for tokens in (1, 32, 80, 128, 256)] == pytest.approx([2.0, 3.0, 6.0, 9.0, 18.0])

@@ -5,9 +5,12 @@ from array import array
 import pytest
 
 from pensieve.scheduler.config import SchedulerConfig
-from pensieve.scheduler.scheduler import KEYS_A_STEP, Scheduler
+from pensieve.scheduler.erasures import KEYS_A_STEP
+from pensieve.scheduler.plan import StepResult
+from pensieve.scheduler.scheduler import Scheduler
 
 from .harness import Harness, profile
+from .test_disk import only_on_disk
 from .test_state_machine import SlowDisk
 
 
@@ -51,6 +54,14 @@ def test_what_is_expected_and_has_no_room_does_not_keep_the_loop_busy():
     harness.now += 10
     plans = [harness.tick() for _ in range(200)]
     assert harness.counts["promoted"] and plans[-1] is None and not harness.scheduler._disk_busy()
+
+
+def test_a_turn_without_a_hint_takes_back_the_one_before():
+    harness = Harness(disk_kv_chunks=60)
+    harness.turn(range(16), 4, "c", expect_next_s=500.0)
+    assert harness.scheduler.wake_at < harness.now + 500
+    harness.turn([*harness.logs["c"], 3], 4, "c")
+    assert not list(harness.scheduler._conversations.expected.take(harness.now + 1000))
 
 
 def test_a_deletion_reaches_what_is_being_written():
@@ -123,3 +134,58 @@ def test_keys_made_one_by_one_are_those_of_whole_chains(shared):
         scheduler._chains.extend(chain, base, b"", log, len(log))
         expected += chain[max(base, shared) // 4 :]
     assert list(scheduler.keys(log, b"", shared)) == expected
+
+
+def test_a_deletion_has_ended_when_its_records_are_erased():
+    """Also if a spill might have taken the slot: what is overwritten, and not flushed, comes back after a loss of
+    power."""
+    harness = Harness(disk_kv_chunks=8, host_kv_chunks=8)
+    harness.turn(range(16), 4, "a")
+    rest(harness)
+    scheduler, slots = harness.scheduler, set(harness.device.disk)
+    harness.delete("a")
+    assert scheduler.take_erased() == [] and scheduler.saving
+    scheduler.erase_keys([b"nobody's"])
+    assert scheduler.take_erased() == [], "in their order"
+    harness.submit(range(50, 66), 4, "b")
+    harness.launch()
+    assert slots and slots == set(harness.device.erased) and scheduler.take_erased() == []
+    harness.apply()
+    assert scheduler.take_erased() == [True, True]
+    rest(harness)
+    assert not scheduler.saving
+
+
+def test_a_slot_that_cannot_be_erased_is_used_no_more():
+    harness = Harness(disk_kv_chunks=8)
+    harness.turn(range(16), 4, "a")
+    rest(harness)
+    scheduler, slots = harness.scheduler, tuple(harness.device.disk)
+    scheduler.delete("a")
+    plan = scheduler.next_plan(harness.now)
+    assert sorted(plan.erased) == sorted(slots)
+    scheduler.apply(StepResult(plan.step, (), (), scheduler._store.completed, unerased=slots[:1]), harness.now)
+    assert scheduler.take_erased() == [False]
+    scheduler.check()
+    assert scheduler.stats().slots["disk"] == {"free": 7, "copy": 0, "idle": 0, "moving": 1}
+    scheduler.erase_keys([])
+    assert scheduler.take_erased() == [True], "what was lost before is not its own"
+
+
+def test_a_deletion_reaches_a_record_that_is_being_read_for_a_chunk_that_was_computed_again():
+    harness = SlowDisk(disk_kv_chunks=60, check=False)
+    harness.in_time = True
+    prompt = only_on_disk(harness)
+    harness.in_time = False
+    keys = list(harness.scheduler.keys(harness.logs["a"], b""))
+    waiting = harness.submit(prompt, 4, "a")
+    harness.tick()
+    assert harness.device.work
+    harness.abort(waiting)
+    store = harness.scheduler._store
+    chunk = store.find(keys[0])
+    assert store.publish(store.new(chunk.end, harness.now), keys[0]) is chunk and chunk.users == 1  # some row's
+    harness.delete("a")
+    harness.in_time = True
+    rest(harness)
+    assert not records(harness, keys) and harness.scheduler.take_erased() == [True]

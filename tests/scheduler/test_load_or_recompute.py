@@ -1,4 +1,5 @@
 """A turn's history is loaded or computed again: the better way of both is never better by much than what was chosen.
+And what loading hides behind, against CachedAttention's read buffer.
 
 On a virtual clock, with the costs of a Llama-3-8B as measured on an H200 (BENCHMARKS.md), for disks and links around
 the speed at which both ways take equally long. A scheduler that is to go one way at any price is told costs that the
@@ -16,7 +17,7 @@ from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.cost import CostProfile
 from pensieve.scheduler.plan import Lane, StepPlan, StepResult
 from pensieve.scheduler.scheduler import Scheduler
-from pensieve.scheduler.simulator import STEPS_IN_FLIGHT, VirtualDevice
+from pensieve.scheduler.simulator import STEPS_IN_FLIGHT, Session, SessionTurn, VirtualDevice, simulate
 from pensieve.scheduler.types import DiskRecord, Request, RequestId, Usage
 
 SIZE, NEW_TOKENS = 32, 32
@@ -103,22 +104,16 @@ def all_ways(cost, history, **load):
     return loaded, computed, chosen
 
 
-def break_even(history, beside=0.0):
-    """Bytes/s: KV of the history over the seconds that computing it takes more than what is `beside`."""
-    chunks = history // SIZE
-    seconds = sum(H200.recompute((chunk + 1) * SIZE) for chunk in range(chunks))
-    return chunks * H200.chunk_bytes / (seconds - chunks * beside)
-
-
 @pytest.mark.parametrize("history", [4096, 8192])
 @pytest.mark.parametrize("tier", ["disk", "host"])
 def test_no_first_token_comes_later_than_by_the_better_way(history, tier):
     """HOST is a disk without delay behind a link that is slow."""
     for times in AROUND:
         if tier == "disk":
-            cost = replace(H200, disk_read_bytes_per_s=times * break_even(history, H200.load()))
+            cost = replace(H200, disk_read_bytes_per_s=times * H200.break_even_disk(history))
         else:
-            cost = replace(H200, link_bytes_per_s=times * break_even(history), disk_read_bytes_per_s=INSTANTLY)
+            even = replace(H200, link_bytes_per_s=INSTANTLY).break_even_disk(history)  # of one copy, not two
+            cost = replace(H200, link_bytes_per_s=times * even, disk_read_bytes_per_s=INSTANTLY)
         loaded, computed, chosen = all_ways(cost, history)
         assert chosen.first_token <= 1.1 * min(loaded.first_token, computed.first_token), times
         if not 0.5 < times < 2:  # clear cases, in which one way is clearly worse
@@ -129,7 +124,7 @@ def test_beside_rows_it_is_the_delay_of_all_that_counts():
     """Who reads a disk waits alone; who computes holds up every row, as far as it has not ended meanwhile."""
     rows, history = 8, 2048
     for times in (0.5 / (1 + rows), 0.8 / (1 + rows), 1.25 / (1 + rows), 0.5):
-        cost = replace(H200, disk_read_bytes_per_s=times * break_even(history, H200.load()))
+        cost = replace(H200, disk_read_bytes_per_s=times * H200.break_even_disk(history))
         loaded, computed, chosen = all_ways(cost, history, rows=rows, reply=200)
         assert chosen.total <= 1.01 * min(loaded.total, computed.total), times
     assert chosen.usage.disk == history and computed.total > 1.02 * chosen.total
@@ -138,7 +133,7 @@ def test_beside_rows_it_is_the_delay_of_all_that_counts():
 def test_what_is_measured_wrongly_costs_no_more_than_the_error():
     """A disk that is believed to be a tenth faster, or slower, than it is."""
     for times in (0.8, 0.95, 1.05, 1.25):
-        cost = replace(H200, disk_read_bytes_per_s=times * break_even(8192, H200.load()))
+        cost = replace(H200, disk_read_bytes_per_s=times * H200.break_even_disk(8192))
         better = min(way.first_token for way in all_ways(cost, 8192))
         for error in (0.9, 1.1):
             believed = replace(cost, disk_read_bytes_per_s=error * cost.disk_read_bytes_per_s)
@@ -165,3 +160,27 @@ def test_what_is_loaded_before_a_row_joins_is_the_papers_read_buffer(history, ro
     # Nobody waited for it: rows that generate did so in every step meanwhile.
     first = next(plan.step for plan in plans if plan.copies and plan.copies[0].lane is Lane.IN)
     assert all(len(plan.generate) == rows for plan in plans if first <= plan.step <= joined.step)
+
+
+@pytest.mark.slow
+def test_a_read_buffer_for_the_queue_would_gain_next_to_nothing():
+    """All seats are taken, so histories of those who wait stay on HOST. A link that takes no time bounds what loading
+    them earlier could gain: a wait shorter by one history's copy, and the seats that are empty during the copy."""
+    seats, sessions, rate = 16, 200, 25.0
+    config = SchedulerConfig(
+        gpu_kv_chunks=(seats + 3) * 300, host_kv_chunks=sessions * 270, max_model_len=9000, max_num_seqs=seats
+    )
+    first, second = SessionTurn(0, 8192, 1), SessionTurn(8192, NEW_TOKENS, 100)
+    thinking = [0.3 * (sessions - number) + number / rate for number in range(sessions)]
+    returning = [
+        Session(f"c{number}", 0.3 * number, (first, second._replace(think_s=think)))
+        for number, think in enumerate(thinking)
+    ]
+    as_it_is, without_time = (
+        simulate(config, replace(H200, link_bytes_per_s=link), returning, warm_up=sessions)
+        for link in (H200.link_bytes_per_s, INSTANTLY)
+    )
+    copy = 8192 / SIZE * H200.load()
+    assert as_it_is.usage.host > 0.9 * sessions * 8192 and as_it_is.ttft_p50 > 10 * copy  # it does queue
+    assert as_it_is.seconds < 1.02 * without_time.seconds
+    assert as_it_is.ttft_p50 < 1.05 * without_time.ttft_p50

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from itertools import product
 
 import pytest
 
-from pensieve.scheduler.types import RequestError
-from pensieve.scheduler.windows import KEEP, OVERFLOW_MODES, RECOMPUTE, RESTART
+from pensieve.scheduler.types import Request, RequestError
+from pensieve.scheduler.windows import KEEP, LONGEST_LOG, OVERFLOW_MODES, RECOMPUTE, RESTART, check_length
 
 from .driver import Driver
 from .harness import Harness
@@ -28,6 +29,14 @@ def talk(harness, name, turns, new=3, reply=6):
         prompt = [*harness.logs.get(name, []), *range(50 + turn, 50 + turn + new)]
         usages.append(harness.turn(prompt, reply, name, truncate=True))
     return usages
+
+
+def test_a_prompt_cannot_have_any_length():
+    harness = a_harness()
+    with pytest.raises(RequestError, match="1048576") as refused:
+        harness.submit([7] * (LONGEST_LOG + 1), 4, truncate=True)
+    assert (refused.value.status, refused.value.param) == (400, "prompt")
+    check_length(Request(1, array("i", bytes(4 * LONGEST_LOG)), 4, truncate=True), WINDOW, harness.windows)
 
 
 @pytest.mark.parametrize("mode", [KEEP, RESTART])

@@ -278,7 +278,10 @@ def test_a_server_that_refuses_is_told_before_the_run(capsys):
 
 def test_a_real_server_tells_its_sources(bench, tmp_path):
     with Server(tmp_path / "state") as server:
-        (made,), said = bench(server, "--conversations", "--vocabulary", "2000", rate="3", measure_s=1.5)
+        for seconds in (1.5, 10, 60):  # on a busy machine nothing ends in a short while
+            (*_, made), said = bench(server, "--conversations", "--vocabulary", "2000", rate="3", measure_s=seconds)
+            if made["completed_per_s"] > 0:
+                break
     assert made["errors"] == {} and made["completed_per_s"] > 0 and made["model"] == "demo"
     assert set(made["sources"]) == {"gpu", "host", "disk", "recomputed", "new"} and sum(made["sources"].values()) > 0
     assert made["ttft_ms_p50"] > 0 and made["cached_tokens"] is not None

@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from pensieve.runtime.disk_files import Segments, aligned_buffer
 from pensieve.runtime.disk_records import PAGE
 from pensieve.runtime.engine import open_engine
 from pensieve.runtime.executor import Executor
+from pensieve.scheduler.plan import Lane
 from pensieve.scheduler.types import InvariantError, Usage
 from pensieve.scripts.bench_loop import make_device
 from pensieve.scripts.bench_tiers import SPEEDS, Sizes, main, parser
@@ -59,6 +61,23 @@ def test_a_history_is_where_it_is_to_be(tiers, tmp_path):
         assert tiers.from_disk(disk, replace(COST, disk_read_bytes_per_s=speed), "chosen", 2)[1] == share
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("times", "read"), [(0.4, 0.0), (4.0, 1.0)])
+def test_what_is_chosen_is_no_slower_than_the_better_way(tiers, tmp_path, times, read):
+    """On a device and a disk that mostly sleep, so that it matters little what else the machine does: the wrong way
+    would take twice as long."""
+    tiers.device._disturb = lambda lane: 0.04 if lane is Lane.COMPUTE else 0.0
+    memory = MemoryDisk()
+    disk = Disk(tmp_path, memory.calls)
+    tiers.write(disk)
+    computed = tiers.recomputed(2)
+    memory.bytes_per_s = times * 448 * 768 / computed
+    cost = replace(COST, chunk_seconds=computed / 14, disk_read_bytes_per_s=memory.bytes_per_s, chunk_bytes=32 * 768)
+    (loaded, _), (chosen, share) = (tiers.from_disk(disk, cost, way, 2) for way in ("load", "chosen"))
+    assert share == read
+    assert chosen < 1.25 * min(loaded, computed) < max(loaded, computed)
+
+
 @pytest.mark.parametrize(("save", "saved"), [("off", 0), ("sync", 5), ("async", 5)])
 def test_turns_are_saved_as_they_are_to_be(tiers, tmp_path, save, saved):
     """One whole chunk a turn."""
@@ -66,24 +85,18 @@ def test_turns_are_saved_as_they_are_to_be(tiers, tmp_path, save, saved):
     assert found["saved"] == saved and 0 < found["first_token_s"] < found["turn_s"] <= found["seconds"]
 
 
-@pytest.mark.slow
-def test_all_parts(directory, tmp_path, capsys):
-    """14 steps to recompute a history, one if it is anywhere: no load of the machine hides that."""
-    more = ["--max-num-batched-tokens", "32", "--repeats", "2", "--disk-dir", str(tmp_path)]
-    assert main(["--engine", str(directory), *SMALL, *more]) == 0
-    printed = capsys.readouterr().out
-    found = results(printed)
+def check_all_parts(found, token):
+    """token: bytes of a token's KV."""
     assert list(found) == ["tiers_tiers", "tiers_sweep", "tiers_preload", "tiers_saving"]
-    assert not list(tmp_path.iterdir())
     tiers = found["tiers_tiers"]
-    assert tiers["kv_bytes_per_token"] == 6 * 2 * 16 * 4 and tiers["history"] == 448
+    assert tiers["kv_bytes_per_token"] == token and tiers["history"] == 448
     assert all(tiers[f"{way}_s"] > 0 for way in ("gpu", "host", "disk", "recomputed", "chosen"))
     even = tiers["break_even_gb_per_s"]
-    assert even == pytest.approx(448 * 768 / 1e9 / (tiers["recomputed_s"] - tiers["host_s"]))
+    assert even == pytest.approx(448 * token / 1e9 / (tiers["recomputed_s"] - tiers["host_s"]))
     speeds = found["tiers_sweep"]["speeds"]
     assert [speed["gb_per_s"] for speed in speeds] == pytest.approx([times * even for times in SPEEDS])
     for speed in speeds:
-        assert speed["load_s"] > 448 * 768 / 1e9 / speed["gb_per_s"]  # no quicker than the disk is said to be
+        assert speed["load_s"] > 448 * token / 1e9 / speed["gb_per_s"]  # no quicker than the disk is said to be
         assert speed["ratio"] == speed["chosen_s"] / min(speed["load_s"], speed["recompute_s"])
         assert 0 <= speed["read"] <= 1
     assert found["tiers_sweep"]["worst"] == max(speed["ratio"] for speed in speeds)
@@ -91,8 +104,28 @@ def test_all_parts(directory, tmp_path, capsys):
     assert list(preload) == ["6", "4"]
     assert all([turn["new_tokens"] for turn in turns] == [2, 8, 32] for turns in preload.values())
     assert list(found["tiers_saving"]["modes"]) == ["off", "sync", "async"]
+
+
+ALL_PARTS = [*SMALL, "--max-num-batched-tokens", "32", "--repeats", "2"]
+"""14 steps to recompute a history, one if it is anywhere: no load of the machine hides that."""
+
+
+@pytest.mark.slow
+def test_all_parts(directory, tmp_path, capsys):
+    assert main(["--engine", str(directory), *ALL_PARTS, "--disk-dir", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    check_all_parts(results(printed), token=6 * 2 * 16 * 4)
     for words in ("break-even disk speed", "worst ", "swap-in first", "by --save"):
         assert words in printed
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_all_parts_on_a_gpu(tmp_path, capsys):
+    directory = build(tmp_path, device="cuda", dtype="bfloat16")
+    assert main(["--engine", str(directory), "--device", "cuda", *ALL_PARTS]) == 0
+    check_all_parts(results(capsys.readouterr().out), token=6 * 2 * 16 * 2)
 
 
 @pytest.mark.parametrize(

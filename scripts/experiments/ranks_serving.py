@@ -1,0 +1,147 @@
+"""Serving with several ranks, by rate: with reuse, with the GPU's cache only, and with every history computed anew.
+
+    python scripts/experiments/ranks_serving.py --shape scripts/shapes/llama-2-70b.json --output DIR \\
+        --rates reuse=2,4,6 gpu=2,4 none=1,2
+
+One server after the other, random weights, ShareGPT's lengths; ends in one table. A server that does not start, and
+what `--seconds` leaves no time for, is said and left out. KV sizes are a rank's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from pensieve.runtime.memory import GIB, host_memory
+from pensieve.scripts.sizes import parse_bytes
+
+MODES = {"reuse": [], "gpu": ["--host-kv-chunks", "0"], "none": ["--host-kv-chunks", "0", "--no-reuse"]}
+START_SECONDS = 240.0  # longest start of a server
+STOP_SECONDS = 60.0
+PIECE = 4 * GIB
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="ranks_serving", description=__doc__.partition("\n")[0])
+    option = made.add_argument
+    option("--shape", type=Path, required=True, metavar="FILE", help="a config.json")
+    option("--output", type=Path, required=True, metavar="DIR", help="engine, logs and a JSON line a rate")
+    option("--rates", nargs="+", required=True, metavar="MODE=RATES", help=f"of {', '.join(MODES)}; conversations/s")
+    option("--ranks", type=int, default=4, metavar="N", help="(default %(default)s)")
+    option("--device", default="cuda", choices=("cpu", "cuda"), help="(default %(default)s)")
+    option("--dtype", default="bfloat16", help="(default %(default)s)")
+    option("--gpu-kv-bytes", default="20GiB", metavar="SIZE", help="(default %(default)s)")
+    option("--host-kv-bytes", default="48GiB", metavar="SIZE", help="(default %(default)s)")
+    option("--max-num-seqs", type=int, default=256, metavar="N", help="(default %(default)s)")
+    option("--ramp-s", type=float, default=20.0, metavar="S", help="before what is measured (default %(default)s)")
+    option("--measure-s", type=float, default=30.0, metavar="S", help="of each rate (default %(default)s)")
+    option("--think-s", type=float, default=15.0, metavar="S", help="(default %(default)s)")
+    option("serve_options", nargs="*", metavar="OPTION", help="behind --: more of `pensieve serve`")
+    option("--seconds", type=float, default=570.0, metavar="S", help="for all of it (default %(default)s)")
+    return made
+
+
+def main() -> int:
+    args = parser().parse_args()
+    deadline = time.monotonic() + args.seconds
+    args.output.mkdir(parents=True, exist_ok=True)
+    command("build_engine", "--random-weights", "--config", args.shape, "--output", args.output / "engine",
+            "--backend", "reference", "--dtype", args.dtype, "--device", args.device,
+            "--tensor-parallel", args.ranks)  # fmt: skip
+    if args.device == "cuda":
+        use_memory(args.ranks * (parse_bytes(args.host_kv_bytes, "--host-kv-bytes") + PIECE))
+    told = []
+    for mode, _, rates in (word.partition("=") for word in args.rates):
+        left = deadline - time.monotonic()
+        file = args.output / f"{mode}.json"
+        try:
+            with server(args, mode, min(left, START_SECONDS)) as url:
+                measure(args, url, rates, file, deadline - time.monotonic())
+        except (subprocess.SubprocessError, TimeoutError) as error:
+            log = (args.output / f"{mode}.log").read_text(errors="replace").splitlines()
+            print(f"{mode}: {error}; the server's log ends:", *log[-30:], sep="\n", flush=True)
+        if file.exists() and file.read_text():
+            told.append(file)
+    command("bench_serving", "--compare", *told)
+    return 0
+
+
+def command(name: str, *words: object, seconds: float | None = None) -> None:
+    """One of ours; CalledProcessError if it fails, TimeoutExpired if it takes longer."""
+    subprocess.run([sys.executable, "-m", f"pensieve.scripts.{name}", *map(str, words)], check=True, timeout=seconds)
+
+
+def measure(args: argparse.Namespace, url: str, rates: str, file: Path, seconds: float) -> None:
+    vocabulary = json.loads(args.shape.read_text())["vocab_size"]
+    command("bench_serving", "--url", url, "--conversations", "--vocabulary", vocabulary, "--processes", 8,
+            "--rate", rates, "--ramp-s", args.ramp_s, "--warm-up-s", args.ramp_s, "--measure-s", args.measure_s,
+            "--think-s", args.think_s, "--json", file, seconds=seconds)  # fmt: skip
+
+
+@contextmanager
+def server(args: argparse.Namespace, mode: str, seconds: float) -> Iterator[str]:
+    """The address of one that is ready. TimeoutError if it is not in time, or ends."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = args.output / f"{mode}.log"
+    sizes = ["--gpu-kv-bytes", args.gpu_kv_bytes, *(MODES[mode] or ["--host-kv-bytes", args.host_kv_bytes])]
+    words = [sys.executable, "-m", "pensieve.scripts.pensieve", "serve", "--engine", args.output / "engine"]
+    words += ["--device", args.device, "--port", port, "--state-dir", args.output / f"state-{mode}", *sizes]
+    words += ["--max-num-seqs", args.max_num_seqs, "--max-num-batched-tokens", 1024, "--shutdown-timeout", 1]
+    words += args.serve_options
+    started = time.monotonic()
+    with log.open("wb") as out:
+        process = subprocess.Popen([*map(str, words)], stdout=out, stderr=subprocess.STDOUT)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        while not ready(url):
+            if process.poll() is not None or time.monotonic() - started > seconds:
+                raise TimeoutError(f"no server after {time.monotonic() - started:.0f} s")
+            time.sleep(0.5)
+        print(f"{mode}: ready after {time.monotonic() - started:.0f} s", flush=True)
+        yield url
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/ready", timeout=2):
+            return True
+    except (OSError, urllib.error.URLError):
+        return False
+
+
+def use_memory(size: int) -> None:
+    """Touches memory until so many bytes are free: some virtual machines are given it as they use it."""
+    held: list[np.ndarray] = []
+    patience = 10
+    while (free := host_memory().free) + len(held) * PIECE < size and patience:
+        if free > 2 * PIECE:
+            held.append(np.ones(PIECE, np.uint8))
+        else:
+            patience -= 1
+            time.sleep(1.0)
+    print(f"{(free + len(held) * PIECE) / GIB:.0f} GiB of host memory for {size / GIB:.0f}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
