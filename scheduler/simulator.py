@@ -211,23 +211,17 @@ def mean_contexts(plan: StepPlan, begins: Mapping[int, int] | None = None) -> tu
     return seen // known if known else 0, rows_seen // rows + 1 if rows else 0
 
 
-class Open:
-    """A request being served, the `turn`-th of its session, that came at `arrival` (seconds)."""
+class Open(NamedTuple):
+    """A request being served: turn number `turn` of its session, that came at `arrival` (seconds)."""
 
-    __slots__ = ("arrival", "first_token", "session", "turn")
-
-    def __init__(self, session: Session, turn: int, arrival: float):
-        self.session, self.turn, self.arrival = session, turn, arrival
-        self.first_token = 0.0
-
-
-Watch = Callable[[float, Applied, Mapping[RequestId, Open]], None]
-"""Is told the clock, a step's results, and the requests being served, those that end with this step included."""
+    session: Session
+    turn: int
+    arrival: float
 
 
 class Simulator:
-    """One run over `sessions`; used once. Without `skips` every step is planned and applied by itself; so that `watch`
-    is told of all of them it is then.
+    """One run over `sessions`; used once. Without `skips` every step is planned and applied by itself. So it is for
+    `watch`: it is told the clock, each step's results, and whom it found being served.
 
     The first `warm_up` requests are served but not reported, nor is the time in which they arrive. `cost` is what the
     scheduler believes; a `device` with other costs takes other times. With `truncate` contexts may outgrow
@@ -243,7 +237,7 @@ class Simulator:
         warm_up: int = 0,
         device: VirtualDevice | None = None,
         truncate: bool = False,
-        watch: Watch | None = None,
+        watch: Callable[[float, Applied, Mapping[RequestId, Open]], None] | None = None,
     ):
         self.scheduler = Scheduler(config, cost)
         self.now = min(session.start_s for session in sessions)
