@@ -1,7 +1,7 @@
 """Serving with several ranks, by rate: with reuse, with the GPU's cache only, and with every history computed anew.
 
     python scripts/experiments/ranks_serving.py --shape scripts/shapes/llama-2-70b.json --output DIR \\
-        --rates reuse=2,4,6 gpu=2,4 none=1,2
+        --rates reuse=3,6 none=0.5,1 gpu=2,3
 
 One server after the other, random weights, ShareGPT's lengths; ends in one table. A server that does not start, and
 what `--seconds` leaves no time for, is said and left out. KV sizes are a rank's.
