@@ -192,9 +192,11 @@ class Detokenizer:
             return self._say_all(new)
         if not new or len(self._window) - self._held < 4:
             return ""
-        # A character has at most 4 bytes, one a token at least: what stands before the last sign is broken for good.
+        # A character has at most 4 bytes, one a token at least: what stands before the last 3 signs is broken for good
+        # (a sign stands for a byte, or for several; held tokens may have no text, as a first space has none).
         # No token boundary is known to be a character boundary here, so the window stays.
-        new = new[:-1]
+        signs = len(new) - len(new.rstrip(REPLACEMENT))
+        new = new[: len(new) - min(signs, 3)]
         self._said += new
         return new
 

@@ -108,7 +108,8 @@ def test_completions_go_on_behind_the_log_without_a_space_between() -> None:
 
     async def work() -> None:
         speaker = Tokenizer(spaced_tokenizer())
-        histories = Histories(HistoryStore(":memory:"), lambda _: None, pytest.fail, speaker)
+        loop: Any = None  # nothing is said to it
+        histories = Histories(HistoryStore(":memory:"), loop, loop, speaker)
         first = await histories.open_completion("", "c", "hello: a")
         await first.commit(speaker.encode("b"), " b", None, b"")
         for text in ("ba!", " ba!"):

@@ -81,6 +81,13 @@ def test_sentencepiece_spaces_and_bytes() -> None:
     assert not any(REPLACEMENT in piece for piece in said)
 
 
+def test_a_reply_that_begins_with_a_character_in_bytes() -> None:
+    """Behind the space that a reply begins with, which has no text of its own there."""
+    backend = sentencepiece_like()
+    words = [backend.token_to_id("▁"), *(backend.token_to_id(f"<0x{byte:02X}>") for byte in "😀é".encode())]
+    assert pieces(Tokenizer(backend), words) == ["", "", "", "", "😀", "", "é", ""]
+
+
 def test_a_reply_that_continues_its_prompt_keeps_its_leading_space() -> None:
     backend = sentencepiece_like()
     hello, world = (backend.token_to_id(word) for word in ("▁Hello", "▁world"))
