@@ -55,12 +55,13 @@ class CudaRanks:
         self.rank, self.ranks = rank, ranks
         device = torch.device("cuda", torch.cuda.current_device())
         dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks, device_id=device, timeout=OVERDUE)
-        self._name = dist.group.WORLD.group_name
+        self.name = dist.group.WORLD.group_name
         self.one_shot_bytes = 0
         """Larger sums, and others than those of `dtype`, go through NCCL. May be lowered, on all ranks alike."""
-        self._shared: Tensor | None = None
+        self.shared: Tensor | None = None
+        """[numbers] of `dtype`: this rank's part of what all see; only one way at a time may use it."""
         if same_host and one_shot_bytes and ranks in ONE_SHOT_RANKS and dtype in ONE_SHOT_DTYPES:
-            self._shared = _shared_memory(one_shot_bytes // dtype.itemsize, dtype, device, self._name)
+            self.shared = _shared_memory(one_shot_bytes // dtype.itemsize, dtype, device, self.name)
             self.one_shot_bytes = one_shot_bytes
         self._try(dtype, device)
 
@@ -75,9 +76,9 @@ class CudaRanks:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         x = x.contiguous()
-        if self._shared is not None and self._takes_one_shot(x):
-            place = self._shared[: x.numel()].view(x.shape)
-            return torch.ops.symm_mem.one_shot_all_reduce_copy(place, x, "sum", self._name)
+        if self.shared is not None and self._takes_one_shot(x):
+            place = self.shared[: x.numel()].view(x.shape)
+            return torch.ops.symm_mem.one_shot_all_reduce_copy(place, x, "sum", self.name)
         total = x.clone()
         dist.all_reduce(total)
         return total
@@ -95,12 +96,12 @@ class CudaRanks:
     def close(self) -> None:
         """All ranks call it. NCCL waits for graphs in which it was captured: they are gone by then."""
         torch.cuda.synchronize()
-        self._shared = None
+        self.shared = None
         dist.destroy_process_group()
 
     def _takes_one_shot(self, x: Tensor) -> bool:
         return (
-            x.dtype == self._shared.dtype
+            x.dtype == self.shared.dtype
             and 0 < x.nbytes <= self.one_shot_bytes
             and (x.data_ptr() | x.nbytes) % _ALIGNMENT == 0
         )

@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi.responses import JSONResponse
 
-from ..scheduler.types import RequestError
+from ..scheduler.types import INSUFFICIENT_QUOTA, RequestError
 
 RETRY_SECONDS = 1  # told to clients that come at a bad moment
 
@@ -14,7 +14,9 @@ RETRY_SECONDS = 1  # told to clients that come at a bad moment
 def error_object(error: RequestError) -> dict[str, Any]:
     """OpenAI's form."""
     kind, code = "invalid_request_error", error.code
-    if error.status == 429:
+    if error.status == 429 and code == INSUFFICIENT_QUOTA:
+        kind = INSUFFICIENT_QUOTA
+    elif error.status == 429:
         kind, code = "rate_limit_error", "rate_limit_exceeded"
     elif error.status == 401:
         code = "invalid_api_key"
@@ -24,5 +26,6 @@ def error_object(error: RequestError) -> dict[str, Any]:
 
 
 def error_response(error: RequestError) -> JSONResponse:
-    headers = {"retry-after": str(RETRY_SECONDS)} if error.status in (429, 503) else None
+    passes = error.status in (429, 503) and error.code != INSUFFICIENT_QUOTA
+    headers = {"retry-after": str(RETRY_SECONDS)} if passes else None
     return JSONResponse(error_object(error), error.status, headers)

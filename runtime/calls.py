@@ -23,6 +23,7 @@ from .structured import ReplyForm, reply_form
 from .text import Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+MOST_REQUESTS = 16384  # of one call: more than any queue takes, and few enough to be made at once
 MOST_BIASES = 1024  # each is written to the logits at every step
 TOO_LONG = "context_length_exceeded"  # OpenAI's code
 
@@ -77,7 +78,11 @@ class CallMaker:
         asked = await self._asked(body)
         if body.echo and body.logprobs is not None:
             asked = replace(asked, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
-        prompts = [self._checked(prompt) for prompt in _one_or_several(body.prompt)]
+        several = _one_or_several(body.prompt)
+        if len(several) * body.n > MOST_REQUESTS:
+            message = f"{len(several)} prompts with n = {body.n} are more than {MOST_REQUESTS} replies in one request"
+            raise RequestError(400, message, "prompt")
+        prompts = [self._checked(prompt) for prompt in several]
         if body.conversation_id is None:
             turn, ids = None, [await self._encoded(prompt) for prompt in prompts]
         elif len(prompts) > 1:
@@ -179,6 +184,7 @@ class CallMaker:
         self._check_ids(body.stop_token_ids, "stop_token_ids")
         stop_ids = frozenset(body.stop_token_ids) | frozenset(() if body.ignore_eos else self._ready.stop_ids)
         sampling, truncate = self._sampling(body, asked), body.truncates and self._ready.overflow
+        seeds = [_random_seed() if body.seed is None else sampling.seed for _ in prompts]
         requests = [
             Request(
                 id=self._new_id(),
@@ -188,15 +194,16 @@ class CallMaker:
                 salt=kv_salt(body.cache_salt, owner),
                 min_tokens=body.min_tokens,
                 stop_ids=stop_ids,
-                sampling=replace(sampling, seed=choice_seed(sampling.seed, choice)),
+                sampling=replace(sampling, seed=choice_seed(seed, choice)),
                 priority=body.priority,
                 expect_next_s=body.expect_next_s,
+                owner=owner,
                 confirm=bool(body.stop),
                 prompt_logprobs=asked.prompt_logprobs if choice == 0 else None,
                 choice=choice,
                 truncate=truncate,
             )
-            for prompt in prompts
+            for prompt, seed in zip(prompts, seeds, strict=True)
             for choice in range(asked.n)
         ]
         return Call(
@@ -244,7 +251,7 @@ class CallMaker:
         check_logprobs(body.prompt_logprobs, "prompt_logprobs")
         form = reply_form(body)
         if form is not None:
-            await asyncio.to_thread(self._check_form, form)
+            await self._check_form(form)
         return Asked(
             n=body.n,
             logprobs=body.reply_logprobs,
@@ -253,13 +260,14 @@ class CallMaker:
             most_tool_calls=body.most_tool_calls,
         )
 
-    def _check_form(self, form: ReplyForm) -> None:
+    async def _check_form(self, form: ReplyForm) -> None:
         if self._grammars is None:
             ready = self._ready
-            self._grammars = open_grammars(ready.tokenizer, ready.vocab_size, ready.stop_ids)
+            opened = await asyncio.to_thread(open_grammars, ready.tokenizer, ready.vocab_size, ready.stop_ids)
+            self._grammars = self._grammars or opened
         if self._grammars is None:
             raise RequestError(400, f"{form.param} is not supported with this model's tokenizer", form.param)
-        self._grammars.check(form.grammar, form.param)
+        await asyncio.wrap_future(self._grammars.begin_check(form.grammar, form.param))
 
     def _logit_bias(self, body: GenerationBody) -> tuple[tuple[int, float], ...]:
         try:
@@ -272,14 +280,17 @@ class CallMaker:
         return tuple(biases.items())
 
     def _sampling(self, body: GenerationBody, asked: Asked) -> Sampling:
-        """-1 is another way to say that top-k is off, as is anything from the vocabulary's size on."""
+        """-1 is another way to say that top-k is off, as is anything from the vocabulary's size on. A seed may be any
+        signed number of 64 bits."""
         top_k = 0 if body.top_k == -1 or body.top_k >= self._ready.vocab_size else body.top_k
-        seed = random.getrandbits(63) if body.seed is None else body.seed
+        seed = body.seed or 0
+        if not -(2**63) <= seed < 2**63:
+            raise RequestError(400, f"seed must be between -2**63 and 2**63 - 1, not {seed}", "seed")
         return Sampling(
             temperature=body.temperature,
             top_k=top_k,
             top_p=body.top_p,
-            seed=seed,
+            seed=seed % 2**63,
             min_p=body.min_p,
             repetition_penalty=body.repetition_penalty,
             presence_penalty=body.presence_penalty,
@@ -295,6 +306,11 @@ def check_model(name: str, ready: Ready, status: int = 400) -> None:
     if name not in (ready.model, *ready.aliases):
         message = f"model {name!r} is not served here; {ready.model!r} is"
         raise RequestError(status, message, "model", "model_not_found")
+
+
+def _random_seed() -> int:
+    """Of each prompt its own: two equal prompts in one call get different replies."""
+    return random.getrandbits(63)
 
 
 def choice_seed(seed: int, choice: int) -> int:

@@ -63,8 +63,8 @@ class Page:
             raise RequestError(400, f"order must be asc or desc, not {order!r}", "order")
         self.ascending = order == "asc"
         limit = query.get("limit", "20")
-        if not (limit.isascii() and limit.isdigit() and 1 <= int(limit) <= LONGEST_PAGE):
-            raise RequestError(400, f"limit must be a number from 1 to {LONGEST_PAGE}, not {limit!r}", "limit")
+        if not (limit.isascii() and limit.isdigit() and len(limit) < 10 and 1 <= int(limit) <= LONGEST_PAGE):
+            raise RequestError(400, f"limit must be a number from 1 to {LONGEST_PAGE}, not {limit[:10]!r}", "limit")
         self.limit = int(limit)
 
 

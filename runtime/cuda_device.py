@@ -81,6 +81,7 @@ class CudaDevice:
         """
         _check_gpu()
         self._runtime = CudaRuntime()
+        self._runtime.use_device(torch.cuda.current_device())
         self._copy = self._runtime.copy_batch if batched_copies else self._runtime.copy_each
         self._enforce_eager = enforce_eager
         self._streams = {lane: torch.cuda.Stream() for lane in Lane}

@@ -48,6 +48,10 @@ class CudaRuntime:
         self._attributes = _CopyAttributes(order=_IN_STREAM_ORDER)
         self._first = np.zeros(1, np.uint64)  # the attributes hold from the first entry on
 
+    def use_device(self, device: int) -> None:
+        """The calling thread's GPU, as torch's is: cuda-python has a runtime of its own, which begins with GPU 0."""
+        _call("cudaSetDevice", device)
+
     def allocate_pinned(self, size: int) -> int:
         """Address of so many bytes of page-locked host memory, for `free_pinned`."""
         return int(_call("cudaHostAlloc", size, 0))

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
+import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,11 @@ import llguidance
 from ..scheduler.types import RequestError
 
 log = logging.getLogger(__name__)
+
+MOST_GRAMMAR = 128 * 1024  # characters
+MOST_SECONDS = 1.0  # of one processor, to compile: the loop does it again, and everybody waits meanwhile
+COMPILERS = 2  # threads
+STACK_BYTES = 256 * 1024**2  # address space, of which no memory is taken before it is used
 
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as Python and chat templates write it. Free white space would let a model write it for ever."""
@@ -48,7 +56,11 @@ def lark_json(schema: dict[str, Any]) -> str:
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer. Any thread."""
+    """Compiles grammars for one tokenizer. Any thread.
+
+    The compiler calls itself for every rule that a rule refers to, and a chain of some thousand ends a process whose
+    stack is as small as usual. Threads of its own have one that is large enough for the longest grammar.
+    """
 
     def __init__(self, tokenizer: str | Path, vocab_size: int, stop_ids: Sequence[int]):
         """`tokenizer`: the engine's tokenizer directory. A reply that is complete ends with one of `stop_ids`.
@@ -58,18 +70,52 @@ class Grammars:
         self.vocab_size = vocab_size
         path = str(Path(tokenizer) / "tokenizer.json")
         self._tokenizer = llguidance.LLTokenizer(path, n_vocab=vocab_size, eos_token=list(stop_ids) or None)
+        self._compilers = _deep_threads(COMPILERS)
+
+    def begin_check(self, grammar: str, param: str) -> Future[None]:
+        """As `check`, done elsewhere."""
+        return self._compilers.submit(self._check, grammar, param)
 
     def check(self, grammar: str, param: str) -> None:
-        """Raises RequestError (400) that says why the grammar does not compile."""
+        """Raises RequestError (400) that says why the grammar cannot be followed."""
+        self.begin_check(grammar, param).result()
+
+    def _check(self, grammar: str, param: str) -> None:
+        if len(grammar) > MOST_GRAMMAR:
+            raise RequestError(
+                400, f"{param} is too long: {len(grammar)} characters as a grammar, {MOST_GRAMMAR} are allowed", param
+            )
+        began = time.thread_time()
         failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer)
+        if not failed:
+            matcher = self._compile(grammar, ())
+            matcher.compute_bitmask()  # much is worked out only here
+            failed, messages = matcher.is_error(), [matcher.get_error()]
         if failed:
             raise RequestError(400, f"{param} cannot be followed: {messages[0]}", param)
+        seconds = time.thread_time() - began
+        if seconds > MOST_SECONDS:
+            raise RequestError(400, f"{param} is too complex: it takes {seconds:.1f} seconds to compile", param)
 
     def matcher(self, grammar: str, reply: Sequence[int]) -> llguidance.LLMatcher:
         """Behind the tokens of a reply so far."""
+        return self._compilers.submit(self._compile, grammar, reply).result()
+
+    def _compile(self, grammar: str, reply: Sequence[int]) -> llguidance.LLMatcher:
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
         matcher.consume_tokens(list(reply))
         return matcher
+
+
+def _deep_threads(count: int) -> ThreadPoolExecutor:
+    threads, all_there = ThreadPoolExecutor(count, "grammars"), threading.Barrier(count)
+    before = threading.stack_size(STACK_BYTES)
+    try:
+        for started in [threads.submit(all_there.wait) for _ in range(count)]:
+            started.result()
+    finally:
+        threading.stack_size(before)
+    return threads
 
 
 def open_grammars(tokenizer: str, vocab_size: int, stop_ids: Sequence[int]) -> Grammars | None:

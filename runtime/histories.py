@@ -21,7 +21,7 @@ from .history_rows import Conversation, Gone, Name
 from .history_store import HistoryStore
 from .messages import Forget, Fork, Keep
 from .past_turns import Message, PastTurn, RecentTurns, Transcript, spliced, tokens_inside
-from .text import Tokenizer
+from .text import CONTINUED_TOKENS, Tokenizer
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -94,7 +94,8 @@ class OpenTurn:
         histories = self._histories
         inside, text = 0, ""
         if histories.tokenizer is not None and self.inside == len(self.prompt):
-            inside, text = await asyncio.to_thread(tokens_inside, histories.tokenizer, reply, delivered)
+            before = self.prompt[-CONTINUED_TOKENS:] if answer is None else ()
+            inside, text = await asyncio.to_thread(tokens_inside, histories.tokenizer, reply, delivered, before)
         messages = (*self.messages, answer) if answer is not None else self.messages
         tokens = self.prompt + array("i", reply)
         whole = Transcript(messages, tokens, self.text + text, self.inside + inside)
@@ -156,6 +157,7 @@ class Histories:
         name = Name(owner, conversation) if conversation is not None else None
         records = (Record(name),) if name is not None else ()
         if name is None or not server_history:
+            await self._need_room(records)
             past = await self._past(owner, name, messages)
             return await self._chat_turn(owner, messages, past, render, records, None)
         self._begin(name)
@@ -202,6 +204,7 @@ class Histories:
         if snapshot is not None:
             thread = before.thread if before is not None else snapshot.id
             records = (Record(snapshot, {"parent": previous, "thread": thread}),)
+            await self._need_room(records)
         return await self._chat_turn(owner, dialogue, past, with_instructions, records, None)
 
     async def open_completion(
@@ -215,6 +218,7 @@ class Histories:
         records = (Record(name),) if name is not None else ()
         if name is not None and server_history:
             return await self._continue_log(name, prompt)
+        await self._need_room(records)
         if not isinstance(prompt, str):
             return OpenTurn(self, owner, (), prompt, "", 0, records, None)
         assert self.tokenizer is not None
@@ -231,8 +235,7 @@ class Histories:
             before = past.transcript() if past is not None else Transcript((), array("i"), "", 0)
             if isinstance(prompt, str):
                 assert self.tokenizer is not None
-                encode = self.tokenizer.encode_rendered if before.tokens else self.tokenizer.encode
-                prompt = await asyncio.to_thread(encode, prompt)
+                prompt = await asyncio.to_thread(_encoded_behind, self.tokenizer, before.tokens, prompt)
             whole = before.tokens + prompt
             return OpenTurn(self, name.owner, before.messages, whole, before.text, before.inside, (Record(name),), name)
         except BaseException:
@@ -268,6 +271,11 @@ class Histories:
         found = await self.run(self._store.find, name, time.time())
         stored = _beginning(found[1], messages) if found is not None else None
         return stored if _message_count(stored) > covered else recent
+
+    async def _need_room(self, records: Sequence[Record]) -> None:
+        """RequestError (429), before anything is computed, if what is to be stored is beyond its owner's quota."""
+        if self._store.quota is not None and records:
+            await self.run(self._store.need_room, [record.name for record in records], time.time())
 
     def _begin(self, name: Name) -> None:
         if name in self.busy:
@@ -346,6 +354,13 @@ class Histories:
 
 
 PARAMETERS = {"conversation": "conversation", "response": "previous_response_id"}
+
+
+def _encoded_behind(tokenizer: Tokenizer, log: array[int], text: str) -> array[int]:
+    if not log:
+        return tokenizer.encode(text)
+    ids = tokenizer.encode_behind(log, text)
+    return tokenizer.encode_rendered(text) if ids is None else ids
 
 
 def _message_count(turn: PastTurn | None) -> int:

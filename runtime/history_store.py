@@ -14,13 +14,13 @@ import json
 import sqlite3
 import sys
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from ..scheduler.types import RequestError, SettingError
+from ..scheduler.types import INSUFFICIENT_QUOTA, RequestError, SettingError
 from .history_rows import SCHEMA, UPGRADES, VERSION, Conversation, Gone, Name
 from .past_turns import PastTurn, Transcript, dialogue_keys
 
@@ -32,11 +32,12 @@ LIVE = "coalesce(active + coalesce(history_ttl, :default_ttl), 9e99) > :now"
 
 
 class HistoryStore:
-    """`path`: the file, made if it is missing, or ":memory:". `history_ttl`: of conversations without their own."""
+    """`path`: the file, made if it is missing, or ":memory:". `history_ttl`: of conversations without their own.
+    `quota`: of conversations and responses that an owner may have here, None: any number."""
 
-    def __init__(self, path: str | Path, history_ttl: float | None = None):
+    def __init__(self, path: str | Path, history_ttl: float | None = None, quota: int | None = None):
         """Raises SettingError if the file is in use, damaged, or of a newer program."""
-        self._history_ttl = history_ttl
+        self._history_ttl, self.quota = history_ttl, quota
         self._expiry_due = 0.0
         self._expired: list[Gone] = []
         try:
@@ -157,6 +158,12 @@ class HistoryStore:
         with self._transaction(now):
             return self._remove(self.get(name, now))
 
+    def need_room(self, names: Sequence[Name], now: float) -> None:
+        """RequestError (429) if one of these would be new and its owner has as many as the quota allows."""
+        for name in names:
+            if self._find(name, now) is None:
+                self._need_room(name.owner, now)
+
     def take_expired(self) -> list[Gone]:
         """Conversations that have outlived their TTL and been deleted since the last call."""
         expired, self._expired = self._expired, []
@@ -194,13 +201,23 @@ class HistoryStore:
         if self._find(name, now) is not None:
             raise RequestError(409, f"there is a {name.kind} {name.id!r} already", "id")
 
+    def _need_room(self, owner: str, now: float) -> None:
+        if self.quota is None:
+            return
+        counted = f"SELECT count(*) FROM conversations WHERE owner = :owner AND {LIVE}"
+        (count,) = self._db.execute(counted, self._times(now) | {"owner": owner}).fetchone()
+        if count >= self.quota:
+            message = f"{count} conversations and responses are stored for this key, the most it may have: delete some"
+            raise RequestError(429, message, "conversation", INSUFFICIENT_QUOTA)
+
     def _insert(
         self, name: Name, now: float, parent: str | None = None, thread: str | None = None, body: str | None = None
     ) -> Conversation:
-        """An expired one of that name makes room."""
+        """An expired one of that name makes room. RequestError (429) beyond the quota."""
         expired = f"SELECT {COLUMNS} FROM conversations WHERE owner = :owner AND kind = :kind AND id = :id"
         if (row := self._db.execute(expired, name._asdict()).fetchone()) is not None:
             self._remove(Conversation(*row))
+        self._need_room(name.owner, now)
         added = self._db.execute(
             "INSERT INTO conversations (owner, id, kind, created, active, pinned_until, parent, thread, body, tokens) "
             "VALUES (:owner, :id, :kind, :now, :now, 0, :parent, :thread, :body, 0) RETURNING " + COLUMNS,

@@ -16,6 +16,8 @@ class HTTPSettings:
     api_keys                  digests of the keys (`api_keys.key_digest`) of which every call needs one; none: no keys
     history_file              of the history store; ":memory:" keeps nothing
     history_ttl               seconds after their last turn after which stored conversations are deleted, None: never
+    max_conversations_per_owner
+                              stored conversations an API key may have, None: any number
     otlp_traces_endpoint      where spans go (`tracing.Tracing`), None: nowhere
     log_format, log_level     as `logs.configure_logging` takes them
     """
@@ -28,6 +30,7 @@ class HTTPSettings:
     api_keys: tuple[str, ...] = ()
     history_file: str = ":memory:"
     history_ttl: float | None = None
+    max_conversations_per_owner: int | None = None
     otlp_traces_endpoint: str | None = None
     log_format: str = "text"
     log_level: str = "info"

@@ -142,8 +142,12 @@ def spliced(tokenizer: Tokenizer, text: str, turn: PastTurn | None) -> array[int
     return None
 
 
-def tokens_inside(tokenizer: Tokenizer, reply: Sequence[int], delivered: str) -> tuple[int, str]:
+def tokens_inside(
+    tokenizer: Tokenizer, reply: Sequence[int], delivered: str, before: Sequence[int] = ()
+) -> tuple[int, str]:
     """How many leading tokens of a reply have their text wholly in what was `delivered`, and that text.
+
+    `before`: tokens that the reply goes on behind, if its text was read so: a space at its beginning counts then.
 
     Tokens at the end without text (end of sequence) do not count: the chat template writes them itself. A stop
     string cuts inside a token, or a few tokens before the last.
@@ -151,10 +155,11 @@ def tokens_inside(tokenizer: Tokenizer, reply: Sequence[int], delivered: str) ->
     count = len(reply)
     while count and reply[count - 1] in tokenizer.special:
         count -= 1
+    said = tokenizer.decode(before)
     for inside in range(count, max(0, count - LONGEST_CUT), -1):
-        text = tokenizer.decode(reply[:inside])
-        if delivered.startswith(text):
-            return inside, text
+        text = tokenizer.decode([*before, *reply[:inside]])
+        if text.startswith(said) and delivered.startswith(text[len(said) :]):
+            return inside, text[len(said) :]
     return 0, ""
 
 

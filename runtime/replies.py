@@ -137,7 +137,7 @@ class Reply:
             return output.tokens, ""
         pieces = []
         for count, token in enumerate(output.tokens, 1):
-            piece = "" if self._is_stop_token(output, count) else detokenizer.push(token)
+            piece = "" if self._is_stop_token(token, len(self.tokens) + count) else detokenizer.push(token)
             if output.logprobs:
                 self.offsets.append(self._length)
                 self._length += len(piece)
@@ -149,11 +149,10 @@ class Reply:
             pieces.append(rest if self._matcher is None else self._matcher.end(rest))
         return output.tokens, "".join(pieces)
 
-    def _is_stop_token(self, output: Output, count: int) -> bool:
-        """The token that ended the reply belongs to its ids, not to its text."""
-        if output.finish is not FinishReason.STOP or count < len(output.tokens) or self._include_stop:
-            return False
-        return output.tokens[-1] in self.request.stop_ids
+    def _is_stop_token(self, token: int, count: int) -> bool:
+        """The token that ends the reply, its `count`th, belongs to its ids, not to its text. The end itself may come
+        later: with `--save sync` once the turn is on DISK."""
+        return token in self.request.stop_ids and count >= self.request.min_tokens and not self._include_stop
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,10 @@ class ResponseBody(GenerationBody):
             )
         if not self.input:
             raise RequestError(400, "the input is empty", "input")
+        if self.max_tokens is not None:
+            raise RequestError(400, "the length of a response is limited by max_output_tokens", "max_tokens")
+        if self.return_token_ids:
+            raise RequestError(400, "return_token_ids is not supported for responses", "return_token_ids")
         return self
 
     def messages(self) -> list[Message]:

@@ -34,6 +34,7 @@ class Chunk:
     moving       work for the disk that has begun and not been reported: it has slots of its own (see `Move`)
     users        rows that hold it; claims: conversations that reference it
     pins         of these conversations, those that are pinned: it is evicted last
+    surplus      of these conversations, those beyond their owners' quotas
     awaited      0, or the place in the queue of the request that waits for it: it is evicted behind those that nobody
                  awaits, the queue's tail first
     staged       its copy on HOST is on its way to DISK and no reason to take its GPU slot: what is written first is
@@ -62,6 +63,7 @@ class Chunk:
         "moving",
         "pins",
         "staged",
+        "surplus",
         "tokens",
         "users",
     )
@@ -76,6 +78,7 @@ class Chunk:
         self.users = 0
         self.claims = 0
         self.pins = 0
+        self.surplus = 0
         self.awaited = 0
         self.born = self.last_active = now
         self.dropped_at = NEVER

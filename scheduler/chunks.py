@@ -15,7 +15,7 @@ from .config import SchedulerConfig
 from .disk import DiskTier
 from .evictions import REGRET_S, Evictions
 from .plan import NO_TICKETS, Lane
-from .proof import check_store
+from .proof import Claims, check_store
 from .retention import EvictionPolicy, VictimSet
 from .slots import SlotPool
 from .types import ChunkKey, InvariantError
@@ -169,6 +169,13 @@ class ChunkStore:
     def change_pins(self, chunk: Chunk, by: int) -> None:
         """A conversation that claims the chunk begins (1) or ceases (-1) to be pinned."""
         chunk.pins += by
+        chunk.declined = False
+        if not chunk.users:
+            self.file(chunk)
+
+    def change_surplus(self, chunk: Chunk, by: int) -> None:
+        """A conversation that claims the chunk is beyond its owner's quota from now on (1), or no longer (-1)."""
+        chunk.surplus += by
         chunk.declined = False
         if not chunk.users:
             self.file(chunk)
@@ -358,6 +365,6 @@ class ChunkStore:
         yield from self._by_key.values()
         yield from self._private
 
-    def check(self, users: dict[Chunk, int], claims: dict[Chunk, int], pins: dict[Chunk, int]) -> None:
+    def check(self, users: dict[Chunk, int], claims: dict[Chunk, Claims]) -> None:
         """Proves conservation, given what rows and conversations hold. Raises InvariantError. Cost: all chunks."""
-        check_store(self, users, claims, pins)
+        check_store(self, users, claims)

@@ -11,6 +11,7 @@ from .windows import KEEP, OVERFLOW_MODES, Windows
 EVICTION_POLICIES = ("retention", "lru", "fifo", "lru-conversation", "fifo-conversation")
 BATCHING_MODES = ("unified", "separate")
 SAVE_MODES = ("async", "sync", "off")
+QUEUE_ORDERS = ("response-ratio", "arrival")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +24,13 @@ class SchedulerConfig:
     max_num_batched_tokens          token budget of a step
     max_queue                       requests that may wait; one more is refused with 429
     queue_timeout                   seconds a request may wait for its first seat, then it is refused with 503
+    owner_kv_chunks                 chunks of each owner's conversations that are kept while there are others to evict;
+                                    None: owners are not told apart
     conversation_ttl                seconds after its last activity for which a conversation claims its KV
     swap_out_below                  chunks are copied out ahead of time while fewer GPU slots are free or reclaimable
     generation_reserve              new requests join while more GPU slots than this are free or reclaimable
+    queue_order                     who of the ready joins first: whose wait is longest in proportion to what its prompt
+                                    takes to compute, or who came first
     overflow, overflow_ratio        what becomes of a context that outgrows `max_model_len` and may (see `windows`), and
                                     the share of it that goes at once
     reuse                           False: every request computes its whole context (for comparison)
@@ -44,11 +49,13 @@ class SchedulerConfig:
     chunk_tokens: int = 32
     max_queue: int = 1024
     queue_timeout: float | None = None
+    owner_kv_chunks: int | None = None
     conversation_ttl: float = inf
     eviction: str = "retention"
     swap_out_below: float = 0.25
     generation_reserve: float = 0.10
     batching: str = "unified"
+    queue_order: str = "response-ratio"
     overflow: str = KEEP
     overflow_ratio: float = 0.5
     reuse: bool = True
@@ -71,6 +78,8 @@ class SchedulerConfig:
             "disk_kv_chunks",
             "needs --host-kv-chunks above 0: whatever goes to disk or comes from there passes through host memory",
         )
+        quota = self.owner_kv_chunks
+        need(quota is None or quota >= 1, "owner_kv_bytes", "must be enough for one chunk")
         need(self.max_queue >= 1, "max_queue", f"must be at least 1, not {self.max_queue}")
         patience = self.queue_timeout
         need(patience is None or 0.0 < patience < inf, "queue_timeout", f"must be more than 0 seconds, not {patience}")
@@ -80,7 +89,7 @@ class SchedulerConfig:
         ratio = self.overflow_ratio
         need(0.0 < ratio < 1.0, "overflow_ratio", f"must be more than 0 and less than 1, not {ratio}")
         choices = (
-            *(("eviction", EVICTION_POLICIES), ("batching", BATCHING_MODES)),
+            *(("eviction", EVICTION_POLICIES), ("batching", BATCHING_MODES), ("queue_order", QUEUE_ORDERS)),
             *(("overflow", OVERFLOW_MODES), ("save", SAVE_MODES)),
         )
         for name, allowed in choices:

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from .chunk import NO_SLOT, Chunk
 from .chunks import ChunkStore
+from .proof import Claims
+from .quotas import Quotas
 from .timetable import Timetable
 from .types import ChunkKey, ConversationKV, Request
 
@@ -25,7 +27,8 @@ class Log(NamedTuple):
 
 
 class Conversation:
-    """salt      of the turn committed last: KV is shared within one salt only
+    """owner     whose quota it counts for
+    salt      of the turn committed last: KV is shared within one salt only
     tokens    every token of the last committed branch; all but the last have had KV
     base      where the context begins, in which they had it (see `windows`)
     keys      one for each full chunk of KV, as `Chains` has them
@@ -35,6 +38,7 @@ class Conversation:
     active    when it was last active
     ttl       seconds it lives on after that
     pinned    its chunks are evicted last, until `pinned_until`
+    surplus   it is beyond its owner's quota
     """
 
     __slots__ = (
@@ -43,33 +47,36 @@ class Conversation:
         "chunks",
         "first",
         "keys",
+        "owner",
         "pinned",
         "pinned_until",
         "salt",
+        "surplus",
         "tail",
         "tokens",
         "ttl",
     )
 
-    def __init__(self, salt: bytes, ttl: float, now: float):
-        self.salt = salt
+    def __init__(self, owner: str, salt: bytes, ttl: float, now: float):
+        self.owner, self.salt = owner, salt
         self.tokens: array[int] = array("i")
         self.base = self.first = 0
         self.keys: list[ChunkKey] = []
         self.chunks: list[Chunk] = []
         self.tail: Chunk | None = None
         self.active, self.ttl = now, ttl
-        self.pinned, self.pinned_until = False, -inf
+        self.pinned, self.pinned_until, self.surplus = False, -inf, False
 
 
 class Conversations:
-    """`ttl`: seconds after its last activity for which a conversation without a TTL of its own lives on.
-
+    """ttl     seconds after its last activity for which a conversation without a TTL of its own lives on
+    quota       chunks of each owner's conversations that are kept while there are others to evict; None: no quotas
     expected    when the next turns' chunks are wanted on HOST, of those whose clients have said so
     """
 
-    def __init__(self, store: ChunkStore, ttl: float = inf):
+    def __init__(self, store: ChunkStore, ttl: float = inf, quota: int | None = None):
         self._store, self._ttl = store, ttl
+        self._quotas = None if quota is None else Quotas(quota)
         self._by_id: dict[str, Conversation] = {}
         self.expected = Timetable()
         self._due = Timetable()  # no later than when they expire or cease to be pinned
@@ -105,10 +112,11 @@ class Conversations:
         Chunks of the branch named before stay as unclaimed cache where the two differ.
         """
         assert request.conversation is not None
-        self._set(request.conversation, request.salt, log, now)
+        self._set(request.conversation, request.owner, request.salt, log, now)
 
-    def _set(self, conversation_id: str, salt: bytes, log: Log, now: float) -> None:
-        conversation = self._by_id.setdefault(conversation_id, Conversation(salt, self._ttl, now))
+    def _set(self, conversation_id: str, owner: str, salt: bytes, log: Log, now: float) -> None:
+        conversation = self._by_id.setdefault(conversation_id, Conversation(owner, salt, self._ttl, now))
+        self._mark(conversation, surplus=False)
         shared = 0
         for before, after in zip(conversation.chunks, log.chunks, strict=False):
             if before is not after:
@@ -123,6 +131,9 @@ class Conversations:
         conversation.tokens, conversation.base, conversation.keys, conversation.first = log[:4]
         conversation.chunks, conversation.tail = log.chunks, log.tail
         self._schedule(conversation_id, conversation)
+        if self._quotas is not None:
+            for other, surplus in self._quotas.put(conversation.owner, conversation_id, len(log.chunks)):
+                self._mark(self._by_id[other], surplus)
 
     def touch(self, request: Request, now: float) -> None:
         """The user has written: the conversation lives on."""
@@ -134,14 +145,18 @@ class Conversations:
         """A second name for the same history. Full chunks are shared; the tail stays with the original."""
         source = self._by_id[conversation_id]
         log = Log(source.tokens[:], source.base, source.keys[:], source.first, source.chunks[:], None)
-        self._set(new_id, source.salt, log, now)
+        self._set(new_id, source.owner, source.salt, log, now)
 
     def delete(self, conversation_id: str) -> None:
         """The log is gone and claims nothing any more; its tail and what nobody else claims are dropped."""
         conversation = self._by_id.pop(conversation_id)
         self._due.set(conversation_id, inf)
         self.expected.set(conversation_id, inf)
+        self._mark(conversation, surplus=False)
         self._release(conversation)
+        if self._quotas is not None:
+            for other, surplus in self._quotas.remove(conversation.owner, conversation_id):
+                self._mark(self._by_id[other], surplus)
         for key in conversation.keys:  # its claims end at the first chunk that was gone at its last commit
             chunk = self._store.find(key)
             if chunk is not None and not chunk.claims:
@@ -180,12 +195,19 @@ class Conversations:
             for chunk in conversation.chunks:
                 self._store.change_pins(chunk, 1 if pinned else -1)
 
-    def claims(self, pinned: bool = False) -> dict[Chunk, int]:
-        """Claims by chunk, counted afresh (for `check`); only those of pinned conversations if asked for."""
-        counted: dict[Chunk, int] = {}
+    def _mark(self, conversation: Conversation, surplus: bool) -> None:
+        if conversation.surplus != surplus:
+            conversation.surplus = surplus
+            for chunk in conversation.chunks:
+                self._store.change_surplus(chunk, 1 if surplus else -1)
+
+    def claims(self) -> dict[Chunk, Claims]:
+        """By chunk, counted afresh (for `check`)."""
+        counted: dict[Chunk, Claims] = {}
         for conversation in self._by_id.values():
-            for chunk in conversation.chunks if conversation.pinned or not pinned else ():
-                counted[chunk] = counted.get(chunk, 0) + 1
+            for chunk in conversation.chunks:
+                claims, pins, surplus = counted.get(chunk, (0, 0, 0))
+                counted[chunk] = Claims(claims + 1, pins + conversation.pinned, surplus + conversation.surplus)
         return counted
 
     def residency(self, start: int, most: int) -> tuple[list[ConversationKV], int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .chunk import NO_SLOT
 from .types import InvariantError
@@ -38,23 +38,31 @@ def check_requests(
         raise InvariantError("a request is in two places, or in none")
 
 
-def check_store(store: ChunkStore, users: dict[Chunk, int], claims: dict[Chunk, int], pins: dict[Chunk, int]) -> None:
-    """Conservation: slots are free or owned once; users, claims and pins are those of rows and conversations."""
+class Claims(NamedTuple):
+    """Of conversations on one chunk: all of them, those that are pinned, those beyond their owners' quotas."""
+
+    claims: int
+    pins: int = 0
+    surplus: int = 0
+
+
+def check_store(store: ChunkStore, users: dict[Chunk, int], claims: dict[Chunk, Claims]) -> None:
+    """Conservation: slots are free or owned once; users and claims are those of rows and conversations."""
     chunks = list(store.resident_chunks())
     store.gpu.check(chunk.gpu for chunk in chunks if chunk.gpu != NO_SLOT)
     moving_host, moving_disk = store.disk.check(chunks)
     store.host.check([*(chunk.host for chunk in chunks if chunk.host != NO_SLOT), *store.late_host_slots, *moving_host])
     store.disk.pool.check([*(chunk.disk for chunk in chunks if chunk.disk != NO_SLOT), *moving_disk])
     known = set(chunks)
-    for held in (users, claims, pins):
-        if not known.issuperset(held):
-            raise InvariantError(f"held but not in the store: {set(held) - known}")
+    if missing := {*users, *claims} - known:
+        raise InvariantError(f"held but not in the store: {missing}")
     filed = copies = 0
     for chunk in chunks:
-        if chunk.users != users.get(chunk, 0) or chunk.claims != claims.get(chunk, 0):
-            raise InvariantError(f"{chunk}: {users.get(chunk, 0)} rows and {claims.get(chunk, 0)} claims hold it")
-        if chunk.pins != pins.get(chunk, 0):
-            raise InvariantError(f"{chunk} is pinned {chunk.pins} times, by {pins.get(chunk, 0)} conversations")
+        claimed = claims.get(chunk, Claims(0))
+        if chunk.users != users.get(chunk, 0) or (chunk.claims, chunk.pins, chunk.surplus) != claimed:
+            raise InvariantError(
+                f"{chunk}, pins={chunk.pins}, surplus={chunk.surplus}: {users.get(chunk, 0)} rows and {claimed} hold it"
+            )
         if chunk.key is not None and store.find(chunk.key) is not chunk:
             raise InvariantError(f"{chunk} is not the owner of its key")
         if chunk.users and chunk.gpu == NO_SLOT:

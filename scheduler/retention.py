@@ -39,13 +39,15 @@ class EvictionPolicy:
 
     Whatever the policy, chunks that requests in the queue wait for go after all others, the queue's tail first (the
     exemption of CachedAttention, section 3.3.2: its window ends where the tiers are full), and those of pinned
-    conversations behind them.
+    conversations behind them. With `quotas`, chunks that no conversation within its owner's quota claims go first,
+    unless a request waits for them.
     """
 
     cost: CostProfile
     weigh: bool
     by_age: bool
     whole: bool
+    quotas: bool = False
     cost_classes: dict[int, int] = field(default_factory=dict, repr=False, compare=False)
     """Of chunks that are claimed once and not pinned, by their ends: those that have been asked for."""
 
@@ -57,6 +59,8 @@ class EvictionPolicy:
             number += eighths(chunk.claims)
         if chunk.awaited:
             number += AWAITED_CLASS
+        elif self.quotas and chunk.surplus == chunk.claims and chunk.key is not None:  # nobody claims a tail
+            return number - AWAITED_CLASS
         return number + PINNED_CLASS if chunk.pins else number
 
     def stamp(self, chunk: Chunk) -> float:
@@ -83,10 +87,10 @@ def class_weight(weight_class: int) -> float:
     return float(2.0 ** (weight_class / CLASSES_PER_OCTAVE))
 
 
-def eviction_policy(name: str, cost: CostProfile) -> EvictionPolicy:
+def eviction_policy(name: str, cost: CostProfile, quotas: bool = False) -> EvictionPolicy:
     """The policy for a checked `--eviction`."""
     kind = name.removesuffix("-conversation")
-    return EvictionPolicy(cost, weigh=kind == "retention", by_age=kind == "fifo", whole=kind != name)
+    return EvictionPolicy(cost, weigh=kind == "retention", by_age=kind == "fifo", whole=kind != name, quotas=quotas)
 
 
 class Group:
@@ -161,7 +165,8 @@ class VictimSet:
     def add(self, chunk: Chunk) -> None:
         """Files the chunk, anew if its class or stamp has changed."""
         policy, group = self._policy, chunk.group
-        if chunk.claims > 1 or chunk.pins or chunk.awaited or chunk.end not in policy.cost_classes:
+        plain = chunk.claims <= 1 and not (chunk.pins or chunk.awaited or policy.quotas)
+        if not plain or chunk.end not in policy.cost_classes:
             number, stamp = policy.weight_class(chunk), policy.stamp(chunk)
         else:
             number = policy.cost_classes[chunk.end]

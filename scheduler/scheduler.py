@@ -59,8 +59,8 @@ class Scheduler:
         self.config = config
         self._windows = windows = config.windows
         self._chains = Chains(config.seed, config.chunk_tokens, windows)
-        self._store = ChunkStore(config, eviction_policy(config.eviction, cost))
-        self._conversations = Conversations(self._store, config.conversation_ttl)
+        self._store = ChunkStore(config, eviction_policy(config.eviction, cost, config.owner_kv_chunks is not None))
+        self._conversations = Conversations(self._store, config.conversation_ttl, config.owner_kv_chunks)
         self._planner = Planner(self._store, cost, config.chunk_tokens, config.reuse, self._chains, windows)
         self._roster = Roster(config, self._store, self._planner)
         self._batcher = Batcher(config, self._store, self._roster, windows)
@@ -93,6 +93,7 @@ class Scheduler:
         self._conversations.expire(now)  # who writes too late does not bring it back
         self._arrivals += 1
         turn = Turn(request, self._arrivals, *self._ledger.prompt_keys(request), now)
+        turn.work = self._planner.work(turn)
         self._turns[request.id] = turn
         self._touch(turn, now)
         self._roster.enqueue(turn)
@@ -354,7 +355,7 @@ class Scheduler:
         """Proves conservation, from nothing but rows and conversations. Raises InvariantError. Cost: all chunks."""
         check_requests(self._store, self._roster, self._held, self._turns, self._planner.pending)
         users = Counter(chunk for row in (*self._roster.joined(), *self._held.values()) for chunk in row.chunks)
-        self._store.check(users, self._conversations.claims(), self._conversations.claims(pinned=True))
+        self._store.check(users, self._conversations.claims())
 
     # -- within
 

@@ -11,7 +11,7 @@ import heapq
 import math
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -59,6 +59,7 @@ class Report:
     """What a simulation brought.
 
     usage               where the prompts' tokens came from, over all requests
+    full_hits           requests with a history of which nothing was computed again
     seconds             from the first session's start to the last reply's end
     busy_s              the part of it in which steps ran
     ttft_p50, ttft_p99  seconds from a request to its first token
@@ -81,6 +82,7 @@ class Report:
     swapped_out: int
     spilled: int = 0
     promoted: int = 0
+    full_hits: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -106,11 +108,13 @@ class VirtualDevice:
         self._disk_free_at = [0.0, 0.0]
         self._copies: tuple[deque[tuple[float, int]], ...] = tuple(deque() for _ in Lane)  # when, ticket
         self._completed = [0 for _ in Lane]
+        self._begins: dict[int, int] = {}  # by seat: the first position that its row sees, where that is not 0
         self.busy_s = 0.0
 
     def launch(self, plan: StepPlan, now: float) -> float:
         """Issues the plan's work at `now`; returns when it is complete. Without tokens that is when its copies are."""
         self._use_disk(plan, now)
+        self._move_windows(plan)
         copied = gate = now
         for batch in plan.copies:
             end = self._copy(batch, now)
@@ -119,7 +123,7 @@ class VirtualDevice:
                 gate = end
         if plan.tokens:
             start = self._start(Lane.COMPUTE, plan.after, now)
-            seen, rows_seen = mean_contexts(plan)
+            seen, rows_seen = mean_contexts(plan, self._begins)
             seconds = self._cost.step(len(plan.token_ids), seen, len(plan.generate), rows_seen)
             end = max(start + seconds, gate)
             self.busy_s += end - start
@@ -128,6 +132,10 @@ class VirtualDevice:
         self._complete(Lane.COMPUTE, plan.step, end)
         return end
 
+    def unseen(self, seats: Sequence[int]) -> int:
+        """Leading tokens that the rows in these seats no longer see, all together."""
+        return sum(self._begins.get(seat, 0) for seat in seats)
+
     def generate(self, step: int, rows: int, context: int, now: float) -> float:
         """`launch` of a plan that only generates."""
         start = max(now, self._free_at[Lane.COMPUTE])
@@ -135,6 +143,12 @@ class VirtualDevice:
         self.busy_s += end - start
         self._complete(Lane.COMPUTE, step, end)
         return end
+
+    def _move_windows(self, plan: StepPlan) -> None:
+        for join in plan.joins:
+            self._begins.pop(join.seat, None)
+        for origin in plan.origins:
+            self._begins[origin.seat] = origin.start
 
     def _use_disk(self, plan: StepPlan, now: float) -> None:
         reads, writes = self._disk_free_at
@@ -183,28 +197,35 @@ def _done(work: deque[tuple[float, int]], now: float) -> list[int]:
     return done
 
 
-def mean_contexts(plan: StepPlan) -> tuple[int, int]:
-    """Tokens of context that the plan's known tokens see on average, and those that its generating rows see."""
-    seen = sum((span.end - span.start) * (span.start + span.end + 1) // 2 for span in plan.spans)
+def mean_contexts(plan: StepPlan, begins: Mapping[int, int] | None = None) -> tuple[int, int]:
+    """Tokens of context that the plan's known tokens see on average, and those that its generating rows see.
+
+    `begins`: by seat, the first position that its row sees (else 0).
+    """
+    first = begins or {}
+    seen = sum(
+        (span.end - span.start) * ((span.start + span.end + 1) // 2 - first.get(span.seat, 0)) for span in plan.spans
+    )
+    rows_seen = sum(plan.positions) - sum(first.get(seat, 0) for seat in plan.generate)
     known, rows = len(plan.token_ids), len(plan.positions)
-    return seen // known if known else 0, sum(plan.positions) // rows + 1 if rows else 0
+    return seen // known if known else 0, rows_seen // rows + 1 if rows else 0
 
 
-class _Open:
-    """A request being served."""
+class Open(NamedTuple):
+    """A request being served: turn number `turn` of its session, that came at `arrival` (seconds)."""
 
-    __slots__ = ("arrival", "first_token", "session", "turn")
-
-    def __init__(self, session: Session, turn: int, arrival: float):
-        self.session, self.turn, self.arrival = session, turn, arrival
-        self.first_token = 0.0
+    session: Session
+    turn: int
+    arrival: float
 
 
 class Simulator:
-    """One run over `sessions`; used once. Without `skips` every step is planned and applied by itself.
+    """One run over `sessions`; used once. Without `skips` every step is planned and applied by itself. So it is for
+    `watch`: it is told the clock, each step's results, and whom it found being served.
 
     The first `warm_up` requests are served but not reported, nor is the time in which they arrive. `cost` is what the
-    scheduler believes; a `device` with other costs takes other times.
+    scheduler believes; a `device` with other costs takes other times. With `truncate` contexts may outgrow
+    `max_model_len`.
     Raises RequestError if the configuration cannot serve a request (too long, queue full).
     """
 
@@ -215,6 +236,8 @@ class Simulator:
         sessions: Sequence[Session],
         warm_up: int = 0,
         device: VirtualDevice | None = None,
+        truncate: bool = False,
+        watch: Callable[[float, Applied, Mapping[RequestId, Open]], None] | None = None,
     ):
         self.scheduler = Scheduler(config, cost)
         self.now = min(session.start_s for session in sessions)
@@ -224,22 +247,29 @@ class Simulator:
         heapq.heapify(self._arrivals)
         self._sessions = sessions
         self._launched: deque[tuple[StepPlan, float]] = deque()
-        self._open: dict[RequestId, _Open] = {}
+        self._open: dict[RequestId, Open] = {}
         self._order = {session.name: order for order, session in enumerate(sessions)}
         self._id = 0
         self._logs: dict[int, array[int]] = {}  # of sessions whose users think: the scheduler's may expire meanwhile
         self._systems: dict[int, array[int]] = {}
         self._requests = self._steps = self._generated = 0
-        self._warm_up, self._busy_before = warm_up, 0.0
+        self._warm_up, self._busy_before, self._full_hits = warm_up, 0.0, 0
+        self._truncate = truncate
         self._usage = [0 for _ in fields(Usage)]
         self._ttft: list[float] = []
         self._per_token: list[float] = []
-        self.skips = True
+        self._watch = watch
+        self.skips = watch is None
 
     def run(self) -> Report:
         """Until every turn of every session has its reply."""
+        self.play(math.inf)
+        return self._report()
+
+    def play(self, until: float) -> None:
+        """Until every turn has its reply or the clock, seconds, has reached `until`."""
         scheduler = self.scheduler
-        while self._arrivals or not scheduler.idle:
+        while self.now < until and (self._arrivals or not scheduler.idle):
             if len(self._launched) == 1 and self.skips:
                 self._fast_forward(scheduler.steady_steps())
             while self._arrivals and self._arrivals[0][0] <= self.now:
@@ -253,7 +283,6 @@ class Simulator:
                 if not self._arrivals:
                     raise InvariantError(f"requests wait, but nothing runs and nothing is planned: {scheduler.stats()}")
                 self.now = self._arrivals[0][0]
-        return self._report()
 
     # -- requests
 
@@ -272,8 +301,9 @@ class Simulator:
         request = RequestId(self._requests)
         # Nobody comes back to a single turn, and its client gave no conversation id.
         conversation = session.name if len(session.turns) > 1 else None
-        self._open[request] = _Open(session, index, arrival)
-        self.scheduler.add(Request(request, prompt, turn.output_tokens, conversation), self.now)
+        self._open[request] = Open(session, index, arrival)
+        asked = Request(request, prompt, turn.output_tokens, conversation, truncate=self._truncate)
+        self.scheduler.add(asked, self.now)
 
     def _fresh(self, count: int) -> array[int]:
         """Tokens that nobody else has, one id so often; generated ones have ids above 0."""
@@ -292,7 +322,7 @@ class Simulator:
         if not steps:
             return
         plan, end = self._launched.pop()
-        rows, seen = plan.tokens, sum(plan.positions)
+        rows, seen = plan.tokens, sum(plan.positions) - self._device.unseen(plan.generate)
         arrival = self._arrivals[0][0] if self._arrivals else math.inf
         done = 0
         while done < steps and arrival > self.now:
@@ -314,19 +344,22 @@ class Simulator:
         self._take(self.scheduler.apply(result, self.now))
 
     def _take(self, applied: Applied) -> None:
+        if self._watch is not None:
+            self._watch(self.now, applied, self._open)
         self._generated += len(applied.tokens)
         for event in applied.events:
             served = self._open[event.request]
             counts = event.request > self._warm_up
             if event.usage is not None and counts:
                 self._ttft.append(self.now - served.arrival)
+                self._full_hits += event.usage.cached > 0 and not event.usage.recomputed
                 for index, field in enumerate(fields(Usage)):
                     self._usage[index] += getattr(event.usage, field.name)
             if event.finish is not None:
                 del self._open[event.request]
                 self._reply_ended(served, counts)
 
-    def _reply_ended(self, served: _Open, counts: bool) -> None:
+    def _reply_ended(self, served: Open, counts: bool) -> None:
         turns, following = served.session.turns, served.turn + 1
         if counts:
             self._per_token.append((self.now - served.arrival) / turns[served.turn].output_tokens)
@@ -352,6 +385,7 @@ class Simulator:
             swapped_out=stats.swapped_out,
             spilled=stats.spilled,
             promoted=stats.promoted,
+            full_hits=self._full_hits,
         )
 
 

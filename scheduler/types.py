@@ -40,6 +40,10 @@ class RequestError(ValueError):
         return RequestError, (self.status, self.message, self.param, self.code)
 
 
+INSUFFICIENT_QUOTA = "insufficient_quota"
+"""OpenAI's `code` of a 429 that does not pass by itself."""
+
+
 class InvariantError(AssertionError):
     """The program's own books disagree. Never caught: going on could return another conversation's tokens."""
 
@@ -171,6 +175,7 @@ class Request:
                     the whole prompt is computed again
     choice          which of several replies to one prompt this is; the prompt is counted with choice 0
     truncate        the context may outgrow the model's: then its leading tokens are no longer seen
+    owner           whose quota its conversation counts for
     expect_next_s   seconds from the reply's end after which the client expects to write its next turn, or None
     """
 
@@ -188,6 +193,7 @@ class Request:
     choice: int = 0
     truncate: bool = False
     expect_next_s: float | None = None
+    owner: str = ""
 
     def __post_init__(self) -> None:
         if not len(self.prompt):

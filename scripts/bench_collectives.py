@@ -3,7 +3,8 @@
 python -m pensieve.scripts.bench_collectives --device cuda --ranks 4
 
 On GPUs the sums are in a CUDA graph, one behind the other, as in an engine: NCCL, one shot, and `auto`, which is what
-engines use. Every sum is compared with float32's, its bits with rank 0's; one that is off makes the exit status 1.
+engines use; `--ways two_shot` is a candidate for sizes between. Every sum is compared with float32's, its bits with
+rank 0's; one that is off makes the exit status 1.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 
 SUMS = 40  # in a graph
 REPLAYS = 20
-LARGEST_ONE_SHOT = 4 * 2**20  # bytes, above which it is not tried
+LARGEST = {"one_shot": 2**22, "two_shot": 2**24}  # bytes, above which it is not tried
+WAYS = ("nccl", "one_shot", "auto", "two_shot")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -37,6 +39,7 @@ def parser() -> argparse.ArgumentParser:
     option("--device", default="cuda", choices=("cpu", "cuda"), help="(default %(default)s)")
     option("--width", type=int, default=8192, metavar="N", help="numbers of a token (default %(default)s)")
     option("--tokens", type=int, nargs="+", default=[1, 16, 64, 256, 1024, 4096], metavar="N", help="(%(default)s)")
+    option("--ways", nargs="+", default=WAYS[:3], choices=WAYS, help="of --device cuda (default: all but two_shot)")
     option("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"), help="(default %(default)s)")
     return made
 
@@ -55,7 +58,7 @@ def bench(args: argparse.Namespace, ranks: Ranks) -> int:
     ranks.together(lambda: take_share(args.device, ranks))
     dtype = getattr(torch, args.dtype)
     on_gpu = args.device == "cuda"
-    ways = cuda_ways(ranks, dtype) if on_gpu else {"mpi": ranks.open_group("cpu", dtype).all_reduce}
+    ways = cuda_ways(ranks, dtype, args.ways) if on_gpu else {"mpi": ranks.open_group("cpu", dtype).all_reduce}
     wrong: list[str] = []
     for tokens in args.tokens:
         generator = torch.Generator().manual_seed(tokens)
@@ -63,7 +66,7 @@ def bench(args: argparse.Namespace, ranks: Ranks) -> int:
         x, exact = shares[ranks.rank].to(args.device), torch.stack(shares).float().sum(0)
         found = {}
         for name, add in ways.items():
-            if name == "one_shot" and x.nbytes > LARGEST_ONE_SHOT:
+            if x.nbytes > LARGEST.get(name, x.nbytes):
                 continue
             wrong += problems(ranks, add(x).cpu(), exact, f"{name}, {tokens} tokens")
             found[name] = round(1e6 * (in_a_graph if on_gpu else one_by_one)(partial(add, x)), 2)
@@ -75,18 +78,28 @@ def bench(args: argparse.Namespace, ranks: Ranks) -> int:
     return int(bool(wrong))
 
 
-def cuda_ways(ranks: Ranks, dtype: torch.dtype) -> dict[str, Callable[[Tensor], Tensor]]:
-    from ..plugins.collectives_cuda import ONE_SHOT_BYTES, ONE_SHOT_DTYPES, ONE_SHOT_RANKS
+def cuda_ways(ranks: Ranks, dtype: torch.dtype, names: Sequence[str]) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Those of the names that these ranks and this dtype have."""
+    from ..plugins.collectives_cuda import ONE_SHOT_BYTES
 
-    group = ranks.open_cuda_group(dtype, one_shot_bytes=LARGEST_ONE_SHOT)
-    one_shot = ranks.size in ONE_SHOT_RANKS and dtype in ONE_SHOT_DTYPES
+    group = ranks.open_cuda_group(dtype, one_shot_bytes=max(LARGEST.values()))
 
     def add_up_to(most: int, x: Tensor) -> Tensor:
         group.one_shot_bytes = most
         return group.all_reduce(x)
 
-    limits = {"nccl": 0} | ({"one_shot": LARGEST_ONE_SHOT, "auto": ONE_SHOT_BYTES} if one_shot else {})
-    return {name: partial(add_up_to, most) for name, most in limits.items()}
+    ways = {"nccl": partial(add_up_to, 0)}
+    if group.shared is not None:
+        ways["one_shot"], ways["auto"] = partial(add_up_to, LARGEST["one_shot"]), partial(add_up_to, ONE_SHOT_BYTES)
+        ways["two_shot"] = partial(two_shot, group.shared, group.name)
+    return {name: add for name, add in ways.items() if name in names}
+
+
+def two_shot(shared: Tensor, group: str, x: Tensor) -> Tensor:
+    """Each rank adds up a part of the numbers, then all read all parts; the kernels of all ranks end together."""
+    place = shared[: x.numel()].view(x.shape)
+    place.copy_(x)
+    return torch.ops.symm_mem.two_shot_all_reduce_out(place, "sum", group, torch.empty_like(x))
 
 
 def problems(ranks: Ranks, total: Tensor, exact: Tensor, what: str) -> list[str]:

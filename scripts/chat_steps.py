@@ -28,7 +28,7 @@ class Part(NamedTuple):
 
 
 class _Users:
-    """Each plays one conversation: writes, reads the reply, thinks. Nothing depends on what the tokens are."""
+    """Each plays one conversation: writes a token of their own (what is equal would be shared), reads, thinks."""
 
     def __init__(self, users: int, turns: int, seed: int):
         self._draw = random.Random(seed)
@@ -44,7 +44,7 @@ class _Users:
             if due <= now:
                 name = f"user {user}"
                 history = scheduler.conversation_tokens(name) if scheduler.has_conversation(name) else array("i")
-                prompt = history + array("i", [1]) * self._length(MEAN_INPUT)
+                prompt = history + array("i", [user]) * self._length(MEAN_INPUT)
                 request = RequestId(self._turns[user] * len(self._turns) + user)
                 scheduler.add(Request(request, prompt, self._length(MEAN_OUTPUT), name), now)
                 self._due[user] = float("inf")

@@ -18,6 +18,13 @@ def http_settings(args: argparse.Namespace) -> HTTPSettings:
     """SettingError names the flag at fault."""
     if args.max_requests_per_client is not None and args.max_requests_per_client < 1:
         raise SettingError("--max-requests-per-client", f"must be at least 1, not {args.max_requests_per_client}")
+    if args.max_conversations_per_owner is not None and args.max_conversations_per_owner < 1:
+        raise SettingError(
+            "--max-conversations-per-owner", f"must be at least 1, not {args.max_conversations_per_owner}"
+        )
+    keys = read_api_keys(args.api_key, args.api_key_file)
+    if args.owner_kv_bytes is not None and not keys:
+        raise SettingError("--owner-kv-bytes", "needs --api-key: without keys there is one owner")
     if args.history_ttl is not None and not args.history_ttl > 0:
         raise SettingError("--history-ttl", f"must be more than 0 seconds, not {args.history_ttl}")
     if args.max_connections < 1:
@@ -32,9 +39,10 @@ def http_settings(args: argparse.Namespace) -> HTTPSettings:
         max_connections=args.max_connections,
         client_timeout=args.client_timeout,
         chat_template=None if args.chat_template is None else read_chat_template(args.chat_template),
-        api_keys=tuple(key_digest(key) for key in read_api_keys(args.api_key, args.api_key_file)),
+        api_keys=tuple(key_digest(key) for key in keys),
         history_file=str(args.state_dir / "history.sqlite"),
         history_ttl=args.history_ttl,
+        max_conversations_per_owner=args.max_conversations_per_owner,
         otlp_traces_endpoint=args.otlp_traces_endpoint,
         log_format=args.log_format,
         log_level=args.log_level,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..runtime.logs import LOG_FORMATS, LOG_LEVELS
-from ..scheduler.config import BATCHING_MODES, EVICTION_POLICIES, SAVE_MODES
+from ..scheduler.config import BATCHING_MODES, EVICTION_POLICIES, QUEUE_ORDERS, SAVE_MODES
 from ..scheduler.types import SettingError
 from ..scheduler.windows import OVERFLOW_MODES
 
@@ -70,6 +70,9 @@ def _engine_options(made: argparse.ArgumentParser) -> None:
     option("--max-num-seqs", type=int, default=64, metavar="N", help="running requests (default %(default)s)")
     option("--max-num-batched-tokens", type=int, default=1024, metavar="N", help="tokens a step (default %(default)s)")
     option("--batching", default="unified", choices=BATCHING_MODES, help="(default %(default)s)")
+    option("--queue-order", default="response-ratio", choices=QUEUE_ORDERS,
+           help="who joins first: whose wait is longest for what its prompt costs, or who came first "
+           "(default %(default)s)")  # fmt: skip
     option("--max-queue", type=int, default=1024, metavar="N", help="waiting requests, then 429 (default %(default)s)")
     option("--queue-timeout", type=float, metavar="SECONDS", help="longest wait for a seat, then 503 (default: none)")
     option(
@@ -107,6 +110,9 @@ def _cache_options(made: argparse.ArgumentParser) -> None:
     option("--chunk-tokens", type=int, default=32, metavar="N", help="tokens of a chunk (default %(default)s)")
     option("--conversation-ttl", type=float, default=86400.0, metavar="SECONDS",
            help="a conversation claims its KV for so long after its last turn (default %(default)s)")  # fmt: skip
+    option("--owner-kv-bytes", metavar="SIZE",
+           help="of each API key's conversations, the latest so many bytes of KV are kept while there is other KV to "
+           "evict (default: keys are not told apart)")  # fmt: skip
     option("--eviction", default="retention", choices=EVICTION_POLICIES, help="(default %(default)s)")
     option("--swap-out-below", type=float, metavar="SHARE",
            help="copy out ahead (default: as `pensieve profile` measured, else 0.25)")  # fmt: skip
@@ -140,6 +146,8 @@ def _http_options(made: argparse.ArgumentParser) -> None:
     option("--history-ttl", type=float, metavar="SECONDS",
            help="stored conversations are deleted so long after their last turn (default: never)")  # fmt: skip
     option("--max-requests-per-client", type=int, metavar="N", help="open requests, then 429 (default: any number)")
+    option("--max-conversations-per-owner", type=int, metavar="N",
+           help="that are stored; more are refused with 429 (default: any number)")  # fmt: skip
     option("--max-body-bytes", default=DEFAULT_MAX_BODY, metavar="SIZE", help="then 413 (default %(default)s)")
     option("--max-connections", type=int, default=4096, metavar="N", help="then 503 (default %(default)s)")
     option("--client-timeout", type=float, default=30.0, metavar="SECONDS",

@@ -54,10 +54,12 @@ def scheduler_config(args: argparse.Namespace, engine: Engine, device: Device) -
     disk_chunks = kv_chunks(
         args.disk_kv_chunks, args.disk_kv_bytes or DEFAULT_DISK_KV, "--disk-kv-bytes", disk_record_bytes(host_record)
     )
+    quota = None if args.owner_kv_bytes is None else parse_bytes(args.owner_kv_bytes, "--owner-kv-bytes") // record
     settings = dict(
         gpu_kv_chunks=gpu_chunks,
         host_kv_chunks=host_chunks,
         disk_kv_chunks=disk_chunks,
+        owner_kv_chunks=quota,
         save=args.save,
         prefetch=args.prefetch == "on",
         max_num_seqs=args.max_num_seqs,
@@ -68,6 +70,7 @@ def scheduler_config(args: argparse.Namespace, engine: Engine, device: Device) -
         **({} if args.swap_out_below is None else dict(swap_out_below=args.swap_out_below)),
         generation_reserve=args.generation_reserve,
         batching=args.batching,
+        queue_order=args.queue_order,
         queue_timeout=args.queue_timeout,
         conversation_ttl=args.conversation_ttl,
         overflow=overflow_mode(args.overflow, engine.manifest),

@@ -1,14 +1,15 @@
 """simulate_paper: CachedAttention's evaluation (Gao et al., USENIX ATC 2024, section 4) replayed on a virtual clock.
 
-9,000 sessions of ShareGPT's means start as a Poisson process at 1/s; the first 10,000 turns are warm-up. Its four
-models run on two or four A100s with 128 GB of host memory and 2 TB or 10 TB of disk; a conversation's KV lives for an
-hour.
+9,000 sessions start as a Poisson process at 1/s and bring 52,000 turns, of which the first 10,000 are warm-up. Its four
+models run on two or four A100s with 128 GB of host memory and 2 TB or 10 TB of disk, in batches of 24; a conversation's
+KV lives for an hour, and one that outgrows the context window goes on with its newer half.
 
-The scheduler is the real one. To be quick, the clock counts units of 64 tokens, one chunk each: every length is rounded
-to units, and a step generates a unit for each row in the time that 64 steps take. What the data set does not tell is
-assumed: users think for 5 minutes on average, and a conversation ends where its context window does. What the
-scheduler lets be under way at a time is measured in seconds, and steps are 64 times as long here: so it is told that
-the disk, and copies to HOST, are as many times as fast. That makes it read whatever is on disk, as the paper does.
+The scheduler is the real one. To be quick, the clock counts units of 128 tokens (64 where a token's KV is large), one
+chunk each: every length is rounded to units, and a step generates a unit for each row in the time that as many steps
+take as a unit has tokens. What the scheduler lets be under way at a time is measured in seconds, and steps are long
+here: so it is told that the disk, and copies to HOST, are the quicker for it. That makes it read whatever is on disk,
+as the paper does. What the paper does not tell is assumed: users think for a minute on average.
+docs/cachedattention.md has what came of it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -26,13 +27,16 @@ from typing import Any, NamedTuple
 
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.cost import CostProfile, analytic_profile
-from ..scheduler.simulator import Report, Session, SessionTurn, Simulator, VirtualDevice, longest_context
+from ..scheduler.simulator import Report, Session, SessionTurn, Simulator, VirtualDevice
 from ..scheduler.types import SettingError, Usage
+from ..scheduler.windows import KEEP, RECOMPUTE
 from .simulate import ELEMENT_BYTES, ModelShape
-from .traces import CHATS, synthetic
+from .traces import ChatStatistics, synthetic
 
-UNIT = 64  # tokens
-THINK_S = 300.0
+# The paper's turns, with the lengths that vLLM's paper gives for ShareGPT. A session then has 2,870 tokens on average;
+# 49% have more than 2,048 and 24% more than 4,096, in the paper 47% and 30% (figure 2).
+CHAT = ChatStatistics(turns=5.75, input_tokens=161.31, output_tokens=337.99)
+THINK_S = 60.0
 TTL_S = 3600.0
 SESSIONS, RATE, WARM_UP = 9_000, 1.0, 10_000
 GPU_BYTES, HOST_BYTES = 72 * 10**9, 128 * 10**9  # of an A100's 80 GB, beside what steps need
@@ -41,8 +45,9 @@ TB = 10**12
 FLOPS_PER_S, MEMORY_BYTES_PER_S, LINK_BYTES_PER_S = 156e12, 1.6e12, 26e9
 DISK_READ_BYTES_PER_S, DISK_WRITE_BYTES_PER_S = 5e9, 4e9
 GPU_HOUR, HOST_GB_HOUR, DISK_GB_HOUR = 5.0, 0.0088, 0.000082  # dollars
+DISK_SCALE = 32  # so many times as fast is the disk in what the scheduler believes
 POLL_S = 0.2
-SEATS, STEP_TOKENS = 48, 8192
+SEATS, STEP_TOKENS = 24, 2048
 
 
 class Paper(NamedTuple):
@@ -51,6 +56,7 @@ class Paper(NamedTuple):
     shape: ModelShape
     gpus: int
     window: int  # tokens
+    unit: int = 128  # tokens
 
     @property
     def gpu_kv_bytes(self) -> int:
@@ -59,10 +65,12 @@ class Paper(NamedTuple):
 
 MODELS = {
     "llama-13b": Paper(ModelShape(13_020_000_000, 40, 40, 40), 2, 4096),
-    "llama-65b": Paper(ModelShape(65_290_000_000, 80, 64, 64), 4, 2048),
+    "llama-65b": Paper(ModelShape(65_290_000_000, 80, 64, 64), 4, 2048, unit=64),
     "llama-70b": Paper(ModelShape(68_980_000_000, 80, 64, 8), 4, 4096),
     "falcon-40b": Paper(ModelShape(41_300_000_000, 60, 128, 8, 64), 4, 2048),
 }
+CAPACITIES = (TB // 2, TB, 2 * TB, 5 * TB, 10 * TB)
+RATES = (0.5, 1.0, 1.5, 2.0)
 POLICIES = ("retention", "lru-conversation", "fifo-conversation")
 
 
@@ -76,6 +84,16 @@ class Case:
     disk: int = 10 * TB
     rate: float = RATE
     reuse: bool = True
+    overflow: str = KEEP
+    save: str = "async"
+
+
+Cases = Callable[[str], list[Case]]
+
+
+def only(name: str, cases: Cases) -> Cases:
+    """What is shown for one model."""
+    return lambda model: cases(model) if model == name else []
 
 
 def best(model: str) -> list[Case]:
@@ -88,12 +106,17 @@ FIGURES = {
         Case(model, policy, disk=disk) for disk in (2 * TB, 10 * TB) for policy in POLICIES
     ],
     "23: hit rate by medium": lambda model: [Case(model, host=0, disk=0), Case(model, disk=0), Case(model)],
-    "24: hit rate by capacity": lambda model: [
-        Case(model, disk=disk) for disk in (TB // 2, TB, 2 * TB, 5 * TB, 10 * TB)
+    "24: hit rate by capacity": only("llama-13b", lambda model: [Case(model, disk=disk) for disk in CAPACITIES]),
+    "25: hit rate and GPU time by arrival rate": only(
+        "llama-13b", lambda model: [Case(model, rate=rate) for rate in RATES]
+    ),
+    "overflow: hit rate if what is kept beyond the window is computed anew": lambda model: [
+        Case(model),
+        Case(model, overflow=RECOMPUTE),
     ],
-    "25: hit rate and GPU time by arrival rate": lambda model: [
-        Case(model, rate=rate) for rate in (0.5, 1.0, 1.5, 2.0)
-    ],
+    "save: hit rate if a turn ends when it is saved": only(
+        "llama-65b", lambda model: [Case(model), Case(model, save="sync")]
+    ),
 }
 """What is run for each model; a case that is in several figures is run once."""
 
@@ -102,73 +125,81 @@ FIGURES = {
 
 
 @cache
-def chats(conversations: int, rate: float, window: int) -> list[Session]:
-    """The conversations in units; each ends where its context would no longer fit the window."""
-    sessions = synthetic(CHATS["sharegpt"], conversations=conversations, sessions_per_s=rate, think_s=THINK_S, seed=0)
-    cut = (session._replace(turns=tuple(_in_units(session.turns, window // UNIT))) for session in sessions)
-    return [session for session in cut if session.turns]
+def chats(conversations: int, rate: float, model: Paper) -> list[Session]:
+    """The conversations, in units; a reply ends at half of the window."""
+    sessions = synthetic(CHAT, conversations=conversations, sessions_per_s=rate, think_s=THINK_S, seed=0)
+    return [session._replace(turns=tuple(_in_units(session.turns, model))) for session in sessions]
 
 
-def _in_units(turns: Sequence[SessionTurn], window: int) -> Iterator[SessionTurn]:
+def _in_units(turns: Sequence[SessionTurn], model: Paper) -> Iterator[SessionTurn]:
     """Ends of inputs and replies are rounded, not their lengths, so that errors do not add up."""
+    unit, longest = model.unit, model.window // model.unit // 2
     tokens = units = 0
     for turn in turns:
         tokens += turn.input_tokens
-        given = max(1, round(tokens / UNIT) - units)
-        tokens += turn.output_tokens
-        reply = max(1, round(tokens / UNIT) - units - given)
-        if units + given + reply > window:
-            return
+        given = max(1, round(tokens / unit) - units)
+        tokens += min(turn.output_tokens, longest * unit)
+        reply = min(max(1, round(tokens / unit) - units - given), longest)
         yield SessionTurn(units, given, reply, turn.think_s)
         units += given + reply
 
 
-def profile(model: Paper) -> CostProfile:
-    """A unit is a token that costs as much as `UNIT` of them; a step reads the weights once for each."""
-    shape = model.shape
+def profile(model: Paper, sample: int = 1) -> CostProfile:
+    """A unit is a token that costs as much as all of its own; a step reads the weights once for each of those.
+
+    With one session in `sample`, what a token costs is so many times as much: a step with its share of the rows takes
+    as long as one with all of them.
+    """
+    shape, unit, speed = model.shape, model.unit, model.gpus / sample
     cost = analytic_profile(
         chunk_tokens=1,
-        parameters=shape.parameters * UNIT,
+        parameters=shape.parameters * unit,
         layers=shape.layers,
-        attention_width=shape.heads * shape.head_dim * UNIT**2,
-        chunk_bytes=shape.token_bytes * UNIT,
-        max_context=model.window // UNIT,
-        flops_per_s=model.gpus * FLOPS_PER_S,
-        link_bytes_per_s=LINK_BYTES_PER_S,
-        step_base_seconds=UNIT * shape.parameters * ELEMENT_BYTES / (model.gpus * MEMORY_BYTES_PER_S),
+        attention_width=shape.heads * shape.head_dim * unit**2,
+        chunk_bytes=shape.token_bytes * unit,
+        max_context=model.window // unit,
+        flops_per_s=speed * FLOPS_PER_S,
+        link_bytes_per_s=LINK_BYTES_PER_S / sample,
+        step_base_seconds=unit * shape.parameters * ELEMENT_BYTES / (model.gpus * MEMORY_BYTES_PER_S),
     )
-    read_once = UNIT * shape.token_bytes * UNIT / (model.gpus * MEMORY_BYTES_PER_S)  # the context, for each token
+    read_once = unit * shape.token_bytes * unit / (speed * MEMORY_BYTES_PER_S)  # the context, for each token
     return replace(
         cost,
         row_attention=tuple((context, context * read_once) for context, _ in cost.attention),
-        disk_read_bytes_per_s=DISK_READ_BYTES_PER_S,
-        disk_write_bytes_per_s=DISK_WRITE_BYTES_PER_S,
+        disk_read_bytes_per_s=DISK_READ_BYTES_PER_S / sample,
+        disk_write_bytes_per_s=DISK_WRITE_BYTES_PER_S / sample,
     )
 
 
-def run(case: Case, conversations: int, warm_up: int) -> Report:
+def run(case: Case, conversations: int, warm_up: int, sample: int = 1) -> Report:
+    """Of `conversations` sessions one in `sample`, on its share of everything; `busy_s` is what their turns take of the
+    whole."""
     model = MODELS[case.model]
-    cost, sessions = profile(model), chats(conversations, case.rate, model.window)
+    cost, sessions = profile(model, sample), chats(conversations // sample, case.rate / sample, model)
     config = SchedulerConfig(
-        gpu_kv_chunks=model.gpu_kv_bytes // cost.chunk_bytes,
-        host_kv_chunks=case.host // cost.chunk_bytes,
-        disk_kv_chunks=case.disk // cost.chunk_bytes,
-        max_model_len=longest_context(sessions),
-        max_num_seqs=SEATS,
-        max_num_batched_tokens=STEP_TOKENS // UNIT,
+        gpu_kv_chunks=model.gpu_kv_bytes // cost.chunk_bytes // sample,
+        host_kv_chunks=case.host // cost.chunk_bytes // sample,
+        disk_kv_chunks=case.disk // cost.chunk_bytes // sample,
+        max_model_len=model.window // model.unit,
+        max_num_seqs=SEATS // sample,
+        max_num_batched_tokens=STEP_TOKENS // sample,  # units: a step stands for as many as a unit has tokens
         chunk_tokens=1,
         max_queue=sum(len(session.turns) for session in sessions),
         eviction=case.policy,
         conversation_ttl=TTL_S,
         reuse=case.reuse,
+        overflow=case.overflow,
+        save=case.save,
     )
     believed = replace(
         cost,
-        out_bytes_per_s=LINK_BYTES_PER_S * UNIT,
-        disk_read_bytes_per_s=DISK_READ_BYTES_PER_S * UNIT,
-        disk_write_bytes_per_s=DISK_WRITE_BYTES_PER_S * UNIT,
+        out_bytes_per_s=cost.link_bytes_per_s * model.unit,
+        disk_read_bytes_per_s=cost.disk_read_bytes_per_s * DISK_SCALE,
+        disk_write_bytes_per_s=cost.disk_write_bytes_per_s * DISK_SCALE,
     )
-    return Simulator(config, believed, sessions, warm_up, VirtualDevice(cost, POLL_S)).run()
+    device = VirtualDevice(cost, POLL_S)
+    report = Simulator(config, believed, sessions, warm_up // sample, device, truncate=True).run()
+    return replace(report, busy_s=report.busy_s / sample)
 
 
 # -- the command
@@ -182,6 +213,7 @@ def parser() -> argparse.ArgumentParser:
     option("--models", default=",".join(MODELS), metavar="NAMES", help="(default %(default)s)")
     option("--sessions", type=int, default=SESSIONS, metavar="N", help="(default %(default)s)")
     option("--warm-up", type=int, default=WARM_UP, metavar="N", help="turns not counted (default %(default)s)")
+    option("--sample", type=int, default=1, metavar="N", help="one session in N on its share of everything (default 1)")
     option("--jobs", type=int, default=os.cpu_count(), metavar="N", help="runs at a time (default %(default)s)")
     option("--results", type=Path, metavar="FILE", help="JSON lines: runs that are there are not run again")
     option("--plots", type=Path, metavar="DIRECTORY", help="draws the figures there (needs matplotlib)")
@@ -215,7 +247,9 @@ def plan_figures(args: argparse.Namespace) -> dict[str, list[Case]]:
             raise SettingError("--models", f"must be of {', '.join(MODELS)}, not {model!r}")
     if args.sessions < 1:
         raise SettingError("--sessions", f"must be at least 1, not {args.sessions}")
-    turns = min(sum(len(chat.turns) for chat in chats(args.sessions, RATE, MODELS[model].window)) for model in models)
+    if args.sample not in range(1, min(SEATS, args.sessions) + 1):
+        raise SettingError("--sample", f"must be between 1 and {min(SEATS, args.sessions)}, not {args.sample}")
+    turns = min(sum(len(chat.turns) for chat in chats(args.sessions, RATE, MODELS[model])) for model in models)
     if not 0 <= args.warm_up < turns:
         raise SettingError("--warm-up", f"must leave some of {turns} turns, not {args.warm_up}")
     chosen = {
@@ -238,10 +272,12 @@ def results(figures: dict[str, list[Case]], args: argparse.Namespace) -> dict[Ca
                 reports[case] = report
     missing = list(dict.fromkeys(case for cases in figures.values() for case in cases if case not in reports))
     with multiprocessing.Pool(max(1, min(args.jobs, len(missing)))) as pool:
-        made = pool.imap(_run, [(case, args.sessions, args.warm_up) for case in missing])
+        made = pool.imap(_run, [(case, args.sessions, args.warm_up, args.sample) for case in missing])
         for case, report in zip(missing, made, strict=True):
             reports[case] = report
-            line = json.dumps({"sessions": args.sessions, "case": asdict(case), "report": asdict(report)})
+            line = json.dumps(
+                {"sessions": args.sessions, "sample": args.sample, "case": asdict(case), "report": asdict(report)}
+            )
             print(line, file=sys.stderr, flush=True)
             if args.results:
                 with args.results.open("a") as file:
@@ -250,13 +286,14 @@ def results(figures: dict[str, list[Case]], args: argparse.Namespace) -> dict[Ca
 
 
 def read_line(line: str, args: argparse.Namespace) -> tuple[Case | None, Report]:
-    """A case and its report as `results` wrote them; no case if it is of another number of sessions."""
+    """A case and its report as `results` wrote them; no case if it is of other sessions."""
     found: dict[str, Any] = json.loads(line)
     report = Report(**found["report"] | {"usage": Usage(**found["report"]["usage"])})
-    return (Case(**found["case"]) if found["sessions"] == args.sessions else None), report
+    ours = (found["sessions"], found["sample"]) == (args.sessions, args.sample)
+    return (Case(**found["case"]) if ours else None), report
 
 
-def _run(work: tuple[Case, int, int]) -> Report:
+def _run(work: tuple[Case, int, int, int]) -> Report:
     return run(*work)
 
 
@@ -273,10 +310,9 @@ def gpu_hours(report: Report) -> float:
 
 
 def dollars(case: Case, report: Report) -> tuple[float, float]:
-    """Per 1,000 turns: GPUs for as long as they are busy, storage all the time."""
-    hours = report.seconds / 3600 * 1000 / report.requests
-    storage = (case.host * HOST_GB_HOUR + case.disk * DISK_GB_HOUR) / 10**9 * hours
-    return gpu_hours(report) * MODELS[case.model].gpus * GPU_HOUR, storage
+    """Per 1,000 turns, for GPUs and for storage, each for as long as the GPUs are busy."""
+    storage = (case.host * HOST_GB_HOUR + case.disk * DISK_GB_HOUR) / 10**9
+    return gpu_hours(report) * MODELS[case.model].gpus * GPU_HOUR, gpu_hours(report) * storage
 
 
 COLUMNS = {
@@ -289,12 +325,22 @@ COLUMNS = {
     "gpu": 6,
     "host": 6,
     "disk": 6,
+    "full %": 6,
     "GPU h": 7,
     "GPU $": 7,
     "stored $": 8,
     "TTFT s": 7,
 }
-"""Titles and widths; GPU h, GPU $ and stored $ per 1,000 turns, TTFT the median (in whole units of 64 tokens)."""
+"""Titles and widths; GPU h, GPU $ and stored $ per 1,000 turns, full %: of all turns, those
+whose whole history was found; TTFT the median (in whole units)."""
+
+
+def policy_label(case: Case) -> str:
+    """The policy, and what is not as usual."""
+    if not case.reuse:
+        return "recompute all"
+    unusual = [case.save] * (case.save != "async") + [case.overflow] * (case.overflow != KEEP)
+    return " ".join([case.policy.removesuffix("-conversation"), *unusual])
 
 
 def table_line(*cells: str) -> str:
@@ -305,11 +351,11 @@ def case_line(case: Case, report: Report) -> str:
     shares, (gpus, storage) = hit_shares(report), dollars(case, report)
     return table_line(
         case.model,
-        case.policy if case.reuse else "recompute all",
+        policy_label(case),
         f"{case.host // 10**9}",
         f"{case.disk / TB:g}",
         f"{case.rate:g}",
-        *(f"{100 * share:.1f}" for share in (sum(shares), *shares)),
+        *(f"{100 * share:.1f}" for share in (sum(shares), *shares, report.full_hits / report.requests)),
         f"{gpu_hours(report):.3f}",
         f"{gpus:.2f}",
         f"{storage:.2f}",

@@ -13,11 +13,13 @@ graph over different weights of 1 GiB, so that the L2 holds none of them:
 
 Then layers in their order (qkv, out, up, down): cuBLAS, the best of each product, and the best of those in Triton with
 each kernel launched before the one ahead of it has ended. Results that are off by more than 1% are named and left out.
-One table line a product and row count, the most interesting counts first, until the time is over; JSON at the end.
+One table line a product and row count, the most interesting counts first, until the time is over; last the verdict.
+The numbers go to FILE, or without one are printed as JSON.
 
 **The rule**: a table of the best way by product and token bucket, behind one operation, enters the engines only if
-whole layers of a shape gain more than 4% at each of 24, 32, 48 and 64 rows; otherwise all stays with cuBLAS. If padding
-or an algorithm of cuBLASLt gains as much, that alone enters: padding is a line in the sizes of captured steps.
+whole layers of a shape gain more than 4% at each of 32, 48 and 64 rows, to which steps of 17 to 64 tokens are padded;
+otherwise all stays with cuBLAS. If other sizes (17 or 24 rows as they are, or more padding) or an algorithm of cuBLASLt
+gain as much, that alone enters: sizes are a line of runtime/step_buffers.py.
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ MODELS = {  # outputs and inputs of each product, in a layer's order
     "8B": {"qkv": (6144, 4096), "out": (4096, 4096), "up": (28672, 4096), "down": (4096, 14336)},
     "13B": {"qkv": (7680, 5120), "out": (5120, 5120), "up": (27648, 5120), "down": (5120, 13824)},
 }
-ROWS = (24, 64, 1, 32, 48, 128, 17, 16, 96, 8, 256)  # the most interesting first
-DECISIVE = (24, 32, 48, 64)
+ROWS = (32, 64, 48, 1, 128, 16, 24, 96, 17, 8, 256)  # the most interesting first
+DECISIVE = (32, 48, 64)  # what steps of 17 to 64 tokens are padded to (runtime/step_buffers.py)
 WORTH = 0.04
 TILES = (Tile(64, 128, 4, 4), Tile(128, 64, 4, 5))
 COLD_BYTES = 2**30
@@ -299,11 +301,12 @@ def main() -> None:
             continue
         results.append(measure(model, rows, workspace, processors))
         longest = max(longest, time.monotonic() - start)
-    print(verdict(results))
     report = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "results": results}
-    if options.json is not None:
+    if options.json is None:
+        print(json.dumps(report))
+    else:
         options.json.write_text(json.dumps(report, indent=1))
-    print(json.dumps(report))
+    print(verdict(results))
 
 
 if __name__ == "__main__":

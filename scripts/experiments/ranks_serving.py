@@ -1,7 +1,7 @@
 """Serving with several ranks, by rate: with reuse, with the GPU's cache only, and with every history computed anew.
 
     python scripts/experiments/ranks_serving.py --shape scripts/shapes/llama-2-70b.json --output DIR \\
-        --rates reuse=2,4,6 gpu=2,4 none=1,2
+        --rates reuse=3,6 none=0.5,1 gpu=2,3
 
 One server after the other, random weights, ShareGPT's lengths; ends in one table. A server that does not start, and
 what `--seconds` leaves no time for, is said and left out. KV sizes are a rank's.
@@ -48,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
     option("--ramp-s", type=float, default=20.0, metavar="S", help="before what is measured (default %(default)s)")
     option("--measure-s", type=float, default=30.0, metavar="S", help="of each rate (default %(default)s)")
     option("--think-s", type=float, default=15.0, metavar="S", help="(default %(default)s)")
+    option("serve_options", nargs="*", metavar="OPTION", help="behind --: more of `pensieve serve`")
     option("--seconds", type=float, default=570.0, metavar="S", help="for all of it (default %(default)s)")
     return made
 
@@ -69,7 +70,8 @@ def main() -> int:
             with server(args, mode, min(left, START_SECONDS)) as url:
                 measure(args, url, rates, file, deadline - time.monotonic())
         except (subprocess.SubprocessError, TimeoutError) as error:
-            print(f"{mode}: {error}", flush=True)
+            log = (args.output / f"{mode}.log").read_text(errors="replace").splitlines()
+            print(f"{mode}: {error}; the server's log ends:", *log[-30:], sep="\n", flush=True)
         if file.exists() and file.read_text():
             told.append(file)
     command("bench_serving", "--compare", *told)
@@ -99,6 +101,7 @@ def server(args: argparse.Namespace, mode: str, seconds: float) -> Iterator[str]
     words = [sys.executable, "-m", "pensieve.scripts.pensieve", "serve", "--engine", args.output / "engine"]
     words += ["--device", args.device, "--port", port, "--state-dir", args.output / f"state-{mode}", *sizes]
     words += ["--max-num-seqs", args.max_num_seqs, "--max-num-batched-tokens", 1024, "--shutdown-timeout", 1]
+    words += args.serve_options
     started = time.monotonic()
     with log.open("wb") as out:
         process = subprocess.Popen([*map(str, words)], stdout=out, stderr=subprocess.STDOUT)
@@ -106,8 +109,7 @@ def server(args: argparse.Namespace, mode: str, seconds: float) -> Iterator[str]
         url = f"http://127.0.0.1:{port}"
         while not ready(url):
             if process.poll() is not None or time.monotonic() - started > seconds:
-                end = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
-                raise TimeoutError(f"no server after {time.monotonic() - started:.0f} s; its log ends:\n{end}")
+                raise TimeoutError(f"no server after {time.monotonic() - started:.0f} s")
             time.sleep(0.5)
         print(f"{mode}: ready after {time.monotonic() - started:.0f} s", flush=True)
         yield url

@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 
 from pensieve.runtime.api_keys import key_digest
+from pensieve.runtime.histories import Histories
+from pensieve.runtime.history_store import HistoryStore
 from pensieve.runtime.messages import Erased, Fatal, Forget, Fork, Keep
+from pensieve.runtime.text import Tokenizer
 from pensieve.scheduler.types import RequestError
 
 from .fake_loop import eventually
-from .odd_tokenizer import byte_by_byte
+from .odd_tokenizer import byte_by_byte, spaced_tokenizer
 from .served import CHAT, DONE, run, serve, spell
 
 __all__ = ["serve"]  # a fixture
@@ -100,6 +103,23 @@ def test_completions_go_on_behind_the_log(serve: Any) -> None:
     run(work())
 
 
+def test_completions_go_on_behind_the_log_without_a_space_between() -> None:
+    """Of a tokenizer that puts one in front of every text."""
+
+    async def work() -> None:
+        speaker = Tokenizer(spaced_tokenizer())
+        histories = Histories(HistoryStore(":memory:"), lambda _: None, pytest.fail, speaker)
+        first = await histories.open_completion("", "c", "hello: a")
+        await first.commit(speaker.encode("b"), " b", None, b"")
+        for text in ("ba!", " ba!"):
+            second = await histories.open_completion("", "c", text, server_history=True)
+            second.close()
+            assert speaker.decode(second.prompt) == "hello: a b" + text
+        await histories.close()
+
+    run(work())
+
+
 def test_only_one_turn_of_a_server_history_is_in_flight(serve: Any) -> None:
     async def work() -> None:
         async with serve() as server:
@@ -178,7 +198,7 @@ def test_conversations_are_listed_forked_kept_and_deleted(serve: Any) -> None:
             assert server.loop.said(Fork)[0] == Fork("with/slash", "f")
             for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/fork"), ("POST", "/pin"), ("PATCH", "")):
                 await server.ask(method, f"{CONVERSATIONS}/c{path}", 404)
-            for query in ("limit=0", "limit=x", "order=up", "what=1"):
+            for query in ("limit=0", "limit=x", "limit=" + "1" * 5000, "order=up", "what=1"):
                 assert (await server.ask("GET", f"{CONVERSATIONS}?{query}", 400))["error"]["param"]
             made = await server.post(CONVERSATIONS)
             assert (await server.chat("x", conversation=made["id"], history="server")).startswith("hello")
@@ -239,6 +259,33 @@ def test_an_aborted_turn_is_not_stored(serve: Any) -> None:
             with contextlib.suppress(asyncio.CancelledError):
                 await turn
             await server.ask("GET", f"{CONVERSATIONS}/a", 404)
+
+    run(work())
+
+
+def test_a_key_may_store_so_many_conversations(serve: Any) -> None:
+    """What is there already goes on; what would be one more is refused before anything is computed."""
+
+    async def work() -> None:
+        async with serve(keys=("one", "two")) as server:
+            server.store.quota = 2
+            await server.post(CONVERSATIONS, key="one", id="a")
+            await server.chat("hello", conversation="b", key="one")
+            for path, body in (
+                (CONVERSATIONS, {}),
+                (f"{CONVERSATIONS}/a/fork", {}),
+                ("/v1/chat/completions", {"conversation": "c", "messages": [{"role": "user", "content": "hello"}]}),
+                ("/v1/completions", {"conversation": "c", "prompt": "hello"}),
+                ("/v1/responses", {"input": "hello"}),
+            ):
+                error = (await server.post(path, 429, key="one", **body))["error"]
+                assert error["code"] == "insufficient_quota" and "2 conversations" in error["message"]
+            assert [request.owner for request in server.requests] == [key_digest("one")]
+            await server.chat("hello", "there", "again", conversation="b", key="one")
+            await server.chat("hello", conversation="c", key="two")
+            await server.chat("hello", key="one")
+            await server.ask("DELETE", f"{CONVERSATIONS}/a", key="one")
+            await server.chat("hello", conversation="c", key="one")
 
     run(work())
 

@@ -54,6 +54,13 @@ def some_copies(count):
     return targets, sources, np.full(count, 64, np.uint64)
 
 
+def test_the_second_runtime_in_the_process_is_told_its_device(library, monkeypatch):
+    told = []
+    monkeypatch.setattr(cuda_runtime.cuda, "cudaSetDevice", lambda device: (told.append(device) or 0,))
+    CudaRuntime("pretended").use_device(3)
+    assert told == [3]
+
+
 def test_a_failed_call_says_what_was_called_and_what_the_status_means(library, monkeypatch):
     runtime = CudaRuntime("pretended")
     library.status = 2

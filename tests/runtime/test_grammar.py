@@ -69,6 +69,23 @@ def test_what_does_not_compile_is_refused_by_name(grammars: Grammars, grammar: s
     assert (caught.value.status, caught.value.param) == (400, "response_format")
 
 
+def test_a_long_chain_of_rules_does_not_end_the_process(grammars: Grammars) -> None:
+    rules = [f'r{at}: "a" r{at + 1}' for at in range(2900)]
+    grammar = lark_grammar("\n".join(["start: r0", *rules, 'r2900: "x"']))
+    grammars.check(grammar, "structured_outputs")
+
+
+def test_what_is_long_is_refused(grammars: Grammars) -> None:
+    with pytest.raises(RequestError, match="structured_outputs is too long"):
+        grammars.check(choice_grammar([str(number) for number in range(20_000)]), "structured_outputs")
+
+
+def test_what_takes_long_to_compile_is_refused(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pensieve.runtime.grammar.MOST_SECONDS", 0.0)
+    with pytest.raises(RequestError, match="response_format is too complex"):
+        grammars.check(json_grammar({"type": "object"}), "response_format")
+
+
 def test_a_tokenizer_without_bytes_has_no_grammars(tmp_path: Path) -> None:
     Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>")).save(str(tmp_path / "tokenizer.json"))
     assert open_grammars(str(tmp_path), 2, (1,)) is None

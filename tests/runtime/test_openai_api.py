@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -135,6 +136,14 @@ def test_defaults_are_openais_and_seeds_differ(ask: Callable[..., Any]) -> None:
     assert first.sampling.seed != second.sampling.seed and first.id != second.id
 
 
+def test_prompts_of_one_call_have_seeds_of_their_own_unless_one_is_asked_for(ask: Callable[..., Any]) -> None:
+    for seed, count in ((None, 2), (-5, 1)):
+        loop = FakeLoop()
+        ask(complete(prompt=["x", "x"], seed=seed), loop)
+        seeds = {request.sampling.seed for (request,) in loop.said(Submit)}
+        assert len(seeds) == count and all(0 <= own < 2**63 for own in seeds)
+
+
 # Stops
 
 
@@ -181,6 +190,27 @@ def test_the_text_of_a_stop_token_is_left_out(ask: Callable[..., Any]) -> None:
         assert choice["token_ids"] == byte_tokens("hey!")
 
 
+class LateEnds(FakeLoop):
+    """An end comes a step behind the last token, as with `--save sync`."""
+
+    ends: tuple[Output, ...] = ()
+
+    def _step(self) -> Iterator[Output]:
+        late, self.ends = self.ends, ()
+        yield from late
+        for output in super()._step():
+            if output.finish is not None:
+                self.ends += (Output(output.request, finish=output.finish),)
+            yield replace(output, finish=None)
+
+
+def test_the_text_of_a_stop_token_is_left_out_though_the_end_comes_later(ask: Callable[..., Any]) -> None:
+    work = complete(prompt="x", stop_token_ids=byte_tokens("!"), return_token_ids=True)
+    (choice,) = ask(work, LateEnds(say("hey!you"))).json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("hey", "stop")
+    assert choice["token_ids"] == byte_tokens("hey!")
+
+
 # Streams
 
 
@@ -224,6 +254,7 @@ BAD = [
     ({"prompt": [-1, 5]}, "prompt"),
     ({"prompt": [10**30]}, "prompt"),
     ({"prompt": ["a", "b"], "conversation": "c"}, "prompt"),
+    ({"prompt": ["a"] * 129, "n": 128}, "prompt"),
     ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
     ({"prompt": "x", "max_tokens": -3}, "max_tokens"),
     ({"prompt": "x", "max_tokens": 10**30}, "max_tokens"),
@@ -237,7 +268,7 @@ BAD = [
     ({"prompt": "x", "top_p": 0}, "top_p"),
     ({"prompt": "x", "top_p": 1.1}, "top_p"),
     ({"prompt": "x", "top_k": -2}, "top_k"),
-    ({"prompt": "x", "seed": -1}, "seed"),
+    ({"prompt": "x", "seed": -(2**63) - 1}, "seed"),
     ({"prompt": "x", "seed": 2**63}, "seed"),
     ({"prompt": "x", "stop": ""}, "stop"),
     ({"prompt": "x", "stop": ["a"] * 17}, "stop"),

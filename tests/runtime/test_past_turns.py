@@ -147,6 +147,19 @@ def test_a_tokenizer_that_puts_a_space_in_front_goes_on_without_it():
         assert ids is not None and speaker.decode([*before, *ids]) == "hello: a" + rest, rest
 
 
+def test_a_completion_goes_on_behind_a_space_of_its_own():
+    """Decoded alone, as a reply in a chat is, it has none: the ids would not be found, and a lone space came twice."""
+    speaker = Tokenizer(spaced_tokenizer())
+    prompt, reply = "hello: a", speaker.encode("b").tolist()
+    before = speaker.encode(prompt)
+    delivered = speaker.decode([*before, *reply])[len(prompt) :]
+    assert delivered == " b"
+    inside, text = tokens_inside(speaker, reply, delivered, before)
+    assert (inside, text) == (len(reply), " b")
+    past = PastTurn.behind(None, Transcript((), before + array("i", reply), prompt + text, len(before) + inside))
+    assert speaker.decode(spliced(speaker, "hello: a b and", past)) == "hello: a b and"
+
+
 def test_random_branches_put_together_are_what_was_committed():
     draw = random.Random(5)
     turns = [None]

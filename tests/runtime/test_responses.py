@@ -111,3 +111,13 @@ def test_the_official_client_streams_responses(serve: Any) -> None:
             assert (await client.conversations.delete(made.id)).deleted
 
     run(work())
+
+
+def test_what_would_have_no_effect_on_a_response_is_refused(serve: Any) -> None:
+    async def work() -> None:
+        async with serve() as server:
+            for body in ({"max_tokens": 5}, {"return_token_ids": True}):
+                refused = await respond(server, 400, input="hello", **body)
+                assert [refused["error"]["param"]] == list(body)
+
+    run(work())

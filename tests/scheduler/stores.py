@@ -7,6 +7,7 @@ from itertools import count
 from pensieve.scheduler.chunks import ChunkStore
 from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.copies import StepCopies
+from pensieve.scheduler.proof import Claims
 from pensieve.scheduler.retention import eviction_policy
 from pensieve.scheduler.room import RoomMaker
 from pensieve.scheduler.types import ChunkKey
@@ -16,8 +17,8 @@ from .harness import profile
 SIZE = 4
 
 
-def a_store(gpu=8, host=8, eviction="retention"):
-    config = SchedulerConfig(gpu, host, max_model_len=1, chunk_tokens=SIZE, generation_reserve=0.0)
+def a_store(gpu=8, host=8, eviction="retention", disk=0):
+    config = SchedulerConfig(gpu, host, max_model_len=1, chunk_tokens=SIZE, generation_reserve=0.0, disk_kv_chunks=disk)
     return ChunkStore(config, eviction_policy(eviction, profile(SIZE)))
 
 
@@ -54,4 +55,4 @@ def a_room(store, now, step=1):
 def check(store, held=(), claims=None):
     """Books of a store whose chunks in `held` are held by one row each."""
     store.end_plan()
-    store.check(dict.fromkeys(held, 1), claims or {}, {})
+    store.check(dict.fromkeys(held, 1), {chunk: Claims(count) for chunk, count in (claims or {}).items()})

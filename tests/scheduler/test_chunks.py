@@ -173,5 +173,5 @@ def test_check_counts_users_and_claims_afresh():
         check(store)
     with pytest.raises(InvariantError, match="not in the store"):
         check(store, held=[chunk, Chunk(SIZE, 0, 0.0)])
-    with pytest.raises(InvariantError, match="2 claims"):
+    with pytest.raises(InvariantError, match="claims=2"):
         check(store, held=[chunk], claims={chunk: 2})

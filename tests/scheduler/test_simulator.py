@@ -87,6 +87,17 @@ def test_a_history_cut_short_is_no_longer_a_hit_behind_the_cut():
     assert simulate(CONFIG, COST, [session]).usage == Usage(gpu=4, new=8 + 6)
 
 
+def test_a_conversation_outgrows_its_context_if_it_may():
+    session = Session("c", 0.0, tuple(SessionTurn(20 * turn, 12, 8, 1.0) for turn in range(8)))
+    with pytest.raises(RequestError):
+        simulate(CONFIG, COST, [session])
+    report = Simulator(CONFIG, replace(COST, attention=((4, 4.0),)), [session], truncate=True).run()
+    # Nothing is computed twice: 12 tokens of each prompt, and the last one of the reply before it.
+    assert report.usage.recomputed == 0 and report.usage.new == 8 * 12 + 7
+    assert report.usage.cached < sum(20 * turn for turn in range(8)) - 7, "tokens beyond the window are not seen"
+    assert report.full_hits == 7
+
+
 def test_sessions_with_equal_system_tokens_share_them():
     sessions = [Session("a", 0.0, (SessionTurn(0, 12, 1),), 8), Session("b", 50.0, (SessionTurn(0, 12, 1),), 8)]
     assert simulate(CONFIG, COST, sessions).usage == Usage(gpu=8, new=16)
@@ -106,6 +117,11 @@ def test_mean_context_counts_each_token_with_what_it_sees():
     assert mean_contexts(plan(positions=(9,))) == (0, 10)
     assert mean_contexts(plan(spans=[Span(0, 0, 4, 0, True)])) == ((1 + 2 + 3 + 4) // 4, 0)
     assert mean_contexts(plan(positions=(0, 2), spans=[Span(2, 5, 7, 5, True)])) == ((6 + 7) // 2, (1 + 3) // 2)
+
+
+def test_a_row_whose_window_has_moved_sees_less():
+    rows = plan(positions=(9, 12), spans=[Span(2, 8, 12, 8, True)])
+    assert mean_contexts(rows, {1: 8, 2: 6}) == (10 - 6, (9 + 12 - 8) // 2 + 1)
 
 
 def test_a_gated_copy_hides_behind_compute_and_only_the_rest_shows():
@@ -151,7 +167,7 @@ def test_every_prompt_token_is_accounted_for_once(eviction, host_kv_chunks):
 @pytest.mark.parametrize("prefetch", [True, False])
 def test_with_a_disk_histories_outlive_host(save, prefetch):
     sessions = crowd(40)
-    config = replace(CONFIG, host_kv_chunks=16, disk_kv_chunks=400, save=save, prefetch=prefetch)
+    config = replace(CONFIG, host_kv_chunks=16, disk_kv_chunks=400, save=save, prefetch=prefetch, queue_order="arrival")
     cost = replace(QUICK, disk_read_bytes_per_s=20.0, disk_write_bytes_per_s=10.0)
     simulator = Simulator(config, cost, sessions)
     report = simulator.run()

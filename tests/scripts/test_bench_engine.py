@@ -5,9 +5,11 @@ import json
 import pytest
 import torch
 
-from pensieve.scripts import bench_engine_gpu
+from pensieve.plugins import attention_reference
+from pensieve.scripts import bench_engine, bench_engine_gpu
 from pensieve.scripts.bench_engine import CHUNK, arguments, arguments_of, slots_of
 from pensieve.scripts.chat_steps import LONGEST, Part, chat_steps
+from tests.models import tiny_checkpoint
 
 SHAPE = bench_engine_gpu.LLAMA | {
     "vocab_size": 32000,
@@ -43,8 +45,30 @@ def test_steps_of_chats():
     prompts = [part for step in steps for part in step if part.new > 1]
     assert len(prompts) >= 6 and 1 < max(map(len, steps)) <= 3
     assert max(part.context for step in steps for part in step) < LONGEST
-    # What is known is not computed again: a returning turn computes its input and the reply's last token.
+    # What a user wrote is computed once, and nobody else's: a first turn is whole, the next is its input and a token.
+    assert sum(part.new == part.context for part in prompts) == 3
     assert all(part.new < 500 for part in prompts) and any(part.context > part.new + 100 for part in prompts)
+
+
+def test_both_engines_run_every_batch_and_the_chats(tmp_path, monkeypatch, capsys):
+    """Compiling takes half a minute: here both are the reference's."""
+    build = bench_engine.build_engine
+
+    def build_reference(checkpoint, output, backend, dtype):
+        build(checkpoint, output, "reference", dtype)
+
+    tiny_checkpoint("llama", tmp_path)
+    for name in ("write_kv", "multi_token_attention"):  # put back at the end: their time is taken
+        monkeypatch.setattr(attention_reference, name, getattr(attention_reference, name))
+    monkeypatch.setattr(bench_engine, "build_engine", build_reference)
+    monkeypatch.setattr(bench_engine, "BATCHES", {"3 rows": [Part(1, 40)] * 3})
+    monkeypatch.setattr(bench_engine, "chat_steps", lambda: chat_steps(users=2, turns=1)[:20])
+    assert bench_engine.main(["--checkpoint", str(tmp_path), "--seconds", "0"]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    rows = json.loads(last)["rows"]
+    assert [row["batch"] for row in rows] == ["3 rows", "20 steps of chats"]
+    for row in rows:
+        assert 0 < row["reference"] < row["reference_total"] and 0 < row["inductor"] < row["inductor_total"]
 
 
 @pytest.mark.gpu

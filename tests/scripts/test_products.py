@@ -1,21 +1,16 @@
 """The experiment with products of few rows: its kernels compute products, and compile for the GPU that they are for."""
 
 import ctypes
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.plugins.kernel_cases import (
-    CUDA,
-    DEVICE,
-    INTERPRETED,
-    needs_interpreter,
-    needs_kernels,
-    run_in_the_interpreter,
-)
+from tests.plugins.kernel_cases import CUDA, DEVICE, INTERPRETED, needs_kernels
 
 pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "experiments"))
@@ -28,14 +23,16 @@ from triton.compiler import ASTSource
 
 pytestmark = pytest.mark.slow
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16) if CUDA else (torch.float32, torch.float16)
+DTYPES = (torch.float16, torch.bfloat16) if CUDA else (torch.float16, torch.float32)  # the interpreter has no bfloat16
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 CUT = Cut(64, 64, stages=3, warps=4, programs=1)
 
 
-@needs_interpreter
+@pytest.mark.skipif(CUDA or INTERPRETED, reason="the kernels run here directly")
 def test_in_the_interpreter():
-    run_in_the_interpreter(__file__)
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+    run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert run.returncode == 0 and " passed" in run.stdout, run.stdout + run.stderr
 
 
 def draw(rows, outputs, inputs, dtype=torch.float32):
@@ -67,11 +64,24 @@ def test_shares_of_all_sizes(rows, tiles, steps, processors, dtype):
 
 @needs_kernels
 def test_a_row_is_the_same_whatever_its_neighbours_are():
-    x, weight = draw(9, 128, 192)
+    x, weight = draw(9, 128, 192, DTYPES[-1])
     together = product_kernels.product(x, weight, CUT, 4)
     for row in range(len(x)):
         alone = product_kernels.product(x[row : row + 1].contiguous(), weight, CUT, 4)
         assert torch.equal(together[row : row + 1], alone)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs a GPU")
+def test_begun_early_a_chain_of_products_is_the_same():
+    x, weight = draw(24, 2048, 2048, torch.bfloat16)
+    results = []
+    for early in (False, True):
+        y = x
+        for _ in range(20):
+            y = product_kernels.product(y, weight, CUT, 100, early)
+        results.append(y)
+    assert torch.equal(*results) and results[0].norm() > 0
 
 
 @needs_kernels
@@ -82,8 +92,7 @@ def test_sizes_that_do_not_fit():
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled there")
-@pytest.mark.parametrize("rows", [1, 24, 256])
-@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("rows, early", [(1, False), (24, True), (128, False), (256, True)])
 def test_what_is_tried_compiles_for_hopper_and_copies_ahead(rows, early):
     for cut in product_kernels.cuts(rows):
         kernel = compiled(cut, product_kernels.padded(rows), early)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from pensieve.builder.build import build_engine
 from pensieve.scheduler.plan import StepPlan
@@ -28,7 +29,7 @@ def said(command, *words, status=0):
         env={"OMP_NUM_THREADS": "1", **os.environ},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     assert ended.returncode == status, ended.stderr
     return [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
@@ -79,6 +80,19 @@ def test_two_ranks_say_what_one_device_says(tmp_path):
     found = said("check_ranks", "--engine", *engines, "--prompts", 6, "--tokens", 100)
     assert [line["passed"] for line in found] == [True, True]
     assert 0 < found[0]["ranks_max"] < 1e-4 < found[1]["ranks_max"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_add_up_and_say_what_one_says(tmp_path):
+    lines = said("bench_collectives", "--tokens", 1, 64, 1024)
+    assert all(line["us"].keys() == {"nccl", "one_shot", "auto"} for line in lines[:2])
+    tiny_checkpoint("llama", tmp_path / "checkpoint")
+    for dtype in ("float32", "bfloat16"):
+        build_engine(tmp_path / "checkpoint", tmp_path / dtype, dtype=dtype, tensor_parallel=2, device="cuda")
+    engines = [tmp_path / "float32", tmp_path / "bfloat16"]
+    found = said("check_ranks", "--device", "cuda", "--engine", *engines, "--prompts", 6, "--tokens", 100)
+    assert [line["passed"] for line in found] == [True, True]
 
 
 @pytest.mark.slow

@@ -50,6 +50,17 @@ def test_the_file_has_the_names_of_the_flags_with_dashes_or_underscores(file):
     assert (read.gpu_kv_bytes, read.max_queue) == ("1GiB", 1024)
 
 
+def test_quotas_are_of_keys():
+    args = parse_options(["--engine", "demo", "--owner-kv-bytes", "1GiB"])
+    with pytest.raises(SettingError, match="--api-key"):
+        http_settings(args)
+    args.api_key = ["one"]
+    assert http_settings(args).max_conversations_per_owner is None
+    args.max_conversations_per_owner = 0
+    with pytest.raises(SettingError, match="--max-conversations-per-owner: must be at least 1"):
+        http_settings(args)
+
+
 def test_flags_override_the_file(file):
     path = file('engine = "demo"\nport = 9000\nno-reuse = true\nserved-model-name = "one"\ngpu-kv-bytes = "1GiB"')
     read = options(path, "--port", "9001", "--reuse", "--served-model-name", "two", "--gpu-kv-chunks", "7")
@@ -200,6 +211,8 @@ def disk_config(*flags):
 
 def test_the_disk_tier_is_off_unless_it_has_a_size_and_its_limit_counts_headers_too():
     config, disk = disk_config()
+    assert config.owner_kv_chunks is None
+    assert disk_config("--owner-kv-bytes", "1GiB")[0].owner_kv_chunks == GIB // LLAMA_8B.chunk_bytes(32)
     assert (config.disk_kv_chunks, config.save, config.prefetch, disk) == (0, "async", True, None)
     config, disk = disk_config("--disk-kv-bytes", "100GiB", "--save", "sync", "--prefetch", "off")
     assert config.disk_kv_chunks == 100 * GIB // (LLAMA_8B.chunk_bytes(32) + 4096)

@@ -7,32 +7,49 @@ import json
 import pytest
 
 from pensieve.scheduler.simulator import SessionTurn
-from pensieve.scripts.simulate_paper import MODELS, UNIT, _in_units, main, profile
+from pensieve.scripts.simulate_paper import MODELS, Case, _in_units, chats, main, policy_label, profile
 
 SMALL = ["--sessions", "40", "--warm-up", "20", "--models", "falcon-40b", "--jobs", "1"]
 
 
-def test_lengths_are_rounded_without_a_drift_and_end_with_the_window():
-    turns, history = [], 0
+def test_lengths_are_rounded_without_a_drift_and_replies_end_at_half_a_window():
+    model, turns, history = MODELS["llama-13b"], [], 0
     for _ in range(30):
-        turns.append(SessionTurn(history, 38, 205, 1.0))
-        history += 243
-    units = list(_in_units(turns, 60))
+        turns.append(SessionTurn(history, 38, 305, 1.0))
+        history += 343
+    units = list(_in_units(turns, model))
     assert [turn.history_tokens for turn in units] == [
         sum(turn.input_tokens + turn.output_tokens for turn in units[:index]) for index in range(len(units))
     ]
     total = units[-1].history_tokens + units[-1].input_tokens + units[-1].output_tokens
-    assert len(units) < 30 and total <= 60 and abs(total - len(units) * 243 / UNIT) < 2
+    assert len(units) == 30 and abs(total - 30 * 343 / model.unit) < 2
+    (long,) = _in_units([SessionTurn(0, 100, 9000, 0.0)], model)
+    assert long.output_tokens == model.window // model.unit // 2
+
+
+def test_sessions_are_as_long_as_the_paper_says():
+    """Figure 2: 47% of them have more than 2,048 tokens and 30% more than 4,096; there are 52,000 turns."""
+    sessions = chats(9000, 1.0, MODELS["llama-13b"])
+    lengths = [sum(session.turns[-1][:3]) * MODELS["llama-13b"].unit for session in sessions]
+    assert sum(len(session.turns) for session in sessions) == pytest.approx(52_000, rel=0.02)
+    assert sum(length > 2048 for length in lengths) / 9000 == pytest.approx(0.47, abs=0.03)
+    assert sum(length > 4096 for length in lengths) / 9000 == pytest.approx(0.27, abs=0.03)
 
 
 def test_a_unit_takes_as_long_as_its_tokens():
     model = MODELS["llama-13b"]
     cost = profile(model)
-    prefill = 2 * model.shape.parameters * UNIT / (2 * 156e12)
+    prefill = 2 * model.shape.parameters * model.unit / (2 * 156e12)
     assert cost.chunk_seconds == pytest.approx(prefill)
-    weights, context = 2 * model.shape.parameters, 10 * UNIT * model.shape.token_bytes
-    steps = UNIT * (weights + context) / (2 * 1.6e12)
+    weights, context = 2 * model.shape.parameters, 10 * model.unit * model.shape.token_bytes
+    steps = model.unit * (weights + context) / (2 * 1.6e12)
     assert cost.step(0, rows=1, rows_context=10) == pytest.approx(steps + prefill, rel=1e-6)
+
+
+def test_a_label_tells_what_is_not_as_usual():
+    assert policy_label(Case("llama-13b", "lru-conversation")) == "lru"
+    assert policy_label(Case("llama-13b", save="sync", overflow="recompute")) == "retention sync recompute"
+    assert policy_label(Case("llama-13b", reuse=False)) == "recompute all"
 
 
 def test_a_table_and_a_line_for_each_case_which_is_run_once(capsys, tmp_path):

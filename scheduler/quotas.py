@@ -1,0 +1,68 @@
+"""What each owner's conversations may keep: beyond it they are the first to go, so nobody pushes another's KV out.
+
+An owner's conversations, in the order of their last turns:
+
+    the longest ago ... | ... the latest
+    surplus             | within the quota
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+
+class _Share:
+    """One owner's: chunks by conversation."""
+
+    __slots__ = ("surplus", "taken", "within")
+
+    def __init__(self) -> None:
+        self.surplus: OrderedDict[str, int] = OrderedDict()
+        self.within: OrderedDict[str, int] = OrderedDict()
+        self.taken = 0  # chunks within
+
+
+class Quotas:
+    """`most`: chunks of an owner's conversations that are within its quota; one that is larger by itself never is."""
+
+    def __init__(self, most: int):
+        self._most = most
+        self._shares: dict[str, _Share] = {}
+
+    def put(self, owner: str, conversation: str, chunks: int) -> Iterator[tuple[str, bool]]:
+        """A turn of the conversation has just ended: it is the owner's latest.
+
+        Yields (conversation, whether it is surplus from now on) for the others of which that changes, and for this one
+        if it is.
+        """
+        share = self._shares.setdefault(owner, _Share())
+        share.surplus.pop(conversation, None)
+        share.taken += chunks - share.within.pop(conversation, 0)
+        share.within[conversation] = chunks
+        while share.taken > self._most:
+            oldest, size = share.within.popitem(last=False)
+            share.taken -= size
+            share.surplus[oldest] = size
+            yield oldest, True
+        yield from self._let_in(share)
+
+    def remove(self, owner: str, conversation: str) -> Iterator[tuple[str, bool]]:
+        """The conversation is gone. Yields as `put`."""
+        share = self._shares[owner]
+        share.taken -= share.within.pop(conversation, 0)
+        share.surplus.pop(conversation, None)
+        yield from self._let_in(share)
+        if not (share.within or share.surplus):
+            del self._shares[owner]
+
+    def _let_in(self, share: _Share) -> Iterator[tuple[str, bool]]:
+        while share.surplus:
+            latest, size = share.surplus.popitem()
+            if share.taken + size > self._most:
+                share.surplus[latest] = size
+                return
+            share.within[latest] = size
+            share.within.move_to_end(latest, last=False)
+            share.taken += size
+            yield latest, False
