@@ -48,7 +48,8 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         tools: Sequence[dict[str, Any]] | None = None,
     ) -> str:
-        """The dialogue, and what asks for the assistant's next message. RequestError if the template refuses."""
+        """The dialogue, and what asks for the assistant's next message. RequestError if the template refuses, or fails
+        at what it did not expect: what it does with messages (no content, say) is Python's to complain of."""
         try:
             return self._template.render(
                 messages=messages,
@@ -56,7 +57,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise RequestError(400, f"the model's chat template refuses these messages: {error}", "messages") from error
 
 

@@ -191,6 +191,20 @@ def test_a_template_can_refuse_and_cannot_escape() -> None:
 
 
 @pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}{{ m.role + m.content }}{% endfor %}",  # text and None
+        "{% for m in messages %}{% for k, v in m.role | items %}{{ k }}{% endfor %}{% endfor %}",
+        "{% for m in messages %}{{ m.role | int // 0 }}{% endfor %}",
+    ],
+)
+def test_messages_that_a_template_stumbles_over_are_their_sender_s_fault(source: str) -> None:
+    with pytest.raises(RequestError, match="chat template") as refused:
+        ChatTemplate(source, {}).render([{"role": "assistant", "content": None}])
+    assert refused.value.status == 400
+
+
+@pytest.mark.parametrize(
     "file, content",
     [
         ("tokenizer.json", b'{"broken'),
