@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import shutil
 from collections import UserDict
@@ -25,6 +26,7 @@ from .checkpoint import read_json, read_weights
 from .compiler import compile_apart, cpp_compiler
 from .config import DecoderConfig, Shard
 from .fp8 import QuantisedWeights, names_in_fp8, projections, stored_as
+from .intact import intact_engine
 from .legacy_checkpoint import is_legacy, legacy_config, read_legacy_weights
 from .lock import locked
 from .manifest import (
@@ -90,13 +92,14 @@ def build_engine(
     of the layers' projections as the checkpoint has them ("same"), or rounded to FP8 here ("fp8"), what that costs
     being measured on the device.
 
-    `output` may be missing, empty, or an engine: the same one is left alone, another is replaced. Anything else is
-    refused. Until the very end nothing is to be seen at `output`. Of several builds there at once, all but one wait.
+    `output` may be missing, empty, or an engine: the same one is left alone if it is whole, any other is replaced.
+    Anything else is refused. Until the very end nothing is to be seen at `output`. Of several builds there at once,
+    all but one wait.
 
     `say` hears what the build is about to do; `workspace`, MiB, bounds the memory that one layer may take for itself
     in a plan of TensorRT. Raises SettingError.
     """
-    checkpoint, output = Path(checkpoint), Path(output).absolute()
+    checkpoint, output = Path(checkpoint), Path(output).resolve()
     _check_settings(backend, tensor_parallel, device, workspace, weights)
     hf_config = read_json(checkpoint / "config.json")
     legacy = is_legacy(checkpoint)
@@ -120,9 +123,8 @@ def build_engine(
         manifest = Manifest(
             backend, dtype, device, tensor_parallel, decoder, stop_ids, parts, size, target=target, fp8=fp8
         )
-        outcome = "reused"
-        if published_fingerprint(output) == manifest.fingerprint:
-            manifest = Manifest.read(output)
+        if there := intact_engine(output, manifest.fingerprint):
+            manifest, outcome = there, "reused"
         else:
             if weights == "fp8":
                 manifest = _measured(manifest, read, lambda rank: rounded[rank], say)
@@ -183,7 +185,7 @@ def build_random_engine(
 
     `overrides` replace keys of config.json, or add some; one that nothing reads is refused.
     """
-    output = Path(output).absolute()
+    output = Path(output).resolve()
     _check_settings(backend, tensor_parallel, device, workspace, weights)
     if not 0 <= seed <= MOST_SEED:
         raise SettingError("--seed", f"must be between 0 and {MOST_SEED}, not {seed}")
@@ -202,10 +204,9 @@ def build_random_engine(
     target = _target(backend, device)
     manifest = Manifest(backend, dtype, device, tensor_parallel, decoder, stop_ids, parts, size, target=target, fp8=fp8)
     make = partial(random_weights, decoder, torch_dtype, device, seed)
-    outcome = "reused"
     with _beside(output, 0, say) as aside:
-        if published_fingerprint(output) == manifest.fingerprint:
-            manifest = Manifest.read(output)
+        if there := intact_engine(output, manifest.fingerprint):
+            manifest, outcome = there, "reused"
         else:
             if fp8:
                 manifest = _measured(manifest, make, lambda rank: make(rank, tensor_parallel, fp8=True), say)
@@ -266,6 +267,8 @@ def _target(backend: str, device: str) -> str:
 def _check_output(output: Path) -> None:
     if output.exists() and not output.is_dir():
         raise SettingError("--output", f"{output} is a file")
+    if output.is_mount():
+        raise SettingError("--output", f"{output} is a mount point, and cannot be renamed; name a directory in it")
     if output.is_dir() and any(output.iterdir()) and published_fingerprint(output) is None:
         raise SettingError("--output", f"{output} is neither empty nor an engine; name another directory")
 
@@ -300,9 +303,8 @@ def _beside(output: Path, size: int, say: Say) -> Iterator[Path]:
     _make_parent(output)
     try:
         with locked(lock, lambda: say(f"waiting for another build of {output}")):
+            _clear_up(output)
             _check_output(output)
-            for left in output.parent.glob(f".{output.name}.*.building"):
-                shutil.rmtree(left)  # by a build that was killed
             _check_room(output.parent, size + ROOM)
             aside.mkdir()
             try:
@@ -313,6 +315,17 @@ def _beside(output: Path, size: int, say: Say) -> Iterator[Path]:
         if error.errno != errno.ENOSPC:
             raise
         raise SettingError("--output", f"the disk of {output.parent} became full") from error
+
+
+def _clear_up(output: Path) -> None:
+    """What a build of `output`, and of no other, left when it was killed: an engine that had just stepped aside comes
+    back, the rest goes."""
+    ours = re.compile(rf"\.{re.escape(output.name)}\.[0-9a-f]{{8}}\.(building|replaced)")
+    for left in [path for path in output.parent.iterdir() if ours.fullmatch(path.name)]:
+        if left.suffix == ".replaced" and not output.exists():
+            os.rename(left, output)
+        else:
+            shutil.rmtree(left)
 
 
 def _make_parent(output: Path) -> None:

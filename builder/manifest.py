@@ -167,7 +167,7 @@ class Manifest:
         fingerprint = value.pop("fingerprint", None)
         try:
             manifest = cls._from_json(value)
-        except (KeyError, TypeError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise SettingError("--engine", f"{path} is damaged ({error}); build the engine again") from None
         if manifest.fingerprint != fingerprint:
             raise SettingError("--engine", f"{path} was changed after the build; build the engine again")

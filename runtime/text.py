@@ -48,7 +48,8 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         tools: Sequence[dict[str, Any]] | None = None,
     ) -> str:
-        """The dialogue, and what asks for the assistant's next message. RequestError if the template refuses."""
+        """The dialogue, and what asks for the assistant's next message. RequestError if the template refuses, or fails
+        at what it did not expect: what it does with messages (no content, say) is Python's to complain of."""
         try:
             return self._template.render(
                 messages=messages,
@@ -56,7 +57,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise RequestError(400, f"the model's chat template refuses these messages: {error}", "messages") from error
 
 
@@ -77,20 +78,23 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: str | Path, template: str | None = None) -> Tokenizer:
-        """Reads tokenizer.json, and tokenizer_config.json and chat_template.jinja where they exist.
+        """Reads tokenizer.json, and tokenizer_config.json and chat_template.jinja where they exist. SettingError.
 
         `template`: the source of a chat template to use instead.
         """
         directory = Path(directory)
         if not (directory / "tokenizer.json").is_file():
             raise SettingError("--engine", f"{directory} holds no tokenizer.json")
-        tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
         config_file, template_file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
-        config = json.loads(config_file.read_text("utf-8")) if config_file.is_file() else {}
-        source = template
-        if source is None:
-            source = template_file.read_text("utf-8") if template_file.is_file() else _configured_template(config)
-        return cls(tokenizer, ChatTemplate(source, _special_tokens(config)) if source is not None else None)
+        try:
+            tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+            config = json.loads(config_file.read_text("utf-8")) if config_file.is_file() else {}
+            special_tokens, source = _special_tokens(config), template
+            if source is None:
+                source = template_file.read_text("utf-8") if template_file.is_file() else _configured_template(config)
+        except Exception as error:  # the library has no class of its own for a file that it does not understand
+            raise SettingError("--engine", f"the tokenizer in {directory} cannot be read: {error}") from error
+        return cls(tokenizer, ChatTemplate(source, special_tokens) if source is not None else None)
 
     def encode(self, text: str) -> array[int]:
         """Token ids of a plain prompt, with the special tokens that the tokenizer's post-processor adds."""

@@ -53,7 +53,7 @@ class Admission:
         link = self.link_chunks(batch)
         for row in list(self._roster.loading):
             link = self._load(row, batch, link)
-        for turn in list(self._roster.waiting):
+        for turn in self._roster.in_turn(batch.now):
             if batch.budget <= 0 or len(self._roster.rows) + len(self._roster.loading) >= self._config.max_num_seqs:
                 return
             if turn.waiting_for is not None and self._planner.must_wait(turn.waiting_for):

@@ -11,6 +11,7 @@ from .windows import KEEP, OVERFLOW_MODES, Windows
 EVICTION_POLICIES = ("retention", "lru", "fifo", "lru-conversation", "fifo-conversation")
 BATCHING_MODES = ("unified", "separate")
 SAVE_MODES = ("async", "sync", "off")
+QUEUE_ORDERS = ("response-ratio", "arrival")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,8 @@ class SchedulerConfig:
     conversation_ttl                seconds after its last activity for which a conversation claims its KV
     swap_out_below                  chunks are copied out ahead of time while fewer GPU slots are free or reclaimable
     generation_reserve              new requests join while more GPU slots than this are free or reclaimable
+    queue_order                     who of the ready joins first: whose wait is longest in proportion to what its prompt
+                                    takes to compute, or who came first
     overflow, overflow_ratio        what becomes of a context that outgrows `max_model_len` and may (see `windows`), and
                                     the share of it that goes at once
     reuse                           False: every request computes its whole context (for comparison)
@@ -52,6 +55,7 @@ class SchedulerConfig:
     swap_out_below: float = 0.25
     generation_reserve: float = 0.10
     batching: str = "unified"
+    queue_order: str = "response-ratio"
     overflow: str = KEEP
     overflow_ratio: float = 0.5
     reuse: bool = True
@@ -85,7 +89,7 @@ class SchedulerConfig:
         ratio = self.overflow_ratio
         need(0.0 < ratio < 1.0, "overflow_ratio", f"must be more than 0 and less than 1, not {ratio}")
         choices = (
-            *(("eviction", EVICTION_POLICIES), ("batching", BATCHING_MODES)),
+            *(("eviction", EVICTION_POLICIES), ("batching", BATCHING_MODES), ("queue_order", QUEUE_ORDERS)),
             *(("overflow", OVERFLOW_MODES), ("save", SAVE_MODES)),
         )
         for name, allowed in choices:

@@ -20,6 +20,8 @@ from .rows import Turn
 from .types import ChunkKey, Usage
 from .windows import RECOMPUTE, Windows
 
+LEAST_WORK_S = 1e-6  # where a profile says that nothing costs anything
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -110,6 +112,13 @@ class Planner:
         if self._windows is None:
             return turn.keys
         return turn.keys[self._windows.start(len(turn.tokens) - 1, turn.base) // self._chunk_tokens :]
+
+    def work(self, turn: Turn) -> float:
+        """Predicted seconds, above 0, of a step that computes what the turn's last position sees and no tier holds."""
+        find, keys = self._store.find, self.seen_keys(turn)
+        there = sum(chunk is not None and chunk.resident for chunk in map(find, keys))
+        tokens = len(turn.tokens) - (len(turn.keys) - len(keys) + there) * self._chunk_tokens
+        return max(LEAST_WORK_S, self._cost.step(max(1, tokens), context=len(turn.tokens)))
 
     def readable(self, chunk: Chunk) -> bool:
         """On DISK only, not being read yet, and dear enough to be loaded once it is on HOST."""

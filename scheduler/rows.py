@@ -18,6 +18,7 @@ class Turn:
     firsts        the first chunk's key from each other base that has been looked at
     order         its place in the queue, kept for life: (priority, number of its arrival), the smaller the sooner
     arrived       when it came; seconds, as the next one
+    work          predicted seconds of computing what of its prompt was in no tier when it came
     queued        how long it waited for its first seat
     tail          while suspended: a private, partly filled chunk left by its last stay, perhaps dropped meanwhile
     scored        prompt positions whose log probabilities have been reported
@@ -50,12 +51,14 @@ class Turn:
         "usage",
         "waiting_for",
         "wanted",
+        "work",
     )
 
     def __init__(self, request: Request, arrival: int, base: int, keys: list[ChunkKey], now: float):
         self.request = request
         self.order = (request.priority, arrival)
         self.arrived = now
+        self.work = 0.0
         self.queued: float | None = None
         self.tokens = request.prompt[:]
         self.base = base

@@ -93,6 +93,7 @@ class Scheduler:
         self._conversations.expire(now)  # who writes too late does not bring it back
         self._arrivals += 1
         turn = Turn(request, self._arrivals, *self._ledger.prompt_keys(request), now)
+        turn.work = self._planner.work(turn)
         self._turns[request.id] = turn
         self._touch(turn, now)
         self._roster.enqueue(turn)

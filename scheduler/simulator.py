@@ -11,7 +11,7 @@ import heapq
 import math
 from array import array
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -211,18 +211,17 @@ def mean_contexts(plan: StepPlan, begins: Mapping[int, int] | None = None) -> tu
     return seen // known if known else 0, rows_seen // rows + 1 if rows else 0
 
 
-class _Open:
-    """A request being served."""
+class Open(NamedTuple):
+    """A request being served: turn number `turn` of its session, that came at `arrival` (seconds)."""
 
-    __slots__ = ("arrival", "first_token", "session", "turn")
-
-    def __init__(self, session: Session, turn: int, arrival: float):
-        self.session, self.turn, self.arrival = session, turn, arrival
-        self.first_token = 0.0
+    session: Session
+    turn: int
+    arrival: float
 
 
 class Simulator:
-    """One run over `sessions`; used once. Without `skips` every step is planned and applied by itself.
+    """One run over `sessions`; used once. Without `skips` every step is planned and applied by itself. So it is for
+    `watch`: it is told the clock, each step's results, and whom it found being served.
 
     The first `warm_up` requests are served but not reported, nor is the time in which they arrive. `cost` is what the
     scheduler believes; a `device` with other costs takes other times. With `truncate` contexts may outgrow
@@ -238,6 +237,7 @@ class Simulator:
         warm_up: int = 0,
         device: VirtualDevice | None = None,
         truncate: bool = False,
+        watch: Callable[[float, Applied, Mapping[RequestId, Open]], None] | None = None,
     ):
         self.scheduler = Scheduler(config, cost)
         self.now = min(session.start_s for session in sessions)
@@ -247,7 +247,7 @@ class Simulator:
         heapq.heapify(self._arrivals)
         self._sessions = sessions
         self._launched: deque[tuple[StepPlan, float]] = deque()
-        self._open: dict[RequestId, _Open] = {}
+        self._open: dict[RequestId, Open] = {}
         self._order = {session.name: order for order, session in enumerate(sessions)}
         self._id = 0
         self._logs: dict[int, array[int]] = {}  # of sessions whose users think: the scheduler's may expire meanwhile
@@ -258,12 +258,18 @@ class Simulator:
         self._usage = [0 for _ in fields(Usage)]
         self._ttft: list[float] = []
         self._per_token: list[float] = []
-        self.skips = True
+        self._watch = watch
+        self.skips = watch is None
 
     def run(self) -> Report:
         """Until every turn of every session has its reply."""
+        self.play(math.inf)
+        return self._report()
+
+    def play(self, until: float) -> None:
+        """Until every turn has its reply or the clock, seconds, has reached `until`."""
         scheduler = self.scheduler
-        while self._arrivals or not scheduler.idle:
+        while self.now < until and (self._arrivals or not scheduler.idle):
             if len(self._launched) == 1 and self.skips:
                 self._fast_forward(scheduler.steady_steps())
             while self._arrivals and self._arrivals[0][0] <= self.now:
@@ -277,7 +283,6 @@ class Simulator:
                 if not self._arrivals:
                     raise InvariantError(f"requests wait, but nothing runs and nothing is planned: {scheduler.stats()}")
                 self.now = self._arrivals[0][0]
-        return self._report()
 
     # -- requests
 
@@ -296,7 +301,7 @@ class Simulator:
         request = RequestId(self._requests)
         # Nobody comes back to a single turn, and its client gave no conversation id.
         conversation = session.name if len(session.turns) > 1 else None
-        self._open[request] = _Open(session, index, arrival)
+        self._open[request] = Open(session, index, arrival)
         asked = Request(request, prompt, turn.output_tokens, conversation, truncate=self._truncate)
         self.scheduler.add(asked, self.now)
 
@@ -339,6 +344,8 @@ class Simulator:
         self._take(self.scheduler.apply(result, self.now))
 
     def _take(self, applied: Applied) -> None:
+        if self._watch is not None:
+            self._watch(self.now, applied, self._open)
         self._generated += len(applied.tokens)
         for event in applied.events:
             served = self._open[event.request]
@@ -352,7 +359,7 @@ class Simulator:
                 del self._open[event.request]
                 self._reply_ended(served, counts)
 
-    def _reply_ended(self, served: _Open, counts: bool) -> None:
+    def _reply_ended(self, served: Open, counts: bool) -> None:
         turns, following = served.session.turns, served.turn + 1
         if counts:
             self._per_token.append((self.now - served.arrival) / turns[served.turn].output_tokens)

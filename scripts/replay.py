@@ -5,8 +5,9 @@
 CachedAttention's workload in small: an eighth of its lengths, think times of seconds, and tiers that are to the working
 set about what its GPUs, 128 GB of host memory and 2 TB of disk are (`simulate_paper`). The real run is the serving
 loop without HTTP: scheduler, executor, CPU device and disk store. The simulator is given the same sessions and
-settings, and what steps, copies and the disk cost here, measured just before. Exit status 1 if the two differ by more
-than 3 points.
+settings, and what steps, copies and the disk cost here: measured just before, and to each step is added what steps
+took longer on average in the real run, where the loop and others share the machine. Exit status 1 if the two differ by
+more than 3 points.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 
 import torch
 
+from ..builder.build import build_random_engine
 from ..runtime.cpu_device import CpuDevice
 from ..runtime.disk_speed import measure_disk
 from ..runtime.disk_store import DiskSettings
@@ -35,25 +37,39 @@ from ..runtime.profile import profile_engine
 from ..runtime.service import STEPS_IN_FLIGHT
 from ..scheduler.config import EVICTION_POLICIES, SchedulerConfig
 from ..scheduler.cost import CostProfile
-from ..scheduler.simulator import Report, Session, Simulator
+from ..scheduler.simulator import Report, Session, Simulator, VirtualDevice
 from ..scheduler.types import SettingError, Usage
-from .serve import demo_engine
 from .traces import ChatStatistics, synthetic
 
 CHAT = ChatStatistics(turns=5.75, input_tokens=20.2, output_tokens=42.2)
 WINDOW, CHUNK_TOKENS = 512, 16
 TTL_THINKS = 12  # a conversation's KV lives so many mean think times, as in `simulate_paper`
 WITHIN = 3.0  # points
-PROFILE_SECONDS = 0.05  # for each of some 70 points
+SMALL_MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 2 * WINDOW,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+PROFILE_SECONDS = 0.02  # for each of some 50 points
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="replay", description=__doc__.partition("\n")[0])
     option = made.add_argument
-    option("--engine", type=Path, metavar="DIR", help="(default: the demo model)")
-    option("--sessions", type=int, default=80, metavar="N", help="(default %(default)s)")
-    option("--sessions-per-s", type=float, default=1.0, metavar="RATE", help="(default %(default)s)")
-    option("--think-s", type=float, default=6.0, metavar="S", help="mean (default %(default)s)")
+    option("--engine", type=Path, metavar="DIR", help="(default: a small model of random weights)")
+    option("--sessions", type=int, default=30, metavar="N", help="(default %(default)s)")
+    option("--sessions-per-s", type=float, default=0.5, metavar="RATE", help="(default %(default)s)")
+    option("--think-s", type=float, default=8.0, metavar="S", help="mean (default %(default)s)")
     option("--seed", type=int, default=0, metavar="N", help="of starts, lengths and tokens (default %(default)s)")
     option("--gpu-kv-chunks", type=int, default=96, metavar="N", help="of 16 tokens (default %(default)s)")
     option("--host-kv-chunks", type=int, default=96, metavar="N", help="(default %(default)s)")
@@ -109,22 +125,30 @@ def replay(args: argparse.Namespace) -> tuple[Report, Report]:
         host_kv_chunks=args.host_kv_chunks,
         disk_kv_chunks=args.disk_kv_chunks,
         max_model_len=WINDOW,
-        max_num_seqs=16,
-        max_num_batched_tokens=256,
+        max_num_seqs=8,
+        max_num_batched_tokens=128,
         chunk_tokens=CHUNK_TOKENS,
         eviction=args.eviction,
         conversation_ttl=TTL_THINKS * args.think_s,
     )
     with tempfile.TemporaryDirectory() as folder:
-        engine = open_engine(args.engine or demo_engine(Path(folder), "cpu"), "cpu")
+        engine = open_engine(args.engine or small_engine(Path(folder)), "cpu")
         cost = measured_cost(engine, config, Path(folder))
         disk = DiskSettings(Path(folder) / "kv", config.disk_kv_chunks, engine.manifest.fingerprint)
         executor = Executor(CpuDevice(), engine, config, disk=disk)
         try:
-            real = Replay(config, cost, sessions, executor, engine.vocab_size).run()
+            run = Replay(config, cost, sessions, executor, engine.vocab_size)
+            real = run.run()
         finally:
             executor.close()
-    return real, Simulator(config, cost, sessions, truncate=True).run()
+    device = VirtualDevice(slowed(cost, run.delay_s))
+    return real, Simulator(config, cost, sessions, device=device, truncate=True).run()
+
+
+def small_engine(directory: Path) -> Path:
+    (directory / "config.json").write_text(json.dumps(SMALL_MODEL))
+    build_random_engine(directory / "config.json", directory / "engine")
+    return directory / "engine"
 
 
 def measured_cost(engine: Engine, config: SchedulerConfig, directory: Path) -> CostProfile:
@@ -138,10 +162,15 @@ def measured_cost(engine: Engine, config: SchedulerConfig, directory: Path) -> C
     return replace(cost, disk_read_bytes_per_s=speed.read, disk_write_bytes_per_s=speed.write)
 
 
+def slowed(cost: CostProfile, seconds: float) -> CostProfile:
+    """Each step takes so much longer."""
+    return replace(cost, steps=tuple((tokens, took + seconds) for tokens, took in cost.steps))
+
+
 class Replay(Simulator):
     """The same run on a real device: time passes as it does, and tokens are drawn and computed.
 
-    Whoever made the executor closes it. `busy_s` is not known.
+    Whoever made the executor closes it. `busy_s` is what the steps should have taken.
     """
 
     def __init__(
@@ -155,6 +184,12 @@ class Replay(Simulator):
         super().__init__(config, cost, sessions, truncate=True)
         self._executor, self._vocab_size = executor, vocab_size
         self._dice = random.Random(0)
+        self._took = self._ended = 0.0
+
+    @property
+    def delay_s(self) -> float:
+        """How much longer than they should the steps took on average."""
+        return (self._took - self._device.busy_s) / self._steps
 
     def run(self) -> Report:
         scheduler, began = self.scheduler, time.monotonic() - self.now
@@ -165,9 +200,16 @@ class Replay(Simulator):
             plan = scheduler.next_plan(self.now)
             if plan is not None:
                 self._executor.launch(plan)
+                self._device.launch(plan, self.now)
+                self._launched.append((plan, self.now))
             if scheduler.in_flight >= (STEPS_IN_FLIGHT if plan is not None else 1):
                 result = self._executor.wait()
                 self.now = time.monotonic() - began
+                done, launched = self._launched.popleft()
+                if done.tokens:  # it began when it was launched, or when the step before it ended
+                    self._took += self.now - max(launched, self._ended)
+                    self._steps += 1
+                self._ended = self.now
                 self._take(scheduler.apply(result, self.now))
             elif plan is None:
                 time.sleep(max(0.0, min(self._arrivals[0][0], scheduler.wake_at) - self.now))

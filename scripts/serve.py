@@ -36,13 +36,14 @@ from ..runtime.messages import Ready
 from ..runtime.profile import load_profile
 from ..runtime.ranks_launch import DRAIN, run_ranks, under_mpi
 from ..runtime.service import Service
+from ..runtime.text import Tokenizer
 from ..runtime.trace_file import TraceFile
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.cost import propose_swap_out_below
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.types import SettingError, Tier
 from .ranks_command import open_rank, run_rank
-from .serve_http import http_settings
+from .serve_http import http_settings, read_chat_template
 from .serve_options import parse_options
 from .serve_sizes import (
     disk_directory,
@@ -74,11 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (ranks := engine_ranks(args)) > 1:
             return run_ranks(ranks, [sys.executable, "-m", f"{__package__}.pensieve", "serve", *words])
         with locked_directories(args):
-            serve(args)
+            return serve(args)
     except SettingError as error:
         print(f"pensieve serve: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
 def engine_ranks(args: argparse.Namespace) -> int:
@@ -89,15 +89,14 @@ def serve_rank(args: argparse.Namespace, ranks: Ranks) -> int:
     """As one of the processes that mpirun started: rank 0 serves, the others follow it."""
     if ranks.rank == 0:
         with locked_directories(args):
-            serve(args, ranks if ranks.size > 1 else None)
-    else:
-        logging.getLogger().setLevel(logging.ERROR)  # what else it would say rank 0 says
-        follow_rank(args, ranks)
+            return serve(args, ranks if ranks.size > 1 else None)
+    logging.getLogger().setLevel(logging.ERROR)  # what else it would say rank 0 says
+    follow_rank(args, ranks)
     return 0
 
 
-def serve(args: argparse.Namespace, ranks: Ranks | None = None) -> None:
-    """Starts the HTTP process, then becomes the loop. SettingError before anything is served."""
+def serve(args: argparse.Namespace, ranks: Ranks | None = None) -> int:
+    """Starts the HTTP process, then becomes the loop; the exit status. SettingError before anything is served."""
     settings = http_settings(args)
     HistoryStore(settings.history_file).close()  # whether it can be used is known before anything else starts
     listener = listen(args.host, args.port)
@@ -119,7 +118,12 @@ def serve(args: argparse.Namespace, ranks: Ranks | None = None) -> None:
         gc.unfreeze()
         ours.close()
         http.join(HTTP_EXIT_SECONDS)
+        status = http.exitcode
         http.kill()  # it ignores other signals; after a clean end it is gone already
+    if status:  # nobody asked for an end: whoever restarts servers that fail is to know
+        log.error("the HTTP process has ended with status %d, and the server with it", status)
+        return 1
+    return 0
 
 
 @contextmanager
@@ -210,6 +214,8 @@ def make_service(args: argparse.Namespace, connection: Connection, ranks: Ranks 
         config = replace(config, swap_out_below=propose_swap_out_below(cost, config))
     scheduler = Scheduler(config, cost)
     tokenizer = str(directory) if (directory / "tokenizer.json").exists() else ""
+    if tokenizer:  # whether it can be read is known before anything is served
+        Tokenizer.load(tokenizer, None if args.chat_template is None else read_chat_template(args.chat_template))
     grammars = open_grammars(tokenizer, engine.vocab_size, engine.manifest.stop_ids)
     disk = disk_settings(args, config, ranks)
     executor = make_executor(args, prepared, disk, ranks, grammars)

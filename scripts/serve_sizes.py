@@ -70,6 +70,7 @@ def scheduler_config(args: argparse.Namespace, engine: Engine, device: Device) -
         **({} if args.swap_out_below is None else dict(swap_out_below=args.swap_out_below)),
         generation_reserve=args.generation_reserve,
         batching=args.batching,
+        queue_order=args.queue_order,
         queue_timeout=args.queue_timeout,
         conversation_ttl=args.conversation_ttl,
         overflow=overflow_mode(args.overflow, engine.manifest),

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from ..scheduler.config import EVICTION_POLICIES, SAVE_MODES, SchedulerConfig
+from ..scheduler.config import EVICTION_POLICIES, QUEUE_ORDERS, SAVE_MODES, SchedulerConfig
 from ..scheduler.cost import CostProfile, analytic_profile
 from ..scheduler.simulator import Report, Session, longest_context, simulate
 from ..scheduler.types import SettingError
@@ -79,6 +79,7 @@ def parser() -> argparse.ArgumentParser:
     option("--conversation-ttl", type=float, default=math.inf, metavar="S", help="of idle conversations' KV")
     option("--warm-up", type=int, default=0, metavar="N", help="the first N requests are not reported")
     option("--eviction", default="all", metavar="NAMES", help=f"all, or of {','.join(EVICTION_POLICIES)}")
+    option("--queue-order", choices=QUEUE_ORDERS, default="response-ratio", help="(default %(default)s)")
     option("--chunk-tokens", type=int, default=64, metavar="N",
            help="(default %(default)s: hit rates within a point of those with 32, in less time)")  # fmt: skip
     option("--max-num-seqs", type=int, default=256, metavar="N", help="running requests (default %(default)s)")
@@ -144,6 +145,7 @@ def plan_runs(args: argparse.Namespace) -> list[Run]:
                 chunk_tokens=args.chunk_tokens,
                 max_queue=len(sessions),
                 eviction=policy,
+                queue_order=args.queue_order,
                 disk_kv_chunks=disk_bytes // cost.chunk_bytes,
                 save=args.save,
                 prefetch=args.prefetch == "on",

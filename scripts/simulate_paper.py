@@ -172,7 +172,8 @@ def profile(model: Paper, sample: int = 1) -> CostProfile:
 
 
 def run(case: Case, conversations: int, warm_up: int, sample: int = 1) -> Report:
-    """Of `conversations` sessions one in `sample`, on its share of everything."""
+    """Of `conversations` sessions one in `sample`, on its share of everything; `busy_s` is what their turns take of the
+    whole."""
     model = MODELS[case.model]
     cost, sessions = profile(model, sample), chats(conversations // sample, case.rate / sample, model)
     config = SchedulerConfig(
@@ -197,7 +198,8 @@ def run(case: Case, conversations: int, warm_up: int, sample: int = 1) -> Report
         disk_write_bytes_per_s=cost.disk_write_bytes_per_s * DISK_SCALE,
     )
     device = VirtualDevice(cost, POLL_S)
-    return Simulator(config, believed, sessions, warm_up // sample, device, truncate=True).run()
+    report = Simulator(config, believed, sessions, warm_up // sample, device, truncate=True).run()
+    return replace(report, busy_s=report.busy_s / sample)
 
 
 # -- the command

@@ -1,6 +1,9 @@
 """One thread a process: tests and the servers they start share few cores, and OpenMP's threads wait for each other."""
 
 import os
+import sys
+
+import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -10,6 +13,8 @@ LONG_FILES = (
     "end_to_end/test_ranks.py",
     "end_to_end/test_histories.py",
     "end_to_end/test_disk_server.py",
+    "end_to_end/test_disk_ranks.py",
+    "end_to_end/test_triton_ranks.py",
     "scheduler/test_driver.py",
     "end_to_end/test_triton.py",
     "end_to_end/test_ui.py",
@@ -35,3 +40,10 @@ _PLACES = {name: place for place, name in enumerate(LONG_FILES)}
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: _PLACES.get(f"{item.path.parent.name}/{item.path.name}", len(_PLACES)))
+
+
+@pytest.fixture(autouse=True)
+def the_same_numbers_after_whatever_came_before():
+    """Which tests share a process is luck; what a test draws from torch is not."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)

@@ -7,7 +7,6 @@ import os
 import signal
 from contextlib import suppress
 
-import httpx
 import pytest
 import torch
 
@@ -18,7 +17,7 @@ from pensieve.runtime.disk_records import PAGE, read_header, record_bytes
 from pensieve.scripts.soak import CHUNK_TOKENS, DISK_CHUNKS, GPU_CHUNKS, HOST_CHUNKS, LONGEST, Reference, Soak
 from pensieve.scripts.soak_life import descendants
 
-from .server import Server
+from .server import HTTP, Server
 
 pytestmark = pytest.mark.slow
 
@@ -94,12 +93,12 @@ def test_a_deletion_is_answered_when_no_rank_has_a_record(engine, tmp_path):
         assert len(kept[0]) == 10 and kept[0] == kept[1]
         log, _ = turn(server, prompt(2), conversation="gone")
         assert [len(files.records()) for files in ranks] == [20, 20]
-        httpx.delete(f"{server.url}/v1/conversations/gone", timeout=60).raise_for_status()
+        HTTP.delete(f"{server.url}/v1/conversations/gone", timeout=60).raise_for_status()
         kill(server)
     assert [files.records() for files in ranks] == kept
     with Server(tmp_path, *CACHE, engine=engine) as server:
         assert turn(server, log)[1]["cached_tokens"] == 0
-        httpx.delete(f"{server.url}/v1/conversations/kept", timeout=60).raise_for_status()
+        HTTP.delete(f"{server.url}/v1/conversations/kept", timeout=60).raise_for_status()
         kill(server)
     assert not any(key in kept[0].values() for files in ranks for key in files.records().values())
 

@@ -12,13 +12,12 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import pytest
 
 from pensieve.builder.build import build_engine
 from tests.models import tiny_checkpoint
 
-from .server import Server
+from .server import HTTP, Server
 from .test_server import wait_for
 from .triton_server import TritonServer, needs_triton
 
@@ -53,7 +52,7 @@ def running(engine, tmp_path_factory):
 def triton(running):
     """The server with its model loaded."""
     if not running.ready:
-        loaded = httpx.post(f"{running.url}/v2/repository/models/pensieve/load", json={}, timeout=120)
+        loaded = HTTP.post(f"{running.url}/v2/repository/models/pensieve/load", json={}, timeout=120)
         assert loaded.status_code == 200, loaded.text
     return running
 
@@ -73,7 +72,7 @@ def processes_of(engine, module="triton_(engine|rank)"):
 def streaming(triton):
     """The lines of a reply of 300 tokens, of which the first has come."""
     address = f"{triton.url}/v2/models/pensieve/generate_stream"
-    with httpx.stream("POST", address, json={"input_ids": [7] * 20, **LONG}, timeout=60) as reply:
+    with HTTP.stream("POST", address, json={"input_ids": [7] * 20, **LONG}, timeout=60) as reply:
         lines = (line for line in reply.iter_lines() if line)
         next(lines)
         yield lines
@@ -82,7 +81,7 @@ def streaming(triton):
 def test_unloading_lets_replies_end_and_leaves_no_process(triton, engine):
     assert len(processes_of(engine)) == 1 + 2 + 1  # who starts them, mpirun, which names them too, and the ranks
     with streaming(triton) as lines:
-        unloaded = httpx.post(f"{triton.url}/v2/repository/models/pensieve/unload", json={}, timeout=60)
+        unloaded = HTTP.post(f"{triton.url}/v2/repository/models/pensieve/unload", json={}, timeout=60)
         assert unloaded.status_code == 200
         assert '"finish_reason":"length"' in list(lines)[-1]
     wait_for(lambda: not processes_of(engine), 30)

@@ -281,7 +281,7 @@ def test_a_key_may_store_so_many_conversations(serve: Any) -> None:
             ):
                 error = (await server.post(path, 429, key="one", **body))["error"]
                 assert error["code"] == "insufficient_quota" and "2 conversations" in error["message"]
-            assert len(server.requests) == 1
+            assert [request.owner for request in server.requests] == [key_digest("one")]
             await server.chat("hello", "there", "again", conversation="b", key="one")
             await server.chat("hello", conversation="c", key="two")
             await server.chat("hello", key="one")

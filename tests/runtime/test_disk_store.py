@@ -354,6 +354,13 @@ def test_what_is_erased_cannot_be_read(tier):
     assert tier.load([3]).promoted == (3,)
 
 
+def test_the_last_record_of_a_file_is_erased_too(tier):
+    last = SEGMENT_SLOTS - 1
+    tier.save([last])
+    tier.erase(last)
+    assert tier.store.records() == [] and tier.load([last]).failed == (last,)
+
+
 def test_an_erasure_does_not_wait_behind_slow_reads_and_writes(tmp_path):
     gate = threading.Event()
 

@@ -28,6 +28,7 @@ from pensieve.runtime.ranks_executor import (
     follow,
     on_all,
     pack,
+    report_of,
     unpack,
 )
 from pensieve.runtime.sampler import Sampler, SharedSampler, make_sampler
@@ -269,6 +270,20 @@ def test_a_rank_that_does_not_report_is_not_waited_for(leader, monkeypatch):
     monkeypatch.setattr(ranks_executor, "OVERDUE_SECONDS", 0.2)
     with pytest.raises(RankFailed, match=r"ranks \[1\] have not reported step 1 after 0.2 s"):
         executor.wait()
+
+
+def test_what_is_erased_is_so_on_every_rank_before_its_plan_is_done(tmp_path, monkeypatch):
+    """Rank 1 is a step behind: for any other plan that would do."""
+    pipes, disk = Pipes(), DiskSettings(tmp_path, slots=4, engine="ab")
+    executor = RankedExecutor(pipes, CpuDevice(), FakeEngine(LAYERS), CONFIG, disk=disk)
+    executor.launch(plan(1))
+    done = executor.wait()
+    pipes.report(report_of(done))
+    executor.launch(replace(plan(2), erased=(3,)))
+    monkeypatch.setattr(ranks_executor, "OVERDUE_SECONDS", 0.2)
+    with pytest.raises(RankFailed, match=r"ranks \[1\] have not reported step 2"):
+        executor.wait()
+    Executor.close(executor)
 
 
 def test_a_step_that_hangs_is_not_waited_for(monkeypatch):

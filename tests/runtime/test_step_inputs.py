@@ -139,7 +139,7 @@ def test_a_row_that_begins_in_the_middle_of_a_context(packer, zero, told):
     assert inputs.slots.tolist() == [6 * CHUNK + 1, NOT_WRITTEN, 2 * CHUNK + 1, 2 * CHUNK + 2]
     assert inputs.block_cells.tolist() == [5, 6, 15] and inputs.block_slots.tolist() == [6, 7, 2]
     with pytest.raises(InvariantError, match="never given"):
-        packer.pack(plan(3, generate={3: 12}))  # the chunks it had before are not its any more
+        packer.pack(plan(3, generate={1: 16}))  # the chunks it had before are not its any more
 
 
 def test_a_draw_is_counted_by_its_position_in_the_context(packer):

@@ -190,6 +190,37 @@ def test_a_template_can_refuse_and_cannot_escape() -> None:
         ChatTemplate("{{ ''.__class__.__mro__[1].__subclasses__() }}", {}).render([])
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}{{ m.role + m.content }}{% endfor %}",  # text and None
+        "{% for m in messages %}{% for k, v in m.role | items %}{{ k }}{% endfor %}{% endfor %}",
+        "{% for m in messages %}{{ m.role | int // 0 }}{% endfor %}",
+    ],
+)
+def test_messages_that_a_template_stumbles_over_are_their_sender_s_fault(source: str) -> None:
+    with pytest.raises(RequestError, match="chat template") as refused:
+        ChatTemplate(source, {}).render([{"role": "assistant", "content": None}])
+    assert refused.value.status == 400
+
+
+@pytest.mark.parametrize(
+    "file, content",
+    [
+        ("tokenizer.json", b'{"broken'),
+        ("tokenizer_config.json", b'{"broken'),
+        ("tokenizer_config.json", b"[]"),
+        ("chat_template.jinja", b"\xff"),
+        ("chat_template.jinja", b"{% if %}"),
+    ],
+)
+def test_a_file_that_is_damaged_is_a_wrong_setting(tmp_path: Path, file: str, content: bytes) -> None:
+    save_tokenizer(tmp_path)
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(SettingError, match=r"--engine.*(cannot be read|does not parse)"):
+        Tokenizer.load(tmp_path)
+
+
 def test_what_is_missing_or_broken_is_named(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=r"tokenizer\.json"):
         Tokenizer.load(tmp_path)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 
 from pensieve.scheduler.plan import Lane
-from pensieve.scheduler.types import FinishReason, InvariantError, Output, RequestError
+from pensieve.scheduler.roster import Roster
+from pensieve.scheduler.rows import Turn
+from pensieve.scheduler.types import FinishReason, InvariantError, Output, Request, RequestError, RequestId, Usage
 
 from .device_model import next_token
 from .harness import Harness
@@ -76,7 +80,7 @@ def test_a_hit_is_not_counted_as_room():
 
 
 def test_a_head_that_does_not_fit_blocks_those_behind_it():
-    harness = Harness(**TIGHT)
+    harness = Harness(**TIGHT, queue_order="arrival")
     running = harness.submit(range(24), 8)
     harness.tick()
     large = harness.submit(range(100, 150), 3)
@@ -84,6 +88,41 @@ def test_a_head_that_does_not_fit_blocks_those_behind_it():
     harness.tick()
     assert states(harness, (running, large, small)) == ["running", "waiting", "waiting"]
     harness.drain()
+
+
+@pytest.mark.parametrize("order", ["response-ratio", "arrival"])
+def test_a_turn_whose_history_is_here_passes_one_that_must_be_computed(order):
+    """Both have waited equally long, and there is one seat."""
+    harness = Harness(max_num_seqs=1, queue_order=order)
+    for name, first in (("lost", 100), ("kept", 200)):
+        harness.turn(range(first, first + 40), 2, name)
+    for chunk in harness.scheduler._conversations.get("lost").chunks:
+        harness.place(chunk, "dropped")
+    running = harness.submit([1, 2], 5)
+    harness.tick()
+    lost, kept = (harness.submit([*harness.logs[name], 7], 5, name) for name in ("lost", "kept"))
+    harness.now += 0.1
+    harness.run(running)
+    harness.tick()
+    assert states(harness, (lost, kept)) == [["waiting", "running"], ["running", "waiting"]][order == "arrival"]
+    harness.drain()
+
+
+def test_a_longer_wait_makes_up_for_more_work():
+    """Ten times the work: passed by those that have waited a tenth as long."""
+    harness = Harness()
+    roster = Roster(harness.config, harness.scheduler._store, harness.scheduler._planner)
+    waits = {"heavy": (0.0, 1.0), "light": (9.5, 0.1), "lighter": (9.95, 0.1), "urgent": (9.99, 5.0)}
+    for number, (name, (arrived, work)) in enumerate(waits.items(), start=1):
+        request = Request(RequestId(number), array("i", [1]), 1, conversation=name, priority=-(name == "urgent"))
+        turn = Turn(request, number, 0, [], arrived)
+        turn.work = work
+        roster.enqueue(turn)
+    assert [turn.request.conversation for turn in roster.in_turn(9.9)] == ["urgent", "heavy", "light", "lighter"]
+    assert [turn.request.conversation for turn in roster.in_turn(10.6)] == ["urgent", "light", "heavy", "lighter"]
+    suspended = roster.waiting[-1]
+    suspended.usage = Usage()
+    assert roster.in_turn(10.0)[1] is suspended
 
 
 def test_seats_bound_the_batch():

@@ -15,7 +15,8 @@ from .harness import SMALL, Harness
         *(("queue_timeout", 0.0), ("queue_timeout", float("inf"))),
         *(("max_num_batched_tokens", 0), ("max_num_batched_tokens", 5), ("host_kv_chunks", -1)),
         *(("swap_out_below", -0.1), ("swap_out_below", 1.1), ("generation_reserve", -0.1), ("generation_reserve", 2.0)),
-        *(("eviction", "random"), ("batching", "both"), ("max_model_len", 89)),
+        *(("eviction", "random"), ("batching", "both"), ("queue_order", "lifo")),
+        ("max_model_len", 89),
         *(("overflow", "never"), ("overflow_ratio", 0.0), ("overflow_ratio", 1.0)),
     ],
 )

@@ -167,7 +167,7 @@ def test_every_prompt_token_is_accounted_for_once(eviction, host_kv_chunks):
 @pytest.mark.parametrize("prefetch", [True, False])
 def test_with_a_disk_histories_outlive_host(save, prefetch):
     sessions = crowd(40)
-    config = replace(CONFIG, host_kv_chunks=16, disk_kv_chunks=400, save=save, prefetch=prefetch)
+    config = replace(CONFIG, host_kv_chunks=16, disk_kv_chunks=400, save=save, prefetch=prefetch, queue_order="arrival")
     cost = replace(QUICK, disk_read_bytes_per_s=20.0, disk_write_bytes_per_s=10.0)
     simulator = Simulator(config, cost, sessions)
     report = simulator.run()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -172,5 +172,10 @@ def chosen(pick, candidates):
 
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(
-    max_examples=120, stateful_step_count=50, deadline=None, derandomize=True, print_blob=False
+    max_examples=120,
+    stateful_step_count=50,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],  # by the wall clock: of the machine, not of the test
+    derandomize=True,
+    print_blob=False,
 )

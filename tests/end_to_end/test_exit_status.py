@@ -1,0 +1,56 @@
+"""How `pensieve serve` ends: whoever restarts servers that fail (systemd's Restart=on-failure) goes by its status."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from pensieve.builder.build import build_engine
+from pensieve.builder.checkpoint import DEMO_CHECKPOINT
+from pensieve.runtime.messages import Ready
+from pensieve.scripts import serve as serve_module
+from pensieve.scripts.serve_options import parse_options
+
+from .server import Server
+
+
+@pytest.mark.parametrize("http_exit, status", [(0, 0), (None, 0), (1, 1), (-9, 1)])
+def test_a_server_fails_with_its_http_process(http_exit, status, tmp_path, monkeypatch, caplog):
+    """None: it still waited for slow clients when the drain was over."""
+    process = SimpleNamespace(start=lambda: None, join=lambda seconds: None, kill=lambda: None, exitcode=http_exit)
+    monkeypatch.setattr(multiprocessing.get_context("spawn"), "Process", lambda **_: process, raising=False)
+    ready = Ready(model="demo", max_model_len=9, vocab_size=9, stop_ids=(), tokenizer="")
+    service = SimpleNamespace(run=lambda ready: None)
+    monkeypatch.setattr(serve_module, "make_service", lambda *_: (service, ready))
+    monkeypatch.setattr(serve_module, "drain_on_signals", lambda *_: None)
+    args = parse_options(["--engine", "demo", "--port", "0", "--state-dir", str(tmp_path)])
+    assert serve_module.serve(args) == status
+    assert ("HTTP process has ended" in caplog.text) == bool(status)
+
+
+@pytest.mark.slow
+def test_a_server_whose_http_process_is_killed_says_so(tmp_path):
+    with Server(tmp_path) as server:
+        pid = server.process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        (http,) = [child for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+        os.kill(int(http), signal.SIGKILL)
+        assert server.process.wait(60) == 1
+    assert any("HTTP process has ended" in line for line in server.log)
+
+
+@pytest.mark.slow
+def test_a_damaged_tokenizer_is_a_wrong_setting(tmp_path):
+    engine = tmp_path / "engine"
+    build_engine(DEMO_CHECKPOINT, engine, dtype="float32")
+    (engine / "tokenizer_config.json").write_text('{"chat_template')
+    words = [*Server.COMMAND, "--engine", engine, "--port", "0", "--state-dir", tmp_path]
+    ended = subprocess.run([*map(str, words)], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2
+    assert "--engine: the tokenizer in" in ended.stderr and "Traceback" not in ended.stderr
