@@ -91,12 +91,12 @@ def test_the_slowest_rank_says_what_is_complete():
 
 def test_disk_work_is_done_once_all_ranks_have_done_it_and_failed_if_one_has():
     reports = Reports(2)
-    first = reports.merged(result(1, spilled=(4, 5), promoted=(6,)))
+    first = reports.merged(result(1, spilled=(4, 5), promoted=(6,), failed=(7,)))
     assert (first.spilled, first.promoted, first.failed) == ((), (), ())
-    reports.take(1, report(1, spilled=(4,), failed=(5,)))
-    reports.take(2, report(1, promoted=(6,), spilled=(4,)))
+    reports.take(1, report(1, promoted=(7,), spilled=(4,), failed=(5,)))
+    reports.take(2, report(1, promoted=(6, 7), spilled=(4,)))
     second = reports.merged(result(2))
-    assert (second.spilled, second.promoted, second.failed) == ((4,), (), ())  # the others may still be at it
+    assert (second.spilled, second.promoted, second.failed) == ((4,), (), (7,))  # of 5 and 6 others are still at it
     reports.take(1, report(2, promoted=(6,)))
     reports.take(2, report(2, failed=(5,)))
     third = reports.merged(result(3))
