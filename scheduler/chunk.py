@@ -35,6 +35,7 @@ class Chunk:
     users        rows that hold it; claims: conversations that reference it
     pins         of these conversations, those that are pinned: it is evicted last
     surplus      of these conversations, those beyond their owners' quotas
+    bound        it belongs to a context that has outgrown its window: with it lost, all of that is computed anew
     awaited      0, or the place in the queue of the request that waits for it: it is evicted behind those that nobody
                  awaits, the queue's tail first
     staged       its copy on HOST is on its way to DISK and no reason to take its GPU slot: what is written first is
@@ -48,6 +49,7 @@ class Chunk:
     __slots__ = (
         "awaited",
         "born",
+        "bound",
         "claims",
         "declined",
         "disk",
@@ -79,6 +81,7 @@ class Chunk:
         self.claims = 0
         self.pins = 0
         self.surplus = 0
+        self.bound = False
         self.awaited = 0
         self.born = self.last_active = now
         self.dropped_at = NEVER

@@ -180,6 +180,13 @@ class ChunkStore:
         if not chunk.users:
             self.file(chunk)
 
+    def bind(self, chunk: Chunk) -> None:
+        """Its context has outgrown its window: it weighs as much as the others of it, to go with them."""
+        if not chunk.bound:
+            chunk.bound = True
+            if not chunk.users:
+                self.file(chunk)
+
     def touch(self, chunk: Chunk, now: float, awaited: int = 0) -> None:
         """Its conversation is active: the user has written, and waits at that place in the queue."""
         chunk.last_active = max(chunk.last_active, now)

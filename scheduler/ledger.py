@@ -101,6 +101,8 @@ class Ledger:
             if chunk is None:
                 break
             chunks.append(chunk)
+            if first * size > turn.base:
+                self._store.bind(chunk)
         log = Log(turn.tokens[:count], turn.base, keys, first, chunks, tail)
         self._conversations.commit(turn.request, log, now)
         hint = turn.request.expect_next_s

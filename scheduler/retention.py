@@ -41,6 +41,9 @@ class EvictionPolicy:
     exemption of CachedAttention, section 3.3.2: its window ends where the tiers are full), and those of pinned
     conversations behind them. With `quotas`, chunks that no conversation within its owner's quota claims go first,
     unless a request waits for them.
+
+    Chunks of a context that has outgrown its window weigh all the same, as its last ones do: of one turn they are one
+    group, and the next context is touched when nothing is left of this one (DESIGN section 6).
     """
 
     cost: CostProfile
@@ -52,9 +55,10 @@ class EvictionPolicy:
     """Of chunks that are claimed once and not pinned, by their ends: those that have been asked for."""
 
     def weight_class(self, chunk: Chunk) -> int:
-        number = self.cost_classes.get(chunk.end)
+        end = maxsize if chunk.bound else chunk.end
+        number = self.cost_classes.get(end)
         if number is None:
-            number = self.cost_classes[chunk.end] = eighths(self.cost.recompute(chunk.end)) if self.weigh else 0
+            number = self.cost_classes[end] = eighths(self.cost.recompute(end)) if self.weigh else 0
         if self.weigh and chunk.claims > 1:
             number += eighths(chunk.claims)
         if chunk.awaited:
@@ -165,7 +169,7 @@ class VictimSet:
     def add(self, chunk: Chunk) -> None:
         """Files the chunk, anew if its class or stamp has changed."""
         policy, group = self._policy, chunk.group
-        plain = chunk.claims <= 1 and not (chunk.pins or chunk.awaited or policy.quotas)
+        plain = chunk.claims <= 1 and not (chunk.pins or chunk.awaited or chunk.bound or policy.quotas)
         if not plain or chunk.end not in policy.cost_classes:
             number, stamp = policy.weight_class(chunk), policy.stamp(chunk)
         else:

@@ -112,6 +112,19 @@ def test_an_idle_time_is_at_least_one_step():
     assert RETENTION.value(chunk, 5.0) > RETENTION.value(chunk, 5.0 + 2 * SHORTEST_IDLE_S)
 
 
+def test_of_contexts_that_outgrew_their_windows_one_goes_before_the_next_is_touched():
+    """With one chunk of it lost the others are of no use."""
+    victims = VictimSet(RETENTION)
+    old, young = ([a_chunk(end=4 * n, active=active) for n in range(1, 9)] for active in (1.0, 1.1))
+    for chunk in (*old, *young):
+        victims.add(chunk)
+    assert in_order(victims, 10.0)[:8] != old
+    for chunk in (*old, *young):
+        chunk.bound = True
+        victims.add(chunk)
+    assert in_order(victims, 10.0) == [*old, *young]
+
+
 def test_lru_and_fifo_look_at_their_stamp_only():
     for name, first in (("lru", 4), ("fifo", 4000)):
         victims = VictimSet(eviction_policy(name, profile()))
