@@ -58,6 +58,7 @@ def serve_model(args: argparse.Namespace, connection: Connection, ranks: Ranks |
             TritonSettings(
                 history_file=settings.history_file,
                 history_ttl=settings.history_ttl,
+                max_conversations_per_owner=settings.max_conversations_per_owner,
                 log_format=settings.log_format,
                 log_level=settings.log_level,
                 chunk_tokens=args.chunk_tokens,

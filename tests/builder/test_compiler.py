@@ -1,6 +1,7 @@
 """Compiling in a process of its own: whatever happens there, the build says why and leaves nothing behind."""
 
 import errno
+import hashlib
 import json
 import os
 import stat
@@ -17,7 +18,8 @@ from pensieve.scheduler.types import SettingError
 from tests.models import tiny_checkpoint
 
 PARITY = {"logits": 1e-7, "logits_eager": 0.0, "kv": 1e-7, "kv_eager": 0.0}
-COMPILED = {"package": "0" * 64, "package_bytes": 4, "compile_seconds": 1.5, "load_seconds": 0.1, "parity": PARITY}
+DIGEST = hashlib.sha256(f"{PACKAGE} 5\ncode\n".encode()).hexdigest()
+COMPILED = {"package": DIGEST, "package_bytes": 5, "compile_seconds": 1.5, "load_seconds": 0.1, "parity": PARITY}
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +127,7 @@ def test_two_builds_at_once_compile_once(checkpoint, tmp_path, child):
 
 
 def test_what_a_killed_build_left_is_removed(checkpoint, tmp_path):
-    left = tmp_path / "out" / ".engine.0123.building"
+    left = tmp_path / "out" / ".engine.01234567.building"
     left.mkdir(parents=True)
     (left / "weights.safetensors").write_text("half")
     build_engine(checkpoint, tmp_path / "out" / "engine")

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from pensieve.runtime.messages import Ready
 from pensieve.runtime.triton_settings import TritonSettings
 wire = Connection(int(sys.argv[2]))
-wire.send(TritonSettings(sys.argv[1], None, "text", "info", 32, 10.0))
+wire.send(TritonSettings(sys.argv[1], None, None, "text", "info", 32, 10.0))
 wire.send(Ready("fake", 100, 260, (2,), ""))
 time.sleep(600)
 """
