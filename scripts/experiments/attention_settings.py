@@ -19,15 +19,13 @@ tiles), registers (fewer warps).
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from graph_times import microseconds  # beside this file
 from torch import Tensor
 from triton.errors import TritonError
 
@@ -106,21 +104,6 @@ class Batch:
     def attend(self, work: WorkList, layer: int) -> Tensor:
         scale = HEAD_DIM**-0.5
         return attention_kernel.multi_token_attention(self.q, self.table, self.pool, layer, scale, work)
-
-
-def microseconds(run: Callable[[], Any], count: int, repeats: int = 10) -> float:
-    """Median time of one of the `count` layers of a run, captured; it has run before."""
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    graph.replay()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    for event in events:
-        event.record()
-        graph.replay()
-    torch.cuda.synchronize()
-    return 1e3 * statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events)) / count
 
 
 def measure(rows: int, deadline: float) -> dict[str, float]:

@@ -28,7 +28,6 @@ import argparse
 import itertools
 import json
 import multiprocessing
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -36,12 +35,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import few_rows_kernel  # these three are beside this file
+import few_rows_kernel  # these four are beside this file
 import product_kernels
 import torch
 import torch.nn.functional as F
 from cublaslt import Algorithms
 from few_rows_kernel import Tile
+from graph_times import microseconds
 from product_kernels import Cut, cuts
 from torch import Tensor
 from triton.errors import TritonError
@@ -71,22 +71,6 @@ class Found(NamedTuple):
     name: str
     microseconds: float
     way: Way
-
-
-def microseconds(run: Callable[[], Any], count: int, repeats: int = 8) -> float:
-    """Median time of one of the `count` products of a run, captured."""
-    run()  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    graph.replay()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    for event in events:
-        event.record()
-        graph.replay()
-    torch.cuda.synchronize()
-    return 1e3 * statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events)) / count
 
 
 class Model:

@@ -1,3 +1,5 @@
+"""Names that are due at a time: none comes early or twice, and what was given up takes no room."""
+
 import random
 from math import inf
 
