@@ -70,7 +70,9 @@ def plan_arrivals(
     With a clock of its own the trace is replayed from its start, and whole conversations are dropped to lower its rate.
     Without one conversations start as a Poisson process that has been going on for ever: those that are not over at the
     run's start are joined in the middle, replies taken to cost `seconds_per_token`. Each of these sends its whole
-    history at once; over `ramp_s` seconds, so that the server is not buried under prompts that it would know by now.
+    history at once, so that the server is buried under prompts that it would know by now. With `ramp_s` every conversation,
+    old and new, is there from a moment of those seconds on, wherever it is then: the load grows evenly to what it was
+    asked to be, and stays there.
     """
     draw = random.Random(seed)
     native = clock_rate(dialogues)
@@ -82,10 +84,10 @@ def plan_arrivals(
     start = -horizon
     while (start := start + draw.expovariate(rate)) < seconds:
         number, dialogue = next(order)
-        arrival = join(dialogue, number, start, seconds_per_token)
+        entry = ramp_s * draw.random() if ramp_s else 0.0
+        arrival = join(dialogue, number, start - entry, seconds_per_token)
         if arrival is not None:
-            later = ramp_s * draw.random() if ramp_s and start < 0 else 0.0
-            arrivals.append(arrival._replace(at=arrival.at + later))
+            arrivals.append(arrival._replace(at=arrival.at + entry))
     return sorted(arrivals, key=lambda arrival: arrival.at)
 
 

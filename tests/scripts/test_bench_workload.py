@@ -68,12 +68,13 @@ def live(arrivals, moment):
     )
 
 
-def test_a_ramp_spreads_those_that_are_joined_and_nobody_else():
-    at_once, spread = ([arrival for seed in range(40) for arrival in plan(seed=seed, ramp_s=ramp)] for ramp in (0, 30))
-    early = [sum(arrival.at < 10 and arrival.turn > 0 for arrival in arrivals) for arrivals in (at_once, spread)]
-    assert early[1] < early[0] / 2 and len(spread) == pytest.approx(len(at_once), rel=0.02)
-    begun = [sum(arrival.turn == 0 for arrival in arrivals) for arrivals in (at_once, spread)]
-    assert begun[1] == pytest.approx(begun[0], rel=0.05)
+def test_over_a_ramp_the_load_grows_evenly():
+    """A third of the ramp gone, a third of the conversations that live then are there; behind it, all of them."""
+    runs = [plan(seed=seed, ramp_s=30.0) for seed in range(40)]
+    expected = 4.0 * fmean(lifetime(dialogue, PER_TOKEN) for dialogue in CHATTERS)  # Little's law
+    for moment, share in ((10.0, 1 / 3), (30.0, 1.0), (59.0, 1.0)):
+        here = [sum(a.at <= moment < a.at + rest(a) for a in run) for run in runs]
+        assert share * expected * 0.65 < fmean(here) < share * expected * 1.05  # some think before their first request
 
 
 def test_as_many_conversations_live_at_the_start_as_later():
@@ -103,20 +104,30 @@ def test_turns_in_progress_at_the_start_are_spread_as_later():
     assert mean_turn(0.0) == pytest.approx(mean_turn(40.0), rel=0.1)
 
 
+def requests(arrival):
+    """When each of its requests is sent, replies taken to last as expected; not one that was sent before it joined."""
+    now, turns = arrival.at, arrival.dialogue.turns
+    for index in range(arrival.turn, len(turns)):
+        first = index == arrival.turn
+        now += 0.0 if first else turns[index].think_s
+        if not (first and arrival.done):
+            yield now
+        now += PER_TOKEN * (turns[index].output_tokens - (arrival.done if first else 0))
+
+
 def test_requests_come_at_one_rate_from_the_first_second_on():
-    """Requests sent by time, replies taken to last as expected: rate times mean turns in every stretch."""
     sent = [0] * 6
     for seed in range(40):
-        for arrival in plan(seed=seed):
-            now, turns = arrival.at, arrival.dialogue.turns
-            for index in range(arrival.turn, len(turns)):
-                now += turns[index].think_s if index > arrival.turn else 0.0
-                resumed = index == arrival.turn and arrival.done > 0  # it was sent before the start
-                if now < 60 and not resumed:
-                    sent[int(now / 10)] += 1
-                now += PER_TOKEN * (turns[index].output_tokens - (arrival.done if index == arrival.turn else 0))
+        for at in (at for arrival in plan(seed=seed) for at in requests(arrival) if at < 60):
+            sent[int(at / 10)] += 1
     offered = 4.0 * mean_turns(CHATTERS) * 10 * 40
     assert sent == [pytest.approx(offered, rel=0.06)] * 6
+
+
+def test_behind_a_ramp_requests_come_at_the_rate_that_was_asked_for():
+    runs = [[at for arrival in plan(seed=seed, ramp_s=30.0) for at in requests(arrival)] for seed in range(40)]
+    behind = sum(30.0 <= at < 60.0 for run in runs for at in run)
+    assert behind / 40 / 30.0 == pytest.approx(4.0 * mean_turns(CHATTERS), rel=0.03)
 
 
 def test_arrivals_are_a_poisson_process():
