@@ -32,7 +32,7 @@ from .bench_load import Failed, Load, Reply, Target, Window, body, clock, load_e
 from .bench_report import SOURCES, RateReport, json_line, plot, read_reports, report, report_line, title_line
 from .bench_workload import Words, clock_rate, fitting, mean_turns, plan_arrivals
 from .trace_formats import Dialogue, made_up, read_dialogues
-from .traces import CHATS, synthetic
+from .traces import CHATS, TURN_COUNTS, synthetic
 
 POOL = 4096  # synthetic conversations; a run that needs more begins again, with other tokens
 NEAR = 0.05  # --find-rate ends when the largest rate is known so well
@@ -52,6 +52,7 @@ def parser() -> argparse.ArgumentParser:
     option("--conversations", action="store_true", help="name conversations in the requests (a Pensieve server)")
     workload = made.add_mutually_exclusive_group()
     workload.add_argument("--synthetic", choices=CHATS, default="sharegpt", help="means of a data set (%(default)s)")
+    option("--turn-counts", choices=TURN_COUNTS, default="geometric", help="of --synthetic (default %(default)s)")
     workload.add_argument("--trace", type=Path, metavar="FILE", help="see scripts/trace_formats.py")
     option("--tokenizer", metavar="FILE", help="tokenizer.json: for traces of text, servers that return no token ids")
     option("--rate", metavar="RATES", help="conversations/s, comma between (default 1; a trace's own if it has one)")
@@ -236,7 +237,7 @@ class Bench:
 
     def _settings(self) -> dict[str, Any]:
         names = ("think_s", "warm_up_s", "ramp_s", "expected_ms_per_token", "seed", "processes", "conversations")
-        workload = str(self._args.trace or self._args.synthetic)
+        workload = str(self._args.trace or f"{self._args.synthetic}, {self._args.turn_counts} turns")
         chosen = {name: getattr(self._args, name) for name in names}
         return {"model": self._target.model, "workload": workload, "time": int(time.time()), **chosen}
 
@@ -257,7 +258,12 @@ def load_dialogues(args: argparse.Namespace, encode: Callable[[str], Sequence[in
     if args.trace is not None:
         return read_dialogues(args.trace, encode=encode, think_s=args.think_s, seed=args.seed)
     sessions = synthetic(
-        CHATS[args.synthetic], conversations=POOL, sessions_per_s=1.0, think_s=args.think_s, seed=args.seed
+        CHATS[args.synthetic],
+        conversations=POOL,
+        sessions_per_s=1.0,
+        think_s=args.think_s,
+        seed=args.seed,
+        turn_counts=args.turn_counts,
     )
     return [made_up(session) for session in sessions]
 

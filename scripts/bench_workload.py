@@ -70,9 +70,9 @@ def plan_arrivals(
     With a clock of its own the trace is replayed from its start, and whole conversations are dropped to lower its rate.
     Without one conversations start as a Poisson process that has been going on for ever: those that are not over at the
     run's start are joined in the middle, replies taken to cost `seconds_per_token`. Each of these sends its whole
-    history at once, so that the server is buried under prompts that it would know by now. With `ramp_s` every conversation,
-    old and new, is there from a moment of those seconds on, wherever it is then: the load grows evenly to what it was
-    asked to be, and stays there.
+    history at once, so that the server is buried under prompts that it would know by now. With `ramp_s` every
+    conversation, old and new, is there from a moment of those seconds on, wherever it is then: the load grows evenly to
+    what was asked for, and stays there.
     """
     draw = random.Random(seed)
     native = clock_rate(dialogues)

@@ -30,7 +30,7 @@ from .bench_workload import Arrival, plan_arrivals
 from .simulate import MODELS
 from .sizes import parse_bytes
 from .trace_formats import made_up
-from .traces import CHATS, synthetic
+from .traces import CHATS, TURN_COUNTS, synthetic
 
 MODEL = MODELS["llama-2-13b-gqa"]
 LINK_BYTES_PER_S = 48.5e9  # each way, both at work
@@ -58,6 +58,7 @@ def parser() -> argparse.ArgumentParser:
     option = made.add_argument
     option("--rate", default="2.5,4,5,5.75,7", metavar="RATES", help="conversations/s, comma between (%(default)s)")
     option("--synthetic", choices=CHATS, default="sharegpt", help="means of a data set (default %(default)s)")
+    option("--turn-counts", choices=TURN_COUNTS, default="geometric", help="of conversations (default %(default)s)")
     option("--start", choices=("empty", "middle"), default="empty", help="of conversations (default %(default)s)")
     option("--ramp-s", type=float, default=100.0, metavar="S", help="in which those in the middle come (%(default)s)")
     option("--think-s", type=float, default=15.0, metavar="S", help="mean (default %(default)s)")
@@ -82,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def sessions_of(args: argparse.Namespace, rate: float, seed: int) -> list[Session]:
-    draw = partial(synthetic, CHATS[args.synthetic], think_s=args.think_s, seed=seed)
+    draw = partial(synthetic, CHATS[args.synthetic], think_s=args.think_s, seed=seed, turn_counts=args.turn_counts)
     if args.start == "empty":
         most = int(2 * rate * args.seconds) + 100  # beyond what chance brings
         sessions = draw(conversations=most, sessions_per_s=rate)

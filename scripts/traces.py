@@ -39,31 +39,46 @@ CHATS = {
     "ultrachat": ChatStatistics(turns=3.86, input_tokens=51.78, output_tokens=257.81),
 }
 
+TURN_COUNTS = ("geometric", "uniform")
+"""How the turns of synthetic conversations are spread around their mean. Geometric is memoryless, and of ShareGPT's mean
+one turn in seven is behind ten or more others; uniform is from 1 to twice the mean, and prompts are a third shorter."""
+
 LEAST = {"turn": 0, "input_tokens": 1, "history_tokens": 0, "output_tokens": 1, "system_tokens": 0}
 
 
 def synthetic(
-    chats: ChatStatistics, *, conversations: int, sessions_per_s: float, think_s: float, seed: int
+    chats: ChatStatistics,
+    *,
+    conversations: int,
+    sessions_per_s: float,
+    think_s: float,
+    seed: int,
+    turn_counts: str = "geometric",
 ) -> list[Session]:
     """Conversations of these means that start as a Poisson process; the same seed makes the same ones.
 
-    Turns are geometric (at least 1), lengths exponential (at least 1 token), think times exponential of mean `think_s`.
+    Numbers of turns are one of TURN_COUNTS, lengths exponential (at least 1 token), think times exponential of mean
+    `think_s`.
     """
     draw = random.Random(seed)
     starts = poisson(sessions_per_s, draw)
+    uniform = turn_counts == "uniform"
     return [
-        Session(f"s{index}", next(starts), tuple(_synthetic_turns(chats, think_s, draw)))
+        Session(f"s{index}", next(starts), tuple(_synthetic_turns(chats, think_s, uniform, draw)))
         for index in range(conversations)
     ]
 
 
-def _synthetic_turns(chats: ChatStatistics, think_s: float, draw: random.Random) -> Iterator[SessionTurn]:
-    history = 0
+def _synthetic_turns(
+    chats: ChatStatistics, think_s: float, uniform: bool, draw: random.Random
+) -> Iterator[SessionTurn]:
+    history, left = 0, round(draw.uniform(0.5, 2 * chats.turns - 0.5)) if uniform else 0
     while True:
         given, reply = (_length(mean, draw) for mean in (chats.input_tokens, chats.output_tokens))
         yield SessionTurn(history, given, reply, draw.expovariate(1 / think_s) if history else 0.0)
         history += given + reply
-        if draw.random() < 1 / chats.turns:
+        left -= 1
+        if left == 0 if uniform else draw.random() < 1 / chats.turns:
             return
 
 

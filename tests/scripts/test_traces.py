@@ -11,7 +11,7 @@ import pytest
 
 from pensieve.scheduler.simulator import Session, SessionTurn, longest_context
 from pensieve.scheduler.types import SettingError
-from pensieve.scripts.traces import CHATS, poisson, read_trace, synthetic
+from pensieve.scripts.traces import CHATS, TURN_COUNTS, poisson, read_trace, synthetic
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"  # beside the repository, not part of it
 
@@ -95,6 +95,21 @@ def test_synthetic_conversations_have_the_published_means(name):
         for turn in session.turns:
             assert turn.history_tokens == log
             log += turn.input_tokens + turn.output_tokens
+
+
+def test_uniform_turns_have_the_same_mean_and_no_long_tail():
+    chats = CHATS["sharegpt"]
+    counts = {
+        spread: [
+            len(session.turns)
+            for session in synthetic(
+                chats, conversations=4000, sessions_per_s=2.0, think_s=15.0, seed=1, turn_counts=spread
+            )
+        ]
+        for spread in TURN_COUNTS
+    }
+    assert [fmean(counted) for counted in counts.values()] == [pytest.approx(chats.turns, rel=0.05)] * 2
+    assert max(counts["uniform"]) == 11 and max(counts["geometric"]) > 20
 
 
 def test_a_seed_names_a_workload():
