@@ -40,7 +40,7 @@ CHATS = {
 }
 
 TURN_COUNTS = ("geometric", "uniform")
-"""How the turns of synthetic conversations are spread around their mean. Geometric is memoryless, and of ShareGPT's mean
+"""How the turns of synthetic conversations spread around their mean. Geometric is memoryless, and of ShareGPT's mean
 one turn in seven is behind ten or more others; uniform is from 1 to twice the mean, and prompts are a third shorter."""
 
 LEAST = {"turn": 0, "input_tokens": 1, "history_tokens": 0, "output_tokens": 1, "system_tokens": 0}
