@@ -103,9 +103,8 @@ class Saver:
             declined.clear()
 
     def _copy_out(self, room: RoomMaker) -> None:
-        for _ in range(self._most_copies):
-            if not self._queue:
-                return
+        copies = 0
+        while self._queue and copies < self._most_copies:
             chunk = self._queue[0]
             if _unsaved(chunk) and chunk.host == NO_SLOT:
                 if not room.stage(chunk):
@@ -114,6 +113,7 @@ class Saver:
                     del self._pending[chunk]
                 else:
                     self._staged.append(chunk)
+                    copies += 1
             self._queue.popleft()
             if chunk in self._pending:
                 self._copied.append(chunk)
