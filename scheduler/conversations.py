@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from itertools import islice
 from math import inf
 from typing import NamedTuple
@@ -170,8 +171,14 @@ class Conversations:
         self._pin(conversation, pinned_until > now)
         self._schedule(conversation_id, conversation)
 
-    def expire(self, now: float) -> None:
-        """Ends pins and conversations whose time is over."""
+    def expire(self, now: float, untold: Iterable[Request]) -> None:
+        """Ends pins and conversations whose time is over.
+
+        `untold`: requests whose ends are kept back. Their conversations are active: nobody can go on with one before
+        its end is told.
+        """
+        for request in untold:
+            self.touch(request, now)
         for conversation_id in self._due.take(now):
             conversation = self._by_id[conversation_id]
             if conversation.active + conversation.ttl <= now:

@@ -187,12 +187,15 @@ class RoomMaker:
         """Begins to write the chunks of lowest V that are only on HOST, until `spare` HOST slots are free to take or
         will be; at most `most`. What DISK does not want (tails, and what is worth less than all it holds) is dropped.
 
+        What is on DISK too counts as free to take unless it is worth more, as what was read for the queue is: nothing
+        that has just ended gets a slot from that, so the chunks of lowest V would be dropped.
         False if the next one's copy on HOST must be known to be complete before.
         """
         store, disk = self._store, self._store.disk
-        while most > 0 and store.host.free + len(store.host_spare) + disk.writing < spare:
+        while most > 0 and store.host.free + disk.writing < spare:
             victims = self._host_only.peek(1)
-            if not victims:
+            takeable = self._host_spare.peek(1) and self._host_spare.value <= self._host_only.value
+            if not victims or (takeable and store.host.free + len(store.host_spare) + disk.writing >= spare):
                 return True
             victim = victims[0]
             if store.host.last[Lane.OUT][victim.host] > store.completed.swap_out:

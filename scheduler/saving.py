@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from .chunk import NO_SLOT, Chunk
 from .chunks import ChunkStore
@@ -11,7 +11,7 @@ from .config import SchedulerConfig
 from .cost import CostProfile
 from .plan import Lane
 from .room import RoomMaker
-from .types import Output
+from .types import Output, Request
 
 LINK_PIECE_S = 2e-3  # link time a step for copies on their way to DISK
 WRITES_AHEAD_S = 0.1  # of writing: so much is under way at most, and so long may a read wait behind it
@@ -37,7 +37,7 @@ class Saver:
         self._pending: dict[Chunk, None] = {}  # both of them
         self._staged: deque[Chunk] = deque()  # copied to HOST for this alone
         self._short = False  # of HOST slots, and copies must be complete before more can be done
-        self._endings: deque[tuple[Output, list[Chunk]]] = deque()
+        self._endings: deque[tuple[Request, Output, list[Chunk]]] = deque()
 
     @property
     def busy(self) -> bool:
@@ -48,6 +48,11 @@ class Saver:
     def withholds(self) -> bool:
         """Turns that have ended wait for their chunks to be saved before their ends are told."""
         return bool(self._endings)
+
+    @property
+    def untold(self) -> Iterator[Request]:
+        """Whose ends are kept back."""
+        return (request for request, *_ in self._endings)
 
     @property
     def saving(self) -> bool:
@@ -63,22 +68,22 @@ class Saver:
                 self._pending[chunk] = None
                 self._queue.append(chunk)
 
-    def withhold(self, ending: Output, chunks: Iterable[Chunk]) -> bool:
+    def withhold(self, request: Request, ending: Output, chunks: Iterable[Chunk]) -> bool:
         """With `--save sync`: keeps the turn's last event back until its chunks are on DISK or declined."""
         unsettled = [chunk for chunk in chunks if not self._settled(chunk)] if self._in_time else []
         if unsettled:
-            self._endings.append((ending, unsettled))
+            self._endings.append((request, ending, unsettled))
         return bool(unsettled)
 
     def endings(self) -> list[Output]:
         """Those kept back that need not be any longer."""
         if not self._endings:
             return []
-        waiting, ended = deque[tuple[Output, list[Chunk]]](), []
-        for ending, chunks in self._endings:
+        waiting, ended = deque[tuple[Request, Output, list[Chunk]]](), []
+        for request, ending, chunks in self._endings:
             unsettled = [chunk for chunk in chunks if not self._settled(chunk)]
             if unsettled:
-                waiting.append((ending, unsettled))
+                waiting.append((request, ending, unsettled))
             else:
                 ended.append(ending)
         self._endings = waiting
@@ -103,9 +108,8 @@ class Saver:
             declined.clear()
 
     def _copy_out(self, room: RoomMaker) -> None:
-        for _ in range(self._most_copies):
-            if not self._queue:
-                return
+        copies = 0
+        while self._queue and copies < self._most_copies:
             chunk = self._queue[0]
             if _unsaved(chunk) and chunk.host == NO_SLOT:
                 if not room.stage(chunk):
@@ -114,6 +118,7 @@ class Saver:
                     del self._pending[chunk]
                 else:
                     self._staged.append(chunk)
+                    copies += 1
             self._queue.popleft()
             if chunk in self._pending:
                 self._copied.append(chunk)

@@ -90,7 +90,7 @@ class Scheduler:
             raise RequestError(400, f"request {request.id} is being served already", "id")
         if len(self._roster.waiting) >= self.config.max_queue:
             raise RequestError(429, f"{len(self._roster.waiting)} requests wait already", None)
-        self._conversations.expire(now)  # who writes too late does not bring it back
+        self._conversations.expire(now, self._saver.untold)  # who writes too late does not bring it back
         self._arrivals += 1
         turn = Turn(request, self._arrivals, *self._ledger.prompt_keys(request), now)
         turn.work = self._planner.work(turn)
@@ -144,7 +144,7 @@ class Scheduler:
             row = self._take_row(turn)
             chunks = row.chunks
             self._end(row, tokens, now)
-            if not ended and self._saver.withhold(output, chunks):
+            if not ended and self._saver.withhold(turn.request, output, chunks):
                 return None
         return None if ended else output
 
@@ -162,7 +162,7 @@ class Scheduler:
         batch = Batch(step, self._applied, now, copies, room, self.config.max_num_batched_tokens)
         batcher = self._batcher
 
-        self._conversations.expire(now)
+        self._conversations.expire(now, self._saver.untold)
         self._erasures.go_on()
         self._roster.release_suspended(self._applied, now)
         if self.config.batching == "unified":
@@ -415,7 +415,8 @@ class Scheduler:
         chunks, truncated = row.chunks, self._truncated(turn, count)
         if finish is not None:
             self._reply_ends(row, reply, now)
-            if self._saver.withhold(Output(request.id, finish=finish, truncated=truncated), chunks):
+            ending = Output(request.id, finish=finish, truncated=truncated)
+            if self._saver.withhold(request, ending, chunks):
                 finish = None
         if begins or finish is not None:
             usage, queued = (turn.usage, turn.queued) if begins else (None, None)

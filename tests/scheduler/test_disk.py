@@ -88,6 +88,21 @@ def test_a_chunk_is_written_only_when_its_copy_out_is_known_to_be_complete():
     harness.drain()
 
 
+def test_what_is_on_host_already_does_not_wait_for_the_links_share():
+    """A step copies one chunk out. Were those that need no copy counted too, the queue would only grow where turns end
+    faster than that, and what is saved last is gone by then."""
+    harness = SlowDisk(chunks_a_step=1, **DISK)
+    harness.turn(range(18), 2, "a")
+    for chunk in chunks_of(harness):
+        if chunk.host == NO_SLOT:
+            harness.place(chunk, "both")
+    harness.tick()
+    harness.tick()
+    assert len(harness.device.work) == 4
+    harness.in_time = True
+    harness.drain()
+
+
 def test_without_eager_saving_only_what_host_gives_up_is_written():
     harness = Harness(**DISK | {"save": "off", "host_kv_chunks": 6})
     harness.turn(range(18), 2, "a")

@@ -39,6 +39,25 @@ def test_an_end_that_is_kept_back_counts_as_saving():
     raise AssertionError("the end never came")
 
 
+def test_a_conversations_time_begins_when_its_end_is_told():
+    """Nobody can go on with a conversation whose end is kept back, for however long the disk takes."""
+    harness = SlowDisk(disk_kv_chunks=60, save="sync", conversation_ttl=100.0)
+    request = harness.submit(range(20), 4, "c")
+    for _ in range(20):
+        harness.tick()
+        harness.now += 10.0
+    assert harness.state(request) == "saving" and harness.scheduler.has_conversation("c")
+    harness.in_time = True
+    while request in harness.open:
+        harness.tick()
+    harness.now += 90.0
+    harness.tick()
+    assert harness.scheduler.has_conversation("c")
+    harness.now += 20.0
+    harness.tick()
+    assert not harness.scheduler.has_conversation("c")
+
+
 def test_what_is_expected_and_has_no_room_does_not_keep_the_loop_busy():
     harness = Harness(host_kv_chunks=4, disk_kv_chunks=60)
     harness.turn(range(40), 4, "c", expect_next_s=5.0)

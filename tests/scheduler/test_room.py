@@ -85,6 +85,22 @@ def test_saving_ahead_stops_at_the_mark_at_the_link_and_at_the_last_chunk():
         check(store)
 
 
+@pytest.mark.parametrize("awaited", [True, False])
+def test_what_the_queue_waits_for_is_no_room_for_what_has_ended(awaited):
+    """HOST is full of copies of what is on DISK. Those that the queue waits for are worth more than the chunk that is
+    nowhere else: nobody of its kind gets their slots, so it is the next to be dropped, unless it is written before."""
+    store = a_store(gpu=4, host=4, disk=8)
+    for _ in range(3):
+        copy = idle(store, now=1.0, on_gpu=False)
+        copy.disk = store.disk.take()
+        store.touch(copy, 1.0, awaited=int(awaited))
+    only = idle(store, now=5.0, on_gpu=False)
+    _, room = a_room(store, now=10.0)
+    assert room.spill_ahead(spare=2, most=9)
+    assert (only.moving is not None) is awaited
+    check(store)
+
+
 def test_one_plan_uses_a_host_slot_once():
     """The copies of a batch run in any order: a slot that this plan fills is not emptied and filled again by it."""
     store = a_store(gpu=2, host=1)

@@ -186,6 +186,15 @@ def test_a_user_may_think_for_longer_than_a_conversation_lives():
     assert usage.usage.cached == 0 and usage.usage.recomputed == 2 * 8
 
 
+def test_an_end_may_be_kept_back_for_longer_than_a_conversation_lives():
+    """The disk takes 40 s to write a chunk, and the user, who hears of the end after that, writes at once."""
+    config = replace(CONFIG, disk_kv_chunks=8, save="sync", conversation_ttl=50.0)
+    cost = replace(COST, disk_read_bytes_per_s=20.0, disk_write_bytes_per_s=0.5)
+    session = Session("c", 0.0, (SessionTurn(0, 8, 4), SessionTurn(12, 2, 1)))
+    report = simulate(config, cost, [session])
+    assert report.seconds > 50.0 and report.usage.cached == 11
+
+
 def test_the_warm_up_is_served_but_not_counted():
     sessions = crowd(12)
     whole, part = simulate(CONFIG, QUICK, sessions), simulate(CONFIG, QUICK, sessions, warm_up=6)
