@@ -57,6 +57,8 @@ class PatientProtocol(H11Protocol):
             self._sending = self._later(self._patience, self._cut)
 
     def data_received(self, data: bytes) -> None:
+        if self.conn.their_state is h11.MUST_CLOSE:
+            return  # behind the last request of the connection, whose answer its client still waits for
         super().data_received(data)
         state = self.conn.their_state
         if state is h11.SEND_BODY:
@@ -81,14 +83,16 @@ class PatientProtocol(H11Protocol):
             self._taking = None
 
     def send_400_response(self, msg: str) -> None:
-        """What came is not HTTP. If it came behind a request, or as its body, nobody waits for that answer any more."""
+        """What came is not HTTP. If it came as a request's body nobody waits for that answer any more; a request that
+        has been answered gets no second one."""
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
             if self.cycle.response_started:
                 self._cut()
                 return
-        super().send_400_response(msg)
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
         self._close_soon()
 
     def timeout_keep_alive_handler(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from concurrent.futures import Future
 
 import numpy as np
 from llguidance import LLMatcher
@@ -24,6 +25,10 @@ class Constraints:
         self._words = -(-grammars.vocab_size // 32)
         self._matchers: dict[RowId, LLMatcher] = {}
         self._rows: dict[int, RowId] = {}
+
+    def begin(self, grammar: str) -> Future[LLMatcher] | None:
+        """As `Grammars`."""
+        return self._grammars.begin(grammar)
 
     def mask(self, plan: StepPlan) -> Mask | None:
         """Takes the plan's joins; what its samples may be, None if it has no row with a grammar."""

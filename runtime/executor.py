@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -95,6 +95,10 @@ class Executor:
         device.allocate_pool(Tier.HOST, host_shape, host_dtype)
         self._disk = DiskStore(disk, config.chunk_tokens, device.record) if disk is not None else None
         device.load(engine, config.max_num_seqs, blocks, self._transfers.gates, config.max_num_batched_tokens)
+
+    def begin_grammar(self, grammar: str) -> Future[Any] | None:
+        """Makes ready, in another thread, what a row with this grammar needs when it joins; None if that is there."""
+        return None if self._constraints is None else self._constraints.begin(grammar)
 
     def launch(self, plan: StepPlan) -> None:
         """Issues the plan's work and returns. InvariantError if the plan contradicts itself or too many are in flight.

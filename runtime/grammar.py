@@ -1,7 +1,8 @@
 """Replies that follow a grammar: what may come next, token by token, by llguidance.
 
 A grammar travels as one text (`Sampling.grammar`) and is compiled twice: in the HTTP process, which refuses what does
-not compile, and beside the executor, where each row has a matcher of its own.
+not compile, and beside the executor, where each row has a matcher of its own; there before its request joins the queue,
+so that no step waits.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import logging
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +24,8 @@ from ..scheduler.types import RequestError
 log = logging.getLogger(__name__)
 
 MOST_GRAMMAR = 128 * 1024  # characters
-MOST_SECONDS = 1.0  # of one processor, to compile: the loop does it again, and everybody waits meanwhile
+MOST_SECONDS = 1.0  # of one processor, to compile: it is done twice, and others wait for a compiler meanwhile
+MOST_COMPILED = 64  # compiled grammars that are kept, 0.2 to 5 MB each
 COMPILERS = 2  # threads
 STACK_BYTES = 256 * 1024**2  # address space, of which no memory is taken before it is used
 
@@ -71,6 +74,8 @@ class Grammars:
         path = str(Path(tokenizer) / "tokenizer.json")
         self._tokenizer = llguidance.LLTokenizer(path, n_vocab=vocab_size, eos_token=list(stop_ids) or None)
         self._compilers = _deep_threads(COMPILERS)
+        self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()  # the latest used is the last
+        self._lock = threading.Lock()
 
     def begin_check(self, grammar: str, param: str) -> Future[None]:
         """As `check`, done elsewhere."""
@@ -88,8 +93,7 @@ class Grammars:
         began = time.thread_time()
         failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer)
         if not failed:
-            matcher = self._compile(grammar, ())
-            matcher.compute_bitmask()  # much is worked out only here
+            matcher = self._compile(grammar)
             failed, messages = matcher.is_error(), [matcher.get_error()]
         if failed:
             raise RequestError(400, f"{param} cannot be followed: {messages[0]}", param)
@@ -97,13 +101,34 @@ class Grammars:
         if seconds > MOST_SECONDS:
             raise RequestError(400, f"{param} is too complex: it takes {seconds:.1f} seconds to compile", param)
 
-    def matcher(self, grammar: str, reply: Sequence[int]) -> llguidance.LLMatcher:
-        """Behind the tokens of a reply so far."""
-        return self._compilers.submit(self._compile, grammar, reply).result()
+    def begin(self, grammar: str) -> Future[llguidance.LLMatcher] | None:
+        """Compiles it elsewhere, for `matcher` to find; None if it is there."""
+        return None if self._find(grammar) else self._compilers.submit(self._compile_and_keep, grammar)
 
-    def _compile(self, grammar: str, reply: Sequence[int]) -> llguidance.LLMatcher:
-        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
+    def matcher(self, grammar: str, reply: Sequence[int]) -> llguidance.LLMatcher:
+        """Behind the tokens of a reply so far. Compiles first what is not there (any more)."""
+        compiled = self._find(grammar) or self._compilers.submit(self._compile_and_keep, grammar).result()
+        matcher = compiled.deep_copy()  # 0.1 ms
         matcher.consume_tokens(list(reply))
+        return matcher
+
+    def _find(self, grammar: str) -> llguidance.LLMatcher | None:
+        with self._lock:
+            if grammar in self._compiled:
+                self._compiled.move_to_end(grammar)
+            return self._compiled.get(grammar)
+
+    def _compile_and_keep(self, grammar: str) -> llguidance.LLMatcher:
+        matcher = self._compile(grammar)
+        with self._lock:
+            self._compiled[grammar] = matcher
+            while len(self._compiled) > MOST_COMPILED:
+                self._compiled.popitem(last=False)
+        return matcher
+
+    def _compile(self, grammar: str) -> llguidance.LLMatcher:
+        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
+        matcher.compute_bitmask()  # much is worked out only here
         return matcher
 
 

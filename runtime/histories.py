@@ -14,6 +14,7 @@ import time
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from ..scheduler.types import RequestError
@@ -50,6 +51,7 @@ class OpenTurn:
     prompt     token ids, the whole context
     text       what the client knows of the prompt as text, "" for a prompt of token ids
     inside     leading tokens that `text` stands for
+    held       until the turn is closed
     """
 
     def __init__(
@@ -61,12 +63,12 @@ class OpenTurn:
         text: str,
         inside: int,
         records: tuple[Record, ...],
-        busy: Name | None,
+        held: ExitStack,
     ):
         self.messages, self.prompt, self.text, self.inside = tuple(messages), prompt, text, inside
         self.owner = owner
         self.records = records
-        self._histories, self._busy = histories, busy
+        self._histories, self._held = histories, held
 
     @property
     def conversation(self) -> str | None:
@@ -107,9 +109,7 @@ class OpenTurn:
 
     def close(self) -> None:
         """Idempotent."""
-        if self._busy is not None:
-            self._histories.busy.discard(self._busy)
-            self._busy = None
+        self._held.close()
 
 
 class Histories:
@@ -156,18 +156,14 @@ class Histories:
         """
         name = Name(owner, conversation) if conversation is not None else None
         records = (Record(name),) if name is not None else ()
-        if name is None or not server_history:
-            await self._need_room(records)
-            past = await self._past(owner, name, messages)
-            return await self._chat_turn(owner, messages, past, render, records, None)
-        self._begin(name)
-        try:
-            _, past = await self._continued(name)
-            stored = past.transcript().messages if past is not None else ()
-            return await self._chat_turn(owner, (*stored, *messages), past, render, records, name)
-        except BaseException:
-            self.busy.discard(name)
-            raise
+        with ExitStack() as held:
+            if name is None or not server_history:
+                await self._admit(records, held)
+                past = await self._past(owner, name, messages)
+            else:
+                past = await self._go_on(name, held)
+                messages = (*(past.transcript().messages if past is not None else ()), *messages)
+            return await self._chat_turn(owner, messages, past, render, records, held)
 
     async def open_response(
         self,
@@ -204,8 +200,9 @@ class Histories:
         if snapshot is not None:
             thread = before.thread if before is not None else snapshot.id
             records = (Record(snapshot, {"parent": previous, "thread": thread}),)
-            await self._need_room(records)
-        return await self._chat_turn(owner, dialogue, past, with_instructions, records, None)
+        with ExitStack() as held:
+            await self._admit(records, held)
+            return await self._chat_turn(owner, dialogue, past, with_instructions, records, held)
 
     async def open_completion(
         self, owner: str, conversation: str | None, prompt: str | array[int], *, server_history: bool = False
@@ -216,31 +213,27 @@ class Histories:
         """
         name = Name(owner, conversation) if conversation is not None else None
         records = (Record(name),) if name is not None else ()
-        if name is not None and server_history:
-            return await self._continue_log(name, prompt)
-        await self._need_room(records)
-        if not isinstance(prompt, str):
-            return OpenTurn(self, owner, (), prompt, "", 0, records, None)
-        assert self.tokenizer is not None
-        found = await self.run(self._store.find, name, time.time()) if name is not None else None
-        ids = await asyncio.to_thread(spliced, self.tokenizer, prompt, found[1] if found is not None else None)
-        if ids is None:
-            ids = await asyncio.to_thread(self.tokenizer.encode, prompt)
-        return OpenTurn(self, owner, (), ids, prompt, len(ids), records, None)
+        with ExitStack() as held:
+            if name is not None and server_history:
+                return await self._continue_log(name, prompt, held)
+            await self._admit(records, held)
+            if not isinstance(prompt, str):
+                return OpenTurn(self, owner, (), prompt, "", 0, records, held.pop_all())
+            assert self.tokenizer is not None
+            found = await self.run(self._store.find, name, time.time()) if name is not None else None
+            ids = await asyncio.to_thread(spliced, self.tokenizer, prompt, found[1] if found is not None else None)
+            if ids is None:
+                ids = await asyncio.to_thread(self.tokenizer.encode, prompt)
+            return OpenTurn(self, owner, (), ids, prompt, len(ids), records, held.pop_all())
 
-    async def _continue_log(self, name: Name, prompt: str | array[int]) -> OpenTurn:
-        self._begin(name)
-        try:
-            _, past = await self._continued(name)
-            before = past.transcript() if past is not None else Transcript((), array("i"), "", 0)
-            if isinstance(prompt, str):
-                assert self.tokenizer is not None
-                prompt = await asyncio.to_thread(_encoded_behind, self.tokenizer, before.tokens, prompt)
-            whole = before.tokens + prompt
-            return OpenTurn(self, name.owner, before.messages, whole, before.text, before.inside, (Record(name),), name)
-        except BaseException:
-            self.busy.discard(name)
-            raise
+    async def _continue_log(self, name: Name, prompt: str | array[int], held: ExitStack) -> OpenTurn:
+        past = await self._go_on(name, held)
+        before = past.transcript() if past is not None else Transcript((), array("i"), "", 0)
+        if isinstance(prompt, str):
+            assert self.tokenizer is not None
+            prompt = await asyncio.to_thread(_encoded_behind, self.tokenizer, before.tokens, prompt)
+        whole, records = before.tokens + prompt, (Record(name),)
+        return OpenTurn(self, name.owner, before.messages, whole, before.text, before.inside, records, held.pop_all())
 
     async def _chat_turn(
         self,
@@ -249,10 +242,10 @@ class Histories:
         past: PastTurn | None,
         render: Callable[[Sequence[Message]], str],
         records: tuple[Record, ...],
-        busy: Name | None,
+        held: ExitStack,
     ) -> OpenTurn:
         text, ids = await asyncio.to_thread(self._prompt, messages, past, render)
-        return OpenTurn(self, owner, messages, ids, text, len(ids), records, busy)
+        return OpenTurn(self, owner, messages, ids, text, len(ids), records, held.pop_all())
 
     def _prompt(
         self, messages: Sequence[Message], past: PastTurn | None, render: Callable[[Sequence[Message]], str]
@@ -272,15 +265,33 @@ class Histories:
         stored = _beginning(found[1], messages) if found is not None else None
         return stored if _message_count(stored) > covered else recent
 
-    async def _need_room(self, records: Sequence[Record]) -> None:
-        """RequestError (429), before anything is computed, if what is to be stored is beyond its owner's quota."""
-        if self._store.quota is not None and records:
-            await self.run(self._store.need_room, [record.name for record in records], time.time())
+    async def _admit(self, records: Sequence[Record], held: ExitStack) -> None:
+        """Those that exist do not expire while they are held. RequestError (429), before anything is computed, if what
+        is to be stored is beyond its owner's quota."""
+        if records:
+            for number in await self.run(self._store.admit, [record.name for record in records], time.time()):
+                self._use(number, held)
 
-    def _begin(self, name: Name) -> None:
+    async def _go_on(self, name: Name, held: ExitStack) -> PastTurn | None:
+        """The last turn of a conversation that exists, for the one turn with the server's history. RequestError: 404,
+        and 409 if there is another."""
         if name in self.busy:
             raise RequestError(409, f"a turn of conversation {name.id!r} is in flight", "conversation")
         self.busy.add(name)
+        held.callback(self.busy.discard, name)
+        conversation, past = await self._continued(name)
+        self._use(conversation.number, held)
+        return past
+
+    def _use(self, number: int, held: ExitStack) -> None:
+        self._store.in_use[number] += 1
+        held.callback(self._leave, number)
+
+    def _leave(self, number: int) -> None:
+        in_use = self._store.in_use
+        in_use[number] -= 1
+        if not in_use[number]:
+            del in_use[number]
 
     async def _continued(self, name: Name) -> tuple[Conversation, PastTurn | None]:
         found = await self.run(self._store.find, name, time.time())

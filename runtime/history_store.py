@@ -14,6 +14,7 @@ import json
 import sqlite3
 import sys
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -28,16 +29,20 @@ LOCK_SECONDS = 15.0  # for the process that had the file before to end
 EXPIRY_INTERVAL_S = 60.0
 
 COLUMNS = ", ".join(field.name for field in fields(Conversation))
-LIVE = "coalesce(active + coalesce(history_ttl, :default_ttl), 9e99) > :now"
+LIVE = "(coalesce(active + coalesce(history_ttl, :default_ttl), 9e99) > :now OR in_use(number))"
 
 
 class HistoryStore:
     """`path`: the file, made if it is missing, or ":memory:". `history_ttl`: of conversations without their own.
-    `quota`: of conversations and responses that an owner may have here, None: any number."""
+    `quota`: of conversations and responses that an owner may have here, None: any number.
+
+    `in_use`: open turns by the conversation's number; it does not expire meanwhile. Whoever opens turns counts them, in
+    any one thread: here they are only looked at."""
 
     def __init__(self, path: str | Path, history_ttl: float | None = None, quota: int | None = None):
         """Raises SettingError if the file is in use, damaged, or of a newer program."""
         self._history_ttl, self.quota = history_ttl, quota
+        self.in_use: Counter[int] = Counter()
         self._expiry_due = 0.0
         self._expired: list[Gone] = []
         try:
@@ -54,6 +59,7 @@ class HistoryStore:
         execute("PRAGMA journal_mode = WAL")
         execute("PRAGMA synchronous = FULL")
         execute("PRAGMA foreign_keys = ON")
+        self._db.create_function("in_use", 1, self.in_use.__getitem__)
         (version,) = execute("PRAGMA user_version").fetchone()
         if version == 0:
             self._db.executescript(f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version = {VERSION}; COMMIT")
@@ -158,11 +164,16 @@ class HistoryStore:
         with self._transaction(now):
             return self._remove(self.get(name, now))
 
-    def need_room(self, names: Sequence[Name], now: float) -> None:
-        """RequestError (429) if one of these would be new and its owner has as many as the quota allows."""
+    def admit(self, names: Sequence[Name], now: float) -> list[int]:
+        """The numbers of those that exist. RequestError (429) if one would be new and its owner has as many as the
+        quota allows."""
+        numbers = []
         for name in names:
-            if self._find(name, now) is None:
+            if (found := self._find(name, now)) is not None:
+                numbers.append(found.number)
+            else:
                 self._need_room(name.owner, now)
+        return numbers
 
     def take_expired(self) -> list[Gone]:
         """Conversations that have outlived their TTL and been deleted since the last call."""

@@ -112,8 +112,11 @@ class Ranks:
     # Rank 0 and the others, while they serve.
 
     def send(self, plan: bytes) -> None:
-        """Rank 0: to all others. Empty: that was the last."""
-        MPI.Request.Waitall(self._sending)  # of the plan before: long received
+        """Rank 0: to all others. Empty: that was the last.
+
+        RankFailed if a rank has, or does not receive the plan before.
+        """
+        self._finish_sending()  # long done
         self._sending = [self._messages.Isend([plan, MPI.BYTE], rank, PLAN) for rank in range(1, self.size)]
 
     def receive(self) -> bytes | None:
@@ -122,19 +125,31 @@ class Ranks:
         return None if message is None else _content(*message)
 
     def report(self, report: object) -> None:
-        """To rank 0."""
-        MPI.Request.Waitall(self._sending)
+        """To rank 0. RankFailed if it does not receive the report before."""
+        self._finish_sending()
         content = pickle.dumps(report, pickle.HIGHEST_PROTOCOL)
         self._sending = [self._messages.Isend([content, MPI.BYTE], 0, REPORT)]
 
     def reports(self) -> Iterator[tuple[int, Any]]:
         """Rank 0: (rank, report) of those that are there. RankFailed if a rank has."""
-        while message := self._matching(MPI.ANY_SOURCE, MPI.ANY_TAG):
-            status = message[1]
-            content = _content(*message)
-            if status.tag == FAILURE:
-                raise RankFailed(f"rank {status.source}: {content.decode()}")
-            yield status.source, pickle.loads(content)
+        self._raise_failure()
+        while message := self._matching(MPI.ANY_SOURCE, REPORT):
+            yield message[1].source, pickle.loads(_content(*message))
+
+    def _raise_failure(self) -> None:
+        if message := self._matching(MPI.ANY_SOURCE, FAILURE):
+            raise RankFailed(f"rank {message[1].source}: {_content(*message).decode()}")
+
+    def _finish_sending(self) -> None:
+        """A long message is only gone once it is received: one to a rank that hangs never is."""
+        deadline = time.monotonic() + OVERDUE_SECONDS
+        while unsent := [at for at, request in enumerate(self._sending) if not request.Test()]:
+            self._raise_failure()
+            if time.monotonic() > deadline:
+                rank = unsent[0] + 1 if self.rank == 0 else 0
+                late = f"rank {rank} has not received what was sent to it after {OVERDUE_SECONDS:g} s"
+                raise RankFailed(f"{late}: a rank hangs")
+            pause(busy=True)
 
     def _matching(self, source: int, tag: int) -> tuple[MPI.Message, MPI.Status] | None:
         status = MPI.Status()
@@ -142,9 +157,9 @@ class Ranks:
         return None if message is None else (message, status)
 
     def stop(self) -> None:
-        """Rank 0: ends the others, after what they were sent."""
+        """Rank 0: ends the others, after what they were sent. Raises as `send`."""
         self.send(b"")
-        MPI.Request.Waitall(self._sending)
+        self._finish_sending()
 
     def fail(self, error: BaseException, status: int = 1) -> NoReturn:
         """Ends all ranks with the exit status, because of the error. Rank 0's clients must have been told."""

@@ -15,12 +15,14 @@ import os
 import socket
 import threading
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
 
 from ..scheduler.scheduler import Scheduler
-from ..scheduler.types import Applied, FinishReason, Output, RequestError, RequestId
+from ..scheduler.types import Applied, FinishReason, Output, Request, RequestError, RequestId
 from .executor import Executor
 from .loop_stats import LoopCounters
 from .messages import (
@@ -52,6 +54,13 @@ LONGEST_SLEEP_S = 86_400.0  # clients say how long their conversations live: no 
 IDLE_CHECK_S = 1.0  # after so long without anything to do the books are checked, once
 
 
+class Compiled(NamedTuple):
+    """The grammar of a request is, for whom it was submitted. From a thread that compiles to the loop."""
+
+    request: Request
+    outcome: Future[Any]
+
+
 class Service:
     """`connection` is the HTTP process's pipe; the scheduler, the executor and the trace are this loop's own from here
     on."""
@@ -60,10 +69,11 @@ class Service:
         self, scheduler: Scheduler, executor: Executor, connection: Connection, trace: TraceFile | None = None
     ):
         self._scheduler, self._executor = scheduler, executor
-        self._inbox: SimpleQueue[FromHTTP] = SimpleQueue()
+        self._inbox: SimpleQueue[FromHTTP | Compiled] = SimpleQueue()
         self._outbox: SimpleQueue[ToHTTP | None] = SimpleQueue()
         self._reader = threading.Thread(target=_read, args=(connection, self._inbox), name="inbox", daemon=True)
         self._writer = threading.Thread(target=_write, args=(connection, self._outbox), name="outbox", daemon=True)
+        self._compiling: dict[RequestId, None] = {}  # requests that are not added yet
         self._drain_until = float("inf")
         self._stats_due = 0.0
         self._trace = trace
@@ -146,17 +156,18 @@ class Service:
         with contextlib.suppress(Empty):
             self._take(self._inbox.get(timeout=seconds))
 
-    def _take(self, message: FromHTTP) -> None:
+    def _take(self, message: FromHTTP | Compiled) -> None:
         now = time.monotonic()
         match message:
             case Submit(request):
-                try:
-                    if self._drain_until < float("inf"):
-                        raise RequestError(503, "the server is shutting down")
-                    self._scheduler.add(request, now)
-                except RequestError as error:
-                    self._refuse(request.id, error)
+                self._submit(request, now)
+            case Compiled(request, outcome):
+                outcome.result()
+                if request.id in self._compiling:  # else aborted meanwhile
+                    del self._compiling[request.id]
+                    self._add(request, now)
             case Abort(request):
+                self._compiling.pop(request, None)
                 self._scheduler.abort(request, now)
                 self._send(Applied())
             case Finish(request, tokens):
@@ -173,6 +184,23 @@ class Service:
             case Drain(seconds):
                 self._drain_until = min(self._drain_until, now + seconds)
                 self._outbox.put(Draining())
+
+    def _submit(self, request: Request, now: float) -> None:
+        """Compiling a grammar takes up to a second: it is done beside the loop, and the request waits for it."""
+        grammar = request.sampling.grammar
+        if self._drain_until < float("inf"):
+            self._refuse(request.id, RequestError(503, "the server is shutting down"))
+        elif grammar is None or (compiling := self._executor.begin_grammar(grammar)) is None:
+            self._add(request, now)
+        else:
+            self._compiling[request.id] = None
+            compiling.add_done_callback(lambda outcome: self._inbox.put(Compiled(request, outcome)))
+
+    def _add(self, request: Request, now: float) -> None:
+        try:
+            self._scheduler.add(request, now)
+        except RequestError as error:
+            self._refuse(request.id, error)
 
     def _forget(self, message: Forget) -> None:
         """Of a conversation that has not been active since the start records may be on disk all the same."""
@@ -200,7 +228,7 @@ class Service:
         """Whether to end: nothing is left to do or to save, or its time is up; whoever is still open is told."""
         if self._drain_until == float("inf"):
             return False
-        open_requests = self._scheduler.open_requests()
+        open_requests = [*self._compiling, *self._scheduler.open_requests()]
         if (open_requests or self._scheduler.saving) and time.monotonic() < self._drain_until:
             return False
         for request in open_requests:

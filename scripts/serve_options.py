@@ -85,7 +85,7 @@ def _engine_options(made: argparse.ArgumentParser) -> None:
 
 
 def _cache_options(made: argparse.ArgumentParser) -> None:
-    group = made.add_argument_group("KV cache")
+    group = made.add_argument_group("KV cache", "With several ranks, sizes in bytes are what each of them may use.")
     option = group.add_argument
     defaults = {
         "gpu": f"{DEFAULT_GPU_KV}; on a GPU as --gpu-memory-utilization says",

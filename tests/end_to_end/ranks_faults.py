@@ -23,6 +23,8 @@ def break_at(fault):
                     raise ZeroDivisionError("rank 1 divides by zero")
                 case "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
+                case "stop":
+                    os.kill(os.getpid(), signal.SIGSTOP)
                 case "hang":
                     time.sleep(3600)
         launch(self, plan)

@@ -105,7 +105,7 @@ def test_the_server_starts_its_ranks_and_ends_them(engine, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["raise", "kill", "hang"])
+@pytest.mark.parametrize("fault", ["raise", "kill", "hang", "stop"])
 def test_a_rank_that_fails_ends_all(fault, engine, tmp_path):
     """Its message reaches the client and the log. A killed one has none: mpirun ends the others."""
     words = command(2, "tests.end_to_end.ranks_faults", fault)
@@ -114,7 +114,7 @@ def test_a_rank_that_fails_ends_all(fault, engine, tmp_path):
             with pytest.raises(httpx.TransportError):
                 ask(server, 40)
         else:
-            message = {"raise": "ZeroDivisionError: rank 1 divides by zero", "hang": "a rank hangs"}[fault]
+            message = "ZeroDivisionError: rank 1 divides by zero" if fault == "raise" else "a rank hangs"
             reply = ask(server, 40)
             assert reply.status_code == 500 and message in reply.text
         assert server.process.wait(60) != 0

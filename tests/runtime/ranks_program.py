@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import threading
 import time
@@ -9,7 +11,8 @@ import time
 import torch
 
 from pensieve.plugins.collectives import ThreadRanks
-from pensieve.runtime.ranks import Ranks, give_up_after
+from pensieve.runtime import ranks as runtime_ranks
+from pensieve.runtime.ranks import RankFailed, Ranks, give_up_after
 from pensieve.scheduler.types import SettingError
 
 
@@ -58,8 +61,20 @@ def refuse(ranks, what):
         while ranks.rank == 1:
             time.sleep(60)
 
+    def send_plans():
+        """Longer than what MPI takes off the sender's hands before anybody receives it."""
+        runtime_ranks.OVERDUE_SECONDS = 1.0
+        if ranks.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        while ranks.rank:
+            ranks.receive()
+        while True:
+            ranks.send(bytes(1 << 20))
+
     if what == "setting":
         ranks.together(work)
+    elif what == "stopped":
+        send_plans()
     elif what == "late":
         with give_up_after(1.0):
             wait_for_ever()
@@ -78,6 +93,9 @@ if __name__ == "__main__":
     except SettingError as error:
         print(error, flush=True)
         ranks.fail(error, status=2)
+    except RankFailed as error:
+        print(error, flush=True)
+        ranks.fail(error)
     except BaseException as error:
         ranks.fail(error)
     if ranks.rank == 0:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from pensieve.runtime import histories
 from pensieve.runtime.api_keys import key_digest
 from pensieve.runtime.histories import Histories
 from pensieve.runtime.history_store import HistoryStore
@@ -109,14 +111,14 @@ def test_completions_go_on_behind_the_log_without_a_space_between() -> None:
     async def work() -> None:
         speaker = Tokenizer(spaced_tokenizer())
         loop: Any = None  # nothing is said to it
-        histories = Histories(HistoryStore(":memory:"), loop, loop, speaker)
-        first = await histories.open_completion("", "c", "hello: a")
+        turns = Histories(HistoryStore(":memory:"), loop, loop, speaker)
+        first = await turns.open_completion("", "c", "hello: a")
         await first.commit(speaker.encode("b"), " b", None, b"")
         for text in ("ba!", " ba!"):
-            second = await histories.open_completion("", "c", text, server_history=True)
+            second = await turns.open_completion("", "c", text, server_history=True)
             second.close()
             assert speaker.decode(second.prompt) == "hello: a b" + text
-        await histories.close()
+        await turns.close()
 
     run(work())
 
@@ -260,6 +262,50 @@ def test_an_aborted_turn_is_not_stored(serve: Any) -> None:
             with contextlib.suppress(asyncio.CancelledError):
                 await turn
             await server.ask("GET", f"{CONVERSATIONS}/a", 404)
+
+    run(work())
+
+
+@pytest.mark.parametrize("history", ["server", "client"])
+def test_a_conversation_does_not_expire_while_a_turn_of_it_runs(
+    serve: Any, monkeypatch: pytest.MonkeyPatch, history: str
+) -> None:
+    """Nor is it made anew without its settings; its TTL begins again at the turn's end, or is over if there is none."""
+    clock = [1_000_000.0]
+    monkeypatch.setattr(histories, "time", SimpleNamespace(time=lambda: clock[0]))
+
+    async def begun(server: Any, turn: int) -> asyncio.Task[Any]:
+        """The conversation's time is over while this runs, and others give the store reason to clear away."""
+        contents = ["more"] if history == "server" else ["hello", "there", "more"]
+        running = asyncio.create_task(server.chat(*contents, conversation="a", history=history))
+        while len(server.requests) < turn:
+            await asyncio.sleep(0.005)
+        clock[0] += 1000
+        await server.post(CONVERSATIONS)
+        return running
+
+    async def work() -> None:
+        async with serve() as server:
+            made = await server.post(CONVERSATIONS, id="a")
+            await server.chat("hello", conversation="a")
+            await server.post(f"{CONVERSATIONS}/a", ttl_s=60, history_ttl_s=100)
+            await server.post(f"{CONVERSATIONS}/a/pin", ttl_s=5000)
+            server.loop.pause()
+            running = await begun(server, 2)
+            assert len((await server.ask("GET", f"{CONVERSATIONS}/a"))["messages"]) == 2
+            server.loop.go_on()
+            await running
+            clock[0] += 99
+            kept = await server.ask("GET", f"{CONVERSATIONS}/a")
+            assert (kept["ttl_s"], kept["history_ttl_s"], kept["created_at"]) == (60, 100, made["created_at"])
+            assert kept["pinned_until"] is not None and len(kept["messages"]) == 4
+            server.loop.pause()
+            running = await begun(server, 3)
+            running.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await running
+            await server.ask("GET", f"{CONVERSATIONS}/a", 404)
+            assert not server.store.in_use
 
     run(work())
 

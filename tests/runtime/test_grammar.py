@@ -92,6 +92,22 @@ def test_a_tokenizer_without_bytes_has_no_grammars(tmp_path: Path) -> None:
     assert open_grammars("", 2, (1,)) is None
 
 
+def test_what_is_compiled_ahead_is_not_compiled_again(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, compile_one = [], Grammars._compile
+    monkeypatch.setattr(Grammars, "_compile", lambda self, text: compiled.append(text) or compile_one(self, text))
+    monkeypatch.setattr("pensieve.runtime.grammar.MOST_COMPILED", 2)
+    texts = [regex_grammar(f"{digit}{{3}}") for digit in "123"]
+    for text in texts[:2]:
+        begun = grammars.begin(text)
+        assert begun is not None and begun.result() is not None and grammars.begin(text) is None
+    rows = [grammars.matcher(texts[0], byte_tokens("1" * count)) for count in range(3)]
+    assert compiled == texts[:2]
+    assert rows[0].consume_token(ONE) and [row.is_accepting() for row in rows] == [False] * 3
+    assert rows[2].consume_token(ONE) and [row.is_accepting() for row in rows] == [False, False, True]
+    grammars.matcher(texts[2], ())
+    assert grammars.begin(texts[0]) is None and grammars.begin(texts[1]) is not None, "the latest ones are kept"
+
+
 def constrained(grammar: str) -> Sampling:
     return Sampling(grammar=grammar)
 

@@ -31,6 +31,13 @@ def test_what_is_wrong_with_one_is_said_once_and_ends_all(what, message):
 
 
 @pytest.mark.slow
+def test_a_rank_that_is_stopped_is_not_sent_to_for_ever():
+    ended = subprocess.run(command(3, PROGRAM, "stopped"), env=variables(3), capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert ended.stdout == "rank 1 has not received what was sent to it after 1 s: a rank hangs\n"
+
+
+@pytest.mark.slow
 def test_a_rank_that_others_wait_for_too_long_ends_all_and_says_where():
     ended = subprocess.run(command(3, PROGRAM, "late"), env=variables(3), capture_output=True, text=True, timeout=300)
     assert ended.returncode == 1

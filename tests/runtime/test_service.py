@@ -6,15 +6,26 @@ import multiprocessing
 import threading
 import time
 from array import array
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pensieve.runtime.device import TransferSeconds
-from pensieve.runtime.messages import DiskCounters, Drain, Erased, Forget, KVCounters
+from pensieve.runtime.messages import (
+    Abort,
+    DiskCounters,
+    Drain,
+    Draining,
+    Erased,
+    Forget,
+    KVCounters,
+    StepMessage,
+    Submit,
+)
 from pensieve.runtime.service import Service
-from pensieve.scheduler.types import Applied, FinishReason, Output, RequestId, SchedulerStats
+from pensieve.scheduler.types import Applied, FinishReason, Output, Request, RequestId, Sampling, SchedulerStats
 
 
 class Scheduler(SimpleNamespace):
@@ -25,6 +36,12 @@ class Scheduler(SimpleNamespace):
 
     def has_conversation(self, name: str) -> bool:
         return name in self.known
+
+    def add(self, request: Request, now: float) -> None:
+        self.asked.append(("add", request.id))
+
+    def abort(self, request: RequestId, now: float) -> None:
+        self.asked.append(("abort", request))
 
     def delete(self, name: str) -> None:
         self.asked.append(("delete", name))
@@ -53,8 +70,20 @@ def scheduler() -> Scheduler:
 
 
 @pytest.fixture
-def service(scheduler: Scheduler) -> Service:
+def compiling() -> list[Future[None]]:
+    return []
+
+
+@pytest.fixture
+def service(scheduler: Scheduler, compiling: list[Future[None]]) -> Service:
+    def begin_grammar(grammar: str) -> Future[None] | None:
+        if grammar == "known":
+            return None
+        compiling.append(Future())
+        return compiling[-1]
+
     executor = SimpleNamespace(
+        begin_grammar=begin_grammar,
         copied_bytes=KVCounters(),
         disk_counters=DiskCounters(saved=3),
         transfer_seconds=TransferSeconds,
@@ -112,3 +141,40 @@ def test_it_sleeps_no_longer_than_a_clock_can(service: Service, scheduler: Sched
     threading.Timer(0.1, lambda: service._inbox.put(Drain(0.0))).start()
     service._sleep()
     assert service._drain_until < float("inf")
+
+
+def submit(service: Service, number: int, grammar: str | None = None) -> None:
+    request = Request(RequestId(number), array("i", [1]), 5, sampling=Sampling(grammar=grammar))
+    service._take(Submit(request))
+
+
+def test_a_grammar_is_compiled_before_its_request_is_added_and_nobody_waits_meanwhile(
+    service: Service, scheduler: Scheduler, compiling: list[Future[None]]
+) -> None:
+    for number, grammar in enumerate(("new", None, "other", "known", "third")):
+        submit(service, number, grammar)
+    assert scheduler.asked == [("add", 1), ("add", 3)] and len(compiling) == 3
+    compiling[1].set_result(None)
+    service._take(service._inbox.get(timeout=0))
+    assert scheduler.asked[2:] == [("add", 2)]
+    service._take(Abort(RequestId(0)))
+    compiling[0].set_result(None)
+    service._take(service._inbox.get(timeout=0))
+    assert scheduler.asked[3:] == [("abort", 0)], "its client is gone"
+    compiling[2].set_exception(MemoryError("none is left"))
+    with pytest.raises(MemoryError):
+        service._take(service._inbox.get(timeout=0))
+
+
+def test_a_request_whose_grammar_is_being_compiled_is_open(
+    service: Service, scheduler: Scheduler, compiling: list[Future[None]]
+) -> None:
+    """Draining lets it run; at the end of the grace time it is told."""
+    submit(service, 7, "new")
+    service._take(Drain(60.0))
+    assert not service._drained()
+    service._take(Drain(0.0))
+    assert service._drained()
+    said = [service._outbox.get(timeout=0) for _ in range(3)]
+    assert said[:2] == [Draining(), Draining()]
+    assert isinstance(said[2], StepMessage) and said[2].events == (Output(RequestId(7), finish=FinishReason.ABORT),)

@@ -222,6 +222,23 @@ def test_the_disk_tier_is_off_unless_it_has_a_size_and_its_limit_counts_headers_
     assert (disk.directory, disk.slots, disk.engine) == (Path("elsewhere"), 7, config.seed.hex())
 
 
+def test_sizes_are_a_ranks_in_every_tier():
+    """Each of two ranks has half of every chunk."""
+    flags = [f"--{tier}-kv-bytes=1GiB" for tier in ("gpu", "host", "disk")]
+    args, half = parse_options(["--engine", "some", *flags]), LLAMA_8B.chunk_bytes(32) // 2
+    manifest = SimpleNamespace(**vars(LLAMA_8B.manifest) | {"tensor_parallel": 2})
+    parts = dict(
+        chunk_bytes=lambda chunk_tokens: LLAMA_8B.chunk_bytes(chunk_tokens) // 2,
+        kv_shape=lambda slots, chunk_tokens: (slots, 32, 2, 4, chunk_tokens, 128),
+    )
+    config = scheduler_config(args, SimpleNamespace(**vars(LLAMA_8B) | parts | {"manifest": manifest}), H200)
+    assert (config.gpu_kv_chunks, config.host_kv_chunks) == (GIB // half, GIB // half)
+    assert config.disk_kv_chunks == GIB // (half + 4096)
+    for rank in range(2):
+        disk = disk_settings(args, config, SimpleNamespace(size=2, rank=rank))
+        assert (disk.slots, disk.ranks, disk.rank) == (config.disk_kv_chunks, 2, rank)
+
+
 @pytest.mark.parametrize(
     ("flags", "setting"),
     [
