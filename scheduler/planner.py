@@ -114,11 +114,13 @@ class Planner:
         return turn.keys[self._windows.start(len(turn.tokens) - 1, turn.base) // self._chunk_tokens :]
 
     def work(self, turn: Turn) -> float:
-        """Predicted seconds, above 0, of a step that computes what the turn's last position sees and no tier holds."""
+        """Predicted seconds, above 0, by which a step grows that also computes what the turn's last position sees and
+        no tier holds. The step's fixed part is not the turn's: it is taken for those who generate, whoever joins."""
         find, keys = self._store.find, self.seen_keys(turn)
         there = sum(chunk is not None and chunk.resident for chunk in map(find, keys))
         tokens = len(turn.tokens) - (len(turn.keys) - len(keys) + there) * self._chunk_tokens
-        return max(LEAST_WORK_S, self._cost.step(max(1, tokens), context=len(turn.tokens)))
+        cost = self._cost
+        return max(LEAST_WORK_S, cost.step(max(1, tokens), context=len(turn.tokens)) - cost.step_base_seconds)
 
     def readable(self, chunk: Chunk) -> bool:
         """On DISK only, not being read yet, and dear enough to be loaded once it is on HOST."""

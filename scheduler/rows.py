@@ -18,7 +18,7 @@ class Turn:
     firsts        the first chunk's key from each other base that has been looked at
     order         its place in the queue, kept for life: (priority, number of its arrival), the smaller the sooner
     arrived       when it came; seconds, as the next one
-    work          predicted seconds of computing what of its prompt was in no tier when it came
+    work          predicted seconds by which a step grew with what of its prompt was in no tier when it came
     queued        how long it waited for its first seat
     tail          while suspended: a private, partly filled chunk left by its last stay, perhaps dropped meanwhile
     scored        prompt positions whose log probabilities have been reported

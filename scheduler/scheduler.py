@@ -374,8 +374,13 @@ class Scheduler:
         self._roster.await_chunks(turn, chunks, self._store.stamp(now))
 
     def _save_ahead(self, batch: Batch) -> None:
-        """Copies out ahead of time below the mark, behind this step's compute; whatever the queue's head needs."""
+        """Copies out ahead of time below the mark, behind this step's compute; whatever the queue's head needs.
+
+        The next plan's generation comes before its head: with what that takes made too, the head finds all it wanted.
+        """
         needed = batch.wanted + batch.short
+        if batch.wanted:
+            needed += sum(row.position == row.room for row in self._roster.rows)
         available = max(self._mark, needed) - self._roster.coming_free()
         if self._store.available < available:
             batch.room.save_ahead(available, most=max(needed, self._admission.link_chunks(batch)))

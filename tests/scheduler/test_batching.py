@@ -90,6 +90,20 @@ def test_a_head_that_does_not_fit_blocks_those_behind_it():
     harness.drain()
 
 
+def test_generation_does_not_take_the_room_that_was_made_for_the_head():
+    """Four rows take a slot a step between them, 24 chunks lie idle: room for 10 is made and is still there when the
+    head is looked at again."""
+    harness = Harness(gpu_kv_chunks=40, host_kv_chunks=40, max_model_len=128, generation_reserve=0, swap_out_below=0)
+    harness.turn(range(95), 2, "idle")
+    rows = [harness.submit([10 * length] * length, 50) for length in (1, 2, 3, 4)]
+    harness.run_until(lambda: harness.scheduler._store.available < 9)
+    head = harness.submit(range(200, 236), 3)
+    for _ in range(3):
+        harness.tick()
+    assert states(harness, (*rows, head)) == ["running"] * 5
+    harness.drain()
+
+
 @pytest.mark.parametrize("order", ["response-ratio", "arrival"])
 def test_a_turn_whose_history_is_here_passes_one_that_must_be_computed(order):
     """Both have waited equally long, and there is one seat."""

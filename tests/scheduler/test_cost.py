@@ -180,5 +180,5 @@ def test_the_proposed_mark_serves_as_quickly_as_a_higher_one():
     assert 0.1 < proposed < 0.25
     reports = [simulate(replace(run.config, swap_out_below=m), run.cost, run.sessions) for m in (0.1, proposed, 0.5)]
     late, good, generous = (report.ttft_p99 for report in reports)
-    assert good <= 1.02 * generous and good < 0.8 * late
+    assert good <= 1.02 * generous and good < 0.9 * late
     assert reports[1].swapped_out < reports[2].swapped_out

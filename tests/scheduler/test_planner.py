@@ -55,6 +55,19 @@ def test_holes_anywhere(places):
     harness.drain()
 
 
+def test_the_work_of_a_turn_is_what_a_step_grows_by():
+    """In proportion to the tokens that are in no tier; the step's fixed part, which two tokens take too, is no part."""
+    harness = Harness()
+    harness.turn(range(40), 2, "a")
+    request = harness.submit([*harness.logs["a"], 7], 2, "a")
+    turn, planner = harness.scheduler._turns[request], harness.scheduler._planner
+    spread(harness, "ghhhhhgggg")
+    kept = planner.work(turn)
+    spread(harness, "----------")
+    assert planner.work(turn) / kept == pytest.approx(43 / 3)
+    harness.drain()
+
+
 def test_idle_hits_count_as_no_longer_obtainable():
     harness = Harness()
     harness.turn(range(21), 1, "a")
