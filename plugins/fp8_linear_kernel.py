@@ -1,9 +1,12 @@
 """Projections in FP8 on a GPU: activations are rounded token by token in Triton, the product is cuBLAS's or CUTLASS's.
 
-Twin: `fp8_linear.in_fp8`.
+Of few rows, where a product's time is that of reading the weights, cuBLAS's kernel without scales by row is quicker
+than any that has them, also with a kernel behind it that scales (docs/experiments.md). Twin: `fp8_linear.in_fp8`.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 import triton
@@ -14,6 +17,8 @@ from .fp8_linear import FP8, LEAST_SCALE, MOST
 
 MOST_SIZE = 32768  # of a row: all of it is in registers
 MOST_PROGRAMS = 8192
+MOST_SCALED_BEHIND = 256  # rows; 128 us against 133 for a layer of Llama-3-8B, and 206 against 192 at 512
+SCALED_WIDTH = 1024  # numbers of a row that a program scales
 
 
 def linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -21,9 +26,22 @@ def linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Ten
     if not len(x):
         return x.new_empty(0, weight.shape[0])
     quantised, scales = quantise_rows(x)
-    scaled = {"scale_a": scales.unsqueeze(1), "scale_b": scale.unsqueeze(0), "out_dtype": x.dtype}
-    product = torch._scaled_mm(quantised, weight.t(), **scaled, use_fast_accum=True)
+    if len(x) <= MOST_SCALED_BEHIND:
+        product = _product(quantised, weight, _one(x.device), _one(x.device), x.dtype)
+        scale_rows(product, scales, scale)
+    else:
+        product = _product(quantised, weight, scales.unsqueeze(1), scale.unsqueeze(0), x.dtype)
     return product if bias is None else product.add_(bias)
+
+
+def _product(quantised: Tensor, weight: Tensor, row_scale: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    scaled = {"scale_a": row_scale, "scale_b": scale, "out_dtype": dtype}
+    return torch._scaled_mm(quantised, weight.t(), **scaled, use_fast_accum=True)
+
+
+@functools.cache
+def _one(device: torch.device) -> Tensor:
+    return torch.ones((), device=device)
 
 
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,3 +81,21 @@ def _quantise_rows(x, row_stride, quantised, scales, tokens, size, most, least, 
         scale = tl.maximum(tl.div_rn(tl.max(tl.abs(row), axis=0), most), least)
         tl.store(quantised + place * size + column, tl.div_rn(row, scale).to(quantised.dtype.element_ty), mask=mask)
         tl.store(scales + token, scale)
+
+
+def scale_rows(product: Tensor, row_scales: Tensor, scale: Tensor) -> None:
+    """product [rows, out] *= row_scales [rows] * scale [out], in place; contiguous, the scales float32."""
+    rows, size = product.shape
+    grid = (rows, triton.cdiv(size, SCALED_WIDTH))
+    _scale_rows[grid](product, row_scales, scale, size, WIDTH=SCALED_WIDTH)
+
+
+@triton.jit
+def _scale_rows(product, row_scales, scale, size, WIDTH: tl.constexpr):
+    row = tl.program_id(0)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    mask = column < size
+    place = product + row.to(tl.int64) * size + column
+    factor = tl.load(row_scales + row) * tl.load(scale + column, mask=mask, other=0.0)
+    scaled = tl.load(place, mask=mask, other=0.0).to(tl.float32) * factor
+    tl.store(place, scaled.to(product.dtype.element_ty), mask=mask)

@@ -35,9 +35,13 @@ from .sampler import Scores, make_sampler
 from .step_buffers import Shape, Shapes, Staging, StepBuffers
 from .step_inputs import StepInputs
 from .transfer_times import TransferTimes
+from .watchdog import give_up_after
 
 OVERDUE_SECONDS = 60.0
 """No copy and no step takes nearly so long: something hangs, and waiting for it would hide where."""
+
+CAPTURE_SECONDS = 600.0
+"""Every kernel is compiled in it, the first time on a machine."""
 
 POLL_SECONDS = 30e-6
 OLDEST_CAPABILITY = (8, 0)  # Ampere
@@ -237,14 +241,14 @@ class CudaDevice:
             # Graphs overwrite each other's memory, so the logits are carried out of it.
             self._captured_logits[: shape.rows].copy_(self._forward(shape))
 
-        with self._computing():
+        with give_up_after(CAPTURE_SECONDS), self._computing():  # ranks that differ wait in each other's sums
             self._captured_logits = torch.zeros(rows, self._engine.vocab_size, device="cuda")
             for shape in shapes.captured:
                 # What cannot be recorded is done now: kernels are compiled and loaded, libraries take their memory.
                 self._buffers.idle(shape)
                 step(shape)
             self._graphs.capture(shapes.captured, step)
-        torch.cuda.synchronize()
+            torch.cuda.synchronize()
 
     def _pass_gate(self, layer: int) -> None:
         """Called by the engine, on COMPUTE, once for a launch or for good when it is captured."""

@@ -11,7 +11,6 @@ and ends all ranks. A rank whom nobody ends does so itself after a while; if one
 from __future__ import annotations
 
 import ctypes
-import faulthandler
 import logging
 import os
 import pickle
@@ -19,7 +18,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
@@ -29,6 +27,7 @@ from torch import Tensor
 
 from ..plugins.collectives import Group
 from ..scheduler.types import SettingError
+from .watchdog import give_up_after
 
 if TYPE_CHECKING:
     from ..plugins.collectives_cuda import CudaRanks
@@ -233,19 +232,6 @@ class MpiRanks:
         parts = x.new_empty(self._communicator.size, *x.shape)
         _wait(self._communicator.Iallgather(_bytes(x.contiguous()), _bytes(parts)))
         return parts
-
-
-@contextmanager
-def give_up_after(seconds: float) -> Iterator[None]:
-    """Ends this process, and mpirun all others, if the block takes longer; says where each thread is.
-
-    Also where a library waits for other ranks and lets no Python run.
-    """
-    faulthandler.dump_traceback_later(seconds, exit=True)
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
 
 
 def pause(busy: bool) -> None:

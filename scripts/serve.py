@@ -38,6 +38,7 @@ from ..runtime.ranks_launch import DRAIN, run_ranks, under_mpi
 from ..runtime.service import Service
 from ..runtime.text import Tokenizer
 from ..runtime.trace_file import TraceFile
+from ..runtime.watchdog import tell_when_asked
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.cost import propose_swap_out_below
 from ..scheduler.scheduler import Scheduler
@@ -74,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run_rank("pensieve serve", engine_ranks(args), partial(serve_rank, args))
         if (ranks := engine_ranks(args)) > 1:
             return run_ranks(ranks, [sys.executable, "-m", f"{__package__}.pensieve", "serve", *words])
+        tell_when_asked()
         with locked_directories(args):
             return serve(args)
     except SettingError as error:

@@ -9,7 +9,7 @@ The four products of a layer of Llama-3-8B, 1 to 2,048 rows, each in a CUDA grap
     behind     the same, but the product unscaled (cuBLAS's kernel), and both scales in a kernel of their own
 
 **The rule**: whatever is quickest by whole layers at a count of rows serves it, if one boundary between counts says
-which.
+which (`fp8_linear_kernel.MOST_SCALED_BEHIND`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from graph_times import microseconds  # beside this file
 from torch import Tensor
 
@@ -34,35 +32,16 @@ from pensieve.plugins.fp8_linear import in_fp8, rounded, row_scales
 PRODUCTS = {"qkv": (6144, 4096), "out": (4096, 4096), "up": (28672, 4096), "down": (4096, 14336)}
 ROWS = (1, 16, 64, 256, 1024, 2048, 32, 128, 512)
 COLD_BYTES = 2**30
+ROWS_ENOUGH = 2**20
 
 
-@functools.cache
-def one() -> Tensor:
-    return torch.ones((), device="cuda")
-
-
-def behind(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    quantised, scales = fp8_linear_kernel.quantise_rows(x)
-    unscaled = {"scale_a": one(), "scale_b": one(), "out_dtype": x.dtype}
-    y = torch._scaled_mm(quantised, weight.t(), **unscaled, use_fast_accum=True)
-    rows, outputs = y.shape
-    width = 1024
-    _scale[(rows, triton.cdiv(outputs, width))](y, scales, scale, outputs, WIDTH=width)
-    return y
-
-
-@triton.jit
-def _scale(y, row_scales, output_scales, outputs, WIDTH: tl.constexpr):
-    row = tl.program_id(0)
-    output = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    inside = output < outputs
-    place = y + row.to(tl.int64) * outputs + output
-    scales = tl.load(row_scales + row) * tl.load(output_scales + output, mask=inside)
-    tl.store(place, (tl.load(place, mask=inside).to(tl.float32) * scales).to(y.dtype.element_ty), mask=inside)
-
-
-def by_rows(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+def scaled(behind: int, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """behind: the most rows that are scaled behind their product."""
+    fp8_linear_kernel.MOST_SCALED_BEHIND = behind
     return fp8_linear_kernel.linear(x, weight, scale, None)
+
+
+WAYS = {"rows": functools.partial(scaled, 0), "behind": functools.partial(scaled, ROWS_ENOUGH)}
 
 
 def every(way: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, weights: Tensor, scale: Tensor) -> list[Tensor]:
@@ -94,7 +73,7 @@ def main() -> None:
             exact = in_fp8(x, all_weights[0], scale, None).float()
             wide = all_weights[: max(2, len(all_weights) // 2)].to(torch.bfloat16)
             times["bfloat16"].append(microseconds(lambda w=wide, x=x: [F.linear(x, part) for part in w], len(wide)))
-            for kind, way in (("rows", by_rows), ("behind", behind)):
+            for kind, way in WAYS.items():
                 error = float((way(x, all_weights[0], scale).float() - exact).norm() / exact.norm())
                 if not error < 0.01:
                     print(f"{kind} is WRONG by {error:.1e}: {name}, {rows} rows")

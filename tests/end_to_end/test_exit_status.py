@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -43,6 +44,18 @@ def test_a_server_whose_http_process_is_killed_says_so(tmp_path):
         os.kill(int(http), signal.SIGKILL)
         assert server.process.wait(60) == 1
     assert any("HTTP process has ended" in line for line in server.log)
+
+
+@pytest.mark.slow
+def test_a_server_says_where_its_threads_are_and_goes_on(tmp_path):
+    with Server(tmp_path) as server:
+        server.process.send_signal(signal.SIGUSR2)
+        until = time.monotonic() + 20
+        while not any("service.py" in line and "in run" in line for line in server.log) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert any("Current thread" in line or "Thread 0x" in line for line in server.log)
+        assert any("service.py" in line and "in run" in line for line in server.log)
+        assert server.post("/v1/completions", prompt="x", max_tokens=1).status_code == 200
 
 
 @pytest.mark.slow

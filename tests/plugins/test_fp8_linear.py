@@ -70,10 +70,22 @@ def test_rows_are_rounded_as_the_twin_does():
         assert not tokens or differ < (0.001 if CUDA else 0.05)
 
 
+@needs_kernels
+def test_rows_are_scaled_behind_their_product():
+    pytest.importorskip("triton")
+    from pensieve.plugins.fp8_linear_kernel import SCALED_WIDTH, scale_rows
+
+    for rows, size in ((1, 64), (3, SCALED_WIDTH + 8)):
+        product, row_scale, scale = random(rows, size), random(rows, seed=1), random(size, seed=2)
+        expected = product * row_scale.unsqueeze(1) * scale
+        scale_rows(product, row_scale, scale)
+        torch.testing.assert_close(product, expected)
+
+
 @pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("tokens", [0, 1, 16, 63, 300])
+@pytest.mark.parametrize("tokens", [0, 1, 16, 63, 256, 257])
 def test_the_gpu_s_product_is_its_twin_s(tokens, biased):
     weight, bias = random(256, 512), random(256, dtype=torch.bfloat16, seed=2) if biased else None
     x = random(tokens, 512, dtype=torch.bfloat16, seed=1)

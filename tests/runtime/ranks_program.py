@@ -12,7 +12,8 @@ import torch
 
 from pensieve.plugins.collectives import ThreadRanks
 from pensieve.runtime import ranks as runtime_ranks
-from pensieve.runtime.ranks import RankFailed, Ranks, give_up_after
+from pensieve.runtime.ranks import RankFailed, Ranks
+from pensieve.runtime.watchdog import give_up_after
 from pensieve.scheduler.types import SettingError
 
 
