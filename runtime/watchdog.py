@@ -1,4 +1,4 @@
-"""Where a process that hangs is: told when it is asked, or before it is given up. Also while a library runs no Python."""
+"""Where a process that hangs is: told when asked, or before it is given up. Also while a library runs no Python."""
 
 from __future__ import annotations
 
