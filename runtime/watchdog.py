@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 ASKED = signal.SIGUSR2
+STDERR = 2  # the process's own, whatever Python's stands for
 
 
 def tell_when_asked() -> None:
     """From now on ASKED writes every thread's stack to stderr; mpirun passes it on to all ranks."""
-    faulthandler.register(ASKED)
+    faulthandler.register(ASKED, file=STDERR)
 
 
 @contextmanager
