@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     option("--conversations", action="store_true", help="name conversations in the requests (a Pensieve server)")
     workload = made.add_mutually_exclusive_group()
     workload.add_argument("--synthetic", choices=CHATS, default="sharegpt", help="means of a data set (%(default)s)")
-    option("--turn-counts", choices=TURN_COUNTS, default="geometric", help="of --synthetic (default %(default)s)")
+    option("--turn-counts", choices=TURN_COUNTS, help=f"of --synthetic (default {TURN_COUNTS[0]})")
     workload.add_argument("--trace", type=Path, metavar="FILE", help="see scripts/trace_formats.py")
     option("--tokenizer", metavar="FILE", help="tokenizer.json: for traces of text, servers that return no token ids")
     option("--rate", metavar="RATES", help="conversations/s, comma between (default 1; a trace's own if it has one)")
@@ -114,6 +114,8 @@ def check(args: argparse.Namespace) -> None:
     for name in ("warm_up_s", "ramp_s"):
         if not 0 <= getattr(args, name) < float("inf"):
             raise SettingError(f"--{name.replace('_', '-')}", f"must not be negative, not {getattr(args, name)}")
+    if args.trace is not None and args.turn_counts is not None:
+        raise SettingError("--turn-counts", "is of synthetic conversations; a trace has its own")
     for name in ("json", "plot"):
         path = getattr(args, name)
         if path is not None and not path.resolve().parent.is_dir():
@@ -237,7 +239,7 @@ class Bench:
 
     def _settings(self) -> dict[str, Any]:
         names = ("think_s", "warm_up_s", "ramp_s", "expected_ms_per_token", "seed", "processes", "conversations")
-        workload = str(self._args.trace or f"{self._args.synthetic}, {self._args.turn_counts} turns")
+        workload = str(self._args.trace or f"{self._args.synthetic}, {self._args.turn_counts or TURN_COUNTS[0]} turns")
         chosen = {name: getattr(self._args, name) for name in names}
         return {"model": self._target.model, "workload": workload, "time": int(time.time()), **chosen}
 
@@ -263,7 +265,7 @@ def load_dialogues(args: argparse.Namespace, encode: Callable[[str], Sequence[in
         sessions_per_s=1.0,
         think_s=args.think_s,
         seed=args.seed,
-        turn_counts=args.turn_counts,
+        turn_counts=args.turn_counts or TURN_COUNTS[0],
     )
     return [made_up(session) for session in sessions]
 

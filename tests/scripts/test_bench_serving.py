@@ -256,6 +256,7 @@ def test_a_search_stops_at_what_is_asked(bench):
         (["--measure-s", "nan"], "--measure-s: must be above 0"),
         (["--warm-up-s", "-1"], "--warm-up-s: must not be negative"),
         (["--trace", "nowhere.jsonl"], "--trace: nowhere.jsonl cannot be read"),
+        (["--trace", "x", "--turn-counts", "uniform"], "--turn-counts: is of synthetic conversations"),
         (["--tokenizer", "nowhere.json"], "--tokenizer: there is no file"),
         (["--model", "other"], "--model: 'other' is not one of the server's: fake"),
         (["--json", "/nowhere/out.json"], "--json: there is no directory /nowhere"),
