@@ -66,13 +66,18 @@ class CudaRanks:
         self._try(dtype, device)
 
     def _try(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Each way once, and the host waits: what hangs or is wrong is so now, and not behind a graph."""
+        """Each way once, and the host waits: what hangs or is wrong is so now, and not behind a graph. A kernel's first
+        launch may wait for the whole GPU, which may wait for other ranks; connections are made by hosts that wait."""
         for numbers in (8, self.one_shot_bytes // dtype.itemsize + 8):
             total = self.all_reduce(torch.ones(numbers, dtype=dtype, device=device))
             if not bool((total == self.ranks).all()):
                 raise RuntimeError(
                     f"the sum of {numbers} ones of each of {self.ranks} ranks is wrong on rank {self.rank}"
                 )
+        own = torch.full((1, 4), self.rank, dtype=torch.int32, device=device)
+        gathered, told = self.all_gather(own), self.broadcast(own)
+        if gathered.tolist() != [[rank for rank in range(self.ranks) for _ in range(4)]] or bool(told.any()):
+            raise RuntimeError(f"rank {self.rank} gathers {gathered.tolist()} and is told {told.tolist()}")
 
     def all_reduce(self, x: Tensor) -> Tensor:
         x = x.contiguous()

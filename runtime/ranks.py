@@ -17,6 +17,7 @@ import pickle
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -63,6 +64,7 @@ class Ranks:
         neighbours = self._world.Split_type(MPI.COMM_TYPE_SHARED)
         self.local_rank, self.local_size = neighbours.rank, neighbours.size
         self._sending: list[MPI.Request] = []
+        self._reported: deque[tuple[int, Any]] = deque()
         self._cuda: CudaRanks | None = None
 
     # Agreeing, at the start: all ranks make the same calls.
@@ -113,10 +115,12 @@ class Ranks:
     def send(self, plan: bytes) -> None:
         """Rank 0: to all others. Empty: that was the last.
 
-        RankFailed if a rank has, or does not receive the plan before.
+        Whoever goes on may wait on its GPU for ranks that have the plan, and a long one travels only while MPI is
+        called. So it is received when this returns; a short one is out of this rank's hands. RankFailed if a rank has,
+        or does not receive it.
         """
-        self._finish_sending()  # long done
         self._sending = [self._messages.Isend([plan, MPI.BYTE], rank, PLAN) for rank in range(1, self.size)]
+        self._finish_sending()
 
     def receive(self) -> bytes | None:
         """The others: the next plan, if it is there."""
@@ -131,19 +135,23 @@ class Ranks:
 
     def reports(self) -> Iterator[tuple[int, Any]]:
         """Rank 0: (rank, report) of those that are there. RankFailed if a rank has."""
-        self._raise_failure()
-        while message := self._matching(MPI.ANY_SOURCE, REPORT):
-            yield message[1].source, pickle.loads(_content(*message))
+        self._take_reports()
+        while self._reported:
+            yield self._reported.popleft()
 
-    def _raise_failure(self) -> None:
+    def _take_reports(self) -> None:
+        """RankFailed if a rank has."""
         if message := self._matching(MPI.ANY_SOURCE, FAILURE):
             raise RankFailed(f"rank {message[1].source}: {_content(*message).decode()}")
+        while message := self._matching(MPI.ANY_SOURCE, REPORT):
+            self._reported.append((message[1].source, pickle.loads(_content(*message))))
 
     def _finish_sending(self) -> None:
-        """A long message is only gone once it is received: one to a rank that hangs never is."""
+        """A long message is only gone once it is received: one to a rank that hangs never is. Reports are taken
+        meanwhile: their senders do not receive until they are."""
         deadline = time.monotonic() + OVERDUE_SECONDS
         while unsent := [at for at, request in enumerate(self._sending) if not request.Test()]:
-            self._raise_failure()
+            self._take_reports()
             if time.monotonic() > deadline:
                 rank = unsent[0] + 1 if self.rank == 0 else 0
                 late = f"rank {rank} has not received what was sent to it after {OVERDUE_SECONDS:g} s"
@@ -158,7 +166,6 @@ class Ranks:
     def stop(self) -> None:
         """Rank 0: ends the others, after what they were sent. Raises as `send`."""
         self.send(b"")
-        self._finish_sending()
 
     def fail(self, error: BaseException, status: int = 1) -> NoReturn:
         """Ends all ranks with the exit status, because of the error. Rank 0's clients must have been told."""

@@ -37,6 +37,8 @@ SETTINGS = {
     "OMPI_MCA_mpi_yield_when_idle": "1",
     "OMPI_MCA_btl_sm_eager_limit": _EAGER,
     "OMPI_MCA_btl_sm_max_send_size": _EAGER,
+    "OMPI_MCA_btl_vader_eager_limit": _EAGER,  # the same, in Open MPI 4
+    "OMPI_MCA_btl_vader_max_send_size": _EAGER,
 }
 """Of Open MPI 5 and 4; what the environment has already stays."""
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import torch
 
@@ -44,6 +45,33 @@ def check_sums(ranks):
         assert torch.equal(found[0], total) and torch.equal(found[2], told)
         assert torch.equal(found[1], torch.cat(tuple(shares[:, :3]), dim=-1)) and row.shape == (5, 64 * ranks.size)
         assert torch.equal(x, shares[ranks.rank])
+
+
+def check_messages(ranks, directory):
+    """Longer than what MPI takes off a sender's hands before anybody receives it; reports cross plans."""
+    plan, report = bytes(range(256)) * 4096, bytes(1 << 20)
+    there = [directory / str(rank) for rank in range(1, ranks.size)]
+    if ranks.rank == 0:
+        for _ in range(3):
+            ranks.send(plan)
+        # Sent means received, whatever rank 0 does next: it may wait for the others without a call of MPI.
+        deadline = time.monotonic() + 20
+        while not all(file.exists() for file in there):
+            assert time.monotonic() < deadline, "a plan was not received until rank 0 called MPI again"
+            time.sleep(0.01)
+        told = []
+        while len(told) < 3 * len(there):
+            told += ranks.reports()
+        assert sorted(rank for rank, _ in told) == sorted(3 * [1, 2]) and all(said == report for _, said in told)
+    else:
+        for turn in range(3):
+            while (received := ranks.receive()) is None:
+                time.sleep(1e-4)
+            assert received == plan
+            if turn == 2:
+                (directory / str(ranks.rank)).touch()
+            ranks.report(report)
+    ranks.together(lambda: None)
 
 
 def check_agreement(ranks):
@@ -88,7 +116,9 @@ if __name__ == "__main__":
     try:
         check_agreement(ranks)
         check_sums(ranks)
-        if len(sys.argv) > 1:
+        if sys.argv[1:2] == ["messages"]:
+            check_messages(ranks, Path(sys.argv[2]))
+        elif len(sys.argv) > 1:
             refuse(ranks, sys.argv[1])
             ranks.together(lambda: None)  # where the others are ended
     except SettingError as error:

@@ -17,6 +17,11 @@ def test_three_ranks_agree_and_add_up():
 
 
 @pytest.mark.slow
+def test_a_plan_that_was_sent_is_received_while_rank_0_is_busy(tmp_path):
+    assert run_ranks(3, PROGRAM, "messages", tmp_path, seconds=60) == "all well\n"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "what, message",
     [
