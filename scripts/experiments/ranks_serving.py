@@ -26,6 +26,7 @@ import numpy as np
 
 from pensieve.runtime.memory import GIB, host_memory
 from pensieve.scripts.sizes import parse_bytes
+from pensieve.scripts.traces import TURN_COUNTS
 
 MODES = {"reuse": [], "gpu": ["--host-kv-chunks", "0"], "none": ["--host-kv-chunks", "0", "--no-reuse"]}
 START_SECONDS = 240.0  # longest start of a server
@@ -45,9 +46,11 @@ def parser() -> argparse.ArgumentParser:
     option("--gpu-kv-bytes", default="20GiB", metavar="SIZE", help="(default %(default)s)")
     option("--host-kv-bytes", default="48GiB", metavar="SIZE", help="(default %(default)s)")
     option("--max-num-seqs", type=int, default=256, metavar="N", help="(default %(default)s)")
-    option("--ramp-s", type=float, default=20.0, metavar="S", help="before what is measured (default %(default)s)")
+    option("--ramp-s", type=float, default=45.0, metavar="S", help="see bench_serving (default %(default)s)")
+    option("--warm-up-s", type=float, default=60.0, metavar="S", help="not measured (default %(default)s)")
     option("--measure-s", type=float, default=30.0, metavar="S", help="of each rate (default %(default)s)")
     option("--think-s", type=float, default=15.0, metavar="S", help="(default %(default)s)")
+    option("--turn-counts", default=TURN_COUNTS[0], choices=TURN_COUNTS, help="(default %(default)s)")
     option("serve_options", nargs="*", metavar="OPTION", help="behind --: more of `pensieve serve`")
     option("--seconds", type=float, default=570.0, metavar="S", help="for all of it (default %(default)s)")
     return made
@@ -86,8 +89,8 @@ def command(name: str, *words: object, seconds: float | None = None) -> None:
 def measure(args: argparse.Namespace, url: str, rates: str, file: Path, seconds: float) -> None:
     vocabulary = json.loads(args.shape.read_text())["vocab_size"]
     command("bench_serving", "--url", url, "--conversations", "--vocabulary", vocabulary, "--processes", 8,
-            "--rate", rates, "--ramp-s", args.ramp_s, "--warm-up-s", args.ramp_s, "--measure-s", args.measure_s,
-            "--think-s", args.think_s, "--json", file, seconds=seconds)  # fmt: skip
+            "--rate", rates, "--ramp-s", args.ramp_s, "--warm-up-s", args.warm_up_s, "--measure-s", args.measure_s,
+            "--think-s", args.think_s, "--turn-counts", args.turn_counts, "--json", file, seconds=seconds)  # fmt: skip
 
 
 @contextmanager

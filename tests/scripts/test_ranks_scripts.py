@@ -114,7 +114,7 @@ def test_a_sweep_tells_each_mode_and_goes_on_behind_a_server_that_does_not_start
         json.dumps({"architectures": ["LlamaForCausalLM"]} | LLAMA_SHAPE | {"max_position_embeddings": 512})
     )
     sizes = ["--gpu-kv-bytes", "1MiB", "--host-kv-bytes", "1000TiB", "--max-num-seqs", "8"]
-    times = ["--ramp-s", "1", "--measure-s", "3", "--think-s", "1"]
+    times = ["--ramp-s", "1", "--warm-up-s", "1", "--measure-s", "3", "--think-s", "1"]
     ended = subprocess.run(
         [sys.executable, ROOT / "scripts" / "experiments" / "ranks_serving.py", "--shape", shape, "--output", tmp_path,
          "--ranks", "2", "--device", "cpu", "--dtype", "float32", *sizes, *times, "--rates", "reuse=1", "gpu=1"],
