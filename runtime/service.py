@@ -2,6 +2,8 @@
 
     receive  ->  next_plan  ->  launch  ->  wait for the step before  ->  apply  ->  send
 
+The next step is planned shortly before the device needs it (`pace`): until then requests are received.
+
 Two threads move messages between the HTTP process's pipe and two queues, so the loop never waits for a client. It ends
 when it is drained, when the HTTP process is gone, or with the exception of a broken invariant, which every client is
 told.
@@ -21,6 +23,7 @@ from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
+from ..scheduler.plan import StepPlan
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.types import Applied, FinishReason, Output, Request, RequestError, RequestId
 from .executor import Executor
@@ -43,6 +46,7 @@ from .messages import (
     Submit,
     ToHTTP,
 )
+from .pace import Pace
 from .trace_file import TraceFile
 
 log = logging.getLogger(__name__)
@@ -66,7 +70,12 @@ class Service:
     on."""
 
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, connection: Connection, trace: TraceFile | None = None
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        connection: Connection,
+        pace: Pace,
+        trace: TraceFile | None = None,
     ):
         self._scheduler, self._executor = scheduler, executor
         self._inbox: SimpleQueue[FromHTTP | Compiled] = SimpleQueue()
@@ -78,6 +87,7 @@ class Service:
         self._stats_due = 0.0
         self._trace = trace
         self._counters = LoopCounters(trace)
+        self._pace = pace
 
     def drain(self, seconds: float) -> None:
         """Accepts nothing more, finishes what runs within `seconds`, then ends `run`. Safe in a signal handler."""
@@ -94,13 +104,14 @@ class Service:
                 while not self._inbox.empty():
                     self._take(self._inbox.get())
                 self._refuse_expired()
+                if (spare := self._pace.spare(time.monotonic())) > 0:
+                    self._wait_for_message(spare)
+                    continue
+                began = time.monotonic()
                 with self._counters.plan:
-                    plan = self._scheduler.next_plan(time.monotonic())
+                    plan = self._scheduler.next_plan(began)
                 if plan is not None:
-                    self._counters.launching(plan)
-                    with self._counters.launch:
-                        self._executor.launch(plan)
-                    self._counters.launched(plan)
+                    self._launch(plan, began)
                 if self._scheduler.in_flight >= (STEPS_IN_FLIGHT if plan is not None else 1):
                     self._finish_step()
                 elif plan is None:
@@ -115,6 +126,24 @@ class Service:
             if self._trace is not None:
                 self._trace.close()
 
+    def _launch(self, plan: StepPlan, began: float) -> None:
+        """began: when planning it did."""
+        self._counters.launching(plan)
+        with self._counters.launch:
+            self._executor.launch(plan)
+        self._counters.launched(plan)
+        idle = self._scheduler.in_flight > 1 and self._executor.done()
+        self._pace.launched(plan, began, time.monotonic(), idle)
+
+    def _wait_for_message(self, seconds: float) -> None:
+        """For so long at most; the device is busy meanwhile."""
+        try:
+            with self._counters.wait:
+                message = self._inbox.get(timeout=seconds)
+        except Empty:
+            return
+        self._take(message)
+
     def _refuse_expired(self) -> None:
         """Requests that have waited longer than `queue_timeout` are sent away."""
         for request in self._scheduler.expire(time.monotonic()):
@@ -125,9 +154,11 @@ class Service:
 
     def _finish_step(self) -> None:
         """The oldest step in flight: its result is applied and its tokens go out."""
+        seen = not self._executor.done()
         with self._counters.wait:
             result = self._executor.wait()
         self._counters.finished()
+        self._pace.finished(time.monotonic(), seen)
         with self._counters.apply:
             applied = self._scheduler.apply(result, time.monotonic())
         self._tell_erased()

@@ -8,11 +8,12 @@ between. Until an engine has been measured (`pensieve profile`) the profile is a
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 
 from .config import SchedulerConfig
+from .plan import StepPlan, mean_contexts
 from .types import SettingError
 
 Points = tuple[tuple[int, float], ...]
@@ -108,6 +109,13 @@ class CostProfile:
         if self.steps:
             return _interpolated(self.steps, tokens + rows) + attention
         return self.step_base_seconds + (tokens + rows) / self.chunk_tokens * self.chunk_seconds + attention
+
+    def plan_seconds(self, plan: StepPlan, begins: Mapping[int, int] | None = None) -> float:
+        """`step` of a plan; 0 without tokens. `begins`: by seat, the first position that its row sees (else 0)."""
+        if not plan.tokens:
+            return 0.0
+        seen, rows_seen = mean_contexts(plan, begins)
+        return self.step(len(plan.token_ids), seen, len(plan.generate), rows_seen)
 
     def _row_attention(self, context: int) -> float:
         if self.row_attention:

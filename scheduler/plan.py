@@ -188,3 +188,17 @@ class StepResult:
     unerased: tuple[int, ...] = ()
     logprobs: Mapping[RowId, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+
+
+def mean_contexts(plan: StepPlan, begins: Mapping[int, int] | None = None) -> tuple[int, int]:
+    """Tokens of context that the plan's known tokens see on average, and those that its generating rows see.
+
+    `begins`: by seat, the first position that its row sees (else 0).
+    """
+    first = begins or {}
+    seen = sum(
+        (span.end - span.start) * ((span.start + span.end + 1) // 2 - first.get(span.seat, 0)) for span in plan.spans
+    )
+    rows_seen = sum(plan.positions) - sum(first.get(seat, 0) for seat in plan.generate)
+    known, rows = len(plan.token_ids), len(plan.positions)
+    return seen // known if known else 0, rows_seen // rows + 1 if rows else 0

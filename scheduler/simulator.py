@@ -123,9 +123,7 @@ class VirtualDevice:
                 gate = end
         if plan.tokens:
             start = self._start(Lane.COMPUTE, plan.after, now)
-            seen, rows_seen = mean_contexts(plan, self._begins)
-            seconds = self._cost.step(len(plan.token_ids), seen, len(plan.generate), rows_seen)
-            end = max(start + seconds, gate)
+            end = max(start + self._cost.plan_seconds(plan, self._begins), gate)
             self.busy_s += end - start
         else:
             end = copied if plan.copies else self._news(now)
@@ -195,20 +193,6 @@ def _done(work: deque[tuple[float, int]], now: float) -> list[int]:
     while work and work[0][0] <= now:
         done.append(work.popleft()[1])
     return done
-
-
-def mean_contexts(plan: StepPlan, begins: Mapping[int, int] | None = None) -> tuple[int, int]:
-    """Tokens of context that the plan's known tokens see on average, and those that its generating rows see.
-
-    `begins`: by seat, the first position that its row sees (else 0).
-    """
-    first = begins or {}
-    seen = sum(
-        (span.end - span.start) * ((span.start + span.end + 1) // 2 - first.get(span.seat, 0)) for span in plan.spans
-    )
-    rows_seen = sum(plan.positions) - sum(first.get(seat, 0) for seat in plan.generate)
-    known, rows = len(plan.token_ids), len(plan.positions)
-    return seen // known if known else 0, rows_seen // rows + 1 if rows else 0
 
 
 class Open(NamedTuple):

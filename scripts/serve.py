@@ -33,6 +33,7 @@ from ..runtime.http_process import listen, serve_http
 from ..runtime.logs import configure_logging
 from ..runtime.memory import check_pool_fits
 from ..runtime.messages import Ready
+from ..runtime.pace import Pace
 from ..runtime.profile import load_profile
 from ..runtime.ranks_launch import DRAIN, run_ranks, under_mpi
 from ..runtime.service import Service
@@ -245,7 +246,7 @@ def make_service(args: argparse.Namespace, connection: Connection, ranks: Ranks 
         config.chunk_tokens,
         config.max_model_len,
     )
-    return Service(scheduler, executor, connection, trace), ready
+    return Service(scheduler, executor, connection, Pace(cost), trace), ready
 
 
 def make_executor(

@@ -21,6 +21,7 @@ from pensieve.runtime.messages import (
     Erased,
     Forget,
     KVCounters,
+    Ready,
     StepMessage,
     Submit,
 )
@@ -88,8 +89,9 @@ def service(scheduler: Scheduler, compiling: list[Future[None]]) -> Service:
         disk_counters=DiskCounters(saved=3),
         transfer_seconds=TransferSeconds,
         wait=lambda: None,
+        done=lambda: False,
     )
-    return Service(scheduler, executor, multiprocessing.Pipe()[0])
+    return Service(scheduler, executor, multiprocessing.Pipe()[0], SimpleNamespace(finished=lambda now, seen: None))
 
 
 def test_an_end_that_was_kept_back_is_sent_though_no_token_comes_with_it(
@@ -178,3 +180,22 @@ def test_a_request_whose_grammar_is_being_compiled_is_open(
     said = [service._outbox.get(timeout=0) for _ in range(3)]
     assert said[:2] == [Draining(), Draining()]
     assert isinstance(said[2], StepMessage) and said[2].events == (Output(RequestId(7), finish=FinishReason.ABORT),)
+
+
+def test_who_comes_while_the_plan_can_wait_is_in_it(service: Service, scheduler: Scheduler) -> None:
+    def next_plan(now: float) -> None:
+        scheduler.asked.append("plan")
+        service._inbox.put(Drain(0.0))
+
+    spares = iter([0.01, 5.0])
+    pace: Any = SimpleNamespace(spare=lambda now: next(spares, 0.0))
+    executor: Any = service._executor
+    executor.close = lambda: None
+    ours, _theirs = multiprocessing.Pipe()
+    service = Service(service._scheduler, executor, ours, pace)
+    scheduler.next_plan, scheduler.in_flight, scheduler.expire = next_plan, 0, lambda now: []
+    request = Request(RequestId(1), array("i", [1]), 5)
+    threading.Timer(0.1, lambda: service._inbox.put(Submit(request))).start()
+    began = time.monotonic()
+    service.run(Ready("", (), False, 1, 1, (), ""))
+    assert scheduler.asked == [("add", 1), "plan"] and time.monotonic() - began < 4

@@ -8,7 +8,16 @@ import pytest
 
 from pensieve.scheduler.config import EVICTION_POLICIES, SchedulerConfig
 from pensieve.scheduler.cost import CostProfile
-from pensieve.scheduler.plan import NO_TICKETS, CopyBatch, Lane, Span, StepPlan, StepResult, Tickets
+from pensieve.scheduler.plan import (
+    NO_TICKETS,
+    CopyBatch,
+    Lane,
+    Span,
+    StepPlan,
+    StepResult,
+    Tickets,
+    mean_contexts,
+)
 from pensieve.scheduler.scheduler import Scheduler
 from pensieve.scheduler.simulator import (
     Session,
@@ -16,7 +25,6 @@ from pensieve.scheduler.simulator import (
     Simulator,
     VirtualDevice,
     longest_context,
-    mean_contexts,
     percentile,
     simulate,
 )

@@ -1,0 +1,73 @@
+"""When the next step is planned: as late as the device allows, so that whoever comes meanwhile is in it.
+
+A step that is planned the moment the one before it begins is closed for as long as that one runs: a request waits for
+the rest of the step that runs, for a whole one that it missed, and for its own. Planned just before it is launched, the
+one in the middle is spared.
+
+    device   |--- step 7 ---|--- step 8 ---|--- step 9 ---|
+    loop      .... plan, launch 8 | apply 7 .... plan, launch 9 | apply 8 ....        .... takes requests in
+
+How long the running step takes is predicted from its plan, corrected by how steps before it turned out. Who is late all
+the same, and lets the device idle, leaves more time from then on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from ..scheduler.cost import CostProfile
+from ..scheduler.plan import StepPlan
+
+LEARNED = 1 / 16  # of what is known of steps, by each
+SPREADS = 3.0  # mean deviations that a step may be quicker than predicted
+LEAST_MARGIN, MOST_MARGIN = 1e-3, 0.1  # seconds that the next step is ready before this one ends, on rank 0
+RELAXED = 0.998  # the margin that is left, and the time allowed for planning and launching, from step to step
+
+
+class _Running(NamedTuple):
+    seconds: float  # predicted, uncorrected
+    began: float | None  # None: nobody saw it
+
+
+class Pace:
+    """Told what the loop does and when, in seconds of one clock; answers how long it may wait. Of one thread."""
+
+    def __init__(self, cost: CostProfile):
+        self._cost = cost
+        self._steps: deque[_Running] = deque()
+        self._ratio, self._spread = 1.0, 1.0  # of real seconds to predicted ones; nothing is certain at first
+        self._lead = 0.0  # from the beginning of planning until the step is launched
+        self._margin = LEAST_MARGIN
+        self._waited = False
+
+    def spare(self, now: float) -> float:
+        """Seconds for which the next plan can wait; 0: none."""
+        if len(self._steps) != 1:
+            return 0.0
+        seconds, began = self._steps[0]
+        if began is None:
+            return 0.0
+        surely = seconds * (self._ratio - SPREADS * self._spread)
+        spare = max(0.0, began + surely - self._lead - self._margin - now)
+        self._waited = self._waited or spare > 0
+        return spare
+
+    def launched(self, plan: StepPlan, planning_began: float, now: float, idle: bool) -> None:
+        """The plan is handed to the device. idle: it had nothing left to do."""
+        if idle and self._waited:
+            self._margin = min(2 * self._margin, MOST_MARGIN)
+        self._margin = max(RELAXED * self._margin, LEAST_MARGIN)
+        self._lead = max(RELAXED * self._lead, now - planning_began)
+        self._waited = False
+        self._steps.append(_Running(self._cost.plan_seconds(plan), None if self._steps else now))
+
+    def finished(self, now: float, seen: bool) -> None:
+        """The oldest step's result is here. seen: the loop waited for it, so it ended now."""
+        seconds, began = self._steps.popleft()
+        if seen and began is not None and seconds:
+            ratio = (now - began) / seconds
+            self._spread += LEARNED * (abs(ratio - self._ratio) - self._spread)
+            self._ratio += LEARNED * (ratio - self._ratio)
+        if self._steps:
+            self._steps[0] = self._steps[0]._replace(began=now if seen else None)

@@ -1,0 +1,112 @@
+"""When the next step is planned, on a clock of its own: late enough to be worth it, early enough for the device."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+from pensieve.runtime.pace import Pace
+from pensieve.scheduler.cost import CostProfile
+
+from .fake_engine import plan, span
+
+COST = CostProfile(32, 0.0, ((32, 0.0),), 0.0, 1, 1.0, steps=((1, 0.005), (1001, 0.025)))  # 5 ms and 20 us a token
+HOST_S = 0.001  # to plan and launch a step
+
+
+class Loop:
+    """A loop and its device: `real` tells a plan's seconds. A request waits at all times."""
+
+    def __init__(self, real: Callable[[float], float], host: Callable[[], float] = lambda: HOST_S):
+        self.pace, self.real, self.host = Pace(COST), real, host
+        self.now = self.free = self.idle = 0.0
+        self.ends: list[float] = []
+        self.closed: list[float] = []  # from the beginning of each step's plan until it began
+
+    def step(self, tokens: int = 0) -> None:
+        """Plans, launches and, if two are in flight, finishes one."""
+        while (spare := self.pace.spare(self.now)) > 0:
+            self.now += spare
+        began = self.now
+        made: Any = plan(1, spans=[span(0, 0, tokens)] if tokens else (), token_ids=array("i", range(tokens)))
+        made = plan(1, generate={0: 5}) if not tokens else made
+        self.now += self.host()
+        idle = bool(self.ends) and self.ends[-1] <= self.now
+        start = max(self.free, self.now)
+        self.idle += start - self.free if self.ends else 0.0
+        self.free = start + self.real(COST.plan_seconds(made))
+        self.closed.append(start - began)
+        self.pace.launched(made, began, self.now, idle)
+        self.ends.append(self.free)
+        if len(self.ends) > 1:
+            end = self.ends.pop(0)
+            self.pace.finished(max(self.now, end), seen=end > self.now)
+            self.now = max(self.now, end)
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def test_a_step_is_open_until_shortly_before_it_begins() -> None:
+    loop = Loop(lambda seconds: 2 * seconds)  # slower than the profile says
+    for _ in range(400):
+        loop.step()
+    before = loop.idle
+    for _ in range(1000):
+        loop.step()
+    assert HOST_S < mean(loop.closed[400:]) < HOST_S + 0.0015  # planned with the one before it running: 10 ms
+    assert loop.idle - before < 1e-4 * 1000 * 0.01
+
+
+def test_at_first_nothing_is_known_and_nothing_is_risked() -> None:
+    loop = Loop(lambda seconds: 0.5 * seconds)
+    for _ in range(20):
+        loop.step()
+    assert loop.idle == 0
+
+
+def test_steps_that_vary_leave_the_device_busy() -> None:
+    dice = random.Random(1)
+    loop = Loop(lambda seconds: seconds * dice.uniform(0.9, 1.1), lambda: HOST_S * dice.uniform(0.5, 2))
+    for _ in range(4000):
+        loop.step(dice.choice([0, 0, 0, 40, 300]))
+    assert loop.idle < 1e-3 * loop.now
+    assert mean(loop.closed[400:]) < 0.75 * mean_step()
+
+
+def mean_step() -> float:
+    return mean([COST.plan_seconds(plan(1, generate={0: 5})), COST.step(40), COST.step(300)])
+
+
+def test_a_host_that_hesitates_now_and_then_is_given_more_time() -> None:
+    dice = random.Random(2)
+    loop = Loop(lambda seconds: seconds, lambda: 0.004 if dice.random() < 0.02 else 0.0005)
+    for _ in range(4000):
+        loop.step()
+    assert loop.idle < 2e-3 * loop.now
+
+
+def test_steps_that_become_quicker_are_noticed() -> None:
+    speed = 2.0
+    loop = Loop(lambda seconds: speed * seconds)
+    for _ in range(400):
+        loop.step()
+    before, speed = loop.idle, 1.0
+    for _ in range(400):
+        loop.step()
+    assert 0 < loop.idle - before < 0.05
+    loop.idle = 0.0
+    for _ in range(2000):
+        loop.step()
+    assert loop.idle == 0 and mean(loop.closed[-500:]) < 0.0035
+
+
+def test_work_without_tokens_is_not_waited_for() -> None:
+    pace = Pace(COST)
+    pace.launched(plan(1), 0.0, 0.0, idle=False)
+    assert pace.spare(0.0) == 0
+    pace.finished(1.0, seen=True)
+    assert pace.spare(1.0) == 0
