@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..scheduler.types import SettingError
+from .disk_records import VERSION
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ class Origin:
     chunk_tokens    of a chunk
     chunk_bytes     of a chunk's KV in HOST memory on one rank
     ranks, rank     how many share a chunk, and which part this is
+    version         of the records
     """
 
     engine: str
@@ -35,6 +37,7 @@ class Origin:
     chunk_bytes: int
     ranks: int = 1
     rank: int = 0
+    version: int = VERSION
 
     @property
     def digest(self) -> bytes:

@@ -14,10 +14,10 @@ keys apart: the whole key, a SHA-256, is in the header and is compared.
 from __future__ import annotations
 
 import struct
-import zlib
 from typing import NamedTuple
 
 import numpy as np
+import xxhash
 
 from ..scheduler.types import ChunkKey
 
@@ -25,10 +25,10 @@ PAGE = 4096
 """Bytes; what O_DIRECT wants offsets, lengths and addresses to be multiples of."""
 
 _MAGIC = b"pensieve"
-_VERSION = 1
+VERSION = 2
 _FIELDS = struct.Struct("<8sI32s32sqdQ")
-_CHECKSUMS = struct.Struct("<II")  # of the record, of the page up to here
-_CHECKED = _FIELDS.size + 4
+_CHECKSUMS = struct.Struct("<16s16s")  # of the record, of the page up to here
+_CHECKED = _FIELDS.size + 16
 
 
 class Header(NamedTuple):
@@ -41,7 +41,7 @@ class Header(NamedTuple):
     key: ChunkKey
     end: int
     written: float
-    checksum: int
+    checksum: bytes
 
 
 def record_bytes(payload: int) -> int:
@@ -51,21 +51,29 @@ def record_bytes(payload: int) -> int:
 
 def pack_header(key: ChunkKey, end: int, origin: bytes, written: float, payload: np.ndarray) -> bytes:
     """The page in front of `payload` ([bytes] uint8). `origin`: 32 bytes that name who may read the record."""
-    fields = _FIELDS.pack(_MAGIC, _VERSION, key, origin, end, written, len(payload))
-    head = fields + struct.pack("<I", zlib.crc32(payload, zlib.crc32(fields)))
-    return (head + struct.pack("<I", zlib.crc32(head))).ljust(PAGE, b"\0")
+    fields = _FIELDS.pack(_MAGIC, VERSION, key, origin, end, written, len(payload))
+    head = fields + _checksum(fields, payload)
+    return (head + _checksum(head)).ljust(PAGE, b"\0")
 
 
 def read_header(page: bytes | memoryview, origin: bytes, payload: int) -> Header | None:
     """What the page says; None unless it is whole and of a record of this origin and size."""
     magic, version, key, written_by, end, written, size = _FIELDS.unpack_from(page)
     checksum, own = _CHECKSUMS.unpack_from(page, _FIELDS.size)
-    if (magic, version, written_by, size) != (_MAGIC, _VERSION, origin, payload):
+    if (magic, version, written_by, size) != (_MAGIC, VERSION, origin, payload):
         return None
-    return Header(ChunkKey(key), end, written, checksum) if zlib.crc32(page[:_CHECKED]) == own else None
+    return Header(ChunkKey(key), end, written, checksum) if _checksum(page[:_CHECKED]) == own else None
 
 
 def payload_intact(page: bytes | memoryview, payload: np.ndarray) -> bool:
     """Whether it is the payload that this header was written with."""
     checksum, _ = _CHECKSUMS.unpack_from(page, _FIELDS.size)
-    return bool(zlib.crc32(payload, zlib.crc32(page[: _FIELDS.size])) == checksum)
+    return _checksum(page[: _FIELDS.size], payload) == checksum
+
+
+def _checksum(*parts: bytes | memoryview | np.ndarray) -> bytes:
+    """Of the parts as if they were one."""
+    made = xxhash.xxh3_128()
+    for part in parts:
+        made.update(part)
+    return made.digest()

@@ -55,7 +55,10 @@ def test_records_of_the_same_origin_stay(tmp_path: Path) -> None:
     assert (own / "000000.kv").exists()
 
 
-@pytest.mark.parametrize("change", [dict(engine="cd"), dict(chunk_tokens=16), dict(chunk_bytes=1), dict(ranks=4)])
+CHANGES = [dict(engine="cd"), dict(chunk_tokens=16), dict(chunk_bytes=1), dict(ranks=4), dict(version=1)]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_records_of_another_origin_go(tmp_path: Path, change: dict[str, object], caplog) -> None:
     own = open_directory(tmp_path, ORIGIN)
     (own / "000000.kv").write_text("records")
