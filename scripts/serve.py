@@ -48,6 +48,7 @@ from .ranks_command import open_rank, run_rank
 from .serve_http import http_settings, read_chat_template
 from .serve_options import parse_options
 from .serve_sizes import (
+    check_disk_holds,
     disk_directory,
     disk_settings,
     estimated_cost,
@@ -213,6 +214,7 @@ def make_service(args: argparse.Namespace, connection: Connection, ranks: Ranks 
     cost = replace(measured or estimated_cost(engine, config), chunk_bytes=host_record)
     if config.disk_kv_chunks:
         cost = with_disk_speed(cost, disk_directory(args), config.max_model_len)
+        check_disk_holds(disk_directory(args), config.disk_kv_chunks, host_record)
     if measured is not None and args.swap_out_below is None:
         config = replace(config, swap_out_below=propose_swap_out_below(cost, config))
     scheduler = Scheduler(config, cost)

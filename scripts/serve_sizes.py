@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from ..runtime.disk_records import record_bytes as disk_record_bytes
 from ..runtime.disk_speed import measure_disk
 from ..runtime.disk_store import DiskSettings
 from ..runtime.engine import Engine
-from ..runtime.memory import GIB, activation_bytes, divide
+from ..runtime.memory import GIB, activation_bytes, check_pool_fits, divide
 from ..scheduler.batch import MOST_SCORED
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.cost import CostProfile, analytic_profile
@@ -54,6 +55,9 @@ def scheduler_config(args: argparse.Namespace, engine: Engine, device: Device) -
     disk_chunks = kv_chunks(
         args.disk_kv_chunks, args.disk_kv_bytes or DEFAULT_DISK_KV, "--disk-kv-bytes", disk_record_bytes(host_record)
     )
+    # Before anything is made that grows with their number.
+    for tier, chunks, size in ((Tier.GPU, gpu_chunks, record), (Tier.HOST, host_chunks, host_record)):
+        check_pool_fits(tier, chunks, chunks * size, device.memory(tier).free)
     quota = None if args.owner_kv_bytes is None else parse_bytes(args.owner_kv_bytes, "--owner-kv-bytes") // record
     settings = dict(
         gpu_kv_chunks=gpu_chunks,
@@ -144,6 +148,14 @@ def disk_settings(args: argparse.Namespace, config: SchedulerConfig, ranks: Rank
 
 def disk_directory(args: argparse.Namespace) -> Path:
     return args.disk_dir or args.state_dir / "kv"
+
+
+def check_disk_holds(directory: Path, chunks: int, chunk_bytes: int) -> None:
+    """SettingError if records of so many chunks are more than the whole disk of the directory, which is there."""
+    size, total = chunks * disk_record_bytes(chunk_bytes), shutil.disk_usage(directory).total
+    if size > total:
+        message = f"{chunks} chunks need {size / GIB:.1f} GiB and the disk of {directory} has {total / GIB:.1f}"
+        raise SettingError("--disk-kv-chunks", message)
 
 
 def with_disk_speed(cost: CostProfile, directory: Path, longest: int) -> CostProfile:

@@ -11,26 +11,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
-import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
 
 from pensieve.runtime.memory import GIB, host_memory
+from pensieve.scripts.serving_runs import run, serving, tell_end
 from pensieve.scripts.sizes import parse_bytes
 from pensieve.scripts.traces import TURN_COUNTS
 
 MODES = {"reuse": [], "gpu": ["--host-kv-chunks", "0"], "none": ["--host-kv-chunks", "0", "--no-reuse"]}
 START_SECONDS = 240.0  # longest start of a server
-STOP_SECONDS = 60.0
 PIECE = 4 * GIB
 
 
@@ -60,7 +55,7 @@ def main() -> int:
     args = parser().parse_args()
     deadline = time.monotonic() + args.seconds
     args.output.mkdir(parents=True, exist_ok=True)
-    command("build_engine", "--random-weights", "--config", args.shape, "--output", args.output / "engine",
+    run("build_engine", "--random-weights", "--config", args.shape, "--output", args.output / "engine",
             "--backend", "reference", "--dtype", args.dtype, "--device", args.device,
             "--tensor-parallel", args.ranks)  # fmt: skip
     if args.device == "cuda":
@@ -73,64 +68,27 @@ def main() -> int:
             with server(args, mode, min(left, START_SECONDS)) as url:
                 measure(args, url, rates, file, deadline - time.monotonic())
         except (subprocess.SubprocessError, TimeoutError) as error:
-            log = (args.output / f"{mode}.log").read_text(errors="replace").splitlines()
-            print(f"{mode}: {error}; the server's log ends:", *log[-30:], sep="\n", flush=True)
+            tell_end(args.output / f"{mode}.log", error)
         if file.exists() and file.read_text():
             told.append(file)
-    command("bench_serving", "--compare", *told)
+    run("bench_serving", "--compare", *told)
     return 0
-
-
-def command(name: str, *words: object, seconds: float | None = None) -> None:
-    """One of ours; CalledProcessError if it fails, TimeoutExpired if it takes longer."""
-    subprocess.run([sys.executable, "-m", f"pensieve.scripts.{name}", *map(str, words)], check=True, timeout=seconds)
 
 
 def measure(args: argparse.Namespace, url: str, rates: str, file: Path, seconds: float) -> None:
     vocabulary = json.loads(args.shape.read_text())["vocab_size"]
-    command("bench_serving", "--url", url, "--conversations", "--vocabulary", vocabulary, "--processes", 8,
+    run("bench_serving", "--url", url, "--conversations", "--vocabulary", vocabulary, "--processes", 8,
             "--rate", rates, "--ramp-s", args.ramp_s, "--warm-up-s", args.warm_up_s, "--measure-s", args.measure_s,
             "--think-s", args.think_s, "--turn-counts", args.turn_counts, "--json", file, seconds=seconds)  # fmt: skip
 
 
-@contextmanager
-def server(args: argparse.Namespace, mode: str, seconds: float) -> Iterator[str]:
-    """The address of one that is ready. TimeoutError if it is not in time, or ends."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    log = args.output / f"{mode}.log"
+def server(args: argparse.Namespace, mode: str, seconds: float) -> AbstractContextManager[str]:
+    """As `serving`."""
     sizes = ["--gpu-kv-bytes", args.gpu_kv_bytes, *(MODES[mode] or ["--host-kv-bytes", args.host_kv_bytes])]
-    words = [sys.executable, "-m", "pensieve.scripts.pensieve", "serve", "--engine", args.output / "engine"]
-    words += ["--device", args.device, "--port", port, "--state-dir", args.output / f"state-{mode}", *sizes]
-    words += ["--max-num-seqs", args.max_num_seqs, "--max-num-batched-tokens", 1024, "--shutdown-timeout", 1]
-    words += args.serve_options
-    started = time.monotonic()
-    with log.open("wb") as out:
-        process = subprocess.Popen([*map(str, words)], stdout=out, stderr=subprocess.STDOUT)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        while not ready(url):
-            if process.poll() is not None or time.monotonic() - started > seconds:
-                raise TimeoutError(f"no server after {time.monotonic() - started:.0f} s")
-            time.sleep(0.5)
-        print(f"{mode}: ready after {time.monotonic() - started:.0f} s", flush=True)
-        yield url
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def ready(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/ready", timeout=2):
-            return True
-    except (OSError, urllib.error.URLError):
-        return False
+    words = ["--engine", args.output / "engine", "--device", args.device, *sizes]
+    words += ["--state-dir", args.output / f"state-{mode}", "--max-num-seqs", args.max_num_seqs]
+    words += ["--max-num-batched-tokens", 1024, "--shutdown-timeout", 1, *args.serve_options]
+    return serving(words, args.output / f"{mode}.log", seconds)
 
 
 def use_memory(size: int) -> None:

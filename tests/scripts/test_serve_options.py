@@ -14,7 +14,13 @@ from pensieve.scheduler.types import SettingError
 from pensieve.scripts.serve import locked_directories, make_device
 from pensieve.scripts.serve_http import http_settings
 from pensieve.scripts.serve_options import parse_options
-from pensieve.scripts.serve_sizes import disk_settings, overflow_mode, scheduler_config, with_disk_speed
+from pensieve.scripts.serve_sizes import (
+    check_disk_holds,
+    disk_settings,
+    overflow_mode,
+    scheduler_config,
+    with_disk_speed,
+)
 
 
 @pytest.fixture
@@ -220,6 +226,20 @@ def test_the_disk_tier_is_off_unless_it_has_a_size_and_its_limit_counts_headers_
     assert (disk.directory, disk.slots) == (Path("state/kv"), config.disk_kv_chunks)
     config, disk = disk_config("--disk-kv-chunks", "7", "--disk-dir", "elsewhere", "--lower-tier-kv", "fp8")
     assert (disk.directory, disk.slots, disk.engine) == (Path("elsewhere"), 7, config.seed.hex())
+
+
+@pytest.mark.parametrize("tier", ["gpu", "host"])
+def test_more_than_there_is_is_refused_before_anything_is_made(tier):
+    """A book of slots for a thousand tebibytes would itself be more than there is."""
+    args = parse_options(["--engine", "some", f"--{tier}-kv-bytes", "1000TiB"])
+    with pytest.raises(SettingError, match=rf"--{tier}-kv-chunks: .* 120\.00 GiB are free"):
+        scheduler_config(args, LLAMA_8B, H200)
+
+
+def test_a_disk_does_not_hold_more_than_all_of_it(tmp_path):
+    check_disk_holds(tmp_path, 1000, 4096)
+    with pytest.raises(SettingError, match=r"--disk-kv-chunks: .* need 17179869184\.0 GiB and the disk of"):
+        check_disk_holds(tmp_path, 2**51, 4096 - 1)
 
 
 def test_sizes_are_a_ranks_in_every_tier():
