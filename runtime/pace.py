@@ -7,13 +7,13 @@ one in the middle is spared.
     device   |--- step 7 ---|--- step 8 ---|--- step 9 ---|
     loop      .... plan, launch 8 | apply 7 .... plan, launch 9 | apply 8 ....        .... takes requests in
 
-How long the running step takes is predicted from its plan, corrected by how steps before it turned out. Who is late all
-the same, and lets the device idle, leaves more time from then on.
+How long the running step takes is predicted from its plan, corrected by how steps with about as many tokens of prompts
+turned out. Who is late all the same, and lets the device idle, leaves more time from then on.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from typing import NamedTuple
 
 from ..scheduler.cost import CostProfile
@@ -26,8 +26,24 @@ RELAXED = 0.998  # the margin that is left, and the time allowed for planning an
 
 
 class _Running(NamedTuple):
+    kind: int
     seconds: float  # predicted, uncorrected
     began: float | None  # None: nobody saw it
+
+
+class _Experience:
+    """With steps of one kind: what real seconds are of predicted ones, and how far from it they are on average."""
+
+    def __init__(self) -> None:
+        self.ratio = self.spread = 1.0  # nothing is certain at first
+
+    def add(self, ratio: float) -> None:
+        self.spread += LEARNED * (abs(ratio - self.ratio) - self.spread)
+        self.ratio += LEARNED * (ratio - self.ratio)
+
+    @property
+    def least(self) -> float:
+        return self.ratio - SPREADS * self.spread
 
 
 class Pace:
@@ -36,7 +52,7 @@ class Pace:
     def __init__(self, cost: CostProfile):
         self._cost = cost
         self._steps: deque[_Running] = deque()
-        self._ratio, self._spread = 1.0, 1.0  # of real seconds to predicted ones; nothing is certain at first
+        self._experience: defaultdict[int, _Experience] = defaultdict(_Experience)  # by kind
         self._lead = 0.0  # from the beginning of planning until the step is launched
         self._margin = LEAST_MARGIN
         self._waited = False
@@ -45,10 +61,10 @@ class Pace:
         """Seconds for which the next plan can wait; 0: none."""
         if len(self._steps) != 1:
             return 0.0
-        seconds, began = self._steps[0]
+        kind, seconds, began = self._steps[0]
         if began is None:
             return 0.0
-        surely = seconds * (self._ratio - SPREADS * self._spread)
+        surely = seconds * self._experience[kind].least
         spare = max(0.0, began + surely - self._lead - self._margin - now)
         self._waited = self._waited or spare > 0
         return spare
@@ -60,14 +76,13 @@ class Pace:
         self._margin = max(RELAXED * self._margin, LEAST_MARGIN)
         self._lead = max(RELAXED * self._lead, now - planning_began)
         self._waited = False
-        self._steps.append(_Running(self._cost.plan_seconds(plan), None if self._steps else now))
+        kind = len(plan.token_ids).bit_length()
+        self._steps.append(_Running(kind, self._cost.plan_seconds(plan), None if self._steps else now))
 
     def finished(self, now: float, seen: bool) -> None:
         """The oldest step's result is here. seen: the loop waited for it, so it ended now."""
-        seconds, began = self._steps.popleft()
+        kind, seconds, began = self._steps.popleft()
         if seen and began is not None and seconds:
-            ratio = (now - began) / seconds
-            self._spread += LEARNED * (abs(ratio - self._ratio) - self._spread)
-            self._ratio += LEARNED * (ratio - self._ratio)
+            self._experience[kind].add((now - began) / seconds)
         if self._steps:
             self._steps[0] = self._steps[0]._replace(began=now if seen else None)

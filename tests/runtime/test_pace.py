@@ -69,16 +69,13 @@ def test_at_first_nothing_is_known_and_nothing_is_risked() -> None:
 
 
 def test_steps_that_vary_leave_the_device_busy() -> None:
+    """Also where the profile is wrong by half of what tokens cost."""
     dice = random.Random(1)
-    loop = Loop(lambda seconds: seconds * dice.uniform(0.9, 1.1), lambda: HOST_S * dice.uniform(0.5, 2))
+    loop = Loop(lambda seconds: (seconds + 0.005) / 2 * dice.uniform(0.95, 1.05), lambda: HOST_S * dice.uniform(0.5, 2))
     for _ in range(4000):
         loop.step(dice.choice([0, 0, 0, 40, 300]))
     assert loop.idle < 1e-3 * loop.now
-    assert mean(loop.closed[400:]) < 0.75 * mean_step()
-
-
-def mean_step() -> float:
-    return mean([COST.plan_seconds(plan(1, generate={0: 5})), COST.step(40), COST.step(300)])
+    assert mean(loop.closed[400:]) < 0.7 * loop.now / 4000
 
 
 def test_a_host_that_hesitates_now_and_then_is_given_more_time() -> None:
