@@ -31,6 +31,8 @@ def http_settings(args: argparse.Namespace) -> HTTPSettings:
         raise SettingError("--max-connections", f"must be at least 1, not {args.max_connections}")
     if not args.client_timeout > 0:
         raise SettingError("--client-timeout", f"must be more than 0 seconds, not {args.client_timeout}")
+    if not args.shutdown_timeout >= 0:
+        raise SettingError("--shutdown-timeout", f"must not be negative, not {args.shutdown_timeout}")
     if args.otlp_traces_endpoint is not None:
         check_traces_endpoint(args.otlp_traces_endpoint)
     return HTTPSettings(

@@ -178,6 +178,12 @@ def test_a_gpus_kv_is_what_its_memory_leaves_or_as_told():
         gpu_chunks("--device", "cuda", "--gpu-memory-utilization", "0.05")
 
 
+@pytest.mark.parametrize("seconds", ["-1", "nan"])
+def test_the_grace_time_ends(seconds):
+    with pytest.raises(SettingError, match="--shutdown-timeout: must not be negative, not"):
+        http_settings(parse_options(["--engine", "demo", f"--shutdown-timeout={seconds}"]))
+
+
 def test_eager_steps_are_a_gpus_own():
     with pytest.raises(SettingError, match=r"--enforce-eager: .* without --device cuda"):
         make_device(parse_options(["--engine", "demo", "--enforce-eager"]))
