@@ -96,6 +96,7 @@ class Service:
                 self._refuse_expired()
                 with self._counters.plan:
                     plan = self._scheduler.next_plan(time.monotonic())
+                self._tell_erased()  # a long log is looked through a plan at a time, though nothing else is to be done
                 if plan is not None:
                     self._counters.launching(plan)
                     with self._counters.launch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import threading
 import time
@@ -133,6 +134,25 @@ def test_what_is_deleted_is_erased_whether_or_not_it_has_been_active(service: Se
     service._counters.launched(SimpleNamespace(tokens=0, copies=()))
     service._finish_step()
     assert [service._outbox.get(timeout=0) for _ in range(2)] == [Erased(True), Erased(False)]
+
+
+def test_a_deletion_that_ends_without_a_step_is_told(service: Service, scheduler: Scheduler) -> None:
+    """The last keys of a long log are looked for as a plan is made; if nothing is to be done then, no result comes."""
+
+    def next_plan(now: float) -> None:
+        scheduler.erased = [True]
+
+    scheduler.next_plan, scheduler.expire, scheduler.in_flight = next_plan, lambda now: [], 0
+    service._executor.close = lambda: None
+    here, there = multiprocessing.Pipe()
+    service = Service(scheduler, service._executor, here)
+    service._wait_for_news = lambda: service.drain(0.0)
+    service.run(SimpleNamespace())
+    said = []
+    with contextlib.suppress(EOFError):
+        while True:
+            said.append(there.recv())
+    assert Erased(True) in said
 
 
 def test_it_sleeps_no_longer_than_a_clock_can(service: Service, scheduler: Scheduler) -> None:
