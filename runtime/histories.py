@@ -31,9 +31,11 @@ Erase = Callable[[Forget], Awaitable[bool]]
 
 
 class Record(NamedTuple):
-    """Where a turn is stored, and what is said about a name that is new with it (`HistoryStore.commit`)."""
+    """Where a turn is stored, and behind whose turns and with what a name that is new with it
+    (`HistoryStore.commit`)."""
 
     name: Name
+    behind: Name | None = None
     about: dict[str, str | None] = {}  # noqa: RUF012 (never changed)
 
 
@@ -75,7 +77,7 @@ class OpenTurn:
         """What the loop calls the conversation, None: it has no name."""
         if not self.records:
             return None
-        name, about = self.records[0]
+        name, _, about = self.records[0]
         return kv_name(name, about.get("thread") or name.id)
 
     async def commit(
@@ -101,9 +103,9 @@ class OpenTurn:
         messages = (*self.messages, answer) if answer is not None else self.messages
         tokens = self.prompt + array("i", reply)
         whole = Transcript(messages, tokens, self.text + text, self.inside + inside)
-        for name, about in self.records:
-            about = about | {"body": body} if name.kind == "response" else about
-            await histories.store_turn(name, whole, salt, about)
+        for record in self.records:
+            about = record.about | {"body": body} if record.name.kind == "response" else record.about
+            await histories.store_turn(record._replace(about=about), whole, salt)
         if answer is not None:
             histories.remember(self.owner, whole)
 
@@ -186,9 +188,11 @@ class Histories:
 
         snapshot = Name(owner, stored_as, "response") if stored_as is not None else None
         if conversation is not None:
+            if snapshot is not None:
+                await self.run(self._store.admit, [snapshot], time.time())
             turn = await self.open_chat(owner, conversation, messages, with_instructions, server_history=True)
             if snapshot is not None:
-                turn.records += (Record(snapshot),)
+                turn.records += (Record(snapshot, behind=Name(owner, conversation)),)
             return turn
         before, past = None, None
         if previous is not None:
@@ -199,7 +203,8 @@ class Histories:
         records: tuple[Record, ...] = ()
         if snapshot is not None:
             thread = before.thread if before is not None else snapshot.id
-            records = (Record(snapshot, {"parent": previous, "thread": thread}),)
+            behind = Name(owner, previous, "response") if previous is not None else None
+            records = (Record(snapshot, behind, {"parent": previous, "thread": thread}),)
         with ExitStack() as held:
             await self._admit(records, held)
             return await self._chat_turn(owner, dialogue, past, with_instructions, records, held)
@@ -299,10 +304,10 @@ class Histories:
             raise RequestError(404, f"there is no {name.kind} {name.id!r}", PARAMETERS[name.kind])
         return found
 
-    async def store_turn(self, name: Name, whole: Transcript, salt: bytes, about: dict[str, str | None]) -> None:
+    async def store_turn(self, record: Record, whole: Transcript, salt: bytes) -> None:
         """Raises RequestError (507) if the disk does not take it."""
         now = time.time()
-        stored = await self.run(self._store.commit, name, whole, now, salt, **about)
+        stored = await self.run(self._store.commit, record.name, whole, now, salt, record.behind, **record.about)
         if stored.ttl is not None or stored.pinned_until > now:
             self._keep(stored, now)
 

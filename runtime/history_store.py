@@ -80,17 +80,28 @@ class HistoryStore:
 
     # -- turns
 
-    def commit(self, name: Name, whole: Transcript, now: float, salt: bytes = b"", **about: str | None) -> Conversation:
+    def commit(
+        self,
+        name: Name,
+        whole: Transcript,
+        now: float,
+        salt: bytes = b"",
+        behind: Name | None = None,
+        **about: str | None,
+    ) -> Conversation:
         """The name stands for this branch from now on; what it stood for before and nobody else needs is deleted.
 
-        `about`: `parent`, `thread` and `body` of a conversation that is new with this turn. On return the turn is on
-        the disk. Raises RequestError (507) if it cannot be written; then nothing has changed.
+        `behind`: whose turns a name that is new with this one shares, as far as it goes on from them and they are still
+        there; `about`: its `parent`, `thread` and `body`. On return the turn is on the disk. Raises RequestError (507)
+        if it cannot be written; then nothing has changed.
         """
         with self._transaction(now):
+            before = self._find(behind, now) if behind is not None else None
             found = self._find(name, now)
             if found is None:
                 found = self._insert(name, now, **about)
-            turn = self._add_turn(self._nearest(found.head, whole), whole)
+            head = found.head if before is None else before.head
+            turn = self._add_turn(self._nearest(head, whole), whole)
             self._db.execute(
                 "UPDATE conversations SET head = ?, tokens = ?, active = ?, salt = ? WHERE number = ?",
                 (turn, len(whole.tokens), now, salt, found.number),

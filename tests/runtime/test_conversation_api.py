@@ -324,6 +324,7 @@ def test_a_key_may_store_so_many_conversations(serve: Any) -> None:
                 ("/v1/chat/completions", {"conversation": "c", "messages": [{"role": "user", "content": "hello"}]}),
                 ("/v1/completions", {"conversation": "c", "prompt": "hello"}),
                 ("/v1/responses", {"input": "hello"}),
+                ("/v1/responses", {"input": "hello", "conversation": "a"}),
             ):
                 error = (await server.post(path, 429, key="one", **body))["error"]
                 assert error["code"] == "insufficient_quota" and "2 conversations" in error["message"]

@@ -46,6 +46,33 @@ def test_responses_go_on_from_any_earlier_one(serve: Any) -> None:
     run(work())
 
 
+@pytest.mark.parametrize("joins", [False, True], ids=["line", "conversation"])
+def test_what_responses_have_in_common_is_stored_once(serve: Any, joins: bool) -> None:
+    async def work() -> None:
+        async with serve() as server:
+            body: dict[str, Any] = {}
+            if joins:
+                await server.post(CONVERSATIONS, id="talk")
+                body = {"conversation": "talk"}
+            contents = []
+            for number in range(6):
+                last = await respond(server, input=f"question {number}", **body)
+                contents += [f"question {number}", text_of(last)]
+                if not joins:
+                    body = {"previous_response_id": last["id"]}
+            stored = server.store._db.execute("SELECT sum(length(tokens) / 4) FROM turns").fetchone()[0]
+            assert stored == len(server.logs()[-1])
+            await server.ask("DELETE", f"{CONVERSATIONS}/talk", 200 if joins else 404)
+            await respond(server, input="x", previous_response_id=last["id"], store=False)
+            text = (await server.post("/detokenize", tokens=server.requests[-1].prompt.tolist()))["prompt"]
+            assert [part.split("<|done|>")[0].split("\n", 1)[1] for part in text.split("<|turn|>")[1:-1]] == [
+                *contents,
+                "x",
+            ]
+
+    run(work())
+
+
 def test_responses_join_a_conversation_and_take_message_items(serve: Any) -> None:
     async def work() -> None:
         async with serve(keys=("one", "two")) as server:
