@@ -21,6 +21,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from ..scheduler.conversations import common_prefix
 from ..scheduler.types import INSUFFICIENT_QUOTA, RequestError, SettingError
 from .history_rows import SCHEMA, UPGRADES, VERSION, Conversation, Gone, Name
 from .past_turns import PastTurn, Transcript, dialogue_keys
@@ -248,12 +249,19 @@ class HistoryStore:
         return Conversation(*added.fetchone())
 
     def _nearest(self, head: int | None, whole: Transcript) -> int | None:
-        """The latest turn of the line to `head` whose messages are a beginning of this dialogue."""
-        beginnings = set(dialogue_keys("", whole.messages))
+        """The latest turn of the line to `head` whose messages are a beginning of this dialogue; without messages, whose
+        log is a beginning of this one."""
+        beginnings, common = set(dialogue_keys("", whole.messages)), sys.maxsize
+        if not whole.messages and (before := self._load(head)) is not None:
+            common = common_prefix(before.transcript().tokens, whole.tokens)
         while head is not None:
-            digest, parent = self._db.execute("SELECT digest, parent FROM turns WHERE number = ?", (head,)).fetchone()
-            if digest in beginnings:
+            digest, parent, kept, log = self._db.execute(
+                "SELECT digest, parent, kept, kept + length(tokens) / 4 FROM turns WHERE number = ?", (head,)
+            ).fetchone()
+            if digest in beginnings and log <= common:
                 return head
+            if not whole.messages:
+                common = min(common, kept)
             head = parent
         return None
 

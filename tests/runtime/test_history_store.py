@@ -81,6 +81,23 @@ def test_a_diverging_history_replaces_the_branch_that_the_name_stood_for(store: 
     assert rows(store) == 2, "what only the old branch needed is gone"
 
 
+def test_of_completions_the_branch_left_behind_goes_too(store: HistoryStore) -> None:
+    """They have no messages: what a turn goes on from is told by its tokens."""
+
+    def completion(*tokens: int) -> Transcript:
+        return Transcript((), array("i", tokens), "".join(map(chr, tokens)), len(tokens))
+
+    store.commit(A, completion(1, 2, 3), 1.0)
+    store.commit(A, completion(1, 2, 3, 4, 5), 1.0)
+    for reply in range(9):
+        store.commit(A, completion(1, 2, 3, 4, 5, 6, 60 + reply), 1.0)
+    assert stored(store, A) == completion(1, 2, 3, 4, 5, 6, 68) and rows(store) == 3
+    store.commit(A, completion(1, 2, 9), 1.0)
+    assert stored(store, A) == completion(1, 2, 9) and rows(store) == 1
+    store.commit(A, completion(1, 2, 9, 9), 1.0)
+    assert stored(store, A) == completion(1, 2, 9, 9) and rows(store) == 2
+
+
 def test_forks_share_what_they_have_in_common_and_go_their_own_ways(store: HistoryStore) -> None:
     store.commit(A, transcript("0", "1", "2", "3"), 1.0)
     fork = store.fork(A, "b", 2.0)
