@@ -180,11 +180,13 @@ class HistoryStore:
         """The numbers of those that exist. RequestError (429) if one would be new and its owner has as many as the
         quota allows."""
         numbers = []
-        for name in names:
-            if (found := self._find(name, now)) is not None:
-                numbers.append(found.number)
-            else:
-                self._need_room(name.owner, now)
+        with self._transaction(now):
+            for name in names:
+                if (found := self._find(name, now)) is not None:
+                    numbers.append(found.number)
+                else:
+                    self._remove_expired(name)
+                    self._need_room(name.owner, now)
         return numbers
 
     def take_expired(self) -> list[Gone]:
@@ -237,9 +239,7 @@ class HistoryStore:
         self, name: Name, now: float, parent: str | None = None, thread: str | None = None, body: str | None = None
     ) -> Conversation:
         """An expired one of that name makes room. RequestError (429) beyond the quota."""
-        expired = f"SELECT {COLUMNS} FROM conversations WHERE owner = :owner AND kind = :kind AND id = :id"
-        if (row := self._db.execute(expired, name._asdict()).fetchone()) is not None:
-            self._remove(Conversation(*row))
+        self._remove_expired(name)
         self._need_room(name.owner, now)
         added = self._db.execute(
             "INSERT INTO conversations (owner, id, kind, created, active, pinned_until, parent, thread, body, tokens) "
@@ -247,6 +247,12 @@ class HistoryStore:
             name._asdict() | {"now": now, "parent": parent, "thread": thread or name.id, "body": body},
         )
         return Conversation(*added.fetchone())
+
+    def _remove_expired(self, name: Name) -> None:
+        """The one of that name, if there is one; it is known that it has expired."""
+        named = f"SELECT {COLUMNS} FROM conversations WHERE owner = :owner AND kind = :kind AND id = :id"
+        if (row := self._db.execute(named, name._asdict()).fetchone()) is not None:
+            self._expired.append(self._remove(Conversation(*row)))
 
     def _nearest(self, head: int | None, whole: Transcript) -> int | None:
         """The latest turn of the line to `head` whose messages are a beginning of this dialogue; without messages, whose

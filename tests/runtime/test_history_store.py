@@ -137,6 +137,26 @@ def test_what_has_expired_is_said_once_it_is_deleted() -> None:
     store.close()
 
 
+@pytest.mark.parametrize("way", ["turn", "create", "fork"])
+def test_what_has_expired_is_said_before_its_name_is_another_ones(way: str) -> None:
+    """In time for the loop: of a turn, when it begins."""
+    store, whole = HistoryStore(":memory:", history_ttl=10.0), transcript("0", "1", "2", "3")
+    store.commit(A, whole, 1.0, b"salt")
+    store.create(B, 2.0)
+    store.change(B, 2.0, history_ttl=1000.0)
+    match way:
+        case "turn":
+            assert store.admit([B, A], 12.0) == [2]
+        case "create":
+            store.create(A, 12.0)
+        case "fork":
+            store.fork(B, "a", 12.0)
+    assert store.take_expired() == [Gone(A, whole.tokens, 0, b"salt")]
+    store.commit(A, whole, 12.0)
+    assert store.take_expired() == []
+    store.close()
+
+
 def test_a_file_of_the_version_before(tmp_path: Path) -> None:
     """It has no salts; what it holds is served as before."""
     store = HistoryStore(tmp_path / "file")
