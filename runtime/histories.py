@@ -348,20 +348,18 @@ class Histories:
 
     async def delete(self, name: Name) -> None:
         """On return nobody can read it any more, nor KV on disk that was its own. The KV claims of a response belong to
-        its whole line: these end with their TTL.
+        its whole line: they end with the last one of that, or with their TTL, and what they hold stays until then.
 
         RequestError: 404, and 500 if it is gone, but the disk refused to erase some of its KV.
         """
-        erased = self._forget(await self.run(self._store.delete, name, time.time()))
-        if erased is not None and not await erased:
+        if not await self._forget(await self.run(self._store.delete, name, time.time())):
             what = f"the {name.kind} {name.id!r} is deleted, but some of its KV may still be on the server's disk"
             raise RequestError(500, f"{what}: it could not be erased")
 
-    def _forget(self, gone: Gone) -> Awaitable[bool] | None:
-        """Whether its KV is erased, when that is known; None: it has none of its own."""
-        if gone.name.kind != "conversation":
-            return None
-        return self._erase(Forget(kv_name(gone.name, gone.name.id), gone.tokens, gone.shared, gone.salt))
+    def _forget(self, gone: Gone) -> Awaitable[bool]:
+        """Whether its KV is erased, when that is known."""
+        known_as = kv_name(gone.name, gone.thread) if gone.thread is not None else None
+        return self._erase(Forget(known_as, gone.tokens, gone.shared, gone.salt))
 
     def _keep(self, conversation: Conversation, now: float) -> None:
         name = Name(conversation.owner, conversation.id, conversation.kind)

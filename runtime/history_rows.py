@@ -91,9 +91,11 @@ class Conversation:
 
 
 class Gone(NamedTuple):
-    """What a deleted conversation leaves to clean up: its log, whose first `shared` tokens others have in theirs."""
+    """What a deleted conversation or response leaves to clean up: its log, whose first `shared` tokens others have in
+    theirs. `thread`: under which the loop knows it, None if other responses of its line are left."""
 
     name: Name
+    thread: str | None
     tokens: array[int]
     shared: int
     salt: bytes

@@ -255,8 +255,8 @@ class HistoryStore:
             self._expired.append(self._remove(Conversation(*row)))
 
     def _nearest(self, head: int | None, whole: Transcript) -> int | None:
-        """The latest turn of the line to `head` whose messages are a beginning of this dialogue; without messages, whose
-        log is a beginning of this one."""
+        """The latest turn of the line to `head` whose messages are a beginning of this dialogue; if there are none,
+        whose log is a beginning of this one."""
         beginnings, common = set(dialogue_keys("", whole.messages)), sys.maxsize
         if not whole.messages and (before := self._load(head)) is not None:
             common = common_prefix(before.transcript().tokens, whole.tokens)
@@ -308,12 +308,15 @@ class HistoryStore:
         past = self._load(conversation.head)
         self._db.execute("DELETE FROM conversations WHERE number = ?", (conversation.number,))
         own = self._prune(conversation.head)
-        name = Name(conversation.owner, conversation.id, conversation.kind)
+        name, thread = Name(conversation.owner, conversation.id, conversation.kind), conversation.thread
+        line = "SELECT 1 FROM conversations WHERE owner = ? AND kind = 'response' AND thread = ?"
+        if name.kind == "response" and self._db.execute(line, (name.owner, thread)).fetchone() is not None:
+            thread = None
         if past is None:
-            return Gone(name, array("i"), 0, conversation.salt)
+            return Gone(name, thread, array("i"), 0, conversation.salt)
         line, tokens = list(past.lineage()), past.transcript().tokens
         shared = 0 if own == len(line) else min((turn.kept for turn in line[:own]), default=len(tokens))
-        return Gone(name, tokens, shared, conversation.salt)
+        return Gone(name, thread, tokens, shared, conversation.salt)
 
     def _prune(self, turn: int | None) -> int:
         """Deletes the turn and those before it as far as neither a conversation nor another turn needs them.

@@ -15,6 +15,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import chain
 
 from .admission import Admission
 from .batch import Batch
@@ -256,14 +257,15 @@ class Scheduler:
             raise RequestError(409, f"there is a conversation {new_id!r} already", "conversation")
         self._conversations.fork(conversation_id, new_id, now)
 
-    def delete(self, conversation_id: str) -> None:
-        """Forgets the log, and drops what no other conversation claims and nobody uses. `take_erased` tells when its
-        records on DISK are erased. Raises RequestError (404) for an unknown id."""
+    def delete(self, conversation_id: str, shared: int = 0, others: Iterable[ChunkKey] = ()) -> None:
+        """Forgets the log, and drops what no other conversation claims and nobody uses, but for its first `shared`
+        tokens; of the chunks of these `others` too. `take_erased` tells when its records on DISK are erased. Raises
+        RequestError (404) for an unknown id."""
         tokens = self.conversation_tokens(conversation_id)
         salt = self._conversations.salt(conversation_id)
-        self._conversations.delete(conversation_id)
+        self._conversations.delete(conversation_id, shared // self.config.chunk_tokens)
         outgrown = self._windows is not None and len(tokens) > self._windows.length  # not all that it has is claimed
-        self.erase_keys(self._chains.all(tokens, salt) if outgrown else ())
+        self.erase_keys(chain(self._chains.all(tokens, salt, shared) if outgrown else (), others))
 
     def keep(self, conversation_id: str, ttl: float | None, pinned_until: float, now: float) -> None:
         """Claims end `ttl` seconds after the last activity (None: `conversation_ttl`); until `pinned_until` the
