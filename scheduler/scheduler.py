@@ -137,7 +137,9 @@ class Scheduler:
         if turn in self._roster.waiting:
             self._roster.leave_queue(turn)
             self._ledger.commit(turn, None, tokens, turn.tail, now)
-            self._saver.turn_ended(map(self._store.find, self._planner.seen_keys(turn)), now)
+            found = map(self._store.find, self._planner.seen_keys(turn))
+            chunks = [chunk for chunk in found if chunk is not None]
+            self._saver.turn_ended(chunks, now)
             if turn.tail is not None and turn.request.conversation is None and turn.tail.resident:
                 self._store.drop(turn.tail)
             del self._turns[request]
@@ -145,9 +147,9 @@ class Scheduler:
             row = self._take_row(turn)
             chunks = row.chunks
             self._end(row, tokens, now)
-            if not ended and self._saver.withhold(turn.request, output, chunks):
-                return None
-        return None if ended else output
+        if ended or self._saver.withhold(turn.request, output, chunks):
+            return None
+        return output
 
     # -- steps
 
