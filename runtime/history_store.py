@@ -143,13 +143,14 @@ class HistoryStore:
         return [Conversation(*row) for row in rows[:limit]], len(rows) > limit
 
     def create(self, name: Name, now: float) -> Conversation:
-        """An empty conversation. Raises RequestError (409) if the name is taken."""
+        """An empty conversation. Raises RequestError: 409 if the name is taken, 429 beyond the owner's quota."""
         with self._transaction(now):
             self._need_free(name, now)
             return self._insert(name, now)
 
     def fork(self, name: Name, new_id: str, now: float) -> Conversation:
-        """A second conversation with the same history. Raises RequestError: 404 unknown name, 409 taken id."""
+        """A second conversation with the same history. Raises RequestError: 404 unknown name, 409 taken id, 429 beyond
+        the owner's quota."""
         new = name._replace(id=new_id)
         with self._transaction(now):
             source = self.get(name, now)
@@ -225,6 +226,7 @@ class HistoryStore:
     def _need_free(self, name: Name, now: float) -> None:
         if self._find(name, now) is not None:
             raise RequestError(409, f"there is a {name.kind} {name.id!r} already", "id")
+        self._need_room(name.owner, now)
 
     def _need_room(self, owner: str, now: float) -> None:
         if self.quota is None:
@@ -238,9 +240,8 @@ class HistoryStore:
     def _insert(
         self, name: Name, now: float, parent: str | None = None, thread: str | None = None, body: str | None = None
     ) -> Conversation:
-        """An expired one of that name makes room. RequestError (429) beyond the quota."""
+        """An expired one of that name makes room. The quota has been looked at, of a turn when it began."""
         self._remove_expired(name)
-        self._need_room(name.owner, now)
         added = self._db.execute(
             "INSERT INTO conversations (owner, id, kind, created, active, pinned_until, parent, thread, body, tokens) "
             "VALUES (:owner, :id, :kind, :now, :now, 0, :parent, :thread, :body, 0) RETURNING " + COLUMNS,

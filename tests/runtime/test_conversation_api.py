@@ -338,6 +338,27 @@ def test_a_key_may_store_so_many_conversations(serve: Any) -> None:
     run(work())
 
 
+def test_a_turn_that_was_let_in_is_stored(serve: Any) -> None:
+    """Whatever was stored meanwhile: its reply is computed, and of a response's two records one was written."""
+
+    async def work() -> None:
+        async with serve() as server:
+            server.store.quota = 2
+            await server.post(CONVERSATIONS, id="a")
+            server.loop.pause()
+            turns = [asyncio.create_task(server.post("/v1/responses", input="hello", conversation="a"))]
+            turns += [asyncio.create_task(server.chat("hello", conversation=name)) for name in "bc"]
+            while len(server.requests) < 3:
+                await asyncio.sleep(0.005)
+            server.loop.go_on()
+            await asyncio.gather(*turns)
+            await server.post(CONVERSATIONS, 429)
+            for name in "abc":
+                assert len((await server.ask("GET", f"{CONVERSATIONS}/{name}"))["messages"]) == 2
+
+    run(work())
+
+
 def test_keys_keep_tenants_apart(serve: Any) -> None:
     async def work() -> None:
         async with serve(keys=("one", "two")) as server:
