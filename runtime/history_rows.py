@@ -92,7 +92,7 @@ class Conversation:
 
 class Gone(NamedTuple):
     """What a deleted conversation or response leaves to clean up: its log, whose first `shared` tokens others have in
-    theirs. `thread`: under which the loop knows it, None if other responses of its line are left."""
+    theirs. `thread`: under which the loop knows it; None: of a response, others share its line."""
 
     name: Name
     thread: str | None

@@ -309,14 +309,13 @@ class HistoryStore:
         past = self._load(conversation.head)
         self._db.execute("DELETE FROM conversations WHERE number = ?", (conversation.number,))
         own = self._prune(conversation.head)
-        name, thread = Name(conversation.owner, conversation.id, conversation.kind), conversation.thread
-        line = "SELECT 1 FROM conversations WHERE owner = ? AND kind = 'response' AND thread = ?"
-        if name.kind == "response" and self._db.execute(line, (name.owner, thread)).fetchone() is not None:
-            thread = None
+        name = Name(conversation.owner, conversation.id, conversation.kind)
         if past is None:
-            return Gone(name, thread, array("i"), 0, conversation.salt)
+            return Gone(name, conversation.thread, array("i"), 0, conversation.salt)
         line, tokens = list(past.lineage()), past.transcript().tokens
-        shared = 0 if own == len(line) else min((turn.kept for turn in line[:own]), default=len(tokens))
+        alone = own == len(line)
+        shared = 0 if alone else min((turn.kept for turn in line[:own]), default=len(tokens))
+        thread = conversation.thread if alone or name.kind == "conversation" else None
         return Gone(name, thread, tokens, shared, conversation.salt)
 
     def _prune(self, turn: int | None) -> int:
