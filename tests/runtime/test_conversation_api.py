@@ -7,6 +7,7 @@ import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -206,6 +207,28 @@ def test_conversations_are_listed_forked_kept_and_deleted(serve: Any) -> None:
             made = await server.post(CONVERSATIONS)
             assert (await server.chat("x", conversation=made["id"], history="server")).startswith("hello")
             await server.post(CONVERSATIONS, 409, id="a")
+
+    run(work())
+
+
+def test_every_name_that_is_taken_can_be_asked_for(serve: Any) -> None:
+    names = ["a", "a\n", "\n", "two\nlines", "a/fork", "a%2Fb", "a?b#c", "é" * 1000]
+
+    async def work() -> None:
+        async with serve() as server:
+            for name in names:
+                await server.chat("hello", conversation=name)
+            for count, name in enumerate(reversed(names), 1):
+                path = f"{CONVERSATIONS}/{quote(name, safe='')}"
+                assert (await server.ask("GET", path))["id"] == name
+                assert (await server.post(f"{path}/fork", id="copy"))["parent"] == name
+                for gone in (path, f"{CONVERSATIONS}/copy"):
+                    await server.ask("DELETE", gone)
+                left = await server.ask("GET", CONVERSATIONS)
+                assert [entry["id"] for entry in left["data"]] == names[: len(names) - count][::-1]
+            for body in ({"id": "x" * 1001}, {"id": ""}):
+                await server.post(CONVERSATIONS, 400, **body)
+            await server.post(CHAT, 400, messages=[{"role": "user", "content": "x"}], conversation="x" * 1001)
 
     run(work())
 
