@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, StringConstraints, model_validator
 from ..scheduler.types import RequestError
 
 NonEmpty = Annotated[str, StringConstraints(min_length=1)]
+ConversationId = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
+"""It stands in paths, where a character takes up to 12 bytes of a head that is limited too."""
 
 
 class Body(BaseModel):

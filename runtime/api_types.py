@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from ..scheduler.types import RequestError, check_logprobs
-from .api_body import Body, NonEmpty
+from .api_body import Body, ConversationId, NonEmpty
 from .api_messages import Message, NamedTool, Tool
 
 MOST_CHOICES = MOST_TOOLS = 128  # OpenAI's
@@ -24,11 +24,11 @@ class StreamOptions(Body):
 
 
 class ConversationName(Body):
-    id: NonEmpty
+    id: ConversationId
 
 
 class ConversationParams(Body):
-    conversation_id: NonEmpty
+    conversation_id: ConversationId
 
 
 class ResponseFormat(Body):
@@ -98,7 +98,7 @@ class GenerationBody(Body):
     return_sources: bool = False
     priority: int = 0
     expect_next_s: Annotated[float, Field(ge=0.0, allow_inf_nan=False, strict=False)] | None = None
-    conversation: NonEmpty | ConversationName | None = None
+    conversation: ConversationId | ConversationName | None = None
     conversation_params: ConversationParams | None = None
     history: Literal["client", "server"] = "client"
     cache_salt: NonEmpty | None = None

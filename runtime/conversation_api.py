@@ -11,10 +11,12 @@ from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, FastAPI, Request
 from pydantic import Field
+from starlette.convertors import PathConvertor, register_url_convertor
 
 from ..scheduler.types import ConversationKV, RequestError
+from .api_body import ConversationId
 from .api_keys import owner_of
-from .api_types import Body, NonEmpty, parse
+from .api_types import Body, parse
 from .engine_client import EngineClient
 from .histories import Histories, kv_name
 from .history_rows import Conversation, Name
@@ -31,7 +33,7 @@ class NewConversation(Body):
 
     NEUTRAL: ClassVar = {"items": ([],), "metadata": ({},)}
 
-    id: NonEmpty | None = None
+    id: ConversationId | None = None
 
 
 class Lifetime(Body):
@@ -47,6 +49,15 @@ class Pin(Body):
     """POST /v1/conversations/{id}/pin."""
 
     ttl_s: Seconds = DEFAULT_PIN_S
+
+
+class AnyId(PathConvertor):
+    """The rest of a path, line breaks included: `path` has none, and takes "a" for "a" with one behind it."""
+
+    regex = "(?s:.*)"
+
+
+register_url_convertor("any", AnyId())
 
 
 class Page:
@@ -90,35 +101,35 @@ def add_conversations(app: FastAPI, histories: Histories, client: EngineClient) 
         body = await parsed(NewConversation, request)
         return describe(await histories.create(Name(owner_of(request), body.id or new_id())))
 
-    @router.post("/{id:path}/fork")
+    @router.post("/{id:any}/fork")
     async def fork(id: str, request: Request) -> dict[str, Any]:
         body = await parsed(NewConversation, request)
         return describe(await histories.fork(Name(owner_of(request), id), body.id or new_id()))
 
-    @router.post("/{id:path}/pin")
+    @router.post("/{id:any}/pin")
     async def pin(id: str, request: Request) -> dict[str, Any]:
         body = await parsed(Pin, request)
         until = time.time() + body.ttl_s
         return describe(await histories.change(Name(owner_of(request), id), pinned_until=until))
 
-    @router.post("/{id:path}/unpin")
+    @router.post("/{id:any}/unpin")
     async def unpin(id: str, request: Request) -> dict[str, Any]:
         return describe(await histories.change(Name(owner_of(request), id), pinned_until=0.0))
 
-    @router.get("/{id:path}")
+    @router.get("/{id:any}")
     async def look(id: str, request: Request) -> dict[str, Any]:
         conversation, transcript = await histories.load(Name(owner_of(request), id))
         await client.survey()
         return sized(conversation, transcript)
 
-    @router.post("/{id:path}")
-    @router.patch("/{id:path}")
+    @router.post("/{id:any}")
+    @router.patch("/{id:any}")
     async def change(id: str, request: Request) -> dict[str, Any]:
         body = await parsed(Lifetime, request)
         values = {name.removesuffix("_s"): getattr(body, name) for name in body.model_fields_set}
         return describe(await histories.change(Name(owner_of(request), id), **values))
 
-    @router.delete("/{id:path}")
+    @router.delete("/{id:any}")
     async def delete(id: str, request: Request) -> dict[str, Any]:
         await histories.delete(Name(owner_of(request), id))
         return {"id": id, "object": "conversation.deleted", "deleted": True}

@@ -31,9 +31,11 @@ Erase = Callable[[Forget], Awaitable[bool]]
 
 
 class Record(NamedTuple):
-    """Where a turn is stored, and what is said about a name that is new with it (`HistoryStore.commit`)."""
+    """Where a turn is stored, and behind whose turns and with what a name that is new with it
+    (`HistoryStore.commit`)."""
 
     name: Name
+    behind: Name | None = None
     about: dict[str, str | None] = {}  # noqa: RUF012 (never changed)
 
 
@@ -75,7 +77,7 @@ class OpenTurn:
         """What the loop calls the conversation, None: it has no name."""
         if not self.records:
             return None
-        name, about = self.records[0]
+        name, _, about = self.records[0]
         return kv_name(name, about.get("thread") or name.id)
 
     async def commit(
@@ -101,9 +103,9 @@ class OpenTurn:
         messages = (*self.messages, answer) if answer is not None else self.messages
         tokens = self.prompt + array("i", reply)
         whole = Transcript(messages, tokens, self.text + text, self.inside + inside)
-        for name, about in self.records:
-            about = about | {"body": body} if name.kind == "response" else about
-            await histories.store_turn(name, whole, salt, about)
+        for record in self.records:
+            about = record.about | {"body": body} if record.name.kind == "response" else record.about
+            await histories.store_turn(record._replace(about=about), whole, salt)
         if answer is not None:
             histories.remember(self.owner, whole)
 
@@ -186,9 +188,11 @@ class Histories:
 
         snapshot = Name(owner, stored_as, "response") if stored_as is not None else None
         if conversation is not None:
+            if snapshot is not None:
+                await self.run(self._store.admit, [snapshot], time.time())
             turn = await self.open_chat(owner, conversation, messages, with_instructions, server_history=True)
             if snapshot is not None:
-                turn.records += (Record(snapshot),)
+                turn.records += (Record(snapshot, behind=Name(owner, conversation)),)
             return turn
         before, past = None, None
         if previous is not None:
@@ -199,7 +203,8 @@ class Histories:
         records: tuple[Record, ...] = ()
         if snapshot is not None:
             thread = before.thread if before is not None else snapshot.id
-            records = (Record(snapshot, {"parent": previous, "thread": thread}),)
+            behind = Name(owner, previous, "response") if previous is not None else None
+            records = (Record(snapshot, behind, {"parent": previous, "thread": thread}),)
         with ExitStack() as held:
             await self._admit(records, held)
             return await self._chat_turn(owner, dialogue, past, with_instructions, records, held)
@@ -299,10 +304,10 @@ class Histories:
             raise RequestError(404, f"there is no {name.kind} {name.id!r}", PARAMETERS[name.kind])
         return found
 
-    async def store_turn(self, name: Name, whole: Transcript, salt: bytes, about: dict[str, str | None]) -> None:
+    async def store_turn(self, record: Record, whole: Transcript, salt: bytes) -> None:
         """Raises RequestError (507) if the disk does not take it."""
         now = time.time()
-        stored = await self.run(self._store.commit, name, whole, now, salt, **about)
+        stored = await self.run(self._store.commit, record.name, whole, now, salt, record.behind, **record.about)
         if stored.ttl is not None or stored.pinned_until > now:
             self._keep(stored, now)
 
@@ -343,20 +348,18 @@ class Histories:
 
     async def delete(self, name: Name) -> None:
         """On return nobody can read it any more, nor KV on disk that was its own. The KV claims of a response belong to
-        its whole line: these end with their TTL.
+        its whole line: they end with the last one of that, or with their TTL, and what they hold stays until then.
 
         RequestError: 404, and 500 if it is gone, but the disk refused to erase some of its KV.
         """
-        erased = self._forget(await self.run(self._store.delete, name, time.time()))
-        if erased is not None and not await erased:
+        if not await self._forget(await self.run(self._store.delete, name, time.time())):
             what = f"the {name.kind} {name.id!r} is deleted, but some of its KV may still be on the server's disk"
             raise RequestError(500, f"{what}: it could not be erased")
 
-    def _forget(self, gone: Gone) -> Awaitable[bool] | None:
-        """Whether its KV is erased, when that is known; None: it has none of its own."""
-        if gone.name.kind != "conversation":
-            return None
-        return self._erase(Forget(kv_name(gone.name, gone.name.id), gone.tokens, gone.shared, gone.salt))
+    def _forget(self, gone: Gone) -> Awaitable[bool]:
+        """Whether its KV is erased, when that is known."""
+        known_as = kv_name(gone.name, gone.thread) if gone.thread is not None else None
+        return self._erase(Forget(known_as, gone.tokens, gone.shared, gone.salt))
 
     def _keep(self, conversation: Conversation, now: float) -> None:
         name = Name(conversation.owner, conversation.id, conversation.kind)

@@ -91,9 +91,11 @@ class Conversation:
 
 
 class Gone(NamedTuple):
-    """What a deleted conversation leaves to clean up: its log, whose first `shared` tokens others have in theirs."""
+    """What a deleted conversation or response leaves to clean up: its log, whose first `shared` tokens others have in
+    theirs. `thread`: under which the loop knows it; None: of a response, others share its line."""
 
     name: Name
+    thread: str | None
     tokens: array[int]
     shared: int
     salt: bytes

@@ -21,6 +21,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from ..scheduler.conversations import common_prefix
 from ..scheduler.types import INSUFFICIENT_QUOTA, RequestError, SettingError
 from .history_rows import SCHEMA, UPGRADES, VERSION, Conversation, Gone, Name
 from .past_turns import PastTurn, Transcript, dialogue_keys
@@ -80,17 +81,28 @@ class HistoryStore:
 
     # -- turns
 
-    def commit(self, name: Name, whole: Transcript, now: float, salt: bytes = b"", **about: str | None) -> Conversation:
+    def commit(
+        self,
+        name: Name,
+        whole: Transcript,
+        now: float,
+        salt: bytes = b"",
+        behind: Name | None = None,
+        **about: str | None,
+    ) -> Conversation:
         """The name stands for this branch from now on; what it stood for before and nobody else needs is deleted.
 
-        `about`: `parent`, `thread` and `body` of a conversation that is new with this turn. On return the turn is on
-        the disk. Raises RequestError (507) if it cannot be written; then nothing has changed.
+        `behind`: whose turns a name that is new with this one shares, as far as it goes on from them and they are still
+        there; `about`: its `parent`, `thread` and `body`. On return the turn is on the disk. Raises RequestError (507)
+        if it cannot be written; then nothing has changed.
         """
         with self._transaction(now):
+            before = self._find(behind, now) if behind is not None else None
             found = self._find(name, now)
             if found is None:
                 found = self._insert(name, now, **about)
-            turn = self._add_turn(self._nearest(found.head, whole), whole)
+            head = found.head if before is None else before.head
+            turn = self._add_turn(self._nearest(head, whole), whole)
             self._db.execute(
                 "UPDATE conversations SET head = ?, tokens = ?, active = ?, salt = ? WHERE number = ?",
                 (turn, len(whole.tokens), now, salt, found.number),
@@ -131,13 +143,14 @@ class HistoryStore:
         return [Conversation(*row) for row in rows[:limit]], len(rows) > limit
 
     def create(self, name: Name, now: float) -> Conversation:
-        """An empty conversation. Raises RequestError (409) if the name is taken."""
+        """An empty conversation. Raises RequestError: 409 if the name is taken, 429 beyond the owner's quota."""
         with self._transaction(now):
             self._need_free(name, now)
             return self._insert(name, now)
 
     def fork(self, name: Name, new_id: str, now: float) -> Conversation:
-        """A second conversation with the same history. Raises RequestError: 404 unknown name, 409 taken id."""
+        """A second conversation with the same history. Raises RequestError: 404 unknown name, 409 taken id, 429 beyond
+        the owner's quota."""
         new = name._replace(id=new_id)
         with self._transaction(now):
             source = self.get(name, now)
@@ -168,11 +181,13 @@ class HistoryStore:
         """The numbers of those that exist. RequestError (429) if one would be new and its owner has as many as the
         quota allows."""
         numbers = []
-        for name in names:
-            if (found := self._find(name, now)) is not None:
-                numbers.append(found.number)
-            else:
-                self._need_room(name.owner, now)
+        with self._transaction(now):
+            for name in names:
+                if (found := self._find(name, now)) is not None:
+                    numbers.append(found.number)
+                else:
+                    self._remove_expired(name)
+                    self._need_room(name.owner, now)
         return numbers
 
     def take_expired(self) -> list[Gone]:
@@ -211,6 +226,7 @@ class HistoryStore:
     def _need_free(self, name: Name, now: float) -> None:
         if self._find(name, now) is not None:
             raise RequestError(409, f"there is a {name.kind} {name.id!r} already", "id")
+        self._need_room(name.owner, now)
 
     def _need_room(self, owner: str, now: float) -> None:
         if self.quota is None:
@@ -224,11 +240,8 @@ class HistoryStore:
     def _insert(
         self, name: Name, now: float, parent: str | None = None, thread: str | None = None, body: str | None = None
     ) -> Conversation:
-        """An expired one of that name makes room. RequestError (429) beyond the quota."""
-        expired = f"SELECT {COLUMNS} FROM conversations WHERE owner = :owner AND kind = :kind AND id = :id"
-        if (row := self._db.execute(expired, name._asdict()).fetchone()) is not None:
-            self._remove(Conversation(*row))
-        self._need_room(name.owner, now)
+        """An expired one of that name makes room. The quota has been looked at, of a turn when it began."""
+        self._remove_expired(name)
         added = self._db.execute(
             "INSERT INTO conversations (owner, id, kind, created, active, pinned_until, parent, thread, body, tokens) "
             "VALUES (:owner, :id, :kind, :now, :now, 0, :parent, :thread, :body, 0) RETURNING " + COLUMNS,
@@ -236,13 +249,26 @@ class HistoryStore:
         )
         return Conversation(*added.fetchone())
 
+    def _remove_expired(self, name: Name) -> None:
+        """The one of that name, if there is one; it is known that it has expired."""
+        named = f"SELECT {COLUMNS} FROM conversations WHERE owner = :owner AND kind = :kind AND id = :id"
+        if (row := self._db.execute(named, name._asdict()).fetchone()) is not None:
+            self._expired.append(self._remove(Conversation(*row)))
+
     def _nearest(self, head: int | None, whole: Transcript) -> int | None:
-        """The latest turn of the line to `head` whose messages are a beginning of this dialogue."""
-        beginnings = set(dialogue_keys("", whole.messages))
+        """The latest turn of the line to `head` whose messages are a beginning of this dialogue; if there are none,
+        whose log is a beginning of this one."""
+        beginnings, common = set(dialogue_keys("", whole.messages)), sys.maxsize
+        if not whole.messages and (before := self._load(head)) is not None:
+            common = common_prefix(before.transcript().tokens, whole.tokens)
         while head is not None:
-            digest, parent = self._db.execute("SELECT digest, parent FROM turns WHERE number = ?", (head,)).fetchone()
-            if digest in beginnings:
+            digest, parent, kept, log = self._db.execute(
+                "SELECT digest, parent, kept, kept + length(tokens) / 4 FROM turns WHERE number = ?", (head,)
+            ).fetchone()
+            if digest in beginnings and log <= common:
                 return head
+            if not whole.messages:
+                common = min(common, kept)
             head = parent
         return None
 
@@ -285,10 +311,12 @@ class HistoryStore:
         own = self._prune(conversation.head)
         name = Name(conversation.owner, conversation.id, conversation.kind)
         if past is None:
-            return Gone(name, array("i"), 0, conversation.salt)
+            return Gone(name, conversation.thread, array("i"), 0, conversation.salt)
         line, tokens = list(past.lineage()), past.transcript().tokens
-        shared = 0 if own == len(line) else min((turn.kept for turn in line[:own]), default=len(tokens))
-        return Gone(name, tokens, shared, conversation.salt)
+        alone = own == len(line)
+        shared = 0 if alone else min((turn.kept for turn in line[:own]), default=len(tokens))
+        thread = conversation.thread if alone or name.kind == "conversation" else None
+        return Gone(name, thread, tokens, shared, conversation.salt)
 
     def _prune(self, turn: int | None) -> int:
         """Deletes the turn and those before it as far as neither a conversation nor another turn needs them.

@@ -50,10 +50,10 @@ class Fork(NamedTuple):
 
 class Forget(NamedTuple):
     """The conversation claims no KV any more, and nobody may read what was its own: of its log of `tokens` with this
-    salt what is behind the first `shared` tokens. The loop may not know it, but have its KV on disk. Answered by
-    `Erased`."""
+    salt what is behind the first `shared` tokens. The loop may not know it (or nobody is to be forgotten: None), but
+    have its KV on disk. Answered by `Erased`."""
 
-    conversation: str
+    conversation: str | None
     tokens: array[int]
     shared: int
     salt: bytes

@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
+from ..scheduler.conversations import common_prefix
 from ..scheduler.plan import StepPlan
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.types import Applied, FinishReason, Output, Request, RequestError, RequestId
@@ -110,6 +111,7 @@ class Service:
                 began = time.monotonic()
                 with self._counters.plan:
                     plan = self._scheduler.next_plan(began)
+                self._tell_erased()  # a long log is looked through a plan at a time, though nothing else is to be done
                 if plan is not None:
                     self._launch(plan, began)
                 if self._scheduler.in_flight >= (STEPS_IN_FLIGHT if plan is not None else 1):
@@ -235,10 +237,14 @@ class Service:
 
     def _forget(self, message: Forget) -> None:
         """Of a conversation that has not been active since the start records may be on disk all the same."""
-        if self._scheduler.has_conversation(message.conversation):
-            self._scheduler.delete(message.conversation)
-        else:
-            self._scheduler.erase_keys(self._scheduler.keys(message.tokens, message.salt, message.shared))
+        scheduler, (conversation, tokens, shared, salt) = self._scheduler, message
+        stored = scheduler.keys(tokens, salt, shared)
+        if conversation is None or not scheduler.has_conversation(conversation):
+            scheduler.erase_keys(stored)
+            return
+        log = scheduler.conversation_tokens(conversation)
+        # Of turns that ran at once another one may have ended last than in the history file.
+        scheduler.delete(conversation, min(shared, common_prefix(log, tokens)), stored if log != tokens else ())
 
     def _tell_erased(self) -> None:
         for wholly in self._scheduler.take_erased():

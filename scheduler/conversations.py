@@ -148,8 +148,9 @@ class Conversations:
         log = Log(source.tokens[:], source.base, source.keys[:], source.first, source.chunks[:], None)
         self._set(new_id, source.owner, source.salt, log, now)
 
-    def delete(self, conversation_id: str) -> None:
-        """The log is gone and claims nothing any more; its tail and what nobody else claims are dropped."""
+    def delete(self, conversation_id: str, shared: int = 0) -> None:
+        """The log is gone and claims nothing any more; its tail and what nobody else claims are dropped, but for its
+        first `shared` chunks."""
         conversation = self._by_id.pop(conversation_id)
         self._due.set(conversation_id, inf)
         self.expected.set(conversation_id, inf)
@@ -158,7 +159,7 @@ class Conversations:
         if self._quotas is not None:
             for other, surplus in self._quotas.remove(conversation.owner, conversation_id):
                 self._mark(self._by_id[other], surplus)
-        for key in conversation.keys:  # its claims end at the first chunk that was gone at its last commit
+        for key in conversation.keys[shared:]:  # its claims end at the first chunk that was gone at its last commit
             chunk = self._store.find(key)
             if chunk is not None and not chunk.claims:
                 self._store.delete(chunk)

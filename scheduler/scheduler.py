@@ -15,6 +15,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import chain
 
 from .admission import Admission
 from .batch import Batch
@@ -136,7 +137,9 @@ class Scheduler:
         if turn in self._roster.waiting:
             self._roster.leave_queue(turn)
             self._ledger.commit(turn, None, tokens, turn.tail, now)
-            self._saver.turn_ended(map(self._store.find, self._planner.seen_keys(turn)), now)
+            found = map(self._store.find, self._planner.seen_keys(turn))
+            chunks = [chunk for chunk in found if chunk is not None]
+            self._saver.turn_ended(chunks, now)
             if turn.tail is not None and turn.request.conversation is None and turn.tail.resident:
                 self._store.drop(turn.tail)
             del self._turns[request]
@@ -144,9 +147,9 @@ class Scheduler:
             row = self._take_row(turn)
             chunks = row.chunks
             self._end(row, tokens, now)
-            if not ended and self._saver.withhold(turn.request, output, chunks):
-                return None
-        return None if ended else output
+        if ended or self._saver.withhold(turn.request, output, chunks):
+            return None
+        return output
 
     # -- steps
 
@@ -256,14 +259,15 @@ class Scheduler:
             raise RequestError(409, f"there is a conversation {new_id!r} already", "conversation")
         self._conversations.fork(conversation_id, new_id, now)
 
-    def delete(self, conversation_id: str) -> None:
-        """Forgets the log, and drops what no other conversation claims and nobody uses. `take_erased` tells when its
-        records on DISK are erased. Raises RequestError (404) for an unknown id."""
+    def delete(self, conversation_id: str, shared: int = 0, others: Iterable[ChunkKey] = ()) -> None:
+        """Forgets the log, and drops what no other conversation claims and nobody uses, but for its first `shared`
+        tokens; of the chunks of these `others` too. `take_erased` tells when its records on DISK are erased. Raises
+        RequestError (404) for an unknown id."""
         tokens = self.conversation_tokens(conversation_id)
         salt = self._conversations.salt(conversation_id)
-        self._conversations.delete(conversation_id)
+        self._conversations.delete(conversation_id, shared // self.config.chunk_tokens)
         outgrown = self._windows is not None and len(tokens) > self._windows.length  # not all that it has is claimed
-        self.erase_keys(self._chains.all(tokens, salt) if outgrown else ())
+        self.erase_keys(chain(self._chains.all(tokens, salt, shared) if outgrown else (), others))
 
     def keep(self, conversation_id: str, ttl: float | None, pinned_until: float, now: float) -> None:
         """Claims end `ttl` seconds after the last activity (None: `conversation_ttl`); until `pinned_until` the

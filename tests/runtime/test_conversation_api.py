@@ -7,6 +7,7 @@ import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -210,6 +211,28 @@ def test_conversations_are_listed_forked_kept_and_deleted(serve: Any) -> None:
     run(work())
 
 
+def test_every_name_that_is_taken_can_be_asked_for(serve: Any) -> None:
+    names = ["a", "a\n", "\n", "two\nlines", "a/fork", "a%2Fb", "a?b#c", "é" * 1000]
+
+    async def work() -> None:
+        async with serve() as server:
+            for name in names:
+                await server.chat("hello", conversation=name)
+            for count, name in enumerate(reversed(names), 1):
+                path = f"{CONVERSATIONS}/{quote(name, safe='')}"
+                assert (await server.ask("GET", path))["id"] == name
+                assert (await server.post(f"{path}/fork", id="copy"))["parent"] == name
+                for gone in (path, f"{CONVERSATIONS}/copy"):
+                    await server.ask("DELETE", gone)
+                left = await server.ask("GET", CONVERSATIONS)
+                assert [entry["id"] for entry in left["data"]] == names[: len(names) - count][::-1]
+            for body in ({"id": "x" * 1001}, {"id": ""}):
+                await server.post(CONVERSATIONS, 400, **body)
+            await server.post(CHAT, 400, messages=[{"role": "user", "content": "x"}], conversation="x" * 1001)
+
+    run(work())
+
+
 def test_a_deletion_is_answered_when_nobody_can_read_it_any_more(serve: Any) -> None:
     async def work() -> None:
         async with serve() as server:
@@ -324,6 +347,7 @@ def test_a_key_may_store_so_many_conversations(serve: Any) -> None:
                 ("/v1/chat/completions", {"conversation": "c", "messages": [{"role": "user", "content": "hello"}]}),
                 ("/v1/completions", {"conversation": "c", "prompt": "hello"}),
                 ("/v1/responses", {"input": "hello"}),
+                ("/v1/responses", {"input": "hello", "conversation": "a"}),
             ):
                 error = (await server.post(path, 429, key="one", **body))["error"]
                 assert error["code"] == "insufficient_quota" and "2 conversations" in error["message"]
@@ -333,6 +357,27 @@ def test_a_key_may_store_so_many_conversations(serve: Any) -> None:
             await server.chat("hello", key="one")
             await server.ask("DELETE", f"{CONVERSATIONS}/a", key="one")
             await server.chat("hello", conversation="c", key="one")
+
+    run(work())
+
+
+def test_a_turn_that_was_let_in_is_stored(serve: Any) -> None:
+    """Whatever was stored meanwhile: its reply is computed, and of a response's two records one was written."""
+
+    async def work() -> None:
+        async with serve() as server:
+            server.store.quota = 2
+            await server.post(CONVERSATIONS, id="a")
+            server.loop.pause()
+            turns = [asyncio.create_task(server.post("/v1/responses", input="hello", conversation="a"))]
+            turns += [asyncio.create_task(server.chat("hello", conversation=name)) for name in "bc"]
+            while len(server.requests) < 3:
+                await asyncio.sleep(0.005)
+            server.loop.go_on()
+            await asyncio.gather(*turns)
+            await server.post(CONVERSATIONS, 429)
+            for name in "abc":
+                assert len((await server.ask("GET", f"{CONVERSATIONS}/{name}"))["messages"]) == 2
 
     run(work())
 

@@ -81,6 +81,23 @@ def test_a_diverging_history_replaces_the_branch_that_the_name_stood_for(store: 
     assert rows(store) == 2, "what only the old branch needed is gone"
 
 
+def test_of_completions_the_branch_left_behind_goes_too(store: HistoryStore) -> None:
+    """They have no messages: what a turn goes on from is told by its tokens."""
+
+    def completion(*tokens: int) -> Transcript:
+        return Transcript((), array("i", tokens), "".join(map(chr, tokens)), len(tokens))
+
+    store.commit(A, completion(1, 2, 3), 1.0)
+    store.commit(A, completion(1, 2, 3, 4, 5), 1.0)
+    for reply in range(9):
+        store.commit(A, completion(1, 2, 3, 4, 5, 6, 60 + reply), 1.0)
+    assert stored(store, A) == completion(1, 2, 3, 4, 5, 6, 68) and rows(store) == 3
+    store.commit(A, completion(1, 2, 9), 1.0)
+    assert stored(store, A) == completion(1, 2, 9) and rows(store) == 1
+    store.commit(A, completion(1, 2, 9, 9), 1.0)
+    assert stored(store, A) == completion(1, 2, 9, 9) and rows(store) == 2
+
+
 def test_forks_share_what_they_have_in_common_and_go_their_own_ways(store: HistoryStore) -> None:
     store.commit(A, transcript("0", "1", "2", "3"), 1.0)
     fork = store.fork(A, "b", 2.0)
@@ -102,21 +119,51 @@ def test_a_deleted_conversation_says_what_of_its_log_was_its_own(store: HistoryS
     store.fork(A, "b", 2.0)
     store.fork(A, "c", 2.0)
     store.commit(B, longer, 3.0, b"salt")
-    assert store.delete(Name("", "c"), 4.0) == Gone(Name("", "c"), whole.tokens, len(whole.tokens), b"salt"), (
+    assert store.delete(Name("", "c"), 4.0) == Gone(Name("", "c"), "c", whole.tokens, len(whole.tokens), b"salt"), (
         "all others'"
     )
-    assert store.delete(B, 4.0) == Gone(B, longer.tokens, len(whole.tokens), b"salt")
-    assert store.delete(A, 4.0) == Gone(A, whole.tokens, 0, b"salt")
+    assert store.delete(B, 4.0) == Gone(B, "b", longer.tokens, len(whole.tokens), b"salt")
+    assert store.delete(A, 4.0) == Gone(A, "a", whole.tokens, 0, b"salt")
     store.create(A, 5.0)
-    assert store.delete(A, 5.0) == Gone(A, array("i"), 0, b"")
+    assert store.delete(A, 5.0) == Gone(A, "a", array("i"), 0, b"")
     assert store.take_expired() == []
+
+
+def test_a_deleted_response_says_whether_its_line_ends_with_it(store: HistoryStore) -> None:
+    first, second = (Name("", name, "response") for name in ("r1", "r2"))
+    whole, longer = transcript("0", "1", "2", "3"), transcript("0", "1", "2", "3", "4", "5")
+    store.commit(first, whole, 1.0, b"salt")
+    store.commit(second, longer, 2.0, b"salt", behind=first, parent="r1", thread="r1")
+    assert store.delete(first, 3.0) == Gone(first, None, whole.tokens, len(whole.tokens), b"salt")
+    assert stored(store, second) == longer
+    assert store.delete(second, 3.0) == Gone(second, "r1", longer.tokens, 0, b"salt") and rows(store) == 0
 
 
 def test_what_has_expired_is_said_once_it_is_deleted() -> None:
     store, whole = HistoryStore(":memory:", history_ttl=100.0), transcript("0", "1", "2", "3")
     store.commit(A, whole, 1.0, b"salt")
     store.create(B, 200.0)
-    assert store.take_expired() == [Gone(A, whole.tokens, 0, b"salt")] and store.take_expired() == []
+    assert store.take_expired() == [Gone(A, "a", whole.tokens, 0, b"salt")] and store.take_expired() == []
+    store.close()
+
+
+@pytest.mark.parametrize("way", ["turn", "create", "fork"])
+def test_what_has_expired_is_said_before_its_name_is_another_ones(way: str) -> None:
+    """In time for the loop: of a turn, when it begins."""
+    store, whole = HistoryStore(":memory:", history_ttl=10.0), transcript("0", "1", "2", "3")
+    store.commit(A, whole, 1.0, b"salt")
+    store.create(B, 2.0)
+    store.change(B, 2.0, history_ttl=1000.0)
+    match way:
+        case "turn":
+            assert store.admit([B, A], 12.0) == [2]
+        case "create":
+            store.create(A, 12.0)
+        case "fork":
+            store.fork(B, "a", 12.0)
+    assert store.take_expired() == [Gone(A, "a", whole.tokens, 0, b"salt")]
+    store.commit(A, whole, 12.0)
+    assert store.take_expired() == []
     store.close()
 
 

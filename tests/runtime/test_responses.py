@@ -7,6 +7,8 @@ from typing import Any
 import openai
 import pytest
 
+from pensieve.runtime.messages import Forget
+
 from .served import Served, run, serve
 
 __all__ = ["serve"]  # a fixture
@@ -42,6 +44,47 @@ def test_responses_go_on_from_any_earlier_one(serve: Any) -> None:
             contents = [part.split("<|done|>")[0].split("\n", 1)[1] for part in text.split("<|turn|>")[1:-1]]
             assert contents == ["hello", text_of(first), "more 1", text_of(again), "x"]
             await server.ask("GET", f"{RESPONSES}/{last['id']}", 404)
+
+    run(work())
+
+
+def test_the_kv_of_a_response_is_forgotten_with_it_and_that_of_its_line_with_the_last(serve: Any) -> None:
+    async def work() -> None:
+        async with serve() as server:
+            first = await respond(server, input="hello")
+            second = await respond(server, input="more", previous_response_id=first["id"])
+            for response in (first, second):
+                await server.ask("DELETE", f"{RESPONSES}/{response['id']}")
+            logs = server.logs()
+            told = [(gone.conversation, gone.tokens.tolist(), gone.shared) for gone in server.loop.said(Forget)]
+            assert told == [(None, logs[0], len(logs[0])), (server.requests[0].conversation, logs[1], 0)]
+
+    run(work())
+
+
+@pytest.mark.parametrize("joins", [False, True], ids=["line", "conversation"])
+def test_what_responses_have_in_common_is_stored_once(serve: Any, joins: bool) -> None:
+    async def work() -> None:
+        async with serve() as server:
+            body: dict[str, Any] = {}
+            if joins:
+                await server.post(CONVERSATIONS, id="talk")
+                body = {"conversation": "talk"}
+            contents = []
+            for number in range(6):
+                last = await respond(server, input=f"question {number}", **body)
+                contents += [f"question {number}", text_of(last)]
+                if not joins:
+                    body = {"previous_response_id": last["id"]}
+            stored = server.store._db.execute("SELECT sum(length(tokens) / 4) FROM turns").fetchone()[0]
+            assert stored == len(server.logs()[-1])
+            await server.ask("DELETE", f"{CONVERSATIONS}/talk", 200 if joins else 404)
+            await respond(server, input="x", previous_response_id=last["id"], store=False)
+            text = (await server.post("/detokenize", tokens=server.requests[-1].prompt.tolist()))["prompt"]
+            assert [part.split("<|done|>")[0].split("\n", 1)[1] for part in text.split("<|turn|>")[1:-1]] == [
+                *contents,
+                "x",
+            ]
 
     run(work())
 

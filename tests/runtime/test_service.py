@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import threading
 import time
 from array import array
+from collections.abc import Iterable
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +35,7 @@ class Scheduler(SimpleNamespace):
     """Has `known` conversations; everything that is asked of it is noted in `asked`."""
 
     def __init__(self, **answers: Any):
-        super().__init__(asked=[], known=(), saving=False, erased=[], **answers)
+        super().__init__(asked=[], known={}, saving=False, erased=[], **answers)
 
     def has_conversation(self, name: str) -> bool:
         return name in self.known
@@ -44,8 +46,11 @@ class Scheduler(SimpleNamespace):
     def abort(self, request: RequestId, now: float) -> None:
         self.asked.append(("abort", request))
 
-    def delete(self, name: str) -> None:
-        self.asked.append(("delete", name))
+    def conversation_tokens(self, name: str) -> array[int]:
+        return self.known[name]
+
+    def delete(self, name: str, shared: int, others: Iterable[bytes]) -> None:
+        self.asked.append(("delete", name, shared, list(others)))
 
     def keys(self, tokens: array[int], salt: bytes, shared: int) -> list[bytes]:
         keys = [salt + bytes(tokens[:end].tolist()) for end in range(4, len(tokens) + 1, 4)]
@@ -123,18 +128,47 @@ def test_saving_ends_with_the_grace_time(service: Service, scheduler: Scheduler,
 
 
 def test_what_is_deleted_is_erased_whether_or_not_it_has_been_active(service: Service, scheduler: Scheduler) -> None:
-    scheduler.known = ("active",)
     tokens = array("i", range(14))
+    scheduler.known = {"active": tokens, "raced": array("i", [0, 1, 2, 3, 9, 9])}
     service._take(Forget("active", tokens, 0, b"s"))
+    service._take(Forget("active", tokens, 9, b"s"))
     service._take(Forget("stored", tokens, 0, b"s"))
     service._take(Forget("fork", tokens, 9, b"s"))  # nine tokens are another's too: two whole chunks
+    service._take(Forget(None, tokens, 9, b"s"))  # a response that is not the last of its line
+    service._take(Forget("raced", tokens, 9, b"s"))  # another branch is in the history file than was here the last
     whole = [b"s" + bytes(range(end)) for end in (4, 8, 12)]
-    assert scheduler.asked == [("delete", "active"), ("erase", whole), ("erase", whole[2:])]
+    assert scheduler.asked == [
+        ("delete", "active", 0, []),
+        ("delete", "active", 9, []),
+        ("erase", whole),
+        ("erase", whole[2:]),
+        ("erase", whole[2:]),
+        ("delete", "raced", 4, whole[2:]),
+    ]
     assert service._outbox.empty()
     scheduler.erased, scheduler.apply = [True, False], lambda result, now: Applied()
     service._counters.launched(SimpleNamespace(tokens=0, copies=()))
     service._finish_step()
     assert [service._outbox.get(timeout=0) for _ in range(2)] == [Erased(True), Erased(False)]
+
+
+def test_a_deletion_that_ends_without_a_step_is_told(service: Service, scheduler: Scheduler) -> None:
+    """The last keys of a long log are looked for as a plan is made; if nothing is to be done then, no result comes."""
+
+    def next_plan(now: float) -> None:
+        scheduler.erased = [True]
+
+    scheduler.next_plan, scheduler.expire, scheduler.in_flight = next_plan, lambda now: [], 0
+    service._executor.close = lambda: None
+    here, there = multiprocessing.Pipe()
+    service = Service(scheduler, service._executor, here, SimpleNamespace(spare=lambda now: 0.0))
+    service._wait_for_news = lambda: service.drain(0.0)
+    service.run(SimpleNamespace())
+    said = []
+    with contextlib.suppress(EOFError):
+        while True:
+            said.append(there.recv())
+    assert Erased(True) in said
 
 
 def test_it_sleeps_no_longer_than_a_clock_can(service: Service, scheduler: Scheduler) -> None:

@@ -78,6 +78,18 @@ def test_delete_forgets_the_log_and_drops_what_nobody_else_claims():
     harness.drain()
 
 
+def test_delete_leaves_what_others_have_that_were_not_active_here_and_takes_a_branch_that_was_left():
+    harness = Harness()
+    harness.turn(range(18), 2, "a")
+    left = harness.logs["a"]
+    harness.turn([*range(10), *range(70, 78)], 2, "a")
+    log, scheduler = harness.logs["a"], harness.scheduler
+    scheduler.delete("a", 9, scheduler.keys(left, b"", 9))
+    there = [scheduler._store.find(key) is not None for tokens in (log, left) for key in scheduler.keys(tokens, b"")]
+    assert there == [True, True, False, False, False] * 2
+    scheduler.check()
+
+
 def test_a_conversation_deleted_while_its_turn_runs_begins_anew_with_that_turn():
     harness = Harness()
     harness.turn(range(18), 2, "a")

@@ -105,9 +105,8 @@ def test_a_deletion_reaches_what_is_being_written():
     assert not records(harness, keys)
 
 
-def test_a_deletion_reaches_what_lies_behind_a_hole():
-    """A turn was ended while suspended, and one of its chunks was gone."""
-    harness = Harness(disk_kv_chunks=60)
+def suspended(harness):
+    """A turn that waits to go on, and whose length may be confirmed meanwhile."""
     request = harness.submit(range(24), 20, "c", confirm=True)
     for _ in range(6):
         harness.tick()
@@ -118,6 +117,27 @@ def test_a_deletion_reaches_what_lies_behind_a_hole():
             harness.apply()
     roster.release_suspended(harness.scheduler._applied, harness.now)
     assert harness.state(request) == "suspended"
+    return request
+
+
+def test_the_end_of_a_suspended_turn_is_kept_back_too():
+    harness = SlowDisk(disk_kv_chunks=60, save="sync")
+    request = suspended(harness)
+    assert harness.scheduler.finish(request, 1, harness.now) is None
+    keys = list(harness.scheduler.keys(harness.scheduler.conversation_tokens("c"), b""))
+    for _ in range(20):
+        harness.tick()
+    assert harness.device.work and request not in harness.held
+    harness.in_time = True
+    rest(harness)
+    assert request in harness.held and len(records(harness, keys)) == len(keys)
+
+
+def test_a_deletion_reaches_what_lies_behind_a_hole():
+    """A turn was ended while suspended, and one of its chunks was gone."""
+    harness = Harness(disk_kv_chunks=60)
+    request = suspended(harness)
+    roster = harness.scheduler._roster
     keys = list(roster.waiting[0].keys)[:6]
     harness.lose(lambda idle: [chunk for chunk in idle if chunk.key == keys[1]])
     harness.finish(request, 1)
