@@ -221,11 +221,11 @@ class CallMaker:
     def _max_tokens(self, prompt: int, limit: int | None, default: int, truncate: bool) -> int:
         """Tokens to generate behind a prompt of `prompt` tokens."""
         context = self._ready.max_model_len
+        if limit is not None and limit > context:  # of any size: Python writes no number that is much longer
+            raise RequestError(
+                400, f"max_tokens is {limit}; the model's context holds {context}", "max_tokens", TOO_LONG
+            )
         if truncate:
-            if limit is not None and limit > context:
-                raise RequestError(
-                    400, f"max_tokens is {limit}; the model's context holds {context}", "max_tokens", TOO_LONG
-                )
             return min(default, context) if limit is None else limit
         if prompt >= context:
             raise RequestError(

@@ -258,6 +258,7 @@ BAD = [
     ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
     ({"prompt": "x", "max_tokens": -3}, "max_tokens"),
     ({"prompt": "x", "max_tokens": 10**30}, "max_tokens"),
+    ({"prompt": "xx", "max_tokens": 10**4300 - 1}, "max_tokens"),  # a larger one could not be written any more
     ({"prompt": "x", "max_tokens": 1.5}, "max_tokens"),
     ({"prompt": "x", "max_tokens": "5"}, "max_tokens"),
     ({"prompt": "x", "min_tokens": 17}, "min_tokens"),
