@@ -25,13 +25,19 @@ def error_of(response: httpx.Response) -> tuple[int, str | None, str | None]:
 
 def test_a_model_that_is_not_served_is_not_found(ask: Callable[..., Any]) -> None:
     async def everywhere(http: httpx.AsyncClient) -> list[httpx.Response]:
-        bodies = ((COMPLETION, {"prompt": "x"}), (CHAT, {"messages": HI}), ("/v1/responses", {"input": "x"}))
+        bodies: list[tuple[str, dict[str, Any]]] = [
+            (COMPLETION, {"prompt": "x"}),
+            (CHAT, {"messages": HI}),
+            ("/v1/responses", {"input": "x"}),
+            ("/tokenize", {"prompt": "x"}),
+            ("/detokenize", {"tokens": [5]}),
+        ]
         posts = [http.post(path, json={"model": "other", **body}) for path, body in bodies]
         return await asyncio.gather(*posts, http.get("/v1/models/other"))
 
     loop = FakeLoop()
     answers = ask(everywhere, loop)
-    for status, response in zip((400, 400, 400, 404), answers, strict=True):
+    for status, response in zip((*[400] * 5, 404), answers, strict=True):
         assert error_of(response) == (status, "model_not_found", "model")
         assert "'other'" in response.json()["error"]["message"]
     assert not loop.log
