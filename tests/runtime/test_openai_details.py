@@ -51,6 +51,13 @@ def test_one_model_is_described_as_in_the_list(ask: Callable[..., Any]) -> None:
     assert listed["data"] == [one]
 
 
+def test_the_limit_of_a_response_is_blamed_by_its_own_name(ask: Callable[..., Any]) -> None:
+    for wrong in (0, 100, 999):
+        body = {"input": "x" * 200, "max_output_tokens": wrong}
+        error = ask(lambda http, body=body: http.post("/v1/responses", json=body)).json()["error"]
+        assert error["param"] == "max_output_tokens" and "max_output_tokens" in error["message"]
+
+
 def test_what_does_not_fit_the_context_has_a_code(ask: Callable[..., Any]) -> None:
     async def both(http: httpx.AsyncClient) -> list[httpx.Response]:
         bodies = ({"prompt": [5] * 300}, {"prompt": [5] * 200, "max_tokens": 100})
