@@ -41,7 +41,7 @@ def pieces(tokenizer: Tokenizer, tokens: list[int], context: tuple[int, ...] = (
 
 def test_the_process_goes_on_while_a_long_prompt_is_encoded() -> None:
     tokenizer, longest, last = Tokenizer(byte_tokenizer()), 0.0, time.perf_counter()
-    encoding = threading.Thread(target=tokenizer.encode_rendered, args=("tea " * 100_000,))
+    encoding = threading.Thread(target=tokenizer.encode_rendered, args=("tea " * 400_000,))
     began = last
     encoding.start()
     while encoding.is_alive():
