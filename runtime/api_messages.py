@@ -54,11 +54,18 @@ class FunctionName(Body):
 
 
 class Function(FunctionName):
-    """`parameters`: a JSON schema of an object."""
+    """`parameters`: a JSON schema of an object; without it there are none."""
 
     description: str | None = None
     parameters: dict[str, Any] = Field(default_factory=dict)
     strict: bool | None = None
+
+    @field_validator("parameters")
+    @classmethod
+    def _of_an_object(cls, parameters: dict[str, Any]) -> dict[str, Any]:
+        if parameters.get("type", "object") != "object":
+            raise RequestError(400, "parameters must be the JSON schema of an object")
+        return parameters
 
 
 class Tool(Body):

@@ -145,6 +145,11 @@ class GenerationBody(Body):
         return self.conversation_id is not None if self.truncation is None else self.truncation == "auto"
 
     @property
+    def limit(self) -> tuple[str, int | None]:
+        """The field that limits the tokens of a reply, and its value."""
+        return "max_tokens", self.max_tokens
+
+    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
@@ -232,6 +237,12 @@ class ChatBody(ChoicesBody):
         if self.tool_choice == "required" and not names:
             raise RequestError(400, "tool_choice requires tools", "tool_choice")
         return self
+
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        """As in `GenerationBody`."""
+        given = self.max_completion_tokens
+        return ("max_tokens", self.max_tokens) if given is None else ("max_completion_tokens", given)
 
     @property
     def reply_logprobs(self) -> int | None:

@@ -93,8 +93,8 @@ class CallMaker:
             ids = [turn.prompt]
         style = self._style(body, asked)
         with closed_on_error(turn):
-            limit, default = body.max_tokens, DEFAULT_COMPLETION_TOKENS
-            return self._call(body, ids, CompletionWriter(style), limit, default, arrived, owner, turn, asked)
+            default = DEFAULT_COMPLETION_TOKENS
+            return self._call(body, ids, CompletionWriter(style), default, arrived, owner, turn, asked)
 
     async def chat(self, body: ChatBody, arrived: float, owner: str = "") -> Call:
         self._check_model(body)
@@ -106,10 +106,9 @@ class CallMaker:
         open_turn, name = self._histories.open_chat, body.conversation_id
         turn = await open_turn(owner, name, messages, render, server_history=server_history)
         style = self._style(body, asked)
-        limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         with closed_on_error(turn):
             default = self._ready.max_model_len
-            return self._call(body, [turn.prompt], ChatWriter(style), limit, default, arrived, owner, turn, asked)
+            return self._call(body, [turn.prompt], ChatWriter(style), default, arrived, owner, turn, asked)
 
     async def response(self, body: ResponseBody, arrived: float, owner: str = "") -> Call:
         self._check_model(body)
@@ -125,8 +124,7 @@ class CallMaker:
             stored_as=writer.id if body.store else None,
         )
         with closed_on_error(turn):
-            limit, default = body.max_output_tokens, self._ready.max_model_len
-            return self._call(body, [turn.prompt], writer, limit, default, arrived, owner, turn)
+            return self._call(body, [turn.prompt], writer, self._ready.max_model_len, arrived, owner, turn)
 
     def _style(self, body: ChoicesBody, asked: Asked) -> Style:
         logprobs = None
@@ -171,14 +169,13 @@ class CallMaker:
         body: GenerationBody,
         prompts: Sequence[array[int]],
         writer: CompletionWriter,
-        limit: int | None,
         default: int,
         arrived: float,
         owner: str,
         turn: OpenTurn | None,
         asked: Asked = Asked(),
     ) -> Call:
-        """`limit`: most tokens to generate as the body has it; `default`: if it has none and the context leaves it."""
+        """`default`: most tokens to generate if the body has no limit and the context leaves so many."""
         if body.stop:
             self._need_tokenizer("stop")
         self._check_ids(body.stop_token_ids, "stop_token_ids")
@@ -189,7 +186,7 @@ class CallMaker:
             Request(
                 id=self._new_id(),
                 prompt=prompt,
-                max_tokens=self._max_tokens(len(prompt), limit, default, truncate),
+                max_tokens=self._max_tokens(len(prompt), *body.limit, default, truncate),
                 conversation=turn.conversation if turn is not None and choice == 0 else None,
                 salt=kv_salt(body.cache_salt, owner),
                 min_tokens=body.min_tokens,
@@ -218,14 +215,14 @@ class CallMaker:
             most_tool_calls=asked.most_tool_calls,
         )
 
-    def _max_tokens(self, prompt: int, limit: int | None, default: int, truncate: bool) -> int:
-        """Tokens to generate behind a prompt of `prompt` tokens."""
+    def _max_tokens(self, prompt: int, name: str, limit: int | None, default: int, truncate: bool) -> int:
+        """Tokens to generate behind a prompt of `prompt` tokens, at most those of the body's `limit`."""
         context = self._ready.max_model_len
+        if limit is not None and limit < 1:
+            raise RequestError(400, f"{name} must be at least 1, not {limit}", name)
+        if limit is not None and limit > context:  # of any size: Python writes no number that is much longer
+            raise RequestError(400, f"{name} is {limit}; the model's context holds {context}", name, TOO_LONG)
         if truncate:
-            if limit is not None and limit > context:
-                raise RequestError(
-                    400, f"max_tokens is {limit}; the model's context holds {context}", "max_tokens", TOO_LONG
-                )
             return min(default, context) if limit is None else limit
         if prompt >= context:
             raise RequestError(
@@ -239,9 +236,9 @@ class CallMaker:
         if prompt + limit > context:
             raise RequestError(
                 400,
-                f"the prompt has {prompt} tokens and max_tokens is {limit}, together {prompt + limit}; "
+                f"the prompt has {prompt} tokens and {name} is {limit}, together {prompt + limit}; "
                 f"the model's context holds {context}",
-                "max_tokens",
+                name,
                 TOO_LONG,
             )
         return limit

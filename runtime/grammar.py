@@ -50,7 +50,8 @@ def lark_grammar(source: str) -> str:
 
 def choice_grammar(choices: Sequence[str]) -> str:
     """One of these texts."""
-    return lark_grammar("start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices))
+    texts = (json.dumps(choice, ensure_ascii=False).replace("\x7f", "\\u007f") for choice in choices)
+    return lark_grammar("start: " + " | ".join(texts))  # whose strings may not hold a DEL as it is
 
 
 def lark_json(schema: dict[str, Any]) -> str:

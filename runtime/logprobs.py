@@ -33,9 +33,7 @@ class LogprobsWriter:
     ) -> dict[str, Any]:
         """A completion choice's `logprobs`; None stands for a prompt's first token, which has no probability."""
         tops = [
-            {self._text(own): _finite(logprob) for own, logprob in ((token, entry.logprob), *_top(entry, self.top))}
-            if entry is not None
-            else None
+            self._by_text(((token, entry.logprob), *_top(entry, self.top))) if entry is not None else None
             for token, entry in zip(tokens, entries, strict=True)
         ]
         return {
@@ -44,6 +42,13 @@ class LogprobsWriter:
             "tokens": [self._text(token) for token in tokens],
             "top_logprobs": tops,
         }
+
+    def _by_text(self, pairs: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """Of tokens that read alike (bytes of unfinished characters do) the first one counts."""
+        by_text: dict[str, float] = {}
+        for token, logprob in pairs:
+            by_text.setdefault(self._text(token), _finite(logprob))
+        return by_text
 
     def offsets(self, tokens: Sequence[int]) -> list[int]:
         """Where in the tokens' text each begins."""

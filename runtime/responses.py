@@ -80,6 +80,11 @@ class ResponseBody(GenerationBody):
             raise RequestError(400, "return_token_ids is not supported for responses", "return_token_ids")
         return self
 
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        """As in `GenerationBody`."""
+        return "max_output_tokens", self.max_output_tokens
+
     def messages(self) -> list[Message]:
         """Those of the input, without instructions."""
         if isinstance(self.input, str):

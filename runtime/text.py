@@ -98,7 +98,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> array[int]:
         """Token ids of a plain prompt, with the special tokens that the tokenizer's post-processor adds."""
-        return array("i", self._tokenizer.encode(text).ids)
+        return self._ids(text, add_special_tokens=True)
 
     def render_chat(
         self,
@@ -113,7 +113,13 @@ class Tokenizer:
 
     def encode_rendered(self, text: str) -> array[int]:
         """Token ids of a rendered dialogue. The template writes special tokens itself, so none are added."""
-        return array("i", self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return self._ids(text, add_special_tokens=False)
+
+    def _ids(self, text: str, add_special_tokens: bool) -> array[int]:
+        """A batch of one, as in `encode_behind`: only then does the library let other threads run meanwhile. A text as
+        long as a body may be would stop every stream for half a minute."""
+        (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return array("i", encoded.ids)
 
     def encode_chat(self, messages: Sequence[dict[str, Any]]) -> array[int]:
         """Token ids of a dialogue."""
@@ -130,7 +136,7 @@ class Tokenizer:
         normalizer = self._tokenizer.normalizer
         wanted = {said + text, said + (normalizer.normalize_str(text) if normalizer is not None else text)}
         for anchor in ("", "\n"):
-            encoded = self._tokenizer.encode(anchor + text, add_special_tokens=False)
+            (encoded,) = self._tokenizer.encode_batch([anchor + text], add_special_tokens=False)
             ids = [at for at, (_, end) in zip(encoded.ids, encoded.offsets, strict=True) if end > len(anchor)]
             if self._tokenizer.decode(context + ids, skip_special_tokens=False) in wanted:
                 return array("i", ids)

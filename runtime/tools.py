@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import json
-import re
 import uuid
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,9 +15,7 @@ from typing import Any, NamedTuple
 from .grammar import lark_json
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-
-# At the end of a text: white space, and what may become OPEN.
-_MAYBE_CALL = re.compile(r"\s*(?:" + "|".join(re.escape(OPEN[:size]) for size in range(len(OPEN) - 1, 0, -1)) + r")?\Z")
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 class ToolCall(NamedTuple):
@@ -60,21 +57,17 @@ class ToolCallParser:
         calls: list[ToolCall] = []
         while (cut := self._held.find(CLOSE if self._inside else OPEN)) >= 0:
             if self._inside:
-                call = self._parse(self._held[len(OPEN) : cut])
+                call = self._parse(self._held[:cut].lstrip()[len(OPEN) :])
                 if call is None:
                     said.append(self._held[: cut + len(CLOSE)])
                 elif call.index < self._most:
                     calls.append(call)
                 self._held = self._held[cut + len(CLOSE) :]
             else:
-                said.append(self._text(self._held[:cut]).rstrip())
-                self._held = self._held[cut:]
+                said.append(self._say(cut))
             self._inside = not self._inside
         if not self._inside:
-            found = _MAYBE_CALL.search(self._held)
-            assert found is not None  # it matches the empty end at least
-            said.append(self._text(self._held[: found.start()]))
-            self._held = self._held[found.start() :]
+            said.append(self._say(len(self._held) - _begun(self._held)))
         return "".join(said), calls
 
     def end(self) -> str:
@@ -82,23 +75,30 @@ class ToolCallParser:
         rest, self._held = self._held, ""
         return "" if self._count and not rest.strip() else rest
 
-    def _text(self, text: str) -> str:
-        """Text outside calls."""
-        return text if text.strip() or not self._count else ""
+    def _say(self, end: int) -> str:
+        """Takes what is held up to `end`, but for the white space before it: that goes if a call follows."""
+        said = self._held[:end].rstrip()
+        self._held = self._held[len(said) :]
+        return said
 
     def _parse(self, source: str) -> ToolCall | None:
         try:
             call = json.loads(source)
+            if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+                return None
+            arguments = call.get("arguments", {})
+            if not isinstance(arguments, dict):
+                return None
+            text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)  # Python reads NaN, and 1e999 as infinity
         except (ValueError, RecursionError):
             return None
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            return None
-        arguments = call.get("arguments", {})
-        if not isinstance(arguments, dict):
-            return None
         self._count += 1
-        text = json.dumps(arguments, ensure_ascii=False)
         return ToolCall(self._count - 1, f"call_{uuid.uuid4().hex[:24]}", _sendable(call["name"]), _sendable(text))
+
+
+def _begun(text: str) -> int:
+    """How many signs at the end of `text` may become OPEN."""
+    return next((size for size in range(len(OPEN) - 1, 0, -1) if text.endswith(OPEN[:size])), 0)
 
 
 def _sendable(text: str) -> str:
@@ -107,8 +107,8 @@ def _sendable(text: str) -> str:
 
 
 def tool_calls_rules(functions: Sequence[dict[str, Any]], several: bool) -> str:
-    """Lark rules for `calls`: calls of these functions (`name`, `parameters`: a JSON schema), one, or if `several` any
-    number from one on."""
+    """Lark rules for `calls`: calls of these functions (`name`, `parameters`: a JSON schema, without one no arguments),
+    one, or if `several` any number from one on."""
     line = json.dumps("\n")
     rules = [
         f"calls: call ({line} call)*" if several else "calls: call",
@@ -117,6 +117,6 @@ def tool_calls_rules(functions: Sequence[dict[str, Any]], several: bool) -> str:
     ]
     for at, function in enumerate(functions):
         head = json.dumps(f'{{"name": {json.dumps(function["name"])}, "arguments": ')
-        schema = {"type": "object", **function.get("parameters", {})}
+        schema = {"type": "object", **(function.get("parameters") or NO_PARAMETERS)}
         rules.append(f'function{at}: {head} {lark_json(schema)} "}}"')
     return "\n".join(rules)

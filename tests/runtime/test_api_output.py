@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from pensieve.runtime.api_messages import Message
+from pensieve.runtime.logprobs import LogprobsWriter
 from pensieve.runtime.messages import Submit
 from pensieve.runtime.replies import ChatWriter, Reply, Style
 from pensieve.runtime.text import Tokenizer
 from pensieve.runtime.tools import ToolCallParser
-from pensieve.scheduler.types import FinishReason, Output, Request, RequestId
+from pensieve.scheduler.types import FinishReason, Output, Request, RequestId, TokenLogprobs
 
 from .fake_loop import EOS, FIRST_BYTE, FakeLoop, byte_tokens, say
 from .test_openai_api import chat, complete, events, post
@@ -93,6 +94,17 @@ def test_completion_logprobs(ask: Ask) -> None:
     ]
     (choice,) = ask(complete(prompt="a", logprobs=0)).json()["choices"]
     assert choice["logprobs"]["top_logprobs"] == [{"a": -101.0}, {"</s>": -2.0}]
+
+
+def test_of_tokens_that_read_alike_the_first_is_reported(tokenizer_directory: Path) -> None:
+    """Bytes of unfinished characters read alike. The token's own comes first, then the likelier."""
+    first, second, third = FIRST_BYTE + 0xF0, FIRST_BYTE + 0xF1, FIRST_BYTE + 0xF2
+    entry = TokenLogprobs(-2.0, 2, (first, second, third), (-1.0, -2.0, -3.0))
+    writer = LogprobsWriter(Tokenizer.load(tokenizer_directory), 3, None)
+    assert writer.completion([second], [entry], [0])["top_logprobs"] == [{"\ufffd": -2.0}]
+    (a,) = byte_tokens("a")
+    likelier = TokenLogprobs(-0.5, 1, (a, first, third), (-0.5, -1.0, -3.0))
+    assert writer.completion([a], [likelier], [0])["top_logprobs"] == [{"a": -0.5, "\ufffd": -1.0}]
 
 
 def test_streamed_completion_logprobs_are_those_of_the_whole(ask: Ask) -> None:
@@ -277,6 +289,13 @@ def test_forced_calls_and_forms_are_grammars(ask: Ask, asked: dict[str, Any]) ->
         (
             {
                 "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "frob"}}}],
+                "tool_choice": "required",
+            },
+            "tools.0.function.parameters",
+        ),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": 1}}}],
                 "tool_choice": "required",
             },
             "tools",

@@ -52,7 +52,7 @@ def test_json_is_written_as_python_and_templates_write_it(grammars: Grammars) ->
 def test_other_forms(grammars: Grammars) -> None:
     for grammar, good, bad in (
         (regex_grammar("[ab]{2}c*"), ["ab", "bacc"], ["a", "abd"]),
-        (choice_grammar(["yes", 'n"o', "é\n"]), ["yes", 'n"o', "é\n"], ["ye", "no"]),
+        (choice_grammar(["yes", 'n"o', "é\n", "\x7f"]), ["yes", 'n"o', "é\n", "\x7f"], ["ye", "no"]),
         (lark_grammar('start: "a" start "b" | ""'), ["", "aabb"], ["aab"]),
     ):
         grammars.check(grammar, "structured_outputs")

@@ -258,6 +258,7 @@ BAD = [
     ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
     ({"prompt": "x", "max_tokens": -3}, "max_tokens"),
     ({"prompt": "x", "max_tokens": 10**30}, "max_tokens"),
+    ({"prompt": "xx", "max_tokens": 10**4300 - 1}, "max_tokens"),  # a larger one could not be written any more
     ({"prompt": "x", "max_tokens": 1.5}, "max_tokens"),
     ({"prompt": "x", "max_tokens": "5"}, "max_tokens"),
     ({"prompt": "x", "min_tokens": 17}, "min_tokens"),
@@ -350,7 +351,8 @@ def test_malformed_json(ask: Callable[..., Any], body: bytes) -> None:
         ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 1}, "top_logprobs"),
         ({"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}, "tool_choice"),
-        ({"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 0}, "max_tokens"),
+        ({"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 999}, "max_completion_tokens"),
         ({"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 2, "max_tokens": 3}, "max_tokens"),
     ],
 )

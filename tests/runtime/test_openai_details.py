@@ -25,13 +25,19 @@ def error_of(response: httpx.Response) -> tuple[int, str | None, str | None]:
 
 def test_a_model_that_is_not_served_is_not_found(ask: Callable[..., Any]) -> None:
     async def everywhere(http: httpx.AsyncClient) -> list[httpx.Response]:
-        bodies = ((COMPLETION, {"prompt": "x"}), (CHAT, {"messages": HI}), ("/v1/responses", {"input": "x"}))
+        bodies: list[tuple[str, dict[str, Any]]] = [
+            (COMPLETION, {"prompt": "x"}),
+            (CHAT, {"messages": HI}),
+            ("/v1/responses", {"input": "x"}),
+            ("/tokenize", {"prompt": "x"}),
+            ("/detokenize", {"tokens": [5]}),
+        ]
         posts = [http.post(path, json={"model": "other", **body}) for path, body in bodies]
         return await asyncio.gather(*posts, http.get("/v1/models/other"))
 
     loop = FakeLoop()
     answers = ask(everywhere, loop)
-    for status, response in zip((400, 400, 400, 404), answers, strict=True):
+    for status, response in zip((*[400] * 5, 404), answers, strict=True):
         assert error_of(response) == (status, "model_not_found", "model")
         assert "'other'" in response.json()["error"]["message"]
     assert not loop.log
@@ -43,6 +49,13 @@ def test_one_model_is_described_as_in_the_list(ask: Callable[..., Any]) -> None:
 
     listed, one = ask(both)
     assert listed["data"] == [one]
+
+
+def test_the_limit_of_a_response_is_blamed_by_its_own_name(ask: Callable[..., Any]) -> None:
+    for wrong in (0, 100, 999):
+        body = {"input": "x" * 200, "max_output_tokens": wrong}
+        error = ask(lambda http, body=body: http.post("/v1/responses", json=body)).json()["error"]
+        assert error["param"] == "max_output_tokens" and "max_output_tokens" in error["message"]
 
 
 def test_what_does_not_fit_the_context_has_a_code(ask: Callable[..., Any]) -> None:

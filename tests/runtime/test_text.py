@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,17 @@ def sentencepiece_like() -> tokenizers.Tokenizer:
 def pieces(tokenizer: Tokenizer, tokens: list[int], context: tuple[int, ...] = ()) -> list[str]:
     detokenizer = Detokenizer(tokenizer, context)
     return [*(detokenizer.push(token) for token in tokens), detokenizer.flush()]
+
+
+def test_the_process_goes_on_while_a_long_prompt_is_encoded() -> None:
+    tokenizer, longest, last = Tokenizer(byte_tokenizer()), 0.0, time.perf_counter()
+    encoding = threading.Thread(target=tokenizer.encode_rendered, args=("tea " * 400_000,))
+    began = last
+    encoding.start()
+    while encoding.is_alive():
+        time.sleep(0.001)
+        longest, last = max(longest, time.perf_counter() - last), time.perf_counter()
+    assert longest < (last - began) / 2
 
 
 def test_a_character_of_several_tokens_is_said_whole() -> None:

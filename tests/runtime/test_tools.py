@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,25 @@ def test_what_cannot_be_parsed_or_sent_does_no_harm() -> None:
     assert arguments == {"x": "?"}
 
 
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_a_number_that_json_does_not_have_makes_no_call(number: str) -> None:
+    text = f'{OPEN}{{"name": "a", "arguments": {{"x": {number}}}}}{CLOSE}'
+    assert parsed(text) == (text, [])
+
+
+def test_much_white_space_does_not_stop_the_process() -> None:
+    text = " " * 50_000 + "x"
+    began = time.perf_counter()
+    assert parsed(text) == (text, [])
+    assert time.perf_counter() - began < 1
+
+
+def test_what_is_no_call_stays_as_it_was_written() -> None:
+    for text in (f"see \n {OPEN}this{CLOSE} tag", f"{call('a')} see {OPEN}this{CLOSE}\n\ntag"):
+        got, _ = parsed(text)
+        assert text.endswith(got) and f" {OPEN}this{CLOSE}" in got, got
+
+
 def test_arguments_are_json_whatever_they_hold() -> None:
     arguments = {"text": 'é "</tool>" \n', "list": [1, None], "deep": {"a": {"b": True}}}
     assert parsed(call("a", **arguments)) == ("", [("a", arguments)])
@@ -94,17 +114,22 @@ def grammars(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
 @pytest.mark.parametrize("several", [False, True])
 def test_the_grammar_allows_calls_of_the_tools_only(grammars: Grammars, several: bool) -> None:
     schema = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
-    functions = [{"name": "a", "parameters": {**schema, "additionalProperties": False}}, {"name": "b"}]
+    functions = [
+        {"name": "a", "parameters": {**schema, "additionalProperties": False}},
+        {"name": "b"},
+        {"name": "c", "parameters": {"type": "object"}},
+    ]
     grammar = lark_grammar("start: calls\n" + tool_calls_rules(functions, several))
     grammars.check(grammar, "tools")
     for text, allowed in (
         (call("a", x=1), True),
         (call("b"), True),
-        (call("b", anything=[1, 2]), True),
+        (call("b", anything=[1, 2]), False),  # without parameters there is nothing to give
         (call("a", x=1) + "\n" + call("b"), several),
         (call("a"), False),
         (call("a", x="1"), False),
-        (call("c", x=1), False),
+        (call("d", x=1), False),
+        (call("c", anything=[1, 2]), True),
         ("text", False),
         ("", False),
     ):
