@@ -368,7 +368,7 @@ def _publish(manifest: Manifest, aside: Path, output: Path) -> str:
     An engine already there steps aside first, and comes back if that fails.
     """
     manifest.write(aside)
-    for path in (*aside.iterdir(), aside):
+    for path in (*aside.rglob("*"), aside):
         _sync(path)
     replaced = published_fingerprint(output) is not None
     if replaced:

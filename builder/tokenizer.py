@@ -21,6 +21,7 @@ def copy_tokenizer(checkpoint: Path, engine: Path, opt: bool) -> bool:
     """Copies what there is. False: neither tokenizer.json nor vocab.json and merges.txt, so token ids only."""
     for name in TOKENIZER_FILES:
         if (checkpoint / name).exists():
+            (engine / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(checkpoint / name, engine / name)
     if (checkpoint / "tokenizer.json").exists():
         return True

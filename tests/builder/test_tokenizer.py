@@ -1,13 +1,16 @@
 """tokenizer.json made from vocab.json and merges.txt, as OPT and GPT-2 style checkpoints have them."""
 
 import json
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import GPT2Tokenizer
 
+from pensieve.builder.build import build_engine
 from pensieve.builder.tokenizer import copy_tokenizer
 from pensieve.scheduler.types import SettingError
+from tests.models import tiny_checkpoint
 
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
 TEXT = "The  quick brown fox's tail — naïve, déjà vu 👋\n\tjumped."
@@ -98,6 +101,20 @@ def test_added_tokens_that_are_known_by_their_role_change_nothing(checkpoint, tm
     settings = {"tokenizer_class": "GPT2TokenizerFast", "added_tokens_decoder": tokens, **roles}
     (checkpoint / "tokenizer_config.json").write_text(json.dumps(settings))
     assert made(checkpoint, tmp_path, opt=True).encode("a<pad>b</s>").ids.count(2) == 2
+
+
+def test_the_chat_template_for_tools_comes_along(tmp_path):
+    """transformers saves templates with names of their own in a directory."""
+    tiny_checkpoint("llama", tmp_path / "checkpoint")
+    before = build_engine(tmp_path / "checkpoint", tmp_path / "engine").manifest.fingerprint
+    name = Path("additional_chat_templates", "tool_use.jinja")
+    (tmp_path / "checkpoint" / name).parent.mkdir()
+    (tmp_path / "checkpoint" / name).write_text("{{ tools }}")
+    assert build_engine(tmp_path / "checkpoint", tmp_path / "engine").manifest.fingerprint != before
+    assert (tmp_path / "engine" / name).read_text() == "{{ tools }}"
+    assert build_engine(tmp_path / "checkpoint", tmp_path / "engine").outcome == "reused"
+    (tmp_path / "engine" / name).unlink()
+    assert build_engine(tmp_path / "checkpoint", tmp_path / "engine").outcome == "replaced"
 
 
 def test_without_any_files_there_is_no_tokenizer(tmp_path):
