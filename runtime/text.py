@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from array import array
 from collections.abc import Sequence
@@ -102,6 +103,10 @@ class Tokenizer:
             raise SettingError("--engine", f"the tokenizer in {directory} cannot be read: {error}") from error
         templates = {name: ChatTemplate(sources[name], special_tokens) for name in TEMPLATES if name in sources}
         return cls(tokenizer, *(templates.get(name) for name in TEMPLATES))
+
+    def digest(self) -> bytes:
+        """SHA-256: tokenizers of equal digest mean the same by their token ids."""
+        return hashlib.sha256(self._tokenizer.to_str().encode()).digest()
 
     def encode(self, text: str) -> array[int]:
         """Token ids of a plain prompt, with the special tokens that the tokenizer's post-processor adds."""
