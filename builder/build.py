@@ -320,9 +320,11 @@ def _beside(output: Path, size: int, say: Say) -> Iterator[Path]:
             finally:
                 shutil.rmtree(aside, ignore_errors=True)
     except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        raise SettingError("--output", f"the disk of {output.parent} became full") from error
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise SettingError("--output", f"the disk of {output.parent} became full") from error
+        if isinstance(error, PermissionError):
+            raise SettingError("--output", f"cannot be made: {error}") from error
+        raise
 
 
 def _clear_up(output: Path) -> None:
