@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from pensieve.runtime.history_store import HistoryStore
 from pensieve.runtime.text import ChatTemplate, Tokenizer
 from pensieve.scheduler.types import RequestError
 
-from .odd_tokenizer import TEMPLATE, merging_tokenizer, spaced_tokenizer
+from . import served
+from .odd_tokenizer import TEMPLATE, merging_tokenizer, save_merging, spaced_tokenizer
 
 OURS, THEIRS = (Tokenizer(made(), ChatTemplate(TEMPLATE, {})) for made in (merging_tokenizer, spaced_tokenizer))
 HELLO, ANSWER, AGAIN = ({"role": role, "content": x} for role, x in (("user", "a"), ("assistant", "b"), ("user", "ab")))
@@ -79,3 +81,25 @@ def test_the_same_tokenizer_finds_its_ids_again(serve: Callable[..., None]) -> N
 
     serve(OURS, talk)
     serve(Tokenizer(merging_tokenizer()), go_on)
+
+
+def test_a_token_that_the_model_has_no_embedding_for_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
+    """Some checkpoints' tokenizers have one token more than the model: in a step it would stop the server."""
+    fewer = replace(served.odd_ready(), vocab_size=served.DONE)
+    monkeypatch.setattr(served, "odd_ready", lambda: fewer)
+
+    async def work() -> None:
+        server = served.Served(save_merging(tmp_path), ":memory:", ())
+        try:
+            for prompt, status in (("a<|done|>", 400), ("a", 200)):
+                answer = await server.post("/v1/completions", status, prompt=prompt, max_tokens=1)
+            assert answer["choices"]
+            refused = await server.post(served.CHAT, 400, messages=[HELLO], max_tokens=1)
+            assert f"not {served.DONE}" in refused["error"]["message"]
+        finally:
+            server.loop.close()
+            await server.closed.wait()
+            await server.histories.close()
+            server.loop.join()
+
+    asyncio.run(work())
