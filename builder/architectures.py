@@ -5,6 +5,7 @@ Whatever is not understood is refused by name; nothing is guessed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -54,6 +55,10 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     names = config.get("architectures") or ["none"]
     if config.get("quantization_config"):
         check_quantization(config["quantization_config"])
+    if config.get("is_causal") is False:  # a model of embeddings, whose tokens see those behind them
+        raise refusal("config.json: is_causal false is not supported")
+    if config.get("per_layer_config"):
+        raise refusal("config.json: per_layer_config is not supported: layers must be alike")
     if names[0] == OPT:
         return _opt_config(config)
     if names[0] in LLAMA_FLAVOURS:
@@ -73,7 +78,7 @@ def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> i
 def _number(config: Mapping[str, Any], name: str, default: float | None = None) -> float:
     value = config.get(name)
     value = default if value is None else value
-    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
         raise refusal(f"config.json: {name} must be a positive number, not {value!r}")
     return float(value)
 
@@ -141,10 +146,10 @@ def _refuse_sliding_window(architecture: str, config: Mapping[str, Any], layers:
         others = sorted({kind for kind in kinds if kind not in ("full_attention", "sliding_attention")})
         if others:
             raise refusal(f"config.json: layer_types {', '.join(others)} are not supported, only full_attention")
-        late = "layer_types" not in config and config.get("max_window_layers", 28) < layers
+        late = not config.get("layer_types") and (config.get("max_window_layers", 28) or 0) < layers
         if config.get("use_sliding_window", False) and (late or "sliding_attention" in kinds):
             window = config.get("sliding_window", 4096)
-    if window is not None and window < max_positions:
+    if window is not None and _size(config, "sliding_window", window) < max_positions:
         raise refusal(
             f"config.json: sliding_window {window} is below max_position_embeddings {max_positions}; "
             "sliding-window attention is not supported"
@@ -152,7 +157,12 @@ def _refuse_sliding_window(architecture: str, config: Mapping[str, Any], layers:
 
 
 def _rotary(config: Mapping[str, Any], head_dim: int, max_positions: int) -> Rotary:
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    parameters, scaling = (config.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
+    if parameters and scaling and parameters != scaling:
+        raise refusal("config.json: rope_parameters and rope_scaling differ; one of them must go")
+    parameters = parameters or scaling
+    if not isinstance(parameters, dict):
+        raise refusal(f"config.json: rope_parameters or rope_scaling must be an object, not {parameters!r}")
     if any(isinstance(value, dict) for value in parameters.values()):
         raise refusal("config.json: rope parameters that differ between layers are not supported")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
@@ -170,6 +180,7 @@ def _rotary(config: Mapping[str, Any], head_dim: int, max_positions: int) -> Rot
             if low >= high:
                 raise refusal(f"config.json: low_freq_factor {low} must be below high_freq_factor {high}")
             original = _size(parameters, "original_max_position_embeddings", max_positions)
+            original = _size(config, "original_max_position_embeddings", original)  # this one comes first
             return Rotary(head_dim, theta, _number(parameters, "factor"), low, high, original)
     raise refusal(f"config.json: rope type {kind!r} is not supported; known are default, linear, llama3")
 

@@ -196,7 +196,7 @@ def build_random_engine(
     torch_dtype = getattr(torch, dtype)
     stored = stored_as(decoder, torch_dtype, tensor_parallel, projections(decoder) if fp8 else ())
     size = sum(kind.nbytes for kind in stored.values())
-    stop_ids = _stop_ids(hf_config)
+    stop_ids = _stop_ids(hf_config, setting="--config")
     unread = sorted(set(overrides or {}) - hf_config.read)
     if unread:
         raise SettingError("--set", f"{', '.join(unread)}: nothing of {decoder.architecture} is set by that")
@@ -283,13 +283,21 @@ def _checked_dtype(dtype: str) -> str:
     return dtype
 
 
-def _stop_ids(hf_config: Mapping[str, Any], generation: Path | None = None) -> tuple[int, ...]:
-    """End-of-sequence ids: generation_config.json, if there is one, knows them best."""
+def _stop_ids(
+    hf_config: Mapping[str, Any], generation: Path | None = None, setting: str = "--checkpoint"
+) -> tuple[int, ...]:
+    """End-of-sequence ids: generation_config.json, if there is one, knows them best.
+
+    SettingError, of `setting`, if they are no ids: no token would equal them, and no reply end.
+    """
     ids = read_json(generation).get("eos_token_id") if generation and generation.exists() else None
     ids = hf_config.get("eos_token_id") if ids is None else ids
     if ids is None:
         return ()
-    return tuple(ids) if isinstance(ids, list) else (ids,)
+    ids = tuple(ids) if isinstance(ids, list) else (ids,)
+    if any(type(token) is not int for token in ids):
+        raise SettingError(setting, f"eos_token_id must be a token id or a list of some, not {list(ids)!r}")
+    return ids
 
 
 @contextmanager
@@ -312,9 +320,11 @@ def _beside(output: Path, size: int, say: Say) -> Iterator[Path]:
             finally:
                 shutil.rmtree(aside, ignore_errors=True)
     except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        raise SettingError("--output", f"the disk of {output.parent} became full") from error
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise SettingError("--output", f"the disk of {output.parent} became full") from error
+        if isinstance(error, PermissionError):
+            raise SettingError("--output", f"cannot be made: {error}") from error
+        raise
 
 
 def _clear_up(output: Path) -> None:
@@ -360,7 +370,7 @@ def _publish(manifest: Manifest, aside: Path, output: Path) -> str:
     An engine already there steps aside first, and comes back if that fails.
     """
     manifest.write(aside)
-    for path in (*aside.iterdir(), aside):
+    for path in (*aside.rglob("*"), aside):
         _sync(path)
     replaced = published_fingerprint(output) is not None
     if replaced:

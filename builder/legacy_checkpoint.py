@@ -46,6 +46,7 @@ LLAMA_KEYS = COMMON_KEYS | {
     "mlp_bias": "mlp_bias",
 }
 OPT_KEYS = COMMON_KEYS | {"intermediate_size": "ffn_dim", "hidden_act": "activation_function"}
+LEFT_OUT: dict[str, Any] = {"norm_epsilon": 1e-5, "hidden_act": "gelu"}  # what theirs are, if config.json says nothing
 
 HARMLESS = re.compile(r"(rotary_inv_freq|embed_positions|embed_positions_for_gpt_attention)$")
 """Tables that follow from config.json."""
@@ -64,6 +65,9 @@ def legacy_config(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     opt = architecture == OPT
     keys = OPT_KEYS if opt else LLAMA_KEYS
     translated = {ours: config[theirs] for theirs, ours in keys.items() if config.get(theirs) is not None}
+    translated = {keys[theirs]: value for theirs, value in LEFT_OUT.items() if theirs in keys} | translated
+    if not opt:
+        translated.setdefault("num_key_value_heads", translated.get("num_attention_heads"))
     translated["architectures"] = [architecture]
     # The head is in the files even where it equals the embeddings, unless the converter was told to share it.
     translated["tie_word_embeddings"] = "lm_head.weight" not in _open(directory / FIRST_RANK)

@@ -26,6 +26,7 @@ TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
     "special_tokens_map.json",
     "generation_config.json",
 )

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from ..scheduler.types import SettingError
 from .checkpoint import read_json
 from .manifest import TOKENIZER_FILES
 
+GPT2 = ("GPT2Tokenizer", "GPT2TokenizerFast")
 SPECIAL_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -18,6 +21,7 @@ def copy_tokenizer(checkpoint: Path, engine: Path, opt: bool) -> bool:
     """Copies what there is. False: neither tokenizer.json nor vocab.json and merges.txt, so token ids only."""
     for name in TOKENIZER_FILES:
         if (checkpoint / name).exists():
+            (engine / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(checkpoint / name, engine / name)
     if (checkpoint / "tokenizer.json").exists():
         return True
@@ -28,7 +32,10 @@ def copy_tokenizer(checkpoint: Path, engine: Path, opt: bool) -> bool:
 
 
 def byte_level_tokenizer(checkpoint: Path, opt: bool) -> Tokenizer:
-    """A byte-level BPE tokenizer from vocab.json and merges.txt. OPT's begins every text with </s>."""
+    """GPT-2's byte-level BPE tokenizer from vocab.json and merges.txt. OPT's begins every text with </s>.
+
+    SettingError if the checkpoint's is another, or has tokens beside the vocabulary.
+    """
     tokenizer = Tokenizer(models.BPE.from_file(str(checkpoint / "vocab.json"), str(checkpoint / "merges.txt")))
     settings = {"bos_token": "</s>", "eos_token": "</s>", "pad_token": "<pad>", "add_bos_token": True} if opt else {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
@@ -36,6 +43,7 @@ def byte_level_tokenizer(checkpoint: Path, opt: bool) -> Tokenizer:
             settings |= {key: value for key, value in read_json(checkpoint / name).items() if value is not None}
     texts = {role: _text(settings[role]) for role in SPECIAL_ROLES if role in settings}
     known = [text for text in dict.fromkeys(texts.values()) if tokenizer.token_to_id(text) is not None]
+    _check_is_gpt2s(checkpoint, settings, known)
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in known])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=bool(settings.get("add_prefix_space", False)))
     tokenizer.decoder = decoders.ByteLevel()
@@ -47,6 +55,23 @@ def byte_level_tokenizer(checkpoint: Path, opt: bool) -> Tokenizer:
     else:
         tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     return tokenizer
+
+
+def _check_is_gpt2s(checkpoint: Path, settings: dict[str, Any], special: Collection[str]) -> None:
+    """special: the tokens that the tokenizer made here will not cut up."""
+    kind = settings.get("tokenizer_class", GPT2[0])
+    added = [*settings.get("added_tokens_decoder", {}).values(), *settings.get("additional_special_tokens", ())]
+    if (checkpoint / "added_tokens.json").exists():
+        added += read_json(checkpoint / "added_tokens.json")
+    others = sorted({_text(token) for token in added} - set(special))
+    if kind in GPT2 and not others:
+        return
+    what = f"its added tokens {', '.join(others)}" if kind in GPT2 else f"a {kind}"
+    raise SettingError(
+        "--checkpoint",
+        f"{checkpoint} has no tokenizer.json, and {what} cannot be made from vocab.json and merges.txt alone; load it "
+        "with transformers' AutoTokenizer and save it there with save_pretrained, which writes tokenizer.json",
+    )
 
 
 def _text(token: str | dict[str, Any]) -> str:

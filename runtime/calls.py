@@ -179,6 +179,8 @@ class CallMaker:
         if body.stop:
             self._need_tokenizer("stop")
         self._check_ids(body.stop_token_ids, "stop_token_ids")
+        for prompt in prompts:  # of text too: a tokenizer may have more tokens than the model
+            self._check_ids(prompt, "prompt")
         stop_ids = frozenset(body.stop_token_ids) | frozenset(() if body.ignore_eos else self._ready.stop_ids)
         sampling, truncate = self._sampling(body, asked), body.truncates and self._ready.overflow
         seeds = [_random_seed() if body.seed is None else sampling.seed for _ in prompts]

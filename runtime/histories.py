@@ -21,7 +21,7 @@ from ..scheduler.types import RequestError
 from .history_rows import Conversation, Gone, Name
 from .history_store import HistoryStore
 from .messages import Forget, Fork, Keep
-from .past_turns import Message, PastTurn, RecentTurns, Transcript, spliced, tokens_inside
+from .past_turns import OTHERS, Message, PastTurn, RecentTurns, Transcript, spliced, tokens_inside
 from .text import CONTINUED_TOKENS, Tokenizer
 
 Arguments = ParamSpec("Arguments")
@@ -122,6 +122,7 @@ class Histories:
         self.tokenizer = tokenizer
         self.busy: set[Name] = set()
         self._store, self._tell, self._erase = store, tell, forget
+        store.use_tokenizer(tokenizer.digest() if tokenizer is not None else b"")
         self._recent = RecentTurns()
         self._thread = ThreadPoolExecutor(1, "histories")
 
@@ -234,6 +235,8 @@ class Histories:
     async def _continue_log(self, name: Name, prompt: str | array[int], held: ExitStack) -> OpenTurn:
         past = await self._go_on(name, held)
         before = past.transcript() if past is not None else Transcript((), array("i"), "", 0)
+        if before.inside == OTHERS:
+            raise RequestError(409, f"conversation {name.id!r} holds tokens of another tokenizer", "conversation")
         if isinstance(prompt, str):
             assert self.tokenizer is not None
             prompt = await asyncio.to_thread(_encoded_behind, self.tokenizer, before.tokens, prompt)

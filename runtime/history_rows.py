@@ -6,7 +6,7 @@ from array import array
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-VERSION = 2
+VERSION = 3
 
 SCHEMA = """
 CREATE TABLE turns (
@@ -16,7 +16,7 @@ CREATE TABLE turns (
     messages TEXT NOT NULL,         -- JSON: those it added
     kept INTEGER NOT NULL,          -- leading tokens of the parent's log
     tokens BLOB NOT NULL,           -- and its own behind them: int32, little-endian
-    inside INTEGER NOT NULL,
+    inside INTEGER NOT NULL,        -- -1: the tokens are another tokenizer's
     text_kept INTEGER NOT NULL,     -- leading characters of the parent's text
     text TEXT NOT NULL
 ) STRICT;
@@ -39,11 +39,15 @@ CREATE TABLE conversations (
     head INTEGER REFERENCES turns,
     UNIQUE (owner, kind, id)
 ) STRICT;
+CREATE TABLE tokenizer (digest BLOB NOT NULL) STRICT;  -- the one that the tokens are of, in its only row
 CREATE INDEX conversations_head ON conversations (head);
 CREATE INDEX conversations_listed ON conversations (owner, kind, number);
 """
 
-UPGRADES = {1: "ALTER TABLE conversations ADD COLUMN salt BLOB NOT NULL DEFAULT x''"}
+UPGRADES = {
+    1: "ALTER TABLE conversations ADD COLUMN salt BLOB NOT NULL DEFAULT x''",
+    2: "CREATE TABLE tokenizer (digest BLOB NOT NULL) STRICT",
+}
 """From each older version to the next one."""
 
 Kind = Literal["conversation", "response"]

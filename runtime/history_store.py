@@ -24,7 +24,7 @@ from typing import Any
 from ..scheduler.conversations import common_prefix
 from ..scheduler.types import INSUFFICIENT_QUOTA, RequestError, SettingError
 from .history_rows import SCHEMA, UPGRADES, VERSION, Conversation, Gone, Name
-from .past_turns import PastTurn, Transcript, dialogue_keys
+from .past_turns import OTHERS, PastTurn, Transcript, dialogue_keys
 
 LOCK_SECONDS = 15.0  # for the process that had the file before to end
 EXPIRY_INTERVAL_S = 60.0
@@ -78,6 +78,21 @@ class HistoryStore:
 
     def close(self) -> None:
         self._db.close()
+
+    def use_tokenizer(self, digest: bytes) -> None:
+        """To be called first: all tokens stored from now on are of the tokenizer with this digest. Those of another one
+        are marked (`Transcript.inside` is OTHERS), for good: what was said is still there, the ids mean nothing here.
+        A file without a digest, of an older program, is taken to be of this tokenizer. Raises SettingError."""
+        execute = self._db.execute
+        try:
+            execute("BEGIN IMMEDIATE")
+            if any(known != digest for (known,) in execute("SELECT digest FROM tokenizer")):
+                execute("UPDATE turns SET inside = ?", (OTHERS,))
+            execute("DELETE FROM tokenizer")
+            execute("INSERT INTO tokenizer VALUES (?)", (digest,))
+            execute("COMMIT")
+        except sqlite3.Error as error:
+            raise SettingError("--state-dir", f"the histories cannot be written to: {error}") from error
 
     # -- turns
 

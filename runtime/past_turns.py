@@ -25,6 +25,9 @@ from typing import Any
 from ..scheduler.conversations import common_prefix
 from .text import Tokenizer
 
+OTHERS = -1
+"""Stands for `inside` where the token ids are another tokenizer's: not one of them may come back."""
+
 Message = dict[str, Any]
 """A message as the chat template takes it."""
 
@@ -36,7 +39,7 @@ class Transcript:
     messages    all of them; none for a plain completion
     tokens      the log: every token id, typecode "i"
     text        rendered text, up to the last token whose text the client has seen whole
-    inside      how many leading tokens that text stands for; 0 without text
+    inside      how many leading tokens that text stands for; 0 without text, or OTHERS
     """
 
     messages: tuple[Message, ...]
@@ -134,7 +137,7 @@ def spliced(tokenizer: Tokenizer, text: str, turn: PastTurn | None) -> array[int
     """
     for past in turn.lineage() if turn is not None else ():
         whole = past.transcript()
-        if whole.inside and text.startswith(whole.text):
+        if whole.inside > 0 and text.startswith(whole.text):
             known = whole.tokens[: whole.inside]
             rest = tokenizer.encode_behind(known, text[len(whole.text) :])
             if rest is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from array import array
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from .token_bytes import TokenBytes
 
 REPLACEMENT = "\ufffd"  # what an incomplete or invalid UTF-8 sequence decodes to
 CONTINUED_TOKENS = 8  # tokens that can change how the text behind them reads
+TOOLS = "tool_use"  # the name of the chat template for requests with tools
+TEMPLATES = ("default", TOOLS)
 LONGEST_WINDOW = 64  # tokens that may stay undecided: only broken UTF-8, or ids without any text, take so many
 
 
@@ -69,32 +72,41 @@ def _to_json(value: Any, indent: int | None = None) -> str:
 class Tokenizer:
     """Text to token ids and back. Encoding and rendering may run in any thread."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, template: ChatTemplate | None = None):
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        template: ChatTemplate | None = None,
+        tools_template: ChatTemplate | None = None,
+    ):
+        """`tools_template`: used instead of `template` where there are tools; None: they have none of their own."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        self._tokenizer, self._template = tokenizer, template
+        self._tokenizer, self._template, self._tools_template = tokenizer, template, tools_template
         self.token_bytes = TokenBytes(tokenizer)
         self.special = frozenset(at for at, added in tokenizer.get_added_tokens_decoder().items() if added.special)
 
     @classmethod
     def load(cls, directory: str | Path, template: str | None = None) -> Tokenizer:
-        """Reads tokenizer.json, and tokenizer_config.json and chat_template.jinja where they exist. SettingError.
+        """Reads tokenizer.json and, where they exist, its settings and chat templates. SettingError.
 
         `template`: the source of a chat template to use instead.
         """
         directory = Path(directory)
         if not (directory / "tokenizer.json").is_file():
             raise SettingError("--engine", f"{directory} holds no tokenizer.json")
-        config_file, template_file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
         try:
             tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
-            config = json.loads(config_file.read_text("utf-8")) if config_file.is_file() else {}
-            special_tokens, source = _special_tokens(config), template
-            if source is None:
-                source = template_file.read_text("utf-8") if template_file.is_file() else _configured_template(config)
+            config = _settings(directory)
+            special_tokens = _special_tokens(config)
+            sources = _template_sources(directory, config) if template is None else {"default": template}
         except Exception as error:  # the library has no class of its own for a file that it does not understand
             raise SettingError("--engine", f"the tokenizer in {directory} cannot be read: {error}") from error
-        return cls(tokenizer, ChatTemplate(source, special_tokens) if source is not None else None)
+        templates = {name: ChatTemplate(sources[name], special_tokens) for name in TEMPLATES if name in sources}
+        return cls(tokenizer, *(templates.get(name) for name in TEMPLATES))
+
+    def digest(self) -> bytes:
+        """SHA-256: tokenizers of equal digest mean the same by their token ids."""
+        return hashlib.sha256(self._tokenizer.to_str().encode()).digest()
 
     def encode(self, text: str) -> array[int]:
         """Token ids of a plain prompt, with the special tokens that the tokenizer's post-processor adds."""
@@ -107,9 +119,10 @@ class Tokenizer:
         tools: Sequence[dict[str, Any]] | None = None,
     ) -> str:
         """The dialogue as the model reads it, by default up to where its next message begins. `tools` as OpenAI's."""
-        if self._template is None:
+        template = self._tools_template if tools and self._tools_template is not None else self._template
+        if template is None:
             raise RequestError(400, "this model has no chat template; use /v1/completions", "messages")
-        return self._template.render(messages, add_generation_prompt, tools)
+        return template.render(messages, add_generation_prompt, tools)
 
     def encode_rendered(self, text: str) -> array[int]:
         """Token ids of a rendered dialogue. The template writes special tokens itself, so none are added."""
@@ -155,20 +168,37 @@ class Tokenizer:
         return [self._tokenizer.id_to_token(token) for token in ids]
 
 
-def _configured_template(config: dict[str, Any]) -> str | None:
+def _settings(directory: Path) -> dict[str, Any]:
+    """tokenizer_config.json. The special tokens of older checkpoints are those of special_tokens_map.json."""
+    config: dict[str, Any] = {}
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if (directory / name).is_file() and "added_tokens_decoder" not in config:
+            config = {**config, **json.loads((directory / name).read_text("utf-8"))}
+    return config
+
+
+def _template_sources(directory: Path, config: dict[str, Any]) -> dict[str, str]:
+    """By name. Files come before what is configured."""
+    files = {
+        "default": directory / "chat_template.jinja",
+        TOOLS: directory / "additional_chat_templates" / "tool_use.jinja",
+    }
+    sources = {name: file.read_text("utf-8") for name, file in files.items() if file.is_file()}
+    if sources:
+        return sources
     template = config.get("chat_template")
-    if isinstance(template, list):  # several named templates
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    return template
+    if isinstance(template, list):
+        return {entry["name"]: entry["template"] for entry in template}
+    return {} if template is None else {"default": template}
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     """bos_token and its like, which stand in the file as text or as a description of an added token."""
     tokens = {}
-    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
-        value = config.get(name)
+    for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"):
+        value = config.get(f"{role}_token")
         if value is not None:
-            tokens[name] = value["content"] if isinstance(value, dict) else value
+            tokens[f"{role}_token"] = value["content"] if isinstance(value, dict) else value
     return tokens
 
 

@@ -51,6 +51,23 @@ def test_frequencies_are_those_of_transformers(kind):
     torch.testing.assert_close(torch.tensor(ours), theirs, rtol=1e-5, atol=0)
 
 
+def test_a_length_of_the_original_training_beside_the_rotary_settings_wins_over_theirs():
+    """So transformers has it."""
+    parameters = {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}
+    config = LlamaConfig(head_dim=64, rope_parameters=parameters, original_max_position_embeddings=32)
+    theirs, _ = ROPE_INIT_FUNCTIONS["llama3"](config, device="cpu")
+    outside = {"head_dim": 64, "original_max_position_embeddings": 32}
+    for inside in (parameters, {name: x for name, x in parameters.items() if not name.startswith("original")}):
+        ours = decoder_config(LLAMA | outside | {"rope_parameters": inside}).rotary.frequencies()
+        torch.testing.assert_close(torch.tensor(ours), theirs, rtol=1e-5, atol=0)
+
+
+def test_equal_rotary_settings_may_stand_in_both_forms():
+    parameters = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
+    once = decoder_config(LLAMA | {"rope_parameters": parameters})
+    assert decoder_config(LLAMA | {"rope_parameters": parameters, "rope_scaling": dict(parameters)}) == once
+
+
 def test_what_config_json_leaves_out():
     llama = decoder_config(LLAMA)
     assert (llama.kv_heads, llama.head_dim, llama.qkv_bias, llama.tied_embeddings) == (4, 16, False, False)
@@ -99,6 +116,15 @@ QWEN = {"architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 2}
         ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4.0}}, "high_freq_factor"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "between layers"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
+        ({"rope_scaling": ["linear"]}, "rope_scaling"),
+        (QWEN | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1, "layer_types": None}, "64"),
+        (QWEN | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": None}, "64"),
+        (MISTRAL | {"sliding_window": "64"}, "sliding_window"),
+        ({"is_causal": False}, "is_causal"),
+        (OPT | {"is_causal": False}, "is_causal"),
+        ({"per_layer_config": {"1": {"rms_norm_eps": 0.5}}}, "per_layer_config"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
         ({"hidden_size": None}, "hidden_size"),
         ({"num_hidden_layers": "2"}, "num_hidden_layers"),
         ({"rms_norm_eps": -1}, "rms_norm_eps"),

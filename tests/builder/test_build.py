@@ -153,6 +153,15 @@ def test_stop_ids(generation, config, expected, checkpoint, tmp_path):
     assert build_engine(copy, tmp_path / "engine").manifest.stop_ids == expected
 
 
+@pytest.mark.parametrize("ids", ["2", 2.0, [[2]], [2, "3"], True])
+def test_stop_ids_that_no_token_equals_are_refused(ids, tmp_path):
+    """A reply would never end."""
+    tiny_checkpoint("llama", tmp_path / "checkpoint")
+    (tmp_path / "checkpoint" / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(SettingError, match=r"--checkpoint: .*eos_token_id"):
+        build_engine(tmp_path / "checkpoint", tmp_path / "engine")
+
+
 def test_the_command_says_what_it_did(checkpoint, tmp_path, capsys):
     arguments = ["--checkpoint", str(checkpoint), "--output", str(tmp_path / "engine"), "--dtype", "bfloat16"]
     arguments += ["--backend", "reference"]

@@ -244,6 +244,16 @@ def test_opt_has_one_epsilon(tmp_path):
         read(tmp_path / "legacy", norm_epsilon=1e-6)
 
 
+def test_what_a_legacy_config_leaves_out_is_as_tensorrt_llm_has_it(tmp_path):
+    save_random(CONFIGS["llama"], tmp_path / "hf")
+    write_legacy(tmp_path / "hf", tmp_path / "legacy", CONFIGS["llama"], 1)
+    config = read_json(tmp_path / "legacy" / "config.json") | {"architecture": "MistralForCausalLM"}
+    for key in ("norm_epsilon", "hidden_act", "num_key_value_heads"):
+        del config[key]
+    decoder = decoder_config(legacy_config(tmp_path / "legacy", config) | {"sliding_window": None})
+    assert (decoder.norm_eps, decoder.activation, decoder.kv_heads) == (1e-5, "gelu", decoder.heads)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_both_checkpoints_give_the_same_engine(name, tmp_path):
     save_random(CONFIGS[name], tmp_path / "hf")

@@ -1,6 +1,8 @@
 """Building where something is already: an engine that was damaged, what a killed build left, a link, another build."""
 
+import errno
 import json
+import os
 
 import pytest
 
@@ -113,3 +115,18 @@ def test_a_mount_point_is_refused_before_the_work_is_done(checkpoint, tmp_path, 
     with pytest.raises(SettingError, match=r"--output.*mount point"):
         build_engine(checkpoint, tmp_path)
     assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "number, said",
+    [(errno.EDQUOT, "the disk of .* became full"), (errno.EACCES, r"cannot be made: .*'\.engine\.lock'")],
+)
+def test_what_the_system_refuses_is_said_in_a_line(number, said, checkpoint, tmp_path, monkeypatch):
+    """A quota, or what another user's build of the same directory has left."""
+
+    def refuse(*_, **__):
+        raise OSError(number, os.strerror(number), ".engine.lock")
+
+    monkeypatch.setattr(build_module, "_clear_up", refuse)
+    with pytest.raises(SettingError, match=f"--output: {said}"):
+        build_engine(checkpoint, tmp_path / "engine")

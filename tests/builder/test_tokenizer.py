@@ -1,12 +1,16 @@
 """tokenizer.json made from vocab.json and merges.txt, as OPT and GPT-2 style checkpoints have them."""
 
 import json
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import GPT2Tokenizer
 
+from pensieve.builder.build import build_engine
 from pensieve.builder.tokenizer import copy_tokenizer
+from pensieve.scheduler.types import SettingError
+from tests.models import tiny_checkpoint
 
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
 TEXT = "The  quick brown fox's tail — naïve, déjà vu 👋\n\tjumped."
@@ -66,6 +70,51 @@ def test_settings_of_the_checkpoint_win(checkpoint, tmp_path):
 def test_a_tokenizer_json_is_taken_as_it_is(checkpoint, tmp_path):
     Tokenizer(models.WordLevel({"x": 0}, unk_token="x")).save(str(checkpoint / "tokenizer.json"))
     assert made(checkpoint, tmp_path, opt=True).encode("x").ids == [0]
+
+
+ADDED = {"content": "<|im_end|>", "special": True}
+
+
+@pytest.mark.parametrize(
+    "name, value, named",
+    [
+        ("tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer"}, "Qwen2Tokenizer"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"320": ADDED}}, "<|im_end|>"),
+        ("tokenizer_config.json", {"additional_special_tokens": ["<|im_end|>"]}, "<|im_end|>"),
+        ("special_tokens_map.json", {"additional_special_tokens": [ADDED]}, "<|im_end|>"),
+        ("tokenizer_config.json", {"eos_token": ADDED, "added_tokens_decoder": {"320": ADDED}}, "<|im_end|>"),
+        ("added_tokens.json", {"<|im_end|>": 320}, "<|im_end|>"),
+        ("added_tokens.json", {"<unk>": 3, "[PAD]": 320}, "[PAD]"),
+    ],
+)
+def test_what_would_be_tokenised_otherwise_is_refused(name, value, named, checkpoint, tmp_path):
+    """Another class cuts numbers and accents elsewhere; without its added tokens a dialogue's marks are cut up."""
+    (checkpoint / name).write_text(json.dumps(value))
+    with pytest.raises(SettingError, match=r"--checkpoint: .*save_pretrained") as error:
+        made(checkpoint, tmp_path, opt=False)
+    assert named in str(error.value)
+
+
+def test_added_tokens_that_are_known_by_their_role_change_nothing(checkpoint, tmp_path):
+    roles = {"bos_token": "</s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    tokens = {"1": {"content": "<pad>", "special": True}, "2": {"content": "</s>", "special": True}}
+    settings = {"tokenizer_class": "GPT2TokenizerFast", "added_tokens_decoder": tokens, **roles}
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert made(checkpoint, tmp_path, opt=True).encode("a<pad>b</s>").ids.count(2) == 2
+
+
+def test_the_chat_template_for_tools_comes_along(tmp_path):
+    """transformers saves templates with names of their own in a directory."""
+    tiny_checkpoint("llama", tmp_path / "checkpoint")
+    before = build_engine(tmp_path / "checkpoint", tmp_path / "engine").manifest.fingerprint
+    name = Path("additional_chat_templates", "tool_use.jinja")
+    (tmp_path / "checkpoint" / name).parent.mkdir()
+    (tmp_path / "checkpoint" / name).write_text("{{ tools }}")
+    assert build_engine(tmp_path / "checkpoint", tmp_path / "engine").manifest.fingerprint != before
+    assert (tmp_path / "engine" / name).read_text() == "{{ tools }}"
+    assert build_engine(tmp_path / "checkpoint", tmp_path / "engine").outcome == "reused"
+    (tmp_path / "engine" / name).unlink()
+    assert build_engine(tmp_path / "checkpoint", tmp_path / "engine").outcome == "replaced"
 
 
 def test_without_any_files_there_is_no_tokenizer(tmp_path):

@@ -174,9 +174,11 @@ def test_a_file_of_the_version_before(tmp_path: Path) -> None:
     store.close()
     with sqlite3.connect(tmp_path / "file") as db:
         db.execute("ALTER TABLE conversations DROP COLUMN salt")
+        db.execute("DROP TABLE tokenizer")
         db.execute("PRAGMA user_version = 1")
     db.close()
     store = HistoryStore(tmp_path / "file")
+    store.use_tokenizer(b"whichever")
     assert stored(store, A) == transcript("0", "1") and store.get(A, 1.0).salt == b""
     store.commit(A, transcript("0", "1", "2", "3"), 2.0, b"new")
     assert store.get(A, 2.0).salt == b"new"

@@ -194,6 +194,45 @@ def test_one_of_several_configured_templates(tmp_path: Path) -> None:
     assert Tokenizer.load(tmp_path).encode_chat([]).tolist() == byte_tokens("yes")
 
 
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_tools_are_told_by_the_template_that_is_made_for_them(in_files: bool, tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    templates = {"default": "plain", "tool_use": "{{ tools[0].function.name }}"}
+    if in_files:
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "chat_template.jinja").write_text(templates["default"])
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(templates["tool_use"])
+    else:
+        named = [{"name": name, "template": source} for name, source in templates.items()]
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    speaker = Tokenizer.load(tmp_path)
+    assert [speaker.render_chat([], tools=tools) for tools in (TOOLS, [], None)] == ["f", "plain", "plain"]
+    assert Tokenizer.load(tmp_path, "ours").render_chat([], tools=TOOLS) == "ours"
+
+
+@pytest.mark.parametrize(
+    "config, expected",
+    [
+        ({}, "</s><s>"),
+        ({"bos_token": "<unk>", "sep_token": "<unk>"}, "</s><s><unk>"),
+        ({"bos_token": "<unk>", "added_tokens_decoder": {}}, "<unk>"),
+    ],
+)
+def test_special_tokens_are_named_where_transformers_looks(
+    config: dict[str, object], expected: str, tmp_path: Path
+) -> None:
+    """In the older of the two files unless the newer one lists all tokens."""
+    save_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{{ eos_token }}{{ sep_token }}")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokens = {"bos_token": {"content": "</s>"}, "eos_token": "<s>"}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(tokens))
+    assert Tokenizer.load(tmp_path).render_chat([]) == expected
+
+
 def test_a_template_can_refuse_and_cannot_escape() -> None:
     template = ChatTemplate(TEMPLATE, {"bos_token": "<s>"})
     with pytest.raises(RequestError, match="no developers here") as refused:
