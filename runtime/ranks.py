@@ -197,10 +197,12 @@ class Ranks:
         return self._cuda
 
     def close(self) -> None:
-        """At the end, on all ranks: what `open_group` opened."""
+        """At the end, on all ranks: what `open_group` opened, and MPI, which waits for all."""
         if self._cuda is not None:
             with give_up_after(FAREWELL_SECONDS):
                 self._cuda.close()
+        with give_up_after(OVERDUE_SECONDS):
+            MPI.Finalize()
 
     def _store(self) -> torch.distributed.TCPStore:
         """Where NCCL's ranks find each other."""

@@ -1,5 +1,5 @@
 """`pensieve serve` as one of several ranks, of which rank 1 does what its first argument says in its fourth step; with
-"late" it never has its weights."""
+"late" it never has its weights, with "last" it stops at its end."""
 
 from __future__ import annotations
 
@@ -25,12 +25,16 @@ def break_at(fault):
                 case "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
                 case "stop":
-                    os.kill(os.getpid(), signal.SIGSTOP)
+                    stop()
                 case "hang":
                     time.sleep(3600)
         launch(self, plan)
 
     Executor.launch = broken
+
+
+def stop(*_):
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def never_open(*_):
@@ -39,14 +43,16 @@ def never_open(*_):
 
 
 if __name__ == "__main__":
-    from pensieve.runtime import ranks_executor  # the HTTP process, which imports this file too, is no rank
-    from pensieve.runtime.ranks import MPI
+    from pensieve.runtime import ranks, ranks_executor  # the HTTP process, which imports this file too, is no rank
     from pensieve.scripts import ranks_command
 
-    ranks_executor.OVERDUE_SECONDS = 3.0
-    if MPI.COMM_WORLD.rank == 1:
-        if sys.argv[1] == "late":
-            ranks_command.open_engine = never_open
-        else:
-            break_at(sys.argv[1])
+    ranks.OVERDUE_SECONDS = ranks_executor.OVERDUE_SECONDS = 3.0
+    if ranks.MPI.COMM_WORLD.rank == 1:
+        match sys.argv[1]:
+            case "late":
+                ranks_command.open_engine = never_open
+            case "last":
+                Executor.close = stop
+            case fault:
+                break_at(fault)
     sys.exit(main(sys.argv[2:]))

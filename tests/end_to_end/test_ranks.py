@@ -138,6 +138,14 @@ def test_a_server_that_still_starts_ends_when_it_is_told_to(engine, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_rank_that_does_not_end_is_given_up(engine, tmp_path):
+    words = command(2, "tests.end_to_end.ranks_faults", "last")
+    with Server(tmp_path, engine=engine("llama")[1], command=words, environment=variables(2)) as server:
+        assert server.stop(signal.SIGUSR1, 60) != 0
+    assert any("Timeout" in line for line in server.log)
+
+
+@pytest.mark.slow
 def test_no_rank_outlives_its_mpirun(engine, tmp_path):
     """Though nobody asks anything of rank 0, which would notice in a step."""
     with Server(tmp_path, engine=engine("llama")[1]) as server:
