@@ -217,7 +217,8 @@ def make_service(args: argparse.Namespace, connection: Connection, ranks: Ranks 
     cost = replace(measured or estimated_cost(engine, config), chunk_bytes=host_record)
     if config.disk_kv_chunks:
         cost = with_disk_speed(cost, disk_directory(args), config.max_model_len)
-        check_disk_holds(disk_directory(args), config.disk_kv_chunks, host_record)
+        sharing = 1 if ranks is None else ranks.local_size
+        check_disk_holds(disk_directory(args), config.disk_kv_chunks, host_record, sharing)
     if measured is not None and args.swap_out_below is None:
         config = replace(config, swap_out_below=propose_swap_out_below(cost, config))
     scheduler = Scheduler(config, cost)
