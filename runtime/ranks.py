@@ -170,10 +170,11 @@ class Ranks:
     def fail(self, error: BaseException, status: int = 1) -> NoReturn:
         """Ends all ranks with the exit status, because of the error. Rank 0's clients must have been told."""
         if self.rank:
-            self._messages.Isend([describe(error).encode(), MPI.BYTE], 0, FAILURE)
+            message = describe(error).encode(errors="backslashreplace")
+            sending = self._messages.Isend([message, MPI.BYTE], 0, FAILURE)
             deadline = time.monotonic() + FAREWELL_SECONDS
             while time.monotonic() < deadline:
-                self._messages.Iprobe(0, PLAN)  # keeps the message moving
+                sending.Test()  # keeps the message moving; its memory stays as long as this is here
                 time.sleep(0.01)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -197,10 +198,12 @@ class Ranks:
         return self._cuda
 
     def close(self) -> None:
-        """At the end, on all ranks: what `open_group` opened."""
+        """At the end, on all ranks: what `open_group` opened, and MPI, which waits for all."""
         if self._cuda is not None:
             with give_up_after(FAREWELL_SECONDS):
                 self._cuda.close()
+        with give_up_after(OVERDUE_SECONDS):
+            MPI.Finalize()
 
     def _store(self) -> torch.distributed.TCPStore:
         """Where NCCL's ranks find each other."""

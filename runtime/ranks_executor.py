@@ -18,6 +18,7 @@ from ..scheduler.plan import NO_TICKETS, Join, StepPlan, StepResult, Tickets
 from ..scheduler.types import GREEDY, DiskRecord, RequestId, RowId
 from .executor import Executor
 from .ranks import OVERDUE_SECONDS, RankFailed, Ranks, pause
+from .watchdog import give_up_after
 
 NOBODY = RowId(RequestId(0), 0)
 
@@ -169,7 +170,8 @@ class RankedExecutor(Executor):
         `Ranks.fail` ends them all."""
         if not self._broken:
             self._broken = True
-            super().close()
+            with give_up_after(OVERDUE_SECONDS):  # lanes finish what other ranks have a part in
+                super().close()
             self._ranks.stop()
 
     def _poll_until(self, condition: Callable[[], bool], what_is_late: Callable[[], str]) -> None:

@@ -83,17 +83,19 @@ def environment(given: dict[str, str], ranks: int) -> dict[str, str]:
     return SETTINGS | (AS_ROOT if os.geteuid() == 0 else {}) | given | {_OURS: str(ranks)}
 
 
+def die_with_mpirun() -> None:
+    """A rank that waits for a request does not call MPI, which alone would tell it that mpirun has been killed."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def run_ranks(ranks: int, command: Sequence[str]) -> int:
     """Runs the command as so many ranks and returns its exit status. SettingError if there is no mpirun.
 
-    The first SIGTERM or SIGINT lets the ranks drain, the second ends their requests, the third kills them. They die
-    with this process.
+    The first SIGTERM or SIGINT lets the ranks drain, the second ends their requests, the third kills them; before they
+    serve any does. They die with this process.
     """
     words = [find_mpirun(), "-n", str(ranks), *command]
     prctl = ctypes.CDLL(None).prctl  # loaded before the fork
-
-    def die_with_parent() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
     mpirun: subprocess.Popen[bytes] | None = None
     asked = 0  # signals that came before there was anybody to tell
@@ -110,7 +112,10 @@ def run_ranks(ranks: int, command: Sequence[str]) -> int:
         signal.signal(number, pass_on)
     # In a session of its own: what is typed at the terminal comes to this process, and only from here to the ranks.
     mpirun = subprocess.Popen(
-        words, env=environment(dict(os.environ), ranks), start_new_session=True, preexec_fn=die_with_parent
+        words,
+        env=environment(dict(os.environ), ranks),
+        start_new_session=True,
+        preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
     )
     for _ in range(asked):
         pass_on()

@@ -13,7 +13,7 @@ import torch
 from ..plugins.collectives import TENSOR_PARALLEL, register_group
 from ..runtime.device import Device
 from ..runtime.engine import Engine, open_engine
-from ..runtime.ranks_launch import open_ranks, run_ranks, under_mpi
+from ..runtime.ranks_launch import die_with_mpirun, open_ranks, run_ranks, under_mpi
 from ..runtime.watchdog import tell_when_asked
 from ..scheduler.types import SettingError
 
@@ -60,6 +60,7 @@ def run_as_ranks(name: str, count: int, words: Sequence[str], work: Callable[[Ra
 def run_rank(name: str, count: int, work: Callable[[Ranks], int]) -> int:
     """work(ranks) as one of the `count` processes that mpirun started. Whatever it raises ends them all."""
     tell_when_asked()
+    die_with_mpirun()
     try:
         ranks = open_ranks()
     except SettingError as error:

@@ -72,8 +72,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parse_options(words)
         configure_logging(args.log_format, args.log_level)
         if under_mpi():
-            for number in ENDS:
-                signal.signal(number, signal.SIG_IGN)  # rank 0 decides when to end; its HTTP process inherits this
             return run_rank("pensieve serve", engine_ranks(args), partial(serve_rank, args))
         if (ranks := engine_ranks(args)) > 1:
             return run_ranks(ranks, [sys.executable, "-m", f"{__package__}.pensieve", "serve", *words])
@@ -108,7 +106,9 @@ def serve(args: argparse.Namespace, ranks: Ranks | None = None) -> int:
     ours, theirs = multiprocessing.Pipe()
     spawn = multiprocessing.get_context("spawn")
     http = spawn.Process(target=serve_http, args=(theirs, listener, settings), name="http")
+    passed_on = signal.signal(DRAIN, signal.SIG_IGN)  # mpirun tells the HTTP process too, which inherits this
     http.start()  # it imports while the weights load
+    signal.signal(DRAIN, passed_on)
     listener.close()
     theirs.close()
     try:
@@ -195,9 +195,12 @@ def prepare_rank(args: argparse.Namespace, ranks: Ranks) -> Prepared:
 
 
 def follow_rank(args: argparse.Namespace, ranks: Ranks) -> None:
-    """Another rank than 0, until rank 0 ends it."""
+    """Another rank than 0, until rank 0 ends it. Signals are for rank 0: before it serves it dies of them, and mpirun
+    ends all."""
     from ..runtime.ranks_executor import follow  # and MPI
 
+    for number in ENDS:
+        signal.signal(number, signal.SIG_IGN)
     prepared = prepare_rank(args, ranks)
     follow(ranks, make_executor(args, prepared, disk_settings(args, prepared.config, ranks), ranks))
 
@@ -214,7 +217,8 @@ def make_service(args: argparse.Namespace, connection: Connection, ranks: Ranks 
     cost = replace(measured or estimated_cost(engine, config), chunk_bytes=host_record)
     if config.disk_kv_chunks:
         cost = with_disk_speed(cost, disk_directory(args), config.max_model_len)
-        check_disk_holds(disk_directory(args), config.disk_kv_chunks, host_record)
+        sharing = 1 if ranks is None else ranks.local_size
+        check_disk_holds(disk_directory(args), config.disk_kv_chunks, host_record, sharing)
     if measured is not None and args.swap_out_below is None:
         config = replace(config, swap_out_below=propose_swap_out_below(cost, config))
     scheduler = Scheduler(config, cost)

@@ -150,9 +150,10 @@ def disk_directory(args: argparse.Namespace) -> Path:
     return args.disk_dir or args.state_dir / "kv"
 
 
-def check_disk_holds(directory: Path, chunks: int, chunk_bytes: int) -> None:
-    """SettingError if records of so many chunks are more than the whole disk of the directory, which is there."""
-    size, total = chunks * disk_record_bytes(chunk_bytes), shutil.disk_usage(directory).total
+def check_disk_holds(directory: Path, chunks: int, chunk_bytes: int, ranks: int = 1) -> None:
+    """SettingError if records of so many chunks are more than the whole disk of the directory, which is there and is
+    shared by so many ranks."""
+    size, total = ranks * chunks * disk_record_bytes(chunk_bytes), shutil.disk_usage(directory).total
     if size > total:
         message = f"{chunks} chunks need {size / GIB:.1f} GiB and the disk of {directory} has {total / GIB:.1f}"
         raise SettingError("--disk-kv-chunks", message)

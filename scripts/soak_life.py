@@ -79,7 +79,7 @@ class Life:
         status = self.process.wait(90)
         self._file.close()
         until = time.monotonic() + 30
-        while left := [process for process in self.processes[1:] if _running(process)]:
+        while left := [process for process in self.processes[1:] if running(process)]:
             if time.monotonic() > until:
                 raise Wrong(f"processes {left} outlive their server")
             time.sleep(0.1)
@@ -99,7 +99,7 @@ def _status(process: int, name: str) -> int:
     return 0
 
 
-def _running(process: int) -> bool:
+def running(process: int) -> bool:
     with contextlib.suppress(OSError):
         return "State:\tZ" not in Path(f"/proc/{process}/status").read_text()
     return False

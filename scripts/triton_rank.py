@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING
 from ..runtime.logs import configure_logging
 from ..scheduler.types import SettingError
 from .ranks_command import run_rank
-from .serve import ENDS, engine_ranks, follow_rank
+from .serve import engine_ranks, follow_rank
 from .serve_options import parse_options
 from .triton_engine import serve_model
 
@@ -30,8 +29,6 @@ def main(argv: Sequence[str]) -> int:
     *options, door = argv
     args = parse_options(options)
     configure_logging(args.log_format, args.log_level)
-    for number in ENDS:
-        signal.signal(number, signal.SIG_IGN)  # rank 0 decides when to end
     return run_rank("pensieve's engine", engine_ranks(args), partial(serve_rank, args, door))
 
 

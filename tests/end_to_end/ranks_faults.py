@@ -1,4 +1,5 @@
-"""`pensieve serve` as one of several ranks, of which rank 1 does what its first argument says in its fourth step."""
+"""`pensieve serve` as one of several ranks, of which rank 1 does what its first argument says in its fourth step; with
+"late" it never has its weights, with "last" it stops at its end."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def break_at(fault):
                 case "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
                 case "stop":
-                    os.kill(os.getpid(), signal.SIGSTOP)
+                    stop()
                 case "hang":
                     time.sleep(3600)
         launch(self, plan)
@@ -32,11 +33,26 @@ def break_at(fault):
     Executor.launch = broken
 
 
-if __name__ == "__main__":
-    from pensieve.runtime import ranks_executor  # the HTTP process, which imports this file too, is no rank
-    from pensieve.runtime.ranks import MPI
+def stop(*_):
+    os.kill(os.getpid(), signal.SIGSTOP)
 
-    ranks_executor.OVERDUE_SECONDS = 3.0
-    if MPI.COMM_WORLD.rank == 1:
-        break_at(sys.argv[1])
+
+def never_open(*_):
+    print("rank 1 loads for ever", file=sys.stderr, flush=True)
+    time.sleep(3600)
+
+
+if __name__ == "__main__":
+    from pensieve.runtime import ranks, ranks_executor  # the HTTP process, which imports this file too, is no rank
+    from pensieve.scripts import ranks_command
+
+    ranks.OVERDUE_SECONDS = ranks_executor.OVERDUE_SECONDS = 3.0
+    if ranks.MPI.COMM_WORLD.rank == 1:
+        match sys.argv[1]:
+            case "late":
+                ranks_command.open_engine = never_open
+            case "last":
+                Executor.close = stop
+            case fault:
+                break_at(fault)
     sys.exit(main(sys.argv[2:]))

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 
 import httpx
 import pytest
 
 from pensieve.builder.build import build_engine
+from pensieve.scripts.soak_life import descendants, running
 from tests.models import tiny_checkpoint
 from tests.mpi import command, run_ranks, variables
 
 from .bad_disk import ON_READ, ON_WRITE
 from .server import HTTP, Server
+from .test_server import wait_for
 
 EVENTS = ("gpu", "host", "recomputed", "new", "disjoint", "suspended", "dropped", "aborted", "branched")
 
@@ -121,6 +124,36 @@ def test_a_rank_that_fails_ends_all(fault, engine, tmp_path):
         log = "\n".join(server.log)
         if fault != "kill":
             assert message in log
+
+
+@pytest.mark.slow
+def test_a_server_that_still_starts_ends_when_it_is_told_to(engine, tmp_path):
+    """Rank 0 waits for rank 1, which never comes."""
+    words = command(2, "tests.end_to_end.ranks_faults", "late")
+    server = Server(tmp_path, engine=engine("llama")[1], command=words, environment=variables(2))
+    wait_for(lambda: "rank 1 loads for ever" in server.log, 60)
+    processes = descendants(server.process.pid)
+    assert server.stop(signal.SIGUSR1, 30) != 0
+    wait_for(lambda: not any(map(running, processes)), 30)
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_end_is_given_up(engine, tmp_path):
+    words = command(2, "tests.end_to_end.ranks_faults", "last")
+    with Server(tmp_path, engine=engine("llama")[1], command=words, environment=variables(2)) as server:
+        assert server.stop(signal.SIGUSR1, 60) != 0
+    assert any("Timeout" in line for line in server.log)
+
+
+@pytest.mark.slow
+def test_no_rank_outlives_its_mpirun(engine, tmp_path):
+    """Though nobody asks anything of rank 0, which would notice in a step."""
+    with Server(tmp_path, engine=engine("llama")[1]) as server:
+        mpirun, *others = descendants(server.process.pid)
+        assert len(others) >= 3  # two ranks and the HTTP process
+        os.kill(mpirun, signal.SIGKILL)
+        assert server.process.wait(60) != 0
+        wait_for(lambda: not any(map(running, others)), 30)
 
 
 @pytest.mark.slow

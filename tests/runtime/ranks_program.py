@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from pathlib import Path
 
 import torch
@@ -100,8 +101,23 @@ def refuse(ranks, what):
         while True:
             ranks.send(bytes(1 << 20))
 
+    def fail_at_length():
+        """A message that MPI takes only when it is received; a path that is no text is in it."""
+        if ranks.rank:
+            time.sleep(ranks.rank - 1)
+            ranks.fail(ValueError("long " * 2**18 + "\udcff"))
+        time.sleep(0.5)  # what rank 1 has freed meanwhile is gone
+        try:
+            while True:
+                deque(ranks.reports())
+        except RankFailed as error:
+            assert str(error) == "rank 1: ValueError: " + "long " * 2**18 + "\\udcff"
+        raise RankFailed("rank 1 failed, at length")
+
     if what == "setting":
         ranks.together(work)
+    elif what == "fails":
+        fail_at_length()
     elif what == "stopped":
         send_plans()
     elif what == "late":

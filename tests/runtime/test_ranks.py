@@ -43,6 +43,13 @@ def test_a_rank_that_is_stopped_is_not_sent_to_for_ever():
 
 
 @pytest.mark.slow
+def test_what_a_rank_fails_with_reaches_rank_0_whatever_it_is():
+    ended = subprocess.run(command(3, PROGRAM, "fails"), env=variables(3), capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert ended.stdout == "rank 1 failed, at length\n"
+
+
+@pytest.mark.slow
 def test_a_rank_that_others_wait_for_too_long_ends_all_and_says_where():
     ended = subprocess.run(command(3, PROGRAM, "late"), env=variables(3), capture_output=True, text=True, timeout=300)
     assert ended.returncode == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -246,6 +247,13 @@ def test_a_disk_does_not_hold_more_than_all_of_it(tmp_path):
     check_disk_holds(tmp_path, 1000, 4096)
     with pytest.raises(SettingError, match=r"--disk-kv-chunks: .* need 17179869184\.0 GiB and the disk of"):
         check_disk_holds(tmp_path, 2**51, 4096 - 1)
+
+
+def test_a_disk_holds_the_records_of_all_ranks_here(tmp_path):
+    chunks = shutil.disk_usage(tmp_path).total // 8192 * 3 // 4
+    check_disk_holds(tmp_path, chunks, 4096)
+    with pytest.raises(SettingError, match=r"--disk-kv-chunks: "):
+        check_disk_holds(tmp_path, chunks, 4096, ranks=2)
 
 
 def test_sizes_are_a_ranks_in_every_tier():
