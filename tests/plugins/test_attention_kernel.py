@@ -136,6 +136,15 @@ def test_the_list_agrees_with_its_twin(seed, group):
 
 
 @needs_kernels
+def test_large_tiles_over_a_long_context_get_every_multiprocessor():
+    """6,000 queries of 64 heads a group, two to a tile, over a million keys: more keys than 32 bits count."""
+    tiles = (Tile(64, 64, 4, 2, 1), Tile(128, 64, 8, 2, 1))
+    work = WorkList(Capacity(6000, 1, 2**20), 64, 1, 16, tiles, DEVICE)
+    work.build(torch.tensor([(0, 6000, 0, 2**20, 0)], dtype=torch.int32, device=DEVICE))
+    assert work.counters[3, 0].item() == work.processors
+
+
+@needs_kernels
 def test_what_no_work_list_holds_is_refused():
     batch = random_batch(3, 4, 2, 16, torch.float32, LENGTHS[:4])
     work = work_for(*batch[:2], batch[3], spare=0)
