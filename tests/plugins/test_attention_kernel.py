@@ -65,7 +65,9 @@ def test_errors_are_those_of_plain_attention(seed, dtype, heads, kv_heads):
 
 
 @needs_kernels
-@pytest.mark.parametrize("head_dim, chunk", [(16, 16), (64, 64), (80, 32), (96, 16), (256, 32)] if CUDA else [(24, 16)])
+@pytest.mark.parametrize(
+    "head_dim, chunk", [(16, 16), (64, 64), (64, 24), (80, 32), (96, 16), (256, 32)] if CUDA else [(24, 16), (16, 24)]
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_head_and_chunk_sizes(head_dim, chunk, dtype):
     batch = random_batch(7, 4, 2, head_dim, dtype, LENGTHS, chunk)
