@@ -117,8 +117,8 @@ def _attend_tiles(acc, top, total, q, keys, table, own, begin, end, scale, slot_
         ahead = (first + i + 1 + tl.where(i + 1 >= skip_from, skip, 0)) * KEYS + key
         next_slot = tl.load(table + ahead // CHUNK, mask=ahead < end, other=0)
         at = inside + (slot.to(tl.int64) * slot_stride)[:, None]
-        if KEYS < CHUNK:
-            at += ((n % CHUNK - key) * HEAD_DIM)[:, None]
+        if KEYS % CHUNK != 0:  # a tile does not begin with a chunk
+            at += ((n % CHUNK - key % CHUNK) * HEAD_DIM)[:, None]
         loaded = (n < end)[:, None] & (dim < HEAD_DIM)[None, :]
         if MASKED or HEAD_DIM != DIM:
             k = tl.load(at, mask=loaded, other=0.0)

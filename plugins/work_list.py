@@ -239,7 +239,7 @@ def _list_work(segments, items, counters, covered, count, class_stride, processo
             tl.store(counters + i, tl.sum(tl.where(kind == i, listed, 0)))
         # Large tiles fill a multiprocessor each and are bound by arithmetic; the others are bound by memory, which some
         # multiprocessors can use up. Both run at once, and end together if each gets its share.
-        keys = (tiles * (kv_len - kv_start - q_len // 2)).to(tl.float32)
+        keys = tiles.to(tl.float32) * (kv_len - kv_start - q_len // 2)  # in 32 bits there may be too many
         large = COST * tl.sum(tl.where(kind == CLASSES - 1, keys, 0.0))
         other = tl.sum(tl.where(kind == CLASSES - 1, 0.0, keys))
         share = tl.ceil(processors * (large / tl.maximum(large + other, 1.0))).to(tl.int32)

@@ -23,6 +23,7 @@ from .step_inputs import NOT_WRITTEN, StepInputs
 LARGEST_CAPTURED = 1024  # tokens
 _ALIGNMENT = 16  # bytes, of every array in the staging buffer
 STAGED = 4  # buffers: more than steps in flight, so that nobody waits for one
+_PARTIAL_SEGMENTS = 4  # a seat may have in one step, beside whole chunks
 _WIDE_STEP = 64  # tokens; sizes beyond the list are multiples of it, or every size would compile kernels of its own
 
 Array = TypeVar("Array", np.ndarray, Tensor)
@@ -72,9 +73,10 @@ class Shapes:
         return Shape(tokens, segments, min(tokens, self._seats), generation)
 
     def _segments(self, tokens: int) -> int:
-        """Every segment has a token; and of a seat's segments in one step all but the first and the last lie between
-        resident chunks, so that they are whole chunks."""
-        return min(tokens, 2 * self._seats + tokens // self._chunk_tokens)
+        """Every segment has a token; and of a seat's segments in one step all but four are whole chunks, between
+        resident ones: what the step before has cut off, the rest of a tail, one that is scored from its middle on, and
+        the last."""
+        return min(tokens, _PARTIAL_SEGMENTS * self._seats + tokens // self._chunk_tokens)
 
 
 class Batch(NamedTuple):

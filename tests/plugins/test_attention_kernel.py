@@ -65,7 +65,9 @@ def test_errors_are_those_of_plain_attention(seed, dtype, heads, kv_heads):
 
 
 @needs_kernels
-@pytest.mark.parametrize("head_dim, chunk", [(16, 16), (64, 64), (80, 32), (96, 16), (256, 32)] if CUDA else [(24, 16)])
+@pytest.mark.parametrize(
+    "head_dim, chunk", [(16, 16), (64, 64), (64, 24), (80, 32), (96, 16), (256, 32)] if CUDA else [(24, 16), (16, 24)]
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_head_and_chunk_sizes(head_dim, chunk, dtype):
     batch = random_batch(7, 4, 2, head_dim, dtype, LENGTHS, chunk)
@@ -133,6 +135,15 @@ def test_the_list_agrees_with_its_twin(seed, group):
     assert work.covered.tolist() == [1] * row + [0] * 9
     pairs = [pair + size * splits for kind in items for _, size, *_, pair, _, splits, _, _ in kind if splits > 1]
     assert max(pairs, default=0) <= len(work.partial)
+
+
+@needs_kernels
+def test_large_tiles_over_a_long_context_get_every_multiprocessor():
+    """6,000 queries of 64 heads a group, two to a tile, over a million keys: more keys than 32 bits count."""
+    tiles = (Tile(64, 64, 4, 2, 1), Tile(128, 64, 8, 2, 1))
+    work = WorkList(Capacity(6000, 1, 2**20), 64, 1, 16, tiles, DEVICE)
+    work.build(torch.tensor([(0, 6000, 0, 2**20, 0)], dtype=torch.int32, device=DEVICE))
+    assert work.counters[3, 0].item() == work.processors
 
 
 @needs_kernels

@@ -1,6 +1,7 @@
 """What the device reads is what was packed, padded to a size that is on the list. On the CPU: the code is the same."""
 
 import random
+from array import array as packed
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from pensieve.runtime.step_buffers import Shape, Shapes, StepBuffers, place_arra
 from pensieve.runtime.step_inputs import LAST_SAMPLE, NOT_WRITTEN, StepPacker
 from pensieve.scheduler.types import Sampling
 
+from ..scheduler.harness import Harness
 from .fake_engine import VOCAB, join, plan, span
 
 SEATS, BLOCKS, CHUNK = 6, 4, 8
@@ -51,7 +53,7 @@ def test_sizes_grow_in_steps_and_waste_little():
         assert tokens <= shape.tokens and shape in shapes.captured
         if tokens >= 256:
             assert shape.tokens <= tokens * 1.25
-    assert shapes.of(1024, 64) == Shape(1024, 160, 64) == shapes.captured[-1]
+    assert shapes.of(1024, 64) == Shape(1024, 288, 64) == shapes.captured[-1]
     assert shapes.of(1, 1) == Shape(1, 1, 1)
     assert shapes.of(0, 0) == Shape(1, 1, 1), "a plan without tokens is uploaded too"
 
@@ -61,7 +63,7 @@ def test_batches_beyond_the_list_have_sizes_of_their_own():
     assert shapes.most_tokens == 5056 and shapes.captured[-1].tokens == 1024
     assert shapes.of(1025, 3).tokens == 1088
     many_rows = shapes.of(100, 90)
-    assert many_rows == Shape(112, 19, 90) and many_rows not in shapes.captured
+    assert many_rows == Shape(112, 35, 90) and many_rows not in shapes.captured
     few = Shapes(10, 8, 32).captured
     assert [shape.tokens for shape in few if not shape.generation] == [1, 2, 4, 8, 16]
     assert [shape for shape in few if shape.generation] == [Shape(n, n, n, True) for n in (1, 2, 4, 8)]
@@ -69,14 +71,35 @@ def test_batches_beyond_the_list_have_sizes_of_their_own():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_no_step_has_more_segments_than_its_shape(seed):
-    """Seats with holes in their history: spans of whole chunks, but for the first and the last of each seat."""
+    """Seats with holes in their history: spans of whole chunks, but for what a step has cut off, a tail's rest, one
+    that is scored in part, and the last."""
     dice, seats, chunk = random.Random(seed), 5, 8
     segments = tokens = 0
     for _ in range(seats):
-        spans = [dice.randint(1, chunk)] + [chunk * dice.randint(1, 3) for _ in range(dice.randrange(4))]
+        spans = [dice.randint(1, 3), dice.randint(1, 3), *([chunk] * dice.randrange(4)), 3, chunk - 3]
         spans += [dice.randint(1, 40)] * dice.randrange(2)
         segments, tokens = segments + len(spans), tokens + sum(spans)
     assert segments <= Shapes(tokens, seats, chunk).of(tokens, seats).segments
+
+
+def test_a_step_of_three_holes_in_parts_has_room():
+    """What the step before has cut off, a tail's rest in front of chunks that another request left, and the sample."""
+    harness = Harness(chunk_tokens=CHUNK, max_num_seqs=1, max_num_batched_tokens=7, max_model_len=96)
+    harness.turn(range(31), 1, "a")
+    longer = [*harness.logs["a"], *range(100, 117)]
+    harness.turn(longer, 1)
+    chunks = [harness.scheduler._store.find(key) for key in harness.scheduler.keys(packed("i", longer), b"")]
+    harness.place(chunks[1], "dropped")
+    harness.place(chunks[3], "dropped")
+    harness.submit(longer[:48], 1, "a")
+    packer, buffers = StepPacker(1, 12, CHUNK), StepBuffers(Shapes(7, 1, CHUNK), "cpu")
+    spans = []
+    while len(spans) < 4:
+        step = harness.launch()
+        spans += [(span.start, span.end) for span in step.spans]
+        shape = buffers.upload(packer.pack(step))
+        harness.apply()
+    assert spans == [(8, 15), (15, 16), (31, 32), (47, 48)] and shape == Shape(4, 4, 1)
 
 
 def test_a_batch_arrives_padded():
@@ -84,7 +107,7 @@ def test_a_batch_arrives_padded():
     buffers = StepBuffers(shapes, "cpu")
     inputs = packer.pack(mixed_plan())
     shape = buffers.upload(inputs)
-    assert shape == Shape(16, 14, 6) and len(inputs.token_ids) == 13
+    assert shape == Shape(16, 16, 6) and len(inputs.token_ids) == 13
     batch = buffers.batch(shape)
     for name in ("token_ids", "positions", "slots", "segments", "sample_rows"):
         wanted, got = getattr(inputs, name), getattr(batch, name)
