@@ -174,6 +174,8 @@ class Scheduler:
         self._admission.admit(batch)
         if self.config.batching == "separate" and not batch.tokens:
             batcher.plan_generation(batch)
+            if not batch.tokens:  # a row that has outgrown its window has queued again, and perhaps nobody else is here
+                self._admission.admit(batch)
         self._save_ahead(batch)
         if self.config.disk_kv_chunks:
             self._plan_disk(batch)

@@ -373,7 +373,9 @@ class Harness:
                 self.finish(request_id, len(self.reply(request_id)))
             if not self.open and not self.results and not self.scheduler._disk_busy():
                 break
-            self.tick()
+            to_come = bool(self.results) or self.scheduler._disk_busy()
+            plan = self.tick()
+            assert plan or to_come or not self.open, "requests are left, and nothing is to come that lets them go on"
         assert not self.open, f"{len(self.open)} requests never ended"
         assert self.scheduler.idle
         self.check_logs()

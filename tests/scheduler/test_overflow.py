@@ -8,6 +8,7 @@ from itertools import product
 
 import pytest
 
+from pensieve.scheduler.config import BATCHING_MODES
 from pensieve.scheduler.types import Request, RequestError
 from pensieve.scheduler.windows import KEEP, LONGEST_LOG, OVERFLOW_MODES, RECOMPUTE, RESTART, check_length
 
@@ -55,6 +56,16 @@ def test_without_kept_kv_a_window_is_computed_anew_at_each_step():
     assert all(usage.get("new") == 3 + (number > 0) for number, usage in enumerate(usages))
     assert sum(usage.get("recomputed", 0) for usage in usages) > 30
     assert harness.counts["moved on"] == 0 and max(harness.bases.values()) > 100
+    harness.drain()
+
+
+@pytest.mark.parametrize("batching", BATCHING_MODES)
+def test_a_reply_alone_goes_on_in_its_next_window_though_nothing_else_happens(batching):
+    """Queued again in a plan of generation, behind the look at the queue, it was left there until a message came."""
+    harness = a_harness(overflow=RECOMPUTE, batching=batching)
+    harness.submit(range(WINDOW - 4), 12, truncate=True)
+    while harness.open:
+        assert harness.tick() is not None
     harness.drain()
 
 
