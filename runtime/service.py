@@ -24,6 +24,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from ..scheduler.conversations import common_prefix
+from ..scheduler.pace import Pace
 from ..scheduler.plan import StepPlan
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.types import Applied, FinishReason, Output, Request, RequestError, RequestId
@@ -47,7 +48,6 @@ from .messages import (
     Submit,
     ToHTTP,
 )
-from .pace import Pace
 from .trace_file import TraceFile
 
 log = logging.getLogger(__name__)

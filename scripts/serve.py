@@ -33,7 +33,6 @@ from ..runtime.http_process import listen, serve_http
 from ..runtime.logs import configure_logging
 from ..runtime.memory import check_pool_fits
 from ..runtime.messages import Ready
-from ..runtime.pace import Pace
 from ..runtime.profile import load_profile
 from ..runtime.ranks_launch import DRAIN, run_ranks, under_mpi
 from ..runtime.service import Service
@@ -42,6 +41,7 @@ from ..runtime.trace_file import TraceFile
 from ..runtime.watchdog import tell_when_asked
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.cost import propose_swap_out_below
+from ..scheduler.pace import Pace
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.types import SettingError, Tier
 from .ranks_command import open_rank, run_rank

@@ -17,10 +17,10 @@ from pathlib import Path
 STOP_SECONDS = 60.0
 
 
-def run(name: str, *words: object, seconds: float | None = None, **variables: str) -> None:
+def run(name: str, *words: object, seconds: float | None = None) -> None:
     """One of our commands; CalledProcessError if it fails, TimeoutExpired if it takes longer."""
     command = [sys.executable, "-m", f"pensieve.scripts.{name}", *map(str, words)]
-    subprocess.run(command, check=True, timeout=seconds, env=os.environ | variables)
+    subprocess.run(command, check=True, timeout=seconds)
 
 
 @contextmanager

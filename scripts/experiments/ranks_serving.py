@@ -56,8 +56,8 @@ def main() -> int:
     deadline = time.monotonic() + args.seconds
     args.output.mkdir(parents=True, exist_ok=True)
     run("build_engine", "--random-weights", "--config", args.shape, "--output", args.output / "engine",
-            "--backend", "reference", "--dtype", args.dtype, "--device", args.device,
-            "--tensor-parallel", args.ranks)  # fmt: skip
+        "--backend", "reference", "--dtype", args.dtype, "--device", args.device,
+        "--tensor-parallel", args.ranks)  # fmt: skip
     if args.device == "cuda":
         use_memory(args.ranks * (parse_bytes(args.host_kv_bytes, "--host-kv-bytes") + PIECE))
     told = []
@@ -78,8 +78,8 @@ def main() -> int:
 def measure(args: argparse.Namespace, url: str, rates: str, file: Path, seconds: float) -> None:
     vocabulary = json.loads(args.shape.read_text())["vocab_size"]
     run("bench_serving", "--url", url, "--conversations", "--vocabulary", vocabulary, "--processes", 8,
-            "--rate", rates, "--ramp-s", args.ramp_s, "--warm-up-s", args.warm_up_s, "--measure-s", args.measure_s,
-            "--think-s", args.think_s, "--turn-counts", args.turn_counts, "--json", file, seconds=seconds)  # fmt: skip
+        "--rate", rates, "--ramp-s", args.ramp_s, "--warm-up-s", args.warm_up_s, "--measure-s", args.measure_s,
+        "--think-s", args.think_s, "--turn-counts", args.turn_counts, "--json", file, seconds=seconds)  # fmt: skip
 
 
 def server(args: argparse.Namespace, mode: str, seconds: float) -> AbstractContextManager[str]:

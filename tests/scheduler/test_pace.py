@@ -5,12 +5,10 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Callable
-from typing import Any
 
-from pensieve.runtime.pace import Pace
 from pensieve.scheduler.cost import CostProfile
-
-from .fake_engine import plan, span
+from pensieve.scheduler.pace import Pace
+from tests.runtime.fake_engine import plan, span
 
 COST = CostProfile(32, 0.0, ((32, 0.0),), 0.0, 1, 1.0, steps=((1, 0.005), (1001, 0.025)))  # 5 ms and 20 us a token
 HOST_S = 0.001  # to plan and launch a step
@@ -30,8 +28,8 @@ class Loop:
         while (spare := self.pace.spare(self.now)) > 0:
             self.now += spare
         began = self.now
-        made: Any = plan(1, spans=[span(0, 0, tokens)] if tokens else (), token_ids=array("i", range(tokens)))
-        made = plan(1, generate={0: 5}) if not tokens else made
+        prompt = dict(spans=[span(0, 0, tokens)], token_ids=array("i", range(tokens)))
+        made = plan(1, **(prompt if tokens else dict(generate={0: 5})))
         self.now += self.host()
         idle = bool(self.ends) and self.ends[-1] <= self.now
         start = max(self.free, self.now)
@@ -58,7 +56,7 @@ def test_a_step_is_open_until_shortly_before_it_begins() -> None:
     for _ in range(1000):
         loop.step()
     assert HOST_S < mean(loop.closed[400:]) < HOST_S + 0.0015  # planned with the one before it running: 10 ms
-    assert loop.idle - before < 1e-4 * 1000 * 0.01
+    assert loop.idle - before < 1e-3
 
 
 def test_at_first_nothing_is_known_and_nothing_is_risked() -> None:

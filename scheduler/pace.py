@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from typing import NamedTuple
 
-from ..scheduler.cost import CostProfile
-from ..scheduler.plan import StepPlan
+from .cost import CostProfile
+from .plan import StepPlan
 
 LEARNED = 1 / 16  # of what is known of steps, by each
 SPREADS = 3.0  # mean deviations that a step may be quicker than predicted
