@@ -9,6 +9,7 @@ FILE is TOML; servers of one GPU come one after the other, in their order:
     gpu = 0
     serve = "--engine DIR --device cuda --gpu-kv-bytes 38147MiB --host-kv-bytes 64GiB --eviction lru"
     bench = "--conversations --vocabulary 32000 --rate 4,5 --ramp-s 30 --warm-up-s 45 --measure-s 35"
+    pythonpath = "DIR"  # may be left out: another version of the source
 
 `bench` is of bench_serving. Ends in one table; what `--seconds` leaves no time for is said and left out. Servers share
 the host's cores, memory and links: compare what ran side by side.
@@ -39,6 +40,7 @@ class Server(NamedTuple):
     gpu: int
     serve: str
     bench: str
+    pythonpath: str = ""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -73,6 +75,8 @@ def measure(servers: list[Server], output: Path, deadline: float) -> None:
         log = output / f"{server.name}.log"
         words = [*shlex.split(server.serve), "--state-dir", output / f"state-{server.name}", "--shutdown-timeout", 1]
         variables = {"CUDA_VISIBLE_DEVICES": str(server.gpu)}
+        if server.pythonpath:
+            variables["PYTHONPATH"] = server.pythonpath
         try:
             with serving(words, log, min(deadline - time.monotonic(), START_SECONDS), variables) as url:
                 bench = [*shlex.split(server.bench), "--url", url, "--json", output / f"{server.name}.json"]
