@@ -53,8 +53,8 @@ def multi_token_attention(q: Tensor, block_table: Tensor, pool: Tensor, layer: i
     if tokens > work.capacity.tokens or q.stride(2) != 1:
         raise ValueError(f"q {list(q.shape)} is strided in a head, or beyond the {work.capacity.tokens} tokens listed")
     o = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
-    most_rows = min(tokens, work.longest) * work.group
-    reachable = [i for i in range(len(work.tiles)) if i == 0 or most_rows > work.tiles[i - 1].rows]
+    classes = 1 if work.all_short else len(work.tiles)
+    reachable = [i for i in range(classes) if i == 0 or tokens * work.group > work.tiles[i - 1].rows]
 
     def attend(kind: int) -> None:
         tile = work.tiles[kind]
