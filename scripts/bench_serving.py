@@ -66,6 +66,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="S",
         help="conversations that are in the middle at the start come in over so long (default %(default)s)",
     )
+    option("--from-empty", action="store_true", help="nobody is in the middle at the start: warm up for a lifetime")
     option("--measure-s", type=float, default=120.0, metavar="S", help="(default %(default)s)")
     option(
         "--expected-ms-per-token",
@@ -210,6 +211,7 @@ class Bench:
             seconds_per_token=args.expected_ms_per_token / 1e3,
             seed=args.seed,
             ramp_s=args.ramp_s,
+            from_empty=args.from_empty,
         )
         words = Words(args.vocabulary, secrets.token_hex(4))  # nothing is found of a run before
         with Load(self._target, arrivals, words, window, args.processes) as load:
@@ -238,7 +240,8 @@ class Bench:
         return made
 
     def _settings(self) -> dict[str, Any]:
-        names = ("think_s", "warm_up_s", "ramp_s", "expected_ms_per_token", "seed", "processes", "conversations")
+        times = ("think_s", "warm_up_s", "ramp_s", "from_empty", "expected_ms_per_token")
+        names = (*times, "seed", "processes", "conversations")
         workload = str(self._args.trace or f"{self._args.synthetic}, {self._args.turn_counts or TURN_COUNTS[0]} turns")
         chosen = {name: getattr(self._args, name) for name in names}
         return {"model": self._target.model, "workload": workload, "time": int(time.time()), **chosen}

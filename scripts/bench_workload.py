@@ -64,6 +64,7 @@ def plan_arrivals(
     seconds_per_token: float,
     seed: int,
     ramp_s: float = 0.0,
+    from_empty: bool = False,
 ) -> list[Arrival]:
     """All arrivals of a run of `seconds`, in order of `at`; `rate` is conversations a second.
 
@@ -72,7 +73,7 @@ def plan_arrivals(
     run's start are joined in the middle, replies taken to cost `seconds_per_token`. Each of these sends its whole
     history at once, so that the server is buried under prompts that it would know by now. With `ramp_s` every
     conversation, old and new, is there from a moment of those seconds on, wherever it is then: the load grows evenly to
-    what was asked for, and stays there.
+    what was asked for, and stays there. With `from_empty` nothing has been going on: the load grows for a lifetime.
     """
     draw = random.Random(seed)
     native = clock_rate(dialogues)
@@ -81,7 +82,7 @@ def plan_arrivals(
     horizon = max(lifetime(dialogue, seconds_per_token) for dialogue in dialogues)
     arrivals = []
     order = _shuffled(dialogues, draw)
-    start = -horizon
+    start = 0.0 if from_empty else -horizon
     while (start := start + draw.expovariate(rate)) < seconds:
         number, dialogue = next(order)
         entry = ramp_s * draw.random() if ramp_s else 0.0

@@ -31,8 +31,8 @@ TWO_TURNS = Dialogue(
 )
 
 
-def plan(rate=4.0, seconds=60.0, seed=0, dialogues=CHATTERS, ramp_s=0.0):
-    return plan_arrivals(dialogues, rate=rate, seconds=seconds, seconds_per_token=PER_TOKEN, seed=seed, ramp_s=ramp_s)
+def plan(rate=4.0, seconds=60.0, seed=0, dialogues=CHATTERS, **start):
+    return plan_arrivals(dialogues, rate=rate, seconds=seconds, seconds_per_token=PER_TOKEN, seed=seed, **start)
 
 
 def rest(arrival):
@@ -66,6 +66,12 @@ def live(arrivals, moment):
     return sum(
         arrival.at + rest(arrival) > moment and (arrival.at <= moment or arrival.turn > 0) for arrival in arrivals
     )
+
+
+def test_from_empty_every_conversation_begins_at_its_beginning():
+    arrivals = [arrival for seed in range(5) for arrival in plan(seed=seed, from_empty=True)]
+    assert {(arrival.turn, arrival.done) for arrival in arrivals} == {(0, 0)}
+    assert len(arrivals) == pytest.approx(5 * 4.0 * 60.0, rel=0.1)
 
 
 def test_over_a_ramp_the_load_grows_evenly():
