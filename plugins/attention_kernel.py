@@ -255,5 +255,5 @@ def _attend(q, o, partial, lse, pool, block_table, items, arrivals, counters, co
     if tl.atomic_add(left_count, 1) == tl.num_programs(0) - 1:
         tl.store(taken_count, 0)
         tl.store(left_count, 0)
-    if FOLLOWS:
-        tl.extra.cuda.gdc_wait()
+        if FOLLOWS:  # no other program keeps a place on a multiprocessor for it
+            tl.extra.cuda.gdc_wait()
