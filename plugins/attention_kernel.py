@@ -8,7 +8,6 @@ captured launch serves any mixture. See `work_list` for tiles, splits and mergin
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import torch
 import triton
@@ -53,49 +52,29 @@ def multi_token_attention(q: Tensor, block_table: Tensor, pool: Tensor, layer: i
     if tokens > work.capacity.tokens or q.stride(2) != 1:
         raise ValueError(f"q {list(q.shape)} is strided in a head, or beyond the {work.capacity.tokens} tokens listed")
     o = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
-    most_rows = min(tokens, work.longest) * work.group
-    reachable = [i for i in range(len(work.tiles)) if i == 0 or most_rows > work.tiles[i - 1].rows]
+    classes = 1 if work.all_short else len(work.tiles)
+    reachable = [i for i in range(classes) if i == 0 or tokens * work.group > work.tiles[i - 1].rows]
 
-    def attend(kind: int) -> None:
+    overlap = _overlaps(q.device)
+    for kind in reversed(reachable):  # the large tiles first: theirs needs a multiprocessor that is free
         tile = work.tiles[kind]
+        leads, follows = overlap and kind > 0, overlap and kind < reachable[-1]
         _attend[(work.processors * tile.programs,)](
             q, o, work.partial, work.lse, pool, block_table, work.items[kind], work.arrivals[kind], work.counters,
             work.covered, kind, len(work.tiles), tokens, q.stride(0), q.stride(1), block_table.stride(0),
             pool.stride(0), layer * pool.stride(1), scale * LOG2_E,
             KV_HEADS=kv_heads, GROUP=work.group, HEAD_DIM=head_dim, CHUNK=chunk_tokens,
             DIM=triton.next_power_of_2(head_dim), ROWS=tile.rows, KEYS=tile.keys, UNMASKED=tile.rows > UNMASKED_ABOVE,
-            LARGEST=kind > 0 and kind == len(work.tiles) - 1, WORDS=ITEM, num_warps=tile.warps, num_stages=tile.stages,
-            maxnreg=tile.registers,
+            LARGEST=kind > 0 and kind == len(work.tiles) - 1, LEADS=leads, FOLLOWS=follows, WORDS=ITEM,
+            num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, launch_pdl=follows,
         )  # fmt: skip
-
-    _side_by_side(q, [functools.partial(attend, kind) for kind in reversed(reachable)])
     return o
 
 
 @functools.cache
-def _side_streams(device: torch.device, count: int) -> list[torch.cuda.Stream]:
-    return [torch.cuda.Stream(device, priority=-1) for _ in range(count)]
-
-
-def _side_by_side(q: Tensor, launches: list[Callable[[], None]]) -> None:
-    """Launches kernels that may run at once: tiles of many rows use the matrix units, those of few the memory.
-
-    The last runs on the current stream, which waits for the others before it goes on. Also inside a captured graph.
-    """
-    *others, own = launches
-    if not q.is_cuda:
-        for launch in launches:
-            launch()
-        return
-    main = torch.cuda.current_stream(q.device)
-    sides = _side_streams(q.device, len(others))
-    for side, launch in zip(sides, others, strict=True):
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
-            launch()
-    own()
-    for side in sides:
-        main.wait_stream(side)
+def _overlaps(device: torch.device) -> bool:
+    """Whether a kernel can be launched to begin once all programs of the one in front of it have begun."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit
@@ -173,12 +152,18 @@ def _attend(q, o, partial, lse, pool, block_table, items, arrivals, counters, co
             q_stride, q_head_stride, blocks, slot_stride, layer_offset, scale,
             KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr,
             DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, UNMASKED: tl.constexpr,
-            LARGEST: tl.constexpr, WORDS: tl.constexpr):  # fmt: skip
+            LARGEST: tl.constexpr, LEADS: tl.constexpr, FOLLOWS: tl.constexpr, WORDS: tl.constexpr):  # fmt: skip
     """Takes (item, key head) pairs off the list of one class until none is left. scale includes log2(e).
+
+    The kernels of the classes run side by side: tiles of many rows use the matrix units, those of few the memory. One
+    that LEADS lets the next one begin as soon as all its own programs have; one that FOLLOWS ends after the one in
+    front of it, so that whatever comes behind the last of them is behind all. It reads nothing that the others write.
 
     Row r of a tile is query r // GROUP of the item and head r % GROUP of the group. With UNMASKED, tiles of keys that
     every row sees are done without masks.
     """
+    if LEADS:
+        tl.extra.cuda.gdc_launch_dependents()
     heads: tl.constexpr = KV_HEADS * GROUP
     listed = tl.load(counters + kind) * KV_HEADS
     taken_count = counters + classes + kind
@@ -270,3 +255,5 @@ def _attend(q, o, partial, lse, pool, block_table, items, arrivals, counters, co
     if tl.atomic_add(left_count, 1) == tl.num_programs(0) - 1:
         tl.store(taken_count, 0)
         tl.store(left_count, 0)
+        if FOLLOWS:  # no other program keeps a place on a multiprocessor for it
+            tl.extra.cuda.gdc_wait()

@@ -264,7 +264,7 @@ class CudaDevice:
         """Logits [rows, vocab] float32 of the batch in the buffers."""
         batch = self._buffers.batch(shape)
         fed = self._last_samples.index_select(0, batch.feeds)
-        self._work.build(batch.segments, longest=1 if shape.generation else shape.tokens)
+        self._work.build(batch.segments, all_short=shape.short)
         return self._engine.forward(
             torch.where(batch.token_ids < 0, fed, batch.token_ids),
             batch.positions,
@@ -279,7 +279,7 @@ class CudaDevice:
     def upload(self, inputs: StepInputs) -> None:
         self._inputs = inputs
         with self._computing():
-            self._shape = self._buffers.upload(inputs)
+            self._shape = self._buffers.upload(inputs, self._work.short(inputs.segments))
             if len(inputs.block_cells):
                 self._block_table.view(-1).index_copy_(0, self._buffers.block_cells, self._buffers.block_slots)
             self._sampler.start(inputs.sampling.starts)
