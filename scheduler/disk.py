@@ -88,13 +88,16 @@ class DiskTier:
         return self._vacated.popitem()[0] if self._vacated else self.pool.take()
 
     def vacate(self, slot: int, key: ChunkKey) -> None:
-        """What is there, if anything, is the key's, or of those that it was vacated from before."""
-        self._left.setdefault(key, []).append(slot)
-        self._keys.setdefault(slot, []).append(key)
+        """What is there, if anything, is the key's, or of those that have given the slot up before."""
+        self._leave(slot, key)
         if slot in self._doomed:
             self._condemned.append(slot)
         else:
             self._vacated[slot] = None
+
+    def _leave(self, slot: int, key: ChunkKey) -> None:
+        self._left.setdefault(key, []).append(slot)
+        self._keys.setdefault(slot, []).append(key)
 
     def _nothing_left(self, slot: int) -> None:
         """Of what was there before."""
@@ -168,6 +171,7 @@ class DiskTier:
         chunk = move.chunk
         assert chunk is not None
         move.chunk = chunk.moving = None
+        self._leave(move.disk, move.key)
         if move.spills:
             chunk.host = NO_SLOT
         else:

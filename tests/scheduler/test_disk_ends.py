@@ -283,3 +283,30 @@ def test_a_deletion_reaches_an_evicted_record_that_is_not_overwritten_yet():
     harness.in_time = True
     rest(harness)
     assert not records(harness, keys) and harness.scheduler.take_erased() == [True]
+
+
+@pytest.mark.parametrize("spills", [True, False])
+def test_a_deletion_reaches_a_record_whose_chunk_was_dropped_while_it_was_moving(spills):
+    harness = SlowDisk(disk_kv_chunks=60)
+    harness.in_time = not spills
+    prompt = range(18)
+    if spills:
+        harness.turn(prompt, 2, "a")
+    else:
+        harness.submit(only_on_disk(harness), 4, "b")
+        harness.in_time = False
+    while not harness.device.work:
+        harness.tick()
+    keys, store = list(harness.scheduler.keys(harness.logs["a"], b"")), harness.scheduler._store
+    slots = list(harness.device.work)
+    for request in list(harness.open):
+        harness.abort(request)
+    for key in keys:
+        if (chunk := store.find(key)) is not None and not chunk.users:
+            store.drop(chunk)
+    harness.delete("a")
+    rest(harness)
+    assert slots and harness.scheduler.take_erased() == []
+    harness.in_time = True
+    rest(harness)
+    assert not records(harness, keys) and harness.scheduler.take_erased() == [True]
