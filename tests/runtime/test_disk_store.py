@@ -416,6 +416,44 @@ def test_an_erasure_that_fails_is_said(tmp_path, caplog):
         assert tier.erase(0, 1) == ()
 
 
+def test_an_erasure_takes_no_room(tmp_path):
+    """The file is of a smaller tier, and the disk is full: what is there can be overwritten all the same."""
+
+    def full(file, offset, size):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with Tier(tmp_path, slots=3) as tier:
+        tier.save([0])
+    with Tier(tmp_path, system=SystemCalls(allocate=full)) as tier:
+        assert tier.erase(0) == () and tier.store.records() == []
+
+
+def test_a_file_system_that_has_given_up_refuses_an_erasure_and_breaks_nothing(tmp_path, monkeypatch):
+    """XFS then answers every question with EIO."""
+
+    def refused(path, **_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    with Tier(tmp_path) as tier:
+        tier.save([0])
+        with monkeypatch.context() as patch:
+            patch.setattr(disk_files.Path, "stat", refused)
+            assert tier.erase(0) == (0,)
+        assert tier.erase(0) == ()
+
+
+def test_a_record_that_cannot_be_read_at_the_start_is_erased(tmp_path):
+    """Its slot is free: nobody would know of it, whoever is deleted, and the next start might find it."""
+    record = record_bytes(3000)
+    read = failing(errno.EIO, lambda offset: offset == record)(os.preadv)
+    with Tier(tmp_path) as tier:
+        tier.save([0, 1, 2])
+    with Tier(tmp_path, system=SystemCalls(read=read)) as tier:
+        assert [found.slot for found in tier.store.records()] == [0, 2]
+    with Tier(tmp_path) as tier:
+        assert [found.slot for found in tier.store.records()] == [0, 2]
+
+
 def test_a_directory_that_cannot_be_used_is_a_wrong_setting(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(SettingError, match="--disk-dir"):
