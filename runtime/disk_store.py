@@ -317,7 +317,10 @@ class DiskStore:
         log.error("%s: the disk is full; no KV is saved until there is room", self._directory)
 
     def _not_full(self) -> None:
-        self._count(full=-self._counters.full)
+        with self._changed:
+            if not self._counters.full:
+                return  # another writer was first
+            self._count(full=-1)
         log.warning("%s: there is room again", self._directory)
 
     def _reject(self, promotion: Promotion) -> None:

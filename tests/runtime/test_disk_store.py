@@ -294,6 +294,24 @@ def test_a_full_disk_stops_spilling_says_so_once_and_goes_on_when_there_is_room(
             assert (tier.files / "000001.kv").stat().st_size == SEGMENT_SLOTS * record_bytes(3000)
 
 
+def test_room_that_two_writers_find_at_once_is_said_once(tmp_path, monkeypatch, caplog):
+    full, both = threading.Event(), threading.Barrier(2)
+    write = failing(errno.ENOSPC, lambda offset: full.is_set())(os.pwritev)
+    found = DiskStore._not_full
+
+    def found_by_both(store):
+        both.wait(10)
+        found(store)
+
+    monkeypatch.setattr(DiskStore, "_not_full", found_by_both)
+    with Tier(tmp_path, system=SystemCalls(write=write)) as tier:
+        full.set()
+        tier.save([0])
+        full.clear()
+        assert tier.save([0, 8]).spilled == (0, 8)
+        assert tier.store.counters.full == 0 and caplog.text.count("room again") == 1
+
+
 def test_slow_reads_hold_up_neither_the_caller_nor_writes(tmp_path):
     gate = threading.Event()
 
