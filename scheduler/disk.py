@@ -49,7 +49,7 @@ class DiskTier:
     too. A slot that cannot be erased is lost: nobody uses it any more. Until it is erased or overwritten, what a slot
     may hold of chunks that have given it up is known, for they may be deleted yet.
 
-    spilled, promoted, failed_writes, failed_reads, erased, dooms, lost
+    spilled, promoted, failed_writes, failed_reads, erased, dooms
                 chunks so far; dooms: slots that were doomed
     refused     slots that could not be erased, when that was found and whenever what they may hold was deleted since
     paused_until
@@ -61,8 +61,8 @@ class DiskTier:
         self.pool = SlotPool(count)
         self.count = count
         self.writing = self.reading = 0
-        self.spilled = self.promoted = self.failed_writes = self.failed_reads = self.erased = self.dooms = 0
-        self.refused = 0
+        self.spilled = self.promoted = self.failed_writes = self.failed_reads = self.erased = 0
+        self.dooms = self.refused = 0
         self.paused_until = 0.0
         self._moves: dict[int, Move] = {}  # by DISK slot
         self._vacated: dict[int, None] = {}
@@ -126,10 +126,6 @@ class DiskTier:
     def erased_up_to(self) -> int:
         """The number of the last slot such that it and all that were doomed before it are erased or lost."""
         return next(iter(self._doomed.values()), self.dooms + 1) - 1
-
-    @property
-    def lost(self) -> int:
-        return len(self._lost)
 
     def host_slots_moving(self) -> int:
         """HOST slots that are no chunk's copy: being read into, or spilled from a chunk that is not on the GPU."""
@@ -321,4 +317,6 @@ class DiskTier:
         counts = sum(move.spills for move in self._moves.values()), sum(not m.spills for m in self._moves.values())
         if moving or counts != (self.writing, self.reading):
             raise InvariantError("a chunk is moving without work for the disk, or the work is counted wrongly")
+        if not self._keys.keys() <= {*disk, *self._moves}:
+            raise InvariantError("a DISK slot that is free, or a chunk's, is said to hold what is left of another")
         return host, disk
