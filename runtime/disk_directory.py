@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -94,7 +94,7 @@ def locked(directory: Path, setting: str) -> Iterator[None]:
     path = directory / "lock"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 (closed below)
+        file = open(path, "ab+", buffering=0)  # noqa: SIM115 (closed below)
     except OSError as error:
         raise SettingError(setting, f"cannot use {directory}: {error}") from error
     with file:
@@ -102,11 +102,11 @@ def locked(directory: Path, setting: str) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            owner = file.read().strip() or "?"
+            owner = file.read().decode(errors="replace").strip() or "?"
             raise SettingError(
                 setting, f"{directory} is in use by process {owner}; give this server a directory of its own"
             ) from None
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
+        with suppress(OSError):  # a full disk: others are kept out all the same, though not told by whom
+            file.truncate(0)
+            file.write(f"{os.getpid()}\n".encode())
         yield

@@ -78,12 +78,13 @@ class Segments:
         """Fills the buffers, whole pages, from the slot's record on. OSError, also if there are fewer bytes."""
         self._transfer(self._system.read, slot, buffers, make=False)
 
-    def write(self, slot: int, buffers: Sequence[Any]) -> None:
-        """Writes the buffers, whole pages, from the slot's record on. OSError."""
-        self._transfer(self._system.write, slot, buffers, make=True)
+    def write(self, slot: int, buffers: Sequence[Any], make: bool = True) -> None:
+        """Writes the buffers, whole pages, from the slot's record on; `make`: after making the file, and all its room.
+        OSError."""
+        self._transfer(self._system.write, slot, buffers, make)
 
     def holds(self, slot: int) -> bool:
-        """Whether anything can have been written there: there is a file, and it reaches so far."""
+        """Whether anything can have been written there: there is a file, and it reaches so far. OSError."""
         segment, index = divmod(slot, self.slots_a_segment)
         path = self._path(segment)
         return path.exists() and path.stat().st_size > index * self._record

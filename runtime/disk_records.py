@@ -6,9 +6,8 @@ Two checksums tell what may be believed. The header's own says that the page was
 directory holds. The record's covers header and payload together, so a payload that was torn, flipped, or left behind
 by the slot's record before never passes for another's.
 
-CRC-32, which the standard library has: 3.8 GiB/s on one core, without the interpreter's lock, and several threads work
-side by side. It finds every burst of up to 32 bits and all but one in four billion of other damage. It need not keep
-keys apart: the whole key, a SHA-256, is in the header and is compared.
+XXH3 of 128 bits, without the interpreter's lock: several threads work side by side. It need not keep keys apart: the
+whole key, a SHA-256, is in the header and is compared.
 """
 
 from __future__ import annotations

@@ -92,28 +92,43 @@ class DiskStore:
     # -- the loop's side
 
     def records(self) -> list[DiskRecord]:
-        """What is there from earlier, by headers alone: payloads are checked when they are read. Blocks."""
-        now = time.time()
-        found = self._readers.map(lambda slot: self._look(slot, now), self._segments.present())
-        return [record for record in found if record is not None]
+        """What is there from earlier, by headers alone: payloads are checked when they are read. Blocks.
+
+        What cannot be read now is erased: nobody would know of it, whoever is deleted, and the next start might find
+        it.
+        """
+        now, unreadable = time.time(), list[int]()
+        found = self._readers.map(lambda slot: self._look(slot, now, unreadable), self._segments.present())
+        records = [record for record in found if record is not None]
+        self.erase(unreadable)
+        return records
 
     def erase(self, slots: Sequence[int]) -> tuple[int, ...]:
         """On return nobody can read what these slots held, not even after a loss of power; except for those returned,
         where the disk refused. They are not under way."""
         page = aligned_buffer(PAGE)  # of zeros
-        held = [slot for slot in slots if self._segments.holds(slot)]
-        refused = []
-        for slot in held:
+        written: list[int] = []
+        refused: list[int] = []
+        errors: list[OSError] = []
+        for slot in slots:
             try:
-                self._segments.write(slot, [page])
+                if self._segments.holds(slot):
+                    self._segments.write(slot, [page], make=False)
+                    written.append(slot)
             except OSError as error:
                 refused.append(slot)
-                self._not_erased(error)
+                errors.append(error)
         try:
-            self._segments.flush(held)
+            self._segments.flush(written)
         except OSError as error:
-            refused = held
-            self._not_erased(error)
+            refused += written
+            errors.append(error)
+        if errors:
+            self._count(errors=len(errors))
+            log.error(
+                "%s: %d records, perhaps of deleted conversations, may still be on disk: %s",
+                *(self._directory, len(refused), errors[0]),
+            )
         return tuple(refused)
 
     def begin(self, plan: StepPlan) -> Future[tuple[int, ...]] | None:
@@ -248,12 +263,13 @@ class DiskStore:
             intact.add(promotion.disk)
         return intact
 
-    def _look(self, slot: int, now: float) -> DiskRecord | None:
+    def _look(self, slot: int, now: float, unreadable: list[int]) -> DiskRecord | None:
         page = memoryview(self._rooms()[0][:PAGE])
         try:
             self._segments.read(slot, [page])
         except OSError as error:
             self._trouble(error)
+            unreadable.append(slot)
             return None
         header = read_header(page, self._origin, self._payload)
         return None if header is None else DiskRecord(slot, header.key, header.end, max(0.0, now - header.written))
@@ -300,12 +316,11 @@ class DiskStore:
             self._count(full=1)
         log.error("%s: the disk is full; no KV is saved until there is room", self._directory)
 
-    def _not_erased(self, error: OSError) -> None:
-        self._count(errors=1)
-        log.error("%s: a deleted conversation may still be on disk: %s", self._directory, error)
-
     def _not_full(self) -> None:
-        self._count(full=-self._counters.full)
+        with self._changed:
+            if not self._counters.full:
+                return  # another writer was first
+            self._count(full=-1)
         log.warning("%s: there is room again", self._directory)
 
     def _reject(self, promotion: Promotion) -> None:

@@ -226,7 +226,7 @@ class HistoryStore:
                     self._expired.clear()
                     self._db.execute("ROLLBACK")
         except sqlite3.OperationalError as error:
-            raise RequestError(507, f"the conversation could not be stored: {error}") from error
+            raise RequestError(507, f"the histories could not be written to: {error}") from error
 
     def _times(self, now: float) -> dict[str, Any]:
         return {"now": now, "default_ttl": self._history_ttl}

@@ -267,10 +267,14 @@ class ChunkStore:
 
     def release_disk(self, chunk: Chunk) -> None:
         """Its record is given up; nobody is reading it."""
-        self.disk.vacate(chunk.disk)
-        chunk.disk = NO_SLOT
+        self._vacate_disk(chunk)
         self.file(chunk)
         self._count_if_dropped(chunk)
+
+    def _vacate_disk(self, chunk: Chunk) -> None:
+        assert chunk.key is not None
+        self.disk.vacate(chunk.disk, chunk.key)
+        chunk.disk = NO_SLOT
 
     def release_host_late(self, chunk: Chunk) -> None:
         """As `release_host` for a copy that this plan's swap-in still reads: nothing of this plan may take the slot."""
@@ -290,8 +294,7 @@ class ChunkStore:
         if chunk.moving is not None:
             self.disk.abandon(chunk.moving)
         if chunk.disk != NO_SLOT:
-            self.disk.vacate(chunk.disk)
-            chunk.disk = NO_SLOT
+            self._vacate_disk(chunk)
         if chunk.host != NO_SLOT:
             self.host.give(chunk.host)
             chunk.host = NO_SLOT
@@ -301,9 +304,15 @@ class ChunkStore:
         self.file(chunk)
         self._count_if_dropped(chunk)
 
-    def delete(self, chunk: Chunk) -> None:
-        """It is deleted. A row that holds it keeps it on the GPU and HOST; its record goes at once."""
-        self.disk.doom(chunk)
+    def delete(self, key: ChunkKey) -> None:
+        """What there is of that chunk goes, unless a conversation claims it. A row that holds it keeps it on the GPU
+        and HOST; its records go at once."""
+        chunk = self.find(key)
+        if chunk is not None and chunk.claims:
+            return
+        self.disk.doom(key, chunk)
+        if chunk is None:
+            return
         if not chunk.users:
             self.drop(chunk)
         elif chunk.moving is None and chunk.disk != NO_SLOT:

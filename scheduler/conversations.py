@@ -160,9 +160,7 @@ class Conversations:
             for other, surplus in self._quotas.remove(conversation.owner, conversation_id):
                 self._mark(self._by_id[other], surplus)
         for key in conversation.keys[shared:]:  # its claims end at the first chunk that was gone at its last commit
-            chunk = self._store.find(key)
-            if chunk is not None and not chunk.claims:
-                self._store.delete(chunk)
+            self._store.delete(key)
 
     def keep(self, conversation_id: str, ttl: float | None, pinned_until: float, now: float) -> None:
         """How long the conversation lives on after its last activity, and until when it is pinned."""

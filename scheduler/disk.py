@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from .chunk import NO_SLOT
 from .plan import Promotion, Spill, StepResult
 from .slots import SlotPool
-from .types import DiskRecord, InvariantError
+from .types import ChunkKey, DiskRecord, InvariantError
 
 if TYPE_CHECKING:
     from .chunk import Chunk
@@ -32,10 +32,11 @@ BACKOFF_S = 5.0
 class Move:
     """One spill or promotion that has begun. `chunk` is None once it was dropped: then both slots are the work's."""
 
-    __slots__ = ("chunk", "disk", "host", "spills")
+    __slots__ = ("chunk", "disk", "host", "key", "spills")
 
-    def __init__(self, chunk: Chunk, host: int, disk: int, spills: bool):
+    def __init__(self, chunk: Chunk, key: ChunkKey, host: int, disk: int, spills: bool):
         self.chunk: Chunk | None = chunk
+        self.key = key
         self.host, self.disk, self.spills = host, disk, spills
 
 
@@ -45,10 +46,12 @@ class DiskTier:
     A slot given up is taken again by the same plan (its record is overwritten), or its record is erased with that plan
     and the slot is free once the plan is done: a free slot holds no record. A slot is *doomed* if what it holds, or is
     being written there, was deleted: it is erased in any case, for only what is erased is gone after a loss of power
-    too. A slot that cannot be erased is lost: nobody uses it any more.
+    too. A slot that cannot be erased is lost: nobody uses it any more. Until it is erased or overwritten, what a slot
+    may hold of chunks that have given it up is known, for they may be deleted yet.
 
-    spilled, promoted, failed_writes, failed_reads, erased, dooms, lost
+    spilled, promoted, failed_writes, failed_reads, erased, dooms
                 chunks so far; dooms: slots that were doomed
+    refused     slots that could not be erased, when that was found and whenever what they may hold was deleted since
     paused_until
                 nothing is spilled before
     """
@@ -58,14 +61,17 @@ class DiskTier:
         self.pool = SlotPool(count)
         self.count = count
         self.writing = self.reading = 0
-        self.spilled = self.promoted = self.failed_writes = self.failed_reads = self.erased = self.dooms = 0
+        self.spilled = self.promoted = self.failed_writes = self.failed_reads = self.erased = 0
+        self.dooms = self.refused = 0
         self.paused_until = 0.0
         self._moves: dict[int, Move] = {}  # by DISK slot
         self._vacated: dict[int, None] = {}
         self._doomed: dict[int, int] = {}  # slots that are not erased yet, numbered in the order of their deletion
         self._condemned: list[int] = []  # those of them that are given up
         self._unerased: set[int] = set()
-        self._lost: list[int] = []
+        self._lost: dict[int, None] = {}
+        self._left: dict[ChunkKey, list[int]] = {}  # slots that may hold a record of a chunk that has given them up
+        self._keys: dict[int, list[ChunkKey]] = {}  # the same by slot
         self._erasing: deque[tuple[int, tuple[int, ...]]] = deque()  # by step, until its result
         self._spills: list[Spill] = []
         self._promotions: list[Promotion] = []
@@ -81,27 +87,45 @@ class DiskTier:
         """A slot, first one that was just given up; the caller makes sure that there is room."""
         return self._vacated.popitem()[0] if self._vacated else self.pool.take()
 
-    def vacate(self, slot: int) -> None:
+    def vacate(self, slot: int, key: ChunkKey) -> None:
+        """What is there, if anything, is the key's, or of those that have given the slot up before."""
+        self._leave(slot, key)
         if slot in self._doomed:
             self._condemned.append(slot)
         else:
             self._vacated[slot] = None
 
-    def doom(self, chunk: Chunk) -> None:
-        """The chunk is deleted: what it has on DISK, or what is being written there, must not outlast it."""
-        slot = chunk.disk if chunk.moving is None else chunk.moving.disk
-        if slot != NO_SLOT and slot not in self._doomed:
-            self.dooms += 1
-            self._doomed[slot] = self.dooms
+    def _leave(self, slot: int, key: ChunkKey) -> None:
+        self._left.setdefault(key, []).append(slot)
+        self._keys.setdefault(slot, []).append(key)
+
+    def _nothing_left(self, slot: int) -> None:
+        """Of what was there before."""
+        for key in self._keys.pop(slot, ()):
+            self._left[key].remove(slot)
+            if not self._left[key]:
+                del self._left[key]
+
+    def doom(self, key: ChunkKey, chunk: Chunk | None) -> None:
+        """The key's chunk, if there is one, is deleted: what it has on DISK, or what is being written there, must not
+        outlast it, nor what is left of it."""
+        slots = self._left.get(key, [])
+        if chunk is not None:
+            slots = [*slots, chunk.disk if chunk.moving is None else chunk.moving.disk]
+        for slot in slots:
+            if slot in self._lost:
+                self.refused += 1
+            elif slot != NO_SLOT and slot not in self._doomed:
+                self.dooms += 1
+                self._doomed[slot] = self.dooms
+                if slot in self._vacated:
+                    del self._vacated[slot]
+                    self._condemned.append(slot)
 
     @property
     def erased_up_to(self) -> int:
         """The number of the last slot such that it and all that were doomed before it are erased or lost."""
         return next(iter(self._doomed.values()), self.dooms + 1) - 1
-
-    @property
-    def lost(self) -> int:
-        return len(self._lost)
 
     def host_slots_moving(self) -> int:
         """HOST slots that are no chunk's copy: being read into, or spilled from a chunk that is not on the GPU."""
@@ -122,14 +146,14 @@ class DiskTier:
     def spill(self, chunk: Chunk, slot: int) -> None:
         """The chunk's HOST copy, which is complete, is written into the DISK slot."""
         assert chunk.key is not None
-        self._begin(Move(chunk, chunk.host, slot, spills=True))
+        self._begin(Move(chunk, chunk.key, chunk.host, slot, spills=True))
         self._spills.append(Spill(chunk.host, slot, chunk.key, chunk.end))
         self.writing += 1
 
     def promote(self, chunk: Chunk, host: int) -> None:
         """The chunk's record is read into the HOST slot, which no copy on any lane uses."""
         assert chunk.key is not None
-        self._begin(Move(chunk, host, chunk.disk, spills=False))
+        self._begin(Move(chunk, chunk.key, host, chunk.disk, spills=False))
         self._promotions.append(Promotion(chunk.disk, host, chunk.key))
         self.reading += 1
 
@@ -143,6 +167,7 @@ class DiskTier:
         chunk = move.chunk
         assert chunk is not None
         move.chunk = chunk.moving = None
+        self._leave(move.disk, move.key)
         if move.spills:
             chunk.host = NO_SLOT
         else:
@@ -187,8 +212,10 @@ class DiskTier:
         self._doomed.pop(slot, None)
         if slot in self._unerased:
             self._unerased.remove(slot)
-            self._lost.append(slot)
+            self._lost[slot] = None
+            self.refused += 1
         else:
+            self._nothing_left(slot)
             self.pool.give(slot)
 
     def _end(self, slot: int, spills: bool | None = None) -> Move:
@@ -203,6 +230,7 @@ class DiskTier:
 
     def _written(self, move: Move) -> None:
         self.spilled += 1
+        self._nothing_left(move.disk)
         chunk = move.chunk
         if chunk is None or self._unwanted(move):
             self._not_written(move)
@@ -219,7 +247,7 @@ class DiskTier:
 
     def _not_written(self, move: Move) -> None:
         """Whatever is in the slot, nobody may ever read it."""
-        self.vacate(move.disk)
+        self.vacate(move.disk, move.key)
         if move.chunk is None:
             self._store.host.give(move.host)
             return
@@ -231,7 +259,7 @@ class DiskTier:
         chunk = move.chunk
         if chunk is None:
             self._store.host.give(move.host)
-            self.vacate(move.disk)
+            self.vacate(move.disk, move.key)
             return
         chunk.moving = None
         if chunk.host == NO_SLOT:
@@ -246,7 +274,7 @@ class DiskTier:
         """The record is worthless: the chunk is dropped, if it is nowhere else."""
         self._store.host.give(move.host)
         if move.chunk is None:
-            self.vacate(move.disk)
+            self.vacate(move.disk, move.key)
             return
         move.chunk.moving = None
         self._store.release_disk(move.chunk)
@@ -264,7 +292,7 @@ class DiskTier:
             if self._store.find(record.key) is None:
                 self._store.adopt(record.key, record.end, record.slot, now - record.age_s)
             else:
-                self.vacate(record.slot)
+                self.vacate(record.slot, record.key)
         self.pool.take_all(taken)
 
     # -- proof
@@ -289,4 +317,6 @@ class DiskTier:
         counts = sum(move.spills for move in self._moves.values()), sum(not m.spills for m in self._moves.values())
         if moving or counts != (self.writing, self.reading):
             raise InvariantError("a chunk is moving without work for the disk, or the work is counted wrongly")
+        if not self._keys.keys() <= {*disk, *self._moves}:
+            raise InvariantError("a DISK slot that is free, or a chunk's, is said to hold what is left of another")
         return host, disk

@@ -15,10 +15,10 @@ KEYS_A_STEP = 1000  # looked for in one plan: a millisecond or two
 
 
 class Deletion(NamedTuple):
-    """`keys`: of chunks that are still to be looked for; `lost`: slots lost before it began."""
+    """`keys`: of chunks that are still to be looked for; `refused`: slots before it began."""
 
     keys: Iterator[ChunkKey]
-    lost: int
+    refused: int
 
 
 class Erasures:
@@ -39,9 +39,10 @@ class Erasures:
         """Something is still to be erased."""
         return bool(self._looking or (self._erasing and self._erasing[-1][1] > self._store.disk.erased_up_to))
 
-    def begin(self, keys: Iterable[ChunkKey]) -> None:
-        """Drops the chunks of these keys that no conversation claims and nobody uses, of many of them a few now."""
-        self._looking.append(Deletion(iter(keys), self._store.disk.lost))
+    def begin(self, keys: Iterable[ChunkKey], refused: int) -> None:
+        """Drops the chunks of these keys that no conversation claims and nobody uses, of many of them a few now.
+        `refused`: as `DiskTier.refused` when the deletion began."""
+        self._looking.append(Deletion(iter(keys), refused))
         self.go_on()
 
     def go_on(self) -> None:
@@ -51,9 +52,7 @@ class Erasures:
             keys = list(islice(self._looking[0].keys, left))
             left -= len(keys)
             for key in keys:
-                chunk = self._store.find(key)
-                if chunk is not None and not chunk.claims:
-                    self._store.delete(chunk)
+                self._store.delete(key)
             if left:
                 self._erasing.append((self._looking.popleft(), self._store.disk.dooms))
 
@@ -62,5 +61,5 @@ class Erasures:
         refused, and something may still be there."""
         disk, ended = self._store.disk, []
         while self._erasing and self._erasing[0][1] <= disk.erased_up_to:
-            ended.append(self._erasing.popleft()[0].lost == disk.lost)
+            ended.append(self._erasing.popleft()[0].refused == disk.refused)
         return ended

@@ -266,10 +266,10 @@ class Scheduler:
         tokens; of the chunks of these `others` too. `take_erased` tells when its records on DISK are erased. Raises
         RequestError (404) for an unknown id."""
         tokens = self.conversation_tokens(conversation_id)
-        salt = self._conversations.salt(conversation_id)
+        salt, refused = self._conversations.salt(conversation_id), self._store.disk.refused
         self._conversations.delete(conversation_id, shared // self.config.chunk_tokens)
         outgrown = self._windows is not None and len(tokens) > self._windows.length  # not all that it has is claimed
-        self.erase_keys(chain(self._chains.all(tokens, salt, shared) if outgrown else (), others))
+        self._erasures.begin(chain(self._chains.all(tokens, salt, shared) if outgrown else (), others), refused)
 
     def keep(self, conversation_id: str, ttl: float | None, pinned_until: float, now: float) -> None:
         """Claims end `ttl` seconds after the last activity (None: `conversation_ttl`); until `pinned_until` the
@@ -297,7 +297,7 @@ class Scheduler:
     def erase_keys(self, keys: Iterable[ChunkKey]) -> None:
         """As `delete`, of a conversation that has never been active here: drops those chunks, of a long log in the next
         few plans."""
-        self._erasures.begin(keys)
+        self._erasures.begin(keys, self._store.disk.refused)
 
     def take_erased(self) -> list[bool]:
         """For each `delete` and `erase_keys` that has ended since the last call, in their order: whether all records

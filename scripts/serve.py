@@ -135,8 +135,9 @@ def locked_directories(args: argparse.Namespace) -> Iterator[None]:
     """While this is open no other server has them. SettingError."""
     with ExitStack() as locks:
         locks.enter_context(locked(args.state_dir, "--state-dir"))
-        if args.disk_dir is not None:
-            locks.enter_context(locked(args.disk_dir, "--disk-dir"))
+        disk = disk_directory(args)
+        if disk.resolve() != args.state_dir.resolve():
+            locks.enter_context(locked(disk, "--disk-dir"))
         yield
 
 

@@ -76,3 +76,10 @@ def test_folders_of_ranks_that_are_no_more_go_too(tmp_path: Path) -> None:
     (tmp_path / "rank-old").mkdir()
     open_directory(tmp_path, replace(ORIGIN, ranks=1, rank=0))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0", "rank-old"]
+
+
+def test_a_full_disk_keeps_nobody_from_a_directory(tmp_path: Path) -> None:
+    """Who has it cannot be written down, and that is all: what else needs the disk says so itself."""
+    (tmp_path / "lock").symlink_to("/dev/full")
+    with locked(tmp_path, "--state-dir"):
+        pass

@@ -294,6 +294,24 @@ def test_a_full_disk_stops_spilling_says_so_once_and_goes_on_when_there_is_room(
             assert (tier.files / "000001.kv").stat().st_size == SEGMENT_SLOTS * record_bytes(3000)
 
 
+def test_room_that_two_writers_find_at_once_is_said_once(tmp_path, monkeypatch, caplog):
+    full, both = threading.Event(), threading.Barrier(2)
+    write = failing(errno.ENOSPC, lambda offset: full.is_set())(os.pwritev)
+    found = DiskStore._not_full
+
+    def found_by_both(store):
+        both.wait(10)
+        found(store)
+
+    monkeypatch.setattr(DiskStore, "_not_full", found_by_both)
+    with Tier(tmp_path, system=SystemCalls(write=write)) as tier:
+        full.set()
+        tier.save([0])
+        full.clear()
+        assert tier.save([0, 8]).spilled == (0, 8)
+        assert tier.store.counters.full == 0 and caplog.text.count("room again") == 1
+
+
 def test_slow_reads_hold_up_neither_the_caller_nor_writes(tmp_path):
     gate = threading.Event()
 
@@ -414,6 +432,44 @@ def test_an_erasure_that_fails_is_said(tmp_path, caplog):
         assert "may still be on disk" in caplog.text
         broken.clear()
         assert tier.erase(0, 1) == ()
+
+
+def test_an_erasure_takes_no_room(tmp_path):
+    """The file is of a smaller tier, and the disk is full: what is there can be overwritten all the same."""
+
+    def full(file, offset, size):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with Tier(tmp_path, slots=3) as tier:
+        tier.save([0])
+    with Tier(tmp_path, system=SystemCalls(allocate=full)) as tier:
+        assert tier.erase(0) == () and tier.store.records() == []
+
+
+def test_a_file_system_that_has_given_up_refuses_an_erasure_and_breaks_nothing(tmp_path, monkeypatch):
+    """XFS then answers every question with EIO."""
+
+    def refused(path, **_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    with Tier(tmp_path) as tier:
+        tier.save([0])
+        with monkeypatch.context() as patch:
+            patch.setattr(disk_files.Path, "stat", refused)
+            assert tier.erase(0) == (0,)
+        assert tier.erase(0) == ()
+
+
+def test_a_record_that_cannot_be_read_at_the_start_is_erased(tmp_path):
+    """Its slot is free: nobody would know of it, whoever is deleted, and the next start might find it."""
+    record = record_bytes(3000)
+    read = failing(errno.EIO, lambda offset: offset == record)(os.preadv)
+    with Tier(tmp_path) as tier:
+        tier.save([0, 1, 2])
+    with Tier(tmp_path, system=SystemCalls(read=read)) as tier:
+        assert [found.slot for found in tier.store.records()] == [0, 2]
+    with Tier(tmp_path) as tier:
+        assert [found.slot for found in tier.store.records()] == [0, 2]
 
 
 def test_a_directory_that_cannot_be_used_is_a_wrong_setting(tmp_path):

@@ -228,3 +228,85 @@ def test_a_deletion_reaches_a_record_that_is_being_read_for_a_chunk_that_was_com
     harness.in_time = True
     rest(harness)
     assert not records(harness, keys) and harness.scheduler.take_erased() == [True]
+
+
+def evicted(harness):
+    """The keys and DISK slots of conversation a, whose records have been given up since the last plan."""
+    harness.turn(range(16), 4, "a")
+    rest(harness)
+    store = harness.scheduler._store
+    keys = list(harness.scheduler.keys(harness.logs["a"], b""))[:4]
+    slots = records(harness, keys)
+    assert len(slots) == len(keys)
+    for key in keys:
+        store.drop(store.find(key))
+    return keys, slots
+
+
+@pytest.mark.parametrize("when", ["vacated", "erasing", "lost"])
+def test_a_deletion_knows_of_a_record_that_was_evicted_and_cannot_be_erased(when):
+    harness = Harness(disk_kv_chunks=8)
+    keys, slots = evicted(harness)
+    left, scheduler = harness.device.disk[slots[0]][0], harness.scheduler
+    if when == "vacated":
+        harness.delete("a")
+    plan = scheduler.next_plan(harness.now)
+    assert sorted(plan.erased) == sorted(slots)
+    if when == "erasing":
+        harness.delete("a")
+    assert scheduler.take_erased() == []
+    result = StepResult(plan.step, (), (), scheduler._store.completed, unerased=(slots[0],))
+    scheduler.apply(result, harness.now)
+    if when == "lost":
+        harness.delete("a")
+    assert scheduler.take_erased() == [False]
+    scheduler.check()
+    scheduler.erase_keys([left])
+    scheduler.erase_keys(key for key in keys if key != left)
+    assert scheduler.take_erased() == [False, True]
+
+
+def test_a_deletion_reaches_an_evicted_record_that_is_not_overwritten_yet():
+    """Else it comes back if the process is killed before, or if the write fails and the slot cannot be erased."""
+    harness = SlowDisk(disk_kv_chunks=4)
+    harness.in_time = True
+    only_on_disk(harness)
+    keys = list(harness.scheduler.keys(harness.logs["a"], b""))
+    harness.in_time = False
+    harness.submit(range(50, 66), 4, "b")
+    while len(harness.device.work) < 4:
+        harness.tick()
+    assert len(records(harness, keys)) == 4
+    harness.delete("a")
+    rest(harness)
+    assert harness.scheduler.take_erased() == []
+    harness.in_time = True
+    rest(harness)
+    assert not records(harness, keys) and harness.scheduler.take_erased() == [True]
+
+
+@pytest.mark.parametrize("spills", [True, False])
+def test_a_deletion_reaches_a_record_whose_chunk_was_dropped_while_it_was_moving(spills):
+    harness = SlowDisk(disk_kv_chunks=60)
+    harness.in_time = not spills
+    prompt = range(18)
+    if spills:
+        harness.turn(prompt, 2, "a")
+    else:
+        harness.submit(only_on_disk(harness), 4, "b")
+        harness.in_time = False
+    while not harness.device.work:
+        harness.tick()
+    keys, store = list(harness.scheduler.keys(harness.logs["a"], b"")), harness.scheduler._store
+    slots = list(harness.device.work)
+    for request in list(harness.open):
+        harness.abort(request)
+    for key in keys:
+        if (chunk := store.find(key)) is not None and not chunk.users:
+            store.drop(chunk)
+    harness.delete("a")
+    rest(harness)
+    assert slots and harness.scheduler.take_erased() == []
+    harness.in_time = True
+    rest(harness)
+    assert not records(harness, keys) and harness.scheduler.take_erased() == [True]

@@ -300,6 +300,21 @@ def test_a_server_has_its_directories_for_itself(tmp_path):
         pass
 
 
+def test_a_disk_directory_in_its_usual_place_is_its_servers_too(tmp_path):
+    state, disk = ["--state-dir", str(tmp_path / "a"), "--disk-kv-chunks", "9"], ["--disk-dir", str(tmp_path / "a/kv")]
+    args = parse_options(["--engine", "demo", *state])
+    other = parse_options(["--engine", "demo", "--state-dir", str(tmp_path / "b"), "--disk-kv-chunks", "9", *disk])
+    with locked_directories(args), pytest.raises(SettingError, match="in use by process"), locked_directories(other):
+        pass
+
+
+def test_one_directory_may_be_both(tmp_path):
+    same = str(tmp_path / ".." / tmp_path.name)
+    args = parse_options(["--engine", "demo", "--state-dir", str(tmp_path), "--disk-dir", same])
+    with locked_directories(args):
+        pass
+
+
 def test_the_disks_speed_is_measured_and_said(tmp_path, caplog):
     caplog.set_level("INFO")
     cost = analytic_profile(
