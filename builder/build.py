@@ -114,7 +114,7 @@ def build_engine(
     stored = stored_as(decoder, getattr(torch, dtype), tensor_parallel, names_in_fp8(rounded[0]))
     fp8 = _checked_fp8(any(name.endswith(".scale") for name in stored), backend)
     size = sum(kind.nbytes for kind in stored.values())
-    with _beside(output, tensor_parallel * size, say) as aside:
+    with _beside(output, say) as aside:
         has_tokenizer = copy_tokenizer(checkpoint, aside, opt=decoder.architecture == OPT)
         tokenizer = files_digest([aside / name for name in TOKENIZER_FILES if (aside / name).exists()])
         parts = Parts(tuple(map(weights_digest, rounded)), tokenizer, code_digest(), **versions())
@@ -126,6 +126,7 @@ def build_engine(
         if there := intact_engine(output, manifest.fingerprint):
             manifest, outcome = there, "reused"
         else:
+            _check_room(output.parent, tensor_parallel * size + ROOM)
             if weights == "fp8":
                 manifest = _measured(manifest, read, lambda rank: rounded[rank], say)
             say("writing the weights")
@@ -204,10 +205,11 @@ def build_random_engine(
     target = _target(backend, device)
     manifest = Manifest(backend, dtype, device, tensor_parallel, decoder, stop_ids, parts, size, target=target, fp8=fp8)
     make = partial(random_weights, decoder, torch_dtype, device, seed)
-    with _beside(output, 0, say) as aside:
+    with _beside(output, say) as aside:
         if there := intact_engine(output, manifest.fingerprint):
             manifest, outcome = there, "reused"
         else:
+            _check_room(output.parent, ROOM)
             if fp8:
                 manifest = _measured(manifest, make, lambda rank: make(rank, tensor_parallel, fp8=True), say)
             manifest, outcome = _complete(manifest, aside, output, say, workspace)
@@ -301,10 +303,10 @@ def _stop_ids(
 
 
 @contextmanager
-def _beside(output: Path, size: int, say: Say) -> Iterator[Path]:
+def _beside(output: Path, say: Say) -> Iterator[Path]:
     """A new directory beside `output`, gone at the end if nobody has renamed it. Nobody else has one meanwhile.
 
-    SettingError if `output` is neither an engine nor empty, or its disk lacks room for `size` bytes of weights.
+    SettingError if `output` is neither an engine nor empty, or its disk becomes full.
     """
     aside = output.with_name(f".{output.name}.{secrets.token_hex(4)}.building")
     lock = output.with_name(f".{output.name}.lock")
@@ -313,7 +315,6 @@ def _beside(output: Path, size: int, say: Say) -> Iterator[Path]:
         with locked(lock, lambda: say(f"waiting for another build of {output}")):
             _clear_up(output)
             _check_output(output)
-            _check_room(output.parent, size + ROOM)
             aside.mkdir()
             try:
                 yield aside

@@ -1,6 +1,7 @@
 """Building an engine directory: what is in it, when it is replaced, and that nothing half made is ever published."""
 
 import json
+import shutil
 import weakref
 
 import pytest
@@ -53,6 +54,13 @@ def test_the_directory_and_its_manifest(checkpoint, tmp_path):
     assert (manifest.layers, manifest.kv_heads, manifest.head_dim) == (2, 2, 16)
     assert (manifest.vocab_size, manifest.max_model_len, manifest.stop_ids) == (160, 512, (2,))
     assert (manifest.backend, manifest.dtype, manifest.device) == ("reference", "bfloat16", "cpu")
+
+
+def test_an_engine_that_is_there_needs_no_room(checkpoint, tmp_path, monkeypatch):
+    built = build_engine(checkpoint, tmp_path / "engine")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    assert built.outcome == "built" and build_engine(checkpoint, tmp_path / "engine").outcome == "reused"
 
 
 def test_the_same_engine_is_reused_and_another_replaced(checkpoint, tmp_path):
