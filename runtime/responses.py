@@ -152,6 +152,11 @@ class ResponseWriter(CompletionWriter):
             )
         )
 
+    def failure(self, error: RequestError) -> str:
+        """Of OpenAI's codes: what is the client's fault is refused before a stream begins."""
+        what = {"code": "server_error", "message": error.message}
+        return self._event("response.failed", response=self._response("failed") | {"error": what})
+
     def _event(self, kind: str, **fields: Any) -> str:
         event = {"type": kind, "sequence_number": self._events, **fields}
         self._events += 1
