@@ -196,19 +196,19 @@ def create_app(
     @app.post("/v1/completions")
     async def completions(request: HTTPRequest) -> Response:
         arrived = time.perf_counter()
-        body = parse(CompletionBody, await request.body())
+        body = await asyncio.to_thread(parse, CompletionBody, await request.body())
         return Answer(await calls.completion(body, arrived, owner_of(request)), client, tokenizer, tracing)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: HTTPRequest) -> Response:
         arrived = time.perf_counter()
-        body = parse(ChatBody, await request.body())
+        body = await asyncio.to_thread(parse, ChatBody, await request.body())
         return Answer(await calls.chat(body, arrived, owner_of(request)), client, tokenizer, tracing)
 
     @app.post("/v1/responses")
     async def responses(request: HTTPRequest) -> Response:
         arrived = time.perf_counter()
-        body = parse(ResponseBody, await request.body())
+        body = await asyncio.to_thread(parse, ResponseBody, await request.body())
         return Answer(await calls.response(body, arrived, owner_of(request)), client, tokenizer, tracing)
 
     add_conversations(app, histories, client)
