@@ -59,12 +59,13 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         raise refusal("config.json: is_causal false is not supported")
     if config.get("per_layer_config"):
         raise refusal("config.json: per_layer_config is not supported: layers must be alike")
-    if names[0] == OPT:
-        return _opt_config(config)
-    if names[0] in LLAMA_FLAVOURS:
-        return _llama_config(names[0], config)
-    known = ", ".join([*LLAMA_FLAVOURS, OPT])
-    raise refusal(f"architecture {names[0]!r} is not supported; known are {known}")
+    known = [*LLAMA_FLAVOURS, OPT]
+    if names[0] not in known:
+        raise refusal(f"architecture {names[0]!r} is not supported; known are {', '.join(known)}")
+    kind = config.get("model_type")
+    if kind is not None and f"{kind}ForCausalLM".lower() != names[0].lower():  # some go by the one, some by the other
+        raise refusal(f"config.json: model_type {kind!r} contradicts {names[0]}, its architecture")
+    return _opt_config(config) if names[0] == OPT else _llama_config(names[0], config)
 
 
 def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:

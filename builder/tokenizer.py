@@ -24,6 +24,8 @@ def copy_tokenizer(checkpoint: Path, engine: Path, opt: bool) -> bool:
             (engine / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(checkpoint / name, engine / name)
     if (checkpoint / "tokenizer.json").exists():
+        if (checkpoint / "tokenizer_config.json").exists():
+            _add_configured_tokens(engine)
         return True
     if not ((checkpoint / "vocab.json").exists() and (checkpoint / "merges.txt").exists()):
         return False
@@ -72,6 +74,30 @@ def _check_is_gpt2s(checkpoint: Path, settings: dict[str, Any], special: Collect
         f"{checkpoint} has no tokenizer.json, and {what} cannot be made from vocab.json and merges.txt alone; load it "
         "with transformers' AutoTokenizer and save it there with save_pretrained, which writes tokenizer.json",
     )
+
+
+def _add_configured_tokens(engine: Path) -> None:
+    """Adds the tokens that only tokenizer_config.json describes to tokenizer.json, as transformers does; of one that
+    both describe the former counts. SettingError if one does not come out with its id."""
+    settings = read_json(engine / "tokenizer_config.json").get("added_tokens_decoder")
+    if not settings:
+        return
+    try:
+        described = sorted((int(at), AddedToken(**token)) for at, token in settings.items())
+        tokenizer = Tokenizer.from_file(str(engine / "tokenizer.json"))
+    except Exception as error:  # the library has no class of its own for a file that it does not understand
+        message = f"tokenizer.json and the added_tokens_decoder of tokenizer_config.json cannot be read: {error}"
+        raise SettingError("--checkpoint", message) from error
+    known = tokenizer.get_added_tokens_decoder()
+    missing = {at: token for at, token in described if repr(token) != repr(known.get(at))}
+    if not missing:
+        return
+    tokenizer.add_tokens(list(missing.values()))
+    for at, token in missing.items():
+        if (got := tokenizer.token_to_id(token.content)) != at:
+            message = f"{token.content!r} has id {at} in tokenizer_config.json, but {got} in tokenizer.json"
+            raise SettingError("--checkpoint", message)
+    tokenizer.save(str(engine / "tokenizer.json"))
 
 
 def _text(token: str | dict[str, Any]) -> str:

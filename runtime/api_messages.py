@@ -10,6 +10,8 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 from ..scheduler.types import RequestError
 from .api_body import Body, NonEmpty
 
+MOST_MESSAGES = 16384  # of one dialogue: each is looked at where other requests wait
+
 
 class TextPart(Body):
     type: Literal["text"]

@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from ..scheduler.types import RequestError, check_logprobs
 from .api_body import Body, ConversationId, NonEmpty
-from .api_messages import Message, NamedTool, Tool
+from .api_messages import MOST_MESSAGES, Message, NamedTool, Tool
 
 MOST_CHOICES = MOST_TOOLS = 128  # OpenAI's
 
@@ -216,7 +216,7 @@ class ChatBody(ChoicesBody):
         "continue_final_message": (False,),
     }
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
@@ -266,7 +266,10 @@ Kind = TypeVar("Kind", bound=Body)
 
 
 def parse(kind: type[Kind], body: bytes) -> Kind:
-    """The body as this kind of request. Raises RequestError (400) that names the field."""
+    """The body as this kind of request. Raises RequestError (400) that names the field.
+
+    One as long as is allowed takes seconds: it is not for the thread of an event loop.
+    """
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:

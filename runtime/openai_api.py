@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from ..scheduler.types import RequestError
-from .api_errors import error_object, error_response
+from .api_errors import error_response
 from .api_keys import OWNER, KeyCheck, owner_of
 from .api_schema import describe_bodies
 from .api_types import ChatBody, CompletionBody, parse
@@ -135,7 +134,7 @@ class Answer(Response):
             await self._commit(replies)
             events.append(writer.closing(list(replies.values())))
         except RequestError as error:  # too late for a status
-            events.append(f"data: {json.dumps(error_object(error))}\n\ndata: [DONE]\n\n")
+            events.append(writer.failure(error))
         await send({"type": "http.response.body", "body": "".join(events).encode()})
 
     async def _commit(self, replies: dict[int, Reply]) -> None:
@@ -197,19 +196,19 @@ def create_app(
     @app.post("/v1/completions")
     async def completions(request: HTTPRequest) -> Response:
         arrived = time.perf_counter()
-        body = parse(CompletionBody, await request.body())
+        body = await asyncio.to_thread(parse, CompletionBody, await request.body())
         return Answer(await calls.completion(body, arrived, owner_of(request)), client, tokenizer, tracing)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: HTTPRequest) -> Response:
         arrived = time.perf_counter()
-        body = parse(ChatBody, await request.body())
+        body = await asyncio.to_thread(parse, ChatBody, await request.body())
         return Answer(await calls.chat(body, arrived, owner_of(request)), client, tokenizer, tracing)
 
     @app.post("/v1/responses")
     async def responses(request: HTTPRequest) -> Response:
         arrived = time.perf_counter()
-        body = parse(ResponseBody, await request.body())
+        body = await asyncio.to_thread(parse, ResponseBody, await request.body())
         return Answer(await calls.response(body, arrived, owner_of(request)), client, tokenizer, tracing)
 
     add_conversations(app, histories, client)

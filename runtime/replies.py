@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..scheduler.types import FinishReason, Output, Request, RequestError, TokenLogprobs, Usage
+from .api_errors import error_object
 from .engine_client import OutputStream
 from .logprobs import LogprobsWriter
 from .metrics import SOURCES
@@ -229,6 +230,10 @@ class CompletionWriter:
             return "data: [DONE]\n\n"
         last = {**self._object(self.CHUNK), "choices": [], "usage": usage(replies, self._style.sources)}
         return f"data: {json.dumps(last)}\n\ndata: [DONE]\n\n"
+
+    def failure(self, error: RequestError) -> str:
+        """The events behind the last piece of what came to no good end."""
+        return f"data: {json.dumps(error_object(error))}\n\ndata: [DONE]\n\n"
 
     def _object(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self._created, "model": self._style.model}

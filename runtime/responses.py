@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, FastAPI, Request
 from pydantic import Field, model_validator
 
 from ..scheduler.types import FinishReason, RequestError
 from .api_keys import owner_of
+from .api_messages import MOST_MESSAGES
 from .api_types import Body, GenerationBody, NonEmpty
 from .histories import Histories
 from .history_rows import Name
@@ -59,7 +60,7 @@ class ResponseBody(GenerationBody):
         "top_logprobs": (0,),
     }
 
-    input: str | list[Item]
+    input: str | Annotated[list[Item], Field(max_length=MOST_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: int | None = None
     metadata: dict[str, str] = Field(default_factory=dict)
@@ -151,6 +152,11 @@ class ResponseWriter(CompletionWriter):
                 self._event(f"response.{whole['status']}", response=whole),
             )
         )
+
+    def failure(self, error: RequestError) -> str:
+        """Of OpenAI's codes: what is the client's fault is refused before a stream begins."""
+        what = {"code": "server_error", "message": error.message}
+        return self._event("response.failed", response=self._response("failed") | {"error": what})
 
     def _event(self, kind: str, **fields: Any) -> str:
         event = {"type": kind, "sequence_number": self._events, **fields}

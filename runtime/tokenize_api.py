@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request
 from pydantic import Field, model_validator
 
 from ..scheduler.types import RequestError
+from .api_messages import MOST_MESSAGES
 from .api_types import Body, Message, parse
 from .calls import check_model
 from .messages import Ready
@@ -20,7 +21,7 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(default=None, min_length=1)
+    messages: list[Message] | None = Field(default=None, min_length=1, max_length=MOST_MESSAGES)
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     return_token_strs: bool = False
@@ -51,7 +52,7 @@ def add_tokenize(app: FastAPI, ready: Ready, tokenizer: Tokenizer | None) -> Non
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> dict[str, Any]:
-        body = parse(TokenizeBody, await request.body())
+        body = await asyncio.to_thread(parse, TokenizeBody, await request.body())
         check(body.model)
         tokens = await asyncio.to_thread(_tokens, needed(), body)
         strings = {"token_strs": needed().pieces(tokens)} if body.return_token_strs else {}
@@ -59,7 +60,7 @@ def add_tokenize(app: FastAPI, ready: Ready, tokenizer: Tokenizer | None) -> Non
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> dict[str, str]:
-        body = parse(DetokenizeBody, await request.body())
+        body = await asyncio.to_thread(parse, DetokenizeBody, await request.body())
         check(body.model)
         if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < ready.vocab_size:
             raise RequestError(400, f"token ids are from 0 to {ready.vocab_size - 1}", "tokens")

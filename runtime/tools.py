@@ -48,6 +48,7 @@ class ToolCallParser:
         self._most = most
         self._held = ""
         self._inside = False
+        self._searched = 0  # so many signs of what is held have no tag that counts
         self._count = 0
 
     def push(self, text: str) -> tuple[str, list[ToolCall]]:
@@ -55,14 +56,18 @@ class ToolCallParser:
         self._held += text
         said: list[str] = []
         calls: list[ToolCall] = []
-        while (cut := self._held.find(CLOSE if self._inside else OPEN)) >= 0:
+        while (cut := self._held.find(CLOSE if self._inside else OPEN, self._searched)) >= 0:
             if self._inside:
-                call = self._parse(self._held[:cut].lstrip()[len(OPEN) :])
+                source = self._held[:cut].lstrip()[len(OPEN) :]
+                call = self._parse(source)
+                if call is None and _ends_in_string(source):
+                    self._searched = cut + len(CLOSE)
+                    continue
                 if call is None:
                     said.append(self._held[: cut + len(CLOSE)])
                 elif call.index < self._most:
                     calls.append(call)
-                self._held = self._held[cut + len(CLOSE) :]
+                self._held, self._searched = self._held[cut + len(CLOSE) :], 0
             else:
                 said.append(self._say(cut))
             self._inside = not self._inside
@@ -99,6 +104,17 @@ class ToolCallParser:
 def _begun(text: str) -> int:
     """How many signs at the end of `text` may become OPEN."""
     return next((size for size in range(len(OPEN) - 1, 0, -1) if text.endswith(OPEN[:size])), 0)
+
+
+def _ends_in_string(source: str) -> bool:
+    """Whether JSON that goes on behind `source` goes on inside a string."""
+    try:
+        json.loads(source)
+    except json.JSONDecodeError as error:
+        return error.msg.startswith("Unterminated string")
+    except (ValueError, RecursionError):
+        pass
+    return False
 
 
 def _sendable(text: str) -> str:

@@ -147,7 +147,7 @@ class Desk:
         self._client, self._tokenizer, self._chunk_tokens = client, tokenizer, chunk_tokens
         self._histories = Histories(store, client.tell, client.forget, tokenizer)
         self._calls = CallMaker(ready, tokenizer, self._histories, client.new_id)
-        self._open: dict[Visit, OutputStream] = {}
+        self._visits: dict[Visit, asyncio.Task[None] | None] = {}
         self._metrics = TritonMetrics()
         self._watches = [asyncio.create_task(work()) for work in (self._watch_clients, self._tell_metrics)]
 
@@ -163,6 +163,7 @@ class Desk:
     async def close(self) -> None:
         """Behind the last output of the engine, which has been told to end."""
         await self.engine_ended()
+        await asyncio.gather(*filter(None, self._visits.values()), return_exceptions=True)  # turns are committed
         for watch in self._watches:
             watch.cancel()
         self._metrics.update(self._client.metrics.text())
@@ -171,6 +172,7 @@ class Desk:
     async def answer(self, request: Any) -> None:
         """One request from its tensors to its final response, whatever happens."""
         visit = Visit(request)
+        self._visits[visit] = asyncio.current_task()
         try:
             if visit.asks_to_stop:
                 self._cancel(visit.id)
@@ -181,6 +183,7 @@ class Desk:
         except ClientGone:
             visit.refuse("the request was cancelled", "CANCELLED")
         finally:
+            del self._visits[visit]
             if not visit.answered:
                 visit.refuse("the request failed; the log says why", "INTERNAL")
 
@@ -199,9 +202,10 @@ class Desk:
 
     async def _reply(self, visit: Visit, asked: Asked, call: Call, replies: list[Reply]) -> None:
         """`replies` gets the reply. With `streaming` what one wake-up brings is one response; else there is one."""
+        if visit.stopped:  # while its prompt was looked at
+            raise ClientGone
         (request,) = call.requests
-        stream = self._client.submit([request], call.arrived)
-        self._open[visit] = stream
+        visit.stream = stream = self._client.submit([request], call.arrived)
         try:
             matcher = StopMatcher(call.stops, call.include_stop, request.min_tokens) if call.stops else None
             echo = call.writer.echo
@@ -224,23 +228,22 @@ class Desk:
             end = end_tensors(asked, call, reply, self._chunk_tokens, now)
             visit.send(piece_tensors(text, tokens) | end, final=True)
         finally:
-            del self._open[visit]
             stream.close()
 
     def _cancel(self, name: str) -> None:
         """Ends the requests of this id. Raises RequestError (400) if there is no id."""
         if not name:
             raise RequestError(400, "stop needs the request id of what is to be stopped", "stop")
-        for visit, stream in self._open.items():
+        for visit in self._visits:
             if visit.id == name:
-                stream.hang_up()
+                visit.stop()
 
     async def _watch_clients(self) -> None:
         while True:
             await asyncio.sleep(CANCEL_CHECK_S)
-            for visit, stream in list(self._open.items()):
+            for visit in self._visits:
                 if visit.cancelled:
-                    stream.hang_up()
+                    visit.stop()
 
     async def _tell_metrics(self) -> None:
         while True:
@@ -266,7 +269,8 @@ class Visit:
         self.id: str = request.request_id()
         self.sequence = str(request.correlation_id() or "")
         self.inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-        self.answered = False
+        self.answered = self.stopped = False
+        self.stream: OutputStream | None = None  # once the engine has it
         self._sender = request.get_response_sender()
 
     @property
@@ -278,6 +282,12 @@ class Visit:
     def cancelled(self) -> bool:
         """Its client is gone, or does not want the answer any more."""
         return self._sender.is_cancelled()
+
+    def stop(self) -> None:
+        """Whoever serves it learns, now or when it would go to the engine, that nobody wants the answer."""
+        self.stopped = True
+        if self.stream is not None:
+            self.stream.hang_up()
 
     def send(self, tensors: Tensors, *, final: bool = False) -> None:
         self._send([triton.Tensor(name, value) for name, value in tensors.items()], None, final)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import CONFIG_MAPPING, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pensieve.builder.architectures import decoder_config
@@ -105,6 +105,9 @@ QWEN = {"architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 2}
     [
         ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
         ({"architectures": None}, "none"),
+        ({"model_type": "opt"}, "model_type 'opt' contradicts LlamaForCausalLM"),
+        (OPT | {"model_type": "llama"}, "model_type 'llama' contradicts OPTForCausalLM"),
+        (QWEN | {"model_type": "qwen2"}, "model_type 'qwen2'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         (MISTRAL | {"sliding_window": 256}, "sliding_window 256"),
         (MISTRAL | {"max_position_embeddings": 8192}, "sliding_window 4096"),
@@ -142,3 +145,10 @@ def test_what_is_not_supported_is_named(change, named):
 def test_opt_heads_must_divide_the_hidden_size():
     with pytest.raises(SettingError, match="num_attention_heads 5"):
         decoder_config(OPT | {"num_attention_heads": 5})
+
+
+@pytest.mark.parametrize("architecture", ["Llama", "Mistral", "Qwen2", "Qwen3", "OPT"])
+def test_the_model_type_that_transformers_writes_is_taken(architecture):
+    change = {"architectures": [f"{architecture}ForCausalLM"], "num_key_value_heads": 2, "sliding_window": None}
+    model_type = CONFIG_MAPPING[architecture.lower()].model_type
+    assert decoder_config(OPT | change | {"model_type": model_type}) == decoder_config(OPT | change)

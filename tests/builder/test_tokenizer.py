@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import GPT2Tokenizer
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
+from transformers import GPT2Tokenizer, PreTrainedTokenizerFast
 
 from pensieve.builder.build import build_engine
 from pensieve.builder.tokenizer import copy_tokenizer
@@ -70,6 +70,60 @@ def test_settings_of_the_checkpoint_win(checkpoint, tmp_path):
 def test_a_tokenizer_json_is_taken_as_it_is(checkpoint, tmp_path):
     Tokenizer(models.WordLevel({"x": 0}, unk_token="x")).save(str(checkpoint / "tokenizer.json"))
     assert made(checkpoint, tmp_path, opt=True).encode("x").ids == [0]
+
+
+WORDS = {"x": 0, "<a>": 1, "</s>": 2}
+FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+IN_JSON = AddedToken("<a>", special=True)
+
+
+@pytest.fixture
+def with_json(tmp_path):
+    """A checkpoint with a tokenizer.json, and what writes the added tokens of its tokenizer_config.json."""
+    tokenizer = Tokenizer(models.WordLevel(WORDS, unk_token="x"))
+    tokenizer.add_tokens([IN_JSON])
+    directory = tmp_path / "with_json"
+    directory.mkdir()
+    tokenizer.save(str(directory / "tokenizer.json"))
+
+    def configure(added):
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": added}
+        (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+        return directory
+
+    return configure
+
+
+@pytest.mark.parametrize(
+    "added",
+    [
+        {},
+        {"1": {"content": "<a>", "special": True, **FLAGS}},
+        {"1": {"content": "<a>", "special": False, **FLAGS}},
+        {"2": {"content": "</s>", "special": True, **FLAGS}},
+        {"4": {"content": "<b>", "special": False}, "3": {"content": "<c>", "special": True, **FLAGS}},
+    ],
+)
+def test_tokens_that_only_the_settings_name_are_added_as_by_transformers(added, with_json, tmp_path):
+    checkpoint = with_json(added)
+    theirs, ours = PreTrainedTokenizerFast.from_pretrained(checkpoint), made(checkpoint, tmp_path, opt=False)
+    assert repr(ours.get_added_tokens_decoder()) == repr(theirs.added_tokens_decoder)
+    assert ours.encode("x<b>x<c></s>").ids == theirs.encode("x<b>x<c></s>")
+
+
+@pytest.mark.parametrize(
+    "added, named",
+    [
+        ({"9": {"content": "<b>"}}, "'<b>' has id 9"),
+        ({"1": {"content": "<b>"}}, "'<b>' has id 1"),
+        ({"3": "<b>"}, "added_tokens_decoder"),
+        (["<b>"], "added_tokens_decoder"),
+    ],
+)
+def test_tokens_that_cannot_be_added_as_the_settings_say_are_refused(added, named, with_json, tmp_path):
+    with pytest.raises(SettingError, match=r"--checkpoint: .*tokenizer_config\.json") as error:
+        made(with_json(added), tmp_path, opt=False)
+    assert named in str(error.value)
 
 
 ADDED = {"content": "<|im_end|>", "special": True}

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import json
 import logging
+import operator
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -14,6 +16,7 @@ import httpx
 import pytest
 
 from pensieve.runtime.api_keys import OWNER, key_digest
+from pensieve.runtime.api_messages import MOST_MESSAGES
 from pensieve.runtime.engine_client import EngineClient
 from pensieve.runtime.http_process import FrontDoor
 from pensieve.runtime.http_settings import DEFAULTS, HTTPSettings
@@ -124,6 +127,33 @@ def test_a_long_body_is_refused(announced: bool) -> None:
     refused, served = serve(FakeLoop(), both, HTTPSettings(max_body_bytes=800))
     assert refused.status_code == 413 and "800 bytes" in refused.json()["error"]["message"]
     assert served.is_success
+
+
+def test_others_are_served_while_a_body_of_many_parts_is_read() -> None:
+    parts = b",".join([b'{"type": "text", "text": ""}'] * 200_000)
+    body = b'{"model": "other", "messages": [{"role": "user", "content": [' + parts + b"]}]}"
+
+    async def both(http: httpx.AsyncClient) -> tuple[httpx.Response, list[float]]:
+        looked = [time.perf_counter()]
+        long = asyncio.create_task(http.post("/v1/chat/completions", content=body))
+        while not long.done():
+            await asyncio.sleep(0.001)
+            looked.append(time.perf_counter())
+        return await long, looked
+
+    refused, looked = serve(FakeLoop(), both)
+    assert refused.status_code == 400 and "'other'" in refused.json()["error"]["message"]
+    assert max(map(operator.sub, looked[1:], looked)) < (looked[-1] - looked[0]) / 2
+
+
+def test_messages_in_one_body_are_limited() -> None:
+    async def all_three(http: httpx.AsyncClient) -> list[httpx.Response]:
+        many = [{"role": "user", "content": ""}] * (MOST_MESSAGES + 1)
+        bodies = (("/v1/chat/completions", "messages"), ("/v1/responses", "input"), ("/tokenize", "messages"))
+        return [await http.post(path, json={name: many}) for path, name in bodies]
+
+    for refused in serve(FakeLoop(), all_three):
+        assert refused.status_code == 400 and str(MOST_MESSAGES) in refused.json()["error"]["message"]
 
 
 # -- readiness

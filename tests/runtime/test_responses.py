@@ -156,6 +156,21 @@ def test_the_official_client_streams_responses(serve: Any) -> None:
     run(work())
 
 
+def test_a_stream_that_fails_ends_with_a_failed_response(serve: Any) -> None:
+    async def work() -> None:
+        async with serve(dies_with=1) as server:
+            client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=server.http)
+            stream = await client.responses.create(model="fake", input="hello", stream=True)
+            events = [event async for event in stream]
+            assert [event.sequence_number for event in events] == list(range(len(events)))
+            last = events[-1]
+            assert last.type == "response.failed" and last.response.status == "failed"
+            assert last.response.error is not None and last.response.error.code == "server_error"
+            assert "the books disagree" in last.response.error.message
+
+    run(work())
+
+
 def test_what_would_have_no_effect_on_a_response_is_refused(serve: Any) -> None:
     async def work() -> None:
         async with serve() as server:

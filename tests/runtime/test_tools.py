@@ -31,6 +31,7 @@ def parsed(text: str, cuts: random.Random | None = None, most: int = 100) -> tup
 
 
 A, B = ("a", {"x": 1}), ("b", {})
+QUOTED = f'ends with {CLOSE} \\"{CLOSE}' * 2
 TEXTS = [
     ("", "", []),
     ("no call < at all <tool", "no call < at all <tool", []),
@@ -45,6 +46,10 @@ TEXTS = [
     (f'{OPEN}{{"name": "b"}}{CLOSE}', "", [B]),
     (f"{OPEN}\n{{", f"{OPEN}\n{{", []),
     (call("a", x=1) + OPEN, OPEN, [A]),
+    (call("a", x=QUOTED) + call("b"), "", [("a", {"x": QUOTED}), B]),
+    (f'{OPEN}{{"name": "a{CLOSE}', f'{OPEN}{{"name": "a{CLOSE}', []),
+    (f'{OPEN}\n{{"name": "a\n{CLOSE} then {call("b")}', f'{OPEN}\n{{"name": "a\n{CLOSE} then', [B]),
+    (f'{OPEN}{{"name": "a"{CLOSE}{call("b")}', f'{OPEN}{{"name": "a"{CLOSE}', [B]),
     ("<<tool_call" + call("b"), "<<tool_call", [B]),
 ]
 

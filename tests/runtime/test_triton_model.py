@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import importlib
 import json
 import sys
+import time
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 
-from .fake_loop import eventually
+from pensieve.runtime import past_turns
+from pensieve.runtime.engine_client import EngineClient
+from pensieve.runtime.history_store import HistoryStore
+from pensieve.runtime.text import Tokenizer
+
+from .fake_loop import FakeLoop, eventually, ready, save_tokenizer, say
 
 NAME = "pensieve.runtime.triton_model"
 ENGINE = """
@@ -66,3 +76,67 @@ def test_a_model_that_is_being_unloaded_does_not_ask_for_it(triton, model):
     model.finalize()
     assert not triton.unload_model.called
     model.finalize = lambda: None  # done
+
+
+class Asking:
+    """A request as Triton hands it over; `said` are its responses: errors by their code, None for one without."""
+
+    def __init__(self, triton, **inputs):
+        triton.InferenceResponse = lambda _, error: error
+        triton.TritonError = MagicMock(side_effect=lambda _, code: code, CANCELLED="CANCELLED", INTERNAL="INTERNAL")
+        tensors = [MagicMock() for _ in inputs]
+        for tensor, (name, value) in zip(tensors, inputs.items(), strict=True):
+            tensor.name.return_value, tensor.as_numpy.return_value = name, np.array([value])
+        self.request_id, self.correlation_id, self.inputs = (lambda: "a"), (lambda: 0), (lambda: tensors)
+        self.get_response_sender = lambda: SimpleNamespace(is_cancelled=lambda: False, send=self._send)
+        self.said = []
+
+    def _send(self, response, flags):
+        self.said.append(response)
+
+
+@contextlib.asynccontextmanager
+async def desk_before(loop, directory):
+    """A desk whose engine is played by hand, which ends with it."""
+    directory, client = save_tokenizer(directory), EngineClient(loop.client_end)
+    store = HistoryStore(directory / "history.sqlite", None)
+    desk = sys.modules[NAME].Desk(client, ready(), Tokenizer.load(directory), store, 32)
+    yield desk
+    loop.close()
+    await desk.close()
+    loop.join()
+
+
+PROMPT = {"text_input": b"x", "sampling_param_max_tokens": 100}
+
+
+def test_a_request_is_stopped_while_its_prompt_is_still_looked_at(triton, tmp_path):
+    asked, stop = Asking(triton, **PROMPT), Asking(triton, stop=True)
+
+    async def both():
+        async with desk_before(FakeLoop(say("y" * 100)), tmp_path) as desk:
+            await asyncio.gather(desk.answer(asked), desk.answer(stop))
+
+    asyncio.run(both())
+    assert asked.said == stop.said == ["CANCELLED"]
+
+
+def test_a_turn_that_ends_with_the_engine_is_committed(triton, tmp_path, monkeypatch):
+    asked = Asking(triton, conversation_id=b"tea", **PROMPT)
+    loop, read = FakeLoop(say("y" * 9)), past_turns.tokens_inside
+
+    def slowly(*args):
+        loop.close()
+        time.sleep(0.5)
+        return read(*args)
+
+    monkeypatch.setattr("pensieve.runtime.histories.tokens_inside", slowly)
+
+    async def one():
+        async with desk_before(loop, tmp_path) as desk:
+            answer = asyncio.create_task(desk.answer(asked))
+            await desk.engine_ended()
+        await answer
+
+    asyncio.run(one())
+    assert asked.said == [None]
