@@ -157,12 +157,11 @@ def test_a_rank_checks_its_own_weights(checkpoint, tmp_path):
 
 
 def test_there_must_be_room_for_all_ranks(checkpoint, tmp_path, monkeypatch):
-    one = build_engine(checkpoint, tmp_path / "engine", tensor_parallel=2).manifest.weight_bytes
     asked = []
     monkeypatch.setattr("pensieve.builder.build._check_room", lambda directory, needed: asked.append(needed))
     monkeypatch.setattr("pensieve.builder.build.ROOM", 0)
-    build_engine(checkpoint, tmp_path / "engine", tensor_parallel=2)
-    assert asked == [2 * one]
+    built = build_engine(checkpoint, tmp_path / "engine", tensor_parallel=2)
+    assert asked == [2 * built.manifest.weight_bytes]
 
 
 @pytest.mark.parametrize("ranks", [0, -1, 3, 8])
