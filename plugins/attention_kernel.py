@@ -56,6 +56,7 @@ def multi_token_attention(q: Tensor, block_table: Tensor, pool: Tensor, layer: i
     reachable = [i for i in range(classes) if i == 0 or tokens * work.group > work.tiles[i - 1].rows]
 
     overlap = _overlaps(q.device)
+    shared = overlap or q.device.type == "cpu"  # on a GPU whose kernels wait for each other nobody uses what one leaves
     for kind in reversed(reachable):  # the large tiles first: theirs needs a multiprocessor that is free
         tile = work.tiles[kind]
         leads, follows = overlap and kind > 0, overlap and kind < reachable[-1]
@@ -65,7 +66,7 @@ def multi_token_attention(q: Tensor, block_table: Tensor, pool: Tensor, layer: i
             pool.stride(0), layer * pool.stride(1), scale * LOG2_E,
             KV_HEADS=kv_heads, GROUP=work.group, HEAD_DIM=head_dim, CHUNK=chunk_tokens,
             DIM=triton.next_power_of_2(head_dim), ROWS=tile.rows, KEYS=tile.keys, UNMASKED=tile.rows > UNMASKED_ABOVE,
-            LARGEST=kind > 0 and kind == len(work.tiles) - 1, LEADS=leads, FOLLOWS=follows, WORDS=ITEM,
+            LARGEST=shared and kind > 0 and kind == len(work.tiles) - 1, LEADS=leads, FOLLOWS=follows, WORDS=ITEM,
             num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, launch_pdl=follows,
         )  # fmt: skip
     return o

@@ -1,6 +1,7 @@
 """The attention kernel: as exact as plain attention in its precision, and deaf to what else is in the step."""
 
 import random
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -114,6 +115,23 @@ def test_short_prompts_need_one_kernel():
         for queries, keys in ((0, 1), (1, 0)):
             long = (work_list.SHORT_QUERIES + queries, work_list.SHORT_KEYS + keys)
             assert not work.short(np.array([[0, 1, 0, 9, 0], [1, long[0], 0, long[1], 1]]))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_large_tiles_leave_multiprocessors_only_to_kernels_beside_them(monkeypatch, overlap):
+    kernel = MagicMock()
+    monkeypatch.setattr(attention_kernel, "_attend", kernel)
+    monkeypatch.setattr(attention_kernel, "_overlaps", lambda device: overlap)
+    work = WorkList(Capacity(200, 1, 200), 2, 2, 16, TINY, "meta")
+    q, pool = torch.empty(200, 2, 16, device="meta"), torch.empty(9, 1, 2, 2, 32, 16, device="meta")
+    attention_kernel.multi_token_attention(q, torch.empty(1, 9, device="meta"), pool, 0, 1.0, work)
+    names = ("LARGEST", "LEADS", "FOLLOWS", "launch_pdl")
+    launches = kernel.__getitem__.return_value.call_args_list
+    assert [[launch.kwargs[name] for name in names] for launch in launches] == (
+        [[True, True, False, False], [False, True, True, True], [False, False, True, True]]
+        if overlap
+        else [[False] * 4] * 3
+    )
 
 
 @needs_kernels
