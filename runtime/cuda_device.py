@@ -243,11 +243,13 @@ class CudaDevice:
 
         with give_up_after(CAPTURE_SECONDS), self._computing():  # ranks that differ wait in each other's sums
             self._captured_logits = torch.zeros(rows, self._engine.vocab_size, device="cuda")
-            for shape in shapes.captured:
-                # What cannot be recorded is done now: kernels are compiled and loaded, libraries take their memory.
-                self._buffers.idle(shape)
-                step(shape)
-            self._graphs.capture(shapes.captured, step)
+            for short in (False, True):  # apart: TensorRT wants a run for each graph, of sizes that are alike too
+                alike = [shape for shape in shapes.captured if shape.short is short]
+                for shape in alike:
+                    # What cannot be recorded is done now: kernels are compiled and loaded, libraries take their memory.
+                    self._buffers.idle(shape)
+                    step(shape)
+                self._graphs.capture(alike, step)
             torch.cuda.synchronize()
 
     def _pass_gate(self, layer: int) -> None:

@@ -15,6 +15,7 @@ class StepGraphs:
 
     def __init__(self, stream: torch.cuda.Stream):
         self._stream = stream
+        self._memory = torch.cuda.graph_pool_handle()
         self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
 
     def capture(self, shapes: Sequence[Shape], step: Callable[[Shape], None]) -> None:
@@ -23,11 +24,10 @@ class StepGraphs:
         The largest comes first: the others fit in its memory. Other threads may meanwhile do what a capture forbids:
         NCCL's look at events, and allocate.
         """
-        pool = torch.cuda.graph_pool_handle()
         ordered = sorted(shapes, reverse=True)
         for done, shape in enumerate(ordered, start=1):
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"):
                 step(shape)
             self._graphs[shape] = graph
             show_progress("capturing graphs", done, len(ordered))
