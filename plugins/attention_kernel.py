@@ -52,8 +52,8 @@ def multi_token_attention(q: Tensor, block_table: Tensor, pool: Tensor, layer: i
     if tokens > work.capacity.tokens or q.stride(2) != 1:
         raise ValueError(f"q {list(q.shape)} is strided in a head, or beyond the {work.capacity.tokens} tokens listed")
     o = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
-    classes = 1 if work.all_short else len(work.tiles)
-    reachable = [i for i in range(classes) if i == 0 or tokens * work.group > work.tiles[i - 1].rows]
+    most_rows = min(tokens, work.longest) * work.group
+    reachable = [i for i in range(len(work.tiles)) if i == 0 or most_rows > work.tiles[i - 1].rows]
 
     overlap = _overlaps(q.device)
     shared = overlap or q.device.type == "cpu"  # on a GPU whose kernels wait for each other nobody uses what one leaves
@@ -158,7 +158,8 @@ def _attend(q, o, partial, lse, pool, block_table, items, arrivals, counters, co
 
     The kernels of the classes run side by side: tiles of many rows use the matrix units, those of few the memory. One
     that LEADS lets the next one begin as soon as all its own programs have; one that FOLLOWS ends after the one in
-    front of it, so that whatever comes behind the last of them is behind all. It reads nothing that the others write.
+    front of it, so that whatever comes behind the last of them is behind all. It reads nothing that the others write,
+    and what it reads was there before the first, which is launched as usual and takes all multiprocessors.
 
     Row r of a tile is query r // GROUP of the item and head r % GROUP of the group. With UNMASKED, tiles of keys that
     every row sees are done without masks.

@@ -15,9 +15,7 @@ else is in the step: a row's result is the same bits whatever its neighbours are
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -39,7 +37,6 @@ MANY_ROWS = 64  # a tile of more is bound by arithmetic: split small, or one ret
 TOKENS_PER_MANY = 8  # wanted of a split for each of many rows; from 512 on there are tiles enough
 MOST_SPLITS = 16
 FEW_ROWS = 16  # more of them make splits long; the first is then longer than the last, and programs end together
-SHORT_QUERIES, SHORT_KEYS = 64, 4096  # of a prompt that the smallest tiles do; see `is_short`
 LARGE_TILE_COST = 2.5  # time of a multiprocessor for a key of a large tile, over that of another
 
 
@@ -89,16 +86,6 @@ def split_of(key: int, cut: int, more: int) -> int:
     return max(key - more, 0) // cut
 
 
-def is_short(queries: Any, kv_len: Any, group: int, smallest: Tile) -> Any:
-    """Whether a segment belongs to the first class: numbers, or arrays of them.
-
-    Such are those that one of its tiles holds. And short prompts behind short histories: with tiles of a few rows their
-    keys are read from L2 once for every few queries, but a step that has no others needs one kernel, and a kernel that
-    starts beside another one starts late (docs/kernels.md).
-    """
-    return (queries * group <= smallest.rows) | ((queries <= SHORT_QUERIES) & (kv_len <= SHORT_KEYS))
-
-
 class WorkList:
     """Device memory for the work of one step at a time; `build` fills it, the attention of every layer reads it.
 
@@ -116,7 +103,7 @@ class WorkList:
     def __init__(
         self, capacity: Capacity, heads: int, kv_heads: int, head_dim: int, tiles: tuple[Tile, ...], device: str
     ):
-        """tiles: one a class, by ascending rows; a segment that is not short belongs to the first that holds it."""
+        """tiles: one a class, by ascending rows; a segment belongs to the first class that holds all its rows."""
         if heads % kv_heads or heads // kv_heads > tiles[0].rows:
             raise ValueError(f"{heads} heads cannot share {kv_heads} key heads in tiles of {tiles[0].rows} rows")
         self.capacity, self.tiles = capacity, tiles
@@ -124,7 +111,7 @@ class WorkList:
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 2
         self.kv_heads, self.group = kv_heads, heads // kv_heads
         splits = min(MOST_SPLITS, -(-capacity.context // SMALLEST_SPLIT))
-        most = splits * (capacity.segments + capacity.tokens // (tiles[0].rows // self.group))
+        most = splits * (capacity.segments + capacity.tokens // (tiles[-1].rows // self.group))
         pairs = splits * capacity.tokens if splits > 1 else 0
         self.items = torch.zeros(len(tiles), most, ITEM, dtype=torch.int32, device=device)
         self.arrivals = torch.zeros(len(tiles), most * kv_heads, dtype=torch.int32, device=device)
@@ -132,23 +119,19 @@ class WorkList:
         self.counters = torch.zeros(4, len(tiles), dtype=torch.int32, device=device)
         self.partial = torch.empty(pairs, heads, head_dim, dtype=torch.float32, device=device)
         self.lse = torch.empty(pairs, heads, dtype=torch.float32, device=device)
-        self.all_short = False
+        self.longest = capacity.tokens
 
-    def short(self, segments: np.ndarray) -> bool:
-        """Whether all segments [S, 5] belong to the first class."""
-        return bool(is_short(segments[:, 1], segments[:, 3], self.group, self.tiles[0]).all())
+    def build(self, segments: Tensor, longest: int | None = None) -> None:
+        """Lists the work of segments [S, 5] int32 (as in `multi_token_attention`; those without queries are idle), none
+        of which has more than `longest` queries: kernels that only longer ones need are not launched for this step.
 
-    def build(self, segments: Tensor, all_short: bool = False) -> None:
-        """Lists the work of segments [S, 5] int32 (as in `multi_token_attention`; those without queries are idle).
-
-        all_short: all belong to the first class, and the kernels of the others are not launched for this step.
         Enqueued on the current stream, behind the attention of the step before; nothing waits for the device. The
         values must respect the capacity: on the device nothing checks them.
         """
         count = len(segments)
         if count > self.capacity.segments:
             raise ValueError(f"{count} segments, but the work list was made for {self.capacity.segments}")
-        self.all_short = all_short
+        self.longest = self.capacity.tokens if longest is None else longest
         self.covered.zero_()
         if not count:
             self.counters.zero_()
@@ -159,7 +142,6 @@ class WorkList:
             self.processors,
             GROUP=self.group, SEGMENTS=triton.next_power_of_2(self.capacity.segments),
             SMALL=rows[0], MEDIUM=rows[min(1, len(rows) - 1)], LARGE=rows[-1], CLASSES=len(rows),
-            QUERIES=SHORT_QUERIES, KEYS=SHORT_KEYS,
             SMALLEST=SMALLEST_SPLIT, LARGEST=LARGEST_SPLIT, PER_ROW=TOKENS_PER_ROW, MOST=MOST_SPLITS,
             FEW=FEW_ROWS, MANY=MANY_ROWS, PER_MANY=TOKENS_PER_MANY, COST=LARGE_TILE_COST, WORDS=ITEM,
         )  # fmt: skip
@@ -177,7 +159,6 @@ def list_work(segments: Tensor, group: int, tiles: tuple[Tile, ...]) -> list[lis
         first = split_of(kv_start, cut, more)
         splits = split_of(kv_len - 1, cut, more) - first + 1
         kind = next((i for i, tile in enumerate(tiles[:-1]) if q_len * group <= tile.rows), len(tiles) - 1)
-        kind = 0 if is_short(q_len, kv_len, group, tiles[0]) else kind
         step = tiles[kind].rows // group
         for start in reversed(range(0, q_len, step)):  # the last tiles have most keys: they go first
             size = min(step, q_len - start)
@@ -217,10 +198,9 @@ def _split_of(key, cut, more):
 @triton.jit
 def _list_work(segments, items, counters, covered, count, class_stride, processors,
                GROUP: tl.constexpr, SEGMENTS: tl.constexpr, SMALL: tl.constexpr, MEDIUM: tl.constexpr,
-               LARGE: tl.constexpr, CLASSES: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-               SMALLEST: tl.constexpr, LARGEST: tl.constexpr, PER_ROW: tl.constexpr, MOST: tl.constexpr,
-               FEW: tl.constexpr, MANY: tl.constexpr, PER_MANY: tl.constexpr, COST: tl.constexpr,
-               WORDS: tl.constexpr):  # fmt: skip
+               LARGE: tl.constexpr, CLASSES: tl.constexpr, SMALLEST: tl.constexpr, LARGEST: tl.constexpr,
+               PER_ROW: tl.constexpr, MOST: tl.constexpr, FEW: tl.constexpr, MANY: tl.constexpr,
+               PER_MANY: tl.constexpr, COST: tl.constexpr, WORDS: tl.constexpr):  # fmt: skip
     """One program a segment. Each sums up the segments before its own, then lists its own items and tokens.
 
     In order of splits, then of contexts from the longest: what is left at the end is short.
@@ -235,8 +215,7 @@ def _list_work(segments, items, counters, covered, count, class_stride, processo
     rows = q_len * GROUP
     cut, more = _cuts(rows, kv_len, SMALLEST, LARGEST, PER_ROW, MOST, FEW, MANY, PER_MANY)
     splits = _split_of(kv_len - 1, cut, more) - _split_of(kv_start, cut, more) + 1
-    short = (rows <= SMALL) | ((q_len <= QUERIES) & (kv_len <= KEYS))  # `is_short`
-    kind = tl.where(short, 0, tl.where(rows <= MEDIUM, 1, 2))
+    kind = tl.where(rows <= SMALL, 0, tl.where(rows <= MEDIUM, 1, 2))
     kind = tl.minimum(kind, CLASSES - 1)
     step = tl.where(kind == 0, SMALL // GROUP, tl.where(kind == 1, MEDIUM // GROUP, LARGE // GROUP))
     tiles = tl.cdiv(q_len, step)

@@ -243,8 +243,8 @@ class CudaDevice:
 
         with give_up_after(CAPTURE_SECONDS), self._computing():  # ranks that differ wait in each other's sums
             self._captured_logits = torch.zeros(rows, self._engine.vocab_size, device="cuda")
-            for short in (False, True):  # apart: TensorRT wants a run for each graph, of sizes that are alike too
-                alike = [shape for shape in shapes.captured if shape.short is short]
+            for generation in (False, True):  # apart: TensorRT wants a run for each graph, of the same sizes too
+                alike = [shape for shape in shapes.captured if shape.generation is generation]
                 for shape in alike:
                     # What cannot be recorded is done now: kernels are compiled and loaded, libraries take their memory.
                     self._buffers.idle(shape)
@@ -266,7 +266,7 @@ class CudaDevice:
         """Logits [rows, vocab] float32 of the batch in the buffers."""
         batch = self._buffers.batch(shape)
         fed = self._last_samples.index_select(0, batch.feeds)
-        self._work.build(batch.segments, all_short=shape.short)
+        self._work.build(batch.segments, longest=1 if shape.generation else shape.tokens)
         return self._engine.forward(
             torch.where(batch.token_ids < 0, fed, batch.token_ids),
             batch.positions,
@@ -281,7 +281,7 @@ class CudaDevice:
     def upload(self, inputs: StepInputs) -> None:
         self._inputs = inputs
         with self._computing():
-            self._shape = self._buffers.upload(inputs, self._work.short(inputs.segments))
+            self._shape = self._buffers.upload(inputs)
             if len(inputs.block_cells):
                 self._block_table.view(-1).index_copy_(0, self._buffers.block_cells, self._buffers.block_slots)
             self._sampler.start(inputs.sampling.starts)

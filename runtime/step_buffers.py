@@ -30,12 +30,12 @@ Array = TypeVar("Array", np.ndarray, Tensor)
 
 
 class Shape(NamedTuple):
-    """Of a padded batch. `short`: attention needs its smallest tiles only (`WorkList.short`)."""
+    """Of a padded batch. `generation`: no segment has more than one token, which attention's smallest tiles hold."""
 
     tokens: int
     segments: int
     rows: int
-    short: bool = False
+    generation: bool = False
 
     @property
     def words(self) -> int:
@@ -55,11 +55,12 @@ class Shapes:
         self._sizes = sizes[: bisect_left(sizes, most_tokens) + 1]
         self.most_tokens = self._padded(most_tokens)
         self.most_segments = self._segments(self.most_tokens)
-        self.captured = tuple(self._shape(size, short) for short in (True, False) for size in self._sizes)
+        generated = [self._shape(size, True) for size in self._sizes if size <= self._padded(seats)]
+        self.captured = (*generated, *(self._shape(size, False) for size in self._sizes))
 
-    def of(self, tokens: int, rows: int, short: bool = False) -> Shape:
+    def of(self, tokens: int, rows: int, generation: bool = False) -> Shape:
         """That of a batch; one with more rows than seats has a shape of its own."""
-        shape = self._shape(self._padded(tokens), short)
+        shape = self._shape(self._padded(tokens), generation)
         return shape._replace(rows=max(shape.rows, rows))
 
     def _padded(self, tokens: int) -> int:
@@ -67,8 +68,9 @@ class Shapes:
             return self._sizes[bisect_left(self._sizes, tokens)]
         return -(-tokens // _WIDE_STEP) * _WIDE_STEP
 
-    def _shape(self, tokens: int, short: bool) -> Shape:
-        return Shape(tokens, self._segments(tokens), min(tokens, self._seats), short)
+    def _shape(self, tokens: int, generation: bool) -> Shape:
+        segments = tokens if generation else self._segments(tokens)
+        return Shape(tokens, segments, min(tokens, self._seats), generation)
 
     def _segments(self, tokens: int) -> int:
         """Every segment has a token; and of a seat's segments in one step all but four are whole chunks, between
@@ -188,10 +190,10 @@ class StepBuffers:
         batch.slots.fill_(NOT_WRITTEN)
         return batch
 
-    def upload(self, inputs: StepInputs, short: bool = False) -> Shape:
-        """Brings the whole of it to the device, asynchronously. short: as in `Shape`."""
+    def upload(self, inputs: StepInputs) -> Shape:
+        """Brings the whole of it to the device, asynchronously."""
         tokens = len(inputs.token_ids)
-        shape = self._shapes.of(tokens, len(inputs.sample_rows), short)
+        shape = self._shapes.of(tokens, len(inputs.sample_rows), generation=inputs.generated == tokens)
         # Indices as torch wants them, so that nothing is converted there.
         cells, seats = inputs.block_cells.astype(np.int64), inputs.sample_seats.astype(np.int64)
         arrays = [cells, inputs.block_slots, seats, *sampling_arrays(inputs.sampling)]

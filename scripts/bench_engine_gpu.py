@@ -130,13 +130,12 @@ def step_of(engine: Engine, pool: Tensor, requests: int, new: int, context: int 
     shard = Shard(engine.manifest.decoder, engine.manifest.tensor_parallel)
     capacity = Capacity(requests * new, requests, batch[4].shape[1] * CHUNK)
     work = make_work_list(capacity, shard.heads, shard.kv_heads, shard.config.head_dim, engine.dtype)
-    all_short = work.short(batch[3].numpy(force=True))
 
     def do(how: Callable[[Callable[[], Tensor]], Any]) -> Any:
         handle = register_pool(pool, work=work)
 
         def step() -> Tensor:
-            work.build(batch[3], all_short)  # as the device tells it
+            work.build(batch[3], longest=new)  # as the device tells it
             return engine.forward(*batch, handle)
 
         try:

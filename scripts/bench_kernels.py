@@ -85,7 +85,7 @@ class Batch:
     def work(self, segments: Tensor) -> WorkList:
         capacity = Capacity(len(self.q), len(segments), int(segments[:, 3].max()))
         work = attention_kernel.make_work_list(capacity, self.q.shape[1], self.pool.shape[3], HEAD_DIM, self.q.dtype)
-        work.build(segments, work.short(segments.numpy(force=True)))  # as the device does it
+        work.build(segments, longest=int(segments[:, 1].max()))
         return work
 
     def attend(self, work: WorkList, layer: int) -> Tensor:

@@ -98,7 +98,7 @@ class Batch:
         work_list.SMALLEST_SPLIT, work_list.TOKENS_PER_ROW = setting.smallest_split, setting.tokens_per_row
         tiles = (setting.tile, *IN_USE[1:])
         work = WorkList(self.capacity, HEADS, KV_HEADS, HEAD_DIM, tiles, "cuda")
-        work.build(self.segments, all_short=True)
+        work.build(self.segments, longest=1)
         return work
 
     def attend(self, work: WorkList, layer: int) -> Tensor:

@@ -88,7 +88,7 @@ def attention_graph(pool: torch.Tensor) -> torch.cuda.CUDAGraph:
     q = torch.randn(REQUESTS, HEADS, HEAD_DIM, device="cuda").to(pool.dtype)
     capacity = Capacity(REQUESTS, REQUESTS, CONTEXT)
     work = attention_kernel.make_work_list(capacity, HEADS, KV_HEADS, HEAD_DIM, pool.dtype)
-    work.build(torch.tensor(rows, dtype=torch.int32, device="cuda"), all_short=True)
+    work.build(torch.tensor(rows, dtype=torch.int32, device="cuda"), longest=1)
 
     def step() -> None:
         for layer in range(LAYERS):

@@ -108,7 +108,7 @@ class Step:
             Capacity(rows, rows, blocks * CHUNK), config.heads, config.kv_heads, config.head_dim, torch.bfloat16
         )
         self.work, self.handle = work, register_pool(self.pool, work=work)
-        self.work.build(self.inputs[3], all_short=True)
+        self.work.build(self.inputs[3], longest=1)
         self.x, self.y = self.draw(config.hidden_size), self.draw(config.hidden_size)
         self.wide, self.gated = self.draw(2 * config.mlp_size), self.draw(config.mlp_size)
         self.heads = self.draw(config.heads * config.head_dim)
@@ -117,7 +117,7 @@ class Step:
         return torch.randn(self.rows, width, device="cuda").bfloat16()
 
     def whole(self) -> Tensor:
-        self.work.build(self.inputs[3], all_short=True)
+        self.work.build(self.inputs[3], longest=1)
         return self.decoder(*self.inputs, self.handle)
 
     def kinds(self) -> dict[str, tuple[Callable[[], Any], int]]:
@@ -152,7 +152,7 @@ class Step:
             "silu_gate": (lambda: [ops.silu_gate(self.wide) for _ in numbers], 0),
             "head": (lambda: F.linear(self.x, decoder.head.weight).float(), decoder.head.weight.nbytes),
             "embedding, rotary": (lambda: (decoder.embed(ids), decoder.rotary(positions)), 0),
-            "work list": (lambda: self.work.build(segments, all_short=True), 0),
+            "work list": (lambda: self.work.build(segments, longest=1), 0),
             "greedy sampling (outside the step)": (lambda: sample(logits, none, *[none] * 6), logits.nbytes),
         }
 

@@ -3,7 +3,6 @@
 import random
 from unittest.mock import MagicMock
 
-import numpy as np
 import pytest
 import torch
 
@@ -29,8 +28,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16) if CUDA else (torch.floa
 def small_splits(monkeypatch):
     """Without a GPU contexts are short, and so must be their splits."""
     if not CUDA:
-        sizes = {"SMALLEST_SPLIT": 32, "LARGEST_SPLIT": 64, "TOKENS_PER_ROW": 1, "SHORT_QUERIES": 24, "SHORT_KEYS": 40}
-        for name, size in sizes.items():
+        for name, size in {"SMALLEST_SPLIT": 32, "LARGEST_SPLIT": 64, "TOKENS_PER_ROW": 1}.items():
             monkeypatch.setattr(work_list, name, size)
 
 
@@ -95,26 +93,6 @@ def test_a_row_is_the_same_bits_whatever_its_neighbours(dtype):
         assert torch.equal(alone[rows], together[rows])
         assert (alone[: rows.start] == 0).all() and (alone[rows.stop :] == 0).all()
     assert torch.equal(attend(q, segments.flip(0), block_table, pool), together)
-
-
-@needs_kernels
-def test_short_prompts_need_one_kernel():
-    lengths = (4096, 3000, 60, 1, 2000) if CUDA else (33, 31, 40, 1)
-    q, segments, block_table, pool = random_batch(2, 4, 2, 128 if CUDA else 16, DTYPES[-1], lengths)
-    segments[:, 1] = segments[:, 1].clamp(max=work_list.SHORT_QUERIES)
-    segments[:, 2] = 0
-    batch = (q, segments, block_table, pool)
-    work = work_for(q, segments, pool)
-    expected = attend(*batch, work=work)
-    assert work.short(segments.numpy(force=True))
-    work.build(segments, all_short=True)
-    o = attention_kernel.multi_token_attention(q, block_table, pool, 1, q.shape[2] ** -0.5, work)
-    assert torch.equal(o, expected)
-    assert_as_exact_as_plain_attention(batch, o)
-    if len(work.tiles) > 1:
-        for queries, keys in ((0, 1), (1, 0)):
-            long = (work_list.SHORT_QUERIES + queries, work_list.SHORT_KEYS + keys)
-            assert not work.short(np.array([[0, 1, 0, 9, 0], [1, long[0], 0, long[1], 1]]))
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -46,10 +46,11 @@ def mixed_plan(step: int = 1):
 
 def test_sizes_grow_in_steps_and_waste_little():
     shapes = Shapes(1024, 64, 32)
-    assert 30 <= sum(not shape.short for shape in shapes.captured) <= 40
+    assert 30 <= sum(not shape.generation for shape in shapes.captured) <= 40
+    assert all(shapes.of(rows, rows, generation=True) in shapes.captured for rows in range(1, 65))
     for tokens in range(1, 1025):
         shape = shapes.of(tokens, 1)
-        assert tokens <= shape.tokens and shape in shapes.captured and shapes.of(tokens, 1, True) in shapes.captured
+        assert tokens <= shape.tokens and shape in shapes.captured
         if tokens >= 256:
             assert shape.tokens <= tokens * 1.25
     assert shapes.of(1024, 64) == Shape(1024, 288, 64) == shapes.captured[-1]
@@ -64,8 +65,8 @@ def test_batches_beyond_the_list_have_sizes_of_their_own():
     many_rows = shapes.of(100, 90)
     assert many_rows == Shape(112, 35, 90) and many_rows not in shapes.captured
     few = Shapes(10, 8, 32).captured
-    assert [shape.tokens for shape in few if not shape.short] == [1, 2, 4, 8, 16]
-    assert [shape for shape in few if shape.short] == [Shape(n, n, min(n, 8), True) for n in (1, 2, 4, 8, 16)]
+    assert [shape.tokens for shape in few if not shape.generation] == [1, 2, 4, 8, 16]
+    assert [shape for shape in few if shape.generation] == [Shape(n, n, n, True) for n in (1, 2, 4, 8)]
 
 
 @pytest.mark.parametrize("seed", range(5))
