@@ -182,6 +182,9 @@ class CallMaker:
         for prompt in prompts:  # of text too: a tokenizer may have more tokens than the model
             self._check_ids(prompt, "prompt")
         stop_ids = frozenset(body.stop_token_ids) | frozenset(() if body.ignore_eos else self._ready.stop_ids)
+        if body.min_tokens and len(stop_ids) > MOST_BIASES:
+            message = f"stop_token_ids: with min_tokens at most {MOST_BIASES} ids may end a reply, not {len(stop_ids)}"
+            raise RequestError(400, message, "stop_token_ids")
         sampling, truncate = self._sampling(body, asked), body.truncates and self._ready.overflow
         seeds = [_random_seed() if body.seed is None else sampling.seed for _ in prompts]
         requests = [

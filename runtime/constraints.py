@@ -32,7 +32,7 @@ class Constraints:
 
     def mask(self, plan: StepPlan) -> Mask | None:
         """Takes the plan's joins; what its samples may be, None if it has no row with a grammar."""
-        for seat, row, sampling, _, reply, _ in plan.joins:
+        for seat, row, sampling, _, reply, *_ in plan.joins:
             left = self._rows.pop(seat, None)
             if left is not None:
                 del self._matchers[left]

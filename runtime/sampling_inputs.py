@@ -10,6 +10,9 @@ import numpy as np
 
 from ..scheduler.plan import Join
 
+NOT_YET = -1e30
+"""Is added to the logits of what must not be drawn. Finite: a grammar's minus infinity leaves nothing at all."""
+
 
 class Draws(NamedTuple):
     """The sampled rows that are not greedy, D of them."""
@@ -127,7 +130,8 @@ class SeatSampling:
             self._wanting.pop(seat, None)
             if seat in self._places:
                 self._free_places.append(self._places.pop(seat))
-            if sampling.penalised or sampling.logit_bias or (sampling.logprobs, join.prompt_logprobs) != (None, None):
+            reported = (sampling.logprobs, join.prompt_logprobs) != (None, None)
+            if sampling.penalised or sampling.logit_bias or reported or join.stop_ids:
                 self._wanting[seat] = join._replace(prompt=(), reply=())
             if sampling.penalised:
                 self._places[seat] = self._free_places.pop() if self._free_places else len(self._places)
@@ -152,7 +156,7 @@ class SeatSampling:
             draws,
             starts,
             self._penalties(wanting),
-            _biases(wanting),
+            _biases(wanting, positions),
             mask,
             self._scores(wanting, scored_seats, targets),
         )
@@ -197,8 +201,13 @@ class SeatSampling:
         return ScoreRows(np.array([row for row, _ in rows], np.int64), _ids(targets), np.array(tops, np.int64))
 
 
-def _biases(wanting: Sequence[tuple[int, Join]]) -> Biases | None:
-    entries = [(row, token, value) for row, join in wanting for token, value in join.sampling.logit_bias]
+def _biases(wanting: Sequence[tuple[int, Join]], positions: np.ndarray) -> Biases | None:
+    entries = []
+    for row, join in wanting:
+        biases = join.sampling.logit_bias
+        if join.stop_ids and positions[row] < join.may_end:
+            biases = tuple((dict(biases) | dict.fromkeys(join.stop_ids, NOT_YET)).items())
+        entries += [(row, token, value) for token, value in biases]
     if not entries:
         return None
     rows, tokens, values = zip(*entries, strict=True)

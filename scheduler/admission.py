@@ -218,6 +218,7 @@ def _join(row: Row) -> Join:
     """With the tokens so far where the next one depends on them."""
     request, tokens = row.turn.request, row.turn.tokens
     prompt, sampling = len(request.prompt), request.sampling
+    may_end = prompt + request.min_tokens
     return Join(
         row.seat,
         row.id,
@@ -225,4 +226,6 @@ def _join(row: Row) -> Join:
         prompt=tokens[:prompt] if sampling.penalised else (),
         reply=tokens[prompt:] if sampling.penalised or row.constrained else (),
         prompt_logprobs=request.prompt_logprobs,
+        stop_ids=sorted(request.stop_ids) if len(tokens) < may_end else (),
+        may_end=may_end,
     )

@@ -41,7 +41,7 @@ class Join(NamedTuple):
     """A request takes a seat: its sampler state starts here.
 
     `prompt` and `reply` are the tokens so far, for those whose next token depends on them (penalties, a grammar).
-    `prompt_logprobs` as in `Request`.
+    `prompt_logprobs` as in `Request`. `stop_ids`: none of them is drawn for a position before `may_end`.
     """
 
     seat: int
@@ -50,6 +50,8 @@ class Join(NamedTuple):
     prompt: Sequence[int] = ()
     reply: Sequence[int] = ()
     prompt_logprobs: int | None = None
+    stop_ids: Sequence[int] = ()
+    may_end: int = 0
 
 
 class Origin(NamedTuple):

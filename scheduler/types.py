@@ -165,7 +165,7 @@ class Request:
     prompt          token ids, typecode "i"
     conversation    the conversation object to commit the turn to, or None: reuse by content alone
     max_tokens      most tokens to generate, at least 1
-    min_tokens      `stop_ids` are ignored until this many tokens are generated
+    min_tokens      none of `stop_ids` is among the first so many tokens, unless a grammar leaves nothing else
     stop_ids        generation ends with one of these (the stop id itself belongs to the reply)
     priority        smaller ones are served first, equal ones in order of arrival
     salt            requests with different salts share no KV

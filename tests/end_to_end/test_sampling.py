@@ -147,6 +147,24 @@ def test_penalties_are_what_they_are_defined_as(model, sampling):
     assert heard.tokens == penalised_twin(reference, tokens, 20, sampling) != plain.tokens
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_stop_ids_are_not_drawn_among_the_first_min_tokens(model, grammars, temperature):
+    """However much the client favours one. A grammar that is complete goes on with nothing but its end all the same."""
+    eager = Sampling(temperature, seed=1, logit_bias=((EOS, 100.0), (7, 90.0), (9, 60.0)), frequency_penalty=0.1)
+    done = Sampling(temperature, seed=1, grammar=json_grammar({"enum": [7]}))
+    stops = frozenset({EOS, 7})
+    with Player(model[0], grammars) as player:
+        asked = [(3, eager), (0, eager), (12, eager), (4, done)]
+        requests = [
+            player.request(prompt(1, 9), 12, sampling=how, stop_ids=stops, min_tokens=least) for least, how in asked
+        ]
+        third, none, never, complete = player.play(*requests)
+    assert (third.tokens, third.finish) == ([9, 9, 9, EOS], FinishReason.STOP)
+    assert (none.tokens, none.finish) == ([EOS], FinishReason.STOP)
+    assert (never.tokens, never.finish) == ([9] * 12, FinishReason.LENGTH)
+    assert complete.tokens == [*ascii_tokenizer().encode("7").ids, EOS, EOS, EOS]
+
+
 # The same, whatever happens
 
 

@@ -328,6 +328,16 @@ def test_bad_completions_are_refused_by_name(ask: Callable[..., Any]) -> None:
     assert not loop.log
 
 
+def test_what_is_written_to_the_logits_at_every_step_is_limited(ask: Callable[..., Any], monkeypatch: Any) -> None:
+    monkeypatch.setattr("pensieve.runtime.calls.MOST_BIASES", 3)
+    body, many = dict(prompt="x", stop_token_ids=[5, 6, 7]), {str(token): 1 for token in range(4)}
+    assert ask(complete(**body)).is_success  # and the model's own
+    assert ask(complete(**body, min_tokens=1, ignore_eos=True)).is_success
+    for refused, param in ((body | {"min_tokens": 1}, "stop_token_ids"), ({"logit_bias": many}, "logit_bias")):
+        response = ask(complete(**{"prompt": "x", **refused}))
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[1]", b"null", b'{"prompt": "\\ud800"}', b"\xff", b'{"seed": ' + b"9" * 9999]
 )
