@@ -85,7 +85,8 @@ class Batch:
     def work(self, segments: Tensor) -> WorkList:
         capacity = Capacity(len(self.q), len(segments), int(segments[:, 3].max()))
         work = attention_kernel.make_work_list(capacity, self.q.shape[1], self.pool.shape[3], HEAD_DIM, self.q.dtype)
-        work.build(segments, longest=int(segments[:, 1].max()))
+        generation = int(segments[:, 1].max()) == 1
+        work.build(segments, longest=1 if generation else None)  # as the device does it
         return work
 
     def attend(self, work: WorkList, layer: int) -> Tensor:
