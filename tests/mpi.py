@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 
 from pensieve.runtime.ranks_launch import environment, find_mpirun
+
+SCRATCH = tempfile.TemporaryDirectory(prefix="pensieve-mpi-", ignore_cleanup_errors=True)
 
 
 def command(ranks, module, *arguments):
@@ -15,7 +18,7 @@ def command(ranks, module, *arguments):
 
 
 def variables(ranks):
-    return environment({"OMP_NUM_THREADS": "1", **os.environ}, ranks)
+    return environment({"OMP_NUM_THREADS": "1", **os.environ}, ranks, SCRATCH.name)
 
 
 def run_ranks(ranks, module, *arguments, seconds=600):

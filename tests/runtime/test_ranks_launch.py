@@ -54,11 +54,28 @@ def test_without_mpi4py_it_says_so(fake, monkeypatch):
 
 def test_what_the_environment_says_stays(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    made = environment({"OMPI_MCA_mpi_yield_when_idle": "0", "HOME": "/h"}, 4)
+    made = environment({"OMPI_MCA_mpi_yield_when_idle": "0", "HOME": "/h"}, 4, "/s")
     assert made["OMPI_MCA_mpi_yield_when_idle"] == "0" and made["HOME"] == "/h"
     assert not AS_ROOT.keys() & made.keys()
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert environment({}, 4).items() >= AS_ROOT.items()
+    assert environment({}, 4, "/s").items() >= AS_ROOT.items()
+
+
+def test_mpirun_minds_nothing_that_a_killed_one_of_its_number_has_left(tmp_path):
+    """A directory with that number, where it keeps its files unless told otherwise: mpirun failed there."""
+    script = tmp_path / "mpirun"
+    script.write_text(f"""#!/bin/sh
+mkdir -p "$TMPDIR/ompi.$$"
+for name in "" ".$$" ".prterun-$(hostname -s)-$$@0"; do touch "$TMPDIR/ompi.$$/pmix.$(hostname -s).tool$name"; done
+exec {find_mpirun()} "$@"
+""")
+    script.chmod(0o755)
+    program = "import sys; from pensieve.runtime.ranks_launch import run_ranks; python = sys.executable; "
+    program += "sys.executable = sys.argv[1]; sys.exit(run_ranks(2, [python, '-c', 'from mpi4py import MPI']))"
+    words = [PYTHON, "-c", program, str(tmp_path / "python")]
+    ended = subprocess.run(words, env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert not list(tmp_path.glob("pensieve-mpi-*"))
 
 
 @pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PENSIEVE_RANKS"])
