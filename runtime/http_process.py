@@ -40,12 +40,16 @@ def listen(host: str, port: int) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=2048)
+        listener = socket.create_server((host, port), family=family, backlog=2048)
     except OverflowError as error:
         raise SettingError("--port", f"must be between 0 and 65535, not {port}") from error
     except OSError as error:
         setting = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
         raise SettingError(setting, f"cannot listen on {host}:{port}: {error.strerror}") from error
+    # Connections inherit it. A token would otherwise wait until the client's kernel has acknowledged the one before, up
+    # to 40 ms; asyncio switches that off itself, but only on sockets that were made with the protocol's number.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
 def serve_http(connection: Connection, listener: socket.socket, settings: HTTPSettings = DEFAULTS) -> None:

@@ -130,6 +130,15 @@ def test_the_process_does_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", look]).returncode == 0
 
 
+def test_a_token_does_not_wait_for_the_acknowledgement_of_the_one_before() -> None:
+    """asyncio sees to that only on sockets that were made with TCP's number, and `create_server` makes none."""
+    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()) as client:
+        accepted, _ = listener.accept()
+        with accepted:
+            assert client.getpeername() == accepted.getsockname()
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_a_taken_port_is_named_at_once() -> None:
     with listen("127.0.0.1", 0) as taken, pytest.raises(SettingError, match="--port"):
         listen("127.0.0.1", taken.getsockname()[1])
