@@ -31,6 +31,9 @@ from .text import Tokenizer
 log = logging.getLogger(__name__)
 
 CLOSING_SECONDS = 5  # for clients to read the end of their replies once the engine has ended
+KEEP_ALIVE_SECONDS = 75
+"""A connection may be idle for so long. Balancers keep theirs for 60 s (nginx, AWS): they must be first to close one,
+or a request that comes at that moment is lost."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -80,6 +83,7 @@ async def _serve(connection: Connection, listener: socket.socket, settings: HTTP
             log_level="error",  # what clients do wrong is theirs to know
             access_log=False,
             server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=CLOSING_SECONDS,
         )
     )

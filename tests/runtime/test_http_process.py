@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import multiprocessing
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import httpx
 import openai
 import pytest
 
-from pensieve.runtime.http_process import listen, serve_http
+from pensieve.runtime.http_process import KEEP_ALIVE_SECONDS, listen, serve_http
 from pensieve.runtime.messages import Abort, Fatal, Submit
 from pensieve.scheduler.types import SettingError
 
@@ -122,6 +124,18 @@ def test_the_process_ends_if_the_start_failed(monkeypatch: pytest.MonkeyPatch) -
                 here.send(last_words)
             here.close()
             serve_http(there, listener)
+
+
+def test_a_connection_may_be_idle_for_longer_than_balancers_keep_it(server: Server) -> None:
+    """Closed by the server it would lose the request that comes at that moment."""
+    assert KEEP_ALIVE_SECONDS > 60
+    client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    for pause in (6.0, 0.0):
+        client.request("GET", "/health")
+        first = client.sock
+        assert client.getresponse().read() == b"" and client.sock is first
+        time.sleep(pause)
+    client.close()
 
 
 def test_the_process_does_without_torch() -> None:
