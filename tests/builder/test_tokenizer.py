@@ -171,5 +171,21 @@ def test_the_chat_template_for_tools_comes_along(tmp_path):
     assert build_engine(tmp_path / "checkpoint", tmp_path / "engine").outcome == "replaced"
 
 
+@pytest.mark.parametrize("content", [None, b"", b"\xff"])
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "vocab.json", "generation_config.json"])
+def test_a_file_of_the_checkpoint_that_cannot_be_read_is_named(name, content, tmp_path):
+    checkpoint = tmp_path / "checkpoint"
+    tiny_checkpoint("llama", checkpoint)
+    if name == "vocab.json":
+        (checkpoint / "merges.txt").write_text("")
+    elif name != "tokenizer.json":
+        Tokenizer(models.WordLevel({"x": 0}, unk_token="x")).save(str(checkpoint / "tokenizer.json"))
+    at = checkpoint / name
+    at.unlink(missing_ok=True)
+    at.mkdir() if content is None else at.write_bytes(content)
+    with pytest.raises(SettingError, match=f"^--checkpoint: {at} (and .* )?cannot be read"):
+        build_engine(checkpoint, tmp_path / "engine")
+
+
 def test_without_any_files_there_is_no_tokenizer(tmp_path):
     assert not copy_tokenizer(tmp_path, tmp_path, opt=True)
