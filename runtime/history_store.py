@@ -41,7 +41,7 @@ class HistoryStore:
     any one thread: here they are only looked at."""
 
     def __init__(self, path: str | Path, history_ttl: float | None = None, quota: int | None = None):
-        """Raises SettingError if the file is in use, damaged, or of a newer program."""
+        """Raises SettingError if the file is in use, damaged, of a newer program, or cannot be written to."""
         self._history_ttl, self.quota = history_ttl, quota
         self.in_use: Counter[int] = Counter()
         self._expiry_due = 0.0
@@ -71,6 +71,7 @@ class HistoryStore:
         (fault,) = execute("PRAGMA quick_check(1)").fetchone()
         if fault != "ok":
             raise sqlite3.DatabaseError(fault)
+        execute(f"PRAGMA user_version = {VERSION}")  # as it is: whether it can be written to is known now
 
     def _upgrade(self, version: int) -> None:
         steps = "; ".join(UPGRADES[number] for number in range(version, VERSION))

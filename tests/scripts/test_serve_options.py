@@ -12,7 +12,7 @@ import torch
 from pensieve.runtime.device import Memory
 from pensieve.scheduler.cost import analytic_profile
 from pensieve.scheduler.types import SettingError
-from pensieve.scripts.serve import locked_directories, make_device
+from pensieve.scripts.serve import demo_engine, locked_directories, make_device
 from pensieve.scripts.serve_http import http_settings
 from pensieve.scripts.serve_options import parse_options
 from pensieve.scripts.serve_sizes import (
@@ -241,6 +241,12 @@ def test_more_than_there_is_is_refused_before_anything_is_made(tier):
     args = parse_options(["--engine", "some", f"--{tier}-kv-bytes", "1000TiB"])
     with pytest.raises(SettingError, match=rf"--{tier}-kv-chunks: .* 120\.00 GiB are free"):
         scheduler_config(args, LLAMA_8B, H200)
+
+
+def test_a_demo_that_cannot_be_made_is_a_wrong_state_directory(tmp_path):
+    (tmp_path / "demo").touch()
+    with pytest.raises(SettingError, match=f"^--state-dir: {tmp_path / 'demo'} is a file"):
+        demo_engine(tmp_path, "cpu")
 
 
 def test_a_disk_does_not_hold_more_than_all_of_it(tmp_path):
