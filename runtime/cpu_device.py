@@ -20,7 +20,7 @@ from ..plugins.torch_ops import register_pool, release_pool
 from ..scheduler.plan import Lane
 from ..scheduler.types import InvariantError, Tier
 from .device import ForwardPass, Memory, Ticket, TransferSeconds, Work
-from .memory import check_pool_fits, host_memory
+from .memory import POOL_SETTINGS, check_pool_fits, host_memory
 from .messages import NO_WAITS, Waits
 from .sampler import Scores, make_sampler
 from .step_inputs import StepInputs
@@ -146,7 +146,7 @@ class CpuDevice:
         # numpy's zeroed pages are not taken before they are written, so the pools made so far still count as free.
         free = self.memory(tier).free - sum(pool.nbytes for pool in self._pools.values())
         record = record_bytes(shape, dtype)
-        check_pool_fits(tier, shape[0], shape[0] * record, free)
+        check_pool_fits(POOL_SETTINGS[tier], shape[0], shape[0] * record, free)
         if dtype == CODED:
             self._pools[tier] = torch.from_numpy(np.zeros((shape[0], shape[1], record // shape[1]), np.uint8))
         else:
