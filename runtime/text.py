@@ -112,6 +112,15 @@ class Tokenizer:
         """Token ids of a plain prompt, with the special tokens that the tokenizer's post-processor adds."""
         return self._ids(text, add_special_tokens=True)
 
+    def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
+        """As `encode`, and where in the text each token begins: a space in front of it is its own."""
+        (encoded,) = self._tokenizer.encode_batch([text])
+        places, done = [], 0
+        for start, end in encoded.offsets:
+            places.append(min(start, done) if end > start else done)  # added ones have no place of their own
+            done = max(done, end)
+        return encoded.ids, places
+
     def render_chat(
         self,
         messages: Sequence[dict[str, Any]],
