@@ -89,25 +89,48 @@ def _check_is_gpt2s(checkpoint: Path, settings: dict[str, Any], special: Collect
 
 
 def _add_configured_tokens(checkpoint: Path, engine: Path) -> None:
-    """Adds the tokens that only tokenizer_config.json describes to tokenizer.json, as transformers does; of one that
-    both describe the former counts. SettingError if one does not come out with its id, or a file cannot be read."""
+    """Adds the tokens that only the settings describe to tokenizer.json, as transformers does, and those of its
+    vocabulary that they give a role; of one that both describe the settings count. SettingError if one does not come
+    out with its id, or a file cannot be read."""
     path = checkpoint / "tokenizer_config.json"
-    settings = (read_json(path).get("added_tokens_decoder") if path.exists() else None) or {}
+    settings = read_json(path) if path.exists() else {}
+    older = checkpoint / "special_tokens_map.json"
+    if "added_tokens_decoder" not in settings and older.exists():
+        settings |= read_json(older)
+    added = settings.get("added_tokens_decoder") or {}
     try:
-        described = sorted((int(at), AddedToken(**token)) for at, token in settings.items())
+        described = sorted((int(at), AddedToken(**token)) for at, token in added.items())
+        roles = _tokens_with_roles(settings)
         tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     except Exception as error:  # the library has no class of its own for a file that it does not understand
-        also = f" and the added_tokens_decoder of {path.name}" if settings else ""
+        also = f", or the tokens in {path.name}," if settings else ""
         raise refusal(f"{checkpoint / 'tokenizer.json'}{also} cannot be read: {error}") from error
     known = tokenizer.get_added_tokens_decoder()
     missing = {at: token for at, token in described if repr(token) != repr(known.get(at))}
-    if not missing:
+    whole = {token.content for token in (*known.values(), *missing.values())}
+    uncut = tokenizer.get_vocab().keys() - whole
+    roles = [token for token in roles if token.content in uncut]
+    if not (missing or roles):
         return
-    tokenizer.add_tokens(list(missing.values()))
+    tokenizer.add_tokens([*missing.values(), *roles])
     for at, token in missing.items():
         if (got := tokenizer.token_to_id(token.content)) != at:
             raise refusal(f"{token.content!r} has id {at} in tokenizer_config.json, but {got} in tokenizer.json")
     tokenizer.save(str(engine / "tokenizer.json"))
+
+
+def _tokens_with_roles(settings: dict[str, Any]) -> list[AddedToken]:
+    found = [value for key, value in settings.items() if key.endswith("_token")]  # add_bos_token is no token
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        several = settings.get(key) or ()
+        found += several.values() if isinstance(several, dict) else several
+    flags = ("single_word", "lstrip", "rstrip", "normalized")
+    tokens = [{"content": token} if isinstance(token, str) else token for token in found]
+    return [
+        AddedToken(token["content"], special=True, **{flag: token[flag] for flag in flags if flag in token})
+        for token in tokens
+        if isinstance(token, dict)
+    ]
 
 
 def _text(token: str | dict[str, Any]) -> str:
