@@ -112,7 +112,7 @@ class HistoryStore:
         there; `about`: its `parent`, `thread` and `body`. On return the turn is on the disk. Raises RequestError (507)
         if it cannot be written; then nothing has changed.
         """
-        with self._transaction(now):
+        with self.transaction(now):
             before = self._find(behind, now) if behind is not None else None
             found = self._find(name, now)
             if found is None:
@@ -160,7 +160,7 @@ class HistoryStore:
 
     def create(self, name: Name, now: float) -> Conversation:
         """An empty conversation. Raises RequestError: 409 if the name is taken, 429 beyond the owner's quota."""
-        with self._transaction(now):
+        with self.transaction(now):
             self._need_free(name, now)
             return self._insert(name, now)
 
@@ -168,7 +168,7 @@ class HistoryStore:
         """A second conversation with the same history. Raises RequestError: 404 unknown name, 409 taken id, 429 beyond
         the owner's quota."""
         new = name._replace(id=new_id)
-        with self._transaction(now):
+        with self.transaction(now):
             source = self.get(name, now)
             self._need_free(new, now)
             fork = self._insert(new, now, parent=name.id)
@@ -180,7 +180,7 @@ class HistoryStore:
 
     def change(self, name: Name, now: float, **values: float | None) -> Conversation:
         """Sets `ttl`, `history_ttl` or `pinned_until`. Raises RequestError (404)."""
-        with self._transaction(now):
+        with self.transaction(now):
             found = replace(self.get(name, now), **values)
             self._db.execute(
                 "UPDATE conversations SET ttl = ?, history_ttl = ?, pinned_until = ? WHERE number = ?",
@@ -190,14 +190,14 @@ class HistoryStore:
 
     def delete(self, name: Name, now: float) -> Gone:
         """Forgets the conversation. Raises RequestError (404)."""
-        with self._transaction(now):
+        with self.transaction(now):
             return self._remove(self.get(name, now))
 
     def admit(self, names: Sequence[Name], now: float) -> list[int]:
         """The numbers of those that exist. RequestError (429) if one would be new and its owner has as many as the
         quota allows."""
         numbers = []
-        with self._transaction(now):
+        with self.transaction(now):
             for name in names:
                 if (found := self._find(name, now)) is not None:
                     numbers.append(found.number)
@@ -214,8 +214,12 @@ class HistoryStore:
     # -- within
 
     @contextmanager
-    def _transaction(self, now: float) -> Iterator[None]:
-        """All or nothing. Raises RequestError (507) if the disk does not take it."""
+    def transaction(self, now: float) -> Iterator[None]:
+        """All or nothing; within another one it is a part of that. Raises RequestError (507) if the disk does not take
+        it."""
+        if self._db.in_transaction:
+            yield
+            return
         try:
             self._db.execute("BEGIN IMMEDIATE")
             try:
