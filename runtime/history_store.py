@@ -109,8 +109,8 @@ class HistoryStore:
         """The name stands for this branch from now on; what it stood for before and nobody else needs is deleted.
 
         `behind`: whose turns a name that is new with this one shares, as far as it goes on from them and they are still
-        there; `about`: its `parent`, `thread` and `body`. On return the turn is on the disk. Raises RequestError (507)
-        if it cannot be written; then nothing has changed.
+        there; `about`: its `parent`, `thread` and `body`. On return the turn is on the disk, if this is no part of a
+        longer transaction. Raises RequestError (507) if it cannot be written; then nothing has changed.
         """
         with self.transaction(now):
             before = self._find(behind, now) if behind is not None else None
