@@ -308,8 +308,8 @@ def _beside(output: Path, say: Say) -> Iterator[Path]:
 
     SettingError if `output` is neither an engine nor empty, or the system refuses to make it: its disk is full, say.
     """
-    aside = output.with_name(f".{output.name}.{secrets.token_hex(4)}.building")
-    lock = output.with_name(f".{output.name}.lock")
+    aside = output.parent / f".{output.name}.{secrets.token_hex(4)}.building"
+    lock = output.parent / f".{output.name}.lock"
     _make_parent(output)
     try:
         with locked(lock, lambda: say(f"waiting for another build of {output}")):

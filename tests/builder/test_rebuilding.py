@@ -117,6 +117,11 @@ def test_a_mount_point_is_refused_before_the_work_is_done(checkpoint, tmp_path, 
     assert names(tmp_path) == []
 
 
+def test_the_root_of_all_is_no_place_for_an_engine(checkpoint):
+    with pytest.raises(SettingError, match=r"^--output: .*/ "):
+        build_engine(checkpoint, "/")
+
+
 @pytest.mark.parametrize(
     "number, said",
     [
