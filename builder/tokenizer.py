@@ -22,8 +22,7 @@ def copy_tokenizer(checkpoint: Path, engine: Path, opt: bool) -> bool:
     SettingError names the file of the checkpoint that cannot be read.
     """
     for name in TOKENIZER_FILES:
-        if (checkpoint / name).exists():
-            content = _read(checkpoint / name)
+        if (content := _content(checkpoint / name)) is not None:
             (engine / name).parent.mkdir(exist_ok=True)
             (engine / name).write_bytes(content)
     if (checkpoint / "tokenizer.json").exists():
@@ -35,9 +34,10 @@ def copy_tokenizer(checkpoint: Path, engine: Path, opt: bool) -> bool:
     return True
 
 
-def _read(path: Path) -> bytes:
+def _content(path: Path) -> bytes | None:
+    """None: there is no such file."""
     try:
-        return path.read_bytes()
+        return path.read_bytes() if path.exists() else None
     except OSError as error:
         raise refusal(f"{path} cannot be read: {error}") from None
 
