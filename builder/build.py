@@ -306,10 +306,10 @@ def _stop_ids(
 def _beside(output: Path, say: Say) -> Iterator[Path]:
     """A new directory beside `output`, gone at the end if nobody has renamed it. Nobody else has one meanwhile.
 
-    SettingError if `output` is neither an engine nor empty, or its disk becomes full.
+    SettingError if `output` is neither an engine nor empty, or the system refuses to make it: its disk is full, say.
     """
-    aside = output.with_name(f".{output.name}.{secrets.token_hex(4)}.building")
-    lock = output.with_name(f".{output.name}.lock")
+    aside = output.parent / f".{output.name}.{secrets.token_hex(4)}.building"
+    lock = output.parent / f".{output.name}.lock"
     _make_parent(output)
     try:
         with locked(lock, lambda: say(f"waiting for another build of {output}")):
@@ -323,9 +323,7 @@ def _beside(output: Path, say: Say) -> Iterator[Path]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise SettingError("--output", f"the disk of {output.parent} became full") from error
-        if isinstance(error, PermissionError):
-            raise SettingError("--output", f"cannot be made: {error}") from error
-        raise
+        raise SettingError("--output", f"cannot be made: {error}") from error
 
 
 def _clear_up(output: Path) -> None:

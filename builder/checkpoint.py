@@ -252,6 +252,7 @@ def _tensor_files(directory: Path) -> dict[str, Any]:
     files = {}
     for path in paths:
         try:
+            path.open("rb").close()  # safetensors calls every file missing that it cannot open
             file = safe_open(path, framework="pt")
         except (OSError, SafetensorError) as error:
             raise refusal(f"{path} cannot be read: {error}") from None

@@ -242,6 +242,7 @@ def _take_layer(tensors: LegacyTensors, name: str, legacy: str, config: Mapping[
 def _open(path: Path) -> dict[str, Any]:
     """By name each tensor of a file, read where it is indexed."""
     try:
+        path.open("rb").close()  # safetensors calls every file missing that it cannot open
         file = safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
         raise refusal(f"{path} cannot be read: {error}") from None

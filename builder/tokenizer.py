@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from ..scheduler.types import SettingError
+from .architectures import refusal
 from .checkpoint import read_json
 from .manifest import TOKENIZER_FILES
 
@@ -18,14 +17,16 @@ SPECIAL_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def copy_tokenizer(checkpoint: Path, engine: Path, opt: bool) -> bool:
-    """Copies what there is. False: neither tokenizer.json nor vocab.json and merges.txt, so token ids only."""
+    """Copies what there is. False: neither tokenizer.json nor vocab.json and merges.txt, so token ids only.
+
+    SettingError names the file of the checkpoint that cannot be read.
+    """
     for name in TOKENIZER_FILES:
-        if (checkpoint / name).exists():
+        if (content := _content(checkpoint / name)) is not None:
             (engine / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(checkpoint / name, engine / name)
+            (engine / name).write_bytes(content)
     if (checkpoint / "tokenizer.json").exists():
-        if (checkpoint / "tokenizer_config.json").exists():
-            _add_configured_tokens(engine)
+        _add_configured_tokens(checkpoint, engine)
         return True
     if not ((checkpoint / "vocab.json").exists() and (checkpoint / "merges.txt").exists()):
         return False
@@ -33,12 +34,24 @@ def copy_tokenizer(checkpoint: Path, engine: Path, opt: bool) -> bool:
     return True
 
 
+def _content(path: Path) -> bytes | None:
+    """None: there is no such file."""
+    try:
+        return path.read_bytes() if path.exists() else None
+    except OSError as error:
+        raise refusal(f"{path} cannot be read: {error}") from None
+
+
 def byte_level_tokenizer(checkpoint: Path, opt: bool) -> Tokenizer:
     """GPT-2's byte-level BPE tokenizer from vocab.json and merges.txt. OPT's begins every text with </s>.
 
     SettingError if the checkpoint's is another, or has tokens beside the vocabulary.
     """
-    tokenizer = Tokenizer(models.BPE.from_file(str(checkpoint / "vocab.json"), str(checkpoint / "merges.txt")))
+    vocabulary, merges = checkpoint / "vocab.json", checkpoint / "merges.txt"
+    try:
+        tokenizer = Tokenizer(models.BPE.from_file(str(vocabulary), str(merges)))
+    except Exception as error:  # the library has no class of its own for files that it does not understand
+        raise refusal(f"{vocabulary} and {merges} cannot be read: {error}") from error
     settings = {"bos_token": "</s>", "eos_token": "</s>", "pad_token": "<pad>", "add_bos_token": True} if opt else {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (checkpoint / name).exists():
@@ -69,35 +82,55 @@ def _check_is_gpt2s(checkpoint: Path, settings: dict[str, Any], special: Collect
     if kind in GPT2 and not others:
         return
     what = f"its added tokens {', '.join(others)}" if kind in GPT2 else f"a {kind}"
-    raise SettingError(
-        "--checkpoint",
+    raise refusal(
         f"{checkpoint} has no tokenizer.json, and {what} cannot be made from vocab.json and merges.txt alone; load it "
-        "with transformers' AutoTokenizer and save it there with save_pretrained, which writes tokenizer.json",
+        "with transformers' AutoTokenizer and save it there with save_pretrained, which writes tokenizer.json"
     )
 
 
-def _add_configured_tokens(engine: Path) -> None:
-    """Adds the tokens that only tokenizer_config.json describes to tokenizer.json, as transformers does; of one that
-    both describe the former counts. SettingError if one does not come out with its id."""
-    settings = read_json(engine / "tokenizer_config.json").get("added_tokens_decoder")
-    if not settings:
-        return
+def _add_configured_tokens(checkpoint: Path, engine: Path) -> None:
+    """Adds the tokens that only the settings describe to tokenizer.json, as transformers does, and those of its
+    vocabulary that they give a role; of one that both describe the settings count. SettingError if one does not come
+    out with its id, or a file cannot be read."""
+    path = checkpoint / "tokenizer_config.json"
+    settings = read_json(path) if path.exists() else {}
+    older = checkpoint / "special_tokens_map.json"
+    if "added_tokens_decoder" not in settings and older.exists():
+        settings |= read_json(older)
+    added = settings.get("added_tokens_decoder") or {}
     try:
-        described = sorted((int(at), AddedToken(**token)) for at, token in settings.items())
-        tokenizer = Tokenizer.from_file(str(engine / "tokenizer.json"))
+        described = sorted((int(at), AddedToken(**token)) for at, token in added.items())
+        roles = _tokens_with_roles(settings)
+        tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     except Exception as error:  # the library has no class of its own for a file that it does not understand
-        message = f"tokenizer.json and the added_tokens_decoder of tokenizer_config.json cannot be read: {error}"
-        raise SettingError("--checkpoint", message) from error
+        also = f", or the tokens in {path.name}," if settings else ""
+        raise refusal(f"{checkpoint / 'tokenizer.json'}{also} cannot be read: {error}") from error
     known = tokenizer.get_added_tokens_decoder()
     missing = {at: token for at, token in described if repr(token) != repr(known.get(at))}
-    if not missing:
+    whole = {token.content for token in (*known.values(), *missing.values())}
+    uncut = tokenizer.get_vocab().keys() - whole
+    roles = [token for token in roles if token.content in uncut]
+    if not (missing or roles):
         return
-    tokenizer.add_tokens(list(missing.values()))
+    tokenizer.add_tokens([*missing.values(), *roles])
     for at, token in missing.items():
         if (got := tokenizer.token_to_id(token.content)) != at:
-            message = f"{token.content!r} has id {at} in tokenizer_config.json, but {got} in tokenizer.json"
-            raise SettingError("--checkpoint", message)
+            raise refusal(f"{token.content!r} has id {at} in tokenizer_config.json, but {got} in tokenizer.json")
     tokenizer.save(str(engine / "tokenizer.json"))
+
+
+def _tokens_with_roles(settings: dict[str, Any]) -> list[AddedToken]:
+    found = [value for key, value in settings.items() if key.endswith("_token")]  # add_bos_token is no token
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        several = settings.get(key) or ()
+        found += several.values() if isinstance(several, dict) else several
+    flags = ("single_word", "lstrip", "rstrip", "normalized")
+    tokens = [{"content": token} if isinstance(token, str) else token for token in found]
+    return [
+        AddedToken(token["content"], special=True, **{flag: token[flag] for flag in flags if flag in token})
+        for token in tokens
+        if isinstance(token, dict)
+    ]
 
 
 def _text(token: str | dict[str, Any]) -> str:

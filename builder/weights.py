@@ -87,5 +87,8 @@ def save_weights(weights: Mapping[str, Tensor], stored: Mapping[str, Stored], pa
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors on the CPU, mapped from the file: read when they are touched, and dropped when memory is short."""
+    """The tensors on the CPU, mapped from the file: read when they are touched, and dropped when memory is short.
+
+    OSError, SafetensorError."""
+    path.open("rb").close()  # safetensors calls every file missing that it cannot open
     return load_file(path)

@@ -32,10 +32,12 @@ TOO_LONG = "context_length_exceeded"  # OpenAI's code
 class Call:
     """A checked HTTP call: `requests` differ in their prompt only.
 
+    `echoes`: what goes before each one's reply.
     `turn`: what its first reply is committed to. Whoever answers the call commits it and closes it.
     """
 
     requests: tuple[Request, ...]
+    echoes: tuple[str, ...]
     writer: CompletionWriter
     stream: bool
     chat: bool
@@ -93,8 +95,9 @@ class CallMaker:
             ids = [turn.prompt]
         style = self._style(body, asked)
         with closed_on_error(turn):
+            echoes = [self._echo(body, *pair) for pair in zip(prompts, ids, strict=True)]
             default = DEFAULT_COMPLETION_TOKENS
-            return self._call(body, ids, CompletionWriter(style), default, arrived, owner, turn, asked)
+            return self._call(body, ids, CompletionWriter(style), default, arrived, owner, turn, asked, echoes)
 
     async def chat(self, body: ChatBody, arrived: float, owner: str = "") -> Call:
         self._check_model(body)
@@ -157,6 +160,12 @@ class CallMaker:
             return await asyncio.to_thread(self._need_tokenizer("prompt").encode, prompt)
         return prompt
 
+    def _echo(self, body: CompletionBody, prompt: str | array[int], ids: array[int]) -> str:
+        """The text as it was written, if it stands for all of the prompt's ids; else theirs, without special tokens."""
+        if not body.echo or self._tokenizer is None:
+            return ""
+        return prompt if isinstance(prompt, str) and not body.server_history else self._tokenizer.decode(ids)
+
     def _check_ids(self, ids: Sequence[int], param: str) -> None:
         if ids and not 0 <= min(ids) <= max(ids) < self._ready.vocab_size:
             wrong = min(ids) if min(ids) < 0 else max(ids)
@@ -174,8 +183,10 @@ class CallMaker:
         owner: str,
         turn: OpenTurn | None,
         asked: Asked = Asked(),
+        echoes: Sequence[str] = ("",),
     ) -> Call:
-        """`default`: most tokens to generate if the body has no limit and the context leaves so many."""
+        """`default`: most tokens to generate if the body has no limit and the context leaves so many; `echoes`: of each
+        prompt what goes before its replies."""
         if body.stop:
             self._need_tokenizer("stop")
         self._check_ids(body.stop_token_ids, "stop_token_ids")
@@ -210,6 +221,7 @@ class CallMaker:
         ]
         return Call(
             requests=tuple(requests),
+            echoes=tuple(text for text in echoes for _ in range(asked.n)),
             writer=writer,
             stream=body.stream,
             chat=not isinstance(body, CompletionBody),

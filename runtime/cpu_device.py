@@ -18,9 +18,9 @@ import torch
 from ..plugins.kv_fp8_reference import CODED, decode, encode, record_bytes
 from ..plugins.torch_ops import register_pool, release_pool
 from ..scheduler.plan import Lane
-from ..scheduler.types import InvariantError, Tier
+from ..scheduler.types import InvariantError, SettingError, Tier
 from .device import ForwardPass, Memory, Ticket, TransferSeconds, Work
-from .memory import check_pool_fits, host_memory
+from .memory import GIB, POOL_SETTINGS, check_pool_fits, host_memory
 from .messages import NO_WAITS, Waits
 from .sampler import Scores, make_sampler
 from .step_inputs import StepInputs
@@ -146,11 +146,15 @@ class CpuDevice:
         # numpy's zeroed pages are not taken before they are written, so the pools made so far still count as free.
         free = self.memory(tier).free - sum(pool.nbytes for pool in self._pools.values())
         record = record_bytes(shape, dtype)
-        check_pool_fits(tier, shape[0], shape[0] * record, free)
-        if dtype == CODED:
-            self._pools[tier] = torch.from_numpy(np.zeros((shape[0], shape[1], record // shape[1]), np.uint8))
-        else:
-            self._pools[tier] = torch.from_numpy(np.zeros(shape, f"i{dtype.itemsize}")).view(dtype)
+        check_pool_fits(POOL_SETTINGS[tier], shape[0], shape[0] * record, free)
+        try:
+            if dtype == CODED:
+                self._pools[tier] = torch.from_numpy(np.zeros((shape[0], shape[1], record // shape[1]), np.uint8))
+            else:
+                self._pools[tier] = torch.from_numpy(np.zeros(shape, f"i{dtype.itemsize}")).view(dtype)
+        except MemoryError as error:  # a limit of this process (ulimit -v)
+            message = f"{shape[0]} chunks could not be had though {free / GIB:.2f} GiB seemed free; lower it ({error})"
+            raise SettingError(POOL_SETTINGS[tier], message) from error
 
     def record(self, slot: int) -> np.ndarray:
         return self._pools[Tier.HOST][slot].view(-1).view(torch.uint8).numpy()

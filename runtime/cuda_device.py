@@ -121,7 +121,7 @@ class CudaDevice:
         slots = shape[0]
         record = record_bytes(shape, dtype)
         free = self.memory(tier).free
-        check_pool_fits(tier, slots, slots * record, free)
+        check_pool_fits(POOL_SETTINGS[tier], slots, slots * record, free)
         try:
             if tier is Tier.GPU:
                 self._pool = torch.zeros(shape, dtype=dtype, device="cuda")

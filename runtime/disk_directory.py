@@ -106,6 +106,8 @@ def locked(directory: Path, setting: str) -> Iterator[None]:
             raise SettingError(
                 setting, f"{directory} is in use by process {owner}; give this server a directory of its own"
             ) from None
+        except OSError as error:
+            raise SettingError(setting, f"cannot lock {path}: {error.strerror}") from error
         with suppress(OSError):  # a full disk: others are kept out all the same, though not told by whom
             file.truncate(0)
             file.write(f"{os.getpid()}\n".encode())

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..scheduler.plan import NO_TICKETS, Promotion, Spill, StepPlan
-from ..scheduler.types import ChunkKey
+from ..scheduler.types import ChunkKey, SettingError
 from .disk_files import aligned_buffer
 from .disk_store import DiskSettings, DiskStore
 
@@ -44,7 +44,10 @@ def measure_disk(directory: Path, chunk_bytes: int) -> DiskSpeed | None:
         return None if store.counters.errors else DiskSpeed(host.nbytes / read, host.nbytes / write)
     finally:
         store.close()
-        shutil.rmtree(folder)
+        try:
+            shutil.rmtree(folder)
+        except OSError as error:
+            raise SettingError("--disk-dir", f"cannot use {folder}: {error}") from error
 
 
 def _plan(spills: tuple[Spill, ...] = (), promotions: tuple[Promotion, ...] = ()) -> StepPlan:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from ..scheduler.plan import Promotion, Spill, StepPlan
-from ..scheduler.types import DiskRecord, InvariantError
+from ..scheduler.types import DiskRecord, InvariantError, SettingError
 from .disk_directory import Origin, open_directory
 from .disk_files import SEGMENT_BYTES, Segments, SystemCalls, aligned_buffer
 from .disk_records import PAGE, pack_header, payload_intact, read_header, record_bytes
@@ -72,9 +72,12 @@ class DiskStore:
         self._directory = open_directory(settings.directory, origin)
         self._origin, self._payload, self._record = origin.digest, payload, record_bytes(payload)
         self._host_record = host_record
-        self._segments = Segments(
-            self._directory, settings.slots, self._record, settings.system, settings.segment_bytes
-        )
+        try:
+            self._segments = Segments(
+                self._directory, settings.slots, self._record, settings.system, settings.segment_bytes
+            )
+        except OSError as error:
+            raise SettingError("--disk-dir", f"cannot use {self._directory}: {error}") from error
         self._most_merged = max(1, MERGED_BYTES // self._record)
         self._readers = ThreadPoolExecutor(READERS, "disk-read")
         self._writers = ThreadPoolExecutor(WRITERS, "disk-write")

@@ -103,9 +103,8 @@ class OpenTurn:
         messages = (*self.messages, answer) if answer is not None else self.messages
         tokens = self.prompt + array("i", reply)
         whole = Transcript(messages, tokens, self.text + text, self.inside + inside)
-        for record in self.records:
-            about = record.about | {"body": body} if record.name.kind == "response" else record.about
-            await histories.store_turn(record._replace(about=about), whole, salt)
+        if self.records:
+            await histories.store_turn(self.records, whole, salt, body)
         if answer is not None:
             histories.remember(self.owner, whole)
 
@@ -307,12 +306,21 @@ class Histories:
             raise RequestError(404, f"there is no {name.kind} {name.id!r}", PARAMETERS[name.kind])
         return found
 
-    async def store_turn(self, record: Record, whole: Transcript, salt: bytes) -> None:
-        """Raises RequestError (507) if the disk does not take it."""
+    async def store_turn(self, records: Sequence[Record], whole: Transcript, salt: bytes, body: str | None) -> None:
+        """All of them or none. Raises RequestError (507) if the disk does not take it."""
         now = time.time()
-        stored = await self.run(self._store.commit, record.name, whole, now, salt, record.behind, **record.about)
-        if stored.ttl is not None or stored.pinned_until > now:
-            self._keep(stored, now)
+
+        def commit() -> list[Conversation]:
+            with self._store.transaction(now):
+                return [self._commit(record, whole, now, salt, body) for record in records]
+
+        for stored in await self.run(commit):
+            if stored.ttl is not None or stored.pinned_until > now:
+                self._keep(stored, now)
+
+    def _commit(self, record: Record, whole: Transcript, now: float, salt: bytes, body: str | None) -> Conversation:
+        about = record.about | {"body": body} if record.name.kind == "response" else record.about
+        return self._store.commit(record.name, whole, now, salt, record.behind, **about)
 
     def remember(self, owner: str, whole: Transcript) -> None:
         """For clients that will send all of it again."""

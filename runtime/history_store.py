@@ -41,7 +41,7 @@ class HistoryStore:
     any one thread: here they are only looked at."""
 
     def __init__(self, path: str | Path, history_ttl: float | None = None, quota: int | None = None):
-        """Raises SettingError if the file is in use, damaged, or of a newer program."""
+        """Raises SettingError if the file is in use, damaged, of a newer program, or cannot be written to."""
         self._history_ttl, self.quota = history_ttl, quota
         self.in_use: Counter[int] = Counter()
         self._expiry_due = 0.0
@@ -71,6 +71,7 @@ class HistoryStore:
         (fault,) = execute("PRAGMA quick_check(1)").fetchone()
         if fault != "ok":
             raise sqlite3.DatabaseError(fault)
+        execute(f"PRAGMA user_version = {VERSION}")  # as it is: whether it can be written to is known now
 
     def _upgrade(self, version: int) -> None:
         steps = "; ".join(UPGRADES[number] for number in range(version, VERSION))
@@ -108,10 +109,10 @@ class HistoryStore:
         """The name stands for this branch from now on; what it stood for before and nobody else needs is deleted.
 
         `behind`: whose turns a name that is new with this one shares, as far as it goes on from them and they are still
-        there; `about`: its `parent`, `thread` and `body`. On return the turn is on the disk. Raises RequestError (507)
-        if it cannot be written; then nothing has changed.
+        there; `about`: its `parent`, `thread` and `body`. On return the turn is on the disk, if this is no part of a
+        longer transaction. Raises RequestError (507) if it cannot be written; then nothing has changed.
         """
-        with self._transaction(now):
+        with self.transaction(now):
             before = self._find(behind, now) if behind is not None else None
             found = self._find(name, now)
             if found is None:
@@ -159,7 +160,7 @@ class HistoryStore:
 
     def create(self, name: Name, now: float) -> Conversation:
         """An empty conversation. Raises RequestError: 409 if the name is taken, 429 beyond the owner's quota."""
-        with self._transaction(now):
+        with self.transaction(now):
             self._need_free(name, now)
             return self._insert(name, now)
 
@@ -167,7 +168,7 @@ class HistoryStore:
         """A second conversation with the same history. Raises RequestError: 404 unknown name, 409 taken id, 429 beyond
         the owner's quota."""
         new = name._replace(id=new_id)
-        with self._transaction(now):
+        with self.transaction(now):
             source = self.get(name, now)
             self._need_free(new, now)
             fork = self._insert(new, now, parent=name.id)
@@ -179,7 +180,7 @@ class HistoryStore:
 
     def change(self, name: Name, now: float, **values: float | None) -> Conversation:
         """Sets `ttl`, `history_ttl` or `pinned_until`. Raises RequestError (404)."""
-        with self._transaction(now):
+        with self.transaction(now):
             found = replace(self.get(name, now), **values)
             self._db.execute(
                 "UPDATE conversations SET ttl = ?, history_ttl = ?, pinned_until = ? WHERE number = ?",
@@ -189,14 +190,14 @@ class HistoryStore:
 
     def delete(self, name: Name, now: float) -> Gone:
         """Forgets the conversation. Raises RequestError (404)."""
-        with self._transaction(now):
+        with self.transaction(now):
             return self._remove(self.get(name, now))
 
     def admit(self, names: Sequence[Name], now: float) -> list[int]:
         """The numbers of those that exist. RequestError (429) if one would be new and its owner has as many as the
         quota allows."""
         numbers = []
-        with self._transaction(now):
+        with self.transaction(now):
             for name in names:
                 if (found := self._find(name, now)) is not None:
                     numbers.append(found.number)
@@ -213,8 +214,12 @@ class HistoryStore:
     # -- within
 
     @contextmanager
-    def _transaction(self, now: float) -> Iterator[None]:
-        """All or nothing. Raises RequestError (507) if the disk does not take it."""
+    def transaction(self, now: float) -> Iterator[None]:
+        """All or nothing; within another one it is a part of that. Raises RequestError (507) if the disk does not take
+        it."""
+        if self._db.in_transaction:
+            yield
+            return
         try:
             self._db.execute("BEGIN IMMEDIATE")
             try:

@@ -50,10 +50,13 @@ class LogprobsWriter:
             by_text.setdefault(self._text(token), _finite(logprob))
         return by_text
 
-    def offsets(self, tokens: Sequence[int]) -> list[int]:
-        """Where in the tokens' text each begins."""
+    def offsets(self, tokens: Sequence[int], text: str) -> list[int]:
+        """Where in their text each token begins."""
         if self._tokenizer is None:
             return [0] * len(tokens)
+        ids, places = self._tokenizer.encode_with_places(text)
+        if ids == list(tokens):
+            return places
         detokenizer, length, offsets = Detokenizer(self._tokenizer), 0, []
         for token in tokens:
             offsets.append(length)

@@ -42,11 +42,11 @@ def _read_fields(path: Path) -> dict[str, int]:
     return {line.split()[0]: int(line.split()[1]) for line in path.read_text().splitlines()}
 
 
-def check_pool_fits(tier: Tier, chunks: int, size: int, free: int) -> None:
-    """SettingError if a pool of so many chunks and bytes is more than the bytes free."""
+def check_pool_fits(setting: str, chunks: int, size: int, free: int) -> None:
+    """SettingError, of `setting`, if a pool of so many chunks and bytes is more than the bytes free."""
     if size > free:
         raise SettingError(
-            POOL_SETTINGS[tier],
+            setting,
             f"{chunks} chunks need {size / GIB:.2f} GiB and {free / GIB:.2f} GiB are free: enough for "
             f"{max(free, 0) * chunks // size} chunks",
         )

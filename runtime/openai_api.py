@@ -104,9 +104,9 @@ class Answer(Response):
                 continues_prompt=not call.chat,
                 include_stop=call.include_stop,
                 tools=ToolCallParser(call.most_tool_calls) if call.most_tool_calls else None,
-                echo=call.writer.echo,
+                echoed=echoed,
             )
-            for request in call.requests
+            for request, echoed in zip(call.requests, call.echoes, strict=True)
         }
 
     async def _send_events(self, stream: OutputStream, replies: dict[int, Reply], send: Send) -> None:

@@ -45,14 +45,14 @@ class Reply:
         continues_prompt: bool,
         include_stop: bool = False,
         tools: ToolCallParser | None = None,
-        echo: bool = False,
+        echoed: str = "",
     ):
         """`matcher` needs a tokenizer and a request with `confirm`.
 
         `continues_prompt`: the text is read as the prompt's continuation (a leading space stays), not on its own.
         `include_stop`: the text of a stop token stays, unless it is a special token.
         `tools`: takes tool calls out of what is said.
-        `echo`: the prompt's text goes before the reply's, and offsets count from its beginning.
+        `echoed`: goes before the reply's text, and offsets count from its beginning.
         """
         context = request.prompt[-CONTEXT_TOKENS:] if continues_prompt else ()
         self.request = request
@@ -62,7 +62,7 @@ class Reply:
         self.calls: list[ToolCall] = []
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
-        self.echoed = tokenizer.decode(request.prompt) if echo and tokenizer is not None else ""
+        self.echoed = echoed
         self.offsets: list[int] = []
         self.sources = Usage()
         self.queued = 0.0
@@ -74,7 +74,7 @@ class Reply:
         self._matcher = matcher
         self._include_stop = include_stop
         self._tools = tools
-        self._length = len(self.echoed)
+        self._length = len(echoed)
 
     @property
     def reason(self) -> str | None:
@@ -184,10 +184,6 @@ class CompletionWriter:
         self._head = f'data: {head},"choices":[{{"index":'
         self._tail = '}],"usage":null}\n\n' if style.include_usage else "}]}\n\n"
 
-    @property
-    def echo(self) -> bool:
-        return self._style.echo
-
     def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
         """The answer to a call that does not stream."""
         choices = [
@@ -271,7 +267,7 @@ class CompletionWriter:
         if not self._style.echo:
             return writer.completion(tokens, reply.logprobs, reply.offsets)
         entries = [None, *first.prompt_logprobs, *reply.logprobs]
-        return writer.completion([*prompt, *tokens], entries, [*writer.offsets(prompt), *reply.offsets])
+        return writer.completion([*prompt, *tokens], entries, [*writer.offsets(prompt, reply.echoed), *reply.offsets])
 
 
 class ChatWriter(CompletionWriter):

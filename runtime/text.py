@@ -12,6 +12,9 @@ from typing import Any
 
 import jinja2
 import tokenizers
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..scheduler.types import RequestError, SettingError
@@ -24,6 +27,16 @@ TEMPLATES = ("default", TOOLS)
 LONGEST_WINDOW = 64  # tokens that may stay undecided: only broken UTF-8, or ids without any text, take so many
 
 
+class GenerationTag(Extension):
+    """{% generation %} marks what the assistant says, for training; nobody asks for that here."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2's)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
 class ChatTemplate:
     """The tokenizer's own template, run in a sandbox with the helpers that Hugging Face templates expect."""
 
@@ -34,7 +47,7 @@ class ChatTemplate:
             raise jinja2.TemplateError(message)
 
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = refuse
@@ -57,6 +70,7 @@ class ChatTemplate:
             return self._template.render(
                 messages=messages,
                 tools=tools,
+                documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )
@@ -64,9 +78,15 @@ class ChatTemplate:
             raise RequestError(400, f"the model's chat template refuses these messages: {error}", "messages") from error
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    """Unlike jinja2's own filter this does not escape HTML: a prompt is not a web page."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As transformers has it. Unlike jinja2's own filter this does not escape HTML: a prompt is not a web page."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 class Tokenizer:
@@ -111,6 +131,15 @@ class Tokenizer:
     def encode(self, text: str) -> array[int]:
         """Token ids of a plain prompt, with the special tokens that the tokenizer's post-processor adds."""
         return self._ids(text, add_special_tokens=True)
+
+    def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
+        """As `encode`, and where in the text each token begins: a space in front of it is its own."""
+        (encoded,) = self._tokenizer.encode_batch([text])
+        places, done = [], 0
+        for start, end in encoded.offsets:
+            places.append(min(start, done) if end > start else done)  # added ones have no place of their own
+            done = max(done, end)
+        return encoded.ids, places
 
     def render_chat(
         self,
@@ -193,13 +222,12 @@ def _template_sources(directory: Path, config: dict[str, Any]) -> dict[str, str]
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """bos_token and its like, which stand in the file as text or as a description of an added token."""
-    tokens = {}
-    for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"):
-        value = config.get(f"{role}_token")
-        if value is not None:
-            tokens[f"{role}_token"] = value["content"] if isinstance(value, dict) else value
-    return tokens
+    """bos_token and its like, this model's own too: they stand in the file as text or describe an added token."""
+    extra = config.get("extra_special_tokens")
+    roles = {**config, **(extra if isinstance(extra, dict) else {})}
+    found = {role: value for role, value in roles.items() if role.endswith("_token")}
+    texts = {role: value["content"] if isinstance(value, dict) else value for role, value in found.items()}
+    return {role: text for role, text in texts.items() if isinstance(text, str)}  # add_bos_token is no token
 
 
 class Detokenizer:

@@ -208,8 +208,8 @@ class Desk:
         visit.stream = stream = self._client.submit([request], call.arrived)
         try:
             matcher = StopMatcher(call.stops, call.include_stop, request.min_tokens) if call.stops else None
-            echo = call.writer.echo
-            reply = Reply(request, stream, self._tokenizer, matcher, continues_prompt=True, echo=echo)
+            (echoed,) = call.echoes
+            reply = Reply(request, stream, self._tokenizer, matcher, continues_prompt=True, echoed=echoed)
             replies.append(reply)
             text, tokens = reply.echoed, []
             while True:

@@ -53,6 +53,7 @@ from .serve_sizes import (
     disk_settings,
     estimated_cost,
     host_dtype,
+    pool_setting,
     scheduler_config,
     with_disk_speed,
 )
@@ -189,8 +190,8 @@ def prepare_rank(args: argparse.Namespace, ranks: Ranks) -> Prepared:
         config.gpu_kv_chunks, config.host_kv_chunks, config.disk_kv_chunks, config.max_model_len
     )
     record = record_bytes(engine.kv_shape(1, config.chunk_tokens), host_dtype(args, engine))
-    size = host * record * ranks.local_size
-    ranks.together(lambda: check_pool_fits(Tier.HOST, host, size, device.memory(Tier.HOST).free))
+    size, setting = host * record * ranks.local_size, pool_setting(args, Tier.HOST)
+    ranks.together(lambda: check_pool_fits(setting, host, size, device.memory(Tier.HOST).free))
     agreed = replace(config, gpu_kv_chunks=gpu, host_kv_chunks=host, disk_kv_chunks=disk, max_model_len=longest)
     return Prepared(directory, device, engine, agreed)
 
@@ -219,7 +220,7 @@ def make_service(args: argparse.Namespace, connection: Connection, ranks: Ranks 
     if config.disk_kv_chunks:
         cost = with_disk_speed(cost, disk_directory(args), config.max_model_len)
         sharing = 1 if ranks is None else ranks.local_size
-        check_disk_holds(disk_directory(args), config.disk_kv_chunks, host_record, sharing)
+        check_disk_holds(args, config.disk_kv_chunks, host_record, sharing)
     if measured is not None and args.swap_out_below is None:
         config = replace(config, swap_out_below=propose_swap_out_below(cost, config))
     scheduler = Scheduler(config, cost)
@@ -287,9 +288,15 @@ def make_device(args: argparse.Namespace) -> Device:
 def demo_engine(state_dir: Path, device: str) -> Path:
     """Builds the demo engine on first use, in a second.
 
-    It is not compiled: that takes 25 s on two idle cores and needs a C++ compiler, and the demo shall answer at once.
+    In float32, which CPUs are quickest with. It is not compiled: that takes 25 s on two idle cores and needs a C++
+    compiler, and the demo shall answer at once.
     """
     directory = state_dir / ("demo" if device == "cpu" else f"demo-{device}")
-    built = build_engine(DEMO_CHECKPOINT, directory, "reference", dtype="float32", device=device)  # quickest on CPUs
+    try:
+        built = build_engine(DEMO_CHECKPOINT, directory, "reference", dtype="float32", device=device)
+    except SettingError as error:
+        if error.setting != "--output":
+            raise
+        raise SettingError("--state-dir", str(error).removeprefix("--output: ")) from None
     log.info("%s the demo engine in %s (reference backend, which starts sooner)", built.outcome, directory)
     return directory

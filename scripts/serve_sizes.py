@@ -49,15 +49,15 @@ def scheduler_config(args: argparse.Namespace, engine: Engine, device: Device) -
     if args.device == "cuda" and args.gpu_kv_chunks is None and args.gpu_kv_bytes is None:
         gpu_chunks = free_gpu_bytes(args, engine, device) // record
     else:
-        gpu_chunks = kv_chunks(args.gpu_kv_chunks, args.gpu_kv_bytes or DEFAULT_GPU_KV, "--gpu-kv-bytes", record)
+        gpu_chunks = kv_chunks(args, Tier.GPU, DEFAULT_GPU_KV, record)
+    if gpu_chunks < 1:
+        raise SettingError(pool_setting(args, Tier.GPU), f"must be at least one chunk, which takes {record} bytes")
     host_record = record_bytes(engine.kv_shape(1, args.chunk_tokens), host_dtype(args, engine))
-    host_chunks = kv_chunks(args.host_kv_chunks, args.host_kv_bytes or DEFAULT_HOST_KV, "--host-kv-bytes", host_record)
-    disk_chunks = kv_chunks(
-        args.disk_kv_chunks, args.disk_kv_bytes or DEFAULT_DISK_KV, "--disk-kv-bytes", disk_record_bytes(host_record)
-    )
+    host_chunks = kv_chunks(args, Tier.HOST, DEFAULT_HOST_KV, host_record)
+    disk_chunks = kv_chunks(args, Tier.DISK, DEFAULT_DISK_KV, disk_record_bytes(host_record))
     # Before anything is made that grows with their number.
     for tier, chunks, size in ((Tier.GPU, gpu_chunks, record), (Tier.HOST, host_chunks, host_record)):
-        check_pool_fits(tier, chunks, chunks * size, device.memory(tier).free)
+        check_pool_fits(pool_setting(args, tier), chunks, chunks * size, device.memory(tier).free)
     quota = None if args.owner_kv_bytes is None else parse_bytes(args.owner_kv_bytes, "--owner-kv-bytes") // record
     settings = dict(
         gpu_kv_chunks=gpu_chunks,
@@ -125,10 +125,18 @@ def free_gpu_bytes(args: argparse.Namespace, engine: Engine, device: Device) -> 
     return division.kv
 
 
-def kv_chunks(chunks: int | None, size: str, setting: str, record: int) -> int:
+def pool_setting(args: argparse.Namespace, tier: Tier) -> str:
+    """The option that says how large a tier's pool is."""
+    name = tier.name.lower()
+    return f"--{name}-kv-bytes" if getattr(args, f"{name}_kv_chunks") is None else f"--{name}-kv-chunks"
+
+
+def kv_chunks(args: argparse.Namespace, tier: Tier, default: str, record: int) -> int:
+    name = tier.name.lower()
+    chunks: int | None = getattr(args, f"{name}_kv_chunks")
     if chunks is not None:
         return chunks
-    return parse_bytes(size, setting) // record
+    return parse_bytes(getattr(args, f"{name}_kv_bytes") or default, pool_setting(args, tier)) // record
 
 
 def host_dtype(args: argparse.Namespace, engine: Engine) -> torch.dtype:
@@ -150,13 +158,14 @@ def disk_directory(args: argparse.Namespace) -> Path:
     return args.disk_dir or args.state_dir / "kv"
 
 
-def check_disk_holds(directory: Path, chunks: int, chunk_bytes: int, ranks: int = 1) -> None:
+def check_disk_holds(args: argparse.Namespace, chunks: int, chunk_bytes: int, ranks: int = 1) -> None:
     """SettingError if records of so many chunks are more than the whole disk of the directory, which is there and is
     shared by so many ranks."""
+    directory = disk_directory(args)
     size, total = ranks * chunks * disk_record_bytes(chunk_bytes), shutil.disk_usage(directory).total
     if size > total:
         message = f"{chunks} chunks need {size / GIB:.1f} GiB and the disk of {directory} has {total / GIB:.1f}"
-        raise SettingError("--disk-kv-chunks", message)
+        raise SettingError(pool_setting(args, Tier.DISK), message)
 
 
 def with_disk_speed(cost: CostProfile, directory: Path, longest: int) -> CostProfile:

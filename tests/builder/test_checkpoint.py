@@ -102,6 +102,10 @@ def test_files_that_are_missing_or_damaged_are_refused(checkpoint):
     with pytest.raises(SettingError, match=r"model\.safetensors cannot be read"):
         read(checkpoint)
     weights.unlink()
+    weights.mkdir()
+    with pytest.raises(SettingError, match=r"model\.safetensors cannot be read: .*Is a directory"):
+        read(checkpoint)
+    weights.rmdir()
     with pytest.raises(SettingError, match="holds neither"):
         read(checkpoint)
     (checkpoint / "pytorch_model.bin").touch()

@@ -117,12 +117,21 @@ def test_a_mount_point_is_refused_before_the_work_is_done(checkpoint, tmp_path, 
     assert names(tmp_path) == []
 
 
+def test_the_root_of_all_is_no_place_for_an_engine(checkpoint):
+    with pytest.raises(SettingError, match=r"^--output: .*/ "):
+        build_engine(checkpoint, "/")
+
+
 @pytest.mark.parametrize(
     "number, said",
-    [(errno.EDQUOT, "the disk of .* became full"), (errno.EACCES, r"cannot be made: .*'\.engine\.lock'")],
+    [
+        (errno.EDQUOT, "the disk of .* became full"),
+        (errno.EACCES, r"cannot be made: .*'\.engine\.lock'"),
+        (errno.EFBIG, "cannot be made: .*File too large"),
+    ],
 )
 def test_what_the_system_refuses_is_said_in_a_line(number, said, checkpoint, tmp_path, monkeypatch):
-    """A quota, or what another user's build of the same directory has left."""
+    """A quota, what another user's build of the same directory has left, or a limit of the file system or the user."""
 
     def refuse(*_, **__):
         raise OSError(number, os.strerror(number), ".engine.lock")

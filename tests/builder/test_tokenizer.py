@@ -116,14 +116,46 @@ def test_tokens_that_only_the_settings_name_are_added_as_by_transformers(added, 
     [
         ({"9": {"content": "<b>"}}, "'<b>' has id 9"),
         ({"1": {"content": "<b>"}}, "'<b>' has id 1"),
-        ({"3": "<b>"}, "added_tokens_decoder"),
-        (["<b>"], "added_tokens_decoder"),
+        ({"3": "<b>"}, "cannot be read"),
+        (["<b>"], "cannot be read"),
     ],
 )
 def test_tokens_that_cannot_be_added_as_the_settings_say_are_refused(added, named, with_json, tmp_path):
     with pytest.raises(SettingError, match=r"--checkpoint: .*tokenizer_config\.json") as error:
         made(with_json(added), tmp_path, opt=False)
     assert named in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize(
+    "roles",
+    [
+        {"eos_token": "</s>", "bos_token": "<a>"},
+        {"pad_token": {"__type": "AddedToken", "content": "</s>", **FLAGS, "lstrip": True, "rstrip": True}},
+        {"additional_special_tokens": ["</s>"]},
+        {"extra_special_tokens": ["</s>"]},
+    ],
+)
+def test_tokens_with_a_role_are_not_cut_up(name, roles, with_json, tmp_path):
+    checkpoint = with_json({})
+    (checkpoint / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    if name == "special_tokens_map.json":  # which says nothing of types
+        roles = {role: _without_type(value) for role, value in roles.items()}
+    (checkpoint / name).write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **roles}))
+    theirs, ours = PreTrainedTokenizerFast.from_pretrained(checkpoint), made(checkpoint, tmp_path, opt=False)
+    assert repr(ours.get_added_tokens_decoder()) == repr(theirs.added_tokens_decoder)
+    assert ours.encode("x</s> x<a>").ids == theirs.encode("x</s> x<a>") and 2 in ours.encode("x</s> x").ids
+
+
+def test_a_role_whose_token_the_model_does_not_have_adds_none(with_json, tmp_path):
+    """transformers makes one behind the vocabulary; the model has no embedding for it."""
+    checkpoint = with_json({})
+    (checkpoint / "tokenizer_config.json").write_text('{"pad_token": "[PAD]"}')
+    assert made(checkpoint, tmp_path, opt=False).get_vocab_size() == len(WORDS)
+
+
+def _without_type(value):
+    return {key: one for key, one in value.items() if key != "__type"} if isinstance(value, dict) else value
 
 
 ADDED = {"content": "<|im_end|>", "special": True}
@@ -169,6 +201,22 @@ def test_the_chat_template_for_tools_comes_along(tmp_path):
     assert build_engine(tmp_path / "checkpoint", tmp_path / "engine").outcome == "reused"
     (tmp_path / "engine" / name).unlink()
     assert build_engine(tmp_path / "checkpoint", tmp_path / "engine").outcome == "replaced"
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\xff"])
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "vocab.json", "generation_config.json"])
+def test_a_file_of_the_checkpoint_that_cannot_be_read_is_named(name, content, tmp_path):
+    checkpoint = tmp_path / "checkpoint"
+    tiny_checkpoint("llama", checkpoint)
+    if name == "vocab.json":
+        (checkpoint / "merges.txt").write_text("")
+    elif name != "tokenizer.json":
+        Tokenizer(models.WordLevel({"x": 0}, unk_token="x")).save(str(checkpoint / "tokenizer.json"))
+    at = checkpoint / name
+    at.unlink(missing_ok=True)
+    at.mkdir() if content is None else at.write_bytes(content)
+    with pytest.raises(SettingError, match=f"^--checkpoint: {at}( and .*|, or .*,)? cannot be read"):
+        build_engine(checkpoint, tmp_path / "engine")
 
 
 def test_without_any_files_there_is_no_tokenizer(tmp_path):

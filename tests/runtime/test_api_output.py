@@ -127,6 +127,21 @@ def test_echo(ask: Ask) -> None:
     assert texts == ["abcd", "xcd"]
 
 
+def test_echo_repeats_what_was_written_special_tokens_too(ask: Ask) -> None:
+    prompt, ids = "<s>é</s>b", [1, 1, *byte_tokens("é"), EOS, *byte_tokens("b")]
+    loop = FakeLoop(say("cd"))
+    (choice,) = ask(complete(prompt=prompt, echo=True, logprobs=0), loop).json()["choices"]
+    assert list(submitted(loop)[0].prompt) == ids
+    assert choice["text"] == prompt + "cd"
+    assert choice["logprobs"]["text_offset"] == [0, 0, 3, 3, 4, 8, 9, 10, 11]
+    (choice,) = ask(complete(prompt=prompt, echo=True, conversation="a"), FakeLoop(say("cd"))).json()["choices"]
+    assert choice["text"] == prompt + "cd"
+    chunks = events(ask(complete(prompt=prompt, echo=True, stream=True), FakeLoop(say("cd"))))
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == prompt + "cd"
+    (choice,) = ask(complete(prompt=ids, echo=True, logprobs=0), FakeLoop(say("cd"))).json()["choices"]
+    assert choice["text"] == "ébcd" and choice["logprobs"]["text_offset"] == [0, 0, 0, 0, 1, 1, 2, 3, 4]
+
+
 def test_echo_with_logprobs_scores_the_prompt_too(ask: Ask) -> None:
     loop = FakeLoop(say("cd"))
     answer = ask(complete(prompt="ab", echo=True, logprobs=1, n=2), loop).json()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pensieve.runtime.cpu_device import CpuDevice
-from pensieve.runtime.device import Device
+from pensieve.runtime.device import Device, Memory
 from pensieve.runtime.step_inputs import StepPacker
 from pensieve.scheduler.plan import Lane
 from pensieve.scheduler.types import InvariantError, SettingError, Tier
@@ -206,4 +206,13 @@ def test_a_pool_that_does_not_fit_names_its_setting():
     for tier, setting in ((Tier.GPU, "--gpu-kv-chunks"), (Tier.HOST, "--host-kv-chunks")):
         with pytest.raises(SettingError, match=f"{setting}: .* GiB are free: enough for [0-9]+ chunks"):
             device.allocate_pool(tier, (memory.total // 1024, 2, 2, 1, 32, 64), torch.float32)
+    device.close()
+
+
+def test_a_pool_that_the_process_may_not_have_names_its_setting(monkeypatch):
+    """A limit of the process (ulimit -v) is less than what the host has free."""
+    monkeypatch.setattr(CpuDevice, "memory", lambda *_: Memory(2**62, 2**62))
+    device = CpuDevice()
+    with pytest.raises(SettingError, match=r"--host-kv-chunks: .* could not be had"):
+        device.allocate_pool(Tier.HOST, (2**45, 2, 2, 1, 32, 64), torch.float32)
     device.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -45,6 +47,15 @@ def test_a_second_process_is_told_who_has_the_directory(tmp_path: Path) -> None:
 def test_a_place_where_no_directory_can_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SettingError, match="--state-dir"), locked(tmp_path / "file", "--state-dir"):
+        pass
+
+
+def test_a_place_that_knows_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(SettingError, match=r"--state-dir: .*No locks"), locked(tmp_path, "--state-dir"):
         pass
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from pensieve.runtime import disk_files, disk_speed
 from pensieve.runtime.disk_speed import measure_disk
+from pensieve.scheduler.types import SettingError
 
 
 @pytest.mark.parametrize("chunk_bytes", [3000, 2**20])
@@ -29,3 +30,10 @@ def test_a_full_disk_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(disk_speed, "DiskSettings", lambda *args, **named: settings(*args, **named, system=calls))
     assert measure_disk(tmp_path, 4096) is None
     assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_that_keeps_what_was_written_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "speed").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SettingError, match=f"--disk-dir: cannot use {tmp_path / 'speed'}: "):
+        measure_disk(tmp_path, 4096)

@@ -476,3 +476,8 @@ def test_a_directory_that_cannot_be_used_is_a_wrong_setting(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(SettingError, match="--disk-dir"):
         Tier(tmp_path / "file")
+    with Tier(tmp_path):
+        pass
+    (tmp_path / "rank-0" / "000099.kv").mkdir()
+    with pytest.raises(SettingError, match=r"--disk-dir: cannot use .*000099\.kv"):
+        Tier(tmp_path)

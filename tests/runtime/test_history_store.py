@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import resource
 import sqlite3
 import subprocess
 import sys
@@ -284,6 +285,18 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest
         HistoryStore(good)
     first.close()
     HistoryStore(good).close()
+
+
+def test_that_a_file_cannot_be_written_to_is_known_when_it_is_opened(tmp_path: Path) -> None:
+    path = tmp_path / "history.sqlite"
+    HistoryStore(path).close()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(SettingError, match="--state-dir: cannot open"):
+            HistoryStore(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 WRITER = """

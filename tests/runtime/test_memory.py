@@ -5,7 +5,7 @@ import pytest
 from pensieve.builder.config import DecoderConfig, Rotary, Shard
 from pensieve.runtime.device import Memory
 from pensieve.runtime.memory import CUDA_ALLOWANCE, GIB, activation_bytes, check_pool_fits, divide
-from pensieve.scheduler.types import SettingError, Tier
+from pensieve.scheduler.types import SettingError
 
 LLAMA_8B = DecoderConfig(
     architecture="LlamaForCausalLM", vocab_size=128256, hidden_size=4096, layers=32, heads=32, kv_heads=8,
@@ -65,6 +65,6 @@ def test_a_share_that_cannot_be_had(free, share, weights, message):
 
 
 def test_a_pool_that_does_not_fit_says_what_does():
-    check_pool_fits(Tier.HOST, 10, 10 * GIB, 10 * GIB)
+    check_pool_fits("--host-kv-chunks", 10, 10 * GIB, 10 * GIB)
     with pytest.raises(SettingError, match=r"--host-kv-chunks: 10 chunks need 10\.00 GiB and 5\.50 .* enough for 5"):
-        check_pool_fits(Tier.HOST, 10, 10 * GIB, 5 * GIB + GIB // 2)
+        check_pool_fits("--host-kv-chunks", 10, 10 * GIB, 5 * GIB + GIB // 2)

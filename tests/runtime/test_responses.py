@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from typing import Any
 
 import openai
@@ -112,6 +113,27 @@ def test_responses_join_a_conversation_and_take_message_items(serve: Any) -> Non
                 dict(input="x", conversation="talk", previous_response_id=first["id"]),
             ):
                 await respond(server, 400, "one", **wrong)
+
+    run(work())
+
+
+def test_a_turn_is_in_its_conversation_and_a_response_or_in_neither(serve: Any) -> None:
+    async def work() -> None:
+        async with serve() as server:
+            await server.post(CONVERSATIONS, id="talk")
+            insert = server.store._insert
+
+            def full(*_: Any, **__: Any) -> Any:
+                raise sqlite3.OperationalError("database or disk is full")
+
+            server.store._insert = full  # of the response: the conversation is there
+            await respond(server, 507, input="hello", conversation="talk")
+            assert (await server.ask("GET", f"{CONVERSATIONS}/talk"))["messages"] == []
+            server.store._insert = insert
+            answer = await respond(server, input="hello", conversation="talk")
+            messages = (await server.ask("GET", f"{CONVERSATIONS}/talk"))["messages"]
+            assert [message["content"] for message in messages] == ["hello", text_of(answer)]
+            assert (await server.ask("GET", f"{RESPONSES}/{answer['id']}"))["id"] == answer["id"]
 
     run(work())
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from pensieve.runtime.text import REPLACEMENT, ChatTemplate, Detokenizer, StopMatcher, Tokenizer
 from pensieve.scheduler.types import RequestError, SettingError
@@ -231,6 +232,34 @@ def test_special_tokens_are_named_where_transformers_looks(
     tokens = {"bos_token": {"content": "</s>"}, "eos_token": "<s>"}
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(tokens))
     assert Tokenizer.load(tmp_path).render_chat([]) == expected
+
+
+@pytest.mark.parametrize(
+    "source, expected",
+    [
+        ("{% generation %}{{ messages[0].content }}{% endgeneration %}!", "é<!"),
+        ("{{ tools | tojson(ensure_ascii=False, separators=(',', ':'), sort_keys=True) }}", '[{"a":"é","b":1}]'),
+        ("{{ tools | tojson(true) }}", '[{"b": 1, "a": "\\u00e9"}]'),
+        ("{{ tools | tojson(indent=1) }}", '[\n {\n  "b": 1,\n  "a": "é"\n }\n]'),
+        ("{{ documents is none }}", "True"),
+        ("{{ bos_token }}{{ think_token }}{{ boi_token }}{{ add_bos_token }}", "<s></s><pad>"),
+    ],
+)
+def test_a_template_finds_what_transformers_gives_it(source: str, expected: str, tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": {"__type": "AddedToken", "content": "<s>"},
+        "think_token": "</s>",
+        "add_bos_token": True,
+        "extra_special_tokens": {"boi_token": "<pad>"},
+        "chat_template": source,
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    messages, tools = [{"role": "user", "content": "é<"}], [{"b": 1, "a": "é"}]
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert theirs.apply_chat_template(messages, tools, tokenize=False, add_generation_prompt=True) == expected
+    assert Tokenizer.load(tmp_path).render_chat(messages, tools=tools) == expected
 
 
 def test_a_template_can_refuse_and_cannot_escape() -> None:

@@ -12,7 +12,7 @@ import torch
 from pensieve.runtime.device import Memory
 from pensieve.scheduler.cost import analytic_profile
 from pensieve.scheduler.types import SettingError
-from pensieve.scripts.serve import locked_directories, make_device
+from pensieve.scripts.serve import demo_engine, locked_directories, make_device
 from pensieve.scripts.serve_http import http_settings
 from pensieve.scripts.serve_options import parse_options
 from pensieve.scripts.serve_sizes import (
@@ -238,22 +238,35 @@ def test_the_disk_tier_is_off_unless_it_has_a_size_and_its_limit_counts_headers_
 @pytest.mark.parametrize("tier", ["gpu", "host"])
 def test_more_than_there_is_is_refused_before_anything_is_made(tier):
     """A book of slots for a thousand tebibytes would itself be more than there is."""
-    args = parse_options(["--engine", "some", f"--{tier}-kv-bytes", "1000TiB"])
-    with pytest.raises(SettingError, match=rf"--{tier}-kv-chunks: .* 120\.00 GiB are free"):
-        scheduler_config(args, LLAMA_8B, H200)
+    for option, size in ((f"--{tier}-kv-bytes", "1000TiB"), (f"--{tier}-kv-chunks", "1000000000")):
+        with pytest.raises(SettingError, match=rf"^{option}: .* 120\.00 GiB are free"):
+            scheduler_config(parse_options(["--engine", "some", option, size]), LLAMA_8B, H200)
+
+
+def test_a_size_without_a_unit_is_less_than_a_chunk():
+    with pytest.raises(SettingError, match=r"^--gpu-kv-bytes: .* one chunk, which takes 4194304 bytes"):
+        scheduler_config(parse_options(["--engine", "some", "--gpu-kv-bytes", "40"]), LLAMA_8B, H200)
+
+
+def test_a_demo_that_cannot_be_made_is_a_wrong_state_directory(tmp_path):
+    (tmp_path / "demo").touch()
+    with pytest.raises(SettingError, match=f"^--state-dir: {tmp_path / 'demo'} is a file"):
+        demo_engine(tmp_path, "cpu")
 
 
 def test_a_disk_does_not_hold_more_than_all_of_it(tmp_path):
-    check_disk_holds(tmp_path, 1000, 4096)
-    with pytest.raises(SettingError, match=r"--disk-kv-chunks: .* need 17179869184\.0 GiB and the disk of"):
-        check_disk_holds(tmp_path, 2**51, 4096 - 1)
+    args = parse_options(["--engine", "some", "--disk-kv-bytes", "1000PB", "--disk-dir", str(tmp_path)])
+    check_disk_holds(args, 1000, 4096)
+    with pytest.raises(SettingError, match=r"^--disk-kv-bytes: .* need 17179869184\.0 GiB and the disk of"):
+        check_disk_holds(args, 2**51, 4096 - 1)
 
 
 def test_a_disk_holds_the_records_of_all_ranks_here(tmp_path):
     chunks = shutil.disk_usage(tmp_path).total // 8192 * 3 // 4
-    check_disk_holds(tmp_path, chunks, 4096)
-    with pytest.raises(SettingError, match=r"--disk-kv-chunks: "):
-        check_disk_holds(tmp_path, chunks, 4096, ranks=2)
+    args = parse_options(["--engine", "some", "--disk-kv-chunks", str(chunks), "--disk-dir", str(tmp_path)])
+    check_disk_holds(args, chunks, 4096)
+    with pytest.raises(SettingError, match=r"^--disk-kv-chunks: "):
+        check_disk_holds(args, chunks, 4096, ranks=2)
 
 
 def test_sizes_are_a_ranks_in_every_tier():
