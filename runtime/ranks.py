@@ -150,8 +150,8 @@ class Ranks:
     def _take_reports(self) -> None:
         """Raises as `reports`."""
         if message := self._matching(MPI.ANY_SOURCE, FAILURE):
-            setting, what = pickle.loads(_content(*message))
-            raise SettingError(setting, what) if setting else RankFailed(f"rank {message[1].source}: {what}")
+            rank, (setting, what) = message[1].source, pickle.loads(_content(*message))
+            raise SettingError(setting, f"{what} (rank {rank})") if setting else RankFailed(f"rank {rank}: {what}")
         while message := self._matching(MPI.ANY_SOURCE, REPORT):
             self._reported.append((message[1].source, pickle.loads(_content(*message))))
 

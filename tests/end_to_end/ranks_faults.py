@@ -45,7 +45,7 @@ def never_open(*_):
 
 
 def cannot_make(*_):
-    raise SettingError("--disk-dir", "cannot use it on rank 1")
+    raise SettingError("--disk-dir", "cannot be used")
 
 
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ def test_rank_0_is_given_up_in_the_middle_of_a_step(engine, tmp_path):
 @pytest.mark.parametrize(
     "fault, status, message",
     [
-        ("unset", 2, "pensieve serve: --disk-dir: cannot use it on rank 1"),
+        ("unset", 2, "pensieve serve: --disk-dir: cannot be used (rank 1)"),
         ("late", 1, "ranks [1] have not come to the others after 10 s: a rank hangs"),
     ],
 )

@@ -26,7 +26,7 @@ def test_a_plan_that_was_sent_is_received_while_rank_0_is_busy(tmp_path):
 @pytest.mark.parametrize(
     "what, message",
     [
-        ("setting", "--device: there is none on this one"),
+        ("setting", "--device: there is none on this one (rank 1)"),
         ("value", "--engine: rank 1 has another fingerprint than rank 0: b, not a"),
     ],
 )
