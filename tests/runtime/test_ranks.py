@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import time
 
 import pytest
 
+from pensieve.runtime.ranks_launch import find_mpirun
 from tests.mpi import command, run_ranks, variables
 
 PROGRAM = "tests.runtime.ranks_program"
@@ -60,6 +62,23 @@ def test_ranks_that_meet_do_not_wait_for_ever(what, message):
     assert ended.returncode == 1
     assert message in ended.stdout.splitlines()
     assert time.monotonic() - began < 20
+
+
+@pytest.mark.slow
+def test_mpi_itself_does_not_wait_for_ever_for_a_rank_that_is_stopped():
+    program = """
+import os, signal
+from pensieve.runtime import watchdog
+watchdog.MEETING_SECONDS = 2.0
+from pensieve.scripts.ranks_command import run_rank
+if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGSTOP)
+run_rank("program", 2, lambda ranks: 0)
+"""
+    words = [find_mpirun(), "-n", "2", sys.executable, "-c", program]
+    ended = subprocess.run(words, env=variables(2), capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert "Timeout (0:00:02)!" in ended.stderr and "in open_ranks" in ended.stderr
 
 
 @pytest.mark.slow
