@@ -5,7 +5,8 @@ sees at once that another has failed. Everything here but `MpiRanks` is for the 
 communicator of its own, used by the thread that computes.
 
 **Failure.** A rank that fails tells rank 0, which raises the others' first message where it waits, tells its clients
-and ends all ranks. A rank whom nobody ends does so itself after a while; if one is killed, mpirun ends the others.
+and ends all ranks. A rank whom nobody ends does so itself after a while; if one is killed, mpirun ends the others. All
+waiting for a rank has an end, but for that for rank 0's next plan.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
@@ -28,14 +29,15 @@ from torch import Tensor
 
 from ..plugins.collectives import Group
 from ..scheduler.types import SettingError
-from .watchdog import give_up_after
+from .watchdog import MEETING_SECONDS, give_up_after
 
 if TYPE_CHECKING:
     from ..plugins.collectives_cuda import CudaRanks
 
 log = logging.getLogger(__name__)
 
-PLAN, REPORT, FAILURE = range(3)  # tags of messages
+PLAN, REPORT, FAILURE, VALUE = range(4)  # tags of messages
+HEARING_SECONDS = 5.0  # for rank 0 to hear that another has failed; it may be waiting for that one, on its GPU
 FAREWELL_SECONDS = 20.0  # for rank 0 to tell its clients, and for NCCL to end
 OVERDUE_SECONDS = 120.0  # no step, and nothing that one rank waits for, takes another nearly so long
 SPINS = 10  # looks at a collective call before the first sleep
@@ -70,30 +72,38 @@ class Ranks:
     # Agreeing, at the start: all ranks make the same calls.
 
     def together(self, work: Callable[[], T]) -> T:
-        """work() of this rank, once all have done theirs.
-
-        What one raises rank 0 raises (SettingError, else RankFailed), while the others wait to be ended by it.
-        """
-        failure = result = None
-        try:
-            result = work()
-        except SettingError as error:
-            failure = (error.setting, str(error).removeprefix(f"{error.setting}: "))
-        except BaseException as error:  # carried to all ranks, which raise it
-            log.exception("rank %d failed", self.rank)
-            failure = (None, describe(error))
-        for rank, failed in enumerate(self.gather(failure)):
-            if failed is not None:
-                setting, message = failed
-                error = SettingError(setting, message) if setting else RankFailed(f"rank {rank}: {message}")
-                if self.rank:
-                    self.fail(error)
-                raise error
-        return result  # type: ignore[return-value]
+        """work() of this rank, once all have done theirs. What one raises it tells rank 0 by `fail`."""
+        result = work()
+        self.gather(None)
+        return result
 
     def gather(self, value: T) -> list[T]:
-        """Of all ranks, in their order."""
-        return self._messages.allgather(value)
+        """Of all ranks, in their order. RankFailed if one does not come; rank 0 raises what another has failed with."""
+        if self.rank:
+            self._send(pickle.dumps(value), [0], VALUE)
+            # Rank 0, who knows which one is late, gives up first.
+            return self._values([0], MEETING_SECONDS + FAREWELL_SECONDS)[0]
+        values = [value, *self._values(range(1, self.size), MEETING_SECONDS)]
+        self._send(pickle.dumps(values), range(1, self.size), VALUE)
+        self._finish_sending()
+        return values
+
+    def _values(self, ranks: Sequence[int], seconds: float) -> list[Any]:
+        """What each of the ranks has to say next."""
+        values: dict[int, Any] = {}
+
+        def complete() -> bool:
+            self._take_reports()
+            for rank in ranks:
+                if rank not in values and (message := self._matching(rank, VALUE)):
+                    values[rank] = pickle.loads(_content(*message))
+            return len(values) == len(ranks)
+
+        def late() -> str:
+            return f"ranks {[rank for rank in ranks if rank not in values]} have not come to the others"
+
+        wait_until(complete, late, seconds)
+        return [values[rank] for rank in ranks]
 
     def slowest(self, seconds: float) -> float:
         """The most of all ranks."""
@@ -119,7 +129,7 @@ class Ranks:
         called. So it is received when this returns; a short one is out of this rank's hands. RankFailed if a rank has,
         or does not receive it.
         """
-        self._sending = [self._messages.Isend([plan, MPI.BYTE], rank, PLAN) for rank in range(1, self.size)]
+        self._send(plan, range(1, self.size), PLAN)
         self._finish_sending()
 
     def receive(self) -> bytes | None:
@@ -129,34 +139,42 @@ class Ranks:
 
     def report(self, report: object) -> None:
         """To rank 0. RankFailed if it does not receive the report before."""
-        self._finish_sending()
-        content = pickle.dumps(report, pickle.HIGHEST_PROTOCOL)
-        self._sending = [self._messages.Isend([content, MPI.BYTE], 0, REPORT)]
+        self._send(pickle.dumps(report, pickle.HIGHEST_PROTOCOL), [0], REPORT)
 
     def reports(self) -> Iterator[tuple[int, Any]]:
-        """Rank 0: (rank, report) of those that are there. RankFailed if a rank has."""
+        """Rank 0: (rank, report) of those that are there. RankFailed, or its SettingError, if a rank has failed."""
         self._take_reports()
         while self._reported:
             yield self._reported.popleft()
 
     def _take_reports(self) -> None:
-        """RankFailed if a rank has."""
+        """Raises as `reports`."""
         if message := self._matching(MPI.ANY_SOURCE, FAILURE):
-            raise RankFailed(f"rank {message[1].source}: {_content(*message).decode()}")
+            rank, (setting, what) = message[1].source, pickle.loads(_content(*message))
+            raise SettingError(setting, f"{what} (rank {rank})") if setting else RankFailed(f"rank {rank}: {what}")
         while message := self._matching(MPI.ANY_SOURCE, REPORT):
             self._reported.append((message[1].source, pickle.loads(_content(*message))))
+
+    def _send(self, content: bytes, ranks: Sequence[int], tag: int) -> None:
+        """Begins to, once what was sent before is gone: until then its memory is MPI's."""
+        self._finish_sending()
+        self._sending = [self._messages.Isend([content, MPI.BYTE], rank, tag) for rank in ranks]
 
     def _finish_sending(self) -> None:
         """A long message is only gone once it is received: one to a rank that hangs never is. Reports are taken
         meanwhile: their senders do not receive until they are."""
-        deadline = time.monotonic() + OVERDUE_SECONDS
-        while unsent := [at for at, request in enumerate(self._sending) if not request.Test()]:
-            self._take_reports()
-            if time.monotonic() > deadline:
-                rank = unsent[0] + 1 if self.rank == 0 else 0
-                late = f"rank {rank} has not received what was sent to it after {OVERDUE_SECONDS:g} s"
-                raise RankFailed(f"{late}: a rank hangs")
-            pause(busy=True)
+        first = 1 if self.rank == 0 else 0  # of those to whom it goes
+
+        def unsent() -> list[int]:
+            return [rank for rank, request in enumerate(self._sending, first) if not request.Test()]
+
+        def gone() -> bool:
+            if unsent():
+                self._take_reports()
+                return False
+            return True
+
+        wait_until(gone, lambda: f"ranks {unsent()} have not received what was sent to them", OVERDUE_SECONDS)
 
     def _matching(self, source: int, tag: int) -> tuple[MPI.Message, MPI.Status] | None:
         status = MPI.Status()
@@ -167,20 +185,29 @@ class Ranks:
         """Rank 0: ends the others, after what they were sent. Raises as `send`."""
         self.send(b"")
 
-    def fail(self, error: BaseException, status: int = 1) -> NoReturn:
-        """Ends all ranks with the exit status, because of the error. Rank 0's clients must have been told."""
+    def fail(self, error: BaseException, status: int = 1, message: str = "") -> NoReturn:
+        """Ends all ranks with the exit status, because of the error. Rank 0's clients must have been told. message: for
+        the log, from the rank that ends them."""
         if self.rank:
-            message = describe(error).encode(errors="backslashreplace")
-            sending = self._messages.Isend([message, MPI.BYTE], 0, FAILURE)
-            deadline = time.monotonic() + FAREWELL_SECONDS
-            while time.monotonic() < deadline:
-                sending.Test()  # keeps the message moving; its memory stays as long as this is here
-                time.sleep(0.01)
+            self._tell(error)
+        print(end=message, file=sys.stderr)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         time.sleep(0.2)  # for mpirun to pass on what was written
         self._world.Abort(status)
         os._exit(status)  # in case MPI left it at a request
+
+    def _tell(self, error: BaseException) -> None:
+        """Rank 0, which ends this rank before this returns, unless it hears nothing."""
+        setting, what = None, describe(error)
+        if isinstance(error, SettingError):
+            setting, what = error.setting, str(error).removeprefix(f"{error.setting}: ")
+        content = pickle.dumps((setting, what.encode(errors="backslashreplace").decode()))
+        sending = self._messages.Issend([content, MPI.BYTE], 0, FAILURE)
+        began, heard = time.monotonic(), False
+        while time.monotonic() - began < (FAREWELL_SECONDS if heard else HEARING_SECONDS):
+            heard = heard or sending.Test()  # keeps the message moving; its memory stays as long as this is here
+            time.sleep(0.01)
 
     # The forward pass.
 
@@ -266,7 +293,18 @@ def _bytes(x: Tensor) -> list[Any]:
     return [x.view(-1).view(torch.uint8).numpy(), MPI.BYTE]
 
 
+def wait_until(condition: Callable[[], bool], what_is_late: Callable[[], str], seconds: float) -> None:
+    """RankFailed if that takes too long."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise RankFailed(f"{what_is_late()} after {seconds:g} s: a rank hangs")
+        pause(busy=True)
+
+
 def _content(message: MPI.Message, status: MPI.Status) -> bytes:
+    """A long one comes only while its sender calls MPI."""
     content = bytearray(status.Get_count(MPI.BYTE))
-    message.Recv([content, MPI.BYTE])
+    receiving = message.Irecv([content, MPI.BYTE])
+    wait_until(receiving.Test, lambda: f"rank {status.source} has not sent all of a message", OVERDUE_SECONDS)
     return bytes(content)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from ..scheduler.plan import NO_TICKETS, Join, StepPlan, StepResult, Tickets
 from ..scheduler.types import GREEDY, DiskRecord, RequestId, RowId
 from .executor import Executor
-from .ranks import OVERDUE_SECONDS, RankFailed, Ranks, pause
+from .ranks import FAREWELL_SECONDS, OVERDUE_SECONDS, RankFailed, Ranks, pause, wait_until
 from .watchdog import give_up_after
 
 NOBODY = RowId(RequestId(0), 0)
@@ -176,15 +176,13 @@ class RankedExecutor(Executor):
 
     def _poll_until(self, condition: Callable[[], bool], what_is_late: Callable[[], str]) -> None:
         """Takes reports meanwhile, RankFailed among them; RankFailed also if that takes too long."""
-        deadline = time.monotonic() + OVERDUE_SECONDS
-        while True:
+
+        def reached() -> bool:
             for rank, report in self._ranks.reports():
                 self._reports.take(rank, report)
-            if condition():
-                return
-            if time.monotonic() > deadline:
-                raise RankFailed(f"{what_is_late()} after {OVERDUE_SECONDS:g} s: a rank hangs")
-            pause(busy=True)
+            return condition()
+
+        wait_until(reached, what_is_late, OVERDUE_SECONDS)
 
     @contextmanager
     def _noting_failure(self) -> Iterator[None]:
@@ -198,13 +196,19 @@ class RankedExecutor(Executor):
 def follow(ranks: Ranks, executor: Executor) -> None:
     """Another rank's loop: obeys and reports until rank 0 ends it, then closes the executor. Raises what breaks.
 
-    Begins when rank 0 makes its executor.
+    Begins when rank 0 makes its executor. A plan may never come; a step that is in flight ends, unless a rank hangs.
     """
     agreed_records(ranks, executor)
+    moved = time.monotonic()
     while True:
         if executor.done():
             ranks.report(report_of(executor.wait()))
+            moved = time.monotonic()
         elif (packed := ranks.receive()) is None:
+            if not executor.in_flight:
+                moved = time.monotonic()
+            elif time.monotonic() - moved > OVERDUE_SECONDS + FAREWELL_SECONDS:  # rank 0 has not ended this one
+                raise RankFailed(f"no step is complete after {OVERDUE_SECONDS + FAREWELL_SECONDS:g} s: rank 0 hangs")
             pause(busy=executor.in_flight > 0)
         elif packed:
             executor.launch(unpack(packed))

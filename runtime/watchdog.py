@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 ASKED = signal.SIGUSR2
+MEETING_SECONDS = 600.0  # for all ranks to meet at the start: some load, or capture graphs, longer than others
 STDERR = 2  # the process's own, whatever Python's stands for
 
 

@@ -14,7 +14,7 @@ from ..plugins.collectives import TENSOR_PARALLEL, register_group
 from ..runtime.device import Device
 from ..runtime.engine import Engine, open_engine
 from ..runtime.ranks_launch import die_with_mpirun, open_ranks, run_ranks, under_mpi
-from ..runtime.watchdog import tell_when_asked
+from ..runtime.watchdog import MEETING_SECONDS, give_up_after, tell_when_asked
 from ..scheduler.types import SettingError
 
 if TYPE_CHECKING:
@@ -62,7 +62,8 @@ def run_rank(name: str, count: int, work: Callable[[Ranks], int]) -> int:
     tell_when_asked()
     die_with_mpirun()
     try:
-        ranks = open_ranks()
+        with give_up_after(MEETING_SECONDS):
+            ranks = open_ranks()
     except SettingError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
@@ -72,8 +73,7 @@ def run_rank(name: str, count: int, work: Callable[[Ranks], int]) -> int:
         status = work(ranks)
         ranks.close()
     except SettingError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        ranks.fail(error, status=2)
+        ranks.fail(error, status=2, message=f"{name}: {error}\n")
     except BaseException as error:
         log.exception("rank %d failed", ranks.rank)
         ranks.fail(error)

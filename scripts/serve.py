@@ -107,9 +107,9 @@ def serve(args: argparse.Namespace, ranks: Ranks | None = None) -> int:
     ours, theirs = multiprocessing.Pipe()
     spawn = multiprocessing.get_context("spawn")
     http = spawn.Process(target=serve_http, args=(theirs, listener, settings), name="http")
-    passed_on = signal.signal(DRAIN, signal.SIG_IGN)  # mpirun tells the HTTP process too, which inherits this
+    signal.pthread_sigmask(signal.SIG_BLOCK, [DRAIN])  # mpirun tells the HTTP process too, which inherits this
     http.start()  # it imports while the weights load
-    signal.signal(DRAIN, passed_on)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [DRAIN])
     listener.close()
     theirs.close()
     try:

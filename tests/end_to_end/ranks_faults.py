@@ -1,5 +1,6 @@
 """`pensieve serve` as one of several ranks, of which rank 1 does what its first argument says in its fourth step; with
-"late" it never has its weights, with "last" it stops at its end."""
+"late" it never has its weights, with "unset" it cannot make its executor, with "last" it stops at its end.
+With "leader" it is rank 0 that stops in its fourth step."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ import sys
 import time
 
 from pensieve.runtime.executor import Executor
-from pensieve.scripts.serve import main
+from pensieve.scheduler.types import SettingError
+from pensieve.scripts import serve
 
 STEP = 4
 
@@ -24,7 +26,7 @@ def break_at(fault):
                     raise ZeroDivisionError("rank 1 divides by zero")
                 case "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
-                case "stop":
+                case "stop" | "leader":
                     stop()
                 case "hang":
                     time.sleep(3600)
@@ -42,17 +44,24 @@ def never_open(*_):
     time.sleep(3600)
 
 
+def cannot_make(*_):
+    raise SettingError("--disk-dir", "cannot be used")
+
+
 if __name__ == "__main__":
     from pensieve.runtime import ranks, ranks_executor  # the HTTP process, which imports this file too, is no rank
     from pensieve.scripts import ranks_command
 
     ranks.OVERDUE_SECONDS = ranks_executor.OVERDUE_SECONDS = 3.0
-    if ranks.MPI.COMM_WORLD.rank == 1:
+    ranks.MEETING_SECONDS, ranks_executor.FAREWELL_SECONDS = 10.0, 3.0
+    if ranks.MPI.COMM_WORLD.rank == (sys.argv[1] != "leader"):
         match sys.argv[1]:
             case "late":
                 ranks_command.open_engine = never_open
+            case "unset":
+                serve.make_executor = cannot_make
             case "last":
                 Executor.close = stop
             case fault:
                 break_at(fault)
-    sys.exit(main(sys.argv[2:]))
+    sys.exit(serve.main(sys.argv[2:]))

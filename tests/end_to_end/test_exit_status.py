@@ -15,6 +15,7 @@ import pytest
 from pensieve.builder.build import build_engine
 from pensieve.builder.checkpoint import DEMO_CHECKPOINT
 from pensieve.runtime.messages import Ready
+from pensieve.runtime.ranks_launch import DRAIN
 from pensieve.scripts import serve as serve_module
 from pensieve.scripts.serve_options import parse_options
 
@@ -24,15 +25,28 @@ from .server import Server
 @pytest.mark.parametrize("http_exit, status", [(0, 0), (None, 0), (1, 1), (-9, 1)])
 def test_a_server_fails_with_its_http_process(http_exit, status, tmp_path, monkeypatch, caplog):
     """None: it still waited for slow clients when the drain was over."""
-    process = SimpleNamespace(start=lambda: None, join=lambda seconds: None, kill=lambda: None, exitcode=http_exit)
+    assert serve_nothing(tmp_path, monkeypatch, exitcode=http_exit) == status
+    assert ("HTTP process has ended" in caplog.text) == bool(status)
+
+
+def test_no_signal_is_lost_while_the_http_process_is_started(tmp_path, monkeypatch):
+    """Which is not to hear of what mpirun passes on to rank 0."""
+    heard = []
+    before = signal.signal(DRAIN, lambda *_: heard.append(DRAIN))
+    serve_nothing(tmp_path, monkeypatch, start=lambda: os.kill(os.getpid(), DRAIN))
+    signal.signal(DRAIN, before)
+    assert heard == [DRAIN]
+
+
+def serve_nothing(tmp_path, monkeypatch, exitcode=0, start=lambda: None):
+    """What `serve` returns beside such an HTTP process."""
+    process = SimpleNamespace(start=start, join=lambda seconds: None, kill=lambda: None, exitcode=exitcode)
     monkeypatch.setattr(multiprocessing.get_context("spawn"), "Process", lambda **_: process, raising=False)
     ready = Ready(model="demo", max_model_len=9, vocab_size=9, stop_ids=(), tokenizer="")
     service = SimpleNamespace(run=lambda ready: None)
     monkeypatch.setattr(serve_module, "make_service", lambda *_: (service, ready))
     monkeypatch.setattr(serve_module, "drain_on_signals", lambda *_: None)
-    args = parse_options(["--engine", "demo", "--port", "0", "--state-dir", str(tmp_path)])
-    assert serve_module.serve(args) == status
-    assert ("HTTP process has ended" in caplog.text) == bool(status)
+    return serve_module.serve(parse_options(["--engine", "demo", "--port", "0", "--state-dir", str(tmp_path)]))
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from contextlib import suppress
 
 import httpx
 import pytest
@@ -124,6 +125,33 @@ def test_a_rank_that_fails_ends_all(fault, engine, tmp_path):
         log = "\n".join(server.log)
         if fault != "kill":
             assert message in log
+
+
+@pytest.mark.slow
+def test_rank_0_is_given_up_in_the_middle_of_a_step(engine, tmp_path):
+    """By the others, who have launched the step too. Whether it can still tell its client is up to mpirun."""
+    words = command(2, "tests.end_to_end.ranks_faults", "leader")
+    with Server(tmp_path, engine=engine("llama")[1], command=words, environment=variables(2)) as server:
+        with suppress(httpx.TransportError):
+            assert ask(server, 40).status_code == 500
+        assert server.process.wait(60) != 0
+    assert any("no step is complete after 6 s: rank 0 hangs" in line for line in server.log)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fault, status, message",
+    [
+        ("unset", 2, "pensieve serve: --disk-dir: cannot be used (rank 1)"),
+        ("late", 1, "ranks [1] have not come to the others after 10 s: a rank hangs"),
+    ],
+)
+def test_a_rank_that_cannot_start_ends_all(fault, status, message, engine, tmp_path):
+    words = command(2, "tests.end_to_end.ranks_faults", fault)
+    server = Server(tmp_path, engine=engine("llama")[1], command=words, environment=variables(2))
+    assert server.process.wait(60) == status
+    server._reader.join(10)
+    assert sum(message in line for line in server.log) == 1
 
 
 @pytest.mark.slow

@@ -87,15 +87,33 @@ def refuse(ranks, what):
         if ranks.rank == 1:
             raise SettingError("--device", "there is none on this one")
 
+    def stop(rank):
+        runtime_ranks.MEETING_SECONDS = runtime_ranks.OVERDUE_SECONDS = runtime_ranks.FAREWELL_SECONDS = 1.0
+        if ranks.rank == rank:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def stop_in_the_middle():
+        """Of a message that goes on only while its sender calls MPI."""
+        stop(None)
+        if ranks.rank == 1:
+            ranks._send(bytes(1 << 24), [0], runtime_ranks.VALUE)
+            stop(1)
+        time.sleep(1.0)
+        ranks.gather(None)
+
+    def fail_alone():
+        """While the others wait for this rank."""
+        if ranks.rank == 1:
+            raise ValueError("no room")
+        ranks.gather(None)
+
     def wait_for_ever():
         while ranks.rank == 1:
             time.sleep(60)
 
     def send_plans():
         """Longer than what MPI takes off the sender's hands before anybody receives it."""
-        runtime_ranks.OVERDUE_SECONDS = 1.0
-        if ranks.rank == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
+        stop(1)
         while ranks.rank:
             ranks.receive()
         while True:
@@ -116,6 +134,13 @@ def refuse(ranks, what):
 
     if what == "setting":
         ranks.together(work)
+    elif what.startswith("absent"):
+        stop(int(what[-1]))
+        ranks.gather(None)
+    elif what == "middle":
+        stop_in_the_middle()
+    elif what == "alone":
+        fail_alone()
     elif what == "fails":
         fail_at_length()
     elif what == "stopped":
@@ -138,7 +163,8 @@ if __name__ == "__main__":
             refuse(ranks, sys.argv[1])
             ranks.together(lambda: None)  # where the others are ended
     except SettingError as error:
-        print(error, flush=True)
+        if ranks.rank == 0:
+            print(error, flush=True)
         ranks.fail(error, status=2)
     except RankFailed as error:
         print(error, flush=True)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import subprocess
+import sys
+import time
 
 import pytest
 
+from pensieve.runtime.ranks_launch import find_mpirun
 from tests.mpi import command, run_ranks, variables
 
 PROGRAM = "tests.runtime.ranks_program"
@@ -25,7 +28,7 @@ def test_a_plan_that_was_sent_is_received_while_rank_0_is_busy(tmp_path):
 @pytest.mark.parametrize(
     "what, message",
     [
-        ("setting", "--device: there is none on this one"),
+        ("setting", "--device: there is none on this one (rank 1)"),
         ("value", "--engine: rank 1 has another fingerprint than rank 0: b, not a"),
     ],
 )
@@ -39,7 +42,43 @@ def test_what_is_wrong_with_one_is_said_once_and_ends_all(what, message):
 def test_a_rank_that_is_stopped_is_not_sent_to_for_ever():
     ended = subprocess.run(command(3, PROGRAM, "stopped"), env=variables(3), capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
-    assert ended.stdout == "rank 1 has not received what was sent to it after 1 s: a rank hangs\n"
+    assert ended.stdout == "ranks [1] have not received what was sent to them after 1 s: a rank hangs\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "what, message",
+    [
+        ("absent 1", "ranks [1] have not come to the others after 1 s: a rank hangs"),
+        ("absent 0", "ranks [0] have not come to the others after 2 s: a rank hangs"),
+        ("middle", "rank 1 has not sent all of a message after 1 s: a rank hangs"),
+        ("alone", "rank 1: ValueError: no room"),
+    ],
+)
+def test_ranks_that_meet_do_not_wait_for_ever(what, message):
+    """For one that is stopped, before it comes or while it speaks; nor at all for one that has failed."""
+    began, apart = time.monotonic(), variables(3) | {"OMPI_MCA_btl": "tcp,self"}  # as if on hosts of their own
+    ended = subprocess.run(command(3, PROGRAM, what), env=apart, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert message in ended.stdout.splitlines()
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.slow
+def test_mpi_itself_does_not_wait_for_ever_for_a_rank_that_is_stopped():
+    program = """
+import os, signal
+from pensieve.runtime import watchdog
+watchdog.MEETING_SECONDS = 2.0
+from pensieve.scripts.ranks_command import run_rank
+if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGSTOP)
+run_rank("program", 2, lambda ranks: 0)
+"""
+    words = [find_mpirun(), "-n", "2", sys.executable, "-c", program]
+    ended = subprocess.run(words, env=variables(2), capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert "Timeout (0:00:02)!" in ended.stderr and "in open_ranks" in ended.stderr
 
 
 @pytest.mark.slow

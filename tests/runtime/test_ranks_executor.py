@@ -286,21 +286,42 @@ def test_what_is_erased_is_so_on_every_rank_before_its_plan_is_done(tmp_path, mo
     Executor.close(executor)
 
 
+class Hanging(FakeEngine):
+    def __init__(self):
+        super().__init__(LAYERS)
+        self.goes_on = threading.Event()
+
+    def forward(self, *arguments):
+        self.goes_on.wait(60)
+        return super().forward(*arguments)
+
+
 def test_a_step_that_hangs_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(ranks_executor, "OVERDUE_SECONDS", 0.1)
-    goes_on = threading.Event()
-
-    class Hanging(FakeEngine):
-        def forward(self, *arguments):
-            goes_on.wait(60)
-            return super().forward(*arguments)
-
-    executor = RankedExecutor(Pipes(), CpuDevice(), Hanging(LAYERS), CONFIG, group_layers=2)
+    engine = Hanging()
+    executor = RankedExecutor(Pipes(), CpuDevice(), engine, CONFIG, group_layers=2)
     executor.launch(turn()[0])
     with pytest.raises(RankFailed, match="step 1 is not complete"):
         executor.wait()
-    goes_on.set()
+    engine.goes_on.set()
     Executor.close(executor)
+
+
+def test_another_rank_waits_for_a_plan_for_ever_but_not_for_a_step(monkeypatch):
+    """Of which rank 0 has a part: it may be the one that hangs."""
+    monkeypatch.setattr(ranks_executor, "OVERDUE_SECONDS", 0.1)
+    monkeypatch.setattr(ranks_executor, "FAREWELL_SECONDS", 0.1)
+    pipes, engine = Pipes(), Hanging()
+    other = Executor(CpuDevice(), engine, CONFIG, 2)
+    with ThreadPoolExecutor(1) as thread:
+        following = thread.submit(follow, pipes, other)
+        with pytest.raises(TimeoutError):
+            following.result(timeout=0.5)
+        pipes.send(pack(turn()[0]))
+        with pytest.raises(RankFailed, match="no step is complete"):
+            following.result(timeout=30)
+    engine.goes_on.set()
+    other.close()
 
 
 @pytest.fixture
