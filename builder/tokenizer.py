@@ -13,6 +13,7 @@ from .checkpoint import read_json
 from .manifest import TOKENIZER_FILES
 
 GPT2 = ("GPT2Tokenizer", "GPT2TokenizerFast")
+ROLES = [f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 SPECIAL_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -99,8 +100,12 @@ def _add_configured_tokens(checkpoint: Path, engine: Path) -> None:
         settings |= read_json(older)
     added = settings.get("added_tokens_decoder") or {}
     try:
-        described = sorted((int(at), AddedToken(**token)) for at, token in added.items())
         roles = _tokens_with_roles(settings)
+        special = {token.content for token in roles}
+        described = sorted(
+            (int(at), AddedToken(**token | ({"special": True} if token["content"] in special else {})))
+            for at, token in added.items()
+        )
         tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     except Exception as error:  # the library has no class of its own for a file that it does not understand
         also = f", or the tokens in {path.name}," if settings else ""
@@ -120,7 +125,13 @@ def _add_configured_tokens(checkpoint: Path, engine: Path) -> None:
 
 
 def _tokens_with_roles(settings: dict[str, Any]) -> list[AddedToken]:
-    found = [value for key, value in settings.items() if key.endswith("_token")]  # add_bos_token is no token
+    """Those that transformers takes for tokens: of its own roles, and of any other if they say what they are."""
+    found = [
+        value
+        for key, value in settings.items()
+        if key.endswith("_token")  # add_bos_token is none
+        and (isinstance(value, str) or key in ROLES or _says_what_it_is(value))
+    ]
     for key in ("additional_special_tokens", "extra_special_tokens"):
         several = settings.get(key) or ()
         found += several.values() if isinstance(several, dict) else several
@@ -129,8 +140,12 @@ def _tokens_with_roles(settings: dict[str, Any]) -> list[AddedToken]:
     return [
         AddedToken(token["content"], special=True, **{flag: token[flag] for flag in flags if flag in token})
         for token in tokens
-        if isinstance(token, dict)
+        if isinstance(token, dict) and isinstance(token.get("content"), str)
     ]
+
+
+def _says_what_it_is(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("__type") == "AddedToken"
 
 
 def _text(token: str | dict[str, Any]) -> str:

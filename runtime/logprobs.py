@@ -58,9 +58,11 @@ class LogprobsWriter:
         if ids == list(tokens):
             return places
         detokenizer, length, offsets = Detokenizer(self._tokenizer), 0, []
-        for token in tokens:
+        for token in tokens:  # of a conversation's, say: the model may have written it in other tokens
             offsets.append(length)
-            length += len(detokenizer.push(token))
+            said = detokenizer.push(token)
+            written = self._tokenizer.written(token)
+            length += len(written) if written and text.startswith(written, length) else len(said)
         return offsets
 
     def prompt(self, prompt: Sequence[int], entries: Sequence[TokenLogprobs]) -> list[dict[str, Any] | None]:

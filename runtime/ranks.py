@@ -81,15 +81,19 @@ class Ranks:
         """Of all ranks, in their order. RankFailed if one does not come; rank 0 raises what another has failed with."""
         if self.rank:
             self._send(pickle.dumps(value), [0], VALUE)
-            # Rank 0, who knows which one is late, gives up first.
-            return self._values([0], MEETING_SECONDS + FAREWELL_SECONDS)[0]
-        values = [value, *self._values(range(1, self.size), MEETING_SECONDS)]
+            # Rank 0 may come last, and knows which one is late: it gives up first.
+            late = "rank 0, or one that it waits for, has not come to the others"
+            return self._values([0], 2 * MEETING_SECONDS + FAREWELL_SECONDS, lambda _: late)[0]
+        others = self._values(
+            range(1, self.size), MEETING_SECONDS, lambda missing: f"ranks {missing} have not come to the others"
+        )
+        values = [value, *others]
         self._send(pickle.dumps(values), range(1, self.size), VALUE)
         self._finish_sending()
         return values
 
-    def _values(self, ranks: Sequence[int], seconds: float) -> list[Any]:
-        """What each of the ranks has to say next."""
+    def _values(self, ranks: Sequence[int], seconds: float, what_is_late: Callable[[list[int]], str]) -> list[Any]:
+        """What each of the ranks has to say next; `what_is_late` tells of those that have said nothing."""
         values: dict[int, Any] = {}
 
         def complete() -> bool:
@@ -99,10 +103,7 @@ class Ranks:
                     values[rank] = pickle.loads(_content(*message))
             return len(values) == len(ranks)
 
-        def late() -> str:
-            return f"ranks {[rank for rank in ranks if rank not in values]} have not come to the others"
-
-        wait_until(complete, late, seconds)
+        wait_until(complete, lambda: what_is_late([rank for rank in ranks if rank not in values]), seconds)
         return [values[rank] for rank in ranks]
 
     def slowest(self, seconds: float) -> float:

@@ -132,6 +132,10 @@ class Tokenizer:
         """Token ids of a plain prompt, with the special tokens that the tokenizer's post-processor adds."""
         return self._ids(text, add_special_tokens=True)
 
+    def written(self, token: int) -> str:
+        """How a special token is written in a text; "" of others."""
+        return self._tokenizer.id_to_token(token) or "" if token in self.special else ""
+
     def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
         """As `encode`, and where in the text each token begins: a space in front of it is its own."""
         (encoded,) = self._tokenizer.encode_batch([text])
@@ -226,7 +230,7 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     extra = config.get("extra_special_tokens")
     roles = {**config, **(extra if isinstance(extra, dict) else {})}
     found = {role: value for role, value in roles.items() if role.endswith("_token")}
-    texts = {role: value["content"] if isinstance(value, dict) else value for role, value in found.items()}
+    texts = {role: value.get("content") if isinstance(value, dict) else value for role, value in found.items()}
     return {role: text for role, text in texts.items() if isinstance(text, str)}  # add_bos_token is no token
 
 

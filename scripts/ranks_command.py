@@ -37,7 +37,7 @@ def take_share(device: str, ranks: Ranks) -> None:
 
 def open_rank(directory: Path, device: str, make_device: Callable[[], Device], ranks: Ranks) -> tuple[Device, Engine]:
     """This rank's device and its share of the engine, with the group in which it computes. All ranks call it, side by
-    side; what is wrong with one is raised by all."""
+    side; what is wrong with one it and rank 0 raise."""
     ranks.together(lambda: take_share(device, ranks))
     made = ranks.together(make_device)
     engine = ranks.together(lambda: open_engine(directory, device, ranks.rank))
@@ -73,7 +73,8 @@ def run_rank(name: str, count: int, work: Callable[[Ranks], int]) -> int:
         status = work(ranks)
         ranks.close()
     except SettingError as error:
-        ranks.fail(error, status=2, message=f"{name}: {error}\n")
+        where = f" (rank {ranks.rank})" if ranks.rank else ""
+        ranks.fail(error, status=2, message=f"{name}: {error}{where}\n")
     except BaseException as error:
         log.exception("rank %d failed", ranks.rank)
         ranks.fail(error)

@@ -182,7 +182,7 @@ def prepare(args: argparse.Namespace) -> Prepared:
 
 
 def prepare_rank(args: argparse.Namespace, ranks: Ranks) -> Prepared:
-    """All ranks call it, side by side; what is wrong with one is raised by all. Pools are as the smallest rank's."""
+    """All ranks call it, side by side; what is wrong with one it and rank 0 raise. Pools are as the smallest rank's."""
     directory = Path(args.engine)
     device, engine = open_rank(directory, args.device, lambda: make_device(args), ranks)
     config = ranks.together(lambda: scheduler_config(args, engine, device))

@@ -134,6 +134,12 @@ def test_tokens_that_cannot_be_added_as_the_settings_say_are_refused(added, name
         {"pad_token": {"__type": "AddedToken", "content": "</s>", **FLAGS, "lstrip": True, "rstrip": True}},
         {"additional_special_tokens": ["</s>"]},
         {"extra_special_tokens": ["</s>"]},
+        {
+            "eos_token": "</s>",
+            "some_token": {"id": 3},
+            "image_token": {"content": "<a>"},
+        },  # none says that it is one
+        {"eos_token": "</s>", "image_token": {"__type": "AddedToken", "content": "<a>", **FLAGS}},
     ],
 )
 def test_tokens_with_a_role_are_not_cut_up(name, roles, with_json, tmp_path):
@@ -145,6 +151,14 @@ def test_tokens_with_a_role_are_not_cut_up(name, roles, with_json, tmp_path):
     theirs, ours = PreTrainedTokenizerFast.from_pretrained(checkpoint), made(checkpoint, tmp_path, opt=False)
     assert repr(ours.get_added_tokens_decoder()) == repr(theirs.added_tokens_decoder)
     assert ours.encode("x</s> x<a>").ids == theirs.encode("x</s> x<a>") and 2 in ours.encode("x</s> x").ids
+
+
+def test_a_token_with_a_role_is_special_whatever_its_description_says(with_json, tmp_path):
+    checkpoint = with_json({"2": {"content": "</s>", "special": False, **FLAGS}})
+    path = checkpoint / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": "</s>"}))
+    theirs, ours = PreTrainedTokenizerFast.from_pretrained(checkpoint), made(checkpoint, tmp_path, opt=False)
+    assert repr(ours.get_added_tokens_decoder()) == repr(theirs.added_tokens_decoder)
 
 
 def test_a_role_whose_token_the_model_does_not_have_adds_none(with_json, tmp_path):

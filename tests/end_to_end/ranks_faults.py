@@ -1,5 +1,6 @@
 """`pensieve serve` as one of several ranks, of which rank 1 does what its first argument says in its fourth step; with
-"late" it never has its weights, with "unset" it cannot make its executor, with "last" it stops at its end.
+"late" it never has its weights, with "absent" neither, and the others soon give it up, with "unset" it cannot make its
+executor, with "last" it stops at its end.
 With "leader" it is rank 0 that stops in its fourth step."""
 
 from __future__ import annotations
@@ -53,10 +54,12 @@ if __name__ == "__main__":
     from pensieve.scripts import ranks_command
 
     ranks.OVERDUE_SECONDS = ranks_executor.OVERDUE_SECONDS = 3.0
-    ranks.MEETING_SECONDS, ranks_executor.FAREWELL_SECONDS = 10.0, 3.0
+    ranks_executor.FAREWELL_SECONDS = 3.0
+    if sys.argv[1] == "absent":
+        ranks.MEETING_SECONDS = 10.0
     if ranks.MPI.COMM_WORLD.rank == (sys.argv[1] != "leader"):
         match sys.argv[1]:
-            case "late":
+            case "late" | "absent":
                 ranks_command.open_engine = never_open
             case "unset":
                 serve.make_executor = cannot_make

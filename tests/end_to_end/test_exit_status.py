@@ -33,8 +33,10 @@ def test_no_signal_is_lost_while_the_http_process_is_started(tmp_path, monkeypat
     """Which is not to hear of what mpirun passes on to rank 0."""
     heard = []
     before = signal.signal(DRAIN, lambda *_: heard.append(DRAIN))
-    serve_nothing(tmp_path, monkeypatch, start=lambda: os.kill(os.getpid(), DRAIN))
-    signal.signal(DRAIN, before)
+    try:
+        serve_nothing(tmp_path, monkeypatch, start=lambda: os.kill(os.getpid(), DRAIN))
+    finally:
+        signal.signal(DRAIN, before)
     assert heard == [DRAIN]
 
 

@@ -143,7 +143,7 @@ def test_rank_0_is_given_up_in_the_middle_of_a_step(engine, tmp_path):
     "fault, status, message",
     [
         ("unset", 2, "pensieve serve: --disk-dir: cannot be used (rank 1)"),
-        ("late", 1, "ranks [1] have not come to the others after 10 s: a rank hangs"),
+        ("absent", 1, "ranks [1] have not come to the others after 10 s: a rank hangs"),
     ],
 )
 def test_a_rank_that_cannot_start_ends_all(fault, status, message, engine, tmp_path):

@@ -88,7 +88,7 @@ def refuse(ranks, what):
             raise SettingError("--device", "there is none on this one")
 
     def stop(rank):
-        runtime_ranks.MEETING_SECONDS = runtime_ranks.OVERDUE_SECONDS = runtime_ranks.FAREWELL_SECONDS = 1.0
+        runtime_ranks.MEETING_SECONDS = runtime_ranks.OVERDUE_SECONDS = runtime_ranks.FAREWELL_SECONDS = 3.0
         if ranks.rank == rank:
             os.kill(os.getpid(), signal.SIGSTOP)
 

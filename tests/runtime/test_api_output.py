@@ -142,6 +142,14 @@ def test_echo_repeats_what_was_written_special_tokens_too(ask: Ask) -> None:
     assert choice["text"] == "ébcd" and choice["logprobs"]["text_offset"] == [0, 0, 0, 0, 1, 1, 2, 3, 4]
 
 
+def test_offsets_of_tokens_that_the_text_would_not_be_encoded_to(tokenizer_directory: Path) -> None:
+    """As a conversation's may be, which the model has written."""
+    writer = LogprobsWriter(Tokenizer.load(tokenizer_directory), 0, None)
+    x, y = byte_tokens("xy")
+    assert writer.offsets([1, x, EOS, y], "<s>x</s>y") == [0, 3, 4, 8]  # encoded it has a second <s>
+    assert writer.offsets([1, x, EOS, y], "xy") == [0, 0, 1, 1]
+
+
 def test_echo_with_logprobs_scores_the_prompt_too(ask: Ask) -> None:
     loop = FakeLoop(say("cd"))
     answer = ask(complete(prompt="ab", echo=True, logprobs=1, n=2), loop).json()

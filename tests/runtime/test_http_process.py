@@ -126,6 +126,7 @@ def test_the_process_ends_if_the_start_failed(monkeypatch: pytest.MonkeyPatch) -
             serve_http(there, listener)
 
 
+@pytest.mark.slow
 def test_a_connection_may_be_idle_for_longer_than_balancers_keep_it(server: Server) -> None:
     """Closed by the server it would lose the request that comes at that moment."""
     assert KEEP_ALIVE_SECONDS > 60

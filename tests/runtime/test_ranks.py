@@ -42,26 +42,26 @@ def test_what_is_wrong_with_one_is_said_once_and_ends_all(what, message):
 def test_a_rank_that_is_stopped_is_not_sent_to_for_ever():
     ended = subprocess.run(command(3, PROGRAM, "stopped"), env=variables(3), capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
-    assert ended.stdout == "ranks [1] have not received what was sent to them after 1 s: a rank hangs\n"
+    assert ended.stdout == "ranks [1] have not received what was sent to them after 3 s: a rank hangs\n"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "what, message",
     [
-        ("absent 1", "ranks [1] have not come to the others after 1 s: a rank hangs"),
-        ("absent 0", "ranks [0] have not come to the others after 2 s: a rank hangs"),
-        ("middle", "rank 1 has not sent all of a message after 1 s: a rank hangs"),
+        ("absent 1", "ranks [1] have not come to the others after 3 s: a rank hangs"),
+        ("absent 0", "rank 0, or one that it waits for, has not come to the others after 9 s: a rank hangs"),
+        ("middle", "rank 1 has not sent all of a message after 3 s: a rank hangs"),
         ("alone", "rank 1: ValueError: no room"),
     ],
 )
 def test_ranks_that_meet_do_not_wait_for_ever(what, message):
     """For one that is stopped, before it comes or while it speaks; nor at all for one that has failed."""
     began, apart = time.monotonic(), variables(3) | {"OMPI_MCA_btl": "tcp,self"}  # as if on hosts of their own
-    ended = subprocess.run(command(3, PROGRAM, what), env=apart, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command(3, PROGRAM, what), env=apart, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 1
     assert message in ended.stdout.splitlines()
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 100
 
 
 @pytest.mark.slow

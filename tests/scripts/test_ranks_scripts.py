@@ -121,5 +121,5 @@ def test_a_sweep_tells_each_mode_and_goes_on_behind_a_server_that_does_not_start
         env={"OMP_NUM_THREADS": "1", **os.environ}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
-    assert "reuse: no server after" in ended.stdout and "--host-kv-chunks: " in ended.stdout
+    assert "reuse: no server after" in ended.stdout and "--host-kv-bytes: " in ended.stdout
     assert json.loads((tmp_path / "gpu.json").read_text())["rate"] == 1 and not (tmp_path / "reuse.json").exists()

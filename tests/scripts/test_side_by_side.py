@@ -51,7 +51,7 @@ def test_each_server_has_its_rows(tmp_path):
         timeout=300,
     )
     assert ended.returncode == 0, ended.stderr
-    assert "refused: no server after" in ended.stdout and "--gpu-kv-chunks: " in ended.stdout
+    assert "refused: no server after" in ended.stdout and "--gpu-kv-bytes: " in ended.stdout
     rows = {name: json.loads((tmp_path / "out" / f"{name}.json").read_text()) for name in ("kept", "none")}
     assert all(row["rate"] == 1 and row["completed_per_s"] > 0 for row in rows.values())
     assert not rows["none"]["sources"]["gpu"], "nothing is kept there"
