@@ -323,6 +323,8 @@ def _beside(output: Path, say: Say) -> Iterator[Path]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise SettingError("--output", f"the disk of {output.parent} became full") from error
+        if error.errno is None:
+            raise  # not the system's: a library that cannot be loaded
         raise SettingError("--output", f"cannot be made: {error}") from error
 
 

@@ -1,5 +1,6 @@
 """Building an engine directory: what is in it, when it is replaced, and that nothing half made is ever published."""
 
+import errno
 import json
 import shutil
 import weakref
@@ -110,11 +111,11 @@ def test_the_old_engine_comes_back_if_the_new_one_cannot_take_its_place(checkpoi
 
     def fail_for_the_new(source, target):
         if target == engine and source.suffix == ".building":
-            raise OSError("no space")
+            raise OSError(errno.EIO, "the disk fails")
         rename(source, target)
 
     monkeypatch.setattr(build_module.os, "rename", fail_for_the_new)
-    with pytest.raises(SettingError, match=r"--output: .*no space"):
+    with pytest.raises(SettingError, match=r"--output: .*the disk fails"):
         build_engine(checkpoint, engine, dtype="bfloat16")
     assert names(tmp_path) == ["engine"] and open_engine(engine).dtype == torch.float32
 

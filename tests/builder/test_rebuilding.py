@@ -139,3 +139,14 @@ def test_what_the_system_refuses_is_said_in_a_line(number, said, checkpoint, tmp
     monkeypatch.setattr(build_module, "_clear_up", refuse)
     with pytest.raises(SettingError, match=f"--output: {said}"):
         build_engine(checkpoint, tmp_path / "engine")
+
+
+def test_what_is_not_the_systems_is_not_blamed_on_the_output(checkpoint, tmp_path, monkeypatch):
+    """As ctypes and torch say that a library cannot be loaded."""
+
+    def load(*_, **__):
+        raise OSError("libmade.so: cannot open shared object file")
+
+    monkeypatch.setattr(build_module, "_clear_up", load)
+    with pytest.raises(OSError, match=r"^libmade\.so"):
+        build_engine(checkpoint, tmp_path / "engine")
