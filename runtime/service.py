@@ -29,6 +29,7 @@ from ..scheduler.plan import StepPlan
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.types import Applied, FinishReason, Output, Request, RequestError, RequestId
 from .executor import Executor
+from .garbage import GarbageCollector
 from .loop_stats import LoopCounters
 from .messages import (
     Abort,
@@ -89,6 +90,7 @@ class Service:
         self._trace = trace
         self._counters = LoopCounters(trace)
         self._pace = pace
+        self._garbage = GarbageCollector()
 
     def drain(self, seconds: float) -> None:
         """Accepts nothing more, finishes what runs within `seconds`, then ends `run`. Safe in a signal handler."""
@@ -96,6 +98,10 @@ class Service:
 
     def run(self, ready: Ready) -> None:
         """Serves until drained, then closes the executor and the pipe. Raises what broke, after clients were told."""
+        with self._garbage:
+            self._run(ready)
+
+    def _run(self, ready: Ready) -> None:
         self._reader.start()
         self._writer.start()
         self._outbox.put(ready)
@@ -105,7 +111,10 @@ class Service:
                 while not self._inbox.empty():
                     self._take(self._inbox.get())
                 self._refuse_expired()
-                if (spare := self._pace.spare(time.monotonic())) > 0:
+                spare = self._pace.spare(time.monotonic())
+                if self._garbage.collect_new(spare):
+                    continue
+                if spare > 0:
                     self._wait_for_message(spare)
                     continue
                 began = time.monotonic()
@@ -180,6 +189,7 @@ class Service:
             self._send(Applied())
             if draining == float("inf") and self._scheduler.idle:
                 self._scheduler.check()
+                self._garbage.collect_all()
                 self._sleep()
 
     def _sleep(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import logging
 import multiprocessing
 import signal
@@ -115,12 +114,9 @@ def serve(args: argparse.Namespace, ranks: Ranks | None = None) -> int:
     try:
         service, ready = make_service(args, ours, ranks)
         drain_on_signals(service, args.shutdown_timeout)
-        gc.collect()
-        gc.freeze()  # what is here stays: collections need not look at it again and hold up steps
         log.info("serving %s on http://%s:%d", ready.model, host, port)
         service.run(ready)
     finally:
-        gc.unfreeze()
         ours.close()
         http.join(HTTP_EXIT_SECONDS)
         status = http.exitcode

@@ -7,7 +7,6 @@ several ranks it is mpirun's parent, and rank 0 gets the pipe (`triton_rank`).
 from __future__ import annotations
 
 import argparse
-import gc
 import socket
 import sys
 import tempfile
@@ -66,12 +65,7 @@ def serve_model(args: argparse.Namespace, connection: Connection, ranks: Ranks |
             )
         )
         drain_on_signals(service, args.shutdown_timeout)
-        gc.collect()
-        gc.freeze()  # as in `serve`
-        try:
-            service.run(ready)
-        finally:
-            gc.unfreeze()
+        service.run(ready)
 
 
 def start_ranks(count: int, options: Sequence[str], connection: Connection) -> int:

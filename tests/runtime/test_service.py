@@ -221,15 +221,21 @@ def test_who_comes_while_the_plan_can_wait_is_in_it(service: Service, scheduler:
         scheduler.asked.append("plan")
         service._inbox.put(Drain(0.0))
 
+    request = Request(RequestId(1), array("i", [1]), 5)
+
+    def spare(now: float) -> float:
+        wait = next(spares, 0.0)
+        if wait == 5.0:
+            threading.Timer(0.1, lambda: service._inbox.put(Submit(request))).start()
+        return wait
+
     spares = iter([0.01, 5.0])
-    pace: Any = SimpleNamespace(spare=lambda now: next(spares, 0.0))
+    pace: Any = SimpleNamespace(spare=spare)
     executor: Any = service._executor
     executor.close = lambda: None
     ours, _theirs = multiprocessing.Pipe()
     service = Service(service._scheduler, executor, ours, pace)
     scheduler.next_plan, scheduler.in_flight, scheduler.expire = next_plan, 0, lambda now: []
-    request = Request(RequestId(1), array("i", [1]), 5)
-    threading.Timer(0.1, lambda: service._inbox.put(Submit(request))).start()
     began = time.monotonic()
     service.run(Ready("", (), False, 1, 1, (), ""))
     assert scheduler.asked == [("add", 1), "plan"] and time.monotonic() - began < 4

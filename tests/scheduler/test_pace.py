@@ -79,9 +79,22 @@ def test_steps_that_vary_leave_the_device_busy() -> None:
 def test_a_host_that_hesitates_now_and_then_is_given_more_time() -> None:
     dice = random.Random(2)
     loop = Loop(lambda seconds: seconds, lambda: 0.004 if dice.random() < 0.02 else 0.0005)
+    for _ in range(2000):
+        loop.step()
+    idle, began = loop.idle, loop.now
     for _ in range(4000):
         loop.step()
-    assert loop.idle < 2e-3 * loop.now
+    assert loop.idle - idle < 1e-3 * (loop.now - began)
+
+
+def test_rare_pauses_of_the_host_do_not_close_every_plan_early() -> None:
+    """One in 200 is late: less is lost than by all who would have to wait for the longest pause."""
+    dice = random.Random(3)
+    loop = Loop(lambda seconds: 2 * seconds, lambda: HOST_S + (0.005 if dice.random() < 0.005 else 0.0))
+    for _ in range(10_000):
+        loop.step()
+    assert mean(loop.closed[2000:]) < 0.003, "it was 0.0062 with the longest pause as the time to allow for"
+    assert loop.idle < 5e-3 * loop.now
 
 
 def test_steps_that_become_quicker_are_noticed() -> None:
