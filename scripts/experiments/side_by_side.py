@@ -8,11 +8,11 @@ FILE is TOML; servers of one GPU come one after the other, in their order:
     name = "lru"
     gpu = 0
     serve = "--engine DIR --device cuda --gpu-kv-bytes 38147MiB --host-kv-bytes 64GiB --eviction lru"
-    bench = "--conversations --vocabulary 32000 --rate 4,5 --ramp-s 30 --warm-up-s 45 --measure-s 35"
+    bench = ["--conversations --vocabulary 32000 --rate 4,5 --ramp-s 60 --warm-up-s 90 --measure-s 35"]
     pythonpath = "DIR"  # may be left out: another version of the source
 
-`bench` is of bench_serving. Ends in one table; what `--seconds` leaves no time for is said and left out. Servers share
-the host's cores, memory and links: compare what ran side by side.
+`bench` holds loads of bench_serving, one after the other. Ends in one table; what `--seconds` leaves no time for is said
+and left out. Servers share the host's cores, memory and links: compare what ran side by side.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Server(NamedTuple):
     name: str
     gpu: int
     serve: str
-    bench: str
+    bench: list[str]
     pythonpath: str = ""
 
 
@@ -64,9 +64,14 @@ def main() -> int:
         thread.start()
     for thread in threads:
         thread.join()
-    files = [args.output / f"{server.name}.json" for server in servers]
+    files = [report(args.output, server, load) for server in servers for load in range(len(server.bench))]
     run("bench_serving", "--compare", *(file for file in files if file.exists() and file.read_text()))
     return 0
+
+
+def report(output: Path, server: Server, load: int) -> Path:
+    """Of the server's `load`-th load."""
+    return output / f"{server.name}{f'-{load + 1}' if load else ''}.json"
 
 
 def measure(servers: list[Server], output: Path, deadline: float) -> None:
@@ -79,8 +84,9 @@ def measure(servers: list[Server], output: Path, deadline: float) -> None:
             variables["PYTHONPATH"] = server.pythonpath
         try:
             with serving(words, log, min(deadline - time.monotonic(), START_SECONDS), variables) as url:
-                bench = [*shlex.split(server.bench), "--url", url, "--json", output / f"{server.name}.json"]
-                run("bench_serving", *bench, seconds=deadline - time.monotonic())
+                for load, bench in enumerate(server.bench):
+                    options = [*shlex.split(bench), "--url", url, "--json", report(output, server, load)]
+                    run("bench_serving", *options, seconds=deadline - time.monotonic())
         except (subprocess.SubprocessError, TimeoutError) as error:
             tell_end(log, error)
 

@@ -20,19 +20,19 @@ SERVERS = """
 name = "kept"
 gpu = 0
 serve = "--engine {engine} --gpu-kv-bytes 1MiB --host-kv-bytes 1MiB --max-num-seqs 8"
-bench = "{bench}"
+bench = ["{bench}", "{bench} --seed 1"]
 
 [[server]]
 name = "refused"
 gpu = 1
 serve = "--engine {engine} --gpu-kv-bytes 1000TiB"
-bench = "{bench}"
+bench = ["{bench}"]
 
 [[server]]
 name = "none"
 gpu = 1
 serve = "--engine {engine} --gpu-kv-bytes 1MiB --host-kv-chunks 0 --no-reuse --max-num-seqs 8"
-bench = "{bench}"
+bench = ["{bench}"]
 """
 
 
@@ -52,7 +52,8 @@ def test_each_server_has_its_rows(tmp_path):
     )
     assert ended.returncode == 0, ended.stderr
     assert "refused: no server after" in ended.stdout and "--gpu-kv-bytes: " in ended.stdout
-    rows = {name: json.loads((tmp_path / "out" / f"{name}.json").read_text()) for name in ("kept", "none")}
+    rows = {name: json.loads((tmp_path / "out" / f"{name}.json").read_text()) for name in ("kept", "kept-2", "none")}
     assert all(row["rate"] == 1 and row["completed_per_s"] > 0 for row in rows.values())
     assert not rows["none"]["sources"]["gpu"], "nothing is kept there"
+    assert rows["kept-2"]["seed"] == 1
     assert "kept\n" in ended.stdout and "none\n" in ended.stdout
