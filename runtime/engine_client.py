@@ -242,7 +242,8 @@ class EngineClient:
             events[event.request] = replace(
                 event, logprobs=(own,) if own else (), prompt_logprobs=message.prompt_logprobs.get(number, ())
             )
-        for number, token in zip(message.requests, message.tokens, strict=True):
+        # Prompts come behind the rows that generate: from the end, so that a first token waits for no other stream's.
+        for number, token in zip(reversed(message.requests), reversed(message.tokens), strict=True):
             request = RequestId(number)
             event = events.pop(request, None)
             self._take(Output(request, (token,)) if event is None else replace(event, tokens=(token,)), now)

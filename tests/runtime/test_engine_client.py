@@ -64,6 +64,29 @@ def test_counts_and_times_of_a_request() -> None:
     run(work)
 
 
+def test_a_first_token_is_told_before_those_of_rows_that_generate() -> None:
+    """A step's plan has the prompts last; their clients wait for the longest."""
+
+    async def work(client: EngineClient, here: Connection) -> None:
+        old, new = request(client), request(client)
+        streams = {asked.id: client.submit([asked], arrived=0.0) for asked in (old, new)}
+        told: list[int] = []
+
+        async def hear(number: int) -> None:
+            await streams[number].next()
+            told.append(number)
+
+        here.send(step_message(Output(old.id, (5,))))
+        await hear(old.id)
+        waiting = asyncio.gather(hear(old.id), hear(new.id))
+        await asyncio.sleep(0)
+        here.send(StepMessage(requests=array("q", [old.id, new.id]), tokens=array("i", [6, 7])))
+        await waiting
+        assert told == [old.id, new.id, old.id]
+
+    run(work)
+
+
 @pytest.mark.parametrize(
     ("confirm", "ended", "finished", "said"),
     [
