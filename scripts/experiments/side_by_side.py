@@ -11,8 +11,8 @@ FILE is TOML; servers of one GPU come one after the other, in their order:
     bench = ["--conversations --vocabulary 32000 --rate 4,5 --ramp-s 60 --warm-up-s 90 --measure-s 35"]
     pythonpath = "DIR"  # may be left out: another version of the source
 
-`bench` holds loads of bench_serving, one after the other. Ends in one table; what `--seconds` leaves no time for is said
-and left out. Servers share the host's cores, memory and links: compare what ran side by side.
+`bench` holds loads of bench_serving, one after the other. Ends in one table; what `--seconds` leaves no time for is
+said and left out. Servers share the host's cores, memory and links: compare what ran side by side.
 """
 
 from __future__ import annotations
