@@ -1,8 +1,9 @@
 """Looks for cyclic garbage when the loop has time, instead of when Python's own collector does.
 
-That one comes in the middle of steps: for milliseconds every few seconds, and, as the tiers fill, for a tenth of a
-second and more every few minutes, for which every stream stands still. The loop's own objects form no cycles; errors
-and libraries make some. So it is enough to look at what is new while the device computes, and at all when nobody waits.
+That one comes in the middle of steps: every ten seconds or so for some milliseconds, and, as the tiers fill, every few
+minutes for a tenth of a second and more, for which every stream stands still. The loop's own objects form no cycles;
+errors and libraries make some. So it is enough to look at new objects while the device computes, and at all of them
+when nobody waits.
 """
 
 from __future__ import annotations
@@ -11,40 +12,47 @@ import gc
 import time
 from types import TracebackType
 
-NEW = 1_000  # objects since the last look, from which on another one is due: it takes about a third of a millisecond
-TOO_MANY = 30_000  # then it comes though there is no time
-SECONDS = 2e-3  # of the device's work still to come that are enough for it
-FULL_SECONDS = 3600.0  # between looks at all, on a server that is never idle
+DUE = 1_000  # objects made, less those freed, since the last look: from here on another one is due
+SPARE_SECONDS = 2e-6  # an object; a look takes about a microsecond for each, half of them not in the cache
+TOO_MANY = 5_000  # then they are looked at though there is no time: some 6 ms
+ALL_SECONDS = 3600.0  # between looks at all objects, on a server that is never idle
 
 
 class GarbageCollector:
-    """Python's own is off inside of `with`, in which one thread calls this."""
+    """Python's own is off inside of `with`, in the whole process; one thread calls this, and one at a time is open."""
 
     def __enter__(self) -> GarbageCollector:
         gc.collect()
         gc.freeze()  # what is here stays, the engine above all: nobody need look at it again
+        self._before = gc.isenabled()
         gc.disable()
-        self._full = time.monotonic()
+        self._all = time.monotonic()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        gc.enable()
+        if self._before:
+            gc.enable()
         gc.unfreeze()
 
-    def collect_new(self, spare: float) -> bool:
-        """Between steps; the device is busy for `spare` more seconds. Whether it took any time."""
+    def due(self, spare: float) -> bool:
+        """Whether to call `collect_new` now: the next step need not be planned for `spare` seconds."""
         new = gc.get_count()[0]
-        if new < NEW or (spare < SECONDS and new < TOO_MANY):
-            return False
-        if time.monotonic() - self._full > FULL_SECONDS:
-            self.collect_all()
-        else:
-            gc.collect(1)
-        return True
+        return new >= DUE and (spare >= new * SPARE_SECONDS or new >= TOO_MANY)
 
-    def collect_all(self) -> None:
-        """Nobody waits. Up to a few tenths of a second."""
+    def collect_new(self) -> None:
+        """Looks at the objects made since the last time; once in a long while at all of them."""
+        if time.monotonic() - self._all > ALL_SECONDS:
+            self._collect_all()
+        else:
+            gc.collect(0)
+
+    def collect_idle(self) -> None:
+        """Nobody waits: looks at all objects, for up to a few tenths of a second, if many are new."""
+        if gc.get_count()[0] >= DUE or gc.get_count()[1]:
+            self._collect_all()
+
+    def _collect_all(self) -> None:
         gc.collect()
-        self._full = time.monotonic()
+        self._all = time.monotonic()

@@ -177,7 +177,8 @@ class LoopStats:
 
 @dataclass(frozen=True, slots=True)
 class StepMessage:
-    """`tokens[i]` is a new token of `requests[i]`, at most one a request. `events` go with them: first usage, ends.
+    """`tokens[i]` is a new token of `requests[i]`, at most one a request, in the plan's order: of rows that generate,
+    then of prompts. `events` go with them: first usage, ends.
 
     `logprobs` (of the new tokens) and `prompt_logprobs` by request, of those that asked for them.
     """

@@ -112,7 +112,9 @@ class Service:
                     self._take(self._inbox.get())
                 self._refuse_expired()
                 spare = self._pace.spare(time.monotonic())
-                if self._garbage.collect_new(spare):
+                if self._garbage.due(spare):
+                    with self._counters.wait:
+                        self._garbage.collect_new()
                     continue
                 if spare > 0:
                     self._wait_for_message(spare)
@@ -189,7 +191,8 @@ class Service:
             self._send(Applied())
             if draining == float("inf") and self._scheduler.idle:
                 self._scheduler.check()
-                self._garbage.collect_all()
+                if self._inbox.empty():
+                    self._garbage.collect_idle()
                 self._sleep()
 
     def _sleep(self) -> None:

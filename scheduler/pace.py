@@ -8,8 +8,8 @@ one in the middle is spared.
     loop      .... plan, launch 8 | apply 7 .... plan, launch 9 | apply 8 ....        .... takes requests in
 
 How long the running step takes is predicted from its plan, corrected by how steps with about as many tokens of prompts
-turned out. Who is late all the same, and lets the device idle, leaves more time from then on: in the end one step in a
-hundred or so is late. To be late never would close every plan by the longest pause of the host before its step.
+turned out. Who is late all the same, and lets the device idle, leaves more time from then on: in the end at most one
+step in a hundred or so is. Never to be late would close every plan by the host's longest pause before its step.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Pace:
         """The plan is handed to the device. idle: it had nothing left to do."""
         if idle and self._waited:
             self._margin = min(RAISED * self._margin, MOST_MARGIN)
-        self._margin = max(RELAXED * self._margin, LEAST_MARGIN)
+        self._margin = max(RELAXED * self._margin, LEAST_MARGIN)  # else, once too large to wait, it would stay so
         lead = now - planning_began
         self._lead = lead if self._lead is None else self._lead + LEARNED * (lead - self._lead)
         self._waited = False

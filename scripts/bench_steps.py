@@ -276,7 +276,7 @@ def measure(device: Timed, engine: Engine, sizes: Sizes, args: argparse.Namespac
     config, layers = sizes.config(args), engine.manifest.layers
     Executor(device, engine, config)  # makes the pools and loads the engine, once for all that follow
     gc.collect()
-    gc.freeze()  # as `pensieve serve`: collections do not look at the engine again
+    gc.freeze()  # collections do not look at the engine again, nor do they in `pensieve serve`
     pieces = {piece for piece in PIECES if piece < layers} if "copies" in args.parts else {min(GROUP_LAYERS, layers)}
     measuring = replace(config, gpu_kv_chunks=sizes.measuring)
     cost, copies = measure_costs(device, engine, measuring, sizes.history, max(args.rows, 1), pieces)

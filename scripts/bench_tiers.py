@@ -216,7 +216,7 @@ def prepare(device: Timed, engine: Engine, sizes: Sizes, args: argparse.Namespac
     config = sizes.config(args)
     Executor(device, engine, config)
     gc.collect()
-    gc.freeze()  # as `pensieve serve`: collections do not look at the engine again
+    gc.freeze()  # collections do not look at the engine again, nor do they in `pensieve serve`
     pieces = [min(GROUP_LAYERS, engine.manifest.layers)]
     cost, _ = measure_costs(device, engine, config, sizes.history, args.rows, pieces)
     speed = measure_disk(directory, cost.chunk_bytes)  # as a server at its start

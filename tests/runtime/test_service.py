@@ -223,13 +223,15 @@ def test_who_comes_while_the_plan_can_wait_is_in_it(service: Service, scheduler:
 
     request = Request(RequestId(1), array("i", [1]), 5)
 
-    def spare(now: float) -> float:
-        wait = next(spares, 0.0)
-        if wait == 5.0:
-            threading.Timer(0.1, lambda: service._inbox.put(Submit(request))).start()
-        return wait
+    deadline = 0.0
 
-    spares = iter([0.01, 5.0])
+    def spare(now: float) -> float:
+        nonlocal deadline
+        if not deadline:
+            deadline = now + 5.0
+            threading.Timer(0.1, lambda: service._inbox.put(Submit(request))).start()
+        return 0.0 if ("add", 1) in scheduler.asked else deadline - now
+
     pace: Any = SimpleNamespace(spare=spare)
     executor: Any = service._executor
     executor.close = lambda: None
