@@ -24,6 +24,9 @@ from pensieve.scheduler.windows import RECOMPUTE, Windows
 
 UNDECIDED = 1e-3
 
+# Replies outgrow what was kept free for them, in a pool of 29 chunks: a dozen suspensions and more in fifty turns.
+TIGHT = dict(generation_reserve=0.0, longest=110, longest_reply=60)
+
 
 @dataclass
 class Open:
@@ -49,6 +52,7 @@ def slow_link_profile(config, chunk_bytes, chunks_a_step=4):
 
 class Chatter:
     """`longest`: tokens of a log from which on a client begins a new one; beyond `max_model_len` contexts overflow.
+    `longest_reply`: its tokens, at most.
     `openings`: tokens with which a log may begin. `disk`: DiskSettings, of as many slots as the settings say.
     """
 
@@ -64,10 +68,11 @@ class Chatter:
         disk=None,
         longest=150,
         openings=(16, 21, 40),
+        longest_reply=16,
         make_executor=Executor,
         **settings,
     ):
-        self.longest = longest
+        self.longest, self.longest_reply = longest, longest_reply
         self.random = random.Random(seed)
         defaults = dict(
             gpu_kv_chunks=40,
@@ -131,7 +136,8 @@ class Chatter:
         prompt = array("i", [*log, *(self._token() for _ in range(self.random.choice((0, 1, 5, 20))))])
         self.requests += 1
         truncate = self.longest > self.config.max_model_len
-        request = Request(self.requests, prompt, self.random.randint(1, 16), conversation=name, truncate=truncate)
+        tokens = self.random.randint(1, self.longest_reply)
+        request = Request(self.requests, prompt, tokens, conversation=name, truncate=truncate)
         self.open[request.id] = Open(request)
         self.scheduler.add(request, time.monotonic())
 
@@ -142,7 +148,7 @@ class Chatter:
             self.scheduler.abort(request, time.monotonic())
             del self.open[request]
             self.counts["aborted"] += 1
-        if self.logs and self.random.random() < 0.02:
+        if self.logs and self.random.random() < 0.05:
             source, new = self.random.choice(list(self.logs)), f"c{self.random.randrange(8)}"
             known = self.scheduler.has_conversation  # not after a restart; and of ends that no client has heard
             if known(source) and not known(new):

@@ -15,7 +15,7 @@ from pensieve.runtime.engine import open_engine
 from tests.compiled import compiled_engine
 from tests.models import tiny_checkpoint
 
-from .chatter import Chatter
+from .chatter import TIGHT, Chatter
 
 MODELS = ("llama", "qwen3", "opt")
 POLICIES = ("retention", "lru", "fifo", "lru-conversation", "fifo-conversation")
@@ -54,6 +54,14 @@ def test_replies_at_other_pool_sizes(model, ids, host):
     chatter = Chatter(engine, reference, 7, ids=ids, host_kv_chunks=host, gpu_kv_chunks=29)
     counts = chatter.run(TURNS)
     assert (counts["host"] > 0) == (host > 0)
+    happened.update(counts)
+
+
+@pytest.mark.parametrize("disturbed", [False, True], ids=["", "disturbed"])
+def test_replies_that_outgrow_the_pool(model, disturbed):
+    engine, reference, happened = model
+    counts = Chatter(engine, reference, 9, disturbed=disturbed, gpu_kv_chunks=29, **TIGHT).run(TURNS)
+    assert counts["suspended"] > 0
     happened.update(counts)
 
 

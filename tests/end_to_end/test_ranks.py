@@ -16,6 +16,7 @@ from tests.models import tiny_checkpoint
 from tests.mpi import command, run_ranks, variables
 
 from .bad_disk import ON_READ, ON_WRITE
+from .chatter import TIGHT
 from .server import HTTP, Server
 from .test_server import wait_for
 
@@ -58,6 +59,7 @@ def test_two_ranks_reply_as_transformers_whatever_happens(kind, engine):
     runs = [dict(seed=seed, turns=50, gpu_kv_chunks=29, disturbed=bool(seed % 2)) for seed in range(4)]
     runs += [dict(seed=7, turns=50, gpu_kv_chunks=29, host_kv_chunks=host, slow=1) for host in (0, 30, 200)]
     runs += [dict(seed=8, turns=50, gpu_kv_chunks=29, slow=0, batching="separate")]
+    runs += [dict(seed=11, turns=50, gpu_kv_chunks=29, slow=1, **TIGHT)]
     runs += [dict(seed=9 + n, turns=60, gpu_kv_chunks=29, host_kv_chunks=12, disk_kv_chunks=40, slow=n) for n in (0, 1)]
     counts = chat(engine(kind), *runs)
     print(counts)
