@@ -5,6 +5,7 @@ Reports come with the steps behind (what a rank says of step n is waited for wit
 
 from __future__ import annotations
 
+import math
 import pickle
 import time
 from collections import deque
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 from ..scheduler.plan import NO_TICKETS, Join, StepPlan, StepResult, Tickets
 from ..scheduler.types import GREEDY, DiskRecord, RequestId, RowId
 from .executor import Executor
+from .garbage import GarbageCollector
 from .ranks import FAREWELL_SECONDS, OVERDUE_SECONDS, RankFailed, Ranks, pause, wait_until
 from .watchdog import give_up_after
 
@@ -199,19 +201,23 @@ def follow(ranks: Ranks, executor: Executor) -> None:
     Begins when rank 0 makes its executor. A plan may never come; a step that is in flight ends, unless a rank hangs.
     """
     agreed_records(ranks, executor)
-    moved = time.monotonic()
-    while True:
-        if executor.done():
-            ranks.report(report_of(executor.wait()))
-            moved = time.monotonic()
-        elif (packed := ranks.receive()) is None:
-            if not executor.in_flight:
+    with GarbageCollector() as garbage:
+        moved = time.monotonic()
+        while True:
+            if executor.done():
+                ranks.report(report_of(executor.wait()))
                 moved = time.monotonic()
-            elif time.monotonic() - moved > OVERDUE_SECONDS + FAREWELL_SECONDS:  # rank 0 has not ended this one
-                raise RankFailed(f"no step is complete after {OVERDUE_SECONDS + FAREWELL_SECONDS:g} s: rank 0 hangs")
-            pause(busy=executor.in_flight > 0)
-        elif packed:
-            executor.launch(unpack(packed))
-        else:
-            break
+            elif (packed := ranks.receive()) is None:
+                if not executor.in_flight:
+                    moved = time.monotonic()
+                elif time.monotonic() - moved > OVERDUE_SECONDS + FAREWELL_SECONDS:  # rank 0 has not ended this one
+                    late = f"no step is complete after {OVERDUE_SECONDS + FAREWELL_SECONDS:g} s: rank 0 hangs"
+                    raise RankFailed(late)
+                pause(busy=executor.in_flight > 0)
+            elif packed:
+                executor.launch(unpack(packed))
+                if garbage.due(math.inf):  # there is never more time than while a step begins
+                    garbage.collect_new()
+            else:
+                break
     executor.close()

@@ -86,8 +86,11 @@ def measure(servers: list[Server], output: Path, deadline: float) -> None:
             with serving(words, log, min(deadline - time.monotonic(), START_SECONDS), variables) as url:
                 for load, bench in enumerate(server.bench):
                     options = [*shlex.split(bench), "--url", url, "--json", report(output, server, load)]
-                    run("bench_serving", *options, seconds=deadline - time.monotonic())
-        except (subprocess.SubprocessError, TimeoutError) as error:
+                    try:
+                        run("bench_serving", *options, seconds=deadline - time.monotonic())
+                    except subprocess.SubprocessError as error:
+                        tell_end(log, error)
+        except TimeoutError as error:
             tell_end(log, error)
 
 

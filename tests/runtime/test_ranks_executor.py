@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from array import array
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from pensieve.plugins.collectives import TENSOR_PARALLEL, ThreadRanks, register_group, release_group
-from pensieve.runtime import ranks_executor
+from pensieve.runtime import garbage, ranks_executor
 from pensieve.runtime.cpu_device import CpuDevice
 from pensieve.runtime.disk_store import DiskSettings
 from pensieve.runtime.executor import Executor
@@ -217,7 +218,12 @@ def turn():
     return [first, plan(2, generate={0: 8}, copies=[out]), *(plan(n, generate={0: 6 + n}) for n in (3, 4))]
 
 
-def test_another_rank_does_what_rank_0_does_and_ends_with_it():
+def test_another_rank_does_what_rank_0_does_and_ends_with_it(monkeypatch):
+    looks = []
+    monkeypatch.setattr(garbage, "DUE", 0)
+    monkeypatch.setattr(
+        garbage.GarbageCollector, "collect_new", lambda _: looks.append((other.in_flight, gc.isenabled()))
+    )
     pipes = Pipes()
     other = Executor(CpuDevice(disturb=lambda lane: 0.02 * (lane is Lane.OUT)), FakeEngine(LAYERS), CONFIG, 2)
     follower = threading.Thread(target=follow, args=(pipes, other), daemon=True)
@@ -237,6 +243,7 @@ def test_another_rank_does_what_rank_0_does_and_ends_with_it():
     leader.close()
     follower.join(60)
     assert not follower.is_alive()
+    assert len(looks) == 4 and all(in_flight and not enabled for in_flight, enabled in looks) and gc.isenabled()
     with pytest.raises(InvariantError, match="closed"):
         other.launch(plan(5, generate={0: 11}))
 

@@ -1,4 +1,4 @@
-"""Servers of several settings, measured at once; one that does not start keeps nobody else."""
+"""Servers of several settings, measured at once; one that does not start keeps nobody else, nor a load that fails."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ bench = ["{bench}"]
 name = "none"
 gpu = 1
 serve = "--engine {engine} --gpu-kv-bytes 1MiB --host-kv-chunks 0 --no-reuse --max-num-seqs 8"
-bench = ["{bench}"]
+bench = ["{bench} --rate none", "{bench}"]
 """
 
 
@@ -52,8 +52,8 @@ def test_each_server_has_its_rows(tmp_path):
     )
     assert ended.returncode == 0, ended.stderr
     assert "refused: no server after" in ended.stdout and "--gpu-kv-bytes: " in ended.stdout
-    rows = {name: json.loads((tmp_path / "out" / f"{name}.json").read_text()) for name in ("kept", "kept-2", "none")}
+    rows = {name: json.loads((tmp_path / "out" / f"{name}.json").read_text()) for name in ("kept", "kept-2", "none-2")}
     assert all(row["rate"] == 1 and row["completed_per_s"] > 0 for row in rows.values())
-    assert not rows["none"]["sources"]["gpu"], "nothing is kept there"
+    assert not rows["none-2"]["sources"]["gpu"], "nothing is kept there"
     assert rows["kept-2"]["seed"] == 1
-    assert "kept\n" in ended.stdout and "none\n" in ended.stdout
+    assert "kept\n" in ended.stdout and "none-2\n" in ended.stdout
