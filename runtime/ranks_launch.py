@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..scheduler.types import SettingError
+from .watchdog import ASKED
 
 if TYPE_CHECKING:
     from .ranks import Ranks
@@ -97,7 +98,7 @@ def run_ranks(ranks: int, command: Sequence[str]) -> int:
     """Runs the command as so many ranks and returns its exit status. SettingError if there is no mpirun.
 
     The first SIGTERM or SIGINT lets the ranks drain, the second ends their requests, the third kills them; before they
-    serve any does. They die with this process.
+    serve any does. SIGUSR2 asks them where they are (`watchdog`). They die with this process.
     """
     words = [find_mpirun(), "-n", str(ranks), *command]
     prctl = ctypes.CDLL(None).prctl  # loaded before the fork
@@ -115,6 +116,7 @@ def run_ranks(ranks: int, command: Sequence[str]) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, pass_on)
+    signal.signal(ASKED, lambda *_: mpirun and mpirun.send_signal(ASKED))
     with tempfile.TemporaryDirectory(prefix="pensieve-mpi-", ignore_cleanup_errors=True) as scratch:
         # In a session of its own: what is typed at the terminal comes to this process, and only from here to the ranks.
         mpirun = subprocess.Popen(

@@ -37,7 +37,7 @@ from ..runtime.ranks_launch import DRAIN, run_ranks, under_mpi
 from ..runtime.service import Service
 from ..runtime.text import Tokenizer
 from ..runtime.trace_file import TraceFile
-from ..runtime.watchdog import tell_when_asked
+from ..runtime.watchdog import ASKED, tell_when_asked
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.cost import propose_swap_out_below
 from ..scheduler.pace import Pace
@@ -106,9 +106,10 @@ def serve(args: argparse.Namespace, ranks: Ranks | None = None) -> int:
     ours, theirs = multiprocessing.Pipe()
     spawn = multiprocessing.get_context("spawn")
     http = spawn.Process(target=serve_http, args=(theirs, listener, settings), name="http")
-    signal.pthread_sigmask(signal.SIG_BLOCK, [DRAIN])  # mpirun tells the HTTP process too, which inherits this
+    ours_alone = [DRAIN, ASKED]
+    signal.pthread_sigmask(signal.SIG_BLOCK, ours_alone)  # mpirun tells the HTTP process too, which inherits this
     http.start()  # it imports while the weights load
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [DRAIN])
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ours_alone)
     listener.close()
     theirs.close()
     try:

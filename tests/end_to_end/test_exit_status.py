@@ -18,6 +18,7 @@ from pensieve.runtime.messages import Ready
 from pensieve.runtime.ranks_launch import DRAIN
 from pensieve.scripts import serve as serve_module
 from pensieve.scripts.serve_options import parse_options
+from pensieve.scripts.soak_life import descendants
 
 from .server import Server
 
@@ -65,7 +66,8 @@ def test_a_server_whose_http_process_is_killed_says_so(tmp_path):
 @pytest.mark.slow
 def test_a_server_says_where_its_threads_are_and_goes_on(tmp_path):
     with Server(tmp_path) as server:
-        server.process.send_signal(signal.SIGUSR2)
+        for process in [server.process.pid, *descendants(server.process.pid)]:  # as mpirun and systemd send it
+            os.kill(process, signal.SIGUSR2)
         until = time.monotonic() + 20
         while not any("service.py" in line and "in run" in line for line in server.log) and time.monotonic() < until:
             time.sleep(0.05)

@@ -111,6 +111,15 @@ def test_the_server_starts_its_ranks_and_ends_them(engine, tmp_path):
 
 
 @pytest.mark.slow
+def test_ranks_say_where_their_threads_are_and_go_on(engine, tmp_path):
+    """Asked by way of who has started them: mpirun tells rank 0's HTTP process too."""
+    with Server(tmp_path, engine=engine("llama")[1]) as server:
+        server.process.send_signal(signal.SIGUSR2)
+        wait_for(lambda: any("in run_rank" in line for line in server.log))
+        assert ask(server, 5).status_code == 200
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["raise", "kill", "hang", "stop"])
 def test_a_rank_that_fails_ends_all(fault, engine, tmp_path):
     """Its message reaches the client and the log. A killed one has none: mpirun ends the others."""

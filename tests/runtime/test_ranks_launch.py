@@ -18,6 +18,7 @@ PYTHON = sys.executable  # the true one
 FAKE_MPIRUN = """#!/bin/sh
 echo started "$@"
 trap 'echo drains; count=$((count + 1)); [ $count = 2 ] && exit 7' USR1
+trap 'echo tells' USR2
 echo trapped
 while true; do sleep 0.05; done
 """
@@ -94,6 +95,8 @@ def test_ranks_are_told_to_drain_and_their_status_comes_back(fake):
     parent = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     assert parent.stdout.readline() == "started -n 2 serve --port 0\n"
     assert parent.stdout.readline() == "trapped\n"
+    parent.send_signal(signal.SIGUSR2)  # where each hangs: it asks them, and goes on
+    assert parent.stdout.readline() == "tells\n"
     parent.send_signal(signal.SIGTERM)
     assert parent.stdout.readline() == "drains\n"
     time.sleep(0.1)
