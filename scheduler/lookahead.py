@@ -58,7 +58,7 @@ class LookAhead:
             self._conversations.expected.set(conversation_id, at - LEAD_S - chunks * self._cost.read())
 
     def plan(self, waiting: Sequence[Turn], room: RoomMaker, now: float) -> None:
-        """One step's share of it."""
+        """One step's share of it. waiting: who is to join first in front."""
         if not self._active:
             return
         for conversation_id in self._conversations.expected.take(now):

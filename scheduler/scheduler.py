@@ -393,7 +393,7 @@ class Scheduler:
 
     def _plan_disk(self, batch: Batch) -> None:
         """What goes to DISK and comes from there while the step runs."""
-        self._lookahead.plan(self._roster.waiting, batch.room, batch.now)
+        self._lookahead.plan(self._roster.in_turn(batch.now), batch.room, batch.now)
         self._saver.plan(batch.room, batch.now)
         batch.spills, batch.promotions, batch.erased = self._store.disk.hand_over(batch.step)
 

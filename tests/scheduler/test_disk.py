@@ -29,9 +29,9 @@ def chunks_of(harness, name="a"):
     return harness.scheduler._conversations.get(name).chunks
 
 
-def only_on_disk(harness, name="a", tokens=18):
+def only_on_disk(harness, name="a", tokens=18, first=0):
     """A conversation whose four full chunks are nowhere else. Returns its next prompt."""
-    harness.turn(range(tokens), 2, name)
+    harness.turn(range(first, first + tokens), 2, name)
     settle(harness)
     store = harness.scheduler._store
     for chunk in chunks_of(harness, name):
@@ -244,6 +244,23 @@ def test_what_is_read_ahead_of_its_turn_counts_as_found_on_host(prefetch):
         "recomputed": 3,
         "new": 3,
     }
+    harness.drain()
+
+
+@pytest.mark.parametrize("order", ["response-ratio", "arrival"])
+def test_who_joins_first_is_read_ahead_of_first(order):
+    """One seat, taken, and room on HOST for one history: a short turn is to pass a long one that came before it."""
+    harness = Harness(**DISK | {"max_num_seqs": 1, "host_kv_chunks": 9, "queue_order": order})
+    prompts = {name: only_on_disk(harness, name, first=first) for name, first in (("long", 0), ("short", 100))}
+    harness.submit(range(60, 64), 12)
+    harness.tick()
+    harness.submit([*prompts["long"], *range(200, 212)], 1, "long")
+    harness.submit(prompts["short"], 1, "short")
+    harness.now += 0.1
+    for _ in range(4):
+        harness.tick()
+    there = {name: all(chunk.host != NO_SLOT for chunk in chunks_of(harness, name)) for name in prompts}
+    assert there == {"long": order == "arrival", "short": order == "response-ratio"}
     harness.drain()
 
 
