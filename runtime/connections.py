@@ -14,7 +14,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-MOST_HEAD_BYTES = 32 * 1024  # a longer request line and headers: 400
+MOST_HEAD_BYTES = 32 * 1024  # a longer request line and headers: 400, unless one read brings all of them
 LEAST_BYTES_PER_S = 10_000  # of a body, beyond the time that it has in any case
 OTHER_FILES = 128  # beside connections: the pipe, the history, libraries
 BUSY = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
