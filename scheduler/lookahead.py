@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from math import inf
 
 from .chunk import Chunk
@@ -13,7 +12,7 @@ from .conversations import Conversations
 from .cost import CostProfile
 from .planner import Planner
 from .room import RoomMaker
-from .rows import Turn
+from .roster import Roster
 
 READS_AHEAD_S = 0.1  # of reading: so much is under way at most, and so long may a read that is urgent wait behind it
 LEAD_S = 1.0  # a user who is expected may come so much earlier
@@ -33,8 +32,9 @@ class LookAhead:
         store: ChunkStore,
         conversations: Conversations,
         planner: Planner,
+        roster: Roster,
     ):
-        self._store, self._conversations, self._planner = store, conversations, planner
+        self._store, self._conversations, self._planner, self._roster = store, conversations, planner, roster
         self._cost = cost
         self._active = config.prefetch and config.disk_kv_chunks > 0
         self._window = config.host_kv_chunks
@@ -57,8 +57,8 @@ class LookAhead:
         if self._active:
             self._conversations.expected.set(conversation_id, at - LEAD_S - chunks * self._cost.read())
 
-    def plan(self, waiting: Sequence[Turn], room: RoomMaker, now: float) -> None:
-        """One step's share of it. waiting: who is to join first in front."""
+    def plan(self, room: RoomMaker, now: float) -> None:
+        """One step's share of it."""
         if not self._active:
             return
         for conversation_id in self._conversations.expected.take(now):
@@ -67,13 +67,13 @@ class LookAhead:
             self._expected.extend(conversation.chunks)
             for chunk in conversation.chunks:
                 self._store.touch(chunk, now)
-        if self._prefetch_queue(waiting, room):
+        if self._prefetch_queue(room, now):
             self._prefetch_expected(room)
 
-    def _prefetch_queue(self, waiting: Sequence[Turn], room: RoomMaker) -> bool:
-        """Whether all of the window is on its way."""
+    def _prefetch_queue(self, room: RoomMaker, now: float) -> bool:
+        """Whether all of the window is on its way: of the turns that join first."""
         window = self._window
-        for turn in waiting:
+        for turn in self._roster.in_turn(now):
             keys = self._planner.seen_keys(turn)
             window -= len(keys)
             if window < 0:

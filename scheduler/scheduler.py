@@ -69,7 +69,7 @@ class Scheduler:
             config, cost, self._store, self._conversations, self._planner, self._roster, self._batcher, windows
         )
         self._saver = Saver(config, cost, self._store)
-        self._lookahead = LookAhead(config, cost, self._store, self._conversations, self._planner)
+        self._lookahead = LookAhead(config, cost, self._store, self._conversations, self._planner, self._roster)
         self._ledger = Ledger(config, self._chains, self._store, self._conversations, self._planner, self._lookahead)
         self._turns: dict[RequestId, Turn] = {}
         self._held: dict[RequestId, Row] = {}
@@ -393,7 +393,7 @@ class Scheduler:
 
     def _plan_disk(self, batch: Batch) -> None:
         """What goes to DISK and comes from there while the step runs."""
-        self._lookahead.plan(self._roster.in_turn(batch.now), batch.room, batch.now)
+        self._lookahead.plan(batch.room, batch.now)
         self._saver.plan(batch.room, batch.now)
         batch.spills, batch.promotions, batch.erased = self._store.disk.hand_over(batch.step)
 
