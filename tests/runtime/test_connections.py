@@ -209,7 +209,10 @@ def test_what_comes_behind_a_connections_last_request_costs_no_answer(impatient:
 
 
 def test_random_bytes_leave_nothing_behind(server: Server) -> None:
-    findings = fuzz(server.url, seconds=2, seed=7, workers=8, pids=[server.process.pid])
+    for seconds in (2, 20):  # on a busy machine not much is sent in a short while
+        findings = fuzz(server.url, seconds, seed=7, workers=8, pids=[server.process.pid])
+        if findings.faults or findings.cases > 10:
+            break
     assert not findings.faults and findings.cases > 10
     assert findings.statuses["400"] and findings.statuses["200"]
 
