@@ -237,7 +237,8 @@ class Broken(FakeEngine):
 @pytest.mark.parametrize("lane", list(Lane))
 def test_hazard_one_lane_raises_and_nobody_hangs(executors, lane):
     before = threading.enumerate()
-    executor = executors(engine=Broken(LAYERS) if lane is Lane.COMPUTE else None, disturb=delay(lane, seconds=0.02))
+    executor = executors(engine=Broken(LAYERS) if lane is Lane.COMPUTE else None)
+    go_on = hold(executor._device, lane)
     nowhere = {0: 1000}
     copies = {
         Lane.COMPUTE: [],
@@ -246,6 +247,7 @@ def test_hazard_one_lane_raises_and_nobody_hangs(executors, lane):
     }[lane]
     after = Tickets(0, 0, 1) if lane is Lane.OUT else Tickets()
     executor.launch(first_turn(copies=copies, after=after))
+    go_on.set()
     with pytest.raises((RuntimeError, IndexError)) as first:
         executor.wait()
     with pytest.raises(type(first.value)) as second:
