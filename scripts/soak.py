@@ -39,6 +39,7 @@ CLIENTS = 4
 CONVERSATIONS_EACH = 6  # more than the three tiers hold
 UNDECIDED = 1e-3  # a smaller gap between the reference's logits decides nothing
 QUIET_SECONDS = 2.5  # without a request the loop has checked its books by then
+SETTLE_SECONDS = 30.0  # more, on a busy machine, until nobody's slots are taken
 WARM_UP_SECONDS = 45.0  # of a life, before memory counts
 MORE_MEMORY = 48 * 2**20  # bytes that a process may grow by afterwards
 MORE_FILES = 16
@@ -262,11 +263,12 @@ class Soak:
             time.sleep(0.05)
         self._raise_fault()
         time.sleep(QUIET_SECONDS)
-        found = self.life.metrics()
-        for tier, slots in (("gpu", GPU_CHUNKS), ("host", HOST_CHUNKS), ("disk", DISK_CHUNKS)):
-            states = {name: value for name, value in found.items() if "kv_slots{state=" in name and tier in name}
-            if sum(states.values()) != slots or any(value for name, value in states.items() if "in_use" in name):
-                raise Wrong(f"slots that nobody uses are taken: {states}")
+        found, until = self.life.metrics(), time.monotonic() + SETTLE_SECONDS
+        while (taken := _taken(found)) and time.monotonic() < until:
+            time.sleep(0.1)
+            found = self.life.metrics()
+        if taken:
+            raise Wrong(f"slots that nobody uses are taken: {taken}")
         self.counts["rejected records"] += int(found['pensieve:kv_disk_faults_total{kind="rejected"}'])
         self.counts["ends"] += 1
         self.life.end()
@@ -282,6 +284,15 @@ class Soak:
     def _raise_fault(self) -> None:
         if self._fault is not None:
             raise self._fault
+
+
+def _taken(found: dict[str, float]) -> dict[str, float]:
+    """Slots by state, of a tier in which any is in use or missing."""
+    for tier, slots in (("gpu", GPU_CHUNKS), ("host", HOST_CHUNKS), ("disk", DISK_CHUNKS)):
+        states = {name: value for name, value in found.items() if "kv_slots{state=" in name and tier in name}
+        if sum(states.values()) != slots or any(value for name, value in states.items() if "in_use" in name):
+            return states
+    return {}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -27,7 +27,7 @@ class Server:
         self.process = subprocess.Popen(
             [str(word) for word in words], stderr=subprocess.PIPE, text=True, env=environment
         )
-        self.log = deque(maxlen=50)
+        self._lines = deque(maxlen=50)
         self._address = threading.Event()
         self.url = ""
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -36,11 +36,16 @@ class Server:
 
     def _read(self):
         for line in self.process.stderr:
-            self.log.append(line.rstrip())
+            self._lines.append(line.rstrip())
             if found := re.search(r"serving .* on (http://[^\s\"]+)", line):
                 self.url = found[1]
                 self._address.set()
         self._address.set()
+
+    @property
+    def log(self):
+        """A copy: more may come at any time."""
+        return list(self._lines)
 
     def __enter__(self):
         self._address.wait(self._start_seconds)

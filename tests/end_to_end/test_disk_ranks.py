@@ -18,6 +18,7 @@ from pensieve.scripts.soak import CHUNK_TOKENS, DISK_CHUNKS, GPU_CHUNKS, HOST_CH
 from pensieve.scripts.soak_life import descendants
 
 from .server import HTTP, Server
+from .test_server import wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -114,7 +115,7 @@ def test_what_one_rank_has_lost_is_lost_to_all(engine, reference, tmp_path):
     second.spoil(gone, 0, 64)
     second.spoil(torn, PAGE + 100)
     with Server(tmp_path, *CACHE, engine=engine) as server:
-        assert any("9 of them from earlier" in line for line in server.log)
+        wait_for(lambda: any("9 of them from earlier" in line for line in server.log))
         assert gone not in first.records(), "what only one rank has is erased"
         whole, sources = turn(server, [7], conversation="c", history="server")
         assert sources["disk"] <= 8 * 16

@@ -43,7 +43,7 @@ def test_what_a_restart_finds_and_what_a_deletion_leaves(tmp_path):
         assert f"in use by process {server.process.pid}" in second.stderr
         assert server.stop(signal.SIGTERM) == 0, "what is left to save is saved now"
     with Server(tmp_path, *CACHE) as server:
-        assert server.metric(ON_DISK) == 20
+        wait_for(lambda: server.metric(ON_DISK) == 20)
         HTTP.delete(f"{server.url}/v1/conversations/gone", timeout=30).raise_for_status()
         wait_for(lambda: server.metric(ON_DISK) == 10)
         _, sources = turn(server, [7], conversation="kept", history="server")
@@ -56,7 +56,7 @@ def test_what_a_restart_finds_and_what_a_deletion_leaves(tmp_path):
         _, sources = turn(server, gone)
         assert sources["cached_tokens"] == 0 and sources["recomputed"] == 0, "nobody has ever heard of it"
     with Server(tmp_path, *CACHE, "--chunk-tokens", 8) as server:
-        assert any("dropped 1 files of KV" in line for line in server.log)
+        wait_for(lambda: any("dropped 1 files of KV" in line for line in server.log))
         assert server.metric(ON_DISK) == 0
 
 
@@ -66,7 +66,7 @@ def test_sigterm_saves_within_the_grace_time_and_no_longer(tmp_path):
             turn(server, prompt(number), max_tokens=1)
         assert server.stop(signal.SIGTERM, seconds=120) == 0
     with Server(tmp_path, *CACHE) as server:
-        assert server.metric(ON_DISK) == 30
+        wait_for(lambda: server.metric(ON_DISK) == 30)
 
 
 def test_no_wrong_token_across_kills_in_the_middle_of_turns(tmp_path):

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +20,7 @@ from pensieve.scripts.serve_options import parse_options
 from pensieve.scripts.soak_life import descendants
 
 from .server import Server
+from .test_server import wait_for
 
 
 @pytest.mark.parametrize("http_exit, status", [(0, 0), (None, 0), (1, 1), (-9, 1)])
@@ -68,11 +68,8 @@ def test_a_server_says_where_its_threads_are_and_goes_on(tmp_path):
     with Server(tmp_path) as server:
         for process in [server.process.pid, *descendants(server.process.pid)]:  # as mpirun and systemd send it
             os.kill(process, signal.SIGUSR2)
-        until = time.monotonic() + 20
-        while not any("service.py" in line and "in run" in line for line in server.log) and time.monotonic() < until:
-            time.sleep(0.05)
+        wait_for(lambda: any("service.py" in line and "in run" in line for line in server.log))
         assert any("Current thread" in line or "Thread 0x" in line for line in server.log)
-        assert any("service.py" in line and "in run" in line for line in server.log)
         assert server.post("/v1/completions", prompt="x", max_tokens=1).status_code == 200
 
 

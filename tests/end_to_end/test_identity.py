@@ -86,7 +86,7 @@ def test_replies_of_compiled_engines(kind, disturbed, tmp_path_factory):
     torch.set_num_threads(1)
     directory, reference = compiled_engine(kind, tmp_path_factory)
     chatter = Chatter(open_engine(directory), reference, 11 + disturbed, disturbed=disturbed, gpu_kv_chunks=29)
-    counts = chatter.run(TURNS)
+    counts = chatter.run(2 * TURNS)
     for event in ("gpu", "host", "recomputed", "new", "dropped"):
         assert counts[event] > 0, f"{event} never occurred"
 

@@ -59,15 +59,17 @@ def test_smaller_priorities_are_served_first(server):
     ended = []
 
     def one(number, priority):
-        assert ask(server, number, priority=priority).is_success
-        ended.append(number)
+        if ask(server, number, priority=priority).is_success:
+            ended.append(number)
 
-    with ThreadPoolExecutor(3) as pool:
-        with Hog(server, 2900):
-            for number, priority in ((41, 5), (42, 0), (43, -1)):
-                pool.submit(one, number, priority)
-            wait_for(lambda: server.metric("pensieve:num_requests_waiting") == 3)
-        pool.shutdown()
+    for _ in range(10):  # who waits too long is sent away, as on a machine that stands still for seconds: then again
+        ended.clear()
+        with ThreadPoolExecutor(3) as pool, Hog(server, 2900):
+            asked = [pool.submit(one, *each) for each in ((41, 5), (42, 0), (43, -1))]
+            waiting = "pensieve:num_requests_waiting"
+            wait_for(lambda: server.metric(waiting) == 3 or any(each.done() for each in asked))  # noqa: B023
+        if len(ended) == 3:
+            break
     assert ended == [43, 42, 41]
 
 

@@ -107,7 +107,7 @@ def test_the_server_starts_its_ranks_and_ends_them(engine, tmp_path):
             next(lines)
             server.process.send_signal(signal.SIGTERM)
             assert "data: [DONE]" in list(lines)
-        assert server.process.wait(60) == 0
+        assert server.process.wait(120) == 0
 
 
 @pytest.mark.slow
@@ -126,13 +126,13 @@ def test_a_rank_that_fails_ends_all(fault, engine, tmp_path):
     words = command(2, "tests.end_to_end.ranks_faults", fault)
     with Server(tmp_path, engine=engine("llama")[1], command=words, environment=variables(2)) as server:
         if fault == "kill":
-            with pytest.raises(httpx.TransportError):
-                ask(server, 40)
+            with suppress(httpx.TransportError):  # unless rank 0 misses it before mpirun ends it
+                assert ask(server, 40).status_code == 500
         else:
             message = "ZeroDivisionError: rank 1 divides by zero" if fault == "raise" else "a rank hangs"
             reply = ask(server, 40)
             assert reply.status_code == 500 and message in reply.text
-        assert server.process.wait(60) != 0
+        assert server.process.wait(120) != 0
         log = "\n".join(server.log)
         if fault != "kill":
             assert message in log
@@ -145,7 +145,7 @@ def test_rank_0_is_given_up_in_the_middle_of_a_step(engine, tmp_path):
     with Server(tmp_path, engine=engine("llama")[1], command=words, environment=variables(2)) as server:
         with suppress(httpx.TransportError):
             assert ask(server, 40).status_code == 500
-        assert server.process.wait(60) != 0
+        assert server.process.wait(120) != 0
     assert any("no step is complete after 6 s: rank 0 hangs" in line for line in server.log)
 
 
@@ -160,7 +160,7 @@ def test_rank_0_is_given_up_in_the_middle_of_a_step(engine, tmp_path):
 def test_a_rank_that_cannot_start_ends_all(fault, status, message, engine, tmp_path):
     words = command(2, "tests.end_to_end.ranks_faults", fault)
     server = Server(tmp_path, engine=engine("llama")[1], command=words, environment=variables(2))
-    assert server.process.wait(60) == status
+    assert server.process.wait(120) == status
     server._reader.join(10)
     assert sum(message in line for line in server.log) == 1
 
@@ -170,17 +170,17 @@ def test_a_server_that_still_starts_ends_when_it_is_told_to(engine, tmp_path):
     """Rank 0 waits for rank 1, which never comes."""
     words = command(2, "tests.end_to_end.ranks_faults", "late")
     server = Server(tmp_path, engine=engine("llama")[1], command=words, environment=variables(2))
-    wait_for(lambda: "rank 1 loads for ever" in server.log, 60)
+    wait_for(lambda: "rank 1 loads for ever" in server.log)
     processes = descendants(server.process.pid)
-    assert server.stop(signal.SIGUSR1, 30) != 0
-    wait_for(lambda: not any(map(running, processes)), 30)
+    assert server.stop(signal.SIGUSR1) != 0
+    wait_for(lambda: not any(map(running, processes)))
 
 
 @pytest.mark.slow
 def test_a_rank_that_does_not_end_is_given_up(engine, tmp_path):
     words = command(2, "tests.end_to_end.ranks_faults", "last")
     with Server(tmp_path, engine=engine("llama")[1], command=words, environment=variables(2)) as server:
-        assert server.stop(signal.SIGUSR1, 60) != 0
+        assert server.stop(signal.SIGUSR1) != 0
     assert any("Timeout" in line for line in server.log)
 
 
@@ -191,14 +191,14 @@ def test_no_rank_outlives_its_mpirun(engine, tmp_path):
         mpirun, *others = descendants(server.process.pid)
         assert len(others) >= 3  # two ranks and the HTTP process
         os.kill(mpirun, signal.SIGKILL)
-        assert server.process.wait(60) != 0
-        wait_for(lambda: not any(map(running, others)), 30)
+        assert server.process.wait(120) != 0
+        wait_for(lambda: not any(map(running, others)))
 
 
 @pytest.mark.slow
 def test_ranks_that_are_too_few_are_told_how_many(engine, tmp_path):
     words = command(1, "pensieve.scripts.pensieve", "serve")
     server = Server(tmp_path, engine=engine("llama")[1], command=words, environment=variables(1))
-    assert server.process.wait(60) == 2
+    assert server.process.wait(120) == 2
     server._reader.join(10)
     assert any("2 ranks are needed and 1 were started: mpirun -n 2" in line for line in server.log)

@@ -45,7 +45,7 @@ def running(engine, tmp_path_factory):
         patch.setenv("OMP_NUM_THREADS", "1")
         with TritonServer(directory, *options, flags=EXPLICIT) as server:
             yield server
-    wait_for(lambda: not processes_of(engine), 30)
+    wait_for(lambda: not processes_of(engine))
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_unloading_lets_replies_end_and_leaves_no_process(triton, engine):
         unloaded = HTTP.post(f"{triton.url}/v2/repository/models/pensieve/unload", json={}, timeout=60)
         assert unloaded.status_code == 200
         assert '"finish_reason":"length"' in list(lines)[-1]
-    wait_for(lambda: not processes_of(engine), 30)
+    wait_for(lambda: not processes_of(engine))
     assert not triton.ready
 
 
@@ -92,8 +92,8 @@ def test_a_rank_that_dies_ends_requests_and_the_model_is_not_ready(triton, engin
     with streaming(triton) as lines:
         os.kill(max(processes_of(engine, "triton_rank")), signal.SIGKILL)
         assert "the engine has shut down" in list(lines)[-1]
-    wait_for(lambda: not triton.ready, 30)
-    wait_for(lambda: not processes_of(engine), 30)
+    wait_for(lambda: not triton.ready)
+    wait_for(lambda: not processes_of(engine))
 
 
 def test_tokens_are_those_of_the_http_server_with_two_ranks(triton, engine, tmp_path):

@@ -190,20 +190,29 @@ def test_what_is_no_body_behind_an_answer_ends_the_connection_quietly(server: Se
 
 @pytest.mark.parametrize("behind", [b"\r\n", b"\x00\r\n\r\n", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"])
 def test_what_comes_behind_a_connections_last_request_costs_no_answer(impatient: Server, behind: bytes) -> None:
+    """Of an answer that has begun, and of one that has not; neither ends before all of that has come."""
     for stream, end in ((True, b"data: [DONE]"), (False, b'"total_tokens":')):
         body = json.dumps({"prompt": "x", "max_tokens": 40, "stream": stream}).encode()
-        with impatient.connect() as wire:
+        with impatient.connect() as wire, contextlib.ExitStack() as pause:
+            pause.callback(impatient.loop.go_on)
+            if not stream:
+                impatient.loop.pause()
             wire.sendall(HEAD + f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
             answer = wire.recv(1 << 16) if stream else b""
+            impatient.loop.pause()
             for _ in range(3):
                 time.sleep(0.05)
                 wire.sendall(behind)
+            pause.close()
             answer += received(wire)
         assert answer.startswith(b"HTTP/1.1 200 ") and end in answer
 
 
 def test_random_bytes_leave_nothing_behind(server: Server) -> None:
-    findings = fuzz(server.url, seconds=2, seed=7, workers=8, pids=[server.process.pid])
+    for seconds in (2, 20):  # on a busy machine not much is sent in a short while
+        findings = fuzz(server.url, seconds, seed=7, workers=8, pids=[server.process.pid])
+        if findings.faults or findings.cases > 10:
+            break
     assert not findings.faults and findings.cases > 10
     assert findings.statuses["400"] and findings.statuses["200"]
 

@@ -300,7 +300,7 @@ def test_room_that_two_writers_find_at_once_is_said_once(tmp_path, monkeypatch, 
     found = DiskStore._not_full
 
     def found_by_both(store):
-        both.wait(10)
+        both.wait(60)
         found(store)
 
     monkeypatch.setattr(DiskStore, "_not_full", found_by_both)

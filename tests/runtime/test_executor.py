@@ -166,6 +166,11 @@ def test_hazard_slot_reuse_waits_for_the_out_copy_still_reading(executors):
     assert tokens[1:] == [(next_token(PROMPT[::-1], LAYERS),), (SECOND_TURN_TOKEN,)]
 
 
+def pass_lane(executor: Executor, lane: Lane) -> None:
+    """Waits until the lane has done all that it has to do."""
+    executor._device.synchronize(executor._device.mark(lane))
+
+
 @pytest.mark.parametrize("gated", [True, False])
 def test_hazard_swap_in_delayed_and_the_step_waits(executors, gated):
     executor = executors(disturb=delay(Lane.IN, seconds=0.1))
@@ -185,27 +190,28 @@ def test_hazard_swap_in_delayed_and_the_step_waits(executors, gated):
 def test_the_hazards_would_be_seen_without_gates_and_tickets(executors, monkeypatch):
     """The tests above have teeth: with the waits taken away the same plans give other tokens."""
     monkeypatch.setattr(CpuDevice, "_pass_gate", lambda self, layer: None)
-    executor = executors(disturb=delay(Lane.IN))
+    executor = executors()
     run(executor, first_turn(), plan(2, copies=[copy(Lane.OUT, 1, {0: 0, 1: 1}, Tickets(1, 0, 0))]))
     back = copy(Lane.IN, 1, {0: 8, 1: 9}, Tickets(0, 0, 1), gated=True)
-    assert run(executor, second_turn(3, 1, (8, 9, 10), copies=[back])) != [(SECOND_TURN_TOKEN,)]
+    go_on = hold(executor._device, Lane.IN)
+    executor.launch(second_turn(3, 1, (8, 9, 10), copies=[back]))
+    pass_lane(executor, Lane.COMPUTE)
+    go_on.set()
+    assert executor.wait().tokens != (SECOND_TURN_TOKEN,)
 
     monkeypatch.setattr(CpuDevice, "wait", lambda self, lane, ticket: None)
-    executor = executors(disturb=delay(Lane.COMPUTE))
-    tokens = run(
-        executor,
-        first_turn(),
-        second_turn(
-            2,
-            1,
-            (8, 9, 10),
-            copies=[
-                copy(Lane.OUT, 1, {0: 0, 1: 1}, Tickets(1, 0, 0)),
-                copy(Lane.IN, 1, {0: 8, 1: 9}, Tickets(0, 0, 1), gated=True),
-            ],
-        ),
-    )
-    assert tokens[1] != (SECOND_TURN_TOKEN,)
+    executor = executors()
+    copies = [
+        copy(Lane.OUT, 1, {0: 0, 1: 1}, Tickets(1, 0, 0)),
+        copy(Lane.IN, 1, {0: 8, 1: 9}, Tickets(0, 0, 1), gated=True),
+    ]
+    go_on = hold(executor._device, Lane.COMPUTE)
+    executor.launch(first_turn())
+    executor.launch(second_turn(2, 1, (8, 9, 10), copies=copies))
+    pass_lane(executor, Lane.OUT)
+    go_on.set()
+    executor.wait()
+    assert executor.wait().tokens != (SECOND_TURN_TOKEN,)
 
 
 def test_hazard_block_table_changed_while_a_step_in_flight_reads_it(executors):
@@ -230,8 +236,9 @@ class Broken(FakeEngine):
 
 @pytest.mark.parametrize("lane", list(Lane))
 def test_hazard_one_lane_raises_and_nobody_hangs(executors, lane):
-    before = threading.active_count()
-    executor = executors(engine=Broken(LAYERS) if lane is Lane.COMPUTE else None, disturb=delay(lane, seconds=0.02))
+    before = threading.enumerate()
+    executor = executors(engine=Broken(LAYERS) if lane is Lane.COMPUTE else None)
+    go_on = hold(executor._device, lane)
     nowhere = {0: 1000}
     copies = {
         Lane.COMPUTE: [],
@@ -240,13 +247,14 @@ def test_hazard_one_lane_raises_and_nobody_hangs(executors, lane):
     }[lane]
     after = Tickets(0, 0, 1) if lane is Lane.OUT else Tickets()
     executor.launch(first_turn(copies=copies, after=after))
+    go_on.set()
     with pytest.raises((RuntimeError, IndexError)) as first:
         executor.wait()
     with pytest.raises(type(first.value)) as second:
         executor.launch(plan(2, generate={0: 8}))
     assert second.value is first.value
     executor.close()
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= set(before)
 
 
 def test_launching_or_waiting_too_often_is_refused(executors):

@@ -109,7 +109,7 @@ def test_the_process_ends_with_the_pipe_and_signals_are_the_parents(tokenizer_di
     url = f"http://127.0.0.1:{server.port}"
     assert httpx.get(f"{url}/health", timeout=60).is_success
     server.process.terminate()
-    assert httpx.post(f"{url}/v1/completions", json={"prompt": "still here"}).is_success
+    assert httpx.post(f"{url}/v1/completions", json={"prompt": "still here"}, timeout=60).is_success
     server.close()
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")
@@ -130,7 +130,7 @@ def test_the_process_ends_if_the_start_failed(monkeypatch: pytest.MonkeyPatch) -
 def test_a_connection_may_be_idle_for_longer_than_balancers_keep_it(server: Server) -> None:
     """Closed by the server it would lose the request that comes at that moment."""
     assert KEEP_ALIVE_SECONDS > 60
-    client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     for pause in (6.0, 0.0):
         client.request("GET", "/health")
         first = client.sock

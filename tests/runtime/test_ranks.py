@@ -21,7 +21,7 @@ def test_three_ranks_agree_and_add_up():
 
 @pytest.mark.slow
 def test_a_plan_that_was_sent_is_received_while_rank_0_is_busy(tmp_path):
-    assert run_ranks(3, PROGRAM, "messages", tmp_path, seconds=60) == "all well\n"
+    assert run_ranks(3, PROGRAM, "messages", tmp_path, seconds=300) == "all well\n"
 
 
 @pytest.mark.slow
@@ -40,7 +40,9 @@ def test_what_is_wrong_with_one_is_said_once_and_ends_all(what, message):
 
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_is_not_sent_to_for_ever():
-    ended = subprocess.run(command(3, PROGRAM, "stopped"), env=variables(3), capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        command(3, PROGRAM, "stopped"), env=variables(3), capture_output=True, text=True, timeout=300
+    )
     assert ended.returncode == 1
     assert ended.stdout == "ranks [1] have not received what was sent to them after 3 s: a rank hangs\n"
 
@@ -76,14 +78,14 @@ if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
 run_rank("program", 2, lambda ranks: 0)
 """
     words = [find_mpirun(), "-n", "2", sys.executable, "-c", program]
-    ended = subprocess.run(words, env=variables(2), capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(words, env=variables(2), capture_output=True, text=True, timeout=300)
     assert ended.returncode == 1
     assert "Timeout (0:00:02)!" in ended.stderr and "in open_ranks" in ended.stderr
 
 
 @pytest.mark.slow
 def test_what_a_rank_fails_with_reaches_rank_0_whatever_it_is():
-    ended = subprocess.run(command(3, PROGRAM, "fails"), env=variables(3), capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command(3, PROGRAM, "fails"), env=variables(3), capture_output=True, text=True, timeout=300)
     assert ended.returncode == 1
     assert ended.stdout == "rank 1 failed, at length\n"
 

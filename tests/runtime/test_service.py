@@ -228,7 +228,7 @@ def test_who_comes_while_the_plan_can_wait_is_in_it(service: Service, scheduler:
     def spare(now: float) -> float:
         nonlocal deadline
         if not deadline:
-            deadline = now + 5.0
+            deadline = now + 100.0
             threading.Timer(0.1, lambda: service._inbox.put(Submit(request))).start()
         return 0.0 if ("add", 1) in scheduler.asked else deadline - now
 
@@ -240,4 +240,4 @@ def test_who_comes_while_the_plan_can_wait_is_in_it(service: Service, scheduler:
     scheduler.next_plan, scheduler.in_flight, scheduler.expire = next_plan, 0, lambda now: []
     began = time.monotonic()
     service.run(Ready("", (), False, 1, 1, (), ""))
-    assert scheduler.asked == [("add", 1), "plan"] and time.monotonic() - began < 4
+    assert scheduler.asked == [("add", 1), "plan"] and time.monotonic() - began < 60

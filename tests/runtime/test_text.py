@@ -41,14 +41,13 @@ def pieces(tokenizer: Tokenizer, tokens: list[int], context: tuple[int, ...] = (
 
 
 def test_the_process_goes_on_while_a_long_prompt_is_encoded() -> None:
-    tokenizer, longest, last = Tokenizer(byte_tokenizer()), 0.0, time.perf_counter()
+    tokenizer, went_on = Tokenizer(byte_tokenizer()), 0
     encoding = threading.Thread(target=tokenizer.encode_rendered, args=("tea " * 400_000,))
-    began = last
     encoding.start()
     while encoding.is_alive():
         time.sleep(0.001)
-        longest, last = max(longest, time.perf_counter() - last), time.perf_counter()
-    assert longest < (last - began) / 2
+        went_on += 1
+    assert went_on > 20, "hundreds of times, but for one or two if it stops meanwhile"
 
 
 def test_a_character_of_several_tokens_is_said_whole() -> None:

@@ -95,9 +95,9 @@ def test_a_number_that_json_does_not_have_makes_no_call(number: str) -> None:
 
 def test_much_white_space_does_not_stop_the_process() -> None:
     text = " " * 50_000 + "x"
-    began = time.perf_counter()
+    began = time.thread_time()
     assert parsed(text) == (text, [])
-    assert time.perf_counter() - began < 1
+    assert time.thread_time() - began < 1
 
 
 def test_what_is_no_call_stays_as_it_was_written() -> None:

@@ -102,7 +102,7 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(caplog: pytest.LogCaptureFi
     trace = TraceFile(Path("/dev/full"))
     for step in range(1, 100):
         trace.launched(plan(step, generate={0: 1}))
-    trace._thread.join(10)
+    trace._thread.join(60)
     trace.launched(plan(100, generate={0: 1}))
     trace.close()
     trace.close()
@@ -125,7 +125,7 @@ def test_a_slow_disk_ends_the_trace_before_it_fills_the_memory(
     with ThreadPoolExecutor(1) as pool, open(reader) as pipe:
         text = pool.submit(pipe.read)
         trace.close()
-        events = json.loads(text.result(10))
+        events = json.loads(text.result(60))
     assert events[-1]["ph"] == "C"
 
 

@@ -187,13 +187,19 @@ def test_a_collector_that_takes_no_spans_holds_nothing_up(monkeypatch: pytest.Mo
     assert answer.is_success and seconds < 8
 
 
+def serve_until_spans_arrive(*arguments: Any) -> None:
+    """`serve_http` with `collector`'s patience, in a process of its own."""
+    tracing.CLOSE_SECONDS = 60.0
+    serve_http(*arguments)
+
+
 def test_the_process_sends_its_last_spans_an_abandoned_requests_too(collector: Collector) -> None:
     loop = FakeLoop(say("y" * 200), step_seconds=0.2)  # 40 s for the whole reply
     with listen("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
         settings = HTTPSettings(otlp_traces_endpoint=collector.url)
         process = multiprocessing.get_context("spawn").Process(
-            target=serve_http, args=(loop.client_end, listener, settings), daemon=True
+            target=serve_until_spans_arrive, args=(loop.client_end, listener, settings), daemon=True
         )
         process.start()
     loop.client_end.close()

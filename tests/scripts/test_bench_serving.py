@@ -70,15 +70,21 @@ def bench(tmp_path, capsys):
     return run
 
 
+LONGER = (1, 8, 40)  # times a short while: on a busy machine nothing may end in that
+
+
 def test_known_delays_are_what_is_measured(bench):
     with CompletionsServer(first_s=0.1, gap_s=0.02) as server:
-        (made,), said = bench(server, "--gpu-dollars-per-hour", "3600", rate="8", measure_s=1.5)
+        for seconds in (1.5 * times for times in LONGER):
+            (made,), said = bench(server, "--gpu-dollars-per-hour", "3600", rate="8", measure_s=seconds)
+            if made["completed_per_s"] > 0:
+                break
     assert made["errors"] == {} and made["completed_per_s"] > 0
-    assert 100 <= made["ttft_ms_p50"] < 2000
-    assert 19 <= made["inter_token_ms_p50"] < 400
-    assert (100 + 10 * 20) / REPLY <= made["ms_per_token_mean"] < 600
+    assert 100 <= made["ttft_ms_p50"] < 5000
+    assert 19 <= made["inter_token_ms_p50"] < 1000
+    assert (100 + 10 * 20) / REPLY <= made["ms_per_token_mean"] < 2000
     assert made["offered_per_s"] == pytest.approx(8 * 2)
-    assert made["sources"]["new"] > 0 and made["cached_tokens"] == 3 * round(1.5 * made["completed_per_s"])
+    assert made["sources"]["new"] > 0 and made["cached_tokens"] == 3 * round(seconds * made["completed_per_s"])
     assert made["gpu_seconds"] == 0.0 and made["dollars"] == 0.0  # the server's counter stands still
     assert "new 100.0%" in said.out and "fake at http" in said.out
     assert all(set(body) == VLLM_FIELDS for body in server.bodies)
@@ -122,15 +128,19 @@ def test_failures_are_counted_by_kind_and_end_their_conversation(monkeypatch):
 
 def test_a_server_that_dies_is_counted_and_ends_nothing():
     dialogue = Dialogue("d", None, (SessionTurn(0, 5, 400),), ((MadeUp(5),),))
-    arrivals = [Arrival(index / 20, dialogue, index) for index in range(20)]
-    target, window = Target("", "fake"), Window(0.0, 2.0)
-    with CompletionsServer(gap_s=0.01) as server:
-        target = target._replace(url=server.url)
-        with Load(target, arrivals, Words(100, "x"), window, 2) as load:
-            time.sleep(max(0.0, load.start + 0.5 - bench_load.clock()))
+    for times in LONGER:  # who comes late finds no server, or too late a one that still listens
+        arrivals = [Arrival(times * index / 20, dialogue, index) for index in range(20)]
+        window = Window(0.0, times * 2.0)
+        with (
+            CompletionsServer(gap_s=times * 0.01) as server,
+            Load(Target(server.url, "fake"), arrivals, Words(100, "x"), window, 2) as load,
+        ):
+            time.sleep(max(0.0, load.start + times * 0.5 - bench_load.clock()))
             server.shutdown()
             server.server_close()  # nobody listens any more; what is open goes on
             tally = load.result()
+        if tally.sent == 20 and min(tally.errors["cannot connect"], tally.open_at_end) > 3:
+            break
     assert tally.errors["cannot connect"] > 3
     assert set(tally.errors) <= {"cannot connect", "connection lost"}  # the latter: it was about to be accepted
     assert tally.sent == 20 and tally.open_at_end > 3
@@ -242,7 +252,10 @@ def test_the_largest_rate_is_found_by_halving(limit, said):
 
 def test_a_search_stops_at_what_is_asked(bench):
     with CompletionsServer() as server:
-        made, said = bench(server, "--find-rate", "1000", rate="9,20", measure_s=0.5)
+        for times in LONGER:
+            made, said = bench(server, "--find-rate", "1000", rate="9,20", measure_s=0.5 * times)
+            if all(each["completed_per_s"] > 0 for each in made):
+                break
         assert [each["rate"] for each in made] == [9.0, 20.0] and "20 conversations/s or more" in said.out
 
 
@@ -279,8 +292,9 @@ def test_a_server_that_refuses_is_told_before_the_run(capsys):
 
 def test_a_real_server_tells_its_sources(bench, tmp_path):
     with Server(tmp_path / "state") as server:
-        for seconds in (1.5, 10, 60):  # on a busy machine nothing ends in a short while
-            (*_, made), said = bench(server, "--conversations", "--vocabulary", "2000", rate="3", measure_s=seconds)
+        for times in LONGER:
+            options = ("--conversations", "--vocabulary", "2000")
+            (*_, made), said = bench(server, *options, rate="3", measure_s=1.5 * times)
             if made["completed_per_s"] > 0:
                 break
     assert made["errors"] == {} and made["completed_per_s"] > 0 and made["model"] == "demo"

@@ -54,7 +54,8 @@ def test_a_machine_without_anything_is_told_everything(bare: Path) -> None:
 )
 def test_a_driver_that_fails_is_a_finding(bare: Path, monkeypatch: pytest.MonkeyPatch, text: str, said: str) -> None:
     program(bare, "nvidia-smi", text)
-    monkeypatch.setattr(doctor, "PROGRAM_S", 1)
+    if "while" in text:  # the others answer, if it takes them a second to start
+        monkeypatch.setattr(doctor, "PROGRAM_S", 1)
     driver = found("cuda", bare)["driver"]
     assert driver.level is Level.PROBLEM and said in driver.found
 
@@ -98,7 +99,7 @@ def test_the_exit_status_counts_problems_only(
 
 def test_the_command(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pensieve.scripts.pensieve", "doctor", "--device", "cpu", "--json"]
-    ran = subprocess.run([*command, "--state-dir", tmp_path], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([*command, "--state-dir", tmp_path], capture_output=True, text=True, timeout=300)
     names = {finding["name"] for finding in json.loads(ran.stdout)["findings"]}
     assert {"torch", "compiler", "mpi", "tensorrt", "memory", "disk", "/dev/shm"} <= names
     assert ran.returncode in (0, 1) and not ran.stderr

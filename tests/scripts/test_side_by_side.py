@@ -35,24 +35,29 @@ serve = "--engine {engine} --gpu-kv-bytes 1MiB --host-kv-chunks 0 --no-reuse --m
 bench = ["{bench} --rate none", "{bench}"]
 """
 
+BENCH = "--vocabulary 100 --processes 1 --rate 1 --think-s 1 --warm-up-s 1 --max-context 60"
+
 
 @pytest.mark.slow
 def test_each_server_has_its_rows(tmp_path):
     tiny_checkpoint("llama", tmp_path / "checkpoint")
     build_engine(tmp_path / "checkpoint", tmp_path / "engine")
-    bench = "--vocabulary 100 --processes 1 --rate 1 --think-s 1 --warm-up-s 1 --measure-s 3 --max-context 60"
     servers = tmp_path / "servers.toml"
-    servers.write_text(SERVERS.format(engine=tmp_path / "engine", bench=bench))
-    ended = subprocess.run(
-        [sys.executable, SCRIPT, "--servers", servers, "--output", tmp_path / "out", "--seconds", "200"],
-        env={"OMP_NUM_THREADS": "1", **os.environ},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert "refused: no server after" in ended.stdout and "--gpu-kv-bytes: " in ended.stdout
-    rows = {name: json.loads((tmp_path / "out" / f"{name}.json").read_text()) for name in ("kept", "kept-2", "none-2")}
+    for seconds in (3, 40):  # on a busy machine nothing may end in a short while
+        servers.write_text(SERVERS.format(engine=tmp_path / "engine", bench=f"{BENCH} --measure-s {seconds}"))
+        output = tmp_path / f"out-{seconds}"
+        ended = subprocess.run(
+            [sys.executable, SCRIPT, "--servers", servers, "--output", output, "--seconds", "400"],
+            env={"OMP_NUM_THREADS": "1", **os.environ},
+            capture_output=True,
+            text=True,
+            timeout=500,
+        )
+        assert ended.returncode == 0, ended.stderr
+        assert "refused: no server after" in ended.stdout and "--gpu-kv-bytes: " in ended.stdout
+        rows = {name: json.loads((output / f"{name}.json").read_text()) for name in ("kept", "kept-2", "none-2")}
+        if all(row["completed_per_s"] > 0 for row in rows.values()):
+            break
     assert all(row["rate"] == 1 and row["completed_per_s"] > 0 for row in rows.values())
     assert not rows["none-2"]["sources"]["gpu"], "nothing is kept there"
     assert rows["kept-2"]["seed"] == 1

@@ -23,7 +23,7 @@ def test_the_pipe_is_rank_0_s_alone_once_it_is_handed_over(tmp_path):
         thread = threading.Thread(target=hand_over, args=(theirs, door))
         thread.start()
         taken = take_over(str(tmp_path / "door"))
-        thread.join(10)
+        thread.join(60)
     assert theirs.closed
     taken.send("ready")
     assert ours.recv() == "ready"
