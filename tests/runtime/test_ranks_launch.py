@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -95,11 +94,10 @@ def test_ranks_are_told_to_drain_and_their_status_comes_back(fake):
     parent = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     assert parent.stdout.readline() == "started -n 2 serve --port 0\n"
     assert parent.stdout.readline() == "trapped\n"
-    parent.send_signal(signal.SIGUSR2)  # where each hangs: it asks them, and goes on
-    assert parent.stdout.readline() == "tells\n"
     parent.send_signal(signal.SIGTERM)
     assert parent.stdout.readline() == "drains\n"
-    time.sleep(0.1)
+    parent.send_signal(signal.SIGUSR2)  # where each hangs: it asks them, and goes on
+    assert parent.stdout.readline() == "tells\n"
     parent.send_signal(signal.SIGINT)
     assert parent.stdout.readline() == "drains\n"
     assert parent.wait(60) == 7
