@@ -22,9 +22,6 @@ import math
 import torch
 from torch import Tensor
 
-CODED = torch.float8_e4m3fn
-"""The dtype of pools that hold such records."""
-
 ALIGNMENT = 128
 """Bytes: a line of the GPU's cache and two of the host's, so that layers share none."""
 
@@ -33,12 +30,7 @@ SMALLEST_SCALE = 32
 
 LARGEST_CODE = 448.0
 
-
-def record_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Of one chunk in a pool of `shape`, as `ForwardPass.kv_shape`, and `dtype`."""
-    if dtype == CODED:
-        return shape[1] * layer_bytes(shape)
-    return math.prod(shape[1:]) * dtype.itemsize
+CODES = torch.float8_e4m3fn
 
 
 def scales_offset(shape: tuple[int, ...]) -> int:
@@ -59,7 +51,7 @@ def encode(chunks: Tensor) -> Tensor:
     # Adding 0x1FFFFF carries into the exponent if the mantissa is above that of 448 = 1.75 * 2**8.
     exponents = ((largest.view(torch.int32) + 0x1FFFFF >> 23) - 8).clamp(min=SMALLEST_SCALE)
     inverse = (254 - exponents << 23).view(torch.float32)
-    codes = (values * inverse).clamp(-LARGEST_CODE, LARGEST_CODE).to(CODED)
+    codes = (values * inverse).clamp(-LARGEST_CODE, LARGEST_CODE).to(CODES)
     records = torch.zeros(*chunks.shape[:2], layer_bytes(chunks.shape), dtype=torch.uint8, device=chunks.device)
     count, first = math.prod(chunks.shape[2:]), scales_offset(chunks.shape)
     scales = (exponents << 23).flatten(2).view(torch.uint8)
@@ -74,7 +66,7 @@ def decode(records: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tenso
     Numbers that rounding took beyond the dtype's largest become that.
     """
     count, first = math.prod(shape[2:]), scales_offset(shape)
-    codes = records[..., :count].view(CODED).view(*records.shape[:2], *shape[2:])
+    codes = records[..., :count].view(CODES).view(*records.shape[:2], *shape[2:])
     scales = records[..., first : first + 4 * math.prod(shape[2:4])].contiguous().view(torch.float32)
     values = codes.float() * scales.view(*records.shape[:2], *shape[2:4], 1, 1)
     largest = torch.finfo(dtype).max

@@ -1,4 +1,4 @@
-"""Copies of a CUDA device that change their form on the way: HOST holds records in eight bits (`kv_fp8_reference`).
+"""Copies of a CUDA device that change their form on the way: HOST holds coded records (`kv_forms`).
 
 A lane that codes is two streams with a staging buffer on the GPU between them:
 
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.cuda import Event
 
-from ..plugins.kv_fp8_reference import layer_bytes
+from ..plugins.kv_forms import Form
 from ..scheduler.plan import Lane
 from .pinned import Records
 
@@ -45,15 +45,14 @@ class _Half:
 class CodedCopies:
     """One lane's."""
 
-    def __init__(self, lane: Lane, pool: Tensor, host: Records, stream: torch.cuda.Stream, copy: CopyCall):
+    def __init__(self, lane: Lane, form: Form, pool: Tensor, host: Records, stream: torch.cuda.Stream, copy: CopyCall):
         """pool: the GPU's, still zero; host: where the coded records are; stream: the lane's, its exit."""
-        from ..plugins import kv_fp8_kernel  # Triton comes with CUDA only
-        from ..plugins.host_copy_kernel import copy_words
+        from ..plugins.host_copy_kernel import copy_words  # Triton comes with CUDA only
 
-        self._kernel, self._copy_words = kv_fp8_kernel, copy_words
+        self._kernels, self._copy_words = form.kernels(), copy_words
         self._lane, self._pool, self._host, self._copy = lane, pool, host, copy
         self.entry, self._exit = torch.cuda.Stream(), stream
-        self._layer_bytes = layer_bytes(pool.shape)
+        self._layer_bytes = form.layer_bytes(pool.shape)
         self._half_bytes = max(HALF_BYTES, host.record)
         self._halves = [_Half(self._half_bytes, pool.device) for _ in range(2)]
         # Pinned buffers of slots, as large as a copy can need, and when the GPU has read each; the oldest first.
@@ -120,6 +119,6 @@ class CodedCopies:
     def _code(self, records: Tensor, slots: Tensor, layers: range) -> None:
         """Encodes or decodes, on the current stream."""
         if self._lane is Lane.OUT:
-            self._kernel.encode(self._pool, slots, layers, records)
+            self._kernels.encode(self._pool, slots, layers, records)
         else:
-            self._kernel.decode(records, slots, layers, self._pool)
+            self._kernels.decode(records, slots, layers, self._pool)

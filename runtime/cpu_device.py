@@ -15,7 +15,7 @@ from queue import SimpleQueue
 import numpy as np
 import torch
 
-from ..plugins.kv_fp8_reference import CODED, decode, encode, record_bytes
+from ..plugins.kv_forms import Form, record_bytes
 from ..plugins.torch_ops import register_pool, release_pool
 from ..scheduler.plan import Lane
 from ..scheduler.types import InvariantError, SettingError, Tier
@@ -42,6 +42,7 @@ class CpuDevice:
         """disturb: seconds to sleep before each piece of work of a lane; shuffle: mixes the pairs of each copy."""
         self._disturb, self._shuffle = disturb, shuffle
         self._pools: dict[Tier, torch.Tensor] = {}
+        self._form: Form | None = None
         self._handle: int | None = None
         self._gates: dict[int, CpuTicket] = {}
         self._closed = False
@@ -142,13 +143,14 @@ class CpuDevice:
         """The tiers share the host's memory."""
         return host_memory()
 
-    def allocate_pool(self, tier: Tier, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def allocate_pool(self, tier: Tier, shape: tuple[int, ...], dtype: torch.dtype, form: Form | None = None) -> None:
         # numpy's zeroed pages are not taken before they are written, so the pools made so far still count as free.
         free = self.memory(tier).free - sum(pool.nbytes for pool in self._pools.values())
-        record = record_bytes(shape, dtype)
+        record = record_bytes(shape, dtype, form)
         check_pool_fits(POOL_SETTINGS[tier], shape[0], shape[0] * record, free)
         try:
-            if dtype == CODED:
+            if form is not None:
+                self._form = form
                 self._pools[tier] = torch.from_numpy(np.zeros((shape[0], shape[1], record // shape[1]), np.uint8))
             else:
                 self._pools[tier] = torch.from_numpy(np.zeros(shape, f"i{dtype.itemsize}")).view(dtype)
@@ -187,10 +189,10 @@ class CpuDevice:
 
     def _recoding(self, lane: Lane) -> Callable[[torch.Tensor], torch.Tensor]:
         """What makes of a tier's layers of chunks those of the other one."""
-        host, gpu = self._pools[Tier.HOST], self._pools[Tier.GPU]
-        if host.dtype == gpu.dtype:
+        form, gpu = self._form, self._pools[Tier.GPU]
+        if form is None:
             return lambda layers: layers
-        return encode if lane is Lane.OUT else lambda layers: decode(layers, gpu.shape, gpu.dtype)
+        return form.encode if lane is Lane.OUT else lambda layers: form.decode(layers, gpu.shape, gpu.dtype)
 
     # The step.
 

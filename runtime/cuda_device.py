@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..builder.config import Shard
-from ..plugins.kv_fp8_reference import CODED, record_bytes
+from ..plugins.kv_forms import Form, record_bytes
 from ..plugins.torch_ops import register_pool, release_pool
 from ..scheduler.plan import Lane
 from ..scheduler.types import InvariantError, SettingError, Tier
@@ -117,9 +117,9 @@ class CudaDevice:
         free, total = torch.cuda.mem_get_info()
         return Memory(free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated(), total)
 
-    def allocate_pool(self, tier: Tier, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def allocate_pool(self, tier: Tier, shape: tuple[int, ...], dtype: torch.dtype, form: Form | None = None) -> None:
         slots = shape[0]
-        record = record_bytes(shape, dtype)
+        record = record_bytes(shape, dtype, form)
         free = self.memory(tier).free
         check_pool_fits(POOL_SETTINGS[tier], slots, slots * record, free)
         try:
@@ -137,10 +137,10 @@ class CudaDevice:
                 f"{free / GIB:.2f} GiB seemed free; lower it ({error})",
             ) from error
         self._layers = shape[1]
-        if tier is Tier.HOST and dtype == CODED:
-            assert self._pool is not None
+        if form is not None:
+            assert self._pool is not None and self._host is not None
             self._coded = {
-                lane: CodedCopies(lane, self._pool, self._host.records, self._streams[lane], self._copy)
+                lane: CodedCopies(lane, form, self._pool, self._host.records, self._streams[lane], self._copy)
                 for lane in (Lane.IN, Lane.OUT)
             }
 

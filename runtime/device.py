@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from ..builder.manifest import Manifest
+from ..plugins.kv_forms import Form
 from ..scheduler.plan import Lane
 from ..scheduler.types import Tier
 from .messages import NO_WAITS, Waits
@@ -94,11 +95,10 @@ class Device(Protocol):
     def memory(self, tier: Tier) -> Memory:
         """Memory of GPU or HOST."""
 
-    def allocate_pool(self, tier: Tier, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def allocate_pool(self, tier: Tier, shape: tuple[int, ...], dtype: torch.dtype, form: Form | None = None) -> None:
         """Makes the tier's KV pool, `shape` as `ForwardPass.kv_shape`, zeroed; once a tier, kept until `close`.
 
-        The GPU's comes first. HOST's has its dtype, or `kv_fp8_reference.CODED`: then `copy` encodes and decodes, and
-        a record is as described there.
+        The GPU's comes first. HOST's records are as its, or of a form: then `copy` encodes and decodes.
 
         SettingError names the setting to lower if the pool does not fit.
         """

@@ -13,9 +13,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 
-from ..plugins.kv_fp8_reference import record_bytes
+from ..plugins.kv_forms import Form, record_bytes
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.plan import Lane, StepPlan, StepResult
 from ..scheduler.types import DiskRecord, InvariantError, Tier
@@ -66,7 +65,7 @@ class Executor:
         group_layers: int = GROUP_LAYERS,
         grammars: Grammars | None = None,
         in_first: bool = False,
-        host_dtype: torch.dtype | None = None,
+        host_form: Form | None = None,
         disk: DiskSettings | None = None,
     ):
         """Takes the device over and closes it in `close`. SettingError if a pool does not fit its memory, or the disk's
@@ -74,17 +73,19 @@ class Executor:
 
         grammars    without, no row may have a grammar
         in_first    as `Transfers`
-        host_dtype  of the HOST pool, as `Device.allocate_pool`; None: the engine's
+        host_form   of the records in HOST, as `Device.allocate_pool`
         disk        without, no plan may have work for the disk
         """
         shape = engine.kv_shape(config.gpu_kv_chunks, config.chunk_tokens)
         # A row may overrun its last position by the steps in flight; their KV is never used.
         blocks = config.chunks(config.max_model_len + MAX_IN_FLIGHT)
         host_shape = engine.kv_shape(config.host_kv_chunks, config.chunk_tokens)
-        host_dtype = host_dtype or engine.dtype
         self._device = device
         self._inputs = StepPacker(config.max_num_seqs, blocks, config.chunk_tokens)
-        self._transfers = Transfers(device, shape[1], group_layers, record_bytes(host_shape, host_dtype), in_first)
+        record = record_bytes(host_shape, engine.dtype, host_form)
+        holds = None if host_form is None else host_form.holds
+        check = None if holds is None else lambda slot: holds(device.record(slot), host_shape)
+        self._transfers = Transfers(device, shape[1], group_layers, record, in_first, check)
         self._constraints = None
         if grammars is not None:
             from .constraints import Constraints  # only they need llguidance
@@ -92,7 +93,7 @@ class Executor:
             self._constraints = Constraints(grammars)
         self._launched: deque[_Launched] = deque()
         device.allocate_pool(Tier.GPU, shape, engine.dtype)
-        device.allocate_pool(Tier.HOST, host_shape, host_dtype)
+        device.allocate_pool(Tier.HOST, host_shape, engine.dtype, host_form)
         self._disk = DiskStore(disk, config.chunk_tokens, device.record) if disk is not None else None
         device.load(engine, config.max_num_seqs, blocks, self._transfers.gates, config.max_num_batched_tokens)
 
@@ -147,7 +148,8 @@ class Executor:
         if self._constraints is not None:
             self._constraints.advance(plan.samples, tokens)
         completed, disk = self._transfers.completed(), self._disk_report(plan)
-        result = StepResult(plan.step, plan.samples, tokens, completed, *disk, unerased=unerased)
+        spoiled = self._transfers.spoiled()
+        result = StepResult(plan.step, plan.samples, tokens, completed, *disk, unerased=unerased, spoiled=spoiled)
         return result if launched.scores is None else _with_logprobs(result, launched, launched.scores)
 
     def _disk_report(self, plan: StepPlan) -> DiskReport:

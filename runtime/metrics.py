@@ -143,6 +143,11 @@ class Metrics(Collector):
             "Tokens computed again within a minute after their chunk was dropped",
             value=stats.regret_tokens,
         )
+        yield CounterMetricFamily(
+            "pensieve:kv_spoiled_copies",
+            "Copies on HOST given up because their form could not hold them (--lower-tier-kv packed)",
+            value=stats.spoiled,
+        )
 
     def _disk(self) -> Iterator[Metric]:
         """What the disk tier says of itself; zeros without one."""

@@ -54,6 +54,7 @@ class Report(NamedTuple):
     promoted: tuple[int, ...]
     failed: tuple[int, ...]
     unerased: tuple[int, ...]
+    spoiled: tuple[int, ...]
 
 
 def report_of(result: StepResult) -> Report:
@@ -73,13 +74,15 @@ class Reports:
     """What the other ranks have reported, and what follows: the slowest one's tickets, disk work that all have done."""
 
     def __init__(self, others: int):
-        self._last = {rank: Report(0, NO_TICKETS, (), (), (), ()) for rank in range(1, others + 1)}
+        self._last = {rank: Report(0, NO_TICKETS, (), (), (), (), ()) for rank in range(1, others + 1)}
         self._answers: dict[int, _Answers] = {}
         self._unerased: dict[int, None] = {}
+        self._spoiled: dict[int, None] = {}
 
     def take(self, rank: int, report: Report) -> None:
         self._last[rank] = report
         self._unerased.update(dict.fromkeys(report.unerased))
+        self._spoiled.update(dict.fromkeys(report.spoiled))
         for kind in ("spilled", "promoted", "failed"):
             self._count(kind, getattr(report, kind))
 
@@ -98,8 +101,12 @@ class Reports:
                 done["failed" if answers.failed else answers.kind].append(slot)
                 del self._answers[slot]
         unerased = tuple(dict.fromkeys((*own.unerased, *self._unerased)))
+        spoiled = tuple(dict.fromkeys((*own.spoiled, *self._spoiled)))
         self._unerased.clear()
-        return replace(own, completed=completed, unerased=unerased, **{kind: tuple(done[kind]) for kind in done})
+        self._spoiled.clear()
+        return replace(
+            own, completed=completed, unerased=unerased, spoiled=spoiled, **{kind: tuple(done[kind]) for kind in done}
+        )
 
     def _count(self, kind: str, slots: tuple[int, ...]) -> None:
         for slot in slots:

@@ -6,7 +6,9 @@ behind it, so that the step computes with the first layers while the last are st
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -56,11 +58,20 @@ class TicketBook:
 class Transfers:
     """Issues copies and keeps the tickets of all lanes."""
 
-    def __init__(self, device: Device, layers: int, group_layers: int, chunk_bytes: int, in_first: bool = False):
+    def __init__(
+        self,
+        device: Device,
+        layers: int,
+        group_layers: int,
+        chunk_bytes: int,
+        in_first: bool = False,
+        holds: Callable[[int], bool] | None = None,
+    ):
         """layers, chunk_bytes: of a record in HOST; group_layers: so many layers of a gated swap-in share a gate.
 
         in_first: swap-outs ahead of time wait for the swap-ins issued before them (for comparison: the link has both
         directions for itself).
+        holds: whether the record in a HOST slot says what its chunk said; None: every one does.
         """
         self._device = device
         self._layers = range(layers)
@@ -69,6 +80,8 @@ class Transfers:
         self._in_first = in_first
         self._books = {lane: TicketBook(lane) for lane in Lane}
         self._copied = dict.fromkeys((Lane.IN, Lane.OUT), 0)
+        self._holds = holds
+        self._unchecked: deque[tuple[int, array[int]]] = deque()  # swap-outs: their tickets and HOST slots
         self._gated_step = 0  # the last step whose gates are all marked
 
     @property
@@ -91,6 +104,8 @@ class Transfers:
             ticket = self._issue_gated(batch) if batch.gated else self._issue_whole(batch)
             self._books[batch.lane].enter(batch.ticket, ticket)
             self._copied[batch.lane] += len(batch.sources) * self._chunk_bytes
+            if batch.lane is Lane.OUT and self._holds is not None:
+                self._unchecked.append((batch.ticket, batch.targets))
             tickets.append(ticket)
         self._gated_step = plan.step
         return tickets
@@ -137,6 +152,15 @@ class Transfers:
         for book in self._books.values():
             book.prune(self._device)
         return Tickets(*(self._books[lane].completed for lane in Lane))
+
+    def spoiled(self) -> tuple[int, ...]:
+        """HOST slots that a swap-out filled with what is no true record, of those that `completed` has newly found."""
+        found, completed = list[int](), self._books[Lane.OUT].completed
+        while self._unchecked and self._unchecked[0][0] <= completed:
+            _, slots = self._unchecked.popleft()
+            assert self._holds is not None
+            found += (slot for slot in slots if not self._holds(slot))
+        return tuple(found)
 
     def _wait(self, lane: Lane, after: Iterable[int]) -> None:
         """Makes the lane wait for the other lanes' tickets; its own order takes care of itself."""

@@ -33,6 +33,7 @@ class ChunkStore:
     disk_copies     on DISK and on the GPU, the latest last; beside the set of victims that the chunk is filed in
     completed       copies known to be complete on the device, and the last step that was applied
     now             of the latest plan: drops are stamped with it
+    spoiled         copies on HOST given up because they are none
     dropped         chunks dropped so far; regret_tokens: of those computed again within REGRET_S
     """
 
@@ -51,7 +52,8 @@ class ChunkStore:
         self.completed = NO_TICKETS
         self.evictions = Evictions()
         self.now = 0.0
-        self.dropped = self.regret_tokens = 0
+        self.spoiled = self.dropped = self.regret_tokens = 0
+        self._provisional = config.provisional_copies
         self._chunk_tokens = config.chunk_tokens
         self._by_key: dict[ChunkKey, Chunk] = {}
         self.find: Callable[[ChunkKey], Chunk | None] = self._by_key.get
@@ -93,6 +95,15 @@ class ChunkStore:
             counts["host"]["copy"] -= moving
             counts["disk"] = self.disk.slot_counts()
         return counts
+
+    def provisional(self, chunk: Chunk) -> bool:
+        """On HOST only, and perhaps not there either: its copy is not known to be complete."""
+        return (
+            self._provisional
+            and chunk.gpu == NO_SLOT
+            and chunk.host != NO_SLOT
+            and self.host.last[Lane.OUT][chunk.host] > self.completed.swap_out
+        )
 
     # -- a chunk's life
 
@@ -264,6 +275,16 @@ class ChunkStore:
         self.file(chunk)
         if chunk.gpu == NO_SLOT:
             self._count_if_dropped(chunk)
+
+    def release_spoiled(self, host_slots: Iterable[int]) -> None:
+        """Copies in these HOST slots are none, whosever they are by now: another's has only just begun. What is on the
+        GPU is not copied again before it is used again."""
+        slots = set(host_slots)
+        for chunk in [chunk for chunk in self.resident_chunks() if chunk.host in slots]:
+            self.spoiled += 1
+            self.release_host(chunk)
+            chunk.declined = chunk.gpu != NO_SLOT
+            self.file(chunk)
 
     def release_disk(self, chunk: Chunk) -> None:
         """Its record is given up; nobody is reading it."""

@@ -178,6 +178,8 @@ class StepResult:
                 DISK slots whose record is written, or read and checked, on every rank; each once
     failed      DISK slots whose record could not be written, or read, or did not check, on some rank; each once
     unerased    of the DISK slots that a plan erases, those that some rank could not; with that plan's result, or before
+    spoiled     HOST slots that a swap-out has filled with what does not say what its chunk said, on some rank; together
+                with the `completed` that covers it, or before
     """
 
     step: int
@@ -188,6 +190,7 @@ class StepResult:
     promoted: tuple[int, ...] = ()
     failed: tuple[int, ...] = ()
     unerased: tuple[int, ...] = ()
+    spoiled: tuple[int, ...] = ()
     logprobs: Mapping[RowId, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
 

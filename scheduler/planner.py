@@ -101,11 +101,11 @@ class Planner:
 
     def must_wait(self, key: ChunkKey) -> bool:
         """A row is computing or loading that chunk, or it is being read: whoever needs it too had better wait for it
-        (no herd)."""
+        (no herd). Or whether it is on HOST will be known in a moment."""
         if key in self.pending:
             return True
         chunk = self._store.find(key)
-        return chunk is not None and (chunk.loading or _being_read(chunk))
+        return chunk is not None and (chunk.loading or _being_read(chunk) or self._store.provisional(chunk))
 
     def seen_keys(self, turn: Turn) -> list[ChunkKey]:
         """Those of the chunks that the turn's last position sees, as far as its base is known."""
@@ -202,7 +202,9 @@ class Planner:
                 hits.append(chunk)
                 known.append(False)
                 continue
-            if key in self.pending or (chunk is not None and (chunk.loading or _being_read(chunk))):
+            if key in self.pending or (
+                chunk is not None and (chunk.loading or _being_read(chunk) or self._store.provisional(chunk))
+            ):
                 return key
             # What older positions saw is gone: what is left of them is read and loaded, whatever it costs.
             if chunk is not None and chunk.disk >= 0 and turn.promotes and self._to_be_read(chunk, overflows):
@@ -247,7 +249,7 @@ class Planner:
         if tail is None and conversation is not None and conversation.tail is not None:
             tail, common = conversation.tail, common_prefix(conversation.tokens, turn.tokens)
             begun = conversation.base
-        if tail is None or not tail.resident or begun != base:
+        if tail is None or not tail.resident or self._store.provisional(tail) or begun != base:
             return None, 0
         tokens = min(tail.tokens, common - (tail.end - self._chunk_tokens))
         return (tail, tokens) if tokens > 0 else (None, 0)

@@ -29,7 +29,7 @@ from .cost import CostProfile
 from .erasures import Erasures
 from .ledger import Ledger
 from .lookahead import LookAhead
-from .plan import StepPlan, StepResult
+from .plan import Lane, StepPlan, StepResult
 from .planner import Planner
 from .proof import check_requests
 from .retention import eviction_policy
@@ -79,6 +79,7 @@ class Scheduler:
         self._patient: deque[Turn] = deque()  # by arrival, with those that have their seat or are gone
         self._erasures = Erasures(self._store)
         self._swapped_in = self._swapped_out = 0
+        self._last_out = 0  # the last swap-out's ticket
         # Most of HOST is for chunks that are nowhere else: copies of what is still on the GPU are no gain.
         self._mark = min(int(config.swap_out_below * config.gpu_kv_chunks), config.host_kv_chunks // 4)
 
@@ -186,6 +187,7 @@ class Scheduler:
             return None
         self._step = step
         self._inflight.append((plan, batch.span_rows))
+        self._last_out = max((copy.ticket for copy in plan.copies if copy.lane is Lane.OUT), default=self._last_out)
         swapped_in, swapped_out = copies.moved()
         self._swapped_in += swapped_in
         self._swapped_out += swapped_out
@@ -198,6 +200,8 @@ class Scheduler:
             raise InvariantError(f"the result of step {result.step} came where that of step {plan.step} was due")
         self._applied = plan.step
         self._store.completed = result.completed._replace(compute=plan.step)
+        if result.spoiled:
+            self._store.release_spoiled(result.spoiled)
         if self.config.disk_kv_chunks:
             self._store.disk.report(result, now)
         for span, span_row in zip(plan.spans, span_rows, strict=True):
@@ -350,6 +354,7 @@ class Scheduler:
             promoted=store.disk.promoted,
             failed_writes=store.disk.failed_writes,
             failed_reads=store.disk.failed_reads,
+            spoiled=store.spoiled,
             spilling_paused=store.now < store.disk.paused_until,
         )
 
@@ -402,7 +407,14 @@ class Scheduler:
         hear what has become of work under way."""
         if batch.spills or batch.promotions or batch.erased:
             return True
-        return not self._inflight and (batch.polls or self._disk_busy() or self._erasures.looking)
+        if self._inflight:
+            return False
+        return batch.polls or self._disk_busy() or self._erasures.looking or self._awaits_copies()
+
+    def _awaits_copies(self) -> bool:
+        """Who waits may do so for a copy on HOST that does not count yet."""
+        provisional = self.config.provisional_copies and bool(self._roster.waiting)
+        return provisional and self._last_out > self._store.completed.swap_out
 
     def _disk_busy(self) -> bool:
         return self._store.disk.outstanding or self._saver.busy or self._lookahead.busy

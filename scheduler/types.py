@@ -291,6 +291,7 @@ class SchedulerStats:
     regret_tokens   tokens of chunks that were computed again within a minute after they had been dropped
     spilled, promoted, failed_writes, failed_reads
                     chunks written to DISK, read from it, and those for which that failed
+    spoiled         copies on HOST that turned out not to say what their chunks said
     spilling_paused a write has failed some seconds ago at most: nothing is written to DISK
     """
 
@@ -311,4 +312,5 @@ class SchedulerStats:
     promoted: int = 0
     failed_writes: int = 0
     failed_reads: int = 0
+    spoiled: int = 0
     spilling_paused: bool = False

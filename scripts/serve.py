@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..builder.build import build_engine
 from ..builder.checkpoint import DEMO_CHECKPOINT
 from ..builder.manifest import Manifest
-from ..plugins.kv_fp8_reference import record_bytes
+from ..plugins.kv_forms import record_bytes
 from ..runtime.cpu_device import CpuDevice
 from ..runtime.device import Device
 from ..runtime.disk_directory import locked
@@ -51,7 +51,7 @@ from .serve_sizes import (
     disk_directory,
     disk_settings,
     estimated_cost,
-    host_dtype,
+    host_form,
     pool_setting,
     scheduler_config,
     with_disk_speed,
@@ -186,7 +186,7 @@ def prepare_rank(args: argparse.Namespace, ranks: Ranks) -> Prepared:
     gpu, host, disk, longest = ranks.smallest(
         config.gpu_kv_chunks, config.host_kv_chunks, config.disk_kv_chunks, config.max_model_len
     )
-    record = record_bytes(engine.kv_shape(1, config.chunk_tokens), host_dtype(args, engine))
+    record = record_bytes(engine.kv_shape(1, config.chunk_tokens), engine.dtype, host_form(args, engine))
     size, setting = host * record * ranks.local_size, pool_setting(args, Tier.HOST)
     ranks.together(lambda: check_pool_fits(setting, host, size, device.memory(Tier.HOST).free))
     agreed = replace(config, gpu_kv_chunks=gpu, host_kv_chunks=host, disk_kv_chunks=disk, max_model_len=longest)
@@ -212,7 +212,7 @@ def make_service(args: argparse.Namespace, connection: Connection, ranks: Ranks 
     if trace is not None:
         device.watch(trace.work)
     measured = load_profile(directory, engine, config.chunk_tokens)
-    host_record = record_bytes(engine.kv_shape(1, config.chunk_tokens), host_dtype(args, engine))
+    host_record = record_bytes(engine.kv_shape(1, config.chunk_tokens), engine.dtype, host_form(args, engine))
     cost = replace(measured or estimated_cost(engine, config), chunk_bytes=host_record)
     if config.disk_kv_chunks:
         cost = with_disk_speed(cost, disk_directory(args), config.max_model_len)
@@ -269,7 +269,7 @@ def make_executor(
         make = partial(RankedExecutor, ranks)
     group_layers = GROUP_LAYERS if args.swap_in == "pipelined" else engine.manifest.layers
     in_first = args.link == "in-first"
-    return make(device, engine, config, group_layers, grammars, in_first, host_dtype(args, engine), disk)
+    return make(device, engine, config, group_layers, grammars, in_first, host_form(args, engine), disk)
 
 
 def make_device(args: argparse.Namespace) -> Device:

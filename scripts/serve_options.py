@@ -105,8 +105,9 @@ def _cache_options(made: argparse.ArgumentParser) -> None:
            help="read from disk what requests in the queue will need (default %(default)s)")  # fmt: skip
     option("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE",
            help="of a GPU's memory, for all that this process uses (default %(default)s)")  # fmt: skip
-    option("--lower-tier-kv", default="same", choices=["same", "fp8"],
-           help="KV outside the GPU: as it is there, or rounded to 8 bits a number (default %(default)s)")  # fmt: skip
+    option("--lower-tier-kv", default="same", choices=["same", "packed", "fp8"],
+           help="KV outside the GPU: as it is there; the same in four fifths of the bytes (bfloat16 only); or rounded "
+           "to 8 bits a number (default %(default)s)")  # fmt: skip
     option("--chunk-tokens", type=int, default=32, metavar="N", help="tokens of a chunk (default %(default)s)")
     option("--conversation-ttl", type=float, default=86400.0, metavar="SECONDS",
            help="a conversation claims its KV for so long after its last turn (default %(default)s)")  # fmt: skip

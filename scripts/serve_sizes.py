@@ -13,7 +13,7 @@ import torch
 
 from ..builder.config import Shard
 from ..builder.manifest import Manifest
-from ..plugins.kv_fp8_reference import CODED, record_bytes
+from ..plugins.kv_forms import FP8, PACKED, Form, record_bytes
 from ..runtime.device import Device
 from ..runtime.disk_records import record_bytes as disk_record_bytes
 from ..runtime.disk_speed import measure_disk
@@ -52,7 +52,8 @@ def scheduler_config(args: argparse.Namespace, engine: Engine, device: Device) -
         gpu_chunks = kv_chunks(args, Tier.GPU, DEFAULT_GPU_KV, record)
     if gpu_chunks < 1:
         raise SettingError(pool_setting(args, Tier.GPU), f"must be at least one chunk, which takes {record} bytes")
-    host_record = record_bytes(engine.kv_shape(1, args.chunk_tokens), host_dtype(args, engine))
+    form = host_form(args, engine)
+    host_record = record_bytes(engine.kv_shape(1, args.chunk_tokens), engine.dtype, form)
     host_chunks = kv_chunks(args, Tier.HOST, DEFAULT_HOST_KV, host_record)
     disk_chunks = kv_chunks(args, Tier.DISK, DEFAULT_DISK_KV, disk_record_bytes(host_record))
     # Before anything is made that grows with their number.
@@ -80,6 +81,7 @@ def scheduler_config(args: argparse.Namespace, engine: Engine, device: Device) -
         overflow=overflow_mode(args.overflow, engine.manifest),
         overflow_ratio=args.overflow_ratio,
         reuse=args.reuse,
+        provisional_copies=form is not None and form.holds is not None,
         seed=kv_seed(engine.manifest, args.lower_tier_kv),
     )
     longest = engine.manifest.max_model_len
@@ -139,9 +141,19 @@ def kv_chunks(args: argparse.Namespace, tier: Tier, default: str, record: int) -
     return parse_bytes(getattr(args, f"{name}_kv_bytes") or default, pool_setting(args, tier)) // record
 
 
-def host_dtype(args: argparse.Namespace, engine: Engine) -> torch.dtype:
-    """Of the HOST pool."""
-    return CODED if args.lower_tier_kv == "fp8" else engine.dtype
+def host_form(args: argparse.Namespace, engine: Engine) -> Form | None:
+    """Of the records in HOST."""
+    if args.lower_tier_kv != "packed":
+        return FP8 if args.lower_tier_kv == "fp8" else None
+    if engine.dtype != torch.bfloat16:
+        kind = str(engine.dtype).removeprefix("torch.")
+        raise SettingError("--lower-tier-kv", f"packed is for engines built with bfloat16, and this one's is {kind}")
+    shape = engine.kv_shape(1, args.chunk_tokens)
+    try:
+        PACKED.layer_bytes(shape)
+    except ValueError as error:
+        raise SettingError("--chunk-tokens", f"packed cannot hold such chunks: {error}") from error
+    return PACKED
 
 
 def disk_settings(args: argparse.Namespace, config: SchedulerConfig, ranks: Ranks | None = None) -> DiskSettings | None:

@@ -1,10 +1,10 @@
-"""Copies in eight bits beside steps: how fast the kernels are, and what copying with them costs a step.
+"""Copies in eight bits, and packed, beside steps: how fast the kernels are, and what copying with them costs a step.
 
     python scripts/experiments/coded_copies.py
 
 Pools of Llama-2-13B with 10 key heads, bf16. First the kernels alone, by the number of their programs. Then steps (a
 graph of 40 layers' matrix products for 64 tokens) beside swap-ins in groups of 4 layers and swap-outs of whole records,
-copied as they are and in eight bits; bytes are those on the link. The last line is JSON.
+copied as they are, in eight bits and packed; bytes are those on the link. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import statistics
 import numpy as np
 import torch
 
-from pensieve.plugins import kv_fp8_kernel
-from pensieve.plugins.kv_fp8_reference import CODED, layer_bytes, record_bytes
+from pensieve.plugins import kv_fp8_kernel, kv_packed_kernel
+from pensieve.plugins.kv_forms import FP8, PACKED, record_bytes
+from pensieve.plugins.kv_fp8_reference import layer_bytes
 from pensieve.runtime.cuda_device import CudaDevice
 from pensieve.scheduler.plan import Lane
 from pensieve.scheduler.types import Tier
@@ -51,7 +52,7 @@ def kernel_speeds(pool: torch.Tensor) -> dict[str, dict[int, float]]:
     for name, work in works.items():
         speeds[name] = {}
         for programs in PROGRAMS:
-            kv_fp8_kernel.PROGRAMS = programs
+            kv_fp8_kernel.PROGRAMS = kv_packed_kernel.PROGRAMS = programs
             work()
             times = [milliseconds(torch.cuda.current_stream(), work) for _ in range(7)]
             speeds[name][programs] = records.nbytes / statistics.median(times) / 1e6
@@ -115,26 +116,28 @@ def main() -> None:
     report: dict[str, object] = {"gpu": torch.cuda.get_device_name()}
     graph = step_graph()
     both = (Lane.IN, Lane.OUT)
-    settings = [("as it is", torch.bfloat16, kv_fp8_kernel.PROGRAMS)]
-    settings += [(f"coded, {programs} programs", CODED, programs) for programs in PROGRAMS[1:]]
-    for name, dtype, programs in settings:
+    settings = [("as it is", None, kv_fp8_kernel.PROGRAMS)]
+    settings += [(f"coded, {programs} programs", FP8, programs) for programs in PROGRAMS[1:]]
+    settings += [(f"packed, {programs} programs", PACKED, programs) for programs in PROGRAMS[1:]]
+    for name, form, programs in settings:
         device = CudaDevice()
         device.allocate_pool(Tier.GPU, SHAPE, torch.bfloat16)
-        device.allocate_pool(Tier.HOST, (HOST_SLOTS, *SHAPE[1:]), dtype)
+        device.allocate_pool(Tier.HOST, (HOST_SLOTS, *SHAPE[1:]), torch.bfloat16, form)
         device._pool.normal_()
         torch.cuda.synchronize()
         if "kernels" not in report:
             report["kernels"] = kernel_speeds(device._pool)
             for kernel, speeds in report["kernels"].items():
                 print(f"{kernel}, GB/s of codes by programs:", {n: round(speed, 1) for n, speed in speeds.items()})
-        kv_fp8_kernel.PROGRAMS = programs
+        kv_fp8_kernel.PROGRAMS = kv_packed_kernel.PROGRAMS = programs
         for lanes in ((), (Lane.IN,), (Lane.OUT,), both):
             step, speed = beside(device, graph, lanes)
             way = " and ".join(lane.name for lane in lanes) or "no copies"
             print(f"{name:20} {way:12} a step {step:7.3f} ms, each lane {speed:5.1f} GB/s", flush=True)
             report[f"{name}, {way}"] = {"step_ms": step, "gb_s": speed}
         device.close()
-    report["record"] = {str(dtype): record_bytes(SHAPE, dtype) for dtype in (torch.bfloat16, CODED)}
+    forms = {"as it is": None, "coded": FP8, "packed": PACKED}
+    report["record"] = {name: record_bytes(SHAPE, torch.bfloat16, form) for name, form in forms.items()}
     print(json.dumps(report))
 
 

@@ -64,7 +64,7 @@ class Chatter:
         *,
         disturbed=False,
         ids=0.7,
-        host_dtype=None,
+        host_form=None,
         disk=None,
         longest=150,
         openings=(16, 21, 40),
@@ -87,7 +87,7 @@ class Chatter:
         self.vocabulary = engine.manifest.vocab_size
         self.reference = reference
         self._engine, self._seed, self._disturbed, self._disk = engine, seed, disturbed, disk
-        self._host_dtype, self._make_executor = host_dtype, make_executor
+        self._host_form, self._make_executor = host_form, make_executor
         self._begin()
         self.ids = ids
         self.logs: dict[str, list[int]] = {}
@@ -104,7 +104,7 @@ class Chatter:
             shuffle=random.Random(self._seed + 2) if self._disturbed else None,
         )
         self.executor = self._make_executor(
-            device, self._engine, self.config, group_layers=1, host_dtype=self._host_dtype, disk=self._disk
+            device, self._engine, self.config, group_layers=1, host_form=self._host_form, disk=self._disk
         )
         self.scheduler = Scheduler(
             self.config, slow_link_profile(self.config, self._engine.chunk_bytes(self.config.chunk_tokens))

@@ -30,7 +30,7 @@ class Heard:
 class Player:
     """With `disturbed`, copies and steps are delayed at random and the copies of a batch shuffled."""
 
-    def __init__(self, engine, grammars=None, *, disturbed=False, host_dtype=None, **settings):
+    def __init__(self, engine, grammars=None, *, disturbed=False, host_form=None, **settings):
         defaults = dict(
             gpu_kv_chunks=200,
             host_kv_chunks=200,
@@ -45,7 +45,7 @@ class Player:
             disturb=(lambda lane: delays.choice((0.0, 0.0, 0.002))) if disturbed else None,
             shuffle=random.Random(6) if disturbed else None,
         )
-        self.executor = Executor(device, engine, config, group_layers=1, grammars=grammars, host_dtype=host_dtype)
+        self.executor = Executor(device, engine, config, group_layers=1, grammars=grammars, host_form=host_form)
         self.scheduler = Scheduler(config, slow_link_profile(config, engine.chunk_bytes(config.chunk_tokens)))
         self.steps = 0
         self._ids = 0

@@ -2,7 +2,8 @@
 JSON list of the keyword arguments of one `Chatter` after the other. Rank 0 prints what has happened, as JSON.
 
 `slow`: this rank's copies and steps are delayed at random, the others' are not. `bad_disk`: this rank's disk lies, the
-others' do not. `restarts`: all ranks begin anew so often, at random moments.
+others' do not. `spoils`: this rank's HOST does not hold what some chunks say, the others' does. `restarts`: all ranks
+begin anew so often, at random moments.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pensieve.runtime.ranks_executor import RankedExecutor, follow
 
 from .bad_disk import BadDisk
 from .chatter import Chatter
+from .spoiling import SPOILING
 
 
 def main(checkpoint, directory, runs):
@@ -46,10 +48,12 @@ def main(checkpoint, directory, runs):
         print(json.dumps(happened))
 
 
-def chat(ranks, engine, reference, directory, *, turns, restarts=0, slow=None, bad_disk=None, **settings):
+def chat(ranks, engine, reference, directory, *, turns, restarts=0, slow=None, bad_disk=None, spoils=None, **settings):
     """One `Chatter`; what happened, on rank 0."""
     if slow is not None:
         settings["disturbed"] = ranks.rank == slow
+    if spoils is not None:
+        settings |= dict(provisional_copies=True, host_form=SPOILING if ranks.rank == spoils else None)
     disk = None
     if slots := settings.get("disk_kv_chunks"):
         folder = directory.with_name(f"kv-{settings['seed']}")
@@ -58,7 +62,9 @@ def chat(ranks, engine, reference, directory, *, turns, restarts=0, slow=None, b
             disk = BadDisk(settings["seed"], slots, record_bytes(engine.chunk_bytes(8)))
             settings["disk"] = settings["disk"]._replace(system=disk.calls)
     if ranks.rank == 0:
-        happened = Chatter(engine, reference, make_executor=partial(lead, ranks), **settings).run(turns, restarts)
+        chatter = Chatter(engine, reference, make_executor=partial(lead, ranks), **settings)
+        happened = chatter.run(turns, restarts)
+        happened["spoiled"] = chatter.scheduler.stats().spoiled
     else:
         chatter = Chatter(engine, reference, **settings)
         obey(ranks, chatter)

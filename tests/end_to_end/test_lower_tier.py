@@ -1,4 +1,5 @@
-"""`--lower-tier-kv fp8`: what comes back from HOST is rounded, everything else is as ever."""
+"""`--lower-tier-kv`: with fp8 what comes back from HOST is rounded, with packed nothing is, and everything else is as
+ever."""
 
 from __future__ import annotations
 
@@ -7,9 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pensieve.plugins.kv_fp8_reference import CODED, decode, encode, record_bytes
+from pensieve.plugins.kv_forms import FP8, record_bytes
+from pensieve.plugins.kv_fp8_reference import decode, encode
 from pensieve.plugins.torch_ops import register_pool, release_pool
 from pensieve.runtime.disk_store import DiskSettings
+from pensieve.scheduler.config import SAVE_MODES
 from pensieve.scheduler.types import Tier
 from tests.runtime.fake_engine import VOCAB, FakeEngine
 from tests.runtime.tiny_engine import TinyEngine
@@ -17,33 +20,40 @@ from tests.runtime.tiny_engine import TinyEngine
 from .chatter import Chatter
 from .player import Player
 from .server import Server
+from .spoiling import SPOILING
 
 # Whole conversations, when codes are exact.
 
 
-class ExactEngine(FakeEngine):
-    """Its KV are integers below 16."""
+class SumsEngine(FakeEngine):
+    """Its KV are integers below `largest`; with 16, KV in eight bits is exact."""
 
     manifest = SimpleNamespace(vocab_size=VOCAB)
 
-    def __init__(self):
-        super().__init__(layers=3, largest=16)
+    def __init__(self, largest, form):
+        super().__init__(layers=3, largest=largest)
+        self._form = form
 
     def chunk_bytes(self, chunk_tokens):
-        return record_bytes(self.kv_shape(1, chunk_tokens), CODED)
+        return record_bytes(self.kv_shape(1, chunk_tokens), self.dtype, self._form)
 
 
-def every_next_token(tokens):
-    """As `fake_engine.next_token`, for every beginning of the context at once: tokens [1, n]."""
-    at = torch.arange(tokens.shape[1])
-    sums = sum(((tokens[0] * 31 + at * 17 + layer * 7) % 16).cumsum(0) for layer in range(3))
-    return SimpleNamespace(logits=torch.nn.functional.one_hot(sums % VOCAB, VOCAB).float().unsqueeze(0))
+def every_next_token_of(largest):
+    def every_next_token(tokens):
+        """As `fake_engine.next_token`, for every beginning of the context at once: tokens [1, n]."""
+        at = torch.arange(tokens.shape[1])
+        sums = sum(((tokens[0] * 31 + at * 17 + layer * 7) % largest).cumsum(0) for layer in range(3))
+        return SimpleNamespace(logits=torch.nn.functional.one_hot(sums % VOCAB, VOCAB).float().unsqueeze(0))
+
+    return every_next_token
 
 
 @pytest.mark.parametrize("disturbed", [False, True], ids=["", "disturbed"])
 def test_replies_are_right_where_codes_are_exact(disturbed):
     """Whatever is swapped, spoiled or late: every reply is that of its whole context."""
-    chatter = Chatter(ExactEngine(), every_next_token, 22, disturbed=disturbed, host_dtype=CODED, gpu_kv_chunks=27)
+    chatter = Chatter(
+        SumsEngine(16, FP8), every_next_token_of(16), 22, disturbed=disturbed, host_form=FP8, gpu_kv_chunks=27
+    )
     counts = chatter.run(60)
     for event in ("gpu", "host", "recomputed", "dropped"):
         assert counts[event] > 0, f"{event} never occurred"
@@ -53,7 +63,32 @@ def test_replies_are_right_from_a_disk_of_codes(tmp_path):
     """Records go to the disk as HOST has them, and outlive the process."""
     disk = DiskSettings(tmp_path, 80, "ab")
     pools = dict(gpu_kv_chunks=27, host_kv_chunks=14, disk_kv_chunks=80)
-    chatter = Chatter(ExactEngine(), every_next_token, 3, host_dtype=CODED, disk=disk, **pools)
+    chatter = Chatter(SumsEngine(16, FP8), every_next_token_of(16), 3, host_form=FP8, disk=disk, **pools)
+    counts = chatter.run(60, restarts=2)
+    assert counts["disk"] > 0 and counts["restarted"] == 2, counts
+
+
+# Whole conversations, when a form holds what most chunks say.
+
+
+def spoiling_chatter(seed, **settings):
+    settings = dict(host_form=SPOILING, provisional_copies=True, gpu_kv_chunks=27) | settings
+    return Chatter(SumsEngine(61, SPOILING), every_next_token_of(61), seed, **settings)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("disturbed", [False, True], ids=["", "disturbed"])
+def test_no_reply_is_from_a_copy_that_is_none(disturbed, seed):
+    chatter = spoiling_chatter(seed, disturbed=disturbed)
+    counts = chatter.run(60)
+    assert counts["host"] > 0 and chatter.scheduler.stats().spoiled > 20, counts
+
+
+@pytest.mark.parametrize("save", SAVE_MODES)
+def test_nor_from_its_record_on_disk(tmp_path, save):
+    disk = DiskSettings(tmp_path, 80, "ab")
+    pools = dict(gpu_kv_chunks=27, host_kv_chunks=14, disk_kv_chunks=80)
+    chatter = spoiling_chatter(5, disk=disk, save=save, **pools)
     counts = chatter.run(60, restarts=2)
     assert counts["disk"] > 0 and counts["restarted"] == 2, counts
 
@@ -100,7 +135,7 @@ def test_a_reloaded_conversation_goes_on_from_its_codes():
     assert from_codes != exact
 
     with Player(
-        engine, host_dtype=CODED, gpu_kv_chunks=16, max_model_len=110, max_num_seqs=1, generation_reserve=0.0
+        engine, host_form=FP8, gpu_kv_chunks=16, max_model_len=110, max_num_seqs=1, generation_reserve=0.0
     ) as player:
         player.play(player.request(HISTORY, 2))
         (hit,) = player.play(player.request(prompt, 20))

@@ -13,7 +13,7 @@ from .kernel_cases import CUDA, INTERPRETED
 pytest.importorskip("triton")
 
 QUICK = ("norm_kernel", "kv_write_kernel", "host_copy_kernel")
-LONG = ("attention_kernel", "fp8_linear", "kv_fp8")
+LONG = ("attention_kernel", "fp8_linear", "kv_fp8", "kv_packed")
 
 
 @pytest.mark.skipif(CUDA or INTERPRETED, reason="the kernels run here directly")

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from pensieve.plugins import kv_fp8_reference
-from pensieve.plugins.kv_fp8_reference import ALIGNMENT, CODED, layer_bytes, record_bytes
+from pensieve.plugins.kv_forms import FP8, record_bytes
+from pensieve.plugins.kv_fp8_reference import ALIGNMENT, CODES, layer_bytes
 
 from .kernel_cases import CUDA, DEVICE, needs_kernels
 
@@ -32,10 +33,10 @@ def round_trip(pool):
 def test_a_layer_is_one_aligned_piece_and_records_are_about_half(shape):
     assert layer_bytes(shape) % ALIGNMENT == 0
     assert kv_fp8_reference.encode(torch.zeros(shape)).shape == (shape[0], shape[1], layer_bytes(shape))
-    assert record_bytes(shape, CODED) == shape[1] * layer_bytes(shape)
+    assert record_bytes(shape, torch.float16, FP8) == shape[1] * layer_bytes(shape)
     assert record_bytes(shape, torch.float16) == math.prod(shape[1:]) * 2
     large = (1, 40, 2, 10, 32, 128)
-    assert 0.5 < record_bytes(large, CODED) / record_bytes(large, torch.bfloat16) < 0.501
+    assert 0.5 < record_bytes(large, torch.bfloat16, FP8) / record_bytes(large, torch.bfloat16) < 0.501
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -106,7 +107,7 @@ def test_scales_are_powers_of_two_and_codes_use_their_range():
 def test_powers_of_two_are_no_worse_than_the_largest_number_over_the_largest_code():
     pool = torch.randn(20, 4, 2, 4, 32, 64, generator=torch.Generator().manual_seed(0))
     scales = pool.abs().amax((-2, -1), keepdim=True) / 448
-    by_largest = (pool / scales).to(CODED).float() * scales
+    by_largest = (pool / scales).to(CODES).float() * scales
     ours, theirs = ((other - pool).norm() / pool.norm() for other in (round_trip(pool), by_largest))
     assert ours < 1.01 * theirs < 0.03
 
@@ -117,7 +118,7 @@ def test_powers_of_two_are_no_worse_than_the_largest_number_over_the_largest_cod
 def special(shape, dtype):
     """Every exponent, ties between codes, and what is not finite."""
     pool = random_pool(shape, dtype, seed=3)
-    codes = torch.arange(256, dtype=torch.uint8).view(CODED).float()
+    codes = torch.arange(256, dtype=torch.uint8).view(CODES).float()
     ties = (codes + codes.roll(1)) / 2
     flat = pool.view(shape[0], -1)
     numbers = torch.cat((codes, ties, ties * (1 + 2**-9), torch.tensor([math.inf, -math.inf, 0.0, -0.0])))

@@ -13,7 +13,8 @@ import torch
 
 pytest.importorskip("triton")
 from pensieve.plugins import host_copy_kernel, kv_fp8_kernel
-from pensieve.plugins.kv_fp8_reference import CODED, decode, encode, layer_bytes, record_bytes
+from pensieve.plugins.kv_forms import FP8, record_bytes
+from pensieve.plugins.kv_fp8_reference import decode, encode, layer_bytes
 from pensieve.runtime import coded_copies
 from pensieve.runtime.pinned import PinnedPool
 from pensieve.scheduler.plan import Lane
@@ -21,7 +22,7 @@ from pensieve.scheduler.plan import Lane
 from .test_pinned import HostMemory
 
 SHAPE, HOST_SLOTS = (40, 3, 2, 1, 4, 16), 30
-RECORD = record_bytes(SHAPE, CODED)
+RECORD = record_bytes(SHAPE, torch.float32, FP8)
 
 
 class Event:
@@ -127,7 +128,7 @@ def random_copies(streams, seed):
     pool = torch.zeros(SHAPE)
     lane_streams = {lane: torch.cuda.Stream() for lane in (Lane.IN, Lane.OUT)}
     lanes = {
-        lane: coded_copies.CodedCopies(lane, pool, host.records, stream, copy_batch)
+        lane: coded_copies.CodedCopies(lane, FP8, pool, host.records, stream, copy_batch)
         for lane, stream in lane_streams.items()
     }
     streams.run(dice)

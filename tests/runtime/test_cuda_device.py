@@ -240,7 +240,7 @@ def test_closing_gives_everything_back():
 # Steps. What a plan brings is compared with what the CPU device brings.
 
 
-def executor_on(device: Device, engine: TinyEngine, host_dtype=None, **settings) -> Executor:
+def executor_on(device: Device, engine: TinyEngine, host_form=None, **settings) -> Executor:
     defaults = dict(
         gpu_kv_chunks=SLOTS,
         host_kv_chunks=HOST_SLOTS,
@@ -249,7 +249,7 @@ def executor_on(device: Device, engine: TinyEngine, host_dtype=None, **settings)
         max_num_batched_tokens=48,
         chunk_tokens=CHUNK,
     )
-    return Executor(device, engine, SchedulerConfig(**(defaults | settings)), group_layers=2, host_dtype=host_dtype)
+    return Executor(device, engine, SchedulerConfig(**(defaults | settings)), group_layers=2, host_form=host_form)
 
 
 def run(executor: Executor, plans, in_flight=1) -> list[tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""HOST in eight bits on a GPU: copies are what the reference's codes say, in order, past every delay, at link speed."""
+"""HOST in another form on a GPU: copies are what its reference says, in order, past every delay, at link speed."""
 
 import functools
 import random
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from pensieve.plugins.kv_fp8_reference import CODED, decode, encode, layer_bytes, record_bytes
+from pensieve.plugins.kv_forms import FP8, PACKED, record_bytes
 from pensieve.runtime import coded_copies, cuda_device
 from pensieve.runtime.cpu_device import CpuDevice
 from pensieve.runtime.cuda_device import CudaDevice
@@ -27,6 +27,7 @@ from .test_cuda_device import (
     save_three,
     three_gated,
 )
+from .test_lower_tier import FORMS
 from .tiny_engine import TinyEngine
 
 SHAPE = (50, 3, 2, 2, 4, 16)
@@ -52,15 +53,15 @@ class HeldUpTwice(HeldUp):
                 torch.cuda._sleep(int(seconds * cycles_a_second()))
 
 
-def pools(device: CudaDevice, dtype=torch.float32, shape=SHAPE, host_slots=HOST_SLOTS) -> tuple[torch.Tensor, ...]:
-    """Makes both pools; returns what is in them: random chunks, and codes of others."""
-    device.allocate_pool(Tier.GPU, shape, dtype)
-    device.allocate_pool(Tier.HOST, (host_slots, *shape[1:]), CODED)
+def pools(device: CudaDevice, form=FP8, dtype=torch.float32) -> tuple[torch.Tensor, ...]:
+    """Makes both pools; returns what is in them: random chunks, and records of others."""
+    device.allocate_pool(Tier.GPU, SHAPE, dtype)
+    device.allocate_pool(Tier.HOST, (HOST_SLOTS, *SHAPE[1:]), dtype, form)
     torch.cuda.synchronize()
-    on_gpu = torch.randn(shape).to(dtype)
-    on_host = encode(torch.randn(host_slots, *shape[1:]))
+    on_gpu = torch.randn(SHAPE).to(dtype)
+    on_host = form.encode(torch.randn(HOST_SLOTS, *SHAPE[1:]).to(dtype))
     device._pool.copy_(on_gpu)
-    for slot in range(host_slots):
+    for slot in range(HOST_SLOTS):
         device._host.record(slot)[:] = on_host[slot].flatten().numpy()
     torch.cuda.synchronize()
     return on_gpu, on_host
@@ -77,14 +78,14 @@ def slots(*numbers: int) -> np.ndarray:
 
 @on_gpu
 @pytest.mark.parametrize("batched", [True, False], ids=["batched", "one by one"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_random_copies_equal_the_references(closing, monkeypatch, dtype, batched):
+@pytest.mark.parametrize(("form", "dtype"), FORMS)
+def test_random_copies_equal_the_references(closing, monkeypatch, form, dtype, batched):
     """Through halves of four records, from pieces of six, nobody waiting between."""
-    record = record_bytes(SHAPE, CODED)
+    record = record_bytes(SHAPE, dtype, form)
     monkeypatch.setattr(cuda_device, "PinnedPool", functools.partial(PinnedPool, largest_piece=6 * record))
     monkeypatch.setattr(coded_copies, "HALF_BYTES", 4 * record)
     device = closing(CudaDevice(batched_copies=batched))
-    on_gpu, on_host = pools(device, dtype)
+    on_gpu, on_host = pools(device, form, dtype)
     dice = np.random.default_rng(1)
     for _ in range(40):
         lane = Lane(int(dice.choice([Lane.IN, Lane.OUT])))
@@ -94,12 +95,14 @@ def test_random_copies_equal_the_references(closing, monkeypatch, dtype, batched
         gpu_slots, host_slots = (dice.permutation(most)[:count].astype(np.int32) for most in (50, HOST_SLOTS))
         layers = range(first, int(dice.integers(first + 1, 4)))
         chosen = slice(layers.start, layers.stop)
-        if lane is Lane.IN:
+        if not count:
+            device.copy(lane, gpu_slots, host_slots, layers)
+        elif lane is Lane.IN:
             device.copy(lane, host_slots.copy(), gpu_slots.copy(), layers)
-            on_gpu[gpu_slots, chosen] = decode(on_host[host_slots, chosen], SHAPE, dtype)
+            on_gpu[gpu_slots, chosen] = form.decode(on_host[host_slots, chosen], SHAPE, dtype)
         else:
             device.copy(lane, gpu_slots.copy(), host_slots.copy(), layers)
-            on_host[host_slots, chosen] = encode(on_gpu[gpu_slots, chosen])
+            on_host[host_slots, chosen] = form.encode(on_gpu[gpu_slots, chosen])
     for lane in (Lane.IN, Lane.OUT):
         device.synchronize(device.mark(lane))
     assert torch.equal(host_records(device), on_host.flatten(1))
@@ -109,7 +112,7 @@ def test_random_copies_equal_the_references(closing, monkeypatch, dtype, batched
 @on_gpu
 def test_issuing_waits_for_nothing_and_lanes_wait_for_each_other(closing, monkeypatch):
     """Out, in again elsewhere, and out from there, each behind the one before, with every stream late."""
-    monkeypatch.setattr(coded_copies, "HALF_BYTES", 2 * record_bytes(SHAPE, CODED))
+    monkeypatch.setattr(coded_copies, "HALF_BYTES", 2 * record_bytes(SHAPE, torch.float32, FP8))
     device = closing(HeldUpTwice(lambda lane: 0.02))
     on_gpu, _ = pools(device)
     far, near = slots(*range(20, 30)), slots(*range(10))
@@ -130,11 +133,11 @@ def test_issuing_waits_for_nothing_and_lanes_wait_for_each_other(closing, monkey
         torch.cuda.set_sync_debug_mode("default")
     device.synchronize(third)
     assert device.ready(first) and device.ready(second)
-    codes = encode(on_gpu[:10])
+    codes = FP8.encode(on_gpu[:10])
     records = host_records(device)
-    again = decode(records[20:30].view_as(codes), SHAPE, torch.float32)  # perhaps by other scales: the values count
-    assert torch.equal(records[:10], codes.flatten(1)) and torch.equal(again, decode(codes, SHAPE, torch.float32))
-    assert torch.equal(device._pool[20:30].cpu(), decode(codes, SHAPE, torch.float32))
+    again = FP8.decode(records[20:30].view_as(codes), SHAPE, torch.float32)  # perhaps by other scales: the values count
+    assert torch.equal(records[:10], codes.flatten(1)) and torch.equal(again, FP8.decode(codes, SHAPE, torch.float32))
+    assert torch.equal(device._pool[20:30].cpu(), FP8.decode(codes, SHAPE, torch.float32))
 
 
 @on_gpu
@@ -152,19 +155,19 @@ def test_slots_that_do_not_exist_are_refused(closing):
 def test_hazard_gates_hold_steps_until_layers_are_decoded(closing, kind, eager):
     """Every group of layers arrives late, for three steps that run one and the same graph."""
     device = HeldUpTwice(enforce_eager=eager)
-    executor = closing(executor_on(device, TinyEngine(kind, "cuda"), CODED))
+    executor = closing(executor_on(device, TinyEngine(kind, "cuda"), FP8))
     run(executor, save_three())
     wanted = run(executor, three_gated())
 
     late = HeldUpTwice(enforce_eager=eager)
-    executor = closing(executor_on(late, TinyEngine(kind, "cuda"), CODED))
+    executor = closing(executor_on(late, TinyEngine(kind, "cuda"), FP8))
     run(executor, save_three())
     late._delay = lambda lane: 0.05 if lane is Lane.IN else 0.0
     assert run(executor, three_gated(), in_flight=MAX_IN_FLIGHT) == wanted
 
     # The CPU's KV differ in their last bits, and so some of their codes.
     twin = CpuDevice()
-    run(closing(executor_on(twin, TinyEngine(kind), CODED)), save_three())
+    run(closing(executor_on(twin, TinyEngine(kind), FP8)), save_three())
     equal = host_records(late, 6) == twin._pools[Tier.HOST][:6].flatten(1)
     assert equal.float().mean() > 0.99
 
@@ -179,7 +182,7 @@ def test_equal_plans_bring_equal_tokens_whatever_is_late(closing, monkeypatch, k
     for delay in (lambda lane: 0.0, lambda lane: dice.choice((0.0, 0.0, 0.002))):
         device = HeldUpTwice(delay)
         executor = closing(
-            Executor(device, TinyEngine(kind, "cuda"), conversation.config, group_layers=1, host_dtype=CODED)
+            Executor(device, TinyEngine(kind, "cuda"), conversation.config, group_layers=1, host_form=FP8)
         )
         tokens.append(run(executor, plans, in_flight=2))
         assert executor.copied_bytes.swap_in > 0 and executor.copied_bytes.swap_out > 0
@@ -187,12 +190,14 @@ def test_equal_plans_bring_equal_tokens_whatever_is_late(closing, monkeypatch, k
 
 
 @on_gpu
-def test_coded_copies_are_as_quick_as_the_link(closing):
+@pytest.mark.parametrize("form", [FP8, PACKED], ids=["fp8", "packed"])
+def test_coded_copies_are_as_quick_as_the_link(closing, form):
     """Llama-2-13B with 10 KV heads, bf16: bytes that go over the link, each way alone and both, whole and by groups."""
     shape, count = (600, 40, 2, 10, 32, 128), 250
     device = closing(CudaDevice())
     device.allocate_pool(Tier.GPU, shape, torch.bfloat16)
-    device.allocate_pool(Tier.HOST, (600, *shape[1:]), CODED)
+    device.allocate_pool(Tier.HOST, (600, *shape[1:]), torch.bfloat16, form)
+    device._pool.normal_()
     torch.cuda.synchronize()
     dice = np.random.default_rng(0)
     chosen = {lane: (dice.permutation(600)[: 2 * count].astype(np.int32)) for lane in (Lane.IN, Lane.OUT)}
@@ -215,7 +220,7 @@ def test_coded_copies_are_as_quick_as_the_link(closing):
             end.record(device._streams[lane])
             ends.append(end)
         torch.cuda.synchronize()
-        return count * record_bytes(shape, CODED) / max(start.elapsed_time(end) for end in ends) / 1e6
+        return count * record_bytes(shape, torch.bfloat16, form) / max(start.elapsed_time(end) for end in ends) / 1e6
 
     speeds = {}
     for name, lanes, group in (
@@ -226,5 +231,5 @@ def test_coded_copies_are_as_quick_as_the_link(closing):
     ):
         copy(*lanes, group=group)
         speeds[name] = max(copy(*lanes, group=group) for _ in range(3))
-    print({name: f"{speed:.1f} GB/s" for name, speed in speeds.items()}, f"{layer_bytes(shape)} bytes a layer")
+    print({name: f"{speed:.1f} GB/s" for name, speed in speeds.items()}, f"{form.layer_bytes(shape)} bytes a layer")
     assert min(speeds.values()) > 35, speeds

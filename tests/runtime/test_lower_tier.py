@@ -1,4 +1,4 @@
-"""HOST in eight bits on the CPU device: what is copied is what the codes' reference says, whole or layer by layer."""
+"""HOST in another form on the CPU device: what is copied is what its reference says, whole or layer by layer."""
 
 import random
 
@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from pensieve.plugins.kv_fp8_reference import CODED, decode, encode, layer_bytes, record_bytes
+from pensieve.plugins.kv_forms import FP8, PACKED, record_bytes
+from pensieve.plugins.kv_fp8_reference import decode, encode
 from pensieve.runtime.cpu_device import CpuDevice
 from pensieve.runtime.executor import MAX_IN_FLIGHT
 from pensieve.scheduler.plan import Lane
@@ -17,6 +18,10 @@ from .tiny_engine import TinyEngine
 
 SHAPE = (20, 3, 2, 2, 4, 16)
 HOST_SLOTS = 15
+FORMS = [
+    *(pytest.param(FP8, dtype, id=f"fp8, {dtype}") for dtype in (torch.float32, torch.bfloat16, torch.float16)),
+    pytest.param(PACKED, torch.bfloat16, id="packed"),
+]
 
 
 @pytest.fixture
@@ -33,27 +38,29 @@ def settle(device):
         device.synchronize(device.mark(lane))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_random_copies_are_coded(closing, dtype):
+@pytest.mark.parametrize(("form", "dtype"), FORMS)
+def test_random_copies_are_coded(closing, form, dtype):
     device = closing(CpuDevice(shuffle=random.Random(0)))
     device.allocate_pool(Tier.GPU, SHAPE, dtype)
-    device.allocate_pool(Tier.HOST, (HOST_SLOTS, *SHAPE[1:]), CODED)
+    device.allocate_pool(Tier.HOST, (HOST_SLOTS, *SHAPE[1:]), dtype, form)
     pools = device._pools
     pools[Tier.GPU].copy_(torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)))
     on_gpu, on_host = pools[Tier.GPU].clone(), pools[Tier.HOST].clone()
-    assert on_host.shape == (HOST_SLOTS, 3, layer_bytes(SHAPE)) and not on_host.any()
+    assert on_host.shape == (HOST_SLOTS, 3, form.layer_bytes(SHAPE)) and not on_host.any()
     dice = np.random.default_rng(1)
     for _ in range(20):
         count, first = int(dice.integers(0, 10)), int(dice.integers(3))
         layers = range(first, int(dice.integers(first + 1, 4)))
         gpu_slots, host_slots = (dice.permutation(most)[:count].astype(np.int32) for most in (20, HOST_SLOTS))
         chosen = slice(layers.start, layers.stop)
-        if dice.random() < 0.5:
+        if not count:
             device.copy(Lane.OUT, gpu_slots, host_slots, layers)
-            on_host[host_slots, chosen] = encode(on_gpu[gpu_slots, chosen])
+        elif dice.random() < 0.5:
+            device.copy(Lane.OUT, gpu_slots, host_slots, layers)
+            on_host[host_slots, chosen] = form.encode(on_gpu[gpu_slots, chosen])
         else:
             device.copy(Lane.IN, host_slots, gpu_slots, layers)
-            on_gpu[gpu_slots, chosen] = decode(on_host[host_slots, chosen], SHAPE, dtype)
+            on_gpu[gpu_slots, chosen] = form.decode(on_host[host_slots, chosen], SHAPE, dtype)
         settle(device)
     assert torch.equal(pools[Tier.GPU], on_gpu) and torch.equal(pools[Tier.HOST], on_host)
 
@@ -76,7 +83,7 @@ def three_reloaded_from_codes(kind: str) -> list[tuple[int, ...]]:
 def test_gated_groups_of_layers_bring_what_the_codes_say(closing, kind):
     """Every group of layers is late, for three steps in flight."""
     device = CpuDevice()
-    executor = closing(executor_on(device, TinyEngine(kind), CODED))
+    executor = closing(executor_on(device, TinyEngine(kind), FP8))
     run(executor, save_three())
     device._disturb = delay(Lane.IN, seconds=0.01)
     assert run(executor, three_gated(), in_flight=MAX_IN_FLIGHT) == three_reloaded_from_codes(kind)
@@ -84,7 +91,7 @@ def test_gated_groups_of_layers_bring_what_the_codes_say(closing, kind):
 
 def test_what_goes_over_the_link_is_counted_as_it_goes(closing):
     engine = TinyEngine("llama")
-    executor = closing(executor_on(CpuDevice(), engine, CODED))
+    executor = closing(executor_on(CpuDevice(), engine, FP8))
     run(executor, save_three())
-    record = record_bytes(engine.kv_shape(1, 8), CODED)
+    record = record_bytes(engine.kv_shape(1, 8), engine.dtype, FP8)
     assert executor.copied_bytes.swap_out == 6 * record < 6 * engine.chunk_bytes(8)

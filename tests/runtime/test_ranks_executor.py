@@ -77,8 +77,8 @@ def result(step, completed=(0, 0, 0), **disk):
     return StepResult(step, (), (), Tickets(*completed), **disk)
 
 
-def report(step, completed=(0, 0, 0), spilled=(), promoted=(), failed=(), unerased=()):
-    return Report(step, Tickets(*completed), spilled, promoted, failed, unerased)
+def report(step, completed=(0, 0, 0), spilled=(), promoted=(), failed=(), unerased=(), spoiled=()):
+    return Report(step, Tickets(*completed), spilled, promoted, failed, unerased, spoiled)
 
 
 def test_the_slowest_rank_says_what_is_complete():
@@ -112,6 +112,17 @@ def test_what_one_rank_cannot_erase_is_not_erased():
     reports.take(2, report(1, unerased=(4, 7)))
     assert reports.merged(result(1, unerased=(9,))).unerased == (9, 4, 7)
     assert reports.merged(result(2)).unerased == ()
+
+
+def test_a_copy_that_is_none_on_one_rank_is_none():
+    """It is told at the latest with the ticket that covers it, and once."""
+    reports = Reports(2)
+    reports.take(1, report(1, (1, 0, 4), spoiled=(3, 5)))
+    assert reports.merged(result(1, (1, 0, 4), spoiled=(5, 8))).spoiled == (5, 8, 3)
+    reports.take(2, report(1, (1, 0, 4), spoiled=(9,)))
+    told = reports.merged(result(2, (2, 0, 4)))
+    assert (told.spoiled, told.completed.swap_out) == ((9,), 4)
+    assert reports.merged(result(3, (3, 0, 4))).spoiled == ()
 
 
 def test_a_record_from_earlier_is_there_if_all_ranks_have_their_part_of_it():

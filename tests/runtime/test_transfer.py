@@ -64,6 +64,20 @@ def test_whole_records_out_and_ungated_in(transfers, device):
     assert transfers.copied_bytes == KVCounters(swap_in=100, swap_out=200)
 
 
+def test_swap_outs_are_looked_at_once_they_are_complete(device):
+    """Each record once, with the ticket that says so."""
+    looked = []
+    transfers = Transfers(device, 5, 2, 100, holds=lambda slot: looked.append(slot) or slot % 2 == 0)
+    transfers.issue(
+        plan(1, copies=[copy(Lane.OUT, 1, {3: 8, 4: 9}), copy(Lane.IN, 1, {5: 6}), copy(Lane.OUT, 2, {1: 7})])
+    )
+    assert transfers.completed().swap_out == 0 and transfers.spoiled() == () and looked == []
+    device.done[Lane.OUT] = 1
+    assert transfers.completed().swap_out == 1 and transfers.spoiled() == (9,) and looked == [8, 9]
+    device.done[Lane.OUT] = 2
+    assert transfers.completed().swap_out == 2 and transfers.spoiled() == (7,) and transfers.spoiled() == ()
+
+
 def test_a_gated_swap_in_opens_a_gate_behind_each_group(transfers, device):
     transfers.issue(plan(1, copies=[copy(Lane.IN, 1, {5: 6}, gated=True)]))
     assert transfers.gates == (0, 2, 4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter, deque
 from dataclasses import replace
+from random import Random
 
 from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.cost import analytic_profile
@@ -65,6 +66,7 @@ class Harness:
         self.windows = self.config.windows
         self._cost = profile(self.config.chunk_tokens, chunks_a_step)
         self.scheduler = Scheduler(self.config, self._cost)
+        self._spoils = Random(0)
         self.device = self._new_device()
         self._check = check
         self.now = 0.0
@@ -75,7 +77,10 @@ class Harness:
 
     def _new_device(self):
         config = self.config
-        return DeviceModel(config.gpu_kv_chunks, config.host_kv_chunks, config.chunk_tokens, self.windows)
+        spoils = (lambda: self._spoils.random() < 0.2) if config.provisional_copies else None
+        return DeviceModel(
+            config.gpu_kv_chunks, config.host_kv_chunks, config.chunk_tokens, self.windows, spoils=spoils
+        )
 
     # -- requests
 
@@ -249,6 +254,7 @@ class Harness:
         result = replace(self.results.popleft(), **self.reports())
         if not self.completes():
             result = replace(result, completed=self.device.known)
+        result = replace(result, spoiled=self.device.newly_spoiled(result.completed.swap_out))
         self.device.known = Tickets(*map(max, self.device.known, result.completed))
         self.device.applied = result.step
         applied = self.scheduler.apply(result, self.now)
@@ -382,11 +388,13 @@ class Harness:
         stats = self.scheduler.stats()
         self.counts["suspensions"] += stats.suspensions
         self.counts["drops"] += stats.dropped
+        self.counts["spoiled"] += stats.spoiled
         assert (stats.running, stats.waiting, stats.conversations) == (0, 0, len(self.logs))
         assert stats.slots["gpu"]["in_use"] == 0
         for name in list(self.logs):
             self.scheduler.delete(name)
         self.logs.clear()
+        self.lives.clear()
         while self.tick():
             pass
         self.check()

@@ -38,6 +38,7 @@ def runs():
             "disk_kv_chunks": (0, 20, 90, 400)[number * 7 // 3 % 4] if host else 0,
             "save": ("async", "off", "sync", "async")[number // 3 % 4],
             "prefetch": number % 5 != 0,
+            "provisional_copies": number % 4 == number // 4 % 4,
         }
 
 
@@ -72,7 +73,17 @@ def test_random_operations(run, totals):
         *("disjoint", "suppressed writes", "waits for keys", "suspensions", "drops"),
         *("gated swap-ins", "early swap-ins", "evictions", "saves"),
         *("overflows", "moved on", "begun anew"),
-        *("disk tokens", "spilled", "promoted", "failed reads", "failed writes", "erased", "erased keys", "restarts"),
+        *(
+            "disk tokens",
+            "spilled",
+            "promoted",
+            "failed reads",
+            "failed writes",
+            "erased",
+            "erased keys",
+            "restarts",
+            "spoiled",
+        ),
         *("branches", "forks", "deletes", "pins", "expired", "refused 429", "refused 400"),
         *(f"aborted {state}" for state in STATES),
         *(f"finished {state}" for state in STATES if state != "waiting"),  # a waiting turn has no reply yet

@@ -216,6 +216,21 @@ def test_the_lower_tier_in_eight_bits_holds_twice_the_chunks_and_shares_none_wit
     assert same.gpu_kv_chunks == fp8.gpu_kv_chunks
 
 
+def test_packed_kv_is_for_bfloat16_and_counts_only_once_it_is_there():
+    def config(engine, *flags):
+        options = ["--engine", "some", "--host-kv-bytes", "64GiB", "--lower-tier-kv", "packed", *flags]
+        return scheduler_config(parse_options(options), engine, H200)
+
+    same = scheduler_config(parse_options(["--engine", "some", "--host-kv-bytes", "64GiB"]), LLAMA_8B, H200)
+    packed = config(LLAMA_8B)
+    assert 1.27 * same.host_kv_chunks < packed.host_kv_chunks < 1.29 * same.host_kv_chunks
+    assert packed.provisional_copies and not same.provisional_copies and packed.seed != same.seed
+    with pytest.raises(SettingError, match="--lower-tier-kv: packed is for .* bfloat16, and this one's is float16"):
+        config(SimpleNamespace(**vars(LLAMA_8B) | dict(dtype=torch.float16)))
+    with pytest.raises(SettingError, match="--chunk-tokens: packed cannot hold .* 31 x 128"):
+        config(LLAMA_8B, "--chunk-tokens", "31")
+
+
 def disk_config(*flags):
     args = parse_options(["--engine", "some", "--gpu-kv-bytes", "40GiB", "--state-dir", "state", *flags])
     config = scheduler_config(args, LLAMA_8B, H200)

@@ -1,0 +1,140 @@
+"""A chunk's record of bfloat16 numbers, exact, in about 12.5 bits each: exponents of a channel are close to each other.
+
+Layer by layer, one contiguous piece a layer, so that any run of layers of a record is one piece too:
+
+    lows    [2, kv_heads, chunk_tokens, head_dim] uint8: sign << 7 | mantissa
+    codes   [2, kv_heads, chunk_tokens / 2, head_dim] uint8: of token t, and << 4 that of token t + chunk_tokens / 2
+    bases   [2, kv_heads, head_dim] uint8: the largest exponent of a channel, as bfloat16 counts them
+    zeros up to a multiple of 4
+    escapes [2, kv_heads, E] int32: position << 16 | all 16 bits, in the order of tokens 0, chunk_tokens / 2, 1 and so
+            on, as codes pair them, then of channels; zeros behind the last
+    counts  [2, kv_heads] int32: how many numbers of a head are escapes, also if that is more than E
+    zeros up to a multiple of ALIGNMENT
+
+A number's code is how far its exponent lies below its channel's base, 0 to 13; or 14 if its exponent is 0 (zeros and
+subnormals, which with their sign and mantissa is all of them); or 15 for what does not fit: an escape, listed with its
+position in the head, token * head_dim + channel. Infinities and NaN have an exponent like others. Of normally
+distributed numbers about 1 in 5,700 escapes, and E has room for 1 in 128. A head with more spoils its chunk's record,
+and `holds` says so: such a chunk must be kept in another form.
+
+The rest of a half-filled chunk counts like its tokens: what was there before comes back too, and takes room if its
+exponents are others.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ALIGNMENT = 128
+"""Bytes: a line of the GPU's cache and two of the host's, so that layers share none."""
+
+ZERO, ESCAPE = 14, 15
+"""Codes that are no distance from the base."""
+
+
+class Layout(NamedTuple):
+    """Of a layer of a record: where its parts begin, in bytes, its length, and E, the escapes a head has room for."""
+
+    codes: int
+    bases: int
+    escapes: int
+    counts: int
+    length: int
+    room: int
+
+
+@cache
+def layout(shape: tuple[int, ...]) -> Layout:
+    """shape: as of a pool. ValueError if chunks are of an odd number of tokens or a head has over 65,536 numbers."""
+    heads, tokens, channels = math.prod(shape[2:4]), *shape[4:]
+    if tokens % 2 or tokens * channels > 65536:
+        raise ValueError(
+            f"packed chunks have an even number of tokens and at most 65,536 numbers a head, not {tokens} x {channels}"
+        )
+    room = max(4, tokens * channels // 128)
+    codes = heads * tokens * channels
+    bases = codes + codes // 2
+    escapes = -(-(bases + heads * channels) // 4) * 4
+    counts = escapes + 4 * heads * room
+    return Layout(codes, bases, escapes, counts, -(-(counts + 4 * heads) // ALIGNMENT) * ALIGNMENT, room)
+
+
+def layer_bytes(shape: tuple[int, ...]) -> int:
+    """Of a layer of a record; shape as of a pool. Errors as `layout`."""
+    return layout(tuple(shape)).length
+
+
+def holds(record: np.ndarray, shape: tuple[int, ...]) -> bool:
+    """Whether a whole record [layers * layer_bytes] uint8 is exact: every head's escapes are all listed."""
+    at = layout(shape)
+    counts = record.reshape(shape[1], at.length)[:, at.counts : at.counts + 4 * shape[2] * shape[3]]
+    return bool(counts.view(np.int32).max() <= at.room)
+
+
+def encode(chunks: Tensor) -> Tensor:
+    """Records [n, layers, layer_bytes] uint8 of bfloat16 chunks [n, layers, 2, kv_heads, chunk_tokens, head_dim], or
+    layers of them."""
+    if chunks.dtype != torch.bfloat16:
+        raise ValueError(f"packed chunks are bfloat16, not {chunks.dtype}")
+    at = layout(tuple(chunks.shape))
+    bits = chunks.contiguous().view(torch.int16).int() & 0xFFFF
+    exponents = bits >> 7 & 0xFF
+    bases = exponents.amax(-2, keepdim=True)
+    distances = bases - exponents
+    codes = torch.where(exponents == 0, ZERO, torch.where(distances < ZERO, distances, ESCAPE))
+    first, second = codes.chunk(2, dim=-2)
+
+    pairs = torch.stack((first, second), dim=-2).flatten(0, -4)  # [heads of all layers, chunk_tokens / 2, 2, head_dim]
+    head, token, half, channel = (pairs == ESCAPE).nonzero(as_tuple=True)
+    position = (half * len(pairs[0]) + token) * pairs.shape[-1] + channel
+    counts = torch.bincount(head, minlength=len(pairs))
+    rank = torch.arange(len(head), device=chunks.device) - (counts.cumsum(0) - counts)[head]
+    listed = rank < at.room
+    head, position, rank = head[listed], position[listed], rank[listed]
+    escapes = torch.zeros(len(counts), at.room, dtype=torch.int32, device=chunks.device)
+    escapes[head, rank] = position.int() << 16 | bits.view(len(pairs), -1)[head, position]
+
+    records = torch.zeros(*chunks.shape[:2], at.length, dtype=torch.uint8, device=chunks.device)
+    parts = {
+        0: (bits >> 8 & 0x80 | bits & 0x7F).byte(),
+        at.codes: (first | second << 4).byte(),
+        at.bases: bases.byte(),
+        at.escapes: escapes.view(torch.uint8),
+        at.counts: counts.int().view(torch.uint8),
+    }
+    for start, part in parts.items():
+        piece = part.reshape(*chunks.shape[:2], -1)
+        records[..., start : start + piece.shape[-1]] = piece
+    return records
+
+
+def decode(records: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Chunks [n, layers, ...] of `dtype`, bfloat16, from records [n, layers, layer_bytes]; shape as of a pool.
+
+    From records that do not hold come chunks of any content.
+    """
+    if dtype != torch.bfloat16:
+        raise ValueError(f"packed chunks are bfloat16, not {dtype}")
+    at = layout(tuple(shape))
+    tokens, channels = shape[4:]
+    heads = (*records.shape[:2], *shape[2:4])
+    lows = records[..., : at.codes].reshape(*heads, tokens, channels).int()
+    pairs = records[..., at.codes : at.bases].reshape(*heads, tokens // 2, channels).int()
+    bases = records[..., at.bases :][..., : math.prod(shape[2:4]) * channels].reshape(*heads, 1, channels).int()
+    codes = torch.cat((pairs & 0xF, pairs >> 4), dim=-2)
+    exponents = torch.where(codes == ZERO, 0, bases - codes)
+    bits = ((lows & 0x80) << 8 | exponents << 7 | lows & 0x7F).short()
+
+    words = records[..., at.escapes : at.counts].contiguous().view(torch.int32).view(-1, at.room)
+    counts = records[..., at.counts :][..., : 4 * math.prod(shape[2:4])].contiguous().view(torch.int32).view(-1, 1)
+    positions = words >> 16 & 0xFFFF
+    listed = (torch.arange(at.room, device=records.device) < counts) & (positions < tokens * channels)
+    head, rank = listed.nonzero(as_tuple=True)
+    bits.view(len(words), -1)[head, positions[head, rank]] = words[head, rank].short()
+    return bits.view(dtype)
