@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from pensieve.builder.build import build_engine
+from pensieve.builder.checkpoint import DEMO_CHECKPOINT
 from pensieve.plugins.kv_forms import FP8, record_bytes
 from pensieve.plugins.kv_fp8_reference import decode, encode
 from pensieve.plugins.torch_ops import register_pool, release_pool
@@ -147,9 +149,9 @@ def test_a_reloaded_conversation_goes_on_from_its_codes():
         assert player.executor._device._pools[Tier.HOST].dtype == torch.uint8
 
 
-@pytest.mark.slow
-def test_a_server_with_half_the_bytes(tmp_path):
-    """Twice the chunks and more in as many bytes; a reply from the GPU's cache is exact, reloaded ones are equal."""
+def from_gpu_and_host(tmp_path, engine, form):
+    """HOST chunks, as a multiple, and replies of a server that keeps KV there as it is, and in that form: computed,
+    from the GPU, and twice from HOST."""
     options = ("--gpu-kv-chunks", 20, "--host-kv-bytes", "32MiB", "--max-model-len", 400)
     body = dict(prompt=list(range(40, 140)), max_tokens=40, temperature=0, ignore_eos=True, return_token_ids=True)
 
@@ -157,8 +159,8 @@ def test_a_server_with_half_the_bytes(tmp_path):
         return server.post("/v1/completions", **body).json()["choices"][0]["token_ids"]
 
     slots, replies = {}, {}
-    for mode in ("same", "fp8"):
-        with Server(tmp_path, *options, "--lower-tier-kv", mode) as server:
+    for mode in ("same", form):
+        with Server(tmp_path, *options, "--lower-tier-kv", mode, engine=engine) as server:
             replies[mode] = [reply(server), reply(server)]
             for _ in range(2):
                 for number in range(4):
@@ -169,7 +171,24 @@ def test_a_server_with_half_the_bytes(tmp_path):
                 assert server.metric('pensieve:prompt_tokens_total{source="host"}') - before == 96
             states = (f'pensieve:kv_slots{{state="{state}",tier="host"}}' for state in ("free", "copy", "idle"))
             slots[mode] = sum(server.metric(state) for state in states)
-    assert slots["fp8"] >= 3.9 * slots["same"], "the demo engine's own are of 32 bits"
+            assert server.metric("pensieve:kv_spoiled_copies_total") == 0
+    return {mode: slots[mode] / slots["same"] for mode in slots}, replies
+
+
+@pytest.mark.slow
+def test_a_server_with_half_the_bytes(tmp_path):
+    """Twice the chunks and more in as many bytes; a reply from the GPU's cache is exact, reloaded ones are equal."""
+    slots, replies = from_gpu_and_host(tmp_path, "demo", "fp8")
+    assert slots["fp8"] >= 3.9, "the demo engine's own are of 32 bits"
     exact = replies["same"][0]
     assert all(one == exact for one in (*replies["same"], *replies["fp8"][:2]))
     assert replies["fp8"][2] == replies["fp8"][3]
+
+
+@pytest.mark.slow
+def test_a_server_that_packs_is_exact(tmp_path):
+    """More chunks in as many bytes, and every reply is that of a server that does not pack."""
+    build_engine(DEMO_CHECKPOINT, tmp_path / "demo", dtype="bfloat16")
+    slots, replies = from_gpu_and_host(tmp_path, tmp_path / "demo", "packed")
+    assert 1.2 < slots["packed"] < 1.3
+    assert all(one == replies["same"][0] for one in (*replies["same"], *replies["packed"]))

@@ -225,9 +225,9 @@ def test_packed_kv_is_for_bfloat16_and_counts_only_once_it_is_there():
     packed = config(LLAMA_8B)
     assert 1.27 * same.host_kv_chunks < packed.host_kv_chunks < 1.29 * same.host_kv_chunks
     assert packed.provisional_copies and not same.provisional_copies and packed.seed != same.seed
-    with pytest.raises(SettingError, match="--lower-tier-kv: packed is for .* bfloat16, and this one's is float16"):
+    with pytest.raises(SettingError, match=r"--lower-tier-kv: packed is for .* bfloat16, and this one's is float16"):
         config(SimpleNamespace(**vars(LLAMA_8B) | dict(dtype=torch.float16)))
-    with pytest.raises(SettingError, match="--chunk-tokens: packed cannot hold .* 31 x 128"):
+    with pytest.raises(SettingError, match=r"--chunk-tokens: packed cannot hold .* 31 x 128"):
         config(LLAMA_8B, "--chunk-tokens", "31")
 
 
