@@ -24,6 +24,9 @@ PROGRAMS = 16
 TILE = 2048
 """Numbers of a token that a program handles at once, of whole heads; four of each thread."""
 
+UNROLL = tl.constexpr(4)
+"""Tokens of either half that are on their way at once where little is done with them."""
+
 _ZERO, _ESCAPE = tl.constexpr(ZERO), tl.constexpr(ESCAPE)
 
 
@@ -133,7 +136,7 @@ def _encode(pool, slots, records, words, tasks, first, layers, LAYERS: tl.conste
         number, byte, head = _places(task, live, slots, first, layers, LAYERS, HEADS, 2 * NUMBERS, LAYER_BYTES)
         source = pool + number[:, None] + channel
         base = tl.zeros([GROUP, COLUMNS], tl.int32)
-        for row in range(HALF):
+        for row in tl.range(HALF, loop_unroll_factor=UNROLL):
             at = source + row * CHANNELS
             one = tl.load(at, mask=mask, other=0).to(tl.int32)
             two = tl.load(at + NUMBERS, mask=mask, other=0).to(tl.int32)
