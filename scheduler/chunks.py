@@ -54,6 +54,7 @@ class ChunkStore:
         self.now = 0.0
         self.spoiled = self.dropped = self.regret_tokens = 0
         self._provisional = config.provisional_copies
+        self._copied_out: dict[int, Chunk] = {}  # by HOST slot, if copies are provisional: the last chunk copied there
         self._chunk_tokens = config.chunk_tokens
         self._by_key: dict[ChunkKey, Chunk] = {}
         self.find: Callable[[ChunkKey], Chunk | None] = self._by_key.get
@@ -276,15 +277,22 @@ class ChunkStore:
         if chunk.gpu == NO_SLOT:
             self._count_if_dropped(chunk)
 
+    def copied_out(self, chunk: Chunk, host_slot: int) -> None:
+        """The chunk's copy in that slot has begun; the caller files it."""
+        chunk.host = host_slot
+        if self._provisional:
+            self._copied_out[host_slot] = chunk
+
     def release_spoiled(self, host_slots: Iterable[int]) -> None:
         """Copies in these HOST slots are none, whosever they are by now: another's has only just begun. What is on the
         GPU is not copied again before it is used again."""
-        slots = set(host_slots)
-        for chunk in [chunk for chunk in self.resident_chunks() if chunk.host in slots]:
-            self.spoiled += 1
-            self.release_host(chunk)
-            chunk.declined = chunk.gpu != NO_SLOT
-            self.file(chunk)
+        for slot in host_slots:
+            chunk = self._copied_out[slot]
+            if chunk.host == slot:
+                self.spoiled += 1
+                self.release_host(chunk)
+                chunk.declined = chunk.gpu != NO_SLOT
+                self.file(chunk)
 
     def release_disk(self, chunk: Chunk) -> None:
         """Its record is given up; nobody is reading it."""

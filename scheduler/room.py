@@ -91,12 +91,12 @@ class RoomMaker:
     def _copy_out(self, chunks: list[Chunk], value: float, copies: LaneCopies) -> int:
         """Copies the first of these chunks of one value to HOST, as many as get a slot there; those staged for DISK
         have one. Returns how many."""
-        uncopied = [chunk for chunk in chunks if chunk.host == NO_SLOT]
+        store, uncopied = self._store, [chunk for chunk in chunks if chunk.host == NO_SLOT]
         slots = self._host_slots(len(uncopied), value)
         copied = uncopied[: len(slots)]
         copies.add([chunk.gpu for chunk in copied], slots)
         for chunk, slot in zip(copied, slots, strict=True):
-            chunk.host = slot
+            store.copied_out(chunk, slot)
         return len(slots)
 
     # -- HOST
@@ -110,7 +110,8 @@ class RoomMaker:
                 computed = store.gpu.last[Lane.COMPUTE]
                 computed[chunk.gpu] = max(computed[chunk.gpu], store.completed.compute)
             self._copies.saves.add([chunk.gpu], slots)
-            chunk.host, chunk.staged = slots[0], True
+            store.copied_out(chunk, slots[0])
+            chunk.staged = True
             store.file(chunk)
         return bool(slots)
 

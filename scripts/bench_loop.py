@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..plugins.kv_forms import Form
 from ..runtime.cpu_device import CpuDevice
 from ..runtime.device import ForwardPass, Ticket
 from ..runtime.disk_store import DiskSettings
@@ -72,9 +73,9 @@ class Timed:
         self.recording, self.late = True, 0
         self.copies_in, self.steps = [], []
 
-    def allocate_pool(self, tier: Tier, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def allocate_pool(self, tier: Tier, shape: tuple[int, ...], dtype: torch.dtype, form: Form | None = None) -> None:
         if tier not in self._allocated:
-            super().allocate_pool(tier, shape, dtype)
+            super().allocate_pool(tier, shape, dtype, form)
             self._allocated.add(tier)
 
     def load(self, engine: ForwardPass, seats: int, blocks: int, gates: tuple[int, ...], most_tokens: int) -> None:

@@ -151,3 +151,24 @@ def test_more_than_was_counted_is_an_error():
     with pytest.raises(InvariantError, match="obtainable"):
         room.gpu_slots(2)
     check(store, held=[chunk])
+
+
+def test_spoiled_copies_are_found_by_their_slots(monkeypatch):
+    """Whoever has the slot by then, and not by a look at every chunk: there may be a million, and some each step."""
+    store = a_store(gpu=3, host=2, provisional_copies=True)
+    first, second = idle(store, now=1.0), idle(store, now=2.0)
+    _, room = a_room(store, now=10.0)
+    room.save_ahead(available=3, most=2)
+    slots = first.host, second.host
+    store.drop(first)
+    store.release_gpu(second)
+    _, room = a_room(store, now=11.0, step=2)
+    third = idle(store, now=3.0)
+    assert room.stage(third) and third.host == slots[0]
+    monkeypatch.setattr(store, "resident_chunks", None)
+    store.release_spoiled(slots)
+    monkeypatch.undo()
+    assert (third.host, third.declined, second.resident, store.spoiled) == (NO_SLOT, True, False, 2)
+    store.release_spoiled(slots)
+    assert store.spoiled == 2 and store.host.free == 2
+    check(store)
