@@ -15,6 +15,7 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from ..builder.model import Decoder
 from ..builder.parity import whole_weights
 from ..builder.random_weights import random_weights
 from ..builder.weights import load_weights
+from ..plugins.kv_forms import Form
 from ..runtime.cpu_device import CpuDevice
 from ..runtime.device import Device, ForwardPass
 from ..runtime.engine import Engine, open_engine
@@ -45,6 +47,7 @@ from ..scheduler.types import (
 )
 from .bench_loop import make_device
 from .reuse_compare import Answer, Way, judge, table
+from .serve_sizes import host_form
 
 WAYS = ("cold", "gpu", "host", "partly", "recomputed", "suspended")
 SCORED = Sampling(logprobs=MOST_LOGPROBS)
@@ -324,8 +327,10 @@ def in_float32(directory: Path, manifest: Manifest, sizes: Sizes, prompts: Seque
 # The command.
 
 
-def measure(directory: Path, engine: Engine, tokens: int, repetitions: int, seed: int, size: int) -> dict[str, Way]:
-    """Asks in every way. InvariantError if a way did not come about."""
+def measure(
+    directory: Path, engine: Engine, tokens: int, repetitions: int, seed: int, size: int, form: Form | None = None
+) -> dict[str, Way]:
+    """Asks in every way, with HOST in that form. InvariantError if a way did not come about."""
     dice = np.random.default_rng(seed)
     # Lengths differ, and none is a multiple of the chunk size.
     lengths = [tokens // size * size + 1 + number % (size - 1) for number in range(repetitions)]
@@ -348,13 +353,14 @@ def measure(directory: Path, engine: Engine, tokens: int, repetitions: int, seed
             cold[number] = answer
         ways[way].add(answer, exact[number], cold[number])
 
-    config = sizes.config(longest)
+    config = replace(sizes.config(longest), provisional_copies=form is not None and form.holds is not None)
+    make = partial(Executor, host_form=form)
     device = make_device(engine.manifest.device)  # graphs are captured once for all three
     try:
-        ask_again(Asker(device, engine, config, size, seed + 1), sizes, prompts, tell)
-        ask_partly(Asker(device, engine, config, sizes.tokens // 2, seed + 2), sizes, prompts, tell)
+        ask_again(Asker(device, engine, config, size, seed + 1, make), sizes, prompts, tell)
+        ask_partly(Asker(device, engine, config, sizes.tokens // 2, seed + 2, make), sizes, prompts, tell)
         tight = replace(config, gpu_kv_chunks=max(sizes.tight, config.chunks(longest)))
-        ask_suspended(Asker(device, engine, tight, size, seed + 3), sizes, prompts, tell)
+        ask_suspended(Asker(device, engine, tight, size, seed + 3, make), sizes, prompts, tell)
     finally:
         device.end()
     return ways
@@ -369,6 +375,7 @@ def parser() -> argparse.ArgumentParser:
     option("--repetitions", type=int, default=10, metavar="N", help="prompts (default %(default)s)")
     option("--chunk-tokens", type=int, default=32, metavar="N", help="tokens of a chunk (default %(default)s)")
     option("--seed", type=int, default=0, metavar="N", help="of the prompts (default %(default)s)")
+    option("--lower-tier-kv", default="same", choices=["same", "packed"], help="as `pensieve serve` (default same)")
     return made
 
 
@@ -382,7 +389,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                     f"--{name.replace('_', '-')}", f"must be at least {least}, not {getattr(args, name)}"
                 )
         engine = open_engine(args.engine, args.device)
-        ways = measure(args.engine, engine, args.tokens, args.repetitions, args.seed, args.chunk_tokens)
+        ways = measure(
+            args.engine, engine, args.tokens, args.repetitions, args.seed, args.chunk_tokens, host_form(args, engine)
+        )
     except SettingError as error:
         print(f"check_reuse: {error}", file=sys.stderr)
         return 2

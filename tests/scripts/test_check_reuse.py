@@ -41,6 +41,19 @@ def test_all_ways_agree(engine, capsys):
     assert all(way["count"] == 2 for way in told["ways"].values())
 
 
+def test_packed_kv_is_as_good(checkpoint, tmp_path, capsys):
+    build_engine(checkpoint, tmp_path / "engine", dtype="bfloat16")
+    assert check_reuse.main(["--engine", str(tmp_path / "engine"), *SMALL, "--lower-tier-kv", "packed"]) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told["passed"] and list(told["ways"]) == list(WAYS)
+
+
+def test_packed_kv_is_for_bfloat16(checkpoint, tmp_path, capsys):
+    build_engine(checkpoint, tmp_path / "engine", dtype="float32")
+    assert check_reuse.main(["--engine", str(tmp_path / "engine"), *SMALL, "--lower-tier-kv", "packed"]) == 2
+    assert "packed is for engines built with bfloat16" in capsys.readouterr().err
+
+
 def answer(*tokens, logprob=-1.0, others=(7, 8, 9)):
     told = [TokenLogprobs(logprob, 1, others, (-2.0, -2.5, -3.0)) for _ in tokens]
     return Answer(list(tokens), told, Usage(**dict.fromkeys(SOURCES, 1)), True)
