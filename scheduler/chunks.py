@@ -284,15 +284,14 @@ class ChunkStore:
             self._copied_out[host_slot] = chunk
 
     def release_spoiled(self, host_slots: Iterable[int]) -> None:
-        """Copies in these HOST slots are none, whosever they are by now: another's has only just begun. What is on the
-        GPU is not copied again before it is used again."""
+        """Copies in these HOST slots are none, whosever they are by now: another's has only just begun. What was to
+        make room on the GPU is not copied again before it is used again."""
         for slot in host_slots:
             chunk = self._copied_out[slot]
             if chunk.host == slot:
                 self.spoiled += 1
+                chunk.declined = chunk.gpu != NO_SLOT and not chunk.staged
                 self.release_host(chunk)
-                chunk.declined = chunk.gpu != NO_SLOT
-                self.file(chunk)
 
     def release_disk(self, chunk: Chunk) -> None:
         """Its record is given up; nobody is reading it."""

@@ -168,7 +168,24 @@ def test_spoiled_copies_are_found_by_their_slots(monkeypatch):
     monkeypatch.setattr(store, "resident_chunks", None)
     store.release_spoiled(slots)
     monkeypatch.undo()
-    assert (third.host, third.declined, second.resident, store.spoiled) == (NO_SLOT, True, False, 2)
+    assert (third.host, third.gpu >= 0, second.resident, store.spoiled) == (NO_SLOT, True, False, 2)
     store.release_spoiled(slots)
     assert store.spoiled == 2 and store.host.free == 2
     check(store)
+
+
+def test_what_cannot_go_to_disk_is_not_the_first_to_leave_the_gpu():
+    """What was copied to make room is taken without being copied again; what was staged keeps its place, pinned say."""
+    store = a_store(gpu=2, host=2, provisional_copies=True)
+    pinned, old = idle(store, now=9.0, claims=1), idle(store, now=1.0)
+    store.change_pins(pinned, 1)
+    _, room = a_room(store, now=10.0)
+    assert room.stage(pinned)
+    store.release_spoiled([pinned.host])
+    _, room = a_room(store, now=11.0, step=2)
+    room.gpu_slots(1)
+    assert (old.gpu, old.resident, pinned.resident) == (NO_SLOT, True, True)
+    _, room = a_room(store, now=12.0, step=3)
+    room.save_ahead(available=2, most=1)
+    store.release_spoiled([pinned.host])
+    assert pinned in store.reclaimable and store.host.free == 1
