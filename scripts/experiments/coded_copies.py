@@ -16,15 +16,14 @@ import numpy as np
 import torch
 
 from pensieve.plugins import kv_fp8_kernel, kv_packed_kernel
-from pensieve.plugins.kv_forms import FP8, PACKED, record_bytes
-from pensieve.plugins.kv_fp8_reference import layer_bytes
+from pensieve.plugins.kv_forms import FP8, PACKED, Form, record_bytes
 from pensieve.runtime.cuda_device import CudaDevice
 from pensieve.scheduler.plan import Lane
 from pensieve.scheduler.types import Tier
 
 SHAPE = (1200, 40, 2, 10, 32, 128)
 HOST_SLOTS, CHUNKS, GROUP = 1200, 600, 4
-PROGRAMS = (4, 8, 16, 24, 32, 64)
+PROGRAMS = (8, 16, 32, 64, 132)
 HIDDEN, MLP, TOKENS = 5120, 13824, 64
 STEPS = 8  # 22 ms, while copies in eight bits take 40
 
@@ -39,20 +38,24 @@ def milliseconds(stream: torch.cuda.Stream, enqueue) -> float:
     return start.elapsed_time(end)
 
 
-def kernel_speeds(pool: torch.Tensor) -> dict[str, dict[int, float]]:
-    """GB/s of codes by programs, each kernel alone."""
+def set_programs(count: int) -> None:
+    kv_fp8_kernel.PROGRAMS = kv_packed_kernel.PROGRAMS = count
+
+
+def kernel_speeds(pool: torch.Tensor, form: Form) -> dict[str, dict[int, float]]:
+    """GB/s of records by programs, each kernel alone."""
     slots = torch.randperm(len(pool), device="cuda")[:20].int()
-    layers = range(pool.shape[1])
-    records = torch.zeros(len(slots), len(layers), layer_bytes(pool.shape), dtype=torch.uint8, device="cuda")
+    layers, kernels = range(pool.shape[1]), form.kernels()
+    records = torch.zeros(len(slots), len(layers), form.layer_bytes(pool.shape), dtype=torch.uint8, device="cuda")
     works = {
-        "encode": lambda: kv_fp8_kernel.encode(pool, slots, layers, records),
-        "decode": lambda: kv_fp8_kernel.decode(records, slots, layers, pool),
+        "encode": lambda: kernels.encode(pool, slots, layers, records),
+        "decode": lambda: kernels.decode(records, slots, layers, pool),
     }
     speeds = {}
     for name, work in works.items():
         speeds[name] = {}
         for programs in PROGRAMS:
-            kv_fp8_kernel.PROGRAMS = kv_packed_kernel.PROGRAMS = programs
+            set_programs(programs)
             work()
             times = [milliseconds(torch.cuda.current_stream(), work) for _ in range(7)]
             speeds[name][programs] = records.nbytes / statistics.median(times) / 1e6
@@ -117,19 +120,19 @@ def main() -> None:
     graph = step_graph()
     both = (Lane.IN, Lane.OUT)
     settings = [("as it is", None, kv_fp8_kernel.PROGRAMS)]
-    settings += [(f"coded, {programs} programs", FP8, programs) for programs in PROGRAMS[1:]]
-    settings += [(f"packed, {programs} programs", PACKED, programs) for programs in PROGRAMS[1:]]
+    settings += [(f"coded, {programs} programs", FP8, programs) for programs in PROGRAMS]
+    settings += [(f"packed, {programs} programs", PACKED, programs) for programs in PROGRAMS]
     for name, form, programs in settings:
         device = CudaDevice()
         device.allocate_pool(Tier.GPU, SHAPE, torch.bfloat16)
         device.allocate_pool(Tier.HOST, (HOST_SLOTS, *SHAPE[1:]), torch.bfloat16, form)
         device._pool.normal_()
         torch.cuda.synchronize()
-        if "kernels" not in report:
-            report["kernels"] = kernel_speeds(device._pool)
-            for kernel, speeds in report["kernels"].items():
-                print(f"{kernel}, GB/s of codes by programs:", {n: round(speed, 1) for n, speed in speeds.items()})
-        kv_fp8_kernel.PROGRAMS = kv_packed_kernel.PROGRAMS = programs
+        if form is not None and programs == PROGRAMS[0]:
+            report[f"{name}: kernels"] = alone = kernel_speeds(device._pool, form)
+            for kernel, speeds in alone.items():
+                print(f"{name}: {kernel}, GB/s by programs:", {n: round(speed, 1) for n, speed in speeds.items()})
+        set_programs(programs)
         for lanes in ((), (Lane.IN,), (Lane.OUT,), both):
             step, speed = beside(device, graph, lanes)
             way = " and ".join(lane.name for lane in lanes) or "no copies"
