@@ -64,7 +64,7 @@ def _launch(
 
 
 @triton.jit
-def _places(task, live, slots, first, layers, LAYERS: tl.constexpr, HEADS: tl.constexpr, VALUES: tl.constexpr,
+def places(task, live, slots, first, layers, LAYERS: tl.constexpr, HEADS: tl.constexpr, VALUES: tl.constexpr,
             LAYER_BYTES: tl.constexpr):  # fmt: skip
     """A task is a head of a layer of a chunk. Where its numbers begin in the pool, its layer among the records' bytes,
     and which head it is."""
@@ -84,7 +84,7 @@ def _encode(pool, slots, codes, scales, tasks, first, layers, LAYERS: tl.constex
         task = start + tl.arange(0, GROUP)
         live = task < tasks
         mask = live[:, None] & (at < VALUES)
-        number, byte, head = _places(task, live, slots, first, layers, LAYERS, HEADS, VALUES, LAYER_BYTES)
+        number, byte, head = places(task, live, slots, first, layers, LAYERS, HEADS, VALUES, LAYER_BYTES)
         values = tl.load(pool + number[:, None] + at, mask=mask, other=0.0).to(tl.float32)
         size = tl.abs(values)
         largest = tl.max(tl.where(size < float("inf"), size, 0.0), axis=1)
@@ -114,7 +114,7 @@ def _decode(pool, slots, codes, scales, tasks, first, layers, LAYERS: tl.constex
         task = start + tl.arange(0, GROUP)
         live = task < tasks
         mask = live[:, None] & (at < VALUES)
-        number, byte, head = _places(task, live, slots, first, layers, LAYERS, HEADS, VALUES, LAYER_BYTES)
+        number, byte, head = places(task, live, slots, first, layers, LAYERS, HEADS, VALUES, LAYER_BYTES)
         code = tl.load(codes + (byte + head * VALUES)[:, None] + at, mask=mask, other=0).to(tl.int32)
         scale = tl.load(scales + byte // 4 + SCALES + head, mask=live, other=0.0)[:, None]
         size = code & 0x7F

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .kv_fp8_kernel import places
 from .kv_packed_reference import ESCAPE, ZERO, layout
 
 PROGRAMS = 16
@@ -66,18 +67,6 @@ def _launch(kernel: triton.JITFunction, pool: Tensor, slots: Tensor, layers: ran
         COLUMNS=columns, LIST=triton.next_power_of_2(at.room), GROUP=group,
         num_warps=min(group * columns // 128, 32),
     )  # fmt: skip
-
-
-@triton.jit
-def _places(task, live, slots, first, layers, LAYERS: tl.constexpr, HEADS: tl.constexpr, VALUES: tl.constexpr,
-            LAYER_BYTES: tl.constexpr):  # fmt: skip
-    """A task is a head of a layer of a chunk. Where its numbers begin in the pool, its layer among the records' bytes,
-    and which head it is."""
-    head = task % HEADS
-    piece = task // HEADS
-    slot = tl.load(slots + piece // layers, mask=live, other=0).to(tl.int64)
-    number = ((slot * LAYERS + first + piece % layers) * HEADS + head) * VALUES
-    return number, piece.to(tl.int64) * LAYER_BYTES, head
 
 
 @triton.jit
@@ -133,7 +122,7 @@ def _encode(pool, slots, records, words, tasks, first, layers, LAYERS: tl.conste
         task = start + tl.arange(0, GROUP)
         live = task < tasks
         mask = live[:, None] & (channel < CHANNELS)
-        number, byte, head = _places(task, live, slots, first, layers, LAYERS, HEADS, 2 * NUMBERS, LAYER_BYTES)
+        number, byte, head = places(task, live, slots, first, layers, LAYERS, HEADS, 2 * NUMBERS, LAYER_BYTES)
         source = pool + number[:, None] + channel
         base = tl.zeros([GROUP, COLUMNS], tl.int32)
         for row in tl.range(HALF, loop_unroll_factor=UNROLL):
@@ -186,7 +175,7 @@ def _decode(pool, slots, records, words, tasks, first, layers, LAYERS: tl.conste
         task = start + tl.arange(0, GROUP)
         live = task < tasks
         mask = live[:, None] & (channel < CHANNELS)
-        number, byte, head = _places(task, live, slots, first, layers, LAYERS, HEADS, 2 * NUMBERS, LAYER_BYTES)
+        number, byte, head = places(task, live, slots, first, layers, LAYERS, HEADS, 2 * NUMBERS, LAYER_BYTES)
         word = byte // 4
         count = tl.load(words + word + COUNTS + head, mask=live, other=0)
         listed = live[:, None] & (entry < count[:, None]) & (entry < ROOM)

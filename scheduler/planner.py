@@ -105,7 +105,10 @@ class Planner:
         if key in self.pending:
             return True
         chunk = self._store.find(key)
-        return chunk is not None and (chunk.loading or _being_read(chunk) or self._store.provisional(chunk))
+        return chunk is not None and self._coming(chunk)
+
+    def _coming(self, chunk: Chunk) -> bool:
+        return chunk.loading or _being_read(chunk) or self._store.provisional(chunk)
 
     def seen_keys(self, turn: Turn) -> list[ChunkKey]:
         """Those of the chunks that the turn's last position sees, as far as its base is known."""
@@ -202,9 +205,7 @@ class Planner:
                 hits.append(chunk)
                 known.append(False)
                 continue
-            if key in self.pending or (
-                chunk is not None and (chunk.loading or _being_read(chunk) or self._store.provisional(chunk))
-            ):
+            if key in self.pending or (chunk is not None and self._coming(chunk)):
                 return key
             # What older positions saw is gone: what is left of them is read and loaded, whatever it costs.
             if chunk is not None and chunk.disk >= 0 and turn.promotes and self._to_be_read(chunk, overflows):
