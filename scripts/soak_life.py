@@ -87,8 +87,12 @@ class Life:
 
 
 def descendants(process: int) -> list[int]:
-    threads = Path(f"/proc/{process}/task").iterdir()
-    children = [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+    """Those of threads that end meanwhile may be left out."""
+    children = list[int]()
+    with contextlib.suppress(FileNotFoundError):
+        for thread in Path(f"/proc/{process}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                children += map(int, (thread / "children").read_text().split())
     return [*children, *(one for child in children for one in descendants(child))]
 
 
