@@ -15,7 +15,7 @@ A number's code is how far its exponent lies below its channel's base, 0 to 13; 
 subnormals, which with their sign and mantissa is all of them); or 15 for what does not fit: an escape, listed with its
 position in the head, token * head_dim + channel. Infinities and NaN have an exponent like others. Of normally
 distributed numbers about 1 in 5,700 escapes, and E has room for 1 in 128. A head with more spoils its chunk's record,
-and `holds` says so: such a chunk must be kept in another form.
+and `holds` says so: nobody may use it, and the chunk is computed again when it is needed.
 
 The rest of a half-filled chunk counts like its tokens: what was there before comes back too, and takes room if its
 exponents are others.
