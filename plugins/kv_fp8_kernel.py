@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .kv_fp8_reference import SMALLEST_SCALE, layer_bytes, scales_offset
 
-PROGRAMS = 16
+PROGRAMS = 64
 """A processor each; together they must keep ahead of a link of 55 GB/s."""
 
 TILE = 16384

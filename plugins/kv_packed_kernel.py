@@ -19,7 +19,7 @@ from torch import Tensor
 from .kv_fp8_kernel import places
 from .kv_packed_reference import ESCAPE, ZERO, layout
 
-PROGRAMS = 16
+PROGRAMS = 64
 """A processor each; together they must keep ahead of a link of 55 GB/s."""
 
 TILE = 2048
