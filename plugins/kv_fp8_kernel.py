@@ -1,8 +1,8 @@
 """Chunks of KV into records of eight bits and back, on a GPU, in Triton. Twins, and the format, in `kv_fp8_reference`.
 
-Both run beside steps, for as long as copies do, so they take few of the GPU's processors: a fixed, small number of
-programs goes over the heads in strides, each large enough to keep its processor busy. Codes are made by integer
-arithmetic, not by the conversion that only newer GPUs have, so that the bits are the same everywhere.
+Both run beside steps: a fixed number of programs goes over the heads in strides, each large enough to keep its
+processor busy. Codes are made by integer arithmetic, not by the conversion that only newer GPUs have, so that the bits
+are the same everywhere.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from .kv_fp8_reference import SMALLEST_SCALE, layer_bytes, scales_offset
 
 PROGRAMS = 64
-"""A processor each; together they must keep ahead of a link of 55 GB/s."""
+"""16 keep up with a link of 55 GB/s; with more, for a shorter time, steps lose less (docs/lower-tier.md)."""
 
 TILE = 16384
 """Numbers that a program handles at once: whole heads, with a warp for 1,024 numbers."""

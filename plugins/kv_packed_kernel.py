@@ -1,10 +1,9 @@
 """Chunks of bfloat16 KV into packed records and back, exactly, on a GPU, in Triton. Twins, and the format, in
 `kv_packed_reference`.
 
-As those of `kv_fp8_kernel` they run beside steps, for as long as copies do, on few of the GPU's processors: a fixed,
-small number of programs goes over the heads in strides. All arithmetic is on integers. A program goes over the tokens
-of some heads, two at a time, those whose codes share a byte; a thread has the same channels of all of them, so that no
-two need to meet but for the ranks of a token's escapes.
+As those of `kv_fp8_kernel` they run beside steps: a fixed number of programs goes over the heads in strides. All
+arithmetic is on integers. A program goes over the tokens of some heads, two at a time, those whose codes share a byte;
+a thread has the same channels of all of them, so that no two need to meet but for the ranks of a token's escapes.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from .kv_fp8_kernel import places
 from .kv_packed_reference import ESCAPE, ZERO, layout
 
 PROGRAMS = 64
-"""A processor each; together they must keep ahead of a link of 55 GB/s."""
+"""16 keep up with a link of 55 GB/s; with more, for a shorter time, steps lose less (docs/lower-tier.md)."""
 
 TILE = 2048
 """Numbers of a token that a program handles at once, of whole heads; four of each thread."""
