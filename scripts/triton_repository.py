@@ -29,6 +29,7 @@ TRITONS = (
     "max_body_bytes",
     "max_connections",
     "client_timeout",
+    "owner_kv_bytes",
     "otlp_traces_endpoint",
 )
 """Options of `pensieve serve` that say nothing to Triton's clients."""
@@ -82,7 +83,7 @@ def checked(options: Sequence[str]) -> list[str]:
     for name in TRITONS:
         if getattr(args, name) != parser().get_default(name):
             raise SettingError("--" + name.replace("_", "-"), "has no meaning here: Triton serves the clients")
-    paths = {"config": args.config, "state-dir": args.state_dir}
+    paths = {"config": args.config, "state-dir": args.state_dir, "disk-dir": args.disk_dir, "trace": args.trace}
     if args.engine != "demo":
         paths["engine"] = Path(args.engine)
         if not paths["engine"].is_dir():

@@ -310,6 +310,7 @@ def test_a_model_without_an_engine_is_not_loaded(triton):
         (["--engine", "/nowhere/at/all"], "--engine"),
         (["--engine", "demo", "--port", "80"], "--port"),
         (["--engine", "demo", "--api-key", "secret"], "--api-key"),
+        (["--engine", "demo", "--owner-kv-bytes", "1GiB"], "--owner-kv-bytes"),
         (["--engine", "demo", "--name", "../other"], "--name"),
     ],
 )
@@ -317,3 +318,13 @@ def test_a_wrong_option_writes_nothing_and_is_named(tmp_path, capsys, options, s
     assert main(["triton-repository", "--output", str(tmp_path), *options]) == 2
     assert setting in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_paths_hold_in_whatever_directory_the_server_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "built").mkdir()
+    given = {"engine": "built", "state-dir": "state", "disk-dir": "kv", "trace": "steps.json"}
+    options = [word for name, path in given.items() for word in (f"--{name}", path)]
+    assert main(["triton-repository", "--output", "models", "--disk-kv-bytes", "1GiB", *options]) == 0
+    written = (tmp_path / "models" / "pensieve" / "config.pbtxt").read_text()
+    assert [name for name, path in given.items() if f"--{name}={tmp_path / path}" not in written] == []
