@@ -167,10 +167,6 @@ class Tokenizer:
         (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return array("i", encoded.ids)
 
-    def encode_chat(self, messages: Sequence[dict[str, Any]]) -> array[int]:
-        """Token ids of a dialogue."""
-        return self.encode_rendered(self.render_chat(messages))
-
     def encode_behind(self, before: Sequence[int], text: str) -> array[int] | None:
         """Token ids of `text` that goes on behind the tokens `before`; None if this tokenizer cannot begin there.
 

@@ -33,7 +33,7 @@ class Chunk:
                  its slot in the tier, or NO_SLOT; several may be valid at once
     moving       work for the disk that has begun and not been reported: it has slots of its own (see `Move`)
     users        rows that hold it; claims: conversations that reference it
-    pins         of these conversations, those that are pinned: it is evicted last
+    pins         of these conversations, those that are pinned: it is evicted last, unless all are beyond their quotas
     surplus      of these conversations, those beyond their owners' quotas
     bound        it belongs to a context that has outgrown its window: with it lost, all of that is computed anew
     awaited      0, or the place in the queue of the request that waits for it: it is evicted behind those that nobody
@@ -42,7 +42,8 @@ class Chunk:
                  worth most
     loading      its swap-in is reserved but not all issued: the GPU slot holds nothing yet
     filed        the set of victims it is in, and group the part of a VictimSet
-    declined     HOST has no room for one of so low a value: dropped when its GPU slot is needed
+    declined     HOST has no room for one of so low a value, or its copy there was none: nothing is copied when its GPU
+                 slot is needed
     dropped_at   when it was last dropped
     """
 

@@ -24,8 +24,8 @@ from .types import ChunkKey, InvariantError
 class ChunkStore:
     """Every chunk that is resident or claimed, its slots, and the sets from which victims come.
 
-    reclaimable     on the GPU, idle, and safe to take: a HOST copy exists, or HOST declined it
-    uncopied        on the GPU, idle, the only copy
+    reclaimable     on the GPU, idle, and taken as it is: a HOST copy exists, or is not to be had
+    uncopied        on the GPU, idle, and not on HOST, or there for DISK's sake alone
     host_only       idle and only on HOST
     host_spare      idle on HOST, not on the GPU, with a record on DISK: its HOST slot is free to take
     disk_only       idle and only on DISK

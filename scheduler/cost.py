@@ -28,7 +28,7 @@ class CostProfile:
     """chunk_seconds     all but attention, for one chunk in a full batch
     attention            (context tokens, seconds for one chunk), ascending, at least one point
     step_base_seconds    a step's fixed part
-    chunk_bytes          one chunk's KV on one rank
+    chunk_bytes          one chunk's KV on one rank, as HOST and DISK hold it
     link_bytes_per_s     host to GPU copies
 
     What only a measurement knows:

@@ -12,7 +12,7 @@ class Evictions:
     """Chunks that lost a slot to others since the start.
 
     gpu_reclaimed   left the GPU, where a copy below existed already; gpu_moved: where one was made for it;
-                    gpu_dropped: where HOST had no room for it
+                    gpu_dropped: where there was none and none could be made
     host_copies     left HOST, but not the GPU; host_reclaimed: left HOST, where a record on DISK existed already;
                     host_dropped: left HOST and were nowhere else
     disk_copies     left DISK, but not the tiers above; disk_dropped: left DISK and were nowhere else

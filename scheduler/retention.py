@@ -40,7 +40,7 @@ class EvictionPolicy:
     Whatever the policy, chunks that requests in the queue wait for go after all others, the queue's tail first (the
     exemption of CachedAttention, section 3.3.2: its window ends where the tiers are full), and those of pinned
     conversations behind them. With `quotas`, chunks that no conversation within its owner's quota claims go first,
-    unless a request waits for them.
+    pinned or not, unless a request waits for them.
 
     Chunks of a context that has outgrown its window weigh all the same, as its last ones do: of one turn they are one
     group, and the next context is touched when nothing is left of this one (DESIGN section 6).

@@ -23,7 +23,8 @@ class Turn:
     tail          while suspended: a private, partly filled chunk left by its last stay, perhaps dropped meanwhile
     scored        prompt positions whose log probabilities have been reported
     wanted        GPU slots that it asked for in vain when it was last looked at
-    waiting_for   the key that a running row is computing or loading, or that is being read from DISK, as last seen
+    waiting_for   the key that a running row is computing or loading, that is being read from DISK, or whose copy on
+                  HOST may turn out to be none, as last seen
     awaited       chunks that are evicted late because it waits for them
     from_disk     keys of its chunks that were on DISK only when it was first looked at, None before
     promotes      its chunks on DISK are worth waiting for; without room for them they are computed

@@ -22,7 +22,7 @@ class Saver:
     """Write-behind, in the order in which turns end: GPU -> HOST beside the step, then HOST -> DISK.
 
     A chunk is declined (it stays where it is) where DISK or HOST holds nothing of lower value, and while DISK is paused
-    after a failed write; then it is spilled when HOST must give it up.
+    after a failed write; then it is spilled when HOST must give it up. If its copy is none it is not saved.
     """
 
     def __init__(self, config: SchedulerConfig, cost: CostProfile, store: ChunkStore):
@@ -69,7 +69,7 @@ class Saver:
                 self._queue.append(chunk)
 
     def withhold(self, request: Request, ending: Output, chunks: Iterable[Chunk]) -> bool:
-        """With `--save sync`: keeps the turn's last event back until its chunks are on DISK or declined."""
+        """With `--save sync`: keeps the turn's last event back until its chunks are on DISK or are not to be."""
         unsettled = [chunk for chunk in chunks if not self._settled(chunk)] if self._in_time else []
         if unsettled:
             self._endings.append((request, ending, unsettled))

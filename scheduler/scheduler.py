@@ -157,7 +157,8 @@ class Scheduler:
     def next_plan(self, now: float) -> StepPlan | None:
         """The next step, or None if there is nothing to do before a result, a request or an end of one arrives.
 
-        A plan without tokens, copies and work for the disk asks only for the next result: work is under way there.
+        A plan without tokens, copies and work for the disk asks only for the next result: work is under way there, a
+        copy does not count yet, or a deletion goes on.
         """
         step = self._step + 1
         self._store.now = now
@@ -277,7 +278,8 @@ class Scheduler:
 
     def keep(self, conversation_id: str, ttl: float | None, pinned_until: float, now: float) -> None:
         """Claims end `ttl` seconds after the last activity (None: `conversation_ttl`); until `pinned_until` the
-        conversation's full chunks are evicted after all others (a time not after `now`: no longer).
+        conversation's full chunks are evicted after all others (a time not after `now`: no longer), as far as it is
+        within its owner's quota.
 
         Raises RequestError (404) for an unknown id.
         """

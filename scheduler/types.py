@@ -283,8 +283,9 @@ class Residency(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """Counters since the start (copies in chunks) and gauges of now; slots are (free, reclaimable, idle, in use).
+    """Counters since the start (copies in chunks) and gauges of now.
 
+    slots           by tier and by what is in them, as `ChunkStore.slot_counts` has them
     evictions, eviction_values, eviction_value_sum
                     by tier and reason, and by retention value, as `evictions.Evictions` has them
     choices         of loading or recomputing, as `choices.Choices` has them

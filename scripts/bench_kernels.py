@@ -65,7 +65,7 @@ SHAPES = (
 class Batch:
     """The tensors of one shape, whose chunks lie in random order in the first slots of a pool."""
 
-    def __init__(self, shape: Shape, heads: int, kv_heads: int, pool: Tensor):
+    def __init__(self, shape: Shape, heads: int, pool: Tensor):
         self.shape, self.pool = shape, pool
         blocks = [-(-context // CHUNK) for _, context in shape.requests]
         order = torch.randperm(sum(blocks), device="cuda").int()
@@ -211,7 +211,7 @@ def main() -> None:
         pool = torch.empty(slots, LAYERS, 2, kv_heads, CHUNK, HEAD_DIM, dtype=torch.bfloat16, device="cuda").normal_()
         for shape in chosen:
             row = {"shape": shape.name, "heads": heads, "fa3": shape.fa3[HEADS.index(heads)]}
-            row |= measure(Batch(shape, q_heads, kv_heads, pool), flush, not options.only_ours)
+            row |= measure(Batch(shape, q_heads, pool), flush, not options.only_ours)
             read = sum(context for _, context in shape.requests) * kv_heads * HEAD_DIM * 4
             work = sum(n * (context - (n - 1) / 2) for n, context in shape.requests) * q_heads * HEAD_DIM * 4
             row |= {"tb_s": read / row["ours"] / 1e6, "tflop_s": work / row["ours"] / 1e6}

@@ -50,7 +50,8 @@ async def talk(histories: Histories) -> None:
 def test_a_dialogue_is_tokenised_anew(serve: Callable[..., None]) -> None:
     async def go_on(histories: Histories) -> None:
         turn = await histories.open_chat("", "chat", [AGAIN], THEIRS.render_chat, server_history=True)
-        assert turn.prompt == THEIRS.encode_chat([HELLO, ANSWER, AGAIN]) != OURS.encode_chat([HELLO, ANSWER, AGAIN])
+        ours, theirs = (tok.encode_rendered(tok.render_chat([HELLO, ANSWER, AGAIN])) for tok in (OURS, THEIRS))
+        assert turn.prompt == theirs != ours
         await turn.commit(THEIRS.encode_rendered("b"), "b", ANSWER, b"")
 
     async def read(histories: Histories) -> None:
