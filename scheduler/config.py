@@ -27,8 +27,9 @@ class SchedulerConfig:
     owner_kv_chunks                 chunks of each owner's conversations that are kept while there are others to evict;
                                     None: owners are not told apart
     conversation_ttl                seconds after its last activity for which a conversation claims its KV
-    swap_out_below                  chunks are copied out ahead of time while fewer GPU slots are free or reclaimable
-    generation_reserve              new requests join while more GPU slots than this are free or reclaimable
+    swap_out_below                  chunks are copied out ahead of time while a smaller share of the GPU's slots is free
+                                    or reclaimable, at most a quarter as many as HOST has
+    generation_reserve              new requests join while a larger share of the GPU's slots is free or reclaimable
     queue_order                     who of the ready joins first: whose wait is longest in proportion to what its prompt
                                     takes to compute, or who came first
     overflow, overflow_ratio        what becomes of a context that outgrows `max_model_len` and may (see `windows`), and
