@@ -1,4 +1,5 @@
-"""The device protocol on an NVIDIA GPU: a lane is a stream, a ticket an event, the HOST pool page-locked memory.
+"""The device protocol on an NVIDIA GPU: a lane is a stream (two where copies change their form: `coded_copies`), a
+ticket an event, the HOST pool page-locked memory.
 
 Copies are handed to the driver by the calling thread, a thousand a call; a call takes 0.35 ms and lets other threads
 run. The same thread issues a step's copies, records its gates and launches it, one after the other, so that no step is

@@ -1,8 +1,9 @@
 """What a device does for the executor, in a good dozen methods: `cpu_device` is one, a CUDA device another.
 
 **Lanes.** Work is put on one of three lanes (COMPUTE, IN, OUT) and each lane does its own in the order of issue;
-nothing else orders lanes but `wait`. On CUDA a lane is a stream and a ticket an event. All methods but `record` are
-called by one thread, and only `load`, `synchronize` and `close` may block it.
+nothing else orders lanes but `wait`. On CUDA a lane is a stream (two where copies change their form) and a ticket an
+event. All methods but `record` are called by one thread, and only `allocate_pool`, `load`, `watch`, `synchronize` and
+`close` may block it.
 
 **Gates.** A gate stands before the first use of a layer's KV in a step. `run` binds each gate to the last
 `mark(..., gate=...)` issued *before* that `run`: a mark that comes later holds the next step, not this one. A gate
