@@ -1,4 +1,4 @@
-"""Frozen settings that check themselves. Names are those of the command line."""
+"""Frozen settings that check themselves. Names are the command line's where it has them."""
 
 from __future__ import annotations
 

@@ -357,7 +357,6 @@ class Scheduler:
             failed_writes=store.disk.failed_writes,
             failed_reads=store.disk.failed_reads,
             spoiled=store.spoiled,
-            spilling_paused=store.now < store.disk.paused_until,
         )
 
     def residency(self, start: int, most: int) -> Residency:

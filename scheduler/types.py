@@ -293,7 +293,6 @@ class SchedulerStats:
     spilled, promoted, failed_writes, failed_reads
                     chunks written to DISK, read from it, and those for which that failed
     spoiled         copies on HOST that turned out not to say what their chunks said
-    spilling_paused a write has failed some seconds ago at most: nothing is written to DISK
     """
 
     running: int = 0
@@ -314,4 +313,3 @@ class SchedulerStats:
     failed_writes: int = 0
     failed_reads: int = 0
     spoiled: int = 0
-    spilling_paused: bool = False
