@@ -34,13 +34,11 @@ class Header(NamedTuple):
     """key        of the chunk
     end        position after its last token
     written    when, seconds since the epoch
-    checksum   of the record
     """
 
     key: ChunkKey
     end: int
     written: float
-    checksum: bytes
 
 
 def record_bytes(payload: int) -> int:
@@ -58,10 +56,10 @@ def pack_header(key: ChunkKey, end: int, origin: bytes, written: float, payload:
 def read_header(page: bytes | memoryview, origin: bytes, payload: int) -> Header | None:
     """What the page says; None unless it is whole and of a record of this origin and size."""
     magic, version, key, written_by, end, written, size = _FIELDS.unpack_from(page)
-    checksum, own = _CHECKSUMS.unpack_from(page, _FIELDS.size)
+    _, own = _CHECKSUMS.unpack_from(page, _FIELDS.size)
     if (magic, version, written_by, size) != (_MAGIC, VERSION, origin, payload):
         return None
-    return Header(ChunkKey(key), end, written, checksum) if _checksum(page[:_CHECKED]) == own else None
+    return Header(ChunkKey(key), end, written) if _checksum(page[:_CHECKED]) == own else None
 
 
 def payload_intact(page: bytes | memoryview, payload: np.ndarray) -> bool:
