@@ -127,7 +127,7 @@ def _attend_tiles(acc, top, total, q, keys, table, own, begin, end, scale, slot_
 
 
 @triton.jit
-def _merge_splits(partial, lse, first, reached, kept, query_kept, heads, ROWS: tl.constexpr,
+def _merge_splits(partial, lse, first, splits, reached, kept, query_kept, heads, ROWS: tl.constexpr,
                   HEAD_DIM: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
     """Merges the partial results of a tile's rows in the order of their splits. first [ROWS]: pair of split 0."""
     dim = tl.arange(0, DIM)
@@ -240,7 +240,7 @@ def _attend(q, o, partial, lse, pool, block_table, items, arrivals, counters, co
             counter = arrivals + tile * KV_HEADS + head
             if tl.atomic_add(counter, 1, sem="acq_rel") == reached - 1:
                 tl.store(counter, 0)
-                merged = _merge_splits(partial, lse, first_part, reached, kept, query_kept, heads, ROWS,
+                merged = _merge_splits(partial, lse, first_part, splits, reached, kept, query_kept, heads, ROWS,
                                        HEAD_DIM, DIM)  # fmt: skip
                 tl.store(target, merged.to(o.dtype.element_ty), mask=kept)
         taken = following
