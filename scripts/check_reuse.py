@@ -69,10 +69,11 @@ class Sizes:
         self.histories = self.gpu // (tokens // size) + 3  # push all else off the GPU, the first of them too
         self.host = (self.histories + 3) * self.prompt + self.rows
         self.flood = -(-(self.gpu + self.host) // (tokens // size)) + 1
-        # Beside prompt and rows as they begin there is room for one short history and its turn. While the prompt is
-        # answered each row grows by two chunks, which is more: somebody must go.
+        # Beside prompt and rows with their first tokens there is room for one short history and its turn. While the
+        # prompt is answered each row grows by two chunks, which is more: somebody must go.
         self.short_history = 4 * size
-        self.tight = self.chunks(tokens) + ROWS * self.chunks(self.row_prompt) + self.chunks(self.short_history) + 4
+        begun = ROWS * self.chunks(self.row_prompt + 1)
+        self.tight = self.chunks(tokens) + begun + self.chunks(self.short_history) + 4
 
     def chunks(self, tokens: int) -> int:
         return -(-tokens // self.size)

@@ -41,6 +41,12 @@ def test_all_ways_agree(engine, capsys):
     assert all(way["count"] == 2 for way in told["ways"].values())
 
 
+def test_rows_whose_prompts_fill_their_chunks_leave_room_for_the_prompt(checkpoint, tmp_path, capsys):
+    build_engine(checkpoint, tmp_path / "engine", dtype="float32")
+    assert check_reuse.main(["--engine", str(tmp_path / "engine"), *SMALL, "--tokens", "128"]) == 0
+    assert "PASS" in capsys.readouterr().out
+
+
 def test_packed_kv_is_as_good(checkpoint, tmp_path, capsys):
     build_engine(checkpoint, tmp_path / "engine", dtype="bfloat16")
     assert check_reuse.main(["--engine", str(tmp_path / "engine"), *SMALL, "--lower-tier-kv", "packed"]) == 0
