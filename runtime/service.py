@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 STEPS_IN_FLIGHT = 2  # one runs, the next is launched behind it
 STATS_INTERVAL_S = 0.25
 LOOKED_AT = 32_768  # chunks for one `Look`: a millisecond or two
-LONGEST_SLEEP_S = 86_400.0  # clients say how long their conversations live: no thread can wait for more than 292 years
+LONGEST_WAIT_S = 1.0  # a signal that comes between the last look for one and a wait is heard when that ends
 IDLE_CHECK_S = 1.0  # after so long without anything to do the books are checked, once
 
 
@@ -198,9 +198,10 @@ class Service:
     def _sleep(self) -> None:
         """Until a message comes, or until the scheduler wants to be asked though none does."""
         wake_at = self._scheduler.wake_at
-        seconds = None if wake_at == float("inf") else min(max(0.0, wake_at - time.monotonic()), LONGEST_SLEEP_S)
-        with contextlib.suppress(Empty):
-            self._take(self._inbox.get(timeout=seconds))
+        while (left := wake_at - time.monotonic()) > 0:
+            with contextlib.suppress(Empty):
+                self._take(self._inbox.get(timeout=min(left, LONGEST_WAIT_S)))
+                return
 
     def _take(self, message: FromHTTP | Compiled) -> None:
         now = time.monotonic()

@@ -9,6 +9,7 @@ import time
 from array import array
 from collections.abc import Iterable
 from concurrent.futures import Future
+from queue import Empty
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +28,7 @@ from pensieve.runtime.messages import (
     StepMessage,
     Submit,
 )
-from pensieve.runtime.service import Service
+from pensieve.runtime.service import LONGEST_WAIT_S, Service
 from pensieve.scheduler.types import Applied, FinishReason, Output, Request, RequestId, Sampling, SchedulerStats
 
 
@@ -177,6 +178,23 @@ def test_it_sleeps_no_longer_than_a_clock_can(service: Service, scheduler: Sched
     threading.Timer(0.1, lambda: service._inbox.put(Drain(0.0))).start()
     service._sleep()
     assert service._drain_until < float("inf")
+
+
+def test_a_signal_that_comes_just_before_a_wait_is_heard_soon(service: Service, scheduler: Scheduler) -> None:
+    """It does not break that wait off, and its handler runs behind it."""
+    waits: list[float | None] = []
+
+    def get(timeout: float | None) -> Drain:
+        waits.append(timeout)
+        if len(waits) < 3:
+            raise Empty
+        return Drain(0.0)
+
+    service._inbox = SimpleNamespace(get=get)  # type: ignore[assignment]
+    scheduler.wake_at = float("inf")
+    service._sleep()
+    assert waits == [LONGEST_WAIT_S] * 3
+    assert service._drained()
 
 
 def submit(service: Service, number: int, grammar: str | None = None) -> None:
