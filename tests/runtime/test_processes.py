@@ -1,4 +1,4 @@
-"""What `soak` knows of its server's processes."""
+"""Which processes another one has."""
 
 import os
 import subprocess
@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 
-from pensieve.scripts.soak_life import descendants
+from pensieve.runtime.processes import descendants
 
 
 def test_descendants_of_a_process_whose_threads_come_and_go():
