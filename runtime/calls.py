@@ -13,7 +13,7 @@ from typing import Any
 
 from ..scheduler.types import Request, RequestError, RequestId, Sampling, check_logprobs
 from .api_types import ChatBody, ChoicesBody, CompletionBody, GenerationBody
-from .grammar import Grammars, open_grammars
+from .grammar_check import GrammarChecker, open_checker
 from .histories import Histories, OpenTurn
 from .logprobs import LogprobsWriter
 from .messages import Ready
@@ -73,7 +73,8 @@ class CallMaker:
         self, ready: Ready, tokenizer: Tokenizer | None, histories: Histories, new_id: Callable[[], RequestId]
     ):
         self._ready, self._tokenizer, self._histories, self._new_id = ready, tokenizer, histories, new_id
-        self._grammars: Grammars | None = None  # opened when first used
+        self._grammars: GrammarChecker | None = None  # opened when first used
+        self._opening = asyncio.Lock()
 
     async def completion(self, body: CompletionBody, arrived: float, owner: str = "") -> Call:
         self._check_model(body)
@@ -275,10 +276,11 @@ class CallMaker:
         )
 
     async def _check_form(self, form: ReplyForm) -> None:
-        if self._grammars is None:
-            ready = self._ready
-            opened = await asyncio.to_thread(open_grammars, ready.tokenizer, ready.vocab_size, ready.stop_ids)
-            self._grammars = self._grammars or opened
+        async with self._opening:
+            if self._grammars is None:
+                ready = self._ready
+                about = ready.python, ready.tokenizer, ready.vocab_size, ready.stop_ids
+                self._grammars = await asyncio.to_thread(open_checker, *about)
         if self._grammars is None:
             raise RequestError(400, f"{form.param} is not supported with this model's tokenizer", form.param)
         await asyncio.wrap_future(self._grammars.begin_check(form.grammar, form.param))

@@ -1,8 +1,8 @@
 """Replies that follow a grammar: what may come next, token by token, by llguidance.
 
-A grammar travels as one text (`Sampling.grammar`) and is compiled twice: in the HTTP process, which refuses what does
-not compile, and beside the executor, where each row has a matcher of its own; there before its request joins the queue,
-so that no step waits.
+A grammar travels as one text (`Sampling.grammar`) and is compiled twice: for the HTTP process, which refuses what does
+not compile (`grammar_check`), and beside the executor, where each row has a matcher of its own; there before its
+request joins the queue, so that no step waits.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,12 +18,8 @@ from typing import Any
 
 import llguidance
 
-from ..scheduler.types import RequestError
-
 log = logging.getLogger(__name__)
 
-MOST_GRAMMAR = 128 * 1024  # characters
-MOST_SECONDS = 1.0  # of one processor, to compile: it is done twice, and others wait for a compiler meanwhile
 MOST_COMPILED = 64  # compiled grammars that are kept, 0.2 to 5 MB each
 COMPILERS = 2  # threads
 STACK_BYTES = 256 * 1024**2  # address space, of which no memory is taken before it is used
@@ -72,35 +67,16 @@ class Grammars:
         Takes most of a second for a large vocabulary. Raises ValueError if tokens of such a tokenizer are not bytes.
         """
         self.vocab_size = vocab_size
-        path = str(Path(tokenizer) / "tokenizer.json")
-        self._tokenizer = llguidance.LLTokenizer(path, n_vocab=vocab_size, eos_token=list(stop_ids) or None)
+        self._tokenizer = self.open_tokenizer(tokenizer, vocab_size, stop_ids)
         self._compilers = _deep_threads(COMPILERS)
         self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()  # the latest used is the last
         self._lock = threading.Lock()
 
-    def begin_check(self, grammar: str, param: str) -> Future[None]:
-        """As `check`, done elsewhere."""
-        return self._compilers.submit(self._check, grammar, param)
-
-    def check(self, grammar: str, param: str) -> None:
-        """Raises RequestError (400) that says why the grammar cannot be followed."""
-        self.begin_check(grammar, param).result()
-
-    def _check(self, grammar: str, param: str) -> None:
-        if len(grammar) > MOST_GRAMMAR:
-            raise RequestError(
-                400, f"{param} is too long: {len(grammar)} characters as a grammar, {MOST_GRAMMAR} are allowed", param
-            )
-        began = time.thread_time()
-        failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer)
-        if not failed:
-            matcher = self._compile(grammar)
-            failed, messages = matcher.is_error(), [matcher.get_error()]
-        if failed:
-            raise RequestError(400, f"{param} cannot be followed: {messages[0]}", param)
-        seconds = time.thread_time() - began
-        if seconds > MOST_SECONDS:
-            raise RequestError(400, f"{param} is too complex: it takes {seconds:.1f} seconds to compile", param)
+    @staticmethod
+    def open_tokenizer(tokenizer: str | Path, vocab_size: int, stop_ids: Sequence[int]) -> llguidance.LLTokenizer:
+        """Raises ValueError."""
+        path = str(Path(tokenizer) / "tokenizer.json")
+        return llguidance.LLTokenizer(path, n_vocab=vocab_size, eos_token=list(stop_ids) or None)
 
     def begin(self, grammar: str) -> Future[llguidance.LLMatcher] | None:
         """Compiles it elsewhere, for `matcher` to find; None if it is there."""
@@ -120,17 +96,18 @@ class Grammars:
             return self._compiled.get(grammar)
 
     def _compile_and_keep(self, grammar: str) -> llguidance.LLMatcher:
-        matcher = self._compile(grammar)
+        matcher = compile_grammar(self._tokenizer, grammar)
         with self._lock:
             self._compiled[grammar] = matcher
             while len(self._compiled) > MOST_COMPILED:
                 self._compiled.popitem(last=False)
         return matcher
 
-    def _compile(self, grammar: str) -> llguidance.LLMatcher:
-        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
-        matcher.compute_bitmask()  # much is worked out only here
-        return matcher
+
+def compile_grammar(tokenizer: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher:
+    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
+    matcher.compute_bitmask()  # much is worked out only here
+    return matcher
 
 
 def _deep_threads(count: int) -> ThreadPoolExecutor:
