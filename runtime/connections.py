@@ -62,14 +62,20 @@ class PatientProtocol(H11Protocol):
         super().data_received(data)
         state = self.conn.their_state
         if state is h11.SEND_BODY:
+            self._body_bytes += len(data)
+        elif state is h11.IDLE and self._sending is None and not self.transport.is_closing():
+            self._sending = self._later(self._patience, self._cut)
+
+    def handle_events(self) -> None:
+        """Also, once a request is answered, of what came behind it."""
+        super().handle_events()
+        state = self.conn.their_state
+        if state is h11.SEND_BODY:
             if self._body_since is None:
                 self._stop_waiting()
                 self._start_body()
-            self._body_bytes += len(data)
         elif state is not h11.IDLE or self.transport.is_closing():
             self._stop_waiting()
-        elif self._sending is None:
-            self._sending = self._later(self._patience, self._cut)
 
     def pause_writing(self) -> None:
         super().pause_writing()

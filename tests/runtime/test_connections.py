@@ -117,6 +117,13 @@ def test_a_client_that_stops_sending_is_cut_off(impatient: Server, sent: bytes) 
     assert time.monotonic() - began > PATIENCE_S * 0.8
 
 
+def test_nor_does_a_request_stop_behind_another_one(impatient: Server) -> None:
+    """All of it comes in one piece, so nothing comes any more once the first is answered."""
+    with impatient.connect() as wire:
+        wire.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" + HEAD + b"Content-Length: 50\r\n\r\n{")
+        assert received(wire).startswith(b"HTTP/1.1 200 ")
+
+
 def test_drop_by_drop_is_no_better(impatient: Server) -> None:
     """Every drop comes long before the time is up: a head has one time for all of it, a body must keep a pace."""
     body = HEAD + b"Content-Length: 5000\r\n\r\n"
