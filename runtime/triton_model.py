@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
+from functools import cached_property
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
@@ -82,7 +83,13 @@ class TritonPythonModel:
         """The engine finishes what runs, as long as it is allowed to, then all ends."""
         self._finalizing = True
         self._process.terminate()
-        self._run(self._desk.close()).result()
+        closing = self._run(self._desk.close())
+        try:
+            self._process.wait(self._settings.end_seconds)
+        except subprocess.TimeoutExpired:
+            log.error("the engine has not ended after %g s: it is killed", self._settings.end_seconds)
+            self._process.kill()
+        closing.result()
         self._stop()
 
     async def _unload_without_engine(self) -> None:
@@ -112,10 +119,7 @@ class TritonPythonModel:
         self._event_loop.call_soon_threadsafe(self._event_loop.stop)
         self._thread.join()
         self._event_loop.close()
-        try:
-            self._process.wait(self._settings.end_seconds)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
+        self._process.wait()
 
 
 def start_engine(command: Sequence[str]) -> tuple[subprocess.Popen[bytes], Connection]:
@@ -268,10 +272,15 @@ class Visit:
         self.arrived = time.perf_counter()
         self.id: str = request.request_id()
         self.sequence = str(request.correlation_id() or "")
-        self.inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+        self._request = request
         self.answered = self.stopped = False
         self.stream: OutputStream | None = None  # once the engine has it
         self._sender = request.get_response_sender()
+
+    @cached_property
+    def inputs(self) -> dict[str, Any]:
+        """Raises whatever reading tensors does."""
+        return {tensor.name(): tensor.as_numpy() for tensor in self._request.inputs()}
 
     @property
     def asks_to_stop(self) -> bool:

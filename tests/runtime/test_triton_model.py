@@ -6,8 +6,11 @@ import asyncio
 import contextlib
 import importlib
 import json
+import os
+import signal
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -78,6 +81,15 @@ def test_a_model_that_is_being_unloaded_does_not_ask_for_it(triton, model):
     model.finalize = lambda: None  # done
 
 
+def test_an_engine_that_does_not_end_is_killed(triton, model):
+    model._process.send_signal(signal.SIGSTOP)
+    os.waitpid(model._process.pid, os.WUNTRACED)  # stopped, it does not hear SIGTERM
+    model._settings = replace(model._settings, end_seconds=0.2)
+    model.finalize()
+    assert model._process.returncode == -signal.SIGKILL
+    model.finalize = lambda: None  # done
+
+
 class Asking:
     """A request as Triton hands it over; `said` are its responses: errors by their code, None for one without."""
 
@@ -119,6 +131,19 @@ def test_a_request_is_stopped_while_its_prompt_is_still_looked_at(triton, tmp_pa
 
     asyncio.run(both())
     assert asked.said == stop.said == ["CANCELLED"]
+
+
+def test_a_request_whose_tensors_cannot_be_read_is_answered(triton, tmp_path):
+    asked = Asking(triton, **PROMPT)
+    asked.inputs()[0].as_numpy.side_effect = UnicodeDecodeError("utf8", b"x", 0, 1, "bad")
+
+    async def one():
+        async with desk_before(FakeLoop(say("y")), tmp_path) as desk:
+            with pytest.raises(UnicodeDecodeError):  # for the log
+                await desk.answer(asked)
+
+    asyncio.run(one())
+    assert asked.said == ["INTERNAL"]
 
 
 def test_a_turn_that_ends_with_the_engine_is_committed(triton, tmp_path, monkeypatch):
