@@ -57,6 +57,7 @@ STEPS_IN_FLIGHT = 2  # one runs, the next is launched behind it
 STATS_INTERVAL_S = 0.25
 LOOKED_AT = 32_768  # chunks for one `Look`: a millisecond or two
 LONGEST_WAIT_S = 1.0  # a signal that comes between the last look for one and a wait is heard when that ends
+LAST_WORDS_S = 15.0  # for the HTTP process to take what was said to it, once all is over
 IDLE_CHECK_S = 1.0  # after so long without anything to do the books are checked, once
 
 
@@ -134,7 +135,7 @@ class Service:
             raise
         finally:
             self._outbox.put(None)
-            self._writer.join()
+            self._writer.join(LAST_WORDS_S)  # whoever does not read them by then hangs
             self._executor.close()
             if self._trace is not None:
                 self._trace.close()

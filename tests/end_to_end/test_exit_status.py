@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -61,6 +64,28 @@ def test_a_server_whose_http_process_is_killed_says_so(tmp_path):
         os.kill(int(http), signal.SIGKILL)
         assert server.process.wait(60) == 1
     assert any("HTTP process has ended" in line for line in server.log)
+
+
+@pytest.mark.slow
+def test_a_server_whose_http_process_hangs_ends_when_told_to(tmp_path):
+    """Though the pipe between them is full."""
+    with Server(tmp_path, "--shutdown-timeout", 1) as server:
+        (http,) = [child for child in descendants(server.process.pid) if b"spawn_main" in command_line(child)]
+        body = dict(model="demo", prompt=[5] * 4, max_tokens=1500, ignore_eos=True, stream=True, logprobs=20)
+        sent = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s"
+        text = json.dumps(body).encode()
+        address = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((address[0], int(address[1]))) as client:
+            client.sendall(sent % (len(text), text))
+            client.recv(1000)
+            os.kill(http, signal.SIGSTOP)
+            time.sleep(3)
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(120) == 0
+
+
+def command_line(process):
+    return Path(f"/proc/{process}/cmdline").read_bytes()
 
 
 @pytest.mark.slow
