@@ -279,7 +279,7 @@ class CallMaker:
         async with self._opening:
             if self._grammars is None:
                 ready = self._ready
-                about = ready.python, ready.tokenizer, ready.vocab_size, ready.stop_ids
+                about = ready.tokenizer, ready.vocab_size, ready.stop_ids
                 self._grammars = await asyncio.to_thread(open_checker, *about)
         if self._grammars is None:
             raise RequestError(400, f"{form.param} is not supported with this model's tokenizer", form.param)

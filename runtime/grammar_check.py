@@ -38,12 +38,8 @@ MOST_KNOWN = 64  # grammars whose verdict is remembered
 class GrammarChecker:
     """Checks grammars for one tokenizer, one at a time. Any thread. Costs a few ms and a process."""
 
-    def __init__(self, python: Sequence[str], tokenizer: str, vocab_size: int, stop_ids: Sequence[int]):
-        """As `Grammars`; python: the interpreter and its options. Takes most of a second for a large vocabulary.
-
-        Raises ValueError if tokens of such a tokenizer are not bytes.
-        """
-        self._python = python
+    def __init__(self, tokenizer: str, vocab_size: int, stop_ids: Sequence[int]):
+        """As `Grammars`."""
         self._about = list(map(str, (MOST_SECONDS, MOST_BYTES, tokenizer, vocab_size, *stop_ids)))
         self._start()
         self._thread = ThreadPoolExecutor(1, "grammars")
@@ -57,7 +53,7 @@ class GrammarChecker:
         self._pipe, theirs = multiprocessing.Pipe()
         with theirs:
             end = theirs.fileno()
-            words = [*self._python, "-m", f"{__package__}.grammar_check", str(end), *self._about]
+            words = [sys.executable, "-m", f"{__package__}.grammar_check", str(end), *self._about]
             self._process = subprocess.Popen(words, pass_fds=[end], stdin=subprocess.DEVNULL)
         if wrong := self._pipe.recv():
             self._process.wait()
@@ -84,14 +80,12 @@ class GrammarChecker:
         return answer
 
 
-def open_checker(
-    python: Sequence[str], tokenizer: str, vocab_size: int, stop_ids: Sequence[int]
-) -> GrammarChecker | None:
+def open_checker(tokenizer: str, vocab_size: int, stop_ids: Sequence[int]) -> GrammarChecker | None:
     """As `GrammarChecker`; None if the engine has no tokenizer (""), or one whose tokens are not bytes."""
     if not tokenizer:
         return None
     try:
-        return GrammarChecker(python, tokenizer, vocab_size, stop_ids)
+        return GrammarChecker(tokenizer, vocab_size, stop_ids)
     except ValueError:
         return None  # the log says so already, where the same tokenizer was opened beside the executor
 

@@ -9,7 +9,6 @@ All are plain picklable data.
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -201,7 +200,7 @@ class Ready:
     """The loop serves. `stop_ids`: end-of-sequence tokens; `tokenizer`: the engine's tokenizer directory.
 
     `model` is the name that replies carry; `aliases` may be asked for as well. `overflow`: contexts may outgrow
-    `max_model_len` where a request allows it. `python`: the loop's interpreter with its options.
+    `max_model_len` where a request allows it.
     """
 
     model: str
@@ -211,7 +210,6 @@ class Ready:
     tokenizer: str
     aliases: tuple[str, ...] = ()
     overflow: bool = True
-    python: tuple[str, ...] = (sys.executable, *(["-E"] if sys.flags.ignore_environment else []))
 
 
 class Draining(NamedTuple):

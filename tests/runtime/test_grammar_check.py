@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,12 +18,10 @@ from pensieve.scheduler.types import RequestError
 
 from .fake_loop import EOS, eventually, save_tokenizer
 
-PYTHON = (sys.executable,)
-
 
 @pytest.fixture(scope="module")
 def checker(tmp_path_factory: pytest.TempPathFactory) -> GrammarChecker:
-    return GrammarChecker(PYTHON, save_tokenizer(Path(tmp_path_factory.mktemp("tokenizer"))), 260, (EOS, 0))
+    return GrammarChecker(save_tokenizer(Path(tmp_path_factory.mktemp("tokenizer"))), 260, (EOS, 0))
 
 
 def check(checker: GrammarChecker, grammar: str, param: str = "structured_outputs") -> None:
@@ -92,12 +89,12 @@ def test_many_at_once(checker: GrammarChecker) -> None:
 
 def test_a_tokenizer_without_bytes_has_no_grammars(tmp_path: Path) -> None:
     Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>")).save(str(tmp_path / "tokenizer.json"))
-    assert open_checker(PYTHON, str(tmp_path), 2, (1,)) is None
-    assert open_checker(PYTHON, "", 2, (1,)) is None
+    assert open_checker(str(tmp_path), 2, (1,)) is None
+    assert open_checker("", 2, (1,)) is None
 
 
 def test_its_process_ends_with_ours(tmp_path: Path) -> None:
-    checker = GrammarChecker(PYTHON, save_tokenizer(tmp_path), 260, (EOS,))
+    checker = GrammarChecker(save_tokenizer(tmp_path), 260, (EOS,))
     helper = checker._process.pid
     assert helper in children(os.getpid())
     checker._pipe.close()
