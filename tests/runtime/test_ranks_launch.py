@@ -92,18 +92,19 @@ def test_a_rank_knows_that_it_is_one(variable, monkeypatch):
     [
         ("sleep 0.2 & exec sleep 600", 1),  # nobody waits for the rank
         ("sleep 2.5 & wait; exec tail -f /dev/null", 1),
+        ("sleep 0.2 & sleep 30 2> /dev/null & exec sleep 600", 1),  # nor for one of two
         ("sleep 4 & wait; exit 7", 7),
-        ("exec sleep 3", 0),  # it has none yet
+        ("exec sleep 6", 0),  # it has none yet
     ],
 )
 def test_an_mpirun_that_outlives_its_ranks_is_killed(words, status, fake):
     fake.write_text(f"#!/bin/sh\n{words}\n")
     program = "import sys; from pensieve.runtime import ranks_launch; sys.executable = sys.argv[1]; "
-    program += "ranks_launch.ALONE_SECONDS = 1.0; sys.exit(ranks_launch.run_ranks(2, []))"
+    program += "ranks_launch.ALONE_LOOKS = 4; sys.exit(ranks_launch.run_ranks(2, []))"
     words = [PYTHON, "-c", program, str(fake.with_name("python"))]
     ended = subprocess.run(words, stderr=subprocess.PIPE, text=True, timeout=120)
     assert ended.returncode == status
-    assert ended.stderr == ("mpirun has not ended, and its ranks have: it is killed\n" if status == 1 else "")
+    assert ended.stderr == ("mpirun has not ended, and ranks of it have: it is killed\n" if status == 1 else "")
 
 
 def test_ranks_are_told_to_drain_and_their_status_comes_back(fake):
