@@ -158,11 +158,16 @@ class Chatter:
 
     # -- the loop, as in runtime/service.py
 
-    def run(self, turns, restarts=0):
-        """`restarts`: so many times, at random moments."""
+    def run(self, turns, restarts=0, until=lambda counts: True):
+        """`restarts`: so many times, at random moments. `until`: what is rare has happened; as long as it has not there
+        are more turns, at most ten times as many."""
+
+        def more():
+            return self.requests < turns or (self.requests < 10 * turns and not until(self.counts))
+
         moments = sorted(self.random.sample(range(1, turns), restarts), reverse=True)
-        while self.requests < turns or self.open or not self.scheduler.idle:
-            while self.requests < turns and len(self.open) < 10 and self.random.random() < 0.5:
+        while more() or self.open or not self.scheduler.idle:
+            while more() and len(self.open) < 10 and self.random.random() < 0.5:
                 self._write()
             self._meddle()
             if moments and self.requests >= moments[-1]:

@@ -6,6 +6,8 @@ Pools are so small that spilling never stops. The system's calls fail on purpose
 
 from __future__ import annotations
 
+from operator import itemgetter
+
 import pytest
 import torch
 
@@ -35,14 +37,14 @@ def model(tmp_path_factory):
 @pytest.mark.parametrize("save", ["async", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("sync", "off"))])
 def test_replies_with_a_disk(model, tmp_path, save):
     chatter = Chatter(*model, 1, disk=DiskSettings(tmp_path, SLOTS, "ab"), save=save, **SETTINGS)
-    counts = chatter.run(2 * TURNS if save == "off" else TURNS)
+    counts = chatter.run(TURNS, until=itemgetter("disk"))
     assert counts["disk"] > 0 and counts["gpu"] > 0, counts
 
 
 @pytest.mark.parametrize("disturbed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "disturbed"])
 def test_replies_across_restarts_in_the_middle_of_turns(model, tmp_path, disturbed):
     chatter = Chatter(*model, 2, disk=DiskSettings(tmp_path, SLOTS, "ab"), disturbed=disturbed, **SETTINGS)
-    counts = chatter.run(2 * TURNS, restarts=5)
+    counts = chatter.run(2 * TURNS, restarts=5, until=itemgetter("disk"))
     assert counts["disk"] > 0 and counts["restarted"] == 5, counts
 
 
@@ -54,6 +56,10 @@ def test_replies_with_a_disk_that_lies(model, tmp_path, seed, monkeypatch):
     engine, reference = model
     disk = BadDisk(seed, SLOTS, record_bytes(engine.chunk_bytes(8)))
     chatter = Chatter(engine, reference, seed, disk=DiskSettings(tmp_path, SLOTS, "ab", system=disk.calls), **SETTINGS)
-    counts = chatter.run(turns, restarts=3)
+
+    def everything_happened(counts):
+        return counts["disk"] > 0 and all(disk.happened[kind] for kind in (*ON_READ, *ON_WRITE))
+
+    counts = chatter.run(turns, restarts=3, until=everything_happened)
     print(dict(disk.happened), dict(counts))
-    assert counts["disk"] > 0 and all(disk.happened[kind] for kind in (*ON_READ, *ON_WRITE))
+    assert everything_happened(counts)

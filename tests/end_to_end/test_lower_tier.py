@@ -3,6 +3,7 @@ ever."""
 
 from __future__ import annotations
 
+from operator import itemgetter
 from types import SimpleNamespace
 
 import pytest
@@ -66,7 +67,7 @@ def test_replies_are_right_from_a_disk_of_codes(tmp_path):
     disk = DiskSettings(tmp_path, 80, "ab")
     pools = dict(gpu_kv_chunks=27, host_kv_chunks=14, disk_kv_chunks=80)
     chatter = Chatter(SumsEngine(16, FP8), every_next_token_of(16), 3, host_form=FP8, disk=disk, **pools)
-    counts = chatter.run(60, restarts=2)
+    counts = chatter.run(60, restarts=2, until=itemgetter("disk"))
     assert counts["disk"] > 0 and counts["restarted"] == 2, counts
 
 
@@ -91,7 +92,7 @@ def test_nor_from_its_record_on_disk(tmp_path, save):
     disk = DiskSettings(tmp_path, 80, "ab")
     pools = dict(gpu_kv_chunks=27, host_kv_chunks=14, disk_kv_chunks=80)
     chatter = spoiling_chatter(5, disk=disk, save=save, **pools)
-    counts = chatter.run(60, restarts=2)
+    counts = chatter.run(60, restarts=2, until=itemgetter("disk"))
     assert counts["disk"] > 0 and counts["restarted"] == 2, counts
 
 
