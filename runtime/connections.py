@@ -16,6 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MOST_HEAD_BYTES = 32 * 1024  # a longer request line and headers: 400, unless one read brings all of them
 LEAST_BYTES_PER_S = 10_000  # of a body, beyond the time that it has in any case
+MOST_BEHIND_BYTES = 64 * 1024  # behind a request that is being answered; more wait where they are
 OTHER_FILES = 128  # beside connections: the pipe, the history, libraries
 BUSY = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
@@ -76,6 +77,8 @@ class PatientProtocol(H11Protocol):
                 self._start_body()
         elif state is not h11.IDLE or self.transport.is_closing():
             self._stop_waiting()
+        if state is h11.DONE and len(self.conn.trailing_data[0]) < MOST_BEHIND_BYTES:
+            self.flow.resume_reading()  # uvicorn stops where something is behind a request: nobody would see its end
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -84,9 +87,14 @@ class PatientProtocol(H11Protocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._taking is not None:
+        if self._taking is not None and not self.transport.is_closing():
             self._taking.cancel()
             self._taking = None
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():  # after this answer, as its client or ours wished
+            self._close_soon()
 
     def send_400_response(self, msg: str) -> None:
         """What came is not HTTP. If it came as a request's body nobody waits for that answer any more; a request that

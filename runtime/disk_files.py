@@ -112,6 +112,9 @@ class Segments:
 
     def _descriptor(self, segment: int, make: bool) -> int:
         """FileNotFoundError if it is not there and not to be made, ENOSPC if there is no room for the whole of it."""
+        known = self._open.get(segment)
+        if known is not None and (segment in self._whole or not make):
+            return known  # without the lock: making another one may take seconds
         with self._lock:
             if segment not in self._open:
                 flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if make else 0)

@@ -116,6 +116,9 @@ def _deep_threads(count: int) -> ThreadPoolExecutor:
     try:
         for started in [threads.submit(all_there.wait) for _ in range(count)]:
             started.result()
+    except BaseException:
+        all_there.abort()  # those that run would wait for ever for one that could not be started
+        raise
     finally:
         threading.stack_size(before)
     return threads

@@ -195,7 +195,8 @@ class Ranks:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         time.sleep(0.2)  # for mpirun to pass on what was written
-        self._world.Abort(status)
+        with give_up_after(FAREWELL_SECONDS):  # it waits for mpirun, which may be stopped
+            self._world.Abort(status)
         os._exit(status)  # in case MPI left it at a request
 
     def _tell(self, error: BaseException) -> None:

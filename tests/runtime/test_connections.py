@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import multiprocessing
@@ -16,7 +17,11 @@ from typing import Any
 
 import httpx
 import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
 
+from pensieve.runtime.connections import PatientProtocol
 from pensieve.runtime.http_process import listen, serve_http
 from pensieve.runtime.http_settings import HTTPSettings
 from pensieve.runtime.messages import Abort, Submit
@@ -146,6 +151,47 @@ def test_a_client_that_does_not_listen_is_cut_off_and_its_request_aborted(impati
         wire.connect(impatient.address)
         wire.sendall(HEAD + f"Content-Length: {len(text)}\r\n\r\n".encode() + text)
         eventually(lambda: len(impatient.loop.said(Abort)) > aborted)
+
+
+def test_nor_is_the_end_of_a_last_answer_waited_for_for_ever() -> None:
+    """It has gone from the application and fits into what is kept of it, so that nothing else waits."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"50000")]})
+        await send({"type": "http.response.body", "body": bytes(50_000)})
+
+    async def connections_left() -> set[Any]:
+        config, state = uvicorn.Config(answer), ServerState()
+        config.load()
+        client, ours = socket.socketpair()
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        with client:
+            client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            await asyncio.get_running_loop().create_connection(
+                lambda: PatientProtocol(config, state, {}, most=9, patience=PATIENCE_S), sock=ours
+            )
+            give_up = time.monotonic() + 60
+            while (not state.total_requests or state.connections) and time.monotonic() < give_up:
+                await asyncio.sleep(0.01)
+        return state.connections
+
+    assert not asyncio.run(connections_left())
+
+
+def test_a_client_that_hangs_up_is_noticed_whatever_it_has_sent_behind_its_request(server: Server) -> None:
+    body = b'{"prompt": "x", "max_tokens": 50}'
+    aborted, submitted = len(server.loop.said(Abort)), len(server.loop.said(Submit))
+    with contextlib.ExitStack() as pause:
+        server.loop.pause()
+        pause.callback(server.loop.go_on)
+        for number, behind in enumerate((b"", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 3), 1):
+            with server.connect() as wire:
+                wire.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+                server.loop.said(Submit, submitted + number)
+                for _ in range(3):
+                    wire.sendall(behind)
+                    time.sleep(0.02)
+            server.loop.said(Abort, aborted + number)
 
 
 def test_so_many_connections_and_no_more(impatient: Server) -> None:

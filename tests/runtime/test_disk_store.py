@@ -333,6 +333,28 @@ def test_slow_reads_hold_up_neither_the_caller_nor_writes(tmp_path):
         assert tier.finished().promoted == (0, 1, 2, 3)
 
 
+def test_room_that_is_slow_to_be_made_holds_up_nothing_that_has_its_own(tmp_path):
+    gate = threading.Event()
+    gate.set()
+
+    def allocate(file, offset, size):
+        gate.wait(60)
+        os.posix_fallocate(file, offset, size)
+
+    with Tier(tmp_path, system=SystemCalls(allocate=allocate)) as tier:
+        tier.save([0, 1])
+        gate.clear()
+        tier.begin(spills=[Spill(9, 9, key(9), 0)])  # in the next segment
+        tier.begin(promotions=[Promotion(0, 0, key(0))])
+        tier.store.wait(60.0)
+        assert tier.store.take().promoted == (0,)
+        tier.begin(spills=[Spill(2, 2, key(2), 0)])
+        tier.store.wait(60.0)
+        assert tier.store.take().spilled == (2,)
+        gate.set()
+        assert tier.finished().spilled == (9,)
+
+
 def test_what_breaks_a_thread_breaks_the_loop(tmp_path):
     def read(file, buffers, offset):
         raise ZeroDivisionError

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -124,3 +126,23 @@ def test_a_row_that_leaves_its_grammar_may_only_end(grammars: Grammars, caplog: 
     assert "leaves its grammar" in caplog.text
     mask = constraints.mask(plan(2, generate={0: 4}))
     assert mask is not None and [allowed(bits) for bits in mask.bits] == [[0, EOS]]
+
+
+LAST_THREAD = """
+import threading
+from pensieve.runtime.grammar import _deep_threads
+start, started = threading.Thread.start, []
+def start_one(thread):
+    if started:
+        raise RuntimeError("no more threads")
+    started.append(thread)
+    start(thread)
+threading.Thread.start = start_one
+_deep_threads(2)
+"""
+
+
+def test_threads_that_cannot_all_be_had_do_not_wait_for_each_other() -> None:
+    """A limit of address space, or of threads: the process ends with that error."""
+    ended = subprocess.run([sys.executable, "-c", LAST_THREAD], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 1 and "no more threads" in ended.stderr

@@ -65,6 +65,13 @@ def test_ranks_that_meet_do_not_wait_for_ever(what, message):
     assert time.monotonic() - began < 100
 
 
+def watched(program):
+    """Two ranks of it as `pensieve serve` starts them: with an eye on mpirun."""
+    start = "import sys; from pensieve.runtime.ranks_launch import run_ranks; sys.exit(run_ranks(2, sys.argv[1:]))"
+    words = [sys.executable, "-c", start, sys.executable, "-c", program]
+    return subprocess.run(words, capture_output=True, text=True, timeout=300)
+
+
 @pytest.mark.slow
 def test_mpi_itself_does_not_wait_for_ever_for_a_rank_that_is_stopped():
     """Nor does mpirun for one that has given up in the middle of MPI's own start."""
@@ -77,11 +84,28 @@ if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
     os.kill(os.getpid(), signal.SIGSTOP)
 run_rank("program", 2, lambda ranks: 0)
 """
-    start = "import sys; from pensieve.runtime.ranks_launch import run_ranks; sys.exit(run_ranks(2, sys.argv[1:]))"
-    words = [sys.executable, "-c", start, sys.executable, "-c", program]
-    ended = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    ended = watched(program)
     assert ended.returncode == 1
     assert "Timeout (0:00:02)!" in ended.stderr and "in open_ranks" in ended.stderr
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_does_not_wait_for_ever_for_an_mpirun_that_is_stopped():
+    program = """
+import os, signal, time
+from pensieve.runtime import ranks
+from pensieve.scripts.ranks_command import run_rank
+ranks.FAREWELL_SECONDS = 2.0
+def work(ranks):
+    ranks.gather(None)
+    if ranks.rank:
+        time.sleep(300)
+    os.kill(os.getppid(), signal.SIGSTOP)
+    raise ValueError("no room")
+run_rank("program", 2, work)
+"""
+    ended = watched(program)
+    assert ended.returncode == 1 and "ranks of it have: it is killed" in ended.stderr
 
 
 @pytest.mark.slow
