@@ -73,7 +73,8 @@ class CallMaker:
         self, ready: Ready, tokenizer: Tokenizer | None, histories: Histories, new_id: Callable[[], RequestId]
     ):
         self._ready, self._tokenizer, self._histories, self._new_id = ready, tokenizer, histories, new_id
-        self._grammars: GrammarChecker | None = None  # opened when first used
+        self._grammars: GrammarChecker | None = None
+        self._opened = False  # when first used
         self._opening = asyncio.Lock()
 
     async def completion(self, body: CompletionBody, arrived: float, owner: str = "") -> Call:
@@ -276,14 +277,18 @@ class CallMaker:
         )
 
     async def _check_form(self, form: ReplyForm) -> None:
-        async with self._opening:
-            if self._grammars is None:
-                ready = self._ready
-                about = ready.tokenizer, ready.vocab_size, ready.stop_ids
-                self._grammars = await asyncio.to_thread(open_checker, *about)
+        await asyncio.shield(self._open_grammars())  # for all, whoever hangs up
         if self._grammars is None:
             raise RequestError(400, f"{form.param} is not supported with this model's tokenizer", form.param)
         await asyncio.wrap_future(self._grammars.begin_check(form.grammar, form.param))
+
+    async def _open_grammars(self) -> None:
+        async with self._opening:
+            if not self._opened:
+                ready = self._ready
+                about = ready.tokenizer, ready.vocab_size, ready.stop_ids
+                self._grammars = await asyncio.to_thread(open_checker, *about)
+                self._opened = True
 
     def _logit_bias(self, body: GenerationBody) -> tuple[tuple[int, float], ...]:
         try:

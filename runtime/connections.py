@@ -64,8 +64,11 @@ class PatientProtocol(H11Protocol):
         state = self.conn.their_state
         if state is h11.SEND_BODY:
             self._body_bytes += len(data)
-        elif state is h11.IDLE and self._sending is None and not self.transport.is_closing():
-            self._sending = self._later(self._patience, self._cut)
+        elif state is h11.IDLE and not self.transport.is_closing():
+            if not self.conn.trailing_data[0]:  # the body of a request that was answered before: idle from here on
+                self.timeout_keep_alive_task = self._later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+            elif self._sending is None:
+                self._sending = self._later(self._patience, self._cut)
 
     def handle_events(self) -> None:
         """Also, once a request is answered, of what came behind it."""
@@ -75,9 +78,9 @@ class PatientProtocol(H11Protocol):
             if self._body_since is None:
                 self._stop_waiting()
                 self._start_body()
-        elif state is not h11.IDLE or self.transport.is_closing():
+        elif state is not h11.IDLE or self._body_since is not None or self.transport.is_closing():
             self._stop_waiting()
-        if state is h11.DONE and len(self.conn.trailing_data[0]) < MOST_BEHIND_BYTES:
+        if state in (h11.DONE, h11.MIGHT_SWITCH_PROTOCOL) and len(self.conn.trailing_data[0]) < MOST_BEHIND_BYTES:
             self.flow.resume_reading()  # uvicorn stops where something is behind a request: nobody would see its end
 
     def pause_writing(self) -> None:
@@ -118,6 +121,7 @@ class PatientProtocol(H11Protocol):
         if self._taking is not None:
             self._taking.cancel()
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # behind an error uvicorn would keep all of this until then
 
     def _start_body(self) -> None:
         self._body_since, self._body_bytes = self.loop.time(), 0

@@ -118,8 +118,13 @@ class Segments:
         with self._lock:
             if segment not in self._open:
                 flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if make else 0)
-                self._open[segment] = os.open(self._path(segment), flags, 0o600)
-                self._go_direct(self._open[segment])
+                descriptor = os.open(self._path(segment), flags, 0o600)
+                try:
+                    self._go_direct(descriptor)
+                except OSError:
+                    os.close(descriptor)
+                    raise
+                self._open[segment] = descriptor  # only now: it is taken without the lock too
             if make and segment not in self._whole:
                 self._allocate(self._open[segment], self._size(segment))
                 self._whole.add(segment)

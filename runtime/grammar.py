@@ -20,7 +20,7 @@ import llguidance
 
 log = logging.getLogger(__name__)
 
-MOST_COMPILED = 64  # compiled grammars that are kept, 0.2 to 5 MB each
+MOST_COMPILED = 64  # compiled grammars that are kept, 0.2 to 5 MB each, 20 for the longest
 COMPILERS = 2  # threads
 STACK_BYTES = 256 * 1024**2  # address space, of which no memory is taken before it is used
 

@@ -46,14 +46,14 @@ class GrammarChecker:
         self._verdict = functools.lru_cache(MOST_KNOWN)(self._ask)
 
     def begin_check(self, grammar: str, param: str) -> Future[None]:
-        """Ends with RequestError (400) that says why the grammar cannot be followed."""
+        """Ends with RequestError: 400 and why the grammar cannot be followed, 503 if that could not be found out."""
         return self._thread.submit(self._check, grammar, param)
 
     def _start(self) -> None:
         self._pipe, theirs = multiprocessing.Pipe()
         with theirs:
             end = theirs.fileno()
-            words = [sys.executable, "-m", f"{__package__}.grammar_check", str(end), *self._about]
+            words = [sys.executable, "-P", "-m", f"{__package__}.grammar_check", str(end), *self._about]
             self._process = subprocess.Popen(words, pass_fds=[end], stdin=subprocess.DEVNULL)
         if wrong := self._pipe.recv():
             self._process.wait()
@@ -68,16 +68,20 @@ class GrammarChecker:
             raise RequestError(400, f"{param} {wrong}", param)
 
     def _ask(self, grammar: str) -> str:
-        with contextlib.suppress(EOFError, OSError):
-            return self._exchange(grammar)
-        self._process.wait()  # somebody has killed it
-        self._start()
-        return self._exchange(grammar)
+        try:
+            verdict = self._exchange(grammar)
+        except (EOFError, OSError):
+            self._process.wait()  # somebody has killed it
+            self._start()
+            verdict = self._exchange(grammar)
+        if verdict is None:  # which is not remembered
+            raise RequestError(503, "the grammar could not be checked: the system has ended that; try again")
+        return verdict
 
-    def _exchange(self, grammar: str) -> str:
+    def _exchange(self, grammar: str) -> str | None:
         self._pipe.send(grammar)
-        answer: str = self._pipe.recv()
-        return answer
+        verdict: str | None = self._pipe.recv()
+        return verdict
 
 
 def open_checker(tokenizer: str, vocab_size: int, stop_ids: Sequence[int]) -> GrammarChecker | None:
@@ -105,8 +109,8 @@ def main(words: Sequence[str]) -> None:
             pipe.send(judge(tokenizer, pipe.recv(), float(seconds), int(most_bytes)))
 
 
-def judge(tokenizer: llguidance.LLTokenizer, grammar: str, seconds: float, most_bytes: int) -> str:
-    """What is wrong with the grammar, behind its name; "" if nothing is."""
+def judge(tokenizer: llguidance.LLTokenizer, grammar: str, seconds: float, most_bytes: int) -> str | None:
+    """What is wrong with the grammar, behind its name; "" if nothing is, None if that is not known."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -123,7 +127,9 @@ def judge(tokenizer: llguidance.LLTokenizer, grammar: str, seconds: float, most_
     with open(reading, encoding="utf-8", errors="replace") as said:
         wrong = said.read()
     _, status = os.waitpid(child, 0)
-    if status != 0 or not wrong:
+    if (status == 0 and not wrong) or status == signal.SIGKILL:
+        return None  # no room for a thread, or the system had none for the process
+    if status != 0:
         return f"is too complex: it takes more than {seconds:g} s, or too much memory, to compile"
     return "" if wrong == FINE else f"cannot be followed: {wrong}"
 

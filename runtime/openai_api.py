@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -149,9 +150,26 @@ class Answer(Response):
         await turn.commit(reply.tokens, text, answer, salt, self._call.writer.stored(list(replies.values())))
 
 
-async def _hang_up_with_client(receive: Receive, stream: OutputStream) -> None:
+async def _unless_gone(receive: Receive, making: Coroutine[Any, Any, Call]) -> Call:
+    """ClientDisconnect if the client hangs up meanwhile: others wait for what it has asked for, a grammar for one."""
+    made, gone = asyncio.create_task(making), asyncio.create_task(_hung_up(receive))
+    try:
+        await asyncio.wait((made, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not made.done():
+            raise ClientDisconnect
+        return made.result()
+    finally:
+        made.cancel()
+        gone.cancel()
+
+
+async def _hung_up(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def _hang_up_with_client(receive: Receive, stream: OutputStream) -> None:
+    await _hung_up(receive)
     stream.hang_up()
 
 
@@ -197,19 +215,22 @@ def create_app(
     async def completions(request: HTTPRequest) -> Response:
         arrived = time.perf_counter()
         body = await asyncio.to_thread(parse, CompletionBody, await request.body())
-        return Answer(await calls.completion(body, arrived, owner_of(request)), client, tokenizer, tracing)
+        call = await _unless_gone(request.receive, calls.completion(body, arrived, owner_of(request)))
+        return Answer(call, client, tokenizer, tracing)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: HTTPRequest) -> Response:
         arrived = time.perf_counter()
         body = await asyncio.to_thread(parse, ChatBody, await request.body())
-        return Answer(await calls.chat(body, arrived, owner_of(request)), client, tokenizer, tracing)
+        call = await _unless_gone(request.receive, calls.chat(body, arrived, owner_of(request)))
+        return Answer(call, client, tokenizer, tracing)
 
     @app.post("/v1/responses")
     async def responses(request: HTTPRequest) -> Response:
         arrived = time.perf_counter()
         body = await asyncio.to_thread(parse, ResponseBody, await request.body())
-        return Answer(await calls.response(body, arrived, owner_of(request)), client, tokenizer, tracing)
+        call = await _unless_gone(request.receive, calls.response(body, arrived, owner_of(request)))
+        return Answer(call, client, tokenizer, tracing)
 
     add_conversations(app, histories, client)
     add_responses(app, histories)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -149,9 +150,18 @@ def _wait(mpirun: subprocess.Popen[bytes]) -> int:
             return mpirun.wait(_LOOK_SECONDS)
         ranks = children(mpirun.pid)
         had_ranks |= bool(ranks)
-        alone = 0 if ranks and all(map(running, ranks)) else alone + had_ranks
+        well = bool(ranks) and all(map(running, ranks))
+        alone = 0 if well or not _read() else alone + had_ranks
         if alone >= ALONE_LOOKS:
-            log.error("mpirun has not ended, and ranks of it have: it is killed")
             mpirun.kill()
             mpirun.wait()
+            log.error("mpirun did not end, and ranks of it had: it was killed")
             return 1
+
+
+def _read() -> bool:
+    """Whether somebody takes what goes to stdout and stderr, which are mpirun's too: it ends behind all of it."""
+    ends = select.poll()
+    for number in (1, 2):
+        ends.register(number, select.POLLOUT)
+    return len(ends.poll(0)) == 2  # one that is closed is no hindrance

@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if under_mpi():
             return run_rank("pensieve profile", count, partial(measure_rank, args))
         if count > 1:
-            return run_ranks(count, [sys.executable, "-m", f"{__package__}.profile", *words])
+            return run_ranks(count, [sys.executable, "-P", "-m", f"{__package__}.profile", *words])
         measure(args)
     except SettingError as error:
         print(f"pensieve profile: {error}", file=sys.stderr)

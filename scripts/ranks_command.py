@@ -51,7 +51,7 @@ def run_as_ranks(name: str, count: int, words: Sequence[str], work: Callable[[Ra
     if under_mpi():
         return run_rank(name, count, work)
     try:
-        return run_ranks(count, [sys.executable, "-m", f"{__package__}.{name}", *words])
+        return run_ranks(count, [sys.executable, "-P", "-m", f"{__package__}.{name}", *words])
     except SettingError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2

@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if under_mpi():
             return run_rank("pensieve serve", engine_ranks(args), partial(serve_rank, args))
         if (ranks := engine_ranks(args)) > 1:
-            return run_ranks(ranks, [sys.executable, "-m", f"{__package__}.pensieve", "serve", *words])
+            return run_ranks(ranks, [sys.executable, "-P", "-m", f"{__package__}.pensieve", "serve", *words])
         tell_when_asked()
         with locked_directories(args):
             return serve(args)

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -153,32 +153,81 @@ def test_a_client_that_does_not_listen_is_cut_off_and_its_request_aborted(impati
         eventually(lambda: len(impatient.loop.said(Abort)) > aborted)
 
 
+async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"50000")]})
+    await send({"type": "http.response.body", "body": bytes(50_000)})
+
+
+@contextlib.asynccontextmanager
+async def connected(sent: bytes) -> AsyncIterator[tuple[socket.socket, PatientProtocol]]:
+    """A client of `answer` in this process; its buffer holds less than that. It has sent so much."""
+    config, state = uvicorn.Config(answer), ServerState()
+    config.load()
+    client, ours = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    with client:
+        client.sendall(sent)
+        _, protocol = await asyncio.get_running_loop().create_connection(
+            lambda: PatientProtocol(config, state, {}, most=9, patience=PATIENCE_S), sock=ours
+        )
+        await until(lambda: state.total_requests)
+        yield client, protocol
+
+
+async def until(happened: Callable[[], object]) -> None:
+    end = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < end, "did not happen in time"
+        await asyncio.sleep(0.01)
+
+
 def test_nor_is_the_end_of_a_last_answer_waited_for_for_ever() -> None:
     """It has gone from the application and fits into what is kept of it, so that nothing else waits."""
 
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"50000")]})
-        await send({"type": "http.response.body", "body": bytes(50_000)})
+    async def work() -> None:
+        async with connected(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n") as (_, protocol):
+            await until(lambda: not protocol.connections)
 
-    async def connections_left() -> set[Any]:
-        config, state = uvicorn.Config(answer), ServerState()
-        config.load()
-        client, ours = socket.socketpair()
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        with client:
-            client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-            await asyncio.get_running_loop().create_connection(
-                lambda: PatientProtocol(config, state, {}, most=9, patience=PATIENCE_S), sock=ours
-            )
-            give_up = time.monotonic() + 60
-            while (not state.total_requests or state.connections) and time.monotonic() < give_up:
-                await asyncio.sleep(0.01)
-        return state.connections
-
-    assert not asyncio.run(connections_left())
+    asyncio.run(work())
 
 
-def test_a_client_that_hangs_up_is_noticed_whatever_it_has_sent_behind_its_request(server: Server) -> None:
+def test_nothing_is_kept_of_a_connection_that_breaks() -> None:
+    """It is closed with something unread, which its other end sees as an error."""
+
+    async def work() -> None:
+        async with connected(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + HEAD) as (client, protocol):
+            client.close()
+            await until(lambda: not protocol.connections)
+            kept = asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
+            assert not [timer for timer in kept if not timer.cancelled() and "Protocol" in repr(timer)]
+
+    asyncio.run(work())
+
+
+def test_a_body_that_comes_behind_its_answer_leaves_no_limit(impatient: Server) -> None:
+    """A connection that waits for its next request may do so for as long as any."""
+
+    def is_served_later() -> bool:
+        with impatient.connect() as wire:
+            wire.sendall(b"POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\n")
+            first = wire.recv(1 << 16)
+            wire.sendall(b"hello")
+            time.sleep(2 * PATIENCE_S)
+            wire.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            return first.startswith(b"HTTP/1.1 404 ") and b"HTTP/1.1 200 " in received(wire)
+
+    def whatever_the_machine_does() -> bool:
+        with contextlib.suppress(ConnectionError):
+            return is_served_later()
+        return False
+
+    eventually(whatever_the_machine_does)
+
+
+@pytest.mark.parametrize("header", [b"", b"Upgrade: h2c\r\n"])
+def test_a_client_that_hangs_up_is_noticed_whatever_it_has_sent_behind_its_request(
+    server: Server, header: bytes
+) -> None:
     body = b'{"prompt": "x", "max_tokens": 50}'
     aborted, submitted = len(server.loop.said(Abort)), len(server.loop.said(Submit))
     with contextlib.ExitStack() as pause:
@@ -186,7 +235,7 @@ def test_a_client_that_hangs_up_is_noticed_whatever_it_has_sent_behind_its_reque
         pause.callback(server.loop.go_on)
         for number, behind in enumerate((b"", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 3), 1):
             with server.connect() as wire:
-                wire.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+                wire.sendall(HEAD + header + b"Content-Length: %d\r\n\r\n" % len(body) + body)
                 server.loop.said(Submit, submitted + number)
                 for _ in range(3):
                     wire.sendall(behind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import threading
 import time
@@ -379,6 +380,30 @@ def test_a_file_system_without_direct_transfers(tmp_path, monkeypatch, caplog):
     with Tier(tmp_path) as tier:
         assert tier.save([1, 12]).spilled == (1, 12) and tier.load([1, 12]).promoted == (1, 12)
         assert caplog.text.count("page cache") == 1
+
+
+def test_nobody_reads_while_direct_transfers_are_tried(tmp_path, monkeypatch):
+    """Where they are refused only when used. A read that failed so at the start would cost the record."""
+
+    def refuse(file, *_):
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
+            trying.set()
+            both.wait(1)  # as long as that takes
+            raise OSError(errno.EINVAL, "no")
+
+    def read(file, buffers, offset):
+        refuse(file)
+        return preadv(file, buffers, offset)
+
+    trying, both, preadv = threading.Event(), threading.Event(), os.preadv
+    with Tier(tmp_path) as tier:
+        tier.save([0, 1])
+    monkeypatch.setattr(os, "preadv", read)
+    with Tier(tmp_path, system=SystemCalls(read=read)) as tier:
+        tier.begin(promotions=[Promotion(0, 0, key(0))])
+        assert trying.wait(60)
+        tier.begin(promotions=[Promotion(1, 1, key(1))])
+        assert tier.finished().promoted == (0, 1)
 
 
 # -- erasing

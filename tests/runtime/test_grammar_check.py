@@ -11,12 +11,15 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models
 
+from pensieve.runtime import grammar_check
 from pensieve.runtime.grammar import choice_grammar, json_grammar, lark_grammar, regex_grammar
 from pensieve.runtime.grammar_check import GrammarChecker, open_checker
 from pensieve.runtime.processes import children, running
 from pensieve.scheduler.types import RequestError
 
 from .fake_loop import EOS, eventually, save_tokenizer
+
+FOR_EVER = lark_grammar("start: A\nA: /(.*a.{30})/ & /(.*b.{29})/ & ~/(.*c.{28}.*)/")
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +66,7 @@ def test_what_is_long_is_refused(checker: GrammarChecker) -> None:
 @pytest.mark.parametrize(
     "grammar",
     [
-        lark_grammar("start: A\nA: /(.*a.{30})/ & /(.*b.{29})/ & ~/(.*c.{28}.*)/"),
+        FOR_EVER,
         json_grammar({"allOf": [{"type": "string", "pattern": f"a.{{{count}}}b"} for count in range(1, 40)]}),
         json_grammar({"type": "integer", "multipleOf": 999983}),
     ],
@@ -80,6 +83,25 @@ def test_a_process_that_has_been_killed_is_started_again(checker: GrammarChecker
     os.kill(checker._process.pid, signal.SIGKILL)
     check(checker, regex_grammar("killed"))
     check(checker, regex_grammar("again"))
+
+
+def test_an_accident_is_not_the_grammar_s_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody kills what compiles it, as a system without memory does: it may be tried again."""
+    monkeypatch.setattr(grammar_check, "MOST_SECONDS", 600.0)
+    checker = GrammarChecker(save_tokenizer(tmp_path), 260, (EOS,))
+    for _ in range(2):
+        checked = checker.begin_check(FOR_EVER, "structured_outputs")
+        eventually(lambda: children(checker._process.pid))
+        os.kill(*children(checker._process.pid), signal.SIGKILL)
+        with pytest.raises(RequestError, match="could not be checked") as caught:
+            checked.result(60)
+        assert caught.value.status == 503
+
+
+def test_what_lies_in_the_current_directory_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "llguidance.py").write_text("raise SystemExit(1)")
+    monkeypatch.chdir(tmp_path)
+    check(GrammarChecker(save_tokenizer(tmp_path), 260, (EOS,)), regex_grammar("a"))
 
 
 def test_many_at_once(checker: GrammarChecker) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
+from pensieve.runtime import calls
 from pensieve.runtime.messages import Abort, Finish, Submit
 from pensieve.scheduler.types import FinishReason, Output, Request
 
@@ -481,3 +483,63 @@ def test_a_drained_request_is_an_error_not_a_short_reply(ask: Callable[..., Any]
             self._running.clear()
 
     assert ask(complete(prompt="x", stop="y"), Draining()).status_code == 503
+
+
+# Forms of replies
+
+
+class Checker:
+    """Never done with a grammar."""
+
+    def __init__(self) -> None:
+        self.asked: list[Future[None]] = []
+
+    def begin_check(self, grammar: str, param: str) -> Future[None]:
+        self.asked.append(Future())
+        return self.asked[-1]
+
+
+def test_a_grammar_is_not_checked_for_a_client_that_has_gone(
+    ask: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or all others would wait for it: they are checked one after another."""
+    checker = Checker()
+    monkeypatch.setattr(calls, "open_checker", lambda *_: checker)
+
+    async def hang_up(http: httpx.AsyncClient) -> None:
+        gone = asyncio.Event()
+        body = json.dumps({"prompt": "x", "structured_outputs": {"regex": "a"}}).encode()
+        messages = iter([{"type": "http.request", "body": body}])
+
+        async def receive() -> Any:
+            if (message := next(messages, None)) is None:
+                await gone.wait()
+            return message or {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            pass
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
+        asked = asyncio.create_task(http._transport.app(scope, receive, send))  # type: ignore[attr-defined]
+        while not checker.asked:
+            await asyncio.sleep(0.001)
+        gone.set()
+        await asyncio.wait_for(asked, 60)
+
+    ask(hang_up)
+    assert checker.asked[0].cancelled()
+
+
+def test_a_tokenizer_that_no_grammar_works_with_is_opened_once(
+    ask: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[None] = []
+    monkeypatch.setattr(calls, "open_checker", lambda *_: opened.append(None))
+
+    async def twice(http: httpx.AsyncClient) -> None:
+        for _ in range(2):
+            refused = await complete(prompt="x", structured_outputs={"regex": "a"})(http)
+            assert refused.status_code == 400 and "not supported with this model" in refused.text
+
+    ask(twice)
+    assert len(opened) == 1

@@ -105,7 +105,7 @@ def work(ranks):
 run_rank("program", 2, work)
 """
     ended = watched(program)
-    assert ended.returncode == 1 and "ranks of it have: it is killed" in ended.stderr
+    assert ended.returncode == 1 and "ranks of it had: it was killed" in ended.stderr
 
 
 @pytest.mark.slow

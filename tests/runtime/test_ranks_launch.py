@@ -104,7 +104,19 @@ def test_an_mpirun_that_outlives_its_ranks_is_killed(words, status, fake):
     words = [PYTHON, "-c", program, str(fake.with_name("python"))]
     ended = subprocess.run(words, stderr=subprocess.PIPE, text=True, timeout=120)
     assert ended.returncode == status
-    assert ended.stderr == ("mpirun has not ended, and ranks of it have: it is killed\n" if status == 1 else "")
+    assert ended.stderr == ("mpirun did not end, and ranks of it had: it was killed\n" if status == 1 else "")
+
+
+def test_an_mpirun_that_waits_for_its_output_to_be_read_is_not(fake):
+    fake.write_text("#!/bin/sh\nsleep 2.5 & wait; head -c 200000 /dev/zero; exit 7\n")
+    program = "import sys; from pensieve.runtime import ranks_launch; sys.executable = sys.argv[1]; "
+    program += "ranks_launch.ALONE_LOOKS = 2; sys.exit(ranks_launch.run_ranks(2, []))"
+    words = [PYTHON, "-c", program, str(fake.with_name("python"))]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as parent:
+        with pytest.raises(subprocess.TimeoutExpired):
+            parent.wait(8)
+        assert len(parent.stdout.read()) == 200_000
+        assert parent.wait(60) == 7
 
 
 def test_ranks_are_told_to_drain_and_their_status_comes_back(fake):
