@@ -115,7 +115,7 @@ def a_request_that_times_out_is_given_up(server: Server) -> None:
     """APITimeoutError at the client, and the server does not go on with it."""
     impatient = server.client.with_options(timeout=0.5)
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(_long_chat, server, impatient)
+        asked = pool.submit(_long_chat, server, impatient, n=4)  # for long
         wait_until(lambda: asked.done() or server.running >= 1, "the request is running")
     if asked.exception() is None:
         raise Skipped("the server answers too quickly")

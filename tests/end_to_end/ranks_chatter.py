@@ -12,6 +12,7 @@ import json
 import sys
 from collections import Counter, deque
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -63,7 +64,7 @@ def chat(ranks, engine, reference, directory, *, turns, restarts=0, slow=None, b
             settings["disk"] = settings["disk"]._replace(system=disk.calls)
     if ranks.rank == 0:
         chatter = Chatter(engine, reference, make_executor=partial(lead, ranks), **settings)
-        happened = chatter.run(turns, restarts)
+        happened = chatter.run(turns, restarts, until=itemgetter("disk") if slots else lambda counts: True)
         happened["spoiled"] = chatter.scheduler.stats().spoiled
     else:
         chatter = Chatter(engine, reference, **settings)

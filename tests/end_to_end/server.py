@@ -73,10 +73,13 @@ class Server:
 
     def metric(self, name):
         """The value of one sample of /metrics, named with its labels."""
-        for line in HTTP.get(f"{self.url}/metrics", timeout=30).text.splitlines():
-            if line.startswith(name) and line[len(name)] == " ":
-                return float(line.split()[-1])
-        raise KeyError(name)
+        return self.metrics(name)[0]
+
+    def metrics(self, *names):
+        """Of several at the same moment."""
+        lines = HTTP.get(f"{self.url}/metrics", timeout=30).text.splitlines()
+        values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        return [float(values[name]) for name in names]
 
 
 class Hog:

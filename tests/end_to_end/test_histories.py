@@ -149,7 +149,7 @@ class Clients:
                 asked, reply = messages[2 * turn : 2 * turn + 2]
                 assert asked["content"] == question(number, turn)
                 assert self.replies.setdefault((number, turn), reply["content"]) == reply["content"]
-            assert all(turn < len(messages) // 2 for other, turn in self.replies if other == number)
+            assert all(turn < len(messages) // 2 for other, turn in list(self.replies) if other == number)
             for turn in range(len(messages) // 2, until):
                 body = dict(model="engine", conversation=f"c{number}", history="server", max_tokens=4, temperature=0)
                 said = [{"role": "user", "content": question(number, turn)}]

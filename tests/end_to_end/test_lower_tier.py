@@ -171,7 +171,7 @@ def from_gpu_and_host(tmp_path, engine, form):
                 replies[mode].append(reply(server))
                 assert server.metric('pensieve:prompt_tokens_total{source="host"}') - before == 96
             states = (f'pensieve:kv_slots{{state="{state}",tier="host"}}' for state in ("free", "copy", "idle"))
-            slots[mode] = sum(server.metric(state) for state in states)
+            slots[mode] = sum(server.metrics(*states))
             assert server.metric("pensieve:kv_spoiled_copies_total") == 0
     return {mode: slots[mode] / slots["same"] for mode in slots}, replies
 

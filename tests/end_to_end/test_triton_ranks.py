@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, needs_triton]
 
 CACHE = ("--gpu-kv-chunks", 60, "--host-kv-chunks", 100, "--max-num-seqs", 4)
 EXPLICIT = ("--model-control-mode=explicit", "--load-model=pensieve")
-LONG = dict(streaming=True, sampling_param_max_tokens=300, sampling_param_ignore_eos=True, return_finish_reason=True)
+LONG = dict(streaming=True, sampling_param_max_tokens=450, sampling_param_ignore_eos=True, return_finish_reason=True)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def processes_of(engine, module="triton_(engine|rank)"):
 
 @contextlib.contextmanager
 def streaming(triton):
-    """The lines of a reply of 300 tokens, of which the first has come."""
+    """The lines of a reply of 450 tokens, of which the first has come."""
     address = f"{triton.url}/v2/models/pensieve/generate_stream"
     with HTTP.stream("POST", address, json={"input_ids": [7] * 20, **LONG}, timeout=60) as reply:
         lines = (line for line in reply.iter_lines() if line)
@@ -89,8 +89,9 @@ def test_unloading_lets_replies_end_and_leaves_no_process(triton, engine):
 
 
 def test_a_rank_that_dies_ends_requests_and_the_model_is_not_ready(triton, engine):
+    rank = max(processes_of(engine, "triton_rank"))
     with streaming(triton) as lines:
-        os.kill(max(processes_of(engine, "triton_rank")), signal.SIGKILL)
+        os.kill(rank, signal.SIGKILL)
         assert "the engine has shut down" in list(lines)[-1]
     wait_for(lambda: not triton.ready)
     wait_for(lambda: not processes_of(engine))

@@ -140,6 +140,7 @@ class FakeLoop:
     log             what was said by the HTTP side, in order
     confirmed       token counts by request, as `Finish` said
     erases_wholly   what is answered to deletions; None: nothing
+    pauses_behind   so many tokens of a reply: as `pause`, once
     """
 
     def __init__(
@@ -149,6 +150,7 @@ class FakeLoop:
         self.log: list[Submit | Abort | Finish | Drain] = []
         self.confirmed: dict[RequestId, int] = {}
         self.erases_wholly: bool | None = True
+        self.pauses_behind: int | None = None
         self._answers, self._step_seconds, self._queue, self._dies_with = answers, step_seconds, queue, dies_with
         self._running: dict[RequestId, tuple[Request, deque[int], int]] = {}
         self._paused = threading.Event()
@@ -240,6 +242,9 @@ class FakeLoop:
         for id, (request, rest, count) in list(self._running.items()):
             token = rest.popleft() if rest else EOS
             count += 1
+            if count == self.pauses_behind:
+                self.pauses_behind = None
+                self.pause()
             finish = None
             if token in request.stop_ids and count >= request.min_tokens:
                 finish = FinishReason.STOP

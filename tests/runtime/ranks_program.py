@@ -132,6 +132,7 @@ def refuse(ranks, what):
             assert str(error) == "rank 1: ValueError: " + "long " * 2**18 + "\\udcff"
         raise RankFailed("rank 1 failed, at length")
 
+    ranks.together(lambda: None)  # no limit begins before all are there
     if what == "setting":
         ranks.together(work)
     elif what.startswith("absent"):

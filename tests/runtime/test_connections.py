@@ -297,11 +297,12 @@ def test_what_comes_behind_a_connections_last_request_costs_no_answer(impatient:
         body = json.dumps({"prompt": "x", "max_tokens": 40, "stream": stream}).encode()
         with impatient.connect() as wire, contextlib.ExitStack() as pause:
             pause.callback(impatient.loop.go_on)
-            if not stream:
+            if stream:
+                impatient.loop.pauses_behind = 5
+            else:
                 impatient.loop.pause()
             wire.sendall(HEAD + f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
             answer = wire.recv(1 << 16) if stream else b""
-            impatient.loop.pause()
             for _ in range(3):
                 time.sleep(0.05)
                 wire.sendall(behind)
@@ -313,10 +314,10 @@ def test_what_comes_behind_a_connections_last_request_costs_no_answer(impatient:
 def test_random_bytes_leave_nothing_behind(server: Server) -> None:
     for seconds in (2, 20):  # on a busy machine not much is sent in a short while
         findings = fuzz(server.url, seconds, seed=7, workers=8, pids=[server.process.pid])
-        if findings.faults or findings.cases > 10:
+        everything_was_sent = findings.cases > 10 and findings.statuses["400"] and findings.statuses["200"]
+        if findings.faults or everything_was_sent:
             break
-    assert not findings.faults and findings.cases > 10
-    assert findings.statuses["400"] and findings.statuses["200"]
+    assert not findings.faults and everything_was_sent
 
 
 SCHEMATHESIS = """

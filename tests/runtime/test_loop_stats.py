@@ -17,6 +17,7 @@ from pensieve.scheduler.plan import BlockUpdate, Lane
 from pensieve.scheduler.types import Tier
 
 from .fake_engine import FakeEngine, join, plan, span
+from .test_cpu_device import hold
 
 COPY_S = 0.05
 
@@ -67,10 +68,12 @@ def test_the_cpu_device_measures_what_a_step_waits_for(hidden: bool) -> None:
         device.allocate_pool(tier, engine.kv_shape(8, 4), engine.dtype)
     device.load(engine, seats=2, blocks=4, gates=(0,), most_tokens=16)
     step = plan(1, joins=[join(0)], blocks=[BlockUpdate(0, 0, (1,))], spans=[span(0, 0, 2)], token_ids=[1, 2])
+    go_on = hold(device, Lane.IN)
     device.copy(Lane.IN, np.array([1], np.int32), np.array([1], np.int32), range(3))
     ticket = device.mark(Lane.IN, gate=None if hidden else 0)
     device.upload(StepPacker(2, 4, 4).pack(step, None))
     device.run()
+    go_on.set()
     device.synchronize(device.sample()[0])
     device.synchronize(ticket)
     measured = device.transfer_seconds()
@@ -85,8 +88,10 @@ def test_the_cpu_device_measures_what_copies_wait_for_their_lane() -> None:
     engine = FakeEngine(3)
     for tier in (Tier.GPU, Tier.HOST):
         device.allocate_pool(tier, engine.kv_shape(8, 4), engine.dtype)
+    go_on = hold(device, Lane.OUT)
     for slot in (1, 2):
         device.copy(Lane.OUT, np.array([slot], np.int32), np.array([slot], np.int32), range(3))
+    go_on.set()
     device.synchronize(device.mark(Lane.OUT))
     measured = device.transfer_seconds()
     device.close()

@@ -91,7 +91,7 @@ def test_a_rank_knows_that_it_is_one(variable, monkeypatch):
     "words, status",
     [
         ("sleep 0.2 & exec sleep 600", 1),  # nobody waits for the rank
-        ("sleep 2.5 & wait; exec tail -f /dev/null", 1),
+        ("until [ -e $0.seen ]; do sleep 0.05; done & wait; exec tail -f /dev/null", 1),
         ("sleep 0.2 & sleep 30 2> /dev/null & exec sleep 600", 1),  # nor for one of two
         ("sleep 4 & wait; exit 7", 7),
         ("exec sleep 6", 0),  # it has none yet
@@ -99,9 +99,19 @@ def test_a_rank_knows_that_it_is_one(variable, monkeypatch):
 )
 def test_an_mpirun_that_outlives_its_ranks_is_killed(words, status, fake):
     fake.write_text(f"#!/bin/sh\n{words}\n")
-    program = "import sys; from pensieve.runtime import ranks_launch; sys.executable = sys.argv[1]; "
-    program += "ranks_launch.ALONE_LOOKS = 4; sys.exit(ranks_launch.run_ranks(2, []))"
-    words = [PYTHON, "-c", program, str(fake.with_name("python"))]
+    program = """
+import sys
+from pensieve.runtime import ranks_launch
+sys.executable, seen = sys.argv[1:]
+children, ranks_launch.ALONE_LOOKS = ranks_launch.children, 4
+def look(process):
+    if found := children(process):
+        open(seen, "w").close()
+    return found
+ranks_launch.children = look
+sys.exit(ranks_launch.run_ranks(2, []))
+"""
+    words = [PYTHON, "-c", program, str(fake.with_name("python")), str(fake.with_name("mpirun.seen"))]
     ended = subprocess.run(words, stderr=subprocess.PIPE, text=True, timeout=120)
     assert ended.returncode == status
     assert ended.stderr == ("mpirun did not end, and ranks of it had: it was killed\n" if status == 1 else "")
