@@ -163,8 +163,8 @@ def measured_cost(engine: Engine, config: SchedulerConfig, directory: Path) -> C
 
 
 def slowed(cost: CostProfile, seconds: float) -> CostProfile:
-    """Each step takes so much longer."""
-    return replace(cost, steps=tuple((tokens, took + seconds) for tokens, took in cost.steps))
+    """Each step takes so much longer, or shorter."""
+    return replace(cost, steps=tuple((tokens, max(0.0, took + seconds)) for tokens, took in cost.steps))
 
 
 class Replay(Simulator):

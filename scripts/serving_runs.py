@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -31,18 +31,14 @@ def serving(
 
     TimeoutError if it is not ready in time, or ends before.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "pensieve.scripts.pensieve", "serve", "--port", port, *words]
+    command = [sys.executable, "-m", "pensieve.scripts.pensieve", "serve", "--port", 0, *words]
     started = time.monotonic()
     with log.open("wb") as out:
         process = subprocess.Popen(
             [*map(str, command)], stdout=out, stderr=subprocess.STDOUT, env=os.environ | (variables or {})
         )
     try:
-        url = f"http://127.0.0.1:{port}"
-        while not _ready(url):
+        while not ((url := _address(log)) and _ready(url)):
             if process.poll() is not None or time.monotonic() - started > seconds:
                 raise TimeoutError(f"no server after {time.monotonic() - started:.0f} s")
             time.sleep(0.5)
@@ -61,6 +57,11 @@ def tell_end(log: Path, error: Exception) -> None:
     """What went wrong, and the end of the server's log."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     print(f"{log.stem}: {error}; the server's log ends:", *lines[-30:], sep="\n", flush=True)
+
+
+def _address(log: Path) -> str | None:
+    found = re.search(r"serving .* on (http://[\w.:]+)", log.read_text(errors="replace"))
+    return found and found[1]
 
 
 def _ready(url: str) -> bool:

@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.json:
         print(f"{args.model}, {args.gpu_kv_bytes} of KV on the GPU, {len(runs[0].sessions)} conversations")
         print(table_line(*COLUMNS))
-    with multiprocessing.Pool(max(1, min(args.jobs, len(runs)))) as pool:
+    with multiprocessing.get_context("spawn").Pool(max(1, min(args.jobs, len(runs)))) as pool:
         for run, report in zip(runs, pool.imap(_simulate, runs), strict=True):
             print(json_line(run, report) if args.json else report_line(run, report), flush=True)
     return 0

@@ -274,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         runs = plan_runs(args)
         if not args.json:
             print("  ".join(f"{title:>{width}}" for title, width, _ in COLUMNS.values()))
-        with multiprocessing.Pool(max(1, min(args.jobs, len(runs)))) as pool:
+        with multiprocessing.get_context("spawn").Pool(max(1, min(args.jobs, len(runs)))) as pool:
             for run, found in zip(runs, pool.imap(simulate_load, runs), strict=True):
                 if found is None:
                     raise SettingError("--measure-s", f"at {run.rate:g} conversations/s no reply ended meanwhile")

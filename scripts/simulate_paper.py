@@ -271,7 +271,7 @@ def results(figures: dict[str, list[Case]], args: argparse.Namespace) -> dict[Ca
             if case is not None:
                 reports[case] = report
     missing = list(dict.fromkeys(case for cases in figures.values() for case in cases if case not in reports))
-    with multiprocessing.Pool(max(1, min(args.jobs, len(missing)))) as pool:
+    with multiprocessing.get_context("spawn").Pool(max(1, min(args.jobs, len(missing)))) as pool:
         made = pool.imap(_run, [(case, args.sessions, args.warm_up, args.sample) for case in missing])
         for case, report in zip(missing, made, strict=True):
             reports[case] = report

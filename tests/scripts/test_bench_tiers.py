@@ -4,6 +4,7 @@ import os
 import time
 from array import array
 from dataclasses import replace
+from math import inf
 
 import numpy as np
 import pytest
@@ -73,8 +74,13 @@ def test_what_is_chosen_is_no_slower_than_the_better_way(tiers, tmp_path, times,
     computed = tiers.recomputed(2)
     memory.bytes_per_s = times * 448 * 768 / computed
     cost = replace(COST, chunk_seconds=computed / 14, disk_read_bytes_per_s=memory.bytes_per_s, chunk_bytes=32 * 768)
-    (loaded, _), (chosen, share) = (tiers.from_disk(disk, cost, way, 2) for way in ("load", "chosen"))
-    assert share == read
+    loaded = chosen = inf
+    for _ in range(6):  # what else the machine does only adds to a time
+        (once, _), (again, share) = (tiers.from_disk(disk, cost, way, 2) for way in ("load", "chosen"))
+        loaded, chosen = min(loaded, once), min(chosen, again)
+        assert share == read
+        if chosen < 1.25 * min(loaded, computed) < max(loaded, computed):
+            break
     assert chosen < 1.25 * min(loaded, computed) < max(loaded, computed)
 
 
@@ -106,7 +112,7 @@ def check_all_parts(found, token):
     assert list(found["tiers_saving"]["modes"]) == ["off", "sync", "async"]
 
 
-ALL_PARTS = [*SMALL, "--max-num-batched-tokens", "32", "--repeats", "2"]
+ALL_PARTS = [*SMALL, "--max-num-batched-tokens", "32", "--repeats", "4"]
 """14 steps to recompute a history, one if it is anywhere: no load of the machine hides that."""
 
 

@@ -124,14 +124,15 @@ class Terminal:
         return match[0]
 
     def leave(self, key, seconds=30):
-        """Presses the key until the chat has ended, and returns its exit status.
+        """Presses the key, and more until the chat has ended; its exit status.
 
         Once would do but for a gap in Python's readline: a signal between the prompt and the wait behind it is only
-        seen with the next key or signal.
+        seen with the next key. A second signal might hit an interpreter that is ending.
         """
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             self.type(key)
+            key = "\n" if key == "\x03" else key
             for _ in range(100):
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
                 if pid:
