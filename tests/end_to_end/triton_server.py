@@ -31,7 +31,9 @@ PACKAGES = Path(sys.prefix) / "triton-server"
 TRITON = PACKAGES / "pytriton" / "tritonserver"
 STUB = TRITON / "python_backend_stubs" / "{}.{}".format(*sys.version_info) / "triton_python_backend_stub"
 NOTHING: Mapping[str, str] = MappingProxyType({})
-PORT_TRIALS = 3  # a port that was free a moment ago may be taken
+TRIALS = 3
+"""A port that was free a moment ago may be taken. And if a model's process is not heard of for a second while it loads,
+as on a machine that stands still, tritonserver gives it up and waits for ever for its end."""
 
 needs_triton = pytest.mark.skipif(not STUB.exists(), reason=f"no tritonserver in {PACKAGES}: run `make triton-server`")
 
@@ -69,12 +71,14 @@ class TritonServer:
         return self._log.read_text("utf-8", "replace")
 
     def __enter__(self) -> TritonServer:
-        for _ in range(PORT_TRIALS):
+        for _ in range(TRIALS):
             self._start(*free_ports(3))
-            if self._is_ready():
+            answers = self._answers()
+            if answers and self.ready:
                 return self
+            hangs = not answers and self.process.poll() is None
             self.kill()
-            if "Address already in use" not in self.log:
+            if not hangs and "Address already in use" not in self.log:
                 break
         said = [line for line in self.log.splitlines() if not line.startswith(("+", "|"))]  # but its tables
         raise RuntimeError("\n".join(["tritonserver did not start:", *said]))
@@ -105,12 +109,13 @@ class TritonServer:
                 start_new_session=True,  # its children die with it in `kill`
             )
 
-    def _is_ready(self) -> bool:
+    def _answers(self) -> bool:
         """It opens its ports when all models are loaded, or not to be loaded."""
         until = time.monotonic() + self._start_seconds
         while time.monotonic() < until and self.process.poll() is None:
             with contextlib.suppress(httpx.TransportError):
-                return self.ready
+                HTTP.get(f"{self.url}/v2/health/live", timeout=30)
+                return True
             time.sleep(0.05)
         return False
 
