@@ -77,9 +77,24 @@ class CallMaker:
         self._opened = False  # when first used
         self._opening = asyncio.Lock()
 
-    async def completion(self, body: CompletionBody, arrived: float, owner: str = "") -> Call:
+    async def asked(self, body: ChoicesBody) -> Asked:
+        """For `completion` and `chat`. Raises RequestError (400) if the form that is asked of the reply cannot be
+        followed. May be cancelled; those may not: what has expired would not be forgotten, and threads would go on
+        behind a request that no longer counts."""
         self._check_model(body)
-        asked = await self._asked(body)
+        check_logprobs(body.prompt_logprobs, "prompt_logprobs")
+        form = reply_form(body)
+        if form is not None:
+            await self._check_form(form)
+        return Asked(
+            n=body.n,
+            logprobs=body.reply_logprobs,
+            prompt_logprobs=body.prompt_logprobs,
+            grammar=form.grammar if form is not None else None,
+            most_tool_calls=body.most_tool_calls,
+        )
+
+    async def completion(self, body: CompletionBody, asked: Asked, arrived: float, owner: str = "") -> Call:
         if body.echo and body.logprobs is not None:
             asked = replace(asked, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
         several = _one_or_several(body.prompt)
@@ -101,9 +116,7 @@ class CallMaker:
             default = DEFAULT_COMPLETION_TOKENS
             return self._call(body, ids, CompletionWriter(style), default, arrived, owner, turn, asked, echoes)
 
-    async def chat(self, body: ChatBody, arrived: float, owner: str = "") -> Call:
-        self._check_model(body)
-        asked = await self._asked(body)
+    async def chat(self, body: ChatBody, asked: Asked, arrived: float, owner: str = "") -> Call:
         messages = [message.for_template() for message in body.messages]
         render, server_history = self._need_tokenizer("messages").render_chat, body.server_history
         if body.tools and body.tool_choice != "none":
@@ -261,20 +274,6 @@ class CallMaker:
                 TOO_LONG,
             )
         return limit
-
-    async def _asked(self, body: ChoicesBody) -> Asked:
-        """Raises RequestError (400) if the form that is asked of the reply cannot be followed."""
-        check_logprobs(body.prompt_logprobs, "prompt_logprobs")
-        form = reply_form(body)
-        if form is not None:
-            await self._check_form(form)
-        return Asked(
-            n=body.n,
-            logprobs=body.reply_logprobs,
-            prompt_logprobs=body.prompt_logprobs,
-            grammar=form.grammar if form is not None else None,
-            most_tool_calls=body.most_tool_calls,
-        )
 
     async def _check_form(self, form: ReplyForm) -> None:
         await asyncio.shield(self._open_grammars())  # for all, whoever hangs up

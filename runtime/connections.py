@@ -90,9 +90,9 @@ class PatientProtocol(H11Protocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._taking is not None and not self.transport.is_closing():
+        if self._taking is not None:
             self._taking.cancel()
-            self._taking = None
+            self._taking = self._later(self._patience, self._cut) if self.transport.is_closing() else None
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

@@ -32,6 +32,7 @@ from .grammar import STACK_BYTES, Grammars, compile_grammar
 MOST_GRAMMAR = 128 * 1024  # characters
 MOST_SECONDS = 1.0  # of one processor, to compile: it is done twice, and others wait for it meanwhile
 MOST_BYTES = 2 * 2**30  # of memory, beside the tokenizer's
+NOT_CHECKED = "the grammar could not be checked: the system has ended that; try again"
 MOST_KNOWN = 64  # grammars whose verdict is remembered
 
 
@@ -68,19 +69,19 @@ class GrammarChecker:
             raise RequestError(400, f"{param} {wrong}", param)
 
     def _ask(self, grammar: str) -> str:
-        try:
-            verdict = self._exchange(grammar)
-        except (EOFError, OSError):
-            self._process.wait()  # somebody has killed it
+        with contextlib.suppress(EOFError, OSError):
+            return self._exchange(grammar)
+        self._process.wait()  # somebody has killed it
+        with contextlib.suppress(EOFError, OSError):
             self._start()
-            verdict = self._exchange(grammar)
-        if verdict is None:  # which is not remembered
-            raise RequestError(503, "the grammar could not be checked: the system has ended that; try again")
-        return verdict
+            return self._exchange(grammar)
+        raise RequestError(503, NOT_CHECKED)
 
-    def _exchange(self, grammar: str) -> str | None:
+    def _exchange(self, grammar: str) -> str:
         self._pipe.send(grammar)
         verdict: str | None = self._pipe.recv()
+        if verdict is None:
+            raise RequestError(503, NOT_CHECKED)  # and not remembered
         return verdict
 
 

@@ -25,7 +25,7 @@ from .api_errors import error_response
 from .api_keys import OWNER, KeyCheck, owner_of
 from .api_schema import describe_bodies
 from .api_types import ChatBody, CompletionBody, parse
-from .calls import Call, CallMaker, check_model
+from .calls import Asked, Call, CallMaker, check_model
 from .conversation_api import add_conversations
 from .engine_client import ClientGone, EngineClient, OutputStream
 from .histories import Histories
@@ -150,8 +150,8 @@ class Answer(Response):
         await turn.commit(reply.tokens, text, answer, salt, self._call.writer.stored(list(replies.values())))
 
 
-async def _unless_gone(receive: Receive, making: Coroutine[Any, Any, Call]) -> Call:
-    """ClientDisconnect if the client hangs up meanwhile: others wait for what it has asked for, a grammar for one."""
+async def _unless_gone(receive: Receive, making: Coroutine[Any, Any, Asked]) -> Asked:
+    """ClientDisconnect if the client hangs up meanwhile: others wait for the check of its grammar."""
     made, gone = asyncio.create_task(making), asyncio.create_task(_hung_up(receive))
     try:
         await asyncio.wait((made, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -215,22 +215,21 @@ def create_app(
     async def completions(request: HTTPRequest) -> Response:
         arrived = time.perf_counter()
         body = await asyncio.to_thread(parse, CompletionBody, await request.body())
-        call = await _unless_gone(request.receive, calls.completion(body, arrived, owner_of(request)))
-        return Answer(call, client, tokenizer, tracing)
+        asked = await _unless_gone(request.receive, calls.asked(body))
+        return Answer(await calls.completion(body, asked, arrived, owner_of(request)), client, tokenizer, tracing)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: HTTPRequest) -> Response:
         arrived = time.perf_counter()
         body = await asyncio.to_thread(parse, ChatBody, await request.body())
-        call = await _unless_gone(request.receive, calls.chat(body, arrived, owner_of(request)))
-        return Answer(call, client, tokenizer, tracing)
+        asked = await _unless_gone(request.receive, calls.asked(body))
+        return Answer(await calls.chat(body, asked, arrived, owner_of(request)), client, tokenizer, tracing)
 
     @app.post("/v1/responses")
     async def responses(request: HTTPRequest) -> Response:
         arrived = time.perf_counter()
         body = await asyncio.to_thread(parse, ResponseBody, await request.body())
-        call = await _unless_gone(request.receive, calls.response(body, arrived, owner_of(request)))
-        return Answer(call, client, tokenizer, tracing)
+        return Answer(await calls.response(body, arrived, owner_of(request)), client, tokenizer, tracing)
 
     add_conversations(app, histories, client)
     add_responses(app, histories)

@@ -193,7 +193,7 @@ class Desk:
 
     async def _serve(self, visit: Visit) -> None:
         asked = read_inputs(visit.inputs, visit.sequence)
-        call = await self._calls.completion(asked.body, visit.arrived)
+        call = await self._calls.completion(asked.body, await self._calls.asked(asked.body), visit.arrived)
         replies: list[Reply] = []
         try:
             with logged(call, "", replies):

@@ -161,7 +161,7 @@ async def answer(scope: Scope, receive: Receive, send: Send) -> None:
 @contextlib.asynccontextmanager
 async def connected(sent: bytes) -> AsyncIterator[tuple[socket.socket, PatientProtocol]]:
     """A client of `answer` in this process; its buffer holds less than that. It has sent so much."""
-    config, state = uvicorn.Config(answer), ServerState()
+    config, state = uvicorn.Config(answer, timeout_keep_alive=1), ServerState()
     config.load()
     client, ours = socket.socketpair()
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -186,6 +186,31 @@ def test_nor_is_the_end_of_a_last_answer_waited_for_for_ever() -> None:
 
     async def work() -> None:
         async with connected(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n") as (_, protocol):
+            await until(lambda: not protocol.connections)
+
+    asyncio.run(work())
+
+
+def test_who_takes_a_last_answer_slowly_has_time_for_its_end() -> None:
+    """From the moment at which most of it is gone."""
+
+    async def work() -> None:
+        async with connected(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n") as (_, protocol):
+            assert protocol._taking is not None
+            began = protocol._taking.when()
+            time.sleep(0.01)
+            protocol.resume_writing()
+            assert protocol._taking.when() > began
+
+    asyncio.run(work())
+
+
+def test_a_connection_whose_late_body_has_come_is_closed_when_nothing_more_does() -> None:
+    async def work() -> None:
+        request = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\n"
+        async with connected(request) as (client, protocol):
+            assert len(client.recv(1 << 16)) > 1000
+            client.sendall(b"hello")
             await until(lambda: not protocol.connections)
 
     asyncio.run(work())

@@ -98,6 +98,18 @@ def test_an_accident_is_not_the_grammar_s_fault(tmp_path: Path, monkeypatch: pyt
         assert caught.value.status == 503
 
 
+def test_nor_is_what_does_not_start_again(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start() -> None:
+        raise BlockingIOError("no more processes")
+
+    os.kill(checker._process.pid, signal.SIGKILL)
+    with monkeypatch.context() as patch, pytest.raises(RequestError, match="could not be checked") as caught:
+        patch.setattr(checker, "_start", start)
+        check(checker, regex_grammar("start"))
+    assert caught.value.status == 503
+    check(checker, regex_grammar("start"))
+
+
 def test_what_lies_in_the_current_directory_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "llguidance.py").write_text("raise SystemExit(1)")
     monkeypatch.chdir(tmp_path)

@@ -118,7 +118,8 @@ sys.exit(ranks_launch.run_ranks(2, []))
 
 
 def test_an_mpirun_that_waits_for_its_output_to_be_read_is_not(fake):
-    fake.write_text("#!/bin/sh\nsleep 2.5 & wait; head -c 200000 /dev/zero; exit 7\n")
+    writes = "import os; os.write(1, bytes(200000)); os._exit(7)"  # itself: a child would be a rank
+    fake.write_text(f"#!/bin/sh\nsleep 2.5 & wait; exec '{PYTHON}' -c '{writes}'\n")
     program = "import sys; from pensieve.runtime import ranks_launch; sys.executable = sys.argv[1]; "
     program += "ranks_launch.ALONE_LOOKS = 2; sys.exit(ranks_launch.run_ranks(2, []))"
     words = [PYTHON, "-c", program, str(fake.with_name("python"))]
