@@ -78,9 +78,9 @@ class CallMaker:
         self._opening = asyncio.Lock()
 
     async def asked(self, body: ChoicesBody) -> Asked:
-        """For `completion` and `chat`. Raises RequestError (400) if the form that is asked of the reply cannot be
-        followed. May be cancelled; those may not: what has expired would not be forgotten, and threads would go on
-        behind a request that no longer counts."""
+        """For `completion` and `chat`. Raises RequestError if the form that is asked of the reply cannot be followed
+        (400) or checked (503). May be cancelled; those may not: what has expired would not be forgotten, and threads
+        would go on behind a request that no longer counts."""
         self._check_model(body)
         check_logprobs(body.prompt_logprobs, "prompt_logprobs")
         form = reply_form(body)

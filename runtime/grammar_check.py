@@ -32,8 +32,9 @@ from .grammar import STACK_BYTES, Grammars, compile_grammar
 MOST_GRAMMAR = 128 * 1024  # characters
 MOST_SECONDS = 1.0  # of one processor, to compile: it is done twice, and others wait for it meanwhile
 MOST_BYTES = 2 * 2**30  # of memory, beside the tokenizer's
-NOT_CHECKED = "the grammar could not be checked: the system has ended that; try again"
 MOST_KNOWN = 64  # grammars whose verdict is remembered
+NOT_CHECKED = "the grammar could not be checked: the system has ended that; try again"
+FINE = "fine"  # what a child says of a grammar that can be followed
 
 
 class GrammarChecker:
@@ -133,9 +134,6 @@ def judge(tokenizer: llguidance.LLTokenizer, grammar: str, seconds: float, most_
     if status != 0:
         return f"is too complex: it takes more than {seconds:g} s, or too much memory, to compile"
     return "" if wrong == FINE else f"cannot be followed: {wrong}"
-
-
-FINE = "fine"
 
 
 def _compile(tokenizer: llguidance.LLTokenizer, grammar: str) -> str:

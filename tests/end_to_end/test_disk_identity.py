@@ -37,7 +37,7 @@ def model(tmp_path_factory):
 @pytest.mark.parametrize("save", ["async", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("sync", "off"))])
 def test_replies_with_a_disk(model, tmp_path, save):
     chatter = Chatter(*model, 1, disk=DiskSettings(tmp_path, SLOTS, "ab"), save=save, **SETTINGS)
-    counts = chatter.run(TURNS, until=itemgetter("disk"))
+    counts = chatter.run(2 * TURNS if save == "off" else TURNS, until=itemgetter("disk"))
     assert counts["disk"] > 0 and counts["gpu"] > 0, counts
 
 
