@@ -14,6 +14,7 @@ from .conversations import Conversations
 from .cost import CostProfile
 from .plan import Join
 from .planner import Finding, OnDisk, Planner
+from .queue_order import QueueOrder
 from .roster import Roster
 from .rows import Row, Turn
 from .types import ChunkKey
@@ -34,12 +35,13 @@ class Admission:
         conversations: Conversations,
         planner: Planner,
         roster: Roster,
+        order: QueueOrder,
         batcher: Batcher,
         windows: Windows | None,
     ):
         self._config, self._cost, self._windows = config, cost, windows
         self._store, self._conversations, self._planner = store, conversations, planner
-        self._roster, self._batcher = roster, batcher
+        self._roster, self._order, self._batcher = roster, order, batcher
         self.choices = Choices(cost)
         self._epochs = 0
 
@@ -53,13 +55,10 @@ class Admission:
         link = self.link_chunks(batch)
         for row in list(self._roster.loading):
             link = self._load(row, batch, link)
-        for turn in self._roster.in_turn(batch.now):
-            if batch.budget <= 0 or len(self._roster.rows) + len(self._roster.loading) >= self._config.max_num_seqs:
-                return
-            if turn.waiting_for is not None and self._planner.must_wait(turn.waiting_for):
-                if turn.resumes:
-                    return
-                continue
+        joined = [*self._roster.joined()]
+        if batch.budget <= 0 or len(joined) >= self._config.max_num_seqs:
+            return
+        for turn in self._order.candidates(joined, batch.now):
             if self._surely_too_large(turn):
                 batch.wanted = turn.wanted
                 return
@@ -69,10 +68,17 @@ class Admission:
                 if turn.resumes:
                     return
                 continue
+            work = self._planner.work_now(turn, finding)
+            if not self._order.may_join(turn, work):
+                turn.work = work
+                continue
             if not self._fits(finding):
                 self._keep_for_later(turn, finding, batch)
                 return
+            self._order.joins(turn, work)
             link = self._load(self._reserve(turn, finding, batch), batch, link)
+            if batch.budget <= 0 or len(self._roster.rows) + len(self._roster.loading) >= self._config.max_num_seqs:
+                return
 
     def _look_up(self, turn: Turn, batch: Batch) -> Finding | ChunkKey:
         """What the turn needs, or the key of the chunk that it waits for. Chunks on DISK begin to be read, off the
@@ -211,7 +217,7 @@ class Admission:
                 batch.copies.step_writes(chunk.gpu)
         batch.joins.append(_join(row))
         self._batcher.send_chunks(row, batch, 0)
-        self._batcher.take_spans(row, batch)
+        self._batcher.take_spans(row, batch, batch.budget)
 
 
 def _join(row: Row) -> Join:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import chain
+
 from .batch import Batch
 from .chunks import ChunkStore
 from .config import SchedulerConfig
@@ -101,12 +104,15 @@ class Batcher:
             batch.blocks.append(BlockUpdate(row.seat, first, slots))
 
     def _suspend_for(self, batch: Batch) -> None:
-        """One shortage suspends one row: slots on their way free count. The last in order goes first."""
+        """One shortage suspends one row: slots on their way free count. The last in order goes first, of the owner with
+        most seats."""
         batch.short += 1
         if batch.short <= self._roster.coming_free():
             return
         staying = [row for row in self._roster.rows if not row.leaving]
-        last = max(self._roster.loading + staying, key=lambda row: row.order)
+        joined = self._roster.loading + staying
+        seats = Counter(row.turn.request.owner for row in joined)
+        last = max(joined, key=lambda row: (seats[row.turn.request.owner], row.order))
         if last in self._roster.loading:
             self._roster.loading.remove(last)
             self._roster.requeue(last, batch.now)
@@ -117,16 +123,34 @@ class Batcher:
 
     # -- known tokens
 
+    def plan_fair_spans(self, batch: Batch) -> None:
+        """As `plan_spans`; while several owners have prompts to compute, each gets an equal share of the budget.
+
+        What is left is for requests that join, then for any row.
+        """
+        rows, waiting = self._rows_with_spans(), self._roster.waiting
+        owners = {turn.request.owner for turn in chain((row.turn for row in rows), waiting)}
+        if len(owners) < 2:
+            self.plan_spans(batch)
+            return
+        shares = dict.fromkeys(owners, -(-batch.budget // len(owners)))
+        for row in rows:
+            owner, budget = row.turn.request.owner, batch.budget
+            self.take_spans(row, batch, shares[owner])
+            shares[owner] -= budget - batch.budget
+
     def plan_spans(self, batch: Batch) -> None:
         """Pieces of prompts (and of dropped history), row by row in their order, while the token budget lasts."""
-        for row in tuple(self._roster.rows):
-            if batch.budget <= 0:
-                return
-            if row.spans and not row.leaving:
-                self.take_spans(row, batch)
+        for row in self._rows_with_spans():
+            self.take_spans(row, batch, batch.budget)
 
-    def take_spans(self, row: Row, batch: Batch) -> None:
-        while row.spans and (room := batch.room_for(row.spans[0])) > 0:
+    def _rows_with_spans(self) -> list[Row]:
+        return [row for row in self._roster.rows if row.spans and not row.leaving]
+
+    def take_spans(self, row: Row, batch: Batch, most: int) -> None:
+        """At most so many tokens of the row's spans, and of the budget."""
+        least = batch.budget - most
+        while row.spans and not row.leaving and (room := min(batch.room_for(row.spans[0]), batch.budget - least)) > 0:
             start, end = row.spans[0].start, row.spans[0].end
             if start >= row.room and not self._extend(row, batch, min(end, start + room)):
                 return

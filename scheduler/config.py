@@ -11,7 +11,7 @@ from .windows import KEEP, OVERFLOW_MODES, Windows
 EVICTION_POLICIES = ("retention", "lru", "fifo", "lru-conversation", "fifo-conversation")
 BATCHING_MODES = ("unified", "separate")
 SAVE_MODES = ("async", "sync", "off")
-QUEUE_ORDERS = ("response-ratio", "arrival")
+QUEUE_ORDERS = ("bounded-ratio", "response-ratio", "arrival")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,9 @@ class SchedulerConfig:
     swap_out_below                  chunks are copied out ahead of time while a smaller share of the GPU's slots is free
                                     or reclaimable, at most a quarter as many as HOST has
     generation_reserve              new requests join while a larger share of the GPU's slots is free or reclaimable
-    queue_order                     who of the ready joins first: whose wait is longest in proportion to what its prompt
-                                    takes to compute, or who came first
+    queue_order                     which request joins first: the one whose wait is longest in proportion to what its
+                                    prompt takes to compute, with a bound on overtaking (see `queue_order`) or without;
+                                    or the earliest arrival
     overflow, overflow_ratio        what becomes of a context that outgrows `max_model_len` and may (see `windows`), and
                                     the share of it that goes at once
     reuse                           False: every request computes its whole context (for comparison)
@@ -58,7 +59,7 @@ class SchedulerConfig:
     swap_out_below: float = 0.25
     generation_reserve: float = 0.10
     batching: str = "unified"
-    queue_order: str = "response-ratio"
+    queue_order: str = "bounded-ratio"
     overflow: str = KEEP
     overflow_ratio: float = 0.5
     reuse: bool = True

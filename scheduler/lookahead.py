@@ -11,8 +11,8 @@ from .config import SchedulerConfig
 from .conversations import Conversations
 from .cost import CostProfile
 from .planner import Planner
+from .queue_order import QueueOrder
 from .room import RoomMaker
-from .roster import Roster
 
 READS_AHEAD_S = 0.1  # of reading: so much is under way at most, and so long may a read that is urgent wait behind it
 LEAD_S = 1.0  # a user who is expected may come so much earlier
@@ -32,9 +32,9 @@ class LookAhead:
         store: ChunkStore,
         conversations: Conversations,
         planner: Planner,
-        roster: Roster,
+        order: QueueOrder,
     ):
-        self._store, self._conversations, self._planner, self._roster = store, conversations, planner, roster
+        self._store, self._conversations, self._planner, self._order = store, conversations, planner, order
         self._cost = cost
         self._active = config.prefetch and config.disk_kv_chunks > 0
         self._window = config.host_kv_chunks
@@ -73,7 +73,7 @@ class LookAhead:
     def _prefetch_queue(self, room: RoomMaker, now: float) -> bool:
         """Whether all of the window is on its way: of the turns that join first."""
         window = self._window
-        for turn in self._roster.in_turn(now):
+        for turn in self._order.preferred(now):
             keys = self._planner.seen_keys(turn)
             window -= len(keys)
             if window < 0:

@@ -118,12 +118,19 @@ class Planner:
 
     def work(self, turn: Turn) -> float:
         """Predicted seconds, above 0, by which a step grows that also computes what the turn's last position sees and
-        no tier holds. The step's fixed part is not the turn's: it is taken for those who generate, whoever joins."""
+        no tier holds. The step's fixed part is not the turn's: the rows that generate need it in any case."""
         find, keys = self._store.find, self.seen_keys(turn)
         there = sum(chunk is not None and chunk.resident for chunk in map(find, keys))
         tokens = len(turn.tokens) - (len(turn.keys) - len(keys) + there) * self._chunk_tokens
+        return self._step_growth(tokens, len(turn.tokens))
+
+    def work_now(self, turn: Turn, finding: Finding) -> float:
+        """As `work`, of the tokens that the turn computes if it joins with this finding."""
+        return self._step_growth(sum(span.end - span.start for span in finding.spans), len(turn.tokens))
+
+    def _step_growth(self, tokens: int, context: int) -> float:
         cost = self._cost
-        return max(LEAST_WORK_S, cost.step(max(1, tokens), context=len(turn.tokens)) - cost.step_base_seconds)
+        return max(LEAST_WORK_S, cost.step(max(1, tokens), context=context) - cost.step_base_seconds)
 
     def readable(self, chunk: Chunk) -> bool:
         """On DISK only, not being read yet, and dear enough to be loaded once it is on HOST."""

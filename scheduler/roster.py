@@ -42,21 +42,6 @@ class Roster:
     def enqueue(self, turn: Turn) -> None:
         insort(self.waiting, turn, key=lambda turn: turn.order)
 
-    def in_turn(self, now: float) -> list[Turn]:
-        """Those in the queue, who is to join first in front.
-
-        By response ratio: a turn whose history is still here, a few tokens' work, passes one that must be computed
-        anew. Behind it, it would lose its chunks to what that one computes, and be the next of its kind: beyond what
-        the tiers hold that ends with everything computed anew (docs/overload.md). Nobody waits for ever, since ratios
-        grow with the wait (highest response ratio next: Brinch Hansen 1971). Suspended requests go before.
-        """
-        if self._config.queue_order == "arrival" or len(self.waiting) < 2:
-            return list(self.waiting)
-        return sorted(
-            self.waiting,  # priority, suspended or not, and ratio: hundreds of turns in a step, so without calls
-            key=lambda turn: (turn.order[0], turn.usage is None, (turn.arrived - now) / turn.work),
-        )
-
     def await_chunks(self, turn: Turn, chunks: Sequence[Chunk | None], now: float) -> None:
         """The turn waits in the queue: what it will hit goes to every order's end, as far as nobody holds it.
 

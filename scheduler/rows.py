@@ -18,7 +18,9 @@ class Turn:
     firsts        the first chunk's key from each other base that has been looked at
     order         its place in the queue, kept for life: (priority, number of its arrival), the smaller the sooner
     arrived       when it came; seconds, as the next one
-    work          predicted seconds by which a step grew with what of its prompt was in no tier when it came
+    work          predicted seconds by which a step grows with what of its prompt is in no tier
+    reply_work    predicted seconds by which the steps of its reply grow, all together
+    allowance     predicted seconds of later arrivals' work that may still join before it (see `queue_order`)
     queued        how long it waited for its first seat
     tail          while suspended: a private, partly filled chunk left by its last stay, perhaps dropped meanwhile
     scored        prompt positions whose log probabilities have been reported
@@ -33,6 +35,7 @@ class Turn:
     """
 
     __slots__ = (
+        "allowance",
         "arrived",
         "awaited",
         "base",
@@ -45,6 +48,7 @@ class Turn:
         "promotes",
         "queued",
         "read",
+        "reply_work",
         "request",
         "scored",
         "tail",
@@ -59,7 +63,7 @@ class Turn:
         self.request = request
         self.order = (request.priority, arrival)
         self.arrived = now
-        self.work = 0.0
+        self.work = self.reply_work = self.allowance = 0.0
         self.queued: float | None = None
         self.tokens = request.prompt[:]
         self.base = base
@@ -76,6 +80,10 @@ class Turn:
         self.read: set[ChunkKey | None] = set()
         self.prefetched = False
         self.usage: Usage | None = None
+
+    @property
+    def total_work(self) -> float:
+        return self.work + self.reply_work
 
     @property
     def resumes(self) -> bool:

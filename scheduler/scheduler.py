@@ -32,6 +32,7 @@ from .lookahead import LookAhead
 from .plan import Lane, StepPlan, StepResult
 from .planner import Planner
 from .proof import check_requests
+from .queue_order import QueueOrder
 from .retention import eviction_policy
 from .room import RoomMaker
 from .roster import Roster
@@ -64,12 +65,14 @@ class Scheduler:
         self._conversations = Conversations(self._store, config.conversation_ttl, config.owner_kv_chunks)
         self._planner = Planner(self._store, cost, config.chunk_tokens, config.reuse, self._chains, windows)
         self._roster = Roster(config, self._store, self._planner)
+        self._order = QueueOrder(config, cost, self._planner, self._roster.waiting)
         self._batcher = Batcher(config, self._store, self._roster, windows)
         self._admission = Admission(
-            config, cost, self._store, self._conversations, self._planner, self._roster, self._batcher, windows
+            *(config, cost, self._store, self._conversations, self._planner, self._roster, self._order),
+            *(self._batcher, windows),
         )
         self._saver = Saver(config, cost, self._store)
-        self._lookahead = LookAhead(config, cost, self._store, self._conversations, self._planner, self._roster)
+        self._lookahead = LookAhead(config, cost, self._store, self._conversations, self._planner, self._order)
         self._ledger = Ledger(config, self._chains, self._store, self._conversations, self._planner, self._lookahead)
         self._turns: dict[RequestId, Turn] = {}
         self._held: dict[RequestId, Row] = {}
@@ -95,7 +98,7 @@ class Scheduler:
         self._conversations.expire(now, self._saver.untold)  # who writes too late does not bring it back
         self._arrivals += 1
         turn = Turn(request, self._arrivals, *self._ledger.prompt_keys(request), now)
-        turn.work = self._planner.work(turn)
+        self._order.arrived(turn)
         self._turns[request.id] = turn
         self._touch(turn, now)
         self._roster.enqueue(turn)
@@ -172,8 +175,9 @@ class Scheduler:
         self._roster.release_suspended(self._applied, now)
         if self.config.batching == "unified":
             batcher.plan_generation(batch)
-        batcher.plan_spans(batch)
+        batcher.plan_fair_spans(batch)
         self._admission.admit(batch)
+        batcher.plan_spans(batch)
         if self.config.batching == "separate" and not batch.tokens:
             batcher.plan_generation(batch)
             if not batch.tokens:  # a row that has outgrown its window has queued again, and perhaps nobody else is here
@@ -449,6 +453,7 @@ class Scheduler:
     def _reply_ends(self, row: Row, reply: int, now: float) -> None:
         """Nothing more is generated; a turn whose length somebody outside confirms is held until then."""
         self._roster.leave_seat(row)
+        self._order.reply_ended(reply)
         if row.turn.request.confirm:
             self._held[row.id.request] = row
             self._saver.turn_ended(row.chunks, now)

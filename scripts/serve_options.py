@@ -70,9 +70,9 @@ def _engine_options(made: argparse.ArgumentParser) -> None:
     option("--max-num-seqs", type=int, default=64, metavar="N", help="running requests (default %(default)s)")
     option("--max-num-batched-tokens", type=int, default=1024, metavar="N", help="tokens a step (default %(default)s)")
     option("--batching", default="unified", choices=BATCHING_MODES, help="(default %(default)s)")
-    option("--queue-order", default="response-ratio", choices=QUEUE_ORDERS,
-           help="who joins first: whose wait is longest for what its prompt costs, or who came first "
-           "(default %(default)s)")  # fmt: skip
+    option("--queue-order", default="bounded-ratio", choices=QUEUE_ORDERS,
+           help="which request joins first: the one with the longest wait for what its prompt costs, with a bound on "
+           "overtaking or without, or the earliest (default %(default)s)")  # fmt: skip
     option("--max-queue", type=int, default=1024, metavar="N", help="waiting requests, then 429 (default %(default)s)")
     option("--queue-timeout", type=float, metavar="SECONDS", help="longest wait for a seat, then 503 (default: none)")
     option(

@@ -79,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
     option("--conversation-ttl", type=float, default=math.inf, metavar="S", help="of idle conversations' KV")
     option("--warm-up", type=int, default=0, metavar="N", help="the first N requests are not reported")
     option("--eviction", default="all", metavar="NAMES", help=f"all, or of {','.join(EVICTION_POLICIES)}")
-    option("--queue-order", choices=QUEUE_ORDERS, default="response-ratio", help="(default %(default)s)")
+    option("--queue-order", choices=QUEUE_ORDERS, default=QUEUE_ORDERS[0], help="(default %(default)s)")
     option("--chunk-tokens", type=int, default=64, metavar="N",
            help="(default %(default)s: hit rates within a point of those with 32, in less time)")  # fmt: skip
     option("--max-num-seqs", type=int, default=256, metavar="N", help="running requests (default %(default)s)")

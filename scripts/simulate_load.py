@@ -75,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
     option("--max-num-batched-tokens", type=int, default=1024, metavar="N", help="a step (default %(default)s)")
     option("--swap-out-below", type=float, default=0.12, metavar="SHARE", help="(default %(default)s)")
     option("--generation-reserve", type=float, default=0.1, metavar="SHARE", help="(default %(default)s)")
-    option("--queue-order", choices=QUEUE_ORDERS, default="response-ratio", help="(default %(default)s)")
+    option("--queue-order", choices=QUEUE_ORDERS, default=QUEUE_ORDERS[0], help="(default %(default)s)")
     option("--jobs", type=int, default=os.cpu_count(), metavar="N", help="runs at a time (default %(default)s)")
     option("--json", action="store_true", help="one JSON line a run instead of the table")
     return made

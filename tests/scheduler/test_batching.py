@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from array import array
-
 import pytest
 
 from pensieve.scheduler.plan import Lane
-from pensieve.scheduler.roster import Roster
-from pensieve.scheduler.rows import Turn
-from pensieve.scheduler.types import FinishReason, InvariantError, Output, Request, RequestError, RequestId, Usage
+from pensieve.scheduler.types import FinishReason, InvariantError, Output, RequestError
 
 from .device_model import next_token
 from .harness import Harness
@@ -104,7 +100,7 @@ def test_generation_does_not_take_the_room_that_was_made_for_the_head():
     harness.drain()
 
 
-@pytest.mark.parametrize("order", ["response-ratio", "arrival"])
+@pytest.mark.parametrize("order", ["bounded-ratio", "response-ratio", "arrival"])
 def test_a_turn_whose_history_is_here_passes_one_that_must_be_computed(order):
     """Both have waited equally long, and there is one seat."""
     harness = Harness(max_num_seqs=1, queue_order=order)
@@ -120,23 +116,6 @@ def test_a_turn_whose_history_is_here_passes_one_that_must_be_computed(order):
     harness.tick()
     assert states(harness, (lost, kept)) == [["waiting", "running"], ["running", "waiting"]][order == "arrival"]
     harness.drain()
-
-
-def test_a_longer_wait_makes_up_for_more_work():
-    """Ten times the work: passed by those that have waited a tenth as long."""
-    harness = Harness()
-    roster = Roster(harness.config, harness.scheduler._store, harness.scheduler._planner)
-    waits = {"heavy": (0.0, 1.0), "light": (9.5, 0.1), "lighter": (9.95, 0.1), "urgent": (9.99, 5.0)}
-    for number, (name, (arrived, work)) in enumerate(waits.items(), start=1):
-        request = Request(RequestId(number), array("i", [1]), 1, conversation=name, priority=-(name == "urgent"))
-        turn = Turn(request, number, 0, [], arrived)
-        turn.work = work
-        roster.enqueue(turn)
-    assert [turn.request.conversation for turn in roster.in_turn(9.9)] == ["urgent", "heavy", "light", "lighter"]
-    assert [turn.request.conversation for turn in roster.in_turn(10.6)] == ["urgent", "light", "heavy", "lighter"]
-    suspended = roster.waiting[-1]
-    suspended.usage = Usage()
-    assert roster.in_turn(10.0)[1] is suspended
 
 
 def test_seats_bound_the_batch():

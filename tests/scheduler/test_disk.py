@@ -247,7 +247,7 @@ def test_what_is_read_ahead_of_its_turn_counts_as_found_on_host(prefetch):
     harness.drain()
 
 
-@pytest.mark.parametrize("order", ["response-ratio", "arrival"])
+@pytest.mark.parametrize("order", ["bounded-ratio", "arrival"])
 def test_who_joins_first_is_read_ahead_of_first(order):
     """One seat, taken, and room on HOST for one history: a short turn is to pass a long one that came before it."""
     harness = Harness(**DISK | {"max_num_seqs": 1, "host_kv_chunks": 9, "queue_order": order})
@@ -260,7 +260,7 @@ def test_who_joins_first_is_read_ahead_of_first(order):
     for _ in range(4):
         harness.tick()
     there = {name: all(chunk.host != NO_SLOT for chunk in chunks_of(harness, name)) for name in prompts}
-    assert there == {"long": order == "arrival", "short": order == "response-ratio"}
+    assert there == {"long": order == "arrival", "short": order == "bounded-ratio"}
     harness.drain()
 
 
