@@ -1,4 +1,4 @@
-"""Reads chunks from DISK before their requests' turns have come (CachedAttention, section 3.3)."""
+"""Reads chunks from DISK before their requests' turns have come (CachedAttention, section 3.3.1)."""
 
 from __future__ import annotations
 

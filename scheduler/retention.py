@@ -1,6 +1,6 @@
 """Which idle chunk goes first: retention values, and LRU and FIFO beside them.
 
-Retention value V = weight / T (Pensieve, section 4.3): the weight is Cost(l) times the conversations that claim the
+Retention value V = weight / T (Pensieve, section 4.3.1): the weight is Cost(l) times the conversations that claim the
 chunk, T the time since the conversation was last active. Values change their order as time passes, so no heap of
 values stays right. But among chunks of one weight the order is that of last activity, for ever: chunks are kept in
 classes of (nearly) equal weight, an eighth of an octave wide, and in each class in groups of one stamp, mostly those of

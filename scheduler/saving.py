@@ -1,4 +1,7 @@
-"""When chunks go to DISK: soon after their turn has ended, or when HOST must give them up (CachedAttention, 3.2.2)."""
+"""When chunks go to DISK: soon after their turn has ended, or when HOST must give them up.
+
+CachedAttention saves to HOST while a turn runs (section 3.2.2), and writes to DISK what HOST evicts (3.3.2).
+"""
 
 from __future__ import annotations
 

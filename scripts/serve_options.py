@@ -119,7 +119,7 @@ def _cache_options(made: argparse.ArgumentParser) -> None:
            help="copy out ahead (default: as `pensieve profile` measured, else 0.25)")  # fmt: skip
     option("--generation-reserve", type=float, default=0.10, metavar="SHARE", help="(default %(default)s)")
     option("--swap-in", default="pipelined", choices=["pipelined", "first"],
-           help="layer by layer while a step computes, or whole before it (default %(default)s)")  # fmt: skip
+           help="by groups of layers while a step computes, or whole before it (default %(default)s)")  # fmt: skip
     option("--link", default="duplex", choices=["duplex", "in-first"],
            help="both directions at once, or copies ahead of time after swap-ins (default %(default)s)")  # fmt: skip
     option("--overflow", choices=OVERFLOW_MODES,

@@ -7,7 +7,17 @@ import json
 import pytest
 
 from pensieve.scheduler.simulator import SessionTurn
-from pensieve.scripts.simulate_paper import MODELS, Case, _in_units, chats, main, policy_label, profile
+from pensieve.scripts.simulate_paper import (
+    MODELS,
+    Case,
+    _in_units,
+    chats,
+    main,
+    parser,
+    plan_figures,
+    policy_label,
+    profile,
+)
 
 SMALL = ["--sessions", "40", "--warm-up", "20", "--models", "falcon-40b", "--jobs", "1"]
 
@@ -52,9 +62,19 @@ def test_a_label_tells_what_is_not_as_usual():
     assert policy_label(Case("llama-13b", reuse=False)) == "recompute all"
 
 
+def test_figures_have_the_papers_numbers():
+    """Policies are its figure 21, context overflow 22, capacity 23, media 24, arrival rates 25."""
+    differ = {"21": "policy", "22": "overflow", "23": "disk", "24": "host", "25": "rate"}
+    for number, setting in differ.items():
+        options = ["--models", "llama-13b", "--figures", number]
+        ((title, cases),) = plan_figures(parser().parse_args(options)).items()
+        assert title.partition(":")[0] == number
+        assert len({getattr(case, setting) for case in cases}) > 1, f"figure {number} is about {setting}"
+
+
 def test_a_table_and_a_line_for_each_case_which_is_run_once(capsys, tmp_path):
     results = tmp_path / "runs.jsonl"
-    options = [*SMALL, "--results", str(results), "--figures", "13,23"]
+    options = [*SMALL, "--results", str(results), "--figures", "13,24"]
     assert main(options) == 0
     printed = capsys.readouterr().out
     assert printed.count("falcon-40b") == 2 + 3
