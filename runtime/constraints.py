@@ -49,11 +49,22 @@ class Constraints:
             matcher.unsafe_compute_mask_ptr(row_bits.ctypes.data, row_bits.nbytes)
         return Mask(np.array([at for at, _ in rows]), bits)
 
-    def advance(self, samples: Sequence[RowId], tokens: Sequence[int]) -> None:
-        """A step's tokens are here."""
+    def advance(self, samples: Sequence[RowId], tokens: Sequence[int]) -> tuple[RowId, ...]:
+        """A step's tokens are here. Returns the rows whose matchers have failed, at this token or already at its mask:
+        the token may not follow the grammar, and none can be drawn behind it.
+
+        A matcher fails at its own limits: some grammars need ever more states the longer the text is.
+        """
         if not self._matchers:
-            return
+            return ()
+        failed = []
         for row, token in zip(samples, tokens, strict=True):
             matcher = self._matchers.get(row)
-            if matcher is not None and not matcher.consume_token(token):
-                log.warning("request %d leaves its grammar and ends: %s", row.request, matcher.get_error())
+            if matcher is None:
+                continue
+            matcher.consume_token(token)  # says nothing of a matcher that has failed before: that takes an end of text
+            if matcher.is_error():
+                failed.append(row)
+                # The matcher's own message quotes the grammar and the reply.
+                log.warning("request %d ends: the matcher of its grammar has failed", row.request)
+        return tuple(failed)

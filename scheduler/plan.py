@@ -180,6 +180,7 @@ class StepResult:
     unerased    of the DISK slots that a plan erases, those that some rank could not; with that plan's result, or before
     spoiled     HOST slots that a swap-out has filled with what does not say what its chunk said, on some rank; together
                 with the `completed` that covers it, or before
+    stuck       rows whose grammar cannot be followed any further; their tokens mean nothing
     """
 
     step: int
@@ -191,6 +192,7 @@ class StepResult:
     failed: tuple[int, ...] = ()
     unerased: tuple[int, ...] = ()
     spoiled: tuple[int, ...] = ()
+    stuck: tuple[RowId, ...] = ()
     logprobs: Mapping[RowId, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
 

@@ -209,6 +209,10 @@ class Scheduler:
             if span_row.chunks:
                 self._ledger.computed(span_row, span.start, span.end)
         applied, by_id, chunk_tokens = Applied(), self._roster.by_id, self.config.chunk_tokens
+        for row_id in result.stuck:
+            if row_id in by_id:
+                self.abort(row_id.request, now)
+                applied.stuck.append(row_id.request)
         if result.logprobs:
             applied.logprobs = {row.request: logprobs for row, logprobs in result.logprobs.items() if row in by_id}
         if plan.scored:

@@ -119,13 +119,24 @@ def test_a_resumed_row_goes_on_behind_its_reply(grammars: Grammars) -> None:
     assert [allowed(bits) for bits in mask.bits] == [byte_tokens("bc")]
 
 
-def test_a_row_that_leaves_its_grammar_may_only_end(grammars: Grammars, caplog: pytest.LogCaptureFixture) -> None:
-    constraints = Constraints(grammars)
-    constraints.mask(plan(1, joins=[join(0, constrained(regex_grammar("[0-9]")))], spans=[span(0, 0, 3)]))
-    constraints.advance((row(0),), (200,))
-    assert "leaves its grammar" in caplog.text
-    mask = constraints.mask(plan(2, generate={0: 4}))
-    assert mask is not None and [allowed(bits) for bits in mask.bits] == [[0, EOS]]
+ENTANGLED = lark_grammar("start: X\nX: /[ab]*a[ab]{60}c/ & /[ab]*b[ab]{61}c/ & /[ab]*a[ab]{63}c/")
+"""Compiles, and soon needs more states than llguidance builds: to know what may come next."""
+
+
+def test_a_matcher_that_fails_at_a_token_or_at_its_mask_is_told(grammars: Grammars) -> None:
+    """Others go on. A matcher without a way on allows an end of text, which is none."""
+    constraints, digits = Constraints(grammars), constrained(regex_grammar("[0-9]*"))
+    joins = [join(0, digits), join(1, digits), join(2, constrained(ENTANGLED)), join(3)]
+    constraints.mask(plan(1, joins=joins, spans=[span(seat, 0, 3) for seat in range(4)]))
+    everyone, a = tuple(row(seat) for seat in range(4)), byte_tokens("a")[0]
+    assert constraints.advance(everyone, (ONE, 200, a, 200)) == (row(1),)
+    for step in range(2, 40):
+        mask = constraints.mask(plan(step, generate={0: 2 + step, 2: 2 + step, 3: 2 + step}))
+        assert mask is not None
+        if allowed(mask.bits[1]) == [0, EOS]:
+            break
+        assert constraints.advance((row(0), row(2), row(3)), (ONE, a, 7)) == ()
+    assert constraints.advance((row(0), row(2), row(3)), (ONE, EOS, 7)) == (row(2),)
 
 
 LAST_THREAD = """

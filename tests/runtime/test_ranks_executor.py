@@ -125,6 +125,14 @@ def test_a_copy_that_is_none_on_one_rank_is_none():
     assert reports.merged(result(3, (3, 0, 4))).spoiled == ()
 
 
+def test_only_rank_0_knows_which_rows_are_stuck():
+    """It alone follows grammars; the others obey its next plan."""
+    reports, stuck = Reports(2), (RowId(RequestId(3), 4),)
+    reports.take(1, report(1))
+    assert reports.merged(replace(result(1), stuck=stuck)).stuck == stuck
+    assert "stuck" not in Report._fields
+
+
 def test_a_record_from_earlier_is_there_if_all_ranks_have_their_part_of_it():
     def record(slot, key, age=1.0):
         return DiskRecord(slot, ChunkKey(key * 32), 8, age)
