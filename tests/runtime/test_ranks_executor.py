@@ -62,15 +62,16 @@ def test_a_plan_arrives_as_it_was_sent_but_for_who_is_sampled_and_how():
         spills=(Spill(1, 2, ChunkKey(b"k" * 32), 8),),
         promotions=(Promotion(3, 4, ChunkKey(b"l" * 32)),),
         erased=(8, 9),
+        ended=(RequestId(5),),
     )
     got = unpack(pack(sent))
     for field in fields(StepPlan):
-        if field.name not in ("joins", "samples"):
+        if field.name not in ("joins", "samples", "ended"):
             assert getattr(got, field.name) == getattr(sent, field.name)
     (joined,) = got.joins
     assert (joined.seat, joined.sampling, joined.prompt_logprobs) == (2, GREEDY, 4)
     assert not joined.prompt and not joined.reply
-    assert len(got.samples) == 2
+    assert len(got.samples) == 2 and not got.ended
 
 
 def result(step, completed=(0, 0, 0), **disk):

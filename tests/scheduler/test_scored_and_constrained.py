@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections import deque
+from collections import Counter, deque
 from dataclasses import replace
 
 import pytest
@@ -180,6 +180,35 @@ def test_a_resumed_seat_is_told_its_reply():
     assert resumed
     for join in resumed:
         assert len(join.prompt) == 40 and list(join.reply) == sorted(join.reply)
+
+
+def test_the_device_is_told_once_of_each_constrained_request_that_will_not_come_back():
+    """Not of one that is suspended: its matcher is needed again."""
+    made = scheduler(gpu_kv_chunks=9, host_kv_chunks=5, max_model_len=120, max_num_seqs=5, generation_reserve=0.0)
+    for number in range(1, 6):
+        kind = Sampling() if number == 5 else GRAMMAR
+        prompt = array("i", range(100 * number, 100 * number + 40))
+        made.add(Request(RequestId(number), prompt, 50, sampling=kind, confirm=number == 2), 0.0)
+    joins, ended = Counter(), []
+    for step in range(1, 2000):
+        plan = made.next_plan(float(step))
+        if plan is not None:
+            ended += plan.ended
+            joins.update(join.row.request for join in plan.joins)
+            assert not {*plan.ended}.intersection(row.request for row in plan.samples)
+            stuck = tuple(row for row in plan.samples if (row.request, joins[4]) == (4, 2))
+            made.apply(replace(result(plan), stuck=stuck), float(step))
+        if step == 45:
+            made.abort(RequestId(1), float(step))
+        if not made.open_requests():
+            break
+        if made.open_requests() == [2] and plan is None:
+            assert 2 not in ended, "how long its reply is has not been confirmed"
+            made.finish(RequestId(2), 50, float(step))
+    assert joins[4] > 1, "it was suspended"
+    made.add(request(6, 4), 3000.0)
+    ended += made.next_plan(3000.0).ended
+    assert sorted(ended) == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A reply whose grammar cannot be followed to its end, through the whole server: the real loop, matcher and HTTP."""
+"""Replies with grammars through the whole server: the real loop, matcher and HTTP. Some grammars fail on the way."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from pensieve.runtime.text import Tokenizer
 from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.cost import analytic_profile
 from pensieve.scheduler.pace import Pace
+from pensieve.scheduler.plan import StepPlan
 from pensieve.scheduler.scheduler import Scheduler
 
 from .fake_engine import VOCAB, FakeEngine, reply
@@ -60,8 +61,9 @@ class Running(NamedTuple):
 
 
 @contextlib.asynccontextmanager
-async def server(directory: Path) -> AsyncIterator[Running]:
-    config = SchedulerConfig(gpu_kv_chunks=200, host_kv_chunks=0, max_model_len=256, chunk_tokens=8)
+async def server(directory: Path, **settings: Any) -> AsyncIterator[Running]:
+    defaults = dict(gpu_kv_chunks=200, host_kv_chunks=0, max_model_len=256, chunk_tokens=8)
+    config = SchedulerConfig(**(defaults | settings))
     cost = analytic_profile(
         chunk_tokens=8,
         parameters=1_000_000,
@@ -155,6 +157,33 @@ def test_all_choices_of_a_call_fail_together(tokenizer_directory: Path) -> None:
         async with server(tokenizer_directory) as running:
             assert (await complete(running, ambiguous(), n=3)).status_code == 500
             await is_unchanged(running)
+
+    asyncio.run(work())
+
+
+def begin_together(scheduler: Scheduler, count: int) -> None:
+    """Nothing is planned before so many requests are there."""
+    next_plan = scheduler.next_plan
+
+    def wait_for_all(now: float) -> StepPlan | None:
+        if len(scheduler.open_requests()) < count:
+            return None
+        scheduler.next_plan = next_plan  # type: ignore[method-assign]
+        return next_plan(now)
+
+    scheduler.next_plan = wait_for_all  # type: ignore[method-assign]
+
+
+def test_replies_that_are_suspended_go_on_where_they_were(tokenizer_directory: Path) -> None:
+    async def work() -> None:
+        async with server(tokenizer_directory, gpu_kv_chunks=40, generation_reserve=0.0) as running:
+            begin_together(running.scheduler, 4)
+            text = "".join(chr(ord("a") + at * at % 26) for at in range(200))
+            form, prompts = f'start: "{text}"', ([number, *PROMPT] for number in range(50, 54))
+            ask = (complete(running, form, prompt=prompt, max_tokens=240) for prompt in prompts)
+            answers = [answer.json()["choices"][0] for answer in await asyncio.gather(*ask)]
+            assert [(answer["text"], answer["finish_reason"]) for answer in answers] == [(text, "stop")] * 4
+            assert running.scheduler.stats().suspensions
 
     asyncio.run(work())
 
