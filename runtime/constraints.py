@@ -1,4 +1,4 @@
-"""The matchers of the rows with a grammar, beside the executor: what each may say next."""
+"""The matchers of the requests with a grammar, beside the executor: what each may say next."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from llguidance import LLMatcher
 
 from ..scheduler.plan import StepPlan
-from ..scheduler.types import RowId
+from ..scheduler.types import RequestId, RowId
 from .grammar import Grammars
 from .sampling_inputs import Mask
 
@@ -18,13 +18,13 @@ log = logging.getLogger(__name__)
 
 
 class Constraints:
-    """Called in the order of steps. Each matcher is where its row's applied tokens are."""
+    """Called in the order of steps. Each request's matcher is where its applied tokens are, and is kept until the
+    request has ended: when a suspended one resumes, no step waits while a long reply is gone through again."""
 
     def __init__(self, grammars: Grammars):
         self._grammars = grammars
         self._words = -(-grammars.vocab_size // 32)
-        self._matchers: dict[RowId, LLMatcher] = {}
-        self._rows: dict[int, RowId] = {}
+        self._matchers: dict[RequestId, LLMatcher] = {}
 
     def begin(self, grammar: str) -> Future[LLMatcher] | None:
         """As `Grammars`."""
@@ -32,16 +32,16 @@ class Constraints:
 
     def mask(self, plan: StepPlan) -> Mask | None:
         """Takes the plan's joins; what its samples may be, None if it has no row with a grammar."""
-        for seat, row, sampling, _, reply, *_ in plan.joins:
-            left = self._rows.pop(seat, None)
-            if left is not None:
-                del self._matchers[left]
-            if sampling.grammar is not None:
-                self._rows[seat] = row
-                self._matchers[row] = self._grammars.matcher(sampling.grammar, reply)
+        for request in plan.ended:
+            self._matchers.pop(request, None)
+        for join in plan.joins:
+            request, grammar = join.row.request, join.sampling.grammar
+            if grammar is not None and request not in self._matchers:
+                self._matchers[request] = self._grammars.matcher(grammar)
         if not self._matchers:
             return None
-        rows = [(at, self._matchers[row]) for at, row in enumerate(plan.samples) if row in self._matchers]
+        matchers = self._matchers
+        rows = [(at, matchers[row.request]) for at, row in enumerate(plan.samples) if row.request in matchers]
         if not rows:
             return None
         bits = np.zeros((len(rows), self._words), np.int32)
@@ -49,11 +49,22 @@ class Constraints:
             matcher.unsafe_compute_mask_ptr(row_bits.ctypes.data, row_bits.nbytes)
         return Mask(np.array([at for at, _ in rows]), bits)
 
-    def advance(self, samples: Sequence[RowId], tokens: Sequence[int]) -> None:
-        """A step's tokens are here."""
+    def advance(self, samples: Sequence[RowId], tokens: Sequence[int]) -> tuple[RowId, ...]:
+        """A step's tokens are here. Returns the rows whose matchers have failed, at this token or already at its mask:
+        the token may not follow the grammar, and none can be drawn behind it.
+
+        A matcher fails at its own limits: some grammars need ever more states the longer the text is.
+        """
         if not self._matchers:
-            return
+            return ()
+        failed = []
         for row, token in zip(samples, tokens, strict=True):
-            matcher = self._matchers.get(row)
-            if matcher is not None and not matcher.consume_token(token):
-                log.warning("request %d leaves its grammar and ends: %s", row.request, matcher.get_error())
+            matcher = self._matchers.get(row.request)
+            if matcher is None:
+                continue
+            matcher.consume_token(token)  # says nothing of a matcher that has failed before: that takes an end of text
+            if matcher.is_error():
+                failed.append(row)
+                # The matcher's own message quotes the grammar and the reply.
+                log.warning("request %d ends: the matcher of its grammar has failed", row.request)
+        return tuple(failed)

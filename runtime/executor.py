@@ -145,11 +145,18 @@ class Executor:
             self._device.synchronize(ticket)
         unerased = launched.erased.result() if launched.erased is not None else ()
         tokens = tuple(launched.tokens.tolist())
-        if self._constraints is not None:
-            self._constraints.advance(plan.samples, tokens)
+        stuck = () if self._constraints is None else self._constraints.advance(plan.samples, tokens)
         completed, disk = self._transfers.completed(), self._disk_report(plan)
-        spoiled = self._transfers.spoiled()
-        result = StepResult(plan.step, plan.samples, tokens, completed, *disk, unerased=unerased, spoiled=spoiled)
+        result = StepResult(
+            plan.step,
+            plan.samples,
+            tokens,
+            completed,
+            *disk,
+            unerased=unerased,
+            spoiled=self._transfers.spoiled(),
+            stuck=stuck,
+        )
         return result if launched.scores is None else _with_logprobs(result, launched, launched.scores)
 
     def _disk_report(self, plan: StepPlan) -> DiskReport:

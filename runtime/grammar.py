@@ -82,12 +82,10 @@ class Grammars:
         """Compiles it elsewhere, for `matcher` to find; None if it is there."""
         return None if self._find(grammar) else self._compilers.submit(self._compile_and_keep, grammar)
 
-    def matcher(self, grammar: str, reply: Sequence[int]) -> llguidance.LLMatcher:
-        """Behind the tokens of a reply so far. Compiles first what is not there (any more)."""
+    def matcher(self, grammar: str) -> llguidance.LLMatcher:
+        """At the beginning of a reply. Compiles first what is not there (any more)."""
         compiled = self._find(grammar) or self._compilers.submit(self._compile_and_keep, grammar).result()
-        matcher = compiled.deep_copy()  # 0.1 ms
-        matcher.consume_tokens(list(reply))
-        return matcher
+        return compiled.deep_copy()  # 0.1 ms
 
     def _find(self, grammar: str) -> llguidance.LLMatcher | None:
         with self._lock:

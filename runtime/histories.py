@@ -21,7 +21,16 @@ from ..scheduler.types import RequestError
 from .history_rows import Conversation, Gone, Name
 from .history_store import HistoryStore
 from .messages import Forget, Fork, Keep
-from .past_turns import OTHERS, Message, PastTurn, RecentTurns, Transcript, spliced, tokens_inside
+from .past_turns import (
+    OTHERS,
+    Message,
+    PastTurn,
+    RecentTurns,
+    Transcript,
+    common_beginning,
+    spliced,
+    tokens_inside,
+)
 from .text import CONTINUED_TOKENS, Tokenizer
 
 Arguments = ParamSpec("Arguments")
@@ -269,7 +278,7 @@ class Histories:
         if name is None or all(message["role"] != "assistant" for message in messages[covered:]):
             return recent
         found = await self.run(self._store.find, name, time.time())
-        stored = _beginning(found[1], messages) if found is not None else None
+        stored = common_beginning(found[1], messages) if found is not None else None
         return stored if _message_count(stored) > covered else recent
 
     async def _admit(self, records: Sequence[Record], held: ExitStack) -> None:
@@ -390,15 +399,3 @@ def _encoded_behind(tokenizer: Tokenizer, log: array[int], text: str) -> array[i
 
 def _message_count(turn: PastTurn | None) -> int:
     return sum(len(past.messages) for past in turn.lineage()) if turn is not None else 0
-
-
-def _beginning(turn: PastTurn | None, messages: Sequence[Message]) -> PastTurn | None:
-    """The latest turn up to `turn` whose messages are a beginning of these."""
-    if turn is None:
-        return None
-    whole, count = turn.transcript().messages, _message_count(turn)
-    for past in turn.lineage():
-        if count and tuple(messages[:count]) == whole[:count]:
-            return past
-        count -= len(past.messages)
-    return None

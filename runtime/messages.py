@@ -91,6 +91,8 @@ FromHTTP = Submit | Abort | Finish | Fork | Forget | Keep | Look | Drain
 
 
 class Refusal(NamedTuple):
+    """The request has ended, or not even begun, for this reason; its turn is not committed."""
+
     request: RequestId
     error: RequestError
 

@@ -20,6 +20,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from ..scheduler.conversations import common_prefix
@@ -133,15 +134,42 @@ def common_text(left: str, right: str) -> int:
 def spliced(tokenizer: Tokenizer, text: str, turn: PastTurn | None) -> array[int] | None:
     """Token ids of a prompt: stored ids for the longest stored text it begins with, the rest tokenised.
 
-    None if it begins with no text of `turn` or those before it, or the tokenizer cannot go on behind any of them.
+    None if it begins with no text of `turn` or those before it, or the tokenizer cannot go on behind the latest ones.
     """
-    for past in turn.lineage() if turn is not None else ():
+    for past in _fitting(turn, text)[:MOST_TRIES]:
         whole = past.transcript()
-        if whole.inside > 0 and text.startswith(whole.text):
-            known = whole.tokens[: whole.inside]
-            rest = tokenizer.encode_behind(known, text[len(whole.text) :])
-            if rest is not None:
-                return known + rest
+        known = whole.tokens[: whole.inside]
+        rest = tokenizer.encode_behind(known, text[len(whole.text) :])
+        if rest is not None:
+            return known + rest
+    return None
+
+
+MOST_TRIES = 8  # turns behind which a tokenizer may fail to go on: each time it is given the whole rest of the text
+
+
+def _fitting(turn: PastTurn | None, text: str) -> list[PastTurn]:
+    """Of the turn and those before it the ones whose text is a beginning of this one and stands for tokens, the latest
+    first. Each turn's own text is compared once."""
+    found, equal = [], 0  # leading characters that the text has in common with that of the turn
+    for past in reversed(list(turn.lineage()) if turn is not None else ()):
+        if equal >= past.text_kept:
+            equal = past.text_kept + common_text(past.text, text[past.text_kept : past.text_kept + len(past.text)])
+        if equal == past.text_kept + len(past.text) and past.inside > 0:
+            found.append(past)
+    return found[::-1]
+
+
+def common_beginning(turn: PastTurn | None, messages: Sequence[Message]) -> PastTurn | None:
+    """The latest turn up to `turn` whose messages, with those before it, are a beginning of these."""
+    lineage = list(turn.lineage()) if turn is not None else []
+    stored = [message for past in reversed(lineage) for message in past.messages]
+    equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(stored, messages, strict=False)))
+    count = len(stored)
+    for past in lineage:
+        if 0 < count <= equal:
+            return past
+        count -= len(past.messages)
     return None
 
 

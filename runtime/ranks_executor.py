@@ -26,7 +26,7 @@ NOBODY = RowId(RequestId(0), 0)
 
 # Rank 0 samples: who is sampled, and how, is not sent. What prompt log probabilities a row wants is, since their logits
 # are computed by all.
-_SENT = tuple(field.name for field in fields(StepPlan) if field.name not in ("joins", "samples"))
+_SENT = tuple(field.name for field in fields(StepPlan) if field.name not in ("joins", "samples", "ended"))
 _sent = attrgetter(*_SENT)
 
 

@@ -102,8 +102,32 @@ class SamplingInputs:
     scores: ScoreRows | None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Additions:
+    """What one row adds to logits: `tokens` [B] int64, distinct, and `values` [B] float32."""
+
+    tokens: np.ndarray
+    values: np.ndarray
+
+    @classmethod
+    def of(cls, values: dict[int, float]) -> _Additions:
+        count = len(values)
+        return cls(np.fromiter(values.keys(), np.int64, count), np.fromiter(values.values(), np.float32, count))
+
+
+class _SeatBiases(NamedTuple):
+    """`early`: for tokens at positions before `may_end`, with the stop ids that may not be drawn there."""
+
+    may_end: int
+    early: _Additions
+    late: _Additions
+
+
+NOTHING = -1  # stands for no number of log probabilities, and for no place in the table of penalty counts
+
+
 class SeatSampling:
-    """How each seat samples, as of the last `join`."""
+    """How each seat samples, as of the last `join`. A row that has ended keeps its seat's until that is taken again."""
 
     def __init__(self, seats: int):
         self._temperatures = np.zeros(seats)
@@ -111,11 +135,15 @@ class SeatSampling:
         self._top_ps = np.ones(seats)
         self._min_ps = np.zeros(seats)
         self._seeds = np.zeros(seats, np.int64)
-        # Seats that want more than a draw, and the places of those with penalties. A row that has ended keeps both
-        # until its seat is taken again.
-        self._wanting: dict[int, Join] = {}
-        self._places: dict[int, int] = {}
-        self._free_places: list[int] = []
+        self._repetition = np.ones(seats, np.float32)
+        self._presence, self._frequency = np.zeros(seats, np.float32), np.zeros(seats, np.float32)
+        self._places = np.full(seats, NOTHING, np.int64)
+        self._free_places = list(range(seats))[::-1]  # the lowest is taken first
+        self._logprobs = np.full(seats, NOTHING, np.int64)
+        self._prompt_logprobs = np.full(seats, NOTHING, np.int64)
+        self._biases: dict[int, _SeatBiases] = {}
+        self._added: list[tuple[int, _Additions]] = []  # with its row, in the last step while there were biases
+        self._together: Biases | None = None  # the same as arrays
 
     def join(self, joins: Iterable[Join]) -> tuple[PenaltyStart, ...]:
         """Seats are taken; returns what the table of penalty counts begins with."""
@@ -127,16 +155,28 @@ class SeatSampling:
             self._top_ps[seat] = sampling.top_p
             self._min_ps[seat] = sampling.min_p
             self._seeds[seat] = sampling.seed
-            self._wanting.pop(seat, None)
-            if seat in self._places:
-                self._free_places.append(self._places.pop(seat))
-            reported = (sampling.logprobs, join.prompt_logprobs) != (None, None)
-            if sampling.penalised or sampling.logit_bias or reported or join.stop_ids:
-                self._wanting[seat] = join._replace(prompt=(), reply=())
+            self._logprobs[seat] = NOTHING if sampling.logprobs is None else sampling.logprobs
+            self._prompt_logprobs[seat] = NOTHING if join.prompt_logprobs is None else join.prompt_logprobs
+            self._take_biases(join)
+            if self._places[seat] != NOTHING:
+                self._free_places.append(int(self._places[seat]))
+                self._places[seat] = NOTHING
             if sampling.penalised:
-                self._places[seat] = self._free_places.pop() if self._free_places else len(self._places)
-                starts.append(PenaltyStart(self._places[seat], _ids(join.prompt), _ids(join.reply)))
+                place = self._places[seat] = self._free_places.pop()
+                self._repetition[seat] = sampling.repetition_penalty
+                self._presence[seat] = sampling.presence_penalty
+                self._frequency[seat] = sampling.frequency_penalty
+                starts.append(PenaltyStart(place, _ids(join.prompt), _ids(join.reply)))
         return tuple(starts)
+
+    def _take_biases(self, join: Join) -> None:
+        """Arrays for all of the row's steps: Python takes 0.2 s to go through a thousand biases of each of 256 rows."""
+        self._biases.pop(join.seat, None)
+        if join.sampling.logit_bias or join.stop_ids:
+            biases = dict(join.sampling.logit_bias)
+            late = _Additions.of(biases)
+            early = _Additions.of(biases | dict.fromkeys(join.stop_ids, NOT_YET)) if join.stop_ids else late
+            self._biases[join.seat] = _SeatBiases(join.may_end, early, late)
 
     def pack(
         self,
@@ -148,17 +188,13 @@ class SeatSampling:
         mask: Mask | None,
     ) -> SamplingInputs:
         """seats, positions [R]: who gets a token, and its position; scored_seats, targets [K] of the scored rows."""
-        draws = self._draws(seats, positions)
-        if not self._wanting:
-            return SamplingInputs(draws, starts, None, None, mask, None)
-        wanting = [(row, self._wanting[seat]) for row, seat in enumerate(seats.tolist()) if seat in self._wanting]
         return SamplingInputs(
-            draws,
+            self._draws(seats, positions),
             starts,
-            self._penalties(wanting),
-            _biases(wanting, positions),
+            self._penalties(seats),
+            self._step_biases(seats, positions) if self._biases else None,
             mask,
-            self._scores(wanting, scored_seats, targets),
+            self._scores(seats, scored_seats, targets),
         )
 
     def _draws(self, seats: np.ndarray, positions: np.ndarray) -> Draws:
@@ -174,44 +210,44 @@ class SeatSampling:
             positions[rows].astype(np.int64),
         )
 
-    def _penalties(self, wanting: Sequence[tuple[int, Join]]) -> Penalties | None:
-        entries = [
-            (
-                row,
-                self._places[seat],
-                sampling.repetition_penalty,
-                sampling.presence_penalty,
-                sampling.frequency_penalty,
-            )
-            for row, (seat, _, sampling, *_) in wanting
-            if seat in self._places
-        ]
-        if not entries:
+    def _penalties(self, seats: np.ndarray) -> Penalties | None:
+        places = self._places[seats]
+        rows = np.flatnonzero(places != NOTHING)
+        if not len(rows):
             return None
-        rows, places, *values = zip(*entries, strict=True)
-        return Penalties(np.array(rows), np.array(places), *(np.array(value, np.float32) for value in values))
+        penalised = seats[rows]
+        factors = self._repetition[penalised], self._presence[penalised], self._frequency[penalised]
+        return Penalties(rows, places[rows], *factors)
 
-    def _scores(
-        self, wanting: Sequence[tuple[int, Join]], scored_seats: Sequence[int], targets: Sequence[int]
-    ) -> ScoreRows | None:
-        rows = [(row, join.sampling.logprobs) for row, join in wanting if join.sampling.logprobs is not None]
-        if not rows and not len(targets):
+    def _step_biases(self, seats: np.ndarray, positions: np.ndarray) -> Biases | None:
+        """Steps that add the same to the same rows share their arrays."""
+        added = []
+        for row, (seat, position) in enumerate(zip(seats.tolist(), positions.tolist(), strict=True)):
+            if (biases := self._biases.get(seat)) is not None:
+                added.append((row, biases.early if position < biases.may_end else biases.late))
+        if added != self._added:
+            self._added, self._together = added, _put_together(added)
+        return self._together
+
+    def _scores(self, seats: np.ndarray, scored_seats: Sequence[int], targets: Sequence[int]) -> ScoreRows | None:
+        tops = self._logprobs[seats]
+        rows = np.flatnonzero(tops != NOTHING)
+        if not len(rows) and not len(targets):
             return None
-        tops = [*(top for _, top in rows), *(self._wanting[seat].prompt_logprobs for seat in scored_seats)]
-        return ScoreRows(np.array([row for row, _ in rows], np.int64), _ids(targets), np.array(tops, np.int64))
+        prompt_tops = self._prompt_logprobs[_ids(scored_seats)]
+        return ScoreRows(rows, _ids(targets), np.concatenate((tops[rows], prompt_tops)))
 
 
-def _biases(wanting: Sequence[tuple[int, Join]], positions: np.ndarray) -> Biases | None:
-    entries = []
-    for row, join in wanting:
-        biases = join.sampling.logit_bias
-        if join.stop_ids and positions[row] < join.may_end:
-            biases = tuple((dict(biases) | dict.fromkeys(join.stop_ids, NOT_YET)).items())
-        entries += [(row, token, value) for token, value in biases]
-    if not entries:
+def _put_together(added: Sequence[tuple[int, _Additions]]) -> Biases | None:
+    """`added`: with its row."""
+    rows, lengths = [row for row, _ in added], [len(additions.tokens) for _, additions in added]
+    if not sum(lengths):
         return None
-    rows, tokens, values = zip(*entries, strict=True)
-    return Biases(np.array(rows), np.array(tokens), np.array(values, np.float32))
+    return Biases(
+        np.repeat(np.array(rows), lengths),
+        np.concatenate([additions.tokens for _, additions in added]),
+        np.concatenate([additions.values for _, additions in added]),
+    )
 
 
 def _ids(tokens: Sequence[int]) -> np.ndarray:

@@ -58,6 +58,7 @@ STATS_INTERVAL_S = 0.25
 LOOKED_AT = 32_768  # chunks for one `Look`: a millisecond or two
 LONGEST_WAIT_S = 1.0  # a signal that comes between the last look for one and a wait is heard when that ends
 LAST_WORDS_S = 15.0  # for the HTTP process to take what was said to it, once all is over
+STUCK = "the reply's grammar cannot be followed any further: it is too complex for a text of this length"
 IDLE_CHECK_S = 1.0  # after so long without anything to do the books are checked, once
 
 
@@ -176,7 +177,8 @@ class Service:
         with self._counters.apply:
             applied = self._scheduler.apply(result, time.monotonic())
         self._tell_erased()
-        if applied.requests or applied.events or applied.prompt_logprobs or time.monotonic() >= self._stats_due:
+        news = applied.requests or applied.events or applied.prompt_logprobs or applied.stuck
+        if news or time.monotonic() >= self._stats_due:
             with self._counters.send:
                 self._send(applied)
 
@@ -300,7 +302,9 @@ class Service:
             stats, copied = self._scheduler.stats(), self._executor.copied_bytes
             disk = self._executor.disk_counters
             loop = self._counters.read(self._executor.transfer_seconds())
-        message = StepMessage(applied.requests, applied.tokens, tuple(applied.events), (), stats, copied, disk, loop)
+        stuck = tuple(Refusal(request, RequestError(500, STUCK)) for request in applied.stuck)
+        events = tuple(applied.events)
+        message = StepMessage(applied.requests, applied.tokens, events, stuck, stats, copied, disk, loop)
         if applied.logprobs or applied.prompt_logprobs:
             message = replace(message, logprobs=applied.logprobs, prompt_logprobs=applied.prompt_logprobs)
         self._outbox.put(message)

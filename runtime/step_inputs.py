@@ -6,8 +6,8 @@ The batch is laid out as in the plan: one token for each seat that generates, th
     segment     0   1   2 |      3      |   4
     sampled     ^   ^   ^ |           ^ |    (a piece of a longer prompt samples nothing)
 
-Every array is allocated afresh for its step and never written again, since a step in flight may still read it. The
-mirror is written at once and never handed out: what changed travels with the step, in its order.
+No array is written again once a step has it, since a step in flight may still read it. The mirror is written at once
+and never handed out: what changed travels with the step, in its order.
 """
 
 from __future__ import annotations

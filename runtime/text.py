@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
+from collections import deque
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -284,18 +285,53 @@ class Detokenizer:
         return new
 
 
+class _StopString:
+    """How much of one stop string a growing text ends with. Reads each character once (Knuth, Morris, Pratt 1977)."""
+
+    def __init__(self, text: str):
+        self.text = text
+        self.matched = 0  # leading characters of the stop string, with which the text read so far ends
+        # Entry n: with how many of its own leading characters (fewer than n) the stop string's first n end. As far as
+        # the text has matched: a stop string may be much longer than the reply.
+        self._borders = array("i", (0, 0))
+
+    def read(self, piece: str) -> int | None:
+        """Goes on in the text. Returns where in the piece the first match ends, None: there is none."""
+        stop, at = self.text, 0
+        while at < len(piece):
+            if not self.matched and (at := piece.find(stop[0], at)) < 0:
+                return None
+            self.matched = self._longer(self.matched, piece[at])
+            at += 1
+            if self.matched == len(stop):
+                return at
+            if self.matched == len(self._borders):
+                self._borders.append(self._longer(self._borders[-1], stop[self.matched - 1]))
+        return None
+
+    def _longer(self, matched: int, sign: str) -> int:
+        """How much a text ends with that ended with so much and goes on with this character."""
+        stop = self.text
+        while matched and stop[matched] != sign:
+            matched = self._borders[matched]
+        return matched + 1 if stop[matched] == sign else 0
+
+
 class StopMatcher:
     """Finds the first stop string in a growing text; holds back what could be the beginning of one.
 
     Of several matches the one that ends first counts (of these the longest), so the outcome does not depend on how the
-    text is cut into tokens. A match begins in the text of tokens behind the first `min_tokens`.
+    text is cut into tokens. A match begins in the text of tokens behind the first `min_tokens`. The time it takes is in
+    proportion to the text.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False, min_tokens: int = 0):
         """`stops`: at least one, none empty. `include`: the match itself stays in the text."""
-        self._stops, self._include, self._min_tokens = tuple(stops), include, min_tokens
-        self._longest = max(len(stop) for stop in stops)
-        self._held = ""
+        self._stops, self._include, self._min_tokens = [_StopString(stop) for stop in stops], include, min_tokens
+        # What is held: these pieces, but for so many characters of the first one.
+        self._pieces: deque[str] = deque()
+        self._begin = 0
+        self._held = 0  # characters
         self.tokens = 0
         self.found: str | None = None
 
@@ -315,24 +351,30 @@ class StopMatcher:
     def end(self, rest: str) -> str:
         """The reply is over: takes the text left in the detokenizer, returns all that is still held unless it stops."""
         text = self._scan(rest) if self.tokens > self._min_tokens else rest
-        return text if self.matched else text + self._held
+        return text if self.matched else text + self._say(self._held)
 
     def _scan(self, piece: str) -> str:
         if not piece:
             return ""
-        text = self._held + piece
-        ends = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        ends = [(end, -len(stop.text), stop.text) for stop in self._stops if (end := stop.read(piece)) is not None]
         if ends:
-            end, start, self.found = min(ends)
-            return text[:end] if self._include else text[:start]
-        held = self._beginning_of_a_stop(text)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+            end, _, self.found = min(ends)
+            text = self._say(self._held) + piece[:end]
+            return text if self._include else text[: len(text) - len(self.found)]
+        self._pieces.append(piece)
+        self._held += len(piece)
+        return self._say(self._held - max(stop.matched for stop in self._stops))
 
-    def _beginning_of_a_stop(self, text: str) -> int:
-        """Length of the longest end of `text` with which a stop string begins."""
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            tail = text[-length:]
-            if any(stop.startswith(tail) for stop in self._stops):
-                return length
-        return 0
+    def _say(self, count: int) -> str:
+        """Takes so many characters of what is held."""
+        said = []
+        self._held -= count
+        while count:
+            piece, begin = self._pieces[0], self._begin
+            said.append(piece[begin : begin + count])
+            count -= len(said[-1])
+            self._begin += len(said[-1])
+            if self._begin == len(piece):
+                self._pieces.popleft()
+                self._begin = 0
+        return "".join(said)

@@ -230,7 +230,7 @@ def _join(row: Row) -> Join:
         row.id,
         sampling,
         prompt=tokens[:prompt] if sampling.penalised else (),
-        reply=tokens[prompt:] if sampling.penalised or row.constrained else (),
+        reply=tokens[prompt:] if sampling.penalised else (),
         prompt_logprobs=request.prompt_logprobs,
         stop_ids=sorted(request.stop_ids) if len(tokens) < may_end else (),
         may_end=may_end,

@@ -8,7 +8,7 @@ from .copies import StepCopies
 from .plan import BlockUpdate, Join, Origin, Promotion, Span, Spill, StepPlan
 from .room import RoomMaker
 from .rows import Row
-from .types import RowId
+from .types import RequestId, RowId
 
 MOST_SCORED = 256  # prompt positions scored in one step: each takes a row of logits as wide as the vocabulary
 
@@ -34,6 +34,7 @@ class Batch:
         self.spills: tuple[Spill, ...] = ()
         self.promotions: tuple[Promotion, ...] = ()
         self.erased: tuple[int, ...] = ()
+        self.ended: tuple[RequestId, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -60,4 +61,5 @@ class Batch:
             spills=self.spills,
             promotions=self.promotions,
             erased=self.erased,
+            ended=self.ended,
         )

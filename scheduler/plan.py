@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
-from .types import ChunkKey, RowId, Sampling, TokenLogprobs
+from .types import ChunkKey, RequestId, RowId, Sampling, TokenLogprobs
 
 
 class Lane(IntEnum):
@@ -40,7 +40,7 @@ NO_TICKETS = Tickets()
 class Join(NamedTuple):
     """A request takes a seat: its sampler state starts here.
 
-    `prompt` and `reply` are the tokens so far, for those whose next token depends on them (penalties, a grammar).
+    `prompt` and `reply` are the tokens so far, for those whose next token depends on them (penalties).
     `prompt_logprobs` as in `Request`. `stop_ids`: none of them is drawn for a position before `may_end`.
     """
 
@@ -140,6 +140,7 @@ class StepPlan:
                 a HOST slot that is being spilled). Whatever was to use its HOST slots before is complete on the device
     erased      DISK slots whose records can never be read again once the plan is done, but for those that its result
                 says could not be erased; no plan uses them before that
+    ended       requests with a grammar that take no seat any more: what is kept for their next stay can go
 
     The batch's token order is: `generate`, then `spans`. A plan without both launches nothing.
     """
@@ -159,6 +160,7 @@ class StepPlan:
     promotions: tuple[Promotion, ...] = ()
     erased: tuple[int, ...] = ()
     origins: tuple[Origin, ...] = ()
+    ended: tuple[RequestId, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -180,6 +182,7 @@ class StepResult:
     unerased    of the DISK slots that a plan erases, those that some rank could not; with that plan's result, or before
     spoiled     HOST slots that a swap-out has filled with what does not say what its chunk said, on some rank; together
                 with the `completed` that covers it, or before
+    stuck       rows whose grammar cannot be followed any further; their tokens mean nothing
     """
 
     step: int
@@ -191,6 +194,7 @@ class StepResult:
     failed: tuple[int, ...] = ()
     unerased: tuple[int, ...] = ()
     spoiled: tuple[int, ...] = ()
+    stuck: tuple[RowId, ...] = ()
     logprobs: Mapping[RowId, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
 

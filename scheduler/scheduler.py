@@ -79,6 +79,7 @@ class Scheduler:
         self._inflight: deque[tuple[StepPlan, list[Row]]] = deque()
         self._step = self._applied = 0
         self._arrivals = 0
+        self._ended: list[RequestId] = []  # with a grammar, since the last plan
         self._patient: deque[Turn] = deque()  # by arrival, with those that have their seat or are gone
         self._erasures = Erasures(self._store)
         self._swapped_in = self._swapped_out = 0
@@ -107,9 +108,10 @@ class Scheduler:
 
     def abort(self, request: RequestId, now: float) -> None:
         """The turn is not committed; its full chunks stay as cache. Unknown ids have ended already."""
-        turn = self._turns.pop(request, None)
+        turn = self._turns.get(request)
         if turn is None:
             return
+        self._close(turn)
         if turn in self._roster.waiting:
             self._roster.leave_queue(turn)
             if turn.tail is not None and turn.tail.resident:
@@ -146,7 +148,7 @@ class Scheduler:
             self._saver.turn_ended(chunks, now)
             if turn.tail is not None and turn.request.conversation is None and turn.tail.resident:
                 self._store.drop(turn.tail)
-            del self._turns[request]
+            self._close(turn)
         else:
             row = self._take_row(turn)
             chunks = row.chunks
@@ -187,9 +189,11 @@ class Scheduler:
             self._plan_disk(batch)
 
         self._store.end_plan()
+        batch.ended = tuple(self._ended)
         plan = batch.freeze()
         if not plan.tokens and not plan.copies and not self._polls(batch):
             return None
+        self._ended.clear()
         self._step = step
         self._inflight.append((plan, batch.span_rows))
         self._last_out = max((copy.ticket for copy in plan.copies if copy.lane is Lane.OUT), default=self._last_out)
@@ -213,6 +217,10 @@ class Scheduler:
             if span_row.chunks:
                 self._ledger.computed(span_row, span.start, span.end)
         applied, by_id, chunk_tokens = Applied(), self._roster.by_id, self.config.chunk_tokens
+        for row_id in result.stuck:
+            if row_id in by_id:
+                self.abort(row_id.request, now)
+                applied.stuck.append(row_id.request)
         if result.logprobs:
             applied.logprobs = {row.request: logprobs for row, logprobs in result.logprobs.items() if row in by_id}
         if plan.scored:
@@ -479,7 +487,13 @@ class Scheduler:
         self._ledger.commit(turn, row, reply, tail, now)
         self._saver.turn_ended(row.chunks, now)
         self._roster.let_go(row, tail, self._store.stamp(now))
+        self._close(turn)
+
+    def _close(self, turn: Turn) -> None:
+        """The turn has ended or left."""
         del self._turns[turn.request.id]
+        if turn.request.sampling.grammar is not None:
+            self._ended.append(turn.request.id)
 
     def _truncated(self, turn: Turn, count: int) -> int:
         """Leading tokens that were not seen when the last of the turn's first `count` tokens was drawn."""

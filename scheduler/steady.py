@@ -39,5 +39,5 @@ def skip(rows: Sequence[Row], plan: StepPlan, steps: int) -> StepPlan:
         row.launched += steps
         row.tokens += samples
     positions = array("i", (row.position - 1 for row in rows))
-    unchanged = replace(plan, copies=(), after=NO_TICKETS, joins=(), origins=(), blocks=())
+    unchanged = replace(plan, copies=(), after=NO_TICKETS, joins=(), origins=(), blocks=(), ended=())
     return replace(unchanged, step=plan.step + steps, positions=positions)

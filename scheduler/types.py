@@ -251,7 +251,8 @@ class Output:
 class Applied:
     """What a step brought: `tokens[i]` for `requests[i]`; `events` for those that begin (usage) or end.
 
-    `logprobs` and `prompt_logprobs` by request, of those that asked for them.
+    `logprobs` and `prompt_logprobs` by request, of those that asked for them. `stuck`: requests that have ended because
+    their grammar cannot be followed any further; their turns are not committed.
     """
 
     requests: array[int] = field(default_factory=lambda: array("q"))
@@ -259,6 +260,7 @@ class Applied:
     events: list[Output] = field(default_factory=list)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    stuck: list[RequestId] = field(default_factory=list)
 
 
 class ConversationKV(NamedTuple):

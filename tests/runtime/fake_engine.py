@@ -85,6 +85,7 @@ def plan(
     generate: dict[int, int] | None = None,
     spans: Sequence[Span] = (),
     token_ids: Sequence[int] = (),
+    ended: Sequence[int] = (),
 ) -> StepPlan:
     """generate: position by seat; the request in a seat has the seat's number."""
     generate = generate or {}
@@ -101,4 +102,5 @@ def plan(
         spans=tuple(spans),
         token_ids=array("i", token_ids),
         samples=tuple(row(seat) for seat in seats),
+        ended=tuple(map(RequestId, ended)),
     )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ from pensieve.runtime.grammar import (
     open_grammars,
     regex_grammar,
 )
-from pensieve.scheduler.types import Sampling
+from pensieve.scheduler.types import RequestId, RowId, Sampling
 
 from .fake_engine import join, plan, row, span
 from .fake_loop import EOS, FIRST_BYTE, byte_tokens, save_tokenizer
@@ -41,7 +43,8 @@ def allowed(mask_row: np.ndarray) -> list[int]:
 
 def follows(grammars: Grammars, grammar: str, text: str) -> bool:
     """Whether the text is a complete reply."""
-    matcher = grammars.matcher(grammar, byte_tokens(text))
+    matcher = grammars.matcher(grammar)
+    matcher.consume_tokens(byte_tokens(text))
     return matcher.is_accepting() and not matcher.is_error()
 
 
@@ -76,11 +79,13 @@ def test_what_is_compiled_ahead_is_not_compiled_again(grammars: Grammars, monkey
     for text in texts[:2]:
         begun = grammars.begin(text)
         assert begun is not None and begun.result() is not None and grammars.begin(text) is None
-    rows = [grammars.matcher(texts[0], byte_tokens("1" * count)) for count in range(3)]
+    rows = [grammars.matcher(texts[0]) for _ in range(3)]
+    for count, matcher in enumerate(rows):
+        assert matcher.consume_tokens([ONE] * count)
     assert compiled == texts[:2]
     assert rows[0].consume_token(ONE) and [row.is_accepting() for row in rows] == [False] * 3
     assert rows[2].consume_token(ONE) and [row.is_accepting() for row in rows] == [False, False, True]
-    grammars.matcher(texts[2], ())
+    grammars.matcher(texts[2])
     assert grammars.begin(texts[0]) is None and grammars.begin(texts[1]) is not None, "the latest ones are kept"
 
 
@@ -104,28 +109,78 @@ def test_masks_are_those_of_the_constrained_samples(grammars: Grammars) -> None:
     assert mask is not None and [allowed(bits) for bits in mask.bits] == [[0, EOS], digits]
 
 
-def test_a_seat_taken_again_forgets_its_grammar_and_late_tokens(grammars: Grammars) -> None:
+def test_a_request_that_has_ended_is_forgotten_and_its_late_tokens_are_passed_over(grammars: Grammars) -> None:
     constraints = Constraints(grammars)
     digit = constrained(regex_grammar("[0-9]"))
-    constraints.mask(plan(1, joins=[join(1, digit)], spans=[span(1, 0, 3)]))
-    assert constraints.mask(plan(2, joins=[join(1)._replace(row=row(5))], spans=[span(1, 0, 3)])) is None
-    constraints.advance((row(1),), (ONE,))
+    constraints.mask(plan(1, joins=[join(1, digit), join(2, digit)], spans=[span(1, 0, 3), span(2, 0, 3)]))
+    mask = constraints.mask(plan(2, joins=[join(1)._replace(row=row(5))], ended=[1], generate={2: 3}))
+    assert mask is not None and len(mask.rows) == 1
+    assert constraints.advance((row(1), row(2)), (200, ONE)) == ()
+    assert constraints.mask(plan(3, ended=[2])) is None and constraints._matchers == {}
 
 
-def test_a_resumed_row_goes_on_behind_its_reply(grammars: Grammars) -> None:
-    resumed = join(3, constrained(regex_grammar("ab*c")))._replace(reply=byte_tokens("abb"))
-    mask = Constraints(grammars).mask(plan(1, joins=[resumed], spans=[span(3, 0, 9)]))
-    assert mask is not None
-    assert [allowed(bits) for bits in mask.bits] == [byte_tokens("bc")]
+class CountingMatcher:
+    """Counts the tokens that it and its copies consume."""
+
+    consumed = 0
+
+    def __init__(self, matcher: Any):
+        self._matcher = matcher
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._matcher, name)
+
+    def deep_copy(self) -> CountingMatcher:
+        return CountingMatcher(self._matcher.deep_copy())
+
+    def consume_token(self, token: int) -> bool:
+        CountingMatcher.consumed += 1
+        return bool(self._matcher.consume_token(token))
+
+    def consume_tokens(self, tokens: list[int]) -> bool:
+        CountingMatcher.consumed += len(tokens)
+        return bool(self._matcher.consume_tokens(tokens))
 
 
-def test_a_row_that_leaves_its_grammar_may_only_end(grammars: Grammars, caplog: pytest.LogCaptureFixture) -> None:
-    constraints = Constraints(grammars)
-    constraints.mask(plan(1, joins=[join(0, constrained(regex_grammar("[0-9]")))], spans=[span(0, 0, 3)]))
-    constraints.advance((row(0),), (200,))
-    assert "leaves its grammar" in caplog.text
-    mask = constraints.mask(plan(2, generate={0: 4}))
-    assert mask is not None and [allowed(bits) for bits in mask.bits] == [[0, EOS]]
+def test_a_long_reply_is_not_gone_through_again_when_its_row_resumes(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Suspended, its seat taken by another, and resumed in other seats: a step would wait for all of it each time."""
+    compile_one = module.compile_grammar
+    monkeypatch.setattr(module, "compile_grammar", lambda its, text: CountingMatcher(compile_one(its, text)))
+    constraints, reply = Constraints(grammars), byte_tokens("a" + "b" * 99_999)
+    grammar = constrained(regex_grammar("ab*(cd)?"))
+    constraints.mask(plan(1, joins=[join(0, grammar)], spans=[span(0, 0, 3)]))
+    for token in reply:
+        assert constraints.advance((row(0),), (token,)) == ()
+    constraints.mask(plan(2, joins=[join(0)._replace(row=row(9))], spans=[span(0, 0, 3)]))
+    CountingMatcher.consumed = 0
+    for step, seat in ((3, 3), (4, 2)):
+        resumed = join(seat, grammar)._replace(row=RowId(RequestId(0), 10 + step), reply=reply)
+        mask = constraints.mask(replace(plan(step, joins=[resumed], spans=[span(seat, 0, 9)]), samples=(resumed.row,)))
+        assert mask is not None and [allowed(bits) for bits in mask.bits] == [[0, EOS, *byte_tokens("bc")]]
+    assert constraints.advance((resumed.row,), (byte_tokens("c")[0],)) == ()
+    assert CountingMatcher.consumed == 1
+
+
+ENTANGLED = lark_grammar("start: X\nX: /[ab]*a[ab]{60}c/ & /[ab]*b[ab]{61}c/ & /[ab]*a[ab]{63}c/")
+"""Compiles, and soon needs more states than llguidance builds: to know what may come next."""
+
+
+def test_a_matcher_that_fails_at_a_token_or_at_its_mask_is_told(grammars: Grammars) -> None:
+    """Others go on. A matcher without a way on allows an end of text, which is none."""
+    constraints, digits = Constraints(grammars), constrained(regex_grammar("[0-9]*"))
+    joins = [join(0, digits), join(1, digits), join(2, constrained(ENTANGLED)), join(3)]
+    constraints.mask(plan(1, joins=joins, spans=[span(seat, 0, 3) for seat in range(4)]))
+    everyone, a = tuple(row(seat) for seat in range(4)), byte_tokens("a")[0]
+    assert constraints.advance(everyone, (ONE, 200, a, 200)) == (row(1),)
+    for step in range(2, 40):
+        mask = constraints.mask(plan(step, generate={0: 2 + step, 2: 2 + step, 3: 2 + step}))
+        assert mask is not None
+        if allowed(mask.bits[1]) == [0, EOS]:
+            break
+        assert constraints.advance((row(0), row(2), row(3)), (ONE, a, 7)) == ()
+    assert constraints.advance((row(0), row(2), row(3)), (ONE, EOS, 7)) == (row(2),)
 
 
 LAST_THREAD = """

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from array import array
 
 import pytest
 
 from pensieve.runtime.past_turns import (
+    MOST_TRIES,
     PastTurn,
     RecentTurns,
     TextPieces,
     Transcript,
+    common_beginning,
     common_text,
     spliced,
     tokens_inside,
@@ -192,6 +195,143 @@ def test_common_text_and_text_pieces_are_those_of_plain_strings():
         pieces.replace_behind(kept, piece)
         text = text[:kept] + piece
         assert str(pieces) == text
+
+
+TURNS = 5000
+
+
+def letters(text):
+    """A token for each sign."""
+    return array("i", map(ord, text))
+
+
+def long_dialogue():
+    """Its last turn, all messages and all of its text."""
+    past, messages, length = None, [], 0
+    for number in range(TURNS):
+        said = (user(f"question {number}?"), assistant(f"answer {number}."))
+        text = "".join(message["content"] for message in said)
+        past = PastTurn(past, said, length, letters(text), length, text, length + len(text))
+        messages, length = [*messages, *said], length + len(text)
+    return past, messages, "".join(message["content"] for message in messages)
+
+
+class Watched(str):
+    """Counts its characters that are compared or copied."""
+
+    seen = 0
+
+    def startswith(self, beginning, *place):
+        Watched.seen += len(beginning)
+        return super().startswith(beginning, *place)
+
+    def __getitem__(self, at):
+        part = super().__getitem__(at)
+        Watched.seen += len(part)
+        return part
+
+
+class Refusing:
+    """A tokenizer that cannot begin behind more than so many tokens."""
+
+    def __init__(self, most):
+        self.most, self.tried = most, []
+
+    def encode_behind(self, before, text):
+        self.tried.append(len(before))
+        return None if len(before) > self.most else letters(text)
+
+
+def lineage_texts(past):
+    """[(length of the whole text, turn)], the latest first."""
+    return [(turn.text_kept + len(turn.text), turn) for turn in past.lineage()]
+
+
+@pytest.mark.parametrize("same", [0, 1, 2], ids=["nothing", "half", "all"])
+def test_a_long_dialogue_is_looked_through_once(same, monkeypatch):
+    """However much of its text is still what it was: a template may change the first line of all."""
+    past, _, text = long_dialogue()
+    put_together, transcript = [], PastTurn.transcript
+    monkeypatch.setattr(PastTurn, "transcript", lambda turn: put_together.append(turn) or transcript(turn))
+    cut = len(text) * same // 2
+    asked, Watched.seen = Watched(text[:cut] + "X" + text[cut:]), 0
+    ids = spliced(Refusing(len(text)), asked, past)
+    fitting = next((length for length, _ in lineage_texts(past) if length <= cut), 0)
+    assert (ids is None) == (same == 0)
+    if ids is not None:
+        assert "".join(map(chr, ids)) == asked and put_together == [
+            turn for length, turn in lineage_texts(past) if length == fitting
+        ]
+    assert Watched.seen < 3 * len(text) and len(put_together) <= 1
+
+
+def test_a_tokenizer_that_can_begin_nowhere_is_not_asked_at_every_turn():
+    past, _, text = long_dialogue()
+    lengths = [length for length, _ in lineage_texts(past)]
+    for most, tries in ((lengths[0], 1), (lengths[2], 3), (lengths[MOST_TRIES], MOST_TRIES), (0, MOST_TRIES)):
+        tokenizer = Refusing(most)
+        ids = spliced(tokenizer, text + "and", past)
+        assert tokenizer.tried == lengths[:tries] and (ids is None) == (most < lengths[MOST_TRIES - 1])
+
+
+def spliced_twin(tokenizer, text, turn):
+    """Turn by turn, each put together."""
+    for past in turn.lineage():
+        whole = past.transcript()
+        if whole.inside > 0 and text.startswith(whole.text):
+            known = whole.tokens[: whole.inside]
+            return known + tokenizer.encode_behind(known, text[len(whole.text) :])
+    return None
+
+
+def test_the_stored_text_that_is_found_is_that_of_the_latest_turn_that_fits():
+    """Texts are cut and grow anew from turn to turn; some stand for no tokens."""
+    draw, found = random.Random(9), 0
+    for _ in range(2000):
+        past, whole = None, ""
+        for _ in range(draw.randrange(1, 7)):
+            kept = draw.choice((len(whole), draw.randrange(len(whole) + 1)))
+            added = "".join(draw.choices("ab", k=draw.randrange(4)))
+            whole = whole[:kept] + added
+            inside = draw.choice((-1, 0, len(whole), len(whole)))
+            past = PastTurn(past, (), kept, letters(added), kept, added, inside)
+        text = whole[: draw.randrange(len(whole) + 1)] + "".join(draw.choices("ab", k=draw.randrange(4)))
+        expected = spliced_twin(Refusing(99), text, past)
+        assert spliced(Refusing(99), text, past) == expected
+        found += expected is not None
+    assert 200 < found < 1800
+
+
+class WatchedMessage(dict):
+    compared = 0
+
+    def __eq__(self, other):
+        WatchedMessage.compared += 1
+        return super().__eq__(other)
+
+    __hash__ = None
+
+
+@pytest.mark.parametrize("edited", [0, TURNS // 2, TURNS, 2 * TURNS - 1, 2 * TURNS])
+def test_each_message_of_a_long_dialogue_is_compared_once(edited):
+    past, messages, _ = long_dialogue()
+    sent = [WatchedMessage(message) for message in messages]
+    sent[edited : edited + 1] = [WatchedMessage(user("something else"))]
+    WatchedMessage.compared = 0
+    found = common_beginning(past, sent)
+    turns = list(past.lineage())[::-1]
+    assert found is (turns[edited // 2 - 1] if edited >= 2 else None)
+    assert WatchedMessage.compared <= 2 * TURNS
+
+
+def test_recent_turns_of_a_long_dialogue_are_found_with_each_message_hashed_once(monkeypatch):
+    past, messages, text = long_dialogue()
+    recent, hashed, sha256 = RecentTurns(), [], hashlib.sha256
+    recent.add("me", messages, past)
+    monkeypatch.setattr("hashlib.sha256", lambda data: hashed.append(len(data)) or sha256(data))
+    assert recent.find("me", [*messages, user("new")]) is past
+    assert recent.find("me", [*messages[:7], user("new")]) is list(past.lineage())[-3]
+    assert sum(hashed) < 2 * len(text) + 200 * len(messages)
 
 
 def plain_turn(parent, messages, tokens=10):

@@ -62,15 +62,16 @@ def test_a_plan_arrives_as_it_was_sent_but_for_who_is_sampled_and_how():
         spills=(Spill(1, 2, ChunkKey(b"k" * 32), 8),),
         promotions=(Promotion(3, 4, ChunkKey(b"l" * 32)),),
         erased=(8, 9),
+        ended=(RequestId(5),),
     )
     got = unpack(pack(sent))
     for field in fields(StepPlan):
-        if field.name not in ("joins", "samples"):
+        if field.name not in ("joins", "samples", "ended"):
             assert getattr(got, field.name) == getattr(sent, field.name)
     (joined,) = got.joins
     assert (joined.seat, joined.sampling, joined.prompt_logprobs) == (2, GREEDY, 4)
     assert not joined.prompt and not joined.reply
-    assert len(got.samples) == 2
+    assert len(got.samples) == 2 and not got.ended
 
 
 def result(step, completed=(0, 0, 0), **disk):
@@ -123,6 +124,14 @@ def test_a_copy_that_is_none_on_one_rank_is_none():
     told = reports.merged(result(2, (2, 0, 4)))
     assert (told.spoiled, told.completed.swap_out) == ((9,), 4)
     assert reports.merged(result(3, (3, 0, 4))).spoiled == ()
+
+
+def test_only_rank_0_knows_which_rows_are_stuck():
+    """It alone follows grammars; the others obey its next plan."""
+    reports, stuck = Reports(2), (RowId(RequestId(3), 4),)
+    reports.take(1, report(1))
+    assert reports.merged(replace(result(1), stuck=stuck)).stuck == stuck
+    assert "stuck" not in Report._fields
 
 
 def test_a_record_from_earlier_is_there_if_all_ranks_have_their_part_of_it():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pensieve.runtime.sampler import Sampler, add_biases, forbid, penalise, score
-from pensieve.runtime.sampling_inputs import Mask
+from pensieve.runtime.sampling_inputs import NOT_YET, Mask, SeatSampling
 from pensieve.runtime.step_inputs import StepPacker
 from pensieve.scheduler.plan import Span
 from pensieve.scheduler.types import Sampling
@@ -90,6 +90,14 @@ def test_scores_equal_their_twin(width):
 # Steps
 
 
+class FreeSampling(Sampling):
+    """With biases of any type, not looked at before a row joins."""
+
+    def __init__(self, logit_bias):
+        super().__init__()
+        object.__setattr__(self, "logit_bias", logit_bias)
+
+
 PENALISED = Sampling(repetition_penalty=1.4, frequency_penalty=0.5, presence_penalty=0.2)
 
 
@@ -149,6 +157,54 @@ def test_a_plain_step_asks_for_nothing_more():
     packed(packer, 2, [join(0), join(1), join(2)], spans=[span(0, 0, 2), span(1, 0, 2), span(2, 0, 2)])
     sampling = packed(packer, 3, generate={0: 2, 1: 2, 2: 2}).sampling
     assert sampling.penalties is sampling.biases is sampling.mask is sampling.scores is None
+
+
+class ReadOnce(tuple):
+    """Items that may be gone through once."""
+
+    def __iter__(self):
+        assert not self.__dict__, "these were read when the row joined"
+        self.read = True
+        return super().__iter__()
+
+
+def biases_twin(rows):
+    """[(row, token, value)] of rows of (biases, stop ids, whether those may end the reply)."""
+    entries = []
+    for row, (biases, stop_ids, may_end) in enumerate(rows):
+        added = dict(biases)
+        if not may_end:
+            added |= dict.fromkeys(stop_ids, float(np.float32(NOT_YET)))
+        entries += [(row, token, value) for token, value in added.items()]
+    return entries
+
+
+def test_biases_are_read_once_when_their_row_joins():
+    """A step puts ready arrays together, whatever rows it has; its results are those of the slow way."""
+    draw = np.random.default_rng(3)
+    tokens = [draw.permutation(VOCAB).tolist() for _ in range(8)]
+    biased = [ReadOnce((token, at - 4.0) for at, token in enumerate(row[:at])) for at, row in enumerate(tokens)]
+    stops = [ReadOnce(sorted(row[: 3 * (at % 3)])) for at, row in enumerate(tokens)]
+    plain = [(list(tuple.__iter__(row)), list(tuple.__iter__(ids))) for row, ids in zip(biased, stops, strict=True)]
+    seats, may_end = SeatSampling(8), [10 + 2 * at for at in range(8)]
+    rows = [join(at, FreeSampling(biased[at]))._replace(stop_ids=stops[at], may_end=may_end[at]) for at in range(8)]
+    seats.join(rows)
+    for step in range(40):
+        chosen = draw.permutation(8)[: 1 + step % 8]
+        positions = draw.integers(5, 30, len(chosen)).astype(np.int32)
+        got = seats.pack((), chosen, positions, (), (), None).biases
+        expected = biases_twin(
+            [(*plain[seat], at >= may_end[seat]) for seat, at in zip(chosen.tolist(), positions, strict=True)]
+        )
+        if not expected:
+            assert got is None
+            continue
+        assert sorted(zip(*(column.tolist() for column in got), strict=True)) == sorted(expected)
+        assert [column.dtype for column in got] == [np.int64, np.int64, np.float32]
+    first, second, third = (seats.pack((), np.arange(8), np.full(8, at), (), (), None).biases for at in (5, 6, 12))
+    assert first is second and third is not first, "nothing is made anew before a row may end"
+    seats.join([join(at) for at in range(8)])
+    assert seats.pack((), np.arange(8), np.full(8, 5), (), (), None).biases is None
 
 
 def test_scores_of_samples_and_of_prompts():

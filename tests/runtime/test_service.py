@@ -113,6 +113,16 @@ def test_an_end_that_was_kept_back_is_sent_though_no_token_comes_with_it(
     assert message.events == (end,) and message.disk == DiskCounters(saved=3)
 
 
+def test_a_client_whose_reply_is_stuck_is_told_at_once(service: Service, scheduler: Scheduler) -> None:
+    """Nothing else may come with it: the row was alone, and its token does not count."""
+    scheduler.apply = lambda result, now: Applied(stuck=[RequestId(5)])
+    service._stats_due = time.monotonic() + 60
+    service._counters.launched(SimpleNamespace(tokens=1, generate=(0,), spans=(), copies=()))
+    service._finish_step()
+    (refusal,) = service._outbox.get(timeout=0).refusals
+    assert (refusal.request, refusal.error.status) == (5, 500) and "grammar" in refusal.error.message
+
+
 def test_the_grace_time_is_for_saving_too(service: Service, scheduler: Scheduler) -> None:
     assert not service._drained()
     scheduler.saving = True

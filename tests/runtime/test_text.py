@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -170,6 +171,92 @@ def test_the_outcome_does_not_depend_on_how_text_is_cut(seed: int) -> None:
     cuts = sorted(draw.sample(range(1, 60), 20))
     said = [text[start:end] for start, end in zip([0, *cuts], [*cuts, 60], strict=True)]
     assert match(stops, said)[0] == match(stops, list(text))[0] == match(stops, [text])[0]
+
+
+def matcher_twin(stops: list[str], said: list[str], include: bool) -> list[str]:
+    """What each piece lets be said, from the whole text each time; the last one completes a stop string."""
+    text, done, outcome = "", 0, []
+    for piece in said:
+        text += piece
+        found = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
+        if found:
+            end, start = min(found)
+            return [*outcome, text[done : end if include else start]]
+        beginnings = [stop[:size] for stop in stops for size in range(len(stop))]
+        held = max(len(beginning) for beginning in beginnings if text.endswith(beginning))
+        outcome.append(text[done : len(text) - held])
+        done = len(text) - held
+    return [*outcome, text[done:]]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_every_piece_is_said_as_soon_as_it_may_be(seed: int) -> None:
+    draw = random.Random(seed)
+    stops = ["".join(draw.choices("ab", k=draw.randrange(1, 12))) for _ in range(draw.randrange(1, 5))]
+    said = ["".join(draw.choices("ab", (3, 1), k=draw.randrange(5))) for _ in range(draw.randrange(30))]
+    include = bool(seed % 2)
+    matcher, outcome = StopMatcher(stops, include), []
+    for piece in said:
+        outcome.append(matcher.push(piece))
+        if matcher.matched:
+            break
+    else:
+        outcome.append(matcher.end(""))
+    assert outcome == matcher_twin(stops, said, include)
+
+
+class Watched(str):
+    """Counts its characters that are looked at, compared or copied, and those that are put before it."""
+
+    seen = 0
+
+    def __getitem__(self, at: Any) -> Watched:
+        part = Watched(super().__getitem__(at))
+        Watched.seen += max(1, len(part))
+        return part
+
+    def __radd__(self, before: str) -> str:
+        Watched.seen += len(before) + len(self)
+        return str(before) + str(self)
+
+    def startswith(self, beginning: Any, *place: int) -> bool:
+        Watched.seen += len(beginning)
+        return super().startswith(beginning, *place)
+
+    def find(self, part: str, start: int = 0, *end: int) -> int:
+        at = super().find(part, start, *end)
+        Watched.seen += (at if at >= 0 else len(self)) - start + len(part)
+        return at
+
+
+def fibonacci_text(length: int) -> str:
+    """Every beginning of it comes again as late as can be."""
+    before, text = "b", "a"
+    while len(text) < length:
+        before, text = text, text + before
+    return text[:length]
+
+
+LONG = 100_000
+
+
+@pytest.mark.parametrize(
+    ("stops", "text"),
+    [
+        (["a" * LONG + "b"], "a" * LONG),
+        (["a" * (LONG // 2) + "b"], "a" * LONG),
+        (["a" * 1000 + "b", "a" * 1000 + "c"], ("a" * 1000 + "d") * 100),
+        ([fibonacci_text(LONG - 10) + "c"], fibonacci_text(LONG)),
+    ],
+    ids=["all is held", "half is held", "held and said", "borders"],
+)
+@pytest.mark.parametrize("piece", [1, 7, LONG - 3])
+def test_stop_strings_take_time_in_proportion_to_the_text(stops: list[str], text: str, piece: int) -> None:
+    matcher, length = StopMatcher([Watched(stop) for stop in stops]), len(text)
+    Watched.seen = 0
+    said = [matcher.push(Watched(text[at : at + piece])) for at in range(0, length, piece)]
+    assert "".join(said) + matcher.end("") == text and not matcher.matched
+    assert Watched.seen < 12 * length * len(stops)
 
 
 def test_load_reads_the_directory(tmp_path: Path) -> None:

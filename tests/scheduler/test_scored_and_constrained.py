@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections import deque
+from collections import Counter, deque
+from dataclasses import replace
 
 import pytest
 
@@ -63,6 +64,42 @@ def test_a_constrained_row_joins_a_step_only_after_its_last_token_is_applied():
     assert [row.request for row in plans[1].samples] == [2]
     made.apply(result(plans[0]), 0.0)
     assert [row.request for row in made.next_plan(0.0).samples] == [1, 2]
+
+
+@pytest.mark.parametrize("confirm", [False, True])
+def test_a_stuck_row_ends_without_its_token_and_without_a_commit(confirm: bool):
+    """Even if the token would be its last one. The other row, and its own KV as cache, are as before."""
+    made = scheduler()
+    for number in (1, 2):
+        asked = request(number, 40, 2, sampling=GRAMMAR, conversation=f"c{number}", confirm=confirm)
+        made.add(asked, 0.0)
+    said: dict[int, list[int]] = {1: [], 2: []}
+    while made.open_requests() or made.in_flight:
+        plan = made.next_plan(0.0)
+        if plan is not None:
+            stuck = tuple(row for row in plan.samples if row.request == 1 and said[1])
+            applied = made.apply(replace(result(plan), stuck=stuck), 0.0)
+            assert applied.stuck == [row.request for row in stuck]
+            assert not {*applied.requests, *applied.logprobs}.intersection(applied.stuck)
+            for number in applied.requests:
+                said[number].append(7)
+        for number in {event.request for event in applied.events if event.finish} if confirm else ():
+            made.finish(number, 2, 0.0)
+    made.check()
+    assert said == {1: [7], 2: [7, 7]}
+    assert not made.has_conversation("c1") and made.has_conversation("c2")
+    made.add(request(3, 40), 0.0)
+    (usage,) = [event.usage for event in made.apply(result(made.next_plan(0.0)), 0.0).events]
+    assert usage.cached == 32
+
+
+def test_a_row_that_is_stuck_after_its_client_left_is_passed_over():
+    made = scheduler()
+    made.add(request(1, 40, sampling=GRAMMAR), 0.0)
+    plan = made.next_plan(0.0)
+    made.abort(RequestId(1), 0.0)
+    assert made.apply(replace(result(plan), stuck=plan.samples), 0.0).stuck == []
+    made.check()
 
 
 def test_constrained_rows_alone_leave_nothing_to_plan():
@@ -143,6 +180,35 @@ def test_a_resumed_seat_is_told_its_reply():
     assert resumed
     for join in resumed:
         assert len(join.prompt) == 40 and list(join.reply) == sorted(join.reply)
+
+
+def test_the_device_is_told_once_of_each_constrained_request_that_will_not_come_back():
+    """Not of one that is suspended: its matcher is needed again."""
+    made = scheduler(gpu_kv_chunks=9, host_kv_chunks=5, max_model_len=120, max_num_seqs=5, generation_reserve=0.0)
+    for number in range(1, 6):
+        kind = Sampling() if number == 5 else GRAMMAR
+        prompt = array("i", range(100 * number, 100 * number + 40))
+        made.add(Request(RequestId(number), prompt, 50, sampling=kind, confirm=number == 2), 0.0)
+    joins, ended = Counter(), []
+    for step in range(1, 2000):
+        plan = made.next_plan(float(step))
+        if plan is not None:
+            ended += plan.ended
+            joins.update(join.row.request for join in plan.joins)
+            assert not {*plan.ended}.intersection(row.request for row in plan.samples)
+            stuck = tuple(row for row in plan.samples if (row.request, joins[4]) == (4, 2))
+            made.apply(replace(result(plan), stuck=stuck), float(step))
+        if step == 45:
+            made.abort(RequestId(1), float(step))
+        if not made.open_requests():
+            break
+        if made.open_requests() == [2] and plan is None:
+            assert 2 not in ended, "how long its reply is has not been confirmed"
+            made.finish(RequestId(2), 50, float(step))
+    assert joins[4] > 1, "it was suspended"
+    made.add(request(6, 4), 3000.0)
+    ended += made.next_plan(3000.0).ended
+    assert sorted(ended) == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
