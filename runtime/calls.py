@@ -228,7 +228,7 @@ class CallMaker:
                 sampling=replace(sampling, seed=choice_seed(seed, choice)),
                 priority=body.priority,
                 expect_next_s=body.expect_next_s,
-                owner=caller.owner,
+                owner=caller.share,
                 confirm=bool(body.stop),
                 prompt_logprobs=asked.prompt_logprobs if choice == 0 else None,
                 choice=choice,

@@ -31,15 +31,17 @@ class Caller:
     """The client that makes a call.
 
     owner   owns what the call stores, and sees no other's; "" where no keys are needed
+    share   owner of the requests for the engine: the key's owner, or without keys the client's address
     claim   as `Claim`
     """
 
     owner: str = ""
+    share: str = ""
     claim: Claim = _claim_any
 
 
 def caller_of(request: Request) -> Caller:
-    return Caller(owner_of(request), request.scope.get(CLAIM, _claim_any))
+    return Caller(owner_of(request), client_of(request.scope), request.scope.get(CLAIM, _claim_any))
 
 
 def client_of(scope: Scope) -> str:

@@ -189,6 +189,38 @@ def test_a_client_is_a_keys_owner_or_an_address(keys: bool, refused: list[str]) 
     assert asyncio.run(main()) == refused
 
 
+@pytest.mark.parametrize("keys", [False, True])
+def test_requests_name_the_owner_of_the_key_or_an_address(tokenizer_directory: Path, keys: bool) -> None:
+    """Without keys conversations are everybody's all the same, whatever address their turns come from."""
+    loop = FakeLoop()
+
+    async def work(http: httpx.AsyncClient) -> list[str]:
+        if keys:
+            http.headers["authorization"] = "Bearer secret"
+        for path, body in (
+            ("/v1/completions", {"prompt": [PROMPT] * 2, "n": 2}),
+            ("/v1/chat/completions", {"messages": SAID, "n": 2, "conversation": "tea"}),
+            ("/v1/responses", {"input": "x", "store": False}),
+            ("/v1/conversations/tea/fork", {"id": "copy"}),
+        ):
+            assert (await http.post(path, json=body)).is_success
+        app = http._transport.app  # type: ignore[attr-defined]
+        transport = httpx.ASGITransport(app, client=("10.0.0.7", 70))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=http.headers) as elsewhere:
+            body = {"messages": SAID, "conversation": "copy", "history": "server"}
+            assert (await elsewhere.post("/v1/chat/completions", json=body)).is_success
+            listed = (await elsewhere.get("/v1/conversations")).json()["data"]
+        return [entry["id"] for entry in listed]
+
+    settings = HTTPSettings(api_keys=(key_digest("secret"),) if keys else ())
+    listed = serve(loop, work, settings, tokenizer=str(tokenizer_directory))
+    requests = [message.request for message in loop.said(Submit)]
+    expected = [key_digest("secret")] * 8 if keys else ["127.0.0.1"] * 7 + ["10.0.0.7"]
+    assert [request.owner for request in requests] == expected
+    assert len({request.salt for request in requests}) == 1 and sorted(listed) == ["copy", "tea"]
+    assert len(requests[-1].prompt) > len(requests[4].prompt), "the turn before is part of it"
+
+
 @pytest.mark.parametrize("announced", [True, False])
 def test_a_long_body_is_refused(announced: bool) -> None:
     async def stream() -> AsyncIterator[bytes]:
