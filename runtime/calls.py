@@ -78,7 +78,7 @@ class CallMaker:
         self._opened = False  # when first used
         self._opening = asyncio.Lock()
 
-    async def asked(self, body: ChoicesBody) -> Asked:
+    async def asked(self, body: ChoicesBody, caller: Caller) -> Asked:
         """For `completion` and `chat`. Raises RequestError if the form that is asked of the reply cannot be followed
         (400) or checked (503). May be cancelled; those may not: what has expired would not be forgotten, and threads
         would go on behind a request that no longer counts."""
@@ -86,7 +86,7 @@ class CallMaker:
         check_logprobs(body.prompt_logprobs, "prompt_logprobs")
         form = reply_form(body)
         if form is not None:
-            await self._check_form(form)
+            await self._check_form(form, caller.share)
         return Asked(
             n=body.n,
             logprobs=body.reply_logprobs,
@@ -278,11 +278,11 @@ class CallMaker:
             )
         return limit
 
-    async def _check_form(self, form: ReplyForm) -> None:
+    async def _check_form(self, form: ReplyForm, owner: str) -> None:
         await asyncio.shield(self._open_grammars())  # for all, whoever hangs up
         if self._grammars is None:
             raise RequestError(400, f"{form.param} is not supported with this model's tokenizer", form.param)
-        await asyncio.wrap_future(self._grammars.begin_check(form.grammar, form.param))
+        await asyncio.wrap_future(self._grammars.begin_check(form.grammar, form.param, owner))
 
     async def _open_grammars(self) -> None:
         async with self._opening:

@@ -215,15 +215,17 @@ def create_app(
     async def completions(request: HTTPRequest) -> Response:
         arrived = time.perf_counter()
         body = await asyncio.to_thread(parse, CompletionBody, await request.body())
-        asked = await _unless_gone(request.receive, calls.asked(body))
-        return Answer(await calls.completion(body, asked, arrived, caller_of(request)), client, tokenizer, tracing)
+        caller = caller_of(request)
+        asked = await _unless_gone(request.receive, calls.asked(body, caller))
+        return Answer(await calls.completion(body, asked, arrived, caller), client, tokenizer, tracing)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: HTTPRequest) -> Response:
         arrived = time.perf_counter()
         body = await asyncio.to_thread(parse, ChatBody, await request.body())
-        asked = await _unless_gone(request.receive, calls.asked(body))
-        return Answer(await calls.chat(body, asked, arrived, caller_of(request)), client, tokenizer, tracing)
+        caller = caller_of(request)
+        asked = await _unless_gone(request.receive, calls.asked(body, caller))
+        return Answer(await calls.chat(body, asked, arrived, caller), client, tokenizer, tracing)
 
     @app.post("/v1/responses")
     async def responses(request: HTTPRequest) -> Response:

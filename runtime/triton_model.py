@@ -195,7 +195,8 @@ class Desk:
     async def _serve(self, visit: Visit) -> None:
         asked = read_inputs(visit.inputs, visit.sequence)
         caller = Caller()  # Triton does not say who its clients are, and limits them itself
-        call = await self._calls.completion(asked.body, await self._calls.asked(asked.body), visit.arrived, caller)
+        options = await self._calls.asked(asked.body, caller)
+        call = await self._calls.completion(asked.body, options, visit.arrived, caller)
         replies: list[Reply] = []
         try:
             with logged(call, "", replies):

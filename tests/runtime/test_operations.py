@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from pensieve.runtime import grammar_check
 from pensieve.runtime.api_keys import OWNER, key_digest
 from pensieve.runtime.api_messages import MOST_MESSAGES
 from pensieve.runtime.engine_client import EngineClient
@@ -22,6 +25,7 @@ from pensieve.runtime.http_settings import DEFAULTS, HTTPSettings
 from pensieve.runtime.limits import ClientLimit
 from pensieve.runtime.messages import Draining, Fatal, Submit
 from pensieve.runtime.openai_api import create_app
+from pensieve.runtime.processes import children
 from pensieve.runtime.text import Tokenizer
 
 from .fake_loop import FakeLoop, eventually, ready, say
@@ -219,6 +223,36 @@ def test_requests_name_the_owner_of_the_key_or_an_address(tokenizer_directory: P
     assert [request.owner for request in requests] == expected
     assert len({request.salt for request in requests}) == 1 and sorted(listed) == ["copy", "tea"]
     assert len(requests[-1].prompt) > len(requests[4].prompt), "the turn before is part of it"
+
+
+def test_grammars_of_one_key_do_not_delay_another_key(
+    tokenizer_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of twelve grammars is compiled for up to 600 s of a processor."""
+    monkeypatch.setattr(grammar_check, "MOST_SECONDS", 600.0)
+
+    def checked() -> list[int]:
+        return [child for process in children(os.getpid()) for child in children(process)]
+
+    def ask(http: httpx.AsyncClient, key: str, name: str, pattern: str) -> asyncio.Task[httpx.Response]:
+        grammar = {"grammar": f"start: {name}\n{name}: {pattern}"}
+        body = {"prompt": "x", "max_tokens": 2, "structured_outputs": grammar}
+        headers = {"authorization": f"Bearer {key}"}
+        return asyncio.create_task(http.post("/v1/completions", json=body, headers=headers))
+
+    async def work(http: httpx.AsyncClient) -> None:
+        bad = [ask(http, "one", f"BAD{at}", "/.*a.{30}/ & /.*b.{29}/ & ~/.*c.{28}.*/") for at in range(12)]
+        await asyncio.to_thread(eventually, checked)
+        for name in ("GOOD", "BETTER"):
+            assert (await ask(http, "two", name, "/a+/")).is_success
+        assert not any(call.done() for call in bad) and len(checked()) == 1
+        for call in bad[1:]:
+            call.cancel()
+        os.kill(*checked(), signal.SIGKILL)
+        assert (await bad[0]).status_code == 503
+
+    settings = HTTPSettings(api_keys=(key_digest("one"), key_digest("two")))
+    serve(FakeLoop(), work, settings, tokenizer=str(tokenizer_directory))
 
 
 @pytest.mark.parametrize("announced", [True, False])
