@@ -15,6 +15,7 @@ from ..scheduler.types import Request, RequestError, RequestId, Sampling, check_
 from .api_types import ChatBody, ChoicesBody, CompletionBody, GenerationBody
 from .grammar_check import GrammarChecker, open_checker
 from .histories import Histories, OpenTurn
+from .limits import Caller
 from .logprobs import LogprobsWriter
 from .messages import Ready
 from .replies import ChatWriter, CompletionWriter, Style
@@ -77,7 +78,7 @@ class CallMaker:
         self._opened = False  # when first used
         self._opening = asyncio.Lock()
 
-    async def asked(self, body: ChoicesBody) -> Asked:
+    async def asked(self, body: ChoicesBody, caller: Caller) -> Asked:
         """For `completion` and `chat`. Raises RequestError if the form that is asked of the reply cannot be followed
         (400) or checked (503). May be cancelled; those may not: what has expired would not be forgotten, and threads
         would go on behind a request that no longer counts."""
@@ -85,7 +86,7 @@ class CallMaker:
         check_logprobs(body.prompt_logprobs, "prompt_logprobs")
         form = reply_form(body)
         if form is not None:
-            await self._check_form(form)
+            await self._check_form(form, caller.share)
         return Asked(
             n=body.n,
             logprobs=body.reply_logprobs,
@@ -94,13 +95,14 @@ class CallMaker:
             most_tool_calls=body.most_tool_calls,
         )
 
-    async def completion(self, body: CompletionBody, asked: Asked, arrived: float, owner: str = "") -> Call:
+    async def completion(self, body: CompletionBody, asked: Asked, arrived: float, caller: Caller) -> Call:
         if body.echo and body.logprobs is not None:
             asked = replace(asked, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
         several = _one_or_several(body.prompt)
         if len(several) * body.n > MOST_REQUESTS:
             message = f"{len(several)} prompts with n = {body.n} are more than {MOST_REQUESTS} replies in one request"
             raise RequestError(400, message, "prompt")
+        caller.claim(len(several) * body.n, "prompt" if len(several) > 1 else "n")
         prompts = [self._checked(prompt) for prompt in several]
         if body.conversation_id is None:
             turn, ids = None, [await self._encoded(prompt) for prompt in prompts]
@@ -108,32 +110,33 @@ class CallMaker:
             raise RequestError(400, "a conversation takes one prompt at a time", "prompt")
         else:
             open_turn, server_history = self._histories.open_completion, body.server_history
-            turn = await open_turn(owner, body.conversation_id, prompts[0], server_history=server_history)
+            turn = await open_turn(caller.owner, body.conversation_id, prompts[0], server_history=server_history)
             ids = [turn.prompt]
         style = self._style(body, asked)
         with closed_on_error(turn):
             echoes = [self._echo(body, *pair) for pair in zip(prompts, ids, strict=True)]
             default = DEFAULT_COMPLETION_TOKENS
-            return self._call(body, ids, CompletionWriter(style), default, arrived, owner, turn, asked, echoes)
+            return self._call(body, ids, CompletionWriter(style), default, arrived, caller, turn, asked, echoes)
 
-    async def chat(self, body: ChatBody, asked: Asked, arrived: float, owner: str = "") -> Call:
+    async def chat(self, body: ChatBody, asked: Asked, arrived: float, caller: Caller) -> Call:
+        caller.claim(body.n, "n")
         messages = [message.for_template() for message in body.messages]
         render, server_history = self._need_tokenizer("messages").render_chat, body.server_history
         if body.tools and body.tool_choice != "none":
             render = partial(render, tools=[tool.for_template() for tool in body.tools])
         open_turn, name = self._histories.open_chat, body.conversation_id
-        turn = await open_turn(owner, name, messages, render, server_history=server_history)
+        turn = await open_turn(caller.owner, name, messages, render, server_history=server_history)
         style = self._style(body, asked)
         with closed_on_error(turn):
             default = self._ready.max_model_len
-            return self._call(body, [turn.prompt], ChatWriter(style), default, arrived, owner, turn, asked)
+            return self._call(body, [turn.prompt], ChatWriter(style), default, arrived, caller, turn, asked)
 
-    async def response(self, body: ResponseBody, arrived: float, owner: str = "") -> Call:
+    async def response(self, body: ResponseBody, arrived: float, caller: Caller) -> Call:
         self._check_model(body)
         writer = ResponseWriter(Style(self._ready.model, False, False, body.return_sources), body)
         instructions = body.instructions
         turn = await self._histories.open_response(
-            owner,
+            caller.owner,
             previous=body.previous_response_id,
             conversation=body.conversation_id,
             instructions=[] if instructions is None else [{"role": "system", "content": instructions}],
@@ -142,7 +145,7 @@ class CallMaker:
             stored_as=writer.id if body.store else None,
         )
         with closed_on_error(turn):
-            return self._call(body, [turn.prompt], writer, self._ready.max_model_len, arrived, owner, turn)
+            return self._call(body, [turn.prompt], writer, self._ready.max_model_len, arrived, caller, turn)
 
     def _style(self, body: ChoicesBody, asked: Asked) -> Style:
         logprobs = None
@@ -195,7 +198,7 @@ class CallMaker:
         writer: CompletionWriter,
         default: int,
         arrived: float,
-        owner: str,
+        caller: Caller,
         turn: OpenTurn | None,
         asked: Asked = Asked(),
         echoes: Sequence[str] = ("",),
@@ -219,13 +222,13 @@ class CallMaker:
                 prompt=prompt,
                 max_tokens=self._max_tokens(len(prompt), *body.limit, default, truncate),
                 conversation=turn.conversation if turn is not None and choice == 0 else None,
-                salt=kv_salt(body.cache_salt, owner),
+                salt=kv_salt(body.cache_salt, caller.owner),
                 min_tokens=body.min_tokens,
                 stop_ids=stop_ids,
                 sampling=replace(sampling, seed=choice_seed(seed, choice)),
                 priority=body.priority,
                 expect_next_s=body.expect_next_s,
-                owner=owner,
+                owner=caller.share,
                 confirm=bool(body.stop),
                 prompt_logprobs=asked.prompt_logprobs if choice == 0 else None,
                 choice=choice,
@@ -275,11 +278,11 @@ class CallMaker:
             )
         return limit
 
-    async def _check_form(self, form: ReplyForm) -> None:
+    async def _check_form(self, form: ReplyForm, owner: str) -> None:
         await asyncio.shield(self._open_grammars())  # for all, whoever hangs up
         if self._grammars is None:
             raise RequestError(400, f"{form.param} is not supported with this model's tokenizer", form.param)
-        await asyncio.wrap_future(self._grammars.begin_check(form.grammar, form.param))
+        await asyncio.wrap_future(self._grammars.begin_check(form.grammar, form.param, owner))
 
     async def _open_grammars(self) -> None:
         async with self._opening:

@@ -4,7 +4,7 @@ Some grammars of a few hundred characters (intersections of regular expressions)
 of llguidance's limits ends. So each is compiled in a child, forked for it, that may use MOST_SECONDS of a processor;
 what has compiled there compiles beside the executor too.
 
-`python -m pensieve.runtime.grammar_check FD SECONDS BYTES TOKENIZER VOCAB_SIZE [STOP_ID...]` is the process that forks:
+`python -m pensieve.runtime.grammar_check FD SECONDS BYTES TOKENIZER VOCAB_SIZE [STOP_ID...]` is a process that forks:
 it has the tokenizer and a single thread. It ends when the pipe FD does.
 """
 
@@ -19,10 +19,12 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NamedTuple
 
 import llguidance
 
@@ -30,6 +32,7 @@ from ..scheduler.types import RequestError
 from .grammar import STACK_BYTES, Grammars, compile_grammar
 
 MOST_GRAMMAR = 128 * 1024  # characters
+CHECKERS = 2  # processes
 MOST_SECONDS = 1.0  # of one processor, to compile: it is done twice, and others wait for it meanwhile
 MOST_BYTES = 2 * 2**30  # of memory, beside the tokenizer's
 MOST_KNOWN = 64  # grammars whose verdict is remembered
@@ -37,29 +40,72 @@ NOT_CHECKED = "the grammar could not be checked: the system has ended that; try 
 FINE = "fine"  # what a child says of a grammar that can be followed
 
 
+class Check(NamedTuple):
+    """A grammar to be checked; `param`: the field of the body to blame."""
+
+    grammar: str
+    param: str
+    outcome: Future[None]
+
+
 class GrammarChecker:
-    """Checks grammars for one tokenizer, one at a time. Any thread. Costs a few ms and a process."""
+    """Checks grammars for one tokenizer. Any thread. Costs a few ms and CHECKERS processes.
+
+    Owners take turns: a free process checks one grammar of the owner that has waited longest. An owner uses at most one
+    process, even while the other is free: a check cannot be interrupted, so the next owner would have to wait for it.
+    """
 
     def __init__(self, tokenizer: str, vocab_size: int, stop_ids: Sequence[int]):
         """As `Grammars`."""
-        self._about = list(map(str, (MOST_SECONDS, MOST_BYTES, tokenizer, vocab_size, *stop_ids)))
-        self._start()
-        self._thread = ThreadPoolExecutor(1, "grammars")
+        about = list(map(str, (MOST_SECONDS, MOST_BYTES, tokenizer, vocab_size, *stop_ids)))
+        self._threads = ThreadPoolExecutor(CHECKERS, "grammars")
+        self._free = deque(self._threads.map(CheckProcess, [about] * CHECKERS))
         self._verdict = functools.lru_cache(MOST_KNOWN)(self._ask)
+        self._lock = threading.Lock()  # for the two below: each owner's checks that have not begun
+        self._waiting: dict[str, deque[Check]] = {}  # of owners without a process, in the order of their turns
+        self._served: dict[str, deque[Check]] = {}  # of owners with a process
 
-    def begin_check(self, grammar: str, param: str) -> Future[None]:
-        """Ends with RequestError: 400 and why the grammar cannot be followed, 503 if that could not be found out."""
-        return self._thread.submit(self._check, grammar, param)
+    def begin_check(self, grammar: str, param: str, owner: str) -> Future[None]:
+        """Ends with RequestError: 400 and why the grammar cannot be followed, 503 if that could not be found out.
 
-    def _start(self) -> None:
-        self._pipe, theirs = multiprocessing.Pipe()
-        with theirs:
-            end = theirs.fileno()
-            words = [sys.executable, "-P", "-m", f"{__package__}.grammar_check", str(end), *self._about]
-            self._process = subprocess.Popen(words, pass_fds=[end], stdin=subprocess.DEVNULL)
-        if wrong := self._pipe.recv():
-            self._process.wait()
-            raise ValueError(wrong)
+        It may be cancelled until it has begun.
+        """
+        check = Check(grammar, param, Future())
+        with self._lock:
+            checks = self._served.get(owner)
+            if checks is None:
+                checks = self._waiting.setdefault(owner, deque())
+            checks.append(check)
+        self._begin_turns()
+        return check.outcome
+
+    def _begin_turns(self) -> None:
+        while (turn := self._next_turn()) is not None:
+            owner, check = turn
+            checked = self._threads.submit(self._take_turn, owner, check)
+            checked.add_done_callback(functools.partial(_pass_on, check.outcome))
+
+    def _next_turn(self) -> tuple[str, Check] | None:
+        """None if no process is free, or no owner may use one. Cancelled checks are dropped."""
+        with self._lock:
+            while self._waiting and len(self._served) < CHECKERS:
+                owner = next(iter(self._waiting))
+                checks = self._waiting.pop(owner)
+                while checks:
+                    check = checks.popleft()
+                    if check.outcome.set_running_or_notify_cancel():
+                        self._served[owner] = checks
+                        return owner, check
+        return None
+
+    def _take_turn(self, owner: str, check: Check) -> None:
+        try:
+            self._check(check.grammar, check.param)
+        finally:
+            with self._lock:
+                if checks := self._served.pop(owner):
+                    self._waiting[owner] = checks
+            self._begin_turns()
 
     def _check(self, grammar: str, param: str) -> None:
         if len(grammar) > MOST_GRAMMAR:
@@ -70,13 +116,46 @@ class GrammarChecker:
             raise RequestError(400, f"{param} {wrong}", param)
 
     def _ask(self, grammar: str) -> str:
+        process = self._free.popleft()  # there are as many as threads
+        try:
+            return process.verdict(grammar)
+        finally:
+            self._free.append(process)
+
+
+def _pass_on(outcome: Future[None], checked: Future[None]) -> None:
+    if (error := checked.exception()) is not None:
+        outcome.set_exception(error)
+    else:
+        outcome.set_result(None)
+
+
+class CheckProcess:
+    """A process that checks one grammar at a time. Started again when it has been killed. ValueError as `Grammars`."""
+
+    def __init__(self, about: Sequence[str]):
+        self._about = about
+        self._start()
+
+    def verdict(self, grammar: str) -> str:
+        """As `judge`. Raises RequestError (503) if it is not known."""
         with contextlib.suppress(EOFError, OSError):
             return self._exchange(grammar)
-        self._process.wait()  # somebody has killed it
+        self._process.wait()  # it was killed
         with contextlib.suppress(EOFError, OSError):
             self._start()
             return self._exchange(grammar)
         raise RequestError(503, NOT_CHECKED)
+
+    def _start(self) -> None:
+        self._pipe, theirs = multiprocessing.Pipe()
+        with theirs:
+            end = theirs.fileno()
+            words = [sys.executable, "-P", "-m", f"{__package__}.grammar_check", str(end), *self._about]
+            self._process = subprocess.Popen(words, pass_fds=[end], stdin=subprocess.DEVNULL)
+        if wrong := self._pipe.recv():
+            self._process.wait()
+            raise ValueError(wrong)
 
     def _exchange(self, grammar: str) -> str:
         self._pipe.send(grammar)

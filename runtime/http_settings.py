@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HTTPSettings:
-    """max_requests_per_client   requests a client may have open, None: any number (`limits.ClientLimit`)
+    """max_requests_per_client   sequences a client may have open, None: any number (`limits.ClientLimit`)
     max_body_bytes            a longer body is refused with 413
     max_connections           one more is answered with 503 and closed
     client_timeout            seconds a client may take to send a request or to take an answer, then it is cut off

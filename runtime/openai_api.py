@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from ..scheduler.types import RequestError
 from .api_errors import error_response
-from .api_keys import OWNER, KeyCheck, owner_of
+from .api_keys import OWNER, KeyCheck
 from .api_schema import describe_bodies
 from .api_types import ChatBody, CompletionBody, parse
 from .calls import Asked, Call, CallMaker, check_model
@@ -31,7 +31,7 @@ from .engine_client import ClientGone, EngineClient, OutputStream
 from .histories import Histories
 from .history_store import HistoryStore
 from .http_settings import DEFAULTS, HTTPSettings
-from .limits import BodyLimit, ClientLimit
+from .limits import BodyLimit, ClientLimit, caller_of
 from .messages import Ready
 from .replies import Reply
 from .request_log import logged
@@ -215,21 +215,23 @@ def create_app(
     async def completions(request: HTTPRequest) -> Response:
         arrived = time.perf_counter()
         body = await asyncio.to_thread(parse, CompletionBody, await request.body())
-        asked = await _unless_gone(request.receive, calls.asked(body))
-        return Answer(await calls.completion(body, asked, arrived, owner_of(request)), client, tokenizer, tracing)
+        caller = caller_of(request)
+        asked = await _unless_gone(request.receive, calls.asked(body, caller))
+        return Answer(await calls.completion(body, asked, arrived, caller), client, tokenizer, tracing)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: HTTPRequest) -> Response:
         arrived = time.perf_counter()
         body = await asyncio.to_thread(parse, ChatBody, await request.body())
-        asked = await _unless_gone(request.receive, calls.asked(body))
-        return Answer(await calls.chat(body, asked, arrived, owner_of(request)), client, tokenizer, tracing)
+        caller = caller_of(request)
+        asked = await _unless_gone(request.receive, calls.asked(body, caller))
+        return Answer(await calls.chat(body, asked, arrived, caller), client, tokenizer, tracing)
 
     @app.post("/v1/responses")
     async def responses(request: HTTPRequest) -> Response:
         arrived = time.perf_counter()
         body = await asyncio.to_thread(parse, ResponseBody, await request.body())
-        return Answer(await calls.response(body, arrived, owner_of(request)), client, tokenizer, tracing)
+        return Answer(await calls.response(body, arrived, caller_of(request)), client, tokenizer, tracing)
 
     add_conversations(app, histories, client)
     add_responses(app, histories)

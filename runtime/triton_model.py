@@ -30,6 +30,7 @@ from .calls import Call, CallMaker
 from .engine_client import ClientGone, EngineClient, OutputStream
 from .histories import Histories
 from .history_store import HistoryStore
+from .limits import Caller
 from .logs import configure_logging
 from .messages import Ready
 from .replies import Reply
@@ -193,7 +194,9 @@ class Desk:
 
     async def _serve(self, visit: Visit) -> None:
         asked = read_inputs(visit.inputs, visit.sequence)
-        call = await self._calls.completion(asked.body, await self._calls.asked(asked.body), visit.arrived)
+        caller = Caller()  # Triton does not say who its clients are, and limits them itself
+        options = await self._calls.asked(asked.body, caller)
+        call = await self._calls.completion(asked.body, options, visit.arrived, caller)
         replies: list[Reply] = []
         try:
             with logged(call, "", replies):

@@ -175,7 +175,7 @@ class Request:
                     the whole prompt is computed again
     choice          which of several replies to one prompt this is; the prompt is counted with choice 0
     truncate        the context may outgrow the model's: then its leading tokens are no longer seen
-    owner           whose quota its conversation counts for
+    owner           whose fair share of seats and steps it uses, and whose quota its conversation counts for
     expect_next_s   seconds from the reply's end after which the client expects to write its next turn, or None
     """
 

@@ -146,7 +146,9 @@ def _http_options(made: argparse.ArgumentParser) -> None:
     option("--api-key-file", type=Path, metavar="FILE", help="more keys, one a line")
     option("--history-ttl", type=float, metavar="SECONDS",
            help="stored conversations are deleted so long after their last turn (default: never)")  # fmt: skip
-    option("--max-requests-per-client", type=int, metavar="N", help="open requests, then 429 (default: any number)")
+    option("--max-requests-per-client", type=int, metavar="N",
+           help="open sequences, each prompt times n; then 429, or 400 for a single request with more "
+           "(default: any number)")  # fmt: skip
     option("--max-conversations-per-owner", type=int, metavar="N",
            help="that are stored; more are refused with 429 (default: any number)")  # fmt: skip
     option("--max-body-bytes", default=DEFAULT_MAX_BODY, metavar="SIZE", help="then 413 (default %(default)s)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import signal
@@ -11,6 +12,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 
 from .server import HTTP, Hog, Server
@@ -152,6 +154,32 @@ def test_the_trace_can_be_viewed_while_the_server_runs(server):
         start, end = device["step", step]
         assert loop["plan", step][1] <= loop["launch", step][0] <= start < end <= loop["wait", step][1]
         assert loop["wait", step][1] <= loop["apply", step][0] <= loop["apply", step][1] <= loop["send", step][0]
+
+
+def test_bad_grammars_of_one_key_do_not_delay_another_key(tmp_path):
+    """Each of twelve is refused after a second of a processor. The other key's replies come while some of them wait."""
+
+    async def main(url):
+        async with httpx.AsyncClient(base_url=url, timeout=120) as http:
+
+            def ask(key, name, pattern):
+                headers = {"authorization": f"Bearer {key}"}
+                grammar = {"grammar": f"start: {name}\n{name}: {pattern}"}
+                body = {"model": "demo", "prompt": [40] * 5, "max_tokens": 3, "structured_outputs": grammar}
+                return asyncio.create_task(http.post("/v1/completions", json=body, headers=headers))
+
+            bad = [ask("one", f"BAD{at}", "/.*a.{30}/ & /.*b.{29}/ & ~/.*c.{28}.*/") for at in range(12)]
+            await asyncio.wait(bad, return_when=asyncio.FIRST_COMPLETED)
+            for name in ("GOOD", "BETTER", "BEST"):
+                assert (await ask("two", name, "/a+/")).is_success
+            refused = [call.result().status_code for call in bad if call.done()]
+            for call in bad:
+                call.cancel()
+            return refused
+
+    with Server(tmp_path, "--api-key", "one", "two") as server:
+        refused = asyncio.run(main(server.url))
+    assert set(refused) == {400} and len(refused) < 12
 
 
 def test_ready_ends_with_sigterm_health_with_the_server_and_a_second_signal_ends_it_at_once(tmp_path):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from tokenizers import Tokenizer, models
 
 from pensieve.runtime import grammar_check
 from pensieve.runtime.grammar import choice_grammar, json_grammar, lark_grammar, regex_grammar
-from pensieve.runtime.grammar_check import GrammarChecker, open_checker
+from pensieve.runtime.grammar_check import CHECKERS, CheckProcess, GrammarChecker, open_checker
 from pensieve.runtime.processes import children, running
 from pensieve.scheduler.types import RequestError
 
@@ -28,7 +29,17 @@ def checker(tmp_path_factory: pytest.TempPathFactory) -> GrammarChecker:
 
 
 def check(checker: GrammarChecker, grammar: str, param: str = "structured_outputs") -> None:
-    checker.begin_check(grammar, param).result(60)
+    checker.begin_check(grammar, param, "owner").result(60)
+
+
+def processes(checker: GrammarChecker) -> list[int]:
+    """Those that check; `checker` has nothing to do."""
+    return [process._process.pid for process in checker._free]
+
+
+def kill(checker: GrammarChecker) -> None:
+    for process in processes(checker):
+        os.kill(process, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
@@ -80,31 +91,32 @@ def test_what_would_compile_for_ever_is_given_up(checker: GrammarChecker, gramma
 
 
 def test_a_process_that_has_been_killed_is_started_again(checker: GrammarChecker) -> None:
-    os.kill(checker._process.pid, signal.SIGKILL)
-    check(checker, regex_grammar("killed"))
-    check(checker, regex_grammar("again"))
+    kill(checker)
+    for at in range(2 * CHECKERS):
+        check(checker, regex_grammar(f"killed{at}"))
 
 
 def test_an_accident_is_not_the_grammar_s_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody kills what compiles it, as a system without memory does: it may be tried again."""
     monkeypatch.setattr(grammar_check, "MOST_SECONDS", 600.0)
     checker = GrammarChecker(save_tokenizer(tmp_path), 260, (EOS,))
+    helpers = processes(checker)
     for _ in range(2):
-        checked = checker.begin_check(FOR_EVER, "structured_outputs")
-        eventually(lambda: children(checker._process.pid))
-        os.kill(*children(checker._process.pid), signal.SIGKILL)
+        checked = checker.begin_check(FOR_EVER, "structured_outputs", "owner")
+        eventually(lambda: any(map(children, helpers)))
+        os.kill(*(child for helper in helpers for child in children(helper)), signal.SIGKILL)
         with pytest.raises(RequestError, match="could not be checked") as caught:
             checked.result(60)
         assert caught.value.status == 503
 
 
 def test_nor_is_what_does_not_start_again(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
-    def start() -> None:
+    def start(_: CheckProcess) -> None:
         raise BlockingIOError("no more processes")
 
-    os.kill(checker._process.pid, signal.SIGKILL)
+    kill(checker)
     with monkeypatch.context() as patch, pytest.raises(RequestError, match="could not be checked") as caught:
-        patch.setattr(checker, "_start", start)
+        patch.setattr(CheckProcess, "_start", start)
         check(checker, regex_grammar("start"))
     assert caught.value.status == 503
     check(checker, regex_grammar("start"))
@@ -129,7 +141,64 @@ def test_a_tokenizer_without_bytes_has_no_grammars(tmp_path: Path) -> None:
 
 def test_its_process_ends_with_ours(tmp_path: Path) -> None:
     checker = GrammarChecker(save_tokenizer(tmp_path), 260, (EOS,))
-    helper = checker._process.pid
-    assert helper in children(os.getpid())
-    checker._pipe.close()
-    eventually(lambda: not running(helper))
+    helpers = processes(checker)
+    assert len(helpers) == CHECKERS and set(helpers) <= set(children(os.getpid()))
+    for process in checker._free:
+        process._pipe.close()
+    eventually(lambda: not any(map(running, helpers)))
+
+
+class Work:
+    """In place of what the processes do: a check goes on until it is ended. Grammars begin with their owners' names."""
+
+    def __init__(self, checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch):
+        self._checker = checker
+        self._outcomes: dict[str, Future[None]] = {}
+        self._ends: dict[str, threading.Event] = {}
+        self._begun: list[str] = []
+        self._expected: list[str] = []
+        monkeypatch.setattr(CheckProcess, "verdict", lambda _, grammar: self._verdict(grammar))
+
+    def _verdict(self, grammar: str) -> str:
+        self._begun.append(grammar)
+        assert self._ends[grammar].wait(60)
+        return ""
+
+    def ask(self, *grammars: str) -> None:
+        for grammar in grammars:
+            self._ends[grammar] = threading.Event()
+            self._outcomes[grammar] = self._checker.begin_check(grammar, "structured_outputs", grammar[0])
+
+    def cancel(self, *grammars: str) -> None:
+        assert all(self._outcomes[grammar].cancel() for grammar in grammars)
+
+    def end(self, grammar: str) -> None:
+        self._ends[grammar].set()
+        self._outcomes[grammar].result(60)
+
+    def expect(self, grammar: str) -> None:
+        """It is the only one whose check has begun since the last call."""
+        self._expected.append(grammar)
+        eventually(lambda: len(self._begun) >= len(self._expected))
+        assert self._begun == self._expected
+
+
+def test_owners_take_turns(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Work(checker, monkeypatch)
+    work.ask(*(f"a{at}" for at in range(12)))
+    work.expect("a0")
+    for grammar in ("b0", "b1", "c0"):
+        work.ask(grammar)
+        work.expect(grammar)
+        work.end(grammar)
+    work.ask("c1", "c2")
+    work.expect("c1")
+    work.ask("b2", "d0")
+    for ended, begun in (("a0", "b2"), ("c1", "d0"), ("b2", "a1"), ("d0", "c2")):
+        work.end(ended)
+        work.expect(begun)
+    work.end("c2")
+    work.cancel(*(f"a{at}" for at in range(2, 11)))
+    work.end("a1")
+    work.expect("a11")
+    work.end("a11")

@@ -494,7 +494,7 @@ class Checker:
     def __init__(self) -> None:
         self.asked: list[Future[None]] = []
 
-    def begin_check(self, grammar: str, param: str) -> Future[None]:
+    def begin_check(self, grammar: str, param: str, owner: str) -> Future[None]:
         self.asked.append(Future())
         return self.asked[-1]
 
@@ -502,7 +502,7 @@ class Checker:
 def test_a_grammar_is_not_checked_for_a_client_that_has_gone(
     ask: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or all others would wait for it: they are checked one after another."""
+    """Or others of its owner would wait for it: they are checked one after another."""
     checker = Checker()
     monkeypatch.setattr(calls, "open_checker", lambda *_: checker)
 

@@ -6,13 +6,17 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from pensieve.runtime import grammar_check
 from pensieve.runtime.api_keys import OWNER, key_digest
 from pensieve.runtime.api_messages import MOST_MESSAGES
 from pensieve.runtime.engine_client import EngineClient
@@ -21,6 +25,8 @@ from pensieve.runtime.http_settings import DEFAULTS, HTTPSettings
 from pensieve.runtime.limits import ClientLimit
 from pensieve.runtime.messages import Draining, Fatal, Submit
 from pensieve.runtime.openai_api import create_app
+from pensieve.runtime.processes import children
+from pensieve.runtime.text import Tokenizer
 
 from .fake_loop import FakeLoop, eventually, ready, say
 
@@ -30,8 +36,8 @@ SOURCES = {"gpu": 2, "host": 0, "disk": 0, "recomputed": 0, "new": 1}  # of its 
 
 @contextlib.asynccontextmanager
 async def served(loop: FakeLoop, settings: HTTPSettings = DEFAULTS, **words: Any) -> AsyncIterator[httpx.AsyncClient]:
-    client = EngineClient(loop.client_end)
-    app = create_app(client, replace(ready(), **words), None, settings)
+    client, about = EngineClient(loop.client_end), replace(ready(), **words)
+    app = create_app(client, about, Tokenizer.load(about.tokenizer) if about.tokenizer else None, settings)
     try:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
             yield http
@@ -43,7 +49,7 @@ async def served(loop: FakeLoop, settings: HTTPSettings = DEFAULTS, **words: Any
 def serve(loop: FakeLoop, work: Callable[[httpx.AsyncClient], Awaitable[Any]], *settings: HTTPSettings, **words: Any):
     async def main() -> Any:
         async with served(loop, *settings, **words) as http:
-            return await work(http)
+            return await asyncio.wait_for(work(http), 60)
 
     return asyncio.run(main())
 
@@ -69,8 +75,83 @@ def test_a_client_has_so_many_open_requests_and_no_more() -> None:
 
     refused, *served = serve(loop, three, HTTPSettings(max_requests_per_client=2))
     assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
-    assert refused.json()["error"]["type"] == "rate_limit_error" and "2 open requests" in refused.text
+    assert refused.json()["error"]["type"] == "rate_limit_error" and "has 2 of 2 sequences open" in refused.text
     assert all(response.is_success for response in served)
+
+
+SAID = [{"role": "user", "content": "x"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "sequences", "param"),
+    [
+        ("/v1/completions", {"prompt": [PROMPT] * 3}, 3, "prompt"),
+        ("/v1/completions", {"prompt": PROMPT, "n": 3, "best_of": 3}, 3, "n"),
+        ("/v1/completions", {"prompt": [PROMPT] * 2, "n": 2, "stream": True}, 4, "prompt"),
+        ("/v1/chat/completions", {"messages": SAID, "n": 3}, 3, "n"),
+        ("/v1/responses", {"input": "x"}, 1, None),
+    ],
+)
+def test_a_call_counts_as_the_sequences_that_it_asks_for(
+    tokenizer_directory: Path, path: str, body: dict[str, Any], sequences: int, param: str | None
+) -> None:
+    loop, words = FakeLoop(), {"tokenizer": str(tokenizer_directory)}
+    loop.pause()
+
+    async def fill(http: httpx.AsyncClient) -> list[httpx.Response]:
+        call = asyncio.create_task(http.post(path, json=body))
+        await asyncio.to_thread(loop.said, Submit, sequences)
+        refused = await complete(http)
+        loop.go_on()
+        return [refused, await call, await http.post(path, json=body)]
+
+    refused, *served = serve(loop, fill, HTTPSettings(max_requests_per_client=sequences), **words)
+    assert refused.status_code == 429 and f"has {sequences} of {sequences} sequences open" in refused.text
+    assert all(response.is_success for response in served)
+    if param is None:
+        return
+    loop, settings = FakeLoop(), HTTPSettings(max_requests_per_client=sequences - 1)
+    refused = serve(loop, lambda http: http.post(path, json=body), settings, **words)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == param
+    assert f"{sequences} sequences" in refused.text and not loop.said(Submit)
+
+
+def test_a_call_beyond_what_is_left_is_refused_and_leaves_nothing_counted() -> None:
+    loop = FakeLoop()
+    loop.pause()
+
+    async def work(http: httpx.AsyncClient) -> list[httpx.Response]:
+        three = asyncio.create_task(complete(http, prompt=[PROMPT] * 3))
+        await asyncio.to_thread(loop.said, Submit, 3)
+        refused = [await complete(http, n=2) for _ in range(3)]
+        one = asyncio.create_task(complete(http))
+        await asyncio.to_thread(loop.said, Submit, 4)
+        refused.append(await complete(http))
+        loop.go_on()
+        return [*refused, await three, await one, await complete(http, n=4)]
+
+    statuses = [response.status_code for response in serve(loop, work, HTTPSettings(max_requests_per_client=4))]
+    assert statuses == [429] * 4 + [200] * 3
+
+
+def test_a_call_counts_while_its_body_arrives() -> None:
+    async def work(http: httpx.AsyncClient) -> list[httpx.Response]:
+        begun, whole = asyncio.Event(), asyncio.Event()
+
+        async def slowly() -> AsyncIterator[bytes]:
+            yield b'{"prompt": [70],'
+            begun.set()
+            await whole.wait()
+            yield b'"max_tokens": 1}'
+
+        slow = asyncio.create_task(http.post("/v1/completions", content=slowly()))
+        await begun.wait()
+        refused = await complete(http)
+        whole.set()
+        return [refused, await slow, await complete(http)]
+
+    answers = serve(FakeLoop(), work, HTTPSettings(max_requests_per_client=1))
+    assert [answer.status_code for answer in answers] == [429, 200, 200]
 
 
 @pytest.mark.parametrize(("keys", "refused"), [(False, ["a1", "a2", "c1"]), (True, ["a2", "b1"])])
@@ -110,6 +191,68 @@ def test_a_client_is_a_keys_owner_or_an_address(keys: bool, refused: list[str]) 
         return told
 
     assert asyncio.run(main()) == refused
+
+
+@pytest.mark.parametrize("keys", [False, True])
+def test_requests_name_the_owner_of_the_key_or_an_address(tokenizer_directory: Path, keys: bool) -> None:
+    """Without keys conversations are everybody's all the same, whatever address their turns come from."""
+    loop = FakeLoop()
+
+    async def work(http: httpx.AsyncClient) -> list[str]:
+        if keys:
+            http.headers["authorization"] = "Bearer secret"
+        for path, body in (
+            ("/v1/completions", {"prompt": [PROMPT] * 2, "n": 2}),
+            ("/v1/chat/completions", {"messages": SAID, "n": 2, "conversation": "tea"}),
+            ("/v1/responses", {"input": "x", "store": False}),
+            ("/v1/conversations/tea/fork", {"id": "copy"}),
+        ):
+            assert (await http.post(path, json=body)).is_success
+        app = http._transport.app  # type: ignore[attr-defined]
+        transport = httpx.ASGITransport(app, client=("10.0.0.7", 70))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=http.headers) as elsewhere:
+            body = {"messages": SAID, "conversation": "copy", "history": "server"}
+            assert (await elsewhere.post("/v1/chat/completions", json=body)).is_success
+            listed = (await elsewhere.get("/v1/conversations")).json()["data"]
+        return [entry["id"] for entry in listed]
+
+    settings = HTTPSettings(api_keys=(key_digest("secret"),) if keys else ())
+    listed = serve(loop, work, settings, tokenizer=str(tokenizer_directory))
+    requests = [message.request for message in loop.said(Submit)]
+    expected = [key_digest("secret")] * 8 if keys else ["127.0.0.1"] * 7 + ["10.0.0.7"]
+    assert [request.owner for request in requests] == expected
+    assert len({request.salt for request in requests}) == 1 and sorted(listed) == ["copy", "tea"]
+    assert len(requests[-1].prompt) > len(requests[4].prompt), "the turn before is part of it"
+
+
+def test_grammars_of_one_key_do_not_delay_another_key(
+    tokenizer_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of twelve grammars is compiled for up to 600 s of a processor."""
+    monkeypatch.setattr(grammar_check, "MOST_SECONDS", 600.0)
+
+    def checked() -> list[int]:
+        return [child for process in children(os.getpid()) for child in children(process)]
+
+    def ask(http: httpx.AsyncClient, key: str, name: str, pattern: str) -> asyncio.Task[httpx.Response]:
+        grammar = {"grammar": f"start: {name}\n{name}: {pattern}"}
+        body = {"prompt": "x", "max_tokens": 2, "structured_outputs": grammar}
+        headers = {"authorization": f"Bearer {key}"}
+        return asyncio.create_task(http.post("/v1/completions", json=body, headers=headers))
+
+    async def work(http: httpx.AsyncClient) -> None:
+        bad = [ask(http, "one", f"BAD{at}", "/.*a.{30}/ & /.*b.{29}/ & ~/.*c.{28}.*/") for at in range(12)]
+        await asyncio.to_thread(eventually, checked)
+        for name in ("GOOD", "BETTER"):
+            assert (await ask(http, "two", name, "/a+/")).is_success
+        assert not any(call.done() for call in bad) and len(checked()) == 1
+        for call in bad[1:]:
+            call.cancel()
+        os.kill(*checked(), signal.SIGKILL)
+        assert (await bad[0]).status_code == 503
+
+    settings = HTTPSettings(api_keys=(key_digest("one"), key_digest("two")))
+    serve(FakeLoop(), work, settings, tokenizer=str(tokenizer_directory))
 
 
 @pytest.mark.parametrize("announced", [True, False])
