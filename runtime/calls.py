@@ -215,6 +215,7 @@ class CallMaker:
             message = f"stop_token_ids: with min_tokens at most {MOST_BIASES} ids may end a reply, not {len(stop_ids)}"
             raise RequestError(400, message, "stop_token_ids")
         sampling, truncate = self._sampling(body, asked), body.truncates and self._ready.overflow
+        salt = kv_salt(body.cache_salt, caller.owner)
         seeds = [_random_seed() if body.seed is None else sampling.seed for _ in prompts]
         requests = [
             Request(
@@ -222,13 +223,14 @@ class CallMaker:
                 prompt=prompt,
                 max_tokens=self._max_tokens(len(prompt), *body.limit, default, truncate),
                 conversation=turn.conversation if turn is not None and choice == 0 else None,
-                salt=kv_salt(body.cache_salt, caller.owner),
+                salt=salt,
                 min_tokens=body.min_tokens,
                 stop_ids=stop_ids,
                 sampling=replace(sampling, seed=choice_seed(seed, choice)),
                 priority=body.priority,
                 expect_next_s=body.expect_next_s,
                 owner=caller.share,
+                known=turn.known if turn is not None and turn.known_salt == salt else 0,
                 confirm=bool(body.stop),
                 prompt_logprobs=asked.prompt_logprobs if choice == 0 else None,
                 choice=choice,

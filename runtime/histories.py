@@ -28,6 +28,7 @@ from .past_turns import (
     RecentTurns,
     Transcript,
     common_beginning,
+    known_tokens,
     spliced,
     tokens_inside,
 )
@@ -37,6 +38,8 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 Tell = Callable[[Fork | Keep], None]
 Erase = Callable[[Forget], Awaitable[bool]]
+Stored = tuple[Conversation, PastTurn | None]
+"""A conversation or response and its last turn, as `HistoryStore.find` gives them."""
 
 
 class Record(NamedTuple):
@@ -63,6 +66,7 @@ class OpenTurn:
     text       what the client knows of the prompt as text, "" for a prompt of token ids
     inside     leading tokens that `text` stands for
     held       until the turn is closed
+    known      leading tokens whose KV a turn in the store has had, under the salt `known_salt`
     """
 
     def __init__(
@@ -75,11 +79,16 @@ class OpenTurn:
         inside: int,
         records: tuple[Record, ...],
         held: ExitStack,
+        stored: Stored | None,
     ):
+        """`stored`: what of the store the prompt goes on from or has been compared with."""
         self.messages, self.prompt, self.text, self.inside = tuple(messages), prompt, text, inside
         self.owner = owner
         self.records = records
         self._histories, self._held = histories, held
+        self.known, self.known_salt = 0, b""
+        if stored is not None:
+            self.known, self.known_salt = known_tokens(stored[1], prompt), stored[0].salt
 
     @property
     def conversation(self) -> str | None:
@@ -170,11 +179,11 @@ class Histories:
         with ExitStack() as held:
             if name is None or not server_history:
                 await self._admit(records, held)
-                past = await self._past(owner, name, messages)
+                past, stored = await self._past(owner, name, messages)
             else:
-                past = await self._go_on(name, held)
+                _, past = stored = await self._go_on(name, held)
                 messages = (*(past.transcript().messages if past is not None else ()), *messages)
-            return await self._chat_turn(owner, messages, past, render, records, held)
+            return await self._chat_turn(owner, messages, past, render, records, held, stored)
 
     async def open_response(
         self,
@@ -203,9 +212,9 @@ class Histories:
             if snapshot is not None:
                 turn.records += (Record(snapshot, behind=Name(owner, conversation)),)
             return turn
-        before, past = None, None
+        before, past, stored = None, None, None
         if previous is not None:
-            before, past = await self._continued(Name(owner, previous, "response"))
+            before, past = stored = await self._continued(Name(owner, previous, "response"))
         dialogue = (*(past.transcript().messages if past is not None else ()), *messages)
         if past is None:
             past = self._recent.find(owner, dialogue)
@@ -216,7 +225,7 @@ class Histories:
             records = (Record(snapshot, behind, {"parent": previous, "thread": thread}),)
         with ExitStack() as held:
             await self._admit(records, held)
-            return await self._chat_turn(owner, dialogue, past, with_instructions, records, held)
+            return await self._chat_turn(owner, dialogue, past, with_instructions, records, held, stored)
 
     async def open_completion(
         self, owner: str, conversation: str | None, prompt: str | array[int], *, server_history: bool = False
@@ -231,17 +240,17 @@ class Histories:
             if name is not None and server_history:
                 return await self._continue_log(name, prompt, held)
             await self._admit(records, held)
+            stored = await self.run(self._store.find, name, time.time()) if name is not None else None
             if not isinstance(prompt, str):
-                return OpenTurn(self, owner, (), prompt, "", 0, records, held.pop_all())
+                return OpenTurn(self, owner, (), prompt, "", 0, records, held.pop_all(), stored)
             assert self.tokenizer is not None
-            found = await self.run(self._store.find, name, time.time()) if name is not None else None
-            ids = await asyncio.to_thread(spliced, self.tokenizer, prompt, found[1] if found is not None else None)
+            ids = await asyncio.to_thread(spliced, self.tokenizer, prompt, stored[1] if stored is not None else None)
             if ids is None:
                 ids = await asyncio.to_thread(self.tokenizer.encode, prompt)
-            return OpenTurn(self, owner, (), ids, prompt, len(ids), records, held.pop_all())
+            return OpenTurn(self, owner, (), ids, prompt, len(ids), records, held.pop_all(), stored)
 
     async def _continue_log(self, name: Name, prompt: str | array[int], held: ExitStack) -> OpenTurn:
-        past = await self._go_on(name, held)
+        _, past = stored = await self._go_on(name, held)
         before = past.transcript() if past is not None else Transcript((), array("i"), "", 0)
         if before.inside == OTHERS:
             raise RequestError(409, f"conversation {name.id!r} holds tokens of another tokenizer", "conversation")
@@ -249,7 +258,9 @@ class Histories:
             assert self.tokenizer is not None
             prompt = await asyncio.to_thread(_encoded_behind, self.tokenizer, before.tokens, prompt)
         whole, records = before.tokens + prompt, (Record(name),)
-        return OpenTurn(self, name.owner, before.messages, whole, before.text, before.inside, records, held.pop_all())
+        return OpenTurn(
+            self, name.owner, before.messages, whole, before.text, before.inside, records, held.pop_all(), stored
+        )
 
     async def _chat_turn(
         self,
@@ -259,9 +270,10 @@ class Histories:
         render: Callable[[Sequence[Message]], str],
         records: tuple[Record, ...],
         held: ExitStack,
+        stored: Stored | None,
     ) -> OpenTurn:
         text, ids = await asyncio.to_thread(self._prompt, messages, past, render)
-        return OpenTurn(self, owner, messages, ids, text, len(ids), records, held.pop_all())
+        return OpenTurn(self, owner, messages, ids, text, len(ids), records, held.pop_all(), stored)
 
     def _prompt(
         self, messages: Sequence[Message], past: PastTurn | None, render: Callable[[Sequence[Message]], str]
@@ -271,15 +283,18 @@ class Histories:
         ids = spliced(self.tokenizer, text, past)
         return text, self.tokenizer.encode_rendered(text) if ids is None else ids
 
-    async def _past(self, owner: str, name: Name | None, messages: Sequence[Message]) -> PastTurn | None:
-        """The stored turn with the longest common beginning; the disk is asked only for what is not at hand."""
+    async def _past(
+        self, owner: str, name: Name | None, messages: Sequence[Message]
+    ) -> tuple[PastTurn | None, Stored | None]:
+        """The turn with the longest common beginning; and what is stored, if the disk was asked: it is only for what is
+        not at hand."""
         recent = self._recent.find(owner, messages)
         covered = _message_count(recent)
         if name is None or all(message["role"] != "assistant" for message in messages[covered:]):
-            return recent
-        found = await self.run(self._store.find, name, time.time())
-        stored = common_beginning(found[1], messages) if found is not None else None
-        return stored if _message_count(stored) > covered else recent
+            return recent, None
+        stored = await self.run(self._store.find, name, time.time())
+        found = common_beginning(stored[1], messages) if stored is not None else None
+        return (found if _message_count(found) > covered else recent), stored
 
     async def _admit(self, records: Sequence[Record], held: ExitStack) -> None:
         """Those that exist do not expire while they are held. RequestError (429), before anything is computed, if what
@@ -288,16 +303,16 @@ class Histories:
             for number in await self.run(self._store.admit, [record.name for record in records], time.time()):
                 self._use(number, held)
 
-    async def _go_on(self, name: Name, held: ExitStack) -> PastTurn | None:
-        """The last turn of a conversation that exists, for the one turn with the server's history. RequestError: 404,
+    async def _go_on(self, name: Name, held: ExitStack) -> Stored:
+        """A conversation that exists and its last turn, for the one turn with the server's history. RequestError: 404,
         and 409 if there is another."""
         if name in self.busy:
             raise RequestError(409, f"a turn of conversation {name.id!r} is in flight", "conversation")
         self.busy.add(name)
         held.callback(self.busy.discard, name)
-        conversation, past = await self._continued(name)
-        self._use(conversation.number, held)
-        return past
+        stored = await self._continued(name)
+        self._use(stored[0].number, held)
+        return stored
 
     def _use(self, number: int, held: ExitStack) -> None:
         self._store.in_use[number] += 1
@@ -309,7 +324,7 @@ class Histories:
         if not in_use[number]:
             del in_use[number]
 
-    async def _continued(self, name: Name) -> tuple[Conversation, PastTurn | None]:
+    async def _continued(self, name: Name) -> Stored:
         found = await self.run(self._store.find, name, time.time())
         if found is None:
             raise RequestError(404, f"there is no {name.kind} {name.id!r}", PARAMETERS[name.kind])

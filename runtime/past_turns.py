@@ -173,6 +173,14 @@ def common_beginning(turn: PastTurn | None, messages: Sequence[Message]) -> Past
     return None
 
 
+def known_tokens(turn: PastTurn | None, prompt: array[int]) -> int:
+    """How many leading tokens of a prompt the log up to `turn` begins with, but for the log's last, which has no KV."""
+    whole = turn.transcript() if turn is not None else None
+    if whole is None or whole.inside == OTHERS:
+        return 0
+    return min(common_prefix(whole.tokens, prompt), len(whole.tokens) - 1)
+
+
 def tokens_inside(
     tokenizer: Tokenizer, reply: Sequence[int], delivered: str, before: Sequence[int] = ()
 ) -> tuple[int, str]:

@@ -269,6 +269,7 @@ class Planner:
         loads: deque[Chunk] = deque()
         sources = {"gpu": 0, "host": 0, "disk": 0, "recomputed": 0}
         idle_safe = idle_only = 0
+        had_kv = self._had_kv(look)
         first = reached = 0  # [first, reached): the span that grows
         for index, chunk in enumerate(hits, look.first):
             valid = size
@@ -281,7 +282,8 @@ class Planner:
                             spans.append(Span(-1, first, reached, first, False))
                         first = start
                     reached = end
-                    sources["recomputed"] += (end - start) * (known[index - look.first] and start >= seen)
+                    again = end if known[index - look.first] else min(end, had_kv)
+                    sources["recomputed"] += max(0, again - max(start, seen))
                 if chunk is None:
                     continue
             sources[_source(turn, chunk)] += valid if index * size >= seen else 0
@@ -298,8 +300,6 @@ class Planner:
             loads.remove(tail)  # it comes last, so it is gated: the plan that loads a tail early might evict it
             loads.append(tail)
         self._end_with_a_sample(turn, spans, hits, tail, count, sources)
-        sources["recomputed"] += self._dropped_tail_tokens(look, hits, known)
-        sources["recomputed"] = max(sources["recomputed"], self._begun_anew_tokens(look, spans))
         if turn.unscored:
             spans = _scoring(spans, turn.scored)
             sources = {"recomputed": sum(sources.values())}
@@ -339,25 +339,15 @@ class Planner:
         sources[_source(turn, last)] -= 1
         sources["recomputed"] += 1
 
-    def _dropped_tail_tokens(self, look: _Look, hits: list[Chunk | None], known: list[bool]) -> int:
-        """Tokens behind the log's last full chunk that had KV here and are computed again."""
-        conversation = look.conversation
-        if conversation is None or not self._reuse or conversation.base != look.base:
+    def _had_kv(self, look: _Look) -> int:
+        """How many leading tokens have had KV in the turn's conversation, whatever the base, or before a restart."""
+        conversation, turn = look.conversation, look.turn
+        if not self._reuse:
             return 0
-        start = len(conversation.keys) * self._chunk_tokens
-        had_kv = min(common_prefix(conversation.tokens, look.turn.tokens), len(conversation.tokens) - 1)
-        index = start // self._chunk_tokens - look.first
-        if start < look.seen or had_kv <= start or hits[index] is not None or known[index]:
-            return 0
-        return had_kv - start
-
-    def _begun_anew_tokens(self, look: _Look, spans: deque[Span]) -> int:
-        """Tokens whose KV the conversation has had, but behind another base."""
-        conversation = look.conversation
-        if conversation is None or not self._reuse or conversation.base == look.base:
-            return 0
-        had_kv = min(common_prefix(conversation.tokens, look.turn.tokens), len(conversation.tokens) - 1)
-        return sum(max(0, min(span.end, had_kv) - max(span.start, look.seen)) for span in spans)
+        if conversation is None:
+            return turn.request.known
+        had_kv = min(common_prefix(conversation.tokens, turn.tokens), len(conversation.tokens) - 1)
+        return max(turn.request.known, had_kv)
 
 
 def _to_read(chunk: Chunk) -> bool:

@@ -176,6 +176,8 @@ class Request:
     choice          which of several replies to one prompt this is; the prompt is counted with choice 0
     truncate        the context may outgrow the model's: then its leading tokens are no longer seen
     owner           whose fair share of seats and steps it uses, and whose quota its conversation counts for
+    known           leading tokens of the prompt that an earlier turn had KV of, perhaps in an earlier process: if they
+                    are computed, they are not new
     expect_next_s   seconds from the reply's end after which the client expects to write its next turn, or None
     """
 
@@ -194,6 +196,7 @@ class Request:
     truncate: bool = False
     expect_next_s: float | None = None
     owner: str = ""
+    known: int = 0
 
     def __post_init__(self) -> None:
         if not len(self.prompt):

@@ -224,6 +224,8 @@ def make_service(args: argparse.Namespace, connection: Connection, ranks: Ranks 
     tokenizer = str(directory) if (directory / "tokenizer.json").exists() else ""
     if tokenizer:  # whether it can be read is known before anything is served
         Tokenizer.load(tokenizer, None if args.chat_template is None else read_chat_template(args.chat_template))
+    elif args.chat_template is not None:
+        raise SettingError("--chat-template", f"{directory} has no tokenizer, and without one there are no chats")
     grammars = open_grammars(tokenizer, engine.vocab_size, engine.manifest.stop_ids)
     disk = disk_settings(args, config, ranks)
     executor = make_executor(args, prepared, disk, ranks, grammars)

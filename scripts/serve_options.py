@@ -23,15 +23,12 @@ DEFAULT_HOST_KV = "2GiB"
 DEFAULT_DISK_KV = "0GiB"
 DEFAULT_MAX_BODY = "32MiB"
 
-RIVALS = {
-    "--gpu-kv-chunks": "--gpu-kv-bytes",
-    "--gpu-kv-bytes": "--gpu-kv-chunks",
-    "--host-kv-chunks": "--host-kv-bytes",
-    "--host-kv-bytes": "--host-kv-chunks",
-    "--disk-kv-chunks": "--disk-kv-bytes",
-    "--disk-kv-bytes": "--disk-kv-chunks",
-}
-"""Flags of which one is given at most: a flag overrides its rival in the file too."""
+RIVALS = (
+    {"--gpu-kv-chunks", "--gpu-kv-bytes", "--gpu-memory-utilization"},
+    {"--host-kv-chunks", "--host-kv-bytes"},
+    {"--disk-kv-chunks", "--disk-kv-bytes"},
+)
+"""Flags of which one is given at most: a flag overrides its rivals in the file too."""
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
@@ -96,6 +93,10 @@ def _cache_options(made: argparse.ArgumentParser) -> None:
         sizes = group.add_mutually_exclusive_group()
         sizes.add_argument(f"--{tier}-kv-chunks", type=int, metavar="N", help=f"{tier.upper()} cache, in chunks")
         sizes.add_argument(f"--{tier}-kv-bytes", metavar="SIZE", help=f"or in bytes, as 40GiB (default {default})")
+        if tier == "gpu":
+            sizes.add_argument("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE",
+                               help="or, on a GPU, what this share of its memory leaves: of all that the process uses "
+                               "(default %(default)s)")  # fmt: skip
     option("--disk-dir", type=Path, metavar="DIR",
            help="where the disk cache is, on a local disk (default: kv in --state-dir)")  # fmt: skip
     option("--save", default="async", choices=SAVE_MODES,
@@ -103,8 +104,6 @@ def _cache_options(made: argparse.ArgumentParser) -> None:
            "memory needs the room (default %(default)s)")  # fmt: skip
     option("--prefetch", default="on", choices=["on", "off"],
            help="read from disk what requests in the queue will need (default %(default)s)")  # fmt: skip
-    option("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE",
-           help="of a GPU's memory, for all that this process uses (default %(default)s)")  # fmt: skip
     option("--lower-tier-kv", default="same", choices=["same", "packed", "fp8"],
            help="KV outside the GPU: as it is there; the same in four fifths of the bytes (bfloat16 only); or rounded "
            "to 8 bits a number (default %(default)s)")  # fmt: skip
@@ -127,7 +126,8 @@ def _cache_options(made: argparse.ArgumentParser) -> None:
            "keep with rotary positions, else recompute); restart-positions is for comparison")  # fmt: skip
     option("--overflow-ratio", type=float, default=0.5, metavar="SHARE",
            help="of the context, what goes then at once (default %(default)s)")  # fmt: skip
-    option("--reuse", default=True, action=argparse.BooleanOptionalAction, help="off: compute every history anew")
+    option("--reuse", default=True, action=argparse.BooleanOptionalAction,
+           help="off: compute every history anew, for comparison: the other options may stay as they are")  # fmt: skip
 
 
 def _http_options(made: argparse.ArgumentParser) -> None:
@@ -162,6 +162,11 @@ def _http_options(made: argparse.ArgumentParser) -> None:
     option("--log-level", default="info", choices=LOG_LEVELS, help="(default %(default)s)")
 
 
+def changed(args: argparse.Namespace, name: str) -> bool:
+    """Whether the option is not at its default."""
+    return bool(getattr(args, name) != parser().get_default(name))
+
+
 def default_state_dir() -> Path:
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "pensieve"
 
@@ -184,7 +189,7 @@ def _words_of_file(made: argparse.ArgumentParser, path: Path, given: set[str]) -
             near = difflib.get_close_matches(flag, known, 1)
             hint = f"; did you mean {near[0][2:]}?" if near else ""
             raise SettingError("--config", f"{path}: there is no option {name!r}{hint}")
-        if RIVALS.get(flag) not in given:
+        if not any(flag in rivals and rivals - {flag} & given for rivals in RIVALS):
             words += _words(path, flag, known[flag], value)
     return words
 

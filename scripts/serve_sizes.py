@@ -25,7 +25,7 @@ from ..scheduler.config import SchedulerConfig
 from ..scheduler.cost import CostProfile, analytic_profile
 from ..scheduler.types import SettingError, Tier
 from ..scheduler.windows import KEEP, RECOMPUTE
-from .serve_options import DEFAULT_DISK_KV, DEFAULT_GPU_KV, DEFAULT_HOST_KV
+from .serve_options import DEFAULT_DISK_KV, DEFAULT_GPU_KV, DEFAULT_HOST_KV, changed
 from .sizes import parse_bytes
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ def scheduler_config(args: argparse.Namespace, engine: Engine, device: Device) -
     """SettingError names the flag at fault."""
     if args.chunk_tokens < 1:
         raise SettingError("--chunk-tokens", f"must be at least 1, not {args.chunk_tokens}")
+    if args.device != "cuda" and changed(args, "gpu_memory_utilization"):
+        raise SettingError("--gpu-memory-utilization", "needs --device cuda; on a CPU, give --gpu-kv-bytes")
     record = engine.chunk_bytes(args.chunk_tokens)
     if args.device == "cuda" and args.gpu_kv_chunks is None and args.gpu_kv_bytes is None:
         gpu_chunks = free_gpu_bytes(args, engine, device) // record
@@ -91,10 +93,38 @@ def scheduler_config(args: argparse.Namespace, engine: Engine, device: Device) -
             log.warning(
                 "contexts are limited to %d tokens (the model's: %d): the GPU cache holds no more", fits, longest
             )
-        return SchedulerConfig(max_model_len=min(fits, longest), **settings)
-    if args.max_model_len > longest:
+        longest = min(fits, longest)
+    elif args.max_model_len > longest:
         raise SettingError("--max-model-len", f"{args.max_model_len} is more than the model's own {longest} tokens")
-    return SchedulerConfig(max_model_len=args.max_model_len, **settings)
+    else:
+        longest = args.max_model_len
+    config = SchedulerConfig(max_model_len=longest, **settings)
+    refuse_idle_options(args, config)
+    return config
+
+
+def refuse_idle_options(args: argparse.Namespace, config: SchedulerConfig) -> None:
+    """SettingError names an option that is not at its default and would do nothing."""
+    no_host, no_disk = not config.host_kv_chunks, not config.disk_kv_chunks
+    for_host = "needs --host-kv-bytes or --host-kv-chunks above 0: all KV stays on the GPU"
+    for_disk = "needs --disk-kv-bytes or --disk-kv-chunks above 0: no KV goes to disk"
+    for_overflow = (
+        f"no context can overflow: --overflow-ratio {args.overflow_ratio:g} of {config.max_model_len} tokens is less "
+        f"than a chunk of {config.chunk_tokens}; make it larger, or --chunk-tokens smaller"
+    )
+    for idle, name, needs in (
+        (no_host, "lower_tier_kv", for_host),
+        (no_host and args.swap_out_below != 0.0, "swap_out_below", for_host),  # 0 says the same as no host memory
+        (no_host, "swap_in", for_host),
+        (no_host, "link", for_host),
+        (no_disk, "disk_dir", for_disk),
+        (no_disk, "save", for_disk),
+        (no_disk, "prefetch", for_disk),
+        (config.windows is None, "overflow", for_overflow),
+        (config.windows is None, "overflow_ratio", for_overflow),
+    ):
+        if idle and changed(args, name):
+            raise SettingError(f"--{name.replace('_', '-')}", needs)
 
 
 def overflow_mode(asked: str | None, manifest: Manifest) -> str:
@@ -138,7 +168,11 @@ def kv_chunks(args: argparse.Namespace, tier: Tier, default: str, record: int) -
     chunks: int | None = getattr(args, f"{name}_kv_chunks")
     if chunks is not None:
         return chunks
-    return parse_bytes(getattr(args, f"{name}_kv_bytes") or default, pool_setting(args, tier)) // record
+    setting = pool_setting(args, tier)
+    size = parse_bytes(getattr(args, f"{name}_kv_bytes") or default, setting)
+    if 0 < size < record:
+        raise SettingError(setting, f"{size} bytes are less than one chunk, which takes {record} bytes")
+    return size // record
 
 
 def host_form(args: argparse.Namespace, engine: Engine) -> Form | None:
@@ -159,8 +193,6 @@ def host_form(args: argparse.Namespace, engine: Engine) -> Form | None:
 def disk_settings(args: argparse.Namespace, config: SchedulerConfig, ranks: Ranks | None = None) -> DiskSettings | None:
     """Where the disk tier is and what may be read from it; None without one."""
     if not config.disk_kv_chunks:
-        if args.disk_dir is not None:
-            raise SettingError("--disk-dir", "needs --disk-kv-bytes or --disk-kv-chunks: how much it may hold")
         return None
     count, rank = (1, 0) if ranks is None else (ranks.size, ranks.rank)
     return DiskSettings(disk_directory(args), config.disk_kv_chunks, config.seed.hex(), count, rank)

@@ -129,6 +129,9 @@ def plan_runs(args: argparse.Namespace) -> list[Run]:
     gpu_bytes = parse_bytes(args.gpu_kv_bytes, "--gpu-kv-bytes")
     host_sizes = [parse_bytes(size, "--host-kv-bytes") for size in args.host_kv_bytes.split(",")]
     disk_sizes = [parse_bytes(size, "--disk-kv-bytes") for size in args.disk_kv_bytes.split(",")]
+    for name, default in (("save", "async"), ("prefetch", "on")):
+        if getattr(args, name) != default and not any(disk_sizes):
+            raise SettingError(f"--{name}", "needs --disk-kv-bytes above 0: no KV goes to disk")
     requests = sum(len(session.turns) for session in sessions)
     if not 0 <= args.warm_up < requests:
         raise SettingError("--warm-up", f"must leave some of {requests} requests, not {args.warm_up}")

@@ -24,6 +24,7 @@ from ..scheduler.types import SettingError
 from .serve import drain_on_signals, engine_ranks, locked_directories, make_service
 from .serve_http import http_settings
 from .serve_options import parse_options
+from .triton_repository import refuse_tritons
 
 if TYPE_CHECKING:
     from ..runtime.ranks import Ranks
@@ -37,6 +38,7 @@ def main(argv: Sequence[str]) -> int:
     with Connection(int(descriptor)) as connection:
         try:
             args = parse_options(options)
+            refuse_tritons(args)
             configure_logging(args.log_format, args.log_level)
             if (ranks := engine_ranks(args)) > 1:
                 return start_ranks(ranks, options, connection)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ..runtime.triton_tensors import INPUTS, OUTPUTS
 from ..scheduler.types import SettingError
-from .serve_options import parse_options, parser
+from .serve_options import changed, parse_options
 
 TRITONS = (
     "host",
@@ -80,9 +80,7 @@ def write_model(repository: Path, name: str, options: Sequence[str]) -> Path:
 def checked(options: Sequence[str]) -> list[str]:
     """The options as they will do from any directory. SettingError for those that mean nothing to Triton."""
     args = parse_options(options)
-    for name in TRITONS:
-        if getattr(args, name) != parser().get_default(name):
-            raise SettingError("--" + name.replace("_", "-"), "has no meaning here: Triton serves the clients")
+    refuse_tritons(args)
     paths = {"config": args.config, "state-dir": args.state_dir, "disk-dir": args.disk_dir, "trace": args.trace}
     if args.engine != "demo":
         paths["engine"] = Path(args.engine)
@@ -90,6 +88,13 @@ def checked(options: Sequence[str]) -> list[str]:
             raise SettingError("--engine", f"there is no directory {args.engine}")
     relative = {name: path for name, path in paths.items() if path is not None and not path.is_absolute()}
     return [*options, *(f"--{name}={path.resolve()}" for name, path in relative.items())]  # the last ones count
+
+
+def refuse_tritons(args: argparse.Namespace) -> None:
+    """SettingError names an option that means nothing to Triton."""
+    for name in TRITONS:
+        if changed(args, name):
+            raise SettingError("--" + name.replace("_", "-"), "has no meaning here: Triton serves the clients")
 
 
 def model_config(name: str, options: Sequence[str]) -> str:

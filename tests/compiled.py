@@ -1,4 +1,7 @@
-"""Compiled engines of tiny models: each is compiled once a test run, whichever process asks first."""
+"""Compiled engines of tiny models: each is compiled once a test run, whichever process asks first.
+
+Tests that compile skip where there is no C++ compiler.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,18 @@ import pytest
 from transformers import PreTrainedModel
 
 from pensieve.builder.build import build_engine
+from pensieve.builder.compiler import cpp_compiler
 
 from .models import tiny_checkpoint
+
+NO_COMPILER = "needs a C++ compiler: g++, or the one that CXX names"
+needs_compiler = pytest.mark.skipif(cpp_compiler() is None, reason=NO_COMPILER)
 
 
 def compiled_engine(kind: str, factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
     """(Engine directory, to be left as it is; transformers' model). Processes wait for the one that compiles."""
+    if cpp_compiler() is None:
+        pytest.skip(NO_COMPILER)
     base = factory.getbasetemp()
     return _compiled(kind, base.parent if "PYTEST_XDIST_WORKER" in os.environ else base)
 

@@ -24,7 +24,8 @@ from pensieve.scripts.serving_runs import run, serving, tell_end
 from pensieve.scripts.sizes import parse_bytes
 from pensieve.scripts.traces import TURN_COUNTS
 
-MODES = {"reuse": [], "gpu": ["--host-kv-chunks", "0"], "none": ["--host-kv-chunks", "0", "--no-reuse"]}
+NO_HOST = ["--host-kv-chunks", "0", "--swap-out-below", "0"]
+MODES = {"reuse": [], "gpu": NO_HOST, "none": [*NO_HOST, "--no-reuse"]}
 START_SECONDS = 240.0  # longest start of a server
 PIECE = 4 * GIB
 
@@ -84,10 +85,10 @@ def measure(args: argparse.Namespace, url: str, rates: str, file: Path, seconds:
 
 def server(args: argparse.Namespace, mode: str, seconds: float) -> AbstractContextManager[str]:
     """As `serving`."""
-    sizes = ["--gpu-kv-bytes", args.gpu_kv_bytes, *(MODES[mode] or ["--host-kv-bytes", args.host_kv_bytes])]
-    words = ["--engine", args.output / "engine", "--device", args.device, *sizes]
+    words = ["--engine", args.output / "engine", "--device", args.device, "--gpu-kv-bytes", args.gpu_kv_bytes]
     words += ["--state-dir", args.output / f"state-{mode}", "--max-num-seqs", args.max_num_seqs]
     words += ["--max-num-batched-tokens", 1024, "--shutdown-timeout", 1, *args.serve_options]
+    words += MODES[mode] or ["--host-kv-bytes", args.host_kv_bytes]  # last: swaps are off where HOST is
     return serving(words, args.output / f"{mode}.log", seconds)
 
 

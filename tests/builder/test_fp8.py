@@ -23,6 +23,7 @@ from pensieve.plugins.fp8_linear import FP8
 from pensieve.runtime.engine import open_engine
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.build_engine import main
+from tests.compiled import needs_compiler
 from tests.models import ScatteredRunner, tiny_checkpoint
 
 from .test_compile_inductor import captured, logits_and_kv
@@ -181,6 +182,7 @@ def test_the_compiler_gets_the_operation():
 
 
 @pytest.mark.slow
+@needs_compiler
 def test_a_compiled_engine_is_as_near_as_the_reference(tmp_path):
     tiny_checkpoint("llama", tmp_path / "hf")
     for backend in ("reference", "inductor"):

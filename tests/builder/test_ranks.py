@@ -20,6 +20,7 @@ from pensieve.scheduler.types import SettingError
 from pensieve.scripts.build_engine import main
 from pensieve.scripts.serve import make_service
 from pensieve.scripts.serve_options import parse_options
+from tests.compiled import needs_compiler
 from tests.models import LLAMA_SHAPE, ScatteredRunner, save_random, tiny_checkpoint
 
 from .test_legacy_checkpoint import CONFIGS as LEGACY_CONFIGS
@@ -107,6 +108,7 @@ def test_a_legacy_checkpoint_s_ranks_are_cut_as_hugging_face_s(tmp_path):
 
 
 @pytest.mark.slow
+@needs_compiler
 def test_one_package_serves_all_ranks(tmp_path):
     """Of a single layer, which has all there is and compiles sooner."""
     config = tmp_path / "config.json"

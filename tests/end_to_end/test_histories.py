@@ -204,6 +204,39 @@ def test_restarts_lose_nothing_double_nothing_and_change_no_reply(tmp_path, babb
     assert clients.replies == uninterrupted
 
 
+def test_what_is_computed_again_after_a_restart_is_not_new(tmp_path):
+    """Without a disk: chats with the server's history, a fork's, the client's; completions by text and by ids."""
+
+    def turn(server, path, name, **body):
+        """Ids of its prompt and its reply, the reply's text, where the prompt came from. Salts keep turns apart."""
+        body |= dict(conversation=name, cache_salt=name[0], max_tokens=16, return_token_ids=True, return_sources=True)
+        answer = server.post(path, temperature=0, **body).json()
+        choice, sources = answer["choices"][0], answer["usage"]["prompt_tokens_details"]
+        prompt = choice.get("prompt_token_ids") or answer["prompt_token_ids"]
+        text = choice["message"]["content"] if "message" in choice else choice["text"]
+        return prompt, choice["token_ids"], text, [sources[name] for name in ("cached_tokens", "recomputed", "new")]
+
+    chat, completion, question = "/v1/chat/completions", "/v1/completions", "Tell me about tea."
+    said = [{"role": "user", "content": question}]
+    with Server(tmp_path) as server:
+        before = {name: turn(server, chat, name, messages=said) for name in ("a", "b")}
+        before |= {name: turn(server, completion, name, prompt=question) for name in ("c", "d")}
+    more = {"role": "user", "content": "And coffee?"}
+    answer = {"role": "assistant", "content": before["b"][2]}
+    with Server(tmp_path) as server:
+        HTTP.post(f"{server.url}/v1/conversations/a/fork", json={"id": "a fork"}, timeout=60).raise_for_status()
+        for path, name, body in (
+            (chat, "a fork", dict(messages=[more], history="server")),
+            (chat, "b", dict(messages=[*said, answer, more])),
+            (completion, "c", dict(prompt=f"{question}{before['c'][2]} And coffee?")),
+            (completion, "d", dict(prompt=[*before["d"][0], *before["d"][1], 7])),
+        ):
+            known = [*before[name[0]][0], *before[name[0]][1][:-1]]  # the last token of a reply has had no KV
+            prompt, *_, sources = turn(server, path, name, **body)
+            assert prompt[: len(known)] == known
+            assert sources == [0, len(known), len(prompt) - len(known)], name
+
+
 def test_tenants_share_nothing_unless_they_say_so(tmp_path, babbler):
     prompt = [{"role": "user", "content": "The same long question of two tenants. " * 8}]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from array import array
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +19,7 @@ from pensieve.runtime.histories import Histories
 from pensieve.runtime.history_store import HistoryStore
 from pensieve.runtime.messages import Erased, Fatal, Forget, Fork, Keep
 from pensieve.runtime.text import Tokenizer
+from pensieve.scheduler.conversations import common_prefix
 from pensieve.scheduler.types import RequestError
 
 from .fake_loop import eventually
@@ -269,6 +272,50 @@ def test_histories_outlive_the_process(serve: Any, tmp_path: Path) -> None:
                 contents = whole if history == "client" else whole[-1:]
                 await server.chat(*contents, conversation="a", history=history)
                 assert server.requests[0].prompt[: len(log)].tolist() == log
+
+    run(work())
+
+
+def test_a_new_process_says_of_what_is_stored_that_it_has_had_kv(serve: Any, tmp_path: Path) -> None:
+    """All but the log's last token, as far as the prompt is the same, and under the salt of the turn that is stored."""
+
+    async def work() -> None:
+        path = tmp_path / "history.sqlite"
+        async with serve(path) as server:
+            reply = await server.chat("hello", conversation="a")
+            response = await server.post("/v1/responses", input="hello")
+            for name in ("b", "c", "d", "e", "f"):
+                await server.ask("POST", f"{CONVERSATIONS}/a/fork", json={"id": name})
+            answer = await server.post(COMPLETIONS, prompt="hello", conversation="g", max_tokens=5)
+            text = "hello" + answer["choices"][0]["text"]
+            assert [request.known for request in server.requests] == [0, 0, 0]
+            chat, _, completion = server.logs()
+            del completion[len(server.requests[-1].prompt) + 5 :]
+        whole = ("hello", reply, "and?")
+
+        async def unknown(log: list[int], asking: Callable[[Any], Any]) -> int:
+            """Tokens of `log`, but for the last, that are not known when a new process is asked."""
+            async with serve(path) as server:
+                await asking(server)
+                (request,) = server.requests
+                assert request.known <= common_prefix(array("i", log), request.prompt)
+                return len(log) - 1 - request.known
+
+        assert await unknown(chat, lambda server: server.chat("and?", conversation="a", history="server")) == 0
+        assert await unknown(chat, lambda server: server.chat(*whole, conversation="b")) == 0
+        edited = await unknown(chat, lambda server: server.chat("hello", "no", "and?", conversation="c"))
+        assert 0 < edited < len(chat) - 1
+        body = dict(conversation="d", history="server", cache_salt="another")
+        assert await unknown(chat, lambda server: server.chat("and?", **body)) == len(chat) - 1
+        assert await unknown(chat, lambda server: server.chat(*whole)) == len(chat) - 1, "without a name"
+        body = dict(conversation="e", max_tokens=3)
+        assert await unknown(chat, lambda server: server.post(COMPLETIONS, prompt=[*chat, 7], **body)) == 0
+        body = dict(conversation="f", max_tokens=3, history="server")
+        assert await unknown(chat, lambda server: server.post(COMPLETIONS, prompt=[7], **body)) == 0
+        body = dict(conversation="g", max_tokens=3)
+        assert await unknown(completion, lambda server: server.post(COMPLETIONS, prompt=f"{text}!", **body)) == 0
+        body = dict(previous_response_id=response["id"])
+        assert await unknown(chat, lambda server: server.post("/v1/responses", input="and?", **body)) == 0
 
     run(work())
 

@@ -10,12 +10,14 @@ import pytest
 
 from pensieve.runtime.past_turns import (
     MOST_TRIES,
+    OTHERS,
     PastTurn,
     RecentTurns,
     TextPieces,
     Transcript,
     common_beginning,
     common_text,
+    known_tokens,
     spliced,
     tokens_inside,
 )
@@ -119,6 +121,16 @@ def test_a_branch_is_spliced_up_to_where_it_parts():
 )
 def test_ids_wholly_inside_the_delivered_text(reply, delivered, inside):
     assert tokens_inside(tokenizer(), byte_by_byte(reply), delivered) == inside
+
+
+def test_what_is_known_of_a_prompt_are_the_ids_that_its_log_had_kv_of():
+    def turn(inside):
+        return PastTurn.behind(None, Transcript((), array("i", [1, 2, 3, 4]), "", inside))
+
+    prompts = [[1, 2, 3, 4, 5], [1, 2, 3, 4], [1, 2, 3], [1, 2, 9, 4], [9]]
+    assert [known_tokens(turn(0), array("i", prompt)) for prompt in prompts] == [3, 3, 3, 2, 0]
+    assert known_tokens(turn(OTHERS), array("i", prompts[0])) == 0, "ids of another tokenizer"
+    assert known_tokens(None, array("i", prompts[0])) == 0
 
 
 def test_a_stop_string_inside_a_token_leaves_the_rest_of_its_text_to_the_tokenizer():

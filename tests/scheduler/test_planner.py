@@ -114,6 +114,44 @@ def test_recomputed_counts_what_was_here_before():
     harness.drain()
 
 
+@pytest.mark.parametrize("in_first_chunks", [0, 8])
+def test_what_an_earlier_process_computed_is_recomputed(in_first_chunks):
+    """Less what is here again already; behind it everything is new. A branch ends it earlier."""
+    harness = Harness()
+    if in_first_chunks:
+        harness.turn(range(in_first_chunks), 1, "b")
+    usage = harness.turn([*PROMPT, *range(40, 48)], 1, "a", known=21)
+    found = {"gpu": in_first_chunks} if in_first_chunks else {}
+    assert usage == found | {"recomputed": 21 - in_first_chunks, "new": 9}
+    log = harness.logs["a"]
+    assert harness.turn([*log, 1], 1, "a", known=len(log) - 1) == {"gpu": 30, "new": 2}, "it is here now"
+    harness.lose(list)
+    assert harness.turn([*PROMPT, 9], 1, "a", known=20) == {"recomputed": 22, "new": 1}, (
+        "of that this process knows more"
+    )
+    harness.drain()
+
+
+def test_a_prompt_that_is_all_known_is_recomputed_to_its_end():
+    harness = Harness()
+    assert harness.turn(PROMPT, 1, "a", known=22) == {"recomputed": 22}
+    assert harness.turn(range(20), 1, "b", known=20) == {"gpu": 19, "recomputed": 1}
+    harness.drain()
+
+
+def test_without_reuse_nothing_is_known():
+    harness = Harness(reuse=False)
+    assert harness.turn(PROMPT, 1, "a", known=21) == {"new": 22}
+    harness.drain()
+
+
+def test_of_a_known_context_that_overflows_only_what_is_seen_counts():
+    harness = Harness(max_model_len=16)  # half of it goes at once
+    usage = harness.turn(range(22), 1, "a", truncate=True, known=20)
+    assert usage == {"recomputed": 20 - 8, "new": 2}
+    harness.drain()
+
+
 def test_a_chunk_is_computed_where_that_is_quicker_than_loading():
     """Early chunks cost less to compute than late ones; with this link the line lies in the middle of the history."""
     harness = Harness(chunks_a_step=0.88, host_kv_chunks=32)

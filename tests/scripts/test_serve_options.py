@@ -73,6 +73,9 @@ def test_flags_override_the_file(file):
     read = options(path, "--port", "9001", "--reuse", "--served-model-name", "two", "--gpu-kv-chunks", "7")
     assert (read.port, read.reuse, read.served_model_name) == (9001, True, ["two"])
     assert (read.gpu_kv_chunks, read.gpu_kv_bytes) == (7, None), "the other way to say the same is overridden too"
+    path = file('engine = "demo"\ngpu-memory-utilization = 0.5')
+    assert options(path, "--gpu-kv-chunks", "7").gpu_memory_utilization == 0.9
+    assert options(path, "--host-kv-chunks", "7").gpu_memory_utilization == 0.5
 
 
 @pytest.mark.parametrize(
@@ -305,6 +308,7 @@ def test_sizes_are_a_ranks_in_every_tier():
     ("flags", "setting"),
     [
         (("--disk-dir", "elsewhere"), "--disk-dir"),
+        (("--disk-kv-bytes", "1KiB"), "--disk-kv-bytes"),
         (("--disk-kv-chunks", "-1"), "--disk-kv-chunks"),
         (("--disk-kv-chunks", "5", "--host-kv-chunks", "0"), "--disk-kv-chunks"),
         (("--disk-kv-bytes", "big"), "--disk-kv-bytes"),

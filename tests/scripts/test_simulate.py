@@ -62,6 +62,8 @@ def test_a_disk_brings_back_what_host_has_lost(capsys):
         (["--gpu-kv-bytes", "lots"], "--gpu-kv-bytes: 'lots' is not a size"),
         (["--host-kv-bytes", "1GiB,"], "--host-kv-bytes: '' is not a size"),
         (["--host-kv-bytes", "0", "--disk-kv-bytes", "1GiB"], "--disk-kv-chunks: needs --host-kv-chunks"),
+        (["--save", "sync"], "--save: needs --disk-kv-bytes above 0"),
+        (["--prefetch", "off", "--disk-kv-bytes", "0,0"], "--prefetch: needs --disk-kv-bytes above 0"),
         (["--disk-read-bytes-per-s", "0"], "--disk-read-bytes-per-s: must be above 0"),
         (["--warm-up", "9999"], "--warm-up: must leave some of"),
         (["--sessions", "0"], "--sessions: must be at least 1"),

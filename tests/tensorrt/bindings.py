@@ -109,6 +109,7 @@ PLAIN = {
     "typing.SupportsInt": int,
     "collections.abc.Callable": collections.abc.Callable,
     "typing_extensions.Buffer": (bytes, bytearray, memoryview),
+    "collections.abc.Buffer": (bytes, bytearray, memoryview),  # its name from Python 3.12 on
 }
 
 
