@@ -528,3 +528,23 @@ def test_a_directory_that_cannot_be_used_is_a_wrong_setting(tmp_path):
     (tmp_path / "rank-0" / "000099.kv").mkdir()
     with pytest.raises(SettingError, match=r"--disk-dir: cannot use .*000099\.kv"):
         Tier(tmp_path)
+
+
+def test_an_erasure_is_done_when_every_file_is_flushed_behind_its_writes(tmp_path, monkeypatch):
+    """A loss of power would bring back records of any file that is not flushed."""
+    calls, flush = [], os.fdatasync
+
+    def write(file, buffers, offset):
+        calls.append(("written", file))
+        return os.pwritev(file, buffers, offset)
+
+    monkeypatch.setattr(disk_files.os, "fdatasync", lambda file: (calls.append(("flushed", file)), flush(file)))
+    with Tier(tmp_path, system=SystemCalls(write=write)) as tier:
+        tier.save([0, 1, SEGMENT_SLOTS])
+        calls.clear()
+        assert tier.erase(0, 1, SEGMENT_SLOTS) == ()
+    files = {file for _, file in calls}
+    assert len(files) == 2 and calls.count(("written", min(files))) + calls.count(("written", max(files))) == 3
+    for file in files:
+        own = [what for what, where in calls if where == file]
+        assert own[-1] == "flushed" and "written" in own
