@@ -185,3 +185,11 @@ def test_a_copy_counts_from_its_own_ticket_on():
     for completed, provisional in ((5, True), (6, False)):
         store.completed = Tickets(swap_out=completed)
         assert store.provisional(chunk) is provisional
+
+
+def test_a_chunk_that_several_requests_wait_for_has_the_place_of_the_first_of_them():
+    store = a_store()
+    chunk = idle(store)
+    for place, awaited in ((3, 3), (5, 3), (0, 3), (2, 2)):
+        store.touch(chunk, 1.0, place)
+        assert chunk.awaited == awaited
