@@ -222,6 +222,8 @@ def test_chunks_that_the_queue_waits_for_go_last_those_of_its_tail_first(name):
     for place, chunk in enumerate((first, second, third), 1):
         chunk.awaited = place
         victims.add(chunk)
-    not_awaited = a_chunk(40_000, active=9_999.0, born=9_999.0)
+    not_awaited, pinned = a_chunk(40_000, active=9_999.0, born=9_999.0), a_chunk(4)
+    pinned.awaited, pinned.pins = 4, 1
     victims.add(not_awaited)
-    assert in_order(victims, 10_000.0) == [not_awaited, third, second, first]
+    victims.add(pinned)
+    assert in_order(victims, 10_000.0) == [not_awaited, third, second, first, pinned]
