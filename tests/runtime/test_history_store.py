@@ -377,3 +377,22 @@ def test_what_has_expired_is_not_listed() -> None:
     found, more = store.page("", 9, None, True, 12.0)
     assert ([conversation.id for conversation in found], more) == (["b"], False) and rows(store) == 2
     store.close()
+
+
+def test_of_several_turns_of_its_own_a_deleted_fork_shares_what_is_before_the_first(store: HistoryStore) -> None:
+    said = tuple(map(str, range(8)))
+    store.commit(A, transcript(*said[:4]), 1.0)
+    store.fork(A, "b", 2.0)
+    store.commit(B, transcript(*said[:6]), 3.0)
+    store.commit(B, transcript(*said), 4.0)
+    assert store.delete(B, 5.0).shared == len(transcript(*said[:4]).tokens)
+
+
+def test_what_has_expired_does_not_count_for_a_quota() -> None:
+    """Before it is cleared away too."""
+    store = HistoryStore(":memory:", history_ttl=10.0, quota=1)
+    store.create(A, 0.0)
+    refused(429, store.create, B, 5.0)
+    store.create(B, 10.0)
+    assert store.find(B, 10.0) is not None
+    store.close()
