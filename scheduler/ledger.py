@@ -87,11 +87,12 @@ class Ledger:
         return tail if tail.tokens else None
 
     def commit(self, turn: Turn, row: Row | None, reply: int, tail: Chunk | None, now: float) -> None:
-        """The log gets exactly the prompt and the reply's tokens; the last of them has no KV yet."""
+        """The log gets exactly the prompt and the reply's tokens; the last of them has no KV yet, unless the reply was
+        cut."""
         if turn.request.conversation is None:
             return
         size, count = self._size, len(turn.request.prompt) + reply
-        keys = turn.keys[: (count - 1) // size] if self._reuse else []
+        keys = turn.keys[: (count if tail is None else count - 1) // size] if self._reuse else []
         first = self._chains.first_seen(count, turn.base) // size
         chunks = []
         for index, key in enumerate(keys[first:], first):

@@ -55,15 +55,15 @@ class EvictionPolicy:
     """Of chunks that are claimed once and not pinned, by their ends: those that have been asked for."""
 
     def weight_class(self, chunk: Chunk) -> int:
+        if chunk.awaited:  # whatever it costs: among awaited chunks the place in the queue decides
+            return AWAITED_CLASS + PINNED_CLASS if chunk.pins else AWAITED_CLASS
         end = maxsize if chunk.bound else chunk.end
         number = self.cost_classes.get(end)
         if number is None:
             number = self.cost_classes[end] = eighths(self.cost.recompute(end)) if self.weigh else 0
         if self.weigh and chunk.claims > 1:
             number += eighths(chunk.claims)
-        if chunk.awaited:
-            number += AWAITED_CLASS
-        elif self.quotas and chunk.surplus == chunk.claims and chunk.key is not None:  # nobody claims a tail
+        if self.quotas and chunk.surplus == chunk.claims and chunk.key is not None:  # nobody claims a tail
             return number - AWAITED_CLASS
         return number + PINNED_CLASS if chunk.pins else number
 

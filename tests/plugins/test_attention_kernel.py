@@ -214,3 +214,17 @@ def test_slots_beyond_four_billion_elements():
     segments = torch.tensor([[0, 2, 0, 90, 0]], dtype=torch.int32, device="cuda")
     batch = (q, segments, table, pool)
     assert_as_exact_as_plain_attention(batch, attend(*batch, layer=63), layer=63)
+
+
+@needs_kernels
+def test_a_tile_is_merged_when_its_own_last_split_is_done():
+    """The first queries of a long prompt do not reach the last splits of its segment."""
+    length, head_dim = max(LENGTHS), 128 if CUDA else 16
+    _, _, block_table, pool = random_batch(2, 6, 2, head_dim, DTYPES[0], [length])
+    queries = 3 * length // 4
+    q = torch.randn(queries, 6, head_dim, generator=torch.Generator(DEVICE).manual_seed(2), device=DEVICE)
+    segments = torch.tensor([[0, queries, 0, length, 0]], dtype=torch.int32, device=DEVICE)
+    (items,) = (kind for kind in list_work(segments, 3, work_for(q, segments, pool).tiles) if kind)
+    assert min(reached for *_, reached, _ in items) < max(splits for *_, splits, _, _ in items)
+    batch = q, segments, block_table, pool
+    assert_as_exact_as_plain_attention(batch, attend(*batch))

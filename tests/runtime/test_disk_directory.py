@@ -94,3 +94,24 @@ def test_a_full_disk_keeps_nobody_from_a_directory(tmp_path: Path) -> None:
     (tmp_path / "lock").symlink_to("/dev/full")
     with locked(tmp_path, "--state-dir"):
         pass
+
+
+def test_what_was_cleared_halfway_is_cleared_when_the_directory_is_used_next(tmp_path: Path, monkeypatch) -> None:
+    """The process ended between the records that it dropped: the others must not pass for records of this origin."""
+    own = open_directory(tmp_path, ORIGIN)
+    (own / "000000.kv").write_text("records")
+    changed = replace(ORIGIN, engine="cd")
+
+    def refuse(path: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    with monkeypatch.context() as patch, pytest.raises(SettingError, match="--disk-dir"):
+        patch.setattr(Path, "unlink", refuse)
+        open_directory(tmp_path, changed)
+    open_directory(tmp_path, changed)
+    assert not list(own.glob("*.kv"))
+
+
+def test_each_rank_s_records_are_its_own() -> None:
+    """A file that is moved into another rank's folder holds other heads of the same chunks."""
+    assert len({replace(ORIGIN, rank=rank).digest for rank in range(4)}) == 4

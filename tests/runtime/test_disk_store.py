@@ -528,3 +528,44 @@ def test_a_directory_that_cannot_be_used_is_a_wrong_setting(tmp_path):
     (tmp_path / "rank-0" / "000099.kv").mkdir()
     with pytest.raises(SettingError, match=r"--disk-dir: cannot use .*000099\.kv"):
         Tier(tmp_path)
+
+
+def test_an_erasure_is_done_when_every_file_is_flushed_behind_its_writes(tmp_path, monkeypatch):
+    """A loss of power would bring back records of any file that is not flushed."""
+    calls, flush = [], os.fdatasync
+
+    def write(file, buffers, offset):
+        calls.append(("written", file))
+        return os.pwritev(file, buffers, offset)
+
+    monkeypatch.setattr(disk_files.os, "fdatasync", lambda file: (calls.append(("flushed", file)), flush(file)))
+    with Tier(tmp_path, system=SystemCalls(write=write)) as tier:
+        tier.save([0, 1, SEGMENT_SLOTS])
+        calls.clear()
+        assert tier.erase(0, 1, SEGMENT_SLOTS) == ()
+    files = {file for _, file in calls}
+    assert len(files) == 2 and calls.count(("written", min(files))) + calls.count(("written", max(files))) == 3
+    for file in files:
+        own = [what for what, where in calls if where == file]
+        assert own[-1] == "flushed" and "written" in own
+
+
+def test_an_erasure_makes_no_file_longer(tmp_path):
+    """The file of a smaller tier ends where the slot would begin: nothing was ever written there."""
+    with Tier(tmp_path, slots=3) as tier:
+        tier.save(range(3))
+    with Tier(tmp_path) as tier:
+        assert tier.erase(3) == ()
+        assert (tier.files / "000000.kv").stat().st_size == 3 * record_bytes(3000)
+
+
+def test_a_file_that_could_not_be_made_whole_gives_back_what_it_got(tmp_path):
+    """Else it would take the last room on the disk from others, and hold no record."""
+
+    def allocate(file, offset, size):
+        os.posix_fallocate(file, offset, size // 2)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with Tier(tmp_path, system=SystemCalls(allocate=allocate)) as tier:
+        assert tier.save([0]).failed == (0,)
+        assert (tier.files / "000000.kv").stat().st_size == 0

@@ -347,3 +347,52 @@ def test_killed_while_committing_every_turn_is_whole_or_absent(tmp_path: Path, s
         "ON number = n WHERE parent IS NOT NULL) SELECT count(*) FROM used"
     ).fetchone()[0], "no turn is left over"  # fmt: skip
     store.close()
+
+
+def test_every_transaction_is_flushed_before_it_is_reported(tmp_path: Path) -> None:
+    """After a loss of power too: a write-ahead log that is flushed with each commit (2 is FULL)."""
+    store = HistoryStore(tmp_path / "file")
+    settings = [store._db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("journal_mode", "synchronous")]
+    assert settings == ["wal", 2]
+    store.close()
+
+
+def test_what_a_failed_transaction_did_not_remove_is_not_told() -> None:
+    """Its KV would be forgotten, though it is still there."""
+    store, whole = HistoryStore(":memory:", history_ttl=10.0), transcript("0", "1")
+    store.commit(A, whole, 1.0, b"salt")
+    with pytest.raises(ZeroDivisionError), store.transaction(100.0):
+        raise ZeroDivisionError
+    assert store.take_expired() == [] and rows(store) == 1
+    store.create(B, 200.0)
+    assert store.take_expired() == [Gone(A, "a", whole.tokens, 0, b"salt")]
+    store.close()
+
+
+def test_what_has_expired_is_not_listed() -> None:
+    """Before it is cleared away too: a listing writes nothing."""
+    store = HistoryStore(":memory:", history_ttl=10.0)
+    store.commit(A, transcript("0", "1"), 0.0)
+    store.commit(B, transcript("2", "3"), 5.0)
+    found, more = store.page("", 9, None, True, 12.0)
+    assert ([conversation.id for conversation in found], more) == (["b"], False) and rows(store) == 2
+    store.close()
+
+
+def test_of_several_turns_of_its_own_a_deleted_fork_shares_what_is_before_the_first(store: HistoryStore) -> None:
+    said = tuple(map(str, range(8)))
+    store.commit(A, transcript(*said[:4]), 1.0)
+    store.fork(A, "b", 2.0)
+    store.commit(B, transcript(*said[:6]), 3.0)
+    store.commit(B, transcript(*said), 4.0)
+    assert store.delete(B, 5.0).shared == len(transcript(*said[:4]).tokens)
+
+
+def test_what_has_expired_does_not_count_for_a_quota() -> None:
+    """Before it is cleared away too."""
+    store = HistoryStore(":memory:", history_ttl=10.0, quota=1)
+    store.create(A, 0.0)
+    refused(429, store.create, B, 5.0)
+    store.create(B, 10.0)
+    assert store.find(B, 10.0) is not None
+    store.close()

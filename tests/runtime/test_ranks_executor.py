@@ -35,7 +35,7 @@ from pensieve.runtime.ranks_executor import (
 from pensieve.runtime.sampler import Sampler, SharedSampler, make_sampler
 from pensieve.runtime.step_inputs import StepPacker
 from pensieve.scheduler.config import SchedulerConfig
-from pensieve.scheduler.plan import CopyBatch, Join, Lane, Promotion, Spill, StepPlan, StepResult, Tickets
+from pensieve.scheduler.plan import CopyBatch, Join, Lane, Origin, Promotion, Spill, StepPlan, StepResult, Tickets
 from pensieve.scheduler.types import GREEDY, ChunkKey, DiskRecord, InvariantError, RequestId, RowId, Sampling
 
 from .fake_engine import FakeEngine, copy, join, plan, reply, span
@@ -393,3 +393,9 @@ def test_scored_rows_are_no_draws_on_any_rank(group):
     (drawn, scores), (told, none) = group.run(work)
     assert torch.equal(drawn, told) and len(drawn) == 1
     assert len(scores.logprobs) == 2 and none is None
+
+
+def test_where_a_row_begins_is_sent_too():
+    """Or the other ranks would attend to what the row no longer sees."""
+    sent = replace(plan(3), origins=(Origin(2, 8, 4),))
+    assert unpack(pack(sent)).origins == sent.origins

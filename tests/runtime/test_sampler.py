@@ -172,3 +172,17 @@ def test_a_row_does_not_depend_on_its_neighbours_and_resumes_exactly():
         )
         assert again.item() == together[r]
     assert torch.equal(together[1::2], logits.argmax(dim=-1)[1::2])
+
+
+def test_limits_that_are_just_reached_and_numbers_that_just_end_a_share():
+    """Four equally likely tokens, whose sums are exact."""
+
+    def drawn(uniforms, top_p=1.0, min_p=0.0):
+        rows = len(uniforms)
+        logits = torch.tensor([[0.0, 0.0, 0.0, 0.0, -1.0]]).expand(rows, -1)
+        settings = arguments([1.0] * rows, [4] * rows, [top_p] * rows, [min_p] * rows)
+        return draw(logits, *settings, torch.tensor(uniforms, dtype=torch.float64)).tolist()
+
+    assert drawn([0.0, 0.25, 0.5, 0.75]) == [0, 1, 2, 3], "a share begins with the number that ends the one before"
+    assert drawn([0.25, 0.75, 0.99], top_p=0.5) == [0, 1, 1], "two of four reach a half"
+    assert drawn([0.0, 0.3, 0.99], min_p=1.0) == [0, 1, 3], "as likely as the likeliest is likely enough"

@@ -232,6 +232,8 @@ class Harness:
         assert plan.tokens <= self.config.max_num_batched_tokens
         for row in (*self.scheduler._roster.rows, *self.scheduler._roster.loading):
             self._note_base(row.turn)
+            most = self.config.chunks(self.config.max_model_len)
+            assert len(row.chunks) <= most, f"{row.id} holds more than its window sees"
         self.counts["moved on"] += sum(all(join.seat != origin.seat for join in plan.joins) for origin in plan.origins)
         starts = {}
         for span in plan.spans:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from pensieve.scheduler.plan import Lane
@@ -360,3 +362,33 @@ def test_nothing_to_do_is_no_plan_and_no_step():
     harness.apply()
     assert harness.scheduler.idle and request not in harness.open
     assert harness.scheduler.abort(request, 1.0) is None, "unknown ids have ended"
+
+
+def test_a_suspended_row_keeps_its_seat_until_its_launched_steps_are_applied():
+    """Or the token that it has in flight would be computed again."""
+    harness = Harness()
+    request = harness.submit(range(9), 20)
+    harness.tick()
+    harness.launch()
+    roster, scheduler = harness.scheduler._roster, harness.scheduler
+    roster.suspend(roster.rows[0])
+    roster.release_suspended(scheduler._applied, harness.now)
+    assert harness.state(request) == "leaving"
+    harness.apply()
+    roster.release_suspended(scheduler._applied, harness.now)
+    assert harness.state(request) == "suspended" and len(harness.reply(request)) == 2
+    harness.drain()
+
+
+def test_slots_on_their_way_free_are_no_room_yet():
+    """They count against what others will ask for, not as slots that hits beside them could be taken for."""
+    harness = Harness(**TIGHT)
+    harness.turn(range(23), 2, "a")
+    harness.submit(range(200, 210), 20)
+    harness.tick()
+    scheduler = harness.scheduler
+    scheduler._roster.coming_free = lambda: 8
+    new = scheduler._store.available - 2
+    for idle_safe, fits in ((2, True), (3, False)):
+        finding = SimpleNamespace(new_slots=new, idle_safe=idle_safe, idle_only=0)
+        assert scheduler._admission._fits(finding) is fits

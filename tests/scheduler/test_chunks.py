@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from pensieve.scheduler.chunk import NO_SLOT, Chunk
-from pensieve.scheduler.plan import Lane
+from pensieve.scheduler.plan import Lane, Tickets
 from pensieve.scheduler.types import InvariantError
 
 from .stores import SIZE, a_store, check, fresh_key, idle, in_use
@@ -175,3 +175,21 @@ def test_check_counts_users_and_claims_afresh():
         check(store, held=[chunk, Chunk(SIZE, 0, 0.0)])
     with pytest.raises(InvariantError, match="claims=2"):
         check(store, held=[chunk], claims={chunk: 2})
+
+
+def test_a_copy_counts_from_its_own_ticket_on():
+    """With the ticket before it nothing is known of it yet: it may be no copy."""
+    store = a_store(provisional_copies=True)
+    chunk = idle(store, on_gpu=False)
+    store.host.last[Lane.OUT][chunk.host] = 6
+    for completed, provisional in ((5, True), (6, False)):
+        store.completed = Tickets(swap_out=completed)
+        assert store.provisional(chunk) is provisional
+
+
+def test_a_chunk_that_several_requests_wait_for_has_the_place_of_the_first_of_them():
+    store = a_store()
+    chunk = idle(store)
+    for place, awaited in ((3, 3), (5, 3), (0, 3), (2, 2)):
+        store.touch(chunk, 1.0, place)
+        assert chunk.awaited == awaited

@@ -310,3 +310,17 @@ def test_a_deletion_reaches_a_record_whose_chunk_was_dropped_while_it_was_moving
     harness.in_time = True
     rest(harness)
     assert not records(harness, keys) and harness.scheduler.take_erased() == [True]
+
+
+def test_of_a_reply_cut_where_a_chunk_ends_that_chunk_is_erased_too():
+    """The row had gone on, so the log's last token has KV as well: its chunk is full, and was saved."""
+    harness = Harness(disk_kv_chunks=60)
+    request = harness.submit(range(13), 12, "a", confirm=True)
+    harness.run(request)
+    harness.finish(request, 3)
+    rest(harness)
+    keys = list(harness.scheduler.keys(harness.logs["a"], b""))
+    assert len(records(harness, keys)) == len(keys) == 4
+    harness.delete("a")
+    rest(harness)
+    assert not records(harness, keys)

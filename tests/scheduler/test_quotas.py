@@ -84,3 +84,10 @@ def test_books_agree_whatever_owners_do():
         for _ in range(chance.randrange(4)):
             harness.tick()
     harness.drain()
+
+
+def test_who_just_fills_its_quota_changes_nothing():
+    """Every change that is told files all of a conversation's chunks anew."""
+    quotas = Quotas(8)
+    assert list(quotas.put("o", "a", 3)) == list(quotas.put("o", "b", 5)) == []
+    assert list(quotas.put("o", "c", 1)) == [("a", True)]

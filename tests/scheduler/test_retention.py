@@ -212,3 +212,18 @@ def test_moving_members_of_a_group_is_taking_them_out_one_by_one_and_filing_them
                 slow[1 - source].add(twin)
         for moved, filed in zip(quick, slow, strict=True):
             assert len(moved) == len(filed) and as_taken(RETENTION, moved, now) == as_taken(RETENTION, filed, now)
+
+
+@pytest.mark.parametrize("name", ["retention", "lru", "fifo"])
+def test_chunks_that_the_queue_waits_for_go_last_those_of_its_tail_first(name):
+    """Whatever they cost and whenever they were used: the request at the head is the next to need its chunks."""
+    victims = VictimSet(eviction_policy(name, profile()))
+    third, first, second = (a_chunk(end, active=float(end), born=float(end)) for end in (4000, 4, 400))
+    for place, chunk in enumerate((first, second, third), 1):
+        chunk.awaited = place
+        victims.add(chunk)
+    not_awaited, pinned = a_chunk(40_000, active=9_999.0, born=9_999.0), a_chunk(4)
+    pinned.awaited, pinned.pins = 4, 1
+    victims.add(not_awaited)
+    victims.add(pinned)
+    assert in_order(victims, 10_000.0) == [not_awaited, third, second, first, pinned]

@@ -189,3 +189,41 @@ def test_what_cannot_go_to_disk_is_not_the_first_to_leave_the_gpu():
     room.save_ahead(available=2, most=1)
     store.release_spoiled([pinned.host])
     assert pinned in store.reclaimable and store.host.free == 1
+
+
+def test_a_spoiled_copy_is_given_up_in_its_own_slot_alone():
+    """The chunk has left that slot and been copied to another one since: the later copy stays."""
+    store = a_store(gpu=2, host=2, provisional_copies=True)
+    chunk = idle(store, now=1.0)
+    _, room = a_room(store, now=10.0)
+    room.save_ahead(available=2, most=1)
+    before = chunk.host
+    store.release_host(chunk)
+    _, room = a_room(store, now=11.0, step=2)
+    room.save_ahead(available=2, most=1)
+    assert chunk.host not in (NO_SLOT, before)
+    after = chunk.host
+    store.release_spoiled([before])
+    assert (chunk.host, store.spoiled) == (after, 0)
+    check(store)
+
+
+def test_nothing_gives_way_to_what_is_worth_the_same():
+    """A copy would be made, and as much would be lost by it as is saved."""
+    store = a_store(gpu=2, host=1)
+    kept, declined = idle(store, now=1.0, on_gpu=False), idle(store, now=1.0)
+    copies, room = a_room(store, now=10.0)
+    room.save_ahead(available=2, most=1)
+    assert kept.resident and declined.declined and not len(copies.saves)
+    check(store)
+
+
+def test_no_record_gives_way_to_what_is_worth_the_same():
+    store = a_store(gpu=2, host=2, disk=1)
+    kept, refused = idle(store, now=1.0, on_gpu=False), idle(store, now=1.0, on_gpu=False)
+    kept.disk = store.disk.take()
+    store.release_host(kept)
+    _, room = a_room(store, now=10.0)
+    room.spill(refused)
+    assert kept.disk >= 0 and refused.moving is None
+    check(store)
