@@ -21,14 +21,15 @@ import torch
 from torch import Tensor
 
 from ..scheduler.types import SettingError
-from .architectures import OPT, decoder_config
-from .checkpoint import read_json, read_weights
-from .compiler import compile_apart, cpp_compiler
-from .config import DecoderConfig, Shard
+from .checkpoints.architectures import OPT, decoder_config
+from .checkpoints.config import DecoderConfig, Shard
+from .checkpoints.hugging_face import read_json, read_weights
+from .checkpoints.tensorrt_llm import is_legacy, legacy_config, read_legacy_weights
+from .checkpoints.tokenizer import copy_tokenizer
 from .fp8 import QuantisedWeights, names_in_fp8, projections, stored_as
-from .intact import intact_engine
-from .legacy_checkpoint import is_legacy, legacy_config, read_legacy_weights
-from .lock import locked
+from .inductor.compile_parent import compile_apart, cpp_compiler
+from .inductor.host_target import this_target
+from .inductor.lock import locked
 from .manifest import (
     DTYPES,
     RANDOM,
@@ -43,9 +44,8 @@ from .manifest import (
 )
 from .parity import check_quantisation
 from .random_weights import random_weights
-from .target import this_target
-from .tensorrt_installed import tensorrt_version
-from .tokenizer import copy_tokenizer
+from .tensorrt.installed import tensorrt_version
+from .verify import intact_engine
 from .weights import save_weights, weights_digest
 
 BACKENDS = ("inductor", "reference", "tensorrt")

@@ -12,9 +12,9 @@ from collections.abc import Collection, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from ..plugins.fp8_linear import FP8, rounded, row_scales, widened
-from .checkpoint import parameter_shapes
-from .config import DecoderConfig
+from ..plugins.linear.fp8 import FP8, rounded, row_scales, widened
+from .checkpoints.config import DecoderConfig
+from .checkpoints.hugging_face import parameter_shapes
 from .weights import Stored
 
 PROJECTIONS = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..scheduler.types import SettingError
-from .config import DecoderConfig, Rotary, Shard
+from .checkpoints.config import DecoderConfig, Rotary, Shard
 
 FORMAT = 4
 MANIFEST = "manifest.json"
@@ -208,10 +208,10 @@ def code_digest() -> str:
     """SHA-256 over the files that define the forward pass, how it is compiled, how weights are cut for ranks and
     rounded, and those that are random."""
     room = Path(__file__).parent
-    names = ("checkpoint", "compile_inductor", "config", "fp8", "model", "package", "random_weights")
-    names += ("compile_tensorrt", "tensorrt_network", "tensorrt_package")
+    names = ("checkpoints/hugging_face", "checkpoints/config", "fp8", "model", "random_weights")
+    names += ("inductor/compile", "inductor/package", "tensorrt/compile", "tensorrt/network", "tensorrt/package")
     files = [room / f"{name}.py" for name in names]
-    paths = [*files, *sorted((room.parent / "plugins").glob("*.py"))]
+    paths = [*files, *sorted((room.parent / "plugins").rglob("*.py"))]
     return files_digest(paths)
 
 

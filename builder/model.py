@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..plugins import fp8_linear, torch_ops  # noqa: F401  register torch.ops.pensieve
-from ..plugins.collectives import TENSOR_PARALLEL
-from .config import DecoderConfig, Shard
+from ..plugins import torch_ops  # noqa: F401  register torch.ops.pensieve
+from ..plugins.collectives.protocol import TENSOR_PARALLEL
+from ..plugins.linear import fp8 as fp8_linear  # noqa: F401  register torch.ops.pensieve
+from .checkpoints.config import DecoderConfig, Shard
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,

@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..plugins.collectives import TENSOR_PARALLEL, ThreadRanks, register_group, release_group
+from ..plugins.collectives.protocol import TENSOR_PARALLEL, ThreadRanks, register_group, release_group
 from ..plugins.torch_ops import register_pool, release_pool
 from ..scheduler.types import SettingError
-from .checkpoint import weight_sources
-from .config import DecoderConfig, Shard
+from .checkpoints.config import DecoderConfig, Shard
+from .checkpoints.hugging_face import weight_sources
 from .fp8 import dequantised
 from .manifest import Parity, Quantisation
 from .model import Decoder
@@ -224,8 +224,8 @@ def registered(pool: Tensor, shard: Shard, batches: list[Batch]) -> Iterator[tup
     """(The pool's handle, what is to be called with a batch's segments before the batch is run)."""
     work = None
     if pool.is_cuda:
-        from ..plugins.attention_kernel import make_work_list  # Triton comes with CUDA only
-        from ..plugins.work_list import Capacity
+        from ..plugins.attention.kernel import make_work_list  # Triton comes with CUDA only
+        from ..plugins.attention.work_list import Capacity
 
         most = [max(len(part) for part in parts) for parts in zip(*batches, strict=True)]
         capacity = Capacity(most[0], most[3], batches[0].block_table.shape[1] * CHUNK)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..plugins.fp8_linear import rounded, row_scales
-from .checkpoint import Source, parameter_shapes, weight_sources
-from .config import DecoderConfig, Shard
+from ..plugins.linear.fp8 import rounded, row_scales
+from .checkpoints.config import DecoderConfig, Shard
+from .checkpoints.hugging_face import Source, parameter_shapes, weight_sources
 from .fp8 import projections
 
 INTO_THE_SUM = ("attention.out.weight", "mlp.down.weight")

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from . import attention_reference, norm_reference
+from .attention import reference as attention_reference
+from .linear import norm_reference
 
 if TYPE_CHECKING:
-    from .work_list import WorkList
+    from .attention.work_list import WorkList
 
 
 def _no_gate(layer: int) -> None:
@@ -91,7 +92,7 @@ def _multi_token_attention(
 
 @torch.library.impl("pensieve::write_kv", "cuda")
 def _write_kv_cuda(q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, slots: Tensor, pool: int, layer: int) -> Tensor:
-    from . import kv_write_kernel  # Triton comes with CUDA only
+    from .attention import kv_write_kernel  # Triton comes with CUDA only
 
     kv = _pools[pool]
     kv.gate(layer)
@@ -102,7 +103,7 @@ def _write_kv_cuda(q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, slots: Tenso
 def _multi_token_attention_cuda(
     q: Tensor, segments: Tensor, block_table: Tensor, pool: int, layer: int, scale: float
 ) -> Tensor:
-    from . import attention_kernel
+    from .attention import kernel as attention_kernel
 
     kv = _pools[pool]
     assert kv.work is not None  # by register_pool; it lists the same segments
@@ -135,7 +136,7 @@ torch.library.impl("pensieve::silu_gate", "cpu", norm_reference.silu_gate)
 
 @torch.library.impl("pensieve::norm", "cuda")
 def _norm_cuda(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool) -> Tensor:
-    from . import norm_kernel
+    from .linear import norm_kernel
 
     return norm_kernel.norm(x, weight, bias, eps, rms)
 
@@ -144,14 +145,14 @@ def _norm_cuda(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 def _add_norm_cuda(
     x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool
 ) -> tuple[Tensor, Tensor]:
-    from . import norm_kernel
+    from .linear import norm_kernel
 
     return norm_kernel.add_norm(x, y, weight, bias, eps, rms)
 
 
 @torch.library.impl("pensieve::silu_gate", "cuda")
 def _silu_gate_cuda(x: Tensor) -> Tensor:
-    from . import norm_kernel
+    from .linear import norm_kernel
 
     return norm_kernel.silu_gate(x)
 

@@ -10,13 +10,13 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ..builder.checkpoint import parameter_shapes
-from ..builder.config import Shard
+from ..builder.checkpoints.config import Shard
+from ..builder.checkpoints.hugging_face import parameter_shapes
+from ..builder.inductor.host_target import why_not_here
+from ..builder.inductor.package import Package, laid_out
 from ..builder.manifest import Manifest, code_digest, files_digest, versions, weights_file
 from ..builder.model import Decoder
-from ..builder.package import Package, laid_out
 from ..builder.random_weights import random_weights
-from ..builder.target import why_not_here
 from ..builder.weights import load_weights, weights_digest
 from ..scheduler.types import SettingError
 
@@ -92,7 +92,7 @@ def _decoder(directory: Path, manifest: Manifest, weights: Mapping[str, Tensor])
     path = directory / manifest.package
     try:
         if manifest.backend == "tensorrt":
-            from ..builder.tensorrt_package import TensorRTPackage  # imports TensorRT
+            from ..builder.tensorrt.package import TensorRTPackage  # imports TensorRT
 
             return TensorRTPackage(path, manifest.decoder, weights, manifest.device)
         return Package(path, manifest.decoder, laid_out(weights))

@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..plugins.kv_forms import Form, record_bytes
+from ..plugins.kv_forms.forms import Form, record_bytes
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.plan import Lane, StepPlan, StepResult
 from ..scheduler.types import DiskRecord, InvariantError, Tier
-from .device import Device, ForwardPass, Ticket, TransferSeconds
-from .disk_store import DiskReport, DiskSettings, DiskStore
+from .device.copies import Transfers
+from .device.protocol import Device, ForwardPass, Ticket, TransferSeconds
+from .disk.store import DiskReport, DiskSettings, DiskStore
 from .messages import DiskCounters, KVCounters
-from .sampler import Scores
-from .sampling_inputs import Mask, SamplingInputs
-from .step_inputs import StepPacker
-from .transfer import Transfers
+from .step.inputs import StepPacker
+from .step.sampler import Scores
+from .step.sampling_inputs import Mask, SamplingInputs
 
 if TYPE_CHECKING:
-    from .grammar import Grammars
+    from .step.grammar import Grammars
 
 MAX_IN_FLIGHT = 3
 """Steps launched and not waited for. Two keep the device busy; `Device.sample` holds the tokens of three."""
@@ -88,7 +88,7 @@ class Executor:
         self._transfers = Transfers(device, shape[1], group_layers, record, in_first, check)
         self._constraints = None
         if grammars is not None:
-            from .constraints import Constraints  # only they need llguidance
+            from .step.constraints import Constraints  # only they need llguidance
 
             self._constraints = Constraints(grammars)
         self._launched: deque[_Launched] = deque()

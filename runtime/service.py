@@ -23,14 +23,13 @@ from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
-from ..scheduler.conversations import common_prefix
-from ..scheduler.pace import Pace
 from ..scheduler.plan import StepPlan
 from ..scheduler.scheduler import Scheduler
+from ..scheduler.step_timing import Pace
+from ..scheduler.turns.conversations import common_prefix
 from ..scheduler.types import Applied, FinishReason, Output, Request, RequestError, RequestId
 from .executor import Executor
-from .garbage import GarbageCollector
-from .loop_stats import LoopCounters
+from .gc_control import GarbageCollector
 from .messages import (
     Abort,
     Drain,
@@ -49,7 +48,8 @@ from .messages import (
     Submit,
     ToHTTP,
 )
-from .trace_file import TraceFile
+from .observe.chrome_trace import TraceFile
+from .observe.loop_stats import LoopCounters
 
 log = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
+from .context_window import KEEP, OVERFLOW_MODES, Windows
 from .types import SettingError
-from .windows import KEEP, OVERFLOW_MODES, Windows
 
 EVICTION_POLICIES = ("retention", "lru", "fifo", "lru-conversation", "fifo-conversation")
 BATCHING_MODES = ("unified", "separate")

@@ -17,28 +17,29 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
 
-from .admission import Admission
-from .batch import Batch
-from .batcher import Batcher
-from .chains import Chains
-from .chunks import ChunkStore
 from .config import SchedulerConfig
-from .conversations import Conversations
-from .copies import StepCopies
+from .context_window import check_length
 from .cost import CostProfile
-from .erasures import Erasures
-from .ledger import Ledger
-from .lookahead import LookAhead
+from .invariants import check_requests
+from .kv.chunk_keys import Chains
+from .kv.chunk_store import ChunkStore
+from .kv.retention import eviction_policy
 from .plan import Lane, StepPlan, StepResult
-from .planner import Planner
-from .proof import check_requests
-from .queue_order import QueueOrder
-from .retention import eviction_policy
-from .room import RoomMaker
-from .roster import Roster
-from .rows import Row, Turn
-from .saving import Saver
-from .steady import skip, steady_steps
+from .planning.admission import Admission
+from .planning.batcher import Batcher
+from .planning.commit import Ledger
+from .planning.deletion import Erasures
+from .planning.eviction import RoomMaker
+from .planning.lookup import Planner
+from .planning.plan_builder import Batch
+from .planning.plan_copies import StepCopies
+from .planning.prefetch import LookAhead
+from .planning.queue_order import QueueOrder
+from .planning.queues import Roster
+from .planning.write_behind import Saver
+from .sim.fast_forward import skip, steady_steps
+from .turns.conversations import Conversations
+from .turns.turn import Row, Turn
 from .types import (
     Applied,
     ChunkKey,
@@ -52,7 +53,6 @@ from .types import (
     Residency,
     SchedulerStats,
 )
-from .windows import check_length
 
 
 class Scheduler:

@@ -24,7 +24,7 @@ from torch import Tensor
 from .ranks_command import run_as_ranks, take_share
 
 if TYPE_CHECKING:
-    from ..runtime.ranks import Ranks
+    from ..runtime.ranks.mpi import Ranks
 
 SUMS = 40  # in a graph
 REPLAYS = 20
@@ -80,7 +80,7 @@ def bench(args: argparse.Namespace, ranks: Ranks) -> int:
 
 def cuda_ways(ranks: Ranks, dtype: torch.dtype, names: Sequence[str]) -> dict[str, Callable[[Tensor], Tensor]]:
     """Those of the names that these ranks and this dtype have."""
-    from ..plugins.collectives_cuda import ONE_SHOT_BYTES
+    from ..plugins.collectives.cuda import ONE_SHOT_BYTES
 
     group = ranks.open_cuda_group(dtype, one_shot_bytes=max(LARGEST.values()))
 

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..builder.build import build_engine
-from ..builder.checkpoint import DEMO_CHECKPOINT
-from ..plugins import attention_reference
+from ..builder.checkpoints.hugging_face import DEMO_CHECKPOINT
+from ..plugins.attention import reference as attention_reference
 from ..plugins.torch_ops import register_pool
 from ..runtime.engine import Engine, open_engine
 from ..scheduler.types import SettingError

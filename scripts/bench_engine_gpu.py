@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from ..builder.build import WEIGHTS, build_random_engine
-from ..builder.config import Shard
+from ..builder.checkpoints.config import Shard
 from ..plugins.torch_ops import register_pool, release_pool
 from ..runtime.engine import Engine, open_engine
 from ..scheduler.types import SettingError
@@ -123,8 +123,8 @@ def run(engine: Engine, before: int) -> tuple[int, int, list[float]]:
 
 def step_of(engine: Engine, pool: Tensor, requests: int, new: int, context: int = 0) -> Callable[..., Any]:
     """how -> how(step), while the pool is registered."""
-    from ..plugins.attention_kernel import make_work_list  # Triton comes with CUDA only
-    from ..plugins.work_list import Capacity
+    from ..plugins.attention.kernel import make_work_list  # Triton comes with CUDA only
+    from ..plugins.attention.work_list import Capacity
 
     batch = [part.cuda() for part in arguments(requests, new, engine.vocab_size, context)]
     shard = Shard(engine.manifest.decoder, engine.manifest.tensor_parallel)

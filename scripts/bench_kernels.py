@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..plugins import attention_kernel
-from ..plugins.work_list import Capacity, WorkList
+from ..plugins.attention import kernel as attention_kernel
+from ..plugins.attention.work_list import Capacity, WorkList
 
 CHUNK, HEAD_DIM, LAYERS = 32, 128, 4
 SCALE = HEAD_DIM**-0.5

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..plugins.kv_forms import Form
-from ..runtime.cpu_device import CpuDevice
-from ..runtime.device import ForwardPass, Ticket
-from ..runtime.disk_store import DiskSettings
+from ..plugins.kv_forms.forms import Form
+from ..runtime.device.cpu import CpuDevice
+from ..runtime.device.protocol import ForwardPass, Ticket
+from ..runtime.disk.store import DiskSettings
 from ..runtime.engine import Engine
 from ..runtime.executor import GROUP_LAYERS, MAX_IN_FLIGHT, Executor
 from ..runtime.service import STEPS_IN_FLIGHT
-from ..runtime.step_inputs import StepInputs
+from ..runtime.step.inputs import StepInputs
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.cost import CostProfile
 from ..scheduler.plan import Lane
@@ -129,7 +129,7 @@ class TimedCpu(Timed, CpuDevice):
 def make_device(name: str) -> Timed:
     if name == "cpu":
         return TimedCpu()
-    from ..runtime.cuda_device import CudaDevice
+    from ..runtime.device.cuda import CudaDevice
 
     class TimedCuda(Timed, CudaDevice):
         def stamp(self, lane: Lane) -> torch.cuda.Event:

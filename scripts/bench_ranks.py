@@ -24,8 +24,8 @@ from ..scheduler.types import GREEDY, RequestId, RowId
 from .ranks_command import run_as_ranks
 
 if TYPE_CHECKING:
-    from ..runtime.ranks import Ranks
-    from ..runtime.ranks_executor import Reports
+    from ..runtime.ranks.executor import Reports
+    from ..runtime.ranks.mpi import Ranks
 
 CHUNK, CONTEXT, PROMPT, COPIED = 32, 1000, 400, 64
 DEADLINE_SECONDS = 60.0
@@ -99,8 +99,8 @@ def bench(args: argparse.Namespace, ranks: Ranks) -> int:
 
 def follow(ranks: Ranks) -> None:
     """Reports each step, with when its plan was unpacked and what that, and the report before, took."""
-    from ..runtime.ranks import pause
-    from ..runtime.ranks_executor import report_of, unpack
+    from ..runtime.ranks.executor import report_of, unpack
+    from ..runtime.ranks.mpi import pause
 
     reporting = NOTHING
     while True:
@@ -151,7 +151,7 @@ class Times(NamedTuple):
 
 def measure(args: argparse.Namespace, ranks: Ranks, name: str, plans: Sequence[StepPlan]) -> str:
     """A JSON line, in microseconds."""
-    from ..runtime.ranks_executor import Reports
+    from ..runtime.ranks.executor import Reports
 
     reports, taken, size = Reports(ranks.size - 1), [], 0
     for plan in plans:
@@ -172,8 +172,8 @@ def measure(args: argparse.Namespace, ranks: Ranks, name: str, plans: Sequence[S
 
 def one_step(ranks: Ranks, reports: Reports, plan: StepPlan) -> tuple[Times, int]:
     """What it took, and the bytes of the packed plan."""
-    from ..runtime.ranks import RankFailed
-    from ..runtime.ranks_executor import pack
+    from ..runtime.ranks.executor import pack
+    from ..runtime.ranks.mpi import RankFailed
 
     began, clock = time.monotonic_ns(), Clock()
     packed = pack(plan)

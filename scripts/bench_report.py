@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ..scheduler.simulator import percentile
+from ..scheduler.sim.simulator import percentile
 from ..scheduler.types import SettingError
 from .bench_load import Tally
 

@@ -25,7 +25,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..runtime.step_inputs import StepPacker
+from ..runtime.step.inputs import StepPacker
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.cost import analytic_profile
 from ..scheduler.plan import StepPlan, StepResult

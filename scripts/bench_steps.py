@@ -31,8 +31,8 @@ import numpy as np
 
 from ..runtime.engine import Engine, open_engine
 from ..runtime.executor import GROUP_LAYERS, Executor
-from ..runtime.measure import Bench, CopyTime
-from ..runtime.profile import PIECES, Measured, cost_profile, hardware
+from ..runtime.measure.profile import PIECES, Measured, cost_profile, hardware
+from ..runtime.measure.step_bench import Bench, CopyTime
 from ..runtime.service import STEPS_IN_FLIGHT
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.cost import CostProfile

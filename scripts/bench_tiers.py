@@ -29,10 +29,10 @@ from typing import Any
 
 import numpy as np
 
-from ..runtime.disk_speed import measure_disk
+from ..runtime.disk.speed import measure_disk
 from ..runtime.engine import Engine, open_engine
 from ..runtime.executor import GROUP_LAYERS, Executor
-from ..runtime.profile import hardware
+from ..runtime.measure.profile import hardware
 from ..scheduler.config import SAVE_MODES, SchedulerConfig
 from ..scheduler.types import SettingError
 from .bench_loop import SPARE_CHUNKS, Timed, make_device

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 
 from ..builder.manifest import Manifest
-from ..plugins.collectives import TENSOR_PARALLEL, Group, register_group, release_group
-from ..runtime.device import Device, ForwardPass
+from ..plugins.collectives.protocol import TENSOR_PARALLEL, Group, register_group, release_group
+from ..runtime.device.protocol import Device, ForwardPass
 from ..runtime.engine import open_engine
 from ..runtime.executor import Executor
 from ..scheduler.config import SchedulerConfig
@@ -35,7 +35,7 @@ from .ranks_command import run_as_ranks, take_share
 from .reuse_compare import FLOAT32_TOLERANCE, Answer, differences
 
 if TYPE_CHECKING:
-    from ..runtime.ranks import Ranks
+    from ..runtime.ranks.mpi import Ranks
 
 REPLY = 16
 
@@ -128,7 +128,7 @@ def ask_ranks(
     args: argparse.Namespace, ranks: Ranks, directory: Path, config: SchedulerConfig, prompts: Sequence[array[int]]
 ) -> list[Answer]:
     """The ranks' answers, on rank 0; none elsewhere."""
-    from ..runtime.ranks_executor import RankedExecutor, follow  # and MPI
+    from ..runtime.ranks.executor import RankedExecutor, follow  # and MPI
 
     engine = ranks.together(lambda: open_engine(directory, args.device, ranks.rank))
     device = make_device(args.device)

@@ -27,9 +27,9 @@ from ..builder.model import Decoder
 from ..builder.parity import whole_weights
 from ..builder.random_weights import random_weights
 from ..builder.weights import load_weights
-from ..plugins.kv_forms import Form
-from ..runtime.cpu_device import CpuDevice
-from ..runtime.device import Device, ForwardPass
+from ..plugins.kv_forms.forms import Form
+from ..runtime.device.cpu import CpuDevice
+from ..runtime.device.protocol import Device, ForwardPass
 from ..runtime.engine import Engine, open_engine
 from ..runtime.executor import Executor
 from ..runtime.service import STEPS_IN_FLIGHT
@@ -309,7 +309,7 @@ def eager_device(name: str) -> Device:
     """Without graphs: it is not used for long."""
     if name == "cpu":
         return CpuDevice()
-    from ..runtime.cuda_device import CudaDevice  # Triton comes with CUDA only
+    from ..runtime.device.cuda import CudaDevice  # Triton comes with CUDA only
 
     return CudaDevice(enforce_eager=True)
 

@@ -19,12 +19,12 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from ..builder.compiler import cpp_compiler
-from ..builder.tensorrt_installed import tensorrt_version
-from ..runtime.connections import OTHER_FILES
-from ..runtime.http_settings import DEFAULTS
-from ..runtime.memory import GIB, host_memory
-from ..runtime.ranks_launch import mpirun_here
+from ..builder.inductor.compile_parent import cpp_compiler
+from ..builder.tensorrt.installed import tensorrt_version
+from ..runtime.device.memory import GIB, host_memory
+from ..runtime.http.connection_limits import OTHER_FILES
+from ..runtime.http.settings import DEFAULTS
+from ..runtime.ranks.launch import mpirun_here
 from ..scheduler.types import SettingError
 from .serve_options import default_state_dir
 

@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..builder.build import build_engine
-from ..builder.checkpoint import DEMO_CHECKPOINT
-from ..plugins.kv_fp8_reference import decode, encode
+from ..builder.checkpoints.hugging_face import DEMO_CHECKPOINT
+from ..plugins.kv_forms.fp8_reference import decode, encode
 from ..plugins.torch_ops import register_pool, release_pool
 from ..runtime.engine import Engine, open_engine
 from ..scheduler.types import SettingError

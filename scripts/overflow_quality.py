@@ -21,8 +21,8 @@ from torch.nn import functional as F
 
 from ..plugins.torch_ops import register_pool, release_pool
 from ..runtime.engine import Engine, open_engine
+from ..scheduler.context_window import KEEP, OVERFLOW_MODES, RECOMPUTE, Windows
 from ..scheduler.types import SettingError
-from ..scheduler.windows import KEEP, OVERFLOW_MODES, RECOMPUTE, Windows
 from .demo_data import END_OF_TEXT, Ids, read_chats, render, split
 
 CHUNK_TOKENS = 32

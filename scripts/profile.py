@@ -18,19 +18,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..builder.manifest import Manifest
-from ..runtime.cpu_device import CpuDevice
-from ..runtime.device import Device
+from ..runtime.device.cpu import CpuDevice
+from ..runtime.device.protocol import Device
 from ..runtime.engine import Engine, open_engine
-from ..runtime.measure import Bench, HistoryTime
-from ..runtime.profile import COPIED_BYTES, Profile, profile_engine
-from ..runtime.ranks_launch import run_ranks, under_mpi
+from ..runtime.measure.profile import COPIED_BYTES, Profile, profile_engine
+from ..runtime.measure.step_bench import Bench, HistoryTime
+from ..runtime.ranks.launch import run_ranks, under_mpi
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.types import SettingError, Tier
 from .ranks_command import open_rank, run_rank
 from .sizes import parse_bytes
 
 if TYPE_CHECKING:
-    from ..runtime.ranks import Ranks
+    from ..runtime.ranks.mpi import Ranks
 
 DEVICES = ("cpu", "cuda")
 TURN_REQUESTS, TURN_PROMPT, TURN_GENERATED = 32, 38, 200  # a batch of figure 3; prompts of ShareGPT's mean length
@@ -122,7 +122,7 @@ def tell(args: argparse.Namespace, profile: Profile, turns: Sequence[HistoryTime
 def make_device(name: str) -> Device:
     if name == "cpu":
         return CpuDevice()
-    from ..runtime.cuda_device import CudaDevice
+    from ..runtime.device.cuda import CudaDevice
 
     return CudaDevice()
 

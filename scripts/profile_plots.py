@@ -10,8 +10,8 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-from ..runtime.measure import HistoryTime
-from ..runtime.profile import Profile
+from ..runtime.measure.profile import Profile
+from ..runtime.measure.step_bench import HistoryTime
 
 
 def draw(profile: Profile, turns: Sequence[HistoryTime], directory: Path) -> None:

@@ -27,17 +27,17 @@ from pathlib import Path
 import torch
 
 from ..builder.build import build_random_engine
-from ..runtime.cpu_device import CpuDevice
-from ..runtime.disk_speed import measure_disk
-from ..runtime.disk_store import DiskSettings
+from ..runtime.device.cpu import CpuDevice
+from ..runtime.disk.speed import measure_disk
+from ..runtime.disk.store import DiskSettings
 from ..runtime.engine import Engine, open_engine
 from ..runtime.executor import Executor
-from ..runtime.measure import Bench
-from ..runtime.profile import profile_engine
+from ..runtime.measure.profile import profile_engine
+from ..runtime.measure.step_bench import Bench
 from ..runtime.service import STEPS_IN_FLIGHT
 from ..scheduler.config import EVICTION_POLICIES, SchedulerConfig
 from ..scheduler.cost import CostProfile
-from ..scheduler.simulator import Report, Session, Simulator, VirtualDevice
+from ..scheduler.sim.simulator import Report, Session, Simulator, VirtualDevice
 from ..scheduler.types import SettingError, Usage
 from .traces import ChatStatistics, synthetic
 

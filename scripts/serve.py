@@ -17,31 +17,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..builder.build import build_engine
-from ..builder.checkpoint import DEMO_CHECKPOINT
+from ..builder.checkpoints.hugging_face import DEMO_CHECKPOINT
 from ..builder.manifest import Manifest
-from ..plugins.kv_forms import record_bytes
-from ..runtime.cpu_device import CpuDevice
-from ..runtime.device import Device
-from ..runtime.disk_directory import locked
-from ..runtime.disk_store import DiskSettings
+from ..plugins.kv_forms.forms import record_bytes
+from ..runtime.conversations.store import HistoryStore
+from ..runtime.device.cpu import CpuDevice
+from ..runtime.device.memory import check_pool_fits
+from ..runtime.device.protocol import Device
+from ..runtime.disk.directory import locked
+from ..runtime.disk.store import DiskSettings
 from ..runtime.engine import Engine, open_engine
 from ..runtime.executor import GROUP_LAYERS, Executor
-from ..runtime.grammar import Grammars, open_grammars
-from ..runtime.history_store import HistoryStore
-from ..runtime.http_process import listen, serve_http
-from ..runtime.logs import configure_logging
-from ..runtime.memory import check_pool_fits
+from ..runtime.http.process import listen, serve_http
+from ..runtime.measure.profile import load_profile
 from ..runtime.messages import Ready
-from ..runtime.profile import load_profile
-from ..runtime.ranks_launch import DRAIN, run_ranks, under_mpi
+from ..runtime.observe.chrome_trace import TraceFile
+from ..runtime.observe.logs import configure_logging
+from ..runtime.ranks.launch import DRAIN, run_ranks, under_mpi
 from ..runtime.service import Service
-from ..runtime.text import Tokenizer
-from ..runtime.trace_file import TraceFile
+from ..runtime.step.grammar import Grammars, open_grammars
+from ..runtime.text.tokenizer import Tokenizer
 from ..runtime.watchdog import ASKED, tell_when_asked
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.cost import propose_swap_out_below
-from ..scheduler.pace import Pace
 from ..scheduler.scheduler import Scheduler
+from ..scheduler.step_timing import Pace
 from ..scheduler.types import SettingError, Tier
 from .ranks_command import open_rank, run_rank
 from .serve_http import http_settings, read_chat_template
@@ -58,7 +58,7 @@ from .serve_sizes import (
 )
 
 if TYPE_CHECKING:
-    from ..runtime.ranks import Ranks
+    from ..runtime.ranks.mpi import Ranks
 
 log = logging.getLogger("pensieve")
 
@@ -196,7 +196,7 @@ def prepare_rank(args: argparse.Namespace, ranks: Ranks) -> Prepared:
 def follow_rank(args: argparse.Namespace, ranks: Ranks) -> None:
     """Another rank than 0, until rank 0 ends it. Signals are for rank 0: before it serves it dies of them, and mpirun
     ends all."""
-    from ..runtime.ranks_executor import follow  # and MPI
+    from ..runtime.ranks.executor import follow  # and MPI
 
     for number in ENDS:
         signal.signal(number, signal.SIG_IGN)
@@ -266,7 +266,7 @@ def make_executor(
     _, device, engine, config = prepared
     make: Callable[..., Executor] = Executor
     if ranks is not None and ranks.rank == 0:
-        from ..runtime.ranks_executor import RankedExecutor  # and MPI
+        from ..runtime.ranks.executor import RankedExecutor  # and MPI
 
         make = partial(RankedExecutor, ranks)
     group_layers = GROUP_LAYERS if args.swap_in == "pipelined" else engine.manifest.layers
@@ -276,7 +276,7 @@ def make_executor(
 
 def make_device(args: argparse.Namespace) -> Device:
     if args.device == "cuda":
-        from ..runtime.cuda_device import CudaDevice  # and cuda-python, which nobody else needs
+        from ..runtime.device.cuda import CudaDevice  # and cuda-python, which nobody else needs
 
         return CudaDevice(enforce_eager=args.enforce_eager)
     if args.enforce_eager:

@@ -7,9 +7,9 @@ import importlib.metadata
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from ..runtime.api_keys import key_digest
-from ..runtime.http_settings import HTTPSettings
-from ..runtime.text import ChatTemplate
+from ..runtime.http.auth import key_digest
+from ..runtime.http.settings import HTTPSettings
+from ..runtime.text.tokenizer import ChatTemplate
 from ..scheduler.types import SettingError
 from .sizes import parse_bytes
 

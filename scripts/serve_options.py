@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..runtime.logs import LOG_FORMATS, LOG_LEVELS
+from ..runtime.observe.logs import LOG_FORMATS, LOG_LEVELS
 from ..scheduler.config import BATCHING_MODES, EVICTION_POLICIES, QUEUE_ORDERS, SAVE_MODES
+from ..scheduler.context_window import OVERFLOW_MODES
 from ..scheduler.types import SettingError
-from ..scheduler.windows import OVERFLOW_MODES
 
 DEFAULT_GPU_KV = "512MiB"
 DEFAULT_HOST_KV = "2GiB"

@@ -11,25 +11,25 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..builder.config import Shard
+from ..builder.checkpoints.config import Shard
 from ..builder.manifest import Manifest
-from ..plugins.kv_forms import FP8, PACKED, Form, record_bytes
-from ..runtime.device import Device
-from ..runtime.disk_records import record_bytes as disk_record_bytes
-from ..runtime.disk_speed import measure_disk
-from ..runtime.disk_store import DiskSettings
+from ..plugins.kv_forms.forms import FP8, PACKED, Form, record_bytes
+from ..runtime.device.memory import GIB, activation_bytes, check_pool_fits, divide
+from ..runtime.device.protocol import Device
+from ..runtime.disk.record import record_bytes as disk_record_bytes
+from ..runtime.disk.speed import measure_disk
+from ..runtime.disk.store import DiskSettings
 from ..runtime.engine import Engine
-from ..runtime.memory import GIB, activation_bytes, check_pool_fits, divide
-from ..scheduler.batch import MOST_SCORED
 from ..scheduler.config import SchedulerConfig
+from ..scheduler.context_window import KEEP, RECOMPUTE
 from ..scheduler.cost import CostProfile, analytic_profile
+from ..scheduler.planning.plan_builder import MOST_SCORED
 from ..scheduler.types import SettingError, Tier
-from ..scheduler.windows import KEEP, RECOMPUTE
 from .serve_options import DEFAULT_DISK_KV, DEFAULT_GPU_KV, DEFAULT_HOST_KV, changed
 from .sizes import parse_bytes
 
 if TYPE_CHECKING:
-    from ..runtime.ranks import Ranks
+    from ..runtime.ranks.mpi import Ranks
 
 log = logging.getLogger("pensieve")
 

@@ -1,7 +1,7 @@
 """simulate: replays conversations against the scheduler on a virtual clock, for each eviction policy and tier size.
 
 Nothing is computed: the model's shape and the GPU's speeds say how long steps and copies take. See
-`scheduler/simulator.py` for what is simulated, `scripts/traces.py` for the form of a trace.
+`scheduler/sim/simulator.py` for what is simulated, `scripts/traces.py` for the form of a trace.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from ..scheduler.config import EVICTION_POLICIES, QUEUE_ORDERS, SAVE_MODES, SchedulerConfig
 from ..scheduler.cost import CostProfile, analytic_profile
-from ..scheduler.simulator import Report, Session, longest_context, simulate
+from ..scheduler.sim.simulator import Report, Session, longest_context, simulate
 from ..scheduler.types import SettingError
 from .sizes import parse_bytes
 from .traces import CHATS, read_trace, synthetic

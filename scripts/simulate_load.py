@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from ..scheduler.config import QUEUE_ORDERS, SchedulerConfig
 from ..scheduler.cost import CostProfile
-from ..scheduler.simulator import Open, Session, SessionTurn, Simulator, longest_context, percentile
+from ..scheduler.sim.simulator import Open, Session, SessionTurn, Simulator, longest_context, percentile
 from ..scheduler.types import Applied, RequestId, SettingError, Usage
 from .bench_workload import Arrival, plan_arrivals
 from .simulate import MODELS

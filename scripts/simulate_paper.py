@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..scheduler.config import SchedulerConfig
+from ..scheduler.context_window import KEEP, RECOMPUTE
 from ..scheduler.cost import CostProfile, analytic_profile
-from ..scheduler.simulator import Report, Session, SessionTurn, Simulator, VirtualDevice
+from ..scheduler.sim.simulator import Report, Session, SessionTurn, Simulator, VirtualDevice
 from ..scheduler.types import SettingError, Usage
-from ..scheduler.windows import KEEP, RECOMPUTE
 from .simulate import ELEMENT_BYTES, ModelShape
 from .traces import ChatStatistics, synthetic
 

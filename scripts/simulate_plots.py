@@ -10,7 +10,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-from ..scheduler.simulator import Report
+from ..scheduler.sim.simulator import Report
 from .simulate_paper import TB, Case, dollars, gpu_hours, hit_shares, policy_label
 
 TIERS = (("GPU", "tab:green"), ("host", "tab:blue"), ("disk", "tab:orange"))

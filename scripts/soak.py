@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from ..builder.checkpoint import DEMO_CHECKPOINT
+from ..builder.checkpoints.hugging_face import DEMO_CHECKPOINT
 from .soak_life import Life, Wrong
 
 CHUNK_TOKENS, GPU_CHUNKS, HOST_CHUNKS, DISK_CHUNKS = 16, 72, 24, 160

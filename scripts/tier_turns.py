@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..runtime.disk_files import SystemCalls
-from ..runtime.disk_store import DiskSettings
+from ..runtime.disk.segments import SystemCalls
+from ..runtime.disk.store import DiskSettings
 from ..runtime.engine import Engine
 from ..runtime.executor import GROUP_LAYERS
 from ..scheduler.config import SchedulerConfig

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..scheduler.simulator import Session, SessionTurn
+from ..scheduler.sim.simulator import Session, SessionTurn
 from ..scheduler.types import SettingError
 from .traces import check_whole, parse_json, read_lines, read_rows, session_turns
 

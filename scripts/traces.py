@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..scheduler.simulator import Session, SessionTurn
+from ..scheduler.sim.simulator import Session, SessionTurn
 from ..scheduler.types import SettingError
 
 

@@ -16,9 +16,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..runtime.history_store import HistoryStore
-from ..runtime.logs import configure_logging
-from ..runtime.ranks_launch import find_mpirun, run_ranks
+from ..runtime.conversations.store import HistoryStore
+from ..runtime.observe.logs import configure_logging
+from ..runtime.ranks.launch import find_mpirun, run_ranks
 from ..runtime.triton_settings import TritonSettings
 from ..scheduler.types import SettingError
 from .serve import drain_on_signals, engine_ranks, locked_directories, make_service
@@ -27,7 +27,7 @@ from .serve_options import parse_options
 from .triton_repository import refuse_tritons
 
 if TYPE_CHECKING:
-    from ..runtime.ranks import Ranks
+    from ..runtime.ranks.mpi import Ranks
 
 END_SECONDS = 10.0  # for the last step, and for memory to be given back
 

@@ -14,7 +14,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
-from ..runtime.logs import configure_logging
+from ..runtime.observe.logs import configure_logging
 from ..scheduler.types import SettingError
 from .ranks_command import run_rank
 from .serve import engine_ranks, follow_rank
@@ -22,7 +22,7 @@ from .serve_options import parse_options
 from .triton_engine import serve_model
 
 if TYPE_CHECKING:
-    from ..runtime.ranks import Ranks
+    from ..runtime.ranks.mpi import Ranks
 
 
 def main(argv: Sequence[str]) -> int:

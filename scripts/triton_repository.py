@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..runtime.triton_tensors import INPUTS, OUTPUTS
+from ..runtime.triton.tensors import INPUTS, OUTPUTS
 from ..scheduler.types import SettingError
 from .serve_options import changed, parse_options
 
@@ -37,7 +37,7 @@ TRITONS = (
 ONE_VALUE = {"arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns"}
 MODEL = '''"""Pensieve in Triton's python backend; config.pbtxt has its settings."""
 
-from pensieve.runtime.triton_model import TritonPythonModel
+from pensieve.runtime.triton.model import TritonPythonModel
 
 __all__ = ["TritonPythonModel"]
 '''

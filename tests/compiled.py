@@ -13,7 +13,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from pensieve.builder.build import build_engine
-from pensieve.builder.compiler import cpp_compiler
+from pensieve.builder.inductor.compile_parent import cpp_compiler
 
 from .models import tiny_checkpoint
 

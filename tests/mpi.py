@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 
-from pensieve.runtime.ranks_launch import environment, find_mpirun
+from pensieve.runtime.ranks.launch import environment, find_mpirun
 
 SCRATCH = tempfile.TemporaryDirectory(prefix="pensieve-mpi-", ignore_cleanup_errors=True)
 

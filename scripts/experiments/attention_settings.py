@@ -29,8 +29,9 @@ from graph_times import microseconds  # beside this file
 from torch import Tensor
 from triton.errors import TritonError
 
-from pensieve.plugins import attention_kernel, work_list
-from pensieve.plugins.work_list import Capacity, Tile, WorkList
+from pensieve.plugins.attention import kernel as attention_kernel
+from pensieve.plugins.attention import work_list
+from pensieve.plugins.attention.work_list import Capacity, Tile, WorkList
 
 HEADS, KV_HEADS, HEAD_DIM, CHUNK = 40, 10, 128, 32
 SHORTEST, LONGEST = 1100, 1300

@@ -15,9 +15,10 @@ import statistics
 import numpy as np
 import torch
 
-from pensieve.plugins import kv_fp8_kernel, kv_packed_kernel
-from pensieve.plugins.kv_forms import FP8, PACKED, Form, record_bytes
-from pensieve.runtime.cuda_device import CudaDevice
+from pensieve.plugins.kv_forms import fp8_kernel as kv_fp8_kernel
+from pensieve.plugins.kv_forms import packed_kernel as kv_packed_kernel
+from pensieve.plugins.kv_forms.forms import FP8, PACKED, Form, record_bytes
+from pensieve.runtime.device.cuda import CudaDevice
 from pensieve.scheduler.plan import Lane
 from pensieve.scheduler.types import Tier
 

@@ -18,8 +18,8 @@ import time
 import numpy as np
 import torch
 
-from pensieve.plugins import attention_kernel
-from pensieve.plugins.work_list import Capacity
+from pensieve.plugins.attention import kernel as attention_kernel
+from pensieve.plugins.attention.work_list import Capacity
 
 LAYERS, KV_HEADS, HEADS, CHUNK, HEAD_DIM = 40, 10, 40, 32, 128
 LAYER_BYTES = 2 * KV_HEADS * CHUNK * HEAD_DIM * 2

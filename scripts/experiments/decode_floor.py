@@ -32,14 +32,14 @@ from torch import Tensor
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
-from pensieve.builder.architectures import decoder_config
+from pensieve.builder.checkpoints.architectures import decoder_config
 from pensieve.builder.model import Batch, Decoder
 from pensieve.builder.random_weights import random_weights
-from pensieve.plugins import fp8_linear
-from pensieve.plugins.attention_kernel import make_work_list
+from pensieve.plugins.attention.kernel import make_work_list
+from pensieve.plugins.attention.work_list import Capacity
+from pensieve.plugins.linear import fp8 as fp8_linear
 from pensieve.plugins.torch_ops import register_pool
-from pensieve.plugins.work_list import Capacity
-from pensieve.runtime.sampler import sample
+from pensieve.runtime.step.sampler import sample
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -26,8 +26,8 @@ import torch.nn.functional as F
 from graph_times import microseconds  # beside this file
 from torch import Tensor
 
-from pensieve.plugins import fp8_linear_kernel
-from pensieve.plugins.fp8_linear import in_fp8, rounded, row_scales
+from pensieve.plugins.linear import fp8_kernel as fp8_linear_kernel
+from pensieve.plugins.linear.fp8 import in_fp8, rounded, row_scales
 
 PRODUCTS = {"qkv": (6144, 4096), "out": (4096, 4096), "up": (28672, 4096), "down": (4096, 14336)}
 ROWS = (1, 16, 64, 256, 1024, 2048, 32, 128, 512)

@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from pensieve.runtime.cuda_runtime import CudaRuntime
+from pensieve.runtime.device.cuda_api import CudaRuntime
 
 STEPS, LAYERS, WIDTH = 3, 4, 1 << 20
 HELD_UP_S = 0.05

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from pensieve.runtime.cuda_device import CudaDevice
+from pensieve.runtime.device.cuda import CudaDevice
 from pensieve.runtime.engine import open_engine
-from pensieve.runtime.measure import Bench
+from pensieve.runtime.measure.step_bench import Bench
 from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.plan import Span, StepPlan
 

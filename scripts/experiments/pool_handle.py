@@ -22,7 +22,7 @@ import torch
 import torch._inductor
 from torch import Tensor
 
-from pensieve.builder.config import DecoderConfig, Rotary
+from pensieve.builder.checkpoints.config import DecoderConfig, Rotary
 from pensieve.builder.model import Decoder
 from pensieve.builder.random_weights import random_weights
 from pensieve.plugins.torch_ops import register_pool, release_pool
@@ -85,8 +85,8 @@ class Experiment:
         self.handle = register_pool(self.pool, work=self.work)
 
     def _work_list(self, dtype: torch.dtype):
-        from pensieve.plugins import attention_kernel  # Triton comes with CUDA only
-        from pensieve.plugins.work_list import Capacity
+        from pensieve.plugins.attention import kernel as attention_kernel  # Triton comes with CUDA only
+        from pensieve.plugins.attention.work_list import Capacity
 
         capacity = Capacity(sum(LENGTHS), len(LENGTHS), SHAPE.max_positions)
         return attention_kernel.make_work_list(capacity, SHAPE.heads, SHAPE.kv_heads, SHAPE.head_dim, dtype)

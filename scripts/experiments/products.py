@@ -19,7 +19,7 @@ The numbers go to FILE, or without one are printed as JSON.
 **The rule**: a table of the best way by product and token bucket, behind one operation, enters the engines only if
 whole layers of a shape gain more than 4% at each of 32, 48 and 64 rows, to which steps of 17 to 64 tokens are padded;
 otherwise all stays with cuBLAS. If other sizes (17 or 24 rows as they are, or more padding) or an algorithm of cuBLASLt
-gain as much, that alone enters: sizes are a line of runtime/step_buffers.py.
+gain as much, that alone enters: sizes are a line of runtime/step/buffers.py.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MODELS = {  # outputs and inputs of each product, in a layer's order
     "13B": {"qkv": (7680, 5120), "out": (5120, 5120), "up": (27648, 5120), "down": (5120, 13824)},
 }
 ROWS = (32, 64, 48, 1, 128, 16, 24, 96, 17, 8, 256)  # the most interesting first
-DECISIVE = (32, 48, 64)  # what steps of 17 to 64 tokens are padded to (runtime/step_buffers.py)
+DECISIVE = (32, 48, 64)  # what steps of 17 to 64 tokens are padded to (runtime/step/buffers.py)
 WORTH = 0.04
 TILES = (Tile(64, 128, 4, 4), Tile(128, 64, 4, 5))
 COLD_BYTES = 2**30

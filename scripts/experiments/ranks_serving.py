@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pensieve.runtime.memory import GIB, host_memory
+from pensieve.runtime.device.memory import GIB, host_memory
 from pensieve.scripts.serving_runs import run, serving, tell_end
 from pensieve.scripts.sizes import parse_bytes
 from pensieve.scripts.traces import TURN_COUNTS

@@ -15,8 +15,11 @@ os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 
 import torch
 
-from pensieve.plugins import attention_kernel, attention_reference, torch_ops, work_list
-from pensieve.plugins.work_list import Capacity
+from pensieve.plugins import torch_ops
+from pensieve.plugins.attention import kernel as attention_kernel
+from pensieve.plugins.attention import reference as attention_reference
+from pensieve.plugins.attention import work_list
+from pensieve.plugins.attention.work_list import Capacity
 
 CHUNK, LAYERS, SLOTS = 16, 2, 48
 SEGMENTS = ((1, 1), (1, 70), (33, 33), (7, 150), (40, 200))  # (queries, context)

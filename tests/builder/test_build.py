@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pensieve.builder import build as build_module
 from pensieve.builder import weights as weights_module
-from pensieve.builder.architectures import decoder_config
 from pensieve.builder.build import build_engine
-from pensieve.builder.checkpoint import (
+from pensieve.builder.checkpoints.architectures import decoder_config
+from pensieve.builder.checkpoints.hugging_face import (
     DEMO_CHECKPOINT,
     CheckpointWeights,
     parameter_shapes,

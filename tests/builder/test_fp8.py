@@ -8,25 +8,25 @@ import torch
 from safetensors.torch import load_file
 
 from pensieve.builder import parity as parity_module
-from pensieve.builder.architectures import decoder_config
 from pensieve.builder.build import build_engine, build_random_engine
-from pensieve.builder.checkpoint import DEMO_CHECKPOINT, read_json, read_weights
-from pensieve.builder.compile_inductor import Compilable, export
+from pensieve.builder.checkpoints.architectures import decoder_config
+from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT, read_json, read_weights
 from pensieve.builder.fp8 import QuantisedWeights, dequantised, names_in_fp8, projections, stored_as
+from pensieve.builder.inductor.compile import Compilable, export
+from pensieve.builder.inductor.package import laid_out
 from pensieve.builder.manifest import WEIGHTS, Manifest
 from pensieve.builder.model import Decoder
-from pensieve.builder.package import laid_out
 from pensieve.builder.parity import FP8_BOUND, random_batches, whole_weights
 from pensieve.builder.random_weights import random_weights
-from pensieve.plugins.collectives import TENSOR_PARALLEL, ThreadRanks, register_group, release_group
-from pensieve.plugins.fp8_linear import FP8
+from pensieve.plugins.collectives.protocol import TENSOR_PARALLEL, ThreadRanks, register_group, release_group
+from pensieve.plugins.linear.fp8 import FP8
 from pensieve.runtime.engine import open_engine
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.build_engine import main
 from tests.compiled import needs_compiler
 from tests.models import ScatteredRunner, tiny_checkpoint
 
-from .test_compile_inductor import captured, logits_and_kv
+from .inductor.test_compile import captured, logits_and_kv
 from .test_random_weights import CONFIGS
 
 KINDS = ("llama", "opt")

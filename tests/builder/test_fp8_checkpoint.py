@@ -6,14 +6,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pensieve.builder.architectures import decoder_config
 from pensieve.builder.build import build_engine
-from pensieve.builder.checkpoint import SINGLE, read_json, read_weights
+from pensieve.builder.checkpoints.architectures import decoder_config
+from pensieve.builder.checkpoints.hugging_face import SINGLE, read_json, read_weights
 from pensieve.builder.fp8 import dequantised, names_in_fp8, projections
 from pensieve.builder.manifest import WEIGHTS
 from pensieve.builder.model import Decoder
 from pensieve.builder.parity import whole_weights
-from pensieve.plugins.fp8_linear import FP8, rounded, row_scales, widened
+from pensieve.plugins.linear.fp8 import FP8, rounded, row_scales, widened
 from pensieve.runtime.engine import open_engine
 from pensieve.scheduler.types import SettingError
 from tests.models import tiny_checkpoint

@@ -11,9 +11,9 @@ from transformers import (
     Qwen3Config,
 )
 
-from pensieve.builder.architectures import decoder_config
 from pensieve.builder.build import build_engine
-from pensieve.builder.checkpoint import read_json
+from pensieve.builder.checkpoints.architectures import decoder_config
+from pensieve.builder.checkpoints.hugging_face import read_json
 from pensieve.builder.manifest import WEIGHTS
 from pensieve.builder.model import Decoder
 from pensieve.builder.weights import load_weights

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from pensieve.builder.architectures import decoder_config
-from pensieve.builder.config import Shard
+from pensieve.builder.checkpoints.architectures import decoder_config
+from pensieve.builder.checkpoints.config import Shard
 from pensieve.builder.model import Decoder
 from pensieve.builder.random_weights import random_weights
-from pensieve.plugins.collectives import TENSOR_PARALLEL, ThreadRanks, register_group, release_group
+from pensieve.plugins.collectives.protocol import TENSOR_PARALLEL, ThreadRanks, register_group, release_group
 from pensieve.plugins.torch_ops import register_pool, release_pool
 
 from .test_random_weights import CONFIGS
@@ -52,8 +52,8 @@ class Model:
         self.handle = register_pool(self.pool, work=self.work)
 
     def _work(self, shard, dtype):
-        from pensieve.plugins.attention_kernel import make_work_list
-        from pensieve.plugins.work_list import Capacity
+        from pensieve.plugins.attention.kernel import make_work_list
+        from pensieve.plugins.attention.work_list import Capacity
 
         capacity = Capacity(TOKENS, SEATS, SEATS * BLOCKS * CHUNK)
         return make_work_list(capacity, shard.heads, shard.kv_heads, shard.config.head_dim, dtype)

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from pensieve.builder.architectures import decoder_config
+from pensieve.builder.checkpoints.architectures import decoder_config
 from pensieve.builder.model import Decoder
 from pensieve.builder.parity import LEAST_BOUND, SEATS, check_parity, random_batches
 from pensieve.builder.random_weights import random_weights
 from pensieve.scheduler.types import SettingError
 
-from .test_architectures import LLAMA
+from .checkpoints.test_architectures import LLAMA
 
 CONFIG = decoder_config(LLAMA | {"num_key_value_heads": 2})
 

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from pensieve.builder.architectures import decoder_config
 from pensieve.builder.build import build_random_engine
-from pensieve.builder.checkpoint import parameter_shapes
+from pensieve.builder.checkpoints.architectures import decoder_config
+from pensieve.builder.checkpoints.hugging_face import parameter_shapes
 from pensieve.builder.manifest import Manifest
 from pensieve.builder.random_weights import random_weights
 from pensieve.runtime.engine import open_engine

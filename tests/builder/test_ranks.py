@@ -7,14 +7,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pensieve.builder import parity
-from pensieve.builder.architectures import decoder_config
 from pensieve.builder.build import build_engine, build_random_engine
-from pensieve.builder.checkpoint import read_json, read_weights
+from pensieve.builder.checkpoints.architectures import decoder_config
+from pensieve.builder.checkpoints.hugging_face import read_json, read_weights
 from pensieve.builder.manifest import WEIGHTS, Manifest, weights_file
 from pensieve.builder.model import Decoder
 from pensieve.builder.parity import check_ranks, whole_weights
 from pensieve.plugins import torch_ops
-from pensieve.plugins.collectives import TENSOR_PARALLEL, ThreadRanks, register_group, release_group
+from pensieve.plugins.collectives.protocol import TENSOR_PARALLEL, ThreadRanks, register_group, release_group
 from pensieve.runtime.engine import open_engine
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.build_engine import main
@@ -23,8 +23,8 @@ from pensieve.scripts.serve_options import parse_options
 from tests.compiled import needs_compiler
 from tests.models import LLAMA_SHAPE, ScatteredRunner, save_random, tiny_checkpoint
 
-from .test_legacy_checkpoint import CONFIGS as LEGACY_CONFIGS
-from .test_legacy_checkpoint import write_legacy
+from .checkpoints.test_tensorrt_llm import CONFIGS as LEGACY_CONFIGS
+from .checkpoints.test_tensorrt_llm import write_legacy
 
 LENGTHS = (37, 60)
 STEPS = (((0, 0, 10),), ((1, 0, 33), (0, 10, 11)), ((0, 11, 37), (1, 33, 34)), ((1, 34, 60),))

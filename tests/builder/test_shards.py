@@ -7,12 +7,12 @@ from torch.export import Dim
 from torch.fx.experimental import _config
 from transformers import LlamaConfig, OPTConfig, Qwen3Config
 
-from pensieve.builder.architectures import decoder_config
-from pensieve.builder.checkpoint import parameter_shapes, read_json, read_weights
-from pensieve.builder.config import Shard
+from pensieve.builder.checkpoints.architectures import decoder_config
+from pensieve.builder.checkpoints.config import Shard
+from pensieve.builder.checkpoints.hugging_face import parameter_shapes, read_json, read_weights
 from pensieve.builder.model import Decoder
 from pensieve.builder.random_weights import random_weights
-from pensieve.plugins.collectives import TENSOR_PARALLEL, ThreadRanks, register_group, release_group
+from pensieve.plugins.collectives.protocol import TENSOR_PARALLEL, ThreadRanks, register_group, release_group
 from pensieve.scheduler.types import SettingError
 from tests.models import LLAMA_SHAPE, OPT_SHAPE, ScatteredRunner, save_random
 

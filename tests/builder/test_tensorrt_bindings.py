@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import pensieve.builder.build as build_module
-from pensieve.builder.tensorrt_installed import tensorrt_version
+from pensieve.builder.tensorrt.installed import tensorrt_version
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts import build_engine
 from tests.models import tiny_checkpoint
@@ -18,10 +18,10 @@ from tests.tensorrt.bindings import Mismatch, check_call, load_bindings, signatu
 
 ROOT = Path(build_module.__file__).parent.parent
 OURS = (
-    "builder/compile_tensorrt.py",
-    "builder/tensorrt_network.py",
-    "builder/tensorrt_package.py",
-    "plugins/tensorrt_plugins.py",
+    "builder/tensorrt/compile.py",
+    "builder/tensorrt/network.py",
+    "builder/tensorrt/package.py",
+    "plugins/tensorrt/plugins.py",
 )
 OWN_PLUGINS = {"write_kv", "write_kv_unrotated", "multi_token_attention"}
 

@@ -23,6 +23,6 @@ def test_an_engine_is_compiled_and_computes_what_the_reference_does(kind, tmp_pa
     pytest.importorskip("tensorrt")
     tiny_checkpoint(kind, tmp_path / "hf")
     build_engine(tmp_path / "hf", tmp_path / "engine", backend="reference", dtype="bfloat16", device="cuda")
-    command = [sys.executable, "-m", "pensieve.builder.compile_tensorrt", str(tmp_path / "engine")]
+    command = [sys.executable, "-m", "pensieve.builder.tensorrt.compile", str(tmp_path / "engine")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "compiled" in json.loads(done.stdout.splitlines()[-1]), done.stderr

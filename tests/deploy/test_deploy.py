@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pensieve.runtime.metrics import Metrics
+from pensieve.runtime.observe.metrics import Metrics
 from pensieve.scripts.serve_options import parser
 
 ROOT = Path(__file__).parents[2]

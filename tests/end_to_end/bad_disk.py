@@ -9,8 +9,8 @@ import threading
 import time
 from collections import Counter
 
-from pensieve.runtime.disk_files import SystemCalls, aligned_buffer
-from pensieve.runtime.disk_records import PAGE
+from pensieve.runtime.disk.record import PAGE
+from pensieve.runtime.disk.segments import SystemCalls, aligned_buffer
 
 ON_READ = "EIO on read", "slow read"
 ON_WRITE = "ENOSPC", "EIO on write", "torn", "flipped", "misdirected"

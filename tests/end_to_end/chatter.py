@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pensieve.runtime.cpu_device import CpuDevice
+from pensieve.runtime.device.cpu import CpuDevice
 from pensieve.runtime.executor import Executor
 from pensieve.scheduler.config import SchedulerConfig
+from pensieve.scheduler.context_window import RECOMPUTE, Windows
 from pensieve.scheduler.cost import analytic_profile
 from pensieve.scheduler.scheduler import Scheduler
 from pensieve.scheduler.types import Request
-from pensieve.scheduler.windows import RECOMPUTE, Windows
 
 UNDECIDED = 1e-3
 

@@ -7,7 +7,7 @@ import time
 from array import array
 from dataclasses import dataclass, field
 
-from pensieve.runtime.cpu_device import CpuDevice
+from pensieve.runtime.device.cpu import CpuDevice
 from pensieve.runtime.executor import Executor
 from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.scheduler import Scheduler

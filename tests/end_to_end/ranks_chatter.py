@@ -17,12 +17,12 @@ from pathlib import Path
 
 import torch
 
-from pensieve.plugins.collectives import TENSOR_PARALLEL, register_group
-from pensieve.runtime.disk_records import record_bytes
-from pensieve.runtime.disk_store import DiskSettings
+from pensieve.plugins.collectives.protocol import TENSOR_PARALLEL, register_group
+from pensieve.runtime.disk.record import record_bytes
+from pensieve.runtime.disk.store import DiskSettings
 from pensieve.runtime.engine import open_engine
-from pensieve.runtime.ranks import Ranks
-from pensieve.runtime.ranks_executor import RankedExecutor, follow
+from pensieve.runtime.ranks.executor import RankedExecutor, follow
+from pensieve.runtime.ranks.mpi import Ranks
 
 from .bad_disk import BadDisk
 from .chatter import Chatter

@@ -50,7 +50,8 @@ def cannot_make(*_):
 
 
 if __name__ == "__main__":
-    from pensieve.runtime import ranks, ranks_executor  # the HTTP process, which imports this file too, is no rank
+    from pensieve.runtime.ranks import executor as ranks_executor
+    from pensieve.runtime.ranks import mpi as ranks  # the HTTP process, which imports this file too, is no rank
     from pensieve.scripts import ranks_command
 
     if sys.argv[1] not in ("raise", "kill"):  # which nobody waits for: a busy machine is to have its time

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from pensieve.plugins.kv_forms import Form
+from pensieve.plugins.kv_forms.forms import Form
 
 
 def encode(chunks):

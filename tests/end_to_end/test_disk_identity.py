@@ -1,7 +1,7 @@
 """Disk reload = cold: replies are those of plain transformers through spills, restarts, and a disk that lies.
 
 Pools are so small that spilling never stops. The system's calls fail on purpose; what a record must survive is in
-`tests/runtime/test_disk_store.py`, here it is seen that no wrong token comes of it.
+`tests/runtime/disk/test_store.py`, here it is seen that no wrong token comes of it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from pensieve.builder.build import build_engine
-from pensieve.runtime.disk_records import record_bytes
-from pensieve.runtime.disk_store import DiskSettings
+from pensieve.runtime.disk.record import record_bytes
+from pensieve.runtime.disk.store import DiskSettings
 from pensieve.runtime.engine import open_engine
 from tests.models import tiny_checkpoint
 
@@ -52,7 +52,7 @@ def test_replies_across_restarts_in_the_middle_of_turns(model, tmp_path, disturb
 def test_replies_with_a_disk_that_lies(model, tmp_path, seed, monkeypatch):
     """Torn, flipped and misdirected writes, refusals and slow reads, across restarts."""
     turns = 2 * TURNS if seed == 3 else 10 * TURNS
-    monkeypatch.setattr("pensieve.scheduler.disk.BACKOFF_S", 0.05)
+    monkeypatch.setattr("pensieve.scheduler.kv.disk_tier.BACKOFF_S", 0.05)
     engine, reference = model
     disk = BadDisk(seed, SLOTS, record_bytes(engine.chunk_bytes(8)))
     chatter = Chatter(engine, reference, seed, disk=DiskSettings(tmp_path, SLOTS, "ab", system=disk.calls), **SETTINGS)

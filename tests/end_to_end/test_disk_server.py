@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from pensieve.builder.checkpoint import DEMO_CHECKPOINT
+from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
 from pensieve.scripts.soak import CHUNK_TOKENS, DISK_CHUNKS, GPU_CHUNKS, HOST_CHUNKS, LONGEST, Reference, Soak
 
 from .server import HTTP, Server

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from pensieve.builder.build import build_engine
-from pensieve.builder.checkpoint import DEMO_CHECKPOINT
-from pensieve.plugins.kv_forms import FP8, record_bytes
-from pensieve.plugins.kv_fp8_reference import decode, encode
+from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
+from pensieve.plugins.kv_forms.forms import FP8, record_bytes
+from pensieve.plugins.kv_forms.fp8_reference import decode, encode
 from pensieve.plugins.torch_ops import register_pool, release_pool
-from pensieve.runtime.disk_store import DiskSettings
+from pensieve.runtime.disk.store import DiskSettings
 from pensieve.scheduler.config import SAVE_MODES
 from pensieve.scheduler.types import Tier
 from tests.runtime.fake_engine import VOCAB, FakeEngine

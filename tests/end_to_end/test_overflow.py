@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pensieve.builder.build import build_engine
-from pensieve.runtime.disk_store import DiskSettings
+from pensieve.runtime.disk.store import DiskSettings
 from pensieve.runtime.engine import open_engine
 from tests.models import tiny_checkpoint
 

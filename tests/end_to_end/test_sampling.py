@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from pensieve.builder.build import build_engine
 from pensieve.runtime.engine import open_engine
-from pensieve.runtime.grammar import Grammars, json_grammar
+from pensieve.runtime.step.grammar import Grammars, json_grammar
 from pensieve.scheduler.types import FinishReason, Sampling
 from tests.models import SHAPE, tiny_checkpoint
 

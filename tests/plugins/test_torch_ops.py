@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pensieve.plugins import attention_reference
+from pensieve.plugins.attention import reference as attention_reference
 from pensieve.plugins.torch_ops import register_pool, release_pool
 
 HEADS, KV_HEADS, HEAD_DIM, CHUNK = 4, 2, 8, 4

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from pensieve.runtime.engine_client import EngineClient
-from pensieve.runtime.openai_api import create_app
-from pensieve.runtime.text import Tokenizer
+from pensieve.runtime.frontend.engine_client import EngineClient
+from pensieve.runtime.http.app import create_app
+from pensieve.runtime.text.tokenizer import Tokenizer
 
 from .fake_loop import FakeLoop, ready, save_tokenizer
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from pensieve.plugins.collectives import ThreadRanks
-from pensieve.runtime import ranks as runtime_ranks
-from pensieve.runtime.ranks import RankFailed, Ranks
+from pensieve.plugins.collectives.protocol import ThreadRanks
+from pensieve.runtime.ranks import mpi as runtime_ranks
+from pensieve.runtime.ranks.mpi import RankFailed, Ranks
 from pensieve.runtime.watchdog import give_up_after
 from pensieve.scheduler.types import SettingError
 

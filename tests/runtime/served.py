@@ -12,14 +12,14 @@ from typing import Any
 import httpx
 import pytest
 
-from pensieve.runtime.api_keys import key_digest
-from pensieve.runtime.engine_client import EngineClient
-from pensieve.runtime.histories import Histories
-from pensieve.runtime.history_store import HistoryStore
-from pensieve.runtime.http_settings import HTTPSettings
+from pensieve.runtime.conversations.store import HistoryStore
+from pensieve.runtime.conversations.turns import Histories
+from pensieve.runtime.frontend.engine_client import EngineClient
+from pensieve.runtime.http.app import create_app
+from pensieve.runtime.http.auth import key_digest
+from pensieve.runtime.http.settings import HTTPSettings
 from pensieve.runtime.messages import Ready, Submit
-from pensieve.runtime.openai_api import create_app
-from pensieve.runtime.text import Tokenizer
+from pensieve.runtime.text.tokenizer import Tokenizer
 from pensieve.scheduler.types import Request
 
 from .fake_loop import FakeLoop, ready

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from pensieve.runtime.api_messages import Message
-from pensieve.runtime.logprobs import LogprobsWriter
+from pensieve.runtime.frontend.chat_messages import Message
+from pensieve.runtime.frontend.logprobs import LogprobsWriter
+from pensieve.runtime.frontend.reply import ChatWriter, Reply, Style
+from pensieve.runtime.frontend.tool_calls import ToolCallParser
 from pensieve.runtime.messages import Submit
-from pensieve.runtime.replies import ChatWriter, Reply, Style
-from pensieve.runtime.text import Tokenizer
-from pensieve.runtime.tools import ToolCallParser
+from pensieve.runtime.text.tokenizer import Tokenizer
 from pensieve.scheduler.types import FinishReason, Output, Request, RequestId, TokenLogprobs
 
 from .fake_loop import EOS, FIRST_BYTE, FakeLoop, byte_tokens, say
-from .test_openai_api import chat, complete, events, post
+from .http.test_app import chat, complete, events, post
 
 Ask = Callable[..., Any]
 WEATHER = {

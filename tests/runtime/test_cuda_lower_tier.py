@@ -7,16 +7,17 @@ import numpy as np
 import pytest
 import torch
 
-from pensieve.plugins.kv_forms import FP8, PACKED, record_bytes
-from pensieve.runtime import coded_copies, cuda_device
-from pensieve.runtime.cpu_device import CpuDevice
-from pensieve.runtime.cuda_device import CudaDevice
+from pensieve.plugins.kv_forms.forms import FP8, PACKED, record_bytes
+from pensieve.runtime.device import compressed_copies as coded_copies
+from pensieve.runtime.device import cuda as cuda_device
+from pensieve.runtime.device.cpu import CpuDevice
+from pensieve.runtime.device.cuda import CudaDevice
+from pensieve.runtime.device.pinned_memory import PinnedPool
 from pensieve.runtime.executor import MAX_IN_FLIGHT, Executor
-from pensieve.runtime.pinned import PinnedPool
 from pensieve.scheduler.plan import Lane
 from pensieve.scheduler.types import InvariantError, Tier
 
-from .test_cuda_device import (
+from .device.test_cuda import (
     KINDS,
     HeldUp,
     cycles_a_second,

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pensieve.builder.build import build_engine
+from pensieve.builder.inductor.host_target import this_target
 from pensieve.builder.manifest import PACKAGE, WEIGHTS, Compiled, Manifest, Parity, files_digest
-from pensieve.builder.target import this_target
 from pensieve.runtime import engine as engine_module
 from pensieve.runtime.engine import open_engine
 from pensieve.scheduler.types import SettingError

@@ -7,17 +7,17 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from pensieve.runtime.cpu_device import CpuDevice
-from pensieve.runtime.disk_files import SystemCalls
-from pensieve.runtime.disk_store import DiskSettings
+from pensieve.runtime.device.cpu import CpuDevice
+from pensieve.runtime.disk.segments import SystemCalls
+from pensieve.runtime.disk.store import DiskSettings
 from pensieve.runtime.executor import DISK_WAIT_SECONDS, MAX_IN_FLIGHT, Executor
 from pensieve.runtime.messages import KVCounters
 from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.plan import CopyBatch, Lane, Promotion, Spill, StepPlan, Tickets
 from pensieve.scheduler.types import ChunkKey, InvariantError, Sampling
 
+from .device.test_cpu import hold
 from .fake_engine import VOCAB, FakeEngine, copy, join, next_token, plan, reply, span
-from .test_cpu_device import hold
 
 LAYERS, CHUNK = 5, 4
 PROMPT = [5, 9, 2, 44, 7, 8, 30, 61]  # two full chunks

@@ -16,18 +16,18 @@ import httpx
 import pytest
 import torch
 
-from pensieve.runtime.cpu_device import CpuDevice
-from pensieve.runtime.engine_client import EngineClient
+from pensieve.runtime.device.cpu import CpuDevice
 from pensieve.runtime.executor import Executor
-from pensieve.runtime.grammar import Grammars
-from pensieve.runtime.openai_api import create_app
+from pensieve.runtime.frontend.engine_client import EngineClient
+from pensieve.runtime.http.app import create_app
 from pensieve.runtime.service import Service
-from pensieve.runtime.text import Tokenizer
+from pensieve.runtime.step.grammar import Grammars
+from pensieve.runtime.text.tokenizer import Tokenizer
 from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.cost import analytic_profile
-from pensieve.scheduler.pace import Pace
 from pensieve.scheduler.plan import StepPlan
 from pensieve.scheduler.scheduler import Scheduler
+from pensieve.scheduler.step_timing import Pace
 
 from .fake_engine import VOCAB, FakeEngine, reply
 from .fake_loop import EOS, byte_tokens, ready

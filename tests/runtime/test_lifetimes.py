@@ -12,12 +12,13 @@ from typing import ClassVar
 
 import pytest
 
-from pensieve.runtime import disk_files, step_buffers
-from pensieve.runtime.cpu_device import CpuDevice
-from pensieve.runtime.disk_files import SystemCalls
-from pensieve.runtime.disk_store import DiskSettings
+from pensieve.runtime.device.cpu import CpuDevice
+from pensieve.runtime.disk import segments as disk_files
+from pensieve.runtime.disk.segments import SystemCalls
+from pensieve.runtime.disk.store import DiskSettings
 from pensieve.runtime.executor import MAX_IN_FLIGHT, Executor
-from pensieve.runtime.step_buffers import Staging
+from pensieve.runtime.step import buffers as step_buffers
+from pensieve.runtime.step.buffers import Staging
 from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.plan import Promotion, Spill
 from pensieve.scheduler.types import ChunkKey

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from pensieve.plugins.kv_forms import FP8, PACKED, record_bytes
-from pensieve.plugins.kv_fp8_reference import decode, encode
-from pensieve.runtime.cpu_device import CpuDevice
+from pensieve.plugins.kv_forms.forms import FP8, PACKED, record_bytes
+from pensieve.plugins.kv_forms.fp8_reference import decode, encode
+from pensieve.runtime.device.cpu import CpuDevice
 from pensieve.runtime.executor import MAX_IN_FLIGHT
 from pensieve.scheduler.plan import Lane
 from pensieve.scheduler.types import Tier
 
-from .test_cuda_device import delay, executor_on, run, save_three, three_gated
+from .device.test_cuda import delay, executor_on, run, save_three, three_gated
 from .tiny_engine import TinyEngine
 
 SHAPE = (20, 3, 2, 2, 4, 16)

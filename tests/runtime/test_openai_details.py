@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from pensieve.runtime.api_errors import error_object
+from pensieve.runtime.frontend.errors import error_object
 from pensieve.scheduler.types import RequestError
 
 from .fake_loop import FakeLoop

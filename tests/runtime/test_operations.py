@@ -16,17 +16,17 @@ from typing import Any
 import httpx
 import pytest
 
-from pensieve.runtime import grammar_check
-from pensieve.runtime.api_keys import OWNER, key_digest
-from pensieve.runtime.api_messages import MOST_MESSAGES
-from pensieve.runtime.engine_client import EngineClient
-from pensieve.runtime.http_process import FrontDoor
-from pensieve.runtime.http_settings import DEFAULTS, HTTPSettings
-from pensieve.runtime.limits import ClientLimit
+from pensieve.runtime.frontend import grammar_check
+from pensieve.runtime.frontend.chat_messages import MOST_MESSAGES
+from pensieve.runtime.frontend.engine_client import EngineClient
+from pensieve.runtime.http.app import create_app
+from pensieve.runtime.http.auth import OWNER, key_digest
+from pensieve.runtime.http.limits import ClientLimit
+from pensieve.runtime.http.process import FrontDoor
+from pensieve.runtime.http.settings import DEFAULTS, HTTPSettings
 from pensieve.runtime.messages import Draining, Fatal, Submit
-from pensieve.runtime.openai_api import create_app
 from pensieve.runtime.processes import children
-from pensieve.runtime.text import Tokenizer
+from pensieve.runtime.text.tokenizer import Tokenizer
 
 from .fake_loop import FakeLoop, eventually, ready, say
 
@@ -356,7 +356,7 @@ def test_whoever_waits_for_a_start_that_fails_is_told() -> None:
 
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[dict[str, Any]]]]:
-    with caplog.at_level(logging.INFO, "pensieve.runtime.request_log"):
+    with caplog.at_level(logging.INFO, "pensieve.runtime.frontend.request_log"):
         yield lambda: [record.fields for record in caplog.records if record.msg == "request"]
 
 

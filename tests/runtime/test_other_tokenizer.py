@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from pensieve.runtime.histories import Histories
-from pensieve.runtime.history_rows import Name
-from pensieve.runtime.history_store import HistoryStore
-from pensieve.runtime.text import ChatTemplate, Tokenizer
+from pensieve.runtime.conversations.schema import Name
+from pensieve.runtime.conversations.store import HistoryStore
+from pensieve.runtime.conversations.turns import Histories
+from pensieve.runtime.text.tokenizer import ChatTemplate, Tokenizer
 from pensieve.scheduler.types import RequestError
 
 from . import served

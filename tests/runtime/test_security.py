@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pensieve.runtime.api_schema import BODIES
+from pensieve.runtime.http.openapi import BODIES
 
 TRAVERSALS = (
     "../../../../etc/passwd",

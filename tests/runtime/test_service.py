@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pensieve.runtime.device import TransferSeconds
+from pensieve.runtime.device.protocol import TransferSeconds
 from pensieve.runtime.messages import (
     Abort,
     DiskCounters,

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from pensieve.builder.config import DecoderConfig, Rotary
+from pensieve.builder.checkpoints.config import DecoderConfig, Rotary
 from pensieve.builder.model import Decoder
 from pensieve.plugins.torch_ops import register_pool, release_pool
 

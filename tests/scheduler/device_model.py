@@ -14,8 +14,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 
+from pensieve.scheduler.context_window import RECOMPUTE, RESTART
 from pensieve.scheduler.plan import Lane, Spill, StepPlan, StepResult, Tickets
-from pensieve.scheduler.windows import RECOMPUTE, RESTART
 
 
 class DeviceModel:

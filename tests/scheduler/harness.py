@@ -8,11 +8,11 @@ from dataclasses import replace
 from random import Random
 
 from pensieve.scheduler.config import SchedulerConfig
+from pensieve.scheduler.context_window import RECOMPUTE
 from pensieve.scheduler.cost import analytic_profile
 from pensieve.scheduler.plan import Lane, Spill, Tickets
 from pensieve.scheduler.scheduler import Scheduler
 from pensieve.scheduler.types import DiskRecord, Request
-from pensieve.scheduler.windows import RECOMPUTE
 
 from .device_model import DeviceModel, next_token
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from itertools import count
 
-from pensieve.scheduler.chunks import ChunkStore
 from pensieve.scheduler.config import SchedulerConfig
-from pensieve.scheduler.copies import StepCopies
-from pensieve.scheduler.proof import Claims
-from pensieve.scheduler.retention import eviction_policy
-from pensieve.scheduler.room import RoomMaker
+from pensieve.scheduler.invariants import Claims
+from pensieve.scheduler.kv.chunk_store import ChunkStore
+from pensieve.scheduler.kv.retention import eviction_policy
+from pensieve.scheduler.planning.eviction import RoomMaker
+from pensieve.scheduler.planning.plan_copies import StepCopies
 from pensieve.scheduler.types import ChunkKey
 
 from .harness import profile

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pensieve.scheduler.chunk import NO_SLOT
+from pensieve.scheduler.kv.chunk import NO_SLOT
 from pensieve.scheduler.plan import Lane
 
 TIGHT = {"gpu_kv_chunks": 16, "max_num_seqs": 2, "generation_reserve": 0.0, "swap_out_below": 0.0}

@@ -7,7 +7,7 @@ import pytest
 
 from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.cost import CostProfile, analytic_profile, propose_swap_out_below
-from pensieve.scheduler.simulator import simulate
+from pensieve.scheduler.sim.simulator import simulate
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.simulate import parser, plan_runs
 

@@ -5,12 +5,12 @@ from array import array
 import pytest
 
 from pensieve.scheduler.config import SchedulerConfig
-from pensieve.scheduler.erasures import KEYS_A_STEP
 from pensieve.scheduler.plan import StepResult
+from pensieve.scheduler.planning.deletion import KEYS_A_STEP
 from pensieve.scheduler.scheduler import Scheduler
 
 from .harness import Harness, profile
-from .test_disk import only_on_disk
+from .kv.test_disk_tier import only_on_disk
 from .test_state_machine import SlowDisk
 
 

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from pensieve.scheduler.config import BATCHING_MODES, EVICTION_POLICIES
-from pensieve.scheduler.windows import OVERFLOW_MODES
+from pensieve.scheduler.context_window import OVERFLOW_MODES
 
 from .driver import STATES, Driver
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve.scheduler.chains import chunk_key, root_key
-from pensieve.scheduler.chunk import NO_SLOT
+from pensieve.scheduler.kv.chunk import NO_SLOT
+from pensieve.scheduler.kv.chunk_keys import chunk_key, root_key
 from pensieve.scheduler.plan import Lane
 from pensieve.scheduler.types import RequestError
 

@@ -9,11 +9,11 @@ from itertools import permutations
 
 import pytest
 
-from pensieve.scheduler.chains import chunk_key, root_key
-from pensieve.scheduler.chunk import NO_SLOT
-from pensieve.scheduler.copies import StepCopies
+from pensieve.scheduler.kv.chunk import NO_SLOT
+from pensieve.scheduler.kv.chunk_keys import chunk_key, root_key
+from pensieve.scheduler.kv.slots import SlotPool
 from pensieve.scheduler.plan import Lane
-from pensieve.scheduler.slots import SlotPool
+from pensieve.scheduler.planning.plan_copies import StepCopies
 
 from .harness import Harness
 from .stories import FLUSH, TIGHT, off_gpu

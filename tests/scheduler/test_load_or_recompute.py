@@ -17,7 +17,7 @@ from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.cost import CostProfile
 from pensieve.scheduler.plan import Lane, StepPlan, StepResult
 from pensieve.scheduler.scheduler import Scheduler
-from pensieve.scheduler.simulator import STEPS_IN_FLIGHT, Session, SessionTurn, VirtualDevice, simulate
+from pensieve.scheduler.sim.simulator import STEPS_IN_FLIGHT, Session, SessionTurn, VirtualDevice, simulate
 from pensieve.scheduler.types import DiskRecord, Request, RequestId, Usage
 
 SIZE, NEW_TOKENS = 32, 32

@@ -9,8 +9,8 @@ from itertools import product
 import pytest
 
 from pensieve.scheduler.config import BATCHING_MODES
+from pensieve.scheduler.context_window import KEEP, LONGEST_LOG, OVERFLOW_MODES, RECOMPUTE, RESTART, check_length
 from pensieve.scheduler.types import Request, RequestError
-from pensieve.scheduler.windows import KEEP, LONGEST_LOG, OVERFLOW_MODES, RECOMPUTE, RESTART, check_length
 
 from .driver import Driver
 from .harness import Harness

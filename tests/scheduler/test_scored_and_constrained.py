@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from pensieve.scheduler.batch import MOST_SCORED
 from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.cost import analytic_profile
 from pensieve.scheduler.plan import Span, StepResult
-from pensieve.scheduler.planner import _scoring
+from pensieve.scheduler.planning.lookup import _scoring
+from pensieve.scheduler.planning.plan_builder import MOST_SCORED
 from pensieve.scheduler.scheduler import Scheduler
 from pensieve.scheduler.types import Request, RequestError, RequestId, Sampling, TokenLogprobs
 

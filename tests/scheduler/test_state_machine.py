@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pensieve.scheduler.config import BATCHING_MODES, EVICTION_POLICIES, SAVE_MODES
+from pensieve.scheduler.context_window import OVERFLOW_MODES
 from pensieve.scheduler.types import RequestError
-from pensieve.scheduler.windows import OVERFLOW_MODES
 
 from .driver import MOST_IN_FLIGHT
 from .harness import Harness

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from pensieve.plugins import attention_reference
+from pensieve.plugins.attention import reference as attention_reference
 from pensieve.scripts import bench_engine, bench_engine_gpu
 from pensieve.scripts.bench_engine import CHUNK, arguments, arguments_of, slots_of
 from pensieve.scripts.chat_steps import LONGEST, Part, chat_steps

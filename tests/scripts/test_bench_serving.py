@@ -9,7 +9,7 @@ from array import array
 
 import pytest
 
-from pensieve.scheduler.simulator import SessionTurn
+from pensieve.scheduler.sim.simulator import SessionTurn
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts import bench_load
 from pensieve.scripts.bench_load import Client, Failed, Load, Reply, Tally, Target, Window

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from pensieve.runtime.disk_files import Segments, aligned_buffer
-from pensieve.runtime.disk_records import PAGE
+from pensieve.runtime.disk.record import PAGE
+from pensieve.runtime.disk.segments import Segments, aligned_buffer
 from pensieve.runtime.engine import open_engine
 from pensieve.runtime.executor import Executor
 from pensieve.scheduler.plan import Lane

@@ -6,7 +6,7 @@ from statistics import fmean
 
 import pytest
 
-from pensieve.scheduler.simulator import SessionTurn
+from pensieve.scheduler.sim.simulator import SessionTurn
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.bench_workload import (
     Arrival,

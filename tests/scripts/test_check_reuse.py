@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pensieve.builder.build import build_engine
-from pensieve.runtime.cpu_device import CpuDevice
+from pensieve.runtime.device.cpu import CpuDevice
 from pensieve.scheduler.plan import Lane
 from pensieve.scheduler.types import TokenLogprobs, Usage
 from pensieve.scripts import check_reuse

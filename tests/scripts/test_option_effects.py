@@ -13,8 +13,8 @@ from typing import NamedTuple
 import pytest
 
 from pensieve.builder.build import build_engine
-from pensieve.builder.checkpoint import DEMO_CHECKPOINT
-from pensieve.runtime.device import Memory
+from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
+from pensieve.runtime.device.protocol import Memory
 from pensieve.runtime.engine import open_engine
 from pensieve.runtime.triton_settings import TritonSettings
 from pensieve.scheduler.types import SettingError
@@ -241,7 +241,7 @@ def served(files, engine, monkeypatch):
         return open_engine(directory)
 
     gpu = SimpleNamespace(CudaDevice=lambda enforce_eager: device("cuda", enforce_eager))
-    monkeypatch.setitem(sys.modules, "pensieve.runtime.cuda_device", gpu)
+    monkeypatch.setitem(sys.modules, "pensieve.runtime.device.cuda", gpu)
     monkeypatch.setattr(multiprocessing.get_context("spawn"), "Process", process, raising=False)
     for name, fake in {
         "CpuDevice": lambda: device("cpu"),

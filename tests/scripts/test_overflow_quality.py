@@ -12,10 +12,10 @@ from tokenizers import Tokenizer
 from torch.nn import functional as F
 
 from pensieve.builder.build import build_engine
-from pensieve.builder.checkpoint import DEMO_CHECKPOINT
+from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
 from pensieve.runtime.engine import open_engine
+from pensieve.scheduler.context_window import KEEP, OVERFLOW_MODES, RECOMPUTE, Windows
 from pensieve.scheduler.types import SettingError
-from pensieve.scheduler.windows import KEEP, OVERFLOW_MODES, RECOMPUTE, Windows
 from pensieve.scripts.overflow_quality import Reader, held_out_rows, perplexities, stretches
 from tests.models import tiny_checkpoint
 

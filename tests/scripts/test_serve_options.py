@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pensieve.runtime.device import Memory
+from pensieve.runtime.device.protocol import Memory
 from pensieve.scheduler.cost import analytic_profile
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.serve import demo_engine, locked_directories, make_device

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from pensieve.scheduler.simulator import Open, Session, SessionTurn
+from pensieve.scheduler.sim.simulator import Open, Session, SessionTurn
 from pensieve.scheduler.types import Applied, FinishReason, Output, RequestId, Usage
 from pensieve.scripts.bench_workload import Arrival
 from pensieve.scripts.simulate_load import COLUMNS, Tally, joined, line, main, measured

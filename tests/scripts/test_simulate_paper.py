@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from pensieve.scheduler.simulator import SessionTurn
+from pensieve.scheduler.sim.simulator import SessionTurn
 from pensieve.scripts.simulate_paper import (
     MODELS,
     Case,

@@ -8,7 +8,7 @@ from statistics import fmean
 
 import pytest
 
-from pensieve.scheduler.simulator import Session, SessionTurn
+from pensieve.scheduler.sim.simulator import Session, SessionTurn
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.trace_formats import Dialogue, MadeUp, _sample, made_up, read_dialogues
 

@@ -9,7 +9,7 @@ from statistics import fmean
 
 import pytest
 
-from pensieve.scheduler.simulator import Session, SessionTurn, longest_context
+from pensieve.scheduler.sim.simulator import Session, SessionTurn, longest_context
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.traces import CHATS, TURN_COUNTS, poisson, read_trace, synthetic
 

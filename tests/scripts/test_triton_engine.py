@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from pensieve.runtime import ranks_launch
+from pensieve.runtime.ranks import launch as ranks_launch
 from pensieve.scripts import triton_engine
 from pensieve.scripts.triton_engine import hand_over
 from pensieve.scripts.triton_rank import take_over

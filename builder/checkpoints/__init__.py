@@ -1,0 +1,1 @@
+"""Checkpoints and configs that are read, and their tokenizers."""

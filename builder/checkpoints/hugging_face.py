@@ -1,0 +1,325 @@
+"""Reads Hugging Face checkpoint directories: safetensors, single or sharded, under the names of Decoder's parameters.
+
+Missing, unexpected and misshapen tensors are refused by name; what is ignored is listed here. Projections in FP8, as
+`quantization` knows them, are read as they are, with a scale for each output.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ...scheduler.types import SettingError
+from .architectures import OPT, refusal
+from .config import DecoderConfig, Shard
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+HARMLESS = re.compile(r"(rotary_emb\.inv_freq|\.input_scale|\.input_scale_ub)$")
+"""Buffers that old versions of transformers saved, which follow from config.json; and what activations of projections
+in FP8 were scaled by when the checkpoint was made: ours have scales of their own, token by token."""
+
+DEMO_CHECKPOINT = Path(__file__).parents[1] / "demo_models" / "llama"
+"""The trained demo model (docs/demo-model.md)."""
+
+
+def read_json(path: Path, setting: str = "--checkpoint") -> dict[str, Any]:
+    """Raises SettingError, of `setting`, if the file is missing or no JSON object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise SettingError(setting, f"{path} does not exist") from None
+    except (OSError, ValueError) as error:
+        raise SettingError(setting, f"{path} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise SettingError(setting, f"{path} must hold a JSON object")
+    return value
+
+
+FLOATS = ("F64", "F32", "BF16", "F16")
+"""Dtypes of tensors, as safetensors names them, that are weights as they stand."""
+
+IN_FP8 = "F8_E4M3"
+
+
+class Part(NamedTuple):
+    """Of `full` rows or columns the `size` that begin at `start`; beyond the end there are zeros."""
+
+    full: int
+    start: int
+    size: int
+
+
+def whole(size: int) -> Part:
+    return Part(size, 0, size)
+
+
+class Source(NamedTuple):
+    """One tensor of a checkpoint, and of each of its dimensions the part that a rank holds."""
+
+    name: str
+    parts: tuple[Part, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The tensor's own."""
+        return tuple(part.full for part in self.parts)
+
+    @property
+    def cut_shape(self) -> tuple[int, ...]:
+        return tuple(part.size for part in self.parts)
+
+    def cut(self, tensor: Any, dtype: torch.dtype) -> Tensor:
+        """The rank's part of a tensor, or of a slice that safetensors opened, of which it reads no more than that."""
+        bounds = [(min(start, full), min(start + size, full)) for full, start, size in self.parts]
+        kept = tensor[tuple(slice(*bound) for bound in bounds)].to(dtype).contiguous()
+        if kept.shape == self.cut_shape:
+            return kept
+        filled = kept.new_zeros(self.cut_shape)
+        filled[tuple(slice(size) for size in kept.shape)] = kept
+        return filled
+
+
+Sources = dict[str, tuple[Source, ...]]
+"""For each parameter of Decoder the tensors that make it, joined along their first dimension."""
+
+
+def _linear(target: str, bias: bool, columns: Part, parts: Mapping[str, Part]) -> Sources:
+    """A projection fused from `parts`: name and rows of each.
+
+    Ranks that divide the columns add up their results, so all but the first have a bias of zeros.
+    """
+    made: Sources = {f"{target}.weight": tuple(Source(f"{n}.weight", (rows, columns)) for n, rows in parts.items())}
+    if bias:
+        held = {n: rows if columns.start == 0 else Part(rows.full, rows.full, rows.size) for n, rows in parts.items()}
+        made[f"{target}.bias"] = tuple(Source(f"{name}.bias", (rows,)) for name, rows in held.items())
+    return made
+
+
+def _norm(target: str, name: str, size: int, kinds: tuple[str, ...]) -> Sources:
+    return {f"{target}.{kind}": (Source(f"{name}.{kind}", (whole(size),)),) for kind in kinds}
+
+
+class LayerNames(NamedTuple):
+    attention_norm: str
+    mlp_norm: str
+    out: str
+    up: tuple[str, ...]
+    down: str
+
+
+LLAMA_LAYER = LayerNames(
+    "input_layernorm",
+    "post_attention_layernorm",
+    "self_attn.o_proj",
+    ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.down_proj",
+)
+OPT_LAYER = LayerNames("self_attn_layer_norm", "final_layer_norm", "self_attn.out_proj", ("fc1",), "fc2")
+
+
+def _layer_sources(shard: Shard, target: str, name: str, names: LayerNames) -> Sources:
+    config = shard.config
+    hidden, head_dim = config.hidden_size, config.head_dim
+    q = _heads(head_dim, config.heads, shard.rank * shard.heads, shard.heads)
+    kv = _heads(head_dim, config.kv_heads, shard.first_kv_head, shard.kv_heads)
+    mlp = Part(config.mlp_size, shard.rank * shard.mlp_size, shard.mlp_size)
+    attention = {f"{name}.self_attn.{x}_proj": rows for x, rows in (("q", q), ("k", kv), ("v", kv))}
+    up = {f"{name}.{part}": mlp for part in names.up}
+    out, down = ({f"{name}.{part}": whole(hidden)} for part in (names.out, names.down))
+    kinds = _norm_kinds(config)
+    sources = {
+        **_norm(f"{target}.attention_norm", f"{name}.{names.attention_norm}", hidden, kinds),
+        **_linear(f"{target}.attention.qkv", config.qkv_bias, whole(hidden), attention),
+        **_linear(f"{target}.attention.out", config.attention_out_bias, q, out),
+        **_norm(f"{target}.mlp_norm", f"{name}.{names.mlp_norm}", hidden, kinds),
+        **_linear(f"{target}.mlp.up", config.mlp_bias, whole(hidden), up),
+        **_linear(f"{target}.mlp.down", config.mlp_bias, mlp, down),
+    }
+    if config.qk_norm:
+        for x in "qk":
+            sources |= _norm(f"{target}.attention.{x}_norm", f"{name}.self_attn.{x}_norm", head_dim, ("weight",))
+    return sources
+
+
+def _heads(head_dim: int, count: int, first: int, held: int) -> Part:
+    """Rows or columns, all of one head side by side."""
+    return Part(count * head_dim, first * head_dim, held * head_dim)
+
+
+def _norm_kinds(config: DecoderConfig) -> tuple[str, ...]:
+    if config.norm == "rms":
+        return ("weight",)
+    return ("weight", "bias") if config.norm_affine else ()
+
+
+def weight_sources(shard: Shard, prefix: str = "model.") -> Sources:
+    """`prefix`: what all names begin with, save the head's; checkpoints of the bare model have none."""
+    config = shard.config
+    opt = config.architecture == OPT
+    stem = f"{prefix}decoder." if opt else prefix
+    hidden, embedding = config.hidden_size, whole(config.embedding_size)
+    vocabulary = Part(config.vocab_size, shard.rank * shard.vocab_rows, shard.vocab_rows)
+    sources = _linear("embed", False, embedding, {f"{stem}embed_tokens": vocabulary})
+    if config.rotary is None:
+        positions = whole(config.max_positions + config.position_offset)
+        sources |= _linear("positions", False, whole(hidden), {f"{stem}embed_positions": positions})
+    if config.embedding_size != hidden:
+        sources |= _linear("project_in", False, embedding, {f"{stem}project_in": whole(hidden)})
+        sources |= _linear("project_out", False, whole(hidden), {f"{stem}project_out": embedding})
+    for i in range(config.layers):
+        sources |= _layer_sources(shard, f"layers.{i}", f"{stem}layers.{i}", OPT_LAYER if opt else LLAMA_LAYER)
+    if config.final_norm:
+        sources |= _norm("norm", f"{stem}final_layer_norm" if opt else f"{stem}norm", hidden, _norm_kinds(config))
+    if not config.tied_embeddings:
+        sources |= _linear("head", False, embedding, {"lm_head": vocabulary})
+    return sources
+
+
+def parameter_shapes(config: DecoderConfig, ranks: int = 1) -> dict[str, tuple[int, ...]]:
+    """Of each parameter of Decoder, on any one of so many ranks. Raises SettingError as Shard does."""
+    return {
+        target: (sum(source.cut_shape[0] for source in sources), *sources[0].cut_shape[1:])
+        for target, sources in weight_sources(Shard(config, ranks)).items()
+    }
+
+
+class CheckpointWeights(Mapping[str, Tensor]):
+    """All parameters of one rank's Decoder in one dtype, on the CPU; projections in FP8 stay so, and have a scale.
+
+    Each is read anew, cut and joined whenever it is asked for.
+    """
+
+    def __init__(self, files: Mapping[str, Any], wanted: Sources, dtype: torch.dtype):
+        self._files, self._wanted, self._dtype = files, wanted, dtype
+
+    def __getitem__(self, target: str) -> Tensor:
+        sources = self._wanted[target]
+        if target.endswith(".scale"):
+            parts = [source.cut(_output_scales(self._files, source), torch.float32) for source in sources]
+        else:
+            projection = target.removesuffix(".weight")
+            dtype = torch.float8_e4m3fn if f"{projection}.scale" in self._wanted else self._dtype
+            parts = [source.cut(_slice(self._files, source.name), dtype) for source in sources]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._wanted)
+
+    def __len__(self) -> int:
+        return len(self._wanted)
+
+
+def read_weights(
+    directory: Path, config: DecoderConfig, dtype: torch.dtype, rank: int = 0, ranks: int = 1
+) -> CheckpointWeights:
+    """The part of one rank. Checks names, shapes and dtypes of all tensors.
+
+    Raises SettingError that names the tensor at fault, or as Shard does.
+    """
+    files = _tensor_files(directory)
+    prefix = "model." if any(name.startswith("model.") for name in files) else ""
+    wanted = weight_sources(Shard(config, ranks, rank), prefix)
+    wanted |= _scale_sources(files, wanted)
+    _check_names(files, wanted, config)
+    check_tensors(files, wanted)
+    return CheckpointWeights(files, wanted, dtype)
+
+
+def _tensor_files(directory: Path) -> dict[str, Any]:
+    """For each tensor name the file that holds it, open for as long as it is referred to."""
+    if (directory / SINGLE).exists():
+        paths = [directory / SINGLE]
+    elif (directory / INDEX).exists():
+        shards = read_json(directory / INDEX).get("weight_map")
+        if not isinstance(shards, dict):
+            raise refusal(f"{directory / INDEX} has no weight_map")
+        paths = [directory / shard for shard in sorted(set(shards.values()))]
+    elif any(directory.glob("*.bin")):
+        raise refusal(
+            f"{directory} holds .bin files, which can run code when read; load it with transformers and "
+            "save it with save_pretrained, which writes safetensors"
+        )
+    else:
+        raise refusal(f"{directory} holds neither {SINGLE} nor {INDEX}")
+    files = {}
+    for path in paths:
+        try:
+            path.open("rb").close()  # safetensors calls every file missing that it cannot open
+            file = safe_open(path, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise refusal(f"{path} cannot be read: {error}") from None
+        files |= dict.fromkeys(file.keys(), file)
+    return files
+
+
+def _check_names(files: Mapping[str, Any], wanted: Sources, config: DecoderConfig) -> None:
+    names = {source.name for sources in wanted.values() for source in sources}
+    missing = sorted(names - set(files))
+    extra = sorted(name for name in set(files) - names if not HARMLESS.search(name))
+    if config.tied_embeddings and "lm_head.weight" in extra:
+        extra.remove("lm_head.weight")
+        embedding = wanted["embed.weight"][0].name
+        if embedding in files and not torch.equal(_tensor(files, "lm_head.weight"), _tensor(files, embedding)):
+            raise refusal(f"tie_word_embeddings is set, but lm_head.weight differs from {embedding}")
+    for kind, found in (("missing", missing), ("unexpected", extra)):
+        if found:
+            more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+            raise refusal(f"{kind} tensors for {config.architecture}: {', '.join(found[:5])}{more}")
+
+
+def _tensor(files: Mapping[str, Any], name: str) -> Tensor:
+    return files[name].get_tensor(name)
+
+
+def _slice(files: Mapping[str, Any], name: str) -> Any:
+    """Like the tensor, but read where it is indexed."""
+    return files[name].get_slice(name)
+
+
+def _scale_sources(files: Mapping[str, Any], wanted: Sources) -> Sources:
+    """The scales of those projections of the layers whose weights are in FP8. Each has one file's tensor a part."""
+    scales: Sources = {}
+    for target, sources in wanted.items():
+        if not (target.startswith("layers.") and target.endswith(".weight") and len(sources[0].parts) == 2):
+            continue
+        found = [source.name in files and _slice(files, source.name).get_dtype() == IN_FP8 for source in sources]
+        if any(found):
+            if not all(found):
+                names = ", ".join(source.name for source in sources)
+                raise refusal(f"{names}: some are in FP8 and some are not, and they are one projection here")
+            scale = target.removesuffix(".weight") + ".scale"
+            scales[scale] = tuple(Source(f"{source.name}_scale", source.parts[:1]) for source in sources)
+    return scales
+
+
+def _output_scales(files: Mapping[str, Any], source: Source) -> Tensor:
+    """Of a whole tensor [rows]; one may stand for all."""
+    return _tensor(files, source.name).reshape(-1).expand(source.shape)
+
+
+def check_tensors(files: Mapping[str, Any], wanted: Sources) -> None:
+    """Raises SettingError that names the one that has not the shape or the dtype it should have."""
+    for target, sources in wanted.items():
+        in_fp8 = target.endswith(".weight") and target.removesuffix(".weight") + ".scale" in wanted
+        for source in sources:
+            _check_tensor(files, target, source, in_fp8)
+
+
+def _check_tensor(files: Mapping[str, Any], target: str, source: Source, in_fp8: bool) -> None:
+    stored = _slice(files, source.name)
+    shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
+    shapes = [source.shape]
+    if target.endswith(".scale"):
+        shapes += [(*source.shape, 1), (1,), ()]
+    if shape not in shapes:
+        raise refusal(f"tensor {source.name} has the shape {list(shape)}; config.json asks for {list(source.shape)}")
+    if dtype not in FLOATS and not (in_fp8 and dtype == IN_FP8):
+        raise refusal(f"tensor {source.name} is {dtype}; of quantised weights only layers in FP8 (e4m3) are supported")

@@ -1,0 +1,105 @@
+"""Compiles a decoder with AOTInductor into a package of machine code, tries it, and measures its errors.
+
+    python -m pensieve.builder.inductor.compile DIRECTORY
+
+does so for the engine in the making there, in a process of its own: what crashes there takes nothing else along. What
+it prints `compiling` says.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import Dim, ExportedProgram
+
+from ...plugins.linear import norm_reference
+from ..manifest import PACKAGE, Compiled, Manifest, Parity
+from ..model import Decoder
+from ..parity import Forward, check_ranks
+from .compile_worker import Say, compile_and_try, engine_weights, serve_parent
+from .package import Package, laid_out
+
+OPTIONS = {
+    "aot_inductor.package_constants_in_so": False,
+    "cpp.dynamic_threads": True,  # as many as the process that runs it is told to use, not the one that compiles
+}
+
+PLAIN: dict[Any, Callable[..., Any]] = {
+    torch.ops.pensieve.norm.default: norm_reference.norm,
+    torch.ops.pensieve.add_norm.default: norm_reference.add_norm,
+    torch.ops.pensieve.silu_gate.default: norm_reference.silu_gate,
+}
+"""Operations that exist so that the eager decoder is quick: the compiler gets what they are made of, and fuses that."""
+
+
+class Compilable(Decoder):
+    """The decoder with its pool's handle in a tensor: a plain number would become a constant of the package."""
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        segments: Tensor,
+        block_table: Tensor,
+        sample_rows: Tensor,
+        pool: Tensor,
+    ) -> Tensor:
+        return super().forward(token_ids, positions, slots, segments, block_table, sample_rows, pool.item())
+
+
+def export(decoder: Compilable) -> ExportedProgram:
+    """The decoder as a graph, for any batch: one token, or no sample, is nothing special."""
+    device = decoder.embed.weight.device
+    tokens, segments, seats, blocks, rows = 6, 2, 3, 4, 5  # all different: equal ones would be taken for the same
+
+    def example(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=device)
+
+    batch = [example(tokens) for _ in range(3)]
+    batch += [example(segments, 5), example(seats, blocks), example(rows), torch.tensor(0)]
+    token = Dim("tokens")
+    shapes = ({0: token},) * 3 + ({0: Dim("segments")}, {0: Dim("seats"), 1: Dim("blocks")}, {0: Dim("rows")}, None)
+    program = torch.export.export(decoder, tuple(batch), dynamic_shapes=shapes)
+    return program.run_decompositions(PLAIN)
+
+
+def compile_package(decoder: Compilable, path: Path) -> None:
+    """Writes the package, without weights."""
+    import torch._inductor
+    from torch.fx.experimental import _config
+
+    with torch.no_grad(), _config.patch(backed_size_oblivious=True):  # sizes of 0 and 1 are sizes like others
+        torch._inductor.aoti_compile_and_package(export(decoder), package_path=str(path), inductor_configs=OPTIONS)
+
+
+def compile_engine(directory: Path, say: Say) -> Compiled:
+    """Adds the package, of all ranks, to an engine in the making, whose manifest and weights are there.
+
+    SettingError as parity.
+    """
+    manifest = Manifest.read(directory)
+    config, ranks = manifest.decoder, manifest.tensor_parallel
+    weights = [laid_out(engine_weights(directory, manifest, rank)) for rank in range(ranks)]
+    path = directory / PACKAGE
+
+    def compare(first: Forward) -> Parity:
+        return check_ranks([first, *(Package(path, config, own) for own in weights[1:])], config, weights)
+
+    return compile_and_try(
+        path,
+        say,
+        write=lambda: compile_package(Compilable.from_weights(config, weights[0], ranks), path),
+        load=lambda: Package(path, config, weights[0]),
+        compare=compare,
+    )
+
+
+if __name__ == "__main__":
+    serve_parent(partial(compile_engine, Path(sys.argv[1])))

@@ -1,0 +1,1 @@
+"""Attention over scattered chunks: kernel, reference and work list; the KV write."""

@@ -1,0 +1,73 @@
+"""Projections whose weights are in FP8 (e4m3) with a scale for each output, as a torch operation:
+
+    torch.ops.pensieve.fp8_linear(x, weight, scale, bias) -> y   y = x (weight * scale)^T + bias
+
+On a GPU of compute capability 9.0 or newer, in bfloat16, the product itself runs in FP8: each token's activations are
+rounded to e4m3 with a scale of their own (`in_fp8`). Elsewhere weights are widened in front of an ordinary product
+(`widening`), which saves memory and no time.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+MOST = 448.0  # the largest number of e4m3
+LEAST_SCALE = 1e-30  # of a row of zeros
+OLDEST_CAPABILITY = (9, 0)
+DIVISOR = 16  # of both dimensions of a weight that FP8 products take
+
+
+def row_scales(x: Tensor) -> Tensor:
+    """[rows] float32 of x [rows, size]: with them the largest value of each row becomes 448."""
+    return (x.abs().amax(dim=1).float() / MOST).clamp_min(LEAST_SCALE)
+
+
+def rounded(x: Tensor, scales: Tensor) -> Tensor:
+    """x / scale in e4m3; scales [rows] float32, none smaller than the row's own."""
+    return (x.float() / scales.unsqueeze(1)).to(FP8)
+
+
+def widened(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """What the weights in FP8 stand for; multiplied in float32, without such a copy of them on a GPU."""
+    return weight.to(dtype).mul_(scale.unsqueeze(1))
+
+
+def widening(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """The product in x's dtype; x [T, in], weight [out, in] e4m3, scale [out] float32, bias [out]."""
+    return F.linear(x, widened(weight, scale, x.dtype), bias)
+
+
+def in_fp8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """The product in FP8, exactly, rounded at the end: the twin of `fp8_linear_kernel.linear`."""
+    scales = row_scales(x)
+    product = rounded(x, scales).float() @ weight.float().t() * scales.unsqueeze(1) * scale
+    return (product if bias is None else product + bias.float()).to(x.dtype)
+
+
+torch.library.define("pensieve::fp8_linear", "(Tensor x, Tensor weight, Tensor scale, Tensor? bias) -> Tensor")
+torch.library.impl("pensieve::fp8_linear", "cpu", widening)
+
+
+@torch.library.impl("pensieve::fp8_linear", "cuda")
+def _fp8_linear_cuda(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    divided = weight.shape[0] % DIVISOR == weight.shape[1] % DIVISOR == 0
+    if not (divided and x.dtype == torch.bfloat16 and _capability() >= OLDEST_CAPABILITY):
+        return widening(x, weight, scale, bias)
+    from . import fp8_kernel as fp8_linear_kernel  # Triton comes with CUDA only
+
+    return fp8_linear_kernel.linear(x, weight, scale, bias)
+
+
+@torch.library.register_fake("pensieve::fp8_linear")
+def _(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+@cache
+def _capability() -> tuple[int, int]:
+    return torch.cuda.get_device_capability()

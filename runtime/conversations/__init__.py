@@ -1,0 +1,1 @@
+"""Stored conversations: tokens, texts and turns, in SQLite."""

@@ -1,0 +1,252 @@
+"""What a turn leaves behind: its messages, their text as the model saw it, and the tokens that stand for that text.
+
+Turns form trees. A turn holds what it added to the one before it, so branches, forks and snapshots share everything
+up to where they part:
+
+    root -- turn -- turn            a conversation names one turn, its head
+                 \\- turn -- turn    another one, or the same after a diverging history
+
+**Splicing.** Text does not determine token ids: a model seldom generates the ids into which its reply's text would be
+tokenised, and the cache is found by ids. So when a client sends its history again, the longest stored text with which
+the new prompt begins is replaced by its stored ids, and only the rest is tokenised. Cache is shared from the front, so
+ids behind the first difference could not be reused anyway, and a prompt whose text differs is never touched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from ...scheduler.turns.conversations import common_prefix
+from ..text.tokenizer import Tokenizer
+
+OTHERS = -1
+"""Stands for `inside` where the token ids are another tokenizer's: not one of them may come back."""
+
+Message = dict[str, Any]
+"""A message as the chat template takes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transcript:
+    """A dialogue up to the end of one turn.
+
+    messages    all of them; none for a plain completion
+    tokens      the log: every token id, typecode "i"
+    text        rendered text, up to the last token whose text the client has seen whole
+    inside      how many leading tokens that text stands for; 0 without text, or OTHERS
+    """
+
+    messages: tuple[Message, ...]
+    tokens: array[int]
+    text: str
+    inside: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PastTurn:
+    """One turn behind its parent. Its log is the parent's first `kept` tokens and its own; its text likewise."""
+
+    parent: PastTurn | None
+    messages: tuple[Message, ...]
+    kept: int
+    tokens: array[int]
+    text_kept: int
+    text: str
+    inside: int
+
+    @classmethod
+    def behind(cls, parent: PastTurn | None, whole: Transcript) -> PastTurn:
+        """`whole.messages` begin with the parent's."""
+        before = parent.transcript() if parent is not None else Transcript((), array("i"), "", 0)
+        kept = common_prefix(before.tokens, whole.tokens)
+        text_kept = common_text(before.text, whole.text)
+        return cls(
+            parent,
+            whole.messages[len(before.messages) :],
+            kept,
+            whole.tokens[kept:],
+            text_kept,
+            whole.text[text_kept:],
+            whole.inside,
+        )
+
+    def lineage(self) -> Iterator[PastTurn]:
+        """This turn, the one before it, and so on to the first."""
+        turn: PastTurn | None = self
+        while turn is not None:
+            yield turn
+            turn = turn.parent
+
+    def transcript(self) -> Transcript:
+        """Everything up to this turn's end, put together."""
+        tokens, texts, messages = array("i"), TextPieces(), []
+        for turn in reversed(list(self.lineage())):
+            del tokens[turn.kept :]
+            tokens += turn.tokens
+            texts.replace_behind(turn.text_kept, turn.text)
+            messages += turn.messages
+        return Transcript(tuple(messages), tokens, str(texts), self.inside)
+
+
+class TextPieces:
+    """A text that grows, and is now and then cut before it grows, without being copied each time."""
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+        self._length = 0
+
+    def replace_behind(self, kept: int, piece: str) -> None:
+        """The text becomes its first `kept` characters and the piece."""
+        while self._length > kept:
+            last = self._pieces.pop()
+            self._length -= len(last)
+            if self._length < kept:
+                self._pieces.append(last[: kept - self._length])
+                self._length = kept
+        self._pieces.append(piece)
+        self._length += len(piece)
+
+    def __str__(self) -> str:
+        return "".join(self._pieces)
+
+
+def common_text(left: str, right: str) -> int:
+    """How many leading characters are equal."""
+    low, high = 0, min(len(left), len(right))
+    if left[:high] == right[:high]:
+        return high
+    while high - low > 1:  # left[:low] == right[:low], left[:high] != right[:high]
+        middle = (low + high) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def spliced(tokenizer: Tokenizer, text: str, turn: PastTurn | None) -> array[int] | None:
+    """Token ids of a prompt: stored ids for the longest stored text it begins with, the rest tokenised.
+
+    None if it begins with no text of `turn` or those before it, or the tokenizer cannot go on behind the latest ones.
+    """
+    for past in _fitting(turn, text)[:MOST_TRIES]:
+        whole = past.transcript()
+        known = whole.tokens[: whole.inside]
+        rest = tokenizer.encode_behind(known, text[len(whole.text) :])
+        if rest is not None:
+            return known + rest
+    return None
+
+
+MOST_TRIES = 8  # turns behind which a tokenizer may fail to go on: each time it is given the whole rest of the text
+
+
+def _fitting(turn: PastTurn | None, text: str) -> list[PastTurn]:
+    """Of the turn and those before it the ones whose text is a beginning of this one and stands for tokens, the latest
+    first. Each turn's own text is compared once."""
+    found, equal = [], 0  # leading characters that the text has in common with that of the turn
+    for past in reversed(list(turn.lineage()) if turn is not None else ()):
+        if equal >= past.text_kept:
+            equal = past.text_kept + common_text(past.text, text[past.text_kept : past.text_kept + len(past.text)])
+        if equal == past.text_kept + len(past.text) and past.inside > 0:
+            found.append(past)
+    return found[::-1]
+
+
+def common_beginning(turn: PastTurn | None, messages: Sequence[Message]) -> PastTurn | None:
+    """The latest turn up to `turn` whose messages, with those before it, are a beginning of these."""
+    lineage = list(turn.lineage()) if turn is not None else []
+    stored = [message for past in reversed(lineage) for message in past.messages]
+    equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(stored, messages, strict=False)))
+    count = len(stored)
+    for past in lineage:
+        if 0 < count <= equal:
+            return past
+        count -= len(past.messages)
+    return None
+
+
+def known_tokens(turn: PastTurn | None, prompt: array[int]) -> int:
+    """How many leading tokens of a prompt the log up to `turn` begins with, but for the log's last, which has no KV."""
+    whole = turn.transcript() if turn is not None else None
+    if whole is None or whole.inside == OTHERS:
+        return 0
+    return min(common_prefix(whole.tokens, prompt), len(whole.tokens) - 1)
+
+
+def tokens_inside(
+    tokenizer: Tokenizer, reply: Sequence[int], delivered: str, before: Sequence[int] = ()
+) -> tuple[int, str]:
+    """How many leading tokens of a reply have their text wholly in what was `delivered`, and that text.
+
+    `before`: tokens that the reply goes on behind, if its text was read so: a space at its beginning counts then.
+
+    Tokens at the end without text (end of sequence) do not count: the chat template writes them itself. A stop
+    string cuts inside a token, or a few tokens before the last.
+    """
+    count = len(reply)
+    while count and reply[count - 1] in tokenizer.special:
+        count -= 1
+    said = tokenizer.decode(before)
+    for inside in range(count, max(0, count - LONGEST_CUT), -1):
+        text = tokenizer.decode([*before, *reply[:inside]])
+        if text.startswith(said) and delivered.startswith(text[len(said) :]):
+            return inside, text[len(said) :]
+    return 0, ""
+
+
+LONGEST_CUT = 64  # tokens of a stop string; behind a longer one the reply is tokenised anew
+
+
+class RecentTurns:
+    """The latest turns by what was said in them, for clients that send their whole history.
+
+    The key is a digest of the owner and of all messages, so nobody finds another's. Of two turns with equal messages
+    and different ids the later counts: its cache is the more likely one to be there. Bounded by the tokens that the
+    turns themselves hold; whoever uses a turn uses those before it, so these never go first.
+    """
+
+    def __init__(self, most_tokens: int = 8_000_000):
+        self._most_tokens = most_tokens
+        self._tokens = 0
+        self._turns: OrderedDict[bytes, PastTurn] = OrderedDict()
+
+    def find(self, owner: str, messages: Sequence[Message]) -> PastTurn | None:
+        """The longest known beginning of this dialogue."""
+        keys = dialogue_keys(owner, messages)
+        for count in range(len(messages), 0, -1):
+            if (turn := self._turns.get(keys[count])) is not None:
+                return turn
+        return None
+
+    def add(self, owner: str, messages: Sequence[Message], turn: PastTurn) -> None:
+        """`messages` are all of the dialogue, up to the end of `turn`."""
+        keys, count = dialogue_keys(owner, messages), len(messages)
+        for past in turn.lineage():
+            if past.messages:
+                self._put(keys[count], past)
+            count -= len(past.messages)
+        while self._tokens > self._most_tokens:
+            _, gone = self._turns.popitem(last=False)
+            self._tokens -= len(gone.tokens)
+
+    def _put(self, key: bytes, turn: PastTurn) -> None:
+        before = self._turns.pop(key, None)
+        self._tokens += len(turn.tokens) - (len(before.tokens) if before is not None else 0)
+        self._turns[key] = turn
+
+
+def dialogue_keys(owner: str, messages: Sequence[Message]) -> list[bytes]:
+    """Digests of the dialogue's beginnings: entry n stands for the owner and the first n messages."""
+    keys = [hashlib.sha256(owner.encode()).digest()]
+    for message in messages:
+        canonical = json.dumps(message, sort_keys=True, ensure_ascii=True)
+        keys.append(hashlib.sha256(keys[-1] + canonical.encode()).digest())
+    return keys

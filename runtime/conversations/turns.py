@@ -1,0 +1,416 @@
+"""Between the API and the history store: what a turn's prompt is, and how the turn is remembered.
+
+    open_chat, open_completion -> OpenTurn: the whole prompt, stored ids spliced in
+    OpenTurn.commit            -> on disk if it has a name, and among the recent turns; then the reply's end is sent
+    OpenTurn.close             -> however it ended
+
+SQLite works in one thread of its own, the tokenizer in others; everything else here runs on the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+from ...scheduler.types import RequestError
+from ..messages import Forget, Fork, Keep
+from ..text.tokenizer import CONTINUED_TOKENS, Tokenizer
+from .schema import Conversation, Gone, Name
+from .store import HistoryStore
+from .transcript import (
+    OTHERS,
+    Message,
+    PastTurn,
+    RecentTurns,
+    Transcript,
+    common_beginning,
+    known_tokens,
+    spliced,
+    tokens_inside,
+)
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+Tell = Callable[[Fork | Keep], None]
+Erase = Callable[[Forget], Awaitable[bool]]
+Stored = tuple[Conversation, PastTurn | None]
+"""A conversation or response and its last turn, as `HistoryStore.find` gives them."""
+
+
+class Record(NamedTuple):
+    """Where a turn is stored, and behind whose turns and with what a name that is new with it
+    (`HistoryStore.commit`)."""
+
+    name: Name
+    behind: Name | None = None
+    about: dict[str, str | None] = {}  # noqa: RUF012 (never changed)
+
+
+def kv_name(name: Name, thread: str) -> str:
+    """What the loop calls the conversation. Owners never meet; without keys it is what the client says."""
+    if not name.owner and name.kind == "conversation":
+        return thread
+    return f"{name.kind}:{name.owner}:{thread}"
+
+
+class OpenTurn:
+    """A turn from its prompt to its commit. Whoever opened it closes it, whatever happened.
+
+    messages   the whole dialogue; none for a plain completion
+    prompt     token ids, the whole context
+    text       what the client knows of the prompt as text, "" for a prompt of token ids
+    inside     leading tokens that `text` stands for
+    held       until the turn is closed
+    known      leading tokens whose KV a turn in the store has had, under the salt `known_salt`
+    """
+
+    def __init__(
+        self,
+        histories: Histories,
+        owner: str,
+        messages: Sequence[Message],
+        prompt: array[int],
+        text: str,
+        inside: int,
+        records: tuple[Record, ...],
+        held: ExitStack,
+        stored: Stored | None,
+    ):
+        """`stored`: what of the store the prompt goes on from or has been compared with."""
+        self.messages, self.prompt, self.text, self.inside = tuple(messages), prompt, text, inside
+        self.owner = owner
+        self.records = records
+        self._histories, self._held = histories, held
+        self.known, self.known_salt = 0, b""
+        if stored is not None:
+            self.known, self.known_salt = known_tokens(stored[1], prompt), stored[0].salt
+
+    @property
+    def conversation(self) -> str | None:
+        """What the loop calls the conversation, None: it has no name."""
+        if not self.records:
+            return None
+        name, _, about = self.records[0]
+        return kv_name(name, about.get("thread") or name.id)
+
+    async def commit(
+        self,
+        reply: Sequence[int],
+        delivered: str,
+        answer: Message | None,
+        salt: bytes,
+        body: str | None = None,
+    ) -> None:
+        """The turn ends with these tokens, of which the client gets the text `delivered`, in a chat as `answer`.
+
+        `salt`: of its request; `body`: what is stored as the response.
+
+        With a name it is on the disk on return; nothing of the reply's end may be sent before. Raises RequestError
+        (507) if it cannot be written.
+        """
+        histories = self._histories
+        inside, text = 0, ""
+        if histories.tokenizer is not None and self.inside == len(self.prompt):
+            before = self.prompt[-CONTINUED_TOKENS:] if answer is None else ()
+            inside, text = await asyncio.to_thread(tokens_inside, histories.tokenizer, reply, delivered, before)
+        messages = (*self.messages, answer) if answer is not None else self.messages
+        tokens = self.prompt + array("i", reply)
+        whole = Transcript(messages, tokens, self.text + text, self.inside + inside)
+        if self.records:
+            await histories.store_turn(self.records, whole, salt, body)
+        if answer is not None:
+            histories.remember(self.owner, whole)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._held.close()
+
+
+class Histories:
+    """`tell` sends a message to the loop, `forget` one that is answered (as `EngineClient`'s do); `busy` names
+    conversations with a `history: server` turn in flight."""
+
+    def __init__(self, store: HistoryStore, tell: Tell, forget: Erase, tokenizer: Tokenizer | None):
+        self.tokenizer = tokenizer
+        self.busy: set[Name] = set()
+        self._store, self._tell, self._erase = store, tell, forget
+        store.use_tokenizer(tokenizer.digest() if tokenizer is not None else b"")
+        self._recent = RecentTurns()
+        self._thread = ThreadPoolExecutor(1, "histories")
+
+    async def run(self, work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        """Runs a method of the store in its thread. What has expired by then is forgotten by the loop too."""
+
+        def work_and_look() -> tuple[Result, list[Gone]]:
+            return work(*args, **kwargs), self._store.take_expired()
+
+        result, expired = await asyncio.get_running_loop().run_in_executor(self._thread, work_and_look)
+        for gone in expired:
+            self._forget(gone)
+        return result
+
+    async def close(self) -> None:
+        """After the last commit."""
+        await self.run(self._store.close)
+        self._thread.shutdown()
+
+    # -- turns
+
+    async def open_chat(
+        self,
+        owner: str,
+        conversation: str | None,
+        messages: Sequence[Message],
+        render: Callable[[Sequence[Message]], str],
+        *,
+        server_history: bool = False,
+    ) -> OpenTurn:
+        """`render` gives the prompt's text. With `server_history` the messages are new ones behind the stored.
+
+        RequestError: 404 if there is no such conversation to go on with, 409 if such a turn is in flight already.
+        """
+        name = Name(owner, conversation) if conversation is not None else None
+        records = (Record(name),) if name is not None else ()
+        with ExitStack() as held:
+            if name is None or not server_history:
+                await self._admit(records, held)
+                past, stored = await self._past(owner, name, messages)
+            else:
+                _, past = stored = await self._go_on(name, held)
+                messages = (*(past.transcript().messages if past is not None else ()), *messages)
+            return await self._chat_turn(owner, messages, past, render, records, held, stored)
+
+    async def open_response(
+        self,
+        owner: str,
+        *,
+        previous: str | None,
+        conversation: str | None,
+        instructions: Sequence[Message],
+        messages: Sequence[Message],
+        render: Callable[[Sequence[Message]], str],
+        stored_as: str | None,
+    ) -> OpenTurn:
+        """A turn behind the stored response `previous`, or in a conversation that exists; stored as a response too.
+
+        `instructions` go in front of the dialogue and are not remembered. RequestError: as `open_chat`.
+        """
+
+        def with_instructions(dialogue: Sequence[Message]) -> str:
+            return render([*instructions, *dialogue])
+
+        snapshot = Name(owner, stored_as, "response") if stored_as is not None else None
+        if conversation is not None:
+            if snapshot is not None:
+                await self.run(self._store.admit, [snapshot], time.time())
+            turn = await self.open_chat(owner, conversation, messages, with_instructions, server_history=True)
+            if snapshot is not None:
+                turn.records += (Record(snapshot, behind=Name(owner, conversation)),)
+            return turn
+        before, past, stored = None, None, None
+        if previous is not None:
+            before, past = stored = await self._continued(Name(owner, previous, "response"))
+        dialogue = (*(past.transcript().messages if past is not None else ()), *messages)
+        if past is None:
+            past = self._recent.find(owner, dialogue)
+        records: tuple[Record, ...] = ()
+        if snapshot is not None:
+            thread = before.thread if before is not None else snapshot.id
+            behind = Name(owner, previous, "response") if previous is not None else None
+            records = (Record(snapshot, behind, {"parent": previous, "thread": thread}),)
+        with ExitStack() as held:
+            await self._admit(records, held)
+            return await self._chat_turn(owner, dialogue, past, with_instructions, records, held, stored)
+
+    async def open_completion(
+        self, owner: str, conversation: str | None, prompt: str | array[int], *, server_history: bool = False
+    ) -> OpenTurn:
+        """`prompt`: text, or token ids; with `server_history` it goes on behind the stored log.
+
+        Raises as `open_chat`.
+        """
+        name = Name(owner, conversation) if conversation is not None else None
+        records = (Record(name),) if name is not None else ()
+        with ExitStack() as held:
+            if name is not None and server_history:
+                return await self._continue_log(name, prompt, held)
+            await self._admit(records, held)
+            stored = await self.run(self._store.find, name, time.time()) if name is not None else None
+            if not isinstance(prompt, str):
+                return OpenTurn(self, owner, (), prompt, "", 0, records, held.pop_all(), stored)
+            assert self.tokenizer is not None
+            ids = await asyncio.to_thread(spliced, self.tokenizer, prompt, stored[1] if stored is not None else None)
+            if ids is None:
+                ids = await asyncio.to_thread(self.tokenizer.encode, prompt)
+            return OpenTurn(self, owner, (), ids, prompt, len(ids), records, held.pop_all(), stored)
+
+    async def _continue_log(self, name: Name, prompt: str | array[int], held: ExitStack) -> OpenTurn:
+        _, past = stored = await self._go_on(name, held)
+        before = past.transcript() if past is not None else Transcript((), array("i"), "", 0)
+        if before.inside == OTHERS:
+            raise RequestError(409, f"conversation {name.id!r} holds tokens of another tokenizer", "conversation")
+        if isinstance(prompt, str):
+            assert self.tokenizer is not None
+            prompt = await asyncio.to_thread(_encoded_behind, self.tokenizer, before.tokens, prompt)
+        whole, records = before.tokens + prompt, (Record(name),)
+        return OpenTurn(
+            self, name.owner, before.messages, whole, before.text, before.inside, records, held.pop_all(), stored
+        )
+
+    async def _chat_turn(
+        self,
+        owner: str,
+        messages: Sequence[Message],
+        past: PastTurn | None,
+        render: Callable[[Sequence[Message]], str],
+        records: tuple[Record, ...],
+        held: ExitStack,
+        stored: Stored | None,
+    ) -> OpenTurn:
+        text, ids = await asyncio.to_thread(self._prompt, messages, past, render)
+        return OpenTurn(self, owner, messages, ids, text, len(ids), records, held.pop_all(), stored)
+
+    def _prompt(
+        self, messages: Sequence[Message], past: PastTurn | None, render: Callable[[Sequence[Message]], str]
+    ) -> tuple[str, array[int]]:
+        assert self.tokenizer is not None
+        text = render(messages)
+        ids = spliced(self.tokenizer, text, past)
+        return text, self.tokenizer.encode_rendered(text) if ids is None else ids
+
+    async def _past(
+        self, owner: str, name: Name | None, messages: Sequence[Message]
+    ) -> tuple[PastTurn | None, Stored | None]:
+        """The turn with the longest common beginning; and what is stored, if the disk was asked: it is only for what is
+        not at hand."""
+        recent = self._recent.find(owner, messages)
+        covered = _message_count(recent)
+        if name is None or all(message["role"] != "assistant" for message in messages[covered:]):
+            return recent, None
+        stored = await self.run(self._store.find, name, time.time())
+        found = common_beginning(stored[1], messages) if stored is not None else None
+        return (found if _message_count(found) > covered else recent), stored
+
+    async def _admit(self, records: Sequence[Record], held: ExitStack) -> None:
+        """Those that exist do not expire while they are held. RequestError (429), before anything is computed, if what
+        is to be stored is beyond its owner's quota."""
+        if records:
+            for number in await self.run(self._store.admit, [record.name for record in records], time.time()):
+                self._use(number, held)
+
+    async def _go_on(self, name: Name, held: ExitStack) -> Stored:
+        """A conversation that exists and its last turn, for the one turn with the server's history. RequestError: 404,
+        and 409 if there is another."""
+        if name in self.busy:
+            raise RequestError(409, f"a turn of conversation {name.id!r} is in flight", "conversation")
+        self.busy.add(name)
+        held.callback(self.busy.discard, name)
+        stored = await self._continued(name)
+        self._use(stored[0].number, held)
+        return stored
+
+    def _use(self, number: int, held: ExitStack) -> None:
+        self._store.in_use[number] += 1
+        held.callback(self._leave, number)
+
+    def _leave(self, number: int) -> None:
+        in_use = self._store.in_use
+        in_use[number] -= 1
+        if not in_use[number]:
+            del in_use[number]
+
+    async def _continued(self, name: Name) -> Stored:
+        found = await self.run(self._store.find, name, time.time())
+        if found is None:
+            raise RequestError(404, f"there is no {name.kind} {name.id!r}", PARAMETERS[name.kind])
+        return found
+
+    async def store_turn(self, records: Sequence[Record], whole: Transcript, salt: bytes, body: str | None) -> None:
+        """All of them or none. Raises RequestError (507) if the disk does not take it."""
+        now = time.time()
+
+        def commit() -> list[Conversation]:
+            with self._store.transaction(now):
+                return [self._commit(record, whole, now, salt, body) for record in records]
+
+        for stored in await self.run(commit):
+            if stored.ttl is not None or stored.pinned_until > now:
+                self._keep(stored, now)
+
+    def _commit(self, record: Record, whole: Transcript, now: float, salt: bytes, body: str | None) -> Conversation:
+        about = record.about | {"body": body} if record.name.kind == "response" else record.about
+        return self._store.commit(record.name, whole, now, salt, record.behind, **about)
+
+    def remember(self, owner: str, whole: Transcript) -> None:
+        """For clients that will send all of it again."""
+        past = self._recent.find(owner, whole.messages[:-1])
+        self._recent.add(owner, whole.messages, PastTurn.behind(past, whole))
+
+    # -- conversations
+
+    async def get(self, name: Name) -> Conversation:
+        """RequestError (404)."""
+        return await self.run(self._store.get, name, time.time())
+
+    async def load(self, name: Name) -> tuple[Conversation, Transcript]:
+        """The conversation with all of its history. RequestError (404)."""
+        found, past = await self._continued(name)
+        return found, past.transcript() if past is not None else Transcript((), array("i"), "", 0)
+
+    async def page(self, owner: str, limit: int, after: str | None, ascending: bool) -> tuple[list[Conversation], bool]:
+        return await self.run(self._store.page, owner, limit, after, ascending, time.time())
+
+    async def create(self, name: Name) -> Conversation:
+        return await self.run(self._store.create, name, time.time())
+
+    async def fork(self, name: Name, new_id: str) -> Conversation:
+        """The history at once, and the claims on its KV as far as the loop has them."""
+        fork = await self.run(self._store.fork, name, new_id, time.time())
+        self._tell(Fork(kv_name(name, name.id), kv_name(name, new_id)))
+        return fork
+
+    async def change(self, name: Name, **values: Any) -> Conversation:
+        """Sets `ttl`, `history_ttl` or `pinned_until`."""
+        now = time.time()
+        changed = await self.run(self._store.change, name, now, **values)
+        self._keep(changed, now)
+        return changed
+
+    async def delete(self, name: Name) -> None:
+        """On return nobody can read it any more, nor KV on disk that was its own. The KV claims of a response belong to
+        its whole line: they end with the last one of that, or with their TTL, and what they hold stays until then.
+
+        RequestError: 404, and 500 if it is gone, but the disk refused to erase some of its KV.
+        """
+        if not await self._forget(await self.run(self._store.delete, name, time.time())):
+            what = f"the {name.kind} {name.id!r} is deleted, but some of its KV may still be on the server's disk"
+            raise RequestError(500, f"{what}: it could not be erased")
+
+    def _forget(self, gone: Gone) -> Awaitable[bool]:
+        """Whether its KV is erased, when that is known."""
+        known_as = kv_name(gone.name, gone.thread) if gone.thread is not None else None
+        return self._erase(Forget(known_as, gone.tokens, gone.shared, gone.salt))
+
+    def _keep(self, conversation: Conversation, now: float) -> None:
+        name = Name(conversation.owner, conversation.id, conversation.kind)
+        pinned = max(0.0, conversation.pinned_until - now)
+        self._tell(Keep(kv_name(name, conversation.thread), conversation.ttl, pinned))
+
+
+PARAMETERS = {"conversation": "conversation", "response": "previous_response_id"}
+
+
+def _encoded_behind(tokenizer: Tokenizer, log: array[int], text: str) -> array[int]:
+    if not log:
+        return tokenizer.encode(text)
+    ids = tokenizer.encode_behind(log, text)
+    return tokenizer.encode_rendered(text) if ids is None else ids
+
+
+def _message_count(turn: PastTurn | None) -> int:
+    return sum(len(past.messages) for past in turn.lineage()) if turn is not None else 0

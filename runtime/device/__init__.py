@@ -1,0 +1,1 @@
+"""The devices: memory, copies, forward passes and their times."""

@@ -1,0 +1,369 @@
+"""The device protocol on an NVIDIA GPU: a lane is a stream (two where copies change their form: `coded_copies`), a
+ticket an event, the HOST pool page-locked memory.
+
+Copies are handed to the driver by the calling thread, a thousand a call; a call takes 0.35 ms and lets other threads
+run. The same thread issues a step's copies, records its gates and launches it, one after the other, so that no step is
+launched before its gates are recorded. A thread of their own would be quicker, and would have to prove that.
+
+A gate is one event for as long as the device lives. A step that runs waits for the event's last record before the
+launch, inside a captured graph too (an external wait), so one graph serves steps in flight one behind the other.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...builder.checkpoints.config import Shard
+from ...plugins.kv_forms.forms import Form, record_bytes
+from ...plugins.torch_ops import register_pool, release_pool
+from ...scheduler.plan import Lane
+from ...scheduler.types import InvariantError, SettingError, Tier
+from ..step.buffers import Shape, Shapes, Staging, StepBuffers
+from ..step.inputs import StepInputs
+from ..step.sampler import Scores, make_sampler
+from ..watchdog import give_up_after
+from .compressed_copies import CodedCopies
+from .cuda_api import CudaError, CudaRuntime
+from .cuda_graphs import StepGraphs
+from .memory import GIB, POOL_SETTINGS, check_pool_fits, host_memory
+from .pinned_memory import PinnedPool, Records
+from .protocol import ForwardPass, Memory, Ticket, TransferSeconds, Work
+from .timing import TransferTimes
+
+OVERDUE_SECONDS = 60.0
+"""No copy and no step takes nearly so long: something hangs, and waiting for it would hide where."""
+
+CAPTURE_SECONDS = 600.0
+"""Every kernel is compiled in it, the first time on a machine."""
+
+POLL_SECONDS = 30e-6
+OLDEST_CAPABILITY = (8, 0)  # Ampere
+
+
+class CudaTicket(Ticket):
+    """`what`: the last work issued before it, in words."""
+
+    __slots__ = ("event", "lane", "what")
+
+    def __init__(self, lane: Lane, what: str):
+        self.lane, self.what = lane, what
+        self.event = torch.cuda.Event(enable_timing=True)
+
+
+def _ends_the_device(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Whatever the method raises, every later call raises too."""
+
+    @functools.wraps(method)
+    def guarded(self: CudaDevice, *arguments: Any, **named: Any) -> Any:
+        if self._closed:
+            raise InvariantError("the device is closed")
+        if self._error is not None:
+            raise self._error
+        try:
+            return method(self, *arguments, **named)
+        except BaseException as error:
+            self._error = error
+            raise
+
+    return guarded
+
+
+class CudaDevice:
+    """The current CUDA device of torch."""
+
+    def __init__(self, enforce_eager: bool = False, batched_copies: bool = True):
+        """enforce_eager: no graphs, the same steps; batched_copies: without, copies are issued one by one (for tests).
+
+        SettingError if there is no GPU that will do.
+        """
+        _check_gpu()
+        self._runtime = CudaRuntime()
+        self._runtime.use_device(torch.cuda.current_device())
+        self._copy = self._runtime.copy_batch if batched_copies else self._runtime.copy_each
+        self._enforce_eager = enforce_eager
+        self._streams = {lane: torch.cuda.Stream() for lane in Lane}
+        self._compute = self._streams[Lane.COMPUTE]
+        new_event = functools.partial(torch.cuda.Event, enable_timing=True)
+        self._times = TransferTimes(new_event, self._streams, idle=torch.cuda.Stream())
+        self._issued = dict.fromkeys(Lane, "its start")
+        self._last: dict[Lane, CudaTicket] = {}
+        self._gates: dict[int, torch.cuda.Event] = {}
+        self._graphs = StepGraphs(self._compute)
+        self._records: dict[Tier, Records] = {}
+        self._coded: dict[Lane, CodedCopies] = {}
+        self._host: PinnedPool | None = None
+        self._pool: Tensor | None = None
+        self._handle: int | None = None
+        self._error: BaseException | None = None
+        self._closed = False
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        with torch.cuda.stream(self._compute), torch.inference_mode():
+            yield
+
+    # Memory and copies.
+
+    def memory(self, tier: Tier) -> Memory:
+        if tier is Tier.HOST:
+            return host_memory()
+        free, total = torch.cuda.mem_get_info()
+        return Memory(free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated(), total)
+
+    def allocate_pool(self, tier: Tier, shape: tuple[int, ...], dtype: torch.dtype, form: Form | None = None) -> None:
+        slots = shape[0]
+        record = record_bytes(shape, dtype, form)
+        free = self.memory(tier).free
+        check_pool_fits(POOL_SETTINGS[tier], slots, slots * record, free)
+        try:
+            if tier is Tier.GPU:
+                self._pool = torch.zeros(shape, dtype=dtype, device="cuda")
+                first = np.array([self._pool.data_ptr()], np.uint64)
+                self._records[tier] = Records(first, slots, slots, record)
+            else:
+                self._host = PinnedPool(self._runtime, slots, record)
+                self._records[tier] = self._host.records
+        except (torch.cuda.OutOfMemoryError, CudaError) as error:
+            raise SettingError(
+                POOL_SETTINGS[tier],
+                f"{slots} chunks need {slots * record / GIB:.2f} GiB, which could not be had though "
+                f"{free / GIB:.2f} GiB seemed free; lower it ({error})",
+            ) from error
+        self._layers = shape[1]
+        if form is not None:
+            assert self._pool is not None and self._host is not None
+            self._coded = {
+                lane: CodedCopies(lane, form, self._pool, self._host.records, self._streams[lane], self._copy)
+                for lane in (Lane.IN, Lane.OUT)
+            }
+
+    def record(self, slot: int) -> np.ndarray:
+        assert self._host is not None
+        return self._host.record(slot)
+
+    @_ends_the_device
+    def copy(self, lane: Lane, sources: np.ndarray, targets: np.ndarray, layers: range) -> None:
+        if not len(sources):
+            return
+        host, gpu = self._records[Tier.HOST], self._records[Tier.GPU]
+        source, target = (host, gpu) if lane is Lane.IN else (gpu, host)
+        self._issued[lane] = f"the copy of layers {layers.start} to {layers.stop - 1} of {len(sources)} chunks"
+        if self._coded:
+            gpu_slots, host_slots = (targets, sources) if lane is Lane.IN else (sources, targets)
+            gpu.check(gpu_slots)
+            copy = functools.partial(self._coded[lane].copy, gpu_slots, host_slots, layers)
+        else:
+            layer_bytes = gpu.record // self._layers
+            copy = functools.partial(
+                self._copy,
+                target.addresses(targets, layers.start * layer_bytes),
+                source.addresses(sources, layers.start * layer_bytes),
+                np.full(len(sources), len(layers) * layer_bytes, np.uint64),
+                self._streams[lane].cuda_stream,
+            )
+        self._times.copy(lane, len(sources) * len(layers) * (host.record // self._layers), copy)
+
+    # Tickets.
+
+    @_ends_the_device
+    def mark(self, lane: Lane, gate: int | None = None) -> CudaTicket:
+        stream = self._streams[lane]
+        self._last[lane] = ticket = CudaTicket(lane, self._issued[lane])
+        ticket.event.record(stream)
+        if gate is not None:
+            self._times.gated(gate, ticket.event)
+            self._gates[gate].record(stream)  # the ticket's event stays as it is, this one moves on with the next step
+        return ticket
+
+    @_ends_the_device
+    def wait(self, lane: Lane, ticket: CudaTicket) -> None:
+        if lane is Lane.COMPUTE:
+            self._times.held(ticket.event)
+        self._streams[lane].wait_event(ticket.event)
+        if lane in self._coded:
+            self._coded[lane].entry.wait_event(ticket.event)
+
+    @_ends_the_device
+    def ready(self, ticket: CudaTicket) -> bool:
+        return ticket.event.query()
+
+    @_ends_the_device
+    def synchronize(self, ticket: CudaTicket) -> None:
+        if not _reached(ticket.event):
+            unfinished = [last for last in self._last.values() if not last.event.query()]
+            behind = "; ".join(f"lane {last.lane.name}, not past {last.what}" for last in unfinished)
+            late = f"lane {ticket.lane.name} is not past {ticket.what} after {OVERDUE_SECONDS:g} s"
+            raise InvariantError(f"{late}; behind: {behind or 'none any more'}")
+        self._times.seen(ticket.event)
+
+    # The step.
+
+    def load(self, engine: ForwardPass, seats: int, blocks: int, gates: tuple[int, ...], most_tokens: int) -> None:
+        from ...plugins.attention.kernel import make_work_list  # Triton comes with CUDA only
+        from ...plugins.attention.work_list import Capacity
+        from ...plugins.kv_forms.host_copy_kernel import copy_words
+
+        assert self._pool is not None
+        _, _, _, kv_heads, chunk_tokens, head_dim = self._pool.shape
+        shapes = Shapes(most_tokens, seats, chunk_tokens)
+        capacity = Capacity(shapes.most_tokens, shapes.most_segments, blocks * chunk_tokens)
+        self._engine = engine
+        decoder = engine.manifest.decoder
+        self._times.loaded(decoder.layers)
+        heads = Shard(decoder, engine.manifest.tensor_parallel).heads
+        self._work = make_work_list(capacity, heads, kv_heads, head_dim, engine.dtype)
+        self._handle = register_pool(self._pool, self._pass_gate, self._work)
+        for gate in gates:
+            # A gate never marked is open; and only a recorded event can be waited for inside a graph.
+            self._gates[gate] = torch.cuda.Event()
+            self._gates[gate].record(self._streams[Lane.IN])
+        with self._computing():
+            self._buffers = StepBuffers(shapes, "cuda")
+            self._results, self._copy_words = Staging(pinned=True), copy_words
+            self._block_table = torch.zeros(seats, blocks, dtype=torch.int32, device="cuda")
+            self._last_samples = torch.zeros(seats, dtype=torch.int32, device="cuda")
+            self._sampler = make_sampler(engine.vocab_size, "cuda", self._buffers.place)
+        torch.cuda.synchronize()  # pools are zeroed on another stream
+        if not self._enforce_eager:
+            self._capture(shapes)
+
+    def _capture(self, shapes: Shapes) -> None:
+        rows = max(shape.rows for shape in shapes.captured)
+
+        def step(shape: Shape) -> None:
+            # Graphs overwrite each other's memory, so the logits are carried out of it.
+            self._captured_logits[: shape.rows].copy_(self._forward(shape))
+
+        with give_up_after(CAPTURE_SECONDS), self._computing():  # ranks that differ wait in each other's sums
+            self._captured_logits = torch.zeros(rows, self._engine.vocab_size, device="cuda")
+            for generation in (False, True):  # apart: TensorRT wants a run for each graph, of the same sizes too
+                alike = [shape for shape in shapes.captured if shape.generation is generation]
+                for shape in alike:
+                    # What cannot be recorded is done now: kernels are compiled and loaded, libraries take their memory.
+                    self._buffers.idle(shape)
+                    step(shape)
+                self._graphs.capture(alike, step)
+            torch.cuda.synchronize()
+
+    def _pass_gate(self, layer: int) -> None:
+        """Called by the engine, on COMPUTE, once for a launch or for good when it is captured."""
+        event = self._gates.get(layer)
+        if event is None:
+            return
+        if torch.cuda.is_current_stream_capturing():
+            self._runtime.wait_external(self._compute.cuda_stream, event.cuda_event)
+        else:
+            self._compute.wait_event(event)
+
+    def _forward(self, shape: Shape) -> Tensor:
+        """Logits [rows, vocab] float32 of the batch in the buffers."""
+        batch = self._buffers.batch(shape)
+        fed = self._last_samples.index_select(0, batch.feeds)
+        self._work.build(batch.segments, longest=1 if shape.generation else shape.tokens)
+        return self._engine.forward(
+            torch.where(batch.token_ids < 0, fed, batch.token_ids),
+            batch.positions,
+            batch.slots,
+            batch.segments,
+            self._block_table,
+            batch.sample_rows,
+            self._handle,
+        )
+
+    @_ends_the_device
+    def upload(self, inputs: StepInputs) -> None:
+        self._inputs = inputs
+        with self._computing():
+            self._shape = self._buffers.upload(inputs)
+            if len(inputs.block_cells):
+                self._block_table.view(-1).index_copy_(0, self._buffers.block_cells, self._buffers.block_slots)
+            self._sampler.start(inputs.sampling.starts)
+
+    @_ends_the_device
+    def run(self) -> None:
+        self._issued[Lane.COMPUTE] = f"a step of {len(self._inputs.token_ids)} tokens"
+        with self._computing():
+            self._times.step(len(self._inputs.token_ids), self._run)
+
+    def _run(self) -> None:
+        self._logits = self._captured_logits if self._graphs.replay(self._shape) else self._forward(self._shape)
+
+    @_ends_the_device
+    def sample(self) -> tuple[CudaTicket, np.ndarray, Scores | None]:
+        inputs = self._inputs
+        with self._computing():
+            drawn, scored = self._sampler.sample(self._logits[: len(inputs.sample_rows)], inputs.sampling)
+            drawn = drawn.int()
+            self._last_samples.index_copy_(0, self._buffers.sample_seats, drawn)
+            tokens = self._results.take(len(drawn))
+            self._copy_words(tokens, drawn)
+            self._results.issued()
+            scores = None
+            if scored is not None:  # pinned buffers of torch's cache: not given away while held here or written there
+                scores = Scores.empty(len(scored.logprobs), scored.top_ids.shape[1], pinned=True)
+                for target, source in zip(scores, scored, strict=True):
+                    target.copy_(source, non_blocking=True)
+        return self.mark(Lane.COMPUTE), tokens.numpy(), scores
+
+    @_ends_the_device
+    def transfer_seconds(self) -> TransferSeconds:
+        return self._times.read()
+
+    def watch(self, report: Callable[[Work], None]) -> None:
+        self._times.watch(report, torch.cuda.Event.synchronize)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        idle = self._finish()
+        if idle:
+            self._times.read()  # whoever watches is told of the last of it
+        if self._handle is not None:
+            release_pool(self._handle)
+        self._graphs.clear()
+        # Memory that a copy may still use is left to the end of the process, which is near.
+        if idle and self._host is not None:
+            self._host.free()
+        self._coded.clear()
+        self._pool = self._host = None
+
+    def _finish(self) -> bool:
+        """Waits for all lanes; False if they have failed or hang."""
+        try:
+            for stream in (*self._streams.values(), *(coded.entry for coded in self._coded.values())):
+                event = torch.cuda.Event()
+                event.record(stream)
+                if not _reached(event):
+                    return False
+        except RuntimeError:  # of the driver: whoever waited for the work has seen it
+            return False
+        return True
+
+
+def _reached(event: torch.cuda.Event) -> bool:
+    """Waits for the event, but not for ever; other threads run meanwhile."""
+    deadline = time.monotonic() + OVERDUE_SECONDS
+    while not event.query():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_SECONDS)
+    return True
+
+
+def _check_gpu() -> None:
+    if not torch.cuda.is_available():
+        raise SettingError("--device", "torch finds no NVIDIA GPU here, or has none of its libraries; use cpu")
+    capability = torch.cuda.get_device_capability()
+    if capability < OLDEST_CAPABILITY:
+        wanted, found = (".".join(map(str, version)) for version in (OLDEST_CAPABILITY, capability))
+        name = torch.cuda.get_device_name()
+        raise SettingError("--device", f"cuda needs compute capability {wanted} or newer, and {name} has {found}")

@@ -1,0 +1,44 @@
+"""CUDA graphs of the forward pass, one for each size of batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..progress import show_progress
+from ..step.buffers import Shape
+
+
+class StepGraphs:
+    """Graphs that share their memory: they run one after the other, and what is left in it is nobody's."""
+
+    def __init__(self, stream: torch.cuda.Stream):
+        self._stream = stream
+        self._memory = torch.cuda.graph_pool_handle()
+        self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
+
+    def capture(self, shapes: Sequence[Shape], step: Callable[[Shape], None]) -> None:
+        """Records `step(shape)`, which has run once for each, on the stream; blocks.
+
+        The largest comes first: the others fit in its memory. Other threads may meanwhile do what a capture forbids:
+        NCCL's look at events, and allocate.
+        """
+        ordered = sorted(shapes, reverse=True)
+        for done, shape in enumerate(ordered, start=1):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"):
+                step(shape)
+            self._graphs[shape] = graph
+            show_progress("capturing graphs", done, len(ordered))
+
+    def replay(self, shape: Shape) -> bool:
+        """Launches what was recorded for the shape on the current stream; False if nothing was."""
+        graph = self._graphs.get(shape)
+        if graph is None:
+            return False
+        graph.replay()
+        return True
+
+    def clear(self) -> None:
+        self._graphs.clear()

@@ -1,0 +1,166 @@
+"""The files of a disk tier: fixed records in segments that are allocated whole, on first use.
+
+Reads and writes go past the page cache (O_DIRECT) where the file system lets them: KV is read once and kept in the HOST
+tier, a second copy in the page cache would only push out others. Every method but `close` may be called by several
+threads.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from mmap import mmap
+from pathlib import Path
+from typing import Any
+
+from .record import PAGE
+
+log = logging.getLogger(__name__)
+
+SEGMENT_BYTES = 2**30
+
+
+@dataclass(frozen=True)
+class SystemCalls:
+    """What the system is asked; tests answer in its place."""
+
+    read: Callable[[int, Sequence[Any], int], int] = os.preadv
+    write: Callable[[int, Sequence[Any], int], int] = os.pwritev
+    allocate: Callable[[int, int, int], None] = os.posix_fallocate
+
+
+class Segments:
+    """`slots` records of `record` bytes each (whole pages) in `directory`, which exists."""
+
+    def __init__(
+        self,
+        directory: Path,
+        slots: int,
+        record: int,
+        system: SystemCalls = SystemCalls(),
+        segment_bytes: int = SEGMENT_BYTES,
+    ):
+        """Files beyond `slots` are deleted: no more than `slots * record` bytes are ever used. OSError."""
+        self._directory, self._record, self._system = directory, record, system
+        self.slots = slots
+        self.slots_a_segment = max(1, segment_bytes // record)
+        self._lock = threading.Lock()
+        self._open: dict[int, int] = {}  # file descriptors by segment
+        self._whole: set[int] = set()  # segments that are known to have all their room
+        self._direct = True
+        used = {self._path(segment) for segment in range(-(-slots // self.slots_a_segment))}
+        for path in directory.glob("*.kv"):
+            if path not in used:
+                path.unlink()
+        for segment, path in enumerate(sorted(used)):
+            if path.exists() and path.stat().st_size > self._size(segment):
+                os.truncate(path, self._size(segment))
+
+    def present(self) -> list[int]:
+        """Slots that there is a file for, ascending."""
+        slots: list[int] = []
+        for first in range(0, self.slots, self.slots_a_segment):
+            path = self._path(first // self.slots_a_segment)
+            if path.exists():
+                slots += range(first, first + path.stat().st_size // self._record)
+        return slots
+
+    def neighbours(self, slot: int, following: int) -> bool:
+        """Whether one call can go on from the first record to the second."""
+        return following == slot + 1 and following % self.slots_a_segment != 0
+
+    def read(self, slot: int, buffers: Sequence[Any]) -> None:
+        """Fills the buffers, whole pages, from the slot's record on. OSError, also if there are fewer bytes."""
+        self._transfer(self._system.read, slot, buffers, make=False)
+
+    def write(self, slot: int, buffers: Sequence[Any], make: bool = True) -> None:
+        """Writes the buffers, whole pages, from the slot's record on; `make`: after making the file, and all its room.
+        OSError."""
+        self._transfer(self._system.write, slot, buffers, make)
+
+    def holds(self, slot: int) -> bool:
+        """Whether anything can have been written there: there is a file, and it reaches so far. OSError."""
+        segment, index = divmod(slot, self.slots_a_segment)
+        path = self._path(segment)
+        return path.exists() and path.stat().st_size > index * self._record
+
+    def flush(self, slots: Sequence[int]) -> None:
+        """Returns when what was written to these slots survives a loss of power. OSError."""
+        for segment in sorted({slot // self.slots_a_segment for slot in slots}):
+            os.fdatasync(self._descriptor(segment, make=False))
+
+    def close(self) -> None:
+        """Nothing may be under way. Idempotent."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    # -- within
+
+    def _transfer(
+        self, call: Callable[[int, Sequence[Any], int], int], slot: int, buffers: Sequence[Any], make: bool
+    ) -> None:
+        segment, index = divmod(slot, self.slots_a_segment)
+        wanted = sum(len(buffer) for buffer in buffers)
+        done = call(self._descriptor(segment, make), buffers, index * self._record)
+        if done != wanted:
+            raise OSError(errno.EIO, f"{done} of {wanted} bytes", str(self._path(segment)))
+
+    def _descriptor(self, segment: int, make: bool) -> int:
+        """FileNotFoundError if it is not there and not to be made, ENOSPC if there is no room for the whole of it."""
+        known = self._open.get(segment)
+        if known is not None and (segment in self._whole or not make):
+            return known  # without the lock: making another one may take seconds
+        with self._lock:
+            if segment not in self._open:
+                flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if make else 0)
+                descriptor = os.open(self._path(segment), flags, 0o600)
+                try:
+                    self._go_direct(descriptor)
+                except OSError:
+                    os.close(descriptor)
+                    raise
+                self._open[segment] = descriptor  # only now: it is taken without the lock too
+            if make and segment not in self._whole:
+                self._allocate(self._open[segment], self._size(segment))
+                self._whole.add(segment)
+            return self._open[segment]
+
+    def _allocate(self, descriptor: int, size: int) -> None:
+        """Also of a file from a smaller tier, or one whose making was cut short."""
+        before = os.fstat(descriptor).st_size
+        try:
+            self._system.allocate(descriptor, 0, size)
+        except OSError:
+            os.ftruncate(descriptor, before)  # the part that could be had would leave nothing to anybody else
+            raise
+
+    def _go_direct(self, descriptor: int) -> None:
+        """Some file systems refuse O_DIRECT when it is set, others when it is used."""
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+            os.preadv(descriptor, [aligned_buffer(PAGE)], 0)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+            if self._direct:
+                self._direct = False
+                log.info("%s: no O_DIRECT here, KV goes through the page cache", self._directory)
+
+    def _path(self, segment: int) -> Path:
+        return self._directory / f"{segment:06}.kv"
+
+    def _size(self, segment: int) -> int:
+        first = segment * self.slots_a_segment
+        return min(self.slots_a_segment, self.slots - first) * self._record
+
+
+def aligned_buffer(size: int) -> memoryview:
+    """Zeroed bytes that begin on a page of memory, as O_DIRECT wants them."""
+    return memoryview(mmap(-1, size))

@@ -1,0 +1,64 @@
+"""How fast the disk tier's disk is, measured at each start: what it is shared with and how full it is change."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from array import array
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from ...scheduler.plan import NO_TICKETS, Promotion, Spill, StepPlan
+from ...scheduler.types import ChunkKey, SettingError
+from .segments import aligned_buffer
+from .store import DiskSettings, DiskStore
+
+MEASURED_BYTES = 32 * 2**20  # of one round
+ROUNDS = 3  # of which the best counts: others may use the disk now and not later
+
+
+class DiskSpeed(NamedTuple):
+    """Bytes of KV a second, as the disk tier itself reads and writes them."""
+
+    read: float
+    write: float
+
+
+def measure_disk(directory: Path, chunk_bytes: int) -> DiskSpeed | None:
+    """Writes and reads records in a folder that is gone afterwards, for a second or less on a solid-state disk.
+
+    None if the disk does not take them: it is full, say. SettingError('--disk-dir') as `DiskStore`.
+    """
+    count = min(256, max(8, MEASURED_BYTES // chunk_bytes))
+    host = np.frombuffer(aligned_buffer(count * chunk_bytes), np.uint8).reshape(count, chunk_bytes)
+    keys = [ChunkKey(number.to_bytes(32, "little")) for number in range(count)]
+    spills = tuple(Spill(number, number, key, 0) for number, key in enumerate(keys))
+    promotions = tuple(Promotion(number, number, key) for number, key in enumerate(keys))
+    folder = directory / "speed"
+    store = DiskStore(DiskSettings(folder, count, engine=""), 0, host.__getitem__)
+    try:
+        write = min(_seconds(store, _plan(spills=spills)) for _ in range(ROUNDS))
+        read = min(_seconds(store, _plan(promotions=promotions)) for _ in range(ROUNDS))
+        return None if store.counters.errors else DiskSpeed(host.nbytes / read, host.nbytes / write)
+    finally:
+        store.close()
+        try:
+            shutil.rmtree(folder)
+        except OSError as error:
+            raise SettingError("--disk-dir", f"cannot use {folder}: {error}") from error
+
+
+def _plan(spills: tuple[Spill, ...] = (), promotions: tuple[Promotion, ...] = ()) -> StepPlan:
+    none = array("i")
+    return StepPlan(1, (), NO_TICKETS, (), (), none, none, (), none, (), spills=spills, promotions=promotions)
+
+
+def _seconds(store: DiskStore, plan: StepPlan) -> float:
+    began = time.perf_counter()
+    store.begin(plan)
+    while store.busy:
+        store.wait(1.0)
+        store.take()
+    return time.perf_counter() - began

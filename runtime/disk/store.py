@@ -1,0 +1,343 @@
+"""One rank's disk tier: spills, promotions and erasures as plans ask for them, beside the loop and never in its way.
+
+    begin(plan)     hands work to the threads and returns
+    take()          what has ended since, each slot once
+
+Threads that read are apart from those that write, so no turn waits behind records that are being saved. Records that
+lie side by side are read and written with one call.
+
+Nothing the disk does is an error: a record that cannot be written, read, or believed is reported as failed, and its
+chunk is computed again.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from ...scheduler.plan import Promotion, Spill, StepPlan
+from ...scheduler.types import DiskRecord, InvariantError, SettingError
+from ..messages import DiskCounters
+from .directory import Origin, open_directory
+from .record import PAGE, pack_header, payload_intact, read_header, record_bytes
+from .segments import SEGMENT_BYTES, Segments, SystemCalls, aligned_buffer
+
+log = logging.getLogger(__name__)
+
+READERS, WRITERS = 8, 4  # threads; a solid-state disk wants several requests at once
+MERGED_BYTES = 4 * 2**20  # of one call: more makes it no faster
+COMPLAINT_SECONDS = 60.0  # the log is told of trouble no more often
+
+Work = TypeVar("Work", Spill, Promotion)
+
+
+class DiskReport(NamedTuple):
+    """DISK slots whose work has ended since the last report, as in `StepResult`."""
+
+    spilled: tuple[int, ...] = ()
+    promoted: tuple[int, ...] = ()
+    failed: tuple[int, ...] = ()
+
+
+class DiskSettings(NamedTuple):
+    """Where the records are, how many, and of what (`Origin`, whose `chunk_bytes` the device says)."""
+
+    directory: Path
+    slots: int
+    engine: str
+    ranks: int = 1
+    rank: int = 0
+    system: SystemCalls = SystemCalls()
+    segment_bytes: int = SEGMENT_BYTES
+
+
+class DiskStore:
+    """One thread calls its methods."""
+
+    def __init__(self, settings: DiskSettings, chunk_tokens: int, host_record: Callable[[int], np.ndarray]):
+        """host_record: the bytes of a HOST slot, [bytes] uint8, as `Device.record`; called by the threads too.
+
+        SettingError('--disk-dir') if the directory cannot be used.
+        """
+        payload = len(host_record(0))
+        origin = Origin(settings.engine, chunk_tokens, payload, settings.ranks, settings.rank)
+        self._directory = open_directory(settings.directory, origin)
+        self._origin, self._payload, self._record = origin.digest, payload, record_bytes(payload)
+        self._host_record = host_record
+        try:
+            self._segments = Segments(
+                self._directory, settings.slots, self._record, settings.system, settings.segment_bytes
+            )
+        except OSError as error:
+            raise SettingError("--disk-dir", f"cannot use {self._directory}: {error}") from error
+        self._most_merged = max(1, MERGED_BYTES // self._record)
+        self._readers = ThreadPoolExecutor(READERS, "disk-read")
+        self._writers = ThreadPoolExecutor(WRITERS, "disk-write")
+        self._eraser = ThreadPoolExecutor(1, "disk-erase")  # a plan waits for it, so it waits for nobody
+        self._own = threading.local()  # each thread's buffer
+
+        # Under the condition.
+        self._changed = threading.Condition()
+        self._under_way: set[int] = set()  # DISK slots
+        self._report: tuple[list[int], list[int], list[int]] = ([], [], [])
+        self._counters = DiskCounters()
+        self._silent_until = 0.0
+        self._error: BaseException | None = None
+
+    # -- the loop's side
+
+    def records(self) -> list[DiskRecord]:
+        """What is there from earlier, by headers alone: payloads are checked when they are read. Blocks.
+
+        What cannot be read now is erased: nobody would know of it, whoever is deleted, and the next start might find
+        it.
+        """
+        now, unreadable = time.time(), list[int]()
+        found = self._readers.map(lambda slot: self._look(slot, now, unreadable), self._segments.present())
+        records = [record for record in found if record is not None]
+        self.erase(unreadable)
+        return records
+
+    def erase(self, slots: Sequence[int]) -> tuple[int, ...]:
+        """On return nobody can read what these slots held, not even after a loss of power; except for those returned,
+        where the disk refused. They are not under way."""
+        page = aligned_buffer(PAGE)  # of zeros
+        written: list[int] = []
+        refused: list[int] = []
+        errors: list[OSError] = []
+        for slot in slots:
+            try:
+                if self._segments.holds(slot):
+                    self._segments.write(slot, [page], make=False)
+                    written.append(slot)
+            except OSError as error:
+                refused.append(slot)
+                errors.append(error)
+        try:
+            self._segments.flush(written)
+        except OSError as error:
+            refused += written
+            errors.append(error)
+        if errors:
+            self._count(errors=len(errors))
+            log.error(
+                "%s: %d records, perhaps of deleted conversations, may still be on disk: %s",
+                *(self._directory, len(refused), errors[0]),
+            )
+        return tuple(refused)
+
+    def begin(self, plan: StepPlan) -> Future[tuple[int, ...]] | None:
+        """Begins the plan's work. The future is what `erase` says of what the plan erases; None: nothing.
+
+        Raises what broke a thread, if that has happened, and InvariantError if a slot is under way already.
+        """
+        self._raise_error()
+        began = time.perf_counter()
+        slots = [*(work.disk for work in (*plan.spills, *plan.promotions)), *plan.erased]
+        with self._changed:
+            if len(set(slots)) < len(slots) or not self._under_way.isdisjoint(slots):
+                raise InvariantError(f"step {plan.step} uses a DISK slot that is in use: {slots}")
+            self._under_way.update(slots[: len(slots) - len(plan.erased)])
+            self._count(saving=len(plan.spills), loading=len(plan.promotions))
+        for spills in self._runs(plan.spills):
+            self._writers.submit(self._guarded, self._spill, spills, began)
+        for promotions in self._runs(plan.promotions):
+            self._readers.submit(self._guarded, self._promote, promotions, began)
+        return self._eraser.submit(self.erase, plan.erased) if plan.erased else None
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything has been begun and not been taken."""
+        return bool(self._under_way or any(self._report))
+
+    def wait(self, seconds: float) -> None:
+        """Returns when there is something to take, or after so many seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: any(self._report) or self._error is not None, seconds)
+
+    def take(self) -> DiskReport:
+        """What has ended since the last call. Raises what broke a thread, if that has happened."""
+        self._raise_error()
+        with self._changed:
+            spilled, promoted, failed = map(tuple, self._report)
+            for slots in self._report:
+                slots.clear()
+        return DiskReport(spilled, promoted, failed)
+
+    @property
+    def counters(self) -> DiskCounters:
+        return self._counters
+
+    def close(self) -> None:
+        """What is under way is finished, the rest is not begun. Idempotent."""
+        for threads in (self._readers, self._writers, self._eraser):
+            threads.shutdown(cancel_futures=True)
+        self._segments.close()
+
+    # -- the threads' side
+
+    def _guarded(self, work: Callable[[list[Work], float], None], run: list[Work], began: float) -> None:
+        try:
+            work(run, began)
+        except BaseException as error:  # carried to the loop's thread, which raises it
+            with self._changed:
+                self._error = self._error or error
+                self._changed.notify_all()
+
+    def _spill(self, run: list[Spill], began: float) -> None:
+        queued = (time.perf_counter() - began) * len(run)
+        done = self._one_or_all([run], self._write)
+        took, size = (time.perf_counter() - began) * len(run), len(done) * self._record
+        with self._changed:
+            self._end(run, done, 0)
+            self._count(saving=-len(run), saved=len(done), saved_bytes=size, saving_seconds=took, saving_queued=queued)
+
+    def _promote(self, run: list[Promotion], began: float) -> None:
+        queued = (time.perf_counter() - began) * len(run)
+        done = self._one_or_all([run], self._read)
+        took, size = (time.perf_counter() - began) * len(run), len(done) * self._record
+        with self._changed:
+            self._end(run, done, 1)
+            loaded = dict(loaded=len(done), loaded_bytes=size, loading_seconds=took, loading_queued=queued)
+            self._count(loading=-len(run), **loaded)
+
+    def _end(self, run: Sequence[Work], done: set[int], kind: int) -> None:
+        """To be called under the condition. `kind`: where in the report those are told that went well."""
+        for work in run:
+            self._under_way.discard(work.disk)
+            self._report[kind if work.disk in done else 2].append(work.disk)
+        self._changed.notify_all()
+
+    def _one_or_all(self, runs: Iterable[list[Work]], transfer: Callable[[list[Work]], set[int]]) -> set[int]:
+        """The DISK slots that went well. Where a run fails as a whole its records are tried one by one."""
+        done: set[int] = set()
+        for run in runs:
+            try:
+                done |= transfer(run)
+            except OSError as error:
+                if len(run) > 1 and error.errno != errno.ENOSPC:
+                    done |= self._one_or_all(([work] for work in run), transfer)
+                else:
+                    self._trouble(error)
+        return done
+
+    def _write(self, run: list[Spill]) -> set[int]:
+        buffers: list[Any] = []
+        for spill, room in zip(run, self._rooms(), strict=False):
+            payload = self._host_record(spill.host)
+            room[:PAGE] = np.frombuffer(pack_header(spill.key, spill.end, self._origin, time.time(), payload), np.uint8)
+            if self._in_place(payload):
+                buffers += [room[:PAGE], payload]
+            else:
+                room[PAGE : PAGE + len(payload)] = payload
+                buffers.append(room)
+        self._segments.write(run[0].disk, buffers)
+        if self._counters.full:
+            self._not_full()
+        return {spill.disk for spill in run}
+
+    def _read(self, run: list[Promotion]) -> set[int]:
+        """Those whose record is what it should be."""
+        buffers: list[Any] = []
+        read = []
+        for promotion, room in zip(run, self._rooms(), strict=False):
+            payload = self._host_record(promotion.host)
+            in_place = self._in_place(payload)
+            buffers += [room[:PAGE], payload] if in_place else [room]
+            read.append((promotion, room, payload, in_place))
+        self._segments.read(run[0].disk, buffers)
+        intact = set()
+        for promotion, room, payload, in_place in read:
+            page, content = memoryview(room[:PAGE]), payload if in_place else room[PAGE : PAGE + len(payload)]
+            header = read_header(page, self._origin, len(payload))
+            if header is None or header.key != promotion.key or not payload_intact(page, content):
+                self._reject(promotion)
+                continue
+            if not in_place:
+                payload[:] = content
+            intact.add(promotion.disk)
+        return intact
+
+    def _look(self, slot: int, now: float, unreadable: list[int]) -> DiskRecord | None:
+        page = memoryview(self._rooms()[0][:PAGE])
+        try:
+            self._segments.read(slot, [page])
+        except OSError as error:
+            self._trouble(error)
+            unreadable.append(slot)
+            return None
+        header = read_header(page, self._origin, self._payload)
+        return None if header is None else DiskRecord(slot, header.key, header.end, max(0.0, now - header.written))
+
+    # -- within
+
+    def _runs(self, work: Sequence[Work]) -> list[list[Work]]:
+        """In order of slots, together what one call can move."""
+        runs: list[list[Work]] = []
+        for one in sorted(work, key=lambda one: one.disk):
+            if runs and len(runs[-1]) < self._most_merged and self._segments.neighbours(runs[-1][-1].disk, one.disk):
+                runs[-1].append(one)
+            else:
+                runs.append([one])
+        return runs
+
+    def _rooms(self) -> list[np.ndarray]:
+        """Room for the records of a run, [bytes] uint8 each, this thread's own: pages of which only headers are used
+        where payloads need not be copied."""
+        if not hasattr(self._own, "rooms"):
+            buffer = np.frombuffer(aligned_buffer(self._most_merged * self._record), np.uint8)
+            self._own.rooms = list(buffer.reshape(self._most_merged, self._record))
+        return self._own.rooms
+
+    @staticmethod
+    def _in_place(payload: np.ndarray) -> bool:
+        """Whether O_DIRECT takes these bytes where they are."""
+        return payload.ctypes.data % PAGE == 0 and len(payload) % PAGE == 0
+
+    def _count(self, **changes: float) -> None:
+        with self._changed:
+            values = {name: getattr(self._counters, name) + change for name, change in changes.items()}
+            self._counters = self._counters._replace(**values)
+
+    def _trouble(self, error: OSError) -> None:
+        """The system refused. That the disk is full is said once, until it takes a record again."""
+        self._count(errors=1)
+        if error.errno != errno.ENOSPC:
+            self._complain(f"the disk fails: {error}")
+            return
+        with self._changed:
+            if self._counters.full:
+                return
+            self._count(full=1)
+        log.error("%s: the disk is full; no KV is saved until there is room", self._directory)
+
+    def _not_full(self) -> None:
+        with self._changed:
+            if not self._counters.full:
+                return  # another writer was first
+            self._count(full=-1)
+        log.warning("%s: there is room again", self._directory)
+
+    def _reject(self, promotion: Promotion) -> None:
+        self._count(rejected=1)
+        self._complain(f"the record in slot {promotion.disk} is not intact, or another's; its chunk is computed again")
+
+    def _complain(self, message: str) -> None:
+        with self._changed:
+            now = time.monotonic()
+            if now < self._silent_until:
+                return
+            self._silent_until = now + COMPLAINT_SECONDS
+        log.error("%s: %s", self._directory, message)
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error

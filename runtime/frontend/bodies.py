@@ -1,0 +1,291 @@
+"""The bodies of the OpenAI-compatible requests. What they ask for is either done, or refused by name.
+
+Types are strict (no number in a string is a number); `null` asks for nothing, as if the field were absent.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from ...scheduler.types import RequestError, check_logprobs
+from .body_base import Body, ConversationId, NonEmpty
+from .chat_messages import MOST_MESSAGES, Message, NamedTool, Tool
+
+MOST_CHOICES = MOST_TOOLS = 128  # OpenAI's
+
+
+class StreamOptions(Body):
+    IGNORED = frozenset({"include_obfuscation"})
+    NEUTRAL: ClassVar = {"continuous_usage_stats": (False,)}
+
+    include_usage: bool = False
+
+
+class ConversationName(Body):
+    id: ConversationId
+
+
+class ConversationParams(Body):
+    conversation_id: ConversationId
+
+
+class ResponseFormat(Body):
+    """`json_schema`: OpenAI's object around a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+
+
+class StructuredOutputs(Body):
+    """vLLM's: exactly one of these. `grammar`: in llguidance's dialect of Lark."""
+
+    json_: dict[str, Any] | None = Field(default=None, alias="json")
+    json_object: bool = False
+    regex: NonEmpty | None = None
+    choice: Annotated[list[NonEmpty], Field(min_length=1)] | None = None
+    grammar: NonEmpty | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> StructuredOutputs:
+        asked = [name for name in type(self).model_fields if getattr(self, name)]
+        if len(asked) != 1:
+            raise RequestError(400, "structured_outputs must have one of json, json_object, regex, choice, grammar")
+        return self
+
+
+class GenerationBody(Body):
+    """What every endpoint that generates has in common."""
+
+    IGNORED = frozenset(
+        {
+            "user",
+            "metadata",
+            "store",
+            "service_tier",
+            "prompt_cache_key",
+            "prompt_cache_retention",
+            "safety_identifier",
+        }
+    )
+    NEUTRAL: ClassVar = {
+        "length_penalty": (1,),
+        "use_beam_search": (False,),
+        "skip_special_tokens": (True,),
+        "spaces_between_special_tokens": (True,),
+    }
+
+    model: str | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[str, float] = Field(default_factory=dict)
+    seed: int | None = None
+    stop: str | list[str] = Field(default_factory=list)
+    stop_token_ids: list[int] = Field(default_factory=list)
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    return_sources: bool = False
+    priority: int = 0
+    expect_next_s: Annotated[float, Field(ge=0.0, allow_inf_nan=False, strict=False)] | None = None
+    conversation: ConversationId | ConversationName | None = None
+    conversation_params: ConversationParams | None = None
+    history: Literal["client", "server"] = "client"
+    cache_salt: NonEmpty | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+
+    @field_validator("stop")
+    @classmethod
+    def _few_stops_none_empty(cls, stop: str | list[str]) -> str | list[str]:
+        stops = [stop] if isinstance(stop, str) else stop
+        if len(stops) > 16:
+            raise RequestError(400, f"at most 16 stop strings are allowed, not {len(stops)}")
+        if "" in stops:
+            raise RequestError(400, "a stop string must not be empty")
+        return stops
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> GenerationBody:
+        if self.stream_options is not None and not self.stream:
+            raise RequestError(400, "stream_options is allowed only with stream", "stream_options")
+        named, params = self._named(), self.conversation_params
+        if named is not None and params is not None and named != params.conversation_id:
+            raise RequestError(
+                400, "conversation and conversation_params name different conversations", "conversation_params"
+            )
+        if self.server_history and self.conversation_id is None:
+            raise RequestError(400, "history is kept by the server for a named conversation only", "history")
+        return self
+
+    def _named(self) -> str | None:
+        return self.conversation.id if isinstance(self.conversation, ConversationName) else self.conversation
+
+    @property
+    def conversation_id(self) -> str | None:
+        return self.conversation_params.conversation_id if self.conversation_params is not None else self._named()
+
+    @property
+    def server_history(self) -> bool:
+        """The body holds only what is new; the rest is with the server."""
+        return self.history == "server"
+
+    @property
+    def truncates(self) -> bool:
+        """The context may outgrow the model's: unless told otherwise, that of a conversation."""
+        return self.conversation_id is not None if self.truncation is None else self.truncation == "auto"
+
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        """The field that limits the tokens of a reply, and its value."""
+        return "max_tokens", self.max_tokens
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class ChoicesBody(GenerationBody):
+    """What completions and chat completions have in common."""
+
+    n: int = 1
+    best_of: int | None = None
+    prompt_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    @model_validator(mode="after")
+    def _choices_and_prompt_logprobs(self) -> ChoicesBody:
+        if not 1 <= self.n <= MOST_CHOICES:
+            raise RequestError(400, f"n must be between 1 and {MOST_CHOICES}, not {self.n}", "n")
+        if self.best_of not in (None, self.n):
+            raise RequestError(400, f"best_of is supported only if it equals n, which is {self.n}", "best_of")
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError(400, "prompt_logprobs is not supported with stream", "prompt_logprobs")
+        return self
+
+    @property
+    def reply_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are reported with each of the reply; None: no log probabilities."""
+        raise NotImplementedError
+
+    @property
+    def most_tool_calls(self) -> int:
+        """Tool calls that are looked for in a reply."""
+        return 0
+
+
+class CompletionBody(ChoicesBody):
+    """POST /v1/completions. `prompt`: text or token ids, or several of these; looked at in openai_api."""
+
+    NEUTRAL: ClassVar = {**GenerationBody.NEUTRAL, "suffix": ("",), "add_special_tokens": (True,)}
+
+    prompt: str | list[Any]
+    logprobs: int | None = None
+    echo: bool = False
+
+    @model_validator(mode="after")
+    def _no_stream_of_prompt_logprobs(self) -> CompletionBody:
+        if self.echo and self.stream and self.logprobs is not None:
+            raise RequestError(400, "echo with logprobs is not supported with stream", "echo")
+        return self
+
+    @property
+    def reply_logprobs(self) -> int | None:
+        return self.logprobs
+
+
+class ChatBody(ChoicesBody):
+    """POST /v1/chat/completions."""
+
+    NEUTRAL: ClassVar = {
+        **GenerationBody.NEUTRAL,
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "modalities": (["text"],),
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+    }
+
+    messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    tools: list[Tool] = Field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True
+
+    @model_validator(mode="after")
+    def _tools_and_logprobs(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError(400, "top_logprobs is allowed only with logprobs", "top_logprobs")
+        check_logprobs(self.top_logprobs, "top_logprobs")
+        names = [tool.function.name for tool in self.tools]
+        if len(names) > MOST_TOOLS or len(set(names)) < len(names):
+            raise RequestError(400, f"tools must be at most {MOST_TOOLS}, each with a name of its own", "tools")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise RequestError(400, f"tool_choice names {self.tool_choice.function.name!r}, no tool", "tool_choice")
+        if self.tool_choice == "required" and not names:
+            raise RequestError(400, "tool_choice requires tools", "tool_choice")
+        return self
+
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        """As in `GenerationBody`."""
+        given = self.max_completion_tokens
+        return ("max_tokens", self.max_tokens) if given is None else ("max_completion_tokens", given)
+
+    @property
+    def reply_logprobs(self) -> int | None:
+        return self.top_logprobs or 0 if self.logprobs else None
+
+    @property
+    def most_tool_calls(self) -> int:
+        """Tool calls that are looked for in a reply."""
+        if not self.tools or self.tool_choice == "none":
+            return 0
+        return MOST_TOOLS if self.parallel_tool_calls else 1
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> ChatBody:
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise RequestError(400, "max_tokens and max_completion_tokens differ", "max_tokens")
+        return self
+
+
+Kind = TypeVar("Kind", bound=Body)
+
+
+def parse(kind: type[Kind], body: bytes) -> Kind:
+    """The body as this kind of request. Raises RequestError (400) that names the field.
+
+    One as long as is allowed takes seconds: it is not for the thread of an event loop.
+    """
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise _request_error(error) from error
+
+
+def _request_error(error: ValidationError) -> RequestError:
+    """The first field at fault, with all that is wrong with it (a union reports once for each of its members)."""
+    faults = error.errors(include_url=False)
+    place = [str(part) for part in faults[0]["loc"]]
+    cause = faults[0].get("ctx", {}).get("error")
+    if isinstance(cause, RequestError):
+        names = place if cause.param is None else [*place, cause.param]
+        return RequestError(cause.status, cause.message, ".".join(names))
+    if not place:
+        return RequestError(400, f"the body is not a JSON object: {faults[0]['msg']}")
+    messages = list(dict.fromkeys(fault["msg"] for fault in faults if fault["loc"][0] == place[0]))
+    where = ".".join(place) if len(messages) == 1 else place[0]  # a longer place would name one member of the union
+    return RequestError(400, f"{where}: {'; '.join(messages)}", place[0])

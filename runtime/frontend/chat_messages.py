@@ -1,0 +1,112 @@
+"""Messages of a dialogue, tools and tool calls, as clients write them and as chat templates read them."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, StringConstraints, field_validator, model_validator
+
+from ...scheduler.types import RequestError
+from .body_base import Body, NonEmpty
+
+MOST_MESSAGES = 16384  # of one dialogue: each is looked at where other requests wait
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class MessageFunctionCall(Body):
+    IGNORED = frozenset({"parsed_arguments"})  # what the official client has read out of the arguments
+
+    name: NonEmpty
+    arguments: str
+
+    @field_validator("arguments")
+    @classmethod
+    def _an_object(cls, arguments: str) -> str:
+        try:
+            parsed = json.loads(arguments or "{}")
+            json.dumps(parsed, ensure_ascii=False).encode()  # half a surrogate pair cannot be tokenised
+        except (ValueError, RecursionError):
+            parsed = None
+        if not isinstance(parsed, dict):
+            raise RequestError(400, "the arguments of a tool call must be a JSON object, written as a string")
+        return arguments
+
+
+class MessageToolCall(Body):
+    """A tool call of an earlier reply, sent back as it came."""
+
+    IGNORED = frozenset({"index"})
+
+    id: str
+    type: Literal["function"] = "function"
+    function: MessageFunctionCall
+
+    def for_template(self) -> dict[str, Any]:
+        function = {"name": self.function.name, "arguments": json.loads(self.function.arguments or "{}")}
+        return {"id": self.id, "type": self.type, "function": function}
+
+
+class FunctionName(Body):
+    name: Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class Function(FunctionName):
+    """`parameters`: a JSON schema of an object; without it there are none."""
+
+    description: str | None = None
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    strict: bool | None = None
+
+    @field_validator("parameters")
+    @classmethod
+    def _of_an_object(cls, parameters: dict[str, Any]) -> dict[str, Any]:
+        if parameters.get("type", "object") != "object":
+            raise RequestError(400, "parameters must be the JSON schema of an object")
+        return parameters
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        """As it was given."""
+        return self.model_dump(exclude_unset=True)
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class Message(Body):
+    """One message of a dialogue; its other fields are those of a reply sent back as it came."""
+
+    IGNORED = frozenset({"parsed"})  # what the official client has read out of the content
+    NEUTRAL: ClassVar = {"refusal": (), "annotations": ([],), "audio": (), "function_call": ()}
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] = ""
+    name: str | None = None
+    tool_calls: list[MessageToolCall] = Field(default_factory=list)
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Message:
+        if "content" not in self.model_fields_set and not self.tool_calls:
+            raise RequestError(400, "a message without tool_calls needs content", "content")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """Arguments of tool calls as objects, which is what templates write as JSON."""
+        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        message: dict[str, Any] = {"role": self.role, "content": content}
+        message |= self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return message

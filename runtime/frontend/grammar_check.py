@@ -1,0 +1,233 @@
+"""Whether a grammar can be followed, found out in a process that can be ended.
+
+Some grammars of a few hundred characters (intersections of regular expressions) compile for ever, in a call that none
+of llguidance's limits ends. So each is compiled in a child, forked for it, that may use MOST_SECONDS of a processor;
+what has compiled there compiles beside the executor too.
+
+`python -m pensieve.runtime.frontend.grammar_check FD SECONDS BYTES TOKENIZER VOCAB_SIZE [STOP_ID...]` is a process
+that forks: it has the tokenizer and a single thread. It ends when the pipe FD does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+import llguidance
+
+from ...scheduler.types import RequestError
+from ..step.grammar import STACK_BYTES, Grammars, compile_grammar
+
+MOST_GRAMMAR = 128 * 1024  # characters
+CHECKERS = 2  # processes
+MOST_SECONDS = 1.0  # of one processor, to compile: it is done twice, and others wait for it meanwhile
+MOST_BYTES = 2 * 2**30  # of memory, beside the tokenizer's
+MOST_KNOWN = 64  # grammars whose verdict is remembered
+NOT_CHECKED = "the grammar could not be checked: the system has ended that; try again"
+FINE = "fine"  # what a child says of a grammar that can be followed
+
+
+class Check(NamedTuple):
+    """A grammar to be checked; `param`: the field of the body to blame."""
+
+    grammar: str
+    param: str
+    outcome: Future[None]
+
+
+class GrammarChecker:
+    """Checks grammars for one tokenizer. Any thread. Costs a few ms and CHECKERS processes.
+
+    Owners take turns: a free process checks one grammar of the owner that has waited longest. An owner uses at most one
+    process, even while the other is free: a check cannot be interrupted, so the next owner would have to wait for it.
+    """
+
+    def __init__(self, tokenizer: str, vocab_size: int, stop_ids: Sequence[int]):
+        """As `Grammars`."""
+        about = list(map(str, (MOST_SECONDS, MOST_BYTES, tokenizer, vocab_size, *stop_ids)))
+        self._threads = ThreadPoolExecutor(CHECKERS, "grammars")
+        self._free = deque(self._threads.map(CheckProcess, [about] * CHECKERS))
+        self._verdict = functools.lru_cache(MOST_KNOWN)(self._ask)
+        self._lock = threading.Lock()  # for the two below: each owner's checks that have not begun
+        self._waiting: dict[str, deque[Check]] = {}  # of owners without a process, in the order of their turns
+        self._served: dict[str, deque[Check]] = {}  # of owners with a process
+
+    def begin_check(self, grammar: str, param: str, owner: str) -> Future[None]:
+        """Ends with RequestError: 400 and why the grammar cannot be followed, 503 if that could not be found out.
+
+        It may be cancelled until it has begun.
+        """
+        check = Check(grammar, param, Future())
+        with self._lock:
+            checks = self._served.get(owner)
+            if checks is None:
+                checks = self._waiting.setdefault(owner, deque())
+            checks.append(check)
+        self._begin_turns()
+        return check.outcome
+
+    def _begin_turns(self) -> None:
+        while (turn := self._next_turn()) is not None:
+            owner, check = turn
+            checked = self._threads.submit(self._take_turn, owner, check)
+            checked.add_done_callback(functools.partial(_pass_on, check.outcome))
+
+    def _next_turn(self) -> tuple[str, Check] | None:
+        """None if no process is free, or no owner may use one. Cancelled checks are dropped."""
+        with self._lock:
+            while self._waiting and len(self._served) < CHECKERS:
+                owner = next(iter(self._waiting))
+                checks = self._waiting.pop(owner)
+                while checks:
+                    check = checks.popleft()
+                    if check.outcome.set_running_or_notify_cancel():
+                        self._served[owner] = checks
+                        return owner, check
+        return None
+
+    def _take_turn(self, owner: str, check: Check) -> None:
+        try:
+            self._check(check.grammar, check.param)
+        finally:
+            with self._lock:
+                if checks := self._served.pop(owner):
+                    self._waiting[owner] = checks
+            self._begin_turns()
+
+    def _check(self, grammar: str, param: str) -> None:
+        if len(grammar) > MOST_GRAMMAR:
+            raise RequestError(
+                400, f"{param} is too long: {len(grammar)} characters as a grammar, {MOST_GRAMMAR} are allowed", param
+            )
+        if wrong := self._verdict(grammar):
+            raise RequestError(400, f"{param} {wrong}", param)
+
+    def _ask(self, grammar: str) -> str:
+        process = self._free.popleft()  # there are as many as threads
+        try:
+            return process.verdict(grammar)
+        finally:
+            self._free.append(process)
+
+
+def _pass_on(outcome: Future[None], checked: Future[None]) -> None:
+    if (error := checked.exception()) is not None:
+        outcome.set_exception(error)
+    else:
+        outcome.set_result(None)
+
+
+class CheckProcess:
+    """A process that checks one grammar at a time. Started again when it has been killed. ValueError as `Grammars`."""
+
+    def __init__(self, about: Sequence[str]):
+        self._about = about
+        self._start()
+
+    def verdict(self, grammar: str) -> str:
+        """As `judge`. Raises RequestError (503) if it is not known."""
+        with contextlib.suppress(EOFError, OSError):
+            return self._exchange(grammar)
+        self._process.wait()  # it was killed
+        with contextlib.suppress(EOFError, OSError):
+            self._start()
+            return self._exchange(grammar)
+        raise RequestError(503, NOT_CHECKED)
+
+    def _start(self) -> None:
+        self._pipe, theirs = multiprocessing.Pipe()
+        with theirs:
+            end = theirs.fileno()
+            words = [sys.executable, "-P", "-m", f"{__package__}.grammar_check", str(end), *self._about]
+            self._process = subprocess.Popen(words, pass_fds=[end], stdin=subprocess.DEVNULL)
+        if wrong := self._pipe.recv():
+            self._process.wait()
+            raise ValueError(wrong)
+
+    def _exchange(self, grammar: str) -> str:
+        self._pipe.send(grammar)
+        verdict: str | None = self._pipe.recv()
+        if verdict is None:
+            raise RequestError(503, NOT_CHECKED)  # and not remembered
+        return verdict
+
+
+def open_checker(tokenizer: str, vocab_size: int, stop_ids: Sequence[int]) -> GrammarChecker | None:
+    """As `GrammarChecker`; None if the engine has no tokenizer (""), or one whose tokens are not bytes."""
+    if not tokenizer:
+        return None
+    try:
+        return GrammarChecker(tokenizer, vocab_size, stop_ids)
+    except ValueError:
+        return None  # the log says so already, where the same tokenizer was opened beside the executor
+
+
+def main(words: Sequence[str]) -> None:
+    number, seconds, most_bytes, path, vocab_size, *stop_ids = words
+    pipe = Connection(int(number))
+    os.set_inheritable(pipe.fileno(), False)
+    try:
+        tokenizer = Grammars.open_tokenizer(path, int(vocab_size), list(map(int, stop_ids)))
+    except ValueError as error:
+        pipe.send(str(error))
+        return
+    pipe.send("")
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            pipe.send(judge(tokenizer, pipe.recv(), float(seconds), int(most_bytes)))
+
+
+def judge(tokenizer: llguidance.LLTokenizer, grammar: str, seconds: float, most_bytes: int) -> str | None:
+    """What is wrong with the grammar, behind its name; "" if nothing is, None if that is not known."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (size + STACK_BYTES + most_bytes,) * 2)
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends it
+            threading.stack_size(STACK_BYTES)
+            os.write(writing, _compile(tokenizer, grammar).encode()[:1000])
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading, encoding="utf-8", errors="replace") as said:
+        wrong = said.read()
+    _, status = os.waitpid(child, 0)
+    if (status == 0 and not wrong) or status == signal.SIGKILL:
+        return None  # no room for a thread, or the system had none for the process
+    if status != 0:
+        return f"is too complex: it takes more than {seconds:g} s, or too much memory, to compile"
+    return "" if wrong == FINE else f"cannot be followed: {wrong}"
+
+
+def _compile(tokenizer: llguidance.LLTokenizer, grammar: str) -> str:
+    """FINE, or what is wrong, by a thread of its own: llguidance needs a large stack (`Grammars`)."""
+    with ThreadPoolExecutor(1) as deep:
+        return deep.submit(_compile_here, tokenizer, grammar).result()
+
+
+def _compile_here(tokenizer: llguidance.LLTokenizer, grammar: str) -> str:
+    failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, tokenizer)
+    if not failed:
+        matcher = compile_grammar(tokenizer, grammar)
+        failed, messages = matcher.is_error(), [matcher.get_error()]
+    return messages[0] if failed else FINE
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,119 @@
+"""A span for each call, sent to an OpenTelemetry collector: counts, times and the caller's trace, never what was said.
+
+Needs the extra `otel`, so it is imported only where `--otlp-traces-endpoint` is given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import secrets
+import threading
+import time
+from collections.abc import Collection, Iterator, Sequence
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import SpanKind, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from ...scheduler.types import RequestError
+from ..observe.metrics import SOURCES
+from .engine_client import ClientGone
+from .reply import Reply, usage
+from .request_builder import Call
+
+CLOSE_SECONDS = 2.0  # for the last spans; a collector that is down must not hold up the end
+SPAN = "llm_request"  # vLLM's name
+TRACE_HEADERS = (b"traceparent", b"tracestate")
+
+Headers = Sequence[tuple[bytes, bytes]]  # ASGI's
+
+
+class Tracing:
+    """Ends spans on the event loop's thread; a thread of the SDK's sends them in batches and drops what is too much.
+
+    The environment variables of the OpenTelemetry SDK (service name, sampler, the exporter's headers, ...) count.
+    """
+
+    def __init__(self, endpoint: str, model: str):
+        """`endpoint`: the whole URL, `http://host:4318/v1/traces`."""
+        self._model = model
+        self._secret = secrets.token_bytes(16)
+        resource = Resource.create({"service.name": "pensieve"}).merge(OTELResourceDetector().detect())
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # that could take half a minute
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
+        self._tracer = self._provider.get_tracer("pensieve")
+        self._propagator = TraceContextTextMapPropagator()
+
+    @contextlib.contextmanager
+    def traced(self, call: Call, headers: Headers, replies: Collection[Reply]) -> Iterator[None]:
+        """Around the answering of a call with these request headers. `replies` may be filled meanwhile."""
+        unfinished, failure = "error", None
+        try:
+            yield
+        except ClientGone:
+            unfinished = "abort"
+            raise
+        except RequestError as error:
+            unfinished, failure = "refused", str(error.status)
+            raise
+        finally:
+            self._end(call, headers, list(replies), unfinished, failure)
+
+    def close(self) -> None:
+        """Sends what is left, for CLOSE_SECONDS at most. No call may be traced any more."""
+        closing = threading.Thread(target=self._provider.shutdown, name="tracing-close", daemon=True)
+        closing.start()
+        closing.join(CLOSE_SECONDS)
+
+    def _end(self, call: Call, headers: Headers, replies: list[Reply], unfinished: str, failure: str | None) -> None:
+        """`unfinished`: how those replies ended that have no end of their own. `failure`: the status of a refusal."""
+        seconds, now = time.perf_counter() - call.arrived, time.time_ns()
+        finishes = [reply.reason or unfinished for reply in replies] or [unfinished]
+        carrier = {name.decode(): value.decode("latin-1") for name, value in headers if name in TRACE_HEADERS}
+        attributes = {**self._about(call), **_counts(replies), **_times(call, replies, seconds)}
+        context, start = self._propagator.extract(carrier), now - round(seconds * 1e9)
+        span = self._tracer.start_span(SPAN, context, SpanKind.SERVER, attributes, start_time=start)
+        span.set_attribute("gen_ai.response.finish_reasons", finishes)
+        if failure is None and "error" in finishes:
+            failure = "_OTHER"  # the conventions' word for it
+        if failure is not None:
+            span.set_attribute("error.type", failure)
+            span.set_status(StatusCode.ERROR)
+        span.end(now)
+
+    def _about(self, call: Call) -> dict[str, str | int]:
+        about: dict[str, str | int] = {
+            "gen_ai.operation.name": "chat" if call.chat else "text_completion",
+            "gen_ai.request.id": call.writer.id,
+            "gen_ai.request.max_tokens": max(request.max_tokens for request in call.requests),
+            "gen_ai.response.model": self._model,
+        }
+        if call.turn is not None and call.turn.conversation is not None:
+            # Tells turns of one conversation while this process lives; names chosen by users cannot be guessed from it.
+            name = call.turn.conversation.encode()
+            about["gen_ai.conversation.id"] = hashlib.blake2b(name, digest_size=8, key=self._secret).hexdigest()
+        return about
+
+
+def _counts(replies: list[Reply]) -> dict[str, int]:
+    counts = usage(replies, sources=True)
+    return {
+        "gen_ai.usage.prompt_tokens": counts["prompt_tokens"],
+        "gen_ai.usage.completion_tokens": counts["completion_tokens"],
+        **{f"pensieve.prompt_tokens.{source}": counts["prompt_tokens_details"][source] for source in SOURCES},
+    }
+
+
+def _times(call: Call, replies: list[Reply], seconds: float) -> dict[str, float]:
+    """In seconds from the call's arrival, as vLLM has them; those of a first token only if there was one."""
+    times = {"gen_ai.latency.e2e": seconds}
+    started = [reply for reply in replies if reply.started is not None]
+    if started:
+        first = min(reply.started for reply in started if reply.started is not None)
+        times["gen_ai.latency.time_in_queue"] = max(reply.queued for reply in started)
+        times["gen_ai.latency.time_to_first_token"] = first - call.arrived
+    return times

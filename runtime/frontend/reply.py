@@ -1,0 +1,343 @@
+"""A reply as it grows, and how it is written: OpenAI's completion and chat objects, whole or as a stream."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ...scheduler.types import FinishReason, Output, Request, RequestError, TokenLogprobs, Usage
+from ..observe.metrics import SOURCES
+from ..text.tokenizer import Detokenizer, StopMatcher, Tokenizer
+from .engine_client import OutputStream
+from .errors import error_object
+from .logprobs import LogprobsWriter
+from .tool_calls import ToolCall, ToolCallParser
+
+CONTEXT_TOKENS = 8  # tokens of a prompt that can change how the reply's first token reads
+
+_encode_text = json.JSONEncoder().encode
+
+
+class Piece(NamedTuple):
+    """What one output adds to a reply. `logprobs` and `offsets` (into its text) are those of `tokens`, if asked for."""
+
+    text: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    offsets: tuple[int, ...] = ()
+    calls: Sequence[ToolCall] = ()
+
+
+class Reply:
+    """Turns one request's outputs into text, ends it at a stop string, and confirms its length where that is asked."""
+
+    def __init__(
+        self,
+        request: Request,
+        stream: OutputStream,
+        tokenizer: Tokenizer | None,
+        matcher: StopMatcher | None = None,
+        *,
+        continues_prompt: bool,
+        include_stop: bool = False,
+        tools: ToolCallParser | None = None,
+        echoed: str = "",
+    ):
+        """`matcher` needs a tokenizer and a request with `confirm`.
+
+        `continues_prompt`: the text is read as the prompt's continuation (a leading space stays), not on its own.
+        `include_stop`: the text of a stop token stays, unless it is a special token.
+        `tools`: takes tool calls out of what is said.
+        `echoed`: goes before the reply's text, and offsets count from its beginning.
+        """
+        context = request.prompt[-CONTEXT_TOKENS:] if continues_prompt else ()
+        self.request = request
+        self.tokens: list[int] = []
+        self.texts: list[str] = []
+        self.said: list[str] = []
+        self.calls: list[ToolCall] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.echoed = echoed
+        self.offsets: list[int] = []
+        self.sources = Usage()
+        self.queued = 0.0
+        self.truncated = 0  # leading tokens of the context that the newest token did not see, as far as known
+        self.started: float | None = None  # when the first token came, time.perf_counter's seconds
+        self.finish: FinishReason | None = None
+        self._stream = stream
+        self._detokenizer = Detokenizer(tokenizer, context) if tokenizer is not None else None
+        self._matcher = matcher
+        self._include_stop = include_stop
+        self._tools = tools
+        self._length = len(echoed)
+
+    @property
+    def reason(self) -> str | None:
+        """The finish reason as the client is told."""
+        return "tool_calls" if self.calls and self.finish is FinishReason.STOP else self.finish
+
+    @property
+    def stop_string(self) -> str | None:
+        """The one that ended the reply."""
+        return None if self._matcher is None else self._matcher.found
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """As the chat template reads it once the client has sent it back."""
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(self.said)}
+        if self.calls:
+            message["tool_calls"] = [call.for_template() for call in self.calls]
+        return message
+
+    def add(self, output: Output) -> Piece:
+        """Takes an output, returns what is to be said of it: nothing behind a stop string.
+
+        Raises RequestError (503) if the engine aborted the request.
+        """
+        if output.finish is FinishReason.ABORT:
+            raise RequestError(503, "the server is shutting down and has ended this request")
+        if output.usage is not None:
+            self.sources, self.queued = output.usage, output.queued or 0.0
+            self.started = time.perf_counter()
+        self.truncated = max(self.truncated, output.truncated)
+        stopped = self._stopped
+        start = len(self.tokens)
+        tokens, text = ((), "") if stopped else self._read(output)
+        self.tokens += tokens
+        self.texts.append(text)
+        said, calls = (text, ()) if self._tools is None else self._take_calls(self._tools, text, output)
+        self.said.append(said)
+        self.calls += calls
+        self.logprobs += output.logprobs[: len(tokens)]
+        self.prompt_logprobs += output.prompt_logprobs
+        if output.finish is not None:
+            self.finish = FinishReason.STOP if self._stopped else output.finish
+        if self.request.confirm and not stopped and (self._stopped or output.finish is not None):
+            self._stream.finish(self.request.id, len(self.tokens))
+        return Piece(said, tokens, output.logprobs[: len(tokens)], tuple(self.offsets[start:]), calls)
+
+    def _take_calls(self, tools: ToolCallParser, text: str, output: Output) -> tuple[str, list[ToolCall]]:
+        said, calls = tools.push(text)
+        return (said if output.finish is None else said + tools.end()), calls
+
+    @property
+    def _stopped(self) -> bool:
+        """A stop string is complete. The engine may still be running on; its last output is waited for."""
+        return self.stop_string is not None
+
+    def _read(self, output: Output) -> tuple[tuple[int, ...], str]:
+        """Tokens up to the one that completes a stop string, and the text to be said with them."""
+        detokenizer = self._detokenizer
+        if detokenizer is None:
+            self.offsets += [0] * len(output.logprobs)
+            return output.tokens, ""
+        pieces = []
+        for count, token in enumerate(output.tokens, 1):
+            piece = "" if self._is_stop_token(token, len(self.tokens) + count) else detokenizer.push(token)
+            if output.logprobs:
+                self.offsets.append(self._length)
+                self._length += len(piece)
+            pieces.append(piece if self._matcher is None else self._matcher.push(piece))
+            if self._stopped:
+                return output.tokens[:count], "".join(pieces)
+        if output.finish is not None:
+            rest = detokenizer.flush()
+            pieces.append(rest if self._matcher is None else self._matcher.end(rest))
+        return output.tokens, "".join(pieces)
+
+    def _is_stop_token(self, token: int, count: int) -> bool:
+        """The token that ends the reply, its `count`th, belongs to its ids, not to its text. The end itself may come
+        later: with `--save sync` once the turn is on DISK."""
+        return token in self.request.stop_ids and count >= self.request.min_tokens and not self._include_stop
+
+
+@dataclass(frozen=True)
+class Style:
+    """How the answer to one HTTP call is written. `token_ids`: with the ids of prompts and replies.
+
+    `sources`: its usage says where the prompt's tokens came from. `echo`: the prompt's text goes before the reply's.
+    """
+
+    model: str
+    token_ids: bool
+    include_usage: bool
+    sources: bool = False
+    logprobs: LogprobsWriter | None = None
+    echo: bool = False
+
+
+class CompletionWriter:
+    """text_completion objects. Stream events are put together by hand: there are thousands a second."""
+
+    ID, WHOLE, CHUNK = "cmpl-", "text_completion", "text_completion"
+
+    def __init__(self, style: Style):
+        self._style = style
+        self.id = self.ID + uuid.uuid4().hex
+        self._created = int(time.time())
+        head = json.dumps(self._object(self.CHUNK), separators=(",", ":"))[:-1]
+        self._head = f'data: {head},"choices":[{{"index":'
+        self._tail = '}],"usage":null}\n\n' if style.include_usage else "}]}\n\n"
+
+    def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
+        """The answer to a call that does not stream."""
+        choices = [
+            self._choice(index, reply, replies[index - reply.request.choice]) for index, reply in enumerate(replies)
+        ]
+        return {**self._object(self.WHOLE), "choices": choices, "usage": usage(replies, self._style.sources)}
+
+    def opening(self, replies: Sequence[Reply]) -> str:
+        """The events before the first piece: here only prompts' text and ids, if asked for."""
+        if not (self._style.token_ids or self._style.echo):
+            return ""
+        return "".join(
+            f'{self._head}{index},{self._content(Piece(reply.echoed, ()))},"logprobs":null,'
+            f'"finish_reason":null{self._prompt_ids(reply)}{self._tail}'
+            for index, reply in enumerate(replies)
+        )
+
+    def _prompt_ids(self, reply: Reply) -> str:
+        ids = reply.request.prompt.tolist()
+        return f',"prompt_token_ids":{ids},"token_ids":[]' if self._style.token_ids else ""
+
+    def piece(self, index: int, piece: Piece, finish: str | None) -> str:
+        """The event for one piece of a reply, the last one with its finish; nothing if there is nothing to say."""
+        token_ids = self._style.token_ids
+        if not (piece.text or finish or piece.logprobs or piece.calls or (token_ids and piece.tokens)):
+            return ""
+        ids = f',"token_ids":{list(piece.tokens)}' if token_ids else ""
+        reason = f'"{finish}"' if finish else "null"
+        content = self._content(piece)
+        logprobs = json.dumps(self._logprobs(piece)) if piece.logprobs else "null"
+        return f'{self._head}{index},{content},"logprobs":{logprobs},"finish_reason":{reason}{ids}{self._tail}'
+
+    def stored(self, replies: Sequence[Reply]) -> str | None:
+        """The body under which the answer can be asked for later: of a response only."""
+        return None
+
+    def closing(self, replies: Sequence[Reply]) -> str:
+        """The events behind the last piece: usage if asked for, and the end."""
+        if not self._style.include_usage:
+            return "data: [DONE]\n\n"
+        last = {**self._object(self.CHUNK), "choices": [], "usage": usage(replies, self._style.sources)}
+        return f"data: {json.dumps(last)}\n\ndata: [DONE]\n\n"
+
+    def failure(self, error: RequestError) -> str:
+        """The events behind the last piece of what came to no good end."""
+        return f"data: {json.dumps(error_object(error))}\n\ndata: [DONE]\n\n"
+
+    def _object(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self._created, "model": self._style.model}
+
+    def _content(self, piece: Piece) -> str:
+        return f'"text":{_encode_text(piece.text)}'
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any]:
+        assert self._style.logprobs is not None
+        return self._style.logprobs.completion(piece.tokens, piece.logprobs, piece.offsets)
+
+    def _prompt_logprobs(self, first: Reply) -> dict[str, Any]:
+        writer = self._style.logprobs
+        if writer is None or writer.prompt_top is None:
+            return {}
+        return {"prompt_logprobs": writer.prompt(first.request.prompt, first.prompt_logprobs)}
+
+    def _choice(self, index: int, reply: Reply, first: Reply) -> dict[str, Any]:
+        """`first`: choice 0 of the same prompt, which alone has the log probabilities of the prompt."""
+        choice = {
+            "index": index,
+            "text": reply.echoed + "".join(reply.texts),
+            "logprobs": self._whole_logprobs(reply, first),
+            "finish_reason": reply.finish,
+            **self._prompt_logprobs(first),
+        }
+        if self._style.token_ids:
+            choice |= {"prompt_token_ids": reply.request.prompt.tolist(), "token_ids": reply.tokens}
+        return choice
+
+    def _whole_logprobs(self, reply: Reply, first: Reply) -> dict[str, Any] | None:
+        writer, tokens, prompt = self._style.logprobs, reply.tokens, reply.request.prompt
+        if writer is None or writer.top is None:
+            return None
+        if not self._style.echo:
+            return writer.completion(tokens, reply.logprobs, reply.offsets)
+        entries = [None, *first.prompt_logprobs, *reply.logprobs]
+        return writer.completion([*prompt, *tokens], entries, [*writer.offsets(prompt, reply.echoed), *reply.offsets])
+
+
+class ChatWriter(CompletionWriter):
+    """chat.completion objects: one reply, whose prompt's ids stand beside the choice and not inside."""
+
+    ID, WHOLE, CHUNK = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
+        answer = super().whole(replies)
+        answer |= self._prompt_logprobs(replies[0])
+        if self._style.token_ids:
+            answer["prompt_token_ids"] = replies[0].request.prompt.tolist()
+        return answer
+
+    def opening(self, replies: Sequence[Reply]) -> str:
+        delta = {"role": "assistant", "content": ""}
+        first = self._object(self.CHUNK)
+        if self._style.token_ids:
+            first["prompt_token_ids"] = replies[0].request.prompt.tolist()
+        if self._style.include_usage:
+            first["usage"] = None
+        choices = [
+            {"index": index, "delta": delta, "logprobs": None, "finish_reason": None} for index in range(len(replies))
+        ]
+        return "".join(f"data: {json.dumps({**first, 'choices': [choice]})}\n\n" for choice in choices)
+
+    def _content(self, piece: Piece) -> str:
+        if piece.calls:
+            calls = [{"index": call.index, **call.as_object()} for call in piece.calls]
+            return f'"delta":{json.dumps({"content": piece.text or None, "tool_calls": calls})}'
+        return f'"delta":{{"content":{_encode_text(piece.text)}}}' if piece.text else '"delta":{}'
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any]:
+        assert self._style.logprobs is not None
+        return self._style.logprobs.chat(piece.tokens, piece.logprobs)
+
+    def _choice(self, index: int, reply: Reply, first: Reply) -> dict[str, Any]:
+        said, writer, logprobs = "".join(reply.said), self._style.logprobs, None
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": None if reply.calls and not said else said,
+            "refusal": None,
+            "annotations": [],
+        }
+        if reply.calls:
+            message["tool_calls"] = [call.as_object() for call in reply.calls]
+        if writer is not None and writer.top is not None:
+            logprobs = writer.chat(reply.tokens, reply.logprobs)
+        choice = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reply.reason}
+        if self._style.token_ids:
+            choice["token_ids"] = reply.tokens
+        return choice
+
+
+def usage(replies: Sequence[Reply], sources: bool = False) -> dict[str, Any]:
+    """OpenAI's usage object over all replies of a call; with `sources` also where the prompts' KV came from.
+
+    `truncated_tokens`: there if contexts have overflown; leading tokens that the replies' ends no longer saw.
+    """
+    generated = sum(len(reply.tokens) for reply in replies)
+    replies = [reply for reply in replies if reply.request.choice == 0]  # the choices of a prompt share it
+    prompt = sum(len(reply.request.prompt) for reply in replies)
+    truncated = sum(reply.truncated for reply in replies)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {
+            "cached_tokens": sum(reply.sources.cached for reply in replies),
+            **({name: sum(getattr(reply.sources, name) for reply in replies) for name in SOURCES} if sources else {}),
+            **({"truncated_tokens": truncated} if truncated else {}),
+        },
+    }

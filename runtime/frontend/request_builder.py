@@ -1,0 +1,375 @@
+"""From a checked body to requests for the engine: tokenised, with limits and defaults resolved."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from ...scheduler.types import Request, RequestError, RequestId, Sampling, check_logprobs
+from ..conversations.turns import Histories, OpenTurn
+from ..http.limits import Caller
+from ..http.responses import ResponseBody, ResponseWriter
+from ..messages import Ready
+from ..text.tokenizer import Tokenizer
+from .bodies import ChatBody, ChoicesBody, CompletionBody, GenerationBody
+from .grammar_check import GrammarChecker, open_checker
+from .logprobs import LogprobsWriter
+from .reply import ChatWriter, CompletionWriter, Style
+from .structured_output import ReplyForm, reply_form
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+MOST_REQUESTS = 16384  # of one call: more than any queue takes, and few enough to be made at once
+MOST_BIASES = 1024  # each is written to the logits at every step
+TOO_LONG = "context_length_exceeded"  # OpenAI's code
+
+
+@dataclass(frozen=True)
+class Call:
+    """A checked HTTP call: `requests` differ in their prompt only.
+
+    `echoes`: what goes before each one's reply.
+    `turn`: what its first reply is committed to. Whoever answers the call commits it and closes it.
+    """
+
+    requests: tuple[Request, ...]
+    echoes: tuple[str, ...]
+    writer: CompletionWriter
+    stream: bool
+    chat: bool
+    stops: tuple[str, ...]
+    include_stop: bool
+    arrived: float
+    most_tool_calls: int = 0
+    turn: OpenTurn | None = None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What completions and chat completions may ask for beyond one reply.
+
+    n                   replies to each prompt
+    logprobs, prompt_logprobs
+                        how many of the likeliest tokens are reported with each token of the reply, of the prompt
+    grammar             as in `Sampling`
+    most_tool_calls     tool calls looked for in each reply
+    """
+
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    grammar: str | None = None
+    most_tool_calls: int = 0
+
+
+class CallMaker:
+    """Turns bodies into calls for the engine that `ready` describes."""
+
+    def __init__(
+        self, ready: Ready, tokenizer: Tokenizer | None, histories: Histories, new_id: Callable[[], RequestId]
+    ):
+        self._ready, self._tokenizer, self._histories, self._new_id = ready, tokenizer, histories, new_id
+        self._grammars: GrammarChecker | None = None
+        self._opened = False  # when first used
+        self._opening = asyncio.Lock()
+
+    async def asked(self, body: ChoicesBody, caller: Caller) -> Asked:
+        """For `completion` and `chat`. Raises RequestError if the form that is asked of the reply cannot be followed
+        (400) or checked (503). May be cancelled; those may not: what has expired would not be forgotten, and threads
+        would go on behind a request that no longer counts."""
+        self._check_model(body)
+        check_logprobs(body.prompt_logprobs, "prompt_logprobs")
+        form = reply_form(body)
+        if form is not None:
+            await self._check_form(form, caller.share)
+        return Asked(
+            n=body.n,
+            logprobs=body.reply_logprobs,
+            prompt_logprobs=body.prompt_logprobs,
+            grammar=form.grammar if form is not None else None,
+            most_tool_calls=body.most_tool_calls,
+        )
+
+    async def completion(self, body: CompletionBody, asked: Asked, arrived: float, caller: Caller) -> Call:
+        if body.echo and body.logprobs is not None:
+            asked = replace(asked, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
+        several = _one_or_several(body.prompt)
+        if len(several) * body.n > MOST_REQUESTS:
+            message = f"{len(several)} prompts with n = {body.n} are more than {MOST_REQUESTS} replies in one request"
+            raise RequestError(400, message, "prompt")
+        caller.claim(len(several) * body.n, "prompt" if len(several) > 1 else "n")
+        prompts = [self._checked(prompt) for prompt in several]
+        if body.conversation_id is None:
+            turn, ids = None, [await self._encoded(prompt) for prompt in prompts]
+        elif len(prompts) > 1:
+            raise RequestError(400, "a conversation takes one prompt at a time", "prompt")
+        else:
+            open_turn, server_history = self._histories.open_completion, body.server_history
+            turn = await open_turn(caller.owner, body.conversation_id, prompts[0], server_history=server_history)
+            ids = [turn.prompt]
+        style = self._style(body, asked)
+        with closed_on_error(turn):
+            echoes = [self._echo(body, *pair) for pair in zip(prompts, ids, strict=True)]
+            default = DEFAULT_COMPLETION_TOKENS
+            return self._call(body, ids, CompletionWriter(style), default, arrived, caller, turn, asked, echoes)
+
+    async def chat(self, body: ChatBody, asked: Asked, arrived: float, caller: Caller) -> Call:
+        caller.claim(body.n, "n")
+        messages = [message.for_template() for message in body.messages]
+        render, server_history = self._need_tokenizer("messages").render_chat, body.server_history
+        if body.tools and body.tool_choice != "none":
+            render = partial(render, tools=[tool.for_template() for tool in body.tools])
+        open_turn, name = self._histories.open_chat, body.conversation_id
+        turn = await open_turn(caller.owner, name, messages, render, server_history=server_history)
+        style = self._style(body, asked)
+        with closed_on_error(turn):
+            default = self._ready.max_model_len
+            return self._call(body, [turn.prompt], ChatWriter(style), default, arrived, caller, turn, asked)
+
+    async def response(self, body: ResponseBody, arrived: float, caller: Caller) -> Call:
+        self._check_model(body)
+        writer = ResponseWriter(Style(self._ready.model, False, False, body.return_sources), body)
+        instructions = body.instructions
+        turn = await self._histories.open_response(
+            caller.owner,
+            previous=body.previous_response_id,
+            conversation=body.conversation_id,
+            instructions=[] if instructions is None else [{"role": "system", "content": instructions}],
+            messages=body.messages(),
+            render=self._need_tokenizer("input").render_chat,
+            stored_as=writer.id if body.store else None,
+        )
+        with closed_on_error(turn):
+            return self._call(body, [turn.prompt], writer, self._ready.max_model_len, arrived, caller, turn)
+
+    def _style(self, body: ChoicesBody, asked: Asked) -> Style:
+        logprobs = None
+        if (body.reply_logprobs, asked.prompt_logprobs) != (None, None):
+            logprobs = LogprobsWriter(self._tokenizer, body.reply_logprobs, body.prompt_logprobs)
+        echo = isinstance(body, CompletionBody) and body.echo
+        model = self._ready.model
+        return Style(model, body.return_token_ids, body.include_usage, body.return_sources, logprobs, echo)
+
+    def _check_model(self, body: GenerationBody) -> None:
+        if body.model is not None:
+            check_model(body.model, self._ready)
+
+    def _need_tokenizer(self, param: str) -> Tokenizer:
+        if self._tokenizer is None:
+            raise RequestError(400, "this engine has no tokenizer: send token ids to /v1/completions", param)
+        return self._tokenizer
+
+    def _checked(self, prompt: str | list[int]) -> str | array[int]:
+        if isinstance(prompt, str):
+            if not prompt:
+                raise RequestError(400, "the prompt is empty", "prompt")
+            self._need_tokenizer("prompt")
+            return prompt
+        self._check_ids(prompt, "prompt")
+        return array("i", prompt)
+
+    async def _encoded(self, prompt: str | array[int]) -> array[int]:
+        if isinstance(prompt, str):
+            return await asyncio.to_thread(self._need_tokenizer("prompt").encode, prompt)
+        return prompt
+
+    def _echo(self, body: CompletionBody, prompt: str | array[int], ids: array[int]) -> str:
+        """The text as it was written, if it stands for all of the prompt's ids; else theirs, without special tokens."""
+        if not body.echo or self._tokenizer is None:
+            return ""
+        return prompt if isinstance(prompt, str) and not body.server_history else self._tokenizer.decode(ids)
+
+    def _check_ids(self, ids: Sequence[int], param: str) -> None:
+        if ids and not 0 <= min(ids) <= max(ids) < self._ready.vocab_size:
+            wrong = min(ids) if min(ids) < 0 else max(ids)
+            raise RequestError(
+                400, f"{param}: token ids are from 0 to {self._ready.vocab_size - 1}, not {wrong}", param
+            )
+
+    def _call(
+        self,
+        body: GenerationBody,
+        prompts: Sequence[array[int]],
+        writer: CompletionWriter,
+        default: int,
+        arrived: float,
+        caller: Caller,
+        turn: OpenTurn | None,
+        asked: Asked = Asked(),
+        echoes: Sequence[str] = ("",),
+    ) -> Call:
+        """`default`: most tokens to generate if the body has no limit and the context leaves so many; `echoes`: of each
+        prompt what goes before its replies."""
+        if body.stop:
+            self._need_tokenizer("stop")
+        self._check_ids(body.stop_token_ids, "stop_token_ids")
+        for prompt in prompts:  # of text too: a tokenizer may have more tokens than the model
+            self._check_ids(prompt, "prompt")
+        stop_ids = frozenset(body.stop_token_ids) | frozenset(() if body.ignore_eos else self._ready.stop_ids)
+        if body.min_tokens and len(stop_ids) > MOST_BIASES:
+            message = f"stop_token_ids: with min_tokens at most {MOST_BIASES} ids may end a reply, not {len(stop_ids)}"
+            raise RequestError(400, message, "stop_token_ids")
+        sampling, truncate = self._sampling(body, asked), body.truncates and self._ready.overflow
+        salt = kv_salt(body.cache_salt, caller.owner)
+        seeds = [_random_seed() if body.seed is None else sampling.seed for _ in prompts]
+        requests = [
+            Request(
+                id=self._new_id(),
+                prompt=prompt,
+                max_tokens=self._max_tokens(len(prompt), *body.limit, default, truncate),
+                conversation=turn.conversation if turn is not None and choice == 0 else None,
+                salt=salt,
+                min_tokens=body.min_tokens,
+                stop_ids=stop_ids,
+                sampling=replace(sampling, seed=choice_seed(seed, choice)),
+                priority=body.priority,
+                expect_next_s=body.expect_next_s,
+                owner=caller.share,
+                known=turn.known if turn is not None and turn.known_salt == salt else 0,
+                confirm=bool(body.stop),
+                prompt_logprobs=asked.prompt_logprobs if choice == 0 else None,
+                choice=choice,
+                truncate=truncate,
+            )
+            for prompt, seed in zip(prompts, seeds, strict=True)
+            for choice in range(asked.n)
+        ]
+        return Call(
+            requests=tuple(requests),
+            echoes=tuple(text for text in echoes for _ in range(asked.n)),
+            writer=writer,
+            stream=body.stream,
+            chat=not isinstance(body, CompletionBody),
+            stops=tuple(body.stop),
+            include_stop=body.include_stop_str_in_output,
+            arrived=arrived,
+            turn=turn,
+            most_tool_calls=asked.most_tool_calls,
+        )
+
+    def _max_tokens(self, prompt: int, name: str, limit: int | None, default: int, truncate: bool) -> int:
+        """Tokens to generate behind a prompt of `prompt` tokens, at most those of the body's `limit`."""
+        context = self._ready.max_model_len
+        if limit is not None and limit < 1:
+            raise RequestError(400, f"{name} must be at least 1, not {limit}", name)
+        if limit is not None and limit > context:  # of any size: Python writes no number that is much longer
+            raise RequestError(400, f"{name} is {limit}; the model's context holds {context}", name, TOO_LONG)
+        if truncate:
+            return min(default, context) if limit is None else limit
+        if prompt >= context:
+            raise RequestError(
+                400,
+                f"the prompt has {prompt} tokens; the model's context holds {context}, reply included",
+                "prompt",
+                TOO_LONG,
+            )
+        if limit is None:
+            return min(default, context - prompt)
+        if prompt + limit > context:
+            raise RequestError(
+                400,
+                f"the prompt has {prompt} tokens and {name} is {limit}, together {prompt + limit}; "
+                f"the model's context holds {context}",
+                name,
+                TOO_LONG,
+            )
+        return limit
+
+    async def _check_form(self, form: ReplyForm, owner: str) -> None:
+        await asyncio.shield(self._open_grammars())  # for all, whoever hangs up
+        if self._grammars is None:
+            raise RequestError(400, f"{form.param} is not supported with this model's tokenizer", form.param)
+        await asyncio.wrap_future(self._grammars.begin_check(form.grammar, form.param, owner))
+
+    async def _open_grammars(self) -> None:
+        async with self._opening:
+            if not self._opened:
+                ready = self._ready
+                about = ready.tokenizer, ready.vocab_size, ready.stop_ids
+                self._grammars = await asyncio.to_thread(open_checker, *about)
+                self._opened = True
+
+    def _logit_bias(self, body: GenerationBody) -> tuple[tuple[int, float], ...]:
+        try:
+            biases = {int(token): bias for token, bias in body.logit_bias.items()}
+        except ValueError:
+            raise RequestError(400, "logit_bias: its keys must be token ids", "logit_bias") from None
+        if len(biases) > MOST_BIASES:
+            raise RequestError(400, f"logit_bias may name {MOST_BIASES} tokens, not {len(biases)}", "logit_bias")
+        self._check_ids(list(biases), "logit_bias")
+        return tuple(biases.items())
+
+    def _sampling(self, body: GenerationBody, asked: Asked) -> Sampling:
+        """-1 is another way to say that top-k is off, as is anything from the vocabulary's size on. A seed may be any
+        signed number of 64 bits."""
+        top_k = 0 if body.top_k == -1 or body.top_k >= self._ready.vocab_size else body.top_k
+        seed = body.seed or 0
+        if not -(2**63) <= seed < 2**63:
+            raise RequestError(400, f"seed must be between -2**63 and 2**63 - 1, not {seed}", "seed")
+        return Sampling(
+            temperature=body.temperature,
+            top_k=top_k,
+            top_p=body.top_p,
+            seed=seed % 2**63,
+            min_p=body.min_p,
+            repetition_penalty=body.repetition_penalty,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            logit_bias=self._logit_bias(body),
+            logprobs=asked.logprobs,
+            grammar=asked.grammar,
+        )
+
+
+def check_model(name: str, ready: Ready, status: int = 400) -> None:
+    """Raises RequestError if no model of that name is served here. OpenAI answers 404; our contract says 400."""
+    if name not in (ready.model, *ready.aliases):
+        message = f"model {name!r} is not served here; {ready.model!r} is"
+        raise RequestError(status, message, "model", "model_not_found")
+
+
+def _random_seed() -> int:
+    """Of each prompt its own: two equal prompts in one call get different replies."""
+    return random.getrandbits(63)
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """Choice 0 has the seed asked for; the others' are far from it and from those of near seeds."""
+    return (seed + choice * 0x9E3779B97F4A7C15) % 2**63
+
+
+def kv_salt(given: str | None, owner: str) -> bytes:
+    """Requests share KV within one salt: the one given, else the owner's. No given one equals an owner's."""
+    if given is not None:
+        return b"given:" + given.encode()
+    return b"owner:" + owner.encode() if owner else b""
+
+
+@contextlib.contextmanager
+def closed_on_error(turn: OpenTurn | None) -> Iterator[None]:
+    """The call for this turn is made within; without a call nobody else closes the turn."""
+    try:
+        yield
+    except BaseException:
+        if turn is not None:
+            turn.close()
+        raise
+
+
+def _one_or_several(prompt: str | list[Any]) -> list[str | list[int]]:
+    """The prompts in OpenAI's four forms: text, token ids, several of either."""
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = set(map(type, prompt))
+    if kinds == {int}:
+        return [prompt]
+    if not prompt or [] in prompt or "" in prompt:
+        raise RequestError(400, "the prompt is empty", "prompt")
+    if kinds == {str} or (kinds == {list} and all(set(map(type, ids)) == {int} for ids in prompt)):
+        return prompt
+    raise RequestError(400, "prompt: must be text, a list of token ids, or a list of several of one of these", "prompt")

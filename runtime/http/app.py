@@ -1,0 +1,267 @@
+"""The HTTP process: OpenAI's endpoints over an EngineClient.
+
+The way of a call: body -> `Call` (checked, tokenised) -> requests to the engine loop -> `Answer` writes the outputs,
+whole or as server-sent events. A client that hangs up aborts its requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI
+from fastapi import Request as HTTPRequest
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from ...scheduler.types import RequestError
+from ..conversations.store import HistoryStore
+from ..conversations.turns import Histories
+from ..frontend.bodies import ChatBody, CompletionBody, parse
+from ..frontend.engine_client import ClientGone, EngineClient, OutputStream
+from ..frontend.errors import error_response
+from ..frontend.reply import Reply
+from ..frontend.request_builder import Asked, Call, CallMaker, check_model
+from ..frontend.request_log import logged
+from ..frontend.tool_calls import ToolCallParser
+from ..messages import Ready
+from ..text.tokenizer import StopMatcher, Tokenizer
+from .auth import OWNER, KeyCheck
+from .conversations import add_conversations
+from .limits import BodyLimit, ClientLimit, caller_of
+from .openapi import describe_bodies
+from .page import add_ui
+from .responses import ResponseBody, add_responses
+from .security_headers import SecurityHeaders
+from .settings import DEFAULTS, HTTPSettings
+from .tokenize import add_tokenize
+
+if TYPE_CHECKING:
+    from ..frontend.otel import Tracing  # needs the extra `otel`
+
+EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+REQUEST_ID = "x-request-id"  # the id that the answer has, and its line of the log
+
+
+class Answer(Response):
+    """Submits a call and writes its answer. The status is sent when the first output is here: a refusal has its own."""
+
+    def __init__(self, call: Call, client: EngineClient, tokenizer: Tokenizer | None, tracing: Tracing | None):
+        super().__init__()
+        self._call, self._client, self._tokenizer, self._tracing = call, client, tokenizer, tracing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        replies: dict[int, Reply] = {}
+        metrics = self._client.metrics
+        with contextlib.ExitStack() as around:
+            around.enter_context(contextlib.suppress(ClientGone))
+            if self._tracing is not None:
+                around.enter_context(self._tracing.traced(self._call, scope["headers"], replies.values()))
+            around.enter_context(logged(self._call, scope.get(OWNER, ""), replies.values()))
+            try:
+                await self._answer(replies, scope, receive, send)
+            finally:
+                queued = [reply.queued for reply in replies.values() if reply.started is not None]
+                metrics.ended(time.perf_counter() - self._call.arrived, queued)
+                if self._call.turn is not None:
+                    self._call.turn.close()
+
+    async def _answer(self, replies: dict[int, Reply], scope: Scope, receive: Receive, send: Send) -> None:
+        """`replies` is filled first. Raises ClientGone, and RequestError while no status has been sent."""
+        stream = self._client.submit(self._call.requests, self._call.arrived)
+        watch = asyncio.create_task(_hang_up_with_client(receive, stream))
+        try:
+            replies |= self._replies(stream)
+            if self._call.stream:
+                await self._send_events(stream, replies, send)
+            else:
+                unfinished = len(replies)
+                while unfinished:
+                    for output in await stream.next():
+                        reply = replies[output.request]
+                        reply.add(output)
+                        unfinished -= output.finish is not None
+                await self._commit(replies)
+                whole = self._call.writer.whole(list(replies.values()))
+                await JSONResponse(whole, headers={REQUEST_ID: self._call.writer.id})(scope, receive, send)
+        finally:
+            watch.cancel()
+            stream.close()
+
+    def _replies(self, stream: OutputStream) -> dict[int, Reply]:
+        call = self._call
+        return {
+            request.id: Reply(
+                request,
+                stream,
+                self._tokenizer,
+                StopMatcher(call.stops, call.include_stop, request.min_tokens) if call.stops else None,
+                continues_prompt=not call.chat,
+                include_stop=call.include_stop,
+                tools=ToolCallParser(call.most_tool_calls) if call.most_tool_calls else None,
+                echoed=echoed,
+            )
+            for request, echoed in zip(call.requests, call.echoes, strict=True)
+        }
+
+    async def _send_events(self, stream: OutputStream, replies: dict[int, Reply], send: Send) -> None:
+        """Server-sent events, those of one wake-up in one write."""
+        writer = self._call.writer
+        index = {request: number for number, request in enumerate(replies)}
+        outputs = await stream.next()
+        headers = [*EVENT_HEADERS, (REQUEST_ID.encode(), writer.id.encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        events = [writer.opening(list(replies.values()))]
+        unfinished = len(replies)
+        try:
+            while True:
+                for output in outputs:
+                    reply = replies[output.request]
+                    piece = reply.add(output)
+                    events.append(writer.piece(index[output.request], piece, reply.reason))
+                    unfinished -= output.finish is not None
+                if not unfinished:
+                    break
+                if text := "".join(events):
+                    await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+                events = []
+                outputs = await stream.next()
+            await self._commit(replies)
+            events.append(writer.closing(list(replies.values())))
+        except RequestError as error:  # too late for a status
+            events.append(writer.failure(error))
+        await send({"type": "http.response.body", "body": "".join(events).encode()})
+
+    async def _commit(self, replies: dict[int, Reply]) -> None:
+        """The first reply's turn is durable before any end is told."""
+        turn = self._call.turn
+        if turn is None:
+            return
+        reply = next(iter(replies.values()))
+        text = "".join(reply.texts)
+        answer = reply.message if self._call.chat else None
+        salt = self._call.requests[0].salt
+        await turn.commit(reply.tokens, text, answer, salt, self._call.writer.stored(list(replies.values())))
+
+
+async def _unless_gone(receive: Receive, making: Coroutine[Any, Any, Asked]) -> Asked:
+    """ClientDisconnect if the client hangs up meanwhile: others wait for the check of its grammar."""
+    made, gone = asyncio.create_task(making), asyncio.create_task(_hung_up(receive))
+    try:
+        await asyncio.wait((made, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not made.done():
+            raise ClientDisconnect
+        return made.result()
+    finally:
+        made.cancel()
+        gone.cancel()
+
+
+async def _hung_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _hang_up_with_client(receive: Receive, stream: OutputStream) -> None:
+    await _hung_up(receive)
+    stream.hang_up()
+
+
+def create_app(
+    client: EngineClient,
+    ready: Ready,
+    tokenizer: Tokenizer | None,
+    settings: HTTPSettings = DEFAULTS,
+    histories: Histories | None = None,
+    tracing: Tracing | None = None,
+) -> FastAPI:
+    """The application that serves the engine of `ready`; without a tokenizer only completions of token ids.
+
+    Without `histories` conversations are kept in memory. With `tracing` every call that is answered has a span.
+    """
+    if histories is None:
+        histories = Histories(HistoryStore(":memory:", settings.history_ttl), client.tell, client.forget, tokenizer)
+    app = FastAPI(title="Pensieve", docs_url=None, redoc_url=None)  # these pages load scripts from elsewhere
+    app.add_middleware(BodyLimit, most=settings.max_body_bytes)
+    if settings.max_requests_per_client is not None:
+        app.add_middleware(ClientLimit, most=settings.max_requests_per_client)
+    if settings.api_keys:
+        app.add_middleware(KeyCheck, digests=settings.api_keys)
+    app.add_middleware(SecurityHeaders)
+    calls = CallMaker(ready, tokenizer, histories, client.new_id)
+    created = int(time.time())
+
+    @app.exception_handler(RequestError)
+    async def refuse(_: HTTPRequest, error: RequestError) -> Response:
+        return error_response(error)
+
+    @app.exception_handler(HTTPException)
+    async def refuse_route(_: HTTPRequest, error: HTTPException) -> Response:
+        response = error_response(RequestError(error.status_code, error.detail))
+        response.headers.update(error.headers or {})  # a 405 says what is allowed
+        return response
+
+    @app.exception_handler(ClientDisconnect)
+    async def ignore(_: HTTPRequest, error: ClientDisconnect) -> Response:
+        return Response(status_code=400)  # in the middle of its body: nobody reads this
+
+    @app.post("/v1/completions")
+    async def completions(request: HTTPRequest) -> Response:
+        arrived = time.perf_counter()
+        body = await asyncio.to_thread(parse, CompletionBody, await request.body())
+        caller = caller_of(request)
+        asked = await _unless_gone(request.receive, calls.asked(body, caller))
+        return Answer(await calls.completion(body, asked, arrived, caller), client, tokenizer, tracing)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: HTTPRequest) -> Response:
+        arrived = time.perf_counter()
+        body = await asyncio.to_thread(parse, ChatBody, await request.body())
+        caller = caller_of(request)
+        asked = await _unless_gone(request.receive, calls.asked(body, caller))
+        return Answer(await calls.chat(body, asked, arrived, caller), client, tokenizer, tracing)
+
+    @app.post("/v1/responses")
+    async def responses(request: HTTPRequest) -> Response:
+        arrived = time.perf_counter()
+        body = await asyncio.to_thread(parse, ResponseBody, await request.body())
+        return Answer(await calls.response(body, arrived, caller_of(request)), client, tokenizer, tracing)
+
+    add_conversations(app, histories, client)
+    add_responses(app, histories)
+    add_tokenize(app, ready, tokenizer)
+    add_ui(app, client)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [described(name) for name in (ready.model, *ready.aliases)]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        check_model(name, ready, status=404)
+        return described(name)
+
+    def described(name: str) -> dict[str, Any]:
+        model = {"object": "model", "created": created, "owned_by": "pensieve", "max_model_len": ready.max_model_len}
+        return {"id": name, **model}
+
+    @app.get("/health")
+    async def health() -> Response:
+        return Response(status_code=200 if client.healthy else 503)
+
+    @app.get("/ready")
+    async def ready_for_requests() -> Response:
+        return Response(status_code=200 if client.accepting else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(client.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    describe_bodies(app)
+    return app

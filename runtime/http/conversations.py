@@ -1,0 +1,171 @@
+"""Conversations as objects: make, list, look at, fork, pin, change how long they live, delete.
+
+All paths need the owner's key where keys are on; another owner's conversation is answered as one that does not exist.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Annotated, Any, ClassVar
+
+from fastapi import APIRouter, FastAPI, Request
+from pydantic import Field
+from starlette.convertors import PathConvertor, register_url_convertor
+
+from ...scheduler.types import ConversationKV, RequestError
+from ..conversations.schema import Conversation, Name
+from ..conversations.transcript import Transcript
+from ..conversations.turns import Histories, kv_name
+from ..frontend.bodies import Body, parse
+from ..frontend.body_base import ConversationId
+from ..frontend.engine_client import EngineClient
+from .auth import owner_of
+
+LONGEST_PAGE = 100
+DEFAULT_PIN_S = 3600.0
+
+Seconds = Annotated[float, Field(gt=0.0, allow_inf_nan=False, strict=False)]
+
+
+class NewConversation(Body):
+    """POST /v1/conversations, and .../fork."""
+
+    NEUTRAL: ClassVar = {"items": ([],), "metadata": ({},)}
+
+    id: ConversationId | None = None
+
+
+class Lifetime(Body):
+    """POST or PATCH /v1/conversations/{id}: null is the server's default, a field left out stays as it is."""
+
+    KEEPS_NULL: ClassVar = True
+
+    ttl_s: Seconds | None = None
+    history_ttl_s: Seconds | None = None
+
+
+class Pin(Body):
+    """POST /v1/conversations/{id}/pin."""
+
+    ttl_s: Seconds = DEFAULT_PIN_S
+
+
+class AnyId(PathConvertor):
+    """The rest of a path, line breaks included: `path` has none, and takes "a" for "a" with one behind it."""
+
+    regex = "(?s:.*)"
+
+
+register_url_convertor("any", AnyId())
+
+
+class Page:
+    """Query of GET /v1/conversations. Raises RequestError (400)."""
+
+    def __init__(self, request: Request):
+        query = request.query_params
+        for name in query:
+            if name not in ("limit", "after", "order"):
+                raise RequestError(400, f"{name} is not a parameter that this server knows", name)
+        self.after = query.get("after")
+        order = query.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise RequestError(400, f"order must be asc or desc, not {order!r}", "order")
+        self.ascending = order == "asc"
+        limit = query.get("limit", "20")
+        if not (limit.isascii() and limit.isdigit() and len(limit) < 10 and 1 <= int(limit) <= LONGEST_PAGE):
+            raise RequestError(400, f"limit must be a number from 1 to {LONGEST_PAGE}, not {limit[:10]!r}", "limit")
+        self.limit = int(limit)
+
+
+def add_conversations(app: FastAPI, histories: Histories, client: EngineClient) -> None:
+    """Adds the endpoints. An id may hold slashes, so paths with more behind the id come first."""
+    router = APIRouter(prefix="/v1/conversations")
+
+    def sized(conversation: Conversation, transcript: Transcript | None = None) -> dict[str, Any]:
+        found = client.kv_map.find(kv_name(Name(conversation.owner, conversation.id), conversation.thread))
+        return describe(conversation, transcript) | {"kv_chunks": None if found is None else by_tier(found)}
+
+    @router.get("")
+    async def page(request: Request) -> dict[str, Any]:
+        asked = Page(request)
+        found, more = await histories.page(owner_of(request), asked.limit, asked.after, asked.ascending)
+        await client.survey()
+        ids = [conversation.id for conversation in found]
+        ends = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
+        return {"object": "list", "data": [sized(conversation) for conversation in found], **ends, "has_more": more}
+
+    @router.post("")
+    async def create(request: Request) -> dict[str, Any]:
+        body = await parsed(NewConversation, request)
+        return describe(await histories.create(Name(owner_of(request), body.id or new_id())))
+
+    @router.post("/{id:any}/fork")
+    async def fork(id: str, request: Request) -> dict[str, Any]:
+        body = await parsed(NewConversation, request)
+        return describe(await histories.fork(Name(owner_of(request), id), body.id or new_id()))
+
+    @router.post("/{id:any}/pin")
+    async def pin(id: str, request: Request) -> dict[str, Any]:
+        body = await parsed(Pin, request)
+        until = time.time() + body.ttl_s
+        return describe(await histories.change(Name(owner_of(request), id), pinned_until=until))
+
+    @router.post("/{id:any}/unpin")
+    async def unpin(id: str, request: Request) -> dict[str, Any]:
+        return describe(await histories.change(Name(owner_of(request), id), pinned_until=0.0))
+
+    @router.get("/{id:any}")
+    async def look(id: str, request: Request) -> dict[str, Any]:
+        conversation, transcript = await histories.load(Name(owner_of(request), id))
+        await client.survey()
+        return sized(conversation, transcript)
+
+    @router.post("/{id:any}")
+    @router.patch("/{id:any}")
+    async def change(id: str, request: Request) -> dict[str, Any]:
+        body = await parsed(Lifetime, request)
+        values = {name.removesuffix("_s"): getattr(body, name) for name in body.model_fields_set}
+        return describe(await histories.change(Name(owner_of(request), id), **values))
+
+    @router.delete("/{id:any}")
+    async def delete(id: str, request: Request) -> dict[str, Any]:
+        await histories.delete(Name(owner_of(request), id))
+        return {"id": id, "object": "conversation.deleted", "deleted": True}
+
+    app.include_router(router)
+
+
+async def parsed(kind: Any, request: Request) -> Any:
+    """The body as this kind; no body is an empty one."""
+    return parse(kind, await request.body() or b"{}")
+
+
+def new_id() -> str:
+    return f"conv_{uuid.uuid4().hex}"
+
+
+def by_tier(conversation: ConversationKV) -> dict[str, int]:
+    """Chunks by where they are, each in the highest tier that has it."""
+    return {tier: getattr(conversation, tier) for tier in ("gpu", "host", "disk", "dropped")}
+
+
+def describe(conversation: Conversation, transcript: Transcript | None = None) -> dict[str, Any]:
+    """The conversation as its owner sees it, with the messages where `transcript` is given."""
+    now = time.time()
+    pinned = conversation.pinned_until if conversation.pinned_until > now else None
+    described: dict[str, Any] = {
+        "id": conversation.id,
+        "object": "conversation",
+        "created_at": int(conversation.created),
+        "last_active_at": int(conversation.active),
+        "tokens": conversation.tokens,
+        "parent": conversation.parent,
+        "ttl_s": conversation.ttl,
+        "history_ttl_s": conversation.history_ttl,
+        "pinned_until": int(pinned) if pinned is not None else None,
+    }
+    if transcript is not None:
+        described["messages"] = list(transcript.messages)
+    return described

@@ -1,0 +1,122 @@
+"""Limits of one client in the HTTP process: its open sequences, the length of a body. Both are ASGI middleware."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ...scheduler.types import RequestError
+from ..frontend.errors import error_response
+from .auth import OWNER, owner_of
+
+CLAIM = "pensieve.claim"
+
+Claim = Callable[[int, str], None]
+"""Counts so many sequences for a call, instead of the one that it counts as from its start.
+
+Raises RequestError: 400, which names the body's field, if the limit is lower; 429 if the client has others open.
+"""
+
+
+def _claim_any(sequences: int, param: str) -> None:
+    """There is no limit."""
+
+
+@dataclass(frozen=True)
+class Caller:
+    """The client that makes a call.
+
+    owner   owns what the call stores, and sees no other's; "" where no keys are needed
+    share   owner of the requests for the engine: the key's owner, or without keys the client's address
+    claim   as `Claim`
+    """
+
+    owner: str = ""
+    share: str = ""
+    claim: Claim = _claim_any
+
+
+def caller_of(request: Request) -> Caller:
+    return Caller(owner_of(request), client_of(request.scope), request.scope.get(CLAIM, _claim_any))
+
+
+def client_of(scope: Scope) -> str:
+    """The owner of an API key where keys are needed (`KeyCheck` comes first), else an address."""
+    address, _ = scope.get("client") or ("", 0)
+    return str(scope.get(OWNER, address))
+
+
+class ClientLimit:
+    """At most `most` sequences of one client are open; what goes beyond is refused with 429.
+
+    Only what makes the engine work counts. A call counts as one sequence from its start, so a body that arrives slowly
+    counts too, and as all the sequences that its body asks for (`Caller.claim`) from there to its end.
+    """
+
+    def __init__(self, app: ASGIApp, most: int):
+        self._app, self._most = app, most
+        self._open: Counter[str] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        client, held = client_of(scope), 0
+
+        def claim(sequences: int, param: str | None = None) -> None:
+            nonlocal held
+            if sequences > self._most:
+                message = f"the request asks for {sequences} sequences; a client may have {self._most} open"
+                raise RequestError(400, message, param)
+            others = self._open[client] - held
+            if others + sequences > self._most:
+                raise RequestError(429, f"this client has {others} of {self._most} sequences open already")
+            self._open[client] += sequences - held
+            held = sequences
+
+        try:
+            claim(1)
+        except RequestError as error:
+            await error_response(error)(scope, receive, send)
+            return
+        scope[CLAIM] = claim
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._open[client] -= held
+            if not self._open[client]:
+                del self._open[client]
+
+
+class BodyLimit:
+    """A body of more than `most` bytes is refused with 413, as soon as that is known."""
+
+    def __init__(self, app: ASGIApp, most: int):
+        self._app, self._most = app, most
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        announced = dict(scope["headers"]).get(b"content-length", b"0")
+        if int(announced) > self._most:
+            await error_response(self._error())(scope, receive, send)
+            return
+        received = 0
+
+        async def counted() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._most:
+                raise self._error()  # in whoever reads the body: the application answers it as it does all refusals
+            return message
+
+        await self._app(scope, counted, send)
+
+    def _error(self) -> RequestError:
+        return RequestError(413, f"the body is longer than the {self._most} bytes allowed here")

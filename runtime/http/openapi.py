@@ -1,0 +1,53 @@
+"""/openapi.json: what the endpoints take. They read their bodies themselves, so FastAPI does not know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from ..frontend.bodies import ChatBody, CompletionBody
+from .conversations import Lifetime, NewConversation, Pin
+from .responses import ResponseBody
+from .tokenize import DetokenizeBody, TokenizeBody
+
+CONVERSATION = "/v1/conversations/{id}"
+
+BODIES: dict[tuple[str, str], type[BaseModel]] = {
+    ("/v1/completions", "post"): CompletionBody,
+    ("/v1/chat/completions", "post"): ChatBody,
+    ("/v1/responses", "post"): ResponseBody,
+    ("/tokenize", "post"): TokenizeBody,
+    ("/detokenize", "post"): DetokenizeBody,
+    ("/v1/conversations", "post"): NewConversation,
+    (CONVERSATION, "post"): Lifetime,
+    (CONVERSATION, "patch"): Lifetime,
+    (f"{CONVERSATION}/fork", "post"): NewConversation,
+    (f"{CONVERSATION}/pin", "post"): Pin,
+}
+OPTIONAL = frozenset({NewConversation, Lifetime, Pin})  # no body is an empty one
+
+
+def describe_bodies(app: FastAPI) -> None:
+    """Makes `app.openapi()` say them. What the document holds is worked out when somebody asks for it first."""
+    without_bodies = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            _add_bodies(without_bodies())
+        assert app.openapi_schema is not None
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _add_bodies(schema: dict[str, Any]) -> None:
+    references, definitions = models_json_schema(
+        [(kind, "validation") for kind in dict.fromkeys(BODIES.values())], ref_template="#/components/schemas/{model}"
+    )
+    schema.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
+    for (path, method), kind in BODIES.items():
+        content = {"application/json": {"schema": references[kind, "validation"]}}
+        schema["paths"][path][method]["requestBody"] = {"content": content, "required": kind not in OPTIONAL}

@@ -1,0 +1,87 @@
+"""The page at /ui: its files, and what it draws, /ui/state. It chats through the API that everybody else uses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+from ..frontend.engine_client import EngineClient
+from ..observe.metrics import Metrics
+from .auth import owner_of
+from .ui_files import UI_FILES, File
+
+MOST_CONVERSATIONS = 2000  # on the map: the latest
+
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+
+def add_ui(app: FastAPI, client: EngineClient) -> None:
+    """Adds the page. Its files need no key, as they tell nothing; the state shows an owner their own conversations."""
+
+    @app.get("/ui/state")
+    async def state(request: Request) -> Response:
+        client.look()
+        return JSONResponse(_state(client, owner_of(request)), headers=HEADERS | {"cache-control": "no-store"})
+
+    for path, file in UI_FILES.items():
+        app.get(path, include_in_schema=False)(_sender(file))
+
+
+def _sender(file: File) -> Any:
+    async def send() -> Response:
+        return Response(file.content, media_type=file.kind, headers=HEADERS)
+
+    return send
+
+
+def _state(client: EngineClient, owner: str) -> dict[str, Any]:
+    """Counters since the start, which the page turns into rates, and (name, on the GPU, on the host, dropped, on disk)
+    of each conversation in chunks."""
+    metrics = client.metrics
+    stats = metrics.stats
+    return {
+        "seconds": time.monotonic(),
+        "chunk_tokens": client.kv_map.chunk_tokens,
+        "conversations": list(islice(client.kv_map.of(owner), MOST_CONVERSATIONS)),
+        "running": stats.running,
+        "waiting": stats.waiting,
+        "dropped": stats.dropped,
+        "slots": stats.slots,
+        "generated": metrics.generation_tokens,
+        "prompts": metrics.prompt_tokens,
+        "copied": metrics.copied._asdict(),
+        "first_token": dict(_first_token(metrics)),
+    }
+
+
+def _first_token(metrics: Metrics) -> Iterator[tuple[str, float]]:
+    """`sum` (seconds) and `count` of the times to first token."""
+    for family in metrics.time_to_first_token.collect():
+        for sample in family.samples:
+            name = sample.name.rpartition("_")[2]
+            if name in ("sum", "count"):
+                yield name, sample.value

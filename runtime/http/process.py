@@ -1,0 +1,166 @@
+"""The HTTP process from its socket to its end: it answers probes while the engine starts, then serves the API."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import functools
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+
+import uvicorn
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ...scheduler.types import RequestError, SettingError
+from ..conversations.store import HistoryStore
+from ..conversations.turns import Histories
+from ..frontend.engine_client import EngineClient
+from ..frontend.errors import error_response
+from ..messages import Ready
+from ..observe.logs import configure_logging
+from ..text.tokenizer import Tokenizer
+from .app import create_app
+from .connection_limits import MOST_HEAD_BYTES, PatientProtocol, allow_connections
+from .settings import DEFAULTS, HTTPSettings
+
+log = logging.getLogger(__name__)
+
+CLOSING_SECONDS = 5  # for clients to read the end of their replies once the engine has ended
+KEEP_ALIVE_SECONDS = 75
+"""A connection may be idle for so long. Balancers keep theirs for 60 s (nginx, AWS): they must be first to close one,
+or a request that comes at that moment is lost."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket, made before the model is loaded so that a taken port is known at once. Port 0: any free one.
+
+    Raises SettingError. The parent closes its copy once the HTTP process has started.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family, backlog=2048)
+    except OverflowError as error:
+        raise SettingError("--port", f"must be between 0 and 65535, not {port}") from error
+    except OSError as error:
+        setting = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
+        raise SettingError(setting, f"cannot listen on {host}:{port}: {error.strerror}") from error
+    # Connections inherit it. A token would otherwise wait until the client's kernel has acknowledged the one before, up
+    # to 40 ms; asyncio switches that off itself, but only on sockets that were made with the protocol's number.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
+
+
+def serve_http(connection: Connection, listener: socket.socket, settings: HTTPSettings = DEFAULTS) -> None:
+    """The HTTP process's main: serves from the loop's `Ready` on until the loop closes its end of `connection`.
+
+    Signals are the parent's affair: it drains, then closes the pipe. By then every reply has ended; clients get
+    CLOSING_SECONDS to read the rest.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    configure_logging(settings.log_format, settings.log_level)
+    asyncio.run(_serve(connection, listener, settings))
+
+
+async def _serve(connection: Connection, listener: socket.socket, settings: HTTPSettings) -> None:
+    connections = allow_connections(settings.max_connections)
+    if connections < settings.max_connections:
+        log.warning("at most %d connections: the system allows no more open files (ulimit -n)", connections)
+    door = FrontDoor()
+    server = _Server(
+        uvicorn.Config(
+            door,
+            http=functools.partial(PatientProtocol, most=connections, patience=settings.client_timeout),
+            h11_max_incomplete_event_size=MOST_HEAD_BYTES,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="error",  # what clients do wrong is theirs to know
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=CLOSING_SECONDS,
+        )
+    )
+    async with contextlib.AsyncExitStack() as behind:
+        starter = asyncio.create_task(_start_and_stop(server, door, connection, settings, behind))
+        await server.serve(sockets=[listener])
+        await starter
+
+
+async def _start_and_stop(
+    server: uvicorn.Server,
+    door: FrontDoor,
+    connection: Connection,
+    settings: HTTPSettings,
+    behind: contextlib.AsyncExitStack,
+) -> None:
+    """Opens the door when the engine is ready, ends the server when the engine has ended.
+
+    `behind` gets what is to be closed behind the last request.
+    """
+    try:
+        ready = await asyncio.to_thread(_first_message, connection)
+        if isinstance(ready, Ready):
+            tokenizer = None
+            if ready.tokenizer:
+                tokenizer = await asyncio.to_thread(Tokenizer.load, ready.tokenizer, settings.chat_template)
+            client = EngineClient(connection)
+            tracing = None
+            if settings.otlp_traces_endpoint is not None:
+                from ..frontend.otel import Tracing  # needs the extra `otel`
+
+                tracing = Tracing(settings.otlp_traces_endpoint, ready.model)
+                behind.callback(tracing.close)
+            store = HistoryStore(settings.history_file, settings.history_ttl, settings.max_conversations_per_owner)
+            histories = Histories(store, client.tell, client.forget, tokenizer)
+            behind.push_async_callback(histories.close)
+            door.open(create_app(client, ready, tokenizer, settings, histories, tracing))
+            await client.closed.wait()
+    finally:
+        door.close()
+        server.should_exit = True
+
+
+def _first_message(connection: Connection) -> object:
+    """None if the start failed; the parent says why."""
+    try:
+        return connection.recv()
+    except (EOFError, OSError):
+        return None
+
+
+class FrontDoor:
+    """ASGI: while the engine starts, probes are answered and everybody else waits; then it is the application."""
+
+    def __init__(self) -> None:
+        self._app: ASGIApp | None = None
+        self._decided = asyncio.Event()
+
+    def open(self, app: ASGIApp) -> None:
+        self._app = app
+        self._decided.set()
+
+    def close(self) -> None:
+        """Nobody waits any more; an application stays what it is. Idempotent."""
+        self._decided.set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._app is None and scope["path"] in ("/health", "/ready"):
+            await Response(status_code=200 if scope["path"] == "/health" else 503)(scope, receive, send)
+            return
+        await self._decided.wait()
+        app = self._app or error_response(RequestError(503, "the server did not start"))
+        await app(scope, receive, send)
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves signals alone: `serve_http` ignores them."""
+        yield

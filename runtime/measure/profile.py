@@ -1,0 +1,227 @@
+"""The measured profile of an engine on this hardware: taken, kept beside the engine, and read back for the scheduler.
+
+What is measured: a full batch of chunks by context, a step by its tokens, generation by rows and context, copies by
+piece and direction (`measure.Bench`). What the scheduler needs of it is a `CostProfile`.
+
+**Attention apart from the rest.** A full batch at context l takes rest + attention(l). Attention cannot be left out of
+an engine, so the rest is what the line through the shortest and the longest context reaches at context 0: over so long
+a lever noise of a percent moves it by less than that, while the difference of two short contexts would be all noise.
+Noise on a busy machine only adds time: where a longer context is quicker, its time is taken for the shorter one too.
+
+**Divided by chunks.** A full batch keeps the device busy with arithmetic, behind which its fixed part (reading the
+weights, launching) hides; there a chunk's share of the time is its marginal cost.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from itertools import accumulate
+from pathlib import Path
+from platform import processor
+from typing import Any
+
+import torch
+
+from ...scheduler.config import SchedulerConfig
+from ...scheduler.cost import CostProfile, Points, propose_swap_out_below
+from ...scheduler.types import SettingError
+from ..engine import Engine
+from ..executor import GROUP_LAYERS
+from .step_bench import Bench, CopyTime
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+PROFILE = "profile.json"
+PIECES = (1, 2, 4, 8)
+"""Layers a copied piece; whole records beside."""
+COPIED_BYTES = 256 * 2**20  # a copy that is timed: 5 ms on a link of 50 GB/s
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """steps          (tokens, seconds of a step at the shortest context)
+    full_batches   (context, seconds of a step of `max_num_batched_tokens` tokens, in chunks that end there)
+    generation     (rows, context, seconds of a step)
+    """
+
+    steps: Points
+    full_batches: Points
+    generation: tuple[tuple[int, int, float], ...]
+    copies: tuple[CopyTime, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """hardware, engine (its fingerprint) and chunk_tokens say what it holds for; the rest is for the reader.
+
+    gpu_kv_chunks   of the pool that was measured in, from which `swap_out_below` follows
+    """
+
+    hardware: str
+    engine: str
+    chunk_tokens: int
+    dtype: str
+    torch: str
+    date: str
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    gpu_kv_chunks: int
+    measured: Measured
+    cost: CostProfile
+    swap_out_below: float
+
+    def save(self, directory: Path) -> Path:
+        """Writes profile.json beside the engine, whole or not at all."""
+        path = directory / PROFILE
+        aside = path.with_suffix(".writing")
+        aside.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
+        os.replace(aside, path)
+        return path
+
+    @classmethod
+    def read(cls, path: Path) -> Profile:
+        """SettingError if the file is damaged or of another format; FileNotFoundError if there is none."""
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+            if value.pop("format") != FORMAT:
+                raise ValueError(f"not of format {FORMAT}")
+            measured, cost = value.pop("measured"), value.pop("cost")
+            copies = tuple(CopyTime(*copy) for copy in measured.pop("copies"))
+            return cls(
+                measured=Measured(copies=copies, **_tuples(measured)), cost=CostProfile(**_tuples(cost)), **value
+            )
+        except FileNotFoundError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SettingError("--engine", f"{path} is damaged ({error}); run `pensieve profile` again") from None
+
+
+def load_profile(directory: Path, engine: Engine, chunk_tokens: int) -> CostProfile | None:
+    """The measured costs of this engine, here, with chunks of this size; None, and a line in the log, without them.
+
+    SettingError for a damaged file.
+    """
+    try:
+        profile = Profile.read(directory / PROFILE)
+    except FileNotFoundError:
+        log.info("%s has not been measured (pensieve profile): costs are estimated", directory)
+        return None
+    here = {"hardware": hardware(engine), "engine": engine.manifest.fingerprint, "chunk_tokens": chunk_tokens}
+    for part, value in here.items():
+        if (there := getattr(profile, part)) != value:
+            log.info("%s is of another %s (%s, not %s): costs are estimated", directory / PROFILE, part, there, value)
+            return None
+    log.info("costs as measured on %s, %s", profile.hardware, profile.date)
+    return profile.cost
+
+
+def hardware(engine: Engine) -> str:
+    """What computes here."""
+    if engine.manifest.device == "cuda":
+        return torch.cuda.get_device_name()
+    names = [line.partition(":")[2].strip() for line in _lines(Path("/proc/cpuinfo")) if line.startswith("model name")]
+    return f"{names[0] if names else processor()}, {torch.get_num_threads()} threads"
+
+
+def profile_engine(bench: Bench, engine: Engine, say: Callable[[str], None]) -> Profile:
+    """Measures the bench's engine; `say` is told what is being measured."""
+    config = bench.config
+    record = engine.chunk_bytes(config.chunk_tokens)
+    measured = _measure(bench, engine.manifest.layers, record, say)
+    cost = cost_profile(measured, config, record)
+    return Profile(
+        hardware=hardware(engine),
+        engine=engine.manifest.fingerprint,
+        chunk_tokens=config.chunk_tokens,
+        dtype=engine.manifest.dtype,
+        torch=torch.__version__,
+        date=date.today().isoformat(),
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=config.max_model_len,
+        gpu_kv_chunks=config.gpu_kv_chunks,
+        measured=measured,
+        cost=cost,
+        swap_out_below=propose_swap_out_below(cost, config),
+    )
+
+
+def _measure(bench: Bench, layers: int, record: int, say: Callable[[str], None]) -> Measured:
+    config, size = bench.config, bench.config.chunk_tokens
+    contexts = _doubled(size, config.max_model_len)
+    rows = _doubled(1, config.max_num_seqs, end=True)
+    steps = _doubled(1, config.max_num_batched_tokens, end=True)
+    copied = min(-(-COPIED_BYTES // record), config.gpu_kv_chunks // 2, config.host_kv_chunks // 2)
+    say(f"copies of {copied} chunks of {record} bytes")
+    copies = tuple(bench.copies(piece, copied) for piece in (*(p for p in PIECES if p < layers), layers))
+    say(f"steps of 1 to {steps[-1]} tokens")
+    fresh = tuple((tokens, bench.fresh(tokens)) for tokens in steps)
+    chunks = config.max_num_batched_tokens // size
+    say(f"{chunks} chunks at contexts of {contexts[0]} to {contexts[-1]} tokens")
+    full = tuple((context, bench.chunks_at(context, chunks)) for context in contexts)
+    say(f"generation, 1 to {rows[-1]} rows at these contexts")
+    generation = tuple((count, context, bench.generation(context, count)) for count in rows for context in contexts)
+    return Measured(fresh, full, generation, copies)
+
+
+def cost_profile(measured: Measured, config: SchedulerConfig, chunk_bytes: int) -> CostProfile:
+    """What the scheduler needs of the measurement; copies count as quick as they are while both ways run."""
+    rest, attention = split_attention(measured.full_batches)
+    chunks = config.max_num_batched_tokens // config.chunk_tokens
+    most_rows = measured.generation[-1][0]
+    _, row_attention = split_attention([(context, t) for rows, context, t in measured.generation if rows == most_rows])
+    swapped_in = next(copy for copy in reversed(measured.copies) if copy.layers <= GROUP_LAYERS or copy.layers == 1)
+    swapped_out = measured.copies[-1]
+    return CostProfile(
+        chunk_tokens=config.chunk_tokens,
+        chunk_seconds=rest / chunks,
+        attention=tuple((context, seconds / chunks) for context, seconds in attention),
+        step_base_seconds=measured.steps[0][1],
+        chunk_bytes=chunk_bytes,
+        link_bytes_per_s=swapped_in.chunks * chunk_bytes / swapped_in.both,
+        steps=_never_falling(measured.steps),
+        row_attention=tuple((context, seconds / most_rows) for context, seconds in row_attention),
+        out_bytes_per_s=swapped_out.chunks * chunk_bytes / swapped_out.both,
+    )
+
+
+def split_attention(points: Sequence[tuple[int, float]]) -> tuple[float, Points]:
+    """Seconds of all but attention, and (context, seconds of attention), of a batch's (context, seconds)."""
+    times = _never_falling(points)
+    (shortest, first), (longest, last) = times[0], times[-1]
+    slope = (last - first) / (longest - shortest) if longest > shortest else 0.0
+    rest = first - min(slope * shortest, first)
+    return rest, tuple((context, seconds - rest) for context, seconds in times)
+
+
+def _never_falling(points: Sequence[tuple[int, float]]) -> Points:
+    tokens, seconds = zip(*points, strict=True)
+    lowest_behind = [*accumulate(reversed(seconds), min)]
+    return tuple(zip(tokens, reversed(lowest_behind), strict=True))
+
+
+def _doubled(first: int, most: int, end: bool = False) -> list[int]:
+    """`first` times powers of two, up to `most`; with `end`, `most` too."""
+    values = [first]
+    while 2 * values[-1] <= most:
+        values.append(2 * values[-1])
+    return [*values, most] if end and values[-1] != most else values
+
+
+def _tuples(value: dict[str, Any]) -> dict[str, Any]:
+    """JSON's lists of lists as tuples of tuples."""
+    return {
+        name: tuple(tuple(point) for point in entry) if isinstance(entry, list) else entry
+        for name, entry in value.items()
+    }
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []

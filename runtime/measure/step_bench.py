@@ -1,0 +1,291 @@
+"""Times steps and copies on a device, as the service would have them run: through the executor, two steps in flight.
+
+A batch's block tables name slots like this, R rows over a pool that may be smaller than their contexts together:
+
+    slot    0 .. seats-1          seats .. pool-1
+            last chunk of row r   all other chunks, row after row, round and round
+
+so that every row writes to a slot of its own and slots that rows share are only read. Rows that share are as far apart
+as the pool is large, so that no cache brings their KV quicker than the pool's memory does.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from random import Random
+from typing import NamedTuple, Self
+
+import numpy as np
+
+from ...scheduler.config import SchedulerConfig
+from ...scheduler.plan import NO_TICKETS, BlockUpdate, Join, Lane, Span, StepPlan
+from ...scheduler.types import GREEDY, RequestId, RowId, SettingError
+from ..device.protocol import Device, ForwardPass
+from ..executor import Executor
+
+STEPS_IN_FLIGHT = 2
+UNCOUNTED = 2  # first times of a batch: kernels are compiled, caches filled
+LEAST, MOST = 7, 1000  # times that a median is taken of
+
+
+class CopyTime(NamedTuple):
+    """Seconds to copy `chunks` chunks, `layers` layers a piece, one way alone, and each way while both run."""
+
+    layers: int
+    chunks: int
+    swap_in: float
+    swap_out: float
+    both: float
+
+
+class HistoryTime(NamedTuple):
+    """Seconds of one turn of a batch of conversations, each with `history` tokens before its prompt."""
+
+    history: int
+    prefill_recomputed: float
+    prefill_cached: float
+    generation: float
+
+
+class Bench:
+    """An engine on a device, and batches made by hand.
+
+    Owns the device, and closes it on leaving the `with` block; not for an exception, when lanes may wait for a rank
+    that is gone.
+
+    Every method that times something takes about `seconds`, more if a few times take longer. Of several ranks all make
+    the same calls: everything happens on all of them side by side, equally often, and the slowest one's time counts.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        engine: ForwardPass,
+        config: SchedulerConfig,
+        seconds: float,
+        slowest: Callable[[float], float] = float,
+    ):
+        """slowest: of each rank's time the most, told to all ranks, which call it together.
+
+        SettingError if the pools are too small for one context beside the chunks that are written."""
+        self.seats = max(config.max_num_seqs, config.max_num_batched_tokens // config.chunk_tokens)
+        if config.max_num_batched_tokens < config.chunk_tokens:
+            raise SettingError("--max-num-batched-tokens", f"must hold a chunk of {config.chunk_tokens} tokens")
+        needed = self.seats + config.chunks(config.max_model_len)
+        if needed > config.gpu_kv_chunks:
+            raise SettingError("--gpu-kv-bytes", f"must hold {needed} chunks, not {config.gpu_kv_chunks}")
+        self.config = config
+        self._vocab_size = engine.vocab_size
+        self._layers = engine.kv_shape(1, config.chunk_tokens)[1]
+        self._device, self._seconds, self._slowest = device, seconds, slowest
+        self._dice = Random(0)
+        self._step = 0
+        self._executor = Executor(device, engine, replace(config, max_num_seqs=self.seats))
+        self._fill_pool()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, raised: type[BaseException] | None, *_: object) -> None:
+        if raised is None:
+            self._executor.close()
+
+    def _fill_pool(self) -> None:
+        """Writes to every GPU slot: until then all pages of a pool may be one page of zeros, which is read quicker."""
+        hosts = self.config.host_kv_chunks
+        for first in range(0, self.config.gpu_kv_chunks, hosts):
+            targets = np.arange(first, min(first + hosts, self.config.gpu_kv_chunks), dtype=np.int32)
+            self._device.copy(Lane.IN, np.arange(len(targets), dtype=np.int32), targets, range(self._layers))
+        self._device.synchronize(self._device.mark(Lane.IN))
+
+    # Batches, and how long a step of them takes.
+
+    def chunks_at(self, context: int, count: int) -> float:
+        """Seconds of a step that computes the last chunk of `count` contexts; nothing is sampled."""
+        self._seat([context] * count)
+        start = context - self.config.chunk_tokens
+        return self._step_seconds(self._spans([Span(seat, start, context, start, False) for seat in range(count)]))
+
+    def fresh(self, tokens: int) -> float:
+        """Seconds of a step of so many tokens at the shortest context: whole chunks and a rest, each sampled."""
+        size = self.config.chunk_tokens
+        lengths = [size] * (tokens // size) + [tokens % size] * (tokens % size > 0)
+        self._seat(lengths)
+        return self._step_seconds(self._spans([Span(seat, 0, length, 0, True) for seat, length in enumerate(lengths)]))
+
+    def generation(self, context: int, rows: int) -> float:
+        """Seconds of a step in which each of `rows` rows generates the last token of its context."""
+        self._seat([context] * rows)
+        return self._step_seconds(self._generate([context - 1] * rows))
+
+    def _step_seconds(self, plan: StepPlan) -> float:
+        """Median time from one step's end to the next one's: what the host does meanwhile is hidden, or is not."""
+        self._step_times(plan, UNCOUNTED)
+        return self._median(partial(self._step_times, plan))
+
+    def _step_times(self, plan: StepPlan, count: int) -> list[float]:
+        for _ in range(STEPS_IN_FLIGHT - 1):
+            self._launch(plan)
+        times: list[float] = []
+        last = time.perf_counter()
+        for _ in range(count):
+            self._launch(plan)
+            self._executor.wait()
+            now = time.perf_counter()
+            times.append(now - last)
+            last = now
+        for _ in range(STEPS_IN_FLIGHT - 1):
+            self._executor.wait()
+        return times
+
+    def _median(self, times_of: Callable[[int], list[float]]) -> float:
+        """Of a few times, and of as many more as there is time for: of equally many on all ranks."""
+        times = times_of(LEAST)
+        fitting = int(self._seconds / self._slowest(statistics.median(times)))
+        if fitting > LEAST:
+            times += times_of(min(fitting, MOST) - LEAST)
+        return self._slowest(statistics.median(times))
+
+    def _seat(self, contexts: Sequence[int]) -> None:
+        """One context a seat, from seat 0 on, in slots as drawn above."""
+        shared = self.config.gpu_kv_chunks - self.seats
+        at, rows = 0, []
+        for seat, context in enumerate(contexts):
+            read = self.config.chunks(context) - 1
+            rows.append((*(self.seats + (at + i) % shared for i in range(read)), seat))
+            at += read
+        self._take_seats(rows)
+
+    def _take_seats(self, rows: Sequence[Sequence[int]]) -> None:
+        """Seat s gets the slots rows[s]."""
+        joins = tuple(Join(seat, _row(seat), GREEDY) for seat in range(len(rows)))
+        blocks = tuple(BlockUpdate(seat, 0, tuple(slots)) for seat, slots in enumerate(rows))
+        self._launch(replace(EMPTY, joins=joins, blocks=blocks))
+        self._executor.wait()
+
+    def _spans(self, spans: Sequence[Span]) -> StepPlan:
+        tokens = sum(span.end - span.start for span in spans)
+        ids = array("i", (self._dice.randrange(self._vocab_size) for _ in range(tokens)))
+        samples = tuple(_row(span.seat) for span in spans if span.samples)
+        return replace(EMPTY, spans=tuple(spans), token_ids=ids, samples=samples)
+
+    def _generate(self, positions: Sequence[int]) -> StepPlan:
+        seats = range(len(positions))
+        return replace(
+            EMPTY,
+            generate=array("i", seats),
+            positions=array("i", positions),
+            samples=tuple(_row(seat) for seat in seats),
+        )
+
+    def _launch(self, plan: StepPlan) -> None:
+        self._step += 1
+        self._executor.launch(replace(plan, step=self._step))
+
+    # Copies.
+
+    def copies(self, layers: int, chunks: int) -> CopyTime:
+        """Of `chunks` chunks in random slots, each way; the HOST pool must hold twice as many."""
+        groups = [range(at, min(at + layers, self._layers)) for at in range(0, self._layers, layers)]
+        slots = {}
+        for pool, size in (("gpu", self.config.gpu_kv_chunks), ("host", self.config.host_kv_chunks)):
+            chosen = np.array(self._dice.sample(range(size), 2 * chunks), np.int32)
+            slots[pool] = {Lane.IN: chosen[:chunks], Lane.OUT: chosen[chunks:]}
+
+        def copy(*lanes: Lane) -> None:
+            # In turns, as either way's pieces must not wait for the host to issue all of the other's.
+            for group in groups:
+                for lane in lanes:
+                    source, target = ("host", "gpu") if lane is Lane.IN else ("gpu", "host")
+                    self._device.copy(lane, slots[source][lane].copy(), slots[target][lane].copy(), group)
+            for ticket in [self._device.mark(lane) for lane in lanes]:
+                self._device.synchronize(ticket)
+
+        times = (self._seconds_of(copy, *lanes) for lanes in ((Lane.IN,), (Lane.OUT,), (Lane.IN, Lane.OUT)))
+        return CopyTime(layers, chunks, *times)
+
+    def _seconds_of(self, work: Callable[..., None], *arguments: Lane) -> float:
+        """Median time of work that returns when it is done."""
+
+        def times(count: int) -> list[float]:
+            taken = []
+            for _ in range(count):
+                start = time.perf_counter()
+                work(*arguments)
+                taken.append(time.perf_counter() - start)
+            return taken
+
+        work(*arguments)
+        return self._median(times)
+
+    # A turn.
+
+    def turn(self, history: int, prompt: int, generated: int, requests: int) -> HistoryTime:
+        """One turn of `requests` conversations at once, each once: long runs need no median.
+
+        SettingError if the pool does not hold all of their KV, each in slots of its own.
+        """
+        chunks = self.config.chunks(history + prompt + generated)
+        if requests * chunks > self.config.gpu_kv_chunks:
+            raise SettingError("--gpu-kv-bytes", f"must hold {requests * chunks} chunks for {requests} such histories")
+        self._take_seats([range(seat * chunks, (seat + 1) * chunks) for seat in range(requests)])
+        end = history + prompt
+        first = [Span(seat, history, end, history, True) for seat in range(requests)]
+        recomputed = self._seconds_of_run(self._pieces([span._replace(start=0, write_from=0) for span in first]))
+        cached = self._seconds_of_run(self._pieces(first))
+        steps = (self._generate([end + i] * requests) for i in range(generated - 1))  # the prefill samples the first
+        return HistoryTime(history, recomputed, cached, self._seconds_of_run(steps))
+
+    def _pieces(self, spans: Sequence[Span]) -> Iterator[StepPlan]:
+        """Full steps, the spans in their order."""
+        step: list[Span] = []
+        room = self.config.max_num_batched_tokens
+        for span in spans:
+            at = span.start
+            while at < span.end:
+                end = min(span.end, at + room)
+                step.append(Span(span.seat, at, end, at, end == span.end))
+                room -= end - at
+                at = end
+                if not room:
+                    yield self._spans(step)
+                    step, room = [], self.config.max_num_batched_tokens
+        if step:
+            yield self._spans(step)
+
+    def _seconds_of_run(self, plans: Iterable[StepPlan]) -> float:
+        """From the first launch to the last step's end, two steps in flight."""
+        in_flight = 0
+        start = time.perf_counter()
+        for plan in plans:
+            self._launch(plan)
+            in_flight += 1
+            if in_flight == STEPS_IN_FLIGHT:
+                self._executor.wait()
+                in_flight -= 1
+        for _ in range(in_flight):
+            self._executor.wait()
+        return self._slowest(time.perf_counter() - start)
+
+
+EMPTY = StepPlan(
+    step=0,
+    copies=(),
+    after=NO_TICKETS,
+    joins=(),
+    blocks=(),
+    generate=array("i"),
+    positions=array("i"),
+    spans=(),
+    token_ids=array("i"),
+    samples=(),
+)
+
+
+def _row(seat: int) -> RowId:
+    return RowId(RequestId(seat), 0)

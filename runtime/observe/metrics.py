@@ -1,0 +1,238 @@
+"""What /metrics says: engine figures of the latest step, and what the HTTP process itself counts and times."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
+from prometheus_client.registry import Collector
+
+from ...scheduler.types import SchedulerStats, Usage
+from ..messages import DiskCounters, KVCounters, LoopStats, PowerCounts
+
+SOURCES = tuple(field.name for field in fields(Usage))
+FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 20, 40, 80)
+LATENCY_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
+INTER_TOKEN_BUCKETS = (0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.1, 0.2, 0.5, 1, 2.5)
+
+# The last powers of two that have a bucket of their own.
+MOST_STEP_TOKENS = 14
+MOST_STEP_REQUESTS = 10
+EVICTION_VALUES = range(-24, 6, 2)
+
+
+class Metrics(Collector):
+    """Written by one thread, the event loop's; read whole at each scrape.
+
+    `stats`, `copied`, `disk` and `loop` are the loop's latest, already counted since the start. `generation_tokens`
+    counts tokens as they arrive, those that run on behind a stop string included. Names are vLLM's where the meaning
+    is.
+    """
+
+    def __init__(self) -> None:
+        self.stats = SchedulerStats()
+        self.copied = KVCounters()
+        self.disk = DiskCounters()
+        self.loop = LoopStats()
+        self.prompt_tokens = dict.fromkeys(SOURCES, 0)
+        self.generation_tokens = 0
+        self.finished: Counter[str] = Counter()
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        self.time_to_first_token = Histogram(
+            "pensieve:time_to_first_token_seconds",
+            "From a request's arrival to its first token",
+            buckets=FIRST_TOKEN_BUCKETS,
+            registry=self._registry,
+        )
+        self.request_queue_time = Histogram(
+            "pensieve:request_queue_time_seconds",
+            "From a request's arrival to its first seat in the batch",
+            buckets=FIRST_TOKEN_BUCKETS,
+            registry=self._registry,
+        )
+        self.request_latency = Histogram(
+            "pensieve:e2e_request_latency_seconds",
+            "From a call's arrival to the end of its answer",
+            buckets=LATENCY_BUCKETS,
+            registry=self._registry,
+        )
+        self.inter_token_latency = Histogram(
+            "pensieve:inter_token_latency_seconds",
+            "Between two tokens of a reply",
+            buckets=INTER_TOKEN_BUCKETS,
+            registry=self._registry,
+        )
+
+    def count_prompt(self, usage: Usage) -> None:
+        for source in SOURCES:
+            self.prompt_tokens[source] += getattr(usage, source)
+
+    def ended(self, seconds: float, queued: Sequence[float]) -> None:
+        """A call has taken so long; its requests waited so long for their seats."""
+        self.request_latency.observe(seconds)
+        for wait in queued:
+            self.request_queue_time.observe(wait)
+
+    def collect(self) -> Iterator[Metric]:
+        """One family after the other, as prometheus-client asks for them."""
+        prompt = CounterMetricFamily(
+            "pensieve:prompt_tokens", "Prompt tokens by where their KV came from", labels=["source"]
+        )
+        for source, count in self.prompt_tokens.items():
+            prompt.add_metric([source], count)
+        yield prompt
+        yield CounterMetricFamily("pensieve:generation_tokens", "Tokens generated", value=self.generation_tokens)
+        yield CounterMetricFamily(
+            "pensieve:prefix_cache_queries",
+            "Prompt tokens looked for in the cache",
+            value=sum(self.prompt_tokens.values()),
+        )
+        hits = {tier: self.prompt_tokens[tier] for tier in ("gpu", "host", "disk")}
+        yield _counters("pensieve:prefix_cache_hits", "Prompt tokens found in the cache, by tier", "tier", hits)
+        yield _counters("pensieve:requests", "Requests ended, by how", "finish", self.finished)
+        yield from self._cache()
+        yield from self._disk()
+        yield from self._steps()
+
+    def _cache(self) -> Iterator[Metric]:
+        """What the scheduler's stats say."""
+        stats = self.stats
+        yield CounterMetricFamily(
+            "pensieve:suspensions", "Running requests set aside for want of GPU slots", value=stats.suspensions
+        )
+        yield GaugeMetricFamily("pensieve:num_requests_running", "Requests in the batch", value=stats.running)
+        yield GaugeMetricFamily("pensieve:num_requests_waiting", "Requests in the queue", value=stats.waiting)
+        slots = GaugeMetricFamily("pensieve:kv_slots", "Chunk slots by tier and state", labels=["tier", "state"])
+        for tier, states in stats.slots.items():
+            for state, count in states.items():
+                slots.add_metric([tier, state], count)
+        yield slots
+        gpu = stats.slots.get("gpu", {})
+        yield GaugeMetricFamily(
+            "pensieve:kv_cache_usage_perc",
+            "Share of the GPU's chunk slots that requests in the batch hold",
+            value=gpu.get("in_use", 0) / max(1, sum(gpu.values())),
+        )
+        yield GaugeMetricFamily("pensieve:conversations", "Conversations that claim KV", value=stats.conversations)
+        evictions = CounterMetricFamily(
+            "pensieve:kv_evictions",
+            "Chunks that lost their slot, by what became of them",
+            labels=["tier", "reason"],
+        )
+        for tier, reasons in stats.evictions.items():
+            for reason, count in reasons.items():
+                evictions.add_metric([tier, reason], count)
+        yield evictions
+        yield _eviction_values(stats)
+        yield from _choices(stats)
+        yield CounterMetricFamily(
+            "pensieve:kv_dropped_chunks", "Chunks that were left in no tier, for whatever reason", value=stats.dropped
+        )
+        yield CounterMetricFamily(
+            "pensieve:kv_regret_tokens",
+            "Tokens computed again within a minute after their chunk was dropped",
+            value=stats.regret_tokens,
+        )
+        yield CounterMetricFamily(
+            "pensieve:kv_spoiled_copies",
+            "Copies on HOST given up because their form could not hold them (--lower-tier-kv packed)",
+            value=stats.spoiled,
+        )
+
+    def _disk(self) -> Iterator[Metric]:
+        """What the disk tier says of itself; zeros without one."""
+        disk = self.disk
+        for name, text, saved, loaded in (
+            ("records", "Chunks written to disk and read from it", disk.saved, disk.loaded),
+            ("bytes", "Bytes of KV written to disk and read from it", disk.saved_bytes, disk.loaded_bytes),
+            ("seconds", "From being asked for to being done, of all chunks", disk.saving_seconds, disk.loading_seconds),
+            ("queue_seconds", "Of that, what they waited to be begun", disk.saving_queued, disk.loading_queued),
+        ):
+            yield _counters(f"pensieve:kv_disk_{name}", text, "direction", {"save": saved, "load": loaded})
+        queue = GaugeMetricFamily("pensieve:kv_disk_queue", "Chunks on their way", labels=["direction"])
+        queue.add_metric(["save"], disk.saving)
+        queue.add_metric(["load"], disk.loading)
+        yield queue
+        faults = {"system": disk.errors, "rejected": disk.rejected}
+        text = "Refusals of the system, and records that were not what they should be"
+        yield _counters("pensieve:kv_disk_faults", text, "kind", faults)
+        yield GaugeMetricFamily("pensieve:kv_disk_full", "1 while nothing is saved for want of room", value=disk.full)
+
+    def _steps(self) -> Iterator[Metric]:
+        """What the loop says of its steps and copies."""
+        loop = self.loop
+        yield _counters("pensieve:kv_copied_bytes", "Bytes of KV copied", "direction", self.copied._asdict())
+        link = {"swap_in": loop.swap_in, "swap_out": loop.swap_out}
+        yield _counters("pensieve:kv_link_seconds", "Time in which the link copied KV", "direction", link)
+        queue = SummaryMetricFamily(
+            "pensieve:kv_link_queue_seconds", "From a copy's issue to its beginning", labels=["direction"]
+        )
+        for direction, waits in (("swap_in", loop.queued_in), ("swap_out", loop.queued_out)):
+            queue.add_metric([direction], count_value=waits.copies, sum_value=waits.seconds)
+        yield queue
+        yield CounterMetricFamily(
+            "pensieve:kv_exposed_seconds",
+            "Time that steps waited for copies; the rest of the link's time was hidden behind compute",
+            value=loop.exposed,
+        )
+        yield CounterMetricFamily("pensieve:steps", "Steps launched", value=loop.steps)
+        yield _counters("pensieve:step_seconds", "The loop's time, by part of a step", "part", loop.parts)
+        yield CounterMetricFamily("pensieve:gpu_seconds", "Time with work on the device", value=loop.busy)
+        yield _sizes("pensieve:iteration_tokens_total", "Tokens of a step", loop.tokens, MOST_STEP_TOKENS)
+        yield _sizes("pensieve:iteration_requests", "Requests of a step", loop.requests, MOST_STEP_REQUESTS)
+
+    def text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+def _counters(name: str, text: str, label: str, counts: Mapping[str, float]) -> Metric:
+    family = CounterMetricFamily(name, text, labels=[label])
+    for value, count in counts.items():
+        family.add_metric([value], count)
+    return family
+
+
+def _sizes(name: str, text: str, sizes: PowerCounts, last: int) -> Metric:
+    counts = dict(enumerate(sizes.counts))
+    return HistogramMetricFamily(name, text, buckets=_buckets(counts, range(last + 1)), sum_value=sizes.total)
+
+
+def _eviction_values(stats: SchedulerStats) -> Metric:
+    return HistogramMetricFamily(
+        "pensieve:kv_eviction_value",
+        "Retention value, seconds of recomputation per second idle, of chunks when they left the GPU or were dropped",
+        buckets=_buckets(stats.eviction_values, EVICTION_VALUES),
+        sum_value=stats.eviction_value_sum,
+    )
+
+
+def _choices(stats: SchedulerStats) -> Iterator[Metric]:
+    text = "Chunks on HOST, by whether they were loaded or computed again"
+    chunks = {choice: parts["chunks"] for choice, parts in stats.choices.items()}
+    yield _counters("pensieve:kv_choice_chunks", text, "choice", chunks)
+    seconds = CounterMetricFamily(
+        "pensieve:kv_choice_predicted_seconds",
+        "What either way was predicted to take for them; what loading took is in kv_link_seconds",
+        labels=["choice", "way"],
+    )
+    for choice, parts in stats.choices.items():
+        for way in ("load", "recompute"):
+            seconds.add_metric([choice, way], parts[way])
+    yield seconds
+
+
+def _buckets(counts: Mapping[int, int], exponents: range) -> list[tuple[str, float]]:
+    """Cumulative, the bounds of `counts` and of the buckets being powers of two."""
+    buckets = [(str(2.0**end), sum(n for at, n in counts.items() if at <= end)) for end in exponents]
+    return [*buckets, ("+Inf", sum(counts.values()))]

@@ -1,0 +1,230 @@
+"""One step on all ranks: rank 0 sends its plans to the others before it obeys them itself, and acts on the slowest.
+
+Reports come with the steps behind (what a rank says of step n is waited for with step n + 1): no step waits for one.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from ...scheduler.plan import NO_TICKETS, Join, StepPlan, StepResult, Tickets
+from ...scheduler.types import GREEDY, DiskRecord, RequestId, RowId
+from ..executor import Executor
+from ..gc_control import GarbageCollector
+from ..watchdog import give_up_after
+from .mpi import FAREWELL_SECONDS, OVERDUE_SECONDS, RankFailed, Ranks, pause, wait_until
+
+NOBODY = RowId(RequestId(0), 0)
+
+# Rank 0 samples: who is sampled, and how, is not sent. What prompt log probabilities a row wants is, since their logits
+# are computed by all.
+_SENT = tuple(field.name for field in fields(StepPlan) if field.name not in ("joins", "samples", "ended"))
+_sent = attrgetter(*_SENT)
+
+
+def pack(plan: StepPlan) -> bytes:
+    """What other ranks need of the plan."""
+    joins = [(join.seat, join.prompt_logprobs) for join in plan.joins]
+    return pickle.dumps((_sent(plan), joins, len(plan.samples)), pickle.HIGHEST_PROTOCOL)
+
+
+def unpack(packed: bytes) -> StepPlan:
+    values, joins, samples = pickle.loads(packed)
+    return StepPlan(
+        **dict(zip(_SENT, values, strict=True)),
+        joins=tuple(Join(seat, NOBODY, GREEDY, prompt_logprobs=wanted) for seat, wanted in joins),
+        samples=(NOBODY,) * samples,
+    )
+
+
+class Report(NamedTuple):
+    """What one rank says of one step; the fields are those of `StepResult`."""
+
+    step: int
+    completed: Tickets
+    spilled: tuple[int, ...]
+    promoted: tuple[int, ...]
+    failed: tuple[int, ...]
+    unerased: tuple[int, ...]
+    spoiled: tuple[int, ...]
+
+
+def report_of(result: StepResult) -> Report:
+    return Report(*(getattr(result, field) for field in Report._fields))
+
+
+@dataclass(slots=True)
+class _Answers:
+    """Of the ranks, about one DISK slot."""
+
+    count: int = 0
+    kind: str = ""
+    failed: bool = False
+
+
+class Reports:
+    """What the other ranks have reported, and what follows: the slowest one's tickets, disk work that all have done."""
+
+    def __init__(self, others: int):
+        self._last = {rank: Report(0, NO_TICKETS, (), (), (), (), ()) for rank in range(1, others + 1)}
+        self._answers: dict[int, _Answers] = {}
+        self._unerased: dict[int, None] = {}
+        self._spoiled: dict[int, None] = {}
+
+    def take(self, rank: int, report: Report) -> None:
+        self._last[rank] = report
+        self._unerased.update(dict.fromkeys(report.unerased))
+        self._spoiled.update(dict.fromkeys(report.spoiled))
+        for kind in ("spilled", "promoted", "failed"):
+            self._count(kind, getattr(report, kind))
+
+    def late(self, step: int) -> list[int]:
+        """The ranks that have not reported the step."""
+        return [rank for rank, report in self._last.items() if report.step < step]
+
+    def merged(self, own: StepResult) -> StepResult:
+        """Rank 0's result as that of all. A disk slot on which some ranks differ has failed, once all have answered."""
+        for kind in ("spilled", "promoted", "failed"):
+            self._count(kind, getattr(own, kind))
+        completed = Tickets(*map(min, own.completed, *(report.completed for report in self._last.values())))
+        done: dict[str, list[int]] = {"spilled": [], "promoted": [], "failed": []}
+        for slot, answers in list(self._answers.items()):
+            if answers.count > len(self._last):
+                done["failed" if answers.failed else answers.kind].append(slot)
+                del self._answers[slot]
+        unerased = tuple(dict.fromkeys((*own.unerased, *self._unerased)))
+        spoiled = tuple(dict.fromkeys((*own.spoiled, *self._spoiled)))
+        self._unerased.clear()
+        self._spoiled.clear()
+        return replace(
+            own, completed=completed, unerased=unerased, spoiled=spoiled, **{kind: tuple(done[kind]) for kind in done}
+        )
+
+    def _count(self, kind: str, slots: tuple[int, ...]) -> None:
+        for slot in slots:
+            answers = self._answers.setdefault(slot, _Answers())
+            answers.count += 1
+            if kind == "failed":
+                answers.failed = True
+            else:
+                answers.kind = kind
+
+
+class _Sent(NamedTuple):
+    step: int
+    erases: bool
+
+
+def on_all(records: Sequence[Sequence[DiskRecord]]) -> list[DiskRecord]:
+    """Of each rank's, rank 0's that every rank has: parts of the same chunk in the same slot."""
+    others = [{(record.slot, record.key, record.end) for record in of_rank} for of_rank in records[1:]]
+    return [record for record in records[0] if all((record.slot, record.key, record.end) in there for there in others)]
+
+
+def agreed_records(ranks: Ranks, executor: Executor) -> list[DiskRecord]:
+    """What all ranks have from earlier. All of them call it, and erase what only some have: nobody would know of it,
+    whoever is deleted."""
+    own = Executor.disk_records(executor)
+    agreed = on_all(ranks.gather(own))
+    kept = {record.slot for record in agreed}
+    executor.erase_records([record.slot for record in own if record.slot not in kept])
+    return agreed
+
+
+class RankedExecutor(Executor):
+    """Rank 0's. What fails on another rank is raised by the next `wait`, as RankFailed."""
+
+    def __init__(self, ranks: Ranks, *arguments: Any, **settings: Any):
+        """The rest as `Executor`."""
+        super().__init__(*arguments, **settings)
+        self._ranks, self._reports = ranks, Reports(ranks.size - 1)
+        self._records = agreed_records(ranks, self)
+        self._plans: deque[_Sent] = deque([_Sent(0, False)])  # in flight, behind the last one waited for
+        self._broken = False
+
+    def disk_records(self) -> list[DiskRecord]:
+        """Those that all ranks have."""
+        return self._records
+
+    def launch(self, plan: StepPlan) -> None:
+        with self._noting_failure():
+            self._ranks.send(pack(plan))
+            self._plans.append(_Sent(plan.step, bool(plan.erased)))
+            super().launch(plan)
+
+    def wait(self) -> StepResult:
+        with self._noting_failure():
+            before, plan = self._plans[0].step, self._plans[1]
+            self._poll_until(self.done, lambda: f"step {plan.step} is not complete")
+            result = super().wait()
+            self._plans.popleft()
+            # What is erased must be so everywhere before anybody writes there again.
+            due = plan.step if plan.erases else before
+            self._poll_until(
+                lambda: not self._reports.late(due),
+                lambda: f"ranks {self._reports.late(due)} have not reported step {due}",
+            )
+            return self._reports.merged(result)
+
+    def close(self) -> None:
+        """Ends the other ranks' loops too. After a failure it does nothing: lanes may wait for a rank that is gone, and
+        `Ranks.fail` ends them all."""
+        if not self._broken:
+            self._broken = True
+            with give_up_after(OVERDUE_SECONDS):  # lanes finish what other ranks have a part in
+                super().close()
+            self._ranks.stop()
+
+    def _poll_until(self, condition: Callable[[], bool], what_is_late: Callable[[], str]) -> None:
+        """Takes reports meanwhile, RankFailed among them; RankFailed also if that takes too long."""
+
+        def reached() -> bool:
+            for rank, report in self._ranks.reports():
+                self._reports.take(rank, report)
+            return condition()
+
+        wait_until(reached, what_is_late, OVERDUE_SECONDS)
+
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._broken = True
+            raise
+
+
+def follow(ranks: Ranks, executor: Executor) -> None:
+    """Another rank's loop: obeys and reports until rank 0 ends it, then closes the executor. Raises what breaks.
+
+    Begins when rank 0 makes its executor. A plan may never come; a step that is in flight ends, unless a rank hangs.
+    """
+    agreed_records(ranks, executor)
+    with GarbageCollector() as garbage:
+        moved = time.monotonic()
+        while True:
+            if executor.done():
+                ranks.report(report_of(executor.wait()))
+                moved = time.monotonic()
+            elif (packed := ranks.receive()) is None:
+                if not executor.in_flight:
+                    moved = time.monotonic()
+                elif time.monotonic() - moved > OVERDUE_SECONDS + FAREWELL_SECONDS:  # rank 0 has not ended this one
+                    late = f"no step is complete after {OVERDUE_SECONDS + FAREWELL_SECONDS:g} s: rank 0 hangs"
+                    raise RankFailed(late)
+                pause(busy=executor.in_flight > 0)
+            elif packed:
+                executor.launch(unpack(packed))
+                if garbage.due(math.inf):  # there is never more time than while a step begins
+                    garbage.collect_new()
+            else:
+                break
+    executor.close()

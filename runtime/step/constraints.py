@@ -1,0 +1,70 @@
+"""The matchers of the requests with a grammar, beside the executor: what each may say next."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import numpy as np
+from llguidance import LLMatcher
+
+from ...scheduler.plan import StepPlan
+from ...scheduler.types import RequestId, RowId
+from .grammar import Grammars
+from .sampling_inputs import Mask
+
+log = logging.getLogger(__name__)
+
+
+class Constraints:
+    """Called in the order of steps. Each request's matcher is where its applied tokens are, and is kept until the
+    request has ended: when a suspended one resumes, no step waits while a long reply is gone through again."""
+
+    def __init__(self, grammars: Grammars):
+        self._grammars = grammars
+        self._words = -(-grammars.vocab_size // 32)
+        self._matchers: dict[RequestId, LLMatcher] = {}
+
+    def begin(self, grammar: str) -> Future[LLMatcher] | None:
+        """As `Grammars`."""
+        return self._grammars.begin(grammar)
+
+    def mask(self, plan: StepPlan) -> Mask | None:
+        """Takes the plan's joins; what its samples may be, None if it has no row with a grammar."""
+        for request in plan.ended:
+            self._matchers.pop(request, None)
+        for join in plan.joins:
+            request, grammar = join.row.request, join.sampling.grammar
+            if grammar is not None and request not in self._matchers:
+                self._matchers[request] = self._grammars.matcher(grammar)
+        if not self._matchers:
+            return None
+        matchers = self._matchers
+        rows = [(at, matchers[row.request]) for at, row in enumerate(plan.samples) if row.request in matchers]
+        if not rows:
+            return None
+        bits = np.zeros((len(rows), self._words), np.int32)
+        for (_, matcher), row_bits in zip(rows, bits, strict=True):
+            matcher.unsafe_compute_mask_ptr(row_bits.ctypes.data, row_bits.nbytes)
+        return Mask(np.array([at for at, _ in rows]), bits)
+
+    def advance(self, samples: Sequence[RowId], tokens: Sequence[int]) -> tuple[RowId, ...]:
+        """A step's tokens are here. Returns the rows whose matchers have failed, at this token or already at its mask:
+        the token may not follow the grammar, and none can be drawn behind it.
+
+        A matcher fails at its own limits: some grammars need ever more states the longer the text is.
+        """
+        if not self._matchers:
+            return ()
+        failed = []
+        for row, token in zip(samples, tokens, strict=True):
+            matcher = self._matchers.get(row.request)
+            if matcher is None:
+                continue
+            matcher.consume_token(token)  # says nothing of a matcher that has failed before: that takes an end of text
+            if matcher.is_error():
+                failed.append(row)
+                # The matcher's own message quotes the grammar and the reply.
+                log.warning("request %d ends: the matcher of its grammar has failed", row.request)
+        return tuple(failed)

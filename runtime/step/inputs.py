@@ -1,0 +1,161 @@
+"""From a plan to the arrays of a step: keeps a mirror of the seats and lays a batch out. numpy only.
+
+The batch is laid out as in the plan: one token for each seat that generates, then the spans.
+
+    token      g0  g1  g2 | s0 s0 s0 s0 | s1 s1
+    segment     0   1   2 |      3      |   4
+    sampled     ^   ^   ^ |           ^ |    (a piece of a longer prompt samples nothing)
+
+No array is written again once a step has it, since a step in flight may still read it. The mirror is written at once
+and never handed out: what changed travels with the step, in its order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...scheduler.plan import BlockUpdate, StepPlan
+from ...scheduler.types import InvariantError
+from .sampling_inputs import Mask, SamplingInputs, SeatSampling
+
+LAST_SAMPLE = -1  # as a token id: the last sample of the token's seat, known to the device only
+NOT_WRITTEN = -1  # as a token's slot: its KV exists already, or (in the mirror) no slot was given
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepInputs:
+    """One batch of T tokens, S segments, R sampled and K scored rows, and U changed entries of the block table.
+
+    token_ids     [T] int32, LAST_SAMPLE for the first `generated` tokens
+    positions     [T] int32, as the model counts them
+    slots         [T] int32, the place of each token's KV: slot * chunk_tokens + offset, or NOT_WRITTEN
+    segments      [S, 5] int32: q_start, q_len, kv_start, kv_len in the row's coordinates, seat; segment i < `generated`
+                  is that of token i
+    sample_rows   [R + K] int32, into the T tokens: whose logits are wanted; sample_seats [R] int32, the seats of the
+                  sampled ones
+    sampling      what becomes of the logits
+    block_cells   [U] int32, into the flattened block table; block_slots [U] int32, the slots to put there
+    """
+
+    generated: int
+    token_ids: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+    segments: np.ndarray
+    sample_rows: np.ndarray
+    sample_seats: np.ndarray
+    sampling: SamplingInputs
+    block_cells: np.ndarray
+    block_slots: np.ndarray
+
+
+class StepPacker:
+    """The seats as of the last packed plan. Plans are packed in their order, each once."""
+
+    def __init__(self, seats: int, blocks: int, chunk_tokens: int):
+        """seats, blocks: shape of the block table; blocks is the most chunks a request can have."""
+        self._chunk_tokens = chunk_tokens
+        self._table = np.full((seats, blocks), NOT_WRITTEN, np.int32)
+        # By seat: the position at which its row begins, and the one that the model counts as 0.
+        self._starts, self._zeros = np.zeros(seats, np.int32), np.zeros(seats, np.int32)
+        self._sampling = SeatSampling(seats)
+
+    def pack(self, plan: StepPlan, mask: Mask | None = None) -> StepInputs:
+        """InvariantError if the plan contradicts itself or uses a chunk that its seat was never given.
+
+        `mask`: what grammars allow the plan's samples.
+        """
+        for join in plan.joins:
+            self._table[join.seat] = NOT_WRITTEN
+            self._starts[join.seat] = self._zeros[join.seat] = 0
+        for seat, start, zero in plan.origins:
+            self._table[seat] = NOT_WRITTEN
+            self._starts[seat], self._zeros[seat] = start, zero
+        counts = self._sampling.join(plan.joins)
+        cells, cell_slots = self._update_blocks(plan.blocks)
+
+        generated = len(plan.generate)
+        spans = np.array(plan.spans, np.int32).reshape(-1, 6)  # seat, start, end, write_from, samples, scores
+        first = np.array(plan.positions, np.int32)
+        starts = np.concatenate((first, spans[:, 1]))
+        ends = np.concatenate((first + 1, spans[:, 2]))
+        seats = np.concatenate((np.array(plan.generate, np.int32), spans[:, 0]))
+        write_from = np.concatenate((first, spans[:, 3]))
+        samples = np.concatenate((np.ones(generated, bool), spans[:, 4].astype(bool)))
+
+        lengths = ends - starts
+        q_ends = np.cumsum(lengths, dtype=np.int32)
+        begins = self._starts[seats]
+        self._check(plan, seats, ends - begins, lengths, samples)
+        coordinates = np.repeat(starts - begins - (q_ends - lengths), lengths)
+        coordinates += np.arange(plan.tokens, dtype=np.int32)
+        segments = np.stack((q_ends - lengths, lengths, np.zeros_like(ends), ends - begins, seats), axis=1)
+        token_ids = np.empty(plan.tokens, np.int32)
+        token_ids[:generated] = LAST_SAMPLE
+        token_ids[generated:] = plan.token_ids
+        sample_seats = seats[samples]
+        sample_rows = q_ends[samples] - np.int32(1)
+        scored_rows, scored_seats = _scored(spans, q_ends[generated:]) if plan.scored else (sample_rows[:0], ())
+        return StepInputs(
+            generated=generated,
+            token_ids=token_ids,
+            positions=coordinates + np.repeat(begins - self._zeros[seats], lengths),
+            slots=self._places(np.repeat(seats, lengths), coordinates, np.repeat(write_from - begins, lengths)),
+            segments=segments,
+            sample_rows=np.concatenate((sample_rows, scored_rows)) if plan.scored else sample_rows,
+            sample_seats=sample_seats,
+            sampling=self._sampling.pack(counts, sample_seats, ends[samples], scored_seats, plan.scored, mask),
+            block_cells=cells,
+            block_slots=cell_slots,
+        )
+
+    def _update_blocks(self, updates: Iterable[BlockUpdate]) -> tuple[np.ndarray, np.ndarray]:
+        """Applies the updates to the mirror; returns them as (cells, slots) of the flattened table."""
+        blocks = self._table.shape[1]
+        cells: list[int] = []
+        slots: list[int] = []
+        for seat, first, given in updates:
+            if first + len(given) > blocks:
+                raise InvariantError(f"seat {seat} is given chunk {first + len(given) - 1}, beyond its {blocks}")
+            if first and self._table[seat, first - 1] == NOT_WRITTEN:
+                raise InvariantError(f"seat {seat} is given chunk {first} before chunk {first - 1}")
+            cells.extend(range(seat * blocks + first, seat * blocks + first + len(given)))
+            slots.extend(given)
+            self._table[seat, first : first + len(given)] = given
+        return np.array(cells, np.int32), np.array(slots, np.int32)
+
+    def _check(
+        self, plan: StepPlan, seats: np.ndarray, ends: np.ndarray, lengths: np.ndarray, samples: np.ndarray
+    ) -> None:
+        """Each batch is complete, and each segment's chunks were given: they are given in order, so the last tells.
+
+        ends: [S], coordinates behind each segment's last query.
+        """
+        if len(plan.positions) != len(plan.generate) or len(plan.samples) != np.count_nonzero(samples):
+            raise InvariantError(f"step {plan.step} has rows without a position, or samples without a row")
+        if not len(seats):
+            return
+        if lengths.min() < 1 or lengths.sum() != plan.tokens:
+            raise InvariantError(f"the spans of step {plan.step} are empty or differ from its {plan.tokens} token ids")
+        if self._table[seats, (ends - 1) // self._chunk_tokens].min() < 0:
+            raise InvariantError(f"step {plan.step} computes in a chunk that its seat was never given")
+
+    def _places(self, seats: np.ndarray, coordinates: np.ndarray, write_from: np.ndarray) -> np.ndarray:
+        """Where the KV of each token goes (see `StepInputs.slots`); all arguments [T], the last two coordinates."""
+        chunks, offsets = np.divmod(coordinates, np.int32(self._chunk_tokens))
+        places = self._table[seats, chunks] * np.int32(self._chunk_tokens) + offsets
+        places[coordinates < write_from] = NOT_WRITTEN
+        return places
+
+
+def _scored(spans: np.ndarray, q_ends: np.ndarray) -> tuple[np.ndarray, Sequence[int]]:
+    """Rows of the batch [K] int32 before a known token that is scored, and their seats. spans [., 6], q_ends [.]."""
+    rows, seats = [], []
+    for (seat, start, end, _, samples, scores), q_end in zip(spans.tolist(), q_ends.tolist(), strict=True):
+        if scores:
+            rows += range(q_end - (end - start), q_end - samples)
+            seats += [seat] * (end - start - samples)
+    return np.array(rows, np.int32), seats

@@ -1,0 +1,249 @@
+"""Draws tokens from logits: greedy, or temperature, top-k, min-p and top-p with a counter-based uniform number a row.
+
+    logits -> (log probabilities) -> bias -> penalties -> grammar -> temperature -> top-k, min-p, top-p -> token
+
+The number of a draw is a pure function of (seed, position), made with integer operations that wrap alike on every
+device: a suspended request resumes exactly and no generator state exists. A row's token does not depend on its
+neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...plugins.collectives.protocol import TENSOR_PARALLEL, Group, registered_group
+from ...scheduler.types import TokenLogprobs
+from .sampling_inputs import PenaltyStart, SamplingInputs
+
+# splitmix64: the step between two states, and its mixing function's two multipliers, as signed 64-bit numbers.
+_STEP = 0x9E3779B97F4A7C15 - 2**64
+_MULTIPLIERS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
+
+
+class Scores(NamedTuple):
+    """Log probabilities of N tokens, and the W likeliest in their places; natural logarithms."""
+
+    logprobs: Tensor
+    """[N] float32"""
+    ranks: Tensor
+    """[N] int64, 1 for the likeliest"""
+    top_ids: Tensor
+    """[N, W] int64, the likeliest first"""
+    top_logprobs: Tensor
+    """[N, W] float32"""
+
+    @classmethod
+    def empty(cls, count: int, width: int, pinned: bool = False) -> Scores:
+        """In host memory, to be filled in."""
+
+        def column(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            return torch.empty(shape, dtype=dtype, pin_memory=pinned)
+
+        one, wide = (count,), (count, width)
+        return cls(
+            column(one, torch.float32),
+            column(one, torch.int64),
+            column(wide, torch.int64),
+            column(wide, torch.float32),
+        )
+
+    def entries(self, tops: Sequence[int]) -> list[TokenLogprobs]:
+        """As plain data, each with as many of the likeliest as `tops` [N] says."""
+        columns = (column.tolist() for column in self)
+        return [
+            TokenLogprobs(logprob, rank, tuple(ids[:top]), tuple(logprobs[:top]))
+            for logprob, rank, ids, logprobs, top in zip(*columns, tops, strict=True)
+        ]
+
+
+class Sampler:
+    """What becomes of a step's logits. Holds the penalty counts; nothing is allocated before they are used."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device | str = "cpu",
+        place: Callable[[np.ndarray], Tensor] = torch.from_numpy,
+    ):
+        """place: an array of a step's inputs as a tensor on `device`, without waiting for the device."""
+        self._place = place
+        # [places, vocab] int32: twice the occurrences in the reply, plus one if the token is in the prompt.
+        self._counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+
+    def start(self, starts: tuple[PenaltyStart, ...]) -> None:
+        """Counts begin with the tokens so far."""
+        for place, prompt, reply in starts:
+            if place >= len(self._counts):
+                grown = self._counts.new_zeros(max(2 * len(self._counts), place + 1), self._counts.shape[1])
+                grown[: len(self._counts)] = self._counts
+                self._counts = grown
+            counts = self._counts[place].zero_()
+            counts[self._place(prompt)] = 1
+            replied = self._place(reply)
+            counts.scatter_add_(0, replied, torch.full_like(replied, 2, dtype=torch.int32))
+
+    def sample(self, logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor, Scores | None]:
+        """Tokens [R] int64, and what the L + K rows of `inputs.scores` ask for.
+
+        logits [R + K, vocab] float32, sampled rows first; those with a bias, penalties or a mask are overwritten.
+        """
+        if inputs.scores is None:
+            return self._draw(logits, inputs), None
+        rows, targets = self._tensors((inputs.scores.rows, inputs.scores.targets))
+        sampled, scored = logits.split((len(logits) - len(targets), len(targets)))
+        raw = torch.cat((sampled[rows], scored))
+        tokens = self._draw(sampled, inputs)
+        return tokens, score(raw, torch.cat((tokens[rows], targets)), inputs.scores.width)
+
+    def _draw(self, logits: Tensor, inputs: SamplingInputs) -> Tensor:
+        """Tokens [R]; the logits are changed in place. What is drawn counts for the next draw's penalties."""
+        if inputs.biases is not None:
+            add_biases(logits, *self._tensors(inputs.biases))
+        if inputs.penalties is None:
+            self._forbid(logits, inputs)
+            return sample(logits, *self._tensors(inputs.draws))
+        rows, places, *factors = self._tensors(inputs.penalties)
+        logits[rows] = penalise(logits[rows], self._counts[places], *factors)
+        self._forbid(logits, inputs)
+        tokens = sample(logits, *self._tensors(inputs.draws))
+        self._counts[places, tokens[rows]] += 2
+        return tokens
+
+    def _forbid(self, logits: Tensor, inputs: SamplingInputs) -> None:
+        if inputs.mask is not None:
+            forbid(logits, *self._tensors(inputs.mask))
+
+    def _tensors(self, arrays: Iterable[np.ndarray]) -> list[Tensor]:
+        return [self._place(array) for array in arrays]
+
+
+class SharedSampler:
+    """The sampler of one of several ranks: rank 0 draws and the others are told, on the stream of the step.
+
+    All ranks have equal logits, yet not all of what a draw depends on (grammars, penalties), and a cumulative sum on a
+    GPU promises no equal bits: two ranks that disagree once would compute different KV from there on, unnoticed.
+    """
+
+    def __init__(self, sampler: Sampler, group: Group):
+        self._sampler, self._group = sampler, group
+
+    def start(self, starts: tuple[PenaltyStart, ...]) -> None:
+        """As `Sampler.start`; only rank 0 has any."""
+        self._sampler.start(starts)
+
+    def sample(self, logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor, Scores | None]:
+        """As `Sampler.sample`; scores on rank 0 only."""
+        if self._group.rank == 0:
+            tokens, scores = self._sampler.sample(logits, inputs)
+        else:
+            scored = 0 if inputs.scores is None else len(inputs.scores.targets)
+            tokens, scores = torch.empty(len(logits) - scored, dtype=torch.int64, device=logits.device), None
+        return self._group.broadcast(tokens) if len(tokens) else tokens, scores
+
+
+def make_sampler(
+    vocab_size: int,
+    device: torch.device | str = "cpu",
+    place: Callable[[np.ndarray], Tensor] = torch.from_numpy,
+) -> Sampler | SharedSampler:
+    """What a device draws with; the arguments are those of `Sampler`."""
+    sampler, group = Sampler(vocab_size, device, place), registered_group(TENSOR_PARALLEL)
+    return sampler if group is None else SharedSampler(sampler, group)
+
+
+def add_biases(logits: Tensor, rows: Tensor, tokens: Tensor, values: Tensor) -> None:
+    """In place on [R, vocab]; the arguments are those of `Biases`."""
+    logits[rows, tokens] += values
+
+
+def penalise(logits: Tensor, counts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor) -> Tensor:
+    """Logits [P, vocab] after penalties [P] each; counts [P, vocab] as `Sampler` keeps them."""
+    repetition, presence, frequency = (factor.unsqueeze(1) for factor in (repetition, presence, frequency))
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    replied = counts >> 1
+    return torch.where(counts > 0, repeated, logits) - frequency * replied - presence * (replied > 0)
+
+
+def forbid(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+    """In place on [R, vocab]: what the bits do not allow gets minus infinity; the arguments are those of `Mask`."""
+    shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
+    allowed = ((bits.unsqueeze(2) >> shifts) & 1).flatten(1)[:, : logits.shape[1]]
+    logits[rows] = logits[rows].masked_fill(allowed == 0, -torch.inf)
+
+
+def score(logits: Tensor, tokens: Tensor, width: int) -> Scores:
+    """Scores of tokens [N] under logits [N, vocab] float32, with the `width` likeliest."""
+    own = logits.gather(1, tokens.unsqueeze(1))
+    total = logits.logsumexp(dim=-1, keepdim=True)
+    top, ids = logits.topk(width, dim=-1)
+    return Scores((own - total).squeeze(1), (logits > own).sum(dim=-1) + 1, ids, top - total)
+
+
+def sample(
+    logits: Tensor,
+    rows: Tensor,
+    temperatures: Tensor,
+    top_ks: Tensor,
+    top_ps: Tensor,
+    min_ps: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+) -> Tensor:
+    """Tokens [R] int64 for logits [R, vocab] float32.
+
+    `rows` [D] int64 are drawn, as the other arguments [D] say (`Draws`, on the logits' device); the rest
+    take the largest logit, of equals the lowest id.
+    """
+    tokens = logits.argmax(dim=-1)
+    if len(rows):
+        tokens[rows] = draw(logits[rows], temperatures, top_ks, top_ps, min_ps, uniform(seeds, positions))
+    return tokens
+
+
+def draw(
+    logits: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor, uniforms: Tensor
+) -> Tensor:
+    """Tokens [D] int64 from logits [D, vocab] float32 by inverse CDF, likeliest token first, in float64.
+
+    temperatures [D] float64, above 0. top_ks [D] int64: logits below the k-th largest are cut (its equals stay);
+    0 is off. min_ps [D] float64: tokens less likely than this share of the likeliest one's probability are cut. top_ps
+    [D] float64: of what is left, the smallest set of likeliest tokens whose probability reaches p stays, at least one.
+    uniforms [D] float64 in [0, 1).
+    """
+    ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
+    vocab = logits.shape[1]
+    last_kept = torch.where(top_ks > 0, top_ks.clamp(max=vocab), vocab).unsqueeze(1) - 1
+    scaled = (ordered.double() - ordered[:, :1].double()) / temperatures.unsqueeze(1)
+    weights = scaled.exp()
+    weights = weights.where((ordered >= ordered.gather(1, last_kept)) & (weights >= min_ps.unsqueeze(1)), 0.0)
+
+    # A rank stays while the ranks before it have not reached p. Weights fall, so what stays is a leading part.
+    reached = weights.cumsum(dim=-1)
+    stays = reached - weights < top_ps.unsqueeze(1) * reached[:, -1:]
+    last = stays.sum(dim=-1, keepdim=True).clamp(min=1) - 1
+    target = uniforms.unsqueeze(1) * reached.gather(1, last)
+    rank = (reached <= target).sum(dim=-1, keepdim=True).minimum(last)
+    return ids.gather(1, rank).squeeze(1)
+
+
+def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Draw number `positions` [D] int64 of `seeds` [D] int64: [D] float64 in [0, 1), 53 random bits each."""
+    state = _mix(seeds + _STEP) + (positions + 1) * _STEP
+    return _shift_right(_mix(state), 11).double() * 2.0**-53
+
+
+def _mix(x: Tensor) -> Tensor:
+    """splitmix64's mixing function; int64 products wrap."""
+    x = (x ^ _shift_right(x, 30)) * _MULTIPLIERS[0]
+    x = (x ^ _shift_right(x, 27)) * _MULTIPLIERS[1]
+    return x ^ _shift_right(x, 31)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Shifts zeros in from the left, where `>>` would repeat the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)

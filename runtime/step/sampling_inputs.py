@@ -1,0 +1,254 @@
+"""From the seats' sampling settings to the arrays that a step's sampling takes: a mirror of the seats. numpy only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from ...scheduler.plan import Join
+
+NOT_YET = -1e30
+"""Is added to the logits of what must not be drawn. Finite: a grammar's minus infinity leaves nothing at all."""
+
+
+class Draws(NamedTuple):
+    """The sampled rows that are not greedy, D of them."""
+
+    rows: np.ndarray
+    """[D] int64, into the R sampled rows"""
+    temperatures: np.ndarray
+    """[D] float64, above 0"""
+    top_ks: np.ndarray
+    """[D] int64, 0 for off"""
+    top_ps: np.ndarray
+    """[D] float64, 1 for off"""
+    min_ps: np.ndarray
+    """[D] float64, 0 for off"""
+    seeds: np.ndarray
+    """[D] int64"""
+    positions: np.ndarray
+    """[D] int64, of the token to be drawn: which draw of its seed it is"""
+
+
+class PenaltyStart(NamedTuple):
+    """A place in the table of penalty counts begins anew, with these tokens: prompt and reply so far, int64 each."""
+
+    place: int
+    prompt: np.ndarray
+    reply: np.ndarray
+
+
+class Penalties(NamedTuple):
+    """The sampled rows with penalties, P of them, each with its place in the table of counts."""
+
+    rows: np.ndarray
+    """[P] int64, into the R sampled rows"""
+    places: np.ndarray
+    """[P] int64, distinct"""
+    repetition: np.ndarray
+    """[P] float32, as the next two"""
+    presence: np.ndarray
+    frequency: np.ndarray
+
+
+class Biases(NamedTuple):
+    """What is added to logits, B entries, their places distinct."""
+
+    rows: np.ndarray
+    """[B] int64, into the R sampled rows"""
+    tokens: np.ndarray
+    """[B] int64"""
+    values: np.ndarray
+    """[B] float32"""
+
+
+class Mask(NamedTuple):
+    """The sampled rows that a grammar constrains, G of them."""
+
+    rows: np.ndarray
+    """[G] int64, into the R sampled rows"""
+    bits: np.ndarray
+    """[G, ceil(vocab / 32)] int32: bit i of word w is set if token 32 w + i is allowed"""
+
+
+class ScoreRows(NamedTuple):
+    """The rows of logits whose log probabilities are wanted: L of the sampled ones, then all K scored ones."""
+
+    rows: np.ndarray
+    """[L] int64, into the R sampled rows"""
+    targets: np.ndarray
+    """[K] int64, the known token behind each of the logits' last K rows"""
+    tops: np.ndarray
+    """[L + K] int64, how many of the likeliest tokens each wants"""
+
+    @property
+    def width(self) -> int:
+        """The most that any wants."""
+        return int(self.tops.max(initial=0))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingInputs:
+    """For R sampled rows and K scored ones; None where no row wants it."""
+
+    draws: Draws
+    starts: tuple[PenaltyStart, ...]
+    penalties: Penalties | None
+    biases: Biases | None
+    mask: Mask | None
+    scores: ScoreRows | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Additions:
+    """What one row adds to logits: `tokens` [B] int64, distinct, and `values` [B] float32."""
+
+    tokens: np.ndarray
+    values: np.ndarray
+
+    @classmethod
+    def of(cls, values: dict[int, float]) -> _Additions:
+        count = len(values)
+        return cls(np.fromiter(values.keys(), np.int64, count), np.fromiter(values.values(), np.float32, count))
+
+
+class _SeatBiases(NamedTuple):
+    """`early`: for tokens at positions before `may_end`, with the stop ids that may not be drawn there."""
+
+    may_end: int
+    early: _Additions
+    late: _Additions
+
+
+NOTHING = -1  # stands for no number of log probabilities, and for no place in the table of penalty counts
+
+
+class SeatSampling:
+    """How each seat samples, as of the last `join`. A row that has ended keeps its seat's until that is taken again."""
+
+    def __init__(self, seats: int):
+        self._temperatures = np.zeros(seats)
+        self._top_ks = np.zeros(seats, np.int64)
+        self._top_ps = np.ones(seats)
+        self._min_ps = np.zeros(seats)
+        self._seeds = np.zeros(seats, np.int64)
+        self._repetition = np.ones(seats, np.float32)
+        self._presence, self._frequency = np.zeros(seats, np.float32), np.zeros(seats, np.float32)
+        self._places = np.full(seats, NOTHING, np.int64)
+        self._free_places = list(range(seats))[::-1]  # the lowest is taken first
+        self._logprobs = np.full(seats, NOTHING, np.int64)
+        self._prompt_logprobs = np.full(seats, NOTHING, np.int64)
+        self._biases: dict[int, _SeatBiases] = {}
+        self._added: list[tuple[int, _Additions]] = []  # with its row, in the last step while there were biases
+        self._together: Biases | None = None  # the same as arrays
+
+    def join(self, joins: Iterable[Join]) -> tuple[PenaltyStart, ...]:
+        """Seats are taken; returns what the table of penalty counts begins with."""
+        starts = []
+        for join in joins:
+            seat, sampling = join.seat, join.sampling
+            self._temperatures[seat] = sampling.temperature
+            self._top_ks[seat] = sampling.top_k
+            self._top_ps[seat] = sampling.top_p
+            self._min_ps[seat] = sampling.min_p
+            self._seeds[seat] = sampling.seed
+            self._logprobs[seat] = NOTHING if sampling.logprobs is None else sampling.logprobs
+            self._prompt_logprobs[seat] = NOTHING if join.prompt_logprobs is None else join.prompt_logprobs
+            self._take_biases(join)
+            if self._places[seat] != NOTHING:
+                self._free_places.append(int(self._places[seat]))
+                self._places[seat] = NOTHING
+            if sampling.penalised:
+                place = self._places[seat] = self._free_places.pop()
+                self._repetition[seat] = sampling.repetition_penalty
+                self._presence[seat] = sampling.presence_penalty
+                self._frequency[seat] = sampling.frequency_penalty
+                starts.append(PenaltyStart(place, _ids(join.prompt), _ids(join.reply)))
+        return tuple(starts)
+
+    def _take_biases(self, join: Join) -> None:
+        """Arrays for all of the row's steps: Python takes 0.2 s to go through a thousand biases of each of 256 rows."""
+        self._biases.pop(join.seat, None)
+        if join.sampling.logit_bias or join.stop_ids:
+            biases = dict(join.sampling.logit_bias)
+            late = _Additions.of(biases)
+            early = _Additions.of(biases | dict.fromkeys(join.stop_ids, NOT_YET)) if join.stop_ids else late
+            self._biases[join.seat] = _SeatBiases(join.may_end, early, late)
+
+    def pack(
+        self,
+        starts: tuple[PenaltyStart, ...],
+        seats: np.ndarray,
+        positions: np.ndarray,
+        scored_seats: Sequence[int],
+        targets: Sequence[int],
+        mask: Mask | None,
+    ) -> SamplingInputs:
+        """seats, positions [R]: who gets a token, and its position; scored_seats, targets [K] of the scored rows."""
+        return SamplingInputs(
+            self._draws(seats, positions),
+            starts,
+            self._penalties(seats),
+            self._step_biases(seats, positions) if self._biases else None,
+            mask,
+            self._scores(seats, scored_seats, targets),
+        )
+
+    def _draws(self, seats: np.ndarray, positions: np.ndarray) -> Draws:
+        rows = np.flatnonzero(self._temperatures[seats])
+        drawn = seats[rows]
+        return Draws(
+            rows,
+            self._temperatures[drawn],
+            self._top_ks[drawn],
+            self._top_ps[drawn],
+            self._min_ps[drawn],
+            self._seeds[drawn],
+            positions[rows].astype(np.int64),
+        )
+
+    def _penalties(self, seats: np.ndarray) -> Penalties | None:
+        places = self._places[seats]
+        rows = np.flatnonzero(places != NOTHING)
+        if not len(rows):
+            return None
+        penalised = seats[rows]
+        factors = self._repetition[penalised], self._presence[penalised], self._frequency[penalised]
+        return Penalties(rows, places[rows], *factors)
+
+    def _step_biases(self, seats: np.ndarray, positions: np.ndarray) -> Biases | None:
+        """Steps that add the same to the same rows share their arrays."""
+        added = []
+        for row, (seat, position) in enumerate(zip(seats.tolist(), positions.tolist(), strict=True)):
+            if (biases := self._biases.get(seat)) is not None:
+                added.append((row, biases.early if position < biases.may_end else biases.late))
+        if added != self._added:
+            self._added, self._together = added, _put_together(added)
+        return self._together
+
+    def _scores(self, seats: np.ndarray, scored_seats: Sequence[int], targets: Sequence[int]) -> ScoreRows | None:
+        tops = self._logprobs[seats]
+        rows = np.flatnonzero(tops != NOTHING)
+        if not len(rows) and not len(targets):
+            return None
+        prompt_tops = self._prompt_logprobs[_ids(scored_seats)]
+        return ScoreRows(rows, _ids(targets), np.concatenate((tops[rows], prompt_tops)))
+
+
+def _put_together(added: Sequence[tuple[int, _Additions]]) -> Biases | None:
+    """`added`: with its row."""
+    rows, lengths = [row for row, _ in added], [len(additions.tokens) for _, additions in added]
+    if not sum(lengths):
+        return None
+    return Biases(
+        np.repeat(np.array(rows), lengths),
+        np.concatenate([additions.tokens for _, additions in added]),
+        np.concatenate([additions.values for _, additions in added]),
+    )
+
+
+def _ids(tokens: Sequence[int]) -> np.ndarray:
+    return np.array(tokens, np.int64)

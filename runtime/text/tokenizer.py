@@ -1,0 +1,380 @@
+"""Text in, text out: the tokenizer with its chat template, incremental detokenising, stop strings."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import tokenizers
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from ...scheduler.types import RequestError, SettingError
+from .token_bytes import TokenBytes
+
+REPLACEMENT = "\ufffd"  # what an incomplete or invalid UTF-8 sequence decodes to
+CONTINUED_TOKENS = 8  # tokens that can change how the text behind them reads
+TOOLS = "tool_use"  # the name of the chat template for requests with tools
+TEMPLATES = ("default", TOOLS)
+LONGEST_WINDOW = 64  # tokens that may stay undecided: only broken UTF-8, or ids without any text, take so many
+
+
+class GenerationTag(Extension):
+    """{% generation %} marks what the assistant says, for training; nobody asks for that here."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2's)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+class ChatTemplate:
+    """The tokenizer's own template, run in a sandbox with the helpers that Hugging Face templates expect."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str], setting: str = "--engine"):
+        """SettingError (of `setting`) if it does not parse."""
+
+        def refuse(message: str) -> None:
+            raise jinja2.TemplateError(message)
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = refuse
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise SettingError(setting, f"the chat template does not parse: {error}") from error
+        self._special_tokens = special_tokens
+
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> str:
+        """The dialogue, and what asks for the assistant's next message. RequestError if the template refuses, or fails
+        at what it did not expect: what it does with messages (no content, say) is Python's to complain of."""
+        try:
+            return self._template.render(
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
+            )
+        except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise RequestError(400, f"the model's chat template refuses these messages: {error}", "messages") from error
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As transformers has it. Unlike jinja2's own filter this does not escape HTML: a prompt is not a web page."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class Tokenizer:
+    """Text to token ids and back. Encoding and rendering may run in any thread."""
+
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        template: ChatTemplate | None = None,
+        tools_template: ChatTemplate | None = None,
+    ):
+        """`tools_template`: used instead of `template` where there are tools; None: they have none of their own."""
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer, self._template, self._tools_template = tokenizer, template, tools_template
+        self.token_bytes = TokenBytes(tokenizer)
+        self.special = frozenset(at for at, added in tokenizer.get_added_tokens_decoder().items() if added.special)
+
+    @classmethod
+    def load(cls, directory: str | Path, template: str | None = None) -> Tokenizer:
+        """Reads tokenizer.json and, where they exist, its settings and chat templates. SettingError.
+
+        `template`: the source of a chat template to use instead.
+        """
+        directory = Path(directory)
+        if not (directory / "tokenizer.json").is_file():
+            raise SettingError("--engine", f"{directory} holds no tokenizer.json")
+        try:
+            tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+            config = _settings(directory)
+            special_tokens = _special_tokens(config)
+            sources = _template_sources(directory, config) if template is None else {"default": template}
+        except Exception as error:  # the library has no class of its own for a file that it does not understand
+            raise SettingError("--engine", f"the tokenizer in {directory} cannot be read: {error}") from error
+        templates = {name: ChatTemplate(sources[name], special_tokens) for name in TEMPLATES if name in sources}
+        return cls(tokenizer, *(templates.get(name) for name in TEMPLATES))
+
+    def digest(self) -> bytes:
+        """SHA-256: tokenizers of equal digest mean the same by their token ids."""
+        return hashlib.sha256(self._tokenizer.to_str().encode()).digest()
+
+    def encode(self, text: str) -> array[int]:
+        """Token ids of a plain prompt, with the special tokens that the tokenizer's post-processor adds."""
+        return self._ids(text, add_special_tokens=True)
+
+    def written(self, token: int) -> str:
+        """How a special token is written in a text; "" of others."""
+        return self._tokenizer.id_to_token(token) or "" if token in self.special else ""
+
+    def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
+        """As `encode`, and where in the text each token begins: a space in front of it is its own."""
+        (encoded,) = self._tokenizer.encode_batch([text])
+        places, done = [], 0
+        for start, end in encoded.offsets:
+            places.append(min(start, done) if end > start else done)  # added ones have no place of their own
+            done = max(done, end)
+        return encoded.ids, places
+
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> str:
+        """The dialogue as the model reads it, by default up to where its next message begins. `tools` as OpenAI's."""
+        template = self._tools_template if tools and self._tools_template is not None else self._template
+        if template is None:
+            raise RequestError(400, "this model has no chat template; use /v1/completions", "messages")
+        return template.render(messages, add_generation_prompt, tools)
+
+    def encode_rendered(self, text: str) -> array[int]:
+        """Token ids of a rendered dialogue. The template writes special tokens itself, so none are added."""
+        return self._ids(text, add_special_tokens=False)
+
+    def _ids(self, text: str, add_special_tokens: bool) -> array[int]:
+        """A batch of one, as in `encode_behind`: only then does the library let other threads run meanwhile. A text as
+        long as a body may be would stop every stream for half a minute."""
+        (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return array("i", encoded.ids)
+
+    def encode_behind(self, before: Sequence[int], text: str) -> array[int] | None:
+        """Token ids of `text` that goes on behind the tokens `before`; None if this tokenizer cannot begin there.
+
+        Some put a space in front of every text they are given. It is left away by cutting the ids behind a newline,
+        and what came out is decoded to see that it is right.
+        """
+        context = list(before[-CONTINUED_TOKENS:])
+        said = self._tokenizer.decode(context, skip_special_tokens=False)
+        normalizer = self._tokenizer.normalizer
+        wanted = {said + text, said + (normalizer.normalize_str(text) if normalizer is not None else text)}
+        for anchor in ("", "\n"):
+            (encoded,) = self._tokenizer.encode_batch([anchor + text], add_special_tokens=False)
+            ids = [at for at, (_, end) in zip(encoded.ids, encoded.offsets, strict=True) if end > len(anchor)]
+            if self._tokenizer.decode(context + ids, skip_special_tokens=False) in wanted:
+                return array("i", ids)
+        return None
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of these ids; special tokens have none."""
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+    def decode_all(self, ids: Sequence[int]) -> str:
+        """As `decode`, with special tokens as they are written."""
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def pieces(self, ids: Sequence[int]) -> list[str | None]:
+        """Each token as the vocabulary has it; None for an id without one."""
+        return [self._tokenizer.id_to_token(token) for token in ids]
+
+
+def _settings(directory: Path) -> dict[str, Any]:
+    """tokenizer_config.json. The special tokens of older checkpoints are those of special_tokens_map.json."""
+    config: dict[str, Any] = {}
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if (directory / name).is_file() and "added_tokens_decoder" not in config:
+            config = {**config, **json.loads((directory / name).read_text("utf-8"))}
+    return config
+
+
+def _template_sources(directory: Path, config: dict[str, Any]) -> dict[str, str]:
+    """By name. Files come before what is configured."""
+    files = {
+        "default": directory / "chat_template.jinja",
+        TOOLS: directory / "additional_chat_templates" / "tool_use.jinja",
+    }
+    sources = {name: file.read_text("utf-8") for name, file in files.items() if file.is_file()}
+    if sources:
+        return sources
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        return {entry["name"]: entry["template"] for entry in template}
+    return {} if template is None else {"default": template}
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """bos_token and its like, this model's own too: they stand in the file as text or describe an added token."""
+    extra = config.get("extra_special_tokens")
+    roles = {**config, **(extra if isinstance(extra, dict) else {})}
+    found = {role: value for role, value in roles.items() if role.endswith("_token")}
+    texts = {role: value.get("content") if isinstance(value, dict) else value for role, value in found.items()}
+    return {role: text for role, text in texts.items() if isinstance(text, str)}  # add_bos_token is no token
+
+
+class Detokenizer:
+    """A reply's text, token by token; the pieces joined are the full decode of the reply.
+
+    A token's text can depend on its left neighbour (a sentencepiece decoder drops a leading space) and a character
+    can need several tokens. So a small window is decoded, and what is new in it is said once it is complete:
+
+        window = | context: text already said | held: not a whole character yet |
+
+    `context`: ids before the reply, whose text is not said again.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()):
+        self._decode, self._special = tokenizer.decode, tokenizer.special
+        self._window = [token for token in context if token not in self._special]
+        self._held = len(self._window)  # where the held tokens begin
+        self._said = self._decode(self._window) if self._window else ""
+
+    def push(self, token: int) -> str:
+        """The text that this token completes, possibly none."""
+        if token in self._special:
+            return ""
+        self._window.append(token)
+        new = self._unsaid()
+        if (new and not new.endswith(REPLACEMENT)) or len(self._window) > LONGEST_WINDOW:
+            return self._say_all(new)
+        if not new or len(self._window) - self._held < 4:
+            return ""
+        # A character has at most 4 bytes, one a token at least: what stands before the last 3 signs is broken for good
+        # (a sign stands for a byte, or for several; held tokens may have no text, as a first space has none).
+        # No token boundary is known to be a character boundary here, so the window stays.
+        signs = len(new) - len(new.rstrip(REPLACEMENT))
+        new = new[: len(new) - min(signs, 3)]
+        self._said += new
+        return new
+
+    def flush(self) -> str:
+        """The rest, at the reply's end: a character that was never completed."""
+        return self._say_all(self._unsaid())
+
+    def _unsaid(self) -> str:
+        text = self._decode(self._window)
+        if text.startswith(self._said):
+            return text[len(self._said) :]
+        # Byte-fallback decoders turn a whole run of bytes into replacement signs when a later one is invalid.
+        return self._decode(self._window[self._held :])
+
+    def _say_all(self, new: str) -> str:
+        """The window moves on: its held tokens become the next one's context."""
+        del self._window[: self._held]
+        self._held = len(self._window)
+        self._said = self._decode(self._window)
+        return new
+
+
+class _StopString:
+    """How much of one stop string a growing text ends with. Reads each character once (Knuth, Morris, Pratt 1977)."""
+
+    def __init__(self, text: str):
+        self.text = text
+        self.matched = 0  # leading characters of the stop string, with which the text read so far ends
+        # Entry n: with how many of its own leading characters (fewer than n) the stop string's first n end. As far as
+        # the text has matched: a stop string may be much longer than the reply.
+        self._borders = array("i", (0, 0))
+
+    def read(self, piece: str) -> int | None:
+        """Goes on in the text. Returns where in the piece the first match ends, None: there is none."""
+        stop, at = self.text, 0
+        while at < len(piece):
+            if not self.matched and (at := piece.find(stop[0], at)) < 0:
+                return None
+            self.matched = self._longer(self.matched, piece[at])
+            at += 1
+            if self.matched == len(stop):
+                return at
+            if self.matched == len(self._borders):
+                self._borders.append(self._longer(self._borders[-1], stop[self.matched - 1]))
+        return None
+
+    def _longer(self, matched: int, sign: str) -> int:
+        """How much a text ends with that ended with so much and goes on with this character."""
+        stop = self.text
+        while matched and stop[matched] != sign:
+            matched = self._borders[matched]
+        return matched + 1 if stop[matched] == sign else 0
+
+
+class StopMatcher:
+    """Finds the first stop string in a growing text; holds back what could be the beginning of one.
+
+    Of several matches the one that ends first counts (of these the longest), so the outcome does not depend on how the
+    text is cut into tokens. A match begins in the text of tokens behind the first `min_tokens`. The time it takes is in
+    proportion to the text.
+    """
+
+    def __init__(self, stops: Sequence[str], include: bool = False, min_tokens: int = 0):
+        """`stops`: at least one, none empty. `include`: the match itself stays in the text."""
+        self._stops, self._include, self._min_tokens = [_StopString(stop) for stop in stops], include, min_tokens
+        # What is held: these pieces, but for so many characters of the first one.
+        self._pieces: deque[str] = deque()
+        self._begin = 0
+        self._held = 0  # characters
+        self.tokens = 0
+        self.found: str | None = None
+
+    @property
+    def matched(self) -> bool:
+        return self.found is not None
+
+    def push(self, piece: str) -> str:
+        """Takes the text of one more token, returns what may be said.
+
+        After a match (`found` is the stop string) the text up to it has been said and `tokens` is the count of tokens
+        needed; call no more.
+        """
+        self.tokens += 1
+        return piece if self.tokens <= self._min_tokens else self._scan(piece)
+
+    def end(self, rest: str) -> str:
+        """The reply is over: takes the text left in the detokenizer, returns all that is still held unless it stops."""
+        text = self._scan(rest) if self.tokens > self._min_tokens else rest
+        return text if self.matched else text + self._say(self._held)
+
+    def _scan(self, piece: str) -> str:
+        if not piece:
+            return ""
+        ends = [(end, -len(stop.text), stop.text) for stop in self._stops if (end := stop.read(piece)) is not None]
+        if ends:
+            end, _, self.found = min(ends)
+            text = self._say(self._held) + piece[:end]
+            return text if self._include else text[: len(text) - len(self.found)]
+        self._pieces.append(piece)
+        self._held += len(piece)
+        return self._say(self._held - max(stop.matched for stop in self._stops))
+
+    def _say(self, count: int) -> str:
+        """Takes so many characters of what is held."""
+        said = []
+        self._held -= count
+        while count:
+            piece, begin = self._pieces[0], self._begin
+            said.append(piece[begin : begin + count])
+            count -= len(said[-1])
+            self._begin += len(said[-1])
+            if self._begin == len(piece):
+                self._pieces.popleft()
+                self._begin = 0
+        return "".join(said)

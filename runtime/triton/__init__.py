@@ -1,0 +1,1 @@
+"""The Triton Inference Server backend."""

@@ -1,0 +1,346 @@
+"""The model that Triton Inference Server's python backend runs: the part of the HTTP process, for Triton's clients.
+
+    execute -> read_inputs -> CallMaker -> EngineClient -> engine's process -> Reply -> one response a wake-up
+
+The engine's loop runs in a child process and is spoken to as by the HTTP process. Triton calls from its own thread; all
+else here happens on an event loop in a thread of ours. Bodies, prompts, histories, stop strings and texts are the HTTP
+process's own classes: nothing is decided twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import multiprocessing
+import subprocess
+import threading
+import time
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
+from functools import cached_property
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+import triton_python_backend_utils as triton  # within Triton only; filled after this import
+from prometheus_client.parser import text_string_to_metric_families
+
+from ...scheduler.types import RequestError, SettingError
+from ..conversations.store import HistoryStore
+from ..conversations.turns import Histories
+from ..frontend.engine_client import ClientGone, EngineClient, OutputStream
+from ..frontend.reply import Reply
+from ..frontend.request_builder import Call, CallMaker
+from ..frontend.request_log import logged
+from ..http.limits import Caller
+from ..messages import Ready
+from ..observe.logs import configure_logging
+from ..text.tokenizer import StopMatcher, Tokenizer
+from ..triton_settings import TritonSettings
+from .tensors import Asked, Tensors, end_tensors, piece_tensors, read_inputs, read_value
+
+log = logging.getLogger(__name__)
+
+COMMAND = "engine_command"  # of config.pbtxt's parameters: JSON, the words of the engine's command line
+CANCEL_CHECK_S = 0.1
+METRICS_INTERVAL_S = 1.0
+
+Result = TypeVar("Result")
+
+
+class TritonPythonModel:
+    """What the backend looks for. One instance takes any number of requests at a time."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Starts the engine and waits until it serves. Raises TritonModelException with what is wrong."""
+        parameters = json.loads(args["model_config"])["parameters"]
+        self._name, self._finalizing = args["model_name"], False
+        self._process, connection = start_engine(json.loads(parameters[COMMAND]["string_value"]))
+        settings, ready = self._greeting(connection), self._greeting(connection)
+        assert isinstance(settings, TritonSettings) and isinstance(ready, Ready)
+        configure_logging(settings.log_format, settings.log_level)
+        self._settings = settings
+        self._event_loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._event_loop.run_forever, name="triton-model", daemon=True)
+        self._thread.start()
+        try:
+            self._desk = self._run(open_desk(connection, settings, ready)).result()
+        except SettingError as error:
+            self._process.kill()
+            self._stop()
+            raise triton.TritonModelException(str(error)) from error
+        self._run(self._unload_without_engine()).add_done_callback(Future.result)  # a fault is logged
+
+    def is_ready(self) -> bool:
+        """Asked for the model's readiness, by Tritons that ask models."""
+        return self._desk.accepting
+
+    def execute(self, requests: Sequence[Any]) -> None:
+        """Responses come through each request's sender, whenever there are any."""
+        for request in requests:
+            self._run(self._desk.answer(request)).add_done_callback(Future.result)  # a fault is logged
+
+    def finalize(self) -> None:
+        """The engine finishes what runs, as long as it is allowed to, then all ends."""
+        self._finalizing = True
+        self._process.terminate()
+        closing = self._run(self._desk.close())
+        try:
+            self._process.wait(self._settings.end_seconds)
+        except subprocess.TimeoutExpired:
+            log.error("the engine has not ended after %g s: it is killed", self._settings.end_seconds)
+            self._process.kill()
+        closing.result()
+        self._stop()
+
+    async def _unload_without_engine(self) -> None:
+        """When the engine ends by itself the model is to be unready, where Triton's mode lets it be unloaded."""
+        await self._desk.engine_ended()
+        if self._finalizing:
+            return
+        try:
+            await asyncio.to_thread(triton.unload_model, self._name)
+        except triton.TritonModelException as error:
+            log.error("the engine has ended, and the model stays loaded: %s", error)
+
+    def _greeting(self, connection: Connection) -> TritonSettings | Ready:
+        """One of the two messages in front of all others; in their place text says what is wrong."""
+        try:
+            message = connection.recv()
+        except EOFError:
+            message = f"the engine's process has ended with status {self._process.wait()}; the log says why"
+        if isinstance(message, str):
+            raise triton.TritonModelException(message)
+        return message
+
+    def _run(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
+        return asyncio.run_coroutine_threadsafe(work, self._event_loop)
+
+    def _stop(self) -> None:
+        self._event_loop.call_soon_threadsafe(self._event_loop.stop)
+        self._thread.join()
+        self._event_loop.close()
+        self._process.wait()
+
+
+def start_engine(command: Sequence[str]) -> tuple[subprocess.Popen[bytes], Connection]:
+    """Starts the engine's process with one end of a pipe, whose number is its last argument. It logs where we do."""
+    ours, theirs = multiprocessing.Pipe()
+    with theirs:
+        number = theirs.fileno()
+        return subprocess.Popen([*command, str(number)], pass_fds=[number], stdin=subprocess.DEVNULL), ours
+
+
+async def open_desk(connection: Connection, settings: TritonSettings, ready: Ready) -> Desk:
+    """To be called on the event loop of all that follows. SettingError if the histories cannot be used."""
+    tokenizer = Tokenizer.load(ready.tokenizer) if ready.tokenizer else None
+    store = HistoryStore(settings.history_file, settings.history_ttl, settings.max_conversations_per_owner)
+    return Desk(EngineClient(connection), ready, tokenizer, store, settings.chunk_tokens)
+
+
+class Desk:
+    """Takes requests, answers them, and looks after those whose clients go away. Lives on the event loop."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        ready: Ready,
+        tokenizer: Tokenizer | None,
+        store: HistoryStore,
+        chunk_tokens: int,
+    ):
+        self._client, self._tokenizer, self._chunk_tokens = client, tokenizer, chunk_tokens
+        self._histories = Histories(store, client.tell, client.forget, tokenizer)
+        self._calls = CallMaker(ready, tokenizer, self._histories, client.new_id)
+        self._visits: dict[Visit, asyncio.Task[None] | None] = {}
+        self._metrics = TritonMetrics()
+        self._watches = [asyncio.create_task(work()) for work in (self._watch_clients, self._tell_metrics)]
+
+    @property
+    def accepting(self) -> bool:
+        """Whether the engine takes new requests. Any thread may ask."""
+        return self._client.accepting
+
+    async def engine_ended(self) -> None:
+        """Returns when it has, and every open request has been told."""
+        await self._client.closed.wait()
+
+    async def close(self) -> None:
+        """Behind the last output of the engine, which has been told to end."""
+        await self.engine_ended()
+        await asyncio.gather(*filter(None, self._visits.values()), return_exceptions=True)  # turns are committed
+        for watch in self._watches:
+            watch.cancel()
+        self._metrics.update(self._client.metrics.text())
+        await self._histories.close()
+
+    async def answer(self, request: Any) -> None:
+        """One request from its tensors to its final response, whatever happens."""
+        visit = Visit(request)
+        self._visits[visit] = asyncio.current_task()
+        try:
+            if visit.asks_to_stop:
+                self._cancel(visit.id)
+                raise ClientGone  # TensorRT-LLM's model answers this request as those that it ends
+            await self._serve(visit)
+        except RequestError as error:
+            visit.refuse(error.message, ERRORS.get(error.status, "INTERNAL"))
+        except ClientGone:
+            visit.refuse("the request was cancelled", "CANCELLED")
+        finally:
+            del self._visits[visit]
+            if not visit.answered:
+                visit.refuse("the request failed; the log says why", "INTERNAL")
+
+    async def _serve(self, visit: Visit) -> None:
+        asked = read_inputs(visit.inputs, visit.sequence)
+        caller = Caller()  # Triton does not say who its clients are, and limits them itself
+        options = await self._calls.asked(asked.body, caller)
+        call = await self._calls.completion(asked.body, options, visit.arrived, caller)
+        replies: list[Reply] = []
+        try:
+            with logged(call, "", replies):
+                await self._reply(visit, asked, call, replies)
+        finally:
+            queued = [reply.queued for reply in replies if reply.started is not None]
+            self._client.metrics.ended(time.perf_counter() - call.arrived, queued)
+            if call.turn is not None:
+                call.turn.close()
+
+    async def _reply(self, visit: Visit, asked: Asked, call: Call, replies: list[Reply]) -> None:
+        """`replies` gets the reply. With `streaming` what one wake-up brings is one response; else there is one."""
+        if visit.stopped:  # while its prompt was looked at
+            raise ClientGone
+        (request,) = call.requests
+        visit.stream = stream = self._client.submit([request], call.arrived)
+        try:
+            matcher = StopMatcher(call.stops, call.include_stop, request.min_tokens) if call.stops else None
+            (echoed,) = call.echoes
+            reply = Reply(request, stream, self._tokenizer, matcher, continues_prompt=True, echoed=echoed)
+            replies.append(reply)
+            text, tokens = reply.echoed, []
+            while True:
+                for output in await stream.next():
+                    piece = reply.add(output)
+                    text += piece.text
+                    tokens += piece.tokens
+                if reply.finish is not None:
+                    break
+                if call.stream and (text or tokens):
+                    visit.send(piece_tensors(text, tokens))
+                    text, tokens = "", []
+            now = time.perf_counter()
+            if call.turn is not None:  # durable before its end is told
+                await call.turn.commit(reply.tokens, "".join(reply.texts), None, call.requests[0].salt)
+            end = end_tensors(asked, call, reply, self._chunk_tokens, now)
+            visit.send(piece_tensors(text, tokens) | end, final=True)
+        finally:
+            stream.close()
+
+    def _cancel(self, name: str) -> None:
+        """Ends the requests of this id. Raises RequestError (400) if there is no id."""
+        if not name:
+            raise RequestError(400, "stop needs the request id of what is to be stopped", "stop")
+        for visit in self._visits:
+            if visit.id == name:
+                visit.stop()
+
+    async def _watch_clients(self) -> None:
+        while True:
+            await asyncio.sleep(CANCEL_CHECK_S)
+            for visit in self._visits:
+                if visit.cancelled:
+                    visit.stop()
+
+    async def _tell_metrics(self) -> None:
+        while True:
+            self._metrics.update(self._client.metrics.text())
+            await asyncio.sleep(METRICS_INTERVAL_S)
+
+
+ERRORS = {
+    400: "INVALID_ARG",
+    404: "NOT_FOUND",
+    409: "UNAVAILABLE",
+    429: "UNAVAILABLE",
+    503: "UNAVAILABLE",
+}
+"""By the status of a RequestError; all others are INTERNAL."""
+
+
+class Visit:
+    """A request as Triton hands it over, and the way back to its client. `arrived`: time.perf_counter's seconds."""
+
+    def __init__(self, request: Any):
+        self.arrived = time.perf_counter()
+        self.id: str = request.request_id()
+        self.sequence = str(request.correlation_id() or "")
+        self._request = request
+        self.answered = self.stopped = False
+        self.stream: OutputStream | None = None  # once the engine has it
+        self._sender = request.get_response_sender()
+
+    @cached_property
+    def inputs(self) -> dict[str, Any]:
+        """Raises whatever reading tensors does."""
+        return {tensor.name(): tensor.as_numpy() for tensor in self._request.inputs()}
+
+    @property
+    def asks_to_stop(self) -> bool:
+        """Raises RequestError (400)."""
+        return "stop" in self.inputs and read_value("stop", self.inputs["stop"])
+
+    @property
+    def cancelled(self) -> bool:
+        """Its client is gone, or does not want the answer any more."""
+        return self._sender.is_cancelled()
+
+    def stop(self) -> None:
+        """Whoever serves it learns, now or when it would go to the engine, that nobody wants the answer."""
+        self.stopped = True
+        if self.stream is not None:
+            self.stream.hang_up()
+
+    def send(self, tensors: Tensors, *, final: bool = False) -> None:
+        self._send([triton.Tensor(name, value) for name, value in tensors.items()], None, final)
+
+    def refuse(self, message: str, code: str) -> None:
+        """`code`: the name of one of TritonError's."""
+        self._send([], triton.TritonError(message, getattr(triton.TritonError, code)), True)
+
+    def _send(self, tensors: list[Any], error: Any, final: bool) -> None:
+        flags = triton.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
+        self._sender.send(triton.InferenceResponse(tensors, error), flags=flags)
+        self.answered |= final
+
+
+class TritonMetrics:
+    """Our metrics among Triton's own, under the names that the HTTP process's /metrics gives them.
+
+    A histogram's samples are counters here: Triton cannot take over its buckets, and queries ask for them by name.
+    """
+
+    def __init__(self) -> None:
+        self._families: dict[str, Any] = {}
+        self._metrics: dict[tuple[str, tuple[tuple[str, str], ...]], Any] = {}
+        self._told: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+
+    def update(self, text: bytes) -> None:
+        """`text`: all metrics in Prometheus' format. Only what has changed is told to Triton."""
+        for family in text_string_to_metric_families(text.decode()):
+            gauge = family.type == "gauge"
+            for sample in family.samples:
+                key = (sample.name, tuple(sorted(sample.labels.items())))
+                metric = self._metrics.get(key) or self._add(key, family.documentation, gauge)
+                before = self._told.get(key, 0.0)
+                if sample.value != before:
+                    metric.set(sample.value) if gauge else metric.increment(sample.value - before)
+                    self._told[key] = sample.value
+
+    def _add(self, key: tuple[str, tuple[tuple[str, str], ...]], description: str, gauge: bool) -> Any:
+        name, labels = key
+        if name not in self._families:
+            kind = triton.MetricFamily.GAUGE if gauge else triton.MetricFamily.COUNTER
+            self._families[name] = triton.MetricFamily(name=name, description=description, kind=kind)
+        self._metrics[key] = self._families[name].Metric(labels=dict(labels))
+        return self._metrics[key]

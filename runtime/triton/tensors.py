@@ -1,0 +1,184 @@
+"""What Triton's clients send and get, tensor by tensor, and how it becomes a completion's body and a reply's tensors.
+
+Names, types and meanings are those of TensorRT-LLM's llmapi model where it has them. `input_ids`, `output_ids`,
+`conversation_id`, `history` and a few sampling parameters are ours.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...scheduler.types import FinishReason, RequestError
+from ..frontend.bodies import CompletionBody, parse
+from ..frontend.reply import Reply
+from ..frontend.request_builder import Call
+
+DTYPES = {"STRING": np.object_, "INT32": np.int32, "INT64": np.int64, "FP32": np.float32}
+"""numpy's types of the outputs; strings are bytes."""
+
+
+class Input(NamedTuple):
+    """`field`: where its value goes in `CompletionBody`; None: elsewhere. `several`: any number of values, not one."""
+
+    type: str
+    field: str | None = None
+    several: bool = False
+
+
+INPUTS = {
+    "text_input": Input("STRING", "prompt"),
+    "input_ids": Input("INT32", "prompt", several=True),
+    "conversation_id": Input("STRING", "conversation"),
+    "history": Input("STRING", "history"),
+    "streaming": Input("BOOL", "stream"),
+    "stop": Input("BOOL"),
+    "sampling_param_best_of": Input("INT32", "best_of"),
+    "sampling_param_temperature": Input("FP32", "temperature"),
+    "sampling_param_top_k": Input("INT32", "top_k"),
+    "sampling_param_top_p": Input("FP32", "top_p"),
+    "sampling_param_min_p": Input("FP32", "min_p"),
+    "sampling_param_frequency_penalty": Input("FP32", "frequency_penalty"),
+    "sampling_param_presence_penalty": Input("FP32", "presence_penalty"),
+    "sampling_param_repetition_penalty": Input("FP32", "repetition_penalty"),
+    "sampling_param_max_tokens": Input("INT32", "max_tokens"),
+    "sampling_param_min_tokens": Input("INT32", "min_tokens"),
+    "sampling_param_stop": Input("STRING", "stop", several=True),
+    "sampling_param_stop_token_ids": Input("INT32", "stop_token_ids", several=True),
+    "sampling_param_ignore_eos": Input("BOOL", "ignore_eos"),
+    "sampling_param_seed": Input("UINT64", "seed"),
+    "sampling_param_exclude_input_from_output": Input("BOOL"),
+    "sampling_param_return_perf_metrics": Input("BOOL"),
+    "return_finish_reason": Input("BOOL"),
+    "return_stop_reason": Input("BOOL"),
+    "return_cumulative_logprob": Input("BOOL"),
+}
+"""All are optional for Triton: what is missing is the completion body's default, or said to be missing."""
+
+OUTPUTS = {
+    "text_output": "STRING",
+    "output_ids": "INT32",
+    "finish_reason": "STRING",
+    "stop_reason": "STRING",
+    "cumulative_logprob": "FP32",
+    "kv_cache_reused_block": "INT32",
+    "kv_cache_missed_block": "INT32",
+    "kv_cache_hit_rate": "FP32",
+    "kv_cache_alloc_new_blocks": "INT32",
+    "kv_cache_alloc_total_blocks": "INT32",
+    "arrival_time_ns": "INT64",
+    "first_scheduled_time_ns": "INT64",
+    "first_token_time_ns": "INT64",
+    "last_token_time_ns": "INT64",
+}
+
+Tensors = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request: the completion, and what goes with its last response."""
+
+    body: CompletionBody
+    finish_reason: bool
+    stop_reason: bool
+    cumulative_logprob: bool
+    perf_metrics: bool
+
+
+def read_inputs(tensors: Mapping[str, np.ndarray], sequence: str) -> Asked:
+    """`sequence`: Triton's sequence id, "" for none; it names the conversation unless `conversation_id` does.
+
+    Raises RequestError (400) for what HTTP would refuse too.
+    """
+    if "text_input" in tensors and "input_ids" in tensors:
+        raise RequestError(400, "text_input and input_ids are two prompts: send one of them", "input_ids")
+    if "text_input" not in tensors and "input_ids" not in tensors:
+        raise RequestError(400, "there is no prompt: send text_input or input_ids", "text_input")
+    values = {name: read_value(name, tensor) for name, tensor in tensors.items()}
+    fields = {INPUTS[name].field: value for name, value in values.items() if INPUTS[name].field is not None}
+    if sequence:
+        fields.setdefault("conversation", sequence)
+    with_logprob = values.get("return_cumulative_logprob", False)
+    if with_logprob:
+        fields["logprobs"] = 0
+    fields["echo"] = not values.get("sampling_param_exclude_input_from_output", True)
+    return Asked(
+        body=parse(CompletionBody, json.dumps(fields).encode()),
+        finish_reason=values.get("return_finish_reason", False),
+        stop_reason=values.get("return_stop_reason", False),
+        cumulative_logprob=with_logprob,
+        perf_metrics=values.get("sampling_param_return_perf_metrics", False),
+    )
+
+
+def read_value(name: str, tensor: np.ndarray) -> Any:
+    """The one value of an input (Triton has seen to that), or the list of all where there may be several.
+
+    Raises RequestError (400) for bytes that are no text.
+    """
+    kind = INPUTS[name]
+    values = tensor.ravel().tolist()
+    if kind.type == "STRING":
+        try:
+            values = [value.decode() for value in values]
+        except UnicodeDecodeError:
+            raise RequestError(400, f"{name} is not UTF-8", name) from None
+    return values if kind.several else values[0]
+
+
+def piece_tensors(text: str, tokens: list[int]) -> Tensors:
+    """What a reply goes on with."""
+    return _tensors(text_output=text.encode(), output_ids=tokens)
+
+
+def end_tensors(asked: Asked, call: Call, reply: Reply, chunk_tokens: int, now: float) -> Tensors:
+    """What was asked about the whole reply. `now`: when its last token came, time.perf_counter's seconds.
+
+    Blocks are chunks. Those of the prompt were reused if they had KV in some tier for all of their tokens; reused and
+    new ones together hold the KV of prompt and reply, of which the last token has none.
+    """
+    tensors: Tensors = {}
+    if asked.finish_reason:
+        tensors |= _tensors(finish_reason=str(reply.reason).encode())
+    if asked.stop_reason and (stop := stop_reason(asked.body, reply)) is not None:
+        tensors |= _tensors(stop_reason=stop.encode())
+    if asked.cumulative_logprob:
+        tensors |= _tensors(cumulative_logprob=sum(entry.logprob for entry in reply.logprobs))
+    if asked.perf_metrics:
+        prompt, cached = len(reply.request.prompt), reply.sources.cached
+        blocks, reused = -(-prompt // chunk_tokens), cached // chunk_tokens
+        held = -(-(prompt + len(reply.tokens) - 1) // chunk_tokens)
+        tensors |= _tensors(
+            kv_cache_reused_block=reused,
+            kv_cache_missed_block=blocks - reused,
+            kv_cache_hit_rate=cached / prompt,
+            kv_cache_alloc_new_blocks=held - reused,
+            kv_cache_alloc_total_blocks=held,
+            arrival_time_ns=_nanoseconds(call.arrived),
+            first_scheduled_time_ns=_nanoseconds(call.arrived + reply.queued),
+            first_token_time_ns=_nanoseconds(reply.started or now),
+            last_token_time_ns=_nanoseconds(now),
+        )
+    return tensors
+
+
+def stop_reason(body: CompletionBody, reply: Reply) -> str | None:
+    """What of the request's own ended the reply: a stop string, or a stop token's id. None: something else did."""
+    if reply.stop_string is not None:
+        return reply.stop_string
+    if reply.finish is FinishReason.STOP and reply.tokens[-1] in body.stop_token_ids:
+        return str(reply.tokens[-1])
+    return None
+
+
+def _tensors(**values: Any) -> Tensors:
+    return {name: np.array(value, dtype=DTYPES[OUTPUTS[name]], ndmin=1) for name, value in values.items()}
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)

@@ -1,0 +1,103 @@
+"""One chunk of KV: where it is, who needs it, when it was last used."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from math import inf
+from typing import TYPE_CHECKING
+
+from ..types import ChunkKey
+
+if TYPE_CHECKING:
+    from .disk_tier import Move
+    from .retention import Group, VictimSet
+
+NO_SLOT = -1
+NEVER = -inf
+
+
+class OrderedSet(OrderedDict["Chunk", None]):
+    """A set in the order of insertion, cheap to look at and to take from at its front (a plain dict is not)."""
+
+    def add(self, chunk: Chunk) -> None:
+        self[chunk] = None
+
+    def discard(self, chunk: Chunk) -> None:
+        self.pop(chunk, None)
+
+
+class Chunk:
+    """end          position after its last token when full
+    tokens       leading tokens whose KV is valid: all of a keyed chunk, fewer in a tail
+    gpu, host, disk
+                 its slot in the tier, or NO_SLOT; several may be valid at once
+    moving       work for the disk that has begun and not been reported: it has slots of its own (see `Move`)
+    users        rows that hold it; claims: conversations that reference it
+    pins         of these conversations, those that are pinned: it is evicted last, unless all are beyond their quotas
+    surplus      of these conversations, those beyond their owners' quotas
+    bound        it belongs to a context that has outgrown its window: with it lost, all of that is computed anew
+    awaited      0, or the place in the queue of the request that waits for it: it is evicted behind those that nobody
+                 awaits, the queue's tail first
+    staged       its copy on HOST is on its way to DISK and no reason to take its GPU slot: what is written first is
+                 worth most
+    loading      its swap-in is reserved but not all issued: the GPU slot holds nothing yet
+    filed        the set of victims it is in, and group the part of a VictimSet
+    declined     HOST has no room for one of so low a value, or its copy there was none: nothing is copied when its GPU
+                 slot is needed
+    dropped_at   when it was last dropped
+    """
+
+    __slots__ = (
+        "awaited",
+        "born",
+        "bound",
+        "claims",
+        "declined",
+        "disk",
+        "dropped_at",
+        "end",
+        "filed",
+        "gpu",
+        "group",
+        "host",
+        "key",
+        "last_active",
+        "loading",
+        "moving",
+        "pins",
+        "staged",
+        "surplus",
+        "tokens",
+        "users",
+    )
+
+    def __init__(self, end: int, gpu: int, now: float):
+        self.key: ChunkKey | None = None
+        self.end = end
+        self.tokens = 0
+        self.gpu = gpu
+        self.host = NO_SLOT
+        self.disk = NO_SLOT
+        self.users = 0
+        self.claims = 0
+        self.pins = 0
+        self.surplus = 0
+        self.bound = False
+        self.awaited = 0
+        self.born = self.last_active = now
+        self.dropped_at = NEVER
+        self.loading = False
+        self.staged = False
+        self.declined = False
+        self.moving: Move | None = None
+        self.filed: VictimSet | OrderedSet | None = None
+        self.group: Group | None = None
+
+    @property
+    def resident(self) -> bool:
+        return self.gpu != NO_SLOT or self.host != NO_SLOT or self.disk != NO_SLOT
+
+    def __repr__(self) -> str:
+        name = self.key.hex()[:8] if self.key else "private"
+        slots = f"gpu={self.gpu} host={self.host} disk={self.disk}"
+        return f"Chunk({name} to {self.end}, {slots} users={self.users} claims={self.claims})"

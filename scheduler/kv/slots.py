@@ -1,0 +1,50 @@
+"""One tier's slots: a free list, and for every slot the last work that reads or writes it.
+
+Nothing here waits. A slot may be given away while a step or a copy still uses it; whoever gets it waits *on the
+device* for the tickets recorded here (DESIGN section 3, readers and writers). The free list is first in, first out,
+so that those tickets are mostly complete by then.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Container, Iterable
+
+from ..plan import Lane, Tickets
+from ..types import InvariantError
+
+
+class SlotPool:
+    """`last[lane][slot]` is the last ticket on `lane` that reads or writes the slot, 0 for none."""
+
+    def __init__(self, count: int):
+        self.count = count
+        self.last = tuple(array("q", bytes(8 * count)) for _ in Lane)
+        self._free = deque(range(count))
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> int:
+        """The slot that has been free for longest; the caller makes sure that there is one."""
+        return self._free.popleft()
+
+    def give(self, slot: int) -> None:
+        self._free.append(slot)
+
+    def take_all(self, slots: Container[int]) -> None:
+        """These free slots, at once."""
+        self._free = deque(slot for slot in self._free if slot not in slots)
+
+    def next_is_quiet(self, completed: Tickets) -> bool:
+        """Whether the slot that `take` would return is used by no copy that may not be complete."""
+        slot = self._free[0]
+        return self.last[Lane.IN][slot] <= completed.swap_in and self.last[Lane.OUT][slot] <= completed.swap_out
+
+    def check(self, owned: Iterable[int]) -> None:
+        """Every slot is free or owned, once."""
+        everything = [*self._free, *owned]
+        if len(everything) != self.count or len(set(everything)) != self.count:
+            raise InvariantError(f"{self.count} slots, but free and owned together are {sorted(everything)}")

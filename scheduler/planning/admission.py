@@ -1,0 +1,237 @@
+"""Who joins the batch: lookup, the room a request needs, its swap-ins, its seat (DESIGN section 4, batch and link)."""
+
+from __future__ import annotations
+
+from bisect import insort
+
+from ..config import SchedulerConfig
+from ..context_window import Windows
+from ..cost import CostProfile
+from ..kv.choices import Choices
+from ..kv.chunk import NO_SLOT, Chunk
+from ..kv.chunk_store import ChunkStore
+from ..plan import Join
+from ..turns.conversations import Conversations
+from ..turns.turn import Row, Turn
+from ..types import ChunkKey
+from .batcher import Batcher
+from .lookup import Finding, OnDisk, Planner
+from .plan_builder import Batch
+from .queue_order import QueueOrder
+from .queues import Roster
+
+LINK_PIECE_S = 2e-3  # the least link time that swap-ins may use in one step
+NEVER_FULL = 2**62  # the end of a window that no context outgrows
+
+
+class Admission:
+    """`choices`: what was loaded and what was computed instead."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cost: CostProfile,
+        store: ChunkStore,
+        conversations: Conversations,
+        planner: Planner,
+        roster: Roster,
+        order: QueueOrder,
+        batcher: Batcher,
+        windows: Windows | None,
+    ):
+        self._config, self._cost, self._windows = config, cost, windows
+        self._store, self._conversations, self._planner = store, conversations, planner
+        self._roster, self._order, self._batcher = roster, order, batcher
+        self.choices = Choices(cost)
+        self._epochs = 0
+
+    def admit(self, batch: Batch) -> None:
+        """Rows whose history has nearly arrived take their seats, then requests join, in their order.
+
+        Swap-ins that this step waits for stay under the time it takes anyway; more is loaded ahead of the seat.
+        """
+        if not (self._roster.loading or self._roster.waiting):
+            return
+        link = self.link_chunks(batch)
+        for row in list(self._roster.loading):
+            link = self._load(row, batch, link)
+        joined = [*self._roster.joined()]
+        if batch.budget <= 0 or len(joined) >= self._config.max_num_seqs:
+            return
+        for turn in self._order.candidates(joined, batch.now):
+            if self._surely_too_large(turn):
+                batch.wanted = turn.wanted
+                return
+            finding = self._look_up(turn, batch)
+            if not isinstance(finding, Finding):
+                turn.waiting_for = finding
+                if turn.resumes:
+                    return
+                continue
+            work = self._planner.work_now(turn, finding)
+            if not self._order.may_join(turn, work):
+                turn.work = work
+                continue
+            if not self._fits(finding):
+                self._keep_for_later(turn, finding, batch)
+                return
+            self._order.joins(turn, work)
+            link = self._load(self._reserve(turn, finding, batch), batch, link)
+            if batch.budget <= 0 or len(self._roster.rows) + len(self._roster.loading) >= self._config.max_num_seqs:
+                return
+
+    def _look_up(self, turn: Turn, batch: Batch) -> Finding | ChunkKey:
+        """What the turn needs, or the key of the chunk that it waits for. Chunks on DISK begin to be read, off the
+        batch; those that HOST has no room for are computed."""
+        conversation = self._conversations.of(turn.request)
+        if turn.from_disk is None:
+            turn.from_disk = self._planner.keys_on_disk(turn) if self._config.disk_kv_chunks else frozenset()
+        finding = self._planner.look_up(turn, conversation, len(self._roster.rows))
+        if isinstance(finding, OnDisk):
+            # All of it, not only what the last position sees: else what is read for older windows is given up first.
+            self._roster.await_chunks(turn, [*finding.chunks, *finding.hits], batch.now)
+            latest = None
+            for chunk in finding.chunks:
+                # Once read it was given up again: HOST cannot keep it until the rest is there.
+                begun = chunk.key not in turn.read and batch.room.promote(chunk, drops=True)
+                if begun is False:
+                    turn.promotes = False
+                    break
+                latest = chunk.key
+                if begun is None:
+                    batch.polls = True
+                    break
+                turn.read.add(chunk.key)
+            if latest is not None:
+                return latest
+            finding = self._planner.look_up(turn, conversation, len(self._roster.rows))
+            assert not isinstance(finding, OnDisk)
+        return finding
+
+    def link_chunks(self, batch: Batch) -> int:
+        """Chunks that the link copies one way while the step runs."""
+        rows = len(batch.generate)
+        context = min(sum(batch.positions) // rows, self._config.max_model_len) if rows else 0
+        step = self._cost.step(len(batch.token_ids), rows=rows, rows_context=context)
+        return max(1, int(max(step, LINK_PIECE_S) / self._cost.load()))
+
+    def _surely_too_large(self, turn: Turn) -> bool:
+        """It did not fit when it was last looked at, and there is still less room than it wanted then."""
+        return (
+            bool(self._roster.rows or self._roster.loading)
+            and self._store.available + self._roster.coming_free() < turn.wanted
+        )
+
+    def _keep_for_later(self, turn: Turn, finding: Finding, batch: Batch) -> None:
+        """The head of the queue must wait. Its conversation is active: what it will hit goes to every order's end."""
+        if not turn.wanted:
+            self._roster.await_chunks(turn, finding.chunks, batch.now)
+        batch.wanted = turn.wanted = self._wanted(finding)
+
+    def _wanted(self, finding: Finding) -> int:
+        return finding.new_slots + finding.idle_safe + self._config.reserved_chunks
+
+    def _fits(self, finding: Finding) -> bool:
+        """All the room it needs beyond the reserve, or nothing. An empty batch ignores the reserve."""
+        store, needed = self._store, finding.new_slots
+        if self._roster.empty:
+            return store.obtainable - finding.idle_safe - finding.idle_only >= needed
+        if store.available + self._roster.coming_free() < self._wanted(finding):
+            return False
+        return store.available - finding.idle_safe >= needed
+
+    def _reserve(self, turn: Turn, finding: Finding, batch: Batch) -> Row:
+        """Holds every hit, then takes a slot for every chunk that is loaded or computed."""
+        store, tail = self._store, finding.tail
+        if turn.tail is not None and turn.tail is not tail:
+            self._give_up_tail(turn.tail)  # somebody else has computed that chunk whole
+        store.pin(chunk for chunk in finding.chunks if chunk is not None)
+        self._roster.leave_queue(turn)
+        batch.room.gpu_slots(finding.new_slots)
+        for chunk in finding.loads:
+            chunk.gpu, chunk.loading = store.gpu.take(), True
+        size = self._config.chunk_tokens
+        chunks = [
+            chunk if chunk is not None else store.new((index + 1) * size, batch.now)
+            for index, chunk in enumerate(finding.chunks, finding.first)
+        ]
+        self._epochs += 1
+        turn.base, turn.keys, turn.chains, turn.firsts = finding.base, finding.keys, {}, {}
+        window_end = NEVER_FULL if self._windows is None else self._windows.end(finding.first * size)
+        row = Row(turn, self._epochs, finding.first, chunks, finding.spans, finding.loads, window_end)
+        if tail is not None:
+            tail.tokens = finding.tail_tokens
+            self._take_tail(turn, tail)
+        turn.tail, turn.waiting_for = None, None
+        if turn.usage is None:
+            turn.usage = finding.usage
+        if self._config.reuse:
+            keyed = [*zip(turn.keys[finding.first :], finding.chunks, strict=False)]
+            row.pending = {key: None for key, hit in keyed if hit is None or hit is tail}
+            passed_over = (store.find(key) for key, hit in keyed if hit is None)
+            self.choices.note(finding.loads, (chunk for chunk in passed_over if chunk and chunk.host != NO_SLOT))
+            self._planner.pending.update(dict.fromkeys(row.pending, row.id.epoch))
+        insort(self._roster.loading, row, key=lambda row: row.order)
+        return row
+
+    def _take_tail(self, turn: Turn, tail: Chunk) -> None:
+        """The tail is the row's now: it is about to be appended to, so its copy on HOST ends."""
+        if tail is not turn.tail:
+            conversation = self._conversations.of(turn.request)
+            assert conversation is not None and conversation.tail is tail
+            conversation.tail = None
+        if tail.host != NO_SLOT and not tail.loading:
+            self._store.release_host(tail)
+
+    def _give_up_tail(self, tail: Chunk) -> None:
+        if tail.host != NO_SLOT:
+            self._store.release_host_late(tail)
+        if tail.gpu != NO_SLOT:
+            self._store.release_gpu(tail)
+
+    def _load(self, row: Row, batch: Batch, link: int) -> int:
+        """Issues the row's swap-ins within `link` chunks; seats it if they suffice. Returns what is left of `link`.
+
+        Nobody is held up in a batch that is empty but for this row: all its chunks load at once.
+        """
+        gated = len(row.loads) <= link or not (self._roster.rows or batch.tokens)
+        lane = batch.copies.gated if gated else batch.copies.early
+        loads = [row.loads.popleft() for _ in range(len(row.loads) if gated else link)]
+        lane.add([chunk.host for chunk in loads], [chunk.gpu for chunk in loads])
+        for chunk in loads:
+            chunk.loading = False
+            if chunk.key is None:
+                self._store.release_host_late(chunk)
+            self._store.file(chunk)
+        if gated and batch.budget > 0:
+            self._seat(row, batch)
+        return max(0, link - len(loads))
+
+    def _seat(self, row: Row, batch: Batch) -> None:
+        self._roster.take_seat(row)
+        if row.turn.queued is None:
+            row.turn.queued = batch.now - row.turn.arrived
+        batch.copies.step_reads([chunk.gpu for chunk in row.chunks if chunk.key is not None])
+        for chunk in row.chunks:
+            if chunk.key is None:
+                batch.copies.step_writes(chunk.gpu)
+        batch.joins.append(_join(row))
+        self._batcher.send_chunks(row, batch, 0)
+        self._batcher.take_spans(row, batch, batch.budget)
+
+
+def _join(row: Row) -> Join:
+    """With the tokens so far where the next one depends on them."""
+    request, tokens = row.turn.request, row.turn.tokens
+    prompt, sampling = len(request.prompt), request.sampling
+    may_end = prompt + request.min_tokens
+    return Join(
+        row.seat,
+        row.id,
+        sampling,
+        prompt=tokens[:prompt] if sampling.penalised else (),
+        reply=tokens[prompt:] if sampling.penalised else (),
+        prompt_logprobs=request.prompt_logprobs,
+        stop_ids=sorted(request.stop_ids) if len(tokens) < may_end else (),
+        may_end=may_end,
+    )

@@ -1,0 +1,110 @@
+"""Writes down what has been computed: keys for chunks that are full, logs for turns that have ended."""
+
+from __future__ import annotations
+
+from math import inf
+
+from ..config import SchedulerConfig
+from ..kv.chunk import Chunk
+from ..kv.chunk_keys import Chains
+from ..kv.chunk_store import ChunkStore
+from ..turns.conversations import Conversations, Log, common_prefix
+from ..turns.turn import Row, Turn
+from ..types import ChunkKey, Request
+from .lookup import Planner
+from .prefetch import LookAhead
+
+
+class Ledger:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        chains: Chains,
+        store: ChunkStore,
+        conversations: Conversations,
+        planner: Planner,
+        lookahead: LookAhead,
+    ):
+        self._size, self._reuse = config.chunk_tokens, config.reuse
+        self._chains, self._store, self._conversations, self._planner = chains, store, conversations, planner
+        self._lookahead = lookahead
+
+    def prompt_keys(self, request: Request) -> tuple[int, list[ChunkKey]]:
+        """Where the context begins, as far as its conversation knows, and a key for each full chunk from there.
+
+        The part that the log already knows is not hashed again.
+        """
+        if not self._reuse:
+            return 0, []
+        base, prompt = 0, request.prompt
+        keys: list[ChunkKey] = []
+        log = self._conversations.of(request)
+        if log is not None:
+            common = common_prefix(log.tokens, prompt)
+            if log.base == 0 or (common > log.base and self._chains.first_seen(len(prompt)) >= log.base):
+                base, keys = log.base, log.keys[: common // self._size]
+        self._chains.extend(keys, base, request.salt, prompt, len(prompt))
+        return base, keys
+
+    def computed(self, row: Row, start: int, end: int) -> None:
+        """KV of [start, end) is written: chunks that are full now get their keys."""
+        size = self._size
+        for index in range(start // size, -(-end // size)):
+            chunk = row.chunks[index - row.first]
+            if chunk.key is not None:
+                continue
+            if end >= (index + 1) * size:
+                chunk.tokens = size
+                self.filled(row, index)
+            else:
+                chunk.tokens = max(chunk.tokens, end - index * size)
+
+    def filled(self, row: Row, index: int) -> None:
+        """The row's chunk of that index is full. Of a generated one the key is made now."""
+        if not self._reuse:
+            return
+        turn, size = row.turn, self._size
+        if index == len(turn.keys):
+            self._chains.extend(turn.keys, turn.base, turn.request.salt, turn.tokens, (index + 1) * size)
+        key, place = turn.keys[index], index - row.first
+        if row.chunks[place].key is None:
+            row.chunks[place] = self._store.publish(row.chunks[place], key)
+        if key in row.pending:
+            del row.pending[key]
+            del self._planner.pending[key]
+
+    def tail(self, row: Row, reply: int) -> Chunk | None:
+        """The partly filled chunk that a log of the prompt and `reply` tokens ends with, if the row has computed it."""
+        full, rest = divmod(len(row.turn.request.prompt) + reply - 1, self._size)
+        place = full - row.first
+        if row.turn.request.conversation is None or not self._reuse or not rest or not 0 <= place < len(row.chunks):
+            return None
+        tail = row.chunks[place]
+        if tail.key is not None:
+            return None
+        # All of it is computed or launched, unless the row is still at its history.
+        tail.tokens = min(tail.tokens, rest) if row.spans else rest
+        return tail if tail.tokens else None
+
+    def commit(self, turn: Turn, row: Row | None, reply: int, tail: Chunk | None, now: float) -> None:
+        """The log gets exactly the prompt and the reply's tokens; the last of them has no KV yet, unless the reply was
+        cut."""
+        if turn.request.conversation is None:
+            return
+        size, count = self._size, len(turn.request.prompt) + reply
+        keys = turn.keys[: (count if tail is None else count - 1) // size] if self._reuse else []
+        first = self._chains.first_seen(count, turn.base) // size
+        chunks = []
+        for index, key in enumerate(keys[first:], first):
+            place = -1 if row is None else index - row.first
+            held = row.chunks[place] if row is not None and 0 <= place < len(row.chunks) else None
+            chunk = held if held is not None and held.key == key else self._store.find(key)
+            if chunk is None:
+                break
+            chunks.append(chunk)
+            if first * size > turn.base:
+                self._store.bind(chunk)
+        log = Log(turn.tokens[:count], turn.base, keys, first, chunks, tail)
+        self._conversations.commit(turn.request, log, now)
+        hint = turn.request.expect_next_s
+        self._lookahead.expect(turn.request.conversation, len(chunks), inf if hint is None else now + hint)

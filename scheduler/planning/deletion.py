@@ -1,0 +1,65 @@
+"""Deletions: what a conversation has left goes from every tier, and whoever asked for it learns when nobody can read it
+any more."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import NamedTuple
+
+from ..kv.chunk_store import ChunkStore
+from ..types import ChunkKey
+
+KEYS_A_STEP = 1000  # looked for in one plan: a millisecond or two
+
+
+class Deletion(NamedTuple):
+    """`keys`: of chunks that are still to be looked for; `refused`: slots before it began."""
+
+    keys: Iterator[ChunkKey]
+    refused: int
+
+
+class Erasures:
+    """Deletions under way, in the order in which they began, which is also that of their ends."""
+
+    def __init__(self, store: ChunkStore):
+        self._store = store
+        self._looking: deque[Deletion] = deque()
+        self._erasing: deque[tuple[Deletion, int]] = deque()  # and the last slot that was doomed by then
+
+    @property
+    def looking(self) -> bool:
+        """There are keys to look for: plans are wanted, though nobody waits for anything else."""
+        return bool(self._looking)
+
+    @property
+    def busy(self) -> bool:
+        """Something is still to be erased."""
+        return bool(self._looking or (self._erasing and self._erasing[-1][1] > self._store.disk.erased_up_to))
+
+    def begin(self, keys: Iterable[ChunkKey], refused: int) -> None:
+        """Drops the chunks of these keys that no conversation claims and nobody uses, of many of them a few now.
+        `refused`: as `DiskTier.refused` when the deletion began."""
+        self._looking.append(Deletion(iter(keys), refused))
+        self.go_on()
+
+    def go_on(self) -> None:
+        """One step's share."""
+        left = KEYS_A_STEP
+        while self._looking and left:
+            keys = list(islice(self._looking[0].keys, left))
+            left -= len(keys)
+            for key in keys:
+                self._store.delete(key)
+            if left:
+                self._erasing.append((self._looking.popleft(), self._store.disk.dooms))
+
+    def take_ended(self) -> list[bool]:
+        """For each deletion that has ended since the last call: whether all of its records are erased. False: the disk
+        refused, and something may still be there."""
+        disk, ended = self._store.disk, []
+        while self._erasing and self._erasing[0][1] <= disk.erased_up_to:
+            ended.append(self._erasing.popleft()[0].refused == disk.refused)
+        return ended

@@ -1,0 +1,233 @@
+"""Makes room during one plan: takes GPU slots back, copies chunks out ahead of time (Pensieve, section 4.3.2), and
+finds slots on HOST and DISK for what is worth more than what holds them."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from itertools import islice
+
+from ..kv.chunk import NO_SLOT, Chunk
+from ..kv.chunk_store import ChunkStore
+from ..kv.retention import Head
+from ..plan import Lane
+from ..types import InvariantError
+from .plan_copies import LaneCopies, StepCopies
+
+
+class RoomMaker:
+    """Victims of one plan, by retention value at its one `now`."""
+
+    def __init__(self, store: ChunkStore, copies: StepCopies, now: float):
+        self._store = store
+        self._copies = copies
+        self._now = now
+
+    # Made when first used: most plans make no room.
+
+    @cached_property
+    def _reclaimable(self) -> Head:
+        return Head(self._store.reclaimable, self._now)
+
+    @cached_property
+    def _uncopied(self) -> Head:
+        return Head(self._store.uncopied, self._now)
+
+    @cached_property
+    def _host_only(self) -> Head:
+        return Head(self._store.host_only, self._now)
+
+    @cached_property
+    def _host_spare(self) -> Head:
+        return Head(self._store.host_spare, self._now)
+
+    @cached_property
+    def _disk_only(self) -> Head:
+        return Head(self._store.disk_only, self._now)
+
+    @cached_property
+    def _most_valuable(self) -> Head:
+        return Head(self._store.reclaimable, self._now, descending=True)
+
+    # -- GPU
+
+    def gpu_slots(self, count: int) -> None:
+        """Makes at least `count` GPU slots free; the caller has checked that so many are obtainable.
+
+        First those that cost nothing, then only copies: moved to HOST by a copy that the step waits for, or dropped.
+        """
+        store, evictions = self._store, self._store.evictions
+        while (missing := count - store.gpu.free) > 0:
+            victims = self._reclaimable.peek(store.policy.at_once(missing))
+            if not victims:
+                break
+            evictions.went_at(self._reclaimable.value, len(victims))
+            dropped = store.reclaim_gpu(victims)
+            evictions.gpu_dropped += dropped
+            evictions.gpu_reclaimed += len(victims) - dropped
+        while (missing := count - store.gpu.free) > 0:
+            victims = self._uncopied.peek(missing)
+            if not victims:
+                raise InvariantError(f"{count} GPU slots were counted as obtainable, {store.gpu.free} are")
+            evictions.went_at(self._uncopied.value, len(victims))
+            moved = self._copy_out(victims, self._uncopied.value, self._copies.evictions)
+            dropped = store.reclaim_gpu(victims)
+            evictions.gpu_moved += moved
+            evictions.gpu_dropped += dropped
+            evictions.gpu_reclaimed += len(victims) - moved - dropped  # staged for DISK, or there
+
+    def save_ahead(self, available: int, most: int) -> None:
+        """Copies out chunks of lowest V until `available` GPU slots cost nothing, at most `most`."""
+        store, uncopied, saved = self._store, self._uncopied, 0
+        # Giving up the copy of an idle chunk takes from what is available, hence the look at it every time.
+        while (missing := min(available - store.available, most - saved)) > 0:
+            chunks = uncopied.peek(missing)
+            if not chunks:
+                return
+            saved += self._copy_out(chunks, uncopied.value, self._copies.saves)
+            for chunk in chunks:
+                chunk.declined, chunk.staged = chunk.host == NO_SLOT, False
+            store.make_reclaimable(chunks)
+
+    def _copy_out(self, chunks: list[Chunk], value: float, copies: LaneCopies) -> int:
+        """Copies the first of these chunks of one value to HOST, as many as get a slot there; those staged for DISK
+        have one. Returns how many."""
+        store, uncopied = self._store, [chunk for chunk in chunks if chunk.host == NO_SLOT]
+        slots = self._host_slots(len(uncopied), value)
+        copied = uncopied[: len(slots)]
+        copies.add([chunk.gpu for chunk in copied], slots)
+        for chunk, slot in zip(copied, slots, strict=True):
+            store.copied_out(chunk, slot)
+        return len(slots)
+
+    # -- HOST
+
+    def stage(self, chunk: Chunk) -> bool:
+        """Copies the chunk out on its way to DISK, if that takes nothing from HOST that is nowhere else."""
+        store = self._store
+        slots = self._host_slots(1, store.policy.value(chunk, self._now), drops=False)
+        if slots:
+            if chunk.users:  # its slot's last step is noted when its rows let it go; what wrote it has been applied
+                computed = store.gpu.last[Lane.COMPUTE]
+                computed[chunk.gpu] = max(computed[chunk.gpu], store.completed.compute)
+            self._copies.saves.add([chunk.gpu], slots)
+            store.copied_out(chunk, slots[0])
+            chunk.staged = True
+            store.file(chunk)
+        return bool(slots)
+
+    def promote(self, chunk: Chunk, drops: bool) -> bool | None:
+        """Begins to read the chunk from DISK; False if HOST has no room for it, None if a slot will be quiet soon.
+
+        `drops`: also where HOST must drop a chunk of lower value for it.
+        """
+        host = self._store.host
+        if not host.free and not self._give_up_host_slots(1, self._store.policy.value(chunk, self._now), drops):
+            return False
+        if not host.next_is_quiet(self._store.completed):
+            return None
+        self._store.disk.promote(chunk, host.take())
+        return True
+
+    def _host_slots(self, count: int, value: float, drops: bool = True) -> list[int]:
+        """HOST slots for `count` chunks of that value; fewer if HOST holds too little of lower value.
+
+        Given up, in this order: copies of chunks in use on the GPU; copies of idle GPU chunks that will stay there
+        longer than these; of those worth less than these, chunks that are on DISK, then (`drops`) others.
+        """
+        host = self._store.host
+        while (missing := count - host.free) > 0 and self._give_up_host_slots(missing, value, drops):
+            pass
+        return [host.take() for _ in range(min(count, host.free))]
+
+    def _give_up_host_slots(self, missing: int, value: float, drops: bool) -> bool:
+        """At least one, if it can be; more than `missing` only of a whole turn."""
+        store, evictions, unused = self._store, self._store.evictions, self._copies.without_host_slot_in_use
+        # Filed in order: behind one whose slot this plan uses, all are this plan's.
+        if busy := unused(islice(store.busy_copied, missing)):
+            for chunk in busy:
+                store.release_host(chunk)
+            evictions.host_copies += len(busy)
+            return True
+        idle = [chunk for chunk in self._most_valuable.peek(missing) if chunk.host != NO_SLOT and chunk.moving is None]
+        if self._most_valuable.value > value and (idle := unused(idle)):
+            for chunk in idle:
+                store.release_host(chunk)
+            evictions.host_copies += len(idle)
+            return True
+        spare = unused(self._host_spare.peek(missing))
+        if spare and self._host_spare.value < value:
+            for chunk in spare:
+                store.release_host(chunk)
+            evictions.host_reclaimed += len(spare)
+            return True
+        if not drops:
+            return False
+        victims = unused(self._host_only.peek(store.policy.at_once(missing)))
+        if not victims or self._host_only.value >= value:
+            return False
+        self._drop_from_host(victims)
+        return True
+
+    def _drop_from_host(self, victims: list[Chunk]) -> None:
+        """They are of the group that `_host_only` looks at."""
+        store = self._store
+        store.drop_from_host(victims)
+        store.evictions.host_dropped += len(victims)
+        store.evictions.went_at(self._host_only.value, len(victims))
+
+    # -- DISK
+
+    def spill(self, chunk: Chunk) -> None:
+        """Begins to write the chunk's HOST copy to DISK, unless all of DISK is worth more, copies of what is above
+        included."""
+        slot = self._disk_slot(self._store.policy.value(chunk, self._now))
+        if slot != NO_SLOT:
+            self._store.disk.spill(chunk, slot)
+
+    def spill_ahead(self, spare: int, most: int) -> bool:
+        """Begins to write the chunks of lowest V that are only on HOST, until `spare` HOST slots are free to take or
+        will be; at most `most`. What DISK does not want (tails, and what is worth less than all it holds) is dropped.
+
+        What is on DISK too counts as free to take unless it is worth more, as what was read for the queue is: nothing
+        that has just ended gets a slot from that, so the chunks of lowest V would be dropped.
+        False if the next one's copy on HOST must be known to be complete before.
+        """
+        store, disk = self._store, self._store.disk
+        while most > 0 and store.host.free + disk.writing < spare:
+            victims = self._host_only.peek(1)
+            takeable = self._host_spare.peek(1) and self._host_spare.value <= self._host_only.value
+            if not victims or (takeable and store.host.free + len(store.host_spare) + disk.writing >= spare):
+                return True
+            victim = victims[0]
+            if store.host.last[Lane.OUT][victim.host] > store.completed.swap_out:
+                return False
+            slot = self._disk_slot(self._host_only.value, for_room=True) if victim.key is not None else NO_SLOT
+            if slot != NO_SLOT:
+                disk.spill(victim, slot)
+            else:
+                self._drop_from_host(victims)
+            most -= 1
+        return True
+
+    def _disk_slot(self, value: float, for_room: bool = False) -> int:
+        """A DISK slot for a chunk of that value, or NO_SLOT if DISK holds nothing of lower value.
+
+        `for_room`: HOST wants its slot back. Then a record that is only a copy goes first, if its chunk will stay above
+        for longer: the latest copy, which is about the one of highest value.
+        """
+        store, disk = self._store, self._store.disk
+        if disk.room:
+            return disk.take()
+        copy = next(reversed(store.disk_copies), None) if for_room else None
+        if copy is not None and store.policy.value(copy, self._now) > value:
+            store.release_disk(copy)
+            store.evictions.disk_copies += 1
+            return disk.take()
+        victims = self._disk_only.peek(store.policy.at_once(1))
+        if not victims or self._disk_only.value >= value:
+            return NO_SLOT
+        store.evictions.disk_dropped += len(victims)
+        store.evictions.went_at(self._disk_only.value, len(victims))
+        for victim in victims:
+            store.drop(victim)
+        return disk.take()

@@ -1,0 +1,385 @@
+"""What one request needs: which of its chunks are where, what is loaded, what is computed, how much room it takes.
+
+Looking counts only; nothing changes until the request is known to fit, then it gets all its room at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from ..context_window import RECOMPUTE, Windows
+from ..cost import CostProfile
+from ..kv.chunk import NO_SLOT, Chunk
+from ..kv.chunk_keys import Chains
+from ..kv.chunk_store import ChunkStore
+from ..plan import Span
+from ..turns.conversations import Conversation, common_prefix
+from ..turns.turn import Turn
+from ..types import ChunkKey, Usage
+
+LEAST_WORK_S = 1e-6  # where a profile says that nothing costs anything
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """base, keys    where the context begins, and its keys from there
+    first         index of the chunk at which the row begins
+    chunks        from there on: a resident chunk, or None for one to be computed into a new slot; up to the end of the
+                  row's window, slots for what is behind come later
+    spans         what is to be computed, ascending; the last one ends with the prompt and samples
+    loads         those of `chunks` that are on HOST only
+    tail          the one of `chunks` that is a tail, valid for `tail_tokens` tokens
+    idle_safe, idle_only
+                  hits on the GPU that nobody holds, with and without a copy: no longer obtainable once they are held
+    new_slots     GPU slots for what is loaded and what is computed
+    usage         where the prompt's tokens come from, those that its last one sees
+    """
+
+    base: int
+    keys: list[ChunkKey]
+    first: int
+    chunks: list[Chunk | None]
+    spans: deque[Span]
+    loads: deque[Chunk]
+    tail: Chunk | None
+    tail_tokens: int
+    idle_safe: int
+    idle_only: int
+    new_slots: int
+    usage: Usage
+
+    @property
+    def computed(self) -> int:
+        """Tokens to compute."""
+        return sum(span.end - span.start for span in self.spans)
+
+
+@dataclass(slots=True)
+class _Look:
+    """A turn as seen from one base. Its last position sees what is from `seen` on; the row begins at chunk `first` and
+    has slots for `held` chunks."""
+
+    turn: Turn
+    conversation: Conversation | None
+    base: int
+    keys: list[ChunkKey]
+    tail: Chunk | None
+    tail_tokens: int
+    seen: int = 0
+    first: int = 0
+    held: int = 0
+
+
+class OnDisk(NamedTuple):
+    """Chunks that the turn needs and that are quicker read from DISK than computed; and what it needs beside them."""
+
+    chunks: list[Chunk]
+    hits: list[Chunk | None]
+
+
+class Planner:
+    """`windows`: None, or how contexts overflow."""
+
+    def __init__(
+        self,
+        store: ChunkStore,
+        cost: CostProfile,
+        chunk_tokens: int,
+        reuse: bool,
+        chains: Chains,
+        windows: Windows | None,
+    ):
+        self._store = store
+        self._cost = cost
+        self._chunk_tokens = chunk_tokens
+        self._reuse = reuse
+        self._chains, self._windows = chains, windows
+        self.pending: dict[ChunkKey, int] = {}
+
+    def must_wait(self, key: ChunkKey) -> bool:
+        """A row is computing or loading that chunk, or it is being read: whoever needs it too had better wait for it
+        (no herd). Or whether it is on HOST will be known in a moment."""
+        if key in self.pending:
+            return True
+        chunk = self._store.find(key)
+        return chunk is not None and self._coming(chunk)
+
+    def _coming(self, chunk: Chunk) -> bool:
+        return chunk.loading or _being_read(chunk) or self._store.provisional(chunk)
+
+    def seen_keys(self, turn: Turn) -> list[ChunkKey]:
+        """Those of the chunks that the turn's last position sees, as far as its base is known."""
+        if self._windows is None:
+            return turn.keys
+        return turn.keys[self._windows.start(len(turn.tokens) - 1, turn.base) // self._chunk_tokens :]
+
+    def work(self, turn: Turn) -> float:
+        """Predicted seconds, above 0, by which a step grows that also computes what the turn's last position sees and
+        no tier holds. The step's fixed part is not the turn's: the rows that generate need it in any case."""
+        find, keys = self._store.find, self.seen_keys(turn)
+        there = sum(chunk is not None and chunk.resident for chunk in map(find, keys))
+        tokens = len(turn.tokens) - (len(turn.keys) - len(keys) + there) * self._chunk_tokens
+        return self._step_growth(tokens, len(turn.tokens))
+
+    def work_now(self, turn: Turn, finding: Finding) -> float:
+        """As `work`, of the tokens that the turn computes if it joins with this finding."""
+        return self._step_growth(sum(span.end - span.start for span in finding.spans), len(turn.tokens))
+
+    def _step_growth(self, tokens: int, context: int) -> float:
+        cost = self._cost
+        return max(LEAST_WORK_S, cost.step(max(1, tokens), context=context) - cost.step_base_seconds)
+
+    def readable(self, chunk: Chunk) -> bool:
+        """On DISK only, not being read yet, and dear enough to be loaded once it is on HOST."""
+        return _to_read(chunk) and self._cost.recompute(chunk.end) >= self._cost.load()
+
+    def _to_be_read(self, chunk: Chunk, at_any_cost: bool) -> bool:
+        return _to_read(chunk) if at_any_cost else self.readable(chunk)
+
+    def keys_on_disk(self, turn: Turn) -> frozenset[ChunkKey]:
+        """Of the chunks that are there only, those being read included."""
+        chunks = (self._store.find(key) for key in self.seen_keys(turn))
+        return frozenset(
+            chunk.key
+            for chunk in chunks
+            if chunk and chunk.key and chunk.disk != NO_SLOT and chunk.gpu == NO_SLOT and chunk.host == NO_SLOT
+        )
+
+    def _worth_reading(self, chunks: list[Chunk], rows: int) -> bool:
+        """Reading holds up one request, behind what is being read already; computing holds up all of the batch."""
+        cost = self._cost
+        reading = (self._store.disk.reading + len(chunks)) * cost.read() + len(chunks) * cost.load()
+        return (1 + rows) * sum(cost.recompute(chunk.end) for chunk in chunks) >= reading
+
+    def look_up(self, turn: Turn, conversation: Conversation | None, rows: int) -> Finding | OnDisk | ChunkKey:
+        """What the turn would need now, beside a batch of so many rows; or what must be read before; or the key of the
+        chunk that it had better wait for.
+
+        A context that overflows goes on from the first base from which less is to be computed than all that its last
+        position sees, else it begins anew. Once it has had a seat its base is settled: its reply depends on it.
+        """
+        windows, last = self._windows, len(turn.tokens) - 1
+        if windows is None or last < windows.length:
+            return self._look(turn, conversation, rows, 0)
+        if turn.usage is not None and windows.mode != RECOMPUTE:
+            return self._look(turn, conversation, rows, turn.base)
+        *others, anew = windows.bases(last, turn.base)
+        for base in others:
+            if base == turn.base or self._known_base(turn, base):
+                found = self._look(turn, conversation, rows, base)
+                if not isinstance(found, Finding) or found.computed <= last - anew:
+                    return found
+        return self._look(turn, conversation, rows, anew)
+
+    def _keys(self, turn: Turn, base: int, end: int) -> list[ChunkKey]:
+        """The turn's keys from that base, those up to position `end` at least."""
+        if base == turn.base or not self._reuse:
+            return turn.keys
+        keys = turn.chains.setdefault(base, [])
+        self._chains.extend(keys, base, turn.request.salt, turn.tokens, end)
+        return keys
+
+    def _known_base(self, turn: Turn, base: int) -> bool:
+        """Whether anybody's context began there: a look at one chunk, before keys are made for all of them."""
+        if not self._reuse:
+            return False
+        key = turn.firsts.get(base)
+        if key is None:
+            key = turn.firsts[base] = self._chains.first(base, turn.request.salt, turn.tokens)
+        return key in self.pending or self._store.known(key)
+
+    def _look(self, turn: Turn, conversation: Conversation | None, rows: int, base: int) -> Finding | OnDisk | ChunkKey:
+        size, count, windows = self._chunk_tokens, len(turn.tokens), self._windows
+        keys = self._keys(turn, base, count)
+        look = _Look(turn, conversation, base, keys, *self._usable_tail(turn, conversation, base))
+        end, overflows = count, False
+        if windows is not None and count > windows.length:
+            start = windows.reach(count - 1, base, partial(self._first_missing, look))
+            end, overflows = min(count, windows.end(start)), True
+            look.seen, look.first = windows.start(count - 1, base), start // size
+        look.held = -(-end // size) - look.first
+
+        hits: list[Chunk | None] = []
+        known: list[bool] = []
+        on_disk: list[Chunk] = []
+        find, load = self._store.find, self._cost.load()
+        for key in keys[look.first : look.first + look.held] if self._reuse else ():
+            chunk = find(key)
+            if chunk is not None and chunk.gpu >= 0 and not chunk.loading:
+                hits.append(chunk)
+                known.append(False)
+                continue
+            if key in self.pending or (chunk is not None and self._coming(chunk)):
+                return key
+            # What older positions saw is gone: what is left of them is read and loaded, whatever it costs.
+            if chunk is not None and chunk.disk >= 0 and turn.promotes and self._to_be_read(chunk, overflows):
+                on_disk.append(chunk)
+            hit = chunk is not None and chunk.host >= 0 and (overflows or self._cost.recompute(chunk.end) >= load)
+            hits.append(chunk if hit else None)
+            known.append(not hit and self._store.known(key))
+        if on_disk and (overflows or self._worth_reading(on_disk, rows)):
+            return OnDisk(on_disk, hits)
+        missing = -(-count // size) - look.first - len(hits)
+        hits += [None] * missing
+        known += [False] * missing
+        if look.tail is not None:
+            index = look.tail.end // size - 1 - look.first
+            if 0 <= index < look.held and hits[index] is None:
+                hits[index] = look.tail
+            else:
+                look.tail, look.tail_tokens = None, 0
+        return self._finding(look, hits, known)
+
+    def _first_missing(self, look: _Look, position: int) -> int:
+        """The first position from the chunk's first, `position`, on whose KV must be computed (see `Windows.reach`)."""
+        size, count = self._chunk_tokens, len(look.turn.tokens)
+        for index in range(position // size, -(-count // size)):
+            if not (index < len(look.keys) and self._there(look.turn, look.keys[index])):
+                ours = look.tail is not None and look.tail.end == (index + 1) * size
+                return index * size + (look.tail_tokens if ours else 0)
+        return count
+
+    def _there(self, turn: Turn, key: ChunkKey) -> bool:
+        """The chunk of a context that overflows can be had without computing it."""
+        if key in self.pending:
+            return True
+        chunk = self._store.find(key)
+        return chunk is not None and chunk.resident and (turn.promotes or not _to_read(chunk))
+
+    def _usable_tail(self, turn: Turn, conversation: Conversation | None, base: int) -> tuple[Chunk | None, int]:
+        """The private chunk the turn may append to, and how many of its tokens are the turn's."""
+        if not self._reuse:
+            return None, 0
+        tail, common, begun = turn.tail, len(turn.tokens), turn.base
+        if tail is None and conversation is not None and conversation.tail is not None:
+            tail, common = conversation.tail, common_prefix(conversation.tokens, turn.tokens)
+            begun = conversation.base
+        if tail is None or not tail.resident or self._store.provisional(tail) or begun != base:
+            return None, 0
+        tokens = min(tail.tokens, common - (tail.end - self._chunk_tokens))
+        return (tail, tokens) if tokens > 0 else (None, 0)
+
+    def _finding(self, look: _Look, hits: list[Chunk | None], known: list[bool]) -> Finding:
+        size, count, turn, tail, seen = self._chunk_tokens, len(look.turn.tokens), look.turn, look.tail, look.seen
+        reclaimable, uncopied = self._store.reclaimable, self._store.uncopied
+        spans: deque[Span] = deque()
+        loads: deque[Chunk] = deque()
+        sources = {"gpu": 0, "host": 0, "disk": 0, "recomputed": 0}
+        idle_safe = idle_only = 0
+        had_kv = self._had_kv(look)
+        first = reached = 0  # [first, reached): the span that grows
+        for index, chunk in enumerate(hits, look.first):
+            valid = size
+            if chunk is None or chunk is tail:
+                valid = look.tail_tokens if chunk else 0
+                start, end = index * size + valid, min((index + 1) * size, count)
+                if start < end:
+                    if reached != start:
+                        if first < reached:
+                            spans.append(Span(-1, first, reached, first, False))
+                        first = start
+                    reached = end
+                    again = end if known[index - look.first] else min(end, had_kv)
+                    sources["recomputed"] += max(0, again - max(start, seen))
+                if chunk is None:
+                    continue
+            sources[_source(turn, chunk)] += valid if index * size >= seen else 0
+            if chunk.gpu < 0:
+                loads.append(chunk)
+                continue
+            if chunk.filed is reclaimable:
+                idle_safe += 1
+            elif chunk.filed is uncopied:
+                idle_only += 1
+        if first < reached:
+            spans.append(Span(-1, first, reached, first, False))
+        if tail is not None and tail.gpu < 0:
+            loads.remove(tail)  # it comes last, so it is gated: the plan that loads a tail early might evict it
+            loads.append(tail)
+        self._end_with_a_sample(turn, spans, hits, tail, count, sources)
+        if turn.unscored:
+            spans = _scoring(spans, turn.scored)
+            sources = {"recomputed": sum(sources.values())}
+        usage = Usage(**sources, new=count - seen - sum(sources.values()))
+        chunks = hits[: look.held]
+        return Finding(
+            base=look.base,
+            keys=look.keys,
+            first=look.first,
+            chunks=chunks,
+            spans=spans,
+            loads=loads,
+            tail=tail,
+            tail_tokens=look.tail_tokens,
+            idle_safe=idle_safe,
+            idle_only=idle_only,
+            new_slots=chunks.count(None) + len(loads),
+            usage=usage,
+        )
+
+    def _end_with_a_sample(
+        self,
+        turn: Turn,
+        spans: deque[Span],
+        hits: list[Chunk | None],
+        tail: Chunk | None,
+        count: int,
+        sources: dict[str, int],
+    ) -> None:
+        """The last token is computed in any case; in a keyed chunk it is not written."""
+        if spans and spans[-1].end == count:
+            spans[-1] = spans[-1]._replace(samples=True)
+            return
+        last = hits[-1]
+        assert last is not None
+        spans.append(Span(-1, count - 1, count, count - 1 if last is tail else count, True))
+        sources[_source(turn, last)] -= 1
+        sources["recomputed"] += 1
+
+    def _had_kv(self, look: _Look) -> int:
+        """How many leading tokens have had KV in the turn's conversation, whatever the base, or before a restart."""
+        conversation, turn = look.conversation, look.turn
+        if not self._reuse:
+            return 0
+        if conversation is None:
+            return turn.request.known
+        had_kv = min(common_prefix(conversation.tokens, turn.tokens), len(conversation.tokens) - 1)
+        return max(turn.request.known, had_kv)
+
+
+def _to_read(chunk: Chunk) -> bool:
+    """On DISK only, and not being read yet."""
+    return chunk.disk != NO_SLOT and chunk.gpu == NO_SLOT and chunk.host == NO_SLOT and chunk.moving is None
+
+
+def _being_read(chunk: Chunk) -> bool:
+    return chunk.moving is not None and not chunk.moving.spills and chunk.gpu == NO_SLOT and chunk.host == NO_SLOT
+
+
+def _source(turn: Turn, chunk: Chunk) -> str:
+    """Where the chunk was when the turn was first looked at, as far as that was DISK; else where it is."""
+    if turn.from_disk and chunk.key in turn.from_disk:
+        return "disk"
+    return "gpu" if chunk.gpu >= 0 else "host"
+
+
+def _scoring(spans: deque[Span], position: int) -> deque[Span]:
+    """Every position from `position` on is computed, for its logits; what `spans` leaves out is not written.
+
+    KV exists     |########|        |####|
+    spans                  |--------|    |---|
+    scoring       |~~~~~~~~|--------|~~~~|---|    ~ not written
+    """
+    scoring: deque[Span] = deque()
+    for span in spans:
+        if span.start < position:
+            before = span._replace(end=min(span.end, position))
+            scoring.append(before if before.end == span.end else before._replace(samples=False))
+        if span.end > position:
+            write_from = max(span.write_from, position)
+            scoring.append(span._replace(start=position, write_from=write_from, scores=True))
+            position = span.end
+    return scoring

@@ -1,0 +1,65 @@
+"""One step plan in the making."""
+
+from __future__ import annotations
+
+from array import array
+
+from ..plan import BlockUpdate, Join, Origin, Promotion, Span, Spill, StepPlan
+from ..turns.turn import Row
+from ..types import RequestId, RowId
+from .eviction import RoomMaker
+from .plan_copies import StepCopies
+
+MOST_SCORED = 256  # prompt positions scored in one step: each takes a row of logits as wide as the vocabulary
+
+
+class Batch:
+    def __init__(self, step: int, applied: int, now: float, copies: StepCopies, room: RoomMaker, budget: int):
+        self.step, self.applied, self.now = step, applied, now
+        self.copies, self.room = copies, room
+        self.budget = budget
+        self.joins: list[Join] = []
+        self.origins: list[Origin] = []
+        self.blocks: list[BlockUpdate] = []
+        self.generate: list[int] = []
+        self.positions: list[int] = []
+        self.spans: list[Span] = []
+        self.span_rows: list[Row] = []
+        self.token_ids: array[int] = array("i")
+        self.samples: list[RowId] = []
+        self.scored: array[int] = array("i")
+        self.polls = False  # a copy must be known to be complete before more can be planned
+        self.short = 0  # GPU slots that running rows asked for in vain
+        self.wanted = 0  # GPU slots that the request at the queue's head asked for in vain
+        self.spills: tuple[Spill, ...] = ()
+        self.promotions: tuple[Promotion, ...] = ()
+        self.erased: tuple[int, ...] = ()
+        self.ended: tuple[RequestId, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        return len(self.generate) + len(self.token_ids)
+
+    def room_for(self, span: Span) -> int:
+        """How much of the span the step can still take, tokens."""
+        return min(self.budget, MOST_SCORED - len(self.scored)) if span.scores else self.budget
+
+    def freeze(self) -> StepPlan:
+        return StepPlan(
+            step=self.step,
+            copies=self.copies.batches(),
+            after=self.copies.after,
+            joins=tuple(self.joins),
+            origins=tuple(self.origins),
+            blocks=tuple(self.blocks),
+            generate=array("i", self.generate),
+            positions=array("i", self.positions),
+            spans=tuple(self.spans),
+            token_ids=self.token_ids,
+            samples=tuple(self.samples),
+            scored=self.scored,
+            spills=self.spills,
+            promotions=self.promotions,
+            erased=self.erased,
+            ended=self.ended,
+        )

@@ -1,0 +1,102 @@
+"""Reads chunks from DISK before their requests' turns have come (CachedAttention, section 3.3.1)."""
+
+from __future__ import annotations
+
+from collections import deque
+from math import inf
+
+from ..config import SchedulerConfig
+from ..cost import CostProfile
+from ..kv.chunk import Chunk
+from ..kv.chunk_store import ChunkStore
+from ..turns.conversations import Conversations
+from .eviction import RoomMaker
+from .lookup import Planner
+from .queue_order import QueueOrder
+
+READS_AHEAD_S = 0.1  # of reading: so much is under way at most, and so long may a read that is urgent wait behind it
+LEAD_S = 1.0  # a user who is expected may come so much earlier
+
+
+class LookAhead:
+    """Prefetches for the requests in the queue, as many as HOST has room for (the paper's window C_mem / S_kv), and for
+    conversations whose clients have said when they will write.
+
+    What is prefetched takes slots on HOST from what is worth less and on DISK too: nothing is dropped for it.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cost: CostProfile,
+        store: ChunkStore,
+        conversations: Conversations,
+        planner: Planner,
+        order: QueueOrder,
+    ):
+        self._store, self._conversations, self._planner, self._order = store, conversations, planner, order
+        self._cost = cost
+        self._active = config.prefetch and config.disk_kv_chunks > 0
+        self._window = config.host_kv_chunks
+        self._most_reads = min(256, max(4, int(READS_AHEAD_S / cost.read())))
+        self._expected: deque[Chunk] = deque()
+        self._no_room = False  # for the chunk that was to be read last, nor is there to be any soon
+
+    @property
+    def busy(self) -> bool:
+        """There are chunks to be read for conversations that are expected."""
+        return bool(self._expected)
+
+    @property
+    def next_due(self) -> float:
+        """When a conversation's chunks are to be read next."""
+        return self._conversations.expected.next
+
+    def expect(self, conversation_id: str, chunks: int, at: float = inf) -> None:
+        """The conversation's next turn, which will need so many chunks, is expected at that time; or not any more."""
+        if self._active:
+            self._conversations.expected.set(conversation_id, at - LEAD_S - chunks * self._cost.read())
+
+    def plan(self, room: RoomMaker, now: float) -> None:
+        """One step's share of it."""
+        if not self._active:
+            return
+        for conversation_id in self._conversations.expected.take(now):
+            conversation = self._conversations.get(conversation_id)
+            assert conversation is not None
+            self._expected.extend(conversation.chunks)
+            for chunk in conversation.chunks:
+                self._store.touch(chunk, now)
+        if self._prefetch_queue(room, now):
+            self._prefetch_expected(room)
+
+    def _prefetch_queue(self, room: RoomMaker, now: float) -> bool:
+        """Whether all of the window is on its way: of the turns that join first."""
+        window = self._window
+        for turn in self._order.preferred(now):
+            keys = self._planner.seen_keys(turn)
+            window -= len(keys)
+            if window < 0:
+                break
+            if turn.prefetched:
+                continue
+            if not all(self._prefetch(self._store.find(key), room) for key in keys):
+                return False
+            turn.prefetched = True
+        return True
+
+    def _prefetch_expected(self, room: RoomMaker) -> None:
+        """What HOST has no room for, and is not about to have, is given up: it was a hint, and nobody waits for it."""
+        while self._expected and (self._prefetch(self._expected[0], room) or self._no_room):
+            self._expected.popleft()
+
+    def _prefetch(self, chunk: Chunk | None, room: RoomMaker) -> bool:
+        """False if the chunk must still be read and that cannot begin now."""
+        if chunk is None or not self._planner.readable(chunk):
+            return True
+        self._no_room = False
+        if self._store.disk.reading >= self._most_reads:
+            return False
+        begun = room.promote(chunk, drops=False)
+        self._no_room = begun is False and not self._store.disk.writing
+        return begun is True

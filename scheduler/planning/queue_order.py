@@ -1,0 +1,136 @@
+"""Which waiting request joins next: owners with fewer seats first, then by response ratio, with a bound on overtaking.
+
+By response ratio (wait / predicted work of the prompt; Brinch Hansen 1971) a turn whose history is cached joins before
+one that must be computed anew. Behind it the turn would lose its chunks to what the other computes, and need computing
+itself: beyond what the tiers hold, arrival order ends with everything computed anew (docs/overload.md).
+
+The ratio alone starves long prompts: a stream of cached turns passes them for as long as it lasts. So each request has
+an allowance. Let B be the predicted work of the requests that wait before request r when r arrives, and w(r) its own:
+
+    allowance(r) = k * (B + w(r))                                  k = OVERTAKING[queue_order]
+
+A later arrival c that joins before r takes w(c) off it, and joins before r only if allowance(r) >= w(c). So later
+arrivals with at most k * (B + w(r)) seconds of predicted work join before r, and r then joins before all others.
+Work is that of the prompt (what no tier holds) and of the reply, predicted by the mean length of replies.
+
+Not counted are arrivals of a more urgent priority, of an owner with fewer seats than r's, suspended requests, and those
+that join while r waits for the disk or for a chunk that another request computes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from heapq import heapify, heappop, heappush
+from math import inf
+
+from ..config import SchedulerConfig
+from ..cost import CostProfile
+from ..turns.turn import Row, Turn
+from .lookup import Planner
+
+OVERTAKING = {"bounded-ratio": 1.0, "response-ratio": inf, "arrival": 0.0}
+"""k, by `queue_order`."""
+
+FIRST_REPLY_TOKENS = 128  # the mean length of replies before any has ended
+REPLY_WEIGHT = 1 / 64  # of the latest reply in their mean length
+
+
+class QueueOrder:
+    """`waiting`: the queue by `Turn.order`, which the owner of this object changes."""
+
+    def __init__(self, config: SchedulerConfig, cost: CostProfile, planner: Planner, waiting: Sequence[Turn]):
+        self._cost, self._planner, self._waiting = cost, planner, waiting
+        self._overtaking = OVERTAKING[config.queue_order]
+        self._seats = config.max_num_seqs
+        self._reply_tokens = float(FIRST_REPLY_TOKENS)
+        self._held: Counter[str] = Counter()
+
+    def arrived(self, turn: Turn) -> None:
+        """Predicts the turn's work and sets its allowance, before it is enqueued."""
+        turn.work = self._planner.work(turn)
+        reply_tokens = min(turn.request.max_tokens, self._reply_tokens)
+        row_seconds = self._cost.step(0, rows=self._seats, rows_context=len(turn.tokens)) / self._seats
+        turn.reply_work = reply_tokens * row_seconds
+        before = sum(other.total_work for other in self._waiting if other.order < turn.order and not other.resumes)
+        turn.allowance = self._overtaking * (before + turn.total_work)
+
+    def reply_ended(self, tokens: int) -> None:
+        self._reply_tokens += REPLY_WEIGHT * (tokens - self._reply_tokens)
+
+    def preferred(self, now: float) -> list[Turn]:
+        """The queue by priority, then suspended requests first, then response ratio; owners and the bound left out."""
+        if not self._overtaking or len(self._waiting) < 2:
+            return list(self._waiting)
+        return sorted(  # hundreds of turns in a step, so without calls
+            self._waiting, key=lambda turn: (turn.order[0], turn.usage is None, (turn.arrived - now) / turn.work)
+        )
+
+    def candidates(self, rows: Sequence[Row], now: float) -> Iterator[Turn]:
+        """The requests that may join, first the one that should, each once; `rows`: those that hold seats.
+
+        The caller lets each join (`joins`, then out of the queue), or leaves it waiting. A suspended request that is
+        not ready ends it: no request behind it may join.
+        """
+        self._held = Counter(row.turn.request.owner for row in rows)
+        tried: set[Turn] = set()
+        for turn in self._by_owner(now):
+            while turn not in tried:
+                if not self._ready(turn):
+                    if turn.resumes:
+                        return
+                    break
+                first = self._overdue(turn, turn.total_work, tried) or turn
+                tried.add(first)
+                yield first
+
+    def may_join(self, turn: Turn, work: float) -> bool:
+        """Whether the turn, whose prompt takes `work` seconds by now, overdraws no allowance."""
+        return self._overdue(turn, work + turn.reply_work) is None
+
+    def joins(self, turn: Turn, work: float) -> None:
+        """Takes the work of the turn, which leaves the queue, off the allowances of those that it passes."""
+        self._held[turn.request.owner] += 1
+        if not turn.resumes:
+            for other in self._passed(turn, inf):
+                other.allowance -= work + turn.reply_work
+
+    def _by_owner(self, now: float) -> Iterator[Turn]:
+        """As `preferred`, but the requests of owners with fewer seats first; owners gain seats meanwhile."""
+        preferred, held = self.preferred(now), self._held
+        if len({turn.request.owner for turn in preferred}) < 2:
+            yield from preferred
+            return
+        heap = [(held[turn.request.owner], place, turn) for place, turn in enumerate(preferred)]
+        heapify(heap)
+        while heap:
+            seats, place, turn = heappop(heap)
+            if seats == held[turn.request.owner]:
+                yield turn
+            else:
+                heappush(heap, (held[turn.request.owner], place, turn))
+
+    def _overdue(self, turn: Turn, work: float, tried: set[Turn] | frozenset[Turn] = frozenset()) -> Turn | None:
+        """The earliest request that must join before `turn` may, whose work is so large."""
+        overdue = None
+        while not turn.resumes:
+            earlier = next((other for other in self._passed(turn, work) if other not in tried), None)
+            if earlier is None:
+                break
+            overdue = turn = earlier
+            work = turn.total_work
+        return overdue
+
+    def _passed(self, turn: Turn, below: float) -> Iterator[Turn]:
+        """The requests on whose allowance it counts if `turn` joins now, as far as that is smaller than `below`."""
+        held, priority, owner_seats = self._held, turn.order[0], self._held[turn.request.owner]
+        for other in self._waiting:
+            if other.order >= turn.order:
+                return
+            if other.allowance >= below or other.resumes or other.order[0] != priority:
+                continue
+            if held[other.request.owner] <= owner_seats and self._ready(other):
+                yield other
+
+    def _ready(self, turn: Turn) -> bool:
+        return turn.waiting_for is None or not self._planner.must_wait(turn.waiting_for)

@@ -1,0 +1,137 @@
+"""Who is here: rows in seats, rows off the batch whose history is still loading, and the requests that wait."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from ..config import SchedulerConfig
+from ..kv.chunk import NO_SLOT, Chunk
+from ..kv.chunk_store import ChunkStore
+from ..turns.turn import Row, Turn
+from ..types import RowId
+from .lookup import Planner
+
+
+class Roster:
+    """`waiting`, `loading` and `rows` (those in seats) are sorted by their `order`."""
+
+    def __init__(self, config: SchedulerConfig, store: ChunkStore, planner: Planner):
+        self._config, self._store, self._planner = config, store, planner
+        self.waiting: list[Turn] = []
+        self.loading: list[Row] = []
+        self.rows: list[Row] = []
+        self.by_id: dict[RowId, Row] = {}
+        self.seats = config.max_num_seqs
+        self.free_seats = deque(range(self.seats))
+        self.suspensions = 0
+        self._leaving: list[Row] = []
+
+    def joined(self) -> Iterator[Row]:
+        """Rows that hold chunks: in seats, and loading."""
+        yield from self.rows
+        yield from self.loading
+
+    @property
+    def empty(self) -> bool:
+        return not (self.rows or self.loading)
+
+    # -- the queue
+
+    def enqueue(self, turn: Turn) -> None:
+        insort(self.waiting, turn, key=lambda turn: turn.order)
+
+    def await_chunks(self, turn: Turn, chunks: Sequence[Chunk | None], now: float) -> None:
+        """The turn waits in the queue: what it will hit goes to every order's end, as far as nobody holds it.
+
+        A suspended request's chunks are not exempt from eviction.
+        """
+        place = 0 if turn.resumes else turn.order[1]
+        for chunk in chunks:
+            if chunk is not None and chunk.resident and not chunk.users:
+                self._store.touch(chunk, now, place)
+                turn.awaited.append(chunk)
+
+    def leave_queue(self, turn: Turn) -> None:
+        self.waiting.remove(turn)
+        self._store.end_wait(turn.awaited)
+        turn.awaited.clear()
+
+    # -- seats
+
+    def take_seat(self, row: Row) -> None:
+        """A row that was loading; there is a free seat."""
+        self.loading.remove(row)
+        row.seat = self.free_seats.popleft()
+        insort(self.rows, row, key=lambda row: row.order)
+        self.by_id[row.id] = row
+
+    def leave_seat(self, row: Row) -> None:
+        self.rows.remove(row)
+        if row.leaving:
+            self._leaving.remove(row)
+        del self.by_id[row.id]
+        self.free_seats.append(row.seat)
+        row.seat = -1
+
+    def let_go(self, row: Row, tail: Chunk | None, now: float) -> None:
+        """The row's chunks are free to move. Keyed ones and `tail` stay as cache, other private ones are dropped.
+
+        Its launched steps may still use the slots; whoever takes them waits for that on the device.
+        """
+        for chunk in row.loads:
+            chunk.loading = False
+            self._store.gpu.give(chunk.gpu)
+            chunk.gpu = NO_SLOT
+        row.loads.clear()
+        for key in row.pending:
+            del self._planner.pending[key]
+        row.pending.clear()
+        self.release(row, row.chunks, tail, now)
+        row.chunks = []
+
+    def release(self, row: Row, chunks: list[Chunk], tail: Chunk | None, now: float) -> None:
+        for chunk in chunks:
+            if chunk.key is None and chunk is not tail:
+                chunk.tokens = 0
+        self._store.unpin(chunks, row.launched, now)
+
+    # -- suspension
+
+    def suspend(self, row: Row) -> None:
+        """The row is planned no more, and leaves its seat when its launched steps are applied."""
+        row.leaving = True
+        self._leaving.append(row)
+        self.suspensions += 1
+
+    def coming_free(self) -> int:
+        return sum(chunk.users == 1 for row in self._leaving for chunk in row.chunks)
+
+    def release_suspended(self, applied: int, now: float) -> None:
+        """Suspended rows whose every launched step is applied give their seats and chunks back and queue again."""
+        for row in [row for row in self._leaving if row.launched <= applied]:
+            self.leave_seat(row)
+            self.requeue(row, now)
+
+    def requeue(self, row: Row, now: float) -> None:
+        self.queue_again(row, self._keep_tail(row), now)
+
+    def queue_again(self, row: Row, tail: Chunk | None, now: float) -> None:
+        turn = row.turn
+        turn.tail, turn.promotes = tail, True
+        turn.read.clear()
+        self.let_go(row, tail, now)
+        self.enqueue(turn)
+
+    def _keep_tail(self, row: Row) -> Chunk | None:
+        """The partly filled chunk that the row would append to when it comes back."""
+        if not self._config.reuse:
+            return None
+        size = self._config.chunk_tokens
+        if not row.spans and not row.loads:
+            full, valid = divmod(len(row.turn.tokens) - 1, size)
+            index = full - row.first
+            if index < len(row.chunks) and row.chunks[index].key is None:
+                row.chunks[index].tokens = valid
+        return next((c for c in row.chunks if c.key is None and 0 < c.tokens < size), None)

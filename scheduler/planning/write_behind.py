@@ -1,0 +1,152 @@
+"""When chunks go to DISK: soon after their turn has ended, or when HOST must give them up.
+
+CachedAttention saves to HOST while a turn runs (section 3.2.2), and writes to DISK what HOST evicts (3.3.2).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from ..config import SchedulerConfig
+from ..cost import CostProfile
+from ..kv.chunk import NO_SLOT, Chunk
+from ..kv.chunk_store import ChunkStore
+from ..plan import Lane
+from ..types import Output, Request
+from .eviction import RoomMaker
+
+LINK_PIECE_S = 2e-3  # link time a step for copies on their way to DISK
+WRITES_AHEAD_S = 0.1  # of writing: so much is under way at most, and so long may a read wait behind it
+HOST_BUFFER = 1 / 16  # of HOST: free to take at once, so that promotions need not wait for spills
+
+
+class Saver:
+    """Write-behind, in the order in which turns end: GPU -> HOST beside the step, then HOST -> DISK.
+
+    A chunk is declined (it stays where it is) where DISK or HOST holds nothing of lower value, and while DISK is paused
+    after a failed write; then it is spilled when HOST must give it up. If its copy is none it is not saved.
+    """
+
+    def __init__(self, config: SchedulerConfig, cost: CostProfile, store: ChunkStore):
+        self._store = store
+        self._eager = config.disk_kv_chunks > 0 and config.save != "off"
+        self._in_time = self._eager and config.save == "sync"
+        self._host_buffer = max(1, int(HOST_BUFFER * config.host_kv_chunks))
+        self._most_copies = min(64, max(1, int(LINK_PIECE_S / cost.save())))
+        self._most_writes = min(256, max(4, int(WRITES_AHEAD_S / cost.write())))
+        self._queue: deque[Chunk] = deque()
+        self._copied: deque[Chunk] = deque()  # to HOST, perhaps not completely
+        self._pending: dict[Chunk, None] = {}  # both of them
+        self._staged: deque[Chunk] = deque()  # copied to HOST for this alone
+        self._short = False  # of HOST slots, and copies must be complete before more can be done
+        self._endings: deque[tuple[Request, Output, list[Chunk]]] = deque()
+
+    @property
+    def busy(self) -> bool:
+        """There is something to be planned as soon as a step is: nothing waits for anybody's request."""
+        return self._short or bool(self._queue or self._copied or self._staged or self._endings)
+
+    @property
+    def withholds(self) -> bool:
+        """Turns that have ended wait for their chunks to be saved before their ends are told."""
+        return bool(self._endings)
+
+    @property
+    def untold(self) -> Iterator[Request]:
+        """Whose ends are kept back."""
+        return (request for request, *_ in self._endings)
+
+    @property
+    def saving(self) -> bool:
+        """Chunks of ended turns are on their way to DISK, or ends are kept back that only a result lets go."""
+        return bool(self._pending or self._endings) or self._store.disk.writing > 0
+
+    def turn_ended(self, chunks: Iterable[Chunk | None], now: float) -> None:
+        """What of them is keyed and not on DISK yet is to be saved."""
+        if not self._eager or now < self._store.disk.paused_until:
+            return
+        for chunk in chunks:
+            if chunk is not None and chunk.key is not None and _unsaved(chunk) and chunk not in self._pending:
+                self._pending[chunk] = None
+                self._queue.append(chunk)
+
+    def withhold(self, request: Request, ending: Output, chunks: Iterable[Chunk]) -> bool:
+        """With `--save sync`: keeps the turn's last event back until its chunks are on DISK or are not to be."""
+        unsettled = [chunk for chunk in chunks if not self._settled(chunk)] if self._in_time else []
+        if unsettled:
+            self._endings.append((request, ending, unsettled))
+        return bool(unsettled)
+
+    def endings(self) -> list[Output]:
+        """Those kept back that need not be any longer."""
+        if not self._endings:
+            return []
+        waiting, ended = deque[tuple[Request, Output, list[Chunk]]](), []
+        for request, ending, chunks in self._endings:
+            unsettled = [chunk for chunk in chunks if not self._settled(chunk)]
+            if unsettled:
+                waiting.append((request, ending, unsettled))
+            else:
+                ended.append(ending)
+        self._endings = waiting
+        return ended
+
+    def _settled(self, chunk: Chunk) -> bool:
+        return chunk not in self._pending and chunk.moving is None
+
+    def plan(self, room: RoomMaker, now: float) -> None:
+        """One step's share of it."""
+        if now < self._store.disk.paused_until:
+            self._decline_all()
+        else:
+            self._spill_copied(room)
+            self._copy_out(room)
+            self._short = not room.spill_ahead(self._host_buffer, self._most_writes - self._store.disk.writing)
+        self._end_staging()
+
+    def _decline_all(self) -> None:
+        self._short = False
+        for declined in (self._queue, self._copied, self._pending):
+            declined.clear()
+
+    def _copy_out(self, room: RoomMaker) -> None:
+        copies = 0
+        while self._queue and copies < self._most_copies:
+            chunk = self._queue[0]
+            if _unsaved(chunk) and chunk.host == NO_SLOT:
+                if not room.stage(chunk):
+                    if self._copied or self._store.disk.writing:
+                        return  # HOST slots are about to be free
+                    del self._pending[chunk]
+                else:
+                    self._staged.append(chunk)
+                    copies += 1
+            self._queue.popleft()
+            if chunk in self._pending:
+                self._copied.append(chunk)
+
+    def _spill_copied(self, room: RoomMaker) -> None:
+        store = self._store
+        while self._copied and store.disk.writing < self._most_writes:
+            chunk = self._copied[0]
+            wanted = _unsaved(chunk) and chunk.host != NO_SLOT
+            if wanted and store.host.last[Lane.OUT][chunk.host] > store.completed.swap_out:
+                return
+            self._copied.popleft()
+            del self._pending[chunk]
+            if wanted:
+                room.spill(chunk)
+
+    def _end_staging(self) -> None:
+        """HOST gives up the copies made for DISK's sake, unless their chunks have left the GPU meanwhile or are about
+        to."""
+        while self._staged and self._settled(self._staged[0]):
+            chunk = self._staged.popleft()
+            if chunk.staged:
+                self._store.release_host(chunk)
+
+
+def _unsaved(chunk: Chunk) -> bool:
+    """Somewhere above, and neither on DISK nor on its way there or from there."""
+    return chunk.resident and chunk.disk == NO_SLOT and chunk.moving is None

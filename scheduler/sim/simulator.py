@@ -1,0 +1,384 @@
+"""Replays conversations against the scheduler on a virtual clock: hit rates and latencies without a device.
+
+The scheduler is the real one, and the loop is the serving loop's: plan n+1 is made while step n runs. Only the device
+is imagined: each lane does its work in order, as fast as the cost profile says, and a step waits where its plan says.
+The same sessions and settings always give the same report.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from array import array
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from ..config import SchedulerConfig
+from ..cost import CostProfile
+from ..plan import CopyBatch, Lane, StepPlan, StepResult, Tickets
+from ..scheduler import Scheduler
+from ..types import Applied, InvariantError, Request, RequestId, Usage
+
+STEPS_IN_FLIGHT = 2
+POLL_S = 2e-3
+
+
+class SessionTurn(NamedTuple):
+    """One request: what is kept of the conversation, what is new in the prompt, what is generated (tokens).
+
+    think_s     seconds from the end of the previous reply to this request; of a first turn unused
+    """
+
+    history_tokens: int
+    input_tokens: int
+    output_tokens: int
+    think_s: float = 0.0
+
+
+class Session(NamedTuple):
+    """One conversation: it starts at a time, and each turn follows the reply before it.
+
+    system_tokens   leading tokens of the first input that all sessions with the same number share; 0: none
+    """
+
+    name: str
+    start_s: float
+    turns: tuple[SessionTurn, ...]
+    system_tokens: int = 0
+
+
+def longest_context(sessions: Sequence[Session]) -> int:
+    """Tokens of the longest context, reply included: the least `max_model_len` that serves the sessions."""
+    return max(sum(turn[:3]) for session in sessions for turn in session.turns)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a simulation brought.
+
+    usage               where the prompts' tokens came from, over all requests
+    full_hits           requests with a history of which nothing was computed again
+    seconds             from the first session's start to the last reply's end
+    busy_s              the part of it in which steps ran
+    ttft_p50, ttft_p99  seconds from a request to its first token
+    seconds_per_token   mean over requests of (end of the reply - request) / tokens of the reply
+    swapped_in, swapped_out, spilled, promoted
+                        chunks copied over the link, to DISK and from it
+    """
+
+    requests: int
+    usage: Usage
+    generated: int
+    steps: int
+    seconds: float
+    busy_s: float
+    ttft_p50: float
+    ttft_p99: float
+    seconds_per_token: float
+    suspensions: int
+    swapped_in: int
+    swapped_out: int
+    spilled: int = 0
+    promoted: int = 0
+    full_hits: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Of the prompt tokens that had been computed before, the share that was not computed again."""
+        known = self.usage.cached + self.usage.recomputed
+        return self.usage.cached / known if known else 0.0
+
+
+class VirtualDevice:
+    """Takes the time that a device would, and does nothing.
+
+    Layers are pipelined: the swap-in that a step is gated on hides behind its compute, and only what is longer shows.
+    The disk reads and writes at the same time, each in order; what it has done is told with the next result. A plan
+    that does nothing waits for all of that, `poll_s` at most, or else for the first of it.
+    """
+
+    def __init__(self, cost: CostProfile, poll_s: float = POLL_S):
+        self._cost, self._poll_s = cost, poll_s
+        self._free_at = [0.0 for _ in Lane]
+        self._ends: list[dict[int, float]] = [{} for _ in Lane]  # by lane: seconds at which a ticket is complete
+        self._written: deque[tuple[float, int]] = deque()  # when, and to which DISK slot
+        self._read: deque[tuple[float, int]] = deque()
+        self._disk_free_at = [0.0, 0.0]
+        self._copies: tuple[deque[tuple[float, int]], ...] = tuple(deque() for _ in Lane)  # when, ticket
+        self._completed = [0 for _ in Lane]
+        self._begins: dict[int, int] = {}  # by seat: the first position that its row sees, where that is not 0
+        self.busy_s = 0.0
+
+    def launch(self, plan: StepPlan, now: float) -> float:
+        """Issues the plan's work at `now`; returns when it is complete. Without tokens that is when its copies are."""
+        self._use_disk(plan, now)
+        self._move_windows(plan)
+        copied = gate = now
+        for batch in plan.copies:
+            end = self._copy(batch, now)
+            copied = max(copied, end)
+            if batch.gated:
+                gate = end
+        if plan.tokens:
+            start = self._start(Lane.COMPUTE, plan.after, now)
+            end = max(start + self._cost.plan_seconds(plan, self._begins), gate)
+            self.busy_s += end - start
+        else:
+            end = copied if plan.copies else self._news(now)
+        self._complete(Lane.COMPUTE, plan.step, end)
+        return end
+
+    def unseen(self, seats: Sequence[int]) -> int:
+        """Leading tokens that the rows in these seats no longer see, all together."""
+        return sum(self._begins.get(seat, 0) for seat in seats)
+
+    def generate(self, step: int, rows: int, context: int, now: float) -> float:
+        """`launch` of a plan that only generates."""
+        start = max(now, self._free_at[Lane.COMPUTE])
+        end = start + self._cost.step(0, rows=rows, rows_context=context)
+        self.busy_s += end - start
+        self._complete(Lane.COMPUTE, step, end)
+        return end
+
+    def _move_windows(self, plan: StepPlan) -> None:
+        for join in plan.joins:
+            self._begins.pop(join.seat, None)
+        for origin in plan.origins:
+            self._begins[origin.seat] = origin.start
+
+    def _use_disk(self, plan: StepPlan, now: float) -> None:
+        reads, writes = self._disk_free_at
+        for promotion in plan.promotions:
+            reads = max(reads, now) + self._cost.read()
+            self._read.append((reads, promotion.disk))
+        for spill in plan.spills:
+            writes = max(writes, now) + self._cost.write()
+            self._written.append((writes, spill.disk))
+        self._disk_free_at = [reads, writes]
+
+    def _news(self, now: float) -> float:
+        """Until when a plan that does nothing waits for work under way."""
+        under_way = [done for done in (self._read, self._written, *self._copies) if done]
+        first = min((done[0][0] for done in under_way), default=now)
+        last = max((done[-1][0] for done in under_way), default=now)
+        return max(now, first, min(last, now + self._poll_s))
+
+    def reports(self, now: float) -> tuple[Tickets, tuple[int, ...], tuple[int, ...]]:
+        """Copies complete by now; DISK slots written, and those read, since the last call."""
+        for lane, copies in zip(Lane, self._copies, strict=True):
+            self._completed[lane] = max([self._completed[lane], *_done(copies, now)])
+        return Tickets(*self._completed), tuple(_done(self._written, now)), tuple(_done(self._read, now))
+
+    def _copy(self, batch: CopyBatch, now: float) -> float:
+        seconds = self._cost.load() if batch.lane is Lane.IN else self._cost.save()
+        end = self._start(batch.lane, batch.after, now) + len(batch.sources) * seconds
+        self._complete(batch.lane, batch.ticket, end)
+        self._copies[batch.lane].append((end, batch.ticket))
+        return end
+
+    def _start(self, lane: Lane, after: Tickets, now: float) -> float:
+        waits = [ends[ticket] for ends, ticket in zip(self._ends, after, strict=True) if ticket]
+        return max(now, self._free_at[lane], *waits)
+
+    def _complete(self, lane: Lane, ticket: int, end: float) -> None:
+        self._free_at[lane] = max(self._free_at[lane], end)
+        self._ends[lane][ticket] = end
+
+
+def _done(work: deque[tuple[float, int]], now: float) -> list[int]:
+    """What of it is done by now, taken from it."""
+    done = []
+    while work and work[0][0] <= now:
+        done.append(work.popleft()[1])
+    return done
+
+
+class Open(NamedTuple):
+    """A request being served: turn number `turn` of its session, that came at `arrival` (seconds)."""
+
+    session: Session
+    turn: int
+    arrival: float
+
+
+class Simulator:
+    """One run over `sessions`; used once. Without `skips` every step is planned and applied by itself. So it is for
+    `watch`: it is told the clock, each step's results, and whom it found being served.
+
+    The first `warm_up` requests are served but not reported, nor is the time in which they arrive. `cost` is what the
+    scheduler believes; a `device` with other costs takes other times. With `truncate` contexts may outgrow
+    `max_model_len`.
+    Raises RequestError if the configuration cannot serve a request (too long, queue full).
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cost: CostProfile,
+        sessions: Sequence[Session],
+        warm_up: int = 0,
+        device: VirtualDevice | None = None,
+        truncate: bool = False,
+        watch: Callable[[float, Applied, Mapping[RequestId, Open]], None] | None = None,
+    ):
+        self.scheduler = Scheduler(config, cost)
+        self.now = min(session.start_s for session in sessions)
+        self._started = self.now
+        self._device = device or VirtualDevice(cost)
+        self._arrivals = [(session.start_s, order, 0) for order, session in enumerate(sessions)]
+        heapq.heapify(self._arrivals)
+        self._sessions = sessions
+        self._launched: deque[tuple[StepPlan, float]] = deque()
+        self._open: dict[RequestId, Open] = {}
+        self._order = {session.name: order for order, session in enumerate(sessions)}
+        self._id = 0
+        self._logs: dict[int, array[int]] = {}  # of sessions whose users think: the scheduler's may expire meanwhile
+        self._systems: dict[int, array[int]] = {}
+        self._requests = self._steps = self._generated = 0
+        self._warm_up, self._busy_before, self._full_hits = warm_up, 0.0, 0
+        self._truncate = truncate
+        self._usage = [0 for _ in fields(Usage)]
+        self._ttft: list[float] = []
+        self._per_token: list[float] = []
+        self._watch = watch
+        self.skips = watch is None
+
+    def run(self) -> Report:
+        """Until every turn of every session has its reply."""
+        self.play(math.inf)
+        return self._report()
+
+    def play(self, until: float) -> None:
+        """Until every turn has its reply or the clock, seconds, has reached `until`."""
+        scheduler = self.scheduler
+        while self.now < until and (self._arrivals or not scheduler.idle):
+            if len(self._launched) == 1 and self.skips:
+                self._fast_forward(scheduler.steady_steps())
+            while self._arrivals and self._arrivals[0][0] <= self.now:
+                self._add(*heapq.heappop(self._arrivals))
+            plan = scheduler.next_plan(self.now)
+            if plan is not None:
+                self._launched.append((plan, self._device.launch(plan, self.now)))
+            if len(self._launched) >= (STEPS_IN_FLIGHT if plan is not None else 1):
+                self._finish_step()
+            elif plan is None:
+                if not self._arrivals:
+                    raise InvariantError(f"requests wait, but nothing runs and nothing is planned: {scheduler.stats()}")
+                self.now = self._arrivals[0][0]
+
+    # -- requests
+
+    def _add(self, arrival: float, order: int, index: int) -> None:
+        session = self._sessions[order]
+        turn = session.turns[index]
+        if index:
+            prompt = self._logs.pop(order)[: turn.history_tokens]
+            prompt += self._fresh(turn.input_tokens)
+        else:
+            prompt = self._system(session.system_tokens) + self._fresh(turn.input_tokens - session.system_tokens)
+        if self._requests == self._warm_up:
+            self._started, self._busy_before = self.now, self._device.busy_s
+            self._steps = self._generated = 0
+        self._requests += 1
+        request = RequestId(self._requests)
+        # Nobody comes back to a single turn, and its client gave no conversation id.
+        conversation = session.name if len(session.turns) > 1 else None
+        self._open[request] = Open(session, index, arrival)
+        asked = Request(request, prompt, turn.output_tokens, conversation, truncate=self._truncate)
+        self.scheduler.add(asked, self.now)
+
+    def _fresh(self, count: int) -> array[int]:
+        """Tokens that nobody else has, one id so often; generated ones have ids above 0."""
+        self._id -= 1
+        return array("i", [self._id]) * count
+
+    def _system(self, count: int) -> array[int]:
+        if count not in self._systems:
+            self._systems[count] = self._fresh(count)
+        return self._systems[count]
+
+    # -- results
+
+    def _fast_forward(self, steps: int) -> None:
+        """At most so many turns of the loop in which nothing but the clock and the tokens change."""
+        if not steps:
+            return
+        plan, end = self._launched.pop()
+        rows, seen = plan.tokens, sum(plan.positions) - self._device.unseen(plan.generate)
+        arrival = self._arrivals[0][0] if self._arrivals else math.inf
+        done = 0
+        while done < steps and arrival > self.now:
+            done += 1
+            seen += rows
+            launched = self._device.generate(plan.step + done, rows, seen // rows + 1, self.now)
+            self.now, end = max(self.now, end), launched
+        self._steps += done
+        self._generated += done * rows
+        self._launched.append((self.scheduler.skip(done) if done else plan, end))
+
+    def _finish_step(self) -> None:
+        plan, end = self._launched.popleft()
+        self.now = max(self.now, end)
+        self._steps += 1
+        completed, spilled, promoted = self._device.reports(self.now)
+        tokens = (plan.step,) * len(plan.samples)
+        result = StepResult(plan.step, plan.samples, tokens, completed, spilled, promoted)
+        self._take(self.scheduler.apply(result, self.now))
+
+    def _take(self, applied: Applied) -> None:
+        if self._watch is not None:
+            self._watch(self.now, applied, self._open)
+        self._generated += len(applied.tokens)
+        for event in applied.events:
+            served = self._open[event.request]
+            counts = event.request > self._warm_up
+            if event.usage is not None and counts:
+                self._ttft.append(self.now - served.arrival)
+                self._full_hits += event.usage.cached > 0 and not event.usage.recomputed
+                for index, field in enumerate(fields(Usage)):
+                    self._usage[index] += getattr(event.usage, field.name)
+            if event.finish is not None:
+                del self._open[event.request]
+                self._reply_ended(served, counts)
+
+    def _reply_ended(self, served: Open, counts: bool) -> None:
+        turns, following = served.session.turns, served.turn + 1
+        if counts:
+            self._per_token.append((self.now - served.arrival) / turns[served.turn].output_tokens)
+        if following < len(turns):
+            order = self._order[served.session.name]
+            self._logs[order] = self.scheduler.conversation_tokens(served.session.name)
+            heapq.heappush(self._arrivals, (self.now + turns[following].think_s, order, following))
+
+    def _report(self) -> Report:
+        stats = self.scheduler.stats()
+        return Report(
+            requests=self._requests - self._warm_up,
+            usage=Usage(*self._usage),
+            generated=self._generated,
+            steps=self._steps,
+            seconds=self.now - self._started,
+            busy_s=self._device.busy_s - self._busy_before,
+            ttft_p50=percentile(self._ttft, 0.50),
+            ttft_p99=percentile(self._ttft, 0.99),
+            seconds_per_token=sum(self._per_token) / len(self._per_token),
+            suspensions=stats.suspensions,
+            swapped_in=stats.swapped_in,
+            swapped_out=stats.swapped_out,
+            spilled=stats.spilled,
+            promoted=stats.promoted,
+            full_hits=self._full_hits,
+        )
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` of the values do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def simulate(config: SchedulerConfig, cost: CostProfile, sessions: Sequence[Session], warm_up: int = 0) -> Report:
+    """One run; see `Simulator`."""
+    return Simulator(config, cost, sessions, warm_up).run()

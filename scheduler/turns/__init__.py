@@ -1,0 +1,1 @@
+"""Conversations, the turns that run, owners' quotas and times to live."""

@@ -1,0 +1,267 @@
+"""Conversation logs: the tokens of every named dialogue, and its claims on the chunks that hold their KV."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from itertools import islice
+from math import inf
+from typing import NamedTuple
+
+from ..invariants import Claims
+from ..kv.chunk import NO_SLOT, Chunk
+from ..kv.chunk_store import ChunkStore
+from ..types import ChunkKey, ConversationKV, Request
+from .quotas import Quotas
+from .timers import Timetable
+
+
+class Log(NamedTuple):
+    """What a turn leaves to its conversation: see `Conversation`."""
+
+    tokens: array[int]
+    base: int
+    keys: list[ChunkKey]
+    first: int
+    chunks: list[Chunk]
+    tail: Chunk | None
+
+
+class Conversation:
+    """owner     whose quota it counts for
+    salt      of the turn committed last: KV is shared within one salt only
+    tokens    every token of the last committed branch; all but the last have had KV
+    base      where the context begins, in which they had it (see `windows`)
+    keys      one for each full chunk of KV, as `Chains` has them
+    first     index of the first chunk that the next turn's first position sees
+    chunks    the chunks from there on, claimed; empty without reuse
+    tail      the private chunk behind them, or None; it may have been dropped meanwhile
+    active    when it was last active
+    ttl       seconds it lives on after that
+    pinned    its chunks are evicted last, until `pinned_until`
+    surplus   it is beyond its owner's quota
+    """
+
+    __slots__ = (
+        "active",
+        "base",
+        "chunks",
+        "first",
+        "keys",
+        "owner",
+        "pinned",
+        "pinned_until",
+        "salt",
+        "surplus",
+        "tail",
+        "tokens",
+        "ttl",
+    )
+
+    def __init__(self, owner: str, salt: bytes, ttl: float, now: float):
+        self.owner, self.salt = owner, salt
+        self.tokens: array[int] = array("i")
+        self.base = self.first = 0
+        self.keys: list[ChunkKey] = []
+        self.chunks: list[Chunk] = []
+        self.tail: Chunk | None = None
+        self.active, self.ttl = now, ttl
+        self.pinned, self.pinned_until, self.surplus = False, -inf, False
+
+
+class Conversations:
+    """ttl     seconds after its last activity for which a conversation without a TTL of its own lives on
+    quota       chunks of each owner's conversations that are kept while there are others to evict; None: no quotas
+    expected    when the next turns' chunks are wanted on HOST, of those whose clients have said so
+    """
+
+    def __init__(self, store: ChunkStore, ttl: float = inf, quota: int | None = None):
+        self._store, self._ttl = store, ttl
+        self._quotas = None if quota is None else Quotas(quota)
+        self._by_id: dict[str, Conversation] = {}
+        self.expected = Timetable()
+        self._due = Timetable()  # no later than when they expire or cease to be pinned
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    @property
+    def mortal(self) -> bool:
+        """Whether time alone may end a conversation or a pin."""
+        return self.next_due < inf
+
+    @property
+    def next_due(self) -> float:
+        """When time alone may next end a conversation or a pin."""
+        return self._due.next
+
+    def get(self, conversation_id: str) -> Conversation | None:
+        return self._by_id.get(conversation_id)
+
+    def of(self, request: Request) -> Conversation | None:
+        """The conversation whose KV the request may use."""
+        conversation = self._by_id.get(request.conversation) if request.conversation is not None else None
+        return conversation if conversation is not None and conversation.salt == request.salt else None
+
+    def salt(self, conversation_id: str) -> bytes:
+        """Of its last turn."""
+        return self._by_id[conversation_id].salt
+
+    def commit(self, request: Request, log: Log, now: float) -> None:
+        """The turn is over: its conversation's id names this branch from now on, whatever it named before.
+
+        Chunks of the branch named before stay as unclaimed cache where the two differ.
+        """
+        assert request.conversation is not None
+        self._set(request.conversation, request.owner, request.salt, log, now)
+
+    def _set(self, conversation_id: str, owner: str, salt: bytes, log: Log, now: float) -> None:
+        conversation = self._by_id.setdefault(conversation_id, Conversation(owner, salt, self._ttl, now))
+        self._mark(conversation, surplus=False)
+        shared = 0
+        for before, after in zip(conversation.chunks, log.chunks, strict=False):
+            if before is not after:
+                break
+            shared += 1
+        for chunk in log.chunks[shared:]:
+            self._store.claim(chunk)
+            if conversation.pinned:
+                self._store.change_pins(chunk, 1)
+        self._release(conversation, shared)
+        conversation.salt, conversation.active = salt, now
+        conversation.tokens, conversation.base, conversation.keys, conversation.first = log[:4]
+        conversation.chunks, conversation.tail = log.chunks, log.tail
+        self._schedule(conversation_id, conversation)
+        if self._quotas is not None:
+            for other, surplus in self._quotas.put(conversation.owner, conversation_id, len(log.chunks)):
+                self._mark(self._by_id[other], surplus)
+
+    def touch(self, request: Request, now: float) -> None:
+        """The user has written: the conversation lives on."""
+        conversation = self._by_id.get(request.conversation) if request.conversation is not None else None
+        if conversation is not None:
+            conversation.active = now
+
+    def fork(self, conversation_id: str, new_id: str, now: float) -> None:
+        """A second name for the same history. Full chunks are shared; the tail stays with the original."""
+        source = self._by_id[conversation_id]
+        log = Log(source.tokens[:], source.base, source.keys[:], source.first, source.chunks[:], None)
+        self._set(new_id, source.owner, source.salt, log, now)
+
+    def delete(self, conversation_id: str, shared: int = 0) -> None:
+        """The log is gone and claims nothing any more; its tail and what nobody else claims are dropped, but for its
+        first `shared` chunks."""
+        conversation = self._by_id.pop(conversation_id)
+        self._due.set(conversation_id, inf)
+        self.expected.set(conversation_id, inf)
+        self._mark(conversation, surplus=False)
+        self._release(conversation)
+        if self._quotas is not None:
+            for other, surplus in self._quotas.remove(conversation.owner, conversation_id):
+                self._mark(self._by_id[other], surplus)
+        for key in conversation.keys[shared:]:  # its claims end at the first chunk that was gone at its last commit
+            self._store.delete(key)
+
+    def keep(self, conversation_id: str, ttl: float | None, pinned_until: float, now: float) -> None:
+        """How long the conversation lives on after its last activity, and until when it is pinned."""
+        conversation = self._by_id[conversation_id]
+        conversation.ttl = self._ttl if ttl is None else ttl
+        conversation.pinned_until = pinned_until
+        self._pin(conversation, pinned_until > now)
+        self._schedule(conversation_id, conversation)
+
+    def expire(self, now: float, untold: Iterable[Request]) -> None:
+        """Ends pins and conversations whose time is over.
+
+        `untold`: requests whose ends are kept back. Their conversations are active: nobody can go on with one before
+        its end is told.
+        """
+        for request in untold:
+            self.touch(request, now)
+        for conversation_id in self._due.take(now):
+            conversation = self._by_id[conversation_id]
+            if conversation.active + conversation.ttl <= now:
+                self.delete(conversation_id)
+                continue
+            if conversation.pinned_until <= now:
+                self._pin(conversation, False)
+            self._schedule(conversation_id, conversation)
+
+    def _schedule(self, conversation_id: str, conversation: Conversation) -> None:
+        """One entry is enough while it comes early enough: later activity only moves the end away."""
+        due = conversation.active + conversation.ttl
+        if conversation.pinned:
+            due = min(due, conversation.pinned_until)
+        if due < self._due.time(conversation_id):
+            self._due.set(conversation_id, due)
+
+    def _pin(self, conversation: Conversation, pinned: bool) -> None:
+        if conversation.pinned != pinned:
+            conversation.pinned = pinned
+            for chunk in conversation.chunks:
+                self._store.change_pins(chunk, 1 if pinned else -1)
+
+    def _mark(self, conversation: Conversation, surplus: bool) -> None:
+        if conversation.surplus != surplus:
+            conversation.surplus = surplus
+            for chunk in conversation.chunks:
+                self._store.change_surplus(chunk, 1 if surplus else -1)
+
+    def claims(self) -> dict[Chunk, Claims]:
+        """By chunk, counted afresh (for `check`)."""
+        counted: dict[Chunk, Claims] = {}
+        for conversation in self._by_id.values():
+            for chunk in conversation.chunks:
+                claims, pins, surplus = counted.get(chunk, (0, 0, 0))
+                counted[chunk] = Claims(claims + 1, pins + conversation.pinned, surplus + conversation.surplus)
+        return counted
+
+    def residency(self, start: int, most: int) -> tuple[list[ConversationKV], int]:
+        """Where the chunks are of the conversations from number `start` on, until about `most` have been looked at;
+        and the number of the next conversation, 0 behind the last."""
+        found: list[ConversationKV] = []
+        for conversation_id, conversation in islice(self._by_id.items(), start, None):
+            if most <= 0:
+                return found, start + len(found)
+            found.append(_whereabouts(conversation_id, conversation))
+            most -= len(conversation.keys) - conversation.first + 1
+        return found, 0
+
+    def _release(self, conversation: Conversation, kept: int = 0) -> None:
+        """Gives up the claims behind the first `kept` chunks, and the tail."""
+        for chunk in conversation.chunks[kept:]:
+            if conversation.pinned:
+                self._store.change_pins(chunk, -1)
+            self._store.unclaim(chunk)
+        if conversation.tail is not None and conversation.tail.resident:
+            self._store.drop(conversation.tail)
+        conversation.tail = None
+
+
+def _whereabouts(conversation_id: str, conversation: Conversation) -> ConversationKV:
+    gpu = host = disk = 0
+    tail = conversation.tail
+    for chunk in conversation.chunks if tail is None else (*conversation.chunks, tail):
+        if chunk.gpu != NO_SLOT:
+            gpu += 1
+        elif chunk.host != NO_SLOT:
+            host += 1
+        elif chunk.disk != NO_SLOT:
+            disk += 1
+    visible = len(conversation.keys) - conversation.first + (tail is not None)
+    return ConversationKV(conversation_id, gpu, host, visible - gpu - host - disk, disk)
+
+
+def common_prefix(left: array[int], right: array[int]) -> int:
+    """How many leading tokens are equal."""
+    size = min(len(left), len(right))
+    if left[:size] == right[:size]:
+        return size
+    low, high = 0, size  # left[:low] == right[:low], left[:high] != right[:high]
+    while high - low > 1:
+        middle = (low + high) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -1,0 +1,182 @@
+"""A request on its way: `Turn` for its whole life, `Row` for one stay in a seat."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+
+from ..kv.chunk import Chunk
+from ..plan import Span
+from ..types import ChunkKey, Request, RowId, Usage
+
+
+class Turn:
+    """tokens        the prompt and every applied token of the reply
+    base          the position at which its context begins: nothing before it exists (see `windows`)
+    keys          one for each full chunk of `tokens`, as `Chains` has them
+    chains        keys from other bases, as far as they have been tried
+    firsts        the first chunk's key from each other base that has been looked at
+    order         its place in the queue, kept for life: (priority, number of its arrival), the smaller the sooner
+    arrived       when it came; seconds, as the next one
+    work          predicted seconds by which a step grows with what of its prompt is in no tier
+    reply_work    predicted seconds by which the steps of its reply grow, all together
+    allowance     predicted seconds of later arrivals' work that may still join before it (see `queue_order`)
+    queued        how long it waited for its first seat
+    tail          while suspended: a private, partly filled chunk left by its last stay, perhaps dropped meanwhile
+    scored        prompt positions whose log probabilities have been reported
+    wanted        GPU slots that it asked for in vain when it was last looked at
+    waiting_for   the key that a running row is computing or loading, that is being read from DISK, or whose copy on
+                  HOST may turn out to be none, as last seen
+    awaited       chunks that are evicted late because it waits for them
+    from_disk     keys of its chunks that were on DISK only when it was first looked at, None before
+    promotes      its chunks on DISK are worth waiting for; without room for them they are computed
+    read          keys of chunks whose reading from DISK has begun since it joined the queue: none is read twice
+    prefetched    its chunks on DISK have been looked for ahead of its turn
+    """
+
+    __slots__ = (
+        "allowance",
+        "arrived",
+        "awaited",
+        "base",
+        "chains",
+        "firsts",
+        "from_disk",
+        "keys",
+        "order",
+        "prefetched",
+        "promotes",
+        "queued",
+        "read",
+        "reply_work",
+        "request",
+        "scored",
+        "tail",
+        "tokens",
+        "usage",
+        "waiting_for",
+        "wanted",
+        "work",
+    )
+
+    def __init__(self, request: Request, arrival: int, base: int, keys: list[ChunkKey], now: float):
+        self.request = request
+        self.order = (request.priority, arrival)
+        self.arrived = now
+        self.work = self.reply_work = self.allowance = 0.0
+        self.queued: float | None = None
+        self.tokens = request.prompt[:]
+        self.base = base
+        self.keys = keys
+        self.chains: dict[int, list[ChunkKey]] = {}
+        self.firsts: dict[int, ChunkKey] = {}
+        self.scored = 0
+        self.tail: Chunk | None = None
+        self.waiting_for: ChunkKey | None = None
+        self.wanted = 0
+        self.awaited: list[Chunk] = []
+        self.from_disk: frozenset[ChunkKey] | None = None
+        self.promotes = True
+        self.read: set[ChunkKey | None] = set()
+        self.prefetched = False
+        self.usage: Usage | None = None
+
+    @property
+    def total_work(self) -> float:
+        return self.work + self.reply_work
+
+    @property
+    def resumes(self) -> bool:
+        """It has had its room before. While a suspended request waits, nobody behind it joins."""
+        return self.usage is not None
+
+    @property
+    def unscored(self) -> bool:
+        """Log probabilities of the prompt are still to be reported (the last position has no token behind it)."""
+        return self.request.prompt_logprobs is not None and self.scored < len(self.request.prompt) - 1
+
+
+class Row:
+    """first         index of the chunk at which the row begins: what is before it is not seen
+    chunks        from there on, all pinned, all with a GPU slot
+    spans         known tokens still to be planned, ascending (seat not yet filled in)
+    position      the next position to generate from, once no spans are left
+    last_position
+                  the last one that is ever computed: its sample is the last token allowed
+    begin, end    token counts with the first token of the reply, and with the last one allowed
+    window_end    the first position that sees less than the whole row
+    room          the first position that cannot be computed yet: it has no slot, or is at `window_end`
+    moved         the row begins at another chunk than the device knows
+    loads         chunks whose swap-in has not been issued
+    launched      the last step planned with this row
+    leaving       suspended: planned no more, released when its last launched step is applied
+    pending       keys that this row is the first to compute
+    constrained   a grammar decides what may come next, so a token must be applied before the next one is planned
+    """
+
+    __slots__ = (
+        "begin",
+        "chunks",
+        "constrained",
+        "end",
+        "first",
+        "id",
+        "last_position",
+        "launched",
+        "leaving",
+        "loads",
+        "moved",
+        "pending",
+        "position",
+        "room",
+        "seat",
+        "spans",
+        "stop_ids",
+        "tokens",
+        "turn",
+        "window_end",
+    )
+
+    def __init__(
+        self,
+        turn: Turn,
+        epoch: int,
+        first: int,
+        chunks: list[Chunk],
+        spans: deque[Span],
+        loads: deque[Chunk],
+        window_end: int,
+    ):
+        self.turn = turn
+        self.id = RowId(turn.request.id, epoch)
+        self.first = first
+        self.chunks = chunks
+        self.spans = spans
+        self.loads = loads
+        self.position = len(turn.tokens)
+        self.begin = len(turn.request.prompt) + 1
+        self.end = len(turn.request.prompt) + turn.request.max_tokens
+        self.last_position = self.end - 2
+        self.stop_ids = turn.request.stop_ids
+        self.tokens = turn.tokens
+        self.window_end = window_end
+        self.room = min(chunks[-1].end, window_end)
+        self.moved = first > 0
+        self.seat = -1
+        self.launched = 0
+        self.leaving = False
+        self.pending: dict[ChunkKey, None] = {}
+        self.constrained = turn.request.sampling.grammar is not None
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.turn.order
+
+    @property
+    def awaits_token(self) -> bool:
+        """The token at the row's position is drawn but not applied."""
+        return self.position >= len(self.turn.tokens)
+
+
+def token_slice(tokens: array[int], span: Span) -> array[int]:
+    return tokens[span.start : span.end]

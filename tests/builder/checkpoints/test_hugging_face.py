@@ -1,0 +1,128 @@
+"""Checkpoints as they are found on disk: sharded, old, incomplete, wrong."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pensieve.builder.checkpoints.architectures import decoder_config
+from pensieve.builder.checkpoints.hugging_face import read_json, read_weights
+from pensieve.scheduler.types import SettingError
+from tests.models import save_random, tiny_checkpoint, tiny_config
+
+LAYER = "model.layers.1.self_attn"
+
+
+def read(directory):
+    return read_weights(directory, decoder_config(read_json(directory / "config.json")), torch.float32)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    tiny_checkpoint("llama", tmp_path)
+    return tmp_path
+
+
+def change(directory, alter):
+    tensors = load_file(directory / "model.safetensors")
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    alter(tensors)
+    save_file(tensors, directory / "model.safetensors")
+
+
+def test_projections_are_fused_in_order(checkpoint):
+    tensors, weights = load_file(checkpoint / "model.safetensors"), read(checkpoint)
+    q, k, v = (tensors[f"{LAYER}.{x}_proj.weight"] for x in "qkv")
+    assert torch.equal(weights["layers.1.attention.qkv.weight"], torch.cat((q, k, v)))
+    gate, up = (tensors[f"model.layers.0.mlp.{x}_proj.weight"] for x in ("gate", "up"))
+    assert torch.equal(weights["layers.0.mlp.up.weight"], torch.cat((gate, up)))
+
+
+@pytest.mark.parametrize("kind", ["llama", "opt"])
+def test_sharded_checkpoints_hold_the_same(kind, tmp_path):
+    tiny_checkpoint(kind, tmp_path / "single")
+    save_random(tiny_config(kind), tmp_path / "sharded", max_shard_size="60KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
+    single, sharded = read(tmp_path / "single"), read(tmp_path / "sharded")
+    assert list(single) == list(sharded)
+    assert all(torch.equal(single[name], sharded[name]) for name in single)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "opt"])
+def test_a_bare_model_without_prefix_is_read_too(kind, tmp_path):
+    model = tiny_checkpoint(kind, tmp_path)
+    expected = read(tmp_path)
+    model.base_model.save_pretrained(tmp_path / "bare")
+    config = decoder_config(read_json(tmp_path / "config.json"))
+    weights = read_weights(tmp_path / "bare", config, torch.float32)
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def test_old_buffers_and_a_tied_head_saved_twice_are_ignored(tmp_path):
+    tiny_checkpoint("qwen3", tmp_path)
+
+    def alter(tensors):
+        tensors[f"{LAYER}.rotary_emb.inv_freq"] = torch.ones(8)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    change(tmp_path, alter)
+    assert "head.weight" not in read(tmp_path)
+
+
+def test_a_tied_head_that_differs_is_refused(tmp_path):
+    tiny_checkpoint("qwen3", tmp_path)
+    change(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}))
+    with pytest.raises(SettingError, match=r"lm_head\.weight differs"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "alter, message",
+    [
+        (lambda t: t.pop(f"{LAYER}.k_proj.weight"), f"missing tensors for LlamaForCausalLM: {LAYER}.k_proj.weight"),
+        (lambda t: t.update({f"{LAYER}.q_proj.bias": torch.ones(64)}), f"unexpected tensors.*{LAYER}.q_proj.bias"),
+        (lambda t: t.update({f"{LAYER}.q_proj.weight": torch.ones(64, 32)}), r"q_proj.weight has the shape \[64, 32\]"),
+        (
+            lambda t: t.update({f"{LAYER}.q_proj.weight": torch.ones(64, 64, dtype=torch.int8)}),
+            "quantised weights",
+        ),
+        (lambda t: [t.pop(name) for name in list(t) if "layers.1." in name], "missing tensors.* and 4 more"),
+    ],
+)
+def test_wrong_tensors_are_refused_by_name(checkpoint, alter, message):
+    change(checkpoint, alter)
+    with pytest.raises(SettingError, match=message):
+        read(checkpoint)
+
+
+def test_files_that_are_missing_or_damaged_are_refused(checkpoint):
+    weights = checkpoint / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(SettingError, match=r"model\.safetensors cannot be read"):
+        read(checkpoint)
+    weights.unlink()
+    weights.mkdir()
+    with pytest.raises(SettingError, match=r"model\.safetensors cannot be read: .*Is a directory"):
+        read(checkpoint)
+    weights.rmdir()
+    with pytest.raises(SettingError, match="holds neither"):
+        read(checkpoint)
+    (checkpoint / "pytorch_model.bin").touch()
+    with pytest.raises(SettingError, match="save_pretrained"):
+        read(checkpoint)
+    index = checkpoint / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}))
+    with pytest.raises(SettingError, match="model-00001-of-00002"):
+        read(checkpoint)
+    index.write_text("{}")
+    with pytest.raises(SettingError, match="weight_map"):
+        read(checkpoint)
+
+
+@pytest.mark.parametrize("text, message", [(None, "does not exist"), ("{", "cannot be read"), ("[]", "JSON object")])
+def test_config_json_must_be_there_and_be_an_object(text, message, tmp_path):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(SettingError, match=message):
+        read(tmp_path)

@@ -1,0 +1,231 @@
+"""The attention kernel: as exact as plain attention in its precision, and deaf to what else is in the step."""
+
+import random
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+from ..kernel_cases import (
+    CUDA,
+    DEVICE,
+    dense_attention,
+    error,
+    needs_kernels,
+    random_batch,
+)
+
+pytest.importorskip("triton")
+from pensieve.plugins.attention import kernel as attention_kernel
+from pensieve.plugins.attention import work_list
+from pensieve.plugins.attention.work_list import Capacity, Tile, WorkList, list_work
+
+TINY = (Tile(16, 16, 4, 2, 1), Tile(32, 32, 4, 2, 1), Tile(128, 32, 4, 2, 1))  # for the interpreter
+LENGTHS = (1, 31, 32, 33, 700, 2500, 9000, 1200) if CUDA else (1, 31, 33, 70, 110)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16) if CUDA else (torch.float32, torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def small_splits(monkeypatch):
+    """Without a GPU contexts are short, and so must be their splits."""
+    if not CUDA:
+        for name, size in {"SMALLEST_SPLIT": 32, "LARGEST_SPLIT": 64, "TOKENS_PER_ROW": 1}.items():
+            monkeypatch.setattr(work_list, name, size)
+
+
+def work_for(q, segments, pool, spare=5):
+    heads, head_dim = q.shape[1:]
+    capacity = Capacity(len(q) + spare, len(segments) + spare, max(LENGTHS))
+    if CUDA:
+        return attention_kernel.make_work_list(capacity, heads, pool.shape[3], head_dim, pool.dtype)
+    return WorkList(capacity, heads, pool.shape[3], head_dim, TINY, DEVICE)
+
+
+def attend(q, segments, block_table, pool, layer=1, work=None):
+    work = work or work_for(q, segments, pool)
+    work.build(segments)
+    return attention_kernel.multi_token_attention(q, block_table, pool, layer, q.shape[2] ** -0.5, work)
+
+
+def assert_as_exact_as_plain_attention(batch, o, layer=1):
+    scale = batch[0].shape[2] ** -0.5
+    exact = dense_attention(*batch, layer, scale, torch.float64)
+    plain = error(dense_attention(*batch, layer, scale, batch[0].dtype), exact)
+    assert o.dtype == batch[0].dtype and o.isfinite().all()
+    assert error(o, exact) <= 2 * plain, f"error {error(o, exact):.3g}, of plain attention {plain:.3g}"
+    assert (o[(exact == 0).all(dim=2)] == 0).all()  # tokens of no segment
+
+
+@needs_kernels
+@pytest.mark.parametrize("seed", range(4 if CUDA else 1))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (8, 2), (5, 1), (14, 2), (32, 1)] if CUDA else [(2, 2), (6, 2)])
+def test_errors_are_those_of_plain_attention(seed, dtype, heads, kv_heads):
+    batch = random_batch(seed, heads, kv_heads, 128 if CUDA else 16, dtype, LENGTHS)
+    for layer in (0, 1):
+        assert_as_exact_as_plain_attention(batch, attend(*batch, layer), layer)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "head_dim, chunk", [(16, 16), (64, 64), (64, 24), (80, 32), (96, 16), (256, 32)] if CUDA else [(24, 16), (16, 24)]
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_head_and_chunk_sizes(head_dim, chunk, dtype):
+    batch = random_batch(7, 4, 2, head_dim, dtype, LENGTHS, chunk)
+    assert_as_exact_as_plain_attention(batch, attend(*batch))
+
+
+@needs_kernels
+@pytest.mark.parametrize("table", ["reversed", "shared"])
+def test_block_tables_in_any_order(table):
+    batch = random_batch(11, 4, 2, 128 if CUDA else 16, DTYPES[-1], LENGTHS, table=table)
+    assert_as_exact_as_plain_attention(batch, attend(*batch))
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_is_the_same_bits_whatever_its_neighbours(dtype):
+    q, segments, block_table, pool = random_batch(5, 4, 1, 128 if CUDA else 16, dtype, LENGTHS)
+    together = attend(q, segments, block_table, pool)
+    for segment in segments if CUDA else segments[::3]:
+        alone = attend(q, segment.view(1, 5), block_table, pool)
+        rows = slice(int(segment[0]), int(segment[0] + segment[1]))
+        assert torch.equal(alone[rows], together[rows])
+        assert (alone[: rows.start] == 0).all() and (alone[rows.stop :] == 0).all()
+    assert torch.equal(attend(q, segments.flip(0), block_table, pool), together)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_large_tiles_leave_multiprocessors_only_to_kernels_beside_them(monkeypatch, overlap):
+    kernel = MagicMock()
+    monkeypatch.setattr(attention_kernel, "_attend", kernel)
+    monkeypatch.setattr(attention_kernel, "_overlaps", lambda device: overlap)
+    work = WorkList(Capacity(200, 1, 200), 2, 2, 16, TINY, "meta")
+    q, pool = torch.empty(200, 2, 16, device="meta"), torch.empty(9, 1, 2, 2, 32, 16, device="meta")
+    attention_kernel.multi_token_attention(q, torch.empty(1, 9, device="meta"), pool, 0, 1.0, work)
+    names = ("LARGEST", "LEADS", "FOLLOWS", "launch_pdl")
+    launches = kernel.__getitem__.return_value.call_args_list
+    assert [[launch.kwargs[name] for name in names] for launch in launches] == (
+        [[True, True, False, False], [False, True, True, True], [False, False, True, True]]
+        if overlap
+        else [[False] * 4] * 3
+    )
+
+
+@needs_kernels
+def test_a_work_list_serves_one_step_after_the_other():
+    batch = random_batch(3, 4, 2, 128 if CUDA else 16, DTYPES[-1], LENGTHS)
+    q, segments, block_table, pool = batch
+    work = work_for(q, segments, pool)
+    first = attend(*batch, work=work)
+    work.build(segments[:2])
+    scale = q.shape[2] ** -0.5
+    again = [attention_kernel.multi_token_attention(q, block_table, pool, layer, scale, work) for layer in (0, 1)]
+    work.build(segments[:0])
+    assert (attention_kernel.multi_token_attention(q, block_table, pool, 0, scale, work) == 0).all()
+    for layer, o in enumerate(again):
+        assert_as_exact_as_plain_attention((q, segments[:2], block_table, pool), o, layer)
+    assert torch.equal(attend(*batch, work=work), first)
+
+
+@needs_kernels
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("group", [1, 4, 5])
+def test_the_list_agrees_with_its_twin(seed, group):
+    dice = random.Random(seed)
+    segments, row = [], 0
+    for seat in range(7):
+        kv_len = dice.choice([1, 500, 512, 513, 3000, 40000])
+        q_len = min(kv_len, dice.choice([0, 1, 3, 16, 17, 200, 2000]))
+        segments.append((row, q_len, dice.randint(0, kv_len - q_len) if q_len else 0, kv_len, seat))
+        row += q_len
+    tiles = (Tile(16, 64, 4, 2, 1), Tile(64, 64, 4, 2, 1), Tile(128, 64, 8, 2, 1))
+    work = WorkList(Capacity(row + 9, 8, 40000), group, 1, 16, tiles, DEVICE)
+    listed = torch.tensor(segments, dtype=torch.int32, device=DEVICE)
+    work.build(listed)
+    items = list_work(listed, group, tiles)
+    assert work.counters[:3].tolist() == [[len(kind) for kind in items], [0, 0, 0], [0, 0, 0]]
+    keys = [sum(max(end - begin, 0) for _, _, _, begin, end, *_ in kind) for kind in items]
+    large = work_list.LARGE_TILE_COST * keys[2]
+    share = work.processors * large / max(large + keys[0] + keys[1], 1)
+    assert abs(work.counters[3, 0].item() - share) <= 2 + share / 10  # its keys are summed up less exactly
+    assert [work.items[i, : len(kind)].tolist() for i, kind in enumerate(items)] == items
+    assert work.covered.tolist() == [1] * row + [0] * 9
+    pairs = [pair + size * splits for kind in items for _, size, *_, pair, _, splits, _, _ in kind if splits > 1]
+    assert max(pairs, default=0) <= len(work.partial)
+
+
+@needs_kernels
+def test_large_tiles_over_a_long_context_get_every_multiprocessor():
+    """6,000 queries of 64 heads a group, two to a tile, over a million keys: more keys than 32 bits count."""
+    tiles = (Tile(64, 64, 4, 2, 1), Tile(128, 64, 8, 2, 1))
+    work = WorkList(Capacity(6000, 1, 2**20), 64, 1, 16, tiles, DEVICE)
+    work.build(torch.tensor([(0, 6000, 0, 2**20, 0)], dtype=torch.int32, device=DEVICE))
+    assert work.counters[3, 0].item() == work.processors
+
+
+@needs_kernels
+def test_what_no_work_list_holds_is_refused():
+    batch = random_batch(3, 4, 2, 16, torch.float32, LENGTHS[:4])
+    work = work_for(*batch[:2], batch[3], spare=0)
+    with pytest.raises(ValueError, match="segments"):
+        work.build(torch.cat((batch[1], batch[1])))
+    with pytest.raises(ValueError, match="beyond"):
+        attention_kernel.multi_token_attention(torch.cat((batch[0], batch[0])), *batch[2:], 0, 1.0, work)
+    with pytest.raises(ValueError, match="tile"):
+        attention_kernel.tiles_for(torch.float16, 4, 4, 512)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs a GPU")
+def test_one_captured_launch_serves_any_mixture():
+    tokens, scale = 2200, 128**-0.5
+    q, _, block_table, pool = random_batch(1, 8, 2, 128, torch.bfloat16, (3000, 2000, 40, 9000))
+    static_q = torch.zeros(tokens, 8, 128, dtype=q.dtype, device="cuda")
+    static_segments = torch.zeros(16, 5, dtype=torch.int32, device="cuda")
+    work = attention_kernel.make_work_list(Capacity(tokens, 16, 9000), 8, 2, 128, pool.dtype)
+    work.build(static_segments)
+    attention_kernel.multi_token_attention(static_q, block_table, pool, 1, scale, work)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work.build(static_segments)
+        o = attention_kernel.multi_token_attention(static_q, block_table, pool, 1, scale, work)
+    mixtures = [[(0, 1, 0, 9000, 3)], [(0, 2000, 0, 3000, 0), (2000, 1, 0, 40, 2)], [(5, 30, 64, 1999, 1)], []]
+    mixtures.append([(i, 1, 0, 1000 + i, i % 2) for i in range(16)])
+    for mixture in mixtures * 2:
+        static_segments.zero_()
+        if mixture:
+            static_segments[: len(mixture)] = torch.tensor(mixture, dtype=torch.int32)
+        static_q.normal_()
+        graph.replay()
+        batch = (static_q, static_segments[: len(mixture)], block_table, pool)
+        if mixture:
+            assert_as_exact_as_plain_attention(batch, o)
+        assert torch.equal(o, attend(*batch))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs a GPU")
+def test_slots_beyond_four_billion_elements():
+    pool = torch.zeros(1200, 64, 2, 8, 32, 128, dtype=torch.bfloat16, device="cuda")  # 10 GB
+    table = torch.tensor([[1199, 1198, 600]], dtype=torch.int32, device="cuda")
+    pool[table[0].long(), 63] = torch.randn(3, 2, 8, 32, 128, device="cuda").to(pool.dtype)
+    q = torch.randn(2, 8, 128, device="cuda").to(pool.dtype)
+    segments = torch.tensor([[0, 2, 0, 90, 0]], dtype=torch.int32, device="cuda")
+    batch = (q, segments, table, pool)
+    assert_as_exact_as_plain_attention(batch, attend(*batch, layer=63), layer=63)
+
+
+@needs_kernels
+def test_a_tile_is_merged_when_its_own_last_split_is_done():
+    """The first queries of a long prompt do not reach the last splits of its segment."""
+    length, head_dim = max(LENGTHS), 128 if CUDA else 16
+    _, _, block_table, pool = random_batch(2, 6, 2, head_dim, DTYPES[0], [length])
+    queries = 3 * length // 4
+    q = torch.randn(queries, 6, head_dim, generator=torch.Generator(DEVICE).manual_seed(2), device=DEVICE)
+    segments = torch.tensor([[0, queries, 0, length, 0]], dtype=torch.int32, device=DEVICE)
+    (items,) = (kind for kind in list_work(segments, 3, work_for(q, segments, pool).tiles) if kind)
+    assert min(reached for *_, reached, _ in items) < max(splits for *_, splits, _, _ in items)
+    batch = q, segments, block_table, pool
+    assert_as_exact_as_plain_attention(batch, attend(*batch))

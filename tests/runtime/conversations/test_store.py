@@ -1,0 +1,398 @@
+"""The history store alone: branches, forks, TTLs, and a process killed while it commits."""
+
+from __future__ import annotations
+
+import random
+import resource
+import sqlite3
+import subprocess
+import sys
+import time
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pensieve.runtime.conversations import store as history_store
+from pensieve.runtime.conversations.schema import Gone, Name
+from pensieve.runtime.conversations.store import HistoryStore
+from pensieve.runtime.conversations.transcript import Message, Transcript
+from pensieve.scheduler.types import RequestError, SettingError
+
+A, B = Name("", "a"), Name("", "b")
+
+
+@pytest.fixture
+def store() -> Iterator[HistoryStore]:
+    made = HistoryStore(":memory:")
+    yield made
+    made.close()
+
+
+def dialogue(*contents: str) -> tuple[Message, ...]:
+    return tuple({"role": ("user", "assistant")[at % 2], "content": content} for at, content in enumerate(contents))
+
+
+def transcript(*contents: str, seed: int = 0) -> Transcript:
+    """Three tokens a message, which depend on it and on all before it."""
+    text, tokens = "", array("i")
+    for content in contents:
+        text += f"<{content}>"
+        draw = random.Random(f"{seed} {text}")
+        tokens += array("i", [draw.randrange(-5, 2**31) for _ in range(3)])
+    return Transcript(dialogue(*contents), tokens, text, len(tokens) - 1)
+
+
+def stored(store: HistoryStore, name: Name, now: float = 0.0) -> Transcript:
+    found = store.find(name, now)
+    assert found is not None and found[1] is not None
+    assert found[0].tokens == len(found[1].transcript().tokens)
+    return found[1].transcript()
+
+
+def rows(store: HistoryStore) -> int:
+    return int(store._db.execute("SELECT count(*) FROM turns").fetchone()[0])
+
+
+def refused(status: int, call: object, *args: object) -> None:
+    with pytest.raises(RequestError) as error:
+        call(*args)  # type: ignore[operator]
+    assert error.value.status == status
+
+
+def test_turns_come_back_as_they_were_and_each_is_stored_once(store: HistoryStore) -> None:
+    for count in range(2, 12, 2):
+        whole = transcript(*map(str, range(count)))
+        store.commit(A, whole, now=float(count))
+        assert stored(store, A) == whole
+    assert rows(store) == 5
+    sizes = store._db.execute("SELECT length(tokens), length(messages) FROM turns ORDER BY number").fetchall()
+    assert {size for size, _ in sizes} == {24}  # 6 new tokens each
+    found = store.get(A, 0.0)
+    assert (found.created, found.active) == (2.0, 10.0)
+
+
+def test_a_diverging_history_replaces_the_branch_that_the_name_stood_for(store: HistoryStore) -> None:
+    store.commit(A, transcript("0", "1", "2", "3", "4", "5"), 1.0)
+    store.commit(A, transcript("0", "1"), 1.0)
+    store.commit(A, transcript("0", "1", "2", "3"), 1.0)
+    store.commit(A, transcript("0", "1", "other", "3"), 2.0)
+    assert stored(store, A) == transcript("0", "1", "other", "3")
+    assert rows(store) == 2, "what only the old branch needed is gone"
+
+
+def test_of_completions_the_branch_left_behind_goes_too(store: HistoryStore) -> None:
+    """They have no messages: what a turn goes on from is told by its tokens."""
+
+    def completion(*tokens: int) -> Transcript:
+        return Transcript((), array("i", tokens), "".join(map(chr, tokens)), len(tokens))
+
+    store.commit(A, completion(1, 2, 3), 1.0)
+    store.commit(A, completion(1, 2, 3, 4, 5), 1.0)
+    for reply in range(9):
+        store.commit(A, completion(1, 2, 3, 4, 5, 6, 60 + reply), 1.0)
+    assert stored(store, A) == completion(1, 2, 3, 4, 5, 6, 68) and rows(store) == 3
+    store.commit(A, completion(1, 2, 9), 1.0)
+    assert stored(store, A) == completion(1, 2, 9) and rows(store) == 1
+    store.commit(A, completion(1, 2, 9, 9), 1.0)
+    assert stored(store, A) == completion(1, 2, 9, 9) and rows(store) == 2
+
+
+def test_forks_share_what_they_have_in_common_and_go_their_own_ways(store: HistoryStore) -> None:
+    store.commit(A, transcript("0", "1", "2", "3"), 1.0)
+    fork = store.fork(A, "b", 2.0)
+    assert fork.parent == "a" and stored(store, B) == stored(store, A)
+    assert rows(store) == 1
+    store.commit(B, transcript("0", "1", "2", "3", "4", "5"), 3.0)
+    store.commit(A, transcript("0", "1", "2", "3", "x", "y"), 3.0)
+    assert stored(store, B) == transcript("0", "1", "2", "3", "4", "5")
+    assert stored(store, A) == transcript("0", "1", "2", "3", "x", "y")
+    store.delete(A, 4.0)
+    assert stored(store, B) == transcript("0", "1", "2", "3", "4", "5") and rows(store) == 2
+    store.delete(B, 4.0)
+    assert rows(store) == 0
+
+
+def test_a_deleted_conversation_says_what_of_its_log_was_its_own(store: HistoryStore) -> None:
+    whole, longer = transcript("0", "1", "2", "3"), transcript("0", "1", "2", "3", "4", "5")
+    store.commit(A, whole, 1.0, b"salt")
+    store.fork(A, "b", 2.0)
+    store.fork(A, "c", 2.0)
+    store.commit(B, longer, 3.0, b"salt")
+    assert store.delete(Name("", "c"), 4.0) == Gone(Name("", "c"), "c", whole.tokens, len(whole.tokens), b"salt"), (
+        "all others'"
+    )
+    assert store.delete(B, 4.0) == Gone(B, "b", longer.tokens, len(whole.tokens), b"salt")
+    assert store.delete(A, 4.0) == Gone(A, "a", whole.tokens, 0, b"salt")
+    store.create(A, 5.0)
+    assert store.delete(A, 5.0) == Gone(A, "a", array("i"), 0, b"")
+    assert store.take_expired() == []
+
+
+def test_a_deleted_response_says_whether_its_line_ends_with_it(store: HistoryStore) -> None:
+    first, second = (Name("", name, "response") for name in ("r1", "r2"))
+    whole, longer = transcript("0", "1", "2", "3"), transcript("0", "1", "2", "3", "4", "5")
+    store.commit(first, whole, 1.0, b"salt")
+    store.commit(second, longer, 2.0, b"salt", behind=first, parent="r1", thread="r1")
+    assert store.delete(first, 3.0) == Gone(first, None, whole.tokens, len(whole.tokens), b"salt")
+    assert stored(store, second) == longer
+    assert store.delete(second, 3.0) == Gone(second, "r1", longer.tokens, 0, b"salt") and rows(store) == 0
+
+
+def test_what_has_expired_is_said_once_it_is_deleted() -> None:
+    store, whole = HistoryStore(":memory:", history_ttl=100.0), transcript("0", "1", "2", "3")
+    store.commit(A, whole, 1.0, b"salt")
+    store.create(B, 200.0)
+    assert store.take_expired() == [Gone(A, "a", whole.tokens, 0, b"salt")] and store.take_expired() == []
+    store.close()
+
+
+@pytest.mark.parametrize("way", ["turn", "create", "fork"])
+def test_what_has_expired_is_said_before_its_name_is_another_ones(way: str) -> None:
+    """In time for the loop: of a turn, when it begins."""
+    store, whole = HistoryStore(":memory:", history_ttl=10.0), transcript("0", "1", "2", "3")
+    store.commit(A, whole, 1.0, b"salt")
+    store.create(B, 2.0)
+    store.change(B, 2.0, history_ttl=1000.0)
+    match way:
+        case "turn":
+            assert store.admit([B, A], 12.0) == [2]
+        case "create":
+            store.create(A, 12.0)
+        case "fork":
+            store.fork(B, "a", 12.0)
+    assert store.take_expired() == [Gone(A, "a", whole.tokens, 0, b"salt")]
+    store.commit(A, whole, 12.0)
+    assert store.take_expired() == []
+    store.close()
+
+
+def test_a_file_of_the_version_before(tmp_path: Path) -> None:
+    """It has no salts; what it holds is served as before."""
+    store = HistoryStore(tmp_path / "file")
+    store.commit(A, transcript("0", "1"), 1.0, b"salt")
+    store.close()
+    with sqlite3.connect(tmp_path / "file") as db:
+        db.execute("ALTER TABLE conversations DROP COLUMN salt")
+        db.execute("DROP TABLE tokenizer")
+        db.execute("PRAGMA user_version = 1")
+    db.close()
+    store = HistoryStore(tmp_path / "file")
+    store.use_tokenizer(b"whichever")
+    assert stored(store, A) == transcript("0", "1") and store.get(A, 1.0).salt == b""
+    store.commit(A, transcript("0", "1", "2", "3"), 2.0, b"new")
+    assert store.get(A, 2.0).salt == b"new"
+    store.close()
+    HistoryStore(tmp_path / "file").close()
+
+
+def test_random_operations_agree_with_plain_dictionaries(store: HistoryStore) -> None:
+    draw, truth = random.Random(3), {}
+    for _ in range(600):
+        name = Name(draw.choice(("", "k")), draw.choice("abc"))
+        match draw.choice(("turn", "turn", "turn", "branch", "fork", "delete")):
+            case "fork" if name in truth:
+                new = name._replace(id=draw.choice("abc"))
+                if new in truth:
+                    refused(409, store.fork, name, new.id, 0.0)
+                else:
+                    store.fork(name, new.id, 0.0)
+                    truth[new] = truth[name]
+            case "delete" if name in truth:
+                store.delete(name, 0.0)
+                del truth[name]
+            case "turn" | "branch" as kind:
+                said = truth.get(name, ())
+                said = said[: draw.randrange(len(said) + 1)] if kind == "branch" else said
+                truth[name] = (*said, *(draw.choice("xyz") for _ in range(draw.choice((1, 2, 3)))))
+                store.commit(name, transcript(*truth[name], seed=draw.randrange(2)), 0.0)
+        for known, said in truth.items():
+            assert stored(store, known).messages == dialogue(*said)
+    for name in list(truth):
+        store.delete(name, 0.0)
+    assert rows(store) == 0
+
+
+def test_owners_and_kinds_do_not_meet(store: HistoryStore) -> None:
+    store.commit(Name("one", "a"), transcript("0", "1"), 1.0)
+    other = Name("two", "a")
+    for call in (store.get, store.delete):
+        refused(404, call, other, 1.0)
+    refused(404, store.fork, other, "b", 1.0)
+    refused(404, store.get, Name("one", "a", "response"), 1.0)
+    assert store.find(other, 1.0) is None and store.page("two", 9, None, True, 1.0) == ([], False)
+    store.create(other, 1.0)
+    refused(409, store.create, other, 1.0)
+
+
+def test_pages(store: HistoryStore) -> None:
+    for number in range(5):
+        store.create(Name("", str(number)), float(number))
+    store.commit(Name("", "snapshot", "response"), transcript("0", "1"), 9.0)
+
+    def ids(*args: object) -> tuple[str, bool]:
+        found, more = store.page("", *args, now=9.0)  # type: ignore[arg-type]
+        return "".join(conversation.id for conversation in found), more
+
+    assert ids(2, None, True) == ("01", True)
+    assert ids(2, "1", True) == ("23", True)
+    assert ids(2, "3", True) == ("4", False)
+    assert ids(3, None, False) == ("432", True)
+    assert ids(3, "2", False) == ("10", False)
+    refused(404, store.page, "", 2, "unknown", True, 9.0)
+
+
+def test_histories_expire_by_their_own_ttl_or_the_default() -> None:
+    store = HistoryStore(":memory:", history_ttl=100.0)
+    store.commit(A, transcript("0", "1"), 0.0)
+    store.commit(B, transcript("2", "3"), 0.0)
+    store.change(B, 0.0, history_ttl=1000.0)
+    assert store.find(A, 99.0) is not None
+    assert store.find(A, 100.0) is None and store.find(B, 999.0) is not None
+    refused(404, store.get, A, 100.0)
+    store.commit(A, transcript("new", "1"), 101.0)  # its name is free again
+    assert stored(store, A, 101.0) == transcript("new", "1")
+    store.create(Name("", "c"), 2000.0)  # the next writing clears away
+    assert rows(store) == 0
+
+
+def test_a_failing_transaction_changes_nothing(store: HistoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.commit(A, transcript("0", "1"), 1.0)
+
+    def full(*_: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(store, "_prune", full)
+    refused(507, store.commit, A, transcript("0", "1", "2", "3"), 2.0)
+    monkeypatch.undo()
+    assert stored(store, A) == transcript("0", "1") and rows(store) == 1
+    store.commit(A, transcript("0", "1", "2", "3"), 2.0)
+
+
+def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    damaged, newer, good = (tmp_path / name for name in ("damaged", "newer", "good"))
+    damaged.write_bytes(b"SQLite format 3\0" + b"\x7f" * 5000)
+    with sqlite3.connect(newer) as db:
+        db.execute("PRAGMA user_version = 99")
+    for path, words in ((damaged, "move it away"), (newer, "number 99"), (tmp_path, "cannot open")):
+        with pytest.raises(SettingError, match=words) as error:
+            HistoryStore(path)
+        assert error.value.setting == "--state-dir"
+    first = HistoryStore(good)
+    monkeypatch.setattr(history_store, "LOCK_SECONDS", 0.05)
+    with pytest.raises(SettingError, match="in use by another server"):
+        HistoryStore(good)
+    first.close()
+    HistoryStore(good).close()
+
+
+def test_that_a_file_cannot_be_written_to_is_known_when_it_is_opened(tmp_path: Path) -> None:
+    path = tmp_path / "history.sqlite"
+    HistoryStore(path).close()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(SettingError, match="--state-dir: cannot open"):
+            HistoryStore(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+WRITER = """
+import sys
+from pensieve.runtime.conversations.schema import Name
+from pensieve.runtime.conversations.store import HistoryStore
+from tests.runtime.conversations.test_store import transcript
+store = HistoryStore(sys.argv[1])
+number = 0
+while True:
+    number += 1
+    name = Name("", str(number % 3))
+    said = [f"{number % 3} {turn}" for turn in range(2 * (number // 3 + 1))]
+    whole = transcript(*said)
+    print(number, flush=True)
+    store.commit(name, whole, float(number))
+    if number % 7 == 0:
+        copy = Name("", "copy")
+        if store.find(copy, 0.0):
+            store.delete(copy, 0.0)
+        store.fork(name, "copy", float(number))
+    print(-number, flush=True)
+"""
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_killed_while_committing_every_turn_is_whole_or_absent(tmp_path: Path, seed: int) -> None:
+    path = tmp_path / "history.sqlite"
+    process = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    lines = [int(process.stdout.readline()) for _ in range(40)]
+    time.sleep(random.Random(seed).random() * 0.05)
+    process.kill()
+    lines += [int(line) for line in process.stdout.read().split("\n")[:-1]]
+    process.wait()
+    durable, last = -min(lines), max(lines)
+    assert last - durable <= 1 and durable >= 20
+    store = HistoryStore(path)
+    for kind in range(3):
+        numbers = [number for number in range(1, durable + 1) if number % 3 == kind]
+        turns = len(stored(store, Name("", str(kind))).messages) // 2
+        committed = [numbers[-1] // 3 + 1] + ([last // 3 + 1] if last % 3 == kind else [])
+        assert turns in committed, "a turn that was reported is there, at most one more is"
+        expected = transcript(*(f"{kind} {turn}" for turn in range(2 * turns)))
+        assert stored(store, Name("", str(kind))) == expected
+    assert rows(store) == store._db.execute(
+        "WITH RECURSIVE used (n) AS (SELECT head FROM conversations UNION SELECT parent FROM turns JOIN used "
+        "ON number = n WHERE parent IS NOT NULL) SELECT count(*) FROM used"
+    ).fetchone()[0], "no turn is left over"  # fmt: skip
+    store.close()
+
+
+def test_every_transaction_is_flushed_before_it_is_reported(tmp_path: Path) -> None:
+    """After a loss of power too: a write-ahead log that is flushed with each commit (2 is FULL)."""
+    store = HistoryStore(tmp_path / "file")
+    settings = [store._db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("journal_mode", "synchronous")]
+    assert settings == ["wal", 2]
+    store.close()
+
+
+def test_what_a_failed_transaction_did_not_remove_is_not_told() -> None:
+    """Its KV would be forgotten, though it is still there."""
+    store, whole = HistoryStore(":memory:", history_ttl=10.0), transcript("0", "1")
+    store.commit(A, whole, 1.0, b"salt")
+    with pytest.raises(ZeroDivisionError), store.transaction(100.0):
+        raise ZeroDivisionError
+    assert store.take_expired() == [] and rows(store) == 1
+    store.create(B, 200.0)
+    assert store.take_expired() == [Gone(A, "a", whole.tokens, 0, b"salt")]
+    store.close()
+
+
+def test_what_has_expired_is_not_listed() -> None:
+    """Before it is cleared away too: a listing writes nothing."""
+    store = HistoryStore(":memory:", history_ttl=10.0)
+    store.commit(A, transcript("0", "1"), 0.0)
+    store.commit(B, transcript("2", "3"), 5.0)
+    found, more = store.page("", 9, None, True, 12.0)
+    assert ([conversation.id for conversation in found], more) == (["b"], False) and rows(store) == 2
+    store.close()
+
+
+def test_of_several_turns_of_its_own_a_deleted_fork_shares_what_is_before_the_first(store: HistoryStore) -> None:
+    said = tuple(map(str, range(8)))
+    store.commit(A, transcript(*said[:4]), 1.0)
+    store.fork(A, "b", 2.0)
+    store.commit(B, transcript(*said[:6]), 3.0)
+    store.commit(B, transcript(*said), 4.0)
+    assert store.delete(B, 5.0).shared == len(transcript(*said[:4]).tokens)
+
+
+def test_what_has_expired_does_not_count_for_a_quota() -> None:
+    """Before it is cleared away too."""
+    store = HistoryStore(":memory:", history_ttl=10.0, quota=1)
+    store.create(A, 0.0)
+    refused(429, store.create, B, 5.0)
+    store.create(B, 10.0)
+    assert store.find(B, 10.0) is not None
+    store.close()

@@ -1,0 +1,70 @@
+from dataclasses import replace
+
+import pytest
+
+from pensieve.builder.checkpoints.config import DecoderConfig, Rotary, Shard
+from pensieve.runtime.device.memory import CUDA_ALLOWANCE, GIB, activation_bytes, check_pool_fits, divide
+from pensieve.runtime.device.protocol import Memory
+from pensieve.scheduler.types import SettingError
+
+LLAMA_8B = DecoderConfig(
+    architecture="LlamaForCausalLM", vocab_size=128256, hidden_size=4096, layers=32, heads=32, kv_heads=8,
+    head_dim=128, mlp_size=14336, max_positions=8192, embedding_size=4096, rotary=Rotary(128, 5e5), position_offset=0,
+    norm="rms", norm_eps=1e-5, norm_affine=True, norm_first=True, final_norm=True, qk_norm=False, activation="silu",
+    gated=True, qkv_bias=False, attention_out_bias=False, mlp_bias=False, tied_embeddings=False,
+)  # fmt: skip
+
+
+def test_activations_of_a_step():
+    """Counted by hand for 1,024 tokens, 64 rows and 16k contexts in bfloat16."""
+    stream = 4096 * (3 * 2 + 2 * 4)
+    mlp = 4 * 14336 * 2
+    partial = 16 * 32 * 129 * 4
+    drawn, scored = 128256 * (2 + 4 + 4 + 76), 128256 * (2 + 4 + 4 + 8)
+    rows = dict(sampled=64, scored=10)
+    logits = 64 * drawn + 10 * scored
+    whole = activation_bytes(Shard(LLAMA_8B), 2, tokens=1024, context=16384, **rows)
+    assert whole == 1024 * (stream + mlp + partial) + logits
+    short = activation_bytes(Shard(LLAMA_8B), 2, tokens=1024, context=1024, **rows)
+    assert short == 1024 * (stream + mlp) + logits, "contexts of one split need no partial results"
+    narrow = activation_bytes(Shard(replace(LLAMA_8B, mlp_size=64)), 2, tokens=1, sampled=0, scored=0, context=1024)
+    assert narrow == stream + (3 * 32 + 2 * 8) * 128 * 2, "attention is the wider part"
+
+
+def test_activations_of_a_rank():
+    """Heads and MLP are divided, the vocabulary is not; four of the eight ranks share each KV head with a neighbour."""
+    sizes = dict(tokens=1, context=1024)
+    rank = Shard(replace(LLAMA_8B, kv_heads=4), 8)
+    stream = 4096 * (4 * 2 + 2 * 4)
+    assert activation_bytes(rank, 2, **sizes, sampled=0, scored=0) == stream + 4 * 14336 // 8 * 2
+    narrow = Shard(replace(rank.config, mlp_size=64), 8)
+    assert activation_bytes(narrow, 2, **sizes, sampled=0, scored=0) == stream + (3 * 4 + 2 * 1) * 128 * 2
+    logits = [activation_bytes(rank, 2, **sizes, sampled=1, scored=n) for n in (0, 1)]
+    assert logits[1] - logits[0] == 128256 * (3 * 2 + 4 + 4 + 8)
+
+
+def test_a_gpu_is_divided():
+    memory = Memory(free=120 * GIB, total=140 * GIB)
+    division = divide(memory, 0.9, 16 * GIB, 3 * GIB)
+    assert division.kv == 126 * GIB - 16 * GIB - 3 * GIB - CUDA_ALLOWANCE
+    assert sum(division) == 126 * GIB
+
+
+@pytest.mark.parametrize(
+    ("free", "share", "weights", "message"),
+    [
+        (60, 1.1, 16, "must be more than 0 and at most 1, not 1.1"),
+        (60, 0.0, 16, "must be more than 0"),
+        (60, 0.2, 16, "0.2 of 80.0 GiB leaves nothing for KV: weights take 16.0 GiB, .* --max-num-batched-tokens"),
+        (40, 0.9, 16, "means 51.0 GiB of KV and 3.0 of activations, but 40.0 GiB are free: lower it"),
+    ],
+)
+def test_a_share_that_cannot_be_had(free, share, weights, message):
+    with pytest.raises(SettingError, match=f"--gpu-memory-utilization: .*{message}"):
+        divide(Memory(free * GIB, 80 * GIB), share, weights * GIB, 3 * GIB)
+
+
+def test_a_pool_that_does_not_fit_says_what_does():
+    check_pool_fits("--host-kv-chunks", 10, 10 * GIB, 10 * GIB)
+    with pytest.raises(SettingError, match=r"--host-kv-chunks: 10 chunks need 10\.00 GiB and 5\.50 .* enough for 5"):
+        check_pool_fits("--host-kv-chunks", 10, 10 * GIB, 5 * GIB + GIB // 2)

@@ -1,0 +1,571 @@
+"""The disk tier by itself: plans made by hand, HOST slots as rows of an array, and a system that fails on purpose."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pensieve.runtime.disk import segments as disk_files
+from pensieve.runtime.disk.record import PAGE, record_bytes
+from pensieve.runtime.disk.segments import SystemCalls, aligned_buffer
+from pensieve.runtime.disk.store import DiskReport, DiskSettings, DiskStore
+from pensieve.scheduler.plan import Promotion, Spill
+from pensieve.scheduler.types import InvariantError, SettingError
+
+from ..fake_engine import plan
+
+SLOTS = 20
+SEGMENT_SLOTS = 8
+SIZES = [3000, PAGE]  # copied through a buffer, and perhaps in place
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+class Tier:
+    """A store and the HOST slots it works on, a context manager."""
+
+    def __init__(self, directory, payload=3000, system=SystemCalls(), engine="ab", slots=SLOTS):  # noqa: B008
+        self.host = np.frombuffer(np.random.default_rng(0).bytes(SLOTS * payload), np.uint8).reshape(SLOTS, payload)
+        self.host = self.host.copy()
+        self.content = self.host.copy()
+        self.files = directory / "rank-0"
+        settings = DiskSettings(
+            directory, slots, engine, system=system, segment_bytes=SEGMENT_SLOTS * record_bytes(payload)
+        )
+        self.store = DiskStore(settings, 32, self.host.__getitem__)
+        self._steps = 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.store.close()
+
+    def begin(self, **work):
+        self._steps += 1
+        return self.store.begin(replace(plan(self._steps), **{name: tuple(value) for name, value in work.items()}))
+
+    def erase(self, *slots):
+        """Those that could not be."""
+        return self.begin(erased=slots).result()
+
+    def finished(self) -> DiskReport:
+        """All reports until nothing is under way, put together and sorted."""
+        reports = []
+        while self.store.busy:
+            self.store.wait(1.0)
+            reports.append(self.store.take())
+        fields = zip(*reports, strict=True)
+        return DiskReport(*(tuple(sorted(slot for part in parts for slot in part)) for parts in fields))
+
+    def save(self, slots, **more) -> DiskReport:
+        """HOST slot n as the record of key n in DISK slot n."""
+        self.begin(spills=[Spill(slot, slot, key(slot), 32 * slot) for slot in slots], **more)
+        return self.finished()
+
+    def load(self, slots, keys=None, into=None) -> DiskReport:
+        """Back into emptied HOST slots."""
+        into = into or slots
+        self.host[list(into)] = 0
+        self.begin(
+            promotions=[Promotion(n, at, k) for n, at, k in zip(slots, into, keys or map(key, slots), strict=True)]
+        )
+        return self.finished()
+
+    def flip(self, slot, offset, mask=1):
+        """A bit of the slot's record on disk."""
+        path = self.files / f"{slot // SEGMENT_SLOTS:06}.kv"
+        with open(path, "r+b") as file:
+            file.seek(slot % SEGMENT_SLOTS * record_bytes(self.host.shape[1]) + offset)
+            (byte,) = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ mask]))
+
+
+@pytest.fixture(params=SIZES)
+def tier(request, tmp_path):
+    with Tier(tmp_path, request.param) as made:
+        yield made
+
+
+def test_records_come_back_as_they_were(tier):
+    everything = tuple(range(SLOTS))
+    assert tier.save(everything) == DiskReport(spilled=everything)
+    assert tier.load(everything) == DiskReport(promoted=everything)
+    assert (tier.host == tier.content).all()
+    assert tier.load([3, 11, 4], into=[7, 8, 9]) == DiskReport(promoted=(3, 4, 11))
+    assert (tier.host[[7, 8, 9]] == tier.content[[3, 11, 4]]).all()
+    counters = tier.store.counters
+    assert (counters.saved, counters.loaded, counters.saving, counters.loading) == (SLOTS, SLOTS + 3, 0, 0)
+    assert counters.saved_bytes == SLOTS * record_bytes(tier.host.shape[1]) and counters.loading_seconds > 0
+    assert 0 < counters.saving_queued < counters.saving_seconds
+    assert 0 < counters.loading_queued < counters.loading_seconds
+
+
+def test_adjacent_records_go_in_one_call_and_none_across_segments(tmp_path):
+    calls = []
+
+    def write(file, buffers, offset):
+        calls.append(sum(map(len, buffers)))
+        return os.pwritev(file, buffers, offset)
+
+    with Tier(tmp_path, system=SystemCalls(write=write)) as tier:
+        assert tier.save([9, 0, 1, 3, 2, 7, 8]).spilled == (0, 1, 2, 3, 7, 8, 9)
+        assert sorted(calls) == [record_bytes(3000) * n for n in (1, 2, 4)]
+        assert tier.load([9, 0, 1, 3, 2, 7, 8]).promoted == (0, 1, 2, 3, 7, 8, 9)
+        assert (tier.host == tier.content).all()
+
+
+def test_a_restart_finds_intact_records_with_their_keys_and_ages(tier, tmp_path):
+    tier.save([0, 5, 19])
+    tier.flip(5, 20)  # in the header
+    tier.store.close()
+    with Tier(tmp_path, tier.host.shape[1]) as again:
+        records = again.store.records()
+        assert [(record.slot, record.key, record.end) for record in records] == [(0, key(0), 0), (19, key(19), 608)]
+        assert all(0 <= record.age_s < 60 for record in records)
+        assert again.load([0, 19]).promoted == (0, 19)
+        assert (again.host[[0, 19]] == tier.content[[0, 19]]).all()
+
+
+@pytest.mark.parametrize("change", [dict(engine="cd"), dict(payload=3001)])
+def test_records_of_another_engine_are_dropped_with_a_word(tmp_path, change, caplog):
+    with Tier(tmp_path) as tier:
+        tier.save([1, 2])
+    with Tier(tmp_path, **change) as tier:
+        assert tier.store.records() == [] and "another engine" in caplog.text
+        assert not list(tier.files.glob("*.kv"))
+
+
+def test_a_planted_file_of_another_engine_is_not_read(tmp_path):
+    """Even if the directory's own word about its origin were wrong."""
+    (tmp_path / "one").mkdir()
+    with Tier(tmp_path / "one", engine="cd") as tier:
+        tier.save([1])
+        files = tier.files
+    with Tier(tmp_path / "two") as tier:
+        (files / "000000.kv").rename(tier.files / "000000.kv")
+        assert tier.store.records() == []
+        assert tier.load([1]).failed == (1,)
+
+
+def test_no_more_bytes_than_the_slots_take(tmp_path):
+    with Tier(tmp_path) as tier:
+        tier.save(range(SLOTS))
+        assert sum(path.stat().st_size for path in tier.files.glob("*.kv")) == SLOTS * record_bytes(3000)
+    with Tier(tmp_path, slots=10) as tier:
+        assert sum(path.stat().st_size for path in tier.files.glob("*.kv")) == 10 * record_bytes(3000)
+        assert [record.slot for record in tier.store.records()] == list(range(10))
+    with Tier(tmp_path) as tier:
+        assert tier.save(range(10, 20)).spilled == tuple(range(10, 20))
+        assert len(tier.store.records()) == SLOTS
+
+
+# -- damage
+
+
+@pytest.mark.parametrize("offset", [0, 9, 13, 50, 90, 100, PAGE, PAGE + 1500, PAGE + 2999])
+def test_a_flipped_bit_anywhere_fails_the_record_alone(tier, offset, caplog):
+    tier.save([3, 4, 5])
+    tier.flip(4, offset)
+    assert tier.load([3, 4, 5]) == DiskReport(promoted=(3, 5), failed=(4,))
+    assert (tier.host[[3, 5]] == tier.content[[3, 5]]).all()
+    assert tier.store.counters.rejected == 1 and "not intact" in caplog.text
+
+
+@pytest.mark.parametrize("whole", [0, PAGE, 2 * PAGE])
+def test_a_torn_write_is_found(tmp_path, whole):
+    """The process was killed when so many bytes of the second record in the slot were written."""
+    payload = 3 * PAGE
+
+    def write(file, buffers, offset):
+        if torn.is_set():
+            cut = aligned_buffer(whole or PAGE)
+            cut[:] = b"".join(buffers)[: len(cut)]
+            return os.pwrite(file, cut, offset) if whole else sum(map(len, buffers))
+        return os.pwritev(file, buffers, offset)
+
+    torn = threading.Event()
+    with Tier(tmp_path, payload, SystemCalls(write=write)) as tier:
+        tier.save([6])
+        torn.set()
+        tier.begin(spills=[Spill(7, 6, key(7), 96)])
+        tier.finished()
+    with Tier(tmp_path, payload) as tier:
+        (record,) = tier.store.records()
+        if whole:  # the new header stands before the old payload
+            assert record.key == key(7) and tier.load([6], [key(7)]).failed == (6,)
+        else:
+            assert record.key == key(6) and tier.load([6]).promoted == (6,)
+
+
+def test_a_record_planted_under_another_key_is_not_returned(tier):
+    tier.save([1, 2])
+    assert tier.load([2], [key(1)]) == DiskReport(failed=(2,))
+    assert not (tier.host[2] == tier.content[1]).all()
+
+
+def test_a_slot_that_was_never_written_fails(tier):
+    assert tier.load([3]).failed == (3,)
+    tier.save([4])
+    assert tier.load([3]).failed == (3,)
+
+
+# -- a system that fails
+
+
+def failing(number, when=lambda offset: True):
+    """Calls that raise the error number where `when` says so."""
+
+    def refuse(call):
+        def wrapped(file, buffers, offset):
+            if when(offset):
+                raise OSError(number, os.strerror(number))
+            return call(file, buffers, offset)
+
+        return wrapped
+
+    return refuse
+
+
+def test_an_input_output_error_fails_the_record_at_fault_only(tmp_path, caplog):
+    record = record_bytes(3000)
+    read = failing(errno.EIO, lambda offset: offset == 2 * record)(os.preadv)
+
+    def merged(file, buffers, offset):
+        if offset <= 2 * record < offset + sum(map(len, buffers)) and len(buffers) > 1:
+            raise OSError(errno.EIO, "a bad sector")
+        return read(file, buffers, offset)
+
+    with Tier(tmp_path, system=SystemCalls(read=merged)) as tier:
+        tier.save(range(6))
+        assert tier.load(range(6)) == DiskReport(promoted=(0, 1, 3, 4, 5), failed=(2,))
+        assert "the disk fails" in caplog.text and tier.store.counters.errors == 1
+
+
+def test_writes_that_fail_are_reported_and_the_slots_serve_again(tmp_path):
+    broken = threading.Event()
+    broken.set()
+    write = failing(errno.EIO, lambda offset: broken.is_set())(os.pwritev)
+    with Tier(tmp_path, system=SystemCalls(write=write)) as tier:
+        assert tier.save([0, 1, 9]).failed == (0, 1, 9)
+        broken.clear()
+        assert tier.save([0, 1, 9]).spilled == (0, 1, 9)
+
+
+def test_a_short_transfer_is_a_failure(tmp_path):
+    with Tier(tmp_path, system=SystemCalls(write=lambda file, buffers, offset: PAGE)) as tier:
+        assert tier.save([0]).failed == (0,)
+
+
+@pytest.mark.parametrize("where", ["allocate", "write"])
+def test_a_full_disk_stops_spilling_says_so_once_and_goes_on_when_there_is_room(tmp_path, where, caplog):
+    full = threading.Event()
+
+    def refused(call):
+        def wrapped(*arguments):
+            if full.is_set():
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return call(*arguments)
+
+        return wrapped
+
+    real = dict(allocate=os.posix_fallocate, write=os.pwritev)[where]
+    with Tier(tmp_path, system=SystemCalls(**{where: refused(real)})) as tier:
+        tier.save([0])
+        full.set()
+        assert tier.save([8]).failed == (8,)
+        for _ in range(5):
+            assert tier.save([8, 9]).failed == (8, 9)
+        assert caplog.text.count("the disk is full") == 1 and tier.store.counters.full == 1
+        assert tier.load([0]).promoted == (0,), "what is there is served"
+        full.clear()
+        assert tier.save([8]).spilled == (8,)
+        assert tier.store.counters.full == 0 and "room again" in caplog.text
+        if where == "allocate":
+            assert (tier.files / "000001.kv").stat().st_size == SEGMENT_SLOTS * record_bytes(3000)
+
+
+def test_room_that_two_writers_find_at_once_is_said_once(tmp_path, monkeypatch, caplog):
+    full, both = threading.Event(), threading.Barrier(2)
+    write = failing(errno.ENOSPC, lambda offset: full.is_set())(os.pwritev)
+    found = DiskStore._not_full
+
+    def found_by_both(store):
+        both.wait(60)
+        found(store)
+
+    monkeypatch.setattr(DiskStore, "_not_full", found_by_both)
+    with Tier(tmp_path, system=SystemCalls(write=write)) as tier:
+        full.set()
+        tier.save([0])
+        full.clear()
+        assert tier.save([0, 8]).spilled == (0, 8)
+        assert tier.store.counters.full == 0 and caplog.text.count("room again") == 1
+
+
+def test_slow_reads_hold_up_neither_the_caller_nor_writes(tmp_path):
+    gate = threading.Event()
+
+    def read(file, buffers, offset):
+        gate.wait(60)
+        return os.preadv(file, buffers, offset)
+
+    with Tier(tmp_path, system=SystemCalls(read=read)) as tier:
+        tier.save(range(4))
+        began = time.perf_counter()
+        tier.begin(promotions=[Promotion(n, n, key(n)) for n in range(4)])
+        assert tier.store.take() == DiskReport() and tier.store.counters.loading == 4
+        tier.store.wait(0.002)
+        assert time.perf_counter() - began < 30
+        tier.begin(spills=[Spill(9, 9, key(9), 0)])
+        tier.store.wait(60.0)
+        assert tier.store.take().spilled == (9,)
+        gate.set()
+        assert tier.finished().promoted == (0, 1, 2, 3)
+
+
+def test_room_that_is_slow_to_be_made_holds_up_nothing_that_has_its_own(tmp_path):
+    gate = threading.Event()
+    gate.set()
+
+    def allocate(file, offset, size):
+        gate.wait(60)
+        os.posix_fallocate(file, offset, size)
+
+    with Tier(tmp_path, system=SystemCalls(allocate=allocate)) as tier:
+        tier.save([0, 1])
+        gate.clear()
+        tier.begin(spills=[Spill(9, 9, key(9), 0)])  # in the next segment
+        tier.begin(promotions=[Promotion(0, 0, key(0))])
+        tier.store.wait(60.0)
+        assert tier.store.take().promoted == (0,)
+        tier.begin(spills=[Spill(2, 2, key(2), 0)])
+        tier.store.wait(60.0)
+        assert tier.store.take().spilled == (2,)
+        gate.set()
+        assert tier.finished().spilled == (9,)
+
+
+def test_what_breaks_a_thread_breaks_the_loop(tmp_path):
+    def read(file, buffers, offset):
+        raise ZeroDivisionError
+
+    with Tier(tmp_path, system=SystemCalls(read=read)) as tier:
+        tier.save([0])
+        with pytest.raises(ZeroDivisionError):
+            tier.load([0])
+        with pytest.raises(ZeroDivisionError):
+            tier.begin()
+
+
+def test_a_file_system_without_direct_transfers(tmp_path, monkeypatch, caplog):
+    def refuse(file, command, *flags):
+        if flags and flags[0] & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no")
+        return fcntl(file, command, *flags)
+
+    fcntl = disk_files.fcntl.fcntl
+    monkeypatch.setattr(disk_files.fcntl, "fcntl", refuse)
+    caplog.set_level("INFO")
+    with Tier(tmp_path) as tier:
+        assert tier.save([1, 12]).spilled == (1, 12) and tier.load([1, 12]).promoted == (1, 12)
+        assert caplog.text.count("page cache") == 1
+
+
+def test_nobody_reads_while_direct_transfers_are_tried(tmp_path, monkeypatch):
+    """Where they are refused only when used. A read that failed so at the start would cost the record."""
+
+    def refuse(file, *_):
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
+            trying.set()
+            both.wait(1)  # as long as that takes
+            raise OSError(errno.EINVAL, "no")
+
+    def read(file, buffers, offset):
+        refuse(file)
+        return preadv(file, buffers, offset)
+
+    trying, both, preadv = threading.Event(), threading.Event(), os.preadv
+    with Tier(tmp_path) as tier:
+        tier.save([0, 1])
+    monkeypatch.setattr(os, "preadv", read)
+    with Tier(tmp_path, system=SystemCalls(read=read)) as tier:
+        tier.begin(promotions=[Promotion(0, 0, key(0))])
+        assert trying.wait(60)
+        tier.begin(promotions=[Promotion(1, 1, key(1))])
+        assert tier.finished().promoted == (0, 1)
+
+
+# -- erasing
+
+
+def test_what_is_erased_cannot_be_read(tier):
+    tier.save([3, 4])
+    tier.erase(3)
+    (left,) = tier.store.records()
+    assert left.slot == 4
+    assert tier.load([3, 4]) == DiskReport(promoted=(4,), failed=(3,))
+    assert tier.save([3]).spilled == (3,), "the slot serves again"
+    assert tier.load([3]).promoted == (3,)
+
+
+def test_the_last_record_of_a_file_is_erased_too(tier):
+    last = SEGMENT_SLOTS - 1
+    tier.save([last])
+    tier.erase(last)
+    assert tier.store.records() == [] and tier.load([last]).failed == (last,)
+
+
+def test_an_erasure_does_not_wait_behind_slow_reads_and_writes(tmp_path):
+    gate = threading.Event()
+
+    def slow(call):
+        def wrapped(file, buffers, offset):
+            if sum(map(len, buffers)) > PAGE:  # not an erasure
+                gate.wait(60)
+            return call(file, buffers, offset)
+
+        return wrapped
+
+    gate.set()
+    with Tier(tmp_path, system=SystemCalls(read=slow(os.preadv), write=slow(os.pwritev))) as tier:
+        tier.save([0, 1, 2])
+        gate.clear()
+        tier.begin(spills=[Spill(n, n, key(n), 0) for n in range(8, 16)], promotions=[Promotion(1, 1, key(1))])
+        tier.erase(2)
+        assert tier.store.take() == DiskReport() and not gate.is_set()
+        gate.set()
+        assert tier.finished().promoted == (1,)
+        assert 2 not in [record.slot for record in tier.store.records()]
+
+
+def test_a_slot_under_way_is_nobody_else_s(tmp_path):
+    gate = threading.Event()
+
+    def write(file, buffers, offset):
+        gate.wait(60)
+        return os.pwritev(file, buffers, offset)
+
+    with Tier(tmp_path, system=SystemCalls(write=write)) as tier:
+        tier.begin(spills=[Spill(3, 3, key(3), 96)])
+        for work in (
+            dict(erased=[3]),
+            dict(promotions=[Promotion(3, 4, key(3))]),
+            dict(spills=[Spill(1, 3, key(1), 0)]),
+        ):
+            with pytest.raises(InvariantError, match="in use"):
+                tier.begin(**work)
+        gate.set()
+        assert tier.finished().spilled == (3,)
+
+
+def test_an_erasure_that_fails_is_said(tmp_path, caplog):
+    broken = threading.Event()
+    write = failing(errno.EIO, lambda offset: broken.is_set())(os.pwritev)
+    with Tier(tmp_path, system=SystemCalls(write=write)) as tier:
+        tier.save([0])
+        broken.set()
+        assert tier.erase(0, 1, 9) == (0, 1), "nothing was ever written to the file of slot 9, there is none"
+        assert "may still be on disk" in caplog.text
+        broken.clear()
+        assert tier.erase(0, 1) == ()
+
+
+def test_an_erasure_takes_no_room(tmp_path):
+    """The file is of a smaller tier, and the disk is full: what is there can be overwritten all the same."""
+
+    def full(file, offset, size):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with Tier(tmp_path, slots=3) as tier:
+        tier.save([0])
+    with Tier(tmp_path, system=SystemCalls(allocate=full)) as tier:
+        assert tier.erase(0) == () and tier.store.records() == []
+
+
+def test_a_file_system_that_has_given_up_refuses_an_erasure_and_breaks_nothing(tmp_path, monkeypatch):
+    """XFS then answers every question with EIO."""
+
+    def refused(path, **_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    with Tier(tmp_path) as tier:
+        tier.save([0])
+        with monkeypatch.context() as patch:
+            patch.setattr(disk_files.Path, "stat", refused)
+            assert tier.erase(0) == (0,)
+        assert tier.erase(0) == ()
+
+
+def test_a_record_that_cannot_be_read_at_the_start_is_erased(tmp_path):
+    """Its slot is free: nobody would know of it, whoever is deleted, and the next start might find it."""
+    record = record_bytes(3000)
+    read = failing(errno.EIO, lambda offset: offset == record)(os.preadv)
+    with Tier(tmp_path) as tier:
+        tier.save([0, 1, 2])
+    with Tier(tmp_path, system=SystemCalls(read=read)) as tier:
+        assert [found.slot for found in tier.store.records()] == [0, 2]
+    with Tier(tmp_path) as tier:
+        assert [found.slot for found in tier.store.records()] == [0, 2]
+
+
+def test_a_directory_that_cannot_be_used_is_a_wrong_setting(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SettingError, match="--disk-dir"):
+        Tier(tmp_path / "file")
+    with Tier(tmp_path):
+        pass
+    (tmp_path / "rank-0" / "000099.kv").mkdir()
+    with pytest.raises(SettingError, match=r"--disk-dir: cannot use .*000099\.kv"):
+        Tier(tmp_path)
+
+
+def test_an_erasure_is_done_when_every_file_is_flushed_behind_its_writes(tmp_path, monkeypatch):
+    """A loss of power would bring back records of any file that is not flushed."""
+    calls, flush = [], os.fdatasync
+
+    def write(file, buffers, offset):
+        calls.append(("written", file))
+        return os.pwritev(file, buffers, offset)
+
+    monkeypatch.setattr(disk_files.os, "fdatasync", lambda file: (calls.append(("flushed", file)), flush(file)))
+    with Tier(tmp_path, system=SystemCalls(write=write)) as tier:
+        tier.save([0, 1, SEGMENT_SLOTS])
+        calls.clear()
+        assert tier.erase(0, 1, SEGMENT_SLOTS) == ()
+    files = {file for _, file in calls}
+    assert len(files) == 2 and calls.count(("written", min(files))) + calls.count(("written", max(files))) == 3
+    for file in files:
+        own = [what for what, where in calls if where == file]
+        assert own[-1] == "flushed" and "written" in own
+
+
+def test_an_erasure_makes_no_file_longer(tmp_path):
+    """The file of a smaller tier ends where the slot would begin: nothing was ever written there."""
+    with Tier(tmp_path, slots=3) as tier:
+        tier.save(range(3))
+    with Tier(tmp_path) as tier:
+        assert tier.erase(3) == ()
+        assert (tier.files / "000000.kv").stat().st_size == 3 * record_bytes(3000)
+
+
+def test_a_file_that_could_not_be_made_whole_gives_back_what_it_got(tmp_path):
+    """Else it would take the last room on the disk from others, and hold no record."""
+
+    def allocate(file, offset, size):
+        os.posix_fallocate(file, offset, size // 2)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with Tier(tmp_path, system=SystemCalls(allocate=allocate)) as tier:
+        assert tier.save([0]).failed == (0,)
+        assert (tier.files / "000000.kv").stat().st_size == 0

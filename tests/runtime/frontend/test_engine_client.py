@@ -1,0 +1,151 @@
+"""What the HTTP process says and hears over its pipe; this end of it is held by the test."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+from array import array
+from collections.abc import Awaitable, Callable
+from multiprocessing.connection import Connection
+
+import pytest
+
+from pensieve.runtime.frontend.engine_client import ClientGone, EngineClient
+from pensieve.runtime.messages import Abort, Fatal, Finish, KVCounters, Refusal, StepMessage, Submit
+from pensieve.scheduler.types import FinishReason, Output, Request, RequestError, SchedulerStats, Usage
+
+from ..fake_loop import step_message
+from ..observe.test_metrics import samples
+
+
+def run(work: Callable[[EngineClient, Connection], Awaitable[None]]) -> None:
+    """Runs `work` over a client and the loop's end of its pipe; both threads of the client end with it."""
+
+    async def main() -> None:
+        there, here = multiprocessing.Pipe()
+        client = EngineClient(there)
+        try:
+            await work(client, here)
+        finally:
+            here.close()
+            await client.closed.wait()
+
+    asyncio.run(main())
+
+
+def request(client: EngineClient, confirm: bool = False, prompt: int = 3) -> Request:
+    return Request(id=client.new_id(), prompt=array("i", [1] * prompt), max_tokens=9, confirm=confirm)
+
+
+def test_counts_and_times_of_a_request() -> None:
+    async def work(client: EngineClient, here: Connection) -> None:
+        one, other = request(client), request(client)
+        stream = client.submit([one, other], arrived=0.0)
+        stats, usage = SchedulerStats(running=2), Usage(gpu=2, new=1)
+        here.send(step_message(Output(one.id, (5,), None, usage), stats=stats, copied=KVCounters(1, 2)))
+        here.send(step_message(Output(one.id, (6,))))
+        here.send(step_message(Output(one.id, (7,), FinishReason.STOP)))
+        here.send(StepMessage(refusals=(Refusal(other.id, RequestError(429, "full")),)))
+        here.close()
+        await client.closed.wait()
+        assert [output.tokens for output in await stream.next()] == [(5,), (6,), (7,)]
+        with pytest.raises(RequestError, match="full"):
+            await stream.next()
+        found = samples(client.metrics)
+        assert found["pensieve:generation_tokens_total"] == 3
+        assert found["pensieve:time_to_first_token_seconds_count"] == 1
+        assert found["pensieve:inter_token_latency_seconds_count"] == 2
+        assert found['pensieve:prompt_tokens_total{source="gpu"}'] == 2
+        assert found['pensieve:requests_total{finish="stop"}'] == 1
+        assert found['pensieve:requests_total{finish="refused"}'] == 1
+        assert found["pensieve:num_requests_running"] == 2  # the latest that was said
+        assert found['pensieve:kv_copied_bytes_total{direction="swap_out"}'] == 2
+
+    run(work)
+
+
+def test_a_first_token_is_told_before_those_of_rows_that_generate() -> None:
+    """A step's plan has the prompts last; their clients wait for the longest."""
+
+    async def work(client: EngineClient, here: Connection) -> None:
+        old, new = request(client), request(client)
+        streams = {asked.id: client.submit([asked], arrived=0.0) for asked in (old, new)}
+        told: list[int] = []
+
+        async def hear(number: int) -> None:
+            await streams[number].next()
+            told.append(number)
+
+        here.send(step_message(Output(old.id, (5,))))
+        await hear(old.id)
+        waiting = asyncio.gather(hear(old.id), hear(new.id))
+        await asyncio.sleep(0)
+        here.send(StepMessage(requests=array("q", [old.id, new.id]), tokens=array("i", [6, 7])))
+        await waiting
+        assert told == [old.id, new.id, old.id]
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    ("confirm", "ended", "finished", "said"),
+    [
+        (False, False, False, [Abort]),
+        (False, True, False, []),
+        (True, False, False, [Abort]),
+        (True, True, False, [Abort]),  # ended, but its length was never confirmed: the turn is not committed
+        (True, False, True, [Finish]),
+        (True, True, True, [Finish]),
+    ],
+)
+def test_closing_aborts_what_is_not_settled(confirm: bool, ended: bool, finished: bool, said: list[type]) -> None:
+    async def work(client: EngineClient, here: Connection) -> None:
+        asked, barrier = request(client, confirm), request(client)
+        stream = client.submit([asked], arrived=0.0)
+        if ended:
+            here.send(step_message(Output(asked.id, (5,), FinishReason.LENGTH)))
+            await stream.next()
+        if finished:
+            stream.finish(asked.id, 1)
+        stream.hang_up()
+        with pytest.raises(ClientGone):
+            await stream.next()
+        stream.close()
+        stream.close()
+        client.submit([barrier], arrived=0.0)
+        assert here.recv() == Submit(asked)
+        heard = []
+        while (message := await asyncio.to_thread(here.recv)) != Submit(barrier):
+            heard.append(message)
+        assert [type(message) for message in heard] == said
+        here.send(step_message(Output(asked.id, (6,))))  # it was under way: nobody minds
+
+    run(work)
+
+
+def test_a_loop_that_does_not_listen_blocks_nobody() -> None:
+    """Many long prompts exceed any pipe's buffer."""
+
+    async def work(client: EngineClient, here: Connection) -> None:
+        asked = [request(client, prompt=100_000) for _ in range(20)]
+        streams = [client.submit([one], arrived=0.0) for one in asked]
+        here.send(step_message(Output(asked[0].id, (5,), FinishReason.STOP)))
+        assert len(await streams[0].next()) == 1
+        for one in asked:
+            assert (await asyncio.to_thread(here.recv)).request == one
+
+    run(work)
+
+
+def test_the_first_reason_counts_and_nothing_is_accepted_behind_it() -> None:
+    async def work(client: EngineClient, here: Connection) -> None:
+        stream = client.submit([request(client)], arrived=0.0)
+        here.send(Fatal("two owners of one slot"))
+        with pytest.raises(RequestError, match="two owners") as failed:
+            await stream.next()
+        await client.closed.wait()
+        assert failed.value.status == 500 and not client.healthy
+        with pytest.raises(RequestError, match="two owners"):
+            client.submit([request(client)], arrived=0.0)
+
+    run(work)

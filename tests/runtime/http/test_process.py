@@ -1,0 +1,161 @@
+"""The HTTP process with real sockets: the official client, hang-ups, start and end."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import multiprocessing
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from pensieve.runtime.http.process import KEEP_ALIVE_SECONDS, listen, serve_http
+from pensieve.runtime.messages import Abort, Fatal, Submit
+from pensieve.scheduler.types import SettingError
+
+from ..fake_loop import FakeLoop, echo, eventually, ready, save_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+class Server:
+    """The HTTP process over a FakeLoop."""
+
+    def __init__(self, loop: FakeLoop, directory: Path):
+        self.loop = loop
+        listener = listen("127.0.0.1", 0)
+        self.port = listener.getsockname()[1]
+        context = multiprocessing.get_context("spawn")
+        self.process = context.Process(target=serve_http, args=(loop.client_end, listener))
+        self.process.start()
+        listener.close()
+        loop.client_end.close()
+        loop.say(ready(str(directory)))
+
+    def close(self) -> None:
+        self.loop.close()
+        self.process.join(60)
+        assert self.process.exitcode == 0
+
+
+@pytest.fixture(scope="module")
+def server(tokenizer_directory: Path) -> Iterator[Server]:
+    """One process for all tests of this module that only read its answers."""
+    server = Server(FakeLoop(lambda request: echo(request)[-40:], step_seconds=0.002), tokenizer_directory)
+    yield server
+    server.close()
+
+
+def test_the_official_client_holds_a_streamed_conversation(server: Server) -> None:
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
+    assert [model.id for model in client.models.list()] == ["fake"]
+    messages: list[Any] = []
+    for turn in ("Hello!", "Wie geht's? 😀", "世界"):
+        messages.append({"role": "user", "content": turn})
+        with client.chat.completions.create(
+            model="fake",
+            messages=messages,
+            stream=True,
+            max_completion_tokens=60,
+            stream_options={"include_usage": True},
+            extra_body={"conversation": "talk"},
+        ) as stream:
+            *chunks, last = list(stream)
+        assert chunks[0].choices[0].delta.role == "assistant"
+        reply = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        prompt = "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant: "
+        assert reply == prompt.encode()[-39:].decode(errors="replace")
+        assert chunks[-1].choices[0].finish_reason == "stop"
+        assert last.usage is not None and last.usage.prompt_tokens == 1 + len(prompt.encode())
+        assert last.usage.prompt_tokens_details.cached_tokens == len(prompt.encode())
+        messages.append({"role": "assistant", "content": reply})
+    assert all(message.request.conversation == "talk" for message in server.loop.said(Submit))
+    whole = client.chat.completions.create(model="fake", messages=messages, temperature=0)
+    assert whole.choices[0].message.content
+    with pytest.raises(openai.BadRequestError, match="other"):
+        client.chat.completions.create(model="other", messages=messages)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_hangs_up_aborts_its_request(
+    server: Server, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server.loop, "_step_seconds", 0.2)  # nearly a minute for the whole reply
+    known, aborted = len(server.loop.said(Submit)), len(server.loop.said(Abort))
+    body = json.dumps({"prompt": [9] * 4, "max_tokens": 250, "ignore_eos": True, "stream": stream})
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall((head + body).encode())
+        eventually(lambda: len(server.loop.said(Submit)) > known)
+        if stream:
+            assert client.recv(100).startswith(b"HTTP/1.1 200")
+    eventually(lambda: len(server.loop.said(Abort)) > aborted)
+    assert server.loop.said(Abort)[-1].request == server.loop.said(Submit)[-1].request.id
+
+
+def test_the_process_ends_with_the_pipe_and_signals_are_the_parents(tokenizer_directory: Path) -> None:
+    server = Server(FakeLoop(), tokenizer_directory)
+    url = f"http://127.0.0.1:{server.port}"
+    assert httpx.get(f"{url}/health", timeout=60).is_success
+    server.process.terminate()
+    assert httpx.post(f"{url}/v1/completions", json={"prompt": "still here"}, timeout=60).is_success
+    server.close()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/health")
+
+
+def test_the_process_ends_if_the_start_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # this process keeps its own
+    for last_words in (Fatal("no such engine"), None):
+        here, there = multiprocessing.Pipe()
+        with listen("127.0.0.1", 0) as listener:
+            if last_words is not None:
+                here.send(last_words)
+            here.close()
+            serve_http(there, listener)
+
+
+@pytest.mark.slow
+def test_a_connection_may_be_idle_for_longer_than_balancers_keep_it(server: Server) -> None:
+    """Closed by the server it would lose the request that comes at that moment."""
+    assert KEEP_ALIVE_SECONDS > 60
+    client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    for pause in (6.0, 0.0):
+        client.request("GET", "/health")
+        first = client.sock
+        assert client.getresponse().read() == b"" and client.sock is first
+        time.sleep(pause)
+    client.close()
+
+
+def test_the_process_does_without_torch() -> None:
+    """It starts in a moment and stays small beside the engine's process."""
+    look = "import sys, pensieve.runtime.http.process; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", look]).returncode == 0
+
+
+def test_a_token_does_not_wait_for_the_acknowledgement_of_the_one_before() -> None:
+    """asyncio sees to that only on sockets that were made with TCP's number, and `create_server` makes none."""
+    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()) as client:
+        accepted, _ = listener.accept()
+        with accepted:
+            assert client.getpeername() == accepted.getsockname()
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_a_taken_port_is_named_at_once() -> None:
+    with listen("127.0.0.1", 0) as taken, pytest.raises(SettingError, match="--port"):
+        listen("127.0.0.1", taken.getsockname()[1])
+    with pytest.raises(SettingError, match="--host"):
+        listen("not an address", 0)

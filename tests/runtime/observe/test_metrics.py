@@ -1,0 +1,138 @@
+"""The names that other tools rely on."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from pensieve.runtime.messages import DiskCounters, KVCounters, LoopStats, PowerCounts, Waits
+from pensieve.runtime.observe.metrics import Metrics
+from pensieve.scheduler.types import SchedulerStats, Usage
+
+
+def samples(metrics: Metrics) -> dict[str, float]:
+    """Values by name and labels, as a scraper reads them."""
+    found = {}
+    for family in text_string_to_metric_families(metrics.text().decode()):
+        for sample in family.samples:
+            labels = ",".join(f'{name}="{value}"' for name, value in sorted(sample.labels.items()))
+            found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+    return found
+
+
+def test_all_names_of_the_contract() -> None:
+    metrics = Metrics()
+    slots = {"gpu": {"free": 3, "idle": 2}, "host": {"free": 1, "idle": 0}}
+    metrics.stats = SchedulerStats(running=4, waiting=5, suspensions=6, slots=slots)
+    metrics.copied = KVCounters(swap_in=7, swap_out=8)
+    metrics.count_prompt(Usage(gpu=10, host=11, disk=12, recomputed=13, new=14))
+    metrics.count_prompt(Usage(gpu=10))
+    metrics.generation_tokens = 9
+    metrics.finished["stop"] += 2
+    metrics.time_to_first_token.observe(0.03)
+    metrics.inter_token_latency.observe(0.003)
+    found = samples(metrics)
+    expected = {
+        'pensieve:prompt_tokens_total{source="gpu"}': 20,
+        'pensieve:prompt_tokens_total{source="host"}': 11,
+        'pensieve:prompt_tokens_total{source="disk"}': 12,
+        'pensieve:prompt_tokens_total{source="recomputed"}': 13,
+        'pensieve:prompt_tokens_total{source="new"}': 14,
+        "pensieve:generation_tokens_total": 9,
+        "pensieve:suspensions_total": 6,
+        'pensieve:kv_slots{state="free",tier="gpu"}': 3,
+        'pensieve:kv_slots{state="idle",tier="host"}': 0,
+        "pensieve:num_requests_running": 4,
+        "pensieve:num_requests_waiting": 5,
+        "pensieve:time_to_first_token_seconds_count": 1,
+        'pensieve:time_to_first_token_seconds_bucket{le="0.04"}': 1,
+        "pensieve:inter_token_latency_seconds_count": 1,
+        'pensieve:kv_copied_bytes_total{direction="swap_in"}': 7,
+        'pensieve:kv_copied_bytes_total{direction="swap_out"}': 8,
+        'pensieve:requests_total{finish="stop"}': 2,
+    }
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_the_disk_tier() -> None:
+    metrics = Metrics()
+    metrics.disk = DiskCounters(1, 2, 3, 4, 5, 6, 7.5, 8.5, 0.5, 0.25, rejected=9, errors=10, full=1)
+    found = samples(metrics)
+    both = {
+        name: (
+            found[f'pensieve:kv_disk_{name}{{direction="save"}}'],
+            found[f'pensieve:kv_disk_{name}{{direction="load"}}'],
+        )
+        for name in ("records_total", "bytes_total", "seconds_total", "queue_seconds_total", "queue")
+    }
+    seconds = {"seconds_total": (7.5, 8.5), "queue_seconds_total": (0.5, 0.25)}
+    assert both == {"records_total": (3, 4), "bytes_total": (5, 6), **seconds, "queue": (1, 2)}
+    assert found['pensieve:kv_disk_faults_total{kind="rejected"}'] == 9
+    assert found['pensieve:kv_disk_faults_total{kind="system"}'] == 10
+    assert found["pensieve:kv_disk_full"] == 1
+
+
+def test_every_source_is_there_before_the_first_request() -> None:
+    found = samples(Metrics())
+    for source in ("gpu", "host", "disk", "recomputed", "new"):
+        assert found[f'pensieve:prompt_tokens_total{{source="{source}"}}'] == 0
+    assert found["pensieve:num_requests_running"] == 0
+
+
+def test_what_the_loop_says_is_passed_on() -> None:
+    metrics = Metrics()
+    metrics.prompt_tokens |= {"gpu": 3, "host": 2, "new": 5}
+    metrics.stats = SchedulerStats(
+        conversations=3,
+        dropped=7,
+        slots={"gpu": {"free": 1, "in_use": 3}},
+        evictions={"gpu": {"moved": 4}, "host": {"dropped": 2}},
+        eviction_values={-30: 1, -11: 2, 129: 4},
+        eviction_value_sum=0.5,
+        choices={
+            "load": {"chunks": 5, "load": 0.25, "recompute": 2.0},
+            "recompute": {"chunks": 1, "load": 0.05, "recompute": 0.01},
+        },
+        regret_tokens=64,
+    )
+    sizes = PowerCounts((1, 0, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1), 20_007)
+    metrics.loop = LoopStats(
+        9, {"plan": 0.5}, sizes, PowerCounts((3,), 3), 2.5, 0.25, 0.5, 0.125, Waits(1.5, 4), Waits(0.75, 2)
+    )
+    metrics.ended(3.0, [0.03])
+    found = samples(metrics)
+    expected = {
+        "pensieve:prefix_cache_queries_total": 10,
+        'pensieve:prefix_cache_hits_total{tier="host"}': 2,
+        "pensieve:conversations": 3,
+        "pensieve:kv_dropped_chunks_total": 7,
+        "pensieve:kv_cache_usage_perc": 0.75,
+        'pensieve:kv_evictions_total{reason="moved",tier="gpu"}': 4,
+        'pensieve:kv_evictions_total{reason="dropped",tier="host"}': 2,
+        f'pensieve:kv_eviction_value_bucket{{le="{2.0**-24}"}}': 1,
+        f'pensieve:kv_eviction_value_bucket{{le="{2.0**-12}"}}': 1,
+        f'pensieve:kv_eviction_value_bucket{{le="{2.0**-10}"}}': 3,
+        'pensieve:kv_eviction_value_bucket{le="16.0"}': 3,
+        'pensieve:kv_eviction_value_bucket{le="+Inf"}': 7,  # a pinned chunk's has no bucket
+        "pensieve:kv_eviction_value_sum": 0.5,
+        "pensieve:kv_regret_tokens_total": 64,
+        'pensieve:kv_choice_chunks_total{choice="load"}': 5,
+        'pensieve:kv_choice_predicted_seconds_total{choice="load",way="recompute"}': 2.0,
+        'pensieve:kv_choice_predicted_seconds_total{choice="recompute",way="load"}': 0.05,
+        "pensieve:steps_total": 9,
+        'pensieve:step_seconds_total{part="plan"}': 0.5,
+        'pensieve:iteration_tokens_total_bucket{le="2.0"}': 1,
+        'pensieve:iteration_tokens_total_bucket{le="4.0"}': 3,
+        'pensieve:iteration_tokens_total_bucket{le="16384.0"}': 3,
+        "pensieve:iteration_tokens_total_count": 4,
+        "pensieve:iteration_tokens_total_sum": 20_007,
+        "pensieve:iteration_requests_count": 3,
+        "pensieve:gpu_seconds_total": 2.5,
+        'pensieve:kv_link_seconds_total{direction="swap_in"}': 0.25,
+        'pensieve:kv_link_seconds_total{direction="swap_out"}': 0.5,
+        "pensieve:kv_exposed_seconds_total": 0.125,
+        'pensieve:kv_link_queue_seconds_sum{direction="swap_in"}': 1.5,
+        'pensieve:kv_link_queue_seconds_count{direction="swap_out"}': 2,
+        "pensieve:e2e_request_latency_seconds_sum": 3,
+        "pensieve:request_queue_time_seconds_count": 1,
+    }
+    assert {name: found.get(name) for name in expected} == expected

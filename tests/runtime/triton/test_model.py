@@ -1,0 +1,167 @@
+"""Triton's model beside a stand-in for the python backend: what becomes of it when its engine ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import numpy as np
+import pytest
+
+from pensieve.runtime.conversations import transcript as past_turns
+from pensieve.runtime.conversations.store import HistoryStore
+from pensieve.runtime.frontend.engine_client import EngineClient
+from pensieve.runtime.text.tokenizer import Tokenizer
+
+from ..fake_loop import FakeLoop, eventually, ready, save_tokenizer, say
+
+NAME = "pensieve.runtime.triton.model"
+ENGINE = """
+import sys, time
+from multiprocessing.connection import Connection
+from pensieve.runtime.messages import Ready
+from pensieve.runtime.triton_settings import TritonSettings
+wire = Connection(int(sys.argv[2]))
+wire.send(TritonSettings(sys.argv[1], None, None, "text", "info", 32, 10.0))
+wire.send(Ready("fake", 100, 260, (2,), ""))
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def triton(monkeypatch):
+    """The stand-in."""
+    backend = MagicMock()
+    backend.TritonModelException = type("TritonModelException", (Exception,), {})
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", backend)
+    monkeypatch.setattr(importlib.import_module(NAME), "configure_logging", lambda *_: None)  # pytest's stays
+    yield backend
+    del sys.modules[NAME]
+
+
+@pytest.fixture
+def model(triton, tmp_path):
+    """Loaded, with an engine's process that does nothing."""
+    command = [sys.executable, "-c", ENGINE, str(tmp_path / "history.sqlite")]
+    config = {"parameters": {"engine_command": {"string_value": json.dumps(command)}}}
+    made = sys.modules[NAME].TritonPythonModel()
+    made.initialize({"model_name": "mine", "model_config": json.dumps(config)})
+    yield made
+    made.finalize()
+    assert made._process.returncode is not None and not made._thread.is_alive()
+
+
+def test_without_its_engine_the_model_is_unloaded(triton, model):
+    assert model.is_ready()
+    model._process.kill()
+    eventually(lambda: triton.unload_model.called)
+    triton.unload_model.assert_called_once_with("mine")
+    assert not model.is_ready()
+
+
+def test_where_triton_unloads_nothing_the_log_says_so(triton, model, caplog):
+    triton.unload_model.side_effect = triton.TritonModelException("explicit model unload is not allowed")
+    model._process.kill()
+    eventually(lambda: "the model stays loaded: explicit model unload is not allowed" in caplog.text)
+    assert not model.is_ready()
+
+
+def test_a_model_that_is_being_unloaded_does_not_ask_for_it(triton, model):
+    model.finalize()
+    assert not triton.unload_model.called
+    model.finalize = lambda: None  # done
+
+
+def test_an_engine_that_does_not_end_is_killed(triton, model):
+    model._process.send_signal(signal.SIGSTOP)
+    os.waitpid(model._process.pid, os.WUNTRACED)  # stopped, it does not hear SIGTERM
+    model._settings = replace(model._settings, end_seconds=0.2)
+    model.finalize()
+    assert model._process.returncode == -signal.SIGKILL
+    model.finalize = lambda: None  # done
+
+
+class Asking:
+    """A request as Triton hands it over; `said` are its responses: errors by their code, None for one without."""
+
+    def __init__(self, triton, **inputs):
+        triton.InferenceResponse = lambda _, error: error
+        triton.TritonError = MagicMock(side_effect=lambda _, code: code, CANCELLED="CANCELLED", INTERNAL="INTERNAL")
+        tensors = [MagicMock() for _ in inputs]
+        for tensor, (name, value) in zip(tensors, inputs.items(), strict=True):
+            tensor.name.return_value, tensor.as_numpy.return_value = name, np.array([value])
+        self.request_id, self.correlation_id, self.inputs = (lambda: "a"), (lambda: 0), (lambda: tensors)
+        self.get_response_sender = lambda: SimpleNamespace(is_cancelled=lambda: False, send=self._send)
+        self.said = []
+
+    def _send(self, response, flags):
+        self.said.append(response)
+
+
+@contextlib.asynccontextmanager
+async def desk_before(loop, directory):
+    """A desk whose engine is played by hand, which ends with it."""
+    directory, client = save_tokenizer(directory), EngineClient(loop.client_end)
+    store = HistoryStore(directory / "history.sqlite", None)
+    desk = sys.modules[NAME].Desk(client, ready(), Tokenizer.load(directory), store, 32)
+    yield desk
+    loop.close()
+    await desk.close()
+    loop.join()
+
+
+PROMPT = {"text_input": b"x", "sampling_param_max_tokens": 100}
+
+
+def test_a_request_is_stopped_while_its_prompt_is_still_looked_at(triton, tmp_path):
+    asked, stop = Asking(triton, **PROMPT), Asking(triton, stop=True)
+
+    async def both():
+        async with desk_before(FakeLoop(say("y" * 100)), tmp_path) as desk:
+            await asyncio.gather(desk.answer(asked), desk.answer(stop))
+
+    asyncio.run(both())
+    assert asked.said == stop.said == ["CANCELLED"]
+
+
+def test_a_request_whose_tensors_cannot_be_read_is_answered(triton, tmp_path):
+    asked = Asking(triton, **PROMPT)
+    asked.inputs()[0].as_numpy.side_effect = UnicodeDecodeError("utf8", b"x", 0, 1, "bad")
+
+    async def one():
+        async with desk_before(FakeLoop(say("y")), tmp_path) as desk:
+            with pytest.raises(UnicodeDecodeError):  # for the log
+                await desk.answer(asked)
+
+    asyncio.run(one())
+    assert asked.said == ["INTERNAL"]
+
+
+def test_a_turn_that_ends_with_the_engine_is_committed(triton, tmp_path, monkeypatch):
+    asked = Asking(triton, conversation_id=b"tea", **PROMPT)
+    loop, read = FakeLoop(say("y" * 9)), past_turns.tokens_inside
+
+    def slowly(*args):
+        loop.close()
+        time.sleep(0.5)
+        return read(*args)
+
+    monkeypatch.setattr("pensieve.runtime.conversations.turns.tokens_inside", slowly)
+
+    async def one():
+        async with desk_before(loop, tmp_path) as desk:
+            answer = asyncio.create_task(desk.answer(asked))
+            await desk.engine_ended()
+        await answer
+
+    asyncio.run(one())
+    assert asked.said == [None]

@@ -1,0 +1,243 @@
+"""Which waiting request joins next: by response ratio, with a bound on overtaking, and fairly between owners."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+from random import Random
+from types import SimpleNamespace
+
+import pytest
+
+from pensieve.scheduler.config import QUEUE_ORDERS, SchedulerConfig
+from pensieve.scheduler.cost import CostProfile
+from pensieve.scheduler.planning.queue_order import OVERTAKING, QueueOrder
+from pensieve.scheduler.sim.simulator import Session, SessionTurn, Simulator
+from pensieve.scheduler.turns.turn import Turn
+from pensieve.scheduler.types import Request, RequestId, Usage
+
+from ..driver import Driver
+from ..harness import Harness
+
+
+def test_every_order_of_the_settings_has_its_factor():
+    assert set(OVERTAKING) == set(QUEUE_ORDERS)
+
+
+def queue(waits, **settings):
+    """A queue of turns, each with (seconds of its arrival, of its prompt's work), by name."""
+    harness = Harness(**settings)
+    waiting = []
+    for number, (name, (arrived, work)) in enumerate(waits.items(), start=1):
+        request = Request(RequestId(number), array("i", [1]), 1, conversation=name, priority=-(name == "urgent"))
+        turn = Turn(request, number, 0, [], arrived)
+        turn.work, turn.allowance = work, 100.0
+        waiting.append(turn)
+    waiting.sort(key=lambda turn: turn.order)
+    return waiting, QueueOrder(harness.config, harness._cost, harness.scheduler._planner, waiting)
+
+
+def names(turns):
+    return [turn.request.conversation for turn in turns]
+
+
+def test_a_longer_wait_makes_up_for_more_work():
+    """Ten times the work: passed by those that have waited a tenth as long."""
+    waiting, order = queue({"heavy": (0.0, 1.0), "light": (9.5, 0.1), "lighter": (9.95, 0.1), "urgent": (9.99, 5.0)})
+    assert names(order.candidates([], 9.9)) == ["urgent", "heavy", "light", "lighter"]
+    assert names(order.candidates([], 10.6)) == ["urgent", "light", "heavy", "lighter"]
+    suspended = waiting[-1]
+    suspended.usage = Usage()
+    assert list(order.candidates([], 10.0))[1] is suspended
+
+
+def test_a_request_is_passed_until_its_allowance_is_used_up():
+    """Each light turn that joins takes its work off what the heavy one allows."""
+    waiting, order = queue({"heavy": (0.0, 1.0)} | {f"light {n}": (8.0, 0.1) for n in range(5)})
+    waiting[0].allowance = 0.25
+    joined = []
+    for turn in order.candidates([], 10.0):
+        assert order.may_join(turn, turn.work)
+        order.joins(turn, turn.work)
+        waiting.remove(turn)
+        joined.append(turn.request.conversation)
+    assert joined == ["light 0", "light 1", "heavy", "light 2", "light 3", "light 4"]
+
+
+def test_a_prompt_that_has_become_longer_is_held_to_the_bound():
+    """Chunks that a turn would have found are gone when it is looked at: its work then is what counts."""
+    waiting, order = queue({"heavy": (0.0, 1.0), "light": (8.0, 0.1)})
+    waiting[0].allowance = 0.5
+    assert next(order.candidates([], 10.0)) is waiting[1]
+    assert order.may_join(waiting[1], 0.4) and not order.may_join(waiting[1], 0.6)
+
+
+# -- a stream of short turns and one long prompt
+
+SERVER = CostProfile(
+    chunk_tokens=32,
+    chunk_seconds=9e-3,
+    attention=((32, 0.0),),
+    step_base_seconds=10e-3,
+    chunk_bytes=1,
+    link_bytes_per_s=1e9,
+)
+CROWD = SchedulerConfig(
+    gpu_kv_chunks=2048, host_kv_chunks=2048, max_model_len=1024, max_num_seqs=64, max_num_batched_tokens=256
+)
+CLIENTS = 128
+
+
+def wait_of_a_long_prompt(order, among=CLIENTS):
+    """Seconds until the first token of a prompt of 900 tokens. The clients send one request after the other: 68 tokens,
+    64 of them cached, 16 generated. None: not in 60 s."""
+    short = (SessionTurn(0, 68, 16), *[SessionTurn(64, 4, 16)] * 400)
+    sessions = [Session(f"{client}", client / 100, short) for client in range(among)]
+    sessions.append(Session("long", 5.0, (SessionTurn(0, 900, 4),)))
+    waited = []
+
+    def watch(now, applied, served):
+        begun = [event.request for event in applied.events if event.usage is not None]
+        waited.extend(now - served[request].arrival for request in begun if served[request].session.name == "long")
+
+    config = replace(CROWD, queue_order=order, max_queue=len(sessions))
+    simulator = Simulator(config, SERVER, sessions, watch=watch)
+    while not waited and simulator.now < 65.0:
+        simulator.play(simulator.now + 1.0)
+    return waited[0] if waited else None
+
+
+def test_a_long_prompt_among_short_turns_waits_at_most_three_times_as_long_as_by_arrival():
+    alone, arrival = wait_of_a_long_prompt("arrival", among=1), wait_of_a_long_prompt("arrival")
+    assert 0.2 < alone < arrival
+    assert wait_of_a_long_prompt("bounded-ratio") <= 3 * arrival
+    assert wait_of_a_long_prompt("response-ratio") is None
+
+
+# -- the bound, counted by itself
+
+
+class Bound:
+    """What joins before each request that waits, counted beside the scheduler."""
+
+    def __init__(self, scheduler):
+        self.scheduler, self.order = scheduler, scheduler._order
+        self.most, self.passed, self.joined = {}, {}, 0
+        self._arrived, self._joins = self.order.arrived, self.order.joins
+        self.order.arrived, self.order.joins = self.arrived, self.joins
+
+    def arrived(self, turn):
+        self._arrived(turn)
+        before = [other for other in self.scheduler._roster.waiting if other.order < turn.order and not other.resumes]
+        self.most[turn] = OVERTAKING[self.scheduler.config.queue_order] * (
+            sum(other.work + other.reply_work for other in before) + turn.work + turn.reply_work
+        )
+        self.passed[turn] = 0.0
+
+    def joins(self, turn, work):
+        rows = [*self.scheduler._roster.joined()]
+        seats = lambda owner: sum(row.turn.request.owner == owner for row in rows)  # noqa: E731
+        key = self.scheduler._planner.must_wait
+        self.joined += 1
+        for other in self.scheduler._roster.waiting:
+            later = other.order < turn.order and other.request.priority == turn.request.priority
+            waits = other.waiting_for is not None and key(other.waiting_for)
+            fair = seats(other.request.owner) <= seats(turn.request.owner)
+            if later and fair and not waits and not turn.resumes and not other.resumes:
+                self.passed[other] += work + turn.reply_work
+                assert self.passed[other] <= self.most[other] + 1e-9
+        self._joins(turn, work)
+
+
+@pytest.mark.parametrize("order", ["bounded-ratio", "arrival"])
+@pytest.mark.parametrize("owners", [("",), ("a", "b", "c")])
+@pytest.mark.parametrize("disk", [0, 64])
+def test_later_arrivals_never_pass_a_request_beyond_its_bound(order, owners, disk):
+    passed = joined = 0
+    for seed in range(4):
+        driver = Driver(seed, queue_order=order, max_num_seqs=2, max_queue=20, disk_kv_chunks=disk)
+        driver.restart_one = lambda: None  # would begin with another scheduler
+        submit, draw = driver.submit, Random(seed)
+        driver.submit = lambda *a, submit=submit, draw=draw, **f: submit(*a, **({"owner": draw.choice(owners)} | f))
+        bound = Bound(driver.scheduler)
+        for _ in range(800):
+            driver.step()
+        joined += bound.joined
+        passed += sum(work > 0 for work in bound.passed.values())
+    assert joined > 100
+    assert (passed > 0) == (order == "bounded-ratio")
+
+
+# -- owners
+
+
+def test_the_free_seat_is_for_the_owner_with_fewest():
+    harness = Harness(max_num_seqs=3, max_queue=20)
+    first = [harness.submit([10 * n, 1], 40, owner="a") for n in range(8)]
+    harness.tick()
+    other = harness.submit([200, 1], 4, owner="b")
+    harness.tick()
+    assert harness.state(other) == "waiting"  # seats are not taken back
+    harness.abort(first[1])
+    harness.tick()
+    assert harness.state(other) == "running"
+    harness.drain()
+
+
+@pytest.mark.parametrize("many", [2, 12])
+def test_with_free_seats_a_request_waits_two_steps_at_most_however_many_prompts_another_owner_has(many):
+    """The prompts of one owner fill every step for long; another owner's request begins at once and gets its share."""
+    harness = Harness(max_num_seqs=20, gpu_kv_chunks=400, max_num_batched_tokens=24, max_queue=40)
+    for n in range(many):
+        harness.submit(range(1000 + 60 * n, 1060 + 60 * n), 2, owner="a")
+    harness.tick()
+    other = harness.submit(range(36), 2, owner="b")
+    steps = 0
+    while not harness.reply(other):
+        plan = harness.launch()
+        steps += 1
+        shares = {"a": 0, "b": 0}
+        for span in plan.spans:
+            row = next(row for row in harness.scheduler._roster.rows if row.seat == span.seat)
+            shares[row.turn.request.owner] += span.end - span.start
+        assert sum(shares.values()) >= 24 - len(plan.generate) or other not in harness.open or harness.reply(other)
+        if 1 <= steps <= 3:
+            assert shares["b"] == 12
+        harness.apply()
+    assert steps == 3
+    harness.drain()
+
+
+def test_what_an_owner_does_not_need_of_its_share_goes_to_the_others():
+    harness = Harness(gpu_kv_chunks=64, max_num_batched_tokens=24)
+    harness.submit(range(60), 2, owner="a")
+    harness.tick()
+    harness.submit(range(100, 104), 2, owner="b")
+    plan = harness.tick()
+    assert sorted(span.end - span.start for span in plan.spans) == [4, 8, 12]
+    harness.drain()
+
+
+def test_a_shortage_suspends_a_row_of_the_owner_with_most_seats():
+    harness = Harness(gpu_kv_chunks=16, generation_reserve=0.0, swap_out_below=0.0, max_num_seqs=3)
+    requests = [harness.submit(range(100 * n, 100 * n + 17), 20, owner=owner) for n, owner in enumerate("aab")]
+    harness.run_until(lambda: harness.scheduler.stats().suspensions)
+    assert [harness.state(request) in ("leaving", "suspended") for request in requests] == [False, True, False]
+    harness.drain()
+
+
+def test_owners_in_turn_draw_no_more_than_their_shares_of_seats():
+    """Two owners, one with ten times the requests: while both wait each has half of the seats."""
+    ids, harness = SimpleNamespace(a=[], b=[]), Harness(max_num_seqs=4, gpu_kv_chunks=96, max_queue=60)
+    for n in range(40):
+        ids.a.append(harness.submit([1000 + 10 * n, 1], 6, owner="a"))
+    for n in range(4):
+        ids.b.append(harness.submit([5000 + 10 * n, 1], 6, owner="b"))
+    begun = []
+    while any(request in harness.open for request in ids.b):
+        harness.tick()
+        for request in (*ids.a, *ids.b):
+            if request not in begun and (request not in harness.open or harness.reply(request)):
+                begun.append(request)
+    assert len([request for request in begun if request in ids.a]) <= 8
+    harness.drain()
