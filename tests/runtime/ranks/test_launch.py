@@ -121,8 +121,8 @@ def test_an_mpirun_that_waits_for_its_output_to_be_read_is_not(fake):
     """It is full before the rank ends, and takes no more."""
     writes = "import os; os.write(1, bytes(1000)); os._exit(7)"  # itself: a child would be a rank
     fake.write_text(f"#!/bin/sh\nhead -c 65536 /dev/zero; sleep 2.5 & wait; exec '{PYTHON}' -c '{writes}'\n")
-    program = "import sys; from pensieve.runtime import ranks_launch; sys.executable = sys.argv[1]; "
-    program += "ranks_launch.ALONE_LOOKS = 2; sys.exit(ranks_launch.run_ranks(2, []))"
+    program = "import sys; from pensieve.runtime.ranks import launch; sys.executable = sys.argv[1]; "
+    program += "launch.ALONE_LOOKS = 2; sys.exit(launch.run_ranks(2, []))"
     words = [PYTHON, "-c", program, str(fake.with_name("python"))]
     with subprocess.Popen(words, stdout=subprocess.PIPE) as parent:
         with pytest.raises(subprocess.TimeoutExpired):
