@@ -48,6 +48,7 @@ class RateReport:
     ms_per_token_p90: float | None
     ttft_ms_p50: float | None
     ttft_ms_p90: float | None
+    ttft_ms_p95: float | None
     ttft_ms_p99: float | None
     inter_token_ms_p50: float | None
     inter_token_ms_p99: float | None
@@ -95,6 +96,7 @@ def report(
         ms_per_token_p90=milliseconds(tally.per_token, 0.9),
         ttft_ms_p50=milliseconds(tally.first_token, 0.5),
         ttft_ms_p90=milliseconds(tally.first_token, 0.9),
+        ttft_ms_p95=milliseconds(tally.first_token, 0.95),
         ttft_ms_p99=milliseconds(tally.first_token, 0.99),
         inter_token_ms_p50=milliseconds(tally.gaps, 0.5),
         inter_token_ms_p99=milliseconds(tally.gaps, 0.99),
@@ -125,6 +127,7 @@ COLUMNS = {
     "p90": ("ms_per_token_p90", "{:.1f}"),
     "TTFT p50": ("ttft_ms_p50", "{:.0f}"),
     "p90 ": ("ttft_ms_p90", "{:.0f}"),
+    "p95": ("ttft_ms_p95", "{:.0f}"),
     "p99": ("ttft_ms_p99", "{:.0f}"),
     "ITL p50": ("inter_token_ms_p50", "{:.1f}"),
     "p99 ": ("inter_token_ms_p99", "{:.1f}"),

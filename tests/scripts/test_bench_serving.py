@@ -5,6 +5,7 @@ import contextlib
 import json
 import re
 import time
+from array import array
 
 import pytest
 
@@ -189,6 +190,8 @@ def test_percentiles_are_values_that_were_measured():
     assert milliseconds([0.004, 0.001, 0.003, 0.002], 0.5) == 2.0
     assert milliseconds([index / 1e3 for index in range(1, 101)], 0.99) == 99.0
     assert milliseconds([], 0.5) is None
+    ramp = report(tally(first_token=array("d", (i / 1e3 for i in range(1, 101)))), rate=1, turns=1, seconds=1)
+    assert (ramp.ttft_ms_p90, ramp.ttft_ms_p95, ramp.ttft_ms_p99) == (90.0, 95.0, 99.0)
 
 
 def tally(**changed):
@@ -225,7 +228,7 @@ def test_lines_are_aligned_and_say_what_is_missing():
     poor = report(empty, rate=12.25, turns=4.0, seconds=10.0)
     assert report_line(poor).endswith("sources unknown; HTTP 429: 7") and poor.failed_share == 1.0
     places = [
-        [found.end() for found in re.finditer(r"\S+", line)][11] for line in (report_line(rich), report_line(poor))
+        [found.end() for found in re.finditer(r"\S+", line)][12] for line in (report_line(rich), report_line(poor))
     ]
     assert len(set(places)) == 1 and title_line().index("open") > places[0]
 
