@@ -17,16 +17,12 @@ import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-import numpy as np
-
-from pensieve.runtime.memory import GIB, host_memory
-from pensieve.scripts.serving_runs import run, serving, tell_end
+from pensieve.scripts.serving_runs import PIECE, SERVE, run, serving, tell_end, use_memory
 from pensieve.scripts.sizes import parse_bytes
 from pensieve.scripts.traces import TURN_COUNTS
 
 MODES = {"reuse": [], "gpu": ["--host-kv-chunks", "0"], "none": ["--host-kv-chunks", "0", "--no-reuse"]}
 START_SECONDS = 240.0  # longest start of a server
-PIECE = 4 * GIB
 
 
 def parser() -> argparse.ArgumentParser:
@@ -88,20 +84,7 @@ def server(args: argparse.Namespace, mode: str, seconds: float) -> AbstractConte
     words = ["--engine", args.output / "engine", "--device", args.device, *sizes]
     words += ["--state-dir", args.output / f"state-{mode}", "--max-num-seqs", args.max_num_seqs]
     words += ["--max-num-batched-tokens", 1024, "--shutdown-timeout", 1, *args.serve_options]
-    return serving(words, args.output / f"{mode}.log", seconds)
-
-
-def use_memory(size: int) -> None:
-    """Touches memory until so many bytes are free: some virtual machines are given it as they use it."""
-    held: list[np.ndarray] = []
-    patience = 10
-    while (free := host_memory().free) + len(held) * PIECE < size and patience:
-        if free > 2 * PIECE:
-            held.append(np.ones(PIECE, np.uint8))
-        else:
-            patience -= 1
-            time.sleep(1.0)
-    print(f"{(free + len(held) * PIECE) / GIB:.0f} GiB of host memory for {size / GIB:.0f}", flush=True)
+    return serving([*SERVE, *words], args.output / f"{mode}.log", seconds)
 
 
 if __name__ == "__main__":
