@@ -4,7 +4,9 @@
     python -m pensieve.scripts.versus --report docs/measured/versus-*.jsonl --page docs/measured/versus.md --plot FILE
 
 Servers: `pensieve`, `vllm` (no offload), `vllm-offload` (its OffloadingConnector, with replies), `vllm-simple-offload`
-(its SimpleCPUOffloadConnector); more of a server's own options stand behind a colon, "pensieve:--queue-order arrival".
+(its SimpleCPUOffloadConnector). Rates of one server alone stand behind an @ (vllm@4,5), more of its own options behind
+a colon: "pensieve:--queue-order arrival".
+
 Each server starts once and serves all rates. Every rate has token ids of its own: nothing is found of the rate before,
 whose KV takes room until it is evicted. A result is appended to --output as soon as its window ends.
 """
@@ -100,7 +102,12 @@ def parser() -> argparse.ArgumentParser:
     )
     option = made.add_argument
     option("--workload", choices=PRESETS, default="chats", help="(default %(default)s)")
-    option("--servers", nargs="+", metavar="NAME[:OPTIONS]", help="(default: pensieve, and the workload's best vLLM)")
+    option(
+        "--servers",
+        nargs="+",
+        metavar="NAME[@RATES][:OPTIONS]",
+        help="(default: pensieve, and the workload's best vLLM)",
+    )
     option("--rates", type=float, nargs="+", metavar="R", help="conversations/s (default: the workload's)")
     option("--vllm", type=Path, metavar="PATH", help="a Python with vLLM, or a folder of packages (default: this one)")
     option("--output", type=Path, metavar="FILE", help="JSON lines, appended; also a table in FILE's .md "
@@ -140,6 +147,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+class Server(NamedTuple):
+    """`shown` in tables; `rates` empty: those of the run."""
+
+    kind: str
+    rates: tuple[float, ...]
+    options: list[str]
+    shown: str
+
+    @classmethod
+    def read(cls, text: str) -> Server:
+        """Of KIND[@RATES][:OPTIONS]; SettingError."""
+        head, colon, options = text.partition(":")
+        kind, _, rates = head.partition("@")
+        if kind not in ("pensieve", *CONNECTORS):
+            raise SettingError("--servers", f"{kind!r} is none of pensieve, {', '.join(CONNECTORS)}")
+        try:
+            own = tuple(float(rate) for rate in rates.split(",") if rate)
+        except ValueError:
+            raise SettingError("--servers", f"{text!r}: {rates!r} are no rates with commas between") from None
+        return cls(kind, own, shlex.split(options), f"{kind}{colon}{options}")
+
+
 class Versus:
     """One run: a workload, servers and rates."""
 
@@ -147,10 +176,8 @@ class Versus:
         """SettingError before anything starts."""
         self._args, self._preset = args, (preset := PRESETS[args.workload])
         self._deadline = time.monotonic() + args.seconds
-        self._servers = args.servers or ["pensieve", preset.vllm]
-        for server in self._servers:
-            if (name := server.partition(":")[0]) not in ("pensieve", *CONNECTORS):
-                raise SettingError("--servers", f"{name!r} is none of pensieve, {', '.join(CONNECTORS)}")
+        self._servers = [Server.read(text) for text in args.servers or ("pensieve", preset.vllm)]
+        kinds = {server.kind for server in self._servers}
         if not preset.load and args.trace is None:
             raise SettingError("--trace", f"{args.workload} need one: lengths, as callanjfox/kv-cache-tester has them")
         asked = args.ramp_s, args.warm_up_s, args.measure_s
@@ -164,7 +191,7 @@ class Versus:
         self._shape = json.loads((args.shape or SHAPES / preset.shape).read_text())
         self._versions = {"pensieve": args.revision or revision(), "torch": importlib.metadata.version("torch")}
         self._python, self._variables = vllm_python(args.vllm)
-        if any(server.startswith("vllm") for server in self._servers):
+        if kinds - {"pensieve"}:
             self._versions["vllm"] = vllm_versions(self._python, self._variables)
 
     def run(self) -> int:
@@ -178,8 +205,8 @@ class Versus:
             use_memory(self._host_bytes + PIECE)
         about = {"run": secrets.token_hex(4), "workload": args.workload, "machine": machine, "versions": self._versions}
         missing = [server for server in self._servers if not self._measure(server, about)]
-        if missing:
-            print("not all was measured of:", *missing, file=sys.stderr)
+        for server in missing:
+            print(f"not all was measured of {server.shown}", file=sys.stderr)
         return 1 if missing else 0
 
     def _make_model(self) -> None:
@@ -188,58 +215,53 @@ class Versus:
         model.mkdir(parents=True, exist_ok=True)
         config = {"model_type": "llama", **self._shape, "max_position_embeddings": preset.max_model_len}
         (model / "config.json").write_text(json.dumps(config, indent=1))
-        if any(server.startswith("pensieve") for server in self._servers):
+        if any(server.kind == "pensieve" for server in self._servers):
             run("build_engine", "--random-weights", "--config", model / "config.json", "--output", model / "engine",
                 "--backend", "reference", "--dtype", self._dtype, "--device", device)  # fmt: skip
             if preset.profile and not (model / "engine" / "profile.json").exists():
                 run("profile", "--engine", model / "engine", "--device", device, "--seconds", 0.02,
                     "--max-num-seqs", preset.max_num_seqs, *preset.pensieve)  # fmt: skip
 
-    def _measure(self, server: str, about: dict[str, Any]) -> bool:
+    def _measure(self, server: Server, about: dict[str, Any]) -> bool:
         """Whether all rates were measured."""
-        log, done = self._args.work / (re.sub(r"[^\w.=-]+", "_", server) + ".log"), 0
-        variables = self._variables if server.startswith("vllm") else {}
+        log = self._args.work / (re.sub(r"[^\w.=-]+", "_", server.shown) + ".log")
+        ready, variables = (READY, {}) if server.kind == "pensieve" else ("/health", self._variables)
         try:
             with tempfile.TemporaryDirectory() as state:
-                command = self.command(server, Path(state))
-                ready = "/health" if server.startswith("vllm") else READY
-                seconds = min(START_SECONDS, self._left())
+                command, seconds = self.command(server, Path(state)), min(START_SECONDS, self._left())
                 with serving(command, log, seconds, ready, {**os.environ, **variables}) as url:
-                    for rate in self._rates:
+                    for rate in server.rates or self._rates:
                         if self._left() < sum(self._windows[1:]) + CLIENT_SECONDS:
-                            print(f"{server}: no time left for {rate:g}", flush=True)
-                            break
+                            print(f"{server.shown}: no time left for {rate:g}", flush=True)
+                            return False
                         load = self.load(server, rate)
-                        said = dict(
-                            server=server, serve=shlex.join(command), variables=variables, load=shlex.join(load)
-                        )
-                        self._append({**about, **said, "result": self._play(load, url)})
-                        done += 1
+                        said = {"server": server.shown, "serve": shlex.join(command), "variables": variables}
+                        self._append({**about, **said, "load": shlex.join(load), "result": self._play(load, url)})
         except (TimeoutError, subprocess.SubprocessError) as error:
             tell_end(log, error)
-        return done == len(self._rates)
+            return False
+        return True
 
     def _left(self) -> float:
         return self._deadline - time.monotonic()
 
-    def command(self, server: str, state: Path) -> list[str]:
-        """Of a server, but for its port."""
-        name, _, options = server.partition(":")
-        rows, more = ["--max-num-seqs", str(self._preset.max_num_seqs)], shlex.split(options)
-        if name == "pensieve":
+    def command(self, server: Server, state: Path) -> list[str]:
+        """But for the port."""
+        rows = ["--max-num-seqs", str(self._preset.max_num_seqs)]
+        if server.kind == "pensieve":
             where = ["--engine", str(self._model / "engine"), "--device", self._args.device, "--state-dir", str(state)]
             sizes = ["--gpu-kv-bytes", str(self._gpu_bytes), "--host-kv-bytes", str(self._host_bytes)]
-            return [*SERVE, *where, *sizes, *rows, "--shutdown-timeout", "1", *self._preset.pensieve, *more]
+            return [*SERVE, *where, *sizes, *rows, "--shutdown-timeout", "1", *self._preset.pensieve, *server.options]
         words = ["--model", str(self._model), "--load-format", "dummy", "--skip-tokenizer-init", "--dtype", self._dtype]
         words += ["--kv-cache-memory-bytes", str(self._gpu_bytes), "--attention-backend", "FLASH_ATTN"]
         words += ["--enable-prefix-caching", "--enable-prompt-tokens-details"]
-        if offload := CONNECTORS[name]:
+        if offload := CONNECTORS[server.kind]:
             extra = {"cpu_bytes_to_use": self._host_bytes, **offload[1]}
             transfer = {"kv_connector": offload[0], "kv_role": "kv_both", "kv_connector_extra_config": extra}
             words += ["--kv-transfer-config", json.dumps(transfer)]
-        return [*self._python, "-m", "vllm.entrypoints.openai.api_server", *words, *rows, *more]
+        return [*self._python, "-m", "vllm.entrypoints.openai.api_server", *words, *rows, *server.options]
 
-    def load(self, server: str, rate: float) -> list[str]:
+    def load(self, server: Server, rate: float) -> list[str]:
         """bench_serving's options: the same for all servers, but that Pensieve is told conversations' names."""
         args = self._args
         words = [*self._preset.load] if args.trace is None else ["--trace", str(args.trace)]
@@ -247,7 +269,7 @@ class Versus:
             words += [name, f"{value:g}"]
         words += ["--vocabulary", str(self._shape["vocab_size"]), "--rate", f"{rate:g}", "--seed", str(args.seed)]
         words += ["--processes", str(args.processes)]
-        return [*words, "--conversations"] if server.startswith("pensieve") else words
+        return [*words, "--conversations"] if server.kind == "pensieve" else words
 
     def _play(self, load: Sequence[str], url: str) -> dict[str, Any]:
         """What bench_serving measured."""

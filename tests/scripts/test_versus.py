@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pensieve.scripts import versus
-from pensieve.scripts.versus import CONNECTORS, Versus, main, parser
+from pensieve.scripts.versus import CONNECTORS, Server, Versus, main, parser
 from pensieve.scripts.versus_report import BEGIN, END, read_records, write_report
 from tests.models import LLAMA_SHAPE
 from tests.scripts.fake_vllm import make_site
@@ -62,16 +62,18 @@ def value(command, option):
 
 def test_all_servers_have_equal_bytes_rows_and_load(options, tmp_path):
     made = Versus(parser().parse_args(options))
-    ours = made.command("pensieve:--queue-order arrival", tmp_path)
+    ours = made.command(Server.read("pensieve:--queue-order arrival"), tmp_path)
     assert (int(value(ours, "--gpu-kv-bytes")), int(value(ours, "--host-kv-bytes"))) == (GPU, HOST)
     assert ours[-2:] == ["--queue-order", "arrival"]
     connectors = {}
     for name in CONNECTORS:
-        theirs = made.command(f"{name}:--max-num-batched-tokens 2048", tmp_path)
+        server = Server.read(f"{name}@3,4.5:--max-num-batched-tokens 2048")
+        assert (server.kind, server.rates, server.shown) == (name, (3, 4.5), f"{name}:--max-num-batched-tokens 2048")
+        theirs = made.command(server, tmp_path)
         assert int(value(theirs, "--kv-cache-memory-bytes")) == GPU
         assert value(theirs, "--max-num-seqs") == value(ours, "--max-num-seqs") == "256"
         assert theirs[-2:] == ["--max-num-batched-tokens", "2048"]
-        assert made.load(name, 4) == made.load("pensieve", 4)[:-1]
+        assert made.load(server, 4) == made.load(Server.read("pensieve"), 4)[:-1]
         if "--kv-transfer-config" in theirs:
             connectors[name] = json.loads(value(theirs, "--kv-transfer-config"))
     assert connectors == {
@@ -92,6 +94,7 @@ def test_what_cannot_be_run_is_told_before_anything_starts(options, tmp_path, ca
     (tmp_path / "empty").mkdir()
     for words, said in (
         (["--servers", "sglang"], "--servers: 'sglang' is none of pensieve, vllm,"),
+        (["--servers", "vllm@4;5"], "--servers: 'vllm@4;5': '4;5' are no rates"),
         (["--workload", "agents"], "--trace: agents need one"),
         (["--vllm", str(tmp_path / "empty")], "PackageNotFoundError: No package metadata was found for vllm: install"),
         (["--vllm", str(tmp_path / "nowhere")], f"--vllm: there is no {tmp_path / 'nowhere'}: install"),
@@ -102,10 +105,10 @@ def test_what_cannot_be_run_is_told_before_anything_starts(options, tmp_path, ca
 
 
 def test_a_server_that_fails_keeps_no_other_and_nothing_is_left(options, tmp_path):
-    servers = ["--servers", "vllm-offload:--no-memory", "vllm", "--rates", "5", "9", "--measure-s", "1"]
+    servers = ["--servers", "vllm-offload:--no-memory", "vllm@5,9", "--rates", "7", "--measure-s", "1"]
     ended = subprocess.run([*RUN, *options, *servers], capture_output=True, text=True, timeout=300)
     assert ended.returncode == 1, ended.stderr
-    assert "out of memory" in ended.stdout and "not all was measured of: vllm-offload:--no-memory" in ended.stderr
+    assert "out of memory" in ended.stdout and "not all was measured of vllm-offload:--no-memory" in ended.stderr
     records = read_records([tmp_path / "out" / "versus.jsonl"])
     assert [(record["server"], record["result"]["rate"]) for record in records] == [("vllm", 5), ("vllm", 9)]
     assert all(record["result"]["errors"] == {} and record["result"]["seed"] == 7 for record in records)
