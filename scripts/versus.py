@@ -268,7 +268,7 @@ class Versus:
         for name, value in zip(("--ramp-s", "--warm-up-s", "--measure-s"), self._windows, strict=True):
             words += [name, f"{value:g}"]
         words += ["--vocabulary", str(self._shape["vocab_size"]), "--rate", f"{rate:g}", "--seed", str(args.seed)]
-        words += ["--processes", str(args.processes)]
+        words += ["--max-context", str(self._preset.max_model_len), "--processes", str(args.processes)]
         return [*words, "--conversations"] if server.kind == "pensieve" else words
 
     def _play(self, load: Sequence[str], url: str) -> dict[str, Any]:
