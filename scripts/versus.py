@@ -32,6 +32,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..builder.checkpoint import read_json
 from ..scheduler.types import SettingError
 from .serve_options import default_state_dir
 from .serving_runs import PIECE, READY, SERVE, run, serving, tell_end, use_memory
@@ -180,6 +181,8 @@ class Versus:
         kinds = {server.kind for server in self._servers}
         if not preset.load and args.trace is None:
             raise SettingError("--trace", f"{args.workload} need one: lengths, as callanjfox/kv-cache-tester has them")
+        if args.trace is not None and not args.trace.is_file():
+            raise SettingError("--trace", f"there is no {args.trace}")
         asked = args.ramp_s, args.warm_up_s, args.measure_s
         self._windows = [own if given is None else given for given, own in zip(asked, preset.windows, strict=True)]
         self._rates = args.rates or preset.rates
@@ -188,7 +191,7 @@ class Versus:
         self._output = args.output or Path(f"versus-{time.strftime('%Y-%m-%d')}.jsonl")
         self._dtype = "bfloat16" if args.device == "cuda" else "float32"
         self._model = args.work / args.workload
-        self._shape = json.loads((args.shape or SHAPES / preset.shape).read_text())
+        self._shape = read_json(args.shape or SHAPES / preset.shape, "--shape")
         self._versions = {"pensieve": args.revision or revision(), "torch": importlib.metadata.version("torch")}
         self._python, self._variables = vllm_python(args.vllm)
         if kinds - {"pensieve"}:

@@ -97,6 +97,8 @@ def test_what_cannot_be_run_is_told_before_anything_starts(options, tmp_path, ca
         (["--servers", "sglang"], "--servers: 'sglang' is none of pensieve, vllm,"),
         (["--servers", "vllm@4;5"], "--servers: 'vllm@4;5': '4;5' are no rates"),
         (["--workload", "agents"], "--trace: agents need one"),
+        (["--workload", "agents", "--trace", "none.gz"], "--trace: there is no none.gz"),
+        (["--shape", "none.json"], "--shape: none.json does not exist"),
         (["--vllm", str(tmp_path / "empty")], "PackageNotFoundError: No package metadata was found for vllm: install"),
         (["--vllm", str(tmp_path / "nowhere")], f"--vllm: there is no {tmp_path / 'nowhere'}: install"),
     ):
