@@ -17,17 +17,20 @@ import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+<<<<<<< HEAD
 import numpy as np
 
 from pensieve.runtime.device.memory import GIB, host_memory
 from pensieve.scripts.serving_runs import run, serving, tell_end
+=======
+from pensieve.scripts.serving_runs import PIECE, SERVE, run, serving, tell_end, use_memory
+>>>>>>> versus
 from pensieve.scripts.sizes import parse_bytes
 from pensieve.scripts.traces import TURN_COUNTS
 
 NO_HOST = ["--host-kv-chunks", "0", "--swap-out-below", "0"]
 MODES = {"reuse": [], "gpu": NO_HOST, "none": [*NO_HOST, "--no-reuse"]}
 START_SECONDS = 240.0  # longest start of a server
-PIECE = 4 * GIB
 
 
 def parser() -> argparse.ArgumentParser:
@@ -88,6 +91,7 @@ def server(args: argparse.Namespace, mode: str, seconds: float) -> AbstractConte
     words = ["--engine", args.output / "engine", "--device", args.device, "--gpu-kv-bytes", args.gpu_kv_bytes]
     words += ["--state-dir", args.output / f"state-{mode}", "--max-num-seqs", args.max_num_seqs]
     words += ["--max-num-batched-tokens", 1024, "--shutdown-timeout", 1, *args.serve_options]
+<<<<<<< HEAD
     words += MODES[mode] or ["--host-kv-bytes", args.host_kv_bytes]  # last: swaps are off where HOST is
     return serving(words, args.output / f"{mode}.log", seconds)
 
@@ -103,6 +107,9 @@ def use_memory(size: int) -> None:
             patience -= 1
             time.sleep(1.0)
     print(f"{(free + len(held) * PIECE) / GIB:.0f} GiB of host memory for {size / GIB:.0f}", flush=True)
+=======
+    return serving([*SERVE, *words], args.output / f"{mode}.log", seconds)
+>>>>>>> versus
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ class CompletionsServer(FakeServer):
 
     request_queue_size = 128
 
-    def __init__(self, first_s=0.0, gap_s=0.0, *, fail=None, fail_after=1, ids=True):
-        super().__init__(CompletionsHandler)
+    def __init__(self, first_s=0.0, gap_s=0.0, *, fail=None, fail_after=1, ids=True, port=0):
+        super().__init__(CompletionsHandler, port)
         self.first_s, self.gap_s, self.fail, self.fail_after, self.ids = first_s, gap_s, fail, fail_after, ids
         self.prompt_tokens = 0
         self._lock = threading.Lock()

@@ -16,8 +16,8 @@ class FakeServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, handler=None):
-        super().__init__(("127.0.0.1", 0), handler or Handler)
+    def __init__(self, handler=None, port=0):
+        super().__init__(("127.0.0.1", port), handler or Handler)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.conversations = {}
         self.bodies = []
