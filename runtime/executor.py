@@ -88,9 +88,9 @@ class Executor:
         self._transfers = Transfers(device, shape[1], group_layers, record, in_first, check)
         self._constraints = None
         if grammars is not None:
-            from .step.constraints import Constraints  # only they need llguidance
+            from .step.constraints import GrammarMatchers  # only they need llguidance
 
-            self._constraints = Constraints(grammars)
+            self._constraints = GrammarMatchers(grammars)
         self._launched: deque[_Launched] = deque()
         device.allocate_pool(Tier.GPU, shape, engine.dtype)
         device.allocate_pool(Tier.HOST, host_shape, engine.dtype, host_form)

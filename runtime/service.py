@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from ..scheduler.plan import StepPlan
 from ..scheduler.scheduler import Scheduler
-from ..scheduler.step_timing import Pace
+from ..scheduler.step_timing import StepTiming
 from ..scheduler.turns.conversations import common_prefix
 from ..scheduler.types import Applied, FinishReason, Output, Request, RequestError, RequestId
 from .executor import Executor
@@ -78,7 +78,7 @@ class Service:
         scheduler: Scheduler,
         executor: Executor,
         connection: Connection,
-        pace: Pace,
+        pace: StepTiming,
         trace: TraceFile | None = None,
     ):
         self._scheduler, self._executor = scheduler, executor
@@ -113,7 +113,7 @@ class Service:
                 while not self._inbox.empty():
                     self._take(self._inbox.get())
                 self._refuse_expired()
-                spare = self._pace.spare(time.monotonic())
+                spare = self._pace.slack(time.monotonic())
                 if self._garbage.due(spare):
                     with self._counters.wait:
                         self._garbage.collect_new()

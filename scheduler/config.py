@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from .context_window import KEEP, OVERFLOW_MODES, Windows
+from .context_window import KEEP, OVERFLOW_MODES, ContextWindow
 from .types import SettingError
 
 EVICTION_POLICIES = ("retention", "lru", "fifo", "lru-conversation", "fifo-conversation")
@@ -121,10 +121,10 @@ class SchedulerConfig:
         return -(-tokens // self.chunk_tokens)
 
     @property
-    def windows(self) -> Windows | None:
+    def windows(self) -> ContextWindow | None:
         """How contexts overflow; None if they are too short for a step of whole chunks: then none may."""
         step = int(self.overflow_ratio * self.max_model_len) // self.chunk_tokens * self.chunk_tokens
-        return Windows(self.max_model_len, step, self.overflow) if step else None
+        return ContextWindow(self.max_model_len, step, self.overflow) if step else None
 
     @property
     def reserved_chunks(self) -> int:

@@ -31,7 +31,7 @@ restart-positions
 
 
 @dataclass(frozen=True, slots=True)
-class Windows:
+class ContextWindow:
     """length   W, the most tokens that a position sees, itself included
     step        tokens that go at once when the window is full: whole chunks, fewer than `length`
     mode        one of OVERFLOW_MODES
@@ -76,7 +76,7 @@ class Windows:
         return hashlib.sha256(f"{self.length} {self.step} {self.mode}".encode()).digest()
 
 
-def check_length(request: Request, limit: int, windows: Windows | None) -> None:
+def check_length(request: Request, limit: int, windows: ContextWindow | None) -> None:
     """RequestError (400) if the context would outgrow the model's and may not."""
     prompt = len(request.prompt)
     if request.truncate and windows is not None:

@@ -11,28 +11,28 @@ if TYPE_CHECKING:
     from .kv.chunk import Chunk, OrderedSet
     from .kv.chunk_store import ChunkStore
     from .kv.retention import VictimSet
-    from .planning.queues import Roster
-    from .turns.turn import Row, Turn
+    from .planning.queues import RequestQueues
+    from .turns.turn import RunningTurn, Turn
     from .types import ChunkKey, RequestId
 
 
 def check_requests(
     store: ChunkStore,
-    roster: Roster,
-    held: dict[RequestId, Row],
+    queues: RequestQueues,
+    held: dict[RequestId, RunningTurn],
     turns: dict[RequestId, Turn],
     pending: dict[ChunkKey, int],
 ) -> None:
     """Each request is in one place: in the queue, loading, in a seat, or held until its length is confirmed."""
-    joined = list(roster.joined())
-    seats = sorted([*roster.free_seats, *(row.seat for row in roster.rows)])
-    if seats != list(range(roster.seats)):
+    joined = list(queues.joined())
+    seats = sorted([*queues.free_seats, *(row.seat for row in queues.rows)])
+    if seats != list(range(queues.seats)):
         raise InvariantError(f"seats, free and taken: {seats}")
     if {key for row in joined for key in row.pending} != set(pending):
         raise InvariantError("keys are pending that no row computes, or the other way round")
-    placed = [*roster.waiting, *(row.turn for row in (*joined, *held.values()))]
-    awaited = {chunk for turn in roster.waiting for chunk in turn.awaited}
-    if any(chunk.awaited and chunk not in awaited for chunk in store.resident_chunks()):
+    placed = [*queues.waiting, *(row.turn for row in (*joined, *held.values()))]
+    awaited = {chunk for turn in queues.waiting for chunk in turn.awaited}
+    if any(chunk.queue_place and chunk not in awaited for chunk in store.resident_chunks()):
         raise InvariantError("a chunk is awaited by nobody in the queue")
     if len(placed) != len(turns) or {turn.request.id for turn in placed} != set(turns):
         raise InvariantError("a request is in two places, or in none")
@@ -56,7 +56,7 @@ def check_store(store: ChunkStore, users: dict[Chunk, int], claims: dict[Chunk, 
     known = set(chunks)
     if missing := {*users, *claims} - known:
         raise InvariantError(f"held but not in the store: {missing}")
-    filed = copies = 0
+    victim_set = copies = 0
     for chunk in chunks:
         claimed = claims.get(chunk, Claims(0))
         if chunk.users != users.get(chunk, 0) or (chunk.claims, chunk.pins, chunk.surplus) != claimed:
@@ -71,11 +71,11 @@ def check_store(store: ChunkStore, users: dict[Chunk, int], claims: dict[Chunk, 
             raise InvariantError(f"{chunk} is private and has to do with the disk")
         if not (chunk.resident or chunk.claims):
             raise InvariantError(f"{chunk} is nowhere and nobody's, but still in the store")
-        filed += _check_filing(store, chunk)
+        victim_set += _check_filing(store, chunk)
         copies += _check_copy(store, chunk)
     sets = (store.reclaimable, store.uncopied, store.host_only, store.host_spare, store.disk_only, store.busy_copied)
-    if filed != sum(len(members) for members in sets) or copies != len(store.disk_copies):
-        raise InvariantError("a chunk is filed where it does not belong")
+    if victim_set != sum(len(members) for members in sets) or copies != len(store.disk_copies):
+        raise InvariantError("a chunk is victim_set where it does not belong")
 
 
 def _check_filing(store: ChunkStore, chunk: Chunk) -> bool:
@@ -83,19 +83,19 @@ def _check_filing(store: ChunkStore, chunk: Chunk) -> bool:
     on_gpu, on_host, on_disk = (slot != NO_SLOT for slot in (chunk.gpu, chunk.host, chunk.disk))
     movable = not chunk.users and chunk.moving is None
     belongs: VictimSet | OrderedSet | None = None
-    if chunk.staged and not (on_gpu and on_host):
-        raise InvariantError(f"{chunk} is said to be staged for DISK")
-    if chunk.users and on_gpu and on_host and not chunk.loading and not chunk.staged and chunk.moving is None:
+    if chunk.copied_for_disk and not (on_gpu and on_host):
+        raise InvariantError(f"{chunk} is said to be copied_for_disk for DISK")
+    if chunk.users and on_gpu and on_host and not chunk.loading and not chunk.copied_for_disk and chunk.moving is None:
         belongs = store.busy_copied
     if movable and on_host and not on_gpu:
         belongs = store.host_spare if on_disk else store.host_only
     if movable and on_disk and not (on_gpu or on_host):
         belongs = store.disk_only
     if not chunk.users and on_gpu:
-        safe = (on_host and not chunk.staged) or chunk.declined or store.host.count == 0
+        safe = (on_host and not chunk.copied_for_disk) or chunk.refused_by_host or store.host.count == 0
         belongs = store.reclaimable if safe else store.uncopied
-    if chunk.filed is not belongs or (belongs is not None and chunk not in belongs):
-        raise InvariantError(f"{chunk} is not filed where it belongs")
+    if chunk.victim_set is not belongs or (belongs is not None and chunk not in belongs):
+        raise InvariantError(f"{chunk} is not victim_set where it belongs")
     return belongs is not None
 
 

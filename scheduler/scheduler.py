@@ -21,25 +21,25 @@ from .config import SchedulerConfig
 from .context_window import check_length
 from .cost import CostProfile
 from .invariants import check_requests
-from .kv.chunk_keys import Chains
+from .kv.chunk_keys import ChunkKeys
 from .kv.chunk_store import ChunkStore
 from .kv.retention import eviction_policy
 from .plan import Lane, StepPlan, StepResult
 from .planning.admission import Admission
 from .planning.batcher import Batcher
-from .planning.commit import Ledger
-from .planning.deletion import Erasures
-from .planning.eviction import RoomMaker
-from .planning.lookup import Planner
-from .planning.plan_builder import Batch
+from .planning.commit import Committer
+from .planning.deletion import Deletions
+from .planning.eviction import Evictor
+from .planning.lookup import CacheLookup
+from .planning.plan_builder import PlanBuilder
 from .planning.plan_copies import StepCopies
-from .planning.prefetch import LookAhead
+from .planning.prefetch import Prefetcher
 from .planning.queue_order import QueueOrder
-from .planning.queues import Roster
-from .planning.write_behind import Saver
+from .planning.queues import RequestQueues
+from .planning.write_behind import WriteBehind
 from .sim.fast_forward import skip, steady_steps
 from .turns.conversations import Conversations
-from .turns.turn import Row, Turn
+from .turns.turn import RunningTurn, Turn
 from .types import (
     Applied,
     ChunkKey,
@@ -60,28 +60,30 @@ class Scheduler:
         cost = replace(cost, most_context=config.max_model_len)
         self.config = config
         self._windows = windows = config.windows
-        self._chains = Chains(config.seed, config.chunk_tokens, windows)
+        self._chunk_keys = ChunkKeys(config.seed, config.chunk_tokens, windows)
         self._store = ChunkStore(config, eviction_policy(config.eviction, cost, config.owner_kv_chunks is not None))
         self._conversations = Conversations(self._store, config.conversation_ttl, config.owner_kv_chunks)
-        self._planner = Planner(self._store, cost, config.chunk_tokens, config.reuse, self._chains, windows)
-        self._roster = Roster(config, self._store, self._planner)
-        self._order = QueueOrder(config, cost, self._planner, self._roster.waiting)
-        self._batcher = Batcher(config, self._store, self._roster, windows)
+        self._lookup = CacheLookup(self._store, cost, config.chunk_tokens, config.reuse, self._chunk_keys, windows)
+        self._queues = RequestQueues(config, self._store, self._lookup)
+        self._order = QueueOrder(config, cost, self._lookup, self._queues.waiting)
+        self._batcher = Batcher(config, self._store, self._queues, windows)
         self._admission = Admission(
-            *(config, cost, self._store, self._conversations, self._planner, self._roster, self._order),
+            *(config, cost, self._store, self._conversations, self._lookup, self._queues, self._order),
             *(self._batcher, windows),
         )
-        self._saver = Saver(config, cost, self._store)
-        self._lookahead = LookAhead(config, cost, self._store, self._conversations, self._planner, self._order)
-        self._ledger = Ledger(config, self._chains, self._store, self._conversations, self._planner, self._lookahead)
+        self._write_behind = WriteBehind(config, cost, self._store)
+        self._prefetcher = Prefetcher(config, cost, self._store, self._conversations, self._lookup, self._order)
+        self._committer = Committer(
+            config, self._chunk_keys, self._store, self._conversations, self._lookup, self._prefetcher
+        )
         self._turns: dict[RequestId, Turn] = {}
-        self._held: dict[RequestId, Row] = {}
-        self._inflight: deque[tuple[StepPlan, list[Row]]] = deque()
+        self._held: dict[RequestId, RunningTurn] = {}
+        self._inflight: deque[tuple[StepPlan, list[RunningTurn]]] = deque()
         self._step = self._applied = 0
         self._arrivals = 0
         self._ended: list[RequestId] = []  # with a grammar, since the last plan
         self._patient: deque[Turn] = deque()  # by arrival, with those that have their seat or are gone
-        self._erasures = Erasures(self._store)
+        self._deletions = Deletions(self._store)
         self._swapped_in = self._swapped_out = 0
         self._last_out = 0  # the last swap-out's ticket
         # Most of HOST is for chunks that are nowhere else: copies of what is still on the GPU are no gain.
@@ -94,15 +96,15 @@ class Scheduler:
         check_length(request, self.config.max_model_len, self._windows)
         if request.id in self._turns:
             raise RequestError(400, f"request {request.id} is being served already", "id")
-        if len(self._roster.waiting) >= self.config.max_queue:
-            raise RequestError(429, f"{len(self._roster.waiting)} requests wait already", None)
-        self._conversations.expire(now, self._saver.untold)  # who writes too late does not bring it back
+        if len(self._queues.waiting) >= self.config.max_queue:
+            raise RequestError(429, f"{len(self._queues.waiting)} requests wait already", None)
+        self._conversations.expire(now, self._write_behind.untold)  # who writes too late does not bring it back
         self._arrivals += 1
-        turn = Turn(request, self._arrivals, *self._ledger.prompt_keys(request), now)
+        turn = Turn(request, self._arrivals, *self._committer.prompt_keys(request), now)
         self._order.arrived(turn)
         self._turns[request.id] = turn
         self._touch(turn, now)
-        self._roster.enqueue(turn)
+        self._queues.enqueue(turn)
         if self.config.queue_timeout is not None:
             self._patient.append(turn)
 
@@ -112,12 +114,12 @@ class Scheduler:
         if turn is None:
             return
         self._close(turn)
-        if turn in self._roster.waiting:
-            self._roster.leave_queue(turn)
+        if turn in self._queues.waiting:
+            self._queues.leave_queue(turn)
             if turn.tail is not None and turn.tail.resident:
                 self._store.drop(turn.tail)
         else:
-            self._roster.let_go(self._take_row(turn), None, now)
+            self._queues.release_row(self._take_row(turn), None, now)
 
     def expire(self, now: float) -> list[RequestId]:
         """Ends the requests that have waited too long for their first seat (`queue_timeout`) and returns their ids."""
@@ -140,12 +142,12 @@ class Scheduler:
         ended = request in self._held
         truncated = self._truncated(turn, len(turn.request.prompt) + tokens)
         output = Output(request, finish=FinishReason.STOP, truncated=truncated)
-        if turn in self._roster.waiting:
-            self._roster.leave_queue(turn)
-            self._ledger.commit(turn, None, tokens, turn.tail, now)
-            found = map(self._store.find, self._planner.seen_keys(turn))
+        if turn in self._queues.waiting:
+            self._queues.leave_queue(turn)
+            self._committer.commit(turn, None, tokens, turn.tail, now)
+            found = map(self._store.find, self._lookup.seen_keys(turn))
             chunks = [chunk for chunk in found if chunk is not None]
-            self._saver.turn_ended(chunks, now)
+            self._write_behind.turn_ended(chunks, now)
             if turn.tail is not None and turn.request.conversation is None and turn.tail.resident:
                 self._store.drop(turn.tail)
             self._close(turn)
@@ -153,7 +155,7 @@ class Scheduler:
             row = self._take_row(turn)
             chunks = row.chunks
             self._end(row, tokens, now)
-        if ended or self._saver.withhold(turn.request, output, chunks):
+        if ended or self._write_behind.withhold(turn.request, output, chunks):
             return None
         return output
 
@@ -168,13 +170,13 @@ class Scheduler:
         step = self._step + 1
         self._store.now = now
         copies = StepCopies(step, self._store.gpu, self._store.host)
-        room = RoomMaker(self._store, copies, now)
-        batch = Batch(step, self._applied, now, copies, room, self.config.max_num_batched_tokens)
+        room = Evictor(self._store, copies, now)
+        batch = PlanBuilder(step, self._applied, now, copies, room, self.config.max_num_batched_tokens)
         batcher = self._batcher
 
-        self._conversations.expire(now, self._saver.untold)
-        self._erasures.go_on()
-        self._roster.release_suspended(self._applied, now)
+        self._conversations.expire(now, self._write_behind.untold)
+        self._deletions.go_on()
+        self._queues.release_suspended(self._applied, now)
         if self.config.batching == "unified":
             batcher.plan_generation(batch)
         batcher.plan_fair_spans(batch)
@@ -184,7 +186,7 @@ class Scheduler:
             batcher.plan_generation(batch)
             if not batch.tokens:  # a row that has outgrown its window has queued again, and perhaps nobody else is here
                 self._admission.admit(batch)
-        self._save_ahead(batch)
+        self._swap_out_ahead(batch)
         if self.config.disk_kv_chunks:
             self._plan_disk(batch)
 
@@ -215,8 +217,8 @@ class Scheduler:
             self._store.disk.report(result, now)
         for span, span_row in zip(plan.spans, span_rows, strict=True):
             if span_row.chunks:
-                self._ledger.computed(span_row, span.start, span.end)
-        applied, by_id, chunk_tokens = Applied(), self._roster.by_id, self.config.chunk_tokens
+                self._committer.computed(span_row, span.start, span.end)
+        applied, by_id, chunk_tokens = Applied(), self._queues.by_id, self.config.chunk_tokens
         for row_id in result.stuck:
             if row_id in by_id:
                 self.abort(row_id.request, now)
@@ -236,25 +238,25 @@ class Scheduler:
             tokens.append(token)
             count = len(row.tokens)
             if (count - 1) % chunk_tokens == 0:
-                self._ledger.filled(row, (count - 1) // chunk_tokens - 1)
+                self._committer.filled(row, (count - 1) // chunk_tokens - 1)
             if count == row.begin or count == row.end or token in row.stop_ids:
                 self._begins_or_ends(row, token, now, applied)
         applied.requests, applied.tokens = array("q", requests), array("i", tokens)
-        applied.events += self._saver.endings()
+        applied.events += self._write_behind.endings()
         return applied
 
     def steady_steps(self) -> int:
         """How many steps to come are sure to generate one token a row and no more, if no request comes or leaves."""
-        busy = bool(self._roster.waiting or self._roster.loading or self._erasures.looking)
+        busy = bool(self._queues.waiting or self._queues.loading or self._deletions.looking)
         busy = busy or self._conversations.mortal or self._disk_busy()
         if busy or self.in_flight != 1 or (self._store.available < self._mark and self._store.uncopied):
             return 0
-        return steady_steps(self._roster.rows, self._inflight[0][0])
+        return steady_steps(self._queues.rows, self._inflight[0][0])
 
     def skip(self, steps: int) -> StepPlan:
         """As `next_plan` and `apply`, so often; at most `steady_steps()`. Returns the plan that is then in flight."""
         plan, span_rows = self._inflight.pop()
-        plan = skip(self._roster.rows, plan, steps)
+        plan = skip(self._queues.rows, plan, steps)
         self._inflight.append((plan, span_rows))
         self._step, self._applied = plan.step, plan.step - 1
         return plan
@@ -286,7 +288,7 @@ class Scheduler:
         salt, refused = self._conversations.salt(conversation_id), self._store.disk.refused
         self._conversations.delete(conversation_id, shared // self.config.chunk_tokens)
         outgrown = self._windows is not None and len(tokens) > self._windows.length  # not all that it has is claimed
-        self._erasures.begin(chain(self._chains.all(tokens, salt, shared) if outgrown else (), others), refused)
+        self._deletions.begin(chain(self._chunk_keys.all(tokens, salt, shared) if outgrown else (), others), refused)
 
     def keep(self, conversation_id: str, ttl: float | None, pinned_until: float, now: float) -> None:
         """Claims end `ttl` seconds after the last activity (None: `conversation_ttl`); until `pinned_until` the
@@ -310,35 +312,35 @@ class Scheduler:
     def keys(self, tokens: array[int], salt: bytes, shared: int = 0) -> Iterator[ChunkKey]:
         """The keys of a log's full chunks, wherever its contexts may have begun, but for those within its first
         `shared` tokens. Their number grows with the square of the log's length: they are made one by one."""
-        return self._chains.all(tokens, salt, shared)
+        return self._chunk_keys.all(tokens, salt, shared)
 
     def erase_keys(self, keys: Iterable[ChunkKey]) -> None:
         """As `delete`, of a conversation that has never been active here: drops those chunks, of a long log in the next
         few plans."""
-        self._erasures.begin(keys, self._store.disk.refused)
+        self._deletions.begin(keys, self._store.disk.refused)
 
     def take_erased(self) -> list[bool]:
         """For each `delete` and `erase_keys` that has ended since the last call, in their order: whether all records
         that were the conversation's own are erased on all ranks. False: the disk refused."""
-        return self._erasures.take_ended()
+        return self._deletions.take_ended()
 
     @property
     def saving(self) -> bool:
         """Chunks are on their way to DISK, or records are to be erased there: who wants to lose nothing, and to keep
         nothing, goes on with plans and results until that is done."""
-        return self._saver.saving or self._erasures.busy
+        return self._write_behind.saving or self._deletions.busy
 
     @property
     def wake_at(self) -> float:
         """When `next_plan` has something to do at the latest, though nothing arrives: seconds, infinity for never."""
-        return min(self._conversations.next_due, self._lookahead.next_due)
+        return min(self._conversations.next_due, self._prefetcher.next_due)
 
     # -- what others may know
 
     @property
     def idle(self) -> bool:
         """Nothing runs, waits, or is in flight, and no end is kept back."""
-        return not self._turns and not self._inflight and not self._saver.withholds
+        return not self._turns and not self._inflight and not self._write_behind.withholds
 
     def open_requests(self) -> list[RequestId]:
         """Requests that have been added and have neither ended nor left."""
@@ -349,11 +351,11 @@ class Scheduler:
         return len(self._inflight)
 
     def stats(self) -> SchedulerStats:
-        store, roster = self._store, self._roster
+        store, queues = self._store, self._queues
         return SchedulerStats(
-            running=len(roster.rows) + len(roster.loading),
-            waiting=len(roster.waiting),
-            suspensions=roster.suspensions,
+            running=len(queues.rows) + len(queues.loading),
+            waiting=len(queues.waiting),
+            suspensions=queues.suspensions,
             dropped=store.dropped,
             swapped_in=self._swapped_in,
             swapped_out=self._swapped_out,
@@ -377,8 +379,8 @@ class Scheduler:
 
     def check(self) -> None:
         """Proves conservation, from nothing but rows and conversations. Raises InvariantError. Cost: all chunks."""
-        check_requests(self._store, self._roster, self._held, self._turns, self._planner.pending)
-        users = Counter(chunk for row in (*self._roster.joined(), *self._held.values()) for chunk in row.chunks)
+        check_requests(self._store, self._queues, self._held, self._turns, self._lookup.pending)
+        users = Counter(chunk for row in (*self._queues.joined(), *self._held.values()) for chunk in row.chunks)
         self._store.check(users, self._conversations.claims())
 
     # -- within
@@ -389,57 +391,57 @@ class Scheduler:
         Needless if nobody waits: then the next plan holds them, or does the same if there is no room.
         """
         self._conversations.touch(turn.request, now)
-        if not self._roster.waiting:
+        if not self._queues.waiting:
             return
         conversation = self._conversations.of(turn.request)
-        chunks = [self._store.find(key) for key in self._planner.seen_keys(turn)]
+        chunks = [self._store.find(key) for key in self._lookup.seen_keys(turn)]
         if conversation is not None and conversation.tail is not None:
             chunks.append(conversation.tail)
-        self._roster.await_chunks(turn, chunks, self._store.stamp(now))
+        self._queues.await_chunks(turn, chunks, self._store.stamp(now))
 
-    def _save_ahead(self, batch: Batch) -> None:
+    def _swap_out_ahead(self, batch: PlanBuilder) -> None:
         """Copies out ahead of time below the mark, behind this step's compute; whatever the queue's head needs.
 
         The next plan's generation comes before its head: with what that takes made too, the head finds all it wanted.
         """
         needed = batch.wanted + batch.short
         if batch.wanted:
-            needed += sum(row.position == row.room for row in self._roster.rows)
-        available = max(self._mark, needed) - self._roster.coming_free()
+            needed += sum(row.position == row.room for row in self._queues.rows)
+        available = max(self._mark, needed) - self._queues.coming_free()
         if self._store.available < available:
-            batch.room.save_ahead(available, most=max(needed, self._admission.link_chunks(batch)))
+            batch.room.swap_out_ahead(available, most=max(needed, self._admission.link_chunks(batch)))
 
-    def _plan_disk(self, batch: Batch) -> None:
+    def _plan_disk(self, batch: PlanBuilder) -> None:
         """What goes to DISK and comes from there while the step runs."""
-        self._lookahead.plan(batch.room, batch.now)
-        self._saver.plan(batch.room, batch.now)
+        self._prefetcher.plan(batch.room, batch.now)
+        self._write_behind.plan(batch.room, batch.now)
         batch.spills, batch.promotions, batch.erased = self._store.disk.hand_over(batch.step)
 
-    def _polls(self, batch: Batch) -> bool:
+    def _polls(self, batch: PlanBuilder) -> bool:
         """An empty plan is needed all the same: for what it says to the disk, or, if no other result is to come, to
         hear what has become of work under way."""
         if batch.spills or batch.promotions or batch.erased:
             return True
         if self._inflight:
             return False
-        return batch.polls or self._disk_busy() or self._erasures.looking or self._awaits_copies()
+        return batch.polls or self._disk_busy() or self._deletions.looking or self._awaits_copies()
 
     def _awaits_copies(self) -> bool:
         """Who waits may do so for a copy on HOST that does not count yet."""
-        provisional = self.config.provisional_copies and bool(self._roster.waiting)
+        provisional = self.config.provisional_copies and bool(self._queues.waiting)
         return provisional and self._last_out > self._store.completed.swap_out
 
     def _disk_busy(self) -> bool:
-        return self._store.disk.outstanding or self._saver.busy or self._lookahead.busy
+        return self._store.disk.outstanding or self._write_behind.busy or self._prefetcher.busy
 
-    def _scored(self, plan: StepPlan, span_rows: list[Row], result: StepResult, applied: Applied) -> None:
+    def _scored(self, plan: StepPlan, span_rows: list[RunningTurn], result: StepResult, applied: Applied) -> None:
         """Passes on the log probabilities of prompts, those of rows that are still there."""
         for span, row in zip(plan.spans, span_rows, strict=True):
-            if span.scores and row.id in self._roster.by_id:
+            if span.scores and row.id in self._queues.by_id:
                 row.turn.scored = span.end
                 applied.prompt_logprobs[row.id.request] = result.prompt_logprobs[span.seat]
 
-    def _begins_or_ends(self, row: Row, token: int, now: float, applied: Applied) -> None:
+    def _begins_or_ends(self, row: RunningTurn, token: int, now: float, applied: Applied) -> None:
         """`token` is the reply's first, the last one allowed, or a stop id (which counts from `min_tokens` on)."""
         turn, request, count = row.turn, row.turn.request, len(row.tokens)
         reply = count - len(request.prompt)
@@ -452,41 +454,41 @@ class Scheduler:
         if finish is not None:
             self._reply_ends(row, reply, now)
             ending = Output(request.id, finish=finish, truncated=truncated)
-            if self._saver.withhold(request, ending, chunks):
+            if self._write_behind.withhold(request, ending, chunks):
                 finish = None
         if begins or finish is not None:
             usage, queued = (turn.usage, turn.queued) if begins else (None, None)
             applied.events.append(Output(request.id, usage=usage, finish=finish, queued=queued, truncated=truncated))
 
-    def _reply_ends(self, row: Row, reply: int, now: float) -> None:
+    def _reply_ends(self, row: RunningTurn, reply: int, now: float) -> None:
         """Nothing more is generated; a turn whose length somebody outside confirms is held until then."""
-        self._roster.leave_seat(row)
+        self._queues.unseat(row)
         self._order.reply_ended(reply)
         if row.turn.request.confirm:
             self._held[row.id.request] = row
-            self._saver.turn_ended(row.chunks, now)
+            self._write_behind.turn_ended(row.chunks, now)
         else:
             self._end(row, reply, now)
 
-    def _take_row(self, turn: Turn) -> Row:
+    def _take_row(self, turn: Turn) -> RunningTurn:
         """The turn's row, out of its seat."""
         held = self._held.pop(turn.request.id, None)
         if held is not None:
             return held
-        roster = self._roster
-        row = next(row for row in roster.joined() if row.turn is turn)
+        queues = self._queues
+        row = next(row for row in queues.joined() if row.turn is turn)
         if row.seat >= 0:
-            roster.leave_seat(row)
+            queues.unseat(row)
         else:
-            roster.loading.remove(row)
+            queues.loading.remove(row)
         return row
 
-    def _end(self, row: Row, reply: int, now: float) -> None:
+    def _end(self, row: RunningTurn, reply: int, now: float) -> None:
         """Commits the turn, cut to `reply` tokens, and lets its chunks go."""
-        turn, tail = row.turn, self._ledger.tail(row, reply)
-        self._ledger.commit(turn, row, reply, tail, now)
-        self._saver.turn_ended(row.chunks, now)
-        self._roster.let_go(row, tail, self._store.stamp(now))
+        turn, tail = row.turn, self._committer.tail(row, reply)
+        self._committer.commit(turn, row, reply, tail, now)
+        self._write_behind.turn_ended(row.chunks, now)
+        self._queues.release_row(row, tail, self._store.stamp(now))
         self._close(turn)
 
     def _close(self, turn: Turn) -> None:
@@ -497,4 +499,4 @@ class Scheduler:
 
     def _truncated(self, turn: Turn, count: int) -> int:
         """Leading tokens that were not seen when the last of the turn's first `count` tokens was drawn."""
-        return self._chains.first_seen(count - 1, turn.base)
+        return self._chunk_keys.first_seen(count - 1, turn.base)

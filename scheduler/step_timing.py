@@ -47,7 +47,7 @@ class _Experience:
         return self.ratio - SPREADS * self.spread
 
 
-class Pace:
+class StepTiming:
     """Told what the loop does and when, in seconds of one clock; answers how long it may wait. Of one thread."""
 
     def __init__(self, cost: CostProfile):
@@ -58,7 +58,7 @@ class Pace:
         self._margin = LEAST_MARGIN
         self._waited = False
 
-    def spare(self, now: float) -> float:
+    def slack(self, now: float) -> float:
         """Seconds for which the next plan can wait; 0: none."""
         if len(self._steps) != 1:
             return 0.0

@@ -292,8 +292,8 @@ class SchedulerStats:
 
     slots           by tier and by what is in them, as `ChunkStore.slot_counts` has them
     evictions, eviction_values, eviction_value_sum
-                    by tier and reason, and by retention value, as `evictions.Evictions` has them
-    choices         of loading or recomputing, as `choices.Choices` has them
+                    by tier and reason, and by retention value, as `stats.EvictionStats` has them
+    choices         of loading or recomputing, as `choices.LoadOrRecomputeStats` has them
     regret_tokens   tokens of chunks that were computed again within a minute after they had been dropped
     spilled, promoted, failed_writes, failed_reads
                     chunks written to DISK, read from it, and those for which that failed

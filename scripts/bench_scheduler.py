@@ -73,7 +73,7 @@ class Step:
         return sum(self.seconds)
 
 
-class Bench:
+class StepBench:
     def __init__(self, load: Load):
         self.load = load
         chunk_bytes = CHUNK_TOKENS * 32 * 2 * 8 * 128 * 2  # Llama-3-8B, bf16
@@ -220,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--profile", action="store_true", help="print where the time goes (and measure slower steps)")
     args = parser.parse_args(argv)
 
-    bench = Bench(Load(plain_steps=args.plain_steps, heavy_steps=args.heavy_steps))
+    bench = StepBench(Load(plain_steps=args.plain_steps, heavy_steps=args.heavy_steps))
     start = time.perf_counter()
     bench.fill()
     slots = bench.scheduler.stats().slots

@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.compare:
             compare(args.compare, args.plot)
         else:
-            Bench(args).run()
+            StepBench(args).run()
     except (SettingError, ChildProcessError) as error:
         print(f"bench_serving: {error}", file=sys.stderr)
         return 2 if isinstance(error, SettingError) else 1
@@ -150,7 +150,7 @@ def compare(paths: Sequence[Path], picture: Path | None) -> None:
         plot(curves, picture)
 
 
-class Bench:
+class StepBench:
     """The runs of one command against one server."""
 
     def __init__(self, args: argparse.Namespace):

@@ -32,7 +32,7 @@ import numpy as np
 from ..runtime.engine import Engine, open_engine
 from ..runtime.executor import GROUP_LAYERS, Executor
 from ..runtime.measure.profile import PIECES, Measured, cost_profile, hardware
-from ..runtime.measure.step_bench import Bench, CopyTime
+from ..runtime.measure.step_bench import CopyTime, StepBench
 from ..runtime.service import STEPS_IN_FLIGHT
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.cost import CostProfile
@@ -68,7 +68,7 @@ def measure_costs(
     """What the scheduler goes by, measured at few points: contexts of one and of `history` chunks, `rows` rows that
     generate; and copies of a history, by layers a piece, of whole records in the last place."""
     size, batch, layers = config.chunk_tokens, config.max_num_batched_tokens, engine.manifest.layers
-    with Bench(device, engine, config, POINT_SECONDS) as bench:
+    with StepBench(device, engine, config, POINT_SECONDS) as bench:
         copies = tuple(bench.copies(piece, history) for piece in sorted({*pieces, layers}))
         contexts = (size, history * size)
         measured = Measured(

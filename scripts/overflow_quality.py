@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from ..plugins.torch_ops import register_pool, release_pool
 from ..runtime.engine import Engine, open_engine
-from ..scheduler.context_window import KEEP, OVERFLOW_MODES, RECOMPUTE, Windows
+from ..scheduler.context_window import KEEP, OVERFLOW_MODES, RECOMPUTE, ContextWindow
 from ..scheduler.types import SettingError
 from .demo_data import END_OF_TEXT, Ids, read_chats, render, split
 
@@ -38,7 +38,7 @@ def held_out_rows(path: Path, tokenizer: Tokenizer, length: int) -> list[Ids]:
     return [flat[start : start + length] for start in range(0, len(flat) - length + 1, length)]
 
 
-def stretches(windows: Windows, count: int) -> Iterator[tuple[int, int]]:
+def stretches(windows: ContextWindow, count: int) -> Iterator[tuple[int, int]]:
     """Positions [start, end) that see from the same one on, up to `count`; the first ones see everything."""
     start, end = 0, windows.length
     while start < count:
@@ -59,7 +59,7 @@ class Reader:
     def close(self) -> None:
         release_pool(self._handle)
 
-    def loss(self, row: Ids, windows: Windows) -> float:
+    def loss(self, row: Ids, windows: ContextWindow) -> float:
         """Of the tokens whose predecessors see less than everything: the sum of their negative log probabilities."""
         total = 0.0
         for start, end in stretches(windows, len(row) - 1):
@@ -86,7 +86,7 @@ def perplexities(engine: Engine, rows: Sequence[Ids], length: int, step: int) ->
     result = {}
     for mode in OVERFLOW_MODES:
         if mode != KEEP or engine.manifest.decoder.rotary is not None:
-            windows = Windows(length, step, mode)
+            windows = ContextWindow(length, step, mode)
             result[mode] = math.exp(sum(reader.loss(row, windows) for row in rows) / counted)
     reader.close()
     return result

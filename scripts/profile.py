@@ -22,7 +22,7 @@ from ..runtime.device.cpu import CpuDevice
 from ..runtime.device.protocol import Device
 from ..runtime.engine import Engine, open_engine
 from ..runtime.measure.profile import COPIED_BYTES, Profile, profile_engine
-from ..runtime.measure.step_bench import Bench, HistoryTime
+from ..runtime.measure.step_bench import HistoryTime, StepBench
 from ..runtime.ranks.launch import run_ranks, under_mpi
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.types import SettingError, Tier
@@ -84,7 +84,7 @@ def check(args: argparse.Namespace) -> None:
 def measure(args: argparse.Namespace) -> None:
     engine = open_engine(args.engine, args.device)
     device = make_device(args.device)
-    with closing(device), Bench(device, engine, bench_config(args, engine, device), args.seconds) as bench:
+    with closing(device), StepBench(device, engine, bench_config(args, engine, device), args.seconds) as bench:
         tell(args, *take(args, bench, engine, say))
 
 
@@ -94,7 +94,7 @@ def measure_rank(args: argparse.Namespace, ranks: Ranks) -> int:
     config = ranks.together(lambda: bench_config(args, engine, device))
     chunks, longest = ranks.smallest(config.gpu_kv_chunks, config.max_model_len)
     config = replace(config, gpu_kv_chunks=chunks, max_model_len=longest)
-    with ranks.together(lambda: Bench(device, engine, config, args.seconds, ranks.slowest)) as bench:
+    with ranks.together(lambda: StepBench(device, engine, config, args.seconds, ranks.slowest)) as bench:
         found = take(args, bench, engine, say if ranks.rank == 0 else say_nothing)
     if ranks.rank == 0:
         tell(args, *found)
@@ -102,7 +102,7 @@ def measure_rank(args: argparse.Namespace, ranks: Ranks) -> int:
 
 
 def take(
-    args: argparse.Namespace, bench: Bench, engine: Engine, say: Callable[[str], None]
+    args: argparse.Namespace, bench: StepBench, engine: Engine, say: Callable[[str], None]
 ) -> tuple[Profile, list[HistoryTime]]:
     return profile_engine(bench, engine, say), list(time_turns(bench, say)) if args.plots is not None else []
 
@@ -158,7 +158,7 @@ def bench_config(args: argparse.Namespace, engine: Engine, device: Device) -> Sc
     return SchedulerConfig(max_model_len=max(1, min(longest, fits)), **settings)
 
 
-def time_turns(bench: Bench, say: Callable[[str], None]) -> Iterator[HistoryTime]:
+def time_turns(bench: StepBench, say: Callable[[str], None]) -> Iterator[HistoryTime]:
     """Histories doubled for as long as the model and the pool hold them."""
     config = bench.config
     requests = min(TURN_REQUESTS, config.max_num_seqs)

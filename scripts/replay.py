@@ -33,7 +33,7 @@ from ..runtime.disk.store import DiskSettings
 from ..runtime.engine import Engine, open_engine
 from ..runtime.executor import Executor
 from ..runtime.measure.profile import profile_engine
-from ..runtime.measure.step_bench import Bench
+from ..runtime.measure.step_bench import StepBench
 from ..runtime.service import STEPS_IN_FLIGHT
 from ..scheduler.config import EVICTION_POLICIES, SchedulerConfig
 from ..scheduler.cost import CostProfile
@@ -154,7 +154,7 @@ def small_engine(directory: Path) -> Path:
 def measured_cost(engine: Engine, config: SchedulerConfig, directory: Path) -> CostProfile:
     """Of steps and copies as `pensieve profile`, of the disk as `pensieve serve`."""
     pools = dict(gpu_kv_chunks=2 * config.chunks(WINDOW) + config.gpu_kv_chunks, host_kv_chunks=64, disk_kv_chunks=0)
-    with Bench(CpuDevice(), engine, replace(config, **pools), PROFILE_SECONDS) as bench:
+    with StepBench(CpuDevice(), engine, replace(config, **pools), PROFILE_SECONDS) as bench:
         cost = profile_engine(bench, engine, lambda _: None).cost
     speed = measure_disk(directory, cost.chunk_bytes)
     if speed is None:

@@ -41,7 +41,7 @@ from ..runtime.watchdog import ASKED, tell_when_asked
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.cost import propose_swap_out_below
 from ..scheduler.scheduler import Scheduler
-from ..scheduler.step_timing import Pace
+from ..scheduler.step_timing import StepTiming
 from ..scheduler.types import SettingError, Tier
 from .ranks_command import open_rank, run_rank
 from .serve_http import http_settings, read_chat_template
@@ -253,7 +253,7 @@ def make_service(args: argparse.Namespace, connection: Connection, ranks: Ranks 
         config.chunk_tokens,
         config.max_model_len,
     )
-    return Service(scheduler, executor, connection, Pace(cost), trace), ready
+    return Service(scheduler, executor, connection, StepTiming(cost), trace), ready
 
 
 def make_executor(

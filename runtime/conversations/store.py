@@ -24,7 +24,7 @@ from typing import Any
 from ...scheduler.turns.conversations import common_prefix
 from ...scheduler.types import INSUFFICIENT_QUOTA, RequestError, SettingError
 from .schema import SCHEMA, UPGRADES, VERSION, Conversation, Gone, Name
-from .transcript import OTHERS, PastTurn, Transcript, dialogue_keys
+from .transcript import OTHERS, StoredTurn, Transcript, dialogue_keys
 
 LOCK_SECONDS = 15.0  # for the process that had the file before to end
 EXPIRY_INTERVAL_S = 60.0
@@ -128,7 +128,7 @@ class HistoryStore:
 
     # -- conversations
 
-    def find(self, name: Name, now: float) -> tuple[Conversation, PastTurn | None] | None:
+    def find(self, name: Name, now: float) -> tuple[Conversation, StoredTurn | None] | None:
         """The conversation and its last turn; None if there is none of that name: unknown, or expired."""
         found = self._find(name, now)
         return (found, self._load(found.head)) if found is not None else None
@@ -293,7 +293,7 @@ class HistoryStore:
         return None
 
     def _add_turn(self, parent: int | None, whole: Transcript) -> int:
-        turn = PastTurn.behind(self._load(parent), whole)
+        turn = StoredTurn.behind(self._load(parent), whole)
         digest = dialogue_keys("", whole.messages)[-1]
         added = self._db.execute(
             "INSERT INTO turns (parent, digest, messages, kept, tokens, inside, text_kept, text) "
@@ -312,7 +312,7 @@ class HistoryStore:
         assert added.lastrowid is not None
         return added.lastrowid
 
-    def _load(self, head: int | None) -> PastTurn | None:
+    def _load(self, head: int | None) -> StoredTurn | None:
         rows = self._db.execute(
             "WITH RECURSIVE line (number, depth) AS (SELECT :head, 0 UNION ALL SELECT parent, depth + 1 "
             "FROM line JOIN turns USING (number) WHERE parent IS NOT NULL) "
@@ -322,7 +322,7 @@ class HistoryStore:
         )
         turn = None
         for messages, kept, tokens, text_kept, text, inside in rows:
-            turn = PastTurn(turn, tuple(json.loads(messages)), kept, _unpacked(tokens), text_kept, text, inside)
+            turn = StoredTurn(turn, tuple(json.loads(messages)), kept, _unpacked(tokens), text_kept, text, inside)
         return turn
 
     def _remove(self, conversation: Conversation) -> Gone:

@@ -50,10 +50,10 @@ class Transcript:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PastTurn:
+class StoredTurn:
     """One turn behind its parent. Its log is the parent's first `kept` tokens and its own; its text likewise."""
 
-    parent: PastTurn | None
+    parent: StoredTurn | None
     messages: tuple[Message, ...]
     kept: int
     tokens: array[int]
@@ -62,7 +62,7 @@ class PastTurn:
     inside: int
 
     @classmethod
-    def behind(cls, parent: PastTurn | None, whole: Transcript) -> PastTurn:
+    def behind(cls, parent: StoredTurn | None, whole: Transcript) -> StoredTurn:
         """`whole.messages` begin with the parent's."""
         before = parent.transcript() if parent is not None else Transcript((), array("i"), "", 0)
         kept = common_prefix(before.tokens, whole.tokens)
@@ -77,9 +77,9 @@ class PastTurn:
             whole.inside,
         )
 
-    def lineage(self) -> Iterator[PastTurn]:
+    def lineage(self) -> Iterator[StoredTurn]:
         """This turn, the one before it, and so on to the first."""
-        turn: PastTurn | None = self
+        turn: StoredTurn | None = self
         while turn is not None:
             yield turn
             turn = turn.parent
@@ -131,7 +131,7 @@ def common_text(left: str, right: str) -> int:
     return low
 
 
-def spliced(tokenizer: Tokenizer, text: str, turn: PastTurn | None) -> array[int] | None:
+def spliced(tokenizer: Tokenizer, text: str, turn: StoredTurn | None) -> array[int] | None:
     """Token ids of a prompt: stored ids for the longest stored text it begins with, the rest tokenised.
 
     None if it begins with no text of `turn` or those before it, or the tokenizer cannot go on behind the latest ones.
@@ -148,7 +148,7 @@ def spliced(tokenizer: Tokenizer, text: str, turn: PastTurn | None) -> array[int
 MOST_TRIES = 8  # turns behind which a tokenizer may fail to go on: each time it is given the whole rest of the text
 
 
-def _fitting(turn: PastTurn | None, text: str) -> list[PastTurn]:
+def _fitting(turn: StoredTurn | None, text: str) -> list[StoredTurn]:
     """Of the turn and those before it the ones whose text is a beginning of this one and stands for tokens, the latest
     first. Each turn's own text is compared once."""
     found, equal = [], 0  # leading characters that the text has in common with that of the turn
@@ -160,7 +160,7 @@ def _fitting(turn: PastTurn | None, text: str) -> list[PastTurn]:
     return found[::-1]
 
 
-def common_beginning(turn: PastTurn | None, messages: Sequence[Message]) -> PastTurn | None:
+def common_beginning(turn: StoredTurn | None, messages: Sequence[Message]) -> StoredTurn | None:
     """The latest turn up to `turn` whose messages, with those before it, are a beginning of these."""
     lineage = list(turn.lineage()) if turn is not None else []
     stored = [message for past in reversed(lineage) for message in past.messages]
@@ -173,7 +173,7 @@ def common_beginning(turn: PastTurn | None, messages: Sequence[Message]) -> Past
     return None
 
 
-def known_tokens(turn: PastTurn | None, prompt: array[int]) -> int:
+def known_tokens(turn: StoredTurn | None, prompt: array[int]) -> int:
     """How many leading tokens of a prompt the log up to `turn` begins with, but for the log's last, which has no KV."""
     whole = turn.transcript() if turn is not None else None
     if whole is None or whole.inside == OTHERS:
@@ -216,9 +216,9 @@ class RecentTurns:
     def __init__(self, most_tokens: int = 8_000_000):
         self._most_tokens = most_tokens
         self._tokens = 0
-        self._turns: OrderedDict[bytes, PastTurn] = OrderedDict()
+        self._turns: OrderedDict[bytes, StoredTurn] = OrderedDict()
 
-    def find(self, owner: str, messages: Sequence[Message]) -> PastTurn | None:
+    def find(self, owner: str, messages: Sequence[Message]) -> StoredTurn | None:
         """The longest known beginning of this dialogue."""
         keys = dialogue_keys(owner, messages)
         for count in range(len(messages), 0, -1):
@@ -226,7 +226,7 @@ class RecentTurns:
                 return turn
         return None
 
-    def add(self, owner: str, messages: Sequence[Message], turn: PastTurn) -> None:
+    def add(self, owner: str, messages: Sequence[Message], turn: StoredTurn) -> None:
         """`messages` are all of the dialogue, up to the end of `turn`."""
         keys, count = dialogue_keys(owner, messages), len(messages)
         for past in turn.lineage():
@@ -237,7 +237,7 @@ class RecentTurns:
             _, gone = self._turns.popitem(last=False)
             self._tokens -= len(gone.tokens)
 
-    def _put(self, key: bytes, turn: PastTurn) -> None:
+    def _put(self, key: bytes, turn: StoredTurn) -> None:
         before = self._turns.pop(key, None)
         self._tokens += len(turn.tokens) - (len(before.tokens) if before is not None else 0)
         self._turns[key] = turn

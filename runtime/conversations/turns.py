@@ -25,8 +25,8 @@ from .store import HistoryStore
 from .transcript import (
     OTHERS,
     Message,
-    PastTurn,
     RecentTurns,
+    StoredTurn,
     Transcript,
     common_beginning,
     known_tokens,
@@ -38,7 +38,7 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 Tell = Callable[[Fork | Keep], None]
 Erase = Callable[[Forget], Awaitable[bool]]
-Stored = tuple[Conversation, PastTurn | None]
+Stored = tuple[Conversation, StoredTurn | None]
 """A conversation or response and its last turn, as `HistoryStore.find` gives them."""
 
 
@@ -71,7 +71,7 @@ class OpenTurn:
 
     def __init__(
         self,
-        histories: Histories,
+        histories: TurnManager,
         owner: str,
         messages: Sequence[Message],
         prompt: array[int],
@@ -131,7 +131,7 @@ class OpenTurn:
         self._held.close()
 
 
-class Histories:
+class TurnManager:
     """`tell` sends a message to the loop, `forget` one that is answered (as `EngineClient`'s do); `busy` names
     conversations with a `history: server` turn in flight."""
 
@@ -266,7 +266,7 @@ class Histories:
         self,
         owner: str,
         messages: Sequence[Message],
-        past: PastTurn | None,
+        past: StoredTurn | None,
         render: Callable[[Sequence[Message]], str],
         records: tuple[Record, ...],
         held: ExitStack,
@@ -276,7 +276,7 @@ class Histories:
         return OpenTurn(self, owner, messages, ids, text, len(ids), records, held.pop_all(), stored)
 
     def _prompt(
-        self, messages: Sequence[Message], past: PastTurn | None, render: Callable[[Sequence[Message]], str]
+        self, messages: Sequence[Message], past: StoredTurn | None, render: Callable[[Sequence[Message]], str]
     ) -> tuple[str, array[int]]:
         assert self.tokenizer is not None
         text = render(messages)
@@ -285,7 +285,7 @@ class Histories:
 
     async def _past(
         self, owner: str, name: Name | None, messages: Sequence[Message]
-    ) -> tuple[PastTurn | None, Stored | None]:
+    ) -> tuple[StoredTurn | None, Stored | None]:
         """The turn with the longest common beginning; and what is stored, if the disk was asked: it is only for what is
         not at hand."""
         recent = self._recent.find(owner, messages)
@@ -349,7 +349,7 @@ class Histories:
     def remember(self, owner: str, whole: Transcript) -> None:
         """For clients that will send all of it again."""
         past = self._recent.find(owner, whole.messages[:-1])
-        self._recent.add(owner, whole.messages, PastTurn.behind(past, whole))
+        self._recent.add(owner, whole.messages, StoredTurn.behind(past, whole))
 
     # -- conversations
 
@@ -412,5 +412,5 @@ def _encoded_behind(tokenizer: Tokenizer, log: array[int], text: str) -> array[i
     return tokenizer.encode_rendered(text) if ids is None else ids
 
 
-def _message_count(turn: PastTurn | None) -> int:
+def _message_count(turn: StoredTurn | None) -> int:
     return sum(len(past.messages) for past in turn.lineage()) if turn is not None else 0

@@ -69,7 +69,7 @@ class CodedCopies:
             self._code(records, self._uploaded[1], range(1))
 
     def copy(self, gpu_slots: np.ndarray, host_slots: np.ndarray, layers: range) -> None:
-        """Issues the copy of `layers` of the chunks in `gpu_slots` to or from `host_slots`, [n] int32 each."""
+        """Issues the copy of `layers` of the chunks in `take_gpu_slots` to or from `host_slots`, [n] int32 each."""
         piece = len(layers) * self._layer_bytes
         hosted = self._host.addresses(host_slots, layers.start * self._layer_bytes)
         if gpu_slots is not self._uploaded[0]:  # a gated swap-in's layer groups have one array

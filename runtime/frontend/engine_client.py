@@ -32,7 +32,7 @@ from ..messages import (
     Submit,
 )
 from ..observe.metrics import Metrics
-from ..observe.residency import KVMap
+from ..observe.residency import ResidencyView
 
 
 class ClientGone(Exception):
@@ -122,7 +122,7 @@ class EngineClient:
 
     def __init__(self, connection: Connection):
         self.metrics = Metrics()
-        self.kv_map = KVMap()
+        self.kv_map = ResidencyView()
         self.closed = asyncio.Event()
         self._event_loop = asyncio.get_running_loop()
         self._ids = itertools.count(1)
@@ -170,12 +170,12 @@ class EngineClient:
         """The reply ends after its first `tokens` tokens (`messages.Finish`)."""
         self._outbox.put(Finish(request, tokens))
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Somebody looks at `kv_map`: it is brought up to date, at most so often."""
         if (look := self.kv_map.due(time.monotonic())) is not None:
             self._outbox.put(look)
 
-    async def survey(self) -> None:
+    async def refresh_all(self) -> None:
         """Brings all of `kv_map` up to date. Returns at once if the engine has ended."""
         while self.healthy:
             self._told.clear()

@@ -23,7 +23,7 @@ from ...scheduler.types import RequestError
 from ..observe.metrics import SOURCES
 from .engine_client import ClientGone
 from .reply import Reply, usage
-from .request_builder import Call
+from .request_builder import GenerationCall
 
 CLOSE_SECONDS = 2.0  # for the last spans; a collector that is down must not hold up the end
 SPAN = "llm_request"  # vLLM's name
@@ -49,7 +49,7 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
 
     @contextlib.contextmanager
-    def traced(self, call: Call, headers: Headers, replies: Collection[Reply]) -> Iterator[None]:
+    def traced(self, call: GenerationCall, headers: Headers, replies: Collection[Reply]) -> Iterator[None]:
         """Around the answering of a call with these request headers. `replies` may be filled meanwhile."""
         unfinished, failure = "error", None
         try:
@@ -69,7 +69,9 @@ class Tracing:
         closing.start()
         closing.join(CLOSE_SECONDS)
 
-    def _end(self, call: Call, headers: Headers, replies: list[Reply], unfinished: str, failure: str | None) -> None:
+    def _end(
+        self, call: GenerationCall, headers: Headers, replies: list[Reply], unfinished: str, failure: str | None
+    ) -> None:
         """`unfinished`: how those replies ended that have no end of their own. `failure`: the status of a refusal."""
         seconds, now = time.perf_counter() - call.arrived, time.time_ns()
         finishes = [reply.reason or unfinished for reply in replies] or [unfinished]
@@ -85,7 +87,7 @@ class Tracing:
             span.set_status(StatusCode.ERROR)
         span.end(now)
 
-    def _about(self, call: Call) -> dict[str, str | int]:
+    def _about(self, call: GenerationCall) -> dict[str, str | int]:
         about: dict[str, str | int] = {
             "gen_ai.operation.name": "chat" if call.chat else "text_completion",
             "gen_ai.request.id": call.writer.id,
@@ -108,7 +110,7 @@ def _counts(replies: list[Reply]) -> dict[str, int]:
     }
 
 
-def _times(call: Call, replies: list[Reply], seconds: float) -> dict[str, float]:
+def _times(call: GenerationCall, replies: list[Reply], seconds: float) -> dict[str, float]:
     """In seconds from the call's arrival, as vLLM has them; those of a first token only if there was one."""
     times = {"gen_ai.latency.e2e": seconds}
     started = [reply for reply in replies if reply.started is not None]

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from ...scheduler.types import Request, RequestError, RequestId, Sampling, check_logprobs
-from ..conversations.turns import Histories, OpenTurn
+from ..conversations.turns import OpenTurn, TurnManager
 from ..http.limits import Caller
 from ..http.responses import ResponseBody, ResponseWriter
 from ..messages import Ready
@@ -30,7 +30,7 @@ TOO_LONG = "context_length_exceeded"  # OpenAI's code
 
 
 @dataclass(frozen=True)
-class Call:
+class GenerationCall:
     """A checked HTTP call: `requests` differ in their prompt only.
 
     `echoes`: what goes before each one's reply.
@@ -50,7 +50,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Asked:
+class OutputOptions:
     """What completions and chat completions may ask for beyond one reply.
 
     n                   replies to each prompt
@@ -67,18 +67,18 @@ class Asked:
     most_tool_calls: int = 0
 
 
-class CallMaker:
+class RequestBuilder:
     """Turns bodies into calls for the engine that `ready` describes."""
 
     def __init__(
-        self, ready: Ready, tokenizer: Tokenizer | None, histories: Histories, new_id: Callable[[], RequestId]
+        self, ready: Ready, tokenizer: Tokenizer | None, histories: TurnManager, new_id: Callable[[], RequestId]
     ):
         self._ready, self._tokenizer, self._histories, self._new_id = ready, tokenizer, histories, new_id
         self._grammars: GrammarChecker | None = None
         self._opened = False  # when first used
         self._opening = asyncio.Lock()
 
-    async def asked(self, body: ChoicesBody, caller: Caller) -> Asked:
+    async def asked(self, body: ChoicesBody, caller: Caller) -> OutputOptions:
         """For `completion` and `chat`. Raises RequestError if the form that is asked of the reply cannot be followed
         (400) or checked (503). May be cancelled; those may not: what has expired would not be forgotten, and threads
         would go on behind a request that no longer counts."""
@@ -87,7 +87,7 @@ class CallMaker:
         form = reply_form(body)
         if form is not None:
             await self._check_form(form, caller.share)
-        return Asked(
+        return OutputOptions(
             n=body.n,
             logprobs=body.reply_logprobs,
             prompt_logprobs=body.prompt_logprobs,
@@ -95,7 +95,9 @@ class CallMaker:
             most_tool_calls=body.most_tool_calls,
         )
 
-    async def completion(self, body: CompletionBody, asked: Asked, arrived: float, caller: Caller) -> Call:
+    async def completion(
+        self, body: CompletionBody, asked: OutputOptions, arrived: float, caller: Caller
+    ) -> GenerationCall:
         if body.echo and body.logprobs is not None:
             asked = replace(asked, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
         several = _one_or_several(body.prompt)
@@ -118,7 +120,7 @@ class CallMaker:
             default = DEFAULT_COMPLETION_TOKENS
             return self._call(body, ids, CompletionWriter(style), default, arrived, caller, turn, asked, echoes)
 
-    async def chat(self, body: ChatBody, asked: Asked, arrived: float, caller: Caller) -> Call:
+    async def chat(self, body: ChatBody, asked: OutputOptions, arrived: float, caller: Caller) -> GenerationCall:
         caller.claim(body.n, "n")
         messages = [message.for_template() for message in body.messages]
         render, server_history = self._need_tokenizer("messages").render_chat, body.server_history
@@ -131,7 +133,7 @@ class CallMaker:
             default = self._ready.max_model_len
             return self._call(body, [turn.prompt], ChatWriter(style), default, arrived, caller, turn, asked)
 
-    async def response(self, body: ResponseBody, arrived: float, caller: Caller) -> Call:
+    async def response(self, body: ResponseBody, arrived: float, caller: Caller) -> GenerationCall:
         self._check_model(body)
         writer = ResponseWriter(Style(self._ready.model, False, False, body.return_sources), body)
         instructions = body.instructions
@@ -147,7 +149,7 @@ class CallMaker:
         with closed_on_error(turn):
             return self._call(body, [turn.prompt], writer, self._ready.max_model_len, arrived, caller, turn)
 
-    def _style(self, body: ChoicesBody, asked: Asked) -> Style:
+    def _style(self, body: ChoicesBody, asked: OutputOptions) -> Style:
         logprobs = None
         if (body.reply_logprobs, asked.prompt_logprobs) != (None, None):
             logprobs = LogprobsWriter(self._tokenizer, body.reply_logprobs, body.prompt_logprobs)
@@ -200,9 +202,9 @@ class CallMaker:
         arrived: float,
         caller: Caller,
         turn: OpenTurn | None,
-        asked: Asked = Asked(),
+        asked: OutputOptions = OutputOptions(),
         echoes: Sequence[str] = ("",),
-    ) -> Call:
+    ) -> GenerationCall:
         """`default`: most tokens to generate if the body has no limit and the context leaves so many; `echoes`: of each
         prompt what goes before its replies."""
         if body.stop:
@@ -239,7 +241,7 @@ class CallMaker:
             for prompt, seed in zip(prompts, seeds, strict=True)
             for choice in range(asked.n)
         ]
-        return Call(
+        return GenerationCall(
             requests=tuple(requests),
             echoes=tuple(text for text in echoes for _ in range(asked.n)),
             writer=writer,
@@ -304,7 +306,7 @@ class CallMaker:
         self._check_ids(list(biases), "logit_bias")
         return tuple(biases.items())
 
-    def _sampling(self, body: GenerationBody, asked: Asked) -> Sampling:
+    def _sampling(self, body: GenerationBody, asked: OutputOptions) -> Sampling:
         """-1 is another way to say that top-k is off, as is anything from the vocabulary's size on. A seed may be any
         signed number of 64 bits."""
         top_k = 0 if body.top_k == -1 or body.top_k >= self._ready.vocab_size else body.top_k

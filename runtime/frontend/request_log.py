@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from ...scheduler.types import RequestError
 from .engine_client import ClientGone
 from .reply import Reply, usage
-from .request_builder import Call
+from .request_builder import GenerationCall
 
 OWNER_DIGITS = 8  # enough of a key's digest to tell owners apart
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def logged(call: Call, owner: str, replies: Collection[Reply]) -> Iterator[None]:
+def logged(call: GenerationCall, owner: str, replies: Collection[Reply]) -> Iterator[None]:
     """Around the answering of a call; `owner` as `api_keys` has it. `replies` may be filled meanwhile."""
     unfinished, status = "error", None
     try:
@@ -33,7 +33,7 @@ def logged(call: Call, owner: str, replies: Collection[Reply]) -> Iterator[None]
         _log(call, owner, replies, unfinished, status)
 
 
-def _log(call: Call, owner: str, replies: Collection[Reply], unfinished: str, status: int | None) -> None:
+def _log(call: GenerationCall, owner: str, replies: Collection[Reply], unfinished: str, status: int | None) -> None:
     """`unfinished`: how those replies ended that have no end of their own. Times count from the call's arrival."""
     now, counts = time.perf_counter(), usage(list(replies))
     records = call.turn.records if call.turn is not None else ()

@@ -1,7 +1,7 @@
 """The HTTP process: OpenAI's endpoints over an EngineClient.
 
-The way of a call: body -> `Call` (checked, tokenised) -> requests to the engine loop -> `Answer` writes the outputs,
-whole or as server-sent events. A client that hangs up aborts its requests.
+The way of a call: body -> `GenerationCall` (checked, tokenised) -> requests to the engine loop -> `Answer` writes the
+outputs, whole or as server-sent events. A client that hangs up aborts its requests.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from starlette.types import Receive, Scope, Send
 
 from ...scheduler.types import RequestError
 from ..conversations.store import HistoryStore
-from ..conversations.turns import Histories
+from ..conversations.turns import TurnManager
 from ..frontend.bodies import ChatBody, CompletionBody, parse
 from ..frontend.engine_client import ClientGone, EngineClient, OutputStream
 from ..frontend.errors import error_response
 from ..frontend.reply import Reply
-from ..frontend.request_builder import Asked, Call, CallMaker, check_model
+from ..frontend.request_builder import GenerationCall, OutputOptions, RequestBuilder, check_model
 from ..frontend.request_log import logged
 from ..frontend.tool_calls import ToolCallParser
 from ..messages import Ready
@@ -52,7 +52,9 @@ REQUEST_ID = "x-request-id"  # the id that the answer has, and its line of the l
 class Answer(Response):
     """Submits a call and writes its answer. The status is sent when the first output is here: a refusal has its own."""
 
-    def __init__(self, call: Call, client: EngineClient, tokenizer: Tokenizer | None, tracing: Tracing | None):
+    def __init__(
+        self, call: GenerationCall, client: EngineClient, tokenizer: Tokenizer | None, tracing: Tracing | None
+    ):
         super().__init__()
         self._call, self._client, self._tokenizer, self._tracing = call, client, tokenizer, tracing
 
@@ -150,7 +152,7 @@ class Answer(Response):
         await turn.commit(reply.tokens, text, answer, salt, self._call.writer.stored(list(replies.values())))
 
 
-async def _unless_gone(receive: Receive, making: Coroutine[Any, Any, Asked]) -> Asked:
+async def _unless_gone(receive: Receive, making: Coroutine[Any, Any, OutputOptions]) -> OutputOptions:
     """ClientDisconnect if the client hangs up meanwhile: others wait for the check of its grammar."""
     made, gone = asyncio.create_task(making), asyncio.create_task(_hung_up(receive))
     try:
@@ -178,7 +180,7 @@ def create_app(
     ready: Ready,
     tokenizer: Tokenizer | None,
     settings: HTTPSettings = DEFAULTS,
-    histories: Histories | None = None,
+    histories: TurnManager | None = None,
     tracing: Tracing | None = None,
 ) -> FastAPI:
     """The application that serves the engine of `ready`; without a tokenizer only completions of token ids.
@@ -186,7 +188,7 @@ def create_app(
     Without `histories` conversations are kept in memory. With `tracing` every call that is answered has a span.
     """
     if histories is None:
-        histories = Histories(HistoryStore(":memory:", settings.history_ttl), client.tell, client.forget, tokenizer)
+        histories = TurnManager(HistoryStore(":memory:", settings.history_ttl), client.tell, client.forget, tokenizer)
     app = FastAPI(title="Pensieve", docs_url=None, redoc_url=None)  # these pages load scripts from elsewhere
     app.add_middleware(BodyLimit, most=settings.max_body_bytes)
     if settings.max_requests_per_client is not None:
@@ -194,7 +196,7 @@ def create_app(
     if settings.api_keys:
         app.add_middleware(KeyCheck, digests=settings.api_keys)
     app.add_middleware(SecurityHeaders)
-    calls = CallMaker(ready, tokenizer, histories, client.new_id)
+    calls = RequestBuilder(ready, tokenizer, histories, client.new_id)
     created = int(time.time())
 
     @app.exception_handler(RequestError)

@@ -16,7 +16,7 @@ from starlette.convertors import PathConvertor, register_url_convertor
 from ...scheduler.types import ConversationKV, RequestError
 from ..conversations.schema import Conversation, Name
 from ..conversations.transcript import Transcript
-from ..conversations.turns import Histories, kv_name
+from ..conversations.turns import TurnManager, kv_name
 from ..frontend.bodies import Body, parse
 from ..frontend.body_base import ConversationId
 from ..frontend.engine_client import EngineClient
@@ -79,7 +79,7 @@ class Page:
         self.limit = int(limit)
 
 
-def add_conversations(app: FastAPI, histories: Histories, client: EngineClient) -> None:
+def add_conversations(app: FastAPI, histories: TurnManager, client: EngineClient) -> None:
     """Adds the endpoints. An id may hold slashes, so paths with more behind the id come first."""
     router = APIRouter(prefix="/v1/conversations")
 
@@ -91,7 +91,7 @@ def add_conversations(app: FastAPI, histories: Histories, client: EngineClient) 
     async def page(request: Request) -> dict[str, Any]:
         asked = Page(request)
         found, more = await histories.page(owner_of(request), asked.limit, asked.after, asked.ascending)
-        await client.survey()
+        await client.refresh_all()
         ids = [conversation.id for conversation in found]
         ends = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
         return {"object": "list", "data": [sized(conversation) for conversation in found], **ends, "has_more": more}
@@ -119,7 +119,7 @@ def add_conversations(app: FastAPI, histories: Histories, client: EngineClient) 
     @router.get("/{id:any}")
     async def look(id: str, request: Request) -> dict[str, Any]:
         conversation, transcript = await histories.load(Name(owner_of(request), id))
-        await client.survey()
+        await client.refresh_all()
         return sized(conversation, transcript)
 
     @router.post("/{id:any}")

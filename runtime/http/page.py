@@ -44,7 +44,7 @@ def add_ui(app: FastAPI, client: EngineClient) -> None:
 
     @app.get("/ui/state")
     async def state(request: Request) -> Response:
-        client.look()
+        client.refresh()
         return JSONResponse(_state(client, owner_of(request)), headers=HEADERS | {"cache-control": "no-store"})
 
     for path, file in UI_FILES.items():

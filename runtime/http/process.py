@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...scheduler.types import RequestError, SettingError
 from ..conversations.store import HistoryStore
-from ..conversations.turns import Histories
+from ..conversations.turns import TurnManager
 from ..frontend.engine_client import EngineClient
 from ..frontend.errors import error_response
 from ..messages import Ready
@@ -118,7 +118,7 @@ async def _start_and_stop(
                 tracing = Tracing(settings.otlp_traces_endpoint, ready.model)
                 behind.callback(tracing.close)
             store = HistoryStore(settings.history_file, settings.history_ttl, settings.max_conversations_per_owner)
-            histories = Histories(store, client.tell, client.forget, tokenizer)
+            histories = TurnManager(store, client.tell, client.forget, tokenizer)
             behind.push_async_callback(histories.close)
             door.open(create_app(client, ready, tokenizer, settings, histories, tracing))
             await client.closed.wait()

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from ...scheduler.types import FinishReason, RequestError
 from ..conversations.schema import Name
 from ..conversations.transcript import Message
-from ..conversations.turns import Histories
+from ..conversations.turns import TurnManager
 from ..frontend.bodies import Body, GenerationBody, NonEmpty
 from ..frontend.chat_messages import MOST_MESSAGES
 from ..frontend.reply import CompletionWriter, Piece, Reply, Style, usage
@@ -202,7 +202,7 @@ def _part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def add_responses(app: FastAPI, histories: Histories) -> None:
+def add_responses(app: FastAPI, histories: TurnManager) -> None:
     """Adds the endpoints of stored responses."""
     router = APIRouter(prefix="/v1/responses")
 

@@ -1,7 +1,7 @@
 """The measured profile of an engine on this hardware: taken, kept beside the engine, and read back for the scheduler.
 
 What is measured: a full batch of chunks by context, a step by its tokens, generation by rows and context, copies by
-piece and direction (`measure.Bench`). What the scheduler needs of it is a `CostProfile`.
+piece and direction (`measure.StepBench`). What the scheduler needs of it is a `CostProfile`.
 
 **Attention apart from the rest.** A full batch at context l takes rest + attention(l). Attention cannot be left out of
 an engine, so the rest is what the line through the shortest and the longest context reaches at context 0: over so long
@@ -32,7 +32,7 @@ from ...scheduler.cost import CostProfile, Points, propose_swap_out_below
 from ...scheduler.types import SettingError
 from ..engine import Engine
 from ..executor import GROUP_LAYERS
-from .step_bench import Bench, CopyTime
+from .step_bench import CopyTime, StepBench
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ def hardware(engine: Engine) -> str:
     return f"{names[0] if names else processor()}, {torch.get_num_threads()} threads"
 
 
-def profile_engine(bench: Bench, engine: Engine, say: Callable[[str], None]) -> Profile:
+def profile_engine(bench: StepBench, engine: Engine, say: Callable[[str], None]) -> Profile:
     """Measures the bench's engine; `say` is told what is being measured."""
     config = bench.config
     record = engine.chunk_bytes(config.chunk_tokens)
@@ -153,7 +153,7 @@ def profile_engine(bench: Bench, engine: Engine, say: Callable[[str], None]) -> 
     )
 
 
-def _measure(bench: Bench, layers: int, record: int, say: Callable[[str], None]) -> Measured:
+def _measure(bench: StepBench, layers: int, record: int, say: Callable[[str], None]) -> Measured:
     config, size = bench.config, bench.config.chunk_tokens
     contexts = _doubled(size, config.max_model_len)
     rows = _doubled(1, config.max_num_seqs, end=True)

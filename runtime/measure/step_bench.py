@@ -52,7 +52,7 @@ class HistoryTime(NamedTuple):
     generation: float
 
 
-class Bench:
+class StepBench:
     """An engine on a device, and batches made by hand.
 
     Owns the device, and closes it on leaving the `with` block; not for an exception, when lanes may wait for a rank

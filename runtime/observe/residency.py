@@ -10,7 +10,7 @@ from ..messages import Look
 LOOK_INTERVAL_S = 0.25
 
 
-class KVMap:
+class ResidencyView:
     """The loop tells one stretch at a time, so that many conversations never cost it a long pause.
 
     chunk_tokens    of every chunk; 0 before the first answer

@@ -17,7 +17,7 @@ from .sampling_inputs import Mask
 log = logging.getLogger(__name__)
 
 
-class Constraints:
+class GrammarMatchers:
     """Called in the order of steps. Each request's matcher is where its applied tokens are, and is kept until the
     request has ended: when a suspended one resumes, no step waits while a long reply is gone through again."""
 

@@ -1,6 +1,6 @@
 """The model that Triton Inference Server's python backend runs: the part of the HTTP process, for Triton's clients.
 
-    execute -> read_inputs -> CallMaker -> EngineClient -> engine's process -> Reply -> one response a wake-up
+    execute -> read_inputs -> RequestBuilder -> EngineClient -> engine's process -> Reply -> one response a wake-up
 
 The engine's loop runs in a child process and is spoken to as by the HTTP process. Triton calls from its own thread; all
 else here happens on an event loop in a thread of ours. Bodies, prompts, histories, stop strings and texts are the HTTP
@@ -27,17 +27,17 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ...scheduler.types import RequestError, SettingError
 from ..conversations.store import HistoryStore
-from ..conversations.turns import Histories
+from ..conversations.turns import TurnManager
 from ..frontend.engine_client import ClientGone, EngineClient, OutputStream
 from ..frontend.reply import Reply
-from ..frontend.request_builder import Call, CallMaker
+from ..frontend.request_builder import GenerationCall, RequestBuilder
 from ..frontend.request_log import logged
 from ..http.limits import Caller
 from ..messages import Ready
 from ..observe.logs import configure_logging
 from ..text.tokenizer import StopMatcher, Tokenizer
 from ..triton_settings import TritonSettings
-from .tensors import Asked, Tensors, end_tensors, piece_tensors, read_inputs, read_value
+from .tensors import OutputOptions, Tensors, end_tensors, piece_tensors, read_inputs, read_value
 
 log = logging.getLogger(__name__)
 
@@ -131,14 +131,14 @@ def start_engine(command: Sequence[str]) -> tuple[subprocess.Popen[bytes], Conne
         return subprocess.Popen([*command, str(number)], pass_fds=[number], stdin=subprocess.DEVNULL), ours
 
 
-async def open_desk(connection: Connection, settings: TritonSettings, ready: Ready) -> Desk:
+async def open_desk(connection: Connection, settings: TritonSettings, ready: Ready) -> TritonFrontend:
     """To be called on the event loop of all that follows. SettingError if the histories cannot be used."""
     tokenizer = Tokenizer.load(ready.tokenizer) if ready.tokenizer else None
     store = HistoryStore(settings.history_file, settings.history_ttl, settings.max_conversations_per_owner)
-    return Desk(EngineClient(connection), ready, tokenizer, store, settings.chunk_tokens)
+    return TritonFrontend(EngineClient(connection), ready, tokenizer, store, settings.chunk_tokens)
 
 
-class Desk:
+class TritonFrontend:
     """Takes requests, answers them, and looks after those whose clients go away. Lives on the event loop."""
 
     def __init__(
@@ -150,9 +150,9 @@ class Desk:
         chunk_tokens: int,
     ):
         self._client, self._tokenizer, self._chunk_tokens = client, tokenizer, chunk_tokens
-        self._histories = Histories(store, client.tell, client.forget, tokenizer)
-        self._calls = CallMaker(ready, tokenizer, self._histories, client.new_id)
-        self._visits: dict[Visit, asyncio.Task[None] | None] = {}
+        self._histories = TurnManager(store, client.tell, client.forget, tokenizer)
+        self._calls = RequestBuilder(ready, tokenizer, self._histories, client.new_id)
+        self._visits: dict[TritonRequest, asyncio.Task[None] | None] = {}
         self._metrics = TritonMetrics()
         self._watches = [asyncio.create_task(work()) for work in (self._watch_clients, self._tell_metrics)]
 
@@ -176,7 +176,7 @@ class Desk:
 
     async def answer(self, request: Any) -> None:
         """One request from its tensors to its final response, whatever happens."""
-        visit = Visit(request)
+        visit = TritonRequest(request)
         self._visits[visit] = asyncio.current_task()
         try:
             if visit.asks_to_stop:
@@ -192,7 +192,7 @@ class Desk:
             if not visit.answered:
                 visit.refuse("the request failed; the log says why", "INTERNAL")
 
-    async def _serve(self, visit: Visit) -> None:
+    async def _serve(self, visit: TritonRequest) -> None:
         asked = read_inputs(visit.inputs, visit.sequence)
         caller = Caller()  # Triton does not say who its clients are, and limits them itself
         options = await self._calls.asked(asked.body, caller)
@@ -207,7 +207,9 @@ class Desk:
             if call.turn is not None:
                 call.turn.close()
 
-    async def _reply(self, visit: Visit, asked: Asked, call: Call, replies: list[Reply]) -> None:
+    async def _reply(
+        self, visit: TritonRequest, asked: OutputOptions, call: GenerationCall, replies: list[Reply]
+    ) -> None:
         """`replies` gets the reply. With `streaming` what one wake-up brings is one response; else there is one."""
         if visit.stopped:  # while its prompt was looked at
             raise ClientGone
@@ -268,7 +270,7 @@ ERRORS = {
 """By the status of a RequestError; all others are INTERNAL."""
 
 
-class Visit:
+class TritonRequest:
     """A request as Triton hands it over, and the way back to its client. `arrived`: time.perf_counter's seconds."""
 
     def __init__(self, request: Any):

@@ -16,7 +16,7 @@ import numpy as np
 from ...scheduler.types import FinishReason, RequestError
 from ..frontend.bodies import CompletionBody, parse
 from ..frontend.reply import Reply
-from ..frontend.request_builder import Call
+from ..frontend.request_builder import GenerationCall
 
 DTYPES = {"STRING": np.object_, "INT32": np.int32, "INT64": np.int64, "FP32": np.float32}
 """numpy's types of the outputs; strings are bytes."""
@@ -80,7 +80,7 @@ Tensors = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Asked:
+class OutputOptions:
     """A request: the completion, and what goes with its last response."""
 
     body: CompletionBody
@@ -90,7 +90,7 @@ class Asked:
     perf_metrics: bool
 
 
-def read_inputs(tensors: Mapping[str, np.ndarray], sequence: str) -> Asked:
+def read_inputs(tensors: Mapping[str, np.ndarray], sequence: str) -> OutputOptions:
     """`sequence`: Triton's sequence id, "" for none; it names the conversation unless `conversation_id` does.
 
     Raises RequestError (400) for what HTTP would refuse too.
@@ -107,7 +107,7 @@ def read_inputs(tensors: Mapping[str, np.ndarray], sequence: str) -> Asked:
     if with_logprob:
         fields["logprobs"] = 0
     fields["echo"] = not values.get("sampling_param_exclude_input_from_output", True)
-    return Asked(
+    return OutputOptions(
         body=parse(CompletionBody, json.dumps(fields).encode()),
         finish_reason=values.get("return_finish_reason", False),
         stop_reason=values.get("return_stop_reason", False),
@@ -136,7 +136,7 @@ def piece_tensors(text: str, tokens: list[int]) -> Tensors:
     return _tensors(text_output=text.encode(), output_ids=tokens)
 
 
-def end_tensors(asked: Asked, call: Call, reply: Reply, chunk_tokens: int, now: float) -> Tensors:
+def end_tensors(asked: OutputOptions, call: GenerationCall, reply: Reply, chunk_tokens: int, now: float) -> Tensors:
     """What was asked about the whole reply. `now`: when its last token came, time.perf_counter's seconds.
 
     Blocks are chunks. Those of the prompt were reused if they had KV in some tier for all of their tokens; reused and

@@ -29,7 +29,7 @@ class Choice:
             self.recompute += cost.recompute(chunk.end)
 
 
-class Choices:
+class LoadOrRecomputeStats:
     """Since the start, by what was chosen."""
 
     def __init__(self, cost: CostProfile):

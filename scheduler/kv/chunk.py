@@ -27,36 +27,35 @@ class OrderedSet(OrderedDict["Chunk", None]):
 
 
 class Chunk:
-    """end          position after its last token when full
-    tokens       leading tokens whose KV is valid: all of a keyed chunk, fewer in a tail
+    """end             position after its last token when full
+    tokens          leading tokens whose KV is valid: all of a keyed chunk, fewer in a tail
     gpu, host, disk
-                 its slot in the tier, or NO_SLOT; several may be valid at once
-    moving       work for the disk that has begun and not been reported: it has slots of its own (see `Move`)
-    users        rows that hold it; claims: conversations that reference it
-    pins         of these conversations, those that are pinned: it is evicted last, unless all are beyond their quotas
-    surplus      of these conversations, those beyond their owners' quotas
-    bound        it belongs to a context that has outgrown its window: with it lost, all of that is computed anew
-    awaited      0, or the place in the queue of the request that waits for it: it is evicted behind those that nobody
-                 awaits, the queue's tail first
-    staged       its copy on HOST is on its way to DISK and no reason to take its GPU slot: what is written first is
-                 worth most
-    loading      its swap-in is reserved but not all issued: the GPU slot holds nothing yet
-    filed        the set of victims it is in, and group the part of a VictimSet
-    declined     HOST has no room for one of so low a value, or its copy there was none: nothing is copied when its GPU
-                 slot is needed
-    dropped_at   when it was last dropped
+                    its slot in the tier, or NO_SLOT; several may be valid at once
+    moving          work for the disk that has begun and not been reported: it has slots of its own (see `Move`)
+    users, claims   rows that hold it; conversations that reference it
+    pins            of these conversations, those that are pinned: it is evicted last, unless all are beyond their quotas
+    surplus         of these conversations, those beyond their owners' quotas
+    bound           it belongs to a context that has outgrown its window: without it, all of that is computed anew
+    queue_place     0, or the place in the queue of the request that waits for it: it is evicted behind the chunks that
+                    no request waits for, the queue's tail first
+    copied_for_disk its copy on HOST is on its way to DISK and no reason to take its GPU slot: the first chunks written
+                    are worth most
+    loading         its swap-in is reserved but not all issued: the GPU slot holds nothing yet
+    victim_set      the set of victims it is in; group: its part of a VictimSet
+    refused_by_host HOST has no room for one of so low a value, or its copy there was none: it is not copied when its
+                    GPU slot is needed
+    created, dropped_at
+                    when it was made, and when it was last dropped
     """
 
     __slots__ = (
-        "awaited",
-        "born",
         "bound",
         "claims",
-        "declined",
+        "copied_for_disk",
+        "created",
         "disk",
         "dropped_at",
         "end",
-        "filed",
         "gpu",
         "group",
         "host",
@@ -65,10 +64,12 @@ class Chunk:
         "loading",
         "moving",
         "pins",
-        "staged",
+        "queue_place",
+        "refused_by_host",
         "surplus",
         "tokens",
         "users",
+        "victim_set",
     )
 
     def __init__(self, end: int, gpu: int, now: float):
@@ -83,14 +84,14 @@ class Chunk:
         self.pins = 0
         self.surplus = 0
         self.bound = False
-        self.awaited = 0
-        self.born = self.last_active = now
+        self.queue_place = 0
+        self.created = self.last_active = now
         self.dropped_at = NEVER
         self.loading = False
-        self.staged = False
-        self.declined = False
+        self.copied_for_disk = False
+        self.refused_by_host = False
         self.moving: Move | None = None
-        self.filed: VictimSet | OrderedSet | None = None
+        self.victim_set: VictimSet | OrderedSet | None = None
         self.group: Group | None = None
 
     @property

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterator
 from functools import cached_property
 
-from ..context_window import Windows
+from ..context_window import ContextWindow
 from ..types import ChunkKey
 
 NO_KEY = ChunkKey(b"")
@@ -24,13 +24,13 @@ def chunk_key(previous: ChunkKey, tokens: array[int], start: int, end: int) -> C
     return ChunkKey(hashlib.sha256(previous + tokens[start:end].tobytes()).digest())
 
 
-class Chains:
+class ChunkKeys:
     """A context's keys are listed by the index of their chunks: up to its base stand NO_KEYs.
 
     `windows`: None, or how contexts overflow. It enters a chain at the first chunk that it makes different.
     """
 
-    def __init__(self, seed: bytes, chunk_tokens: int, windows: Windows | None):
+    def __init__(self, seed: bytes, chunk_tokens: int, windows: ContextWindow | None):
         self._seed, self._size, self._windows = seed, chunk_tokens, windows
 
     def extend(self, keys: list[ChunkKey], base: int, salt: bytes, tokens: array[int], end: int) -> None:

@@ -18,7 +18,7 @@ from .chunk import NEVER, NO_SLOT, Chunk, OrderedSet
 from .disk_tier import DiskTier
 from .retention import EvictionPolicy, VictimSet
 from .slots import SlotPool
-from .stats import REGRET_S, Evictions
+from .stats import REGRET_S, EvictionStats
 
 
 class ChunkStore:
@@ -30,7 +30,7 @@ class ChunkStore:
     host_spare      idle on HOST, not on the GPU, with a record on DISK: its HOST slot is free to take
     disk_only       idle and only on DISK
     busy_copied     in use on the GPU, with a copy on HOST that is worth only its making, the oldest first
-    disk_copies     on DISK and on the GPU, the latest last; beside the set of victims that the chunk is filed in
+    disk_copies     on DISK and on the GPU, the latest last; beside the set of victims that the chunk is victim_set in
     completed       copies known to be complete on the device, and the last step that was applied
     now             of the latest plan: drops are stamped with it
     spoiled         copies on HOST given up because they are none
@@ -50,7 +50,7 @@ class ChunkStore:
         self.disk_copies = OrderedSet()
         self.disk = DiskTier(self, config.disk_kv_chunks)
         self.completed = NO_TICKETS
-        self.evictions = Evictions()
+        self.evictions = EvictionStats()
         self.now = 0.0
         self.spoiled = self.dropped = self.regret_tokens = 0
         self._provisional = config.provisional_copies
@@ -144,7 +144,7 @@ class ChunkStore:
         """One more row holds the chunks: they do not move."""
         for chunk in chunks:
             chunk.users += 1
-            chunk.declined = False
+            chunk.refused_by_host = False
             self.file(chunk)
 
     def unpin(self, chunks: Iterable[Chunk], step: int, now: float) -> None:
@@ -181,14 +181,14 @@ class ChunkStore:
     def change_pins(self, chunk: Chunk, by: int) -> None:
         """A conversation that claims the chunk begins (1) or ceases (-1) to be pinned."""
         chunk.pins += by
-        chunk.declined = False
+        chunk.refused_by_host = False
         if not chunk.users:
             self.file(chunk)
 
     def change_surplus(self, chunk: Chunk, by: int) -> None:
         """A conversation that claims the chunk is beyond its owner's quota from now on (1), or no longer (-1)."""
         chunk.surplus += by
-        chunk.declined = False
+        chunk.refused_by_host = False
         if not chunk.users:
             self.file(chunk)
 
@@ -202,16 +202,16 @@ class ChunkStore:
     def touch(self, chunk: Chunk, now: float, awaited: int = 0) -> None:
         """Its conversation is active: the user has written, and waits at that place in the queue."""
         chunk.last_active = max(chunk.last_active, now)
-        chunk.declined = False
-        if awaited and not 0 < chunk.awaited < awaited:
-            chunk.awaited = awaited
+        chunk.refused_by_host = False
+        if awaited and not 0 < chunk.queue_place < awaited:
+            chunk.queue_place = awaited
         self.file(chunk)
 
     def end_wait(self, chunks: Iterable[Chunk]) -> None:
         """The request that awaited them has left the queue."""
         for chunk in chunks:
-            if chunk.awaited:
-                chunk.awaited = 0
+            if chunk.queue_place:
+                chunk.queue_place = 0
                 self.file(chunk)
 
     def adopt(self, key: ChunkKey, end: int, disk: int, active: float) -> None:
@@ -232,7 +232,7 @@ class ChunkStore:
         """The chunk leaves the GPU; dropped if it is nowhere else."""
         self.gpu.give(chunk.gpu)
         chunk.gpu = NO_SLOT
-        chunk.declined = chunk.staged = False
+        chunk.refused_by_host = chunk.copied_for_disk = False
         self.file(chunk)
         if chunk.host == NO_SLOT:
             self._count_if_dropped(chunk)
@@ -242,16 +242,16 @@ class ChunkStore:
         for chunk in victims:
             self.gpu.give(chunk.gpu)
             chunk.gpu = NO_SLOT
-            chunk.declined = chunk.staged = False
-        filed = victims[0].filed
-        assert isinstance(filed, VictimSet)
+            chunk.refused_by_host = chunk.copied_for_disk = False
+        victim_set = victims[0].victim_set
+        assert isinstance(victim_set, VictimSet)
         dropped = [chunk for chunk in victims if chunk.host == NO_SLOT and chunk.disk == NO_SLOT]
         if self._has_disk:
             for chunk in victims:
                 self.file(chunk)
         else:
-            filed.move([chunk for chunk in victims if chunk.host != NO_SLOT], self.host_only)
-            filed.move(dropped, None)
+            victim_set.move([chunk for chunk in victims if chunk.host != NO_SLOT], self.host_only)
+            victim_set.move(dropped, None)
         for chunk in dropped:
             self._count_if_dropped(chunk)
         return len(dropped)
@@ -266,13 +266,13 @@ class ChunkStore:
             self._count_if_dropped(chunk)
 
     def make_reclaimable(self, chunks: Sequence[Chunk]) -> None:
-        """Files these, which are of one group of `uncopied`: they have been copied or declined."""
+        """Files these, which are of one group of `uncopied`: they have been copied, or HOST has refused them."""
         self.uncopied.move(chunks, self.reclaimable)
 
     def release_host(self, chunk: Chunk) -> None:
         self.host.give(chunk.host)
         chunk.host = NO_SLOT
-        chunk.staged = False
+        chunk.copied_for_disk = False
         self.file(chunk)
         if chunk.gpu == NO_SLOT:
             self._count_if_dropped(chunk)
@@ -290,7 +290,7 @@ class ChunkStore:
             chunk = self._copied_out[slot]
             if chunk.host == slot:
                 self.spoiled += 1
-                chunk.declined = chunk.gpu != NO_SLOT and not chunk.staged
+                chunk.refused_by_host = chunk.gpu != NO_SLOT and not chunk.copied_for_disk
                 self.release_host(chunk)
 
     def release_disk(self, chunk: Chunk) -> None:
@@ -318,7 +318,7 @@ class ChunkStore:
 
     def drop(self, chunk: Chunk) -> None:
         """An idle chunk leaves every tier."""
-        chunk.staged = False
+        chunk.copied_for_disk = False
         if chunk.moving is not None:
             self.disk.abandon(chunk.moving)
         if chunk.disk != NO_SLOT:
@@ -371,27 +371,27 @@ class ChunkStore:
 
     def file(self, chunk: Chunk) -> None:
         """Puts the chunk into the set its state asks for. Called after every change of it."""
-        filed: VictimSet | OrderedSet | None = None
+        victim_set: VictimSet | OrderedSet | None = None
         if chunk.gpu == NO_SLOT:
             if not chunk.users and chunk.moving is None:
                 if chunk.host != NO_SLOT:
-                    filed = self.host_only if chunk.disk == NO_SLOT else self.host_spare
+                    victim_set = self.host_only if chunk.disk == NO_SLOT else self.host_spare
                 elif chunk.disk != NO_SLOT:
-                    filed = self.disk_only
+                    victim_set = self.disk_only
         elif chunk.users:
-            if chunk.host != NO_SLOT and not (chunk.loading or chunk.staged) and chunk.moving is None:
-                filed = self.busy_copied
-        elif (chunk.host != NO_SLOT and not chunk.staged) or chunk.declined or not self.host.count:
-            filed = self.reclaimable
+            if chunk.host != NO_SLOT and not (chunk.loading or chunk.copied_for_disk) and chunk.moving is None:
+                victim_set = self.busy_copied
+        elif (chunk.host != NO_SLOT and not chunk.copied_for_disk) or chunk.refused_by_host or not self.host.count:
+            victim_set = self.reclaimable
         else:
-            filed = self.uncopied
-        before = chunk.filed
-        if before is not filed:
+            victim_set = self.uncopied
+        before = chunk.victim_set
+        if before is not victim_set:
             if before is not None:
                 before.discard(chunk)
-            chunk.filed = filed
-        if filed is not None:
-            filed.add(chunk)
+            chunk.victim_set = victim_set
+        if victim_set is not None:
+            victim_set.add(chunk)
         if self._has_disk:
             on_gpu = chunk.gpu != NO_SLOT and not chunk.loading
             if chunk.disk != NO_SLOT and on_gpu and chunk.moving is None:

@@ -55,7 +55,7 @@ class EvictionPolicy:
     """Of chunks that are claimed once and not pinned, by their ends: those that have been asked for."""
 
     def weight_class(self, chunk: Chunk) -> int:
-        if chunk.awaited:  # whatever it costs: among awaited chunks the place in the queue decides
+        if chunk.queue_place:  # whatever it costs: among awaited chunks the place in the queue decides
             return AWAITED_CLASS + PINNED_CLASS if chunk.pins else AWAITED_CLASS
         end = maxsize if chunk.bound else chunk.end
         number = self.cost_classes.get(end)
@@ -68,9 +68,9 @@ class EvictionPolicy:
         return number + PINNED_CLASS if chunk.pins else number
 
     def stamp(self, chunk: Chunk) -> float:
-        if chunk.awaited:
-            return -float(chunk.awaited)  # the later in the queue, the longer ago
-        return chunk.born if self.by_age else chunk.last_active
+        if chunk.queue_place:
+            return -float(chunk.queue_place)  # the later in the queue, the longer ago
+        return chunk.created if self.by_age else chunk.last_active
 
     def at_once(self, missing: int) -> int:
         """How many of the victims of one value go together where so many are missing."""
@@ -169,12 +169,12 @@ class VictimSet:
     def add(self, chunk: Chunk) -> None:
         """Files the chunk, anew if its class or stamp has changed."""
         policy, group = self._policy, chunk.group
-        plain = chunk.claims <= 1 and not (chunk.pins or chunk.awaited or chunk.bound or policy.quotas)
+        plain = chunk.claims <= 1 and not (chunk.pins or chunk.queue_place or chunk.bound or policy.quotas)
         if not plain or chunk.end not in policy.cost_classes:
             number, stamp = policy.weight_class(chunk), policy.stamp(chunk)
         else:
             number = policy.cost_classes[chunk.end]
-            stamp = chunk.born if policy.by_age else chunk.last_active
+            stamp = chunk.created if policy.by_age else chunk.last_active
         if group is not None:
             if group.stamp == stamp and group.number == number:
                 return
@@ -198,7 +198,7 @@ class VictimSet:
             target._count += len(chunks)
         for chunk in chunks:
             del group.chunks[chunk]
-            chunk.filed, chunk.group = target, new
+            chunk.victim_set, chunk.group = target, new
         self._count -= len(chunks)
         if not group.chunks:
             self._close(group)

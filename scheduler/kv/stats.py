@@ -8,7 +8,7 @@ REGRET_S = 60.0
 """A chunk that is computed again so soon after it was dropped had better been kept."""
 
 
-class Evictions:
+class EvictionStats:
     """Chunks that lost a slot to others since the start.
 
     gpu_reclaimed   left the GPU, where a copy below existed already; gpu_moved: where one was made for it;
@@ -51,7 +51,7 @@ class Evictions:
             self.value_sum += self.value * self.of_value
         self.of_value = 0
 
-    def went_at(self, value: float, count: int) -> None:
+    def count_evicted(self, value: float, count: int) -> None:
         """So many more."""
         if value != self.value:
             self._note()

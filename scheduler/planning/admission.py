@@ -5,20 +5,20 @@ from __future__ import annotations
 from bisect import insort
 
 from ..config import SchedulerConfig
-from ..context_window import Windows
+from ..context_window import ContextWindow
 from ..cost import CostProfile
-from ..kv.choices import Choices
+from ..kv.choices import LoadOrRecomputeStats
 from ..kv.chunk import NO_SLOT, Chunk
 from ..kv.chunk_store import ChunkStore
 from ..plan import Join
 from ..turns.conversations import Conversations
-from ..turns.turn import Row, Turn
+from ..turns.turn import RunningTurn, Turn
 from ..types import ChunkKey
 from .batcher import Batcher
-from .lookup import Finding, OnDisk, Planner
-from .plan_builder import Batch
+from .lookup import CacheLookup, NeedsDisk, RequestNeeds
+from .plan_builder import PlanBuilder
 from .queue_order import QueueOrder
-from .queues import Roster
+from .queues import RequestQueues
 
 LINK_PIECE_S = 2e-3  # the least link time that swap-ins may use in one step
 NEVER_FULL = 2**62  # the end of a window that no context outgrows
@@ -33,29 +33,29 @@ class Admission:
         cost: CostProfile,
         store: ChunkStore,
         conversations: Conversations,
-        planner: Planner,
-        roster: Roster,
+        planner: CacheLookup,
+        queues: RequestQueues,
         order: QueueOrder,
         batcher: Batcher,
-        windows: Windows | None,
+        windows: ContextWindow | None,
     ):
         self._config, self._cost, self._windows = config, cost, windows
-        self._store, self._conversations, self._planner = store, conversations, planner
-        self._roster, self._order, self._batcher = roster, order, batcher
-        self.choices = Choices(cost)
+        self._store, self._conversations, self._lookup = store, conversations, planner
+        self._queues, self._order, self._batcher = queues, order, batcher
+        self.choices = LoadOrRecomputeStats(cost)
         self._epochs = 0
 
-    def admit(self, batch: Batch) -> None:
+    def admit(self, batch: PlanBuilder) -> None:
         """Rows whose history has nearly arrived take their seats, then requests join, in their order.
 
         Swap-ins that this step waits for stay under the time it takes anyway; more is loaded ahead of the seat.
         """
-        if not (self._roster.loading or self._roster.waiting):
+        if not (self._queues.loading or self._queues.waiting):
             return
         link = self.link_chunks(batch)
-        for row in list(self._roster.loading):
+        for row in list(self._queues.loading):
             link = self._load(row, batch, link)
-        joined = [*self._roster.joined()]
+        joined = [*self._queues.joined()]
         if batch.budget <= 0 or len(joined) >= self._config.max_num_seqs:
             return
         for turn in self._order.candidates(joined, batch.now):
@@ -63,12 +63,12 @@ class Admission:
                 batch.wanted = turn.wanted
                 return
             finding = self._look_up(turn, batch)
-            if not isinstance(finding, Finding):
+            if not isinstance(finding, RequestNeeds):
                 turn.waiting_for = finding
                 if turn.resumes:
                     return
                 continue
-            work = self._planner.work_now(turn, finding)
+            work = self._lookup.work_now(turn, finding)
             if not self._order.may_join(turn, work):
                 turn.work = work
                 continue
@@ -77,19 +77,19 @@ class Admission:
                 return
             self._order.joins(turn, work)
             link = self._load(self._reserve(turn, finding, batch), batch, link)
-            if batch.budget <= 0 or len(self._roster.rows) + len(self._roster.loading) >= self._config.max_num_seqs:
+            if batch.budget <= 0 or len(self._queues.rows) + len(self._queues.loading) >= self._config.max_num_seqs:
                 return
 
-    def _look_up(self, turn: Turn, batch: Batch) -> Finding | ChunkKey:
+    def _look_up(self, turn: Turn, batch: PlanBuilder) -> RequestNeeds | ChunkKey:
         """What the turn needs, or the key of the chunk that it waits for. Chunks on DISK begin to be read, off the
         batch; those that HOST has no room for are computed."""
         conversation = self._conversations.of(turn.request)
         if turn.from_disk is None:
-            turn.from_disk = self._planner.keys_on_disk(turn) if self._config.disk_kv_chunks else frozenset()
-        finding = self._planner.look_up(turn, conversation, len(self._roster.rows))
-        if isinstance(finding, OnDisk):
+            turn.from_disk = self._lookup.keys_on_disk(turn) if self._config.disk_kv_chunks else frozenset()
+        finding = self._lookup.look_up(turn, conversation, len(self._queues.rows))
+        if isinstance(finding, NeedsDisk):
             # All of it, not only what the last position sees: else what is read for older windows is given up first.
-            self._roster.await_chunks(turn, [*finding.chunks, *finding.hits], batch.now)
+            self._queues.await_chunks(turn, [*finding.chunks, *finding.hits], batch.now)
             latest = None
             for chunk in finding.chunks:
                 # Once read it was given up again: HOST cannot keep it until the rest is there.
@@ -104,11 +104,11 @@ class Admission:
                 turn.read.add(chunk.key)
             if latest is not None:
                 return latest
-            finding = self._planner.look_up(turn, conversation, len(self._roster.rows))
-            assert not isinstance(finding, OnDisk)
+            finding = self._lookup.look_up(turn, conversation, len(self._queues.rows))
+            assert not isinstance(finding, NeedsDisk)
         return finding
 
-    def link_chunks(self, batch: Batch) -> int:
+    def link_chunks(self, batch: PlanBuilder) -> int:
         """Chunks that the link copies one way while the step runs."""
         rows = len(batch.generate)
         context = min(sum(batch.positions) // rows, self._config.max_model_len) if rows else 0
@@ -118,36 +118,36 @@ class Admission:
     def _surely_too_large(self, turn: Turn) -> bool:
         """It did not fit when it was last looked at, and there is still less room than it wanted then."""
         return (
-            bool(self._roster.rows or self._roster.loading)
-            and self._store.available + self._roster.coming_free() < turn.wanted
+            bool(self._queues.rows or self._queues.loading)
+            and self._store.available + self._queues.coming_free() < turn.wanted
         )
 
-    def _keep_for_later(self, turn: Turn, finding: Finding, batch: Batch) -> None:
+    def _keep_for_later(self, turn: Turn, finding: RequestNeeds, batch: PlanBuilder) -> None:
         """The head of the queue must wait. Its conversation is active: what it will hit goes to every order's end."""
         if not turn.wanted:
-            self._roster.await_chunks(turn, finding.chunks, batch.now)
+            self._queues.await_chunks(turn, finding.chunks, batch.now)
         batch.wanted = turn.wanted = self._wanted(finding)
 
-    def _wanted(self, finding: Finding) -> int:
+    def _wanted(self, finding: RequestNeeds) -> int:
         return finding.new_slots + finding.idle_safe + self._config.reserved_chunks
 
-    def _fits(self, finding: Finding) -> bool:
+    def _fits(self, finding: RequestNeeds) -> bool:
         """All the room it needs beyond the reserve, or nothing. An empty batch ignores the reserve."""
         store, needed = self._store, finding.new_slots
-        if self._roster.empty:
+        if self._queues.empty:
             return store.obtainable - finding.idle_safe - finding.idle_only >= needed
-        if store.available + self._roster.coming_free() < self._wanted(finding):
+        if store.available + self._queues.coming_free() < self._wanted(finding):
             return False
         return store.available - finding.idle_safe >= needed
 
-    def _reserve(self, turn: Turn, finding: Finding, batch: Batch) -> Row:
+    def _reserve(self, turn: Turn, finding: RequestNeeds, batch: PlanBuilder) -> RunningTurn:
         """Holds every hit, then takes a slot for every chunk that is loaded or computed."""
         store, tail = self._store, finding.tail
         if turn.tail is not None and turn.tail is not tail:
             self._give_up_tail(turn.tail)  # somebody else has computed that chunk whole
         store.pin(chunk for chunk in finding.chunks if chunk is not None)
-        self._roster.leave_queue(turn)
-        batch.room.gpu_slots(finding.new_slots)
+        self._queues.leave_queue(turn)
+        batch.room.take_gpu_slots(finding.new_slots)
         for chunk in finding.loads:
             chunk.gpu, chunk.loading = store.gpu.take(), True
         size = self._config.chunk_tokens
@@ -158,7 +158,7 @@ class Admission:
         self._epochs += 1
         turn.base, turn.keys, turn.chains, turn.firsts = finding.base, finding.keys, {}, {}
         window_end = NEVER_FULL if self._windows is None else self._windows.end(finding.first * size)
-        row = Row(turn, self._epochs, finding.first, chunks, finding.spans, finding.loads, window_end)
+        row = RunningTurn(turn, self._epochs, finding.first, chunks, finding.spans, finding.loads, window_end)
         if tail is not None:
             tail.tokens = finding.tail_tokens
             self._take_tail(turn, tail)
@@ -170,8 +170,8 @@ class Admission:
             row.pending = {key: None for key, hit in keyed if hit is None or hit is tail}
             passed_over = (store.find(key) for key, hit in keyed if hit is None)
             self.choices.note(finding.loads, (chunk for chunk in passed_over if chunk and chunk.host != NO_SLOT))
-            self._planner.pending.update(dict.fromkeys(row.pending, row.id.epoch))
-        insort(self._roster.loading, row, key=lambda row: row.order)
+            self._lookup.pending.update(dict.fromkeys(row.pending, row.id.epoch))
+        insort(self._queues.loading, row, key=lambda row: row.order)
         return row
 
     def _take_tail(self, turn: Turn, tail: Chunk) -> None:
@@ -189,12 +189,12 @@ class Admission:
         if tail.gpu != NO_SLOT:
             self._store.release_gpu(tail)
 
-    def _load(self, row: Row, batch: Batch, link: int) -> int:
+    def _load(self, row: RunningTurn, batch: PlanBuilder, link: int) -> int:
         """Issues the row's swap-ins within `link` chunks; seats it if they suffice. Returns what is left of `link`.
 
         Nobody is held up in a batch that is empty but for this row: all its chunks load at once.
         """
-        gated = len(row.loads) <= link or not (self._roster.rows or batch.tokens)
+        gated = len(row.loads) <= link or not (self._queues.rows or batch.tokens)
         lane = batch.copies.gated if gated else batch.copies.early
         loads = [row.loads.popleft() for _ in range(len(row.loads) if gated else link)]
         lane.add([chunk.host for chunk in loads], [chunk.gpu for chunk in loads])
@@ -207,8 +207,8 @@ class Admission:
             self._seat(row, batch)
         return max(0, link - len(loads))
 
-    def _seat(self, row: Row, batch: Batch) -> None:
-        self._roster.take_seat(row)
+    def _seat(self, row: RunningTurn, batch: PlanBuilder) -> None:
+        self._queues.seat_row(row)
         if row.turn.queued is None:
             row.turn.queued = batch.now - row.turn.arrived
         batch.copies.step_reads([chunk.gpu for chunk in row.chunks if chunk.key is not None])
@@ -220,7 +220,7 @@ class Admission:
         self._batcher.take_spans(row, batch, batch.budget)
 
 
-def _join(row: Row) -> Join:
+def _join(row: RunningTurn) -> Join:
     """With the tokens so far where the next one depends on them."""
     request, tokens = row.turn.request, row.turn.tokens
     prompt, sampling = len(request.prompt), request.sampling

@@ -6,26 +6,28 @@ from collections import Counter
 from itertools import chain
 
 from ..config import SchedulerConfig
-from ..context_window import RECOMPUTE, Windows
+from ..context_window import RECOMPUTE, ContextWindow
 from ..kv.chunk_store import ChunkStore
 from ..plan import BlockUpdate, Origin
-from ..turns.turn import Row, token_slice
-from .plan_builder import Batch
-from .queues import Roster
+from ..turns.turn import RunningTurn, token_slice
+from .plan_builder import PlanBuilder
+from .queues import RequestQueues
 
 
 class Batcher:
     """Plans for the rows in their seats, in their order."""
 
-    def __init__(self, config: SchedulerConfig, store: ChunkStore, roster: Roster, windows: Windows | None):
-        self._config, self._store, self._roster, self._windows = config, store, roster, windows
+    def __init__(
+        self, config: SchedulerConfig, store: ChunkStore, queues: RequestQueues, windows: ContextWindow | None
+    ):
+        self._config, self._store, self._queues, self._windows = config, store, queues, windows
 
     # -- generation
 
-    def plan_generation(self, batch: Batch) -> None:
+    def plan_generation(self, batch: PlanBuilder) -> None:
         """One token for every row that is past its prompt, in their order; slots as they are needed."""
         step, generate, positions, samples = batch.step, batch.generate, batch.positions, batch.samples
-        for row in tuple(self._roster.rows):
+        for row in tuple(self._queues.rows):
             position = row.position
             if row.spans or row.leaving or position > row.last_position or (row.constrained and row.awaits_token):
                 continue
@@ -38,7 +40,7 @@ class Batcher:
             row.launched = step
         batch.budget -= len(generate)
 
-    def _extend(self, row: Row, batch: Batch, end: int) -> bool:
+    def _extend(self, row: RunningTurn, batch: PlanBuilder, end: int) -> bool:
         """Slots for the row's positions up to `end`, or as many as its window and the pool have; False: for none.
 
         If the pool is short somebody is suspended, perhaps the row itself. What the device must know is said only if
@@ -55,7 +57,7 @@ class Batcher:
                     return False
                 if not self._store.obtainable:
                     break
-            batch.room.gpu_slots(1)
+            batch.room.take_gpu_slots(1)
             chunk = self._store.new(row.chunks[-1].end + self._config.chunk_tokens, batch.now)
             batch.copies.step_writes(chunk.gpu)
             row.chunks.append(chunk)
@@ -65,7 +67,7 @@ class Batcher:
         self.send_chunks(row, batch, first)
         return True
 
-    def _move_on(self, row: Row, batch: Batch) -> bool:
+    def _move_on(self, row: RunningTurn, batch: PlanBuilder) -> bool:
         """The row has filled its window: it begins at the next window's start from now on, and the chunks before that
         are let go.
 
@@ -79,20 +81,20 @@ class Batcher:
         turn, windows = row.turn, self._windows
         assert windows is not None
         if windows.mode == RECOMPUTE:
-            self._roster.leave_seat(row)
-            self._roster.queue_again(row, None, batch.now)
+            self._queues.unseat(row)
+            self._queues.queue_again(row, None, batch.now)
             row.leaving = True
             return False
         start = windows.start(row.room, turn.base)
         first = start // self._config.chunk_tokens
         gone = row.chunks[: first - row.first]
-        self._roster.release(row, gone, None, batch.now)
+        self._queues.release(row, gone, None, batch.now)
         row.first, row.chunks, row.moved = first, row.chunks[len(gone) :], True
         row.window_end = windows.end(start)
         row.room = min(row.chunks[-1].end, row.window_end)
         return True
 
-    def send_chunks(self, row: Row, batch: Batch, first: int) -> None:
+    def send_chunks(self, row: RunningTurn, batch: PlanBuilder, first: int) -> None:
         """The device learns the row's chunks from number `first` on; all of them if the row begins elsewhere now."""
         if row.moved:
             start = row.first * self._config.chunk_tokens
@@ -103,32 +105,32 @@ class Batcher:
         if slots:
             batch.blocks.append(BlockUpdate(row.seat, first, slots))
 
-    def _suspend_for(self, batch: Batch) -> None:
+    def _suspend_for(self, batch: PlanBuilder) -> None:
         """One shortage suspends one row: slots on their way free count. The last in order goes first, of the owner with
         most seats."""
         batch.short += 1
-        if batch.short <= self._roster.coming_free():
+        if batch.short <= self._queues.coming_free():
             return
-        staying = [row for row in self._roster.rows if not row.leaving]
-        joined = self._roster.loading + staying
+        staying = [row for row in self._queues.rows if not row.leaving]
+        joined = self._queues.loading + staying
         seats = Counter(row.turn.request.owner for row in joined)
         last = max(joined, key=lambda row: (seats[row.turn.request.owner], row.order))
-        if last in self._roster.loading:
-            self._roster.loading.remove(last)
-            self._roster.requeue(last, batch.now)
+        if last in self._queues.loading:
+            self._queues.loading.remove(last)
+            self._queues.requeue(last, batch.now)
         elif len(staying) > 1:
-            self._roster.suspend(last)
-            self._roster.release_suspended(batch.applied, batch.now)
+            self._queues.suspend(last)
+            self._queues.release_suspended(batch.applied, batch.now)
         # else the others are leaving already, or wait for their reply's length to be confirmed
 
     # -- known tokens
 
-    def plan_fair_spans(self, batch: Batch) -> None:
+    def plan_fair_spans(self, batch: PlanBuilder) -> None:
         """As `plan_spans`; while several owners have prompts to compute, each gets an equal share of the budget.
 
         What is left is for requests that join, then for any row.
         """
-        rows, waiting = self._rows_with_spans(), self._roster.waiting
+        rows, waiting = self._rows_with_spans(), self._queues.waiting
         owners = {turn.request.owner for turn in chain((row.turn for row in rows), waiting)}
         if len(owners) < 2:
             self.plan_spans(batch)
@@ -139,15 +141,15 @@ class Batcher:
             self.take_spans(row, batch, shares[owner])
             shares[owner] -= budget - batch.budget
 
-    def plan_spans(self, batch: Batch) -> None:
+    def plan_spans(self, batch: PlanBuilder) -> None:
         """Pieces of prompts (and of dropped history), row by row in their order, while the token budget lasts."""
         for row in self._rows_with_spans():
             self.take_spans(row, batch, batch.budget)
 
-    def _rows_with_spans(self) -> list[Row]:
-        return [row for row in self._roster.rows if row.spans and not row.leaving]
+    def _rows_with_spans(self) -> list[RunningTurn]:
+        return [row for row in self._queues.rows if row.spans and not row.leaving]
 
-    def take_spans(self, row: Row, batch: Batch, most: int) -> None:
+    def take_spans(self, row: RunningTurn, batch: PlanBuilder, most: int) -> None:
         """At most so many tokens of the row's spans, and of the budget."""
         least = batch.budget - most
         while row.spans and not row.leaving and (room := min(batch.room_for(row.spans[0]), batch.budget - least)) > 0:

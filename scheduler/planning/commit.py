@@ -6,28 +6,28 @@ from math import inf
 
 from ..config import SchedulerConfig
 from ..kv.chunk import Chunk
-from ..kv.chunk_keys import Chains
+from ..kv.chunk_keys import ChunkKeys
 from ..kv.chunk_store import ChunkStore
 from ..turns.conversations import Conversations, Log, common_prefix
-from ..turns.turn import Row, Turn
+from ..turns.turn import RunningTurn, Turn
 from ..types import ChunkKey, Request
-from .lookup import Planner
-from .prefetch import LookAhead
+from .lookup import CacheLookup
+from .prefetch import Prefetcher
 
 
-class Ledger:
+class Committer:
     def __init__(
         self,
         config: SchedulerConfig,
-        chains: Chains,
+        chains: ChunkKeys,
         store: ChunkStore,
         conversations: Conversations,
-        planner: Planner,
-        lookahead: LookAhead,
+        planner: CacheLookup,
+        lookahead: Prefetcher,
     ):
         self._size, self._reuse = config.chunk_tokens, config.reuse
-        self._chains, self._store, self._conversations, self._planner = chains, store, conversations, planner
-        self._lookahead = lookahead
+        self._chunk_keys, self._store, self._conversations, self._lookup = chains, store, conversations, planner
+        self._prefetcher = lookahead
 
     def prompt_keys(self, request: Request) -> tuple[int, list[ChunkKey]]:
         """Where the context begins, as far as its conversation knows, and a key for each full chunk from there.
@@ -41,12 +41,12 @@ class Ledger:
         log = self._conversations.of(request)
         if log is not None:
             common = common_prefix(log.tokens, prompt)
-            if log.base == 0 or (common > log.base and self._chains.first_seen(len(prompt)) >= log.base):
+            if log.base == 0 or (common > log.base and self._chunk_keys.first_seen(len(prompt)) >= log.base):
                 base, keys = log.base, log.keys[: common // self._size]
-        self._chains.extend(keys, base, request.salt, prompt, len(prompt))
+        self._chunk_keys.extend(keys, base, request.salt, prompt, len(prompt))
         return base, keys
 
-    def computed(self, row: Row, start: int, end: int) -> None:
+    def computed(self, row: RunningTurn, start: int, end: int) -> None:
         """KV of [start, end) is written: chunks that are full now get their keys."""
         size = self._size
         for index in range(start // size, -(-end // size)):
@@ -59,21 +59,21 @@ class Ledger:
             else:
                 chunk.tokens = max(chunk.tokens, end - index * size)
 
-    def filled(self, row: Row, index: int) -> None:
+    def filled(self, row: RunningTurn, index: int) -> None:
         """The row's chunk of that index is full. Of a generated one the key is made now."""
         if not self._reuse:
             return
         turn, size = row.turn, self._size
         if index == len(turn.keys):
-            self._chains.extend(turn.keys, turn.base, turn.request.salt, turn.tokens, (index + 1) * size)
+            self._chunk_keys.extend(turn.keys, turn.base, turn.request.salt, turn.tokens, (index + 1) * size)
         key, place = turn.keys[index], index - row.first
         if row.chunks[place].key is None:
             row.chunks[place] = self._store.publish(row.chunks[place], key)
         if key in row.pending:
             del row.pending[key]
-            del self._planner.pending[key]
+            del self._lookup.pending[key]
 
-    def tail(self, row: Row, reply: int) -> Chunk | None:
+    def tail(self, row: RunningTurn, reply: int) -> Chunk | None:
         """The partly filled chunk that a log of the prompt and `reply` tokens ends with, if the row has computed it."""
         full, rest = divmod(len(row.turn.request.prompt) + reply - 1, self._size)
         place = full - row.first
@@ -86,14 +86,14 @@ class Ledger:
         tail.tokens = min(tail.tokens, rest) if row.spans else rest
         return tail if tail.tokens else None
 
-    def commit(self, turn: Turn, row: Row | None, reply: int, tail: Chunk | None, now: float) -> None:
+    def commit(self, turn: Turn, row: RunningTurn | None, reply: int, tail: Chunk | None, now: float) -> None:
         """The log gets exactly the prompt and the reply's tokens; the last of them has no KV yet, unless the reply was
         cut."""
         if turn.request.conversation is None:
             return
         size, count = self._size, len(turn.request.prompt) + reply
         keys = turn.keys[: (count if tail is None else count - 1) // size] if self._reuse else []
-        first = self._chains.first_seen(count, turn.base) // size
+        first = self._chunk_keys.first_seen(count, turn.base) // size
         chunks = []
         for index, key in enumerate(keys[first:], first):
             place = -1 if row is None else index - row.first
@@ -107,4 +107,4 @@ class Ledger:
         log = Log(turn.tokens[:count], turn.base, keys, first, chunks, tail)
         self._conversations.commit(turn.request, log, now)
         hint = turn.request.expect_next_s
-        self._lookahead.expect(turn.request.conversation, len(chunks), inf if hint is None else now + hint)
+        self._prefetcher.expect(turn.request.conversation, len(chunks), inf if hint is None else now + hint)

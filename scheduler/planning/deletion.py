@@ -21,7 +21,7 @@ class Deletion(NamedTuple):
     refused: int
 
 
-class Erasures:
+class Deletions:
     """Deletions under way, in the order in which they began, which is also that of their ends."""
 
     def __init__(self, store: ChunkStore):

@@ -14,7 +14,7 @@ from ..types import InvariantError
 from .plan_copies import LaneCopies, StepCopies
 
 
-class RoomMaker:
+class Evictor:
     """Victims of one plan, by retention value at its one `now`."""
 
     def __init__(self, store: ChunkStore, copies: StepCopies, now: float):
@@ -50,7 +50,7 @@ class RoomMaker:
 
     # -- GPU
 
-    def gpu_slots(self, count: int) -> None:
+    def take_gpu_slots(self, count: int) -> None:
         """Makes at least `count` GPU slots free; the caller has checked that so many are obtainable.
 
         First those that cost nothing, then only copies: moved to HOST by a copy that the step waits for, or dropped.
@@ -60,7 +60,7 @@ class RoomMaker:
             victims = self._reclaimable.peek(store.policy.at_once(missing))
             if not victims:
                 break
-            evictions.went_at(self._reclaimable.value, len(victims))
+            evictions.count_evicted(self._reclaimable.value, len(victims))
             dropped = store.reclaim_gpu(victims)
             evictions.gpu_dropped += dropped
             evictions.gpu_reclaimed += len(victims) - dropped
@@ -68,14 +68,14 @@ class RoomMaker:
             victims = self._uncopied.peek(missing)
             if not victims:
                 raise InvariantError(f"{count} GPU slots were counted as obtainable, {store.gpu.free} are")
-            evictions.went_at(self._uncopied.value, len(victims))
+            evictions.count_evicted(self._uncopied.value, len(victims))
             moved = self._copy_out(victims, self._uncopied.value, self._copies.evictions)
             dropped = store.reclaim_gpu(victims)
             evictions.gpu_moved += moved
             evictions.gpu_dropped += dropped
-            evictions.gpu_reclaimed += len(victims) - moved - dropped  # staged for DISK, or there
+            evictions.gpu_reclaimed += len(victims) - moved - dropped  # copied for DISK, or there
 
-    def save_ahead(self, available: int, most: int) -> None:
+    def swap_out_ahead(self, available: int, most: int) -> None:
         """Copies out chunks of lowest V until `available` GPU slots cost nothing, at most `most`."""
         store, uncopied, saved = self._store, self._uncopied, 0
         # Giving up the copy of an idle chunk takes from what is available, hence the look at it every time.
@@ -85,11 +85,11 @@ class RoomMaker:
                 return
             saved += self._copy_out(chunks, uncopied.value, self._copies.saves)
             for chunk in chunks:
-                chunk.declined, chunk.staged = chunk.host == NO_SLOT, False
+                chunk.refused_by_host, chunk.copied_for_disk = chunk.host == NO_SLOT, False
             store.make_reclaimable(chunks)
 
     def _copy_out(self, chunks: list[Chunk], value: float, copies: LaneCopies) -> int:
-        """Copies the first of these chunks of one value to HOST, as many as get a slot there; those staged for DISK
+        """Copies the first of these chunks of one value to HOST, as many as get a slot there; those copied for DISK
         have one. Returns how many."""
         store, uncopied = self._store, [chunk for chunk in chunks if chunk.host == NO_SLOT]
         slots = self._host_slots(len(uncopied), value)
@@ -111,7 +111,7 @@ class RoomMaker:
                 computed[chunk.gpu] = max(computed[chunk.gpu], store.completed.compute)
             self._copies.saves.add([chunk.gpu], slots)
             store.copied_out(chunk, slots[0])
-            chunk.staged = True
+            chunk.copied_for_disk = True
             store.file(chunk)
         return bool(slots)
 
@@ -173,7 +173,7 @@ class RoomMaker:
         store = self._store
         store.drop_from_host(victims)
         store.evictions.host_dropped += len(victims)
-        store.evictions.went_at(self._host_only.value, len(victims))
+        store.evictions.count_evicted(self._host_only.value, len(victims))
 
     # -- DISK
 
@@ -227,7 +227,7 @@ class RoomMaker:
         if not victims or self._disk_only.value >= value:
             return NO_SLOT
         store.evictions.disk_dropped += len(victims)
-        store.evictions.went_at(self._disk_only.value, len(victims))
+        store.evictions.count_evicted(self._disk_only.value, len(victims))
         for victim in victims:
             store.drop(victim)
         return disk.take()

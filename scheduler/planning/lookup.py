@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from ..context_window import RECOMPUTE, Windows
+from ..context_window import RECOMPUTE, ContextWindow
 from ..cost import CostProfile
 from ..kv.chunk import NO_SLOT, Chunk
-from ..kv.chunk_keys import Chains
+from ..kv.chunk_keys import ChunkKeys
 from ..kv.chunk_store import ChunkStore
 from ..plan import Span
 from ..turns.conversations import Conversation, common_prefix
@@ -24,7 +24,7 @@ LEAST_WORK_S = 1e-6  # where a profile says that nothing costs anything
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class RequestNeeds:
     """base, keys    where the context begins, and its keys from there
     first         index of the chunk at which the row begins
     chunks        from there on: a resident chunk, or None for one to be computed into a new slot; up to the end of the
@@ -73,14 +73,14 @@ class _Look:
     held: int = 0
 
 
-class OnDisk(NamedTuple):
+class NeedsDisk(NamedTuple):
     """Chunks that the turn needs and that are quicker read from DISK than computed; and what it needs beside them."""
 
     chunks: list[Chunk]
     hits: list[Chunk | None]
 
 
-class Planner:
+class CacheLookup:
     """`windows`: None, or how contexts overflow."""
 
     def __init__(
@@ -89,14 +89,14 @@ class Planner:
         cost: CostProfile,
         chunk_tokens: int,
         reuse: bool,
-        chains: Chains,
-        windows: Windows | None,
+        chains: ChunkKeys,
+        windows: ContextWindow | None,
     ):
         self._store = store
         self._cost = cost
         self._chunk_tokens = chunk_tokens
         self._reuse = reuse
-        self._chains, self._windows = chains, windows
+        self._chunk_keys, self._windows = chains, windows
         self.pending: dict[ChunkKey, int] = {}
 
     def must_wait(self, key: ChunkKey) -> bool:
@@ -124,7 +124,7 @@ class Planner:
         tokens = len(turn.tokens) - (len(turn.keys) - len(keys) + there) * self._chunk_tokens
         return self._step_growth(tokens, len(turn.tokens))
 
-    def work_now(self, turn: Turn, finding: Finding) -> float:
+    def work_now(self, turn: Turn, finding: RequestNeeds) -> float:
         """As `work`, of the tokens that the turn computes if it joins with this finding."""
         return self._step_growth(sum(span.end - span.start for span in finding.spans), len(turn.tokens))
 
@@ -154,7 +154,7 @@ class Planner:
         reading = (self._store.disk.reading + len(chunks)) * cost.read() + len(chunks) * cost.load()
         return (1 + rows) * sum(cost.recompute(chunk.end) for chunk in chunks) >= reading
 
-    def look_up(self, turn: Turn, conversation: Conversation | None, rows: int) -> Finding | OnDisk | ChunkKey:
+    def look_up(self, turn: Turn, conversation: Conversation | None, rows: int) -> RequestNeeds | NeedsDisk | ChunkKey:
         """What the turn would need now, beside a batch of so many rows; or what must be read before; or the key of the
         chunk that it had better wait for.
 
@@ -170,7 +170,7 @@ class Planner:
         for base in others:
             if base == turn.base or self._known_base(turn, base):
                 found = self._look(turn, conversation, rows, base)
-                if not isinstance(found, Finding) or found.computed <= last - anew:
+                if not isinstance(found, RequestNeeds) or found.computed <= last - anew:
                     return found
         return self._look(turn, conversation, rows, anew)
 
@@ -179,7 +179,7 @@ class Planner:
         if base == turn.base or not self._reuse:
             return turn.keys
         keys = turn.chains.setdefault(base, [])
-        self._chains.extend(keys, base, turn.request.salt, turn.tokens, end)
+        self._chunk_keys.extend(keys, base, turn.request.salt, turn.tokens, end)
         return keys
 
     def _known_base(self, turn: Turn, base: int) -> bool:
@@ -188,10 +188,12 @@ class Planner:
             return False
         key = turn.firsts.get(base)
         if key is None:
-            key = turn.firsts[base] = self._chains.first(base, turn.request.salt, turn.tokens)
+            key = turn.firsts[base] = self._chunk_keys.first(base, turn.request.salt, turn.tokens)
         return key in self.pending or self._store.known(key)
 
-    def _look(self, turn: Turn, conversation: Conversation | None, rows: int, base: int) -> Finding | OnDisk | ChunkKey:
+    def _look(
+        self, turn: Turn, conversation: Conversation | None, rows: int, base: int
+    ) -> RequestNeeds | NeedsDisk | ChunkKey:
         size, count, windows = self._chunk_tokens, len(turn.tokens), self._windows
         keys = self._keys(turn, base, count)
         look = _Look(turn, conversation, base, keys, *self._usable_tail(turn, conversation, base))
@@ -221,7 +223,7 @@ class Planner:
             hits.append(chunk if hit else None)
             known.append(not hit and self._store.known(key))
         if on_disk and (overflows or self._worth_reading(on_disk, rows)):
-            return OnDisk(on_disk, hits)
+            return NeedsDisk(on_disk, hits)
         missing = -(-count // size) - look.first - len(hits)
         hits += [None] * missing
         known += [False] * missing
@@ -234,7 +236,8 @@ class Planner:
         return self._finding(look, hits, known)
 
     def _first_missing(self, look: _Look, position: int) -> int:
-        """The first position from the chunk's first, `position`, on whose KV must be computed (see `Windows.reach`)."""
+        """The first position from the chunk's first, `position`, on whose KV must be computed
+        (see `ContextWindow.reach`)."""
         size, count = self._chunk_tokens, len(look.turn.tokens)
         for index in range(position // size, -(-count // size)):
             if not (index < len(look.keys) and self._there(look.turn, look.keys[index])):
@@ -262,7 +265,7 @@ class Planner:
         tokens = min(tail.tokens, common - (tail.end - self._chunk_tokens))
         return (tail, tokens) if tokens > 0 else (None, 0)
 
-    def _finding(self, look: _Look, hits: list[Chunk | None], known: list[bool]) -> Finding:
+    def _finding(self, look: _Look, hits: list[Chunk | None], known: list[bool]) -> RequestNeeds:
         size, count, turn, tail, seen = self._chunk_tokens, len(look.turn.tokens), look.turn, look.tail, look.seen
         reclaimable, uncopied = self._store.reclaimable, self._store.uncopied
         spans: deque[Span] = deque()
@@ -290,9 +293,9 @@ class Planner:
             if chunk.gpu < 0:
                 loads.append(chunk)
                 continue
-            if chunk.filed is reclaimable:
+            if chunk.victim_set is reclaimable:
                 idle_safe += 1
-            elif chunk.filed is uncopied:
+            elif chunk.victim_set is uncopied:
                 idle_only += 1
         if first < reached:
             spans.append(Span(-1, first, reached, first, False))
@@ -305,7 +308,7 @@ class Planner:
             sources = {"recomputed": sum(sources.values())}
         usage = Usage(**sources, new=count - seen - sum(sources.values()))
         chunks = hits[: look.held]
-        return Finding(
+        return RequestNeeds(
             base=look.base,
             keys=look.keys,
             first=look.first,

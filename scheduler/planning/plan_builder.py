@@ -5,16 +5,16 @@ from __future__ import annotations
 from array import array
 
 from ..plan import BlockUpdate, Join, Origin, Promotion, Span, Spill, StepPlan
-from ..turns.turn import Row
+from ..turns.turn import RunningTurn
 from ..types import RequestId, RowId
-from .eviction import RoomMaker
+from .eviction import Evictor
 from .plan_copies import StepCopies
 
 MOST_SCORED = 256  # prompt positions scored in one step: each takes a row of logits as wide as the vocabulary
 
 
-class Batch:
-    def __init__(self, step: int, applied: int, now: float, copies: StepCopies, room: RoomMaker, budget: int):
+class PlanBuilder:
+    def __init__(self, step: int, applied: int, now: float, copies: StepCopies, room: Evictor, budget: int):
         self.step, self.applied, self.now = step, applied, now
         self.copies, self.room = copies, room
         self.budget = budget
@@ -24,7 +24,7 @@ class Batch:
         self.generate: list[int] = []
         self.positions: list[int] = []
         self.spans: list[Span] = []
-        self.span_rows: list[Row] = []
+        self.span_rows: list[RunningTurn] = []
         self.token_ids: array[int] = array("i")
         self.samples: list[RowId] = []
         self.scored: array[int] = array("i")

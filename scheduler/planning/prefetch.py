@@ -10,15 +10,15 @@ from ..cost import CostProfile
 from ..kv.chunk import Chunk
 from ..kv.chunk_store import ChunkStore
 from ..turns.conversations import Conversations
-from .eviction import RoomMaker
-from .lookup import Planner
+from .eviction import Evictor
+from .lookup import CacheLookup
 from .queue_order import QueueOrder
 
 READS_AHEAD_S = 0.1  # of reading: so much is under way at most, and so long may a read that is urgent wait behind it
 LEAD_S = 1.0  # a user who is expected may come so much earlier
 
 
-class LookAhead:
+class Prefetcher:
     """Prefetches for the requests in the queue, as many as HOST has room for (the paper's window C_mem / S_kv), and for
     conversations whose clients have said when they will write.
 
@@ -31,10 +31,10 @@ class LookAhead:
         cost: CostProfile,
         store: ChunkStore,
         conversations: Conversations,
-        planner: Planner,
+        planner: CacheLookup,
         order: QueueOrder,
     ):
-        self._store, self._conversations, self._planner, self._order = store, conversations, planner, order
+        self._store, self._conversations, self._lookup, self._order = store, conversations, planner, order
         self._cost = cost
         self._active = config.prefetch and config.disk_kv_chunks > 0
         self._window = config.host_kv_chunks
@@ -57,7 +57,7 @@ class LookAhead:
         if self._active:
             self._conversations.expected.set(conversation_id, at - LEAD_S - chunks * self._cost.read())
 
-    def plan(self, room: RoomMaker, now: float) -> None:
+    def plan(self, room: Evictor, now: float) -> None:
         """One step's share of it."""
         if not self._active:
             return
@@ -70,11 +70,11 @@ class LookAhead:
         if self._prefetch_queue(room, now):
             self._prefetch_expected(room)
 
-    def _prefetch_queue(self, room: RoomMaker, now: float) -> bool:
+    def _prefetch_queue(self, room: Evictor, now: float) -> bool:
         """Whether all of the window is on its way: of the turns that join first."""
         window = self._window
         for turn in self._order.preferred(now):
-            keys = self._planner.seen_keys(turn)
+            keys = self._lookup.seen_keys(turn)
             window -= len(keys)
             if window < 0:
                 break
@@ -85,14 +85,14 @@ class LookAhead:
             turn.prefetched = True
         return True
 
-    def _prefetch_expected(self, room: RoomMaker) -> None:
+    def _prefetch_expected(self, room: Evictor) -> None:
         """What HOST has no room for, and is not about to have, is given up: it was a hint, and nobody waits for it."""
         while self._expected and (self._prefetch(self._expected[0], room) or self._no_room):
             self._expected.popleft()
 
-    def _prefetch(self, chunk: Chunk | None, room: RoomMaker) -> bool:
+    def _prefetch(self, chunk: Chunk | None, room: Evictor) -> bool:
         """False if the chunk must still be read and that cannot begin now."""
-        if chunk is None or not self._planner.readable(chunk):
+        if chunk is None or not self._lookup.readable(chunk):
             return True
         self._no_room = False
         if self._store.disk.reading >= self._most_reads:

@@ -26,8 +26,8 @@ from math import inf
 
 from ..config import SchedulerConfig
 from ..cost import CostProfile
-from ..turns.turn import Row, Turn
-from .lookup import Planner
+from ..turns.turn import RunningTurn, Turn
+from .lookup import CacheLookup
 
 OVERTAKING = {"bounded-ratio": 1.0, "response-ratio": inf, "arrival": 0.0}
 """k, by `queue_order`."""
@@ -39,8 +39,8 @@ REPLY_WEIGHT = 1 / 64  # of the latest reply in their mean length
 class QueueOrder:
     """`waiting`: the queue by `Turn.order`, which the owner of this object changes."""
 
-    def __init__(self, config: SchedulerConfig, cost: CostProfile, planner: Planner, waiting: Sequence[Turn]):
-        self._cost, self._planner, self._waiting = cost, planner, waiting
+    def __init__(self, config: SchedulerConfig, cost: CostProfile, planner: CacheLookup, waiting: Sequence[Turn]):
+        self._cost, self._lookup, self._waiting = cost, planner, waiting
         self._overtaking = OVERTAKING[config.queue_order]
         self._seats = config.max_num_seqs
         self._reply_tokens = float(FIRST_REPLY_TOKENS)
@@ -48,7 +48,7 @@ class QueueOrder:
 
     def arrived(self, turn: Turn) -> None:
         """Predicts the turn's work and sets its allowance, before it is enqueued."""
-        turn.work = self._planner.work(turn)
+        turn.work = self._lookup.work(turn)
         reply_tokens = min(turn.request.max_tokens, self._reply_tokens)
         row_seconds = self._cost.step(0, rows=self._seats, rows_context=len(turn.tokens)) / self._seats
         turn.reply_work = reply_tokens * row_seconds
@@ -66,7 +66,7 @@ class QueueOrder:
             self._waiting, key=lambda turn: (turn.order[0], turn.usage is None, (turn.arrived - now) / turn.work)
         )
 
-    def candidates(self, rows: Sequence[Row], now: float) -> Iterator[Turn]:
+    def candidates(self, rows: Sequence[RunningTurn], now: float) -> Iterator[Turn]:
         """The requests that may join, first the one that should, each once; `rows`: those that hold seats.
 
         The caller lets each join (`joins`, then out of the queue), or leaves it waiting. A suspended request that is
@@ -133,4 +133,4 @@ class QueueOrder:
                 yield other
 
     def _ready(self, turn: Turn) -> bool:
-        return turn.waiting_for is None or not self._planner.must_wait(turn.waiting_for)
+        return turn.waiting_for is None or not self._lookup.must_wait(turn.waiting_for)

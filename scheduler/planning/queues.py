@@ -9,26 +9,26 @@ from collections.abc import Iterator, Sequence
 from ..config import SchedulerConfig
 from ..kv.chunk import NO_SLOT, Chunk
 from ..kv.chunk_store import ChunkStore
-from ..turns.turn import Row, Turn
+from ..turns.turn import RunningTurn, Turn
 from ..types import RowId
-from .lookup import Planner
+from .lookup import CacheLookup
 
 
-class Roster:
+class RequestQueues:
     """`waiting`, `loading` and `rows` (those in seats) are sorted by their `order`."""
 
-    def __init__(self, config: SchedulerConfig, store: ChunkStore, planner: Planner):
-        self._config, self._store, self._planner = config, store, planner
+    def __init__(self, config: SchedulerConfig, store: ChunkStore, planner: CacheLookup):
+        self._config, self._store, self._lookup = config, store, planner
         self.waiting: list[Turn] = []
-        self.loading: list[Row] = []
-        self.rows: list[Row] = []
-        self.by_id: dict[RowId, Row] = {}
+        self.loading: list[RunningTurn] = []
+        self.rows: list[RunningTurn] = []
+        self.by_id: dict[RowId, RunningTurn] = {}
         self.seats = config.max_num_seqs
         self.free_seats = deque(range(self.seats))
         self.suspensions = 0
-        self._leaving: list[Row] = []
+        self._leaving: list[RunningTurn] = []
 
-    def joined(self) -> Iterator[Row]:
+    def joined(self) -> Iterator[RunningTurn]:
         """Rows that hold chunks: in seats, and loading."""
         yield from self.rows
         yield from self.loading
@@ -60,14 +60,14 @@ class Roster:
 
     # -- seats
 
-    def take_seat(self, row: Row) -> None:
+    def seat_row(self, row: RunningTurn) -> None:
         """A row that was loading; there is a free seat."""
         self.loading.remove(row)
         row.seat = self.free_seats.popleft()
         insort(self.rows, row, key=lambda row: row.order)
         self.by_id[row.id] = row
 
-    def leave_seat(self, row: Row) -> None:
+    def unseat(self, row: RunningTurn) -> None:
         self.rows.remove(row)
         if row.leaving:
             self._leaving.remove(row)
@@ -75,7 +75,7 @@ class Roster:
         self.free_seats.append(row.seat)
         row.seat = -1
 
-    def let_go(self, row: Row, tail: Chunk | None, now: float) -> None:
+    def release_row(self, row: RunningTurn, tail: Chunk | None, now: float) -> None:
         """The row's chunks are free to move. Keyed ones and `tail` stay as cache, other private ones are dropped.
 
         Its launched steps may still use the slots; whoever takes them waits for that on the device.
@@ -86,12 +86,12 @@ class Roster:
             chunk.gpu = NO_SLOT
         row.loads.clear()
         for key in row.pending:
-            del self._planner.pending[key]
+            del self._lookup.pending[key]
         row.pending.clear()
         self.release(row, row.chunks, tail, now)
         row.chunks = []
 
-    def release(self, row: Row, chunks: list[Chunk], tail: Chunk | None, now: float) -> None:
+    def release(self, row: RunningTurn, chunks: list[Chunk], tail: Chunk | None, now: float) -> None:
         for chunk in chunks:
             if chunk.key is None and chunk is not tail:
                 chunk.tokens = 0
@@ -99,7 +99,7 @@ class Roster:
 
     # -- suspension
 
-    def suspend(self, row: Row) -> None:
+    def suspend(self, row: RunningTurn) -> None:
         """The row is planned no more, and leaves its seat when its launched steps are applied."""
         row.leaving = True
         self._leaving.append(row)
@@ -111,20 +111,20 @@ class Roster:
     def release_suspended(self, applied: int, now: float) -> None:
         """Suspended rows whose every launched step is applied give their seats and chunks back and queue again."""
         for row in [row for row in self._leaving if row.launched <= applied]:
-            self.leave_seat(row)
+            self.unseat(row)
             self.requeue(row, now)
 
-    def requeue(self, row: Row, now: float) -> None:
+    def requeue(self, row: RunningTurn, now: float) -> None:
         self.queue_again(row, self._keep_tail(row), now)
 
-    def queue_again(self, row: Row, tail: Chunk | None, now: float) -> None:
+    def queue_again(self, row: RunningTurn, tail: Chunk | None, now: float) -> None:
         turn = row.turn
         turn.tail, turn.promotes = tail, True
         turn.read.clear()
-        self.let_go(row, tail, now)
+        self.release_row(row, tail, now)
         self.enqueue(turn)
 
-    def _keep_tail(self, row: Row) -> Chunk | None:
+    def _keep_tail(self, row: RunningTurn) -> Chunk | None:
         """The partly filled chunk that the row would append to when it comes back."""
         if not self._config.reuse:
             return None

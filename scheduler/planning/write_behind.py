@@ -14,17 +14,17 @@ from ..kv.chunk import NO_SLOT, Chunk
 from ..kv.chunk_store import ChunkStore
 from ..plan import Lane
 from ..types import Output, Request
-from .eviction import RoomMaker
+from .eviction import Evictor
 
 LINK_PIECE_S = 2e-3  # link time a step for copies on their way to DISK
 WRITES_AHEAD_S = 0.1  # of writing: so much is under way at most, and so long may a read wait behind it
 HOST_BUFFER = 1 / 16  # of HOST: free to take at once, so that promotions need not wait for spills
 
 
-class Saver:
+class WriteBehind:
     """Write-behind, in the order in which turns end: GPU -> HOST beside the step, then HOST -> DISK.
 
-    A chunk is declined (it stays where it is) where DISK or HOST holds nothing of lower value, and while DISK is paused
+    A chunk is refused (it stays where it is) where DISK or HOST holds nothing of lower value, and while DISK is paused
     after a failed write; then it is spilled when HOST must give it up. If its copy is none it is not saved.
     """
 
@@ -95,7 +95,7 @@ class Saver:
     def _settled(self, chunk: Chunk) -> bool:
         return chunk not in self._pending and chunk.moving is None
 
-    def plan(self, room: RoomMaker, now: float) -> None:
+    def plan(self, room: Evictor, now: float) -> None:
         """One step's share of it."""
         if now < self._store.disk.paused_until:
             self._decline_all()
@@ -107,10 +107,10 @@ class Saver:
 
     def _decline_all(self) -> None:
         self._short = False
-        for declined in (self._queue, self._copied, self._pending):
-            declined.clear()
+        for refused_by_host in (self._queue, self._copied, self._pending):
+            refused_by_host.clear()
 
-    def _copy_out(self, room: RoomMaker) -> None:
+    def _copy_out(self, room: Evictor) -> None:
         copies = 0
         while self._queue and copies < self._most_copies:
             chunk = self._queue[0]
@@ -126,7 +126,7 @@ class Saver:
             if chunk in self._pending:
                 self._copied.append(chunk)
 
-    def _spill_copied(self, room: RoomMaker) -> None:
+    def _spill_copied(self, room: Evictor) -> None:
         store = self._store
         while self._copied and store.disk.writing < self._most_writes:
             chunk = self._copied[0]
@@ -143,7 +143,7 @@ class Saver:
         to."""
         while self._staged and self._settled(self._staged[0]):
             chunk = self._staged.popleft()
-            if chunk.staged:
+            if chunk.copied_for_disk:
                 self._store.release_host(chunk)
 
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..plan import NO_TICKETS, StepPlan
-from ..turns.turn import Row
+from ..turns.turn import RunningTurn
 
 
-def steady_steps(rows: Sequence[Row], plan: StepPlan) -> int:
+def steady_steps(rows: Sequence[RunningTurn], plan: StepPlan) -> int:
     """How many steps behind `plan`, the only one in flight, are sure to be like it; `rows` are the batch.
 
     Such a step gives one token to each row. It takes no slot, and applying the one before it fills no chunk and begins
@@ -30,7 +30,7 @@ def steady_steps(rows: Sequence[Row], plan: StepPlan) -> int:
     return max(0, min(steps))
 
 
-def skip(rows: Sequence[Row], plan: StepPlan, steps: int) -> StepPlan:
+def skip(rows: Sequence[RunningTurn], plan: StepPlan, steps: int) -> StepPlan:
     """The rows as if `steps` plans had been made and applied, `plan` the first of those applied; each sample is the
     number of its step. Returns the plan that is then in flight; `steps` is at least 1."""
     samples = array("i", range(plan.step, plan.step + steps))

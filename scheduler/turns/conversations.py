@@ -13,7 +13,7 @@ from ..kv.chunk import NO_SLOT, Chunk
 from ..kv.chunk_store import ChunkStore
 from ..types import ChunkKey, ConversationKV, Request
 from .quotas import Quotas
-from .timers import Timetable
+from .timers import Timers
 
 
 class Log(NamedTuple):
@@ -32,7 +32,7 @@ class Conversation:
     salt      of the turn committed last: KV is shared within one salt only
     tokens    every token of the last committed branch; all but the last have had KV
     base      where the context begins, in which they had it (see `windows`)
-    keys      one for each full chunk of KV, as `Chains` has them
+    keys      one for each full chunk of KV, as `ChunkKeys` has them
     first     index of the first chunk that the next turn's first position sees
     chunks    the chunks from there on, claimed; empty without reuse
     tail      the private chunk behind them, or None; it may have been dropped meanwhile
@@ -79,8 +79,8 @@ class Conversations:
         self._store, self._ttl = store, ttl
         self._quotas = None if quota is None else Quotas(quota)
         self._by_id: dict[str, Conversation] = {}
-        self.expected = Timetable()
-        self._due = Timetable()  # no later than when they expire or cease to be pinned
+        self.expected = Timers()
+        self._due = Timers()  # no later than when they expire or cease to be pinned
 
     def __len__(self) -> int:
         return len(self._by_id)

@@ -9,7 +9,7 @@ from math import inf
 SPARE = 64  # entries that are not worth tidying up
 
 
-class Timetable:
+class Timers:
     """One time for each name that has one.
 
     A heap, in which a name that was given another time, or none, leaves its entry behind; when most entries are of that

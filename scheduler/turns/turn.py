@@ -1,4 +1,4 @@
-"""A request on its way: `Turn` for its whole life, `Row` for one stay in a seat."""
+"""A request on its way: `Turn` for its whole life, `RunningTurn` for one stay in a seat."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..types import ChunkKey, Request, RowId, Usage
 class Turn:
     """tokens        the prompt and every applied token of the reply
     base          the position at which its context begins: nothing before it exists (see `windows`)
-    keys          one for each full chunk of `tokens`, as `Chains` has them
+    keys          one for each full chunk of `tokens`, as `ChunkKeys` has them
     chains        keys from other bases, as far as they have been tried
     firsts        the first chunk's key from each other base that has been looked at
     order         its place in the queue, kept for life: (priority, number of its arrival), the smaller the sooner
@@ -96,7 +96,7 @@ class Turn:
         return self.request.prompt_logprobs is not None and self.scored < len(self.request.prompt) - 1
 
 
-class Row:
+class RunningTurn:
     """first         index of the chunk at which the row begins: what is before it is not seen
     chunks        from there on, all pinned, all with a GPU slot
     spans         known tokens still to be planned, ascending (seat not yet filled in)

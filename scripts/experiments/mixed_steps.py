@@ -22,7 +22,7 @@ import torch
 
 from pensieve.runtime.device.cuda import CudaDevice
 from pensieve.runtime.engine import open_engine
-from pensieve.runtime.measure.step_bench import Bench
+from pensieve.runtime.measure.step_bench import StepBench
 from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.plan import Span, StepPlan
 
@@ -32,7 +32,7 @@ PRODUCTS = ("gemm", "nvjet", "cutlass", "splitk")
 Interval = tuple[float, float]
 
 
-class Steps(Bench):
+class Steps(StepBench):
     def mixed(self, rows: int, context: int, tokens: int) -> StepPlan:
         """`rows` generate at their context; the last `tokens` of another one are known and not computed yet."""
         self._seat([context] * (rows + 1))

@@ -17,7 +17,7 @@ import torch
 from pensieve.runtime.device.cpu import CpuDevice
 from pensieve.runtime.executor import Executor
 from pensieve.scheduler.config import SchedulerConfig
-from pensieve.scheduler.context_window import RECOMPUTE, Windows
+from pensieve.scheduler.context_window import RECOMPUTE, ContextWindow
 from pensieve.scheduler.cost import analytic_profile
 from pensieve.scheduler.scheduler import Scheduler
 from pensieve.scheduler.types import Request
@@ -190,7 +190,7 @@ class Chatter:
         return self.counts
 
     def _note_bases(self, plan):
-        for row in self.scheduler._roster.rows:
+        for row in self.scheduler._queues.rows:
             self.open[row.turn.request.id].base = row.turn.base
         self.counts["moved on"] += sum(all(join.seat != origin.seat for join in plan.joins) for origin in plan.origins)
 
@@ -228,7 +228,7 @@ def check_greedy(reference, tokens, start):
 
 
 @torch.inference_mode()
-def check_overflowing(reference, tokens, start, windows: Windows, base):
+def check_overflowing(reference, tokens, start, windows: ContextWindow, base):
     """As `check_greedy` where nothing before `base` exists, and each position sees its window only."""
     last = len(tokens) - 1
     if windows.mode == RECOMPUTE:  # each window is a context of its own

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from pensieve.runtime.conversations.store import HistoryStore
-from pensieve.runtime.conversations.turns import Histories
+from pensieve.runtime.conversations.turns import TurnManager
 from pensieve.runtime.frontend.engine_client import EngineClient
 from pensieve.runtime.http.app import create_app
 from pensieve.runtime.http.auth import key_digest
@@ -47,7 +47,7 @@ class Served:
         settings = HTTPSettings(api_keys=tuple(map(key_digest, keys)))
         tokenizer = Tokenizer.load(directory)
         self.store = HistoryStore(path)
-        self.histories = Histories(self.store, client.tell, client.forget, tokenizer)
+        self.histories = TurnManager(self.store, client.tell, client.forget, tokenizer)
         app = create_app(client, odd_ready(), tokenizer, settings, self.histories)
         self.closed = client.closed
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")

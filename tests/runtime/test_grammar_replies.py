@@ -27,7 +27,7 @@ from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.cost import analytic_profile
 from pensieve.scheduler.plan import StepPlan
 from pensieve.scheduler.scheduler import Scheduler
-from pensieve.scheduler.step_timing import Pace
+from pensieve.scheduler.step_timing import StepTiming
 
 from .fake_engine import VOCAB, FakeEngine, reply
 from .fake_loop import EOS, byte_tokens, ready
@@ -79,7 +79,7 @@ async def server(directory: Path, **settings: Any) -> AsyncIterator[Running]:
     grammars = Grammars(directory, LETTERS, (EOS,))
     scheduler = Scheduler(config, cost)
     executor = Executor(CpuDevice(), LetterEngine(LAYERS), config, grammars=grammars)
-    service = Service(scheduler, executor, ours, Pace(cost))
+    service = Service(scheduler, executor, ours, StepTiming(cost))
     about = ready(str(directory))
     loop = threading.Thread(target=service.run, args=(about,))
     loop.start()

@@ -13,7 +13,7 @@ import pytest
 
 from pensieve.runtime.conversations.schema import Name
 from pensieve.runtime.conversations.store import HistoryStore
-from pensieve.runtime.conversations.turns import Histories
+from pensieve.runtime.conversations.turns import TurnManager
 from pensieve.runtime.text.tokenizer import ChatTemplate, Tokenizer
 from pensieve.scheduler.types import RequestError
 
@@ -26,10 +26,10 @@ HELLO, ANSWER, AGAIN = ({"role": role, "content": x} for role, x in (("user", "a
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Callable[..., None]:
-    def serve(tokenizer: Tokenizer | None, work: Callable[[Histories], Awaitable[None]]) -> None:
+    def serve(tokenizer: Tokenizer | None, work: Callable[[TurnManager], Awaitable[None]]) -> None:
         async def between() -> None:
             loop: Any = None  # nothing is said to it
-            histories = Histories(HistoryStore(tmp_path / "file"), loop, loop, tokenizer)
+            histories = TurnManager(HistoryStore(tmp_path / "file"), loop, loop, tokenizer)
             try:
                 await work(histories)
             finally:
@@ -40,7 +40,7 @@ def serve(tmp_path: Path) -> Callable[..., None]:
     return serve
 
 
-async def talk(histories: Histories) -> None:
+async def talk(histories: TurnManager) -> None:
     turn = await histories.open_chat("", "chat", [HELLO], OURS.render_chat)
     await turn.commit(OURS.encode_rendered("b"), "b", ANSWER, b"")
     turn = await histories.open_completion("", "text", "a")
@@ -48,13 +48,13 @@ async def talk(histories: Histories) -> None:
 
 
 def test_a_dialogue_is_tokenised_anew(serve: Callable[..., None]) -> None:
-    async def go_on(histories: Histories) -> None:
+    async def go_on(histories: TurnManager) -> None:
         turn = await histories.open_chat("", "chat", [AGAIN], THEIRS.render_chat, server_history=True)
         ours, theirs = (tok.encode_rendered(tok.render_chat([HELLO, ANSWER, AGAIN])) for tok in (OURS, THEIRS))
         assert turn.prompt == theirs != ours
         await turn.commit(THEIRS.encode_rendered("b"), "b", ANSWER, b"")
 
-    async def read(histories: Histories) -> None:
+    async def read(histories: TurnManager) -> None:
         turn = await histories.open_completion("", "text", "ab")
         turn.close()
         assert turn.prompt == THEIRS.encode("ab")
@@ -66,7 +66,7 @@ def test_a_dialogue_is_tokenised_anew(serve: Callable[..., None]) -> None:
 
 @pytest.mark.parametrize("prompt", ["b", array("i", [1])])
 def test_a_log_of_other_ids_is_not_gone_on_with(prompt: Any, serve: Callable[..., None]) -> None:
-    async def go_on(histories: Histories) -> None:
+    async def go_on(histories: TurnManager) -> None:
         with pytest.raises(RequestError, match="another tokenizer") as refused:
             await histories.open_completion("", "text", prompt, server_history=True)
         assert refused.value.status == 409
@@ -76,7 +76,7 @@ def test_a_log_of_other_ids_is_not_gone_on_with(prompt: Any, serve: Callable[...
 
 
 def test_the_same_tokenizer_finds_its_ids_again(serve: Callable[..., None]) -> None:
-    async def go_on(histories: Histories) -> None:
+    async def go_on(histories: TurnManager) -> None:
         stored = await histories.run(histories._store.find, Name("", "chat"), 0.0)
         assert stored is not None and stored[1] is not None and stored[1].inside > 0
 

@@ -172,7 +172,7 @@ def test_a_deletion_that_ends_without_a_step_is_told(service: Service, scheduler
     scheduler.next_plan, scheduler.expire, scheduler.in_flight = next_plan, lambda now: [], 0
     service._executor.close = lambda: None
     here, there = multiprocessing.Pipe()
-    service = Service(scheduler, service._executor, here, SimpleNamespace(spare=lambda now: 0.0))
+    service = Service(scheduler, service._executor, here, SimpleNamespace(slack=lambda now: 0.0))
     service._wait_for_news = lambda: service.drain(0.0)
     service.run(SimpleNamespace())
     said = []
@@ -253,14 +253,14 @@ def test_who_comes_while_the_plan_can_wait_is_in_it(service: Service, scheduler:
 
     deadline = 0.0
 
-    def spare(now: float) -> float:
+    def slack(now: float) -> float:
         nonlocal deadline
         if not deadline:
             deadline = now + 100.0
             threading.Timer(0.1, lambda: service._inbox.put(Submit(request))).start()
         return 0.0 if ("add", 1) in scheduler.asked else deadline - now
 
-    pace: Any = SimpleNamespace(spare=spare)
+    pace: Any = SimpleNamespace(slack=slack)
     executor: Any = service._executor
     executor.close = lambda: None
     ours, _theirs = multiprocessing.Pipe()

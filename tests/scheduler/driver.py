@@ -65,7 +65,7 @@ class Driver(Harness):
         if len(self.results) == MOST_IN_FLIGHT:
             return
         self.launch()
-        suspended = any(turn.tokens != turn.request.prompt for turn in self.scheduler._roster.waiting)
+        suspended = any(turn.tokens != turn.request.prompt for turn in self.scheduler._queues.waiting)
         if suspended and self.random.random() < 0.6:
             self.random.choice((self.lose_some, self.stow))()
         for request_id in self.coming_back():
@@ -139,7 +139,7 @@ class Driver(Harness):
     def stow(self):
         """Idle chunks are on HOST only, as after a rush of others: who comes back loads all its history."""
         store = self.scheduler._store
-        for chunk in [chunk for chunk in store.uncopied if not chunk.staged][: store.host.free]:
+        for chunk in [chunk for chunk in store.uncopied if not chunk.copied_for_disk][: store.host.free]:
             self.place(chunk, "host")
         for chunk in list(store.reclaimable):
             store.release_gpu(chunk)

@@ -102,24 +102,24 @@ class Harness:
 
     def state(self, request_id):
         """Where the open request is: waiting, suspended, loading, resuming (its history), running, leaving or held."""
-        roster = self.scheduler._roster
+        queues = self.scheduler._queues
         if request_id in self.held:
             return "held"
-        for turn in roster.waiting:
+        for turn in queues.waiting:
             if turn.request.id == request_id:
                 return "suspended" if len(turn.tokens) > len(turn.request.prompt) else "waiting"
-        for row in roster.loading:
+        for row in queues.loading:
             if row.turn.request.id == request_id:
                 return "loading"
-        if all(row.turn.request.id != request_id for row in roster.rows):
+        if all(row.turn.request.id != request_id for row in queues.rows):
             return "saving"  # its last event is kept back
-        row = next(row for row in roster.rows if row.turn.request.id == request_id)
+        row = next(row for row in queues.rows if row.turn.request.id == request_id)
         return "leaving" if row.leaving else "resuming" if row.spans and self.reply(request_id) else "running"
 
     def coming_back(self):
         """Suspended requests in the batch again whose dropped history is not computed yet, and those loading theirs."""
-        roster = self.scheduler._roster
-        rows = [row for row in (*roster.rows, *roster.loading) if row.spans]
+        queues = self.scheduler._queues
+        rows = [row for row in (*queues.rows, *queues.loading) if row.spans]
         return [row.turn.request.id for row in rows if self.reply(row.turn.request.id)]
 
     def reply(self, request_id):
@@ -223,14 +223,14 @@ class Harness:
         """The next plan, launched on the device; None if there is nothing to do."""
         plan = self.scheduler.next_plan(self.now)
         self._expire()
-        planner = self.scheduler._planner
-        for turn in self.scheduler._roster.waiting:
+        planner = self.scheduler._lookup
+        for turn in self.scheduler._queues.waiting:
             self.counts["waits for keys"] += turn.waiting_for is not None and planner.must_wait(turn.waiting_for)
         if plan is None:
             self.counts["nothing to plan"] += 1
             return None
         assert plan.tokens <= self.config.max_num_batched_tokens
-        for row in (*self.scheduler._roster.rows, *self.scheduler._roster.loading):
+        for row in (*self.scheduler._queues.rows, *self.scheduler._queues.loading):
             self._note_base(row.turn)
             most = self.config.chunks(self.config.max_model_len)
             assert len(row.chunks) <= most, f"{row.id} holds more than its window sees"

@@ -8,7 +8,7 @@ from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.invariants import Claims
 from pensieve.scheduler.kv.chunk_store import ChunkStore
 from pensieve.scheduler.kv.retention import eviction_policy
-from pensieve.scheduler.planning.eviction import RoomMaker
+from pensieve.scheduler.planning.eviction import Evictor
 from pensieve.scheduler.planning.plan_copies import StepCopies
 from pensieve.scheduler.types import ChunkKey
 
@@ -51,7 +51,7 @@ def idle(store, end=SIZE, now=0.0, key=None, copied=False, on_gpu=True, claims=0
 
 def a_room(store, now, step=1):
     copies = StepCopies(step, store.gpu, store.host)
-    return copies, RoomMaker(store, copies, now)
+    return copies, Evictor(store, copies, now)
 
 
 def check(store, held=(), claims=None):

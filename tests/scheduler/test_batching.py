@@ -370,12 +370,12 @@ def test_a_suspended_row_keeps_its_seat_until_its_launched_steps_are_applied():
     request = harness.submit(range(9), 20)
     harness.tick()
     harness.launch()
-    roster, scheduler = harness.scheduler._roster, harness.scheduler
-    roster.suspend(roster.rows[0])
-    roster.release_suspended(scheduler._applied, harness.now)
+    queues, scheduler = harness.scheduler._queues, harness.scheduler
+    queues.suspend(queues.rows[0])
+    queues.release_suspended(scheduler._applied, harness.now)
     assert harness.state(request) == "leaving"
     harness.apply()
-    roster.release_suspended(scheduler._applied, harness.now)
+    queues.release_suspended(scheduler._applied, harness.now)
     assert harness.state(request) == "suspended" and len(harness.reply(request)) == 2
     harness.drain()
 
@@ -387,7 +387,7 @@ def test_slots_on_their_way_free_are_no_room_yet():
     harness.submit(range(200, 210), 20)
     harness.tick()
     scheduler = harness.scheduler
-    scheduler._roster.coming_free = lambda: 8
+    scheduler._queues.coming_free = lambda: 8
     new = scheduler._store.available - 2
     for idle_safe, fits in ((2, True), (3, False)):
         finding = SimpleNamespace(new_slots=new, idle_safe=idle_safe, idle_only=0)

@@ -7,8 +7,8 @@ from array import array
 import pytest
 
 from pensieve.scheduler.config import SchedulerConfig
-from pensieve.scheduler.context_window import KEEP, OVERFLOW_MODES, RECOMPUTE, RESTART, Windows
-from pensieve.scheduler.kv.chunk_keys import NO_KEY, Chains, chunk_key, root_key
+from pensieve.scheduler.context_window import KEEP, OVERFLOW_MODES, RECOMPUTE, RESTART, ContextWindow
+from pensieve.scheduler.kv.chunk_keys import NO_KEY, ChunkKeys, chunk_key, root_key
 
 SIZE = 4
 TOKENS = array("i", range(200))
@@ -18,7 +18,7 @@ SHAPES = [(16, 8), (18, 8), (16, 4), (15, 12), (9, 4)]
 @pytest.mark.parametrize(("length", "step"), SHAPES)
 @pytest.mark.parametrize("base", [0, 1, 3])
 def test_windows_move_on_by_a_step_whenever_they_are_full(length, step, base):
-    windows, base = Windows(length, step), base * step
+    windows, base = ContextWindow(length, step), base * step
     start = base
     for position in range(base, base + 100):
         if position - start == length:
@@ -29,15 +29,15 @@ def test_windows_move_on_by_a_step_whenever_they_are_full(length, step, base):
 
 
 def test_bases_are_the_starts_of_windows_up_to_the_last_ones_own():
-    windows = Windows(16, 8)
+    windows = ContextWindow(16, 8)
     assert list(windows.bases(15)) == [0]
     assert list(windows.bases(40)) == [0, 8, 16, 24, 32]
     assert list(windows.bases(40, lowest=16)) == [16, 24, 32]
-    assert list(Windows(16, 8, RECOMPUTE).bases(40)) == [windows.start(40)] == [32]
+    assert list(ContextWindow(16, 8, RECOMPUTE).bases(40)) == [windows.start(40)] == [32]
 
 
 def test_the_model_counts_positions_from_zero_where_kv_is_kept():
-    assert [Windows(16, 8, mode).zero(24) for mode in (KEEP, RECOMPUTE, RESTART)] == [0, 24, 24]
+    assert [ContextWindow(16, 8, mode).zero(24) for mode in (KEEP, RECOMPUTE, RESTART)] == [0, 24, 24]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_the_model_counts_positions_from_zero_where_kv_is_kept():
 )
 def test_the_reach_of_what_is_missing(missing, start):
     """`start(40)` is 32: each missing position asks for what it saw, and that for what it saw."""
-    reach = Windows(16, 8).reach(40, 0, lambda first: min((p for p in missing if p >= first), default=41))
+    reach = ContextWindow(16, 8).reach(40, 0, lambda first: min((p for p in missing if p >= first), default=41))
     assert reach == start
 
 
@@ -62,13 +62,13 @@ def test_contexts_too_short_for_a_step_of_whole_chunks_do_not_overflow():
         return SchedulerConfig(64, 0, chunk_tokens=SIZE, **settings).windows
 
     assert windows(max_model_len=7) is None
-    assert windows(max_model_len=8) == Windows(8, 4)
-    assert windows(max_model_len=70, overflow_ratio=0.3, overflow=RECOMPUTE) == Windows(70, 20, RECOMPUTE)
+    assert windows(max_model_len=8) == ContextWindow(8, 4)
+    assert windows(max_model_len=70, overflow_ratio=0.3, overflow=RECOMPUTE) == ContextWindow(70, 20, RECOMPUTE)
 
 
 def keys_of(windows, base=0, tokens=TOKENS, seed=b"seed"):
     keys = []
-    Chains(seed, SIZE, windows).extend(keys, base, b"salt", tokens, len(tokens))
+    ChunkKeys(seed, SIZE, windows).extend(keys, base, b"salt", tokens, len(tokens))
     return keys
 
 
@@ -83,7 +83,11 @@ def test_keys_without_overflow_are_plain_chains():
 def test_windows_enter_a_chain_at_the_first_chunk_that_sees_less(length, step):
     plain = keys_of(None)
     unlike = length // SIZE
-    kept = [keys_of(Windows(*shape, mode)) for mode in OVERFLOW_MODES for shape in ((length, step), (length, step + 1))]
+    kept = [
+        keys_of(ContextWindow(*shape, mode))
+        for mode in OVERFLOW_MODES
+        for shape in ((length, step), (length, step + 1))
+    ]
     for keys in kept:
         assert keys[:unlike] == plain[:unlike]
         assert not set(keys[unlike:]) & set(plain)
@@ -91,7 +95,7 @@ def test_windows_enter_a_chain_at_the_first_chunk_that_sees_less(length, step):
 
 
 def test_a_base_begins_a_chain_of_its_own():
-    windows = Windows(16, 8)
+    windows = ContextWindow(16, 8)
     chains = {base: keys_of(windows, base) for base in (0, 8, 16)}
     for base, keys in chains.items():
         before = base // SIZE
@@ -103,7 +107,7 @@ def test_a_base_begins_a_chain_of_its_own():
 
 def test_a_chain_goes_on_where_it_ended():
     for base in (0, 8):
-        chains, keys = Chains(b"seed", SIZE, Windows(16, 8)), []
+        chains, keys = ChunkKeys(b"seed", SIZE, ContextWindow(16, 8)), []
         for end in (3, 9, 16, 17, 40, len(TOKENS)):
             chains.extend(keys, base, b"salt", TOKENS, end)
-        assert keys == keys_of(Windows(16, 8), base)
+        assert keys == keys_of(ContextWindow(16, 8), base)

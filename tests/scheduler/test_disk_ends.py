@@ -31,7 +31,7 @@ def test_an_end_that_is_kept_back_counts_as_saving():
         harness.now += 0.01
         harness.launch()
         scheduler = harness.scheduler
-        if not scheduler.open_requests() and scheduler._saver.withholds:
+        if not scheduler.open_requests() and scheduler._write_behind.withholds:
             assert scheduler.saving
         harness.apply()
         if not harness.open:
@@ -110,12 +110,12 @@ def suspended(harness):
     request = harness.submit(range(24), 20, "c", confirm=True)
     for _ in range(6):
         harness.tick()
-    roster = harness.scheduler._roster
-    roster.suspend(roster.rows[0])
+    queues = harness.scheduler._queues
+    queues.suspend(queues.rows[0])
     for _ in range(3):
         if harness.results:
             harness.apply()
-    roster.release_suspended(harness.scheduler._applied, harness.now)
+    queues.release_suspended(harness.scheduler._applied, harness.now)
     assert harness.state(request) == "suspended"
     return request
 
@@ -137,8 +137,8 @@ def test_a_deletion_reaches_what_lies_behind_a_hole():
     """A turn was ended while suspended, and one of its chunks was gone."""
     harness = Harness(disk_kv_chunks=60)
     request = suspended(harness)
-    roster = harness.scheduler._roster
-    keys = list(roster.waiting[0].keys)[:6]
+    queues = harness.scheduler._queues
+    keys = list(queues.waiting[0].keys)[:6]
     harness.lose(lambda idle: [chunk for chunk in idle if chunk.key == keys[1]])
     harness.finish(request, 1)
     rest(harness)
@@ -168,9 +168,9 @@ def test_keys_made_one_by_one_are_those_of_whole_chains(shared):
     scheduler = Scheduler(SchedulerConfig(64, 16, 64, chunk_tokens=4, overflow="keep"), profile())
     log = array("i", range(500))
     expected = []
-    for base in range(0, scheduler._chains.first_seen(len(log)) + 1, scheduler._windows.step):
+    for base in range(0, scheduler._chunk_keys.first_seen(len(log)) + 1, scheduler._windows.step):
         chain = []
-        scheduler._chains.extend(chain, base, b"", log, len(log))
+        scheduler._chunk_keys.extend(chain, base, b"", log, len(log))
         expected += chain[max(base, shared) // 4 :]
     assert list(scheduler.keys(log, b"", shared)) == expected
 

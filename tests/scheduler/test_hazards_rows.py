@@ -88,7 +88,7 @@ def test_a_reply_cut_while_its_history_is_loading(monkeypatch, kept):
     harness.run_until(lambda: len(harness.reply(request)) == 6)
     with monkeypatch.context() as no_room:
         no_room.setattr(harness.scheduler._admission, "_fits", lambda *_: False)
-        harness.scheduler._roster.suspend(harness.scheduler._roster.rows[-1])
+        harness.scheduler._queues.suspend(harness.scheduler._queues.rows[-1])
         harness.tick()
     for chunk in list(harness.scheduler._store.uncopied):
         harness.place(chunk, "host")
@@ -105,7 +105,7 @@ def test_an_abort_of_a_suspended_request_drops_its_tail():
     """Nobody could ever use it again."""
     harness = Harness(**TIGHT)
     younger = suspended(harness)
-    (turn,) = harness.scheduler._roster.waiting
+    (turn,) = harness.scheduler._queues.waiting
     tail = turn.tail
     assert tail.resident and tail.key is None
     harness.abort(younger)
@@ -124,12 +124,12 @@ def test_a_tail_that_somebody_else_completed_is_not_left_behind(monkeypatch):
     harness.run_until(lambda: len(harness.reply(older)) > 2)
     younger = harness.submit([*range(28), *reply, *range(10, 16)], 4)
     harness.tick()
-    roster = harness.scheduler._roster
+    queues = harness.scheduler._queues
     with monkeypatch.context() as no_room:
         no_room.setattr(harness.scheduler._admission, "_fits", lambda *_: False)
-        roster.suspend(roster.rows[-1])
+        queues.suspend(queues.rows[-1])
         harness.tick()
-        (turn,) = roster.waiting
+        (turn,) = queues.waiting
         tail = turn.tail
         assert turn.request.id == younger and tail.tokens % 4 and tail.resident
         harness.run_until(lambda: older not in harness.open)
@@ -149,7 +149,7 @@ def test_an_abort_with_a_swap_in_in_flight(reached):
         _, request, swap_in = loading_early(harness)
     row = next(
         row
-        for row in (*harness.scheduler._roster.rows, *harness.scheduler._roster.loading)
+        for row in (*harness.scheduler._queues.rows, *harness.scheduler._queues.loading)
         if row.turn.request.id == request
     )
     unissued = [chunk.gpu for chunk in row.loads]
@@ -259,7 +259,7 @@ def test_two_requests_of_one_conversation_in_flight_at_once():
     first = harness.submit([*log, 1], 9, "a")
     second = harness.submit([*log, 2], 6, "a")
     harness.launch()
-    holders = [row for row in harness.scheduler._roster.rows if tail in row.chunks]
+    holders = [row for row in harness.scheduler._queues.rows if tail in row.chunks]
     assert [row.turn.request.id for row in holders] == [first]
     harness.run()
     assert harness.logs["a"][: len(log) + 1].tolist() == [*log, 1] and first > 0 and second > 0
@@ -318,7 +318,7 @@ def test_a_chunk_that_is_still_loading_is_waited_for():
     loading = harness.submit([*harness.logs["a"], 7], 2, "a")
     second = harness.submit([*range(21), 60], 2)
     harness.launch()
-    (row,) = harness.scheduler._roster.loading
+    (row,) = harness.scheduler._queues.loading
     assert row.turn.request.id == loading and row.loads[0].gpu != NO_SLOT
     assert harness.state(second) == "waiting"
     harness.drain()
@@ -332,18 +332,18 @@ def test_a_suspended_request_that_waits_for_a_key_lets_no_later_arrival_pass(mon
     elder = harness.submit(range(20), 20)
     younger = harness.submit([*range(20), 70], 20)
     harness.run_until(lambda: harness.reply(elder) and harness.reply(younger))
-    roster = harness.scheduler._roster
+    queues = harness.scheduler._queues
     with monkeypatch.context() as no_room:
         no_room.setattr(harness.scheduler._admission, "_fits", lambda *_: False)
-        for row in roster.rows:
-            roster.suspend(row)
+        for row in queues.rows:
+            queues.suspend(row)
         harness.tick()
     harness.lose(list)
     newcomer = harness.submit([90], 2)
     waited = False
     while harness.state(younger) == "suspended":
         assert harness.state(newcomer) == "waiting"
-        waited = waited or roster.waiting[0].waiting_for is not None
+        waited = waited or queues.waiting[0].waiting_for is not None
         harness.tick()
     assert waited and harness.state(elder) == "running"
     harness.drain()

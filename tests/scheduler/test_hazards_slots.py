@@ -127,7 +127,7 @@ def test_a_swapped_in_tail_does_not_land_over_freshly_written_tokens():
     tail_slot = plan.blocks[0].slots[4]
     assert swap_in.gated and tail_slot in swap_in.targets
     assert plan.spans[0].start == 19 and plan.spans[0].write_from == 19
-    tail = harness.scheduler._roster.rows[0].chunks[4]
+    tail = harness.scheduler._queues.rows[0].chunks[4]
     assert tail.gpu == tail_slot and tail.host == NO_SLOT, "the copy on HOST ends, for it will lack the new tokens"
     harness.drain()
 
@@ -160,7 +160,7 @@ def test_the_tail_is_loaded_last_and_so_is_gated():
     assert log[:10].tolist() == list(range(10)) and conversation.tail.host != NO_SLOT
     request = harness.submit(range(20), 4, "a")
     turn = harness.scheduler._turns[request]
-    finding = harness.scheduler._planner.look_up(turn, conversation, 0)
+    finding = harness.scheduler._lookup.look_up(turn, conversation, 0)
     assert finding.chunks.index(finding.tail) == 2 and len(finding.loads) == 5
     assert finding.loads[-1] is finding.tail
     harness.drain()

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable
 
 from pensieve.scheduler.cost import CostProfile
-from pensieve.scheduler.step_timing import Pace
+from pensieve.scheduler.step_timing import StepTiming
 from tests.runtime.fake_engine import plan, span
 
 COST = CostProfile(32, 0.0, ((32, 0.0),), 0.0, 1, 1.0, steps=((1, 0.005), (1001, 0.025)))  # 5 ms and 20 us a token
@@ -18,14 +18,14 @@ class Loop:
     """A loop and its device: `real` tells a plan's seconds. A request waits at all times."""
 
     def __init__(self, real: Callable[[float], float], host: Callable[[], float] = lambda: HOST_S):
-        self.pace, self.real, self.host = Pace(COST), real, host
+        self.pace, self.real, self.host = StepTiming(COST), real, host
         self.now = self.free = self.idle = 0.0
         self.ends: list[float] = []
         self.closed: list[float] = []  # from the beginning of each step's plan until it began
 
     def step(self, tokens: int = 0) -> None:
         """Plans, launches and, if two are in flight, finishes one."""
-        while (spare := self.pace.spare(self.now)) > 0:
+        while (spare := self.pace.slack(self.now)) > 0:
             self.now += spare
         began = self.now
         prompt = dict(spans=[span(0, 0, tokens)], token_ids=array("i", range(tokens)))
@@ -114,8 +114,8 @@ def test_steps_that_become_quicker_are_noticed() -> None:
 
 
 def test_work_without_tokens_is_not_waited_for() -> None:
-    pace = Pace(COST)
+    pace = StepTiming(COST)
     pace.launched(plan(1), 0.0, 0.0, idle=False)
-    assert pace.spare(0.0) == 0
+    assert pace.slack(0.0) == 0
     pace.finished(1.0, seen=True)
-    assert pace.spare(1.0) == 0
+    assert pace.slack(1.0) == 0

@@ -3,13 +3,13 @@
 import json
 
 from pensieve.scripts import bench_scheduler
-from pensieve.scripts.bench_scheduler import Bench, Load, summary
+from pensieve.scripts.bench_scheduler import Load, StepBench, summary
 
 SMALL = Load(3000, 4000, seats=16, plain_steps=20, heavy_steps=3, swap_ins=40, victims=80)
 
 
 def test_steps_are_of_the_kinds_that_are_measured():
-    bench = Bench(SMALL)
+    bench = StepBench(SMALL)
     bench.fill()
     slots = bench.scheduler.stats().slots
     assert slots["gpu"]["free"] == slots["host"]["free"] == 0

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from pensieve.builder.build import build_engine
 from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
 from pensieve.runtime.engine import open_engine
-from pensieve.scheduler.context_window import KEEP, OVERFLOW_MODES, RECOMPUTE, Windows
+from pensieve.scheduler.context_window import KEEP, OVERFLOW_MODES, RECOMPUTE, ContextWindow
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.overflow_quality import Reader, held_out_rows, perplexities, stretches
 from tests.models import tiny_checkpoint
@@ -39,7 +39,7 @@ def row(seed=0):
 
 
 def test_stretches_end_where_windows_do():
-    windows = Windows(LENGTH, STEP)
+    windows = ContextWindow(LENGTH, STEP)
     assert list(stretches(windows, COUNT)) == [(0, 64), (64, 96), (96, 128), (128, 150)]
     for start, end in stretches(windows, COUNT):
         assert windows.start(start) == windows.start(end - 1)
@@ -67,7 +67,7 @@ def plain_loss(reference, tokens, windows):
 @torch.inference_mode()
 def test_losses_are_those_of_transformers(models, kind, mode):
     engine, reference = models[kind]
-    reader, windows = Reader(engine, COUNT), Windows(LENGTH, STEP, mode)
+    reader, windows = Reader(engine, COUNT), ContextWindow(LENGTH, STEP, mode)
     assert reader.loss(row(), windows) == pytest.approx(plain_loss(reference, row(), windows), rel=1e-5)
     reader.close()
 

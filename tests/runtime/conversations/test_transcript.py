@@ -11,8 +11,8 @@ import pytest
 from pensieve.runtime.conversations.transcript import (
     MOST_TRIES,
     OTHERS,
-    PastTurn,
     RecentTurns,
+    StoredTurn,
     TextPieces,
     Transcript,
     common_beginning,
@@ -52,7 +52,7 @@ def turn_behind(parent, speaker, messages, reply, ids):
     prompt = speaker.encode_rendered(text) if prompt is None else prompt
     inside, said = tokens_inside(speaker, ids, reply)
     whole = Transcript((*messages, assistant(reply)), prompt + array("i", ids), text + said, len(prompt) + inside)
-    return PastTurn.behind(parent, whole)
+    return StoredTurn.behind(parent, whole)
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, PLAIN_TEMPLATE])
@@ -125,7 +125,7 @@ def test_ids_wholly_inside_the_delivered_text(reply, delivered, inside):
 
 def test_what_is_known_of_a_prompt_are_the_ids_that_its_log_had_kv_of():
     def turn(inside):
-        return PastTurn.behind(None, Transcript((), array("i", [1, 2, 3, 4]), "", inside))
+        return StoredTurn.behind(None, Transcript((), array("i", [1, 2, 3, 4]), "", inside))
 
     prompts = [[1, 2, 3, 4, 5], [1, 2, 3, 4], [1, 2, 3], [1, 2, 9, 4], [9]]
     assert [known_tokens(turn(0), array("i", prompt)) for prompt in prompts] == [3, 3, 3, 2, 0]
@@ -171,7 +171,7 @@ def test_a_completion_goes_on_behind_a_space_of_its_own():
     assert delivered == " b"
     inside, text = tokens_inside(speaker, reply, delivered, before)
     assert (inside, text) == (len(reply), " b")
-    past = PastTurn.behind(None, Transcript((), before + array("i", reply), prompt + text, len(before) + inside))
+    past = StoredTurn.behind(None, Transcript((), before + array("i", reply), prompt + text, len(before) + inside))
     assert speaker.decode(spliced(speaker, "hello: a b and", past)) == "hello: a b and"
 
 
@@ -188,7 +188,7 @@ def test_random_branches_put_together_are_what_was_committed():
             before.text[:text_kept] + "".join(draw.choice("abc") for _ in range(draw.randrange(5))),
             draw.randrange(9),
         )
-        turns.append(PastTurn.behind(parent, whole))
+        turns.append(StoredTurn.behind(parent, whole))
         assert turns[-1].transcript() == whole
 
 
@@ -223,7 +223,7 @@ def long_dialogue():
     for number in range(TURNS):
         said = (user(f"question {number}?"), assistant(f"answer {number}."))
         text = "".join(message["content"] for message in said)
-        past = PastTurn(past, said, length, letters(text), length, text, length + len(text))
+        past = StoredTurn(past, said, length, letters(text), length, text, length + len(text))
         messages, length = [*messages, *said], length + len(text)
     return past, messages, "".join(message["content"] for message in messages)
 
@@ -263,8 +263,8 @@ def lineage_texts(past):
 def test_a_long_dialogue_is_looked_through_once(same, monkeypatch):
     """However much of its text is still what it was: a template may change the first line of all."""
     past, _, text = long_dialogue()
-    put_together, transcript = [], PastTurn.transcript
-    monkeypatch.setattr(PastTurn, "transcript", lambda turn: put_together.append(turn) or transcript(turn))
+    put_together, transcript = [], StoredTurn.transcript
+    monkeypatch.setattr(StoredTurn, "transcript", lambda turn: put_together.append(turn) or transcript(turn))
     cut = len(text) * same // 2
     asked, Watched.seen = Watched(text[:cut] + "X" + text[cut:]), 0
     ids = spliced(Refusing(len(text)), asked, past)
@@ -306,7 +306,7 @@ def test_the_stored_text_that_is_found_is_that_of_the_latest_turn_that_fits():
             added = "".join(draw.choices("ab", k=draw.randrange(4)))
             whole = whole[:kept] + added
             inside = draw.choice((-1, 0, len(whole), len(whole)))
-            past = PastTurn(past, (), kept, letters(added), kept, added, inside)
+            past = StoredTurn(past, (), kept, letters(added), kept, added, inside)
         text = whole[: draw.randrange(len(whole) + 1)] + "".join(draw.choices("ab", k=draw.randrange(4)))
         expected = spliced_twin(Refusing(99), text, past)
         assert spliced(Refusing(99), text, past) == expected
@@ -348,7 +348,7 @@ def test_recent_turns_of_a_long_dialogue_are_found_with_each_message_hashed_once
 
 def plain_turn(parent, messages, tokens=10):
     text = "".join(message["content"] for message in messages)
-    return PastTurn.behind(parent, Transcript(tuple(messages), array("i", range(tokens)), text, tokens))
+    return StoredTurn.behind(parent, Transcript(tuple(messages), array("i", range(tokens)), text, tokens))
 
 
 def test_recent_turns_are_found_by_their_longest_beginning_and_by_nobody_else():

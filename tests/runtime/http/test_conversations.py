@@ -15,7 +15,7 @@ import pytest
 
 from pensieve.runtime.conversations import turns as histories
 from pensieve.runtime.conversations.store import HistoryStore
-from pensieve.runtime.conversations.turns import Histories
+from pensieve.runtime.conversations.turns import TurnManager
 from pensieve.runtime.http.auth import key_digest
 from pensieve.runtime.messages import Erased, Fatal, Forget, Fork, Keep
 from pensieve.runtime.text.tokenizer import Tokenizer
@@ -115,7 +115,7 @@ def test_completions_go_on_behind_the_log_without_a_space_between() -> None:
     async def work() -> None:
         speaker = Tokenizer(spaced_tokenizer())
         loop: Any = None  # nothing is said to it
-        turns = Histories(HistoryStore(":memory:"), loop, loop, speaker)
+        turns = TurnManager(HistoryStore(":memory:"), loop, loop, speaker)
         first = await turns.open_completion("", "c", "hello: a")
         await first.commit(speaker.encode("b"), " b", None, b"")
         for text in ("ba!", " ba!"):

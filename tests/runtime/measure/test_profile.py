@@ -29,7 +29,7 @@ from pensieve.runtime.measure.profile import (
     profile_engine,
     split_attention,
 )
-from pensieve.runtime.measure.step_bench import STEPS_IN_FLIGHT, UNCOUNTED, Bench, CopyTime
+from pensieve.runtime.measure.step_bench import STEPS_IN_FLIGHT, UNCOUNTED, CopyTime, StepBench
 from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.cost import analytic_profile
 from pensieve.scheduler.sim.simulator import Session, SessionTurn, simulate
@@ -84,7 +84,7 @@ def engine(directory):
 
 @pytest.fixture(scope="module")
 def profile(engine):
-    with Bench(CpuDevice(), engine, CONFIG, seconds=0.05) as bench:
+    with StepBench(CpuDevice(), engine, CONFIG, seconds=0.05) as bench:
         return profile_engine(bench, engine, say=lambda what: None)
 
 
@@ -141,7 +141,7 @@ class Recorder(CpuDevice):
 
 @pytest.fixture
 def bench():
-    with Bench(Recorder(), FakeEngine(), CONFIG, seconds=0.0) as made:
+    with StepBench(Recorder(), FakeEngine(), CONFIG, seconds=0.0) as made:
         yield made
 
 
@@ -198,13 +198,13 @@ def test_a_turn_computes_the_history_or_leaves_it(bench):
 )
 def test_too_small_a_bench_names_the_setting(change, setting):
     with pytest.raises(SettingError) as error:
-        Bench(CpuDevice(), FakeEngine(), replace(CONFIG, **change), 0.0)
+        StepBench(CpuDevice(), FakeEngine(), replace(CONFIG, **change), 0.0)
     assert error.value.setting == setting
 
 
 def test_of_several_ranks_the_slowest_counts_and_all_do_as_many_steps():
     """Here another rank takes 5 s for everything."""
-    with Bench(Recorder(), FakeEngine(), CONFIG, seconds=50.0, slowest=lambda seconds: max(seconds, 5.0)) as bench:
+    with StepBench(Recorder(), FakeEngine(), CONFIG, seconds=50.0, slowest=lambda seconds: max(seconds, 5.0)) as bench:
         assert bench.fresh(16) == 5.0
         assert len(steps_of(bench)) == UNCOUNTED + 10 + 3 * (STEPS_IN_FLIGHT - 1)
         assert bench.copies(2, 1)[2:] == (5.0, 5.0, 5.0)

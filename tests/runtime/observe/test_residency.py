@@ -5,7 +5,7 @@ from __future__ import annotations
 from pensieve.runtime.conversations.schema import Name
 from pensieve.runtime.conversations.turns import kv_name
 from pensieve.runtime.messages import Look
-from pensieve.runtime.observe.residency import LOOK_INTERVAL_S, KVMap
+from pensieve.runtime.observe.residency import LOOK_INTERVAL_S, ResidencyView
 from pensieve.scheduler.types import ConversationKV, Residency
 
 from ..served import run, serve  # noqa: F401  (a fixture)
@@ -15,12 +15,12 @@ def entry(name: str, gpu: int = 1) -> ConversationKV:
     return ConversationKV(name, gpu, 2, 3)
 
 
-def names(found: KVMap, owner: str = "") -> list[str]:
+def names(found: ResidencyView, owner: str = "") -> list[str]:
     return [entry.conversation for entry in found.of(owner)]
 
 
 def test_the_loop_is_asked_for_one_stretch_at_a_time_and_not_too_often() -> None:
-    found = KVMap()
+    found = ResidencyView()
     assert found.due(1.0) == Look(0)
     assert found.due(1.0 + LOOK_INTERVAL_S / 2) is None
     found.take(Residency(32, [entry("a"), entry("b")], 2))
@@ -31,7 +31,7 @@ def test_the_loop_is_asked_for_one_stretch_at_a_time_and_not_too_often() -> None
 
 
 def test_who_is_missing_in_a_whole_round_is_gone() -> None:
-    found = KVMap()
+    found = ResidencyView()
     found.take(Residency(32, [entry("a"), entry("b"), entry("c")], 0))
     found.take(Residency(32, [entry("a", gpu=9)], 1))
     assert list(found.of("")) == [entry("c"), entry("b"), entry("a", gpu=9)]
@@ -40,14 +40,14 @@ def test_who_is_missing_in_a_whole_round_is_gone() -> None:
 
 
 def test_a_conversation_is_found_by_the_loop_s_name() -> None:
-    found = KVMap()
+    found = ResidencyView()
     found.take(Residency(32, [entry("a"), entry("conversation:f0:a", gpu=5)], 0))
     assert found.find("conversation:f0:a") == entry("conversation:f0:a", gpu=5) and found.find("b") is None
 
 
 def test_two_who_look_at_once_lose_nobody() -> None:
     """Each asks for every stretch, so each is told twice."""
-    found = KVMap()
+    found = ResidencyView()
     for stretch in (Residency(32, [entry("a")], 1), Residency(32, [entry("b")], 0, start=1)):
         found.take(stretch)
         found.take(stretch)
@@ -55,7 +55,7 @@ def test_two_who_look_at_once_lose_nobody() -> None:
 
 
 def test_owners_see_their_own_by_the_names_they_gave() -> None:
-    found = KVMap()
+    found = ResidencyView()
     own = [Name(owner, name) for owner in ("f00", "f0") for name in ("tea: black", "coffee")]
     answers = [entry(kv_name(name, name.id)) for name in [*own, Name("f0", "resp_1", "response")]]
     found.take(Residency(32, answers, 0))

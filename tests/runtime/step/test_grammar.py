@@ -14,7 +14,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from pensieve.runtime.step import grammar as module
-from pensieve.runtime.step.constraints import Constraints
+from pensieve.runtime.step.constraints import GrammarMatchers
 from pensieve.runtime.step.grammar import (
     Grammars,
     choice_grammar,
@@ -94,7 +94,7 @@ def constrained(grammar: str) -> Sampling:
 
 
 def test_masks_are_those_of_the_constrained_samples(grammars: Grammars) -> None:
-    constraints = Constraints(grammars)
+    constraints = GrammarMatchers(grammars)
     digit = constrained(regex_grammar("[0-9]{2}"))
     joins = [join(0), join(1, digit), join(2, digit)]
     mask = constraints.mask(plan(1, joins=joins, generate={0: 5}, spans=[span(1, 0, 3), span(2, 0, 3, samples=False)]))
@@ -110,7 +110,7 @@ def test_masks_are_those_of_the_constrained_samples(grammars: Grammars) -> None:
 
 
 def test_a_request_that_has_ended_is_forgotten_and_its_late_tokens_are_passed_over(grammars: Grammars) -> None:
-    constraints = Constraints(grammars)
+    constraints = GrammarMatchers(grammars)
     digit = constrained(regex_grammar("[0-9]"))
     constraints.mask(plan(1, joins=[join(1, digit), join(2, digit)], spans=[span(1, 0, 3), span(2, 0, 3)]))
     mask = constraints.mask(plan(2, joins=[join(1)._replace(row=row(5))], ended=[1], generate={2: 3}))
@@ -148,7 +148,7 @@ def test_a_long_reply_is_not_gone_through_again_when_its_row_resumes(
     """Suspended, its seat taken by another, and resumed in other seats: a step would wait for all of it each time."""
     compile_one = module.compile_grammar
     monkeypatch.setattr(module, "compile_grammar", lambda its, text: CountingMatcher(compile_one(its, text)))
-    constraints, reply = Constraints(grammars), byte_tokens("a" + "b" * 99_999)
+    constraints, reply = GrammarMatchers(grammars), byte_tokens("a" + "b" * 99_999)
     grammar = constrained(regex_grammar("ab*(cd)?"))
     constraints.mask(plan(1, joins=[join(0, grammar)], spans=[span(0, 0, 3)]))
     for token in reply:
@@ -169,7 +169,7 @@ ENTANGLED = lark_grammar("start: X\nX: /[ab]*a[ab]{60}c/ & /[ab]*b[ab]{61}c/ & /
 
 def test_a_matcher_that_fails_at_a_token_or_at_its_mask_is_told(grammars: Grammars) -> None:
     """Others go on. A matcher without a way on allows an end of text, which is none."""
-    constraints, digits = Constraints(grammars), constrained(regex_grammar("[0-9]*"))
+    constraints, digits = GrammarMatchers(grammars), constrained(regex_grammar("[0-9]*"))
     joins = [join(0, digits), join(1, digits), join(2, constrained(ENTANGLED)), join(3)]
     constraints.mask(plan(1, joins=joins, spans=[span(seat, 0, 3) for seat in range(4)]))
     everyone, a = tuple(row(seat) for seat in range(4)), byte_tokens("a")[0]

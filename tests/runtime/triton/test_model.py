@@ -112,7 +112,7 @@ async def desk_before(loop, directory):
     """A desk whose engine is played by hand, which ends with it."""
     directory, client = save_tokenizer(directory), EngineClient(loop.client_end)
     store = HistoryStore(directory / "history.sqlite", None)
-    desk = sys.modules[NAME].Desk(client, ready(), Tokenizer.load(directory), store, 32)
+    desk = sys.modules[NAME].TritonFrontend(client, ready(), Tokenizer.load(directory), store, 32)
     yield desk
     loop.close()
     await desk.close()

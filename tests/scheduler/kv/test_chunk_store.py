@@ -83,7 +83,7 @@ def test_without_host_slots_every_idle_chunk_is_reclaimable():
 def test_a_declined_chunk_is_reclaimable_until_its_conversation_is_active_again():
     store = a_store()
     chunk = idle(store)
-    chunk.declined = True
+    chunk.refused_by_host = True
     store.file(chunk)
     assert chunk in store.reclaimable
     store.touch(chunk, 5.0)
@@ -192,4 +192,4 @@ def test_a_chunk_that_several_requests_wait_for_has_the_place_of_the_first_of_th
     chunk = idle(store)
     for place, awaited in ((3, 3), (5, 3), (0, 3), (2, 2)):
         store.touch(chunk, 1.0, place)
-        assert chunk.awaited == awaited
+        assert chunk.queue_place == awaited

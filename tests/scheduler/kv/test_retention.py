@@ -15,8 +15,8 @@ from ..harness import profile
 RETENTION = eviction_policy("retention", profile())
 
 
-def a_chunk(end=4, active=0.0, born=0.0, claims=0):
-    chunk = Chunk(end, 0, born)
+def a_chunk(end=4, active=0.0, created=0.0, claims=0):
+    chunk = Chunk(end, 0, created)
     chunk.last_active, chunk.claims = active, claims
     return chunk
 
@@ -26,7 +26,7 @@ def by_brute_force(policy, chunks, now, sign=1):
 
 
 def taken(victims, now, descending=False):
-    """(V, chunk) in the order in which the set's head gives them up; then all are filed again."""
+    """(V, chunk) in the order in which the set's head gives them up; then all are victim_set again."""
     head, gone = Head(victims, now, descending), []
     while chunks := head.peek(1):
         gone.append((head.value, chunks[0]))
@@ -128,8 +128,8 @@ def test_of_contexts_that_outgrew_their_windows_one_goes_before_the_next_is_touc
 def test_lru_and_fifo_look_at_their_stamp_only():
     for name, first in (("lru", 4), ("fifo", 4000)):
         victims = VictimSet(eviction_policy(name, profile()))
-        victims.add(a_chunk(4000, active=9.0, born=1.0, claims=5))
-        victims.add(a_chunk(4, active=3.0, born=2.0))
+        victims.add(a_chunk(4000, active=9.0, created=1.0, claims=5))
+        victims.add(a_chunk(4, active=3.0, created=2.0))
         assert in_order(victims, 10.0)[0].end == first
 
 
@@ -210,20 +210,22 @@ def test_moving_members_of_a_group_is_taking_them_out_one_by_one_and_filing_them
             slow[source].discard(twin)
             if not gone:
                 slow[1 - source].add(twin)
-        for moved, filed in zip(quick, slow, strict=True):
-            assert len(moved) == len(filed) and as_taken(RETENTION, moved, now) == as_taken(RETENTION, filed, now)
+        for moved, victim_set in zip(quick, slow, strict=True):
+            assert len(moved) == len(victim_set) and as_taken(RETENTION, moved, now) == as_taken(
+                RETENTION, victim_set, now
+            )
 
 
 @pytest.mark.parametrize("name", ["retention", "lru", "fifo"])
 def test_chunks_that_the_queue_waits_for_go_last_those_of_its_tail_first(name):
     """Whatever they cost and whenever they were used: the request at the head is the next to need its chunks."""
     victims = VictimSet(eviction_policy(name, profile()))
-    third, first, second = (a_chunk(end, active=float(end), born=float(end)) for end in (4000, 4, 400))
+    third, first, second = (a_chunk(end, active=float(end), created=float(end)) for end in (4000, 4, 400))
     for place, chunk in enumerate((first, second, third), 1):
-        chunk.awaited = place
+        chunk.queue_place = place
         victims.add(chunk)
-    not_awaited, pinned = a_chunk(40_000, active=9_999.0, born=9_999.0), a_chunk(4)
-    pinned.awaited, pinned.pins = 4, 1
+    not_awaited, pinned = a_chunk(40_000, active=9_999.0, created=9_999.0), a_chunk(4)
+    pinned.queue_place, pinned.pins = 4, 1
     victims.add(not_awaited)
     victims.add(pinned)
     assert in_order(victims, 10_000.0) == [not_awaited, third, second, first, pinned]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pensieve.scheduler.kv.chunk import NO_SLOT
-from pensieve.scheduler.kv.stats import REGRET_S, Evictions
+from pensieve.scheduler.kv.stats import REGRET_S, EvictionStats
 
 from ..stores import SIZE, a_room, a_store, fresh_key, idle, in_use
 
@@ -19,18 +19,18 @@ def test_each_victim_is_counted_once_by_what_became_of_it():
     store = a_store(gpu=4, host=2)
     idle(store, now=0.0, on_gpu=False)
     idle(store, now=5.0, copied=True)
-    declined = idle(store, now=6.0)
-    declined.declined = True
-    store.file(declined)
+    refused_by_host = idle(store, now=6.0)
+    refused_by_host.refused_by_host = True
+    store.file(refused_by_host)
     idle(store, now=7.0)
     idle(store, now=8.0)
     _, room = a_room(store, now=10.0)
-    room.gpu_slots(2)
+    room.take_gpu_slots(2)
     assert counted(store) == {"gpu reclaimed": 1, "gpu dropped": 1}
-    room.gpu_slots(3)  # on HOST the chunk of least value makes room
+    room.take_gpu_slots(3)  # on HOST the chunk of least value makes room
     assert counted(store) == {"gpu reclaimed": 1, "gpu dropped": 1, "gpu moved": 1, "host dropped": 1}
     assert sum(store.evictions.by_value().values()) == 4
-    room.gpu_slots(3)
+    room.take_gpu_slots(3)
     assert sum(counted(store).values()) == 4, "there is room already"
 
 
@@ -40,16 +40,16 @@ def test_copies_given_up_are_counted_apart_and_have_no_value():
     store.pin([busy])
     idle(store, now=5.0)
     _, room = a_room(store, now=10.0)
-    room.gpu_slots(1)
+    room.take_gpu_slots(1)
     assert busy.host == NO_SLOT
     assert counted(store) == {"host copy": 1, "gpu moved": 1} and sum(store.evictions.by_value().values()) == 1
 
 
 def test_values_are_counted_between_powers_of_two():
-    evictions = Evictions()
+    evictions = EvictionStats()
     for value in (0.25, 0.3, 0.5, 2.0**130):
-        evictions.went_at(value, 1)
-    evictions.went_at(0.3, 2)
+        evictions.count_evicted(value, 1)
+    evictions.count_evicted(0.3, 2)
     assert evictions.by_value() == evictions.by_value() == {-1: 4, 0: 1, 131: 1}  # [1/4, 1/2), [1/2, 1), ...
     assert evictions.value_sum == pytest.approx(0.25 + 0.3 * 3 + 0.5 + 2.0**130)
 

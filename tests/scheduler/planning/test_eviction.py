@@ -11,17 +11,17 @@ from ..stores import SIZE, a_room, a_store, check, idle, in_use
 
 
 def test_slots_that_cost_nothing_go_first():
-    """The free one, the copied one, the declined one; the only copy goes last although its value is lowest."""
+    """The free one, the copied one, the refused_by_host one; the only copy goes last although its value is lowest."""
     store = a_store(gpu=4, host=4)
-    only, copied, declined = idle(store, now=0.0), idle(store, now=5.0, copied=True), idle(store, now=6.0)
-    declined.declined = True
-    store.file(declined)
+    only, copied, refused_by_host = idle(store, now=0.0), idle(store, now=5.0, copied=True), idle(store, now=6.0)
+    refused_by_host.refused_by_host = True
+    store.file(refused_by_host)
     copies, room = a_room(store, now=10.0)
-    room.gpu_slots(2)
-    assert copied.gpu == NO_SLOT and copied.host != NO_SLOT and declined.resident
-    room.gpu_slots(3)
-    assert not declined.resident and only.gpu != NO_SLOT and not copies.batches()
-    room.gpu_slots(4)
+    room.take_gpu_slots(2)
+    assert copied.gpu == NO_SLOT and copied.host != NO_SLOT and refused_by_host.resident
+    room.take_gpu_slots(3)
+    assert not refused_by_host.resident and only.gpu != NO_SLOT and not copies.batches()
+    room.take_gpu_slots(4)
     assert only.gpu == NO_SLOT and only.host != NO_SLOT and len(copies.evictions) == 1
     check(store)
 
@@ -31,7 +31,7 @@ def test_the_only_copy_is_dropped_when_host_holds_nothing_of_lower_value():
     worthy = idle(store, now=9.0, on_gpu=False)
     victim = idle(store, now=1.0)
     copies, room = a_room(store, now=10.0)
-    room.gpu_slots(1)
+    room.take_gpu_slots(1)
     assert not victim.resident and worthy.host != NO_SLOT and not copies.batches()
     check(store)
 
@@ -41,7 +41,7 @@ def test_a_chunk_on_host_of_lower_value_makes_room_for_one_of_higher():
     worthless = idle(store, now=1.0, on_gpu=False)
     victim = idle(store, now=9.0)
     _, room = a_room(store, now=10.0)
-    room.gpu_slots(1)
+    room.take_gpu_slots(1)
     assert not worthless.resident and victim.host != NO_SLOT
     check(store)
 
@@ -54,7 +54,7 @@ def test_a_copy_of_a_chunk_in_use_is_given_up_first():
     other = idle(store, now=0.0, on_gpu=False)
     victim = idle(store, now=5.0)
     _, room = a_room(store, now=10.0)
-    room.gpu_slots(2)
+    room.take_gpu_slots(2)
     assert busy.host == NO_SLOT and busy.gpu != NO_SLOT and other.host != NO_SLOT and victim.host != NO_SLOT
     check(store, held=[busy])
 
@@ -66,9 +66,9 @@ def test_a_copy_out_never_displaces_the_copy_of_an_idle_chunk_of_lower_value(act
     store = a_store(gpu=4, host=1)
     copied, saved = idle(store, now=active, copied=True), idle(store, now=5.0)
     copies, room = a_room(store, now=10.0)
-    room.save_ahead(available=4, most=9)
+    room.swap_out_ahead(available=4, most=9)
     assert (copied.host == NO_SLOT, saved.host != NO_SLOT) == (displaced, displaced)
-    assert saved.declined is not displaced
+    assert saved.refused_by_host is not displaced
     assert len(copies.saves) == displaced
     check(store)
 
@@ -78,7 +78,7 @@ def test_saving_ahead_stops_at_the_mark_at_the_link_and_at_the_last_chunk():
         store = a_store(gpu=8, host=8)
         chunks = [idle(store, end=SIZE * (1 + index), now=1.0) for index in range(4)]
         copies, room = a_room(store, now=10.0)
-        room.save_ahead(available, most)
+        room.swap_out_ahead(available, most)
         assert len(copies.saves) == expected
         assert [chunk.host != NO_SLOT for chunk in chunks] == [index < expected for index in range(4)], "leading first"
         assert all(chunk.gpu != NO_SLOT for chunk in chunks), "the GPU slot stays valid"
@@ -106,12 +106,12 @@ def test_one_plan_uses_a_host_slot_once():
     store = a_store(gpu=2, host=1)
     first, second = idle(store, now=1.0), idle(store, now=9.0)
     copies, room = a_room(store, now=10.0)
-    room.gpu_slots(2)
+    room.take_gpu_slots(2)
     assert first.host != NO_SLOT and not second.resident
     assert list(copies.evictions.targets) == [0]
     _, room = a_room(store, now=10.0, step=2)
     third = idle(store, now=9.5)
-    room.gpu_slots(2)
+    room.take_gpu_slots(2)
     assert third.host == 0 and not first.resident, "the next plan may"
     check(store)
 
@@ -127,8 +127,8 @@ def test_a_host_slot_that_this_plan_reads_is_not_given_away(source):
     victim = idle(store, now=5.0)
     copies, room = a_room(store, now=10.0)
     copies.early.add([chunk.host], [store.gpu.take()])
-    room.save_ahead(available=99, most=9)
-    assert chunk.host == 0 and victim.host == NO_SLOT and victim.declined
+    room.swap_out_ahead(available=99, most=9)
+    assert chunk.host == 0 and victim.host == NO_SLOT and victim.refused_by_host
 
 
 def test_by_conversation_a_victim_takes_its_whole_turn_along():
@@ -137,9 +137,9 @@ def test_by_conversation_a_victim_takes_its_whole_turn_along():
     other = idle(store, now=2.0)
     store.file(other)
     _, room = a_room(store, now=10.0)
-    room.gpu_slots(5)
+    room.take_gpu_slots(5)
     assert all(chunk.gpu == NO_SLOT for chunk in turn) and other.gpu != NO_SLOT and store.gpu.free == 5
-    room.gpu_slots(6)
+    room.take_gpu_slots(6)
     assert not any(chunk.resident for chunk in turn) and other.host != NO_SLOT and store.host.free == 1
     check(store)
 
@@ -149,7 +149,7 @@ def test_more_than_was_counted_is_an_error():
     chunk = in_use(store)
     _, room = a_room(store, now=1.0)
     with pytest.raises(InvariantError, match="obtainable"):
-        room.gpu_slots(2)
+        room.take_gpu_slots(2)
     check(store, held=[chunk])
 
 
@@ -158,7 +158,7 @@ def test_spoiled_copies_are_found_by_their_slots(monkeypatch):
     store = a_store(gpu=3, host=2, provisional_copies=True)
     first, second = idle(store, now=1.0), idle(store, now=2.0)
     _, room = a_room(store, now=10.0)
-    room.save_ahead(available=3, most=2)
+    room.swap_out_ahead(available=3, most=2)
     slots = first.host, second.host
     store.drop(first)
     store.release_gpu(second)
@@ -175,7 +175,8 @@ def test_spoiled_copies_are_found_by_their_slots(monkeypatch):
 
 
 def test_what_cannot_go_to_disk_is_not_the_first_to_leave_the_gpu():
-    """What was copied to make room is taken without being copied again; what was staged keeps its place, pinned say."""
+    """What was copied to make room is taken without being copied again; what was copied for DISK keeps its
+    place, pinned say."""
     store = a_store(gpu=2, host=2, provisional_copies=True)
     pinned, old = idle(store, now=9.0, claims=1), idle(store, now=1.0)
     store.change_pins(pinned, 1)
@@ -183,10 +184,10 @@ def test_what_cannot_go_to_disk_is_not_the_first_to_leave_the_gpu():
     assert room.stage(pinned)
     store.release_spoiled([pinned.host])
     _, room = a_room(store, now=11.0, step=2)
-    room.gpu_slots(1)
+    room.take_gpu_slots(1)
     assert (old.gpu, old.resident, pinned.resident) == (NO_SLOT, True, True)
     _, room = a_room(store, now=12.0, step=3)
-    room.save_ahead(available=2, most=1)
+    room.swap_out_ahead(available=2, most=1)
     store.release_spoiled([pinned.host])
     assert pinned in store.reclaimable and store.host.free == 1
 
@@ -196,11 +197,11 @@ def test_a_spoiled_copy_is_given_up_in_its_own_slot_alone():
     store = a_store(gpu=2, host=2, provisional_copies=True)
     chunk = idle(store, now=1.0)
     _, room = a_room(store, now=10.0)
-    room.save_ahead(available=2, most=1)
+    room.swap_out_ahead(available=2, most=1)
     before = chunk.host
     store.release_host(chunk)
     _, room = a_room(store, now=11.0, step=2)
-    room.save_ahead(available=2, most=1)
+    room.swap_out_ahead(available=2, most=1)
     assert chunk.host not in (NO_SLOT, before)
     after = chunk.host
     store.release_spoiled([before])
@@ -211,10 +212,10 @@ def test_a_spoiled_copy_is_given_up_in_its_own_slot_alone():
 def test_nothing_gives_way_to_what_is_worth_the_same():
     """A copy would be made, and as much would be lost by it as is saved."""
     store = a_store(gpu=2, host=1)
-    kept, declined = idle(store, now=1.0, on_gpu=False), idle(store, now=1.0)
+    kept, refused_by_host = idle(store, now=1.0, on_gpu=False), idle(store, now=1.0)
     copies, room = a_room(store, now=10.0)
-    room.save_ahead(available=2, most=1)
-    assert kept.resident and declined.declined and not len(copies.saves)
+    room.swap_out_ahead(available=2, most=1)
+    assert kept.resident and refused_by_host.refused_by_host and not len(copies.saves)
     check(store)
 
 

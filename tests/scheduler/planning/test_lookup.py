@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from pensieve.scheduler.planning.lookup import Finding
+from pensieve.scheduler.planning.lookup import RequestNeeds
 
 from ..harness import Harness
 
@@ -16,7 +16,7 @@ PROMPT = range(22)  # five full chunks and two tokens
 
 def find(harness, request):
     turn = harness.scheduler._turns[request]
-    return harness.scheduler._planner.look_up(turn, harness.scheduler._conversations.of(turn.request), 0)
+    return harness.scheduler._lookup.look_up(turn, harness.scheduler._conversations.of(turn.request), 0)
 
 
 def spread(harness, places):
@@ -39,7 +39,7 @@ def test_holes_anywhere(places):
     prompt = [*harness.logs["a"], *range(50, 56)]
     request = harness.submit(prompt, 3, "a")
     finding = find(harness, request)
-    assert isinstance(finding, Finding)
+    assert isinstance(finding, RequestNeeds)
     assert finding.tail_tokens == 1 and finding.tail.end == 24
     hits = [place != "-" for place in places]
     missing = {p for index, hit in enumerate(hits) if not hit for p in range(index * SIZE, (index + 1) * SIZE)}
@@ -60,7 +60,7 @@ def test_the_work_of_a_turn_is_what_a_step_grows_by():
     harness = Harness()
     harness.turn(range(40), 2, "a")
     request = harness.submit([*harness.logs["a"], 7], 2, "a")
-    turn, planner = harness.scheduler._turns[request], harness.scheduler._planner
+    turn, planner = harness.scheduler._turns[request], harness.scheduler._lookup
     spread(harness, "ghhhhhgggg")
     kept = planner.work(turn)
     spread(harness, "----------")

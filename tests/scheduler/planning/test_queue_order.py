@@ -34,7 +34,7 @@ def queue(waits, **settings):
         turn.work, turn.allowance = work, 100.0
         waiting.append(turn)
     waiting.sort(key=lambda turn: turn.order)
-    return waiting, QueueOrder(harness.config, harness._cost, harness.scheduler._planner, waiting)
+    return waiting, QueueOrder(harness.config, harness._cost, harness.scheduler._lookup, waiting)
 
 
 def names(turns):
@@ -128,18 +128,18 @@ class Bound:
 
     def arrived(self, turn):
         self._arrived(turn)
-        before = [other for other in self.scheduler._roster.waiting if other.order < turn.order and not other.resumes]
+        before = [other for other in self.scheduler._queues.waiting if other.order < turn.order and not other.resumes]
         self.most[turn] = OVERTAKING[self.scheduler.config.queue_order] * (
             sum(other.work + other.reply_work for other in before) + turn.work + turn.reply_work
         )
         self.passed[turn] = 0.0
 
     def joins(self, turn, work):
-        rows = [*self.scheduler._roster.joined()]
+        rows = [*self.scheduler._queues.joined()]
         seats = lambda owner: sum(row.turn.request.owner == owner for row in rows)  # noqa: E731
-        key = self.scheduler._planner.must_wait
+        key = self.scheduler._lookup.must_wait
         self.joined += 1
-        for other in self.scheduler._roster.waiting:
+        for other in self.scheduler._queues.waiting:
             later = other.order < turn.order and other.request.priority == turn.request.priority
             waits = other.waiting_for is not None and key(other.waiting_for)
             fair = seats(other.request.owner) <= seats(turn.request.owner)
@@ -198,7 +198,7 @@ def test_with_free_seats_a_request_waits_two_steps_at_most_however_many_prompts_
         steps += 1
         shares = {"a": 0, "b": 0}
         for span in plan.spans:
-            row = next(row for row in harness.scheduler._roster.rows if row.seat == span.seat)
+            row = next(row for row in harness.scheduler._queues.rows if row.seat == span.seat)
             shares[row.turn.request.owner] += span.end - span.start
         assert sum(shares.values()) >= 24 - len(plan.generate) or other not in harness.open or harness.reply(other)
         if 1 <= steps <= 3:
