@@ -32,7 +32,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..builder.checkpoint import read_json
+from ..builder.checkpoints.hugging_face import read_json
 from ..scheduler.types import SettingError
 from .serve_options import default_state_dir
 from .serving_runs import PIECE, READY, SERVE, run, serving, tell_end, use_memory

@@ -33,7 +33,7 @@ class Chunk:
                     its slot in the tier, or NO_SLOT; several may be valid at once
     moving          work for the disk that has begun and not been reported: it has slots of its own (see `Move`)
     users, claims   rows that hold it; conversations that reference it
-    pins            of these conversations, those that are pinned: it is evicted last, unless all are beyond their quotas
+    pins            of these conversations, the pinned ones: it is evicted last, unless all are beyond their quotas
     surplus         of these conversations, those beyond their owners' quotas
     bound           it belongs to a context that has outgrown its window: without it, all of that is computed anew
     queue_place     0, or the place in the queue of the request that waits for it: it is evicted behind the chunks that
