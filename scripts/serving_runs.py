@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..runtime.memory import GIB, host_memory
+from ..runtime.device.memory import GIB, host_memory
 
 SERVE = (sys.executable, "-m", "pensieve.scripts.pensieve", "serve")
 READY = "/ready"  # of Pensieve
