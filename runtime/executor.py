@@ -17,7 +17,7 @@ import numpy as np
 from ..plugins.kv_forms.forms import Form, record_bytes
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.plan import Lane, StepPlan, StepResult
-from ..scheduler.types import DiskRecord, InvariantError, Tier
+from ..scheduler.types import DiskRecord, InvariantError, Tier, TokenLogprobs
 from .device.copies import Transfers
 from .device.protocol import Device, ForwardPass, Ticket, TransferSeconds
 from .disk.store import DiskReport, DiskSettings, DiskStore
@@ -209,7 +209,8 @@ def _with_logprobs(result: StepResult, launched: _Launched, scores: Scores) -> S
     assert wanted is not None
     entries = scores.entries(wanted.tops.tolist())
     sampled = {plan.samples[row]: entry for row, entry in zip(wanted.rows.tolist(), entries, strict=False)}
-    at, prompts = len(sampled), {}
+    at = len(sampled)
+    prompts: dict[int, tuple[TokenLogprobs, ...]] = {}
     for span in plan.spans:
         if span.scores:
             end = at + span.end - span.start - span.samples

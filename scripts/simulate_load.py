@@ -174,14 +174,14 @@ class Tally:
                 self.gaps.append(now - latest[request])
             latest[request] = now
         for event in applied.events:
-            request = served[event.request]
+            opened = served[event.request]
             if event.usage is not None and measured:
                 self.usage.append(event.usage)
-                self.ttft.append(now - request.arrival)
+                self.ttft.append(now - opened.arrival)
             if event.finish is not None:
                 del latest[event.request]
                 if measured:
-                    self._ended(request, now)
+                    self._ended(opened, now)
 
     def _ended(self, request: Open, now: float) -> None:
         turns = request.session.turns

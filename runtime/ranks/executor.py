@@ -105,7 +105,13 @@ class Reports:
         self._unerased.clear()
         self._spoiled.clear()
         return replace(
-            own, completed=completed, unerased=unerased, spoiled=spoiled, **{kind: tuple(done[kind]) for kind in done}
+            own,
+            completed=completed,
+            unerased=unerased,
+            spoiled=spoiled,
+            spilled=tuple(done["spilled"]),
+            promoted=tuple(done["promoted"]),
+            failed=tuple(done["failed"]),
         )
 
     def _count(self, kind: str, slots: tuple[int, ...]) -> None:
