@@ -20,7 +20,7 @@ from itertools import chain
 from .config import SchedulerConfig
 from .context_window import check_length
 from .cost import CostProfile
-from .invariants import check_requests
+from .invariants import check_requests, check_store
 from .kv.chunk_keys import ChunkKeys
 from .kv.chunk_store import ChunkStore
 from .kv.retention import eviction_policy
@@ -37,7 +37,6 @@ from .planning.prefetch import Prefetcher
 from .planning.queue_order import QueueOrder
 from .planning.queues import RequestQueues
 from .planning.write_behind import WriteBehind
-from .sim.fast_forward import skip, steady_steps
 from .turns.conversations import Conversations
 from .turns.turn import RunningTurn, Turn
 from .types import (
@@ -64,7 +63,7 @@ class Scheduler:
         self._store = ChunkStore(config, eviction_policy(config.eviction, cost, config.owner_kv_chunks is not None))
         self._conversations = Conversations(self._store, config.conversation_ttl, config.owner_kv_chunks)
         self._lookup = CacheLookup(self._store, cost, config.chunk_tokens, config.reuse, self._chunk_keys, windows)
-        self._queues = RequestQueues(config, self._store, self._lookup)
+        self._queues = RequestQueues(config, self._store)
         self._order = QueueOrder(config, cost, self._lookup, self._queues.waiting)
         self._batcher = Batcher(config, self._store, self._queues, windows)
         self._admission = Admission(
@@ -73,9 +72,7 @@ class Scheduler:
         )
         self._write_behind = WriteBehind(config, cost, self._store)
         self._prefetcher = Prefetcher(config, cost, self._store, self._conversations, self._lookup, self._order)
-        self._committer = Committer(
-            config, self._chunk_keys, self._store, self._conversations, self._lookup, self._prefetcher
-        )
+        self._committer = Committer(config, self._chunk_keys, self._store, self._conversations, self._prefetcher)
         self._turns: dict[RequestId, Turn] = {}
         self._held: dict[RequestId, RunningTurn] = {}
         self._inflight: deque[tuple[StepPlan, list[RunningTurn]]] = deque()
@@ -214,7 +211,7 @@ class Scheduler:
         if result.spoiled:
             self._store.release_spoiled(result.spoiled)
         if self.config.disk_kv_chunks:
-            self._store.disk.report(result, now)
+            self._store.report_disk(result, now)
         for span, span_row in zip(plan.spans, span_rows, strict=True):
             if span_row.chunks:
                 self._committer.computed(span_row, span.start, span.end)
@@ -244,22 +241,6 @@ class Scheduler:
         applied.requests, applied.tokens = array("q", requests), array("i", tokens)
         applied.events += self._write_behind.endings()
         return applied
-
-    def steady_steps(self) -> int:
-        """How many steps to come are sure to generate one token a row and no more, if no request comes or leaves."""
-        busy = bool(self._queues.waiting or self._queues.loading or self._deletions.looking)
-        busy = busy or self._conversations.mortal or self._disk_busy()
-        if busy or self.in_flight != 1 or (self._store.available < self._mark and self._store.uncopied):
-            return 0
-        return steady_steps(self._queues.rows, self._inflight[0][0])
-
-    def skip(self, steps: int) -> StepPlan:
-        """As `next_plan` and `apply`, so often; at most `steady_steps()`. Returns the plan that is then in flight."""
-        plan, span_rows = self._inflight.pop()
-        plan = skip(self._queues.rows, plan, steps)
-        self._inflight.append((plan, span_rows))
-        self._step, self._applied = plan.step, plan.step - 1
-        return plan
 
     # -- conversations
 
@@ -307,7 +288,7 @@ class Scheduler:
 
         InvariantError for a slot that does not exist or is there twice.
         """
-        self._store.disk.adopt(records, now)
+        self._store.adopt(records, now)
 
     def keys(self, tokens: array[int], salt: bytes, shared: int = 0) -> Iterator[ChunkKey]:
         """The keys of a log's full chunks, wherever its contexts may have begun, but for those within its first
@@ -379,9 +360,9 @@ class Scheduler:
 
     def check(self) -> None:
         """Proves conservation, from nothing but rows and conversations. Raises InvariantError. Cost: all chunks."""
-        check_requests(self._store, self._queues, self._held, self._turns, self._lookup.pending)
+        check_requests(self._store, self._queues, self._held, self._turns)
         users = Counter(chunk for row in (*self._queues.joined(), *self._held.values()) for chunk in row.chunks)
-        self._store.check(users, self._conversations.claims())
+        check_store(self._store, users, self._conversations.claims())
 
     # -- within
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import islice
 from math import inf
-from typing import TYPE_CHECKING
+from operator import attrgetter
+from typing import NamedTuple, Protocol
 
 from ..types import ChunkKey
-
-if TYPE_CHECKING:
-    from .disk_tier import Move
-    from .retention import Group, VictimSet
 
 NO_SLOT = -1
 NEVER = -inf
@@ -24,6 +23,64 @@ class OrderedSet(OrderedDict["Chunk", None]):
 
     def discard(self, chunk: Chunk) -> None:
         self.pop(chunk, None)
+
+
+class ChunkSet(Protocol):
+    """A set of chunks, each of which is in one such set at most."""
+
+    def add(self, chunk: Chunk) -> None: ...
+
+    def discard(self, chunk: Chunk) -> None: ...
+
+
+class Move:
+    """One spill or promotion that has begun. `chunk` is None once it was dropped: then both slots are the work's."""
+
+    __slots__ = ("chunk", "disk", "host", "key", "spills")
+
+    def __init__(self, chunk: Chunk, key: ChunkKey, host: int, disk: int, spills: bool):
+        self.chunk: Chunk | None = chunk
+        self.key = key
+        self.host, self.disk, self.spills = host, disk, spills
+
+
+class Group:
+    """Chunks of one weight class and one stamp, such as those of one turn: their V is the same at any time."""
+
+    __slots__ = ("_last", "_sorted", "chunks", "number", "stamp")
+
+    def __init__(self, number: int, stamp: float):
+        self.number, self.stamp = number, stamp
+        self.chunks: dict[Chunk, None] = {}
+        self._sorted, self._last = True, 0
+
+    def add(self, chunk: Chunk) -> None:
+        self.chunks[chunk] = None
+        if chunk.end < self._last:
+            self._sorted = False  # they mostly come in order of position
+        self._last = chunk.end
+
+    def extend(self, chunks: Sequence[Chunk]) -> None:
+        """Adds chunks in the order of position."""
+        self.chunks.update(dict.fromkeys(chunks))
+        if chunks[0].end < self._last:
+            self._sorted = False
+        self._last = chunks[-1].end
+
+    def leading(self, most: int) -> list[Chunk]:
+        """The first ones by position."""
+        if not self._sorted:
+            self.chunks = dict.fromkeys(sorted(self.chunks, key=attrgetter("end")))
+            self._sorted, self._last = True, next(reversed(self.chunks)).end
+        return list(islice(self.chunks, most))
+
+
+class Claims(NamedTuple):
+    """Of conversations on one chunk: all of them, those that are pinned, those beyond their owners' quotas."""
+
+    claims: int
+    pins: int = 0
+    surplus: int = 0
 
 
 class Chunk:
@@ -91,7 +148,7 @@ class Chunk:
         self.copied_for_disk = False
         self.refused_by_host = False
         self.moving: Move | None = None
-        self.victim_set: VictimSet | OrderedSet | None = None
+        self.victim_set: ChunkSet | None = None
         self.group: Group | None = None
 
     @property

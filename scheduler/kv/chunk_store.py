@@ -11,14 +11,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from ..config import SchedulerConfig
-from ..invariants import Claims, check_store
-from ..plan import NO_TICKETS, Lane
-from ..types import ChunkKey, InvariantError
-from .chunk import NEVER, NO_SLOT, Chunk, OrderedSet
+from ..plan import NO_TICKETS, Lane, StepResult
+from ..types import ChunkKey, DiskRecord, InvariantError
+from .chunk import NEVER, NO_SLOT, Chunk, ChunkSet, Move, OrderedSet
 from .disk_tier import DiskTier
-from .retention import EvictionPolicy, VictimSet
+from .retention import EvictionPolicy
 from .slots import SlotPool
 from .stats import REGRET_S, EvictionStats
+from .victim_sets import VictimSet
 
 
 class ChunkStore:
@@ -31,6 +31,7 @@ class ChunkStore:
     disk_only       idle and only on DISK
     busy_copied     in use on the GPU, with a copy on HOST that is worth only its making, the oldest first
     disk_copies     on DISK and on the GPU, the latest last; beside the set of victims that the chunk is victim_set in
+    pending         keys that a row is computing, with the row's epoch
     completed       copies known to be complete on the device, and the last step that was applied
     now             of the latest plan: drops are stamped with it
     spoiled         copies on HOST given up because they are none
@@ -48,7 +49,8 @@ class ChunkStore:
         self.disk_only = VictimSet(policy)
         self.busy_copied = OrderedSet()
         self.disk_copies = OrderedSet()
-        self.disk = DiskTier(self, config.disk_kv_chunks)
+        self.disk = DiskTier(config.disk_kv_chunks)
+        self.pending: dict[ChunkKey, int] = {}
         self.completed = NO_TICKETS
         self.evictions = EvictionStats()
         self.now = 0.0
@@ -92,9 +94,12 @@ class ChunkStore:
             "host": {"free": host.free, "copy": host.count - host.free - host_only, "idle": host_only},
         }
         if self._has_disk:
-            counts["host"]["moving"] = moving = self.disk.host_slots_moving()
-            counts["host"]["copy"] -= moving
-            counts["disk"] = self.disk.slot_counts()
+            host_moving = self.disk.host_slots_moving()
+            counts["host"]["moving"] = host_moving
+            counts["host"]["copy"] -= host_moving
+            copies = len(self.disk_copies) + len(self.host_spare)
+            disk = {"free": self.disk.room, "copy": copies, "idle": len(self.disk_only)}
+            counts["disk"] = {**disk, "moving": self.disk.count - sum(disk.values())}
         return counts
 
     def provisional(self, chunk: Chunk) -> bool:
@@ -214,12 +219,22 @@ class ChunkStore:
                 chunk.queue_place = 0
                 self.file(chunk)
 
-    def adopt(self, key: ChunkKey, end: int, disk: int, active: float) -> None:
-        """A chunk of an earlier life, whose record is in the DISK slot; last active then."""
-        chunk = Chunk(end, NO_SLOT, active)
-        chunk.key, chunk.tokens, chunk.disk = key, self._chunk_tokens, disk
-        self._by_key[key] = chunk
-        self.file(chunk)
+    def adopt(self, records: Iterable[DiskRecord], now: float) -> None:
+        """Makes chunks of the records that an earlier process left on DISK; before anything is stored. Of two records
+        with one key the first counts.
+
+        Raises InvariantError for a slot that does not exist or has two records.
+        """
+        records = list(records)
+        self.disk.take_slots(record.slot for record in records)
+        for record in records:
+            if record.key in self._by_key:
+                self.disk.vacate(record.slot, record.key)
+                continue
+            chunk = Chunk(record.end, NO_SLOT, now - record.age_s)
+            chunk.key, chunk.tokens, chunk.disk = record.key, self._chunk_tokens, record.slot
+            self._by_key[record.key] = chunk
+            self.file(chunk)
 
     def stamp(self, now: float) -> float:
         """`now`, but never twice the same: one stamp is one turn."""
@@ -319,8 +334,13 @@ class ChunkStore:
     def drop(self, chunk: Chunk) -> None:
         """An idle chunk leaves every tier."""
         chunk.copied_for_disk = False
-        if chunk.moving is not None:
-            self.disk.abandon(chunk.moving)
+        move, chunk.moving = chunk.moving, None
+        if move is not None:  # until its end the work has both slots
+            self.disk.abandon(move)
+            if move.spills:
+                chunk.host = NO_SLOT
+            else:
+                chunk.disk = NO_SLOT
         if chunk.disk != NO_SLOT:
             self._vacate_disk(chunk)
         if chunk.host != NO_SLOT:
@@ -367,11 +387,55 @@ class ChunkStore:
         if self.now - dropped_at <= REGRET_S:
             self.regret_tokens += self._chunk_tokens
 
+    # -- work for the disk
+
+    def spill(self, chunk: Chunk, disk_slot: int) -> None:
+        """Begins to write the chunk's HOST copy, which is complete, into the DISK slot."""
+        chunk.moving = self.disk.spill(chunk, disk_slot)
+        self.file(chunk)
+
+    def promote(self, chunk: Chunk, host_slot: int) -> None:
+        """Begins to read the chunk's record into the HOST slot, which no copy on any lane uses."""
+        chunk.moving = self.disk.promote(chunk, host_slot)
+        self.file(chunk)
+
+    def report_disk(self, result: StepResult, now: float) -> None:
+        """Takes what the result says of the disk: chunks get the slots that have been written or read for them."""
+        for move, succeeded in self.disk.report(result, now):
+            chunk = move.chunk
+            if chunk is None:
+                self.disk.vacate(move.disk, move.key)
+                self.host.give(move.host)
+                continue
+            chunk.moving = None
+            if move.spills:
+                self._spilled(chunk, move, succeeded)
+            else:
+                self._promoted(chunk, move, succeeded)
+
+    def _spilled(self, chunk: Chunk, move: Move, succeeded: bool) -> None:
+        if succeeded and self.disk.wanted(move.disk, chunk):
+            chunk.disk = move.disk
+        else:
+            self.disk.vacate(move.disk, move.key)
+        self.file(chunk)
+
+    def _promoted(self, chunk: Chunk, move: Move, succeeded: bool) -> None:
+        """After a failed read the record is given up: the chunk is dropped if it is in no other tier."""
+        if succeeded and chunk.host == NO_SLOT:
+            chunk.host = move.host
+        else:  # not read, or computed again and copied out meanwhile
+            self.host.give(move.host)
+        if succeeded:
+            self.file(chunk)
+        if not (succeeded and self.disk.wanted(move.disk, chunk)):
+            self.release_disk(chunk)
+
     # -- victims
 
     def file(self, chunk: Chunk) -> None:
         """Puts the chunk into the set its state asks for. Called after every change of it."""
-        victim_set: VictimSet | OrderedSet | None = None
+        victim_set: ChunkSet | None = None
         if chunk.gpu == NO_SLOT:
             if not chunk.users and chunk.moving is None:
                 if chunk.host != NO_SLOT:
@@ -408,7 +472,3 @@ class ChunkStore:
     def resident_chunks(self) -> Iterable[Chunk]:
         yield from self._by_key.values()
         yield from self._private
-
-    def check(self, users: dict[Chunk, int], claims: dict[Chunk, Claims]) -> None:
-        """Proves conservation, given what rows and conversations hold. Raises InvariantError. Cost: all chunks."""
-        check_store(self, users, claims)

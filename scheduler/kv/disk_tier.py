@@ -13,31 +13,15 @@ all slots to the work, which frees them at its end.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
 
 from ..plan import Promotion, Spill, StepResult
-from ..types import ChunkKey, DiskRecord, InvariantError
-from .chunk import NO_SLOT
+from ..types import ChunkKey, InvariantError
+from .chunk import NO_SLOT, Chunk, Move
 from .slots import SlotPool
-
-if TYPE_CHECKING:
-    from .chunk import Chunk
-    from .chunk_store import ChunkStore
 
 BACKOFF_S = 5.0
 """After a write has failed nothing is spilled for so long: a full or broken disk is not asked at every step."""
-
-
-class Move:
-    """One spill or promotion that has begun. `chunk` is None once it was dropped: then both slots are the work's."""
-
-    __slots__ = ("chunk", "disk", "host", "key", "spills")
-
-    def __init__(self, chunk: Chunk, key: ChunkKey, host: int, disk: int, spills: bool):
-        self.chunk: Chunk | None = chunk
-        self.key = key
-        self.host, self.disk, self.spills = host, disk, spills
 
 
 class DiskTier:
@@ -56,8 +40,7 @@ class DiskTier:
                 nothing is spilled before
     """
 
-    def __init__(self, store: ChunkStore, count: int):
-        self._store = store
+    def __init__(self, count: int):
         self.pool = SlotPool(count)
         self.count = count
         self.writing = self.reading = 0
@@ -131,11 +114,6 @@ class DiskTier:
         """HOST slots that are no chunk's copy: being read into, or spilled from a chunk that is not on the GPU."""
         return sum(not m.spills or m.chunk is None or m.chunk.gpu == NO_SLOT for m in self._moves.values())
 
-    def slot_counts(self) -> dict[str, int]:
-        store, room = self._store, self.room
-        copies, idle = len(store.disk_copies) + len(store.host_spare), len(store.disk_only)
-        return {"free": room, "copy": copies, "idle": idle, "moving": self.count - room - copies - idle}
-
     # -- work
 
     @property
@@ -143,35 +121,29 @@ class DiskTier:
         """Work has begun and is not reported, or is to begin with the plan in the making."""
         return bool(self._moves or self._vacated or self._condemned)
 
-    def spill(self, chunk: Chunk, slot: int) -> None:
+    def spill(self, chunk: Chunk, slot: int) -> Move:
         """The chunk's HOST copy, which is complete, is written into the DISK slot."""
-        assert chunk.key is not None
-        self._begin(Move(chunk, chunk.key, chunk.host, slot, spills=True))
-        self._spills.append(Spill(chunk.host, slot, chunk.key, chunk.end))
+        move = self._begin(chunk, chunk.host, slot, spills=True)
+        self._spills.append(Spill(chunk.host, slot, move.key, chunk.end))
         self.writing += 1
+        return move
 
-    def promote(self, chunk: Chunk, host: int) -> None:
+    def promote(self, chunk: Chunk, host: int) -> Move:
         """The chunk's record is read into the HOST slot, which no copy on any lane uses."""
-        assert chunk.key is not None
-        self._begin(Move(chunk, chunk.key, host, chunk.disk, spills=False))
-        self._promotions.append(Promotion(chunk.disk, host, chunk.key))
+        move = self._begin(chunk, host, chunk.disk, spills=False)
+        self._promotions.append(Promotion(chunk.disk, host, move.key))
         self.reading += 1
+        return move
 
-    def _begin(self, move: Move) -> None:
-        assert move.chunk is not None
-        self._moves[move.disk] = move.chunk.moving = move
-        self._store.file(move.chunk)
+    def _begin(self, chunk: Chunk, host: int, disk: int, spills: bool) -> Move:
+        assert chunk.key is not None
+        move = self._moves[disk] = Move(chunk, chunk.key, host, disk, spills)
+        return move
 
     def abandon(self, move: Move) -> None:
         """Its chunk is dropped: both slots stay taken until the work is reported."""
-        chunk = move.chunk
-        assert chunk is not None
-        move.chunk = chunk.moving = None
+        move.chunk = None
         self._leave(move.disk, move.key)
-        if move.spills:
-            chunk.host = NO_SLOT
-        else:
-            chunk.disk = NO_SLOT
 
     def hand_over(self, step: int) -> tuple[tuple[Spill, ...], tuple[Promotion, ...], tuple[int, ...]]:
         """What the plan of this step says: its spills, promotions and erasures."""
@@ -188,25 +160,30 @@ class DiskTier:
 
     # -- reports
 
-    def report(self, result: StepResult, now: float) -> None:
-        """What became of the work; slots erased by the result's plan are free."""
+    def report(self, result: StepResult, now: float) -> Iterator[tuple[Move, bool]]:
+        """Frees the slots erased by the result's plan. Yields the moves that have ended, and whether each succeeded:
+        the caller files each chunk before it takes the next."""
         self._unerased.update(result.unerased)
         while self._erasing and self._erasing[0][0] <= result.step:
             for slot in self._erasing.popleft()[1]:
                 self._gone(slot)
         for slot in result.spilled:
-            self._written(self._end(slot, spills=True))
+            move = self._end(slot, spills=True)
+            self.spilled += 1
+            self._nothing_left(slot)
+            yield move, True
         for slot in result.promoted:
-            self._read(self._end(slot, spills=False))
+            move = self._end(slot, spills=False)
+            self.promoted += 1
+            yield move, True
         for slot in result.failed:
             move = self._end(slot)
             if move.spills:
                 self.failed_writes += 1
                 self.paused_until = now + BACKOFF_S
-                self._not_written(move)
             else:
                 self.failed_reads += 1
-                self._not_read(move)
+            yield move, False
 
     def _gone(self, slot: int) -> None:
         self._doomed.pop(slot, None)
@@ -228,71 +205,22 @@ class DiskTier:
             self.reading -= 1
         return move
 
-    def _written(self, move: Move) -> None:
-        self.spilled += 1
-        self._nothing_left(move.disk)
-        chunk = move.chunk
-        if chunk is None or self._unwanted(move):
-            self._not_written(move)
-            return
-        chunk.moving, chunk.disk = None, move.disk
-        self._store.file(chunk)
-
-    def _unwanted(self, move: Move) -> bool:
-        """Its chunk was deleted while a row held it, and nobody claims it anew: it is to have no record."""
-        assert move.chunk is not None
-        if move.chunk.claims:
-            self._doomed.pop(move.disk, None)
-        return move.disk in self._doomed
-
-    def _not_written(self, move: Move) -> None:
-        """Whatever is in the slot, nobody may ever read it."""
-        self.vacate(move.disk, move.key)
-        if move.chunk is None:
-            self._store.host.give(move.host)
-            return
-        move.chunk.moving = None
-        self._store.file(move.chunk)
-
-    def _read(self, move: Move) -> None:
-        self.promoted += 1
-        chunk = move.chunk
-        if chunk is None:
-            self._store.host.give(move.host)
-            self.vacate(move.disk, move.key)
-            return
-        chunk.moving = None
-        if chunk.host == NO_SLOT:
-            chunk.host = move.host
-        else:  # computed again and copied out meanwhile
-            self._store.host.give(move.host)
-        self._store.file(chunk)
-        if self._unwanted(move):
-            self._store.release_disk(chunk)
-
-    def _not_read(self, move: Move) -> None:
-        """The record is worthless: the chunk is dropped, if it is nowhere else."""
-        self._store.host.give(move.host)
-        if move.chunk is None:
-            self.vacate(move.disk, move.key)
-            return
-        move.chunk.moving = None
-        self._store.release_disk(move.chunk)
+    def wanted(self, slot: int, chunk: Chunk) -> bool:
+        """False if the chunk was deleted while a row held it and the slot was moved to or from, and no conversation has
+        claimed it anew: then its record must go."""
+        if chunk.claims:
+            self._doomed.pop(slot, None)
+        return slot not in self._doomed
 
     # -- an earlier life
 
-    def adopt(self, records: Iterable[DiskRecord], now: float) -> None:
-        """Chunks for the records that an earlier process left; nothing has been stored yet. Of two records with one key
-        the first counts."""
+    def take_slots(self, slots: Iterable[int]) -> None:
+        """Slots with records of an earlier process; InvariantError for one that does not exist or comes twice."""
         taken: dict[int, None] = {}
-        for record in records:
-            if not 0 <= record.slot < self.count or record.slot in taken:
-                raise InvariantError(f"{record} is in no slot, or in another's; there are {self.count}")
-            taken[record.slot] = None
-            if self._store.find(record.key) is None:
-                self._store.adopt(record.key, record.end, record.slot, now - record.age_s)
-            else:
-                self.vacate(record.slot, record.key)
+        for slot in slots:
+            if not 0 <= slot < self.count or slot in taken:
+                raise InvariantError(f"a record is in DISK slot {slot}, as another is, or there are only {self.count}")
+            taken[slot] = None
         self.pool.take_all(taken)
 
     # -- proof

@@ -7,9 +7,9 @@ from bisect import insort
 from ..config import SchedulerConfig
 from ..context_window import ContextWindow
 from ..cost import CostProfile
-from ..kv.choices import LoadOrRecomputeStats
 from ..kv.chunk import NO_SLOT, Chunk
 from ..kv.chunk_store import ChunkStore
+from ..kv.stats import LoadOrRecomputeStats
 from ..plan import Join
 from ..turns.conversations import Conversations
 from ..turns.turn import RunningTurn, Turn
@@ -170,7 +170,7 @@ class Admission:
             row.pending = {key: None for key, hit in keyed if hit is None or hit is tail}
             passed_over = (store.find(key) for key, hit in keyed if hit is None)
             self.choices.note(finding.loads, (chunk for chunk in passed_over if chunk and chunk.host != NO_SLOT))
-            self._lookup.pending.update(dict.fromkeys(row.pending, row.id.epoch))
+            store.pending.update(dict.fromkeys(row.pending, row.id.epoch))
         insort(self._queues.loading, row, key=lambda row: row.order)
         return row
 

@@ -11,7 +11,6 @@ from ..kv.chunk_store import ChunkStore
 from ..turns.conversations import Conversations, Log, common_prefix
 from ..turns.turn import RunningTurn, Turn
 from ..types import ChunkKey, Request
-from .lookup import CacheLookup
 from .prefetch import Prefetcher
 
 
@@ -19,15 +18,14 @@ class Committer:
     def __init__(
         self,
         config: SchedulerConfig,
-        chains: ChunkKeys,
+        chunk_keys: ChunkKeys,
         store: ChunkStore,
         conversations: Conversations,
-        planner: CacheLookup,
-        lookahead: Prefetcher,
+        prefetcher: Prefetcher,
     ):
         self._size, self._reuse = config.chunk_tokens, config.reuse
-        self._chunk_keys, self._store, self._conversations, self._lookup = chains, store, conversations, planner
-        self._prefetcher = lookahead
+        self._chunk_keys, self._store, self._conversations = chunk_keys, store, conversations
+        self._prefetcher = prefetcher
 
     def prompt_keys(self, request: Request) -> tuple[int, list[ChunkKey]]:
         """Where the context begins, as far as its conversation knows, and a key for each full chunk from there.
@@ -71,7 +69,7 @@ class Committer:
             row.chunks[place] = self._store.publish(row.chunks[place], key)
         if key in row.pending:
             del row.pending[key]
-            del self._lookup.pending[key]
+            del self._store.pending[key]
 
     def tail(self, row: RunningTurn, reply: int) -> Chunk | None:
         """The partly filled chunk that a log of the prompt and `reply` tokens ends with, if the row has computed it."""

@@ -97,12 +97,11 @@ class CacheLookup:
         self._chunk_tokens = chunk_tokens
         self._reuse = reuse
         self._chunk_keys, self._windows = chains, windows
-        self.pending: dict[ChunkKey, int] = {}
 
     def must_wait(self, key: ChunkKey) -> bool:
         """A row is computing or loading that chunk, or it is being read: whoever needs it too had better wait for it
         (no herd). Or whether it is on HOST will be known in a moment."""
-        if key in self.pending:
+        if key in self._store.pending:
             return True
         chunk = self._store.find(key)
         return chunk is not None and self._coming(chunk)
@@ -189,7 +188,7 @@ class CacheLookup:
         key = turn.firsts.get(base)
         if key is None:
             key = turn.firsts[base] = self._chunk_keys.first(base, turn.request.salt, turn.tokens)
-        return key in self.pending or self._store.known(key)
+        return key in self._store.pending or self._store.known(key)
 
     def _look(
         self, turn: Turn, conversation: Conversation | None, rows: int, base: int
@@ -214,7 +213,7 @@ class CacheLookup:
                 hits.append(chunk)
                 known.append(False)
                 continue
-            if key in self.pending or (chunk is not None and self._coming(chunk)):
+            if key in self._store.pending or (chunk is not None and self._coming(chunk)):
                 return key
             # What older positions saw is gone: what is left of them is read and loaded, whatever it costs.
             if chunk is not None and chunk.disk >= 0 and turn.promotes and self._to_be_read(chunk, overflows):
@@ -247,7 +246,7 @@ class CacheLookup:
 
     def _there(self, turn: Turn, key: ChunkKey) -> bool:
         """The chunk of a context that overflows can be had without computing it."""
-        if key in self.pending:
+        if key in self._store.pending:
             return True
         chunk = self._store.find(key)
         return chunk is not None and chunk.resident and (turn.promotes or not _to_read(chunk))

@@ -11,14 +11,13 @@ from ..kv.chunk import NO_SLOT, Chunk
 from ..kv.chunk_store import ChunkStore
 from ..turns.turn import RunningTurn, Turn
 from ..types import RowId
-from .lookup import CacheLookup
 
 
 class RequestQueues:
     """`waiting`, `loading` and `rows` (those in seats) are sorted by their `order`."""
 
-    def __init__(self, config: SchedulerConfig, store: ChunkStore, planner: CacheLookup):
-        self._config, self._store, self._lookup = config, store, planner
+    def __init__(self, config: SchedulerConfig, store: ChunkStore):
+        self._config, self._store = config, store
         self.waiting: list[Turn] = []
         self.loading: list[RunningTurn] = []
         self.rows: list[RunningTurn] = []
@@ -86,7 +85,7 @@ class RequestQueues:
             chunk.gpu = NO_SLOT
         row.loads.clear()
         for key in row.pending:
-            del self._lookup.pending[key]
+            del self._store.pending[key]
         row.pending.clear()
         self.release(row, row.chunks, tail, now)
         row.chunks = []

@@ -8,8 +8,7 @@ from itertools import islice
 from math import inf
 from typing import NamedTuple
 
-from ..invariants import Claims
-from ..kv.chunk import NO_SLOT, Chunk
+from ..kv.chunk import NO_SLOT, Chunk, Claims
 from ..kv.chunk_store import ChunkStore
 from ..types import ChunkKey, ConversationKV, Request
 from .quotas import Quotas

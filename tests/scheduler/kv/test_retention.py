@@ -8,7 +8,8 @@ import random
 import pytest
 
 from pensieve.scheduler.kv.chunk import Chunk
-from pensieve.scheduler.kv.retention import SHORTEST_IDLE_S, Head, VictimSet, eviction_policy
+from pensieve.scheduler.kv.retention import SHORTEST_IDLE_S, eviction_policy
+from pensieve.scheduler.kv.victim_sets import Head, VictimSet
 
 from ..harness import profile
 
