@@ -241,6 +241,29 @@ class ChunkStore:
         self._last_stamp = max(now, self._last_stamp + 1e-6)
         return self._last_stamp
 
+    # -- loading from HOST
+
+    def begin_loads(self, chunks: Iterable[Chunk]) -> None:
+        """Reserves a free GPU slot for each of these, which are on HOST (the caller made room)."""
+        for chunk in chunks:
+            chunk.gpu, chunk.loading = self.gpu.take(), True
+
+    def loads_issued(self, chunks: Iterable[Chunk]) -> None:
+        """This plan copies the chunks to their GPU slots. A tail's HOST copy ends: the tail is about to be appended
+        to."""
+        for chunk in chunks:
+            chunk.loading = False
+            if chunk.key is None:
+                self.release_host_late(chunk)
+            self.file(chunk)
+
+    def cancel_loads(self, chunks: Iterable[Chunk]) -> None:
+        """Gives the reserved GPU slots back; the chunks are filed when their row lets them go."""
+        for chunk in chunks:
+            chunk.loading = False
+            self.gpu.give(chunk.gpu)
+            chunk.gpu = NO_SLOT
+
     # -- slots
 
     def release_gpu(self, chunk: Chunk) -> None:
@@ -281,7 +304,10 @@ class ChunkStore:
             self._count_if_dropped(chunk)
 
     def make_reclaimable(self, chunks: Sequence[Chunk]) -> None:
-        """Files these, which are of one group of `uncopied`: they have been copied, or HOST has refused them."""
+        """The GPU slots of these, which are of one group of `uncopied`, are free to take: they have been copied, or
+        HOST has refused them."""
+        for chunk in chunks:
+            chunk.refused_by_host, chunk.copied_for_disk = chunk.host == NO_SLOT, False
         self.uncopied.move(chunks, self.reclaimable)
 
     def release_host(self, chunk: Chunk) -> None:
@@ -297,6 +323,12 @@ class ChunkStore:
         chunk.host = host_slot
         if self._provisional:
             self._copied_out[host_slot] = chunk
+
+    def copied_for_disk(self, chunk: Chunk, host_slot: int) -> None:
+        """The chunk's copy in that slot has begun, on its way to DISK."""
+        self.copied_out(chunk, host_slot)
+        chunk.copied_for_disk = True
+        self.file(chunk)
 
     def release_spoiled(self, host_slots: Iterable[int]) -> None:
         """Copies in these HOST slots are none, whosever they are by now: another's has only just begun. What was to

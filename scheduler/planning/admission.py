@@ -148,8 +148,7 @@ class Admission:
         store.pin(chunk for chunk in finding.chunks if chunk is not None)
         self._queues.leave_queue(turn)
         batch.room.take_gpu_slots(finding.new_slots)
-        for chunk in finding.loads:
-            chunk.gpu, chunk.loading = store.gpu.take(), True
+        store.begin_loads(finding.loads)
         size = self._config.chunk_tokens
         chunks = [
             chunk if chunk is not None else store.new((index + 1) * size, batch.now)
@@ -198,11 +197,7 @@ class Admission:
         lane = batch.copies.gated if gated else batch.copies.early
         loads = [row.loads.popleft() for _ in range(len(row.loads) if gated else link)]
         lane.add([chunk.host for chunk in loads], [chunk.gpu for chunk in loads])
-        for chunk in loads:
-            chunk.loading = False
-            if chunk.key is None:
-                self._store.release_host_late(chunk)
-            self._store.file(chunk)
+        self._store.loads_issued(loads)
         if gated and batch.budget > 0:
             self._seat(row, batch)
         return max(0, link - len(loads))

@@ -84,8 +84,6 @@ class Evictor:
             if not chunks:
                 return
             saved += self._copy_out(chunks, uncopied.value, self._copies.saves)
-            for chunk in chunks:
-                chunk.refused_by_host, chunk.copied_for_disk = chunk.host == NO_SLOT, False
             store.make_reclaimable(chunks)
 
     def _copy_out(self, chunks: list[Chunk], value: float, copies: LaneCopies) -> int:
@@ -110,9 +108,7 @@ class Evictor:
                 computed = store.gpu.last[Lane.COMPUTE]
                 computed[chunk.gpu] = max(computed[chunk.gpu], store.completed.compute)
             self._copies.saves.add([chunk.gpu], slots)
-            store.copied_out(chunk, slots[0])
-            chunk.copied_for_disk = True
-            store.file(chunk)
+            store.copied_for_disk(chunk, slots[0])
         return bool(slots)
 
     def promote(self, chunk: Chunk, drops: bool) -> bool | None:

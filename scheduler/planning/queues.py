@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from ..config import SchedulerConfig
-from ..kv.chunk import NO_SLOT, Chunk
+from ..kv.chunk import Chunk
 from ..kv.chunk_store import ChunkStore
 from ..turns.turn import RunningTurn, Turn
 from ..types import RowId
@@ -79,10 +79,7 @@ class RequestQueues:
 
         Its launched steps may still use the slots; whoever takes them waits for that on the device.
         """
-        for chunk in row.loads:
-            chunk.loading = False
-            self._store.gpu.give(chunk.gpu)
-            chunk.gpu = NO_SLOT
+        self._store.cancel_loads(row.loads)
         row.loads.clear()
         for key in row.pending:
             del self._store.pending[key]

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 
+import pensieve.scheduler
 from pensieve.scheduler.kv.chunk import NO_SLOT, Chunk
 from pensieve.scheduler.plan import Lane, Tickets
 from pensieve.scheduler.types import InvariantError
@@ -193,3 +197,18 @@ def test_a_chunk_that_several_requests_wait_for_has_the_place_of_the_first_of_th
     for place, awaited in ((3, 3), (5, 3), (0, 3), (2, 2)):
         store.touch(chunk, 1.0, place)
         assert chunk.queue_place == awaited
+
+
+OWNED = {"gpu", "host", "disk", "users", "claims", "pins", "surplus", "bound", "queue_place", "loading", "moving"}
+OWNED |= {"copied_for_disk", "refused_by_host", "dropped_at"}
+
+
+def test_only_the_store_writes_slots_and_flags_of_chunks():
+    folder = Path(pensieve.scheduler.__file__).parent
+    for path in folder.rglob("*.py"):
+        if path.name in ("chunk.py", "chunk_store.py"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr in OWNED:
+                owner = ast.unparse(node.value)
+                assert owner in ("self", "conversation"), f"{path.name}:{node.lineno} writes {ast.unparse(node)}"
