@@ -44,9 +44,10 @@ def check_store(store: ChunkStore, users: dict[Chunk, int], claims: dict[Chunk, 
     victim_set = copies = 0
     for chunk in chunks:
         claimed = claims.get(chunk, Claims(0))
-        if chunk.users != users.get(chunk, 0) or (chunk.claims, chunk.pins, chunk.surplus) != claimed:
+        if chunk.users != users.get(chunk, 0) or (chunk.claims, chunk.pins, chunk.over_quota) != claimed:
             raise InvariantError(
-                f"{chunk}, pins={chunk.pins}, surplus={chunk.surplus}: {users.get(chunk, 0)} rows and {claimed} hold it"
+                f"{chunk}, pins={chunk.pins}, over_quota={chunk.over_quota}: "
+                f"{users.get(chunk, 0)} rows and {claimed} hold it"
             )
         if chunk.key is not None and store.find(chunk.key) is not chunk:
             raise InvariantError(f"{chunk} is not the owner of its key")

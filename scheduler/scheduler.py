@@ -167,8 +167,8 @@ class Scheduler:
         step = self._step + 1
         self._store.now = now
         copies = StepCopies(step, self._store.gpu, self._store.host)
-        room = Evictor(self._store, copies, now)
-        batch = PlanBuilder(step, self._applied, now, copies, room, self.config.max_num_batched_tokens)
+        evictor = Evictor(self._store, copies, now)
+        batch = PlanBuilder(step, self._applied, now, copies, evictor, self.config.max_num_batched_tokens)
         batcher = self._batcher
 
         self._conversations.expire(now, self._write_behind.untold)
@@ -208,13 +208,13 @@ class Scheduler:
             raise InvariantError(f"the result of step {result.step} came where that of step {plan.step} was due")
         self._applied = plan.step
         self._store.completed = result.completed._replace(compute=plan.step)
-        if result.spoiled:
-            self._store.release_spoiled(result.spoiled)
+        if result.bad_copies:
+            self._store.drop_bad_copies(result.bad_copies)
         if self.config.disk_kv_chunks:
             self._store.report_disk(result, now)
         for span, span_row in zip(plan.spans, span_rows, strict=True):
             if span_row.chunks:
-                self._committer.computed(span_row, span.start, span.end)
+                self._committer.on_computed(span_row, span.start, span.end)
         applied, by_id, chunk_tokens = Applied(), self._queues.by_id, self.config.chunk_tokens
         for row_id in result.stuck:
             if row_id in by_id:
@@ -235,7 +235,7 @@ class Scheduler:
             tokens.append(token)
             count = len(row.tokens)
             if (count - 1) % chunk_tokens == 0:
-                self._committer.filled(row, (count - 1) // chunk_tokens - 1)
+                self._committer.publish_full(row, (count - 1) // chunk_tokens - 1)
             if count == row.begin or count == row.end or token in row.stop_ids:
                 self._begins_or_ends(row, token, now, applied)
         applied.requests, applied.tokens = array("q", requests), array("i", tokens)
@@ -351,7 +351,7 @@ class Scheduler:
             promoted=store.disk.promoted,
             failed_writes=store.disk.failed_writes,
             failed_reads=store.disk.failed_reads,
-            spoiled=store.spoiled,
+            bad_copies=store.bad_copies,
         )
 
     def residency(self, start: int, most: int) -> Residency:
@@ -390,12 +390,12 @@ class Scheduler:
             needed += sum(row.position == row.room for row in self._queues.rows)
         available = max(self._mark, needed) - self._queues.coming_free()
         if self._store.available < available:
-            batch.room.swap_out_ahead(available, most=max(needed, self._admission.link_chunks(batch)))
+            batch.evictor.swap_out_ahead(available, most=max(needed, self._admission.link_chunks(batch)))
 
     def _plan_disk(self, batch: PlanBuilder) -> None:
         """What goes to DISK and comes from there while the step runs."""
-        self._prefetcher.plan(batch.room, batch.now)
-        self._write_behind.plan(batch.room, batch.now)
+        self._prefetcher.plan(batch.evictor, batch.now)
+        self._write_behind.plan(batch.evictor, batch.now)
         batch.spills, batch.promotions, batch.erased = self._store.disk.hand_over(batch.step)
 
     def _polls(self, batch: PlanBuilder) -> bool:
@@ -409,8 +409,8 @@ class Scheduler:
 
     def _awaits_copies(self) -> bool:
         """Who waits may do so for a copy on HOST that does not count yet."""
-        provisional = self.config.provisional_copies and bool(self._queues.waiting)
-        return provisional and self._last_out > self._store.completed.swap_out
+        unconfirmed = self.config.copies_may_fail and bool(self._queues.waiting)
+        return unconfirmed and self._last_out > self._store.completed.swap_out
 
     def _disk_busy(self) -> bool:
         return self._store.disk.outstanding or self._write_behind.busy or self._prefetcher.busy
@@ -480,4 +480,4 @@ class Scheduler:
 
     def _truncated(self, turn: Turn, count: int) -> int:
         """Leading tokens that were not seen when the last of the turn's first `count` tokens was drawn."""
-        return self._chunk_keys.first_seen(count - 1, turn.base)
+        return self._chunk_keys.first_seen(count - 1, turn.context_start)

@@ -80,7 +80,7 @@ class Claims(NamedTuple):
 
     claims: int
     pins: int = 0
-    surplus: int = 0
+    over_quota: int = 0
 
 
 class Chunk:
@@ -91,22 +91,22 @@ class Chunk:
     moving          work for the disk that has begun and not been reported: it has slots of its own (see `Move`)
     users, claims   rows that hold it; conversations that reference it
     pins            of these conversations, the pinned ones: it is evicted last, unless all are beyond their quotas
-    surplus         of these conversations, those beyond their owners' quotas
-    bound           it belongs to a context that has outgrown its window: without it, all of that is computed anew
+    over_quota      of these conversations, those beyond their owners' quotas
+    past_window     it belongs to a context that has outgrown its window: without this chunk all of that context is
+                    computed anew
     queue_place     0, or the place in the queue of the request that waits for it: it is evicted behind the chunks that
                     no request waits for, the queue's tail first
     copied_for_disk its copy on HOST is on its way to DISK and no reason to take its GPU slot: the first chunks written
                     are worth most
     loading         its swap-in is reserved but not all issued: the GPU slot holds nothing yet
-    victim_set      the set of victims it is in; group: its part of a VictimSet
-    refused_by_host HOST has no room for one of so low a value, or its copy there was none: it is not copied when its
-                    GPU slot is needed
+    victim_set      the set of victims it is in; victim_group: its part of that set
+    refused_by_host HOST has no room for a chunk of so low a value, or the copy there failed: the chunk is not copied
+                    when its GPU slot is needed
     created, dropped_at
                     when it was made, and when it was last dropped
     """
 
     __slots__ = (
-        "bound",
         "claims",
         "copied_for_disk",
         "created",
@@ -114,18 +114,19 @@ class Chunk:
         "dropped_at",
         "end",
         "gpu",
-        "group",
         "host",
         "key",
         "last_active",
         "loading",
         "moving",
+        "over_quota",
+        "past_window",
         "pins",
         "queue_place",
         "refused_by_host",
-        "surplus",
         "tokens",
         "users",
+        "victim_group",
         "victim_set",
     )
 
@@ -139,8 +140,8 @@ class Chunk:
         self.users = 0
         self.claims = 0
         self.pins = 0
-        self.surplus = 0
-        self.bound = False
+        self.over_quota = 0
+        self.past_window = False
         self.queue_place = 0
         self.created = self.last_active = now
         self.dropped_at = NEVER
@@ -149,7 +150,7 @@ class Chunk:
         self.refused_by_host = False
         self.moving: Move | None = None
         self.victim_set: ChunkSet | None = None
-        self.group: Group | None = None
+        self.victim_group: Group | None = None
 
     @property
     def resident(self) -> bool:

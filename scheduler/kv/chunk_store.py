@@ -34,7 +34,7 @@ class ChunkStore:
     pending         keys that a row is computing, with the row's epoch
     completed       copies known to be complete on the device, and the last step that was applied
     now             of the latest plan: drops are stamped with it
-    spoiled         copies on HOST given up because they are none
+    bad_copies      copies on HOST given up because they failed
     dropped         chunks dropped so far; regret_tokens: of those computed again within REGRET_S
     """
 
@@ -54,9 +54,9 @@ class ChunkStore:
         self.completed = NO_TICKETS
         self.evictions = EvictionStats()
         self.now = 0.0
-        self.spoiled = self.dropped = self.regret_tokens = 0
-        self._provisional = config.provisional_copies
-        self._copied_out: dict[int, Chunk] = {}  # by HOST slot, if copies are provisional: the last chunk copied there
+        self.bad_copies = self.dropped = self.regret_tokens = 0
+        self._copies_may_fail = config.copies_may_fail
+        self._copied_out: dict[int, Chunk] = {}  # by HOST slot, if copies may fail: the last chunk copied there
         self._chunk_tokens = config.chunk_tokens
         self._by_key: dict[ChunkKey, Chunk] = {}
         self.find: Callable[[ChunkKey], Chunk | None] = self._by_key.get
@@ -102,10 +102,10 @@ class ChunkStore:
             counts["disk"] = {**disk, "moving": self.disk.count - sum(disk.values())}
         return counts
 
-    def provisional(self, chunk: Chunk) -> bool:
-        """On HOST only, and perhaps not there either: its copy is not known to be complete."""
+    def unconfirmed(self, chunk: Chunk) -> bool:
+        """Its only copy, on HOST, is not known to be complete and may fail."""
         return (
-            self._provisional
+            self._copies_may_fail
             and chunk.gpu == NO_SLOT
             and chunk.host != NO_SLOT
             and self.host.last[Lane.OUT][chunk.host] > self.completed.swap_out
@@ -190,17 +190,17 @@ class ChunkStore:
         if not chunk.users:
             self.file(chunk)
 
-    def change_surplus(self, chunk: Chunk, by: int) -> None:
+    def change_over_quota(self, chunk: Chunk, by: int) -> None:
         """A conversation that claims the chunk is beyond its owner's quota from now on (1), or no longer (-1)."""
-        chunk.surplus += by
+        chunk.over_quota += by
         chunk.refused_by_host = False
         if not chunk.users:
             self.file(chunk)
 
-    def bind(self, chunk: Chunk) -> None:
+    def mark_past_window(self, chunk: Chunk) -> None:
         """Its context has outgrown its window: it weighs as much as the others of it, to go with them."""
-        if not chunk.bound:
-            chunk.bound = True
+        if not chunk.past_window:
+            chunk.past_window = True
             if not chunk.users:
                 self.file(chunk)
 
@@ -321,7 +321,7 @@ class ChunkStore:
     def copied_out(self, chunk: Chunk, host_slot: int) -> None:
         """The chunk's copy in that slot has begun; the caller files it."""
         chunk.host = host_slot
-        if self._provisional:
+        if self._copies_may_fail:
             self._copied_out[host_slot] = chunk
 
     def copied_for_disk(self, chunk: Chunk, host_slot: int) -> None:
@@ -330,13 +330,13 @@ class ChunkStore:
         chunk.copied_for_disk = True
         self.file(chunk)
 
-    def release_spoiled(self, host_slots: Iterable[int]) -> None:
-        """Copies in these HOST slots are none, whosever they are by now: another's has only just begun. What was to
-        make room on the GPU is not copied again before it is used again."""
+    def drop_bad_copies(self, host_slots: Iterable[int]) -> None:
+        """A copy to each of these HOST slots has failed: the slot's chunk loses its copy, also a later chunk, whose
+        copy has only just begun. A chunk copied to make room on the GPU is not copied again before it is used."""
         for slot in host_slots:
             chunk = self._copied_out[slot]
             if chunk.host == slot:
-                self.spoiled += 1
+                self.bad_copies += 1
                 chunk.refused_by_host = chunk.gpu != NO_SLOT and not chunk.copied_for_disk
                 self.release_host(chunk)
 

@@ -51,7 +51,7 @@ class DiskTier:
         self._vacated: dict[int, None] = {}
         self._doomed: dict[int, int] = {}  # slots that are not erased yet, numbered in the order of their deletion
         self._condemned: list[int] = []  # those of them that are given up
-        self._unerased: set[int] = set()
+        self._erase_failed: set[int] = set()
         self._lost: dict[int, None] = {}
         self._left: dict[ChunkKey, list[int]] = {}  # slots that may hold a record of a chunk that has given them up
         self._keys: dict[int, list[ChunkKey]] = {}  # the same by slot
@@ -163,7 +163,7 @@ class DiskTier:
     def report(self, result: StepResult, now: float) -> Iterator[tuple[Move, bool]]:
         """Frees the slots erased by the result's plan. Yields the moves that have ended, and whether each succeeded:
         the caller files each chunk before it takes the next."""
-        self._unerased.update(result.unerased)
+        self._erase_failed.update(result.erase_failed)
         while self._erasing and self._erasing[0][0] <= result.step:
             for slot in self._erasing.popleft()[1]:
                 self._gone(slot)
@@ -187,8 +187,8 @@ class DiskTier:
 
     def _gone(self, slot: int) -> None:
         self._doomed.pop(slot, None)
-        if slot in self._unerased:
-            self._unerased.remove(slot)
+        if slot in self._erase_failed:
+            self._erase_failed.remove(slot)
             self._lost[slot] = None
             self.refused += 1
         else:

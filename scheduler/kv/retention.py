@@ -49,13 +49,13 @@ class EvictionPolicy:
     def weight_class(self, chunk: Chunk) -> int:
         if chunk.queue_place:  # whatever it costs: among awaited chunks the place in the queue decides
             return AWAITED_CLASS + PINNED_CLASS if chunk.pins else AWAITED_CLASS
-        end = maxsize if chunk.bound else chunk.end
+        end = maxsize if chunk.past_window else chunk.end
         number = self.cost_classes.get(end)
         if number is None:
             number = self.cost_classes[end] = eighths(self.cost.recompute(end)) if self.weigh else 0
         if self.weigh and chunk.claims > 1:
             number += eighths(chunk.claims)
-        if self.quotas and chunk.surplus == chunk.claims and chunk.key is not None:  # nobody claims a tail
+        if self.quotas and chunk.over_quota == chunk.claims and chunk.key is not None:  # nobody claims a tail
             return number - AWAITED_CLASS
         return number + PINNED_CLASS if chunk.pins else number
 

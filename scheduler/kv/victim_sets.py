@@ -38,7 +38,7 @@ class VictimSet:
         return self._count
 
     def __contains__(self, chunk: Chunk) -> bool:
-        group = chunk.group
+        group = chunk.victim_group
         if group is None or chunk not in group.chunks or group.number not in self._classes:
             return False
         return self._classes[group.number].groups.get(group.stamp) is group
@@ -50,8 +50,8 @@ class VictimSet:
 
     def add(self, chunk: Chunk) -> None:
         """Files the chunk, anew if its class or stamp has changed."""
-        policy, group = self._policy, chunk.group
-        plain = chunk.claims <= 1 and not (chunk.pins or chunk.queue_place or chunk.bound or policy.quotas)
+        policy, group = self._policy, chunk.victim_group
+        plain = chunk.claims <= 1 and not (chunk.pins or chunk.queue_place or chunk.past_window or policy.quotas)
         if not plain or chunk.end not in policy.cost_classes:
             number, stamp = policy.weight_class(chunk), policy.stamp(chunk)
         else:
@@ -65,14 +65,14 @@ class VictimSet:
         if group.stamp != stamp or group.number != number or not group.chunks:
             group = self._last = self._open(number, stamp)
         group.add(chunk)
-        chunk.group = group
+        chunk.victim_group = group
         self._count += 1
 
     def move(self, chunks: Sequence[Chunk], target: VictimSet | None) -> None:
         """Members of one group, in the order of position, go to another set, or to none: quicker than one by one."""
         if not chunks:
             return
-        group, new = chunks[0].group, None
+        group, new = chunks[0].victim_group, None
         assert group is not None
         if target is not None:
             new = target._open(group.number, group.stamp)
@@ -80,7 +80,7 @@ class VictimSet:
             target._count += len(chunks)
         for chunk in chunks:
             del group.chunks[chunk]
-            chunk.victim_set, chunk.group = target, new
+            chunk.victim_set, chunk.victim_group = target, new
         self._count -= len(chunks)
         if not group.chunks:
             self._close(group)
@@ -97,7 +97,7 @@ class VictimSet:
 
     def discard(self, chunk: Chunk) -> None:
         """The chunk is a member."""
-        group, chunk.group = chunk.group, None
+        group, chunk.victim_group = chunk.victim_group, None
         assert group is not None
         del group.chunks[chunk]
         self._count -= 1

@@ -50,7 +50,7 @@ def idle(store, end=SIZE, now=0.0, key=None, copied=False, on_gpu=True, claims=0
     return chunk
 
 
-def a_room(store, now, step=1):
+def an_evictor(store, now, step=1):
     copies = StepCopies(step, store.gpu, store.host)
     return copies, Evictor(store, copies, now)
 

@@ -183,12 +183,12 @@ def test_check_counts_users_and_claims_afresh():
 
 def test_a_copy_counts_from_its_own_ticket_on():
     """With the ticket before it nothing is known of it yet: it may be no copy."""
-    store = a_store(provisional_copies=True)
+    store = a_store(copies_may_fail=True)
     chunk = idle(store, on_gpu=False)
     store.host.last[Lane.OUT][chunk.host] = 6
-    for completed, provisional in ((5, True), (6, False)):
+    for completed, unconfirmed in ((5, True), (6, False)):
         store.completed = Tickets(swap_out=completed)
-        assert store.provisional(chunk) is provisional
+        assert store.unconfirmed(chunk) is unconfirmed
 
 
 def test_a_chunk_that_several_requests_wait_for_has_the_place_of_the_first_of_them():
@@ -199,7 +199,19 @@ def test_a_chunk_that_several_requests_wait_for_has_the_place_of_the_first_of_th
         assert chunk.queue_place == awaited
 
 
-OWNED = {"gpu", "host", "disk", "users", "claims", "pins", "surplus", "bound", "queue_place", "loading", "moving"}
+OWNED = {
+    "gpu",
+    "host",
+    "disk",
+    "users",
+    "claims",
+    "pins",
+    "over_quota",
+    "past_window",
+    "queue_place",
+    "loading",
+    "moving",
+}
 OWNED |= {"copied_for_disk", "refused_by_host", "dropped_at"}
 
 

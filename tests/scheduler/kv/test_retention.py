@@ -121,7 +121,7 @@ def test_of_contexts_that_outgrew_their_windows_one_goes_before_the_next_is_touc
         victims.add(chunk)
     assert in_order(victims, 10.0)[:8] != old
     for chunk in (*old, *young):
-        chunk.bound = True
+        chunk.past_window = True
         victims.add(chunk)
     assert in_order(victims, 10.0) == [*old, *young]
 
