@@ -229,7 +229,7 @@ class ChunkStore:
         self.disk.take_slots(record.slot for record in records)
         for record in records:
             if record.key in self._by_key:
-                self.disk.vacate(record.slot, record.key)
+                self.disk.release(record.slot, record.key)
                 continue
             chunk = Chunk(record.end, NO_SLOT, now - record.age_s)
             chunk.key, chunk.tokens, chunk.disk = record.key, self._chunk_tokens, record.slot
@@ -342,13 +342,13 @@ class ChunkStore:
 
     def release_disk(self, chunk: Chunk) -> None:
         """Its record is given up; nobody is reading it."""
-        self._vacate_disk(chunk)
+        self._release_disk_slot(chunk)
         self.file(chunk)
         self._count_if_dropped(chunk)
 
-    def _vacate_disk(self, chunk: Chunk) -> None:
+    def _release_disk_slot(self, chunk: Chunk) -> None:
         assert chunk.key is not None
-        self.disk.vacate(chunk.disk, chunk.key)
+        self.disk.release(chunk.disk, chunk.key)
         chunk.disk = NO_SLOT
 
     def release_host_late(self, chunk: Chunk) -> None:
@@ -374,7 +374,7 @@ class ChunkStore:
             else:
                 chunk.disk = NO_SLOT
         if chunk.disk != NO_SLOT:
-            self._vacate_disk(chunk)
+            self._release_disk_slot(chunk)
         if chunk.host != NO_SLOT:
             self.host.give(chunk.host)
             chunk.host = NO_SLOT
@@ -390,7 +390,7 @@ class ChunkStore:
         chunk = self.find(key)
         if chunk is not None and chunk.claims:
             return
-        self.disk.doom(key, chunk)
+        self.disk.delete(key, chunk)
         if chunk is None:
             return
         if not chunk.users:
@@ -436,7 +436,7 @@ class ChunkStore:
         for move, succeeded in self.disk.report(result, now):
             chunk = move.chunk
             if chunk is None:
-                self.disk.vacate(move.disk, move.key)
+                self.disk.release(move.disk, move.key)
                 self.host.give(move.host)
                 continue
             chunk.moving = None
@@ -449,7 +449,7 @@ class ChunkStore:
         if succeeded and self.disk.wanted(move.disk, chunk):
             chunk.disk = move.disk
         else:
-            self.disk.vacate(move.disk, move.key)
+            self.disk.release(move.disk, move.key)
         self.file(chunk)
 
     def _promoted(self, chunk: Chunk, move: Move, succeeded: bool) -> None:
