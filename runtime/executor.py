@@ -143,7 +143,7 @@ class Executor:
         plan = launched.plan
         for ticket in launched.tickets:
             self._device.synchronize(ticket)
-        unerased = launched.erased.result() if launched.erased is not None else ()
+        erase_failed = launched.erased.result() if launched.erased is not None else ()
         tokens = tuple(launched.tokens.tolist())
         stuck = () if self._constraints is None else self._constraints.advance(plan.samples, tokens)
         completed, disk = self._transfers.completed(), self._disk_report(plan)
@@ -153,8 +153,8 @@ class Executor:
             tokens,
             completed,
             *disk,
-            unerased=unerased,
-            spoiled=self._transfers.spoiled(),
+            erase_failed=erase_failed,
+            bad_copies=self._transfers.bad_copies(),
             stuck=stuck,
         )
         return result if launched.scores is None else _with_logprobs(result, launched, launched.scores)

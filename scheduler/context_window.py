@@ -6,8 +6,9 @@ Positions run on for ever, and what they see moves on in steps. With a context o
     sees from    0               | 4         | 8           | 12
 
 So the KV of a position depends on everything up to it, but reads only what it sees; KV that is kept stays valid as it
-is. What it cannot be is computed again by itself: position 4, say, saw 0. Who has lost too much of it begins anew at a
-*base*: nothing before it exists, and position p sees from max(base, start(p)) on. A base is a start of a window.
+is. It cannot be computed again by itself: position 4, say, saw 0. A conversation that has lost too much of it begins a
+new context at a *context start*: nothing before it exists, and position p sees from max(context start, start(p)) on. A
+context starts where a window starts.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ through, while every other request waits: so many take a third of a second."""
 
 KEEP, RECOMPUTE, RESTART = OVERFLOW_MODES = ("keep", "recompute", "restart-positions")
 """keep         kept KV stays valid: positions run on, which rotary embeddings do not mind
-recompute       each window is a base of its own and the model counts positions from it: all of it is computed anew
+recompute       each window is a context of its own and the model counts positions from it: all of it is computed anew
 restart-positions
                 KV is kept, yet the model counts positions from each window's start: wrong, and here to show how much
 """
@@ -41,28 +42,28 @@ class ContextWindow:
     step: int
     mode: str = KEEP
 
-    def start(self, position: int, base: int = 0) -> int:
+    def start(self, position: int, context_start: int = 0) -> int:
         """The first position that this one sees."""
-        if position < base + self.length:
-            return base
+        if position < context_start + self.length:
+            return context_start
         return self.step * (1 + (position - self.length) // self.step)
 
     def end(self, start: int) -> int:
         """The first position that sees less than `start` on."""
         return start + self.length
 
-    def bases(self, last: int, lowest: int = 0) -> range:
-        """Where a context whose last position is `last` may begin, in the order in which bases are tried."""
+    def context_starts(self, last: int, lowest: int = 0) -> range:
+        """Where a context whose last position is `last` may begin, in the order in which starts are tried."""
         highest = self.start(last)
         return range(highest if self.mode == RECOMPUTE else lowest, highest + 1, self.step)
 
-    def reach(self, last: int, base: int, first_missing: Callable[[int], int]) -> int:
+    def reach(self, last: int, context_start: int, first_missing: Callable[[int], int]) -> int:
         """From where on KV is needed to compute all that is missing of what `last` sees: the start of a window.
 
         `first_missing(p)`: the first position from p on whose KV must be computed.
         """
-        start = self.start(last, base)
-        while (earlier := self.start(first_missing(start), base)) < start:
+        start = self.start(last, context_start)
+        while (earlier := self.start(first_missing(start), context_start)) < start:
             start = earlier
         return start
 

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
-from .kv.chunk import NO_SLOT
-from .types import InvariantError
-
-if TYPE_CHECKING:
-    from .kv.chunk import Chunk, OrderedSet
-    from .kv.chunk_store import ChunkStore
-    from .kv.retention import VictimSet
-    from .planning.queues import RequestQueues
-    from .turns.turn import RunningTurn, Turn
-    from .types import ChunkKey, RequestId
+from .kv.chunk import NO_SLOT, Chunk, Claims, OrderedSet
+from .kv.chunk_store import ChunkStore
+from .kv.victim_sets import VictimSet
+from .planning.queues import RequestQueues
+from .turns.turn import RunningTurn, Turn
+from .types import InvariantError, RequestId
 
 
 def check_requests(
@@ -21,14 +15,13 @@ def check_requests(
     queues: RequestQueues,
     held: dict[RequestId, RunningTurn],
     turns: dict[RequestId, Turn],
-    pending: dict[ChunkKey, int],
 ) -> None:
     """Each request is in one place: in the queue, loading, in a seat, or held until its length is confirmed."""
     joined = list(queues.joined())
     seats = sorted([*queues.free_seats, *(row.seat for row in queues.rows)])
     if seats != list(range(queues.seats)):
         raise InvariantError(f"seats, free and taken: {seats}")
-    if {key for row in joined for key in row.pending} != set(pending):
+    if {key for row in joined for key in row.pending} != set(store.pending):
         raise InvariantError("keys are pending that no row computes, or the other way round")
     placed = [*queues.waiting, *(row.turn for row in (*joined, *held.values()))]
     awaited = {chunk for turn in queues.waiting for chunk in turn.awaited}
@@ -36,14 +29,6 @@ def check_requests(
         raise InvariantError("a chunk is awaited by nobody in the queue")
     if len(placed) != len(turns) or {turn.request.id for turn in placed} != set(turns):
         raise InvariantError("a request is in two places, or in none")
-
-
-class Claims(NamedTuple):
-    """Of conversations on one chunk: all of them, those that are pinned, those beyond their owners' quotas."""
-
-    claims: int
-    pins: int = 0
-    surplus: int = 0
 
 
 def check_store(store: ChunkStore, users: dict[Chunk, int], claims: dict[Chunk, Claims]) -> None:
@@ -59,9 +44,10 @@ def check_store(store: ChunkStore, users: dict[Chunk, int], claims: dict[Chunk, 
     victim_set = copies = 0
     for chunk in chunks:
         claimed = claims.get(chunk, Claims(0))
-        if chunk.users != users.get(chunk, 0) or (chunk.claims, chunk.pins, chunk.surplus) != claimed:
+        if chunk.users != users.get(chunk, 0) or (chunk.claims, chunk.pins, chunk.over_quota) != claimed:
             raise InvariantError(
-                f"{chunk}, pins={chunk.pins}, surplus={chunk.surplus}: {users.get(chunk, 0)} rows and {claimed} hold it"
+                f"{chunk}, pins={chunk.pins}, over_quota={chunk.over_quota}: "
+                f"{users.get(chunk, 0)} rows and {claimed} hold it"
             )
         if chunk.key is not None and store.find(chunk.key) is not chunk:
             raise InvariantError(f"{chunk} is not the owner of its key")

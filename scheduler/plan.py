@@ -179,9 +179,10 @@ class StepResult:
     spilled, promoted
                 DISK slots whose record is written, or read and checked, on every rank; each once
     failed      DISK slots whose record could not be written, or read, or did not check, on some rank; each once
-    unerased    of the DISK slots that a plan erases, those that some rank could not; with that plan's result, or before
-    spoiled     HOST slots that a swap-out has filled with what does not say what its chunk said, on some rank; together
-                with the `completed` that covers it, or before
+    erase_failed
+                of the DISK slots that a plan erases, those that some rank could not; with that plan's result, or before
+    bad_copies  HOST slots in which a swap-out has left a copy that is not its chunk's KV, on some rank; together with
+                the `completed` that covers the swap-out, or before
     stuck       rows whose grammar cannot be followed any further; their tokens mean nothing
     """
 
@@ -192,8 +193,8 @@ class StepResult:
     spilled: tuple[int, ...] = ()
     promoted: tuple[int, ...] = ()
     failed: tuple[int, ...] = ()
-    unerased: tuple[int, ...] = ()
-    spoiled: tuple[int, ...] = ()
+    erase_failed: tuple[int, ...] = ()
+    bad_copies: tuple[int, ...] = ()
     stuck: tuple[RowId, ...] = ()
     logprobs: Mapping[RowId, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)

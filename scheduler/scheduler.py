@@ -20,7 +20,7 @@ from itertools import chain
 from .config import SchedulerConfig
 from .context_window import check_length
 from .cost import CostProfile
-from .invariants import check_requests
+from .invariants import check_requests, check_store
 from .kv.chunk_keys import ChunkKeys
 from .kv.chunk_store import ChunkStore
 from .kv.retention import eviction_policy
@@ -37,7 +37,6 @@ from .planning.prefetch import Prefetcher
 from .planning.queue_order import QueueOrder
 from .planning.queues import RequestQueues
 from .planning.write_behind import WriteBehind
-from .sim.fast_forward import skip, steady_steps
 from .turns.conversations import Conversations
 from .turns.turn import RunningTurn, Turn
 from .types import (
@@ -64,7 +63,7 @@ class Scheduler:
         self._store = ChunkStore(config, eviction_policy(config.eviction, cost, config.owner_kv_chunks is not None))
         self._conversations = Conversations(self._store, config.conversation_ttl, config.owner_kv_chunks)
         self._lookup = CacheLookup(self._store, cost, config.chunk_tokens, config.reuse, self._chunk_keys, windows)
-        self._queues = RequestQueues(config, self._store, self._lookup)
+        self._queues = RequestQueues(config, self._store)
         self._order = QueueOrder(config, cost, self._lookup, self._queues.waiting)
         self._batcher = Batcher(config, self._store, self._queues, windows)
         self._admission = Admission(
@@ -73,9 +72,7 @@ class Scheduler:
         )
         self._write_behind = WriteBehind(config, cost, self._store)
         self._prefetcher = Prefetcher(config, cost, self._store, self._conversations, self._lookup, self._order)
-        self._committer = Committer(
-            config, self._chunk_keys, self._store, self._conversations, self._lookup, self._prefetcher
-        )
+        self._committer = Committer(config, self._chunk_keys, self._store, self._conversations, self._prefetcher)
         self._turns: dict[RequestId, Turn] = {}
         self._held: dict[RequestId, RunningTurn] = {}
         self._inflight: deque[tuple[StepPlan, list[RunningTurn]]] = deque()
@@ -170,8 +167,8 @@ class Scheduler:
         step = self._step + 1
         self._store.now = now
         copies = StepCopies(step, self._store.gpu, self._store.host)
-        room = Evictor(self._store, copies, now)
-        batch = PlanBuilder(step, self._applied, now, copies, room, self.config.max_num_batched_tokens)
+        evictor = Evictor(self._store, copies, now)
+        batch = PlanBuilder(step, self._applied, now, copies, evictor, self.config.max_num_batched_tokens)
         batcher = self._batcher
 
         self._conversations.expire(now, self._write_behind.untold)
@@ -211,13 +208,13 @@ class Scheduler:
             raise InvariantError(f"the result of step {result.step} came where that of step {plan.step} was due")
         self._applied = plan.step
         self._store.completed = result.completed._replace(compute=plan.step)
-        if result.spoiled:
-            self._store.release_spoiled(result.spoiled)
+        if result.bad_copies:
+            self._store.drop_bad_copies(result.bad_copies)
         if self.config.disk_kv_chunks:
-            self._store.disk.report(result, now)
+            self._store.report_disk(result, now)
         for span, span_row in zip(plan.spans, span_rows, strict=True):
             if span_row.chunks:
-                self._committer.computed(span_row, span.start, span.end)
+                self._committer.on_computed(span_row, span.start, span.end)
         applied, by_id, chunk_tokens = Applied(), self._queues.by_id, self.config.chunk_tokens
         for row_id in result.stuck:
             if row_id in by_id:
@@ -238,28 +235,12 @@ class Scheduler:
             tokens.append(token)
             count = len(row.tokens)
             if (count - 1) % chunk_tokens == 0:
-                self._committer.filled(row, (count - 1) // chunk_tokens - 1)
+                self._committer.publish_full(row, (count - 1) // chunk_tokens - 1)
             if count == row.begin or count == row.end or token in row.stop_ids:
                 self._begins_or_ends(row, token, now, applied)
         applied.requests, applied.tokens = array("q", requests), array("i", tokens)
         applied.events += self._write_behind.endings()
         return applied
-
-    def steady_steps(self) -> int:
-        """How many steps to come are sure to generate one token a row and no more, if no request comes or leaves."""
-        busy = bool(self._queues.waiting or self._queues.loading or self._deletions.looking)
-        busy = busy or self._conversations.mortal or self._disk_busy()
-        if busy or self.in_flight != 1 or (self._store.available < self._mark and self._store.uncopied):
-            return 0
-        return steady_steps(self._queues.rows, self._inflight[0][0])
-
-    def skip(self, steps: int) -> StepPlan:
-        """As `next_plan` and `apply`, so often; at most `steady_steps()`. Returns the plan that is then in flight."""
-        plan, span_rows = self._inflight.pop()
-        plan = skip(self._queues.rows, plan, steps)
-        self._inflight.append((plan, span_rows))
-        self._step, self._applied = plan.step, plan.step - 1
-        return plan
 
     # -- conversations
 
@@ -307,7 +288,7 @@ class Scheduler:
 
         InvariantError for a slot that does not exist or is there twice.
         """
-        self._store.disk.adopt(records, now)
+        self._store.adopt(records, now)
 
     def keys(self, tokens: array[int], salt: bytes, shared: int = 0) -> Iterator[ChunkKey]:
         """The keys of a log's full chunks, wherever its contexts may have begun, but for those within its first
@@ -370,7 +351,7 @@ class Scheduler:
             promoted=store.disk.promoted,
             failed_writes=store.disk.failed_writes,
             failed_reads=store.disk.failed_reads,
-            spoiled=store.spoiled,
+            bad_copies=store.bad_copies,
         )
 
     def residency(self, start: int, most: int) -> Residency:
@@ -379,9 +360,9 @@ class Scheduler:
 
     def check(self) -> None:
         """Proves conservation, from nothing but rows and conversations. Raises InvariantError. Cost: all chunks."""
-        check_requests(self._store, self._queues, self._held, self._turns, self._lookup.pending)
+        check_requests(self._store, self._queues, self._held, self._turns)
         users = Counter(chunk for row in (*self._queues.joined(), *self._held.values()) for chunk in row.chunks)
-        self._store.check(users, self._conversations.claims())
+        check_store(self._store, users, self._conversations.claims())
 
     # -- within
 
@@ -409,12 +390,12 @@ class Scheduler:
             needed += sum(row.position == row.room for row in self._queues.rows)
         available = max(self._mark, needed) - self._queues.coming_free()
         if self._store.available < available:
-            batch.room.swap_out_ahead(available, most=max(needed, self._admission.link_chunks(batch)))
+            batch.evictor.swap_out_ahead(available, most=max(needed, self._admission.link_chunks(batch)))
 
     def _plan_disk(self, batch: PlanBuilder) -> None:
         """What goes to DISK and comes from there while the step runs."""
-        self._prefetcher.plan(batch.room, batch.now)
-        self._write_behind.plan(batch.room, batch.now)
+        self._prefetcher.plan(batch.evictor, batch.now)
+        self._write_behind.plan(batch.evictor, batch.now)
         batch.spills, batch.promotions, batch.erased = self._store.disk.hand_over(batch.step)
 
     def _polls(self, batch: PlanBuilder) -> bool:
@@ -428,8 +409,8 @@ class Scheduler:
 
     def _awaits_copies(self) -> bool:
         """Who waits may do so for a copy on HOST that does not count yet."""
-        provisional = self.config.provisional_copies and bool(self._queues.waiting)
-        return provisional and self._last_out > self._store.completed.swap_out
+        unconfirmed = self.config.copies_may_fail and bool(self._queues.waiting)
+        return unconfirmed and self._last_out > self._store.completed.swap_out
 
     def _disk_busy(self) -> bool:
         return self._store.disk.outstanding or self._write_behind.busy or self._prefetcher.busy
@@ -499,4 +480,4 @@ class Scheduler:
 
     def _truncated(self, turn: Turn, count: int) -> int:
         """Leading tokens that were not seen when the last of the turn's first `count` tokens was drawn."""
-        return self._chunk_keys.first_seen(count - 1, turn.base)
+        return self._chunk_keys.first_seen(count - 1, turn.context_start)

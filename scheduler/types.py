@@ -293,11 +293,11 @@ class SchedulerStats:
     slots           by tier and by what is in them, as `ChunkStore.slot_counts` has them
     evictions, eviction_values, eviction_value_sum
                     by tier and reason, and by retention value, as `stats.EvictionStats` has them
-    choices         of loading or recomputing, as `choices.LoadOrRecomputeStats` has them
+    choices         of loading or recomputing, as `stats.LoadOrRecomputeStats` has them
     regret_tokens   tokens of chunks that were computed again within a minute after they had been dropped
     spilled, promoted, failed_writes, failed_reads
                     chunks written to DISK, read from it, and those for which that failed
-    spoiled         copies on HOST that turned out not to say what their chunks said
+    bad_copies      copies on HOST that turned out not to be their chunks' KV
     """
 
     running: int = 0
@@ -317,4 +317,4 @@ class SchedulerStats:
     promoted: int = 0
     failed_writes: int = 0
     failed_reads: int = 0
-    spoiled: int = 0
+    bad_copies: int = 0

@@ -83,7 +83,7 @@ def scheduler_config(args: argparse.Namespace, engine: Engine, device: Device) -
         overflow=overflow_mode(args.overflow, engine.manifest),
         overflow_ratio=args.overflow_ratio,
         reuse=args.reuse,
-        provisional_copies=form is not None and form.holds is not None,
+        copies_may_fail=form is not None and form.holds is not None,
         seed=kv_seed(engine.manifest, args.lower_tier_kv),
     )
     longest = engine.manifest.max_model_len

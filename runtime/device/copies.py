@@ -153,7 +153,7 @@ class Transfers:
             book.prune(self._device)
         return Tickets(*(self._books[lane].completed for lane in Lane))
 
-    def spoiled(self) -> tuple[int, ...]:
+    def bad_copies(self) -> tuple[int, ...]:
         """HOST slots that a swap-out filled with what is no true record, of those that `completed` has newly found."""
         found, completed = list[int](), self._books[Lane.OUT].completed
         while self._unchecked and self._unchecked[0][0] <= completed:

@@ -146,7 +146,7 @@ class Metrics(Collector):
         yield CounterMetricFamily(
             "pensieve:kv_spoiled_copies",
             "Copies on HOST given up because their form could not hold them (--lower-tier-kv packed)",
-            value=stats.spoiled,
+            value=stats.bad_copies,
         )
 
     def _disk(self) -> Iterator[Metric]:

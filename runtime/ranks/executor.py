@@ -53,8 +53,8 @@ class Report(NamedTuple):
     spilled: tuple[int, ...]
     promoted: tuple[int, ...]
     failed: tuple[int, ...]
-    unerased: tuple[int, ...]
-    spoiled: tuple[int, ...]
+    erase_failed: tuple[int, ...]
+    bad_copies: tuple[int, ...]
 
 
 def report_of(result: StepResult) -> Report:
@@ -76,13 +76,13 @@ class Reports:
     def __init__(self, others: int):
         self._last = {rank: Report(0, NO_TICKETS, (), (), (), (), ()) for rank in range(1, others + 1)}
         self._answers: dict[int, _Answers] = {}
-        self._unerased: dict[int, None] = {}
-        self._spoiled: dict[int, None] = {}
+        self._erase_failed: dict[int, None] = {}
+        self._bad_copies: dict[int, None] = {}
 
     def take(self, rank: int, report: Report) -> None:
         self._last[rank] = report
-        self._unerased.update(dict.fromkeys(report.unerased))
-        self._spoiled.update(dict.fromkeys(report.spoiled))
+        self._erase_failed.update(dict.fromkeys(report.erase_failed))
+        self._bad_copies.update(dict.fromkeys(report.bad_copies))
         for kind in ("spilled", "promoted", "failed"):
             self._count(kind, getattr(report, kind))
 
@@ -100,15 +100,15 @@ class Reports:
             if answers.count > len(self._last):
                 done["failed" if answers.failed else answers.kind].append(slot)
                 del self._answers[slot]
-        unerased = tuple(dict.fromkeys((*own.unerased, *self._unerased)))
-        spoiled = tuple(dict.fromkeys((*own.spoiled, *self._spoiled)))
-        self._unerased.clear()
-        self._spoiled.clear()
+        erase_failed = tuple(dict.fromkeys((*own.erase_failed, *self._erase_failed)))
+        bad_copies = tuple(dict.fromkeys((*own.bad_copies, *self._bad_copies)))
+        self._erase_failed.clear()
+        self._bad_copies.clear()
         return replace(
             own,
             completed=completed,
-            unerased=unerased,
-            spoiled=spoiled,
+            erase_failed=erase_failed,
+            bad_copies=bad_copies,
             spilled=tuple(done["spilled"]),
             promoted=tuple(done["promoted"]),
             failed=tuple(done["failed"]),

@@ -11,14 +11,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from ..config import SchedulerConfig
-from ..invariants import Claims, check_store
-from ..plan import NO_TICKETS, Lane
-from ..types import ChunkKey, InvariantError
-from .chunk import NEVER, NO_SLOT, Chunk, OrderedSet
+from ..plan import NO_TICKETS, Lane, StepResult
+from ..types import ChunkKey, DiskRecord, InvariantError
+from .chunk import NEVER, NO_SLOT, Chunk, ChunkSet, Move, OrderedSet
 from .disk_tier import DiskTier
-from .retention import EvictionPolicy, VictimSet
+from .retention import EvictionPolicy
 from .slots import SlotPool
 from .stats import REGRET_S, EvictionStats
+from .victim_sets import VictimSet
 
 
 class ChunkStore:
@@ -31,9 +31,10 @@ class ChunkStore:
     disk_only       idle and only on DISK
     busy_copied     in use on the GPU, with a copy on HOST that is worth only its making, the oldest first
     disk_copies     on DISK and on the GPU, the latest last; beside the set of victims that the chunk is victim_set in
+    pending         keys that a row is computing, with the row's epoch
     completed       copies known to be complete on the device, and the last step that was applied
     now             of the latest plan: drops are stamped with it
-    spoiled         copies on HOST given up because they are none
+    bad_copies      copies on HOST given up because they failed
     dropped         chunks dropped so far; regret_tokens: of those computed again within REGRET_S
     """
 
@@ -48,13 +49,14 @@ class ChunkStore:
         self.disk_only = VictimSet(policy)
         self.busy_copied = OrderedSet()
         self.disk_copies = OrderedSet()
-        self.disk = DiskTier(self, config.disk_kv_chunks)
+        self.disk = DiskTier(config.disk_kv_chunks)
+        self.pending: dict[ChunkKey, int] = {}
         self.completed = NO_TICKETS
         self.evictions = EvictionStats()
         self.now = 0.0
-        self.spoiled = self.dropped = self.regret_tokens = 0
-        self._provisional = config.provisional_copies
-        self._copied_out: dict[int, Chunk] = {}  # by HOST slot, if copies are provisional: the last chunk copied there
+        self.bad_copies = self.dropped = self.regret_tokens = 0
+        self._copies_may_fail = config.copies_may_fail
+        self._copied_out: dict[int, Chunk] = {}  # by HOST slot, if copies may fail: the last chunk copied there
         self._chunk_tokens = config.chunk_tokens
         self._by_key: dict[ChunkKey, Chunk] = {}
         self.find: Callable[[ChunkKey], Chunk | None] = self._by_key.get
@@ -92,15 +94,18 @@ class ChunkStore:
             "host": {"free": host.free, "copy": host.count - host.free - host_only, "idle": host_only},
         }
         if self._has_disk:
-            counts["host"]["moving"] = moving = self.disk.host_slots_moving()
-            counts["host"]["copy"] -= moving
-            counts["disk"] = self.disk.slot_counts()
+            host_moving = self.disk.host_slots_moving()
+            counts["host"]["moving"] = host_moving
+            counts["host"]["copy"] -= host_moving
+            copies = len(self.disk_copies) + len(self.host_spare)
+            disk = {"free": self.disk.room, "copy": copies, "idle": len(self.disk_only)}
+            counts["disk"] = {**disk, "moving": self.disk.count - sum(disk.values())}
         return counts
 
-    def provisional(self, chunk: Chunk) -> bool:
-        """On HOST only, and perhaps not there either: its copy is not known to be complete."""
+    def unconfirmed(self, chunk: Chunk) -> bool:
+        """Its only copy, on HOST, is not known to be complete and may fail."""
         return (
-            self._provisional
+            self._copies_may_fail
             and chunk.gpu == NO_SLOT
             and chunk.host != NO_SLOT
             and self.host.last[Lane.OUT][chunk.host] > self.completed.swap_out
@@ -185,17 +190,17 @@ class ChunkStore:
         if not chunk.users:
             self.file(chunk)
 
-    def change_surplus(self, chunk: Chunk, by: int) -> None:
+    def change_over_quota(self, chunk: Chunk, by: int) -> None:
         """A conversation that claims the chunk is beyond its owner's quota from now on (1), or no longer (-1)."""
-        chunk.surplus += by
+        chunk.over_quota += by
         chunk.refused_by_host = False
         if not chunk.users:
             self.file(chunk)
 
-    def bind(self, chunk: Chunk) -> None:
+    def mark_past_window(self, chunk: Chunk) -> None:
         """Its context has outgrown its window: it weighs as much as the others of it, to go with them."""
-        if not chunk.bound:
-            chunk.bound = True
+        if not chunk.past_window:
+            chunk.past_window = True
             if not chunk.users:
                 self.file(chunk)
 
@@ -214,17 +219,50 @@ class ChunkStore:
                 chunk.queue_place = 0
                 self.file(chunk)
 
-    def adopt(self, key: ChunkKey, end: int, disk: int, active: float) -> None:
-        """A chunk of an earlier life, whose record is in the DISK slot; last active then."""
-        chunk = Chunk(end, NO_SLOT, active)
-        chunk.key, chunk.tokens, chunk.disk = key, self._chunk_tokens, disk
-        self._by_key[key] = chunk
-        self.file(chunk)
+    def adopt(self, records: Iterable[DiskRecord], now: float) -> None:
+        """Makes chunks of the records that an earlier process left on DISK; before anything is stored. Of two records
+        with one key the first counts.
+
+        Raises InvariantError for a slot that does not exist or has two records.
+        """
+        records = list(records)
+        self.disk.take_slots(record.slot for record in records)
+        for record in records:
+            if record.key in self._by_key:
+                self.disk.release(record.slot, record.key)
+                continue
+            chunk = Chunk(record.end, NO_SLOT, now - record.age_s)
+            chunk.key, chunk.tokens, chunk.disk = record.key, self._chunk_tokens, record.slot
+            self._by_key[record.key] = chunk
+            self.file(chunk)
 
     def stamp(self, now: float) -> float:
         """`now`, but never twice the same: one stamp is one turn."""
         self._last_stamp = max(now, self._last_stamp + 1e-6)
         return self._last_stamp
+
+    # -- loading from HOST
+
+    def begin_loads(self, chunks: Iterable[Chunk]) -> None:
+        """Reserves a free GPU slot for each of these, which are on HOST (the caller made room)."""
+        for chunk in chunks:
+            chunk.gpu, chunk.loading = self.gpu.take(), True
+
+    def loads_issued(self, chunks: Iterable[Chunk]) -> None:
+        """This plan copies the chunks to their GPU slots. A tail's HOST copy ends: the tail is about to be appended
+        to."""
+        for chunk in chunks:
+            chunk.loading = False
+            if chunk.key is None:
+                self.release_host_late(chunk)
+            self.file(chunk)
+
+    def cancel_loads(self, chunks: Iterable[Chunk]) -> None:
+        """Gives the reserved GPU slots back; the chunks are filed when their row lets them go."""
+        for chunk in chunks:
+            chunk.loading = False
+            self.gpu.give(chunk.gpu)
+            chunk.gpu = NO_SLOT
 
     # -- slots
 
@@ -266,7 +304,10 @@ class ChunkStore:
             self._count_if_dropped(chunk)
 
     def make_reclaimable(self, chunks: Sequence[Chunk]) -> None:
-        """Files these, which are of one group of `uncopied`: they have been copied, or HOST has refused them."""
+        """The GPU slots of these, which are of one group of `uncopied`, are free to take: they have been copied, or
+        HOST has refused them."""
+        for chunk in chunks:
+            chunk.refused_by_host, chunk.copied_for_disk = chunk.host == NO_SLOT, False
         self.uncopied.move(chunks, self.reclaimable)
 
     def release_host(self, chunk: Chunk) -> None:
@@ -280,28 +321,34 @@ class ChunkStore:
     def copied_out(self, chunk: Chunk, host_slot: int) -> None:
         """The chunk's copy in that slot has begun; the caller files it."""
         chunk.host = host_slot
-        if self._provisional:
+        if self._copies_may_fail:
             self._copied_out[host_slot] = chunk
 
-    def release_spoiled(self, host_slots: Iterable[int]) -> None:
-        """Copies in these HOST slots are none, whosever they are by now: another's has only just begun. What was to
-        make room on the GPU is not copied again before it is used again."""
+    def copied_for_disk(self, chunk: Chunk, host_slot: int) -> None:
+        """The chunk's copy in that slot has begun, on its way to DISK."""
+        self.copied_out(chunk, host_slot)
+        chunk.copied_for_disk = True
+        self.file(chunk)
+
+    def drop_bad_copies(self, host_slots: Iterable[int]) -> None:
+        """A copy to each of these HOST slots has failed: the slot's chunk loses its copy, also a later chunk, whose
+        copy has only just begun. A chunk copied to make room on the GPU is not copied again before it is used."""
         for slot in host_slots:
             chunk = self._copied_out[slot]
             if chunk.host == slot:
-                self.spoiled += 1
+                self.bad_copies += 1
                 chunk.refused_by_host = chunk.gpu != NO_SLOT and not chunk.copied_for_disk
                 self.release_host(chunk)
 
     def release_disk(self, chunk: Chunk) -> None:
         """Its record is given up; nobody is reading it."""
-        self._vacate_disk(chunk)
+        self._release_disk_slot(chunk)
         self.file(chunk)
         self._count_if_dropped(chunk)
 
-    def _vacate_disk(self, chunk: Chunk) -> None:
+    def _release_disk_slot(self, chunk: Chunk) -> None:
         assert chunk.key is not None
-        self.disk.vacate(chunk.disk, chunk.key)
+        self.disk.release(chunk.disk, chunk.key)
         chunk.disk = NO_SLOT
 
     def release_host_late(self, chunk: Chunk) -> None:
@@ -319,10 +366,15 @@ class ChunkStore:
     def drop(self, chunk: Chunk) -> None:
         """An idle chunk leaves every tier."""
         chunk.copied_for_disk = False
-        if chunk.moving is not None:
-            self.disk.abandon(chunk.moving)
+        move, chunk.moving = chunk.moving, None
+        if move is not None:  # until its end the work has both slots
+            self.disk.abandon(move)
+            if move.spills:
+                chunk.host = NO_SLOT
+            else:
+                chunk.disk = NO_SLOT
         if chunk.disk != NO_SLOT:
-            self._vacate_disk(chunk)
+            self._release_disk_slot(chunk)
         if chunk.host != NO_SLOT:
             self.host.give(chunk.host)
             chunk.host = NO_SLOT
@@ -338,7 +390,7 @@ class ChunkStore:
         chunk = self.find(key)
         if chunk is not None and chunk.claims:
             return
-        self.disk.doom(key, chunk)
+        self.disk.delete(key, chunk)
         if chunk is None:
             return
         if not chunk.users:
@@ -367,11 +419,55 @@ class ChunkStore:
         if self.now - dropped_at <= REGRET_S:
             self.regret_tokens += self._chunk_tokens
 
+    # -- work for the disk
+
+    def spill(self, chunk: Chunk, disk_slot: int) -> None:
+        """Begins to write the chunk's HOST copy, which is complete, into the DISK slot."""
+        chunk.moving = self.disk.spill(chunk, disk_slot)
+        self.file(chunk)
+
+    def promote(self, chunk: Chunk, host_slot: int) -> None:
+        """Begins to read the chunk's record into the HOST slot, which no copy on any lane uses."""
+        chunk.moving = self.disk.promote(chunk, host_slot)
+        self.file(chunk)
+
+    def report_disk(self, result: StepResult, now: float) -> None:
+        """Takes what the result says of the disk: chunks get the slots that have been written or read for them."""
+        for move, succeeded in self.disk.report(result, now):
+            chunk = move.chunk
+            if chunk is None:
+                self.disk.release(move.disk, move.key)
+                self.host.give(move.host)
+                continue
+            chunk.moving = None
+            if move.spills:
+                self._spilled(chunk, move, succeeded)
+            else:
+                self._promoted(chunk, move, succeeded)
+
+    def _spilled(self, chunk: Chunk, move: Move, succeeded: bool) -> None:
+        if succeeded and self.disk.wanted(move.disk, chunk):
+            chunk.disk = move.disk
+        else:
+            self.disk.release(move.disk, move.key)
+        self.file(chunk)
+
+    def _promoted(self, chunk: Chunk, move: Move, succeeded: bool) -> None:
+        """After a failed read the record is given up: the chunk is dropped if it is in no other tier."""
+        if succeeded and chunk.host == NO_SLOT:
+            chunk.host = move.host
+        else:  # not read, or computed again and copied out meanwhile
+            self.host.give(move.host)
+        if succeeded:
+            self.file(chunk)
+        if not (succeeded and self.disk.wanted(move.disk, chunk)):
+            self.release_disk(chunk)
+
     # -- victims
 
     def file(self, chunk: Chunk) -> None:
         """Puts the chunk into the set its state asks for. Called after every change of it."""
-        victim_set: VictimSet | OrderedSet | None = None
+        victim_set: ChunkSet | None = None
         if chunk.gpu == NO_SLOT:
             if not chunk.users and chunk.moving is None:
                 if chunk.host != NO_SLOT:
@@ -408,7 +504,3 @@ class ChunkStore:
     def resident_chunks(self) -> Iterable[Chunk]:
         yield from self._by_key.values()
         yield from self._private
-
-    def check(self, users: dict[Chunk, int], claims: dict[Chunk, Claims]) -> None:
-        """Proves conservation, given what rows and conversations hold. Raises InvariantError. Cost: all chunks."""
-        check_store(self, users, claims)

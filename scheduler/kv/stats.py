@@ -1,8 +1,12 @@
-"""Counts of what was taken from whom: plain numbers, incremented where it happens and read by metrics."""
+"""Counts for metrics: evictions by tier and reason, and load-or-recompute decisions."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import frexp
+
+from ..cost import CostProfile
+from .chunk import Chunk
 
 REGRET_S = 60.0
 """A chunk that is computed again so soon after it was dropped had better been kept."""
@@ -69,3 +73,40 @@ class EvictionStats:
             "host": {"copy": self.host_copies, "reclaimed": self.host_reclaimed, "dropped": self.host_dropped},
             "disk": {"copy": self.disk_copies, "dropped": self.disk_dropped},
         }
+
+
+class Choice:
+    """chunks, and the predicted seconds of loading them and of recomputing them."""
+
+    __slots__ = ("chunks", "load", "recompute")
+
+    def __init__(self) -> None:
+        self.chunks = 0
+        self.load = self.recompute = 0.0
+
+    def note(self, chunks: Iterable[Chunk], cost: CostProfile) -> None:
+        load = cost.load()
+        for chunk in chunks:
+            self.chunks += 1
+            self.load += load
+            self.recompute += cost.recompute(chunk.end)
+
+
+class LoadOrRecomputeStats:
+    """Chunks on HOST that were loaded, and those that were recomputed instead, with the predicted seconds of both ways.
+
+    Metrics set the link's real times (`pensieve:kv_link_seconds`) beside the predictions.
+    """
+
+    def __init__(self, cost: CostProfile):
+        self._cost = cost
+        self._loaded, self._recomputed = Choice(), Choice()
+
+    def note(self, loaded: Iterable[Chunk], recomputed: Iterable[Chunk]) -> None:
+        self._loaded.note(loaded, self._cost)
+        self._recomputed.note(recomputed, self._cost)
+
+    def by_choice(self) -> dict[str, dict[str, float]]:
+        """{"load" or "recompute": {"chunks", "load", "recompute"}}."""
+        made = {"load": self._loaded, "recompute": self._recomputed}
+        return {name: {part: getattr(choice, part) for part in Choice.__slots__} for name, choice in made.items()}

@@ -7,9 +7,9 @@ from bisect import insort
 from ..config import SchedulerConfig
 from ..context_window import ContextWindow
 from ..cost import CostProfile
-from ..kv.choices import LoadOrRecomputeStats
 from ..kv.chunk import NO_SLOT, Chunk
 from ..kv.chunk_store import ChunkStore
+from ..kv.stats import LoadOrRecomputeStats
 from ..plan import Join
 from ..turns.conversations import Conversations
 from ..turns.turn import RunningTurn, Turn
@@ -33,14 +33,14 @@ class Admission:
         cost: CostProfile,
         store: ChunkStore,
         conversations: Conversations,
-        planner: CacheLookup,
+        lookup: CacheLookup,
         queues: RequestQueues,
         order: QueueOrder,
         batcher: Batcher,
         windows: ContextWindow | None,
     ):
         self._config, self._cost, self._windows = config, cost, windows
-        self._store, self._conversations, self._lookup = store, conversations, planner
+        self._store, self._conversations, self._lookup = store, conversations, lookup
         self._queues, self._order, self._batcher = queues, order, batcher
         self.choices = LoadOrRecomputeStats(cost)
         self._epochs = 0
@@ -62,21 +62,21 @@ class Admission:
             if self._surely_too_large(turn):
                 batch.wanted = turn.wanted
                 return
-            finding = self._look_up(turn, batch)
-            if not isinstance(finding, RequestNeeds):
-                turn.waiting_for = finding
+            needs = self._look_up(turn, batch)
+            if not isinstance(needs, RequestNeeds):
+                turn.waiting_for = needs
                 if turn.resumes:
                     return
                 continue
-            work = self._lookup.work_now(turn, finding)
+            work = self._lookup.work_now(turn, needs)
             if not self._order.may_join(turn, work):
                 turn.work = work
                 continue
-            if not self._fits(finding):
-                self._keep_for_later(turn, finding, batch)
+            if not self._fits(needs):
+                self._keep_for_later(turn, needs, batch)
                 return
             self._order.joins(turn, work)
-            link = self._load(self._reserve(turn, finding, batch), batch, link)
+            link = self._load(self._reserve(turn, needs, batch), batch, link)
             if batch.budget <= 0 or len(self._queues.rows) + len(self._queues.loading) >= self._config.max_num_seqs:
                 return
 
@@ -86,14 +86,14 @@ class Admission:
         conversation = self._conversations.of(turn.request)
         if turn.from_disk is None:
             turn.from_disk = self._lookup.keys_on_disk(turn) if self._config.disk_kv_chunks else frozenset()
-        finding = self._lookup.look_up(turn, conversation, len(self._queues.rows))
-        if isinstance(finding, NeedsDisk):
+        needs = self._lookup.look_up(turn, conversation, len(self._queues.rows))
+        if isinstance(needs, NeedsDisk):
             # All of it, not only what the last position sees: else what is read for older windows is given up first.
-            self._queues.await_chunks(turn, [*finding.chunks, *finding.hits], batch.now)
+            self._queues.await_chunks(turn, [*needs.chunks, *needs.hits], batch.now)
             latest = None
-            for chunk in finding.chunks:
+            for chunk in needs.chunks:
                 # Once read it was given up again: HOST cannot keep it until the rest is there.
-                begun = chunk.key not in turn.read and batch.room.promote(chunk, drops=True)
+                begun = chunk.key not in turn.read and batch.evictor.promote(chunk, drops=True)
                 if begun is False:
                     turn.promotes = False
                     break
@@ -104,9 +104,9 @@ class Admission:
                 turn.read.add(chunk.key)
             if latest is not None:
                 return latest
-            finding = self._lookup.look_up(turn, conversation, len(self._queues.rows))
-            assert not isinstance(finding, NeedsDisk)
-        return finding
+            needs = self._lookup.look_up(turn, conversation, len(self._queues.rows))
+            assert not isinstance(needs, NeedsDisk)
+        return needs
 
     def link_chunks(self, batch: PlanBuilder) -> int:
         """Chunks that the link copies one way while the step runs."""
@@ -122,55 +122,54 @@ class Admission:
             and self._store.available + self._queues.coming_free() < turn.wanted
         )
 
-    def _keep_for_later(self, turn: Turn, finding: RequestNeeds, batch: PlanBuilder) -> None:
+    def _keep_for_later(self, turn: Turn, needs: RequestNeeds, batch: PlanBuilder) -> None:
         """The head of the queue must wait. Its conversation is active: what it will hit goes to every order's end."""
         if not turn.wanted:
-            self._queues.await_chunks(turn, finding.chunks, batch.now)
-        batch.wanted = turn.wanted = self._wanted(finding)
+            self._queues.await_chunks(turn, needs.chunks, batch.now)
+        batch.wanted = turn.wanted = self._wanted(needs)
 
-    def _wanted(self, finding: RequestNeeds) -> int:
-        return finding.new_slots + finding.idle_safe + self._config.reserved_chunks
+    def _wanted(self, needs: RequestNeeds) -> int:
+        return needs.new_slots + needs.idle_safe + self._config.reserved_chunks
 
-    def _fits(self, finding: RequestNeeds) -> bool:
+    def _fits(self, needs: RequestNeeds) -> bool:
         """All the room it needs beyond the reserve, or nothing. An empty batch ignores the reserve."""
-        store, needed = self._store, finding.new_slots
+        store, needed = self._store, needs.new_slots
         if self._queues.empty:
-            return store.obtainable - finding.idle_safe - finding.idle_only >= needed
-        if store.available + self._queues.coming_free() < self._wanted(finding):
+            return store.obtainable - needs.idle_safe - needs.idle_only >= needed
+        if store.available + self._queues.coming_free() < self._wanted(needs):
             return False
-        return store.available - finding.idle_safe >= needed
+        return store.available - needs.idle_safe >= needed
 
-    def _reserve(self, turn: Turn, finding: RequestNeeds, batch: PlanBuilder) -> RunningTurn:
+    def _reserve(self, turn: Turn, needs: RequestNeeds, batch: PlanBuilder) -> RunningTurn:
         """Holds every hit, then takes a slot for every chunk that is loaded or computed."""
-        store, tail = self._store, finding.tail
+        store, tail = self._store, needs.tail
         if turn.tail is not None and turn.tail is not tail:
             self._give_up_tail(turn.tail)  # somebody else has computed that chunk whole
-        store.pin(chunk for chunk in finding.chunks if chunk is not None)
+        store.pin(chunk for chunk in needs.chunks if chunk is not None)
         self._queues.leave_queue(turn)
-        batch.room.take_gpu_slots(finding.new_slots)
-        for chunk in finding.loads:
-            chunk.gpu, chunk.loading = store.gpu.take(), True
+        batch.evictor.take_gpu_slots(needs.new_slots)
+        store.begin_loads(needs.loads)
         size = self._config.chunk_tokens
         chunks = [
             chunk if chunk is not None else store.new((index + 1) * size, batch.now)
-            for index, chunk in enumerate(finding.chunks, finding.first)
+            for index, chunk in enumerate(needs.chunks, needs.first)
         ]
         self._epochs += 1
-        turn.base, turn.keys, turn.chains, turn.firsts = finding.base, finding.keys, {}, {}
-        window_end = NEVER_FULL if self._windows is None else self._windows.end(finding.first * size)
-        row = RunningTurn(turn, self._epochs, finding.first, chunks, finding.spans, finding.loads, window_end)
+        turn.context_start, turn.keys, turn.key_chains, turn.first_keys = needs.context_start, needs.keys, {}, {}
+        window_end = NEVER_FULL if self._windows is None else self._windows.end(needs.first * size)
+        row = RunningTurn(turn, self._epochs, needs.first, chunks, needs.spans, needs.loads, window_end)
         if tail is not None:
-            tail.tokens = finding.tail_tokens
+            tail.tokens = needs.tail_tokens
             self._take_tail(turn, tail)
         turn.tail, turn.waiting_for = None, None
         if turn.usage is None:
-            turn.usage = finding.usage
+            turn.usage = needs.usage
         if self._config.reuse:
-            keyed = [*zip(turn.keys[finding.first :], finding.chunks, strict=False)]
+            keyed = [*zip(turn.keys[needs.first :], needs.chunks, strict=False)]
             row.pending = {key: None for key, hit in keyed if hit is None or hit is tail}
             passed_over = (store.find(key) for key, hit in keyed if hit is None)
-            self.choices.note(finding.loads, (chunk for chunk in passed_over if chunk and chunk.host != NO_SLOT))
-            self._lookup.pending.update(dict.fromkeys(row.pending, row.id.epoch))
+            self.choices.note(needs.loads, (chunk for chunk in passed_over if chunk and chunk.host != NO_SLOT))
+            store.pending.update(dict.fromkeys(row.pending, row.id.epoch))
         insort(self._queues.loading, row, key=lambda row: row.order)
         return row
 
@@ -198,11 +197,7 @@ class Admission:
         lane = batch.copies.gated if gated else batch.copies.early
         loads = [row.loads.popleft() for _ in range(len(row.loads) if gated else link)]
         lane.add([chunk.host for chunk in loads], [chunk.gpu for chunk in loads])
-        for chunk in loads:
-            chunk.loading = False
-            if chunk.key is None:
-                self._store.release_host_late(chunk)
-            self._store.file(chunk)
+        self._store.loads_issued(loads)
         if gated and batch.budget > 0:
             self._seat(row, batch)
         return max(0, link - len(loads))

@@ -57,7 +57,7 @@ class Batcher:
                     return False
                 if not self._store.obtainable:
                     break
-            batch.room.take_gpu_slots(1)
+            batch.evictor.take_gpu_slots(1)
             chunk = self._store.new(row.chunks[-1].end + self._config.chunk_tokens, batch.now)
             batch.copies.step_writes(chunk.gpu)
             row.chunks.append(chunk)
@@ -85,7 +85,7 @@ class Batcher:
             self._queues.queue_again(row, None, batch.now)
             row.leaving = True
             return False
-        start = windows.start(row.room, turn.base)
+        start = windows.start(row.room, turn.context_start)
         first = start // self._config.chunk_tokens
         gone = row.chunks[: first - row.first]
         self._queues.release(row, gone, None, batch.now)

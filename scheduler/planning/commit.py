@@ -11,7 +11,6 @@ from ..kv.chunk_store import ChunkStore
 from ..turns.conversations import Conversations, Log, common_prefix
 from ..turns.turn import RunningTurn, Turn
 from ..types import ChunkKey, Request
-from .lookup import CacheLookup
 from .prefetch import Prefetcher
 
 
@@ -19,15 +18,14 @@ class Committer:
     def __init__(
         self,
         config: SchedulerConfig,
-        chains: ChunkKeys,
+        chunk_keys: ChunkKeys,
         store: ChunkStore,
         conversations: Conversations,
-        planner: CacheLookup,
-        lookahead: Prefetcher,
+        prefetcher: Prefetcher,
     ):
         self._size, self._reuse = config.chunk_tokens, config.reuse
-        self._chunk_keys, self._store, self._conversations, self._lookup = chains, store, conversations, planner
-        self._prefetcher = lookahead
+        self._chunk_keys, self._store, self._conversations = chunk_keys, store, conversations
+        self._prefetcher = prefetcher
 
     def prompt_keys(self, request: Request) -> tuple[int, list[ChunkKey]]:
         """Where the context begins, as far as its conversation knows, and a key for each full chunk from there.
@@ -36,17 +34,19 @@ class Committer:
         """
         if not self._reuse:
             return 0, []
-        base, prompt = 0, request.prompt
+        context_start, prompt = 0, request.prompt
         keys: list[ChunkKey] = []
         log = self._conversations.of(request)
         if log is not None:
             common = common_prefix(log.tokens, prompt)
-            if log.base == 0 or (common > log.base and self._chunk_keys.first_seen(len(prompt)) >= log.base):
-                base, keys = log.base, log.keys[: common // self._size]
-        self._chunk_keys.extend(keys, base, request.salt, prompt, len(prompt))
-        return base, keys
+            if log.context_start == 0 or (
+                common > log.context_start and self._chunk_keys.first_seen(len(prompt)) >= log.context_start
+            ):
+                context_start, keys = log.context_start, log.keys[: common // self._size]
+        self._chunk_keys.extend(keys, context_start, request.salt, prompt, len(prompt))
+        return context_start, keys
 
-    def computed(self, row: RunningTurn, start: int, end: int) -> None:
+    def on_computed(self, row: RunningTurn, start: int, end: int) -> None:
         """KV of [start, end) is written: chunks that are full now get their keys."""
         size = self._size
         for index in range(start // size, -(-end // size)):
@@ -55,23 +55,23 @@ class Committer:
                 continue
             if end >= (index + 1) * size:
                 chunk.tokens = size
-                self.filled(row, index)
+                self.publish_full(row, index)
             else:
                 chunk.tokens = max(chunk.tokens, end - index * size)
 
-    def filled(self, row: RunningTurn, index: int) -> None:
+    def publish_full(self, row: RunningTurn, index: int) -> None:
         """The row's chunk of that index is full. Of a generated one the key is made now."""
         if not self._reuse:
             return
         turn, size = row.turn, self._size
         if index == len(turn.keys):
-            self._chunk_keys.extend(turn.keys, turn.base, turn.request.salt, turn.tokens, (index + 1) * size)
+            self._chunk_keys.extend(turn.keys, turn.context_start, turn.request.salt, turn.tokens, (index + 1) * size)
         key, place = turn.keys[index], index - row.first
         if row.chunks[place].key is None:
             row.chunks[place] = self._store.publish(row.chunks[place], key)
         if key in row.pending:
             del row.pending[key]
-            del self._lookup.pending[key]
+            del self._store.pending[key]
 
     def tail(self, row: RunningTurn, reply: int) -> Chunk | None:
         """The partly filled chunk that a log of the prompt and `reply` tokens ends with, if the row has computed it."""
@@ -93,7 +93,7 @@ class Committer:
             return
         size, count = self._size, len(turn.request.prompt) + reply
         keys = turn.keys[: (count if tail is None else count - 1) // size] if self._reuse else []
-        first = self._chunk_keys.first_seen(count, turn.base) // size
+        first = self._chunk_keys.first_seen(count, turn.context_start) // size
         chunks = []
         for index, key in enumerate(keys[first:], first):
             place = -1 if row is None else index - row.first
@@ -102,9 +102,9 @@ class Committer:
             if chunk is None:
                 break
             chunks.append(chunk)
-            if first * size > turn.base:
-                self._store.bind(chunk)
-        log = Log(turn.tokens[:count], turn.base, keys, first, chunks, tail)
+            if first * size > turn.context_start:
+                self._store.mark_past_window(chunk)
+        log = Log(turn.tokens[:count], turn.context_start, keys, first, chunks, tail)
         self._conversations.commit(turn.request, log, now)
         hint = turn.request.expect_next_s
         self._prefetcher.expect(turn.request.conversation, len(chunks), inf if hint is None else now + hint)

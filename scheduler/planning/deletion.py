@@ -27,7 +27,7 @@ class Deletions:
     def __init__(self, store: ChunkStore):
         self._store = store
         self._looking: deque[Deletion] = deque()
-        self._erasing: deque[tuple[Deletion, int]] = deque()  # and the last slot that was doomed by then
+        self._erasing: deque[tuple[Deletion, int]] = deque()  # and `DiskTier.deleted` by then
 
     @property
     def looking(self) -> bool:
@@ -54,7 +54,7 @@ class Deletions:
             for key in keys:
                 self._store.delete(key)
             if left:
-                self._erasing.append((self._looking.popleft(), self._store.disk.dooms))
+                self._erasing.append((self._looking.popleft(), self._store.disk.deleted))
 
     def take_ended(self) -> list[bool]:
         """For each deletion that has ended since the last call: whether all of its records are erased. False: the disk

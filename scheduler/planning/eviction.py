@@ -8,7 +8,7 @@ from itertools import islice
 
 from ..kv.chunk import NO_SLOT, Chunk
 from ..kv.chunk_store import ChunkStore
-from ..kv.retention import Head
+from ..kv.victim_sets import Head
 from ..plan import Lane
 from ..types import InvariantError
 from .plan_copies import LaneCopies, StepCopies
@@ -84,8 +84,6 @@ class Evictor:
             if not chunks:
                 return
             saved += self._copy_out(chunks, uncopied.value, self._copies.saves)
-            for chunk in chunks:
-                chunk.refused_by_host, chunk.copied_for_disk = chunk.host == NO_SLOT, False
             store.make_reclaimable(chunks)
 
     def _copy_out(self, chunks: list[Chunk], value: float, copies: LaneCopies) -> int:
@@ -110,9 +108,7 @@ class Evictor:
                 computed = store.gpu.last[Lane.COMPUTE]
                 computed[chunk.gpu] = max(computed[chunk.gpu], store.completed.compute)
             self._copies.saves.add([chunk.gpu], slots)
-            store.copied_out(chunk, slots[0])
-            chunk.copied_for_disk = True
-            store.file(chunk)
+            store.copied_for_disk(chunk, slots[0])
         return bool(slots)
 
     def promote(self, chunk: Chunk, drops: bool) -> bool | None:
@@ -125,7 +121,7 @@ class Evictor:
             return False
         if not host.next_is_quiet(self._store.completed):
             return None
-        self._store.disk.promote(chunk, host.take())
+        self._store.promote(chunk, host.take())
         return True
 
     def _host_slots(self, count: int, value: float, drops: bool = True) -> list[int]:
@@ -182,7 +178,7 @@ class Evictor:
         included."""
         slot = self._disk_slot(self._store.policy.value(chunk, self._now))
         if slot != NO_SLOT:
-            self._store.disk.spill(chunk, slot)
+            self._store.spill(chunk, slot)
 
     def spill_ahead(self, spare: int, most: int) -> bool:
         """Begins to write the chunks of lowest V that are only on HOST, until `spare` HOST slots are free to take or
@@ -203,7 +199,7 @@ class Evictor:
                 return False
             slot = self._disk_slot(self._host_only.value, for_room=True) if victim.key is not None else NO_SLOT
             if slot != NO_SLOT:
-                disk.spill(victim, slot)
+                store.spill(victim, slot)
             else:
                 self._drop_from_host(victims)
             most -= 1

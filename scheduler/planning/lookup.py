@@ -25,7 +25,8 @@ LEAST_WORK_S = 1e-6  # where a profile says that nothing costs anything
 
 @dataclass(frozen=True, slots=True)
 class RequestNeeds:
-    """base, keys    where the context begins, and its keys from there
+    """context_start, keys
+                  where the context begins, and its keys from there
     first         index of the chunk at which the row begins
     chunks        from there on: a resident chunk, or None for one to be computed into a new slot; up to the end of the
                   row's window, slots for what is behind come later
@@ -38,7 +39,7 @@ class RequestNeeds:
     usage         where the prompt's tokens come from, those that its last one sees
     """
 
-    base: int
+    context_start: int
     keys: list[ChunkKey]
     first: int
     chunks: list[Chunk | None]
@@ -59,12 +60,12 @@ class RequestNeeds:
 
 @dataclass(slots=True)
 class _Look:
-    """A turn as seen from one base. Its last position sees what is from `seen` on; the row begins at chunk `first` and
-    has slots for `held` chunks."""
+    """A turn as seen from one context start. Its last position sees the positions from `seen` on; the row begins at
+    chunk `first` and has slots for `held` chunks."""
 
     turn: Turn
     conversation: Conversation | None
-    base: int
+    context_start: int
     keys: list[ChunkKey]
     tail: Chunk | None
     tail_tokens: int
@@ -89,32 +90,31 @@ class CacheLookup:
         cost: CostProfile,
         chunk_tokens: int,
         reuse: bool,
-        chains: ChunkKeys,
+        chunk_keys: ChunkKeys,
         windows: ContextWindow | None,
     ):
         self._store = store
         self._cost = cost
         self._chunk_tokens = chunk_tokens
         self._reuse = reuse
-        self._chunk_keys, self._windows = chains, windows
-        self.pending: dict[ChunkKey, int] = {}
+        self._chunk_keys, self._windows = chunk_keys, windows
 
     def must_wait(self, key: ChunkKey) -> bool:
         """A row is computing or loading that chunk, or it is being read: whoever needs it too had better wait for it
         (no herd). Or whether it is on HOST will be known in a moment."""
-        if key in self.pending:
+        if key in self._store.pending:
             return True
         chunk = self._store.find(key)
         return chunk is not None and self._coming(chunk)
 
     def _coming(self, chunk: Chunk) -> bool:
-        return chunk.loading or _being_read(chunk) or self._store.provisional(chunk)
+        return chunk.loading or _being_read(chunk) or self._store.unconfirmed(chunk)
 
     def seen_keys(self, turn: Turn) -> list[ChunkKey]:
-        """Those of the chunks that the turn's last position sees, as far as its base is known."""
+        """Those of the chunks that the turn's last position sees, as far as its context start is known."""
         if self._windows is None:
             return turn.keys
-        return turn.keys[self._windows.start(len(turn.tokens) - 1, turn.base) // self._chunk_tokens :]
+        return turn.keys[self._windows.start(len(turn.tokens) - 1, turn.context_start) // self._chunk_tokens :]
 
     def work(self, turn: Turn) -> float:
         """Predicted seconds, above 0, by which a step grows that also computes what the turn's last position sees and
@@ -124,9 +124,9 @@ class CacheLookup:
         tokens = len(turn.tokens) - (len(turn.keys) - len(keys) + there) * self._chunk_tokens
         return self._step_growth(tokens, len(turn.tokens))
 
-    def work_now(self, turn: Turn, finding: RequestNeeds) -> float:
-        """As `work`, of the tokens that the turn computes if it joins with this finding."""
-        return self._step_growth(sum(span.end - span.start for span in finding.spans), len(turn.tokens))
+    def work_now(self, turn: Turn, needs: RequestNeeds) -> float:
+        """As `work`, of the tokens that the turn computes if it joins with these needs."""
+        return self._step_growth(sum(span.end - span.start for span in needs.spans), len(turn.tokens))
 
     def _step_growth(self, tokens: int, context: int) -> float:
         cost = self._cost
@@ -158,50 +158,50 @@ class CacheLookup:
         """What the turn would need now, beside a batch of so many rows; or what must be read before; or the key of the
         chunk that it had better wait for.
 
-        A context that overflows goes on from the first base from which less is to be computed than all that its last
-        position sees, else it begins anew. Once it has had a seat its base is settled: its reply depends on it.
+        A context that overflows keeps the first start from which less must be computed than all that its last position
+        sees; else it begins anew. After the turn's first seat the start is settled: its reply depends on it.
         """
         windows, last = self._windows, len(turn.tokens) - 1
         if windows is None or last < windows.length:
             return self._look(turn, conversation, rows, 0)
         if turn.usage is not None and windows.mode != RECOMPUTE:
-            return self._look(turn, conversation, rows, turn.base)
-        *others, anew = windows.bases(last, turn.base)
-        for base in others:
-            if base == turn.base or self._known_base(turn, base):
-                found = self._look(turn, conversation, rows, base)
+            return self._look(turn, conversation, rows, turn.context_start)
+        *others, anew = windows.context_starts(last, turn.context_start)
+        for context_start in others:
+            if context_start == turn.context_start or self._known_start(turn, context_start):
+                found = self._look(turn, conversation, rows, context_start)
                 if not isinstance(found, RequestNeeds) or found.computed <= last - anew:
                     return found
         return self._look(turn, conversation, rows, anew)
 
-    def _keys(self, turn: Turn, base: int, end: int) -> list[ChunkKey]:
-        """The turn's keys from that base, those up to position `end` at least."""
-        if base == turn.base or not self._reuse:
+    def _keys(self, turn: Turn, context_start: int, end: int) -> list[ChunkKey]:
+        """The turn's keys from that context start, those up to position `end` at least."""
+        if context_start == turn.context_start or not self._reuse:
             return turn.keys
-        keys = turn.chains.setdefault(base, [])
-        self._chunk_keys.extend(keys, base, turn.request.salt, turn.tokens, end)
+        keys = turn.key_chains.setdefault(context_start, [])
+        self._chunk_keys.extend(keys, context_start, turn.request.salt, turn.tokens, end)
         return keys
 
-    def _known_base(self, turn: Turn, base: int) -> bool:
-        """Whether anybody's context began there: a look at one chunk, before keys are made for all of them."""
+    def _known_start(self, turn: Turn, context_start: int) -> bool:
+        """Whether any context began there: a look at one chunk, before keys are made for all of them."""
         if not self._reuse:
             return False
-        key = turn.firsts.get(base)
+        key = turn.first_keys.get(context_start)
         if key is None:
-            key = turn.firsts[base] = self._chunk_keys.first(base, turn.request.salt, turn.tokens)
-        return key in self.pending or self._store.known(key)
+            key = turn.first_keys[context_start] = self._chunk_keys.first(context_start, turn.request.salt, turn.tokens)
+        return key in self._store.pending or self._store.known(key)
 
     def _look(
-        self, turn: Turn, conversation: Conversation | None, rows: int, base: int
+        self, turn: Turn, conversation: Conversation | None, rows: int, context_start: int
     ) -> RequestNeeds | NeedsDisk | ChunkKey:
         size, count, windows = self._chunk_tokens, len(turn.tokens), self._windows
-        keys = self._keys(turn, base, count)
-        look = _Look(turn, conversation, base, keys, *self._usable_tail(turn, conversation, base))
+        keys = self._keys(turn, context_start, count)
+        look = _Look(turn, conversation, context_start, keys, *self._usable_tail(turn, conversation, context_start))
         end, overflows = count, False
         if windows is not None and count > windows.length:
-            start = windows.reach(count - 1, base, partial(self._first_missing, look))
+            start = windows.reach(count - 1, context_start, partial(self._first_missing, look))
             end, overflows = min(count, windows.end(start)), True
-            look.seen, look.first = windows.start(count - 1, base), start // size
+            look.seen, look.first = windows.start(count - 1, context_start), start // size
         look.held = -(-end // size) - look.first
 
         hits: list[Chunk | None] = []
@@ -214,7 +214,7 @@ class CacheLookup:
                 hits.append(chunk)
                 known.append(False)
                 continue
-            if key in self.pending or (chunk is not None and self._coming(chunk)):
+            if key in self._store.pending or (chunk is not None and self._coming(chunk)):
                 return key
             # What older positions saw is gone: what is left of them is read and loaded, whatever it costs.
             if chunk is not None and chunk.disk >= 0 and turn.promotes and self._to_be_read(chunk, overflows):
@@ -233,7 +233,7 @@ class CacheLookup:
                 hits[index] = look.tail
             else:
                 look.tail, look.tail_tokens = None, 0
-        return self._finding(look, hits, known)
+        return self._needs(look, hits, known)
 
     def _first_missing(self, look: _Look, position: int) -> int:
         """The first position from the chunk's first, `position`, on whose KV must be computed
@@ -247,25 +247,27 @@ class CacheLookup:
 
     def _there(self, turn: Turn, key: ChunkKey) -> bool:
         """The chunk of a context that overflows can be had without computing it."""
-        if key in self.pending:
+        if key in self._store.pending:
             return True
         chunk = self._store.find(key)
         return chunk is not None and chunk.resident and (turn.promotes or not _to_read(chunk))
 
-    def _usable_tail(self, turn: Turn, conversation: Conversation | None, base: int) -> tuple[Chunk | None, int]:
+    def _usable_tail(
+        self, turn: Turn, conversation: Conversation | None, context_start: int
+    ) -> tuple[Chunk | None, int]:
         """The private chunk the turn may append to, and how many of its tokens are the turn's."""
         if not self._reuse:
             return None, 0
-        tail, common, begun = turn.tail, len(turn.tokens), turn.base
+        tail, common, begun = turn.tail, len(turn.tokens), turn.context_start
         if tail is None and conversation is not None and conversation.tail is not None:
             tail, common = conversation.tail, common_prefix(conversation.tokens, turn.tokens)
-            begun = conversation.base
-        if tail is None or not tail.resident or self._store.provisional(tail) or begun != base:
+            begun = conversation.context_start
+        if tail is None or not tail.resident or self._store.unconfirmed(tail) or begun != context_start:
             return None, 0
         tokens = min(tail.tokens, common - (tail.end - self._chunk_tokens))
         return (tail, tokens) if tokens > 0 else (None, 0)
 
-    def _finding(self, look: _Look, hits: list[Chunk | None], known: list[bool]) -> RequestNeeds:
+    def _needs(self, look: _Look, hits: list[Chunk | None], known: list[bool]) -> RequestNeeds:
         size, count, turn, tail, seen = self._chunk_tokens, len(look.turn.tokens), look.turn, look.tail, look.seen
         reclaimable, uncopied = self._store.reclaimable, self._store.uncopied
         spans: deque[Span] = deque()
@@ -309,7 +311,7 @@ class CacheLookup:
         usage = Usage(**sources, new=count - seen - sum(sources.values()))
         chunks = hits[: look.held]
         return RequestNeeds(
-            base=look.base,
+            context_start=look.context_start,
             keys=look.keys,
             first=look.first,
             chunks=chunks,
@@ -343,7 +345,7 @@ class CacheLookup:
         sources["recomputed"] += 1
 
     def _had_kv(self, look: _Look) -> int:
-        """How many leading tokens have had KV in the turn's conversation, whatever the base, or before a restart."""
+        """How many leading tokens have had KV in the turn's conversation or before a restart, in whatever context."""
         conversation, turn = look.conversation, look.turn
         if not self._reuse:
             return 0

@@ -14,9 +14,9 @@ MOST_SCORED = 256  # prompt positions scored in one step: each takes a row of lo
 
 
 class PlanBuilder:
-    def __init__(self, step: int, applied: int, now: float, copies: StepCopies, room: Evictor, budget: int):
+    def __init__(self, step: int, applied: int, now: float, copies: StepCopies, evictor: Evictor, budget: int):
         self.step, self.applied, self.now = step, applied, now
-        self.copies, self.room = copies, room
+        self.copies, self.evictor = copies, evictor
         self.budget = budget
         self.joins: list[Join] = []
         self.origins: list[Origin] = []

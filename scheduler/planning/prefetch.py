@@ -31,10 +31,10 @@ class Prefetcher:
         cost: CostProfile,
         store: ChunkStore,
         conversations: Conversations,
-        planner: CacheLookup,
+        lookup: CacheLookup,
         order: QueueOrder,
     ):
-        self._store, self._conversations, self._lookup, self._order = store, conversations, planner, order
+        self._store, self._conversations, self._lookup, self._order = store, conversations, lookup, order
         self._cost = cost
         self._active = config.prefetch and config.disk_kv_chunks > 0
         self._window = config.host_kv_chunks
@@ -57,7 +57,7 @@ class Prefetcher:
         if self._active:
             self._conversations.expected.set(conversation_id, at - LEAD_S - chunks * self._cost.read())
 
-    def plan(self, room: Evictor, now: float) -> None:
+    def plan(self, evictor: Evictor, now: float) -> None:
         """One step's share of it."""
         if not self._active:
             return
@@ -67,10 +67,10 @@ class Prefetcher:
             self._expected.extend(conversation.chunks)
             for chunk in conversation.chunks:
                 self._store.touch(chunk, now)
-        if self._prefetch_queue(room, now):
-            self._prefetch_expected(room)
+        if self._prefetch_queue(evictor, now):
+            self._prefetch_expected(evictor)
 
-    def _prefetch_queue(self, room: Evictor, now: float) -> bool:
+    def _prefetch_queue(self, evictor: Evictor, now: float) -> bool:
         """Whether all of the window is on its way: of the turns that join first."""
         window = self._window
         for turn in self._order.preferred(now):
@@ -80,23 +80,23 @@ class Prefetcher:
                 break
             if turn.prefetched:
                 continue
-            if not all(self._prefetch(self._store.find(key), room) for key in keys):
+            if not all(self._prefetch(self._store.find(key), evictor) for key in keys):
                 return False
             turn.prefetched = True
         return True
 
-    def _prefetch_expected(self, room: Evictor) -> None:
+    def _prefetch_expected(self, evictor: Evictor) -> None:
         """What HOST has no room for, and is not about to have, is given up: it was a hint, and nobody waits for it."""
-        while self._expected and (self._prefetch(self._expected[0], room) or self._no_room):
+        while self._expected and (self._prefetch(self._expected[0], evictor) or self._no_room):
             self._expected.popleft()
 
-    def _prefetch(self, chunk: Chunk | None, room: Evictor) -> bool:
+    def _prefetch(self, chunk: Chunk | None, evictor: Evictor) -> bool:
         """False if the chunk must still be read and that cannot begin now."""
         if chunk is None or not self._lookup.readable(chunk):
             return True
         self._no_room = False
         if self._store.disk.reading >= self._most_reads:
             return False
-        begun = room.promote(chunk, drops=False)
+        begun = evictor.promote(chunk, drops=False)
         self._no_room = begun is False and not self._store.disk.writing
         return begun is True

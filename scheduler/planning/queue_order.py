@@ -39,8 +39,8 @@ REPLY_WEIGHT = 1 / 64  # of the latest reply in their mean length
 class QueueOrder:
     """`waiting`: the queue by `Turn.order`, which the owner of this object changes."""
 
-    def __init__(self, config: SchedulerConfig, cost: CostProfile, planner: CacheLookup, waiting: Sequence[Turn]):
-        self._cost, self._lookup, self._waiting = cost, planner, waiting
+    def __init__(self, config: SchedulerConfig, cost: CostProfile, lookup: CacheLookup, waiting: Sequence[Turn]):
+        self._cost, self._lookup, self._waiting = cost, lookup, waiting
         self._overtaking = OVERTAKING[config.queue_order]
         self._seats = config.max_num_seqs
         self._reply_tokens = float(FIRST_REPLY_TOKENS)

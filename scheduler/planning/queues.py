@@ -7,18 +7,17 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from ..config import SchedulerConfig
-from ..kv.chunk import NO_SLOT, Chunk
+from ..kv.chunk import Chunk
 from ..kv.chunk_store import ChunkStore
 from ..turns.turn import RunningTurn, Turn
 from ..types import RowId
-from .lookup import CacheLookup
 
 
 class RequestQueues:
     """`waiting`, `loading` and `rows` (those in seats) are sorted by their `order`."""
 
-    def __init__(self, config: SchedulerConfig, store: ChunkStore, planner: CacheLookup):
-        self._config, self._store, self._lookup = config, store, planner
+    def __init__(self, config: SchedulerConfig, store: ChunkStore):
+        self._config, self._store = config, store
         self.waiting: list[Turn] = []
         self.loading: list[RunningTurn] = []
         self.rows: list[RunningTurn] = []
@@ -80,13 +79,10 @@ class RequestQueues:
 
         Its launched steps may still use the slots; whoever takes them waits for that on the device.
         """
-        for chunk in row.loads:
-            chunk.loading = False
-            self._store.gpu.give(chunk.gpu)
-            chunk.gpu = NO_SLOT
+        self._store.cancel_loads(row.loads)
         row.loads.clear()
         for key in row.pending:
-            del self._lookup.pending[key]
+            del self._store.pending[key]
         row.pending.clear()
         self.release(row, row.chunks, tail, now)
         row.chunks = []

@@ -95,14 +95,14 @@ class WriteBehind:
     def _settled(self, chunk: Chunk) -> bool:
         return chunk not in self._pending and chunk.moving is None
 
-    def plan(self, room: Evictor, now: float) -> None:
+    def plan(self, evictor: Evictor, now: float) -> None:
         """One step's share of it."""
         if now < self._store.disk.paused_until:
             self._decline_all()
         else:
-            self._spill_copied(room)
-            self._copy_out(room)
-            self._short = not room.spill_ahead(self._host_buffer, self._most_writes - self._store.disk.writing)
+            self._spill_copied(evictor)
+            self._copy_out(evictor)
+            self._short = not evictor.spill_ahead(self._host_buffer, self._most_writes - self._store.disk.writing)
         self._end_staging()
 
     def _decline_all(self) -> None:
@@ -110,12 +110,12 @@ class WriteBehind:
         for refused_by_host in (self._queue, self._copied, self._pending):
             refused_by_host.clear()
 
-    def _copy_out(self, room: Evictor) -> None:
+    def _copy_out(self, evictor: Evictor) -> None:
         copies = 0
         while self._queue and copies < self._most_copies:
             chunk = self._queue[0]
             if _unsaved(chunk) and chunk.host == NO_SLOT:
-                if not room.stage(chunk):
+                if not evictor.stage(chunk):
                     if self._copied or self._store.disk.writing:
                         return  # HOST slots are about to be free
                     del self._pending[chunk]
@@ -126,7 +126,7 @@ class WriteBehind:
             if chunk in self._pending:
                 self._copied.append(chunk)
 
-    def _spill_copied(self, room: Evictor) -> None:
+    def _spill_copied(self, evictor: Evictor) -> None:
         store = self._store
         while self._copied and store.disk.writing < self._most_writes:
             chunk = self._copied[0]
@@ -136,7 +136,7 @@ class WriteBehind:
             self._copied.popleft()
             del self._pending[chunk]
             if wanted:
-                room.spill(chunk)
+                evictor.spill(chunk)
 
     def _end_staging(self) -> None:
         """HOST gives up the copies made for DISK's sake, unless their chunks have left the GPU meanwhile or are about

@@ -1,4 +1,4 @@
-"""Generation steps by the dozen, for the simulator: just what so many `next_plan` and `apply` would do.
+"""Generation steps by the dozen, for the simulator: the same as so many `next_plan` and `apply`.
 
 Between two chunks' ends a batch of rows that only generate does nothing but count: with few rows that is most steps.
 """
@@ -6,38 +6,52 @@ Between two chunks' ends a batch of rows that only generate does nothing but cou
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 from dataclasses import replace
 
 from ..plan import NO_TICKETS, StepPlan
-from ..turns.turn import RunningTurn
+from ..scheduler import Scheduler
 
 
-def steady_steps(rows: Sequence[RunningTurn], plan: StepPlan) -> int:
-    """How many steps behind `plan`, the only one in flight, are sure to be like it; `rows` are the batch.
+class FastForwardScheduler(Scheduler):
+    """A scheduler that can skip steps in which every row generates one token and nothing else happens."""
 
-    Such a step gives one token to each row. It takes no slot, and applying the one before it fills no chunk and begins
-    or ends no reply.
-    """
-    if plan.spans or not rows or len(plan.generate) != len(rows):
-        return 0
-    steps = []
-    for row in rows:
-        if row.spans or row.leaving or row.constrained or row.stop_ids or len(row.tokens) < row.begin:
+    def steady_steps(self) -> int:
+        """How many steps behind the only one in flight are sure to be like it, if no request comes or leaves.
+
+        Such a step gives one token to each row. It takes no slot, and applying the one before it fills no chunk and
+        begins or ends no reply.
+        """
+        busy = bool(self._queues.waiting or self._queues.loading or self._deletions.looking)
+        busy = busy or self._conversations.mortal or self._disk_busy()
+        if busy or self.in_flight != 1 or (self._store.available < self._mark and self._store.uncopied):
             return 0
-        # With one step in flight the next position is that of the next token applied: slots end and chunks fill alike.
-        steps.append(min(row.room, row.end - 1) - row.position)
-    return max(0, min(steps))
+        rows, plan = self._queues.rows, self._inflight[0][0]
+        if plan.spans or not rows or len(plan.generate) != len(rows):
+            return 0
+        steps = []
+        for row in rows:
+            if row.spans or row.leaving or row.constrained or row.stop_ids or len(row.tokens) < row.begin:
+                return 0
+            # With one step in flight the next position is that of the next token applied: slots end and chunks fill
+            # alike.
+            steps.append(min(row.room, row.end - 1) - row.position)
+        return max(0, min(steps))
 
+    def skip(self, steps: int) -> StepPlan:
+        """As `next_plan` and `apply`, so often: at least once, at most `steady_steps()` times.
 
-def skip(rows: Sequence[RunningTurn], plan: StepPlan, steps: int) -> StepPlan:
-    """The rows as if `steps` plans had been made and applied, `plan` the first of those applied; each sample is the
-    number of its step. Returns the plan that is then in flight; `steps` is at least 1."""
-    samples = array("i", range(plan.step, plan.step + steps))
-    for row in rows:
-        row.position += steps
-        row.launched += steps
-        row.tokens += samples
-    positions = array("i", (row.position - 1 for row in rows))
-    unchanged = replace(plan, copies=(), after=NO_TICKETS, joins=(), origins=(), blocks=(), ended=())
-    return replace(unchanged, step=plan.step + steps, positions=positions)
+        Each sample is the number of its step. Returns the plan that is then in flight.
+        """
+        plan, span_rows = self._inflight.pop()
+        samples = array("i", range(plan.step, plan.step + steps))
+        rows = self._queues.rows
+        for row in rows:
+            row.position += steps
+            row.launched += steps
+            row.tokens += samples
+        positions = array("i", (row.position - 1 for row in rows))
+        unchanged = replace(plan, copies=(), after=NO_TICKETS, joins=(), origins=(), blocks=(), ended=())
+        plan = replace(unchanged, step=plan.step + steps, positions=positions)
+        self._inflight.append((plan, span_rows))
+        self._step, self._applied = plan.step, plan.step - 1
+        return plan

@@ -18,8 +18,8 @@ from typing import NamedTuple
 from ..config import SchedulerConfig
 from ..cost import CostProfile
 from ..plan import CopyBatch, Lane, StepPlan, StepResult, Tickets
-from ..scheduler import Scheduler
 from ..types import Applied, InvariantError, Request, RequestId, Usage
+from .fast_forward import FastForwardScheduler
 
 STEPS_IN_FLIGHT = 2
 POLL_S = 2e-3
@@ -225,7 +225,7 @@ class Simulator:
         truncate: bool = False,
         watch: Callable[[float, Applied, Mapping[RequestId, Open]], None] | None = None,
     ):
-        self.scheduler = Scheduler(config, cost)
+        self.scheduler = FastForwardScheduler(config, cost)
         self.now = min(session.start_s for session in sessions)
         self._started = self.now
         self._device = device or VirtualDevice(cost)

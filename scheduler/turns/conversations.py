@@ -8,8 +8,7 @@ from itertools import islice
 from math import inf
 from typing import NamedTuple
 
-from ..invariants import Claims
-from ..kv.chunk import NO_SLOT, Chunk
+from ..kv.chunk import NO_SLOT, Chunk, Claims
 from ..kv.chunk_store import ChunkStore
 from ..types import ChunkKey, ConversationKV, Request
 from .quotas import Quotas
@@ -20,7 +19,7 @@ class Log(NamedTuple):
     """What a turn leaves to its conversation: see `Conversation`."""
 
     tokens: array[int]
-    base: int
+    context_start: int
     keys: list[ChunkKey]
     first: int
     chunks: list[Chunk]
@@ -31,7 +30,8 @@ class Conversation:
     """owner     whose quota it counts for
     salt      of the turn committed last: KV is shared within one salt only
     tokens    every token of the last committed branch; all but the last have had KV
-    base      where the context begins, in which they had it (see `windows`)
+    context_start
+              where the context begins, in which they had it (see `ContextWindow`)
     keys      one for each full chunk of KV, as `ChunkKeys` has them
     first     index of the first chunk that the next turn's first position sees
     chunks    the chunks from there on, claimed; empty without reuse
@@ -39,20 +39,21 @@ class Conversation:
     active    when it was last active
     ttl       seconds it lives on after that
     pinned    its chunks are evicted last, until `pinned_until`
-    surplus   it is beyond its owner's quota
+    over_quota
+              it is beyond its owner's quota
     """
 
     __slots__ = (
         "active",
-        "base",
         "chunks",
+        "context_start",
         "first",
         "keys",
+        "over_quota",
         "owner",
         "pinned",
         "pinned_until",
         "salt",
-        "surplus",
         "tail",
         "tokens",
         "ttl",
@@ -61,12 +62,12 @@ class Conversation:
     def __init__(self, owner: str, salt: bytes, ttl: float, now: float):
         self.owner, self.salt = owner, salt
         self.tokens: array[int] = array("i")
-        self.base = self.first = 0
+        self.context_start = self.first = 0
         self.keys: list[ChunkKey] = []
         self.chunks: list[Chunk] = []
         self.tail: Chunk | None = None
         self.active, self.ttl = now, ttl
-        self.pinned, self.pinned_until, self.surplus = False, -inf, False
+        self.pinned, self.pinned_until, self.over_quota = False, -inf, False
 
 
 class Conversations:
@@ -117,7 +118,7 @@ class Conversations:
 
     def _set(self, conversation_id: str, owner: str, salt: bytes, log: Log, now: float) -> None:
         conversation = self._by_id.setdefault(conversation_id, Conversation(owner, salt, self._ttl, now))
-        self._mark(conversation, surplus=False)
+        self._mark(conversation, over_quota=False)
         shared = 0
         for before, after in zip(conversation.chunks, log.chunks, strict=False):
             if before is not after:
@@ -129,12 +130,12 @@ class Conversations:
                 self._store.change_pins(chunk, 1)
         self._release(conversation, shared)
         conversation.salt, conversation.active = salt, now
-        conversation.tokens, conversation.base, conversation.keys, conversation.first = log[:4]
+        conversation.tokens, conversation.context_start, conversation.keys, conversation.first = log[:4]
         conversation.chunks, conversation.tail = log.chunks, log.tail
         self._schedule(conversation_id, conversation)
         if self._quotas is not None:
-            for other, surplus in self._quotas.put(conversation.owner, conversation_id, len(log.chunks)):
-                self._mark(self._by_id[other], surplus)
+            for other, over_quota in self._quotas.put(conversation.owner, conversation_id, len(log.chunks)):
+                self._mark(self._by_id[other], over_quota)
 
     def touch(self, request: Request, now: float) -> None:
         """The user has written: the conversation lives on."""
@@ -145,7 +146,7 @@ class Conversations:
     def fork(self, conversation_id: str, new_id: str, now: float) -> None:
         """A second name for the same history. Full chunks are shared; the tail stays with the original."""
         source = self._by_id[conversation_id]
-        log = Log(source.tokens[:], source.base, source.keys[:], source.first, source.chunks[:], None)
+        log = Log(source.tokens[:], source.context_start, source.keys[:], source.first, source.chunks[:], None)
         self._set(new_id, source.owner, source.salt, log, now)
 
     def delete(self, conversation_id: str, shared: int = 0) -> None:
@@ -154,11 +155,11 @@ class Conversations:
         conversation = self._by_id.pop(conversation_id)
         self._due.set(conversation_id, inf)
         self.expected.set(conversation_id, inf)
-        self._mark(conversation, surplus=False)
+        self._mark(conversation, over_quota=False)
         self._release(conversation)
         if self._quotas is not None:
-            for other, surplus in self._quotas.remove(conversation.owner, conversation_id):
-                self._mark(self._by_id[other], surplus)
+            for other, over_quota in self._quotas.remove(conversation.owner, conversation_id):
+                self._mark(self._by_id[other], over_quota)
         for key in conversation.keys[shared:]:  # its claims end at the first chunk that was gone at its last commit
             self._store.delete(key)
 
@@ -201,19 +202,19 @@ class Conversations:
             for chunk in conversation.chunks:
                 self._store.change_pins(chunk, 1 if pinned else -1)
 
-    def _mark(self, conversation: Conversation, surplus: bool) -> None:
-        if conversation.surplus != surplus:
-            conversation.surplus = surplus
+    def _mark(self, conversation: Conversation, over_quota: bool) -> None:
+        if conversation.over_quota != over_quota:
+            conversation.over_quota = over_quota
             for chunk in conversation.chunks:
-                self._store.change_surplus(chunk, 1 if surplus else -1)
+                self._store.change_over_quota(chunk, 1 if over_quota else -1)
 
     def claims(self) -> dict[Chunk, Claims]:
         """By chunk, counted afresh (for `check`)."""
         counted: dict[Chunk, Claims] = {}
         for conversation in self._by_id.values():
             for chunk in conversation.chunks:
-                claims, pins, surplus = counted.get(chunk, (0, 0, 0))
-                counted[chunk] = Claims(claims + 1, pins + conversation.pinned, surplus + conversation.surplus)
+                claims, pins, over_quota = counted.get(chunk, (0, 0, 0))
+                counted[chunk] = Claims(claims + 1, pins + conversation.pinned, over_quota + conversation.over_quota)
         return counted
 
     def residency(self, start: int, most: int) -> tuple[list[ConversationKV], int]:

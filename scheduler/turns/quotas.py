@@ -3,7 +3,7 @@
 An owner's conversations, in the order of their last turns:
 
     the longest ago ... | ... the latest
-    surplus             | within the quota
+    over quota          | within the quota
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Iterator
 class _Share:
     """One owner's: chunks by conversation."""
 
-    __slots__ = ("surplus", "taken", "within")
+    __slots__ = ("over_quota", "taken", "within")
 
     def __init__(self) -> None:
-        self.surplus: OrderedDict[str, int] = OrderedDict()
+        self.over_quota: OrderedDict[str, int] = OrderedDict()
         self.within: OrderedDict[str, int] = OrderedDict()
         self.taken = 0  # chunks within
 
@@ -33,17 +33,17 @@ class Quotas:
     def put(self, owner: str, conversation: str, chunks: int) -> Iterator[tuple[str, bool]]:
         """A turn of the conversation has just ended: it is the owner's latest.
 
-        Yields (conversation, whether it is surplus from now on) for the others of which that changes, and for this one
-        if it is.
+        Yields (conversation, whether it is over quota from now on) for the others of which that changes, and for this
+        one if it is over quota.
         """
         share = self._shares.setdefault(owner, _Share())
-        share.surplus.pop(conversation, None)
+        share.over_quota.pop(conversation, None)
         share.taken += chunks - share.within.pop(conversation, 0)
         share.within[conversation] = chunks
         while share.taken > self._most:
             oldest, size = share.within.popitem(last=False)
             share.taken -= size
-            share.surplus[oldest] = size
+            share.over_quota[oldest] = size
             yield oldest, True
         yield from self._let_in(share)
 
@@ -51,16 +51,16 @@ class Quotas:
         """The conversation is gone. Yields as `put`."""
         share = self._shares[owner]
         share.taken -= share.within.pop(conversation, 0)
-        share.surplus.pop(conversation, None)
+        share.over_quota.pop(conversation, None)
         yield from self._let_in(share)
-        if not (share.within or share.surplus):
+        if not (share.within or share.over_quota):
             del self._shares[owner]
 
     def _let_in(self, share: _Share) -> Iterator[tuple[str, bool]]:
-        while share.surplus:
-            latest, size = share.surplus.popitem()
+        while share.over_quota:
+            latest, size = share.over_quota.popitem()
             if share.taken + size > self._most:
-                share.surplus[latest] = size
+                share.over_quota[latest] = size
                 return
             share.within[latest] = size
             share.within.move_to_end(latest, last=False)

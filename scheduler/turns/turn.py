@@ -12,10 +12,10 @@ from ..types import ChunkKey, Request, RowId, Usage
 
 class Turn:
     """tokens        the prompt and every applied token of the reply
-    base          the position at which its context begins: nothing before it exists (see `windows`)
+    context_start the position at which its context begins: nothing before it exists (see `ContextWindow`)
     keys          one for each full chunk of `tokens`, as `ChunkKeys` has them
-    chains        keys from other bases, as far as they have been tried
-    firsts        the first chunk's key from each other base that has been looked at
+    key_chains    keys from other context starts, as far as they have been tried
+    first_keys    the first chunk's key from each other context start that has been looked at
     order         its place in the queue, kept for life: (priority, number of its arrival), the smaller the sooner
     arrived       when it came; seconds, as the next one
     work          predicted seconds by which a step grows with what of its prompt is in no tier
@@ -38,10 +38,10 @@ class Turn:
         "allowance",
         "arrived",
         "awaited",
-        "base",
-        "chains",
-        "firsts",
+        "context_start",
+        "first_keys",
         "from_disk",
+        "key_chains",
         "keys",
         "order",
         "prefetched",
@@ -59,17 +59,17 @@ class Turn:
         "work",
     )
 
-    def __init__(self, request: Request, arrival: int, base: int, keys: list[ChunkKey], now: float):
+    def __init__(self, request: Request, arrival: int, context_start: int, keys: list[ChunkKey], now: float):
         self.request = request
         self.order = (request.priority, arrival)
         self.arrived = now
         self.work = self.reply_work = self.allowance = 0.0
         self.queued: float | None = None
         self.tokens = request.prompt[:]
-        self.base = base
+        self.context_start = context_start
         self.keys = keys
-        self.chains: dict[int, list[ChunkKey]] = {}
-        self.firsts: dict[int, ChunkKey] = {}
+        self.key_chains: dict[int, list[ChunkKey]] = {}
+        self.first_keys: dict[int, ChunkKey] = {}
         self.scored = 0
         self.tail: Chunk | None = None
         self.waiting_for: ChunkKey | None = None

@@ -54,7 +54,7 @@ def chat(ranks, engine, reference, directory, *, turns, restarts=0, slow=None, b
     if slow is not None:
         settings["disturbed"] = ranks.rank == slow
     if spoils is not None:
-        settings |= dict(provisional_copies=True, host_form=SPOILING if ranks.rank == spoils else None)
+        settings |= dict(copies_may_fail=True, host_form=SPOILING if ranks.rank == spoils else None)
     disk = None
     if slots := settings.get("disk_kv_chunks"):
         folder = directory.with_name(f"kv-{settings['seed']}")
@@ -65,7 +65,7 @@ def chat(ranks, engine, reference, directory, *, turns, restarts=0, slow=None, b
     if ranks.rank == 0:
         chatter = Chatter(engine, reference, make_executor=partial(lead, ranks), **settings)
         happened = chatter.run(turns, restarts, until=itemgetter("disk") if slots else lambda counts: True)
-        happened["spoiled"] = chatter.scheduler.stats().spoiled
+        happened["spoiled"] = chatter.scheduler.stats().bad_copies
     else:
         chatter = Chatter(engine, reference, **settings)
         obey(ranks, chatter)

@@ -75,7 +75,7 @@ def test_replies_are_right_from_a_disk_of_codes(tmp_path):
 
 
 def spoiling_chatter(seed, **settings):
-    settings = dict(host_form=SPOILING, provisional_copies=True, gpu_kv_chunks=27) | settings
+    settings = dict(host_form=SPOILING, copies_may_fail=True, gpu_kv_chunks=27) | settings
     return Chatter(SumsEngine(61, SPOILING), every_next_token_of(61), seed, **settings)
 
 
@@ -84,7 +84,7 @@ def spoiling_chatter(seed, **settings):
 def test_no_reply_is_from_a_copy_that_is_none(disturbed, seed):
     chatter = spoiling_chatter(seed, disturbed=disturbed)
     counts = chatter.run(60)
-    assert counts["host"] > 0 and chatter.scheduler.stats().spoiled > 20, counts
+    assert counts["host"] > 0 and chatter.scheduler.stats().bad_copies > 20, counts
 
 
 @pytest.mark.parametrize("save", SAVE_MODES)

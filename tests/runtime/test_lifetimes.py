@@ -136,7 +136,7 @@ def test_what_cannot_be_flushed_is_not_erased(executors, monkeypatch):
     step = spill(executor, 5)
     monkeypatch.setattr(disk_files.os, "fdatasync", fail)
     executor.launch(replace(plan(step + 1), erased=(5,)))
-    assert executor.wait().unerased == (5,)
+    assert executor.wait().erase_failed == (5,)
 
 
 def test_the_pools_stay_until_the_disk_s_threads_have_ended(executors, monkeypatch):

@@ -77,7 +77,7 @@ class Harness:
 
     def _new_device(self):
         config = self.config
-        spoils = (lambda: self._spoils.random() < 0.2) if config.provisional_copies else None
+        spoils = (lambda: self._spoils.random() < 0.2) if config.copies_may_fail else None
         return DeviceModel(
             config.gpu_kv_chunks, config.host_kv_chunks, config.chunk_tokens, self.windows, spoils=spoils
         )
@@ -223,9 +223,9 @@ class Harness:
         """The next plan, launched on the device; None if there is nothing to do."""
         plan = self.scheduler.next_plan(self.now)
         self._expire()
-        planner = self.scheduler._lookup
+        lookup = self.scheduler._lookup
         for turn in self.scheduler._queues.waiting:
-            self.counts["waits for keys"] += turn.waiting_for is not None and planner.must_wait(turn.waiting_for)
+            self.counts["waits for keys"] += turn.waiting_for is not None and lookup.must_wait(turn.waiting_for)
         if plan is None:
             self.counts["nothing to plan"] += 1
             return None
@@ -256,7 +256,7 @@ class Harness:
         result = replace(self.results.popleft(), **self.reports())
         if not self.completes():
             result = replace(result, completed=self.device.known)
-        result = replace(result, spoiled=self.device.newly_spoiled(result.completed.swap_out))
+        result = replace(result, bad_copies=self.device.newly_spoiled(result.completed.swap_out))
         self.device.known = Tickets(*map(max, self.device.known, result.completed))
         self.device.applied = result.step
         applied = self.scheduler.apply(result, self.now)
@@ -288,11 +288,11 @@ class Harness:
 
     def _note_base(self, turn):
         """A request's base is settled with its first seat; without kept KV each window is one."""
-        base = self.bases.setdefault(turn.request.id, turn.base)
+        base = self.bases.setdefault(turn.request.id, turn.context_start)
         if self.windows is not None and self.windows.mode == RECOMPUTE:
-            self.bases[turn.request.id] = turn.base
+            self.bases[turn.request.id] = turn.context_start
         else:
-            assert turn.base == base
+            assert turn.context_start == base
 
     def reports(self):
         """What became of disk work: all of it succeeds, at once."""
@@ -390,7 +390,7 @@ class Harness:
         stats = self.scheduler.stats()
         self.counts["suspensions"] += stats.suspensions
         self.counts["drops"] += stats.dropped
-        self.counts["spoiled"] += stats.spoiled
+        self.counts["spoiled"] += stats.bad_copies
         assert (stats.running, stats.waiting, stats.conversations) == (0, 0, len(self.logs))
         assert stats.slots["gpu"]["in_use"] == 0
         for name in list(self.logs):

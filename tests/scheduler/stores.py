@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import count
 
 from pensieve.scheduler.config import SchedulerConfig
-from pensieve.scheduler.invariants import Claims
+from pensieve.scheduler.invariants import check_store
+from pensieve.scheduler.kv.chunk import Claims
 from pensieve.scheduler.kv.chunk_store import ChunkStore
 from pensieve.scheduler.kv.retention import eviction_policy
 from pensieve.scheduler.planning.eviction import Evictor
@@ -49,7 +50,7 @@ def idle(store, end=SIZE, now=0.0, key=None, copied=False, on_gpu=True, claims=0
     return chunk
 
 
-def a_room(store, now, step=1):
+def an_evictor(store, now, step=1):
     copies = StepCopies(step, store.gpu, store.host)
     return copies, Evictor(store, copies, now)
 
@@ -57,4 +58,4 @@ def a_room(store, now, step=1):
 def check(store, held=(), claims=None):
     """Books of a store whose chunks in `held` are held by one row each."""
     store.end_plan()
-    store.check(dict.fromkeys(held, 1), {chunk: Claims(count) for chunk, count in (claims or {}).items()})
+    check_store(store, dict.fromkeys(held, 1), {chunk: Claims(count) for chunk, count in (claims or {}).items()})

@@ -390,5 +390,5 @@ def test_slots_on_their_way_free_are_no_room_yet():
     scheduler._queues.coming_free = lambda: 8
     new = scheduler._store.available - 2
     for idle_safe, fits in ((2, True), (3, False)):
-        finding = SimpleNamespace(new_slots=new, idle_safe=idle_safe, idle_only=0)
-        assert scheduler._admission._fits(finding) is fits
+        needs = SimpleNamespace(new_slots=new, idle_safe=idle_safe, idle_only=0)
+        assert scheduler._admission._fits(needs) is fits

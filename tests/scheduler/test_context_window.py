@@ -30,10 +30,10 @@ def test_windows_move_on_by_a_step_whenever_they_are_full(length, step, base):
 
 def test_bases_are_the_starts_of_windows_up_to_the_last_ones_own():
     windows = ContextWindow(16, 8)
-    assert list(windows.bases(15)) == [0]
-    assert list(windows.bases(40)) == [0, 8, 16, 24, 32]
-    assert list(windows.bases(40, lowest=16)) == [16, 24, 32]
-    assert list(ContextWindow(16, 8, RECOMPUTE).bases(40)) == [windows.start(40)] == [32]
+    assert list(windows.context_starts(15)) == [0]
+    assert list(windows.context_starts(40)) == [0, 8, 16, 24, 32]
+    assert list(windows.context_starts(40, lowest=16)) == [16, 24, 32]
+    assert list(ContextWindow(16, 8, RECOMPUTE).context_starts(40)) == [windows.start(40)] == [32]
 
 
 def test_the_model_counts_positions_from_zero_where_kv_is_kept():
@@ -96,18 +96,18 @@ def test_windows_enter_a_chain_at_the_first_chunk_that_sees_less(length, step):
 
 def test_a_base_begins_a_chain_of_its_own():
     windows = ContextWindow(16, 8)
-    chains = {base: keys_of(windows, base) for base in (0, 8, 16)}
-    for base, keys in chains.items():
+    chunk_keys = {base: keys_of(windows, base) for base in (0, 8, 16)}
+    for base, keys in chunk_keys.items():
         before = base // SIZE
         assert keys[:before] == [NO_KEY] * before and NO_KEY not in keys[before:]
         assert len(keys) == len(TOKENS) // SIZE
-    real = [key for keys in chains.values() for key in keys if key != NO_KEY]
+    real = [key for keys in chunk_keys.values() for key in keys if key != NO_KEY]
     assert len(set(real)) == len(real)
 
 
 def test_a_chain_goes_on_where_it_ended():
     for base in (0, 8):
-        chains, keys = ChunkKeys(b"seed", SIZE, ContextWindow(16, 8)), []
+        chunk_keys, keys = ChunkKeys(b"seed", SIZE, ContextWindow(16, 8)), []
         for end in (3, 9, 16, 17, 40, len(TOKENS)):
-            chains.extend(keys, base, b"salt", TOKENS, end)
+            chunk_keys.extend(keys, base, b"salt", TOKENS, end)
         assert keys == keys_of(ContextWindow(16, 8), base)

@@ -203,7 +203,7 @@ def test_a_slot_that_cannot_be_erased_is_used_no_more():
     scheduler.delete("a")
     plan = scheduler.next_plan(harness.now)
     assert sorted(plan.erased) == sorted(slots)
-    scheduler.apply(StepResult(plan.step, (), (), scheduler._store.completed, unerased=slots[:1]), harness.now)
+    scheduler.apply(StepResult(plan.step, (), (), scheduler._store.completed, erase_failed=slots[:1]), harness.now)
     assert scheduler.take_erased() == [False]
     scheduler.check()
     assert scheduler.stats().slots["disk"] == {"free": 7, "copy": 0, "idle": 0, "moving": 1}
@@ -255,7 +255,7 @@ def test_a_deletion_knows_of_a_record_that_was_evicted_and_cannot_be_erased(when
     if when == "erasing":
         harness.delete("a")
     assert scheduler.take_erased() == []
-    result = StepResult(plan.step, (), (), scheduler._store.completed, unerased=(slots[0],))
+    result = StepResult(plan.step, (), (), scheduler._store.completed, erase_failed=(slots[0],))
     scheduler.apply(result, harness.now)
     if when == "lost":
         harness.delete("a")

@@ -38,7 +38,7 @@ def runs():
             "disk_kv_chunks": (0, 20, 90, 400)[number * 7 // 3 % 4] if host else 0,
             "save": ("async", "off", "sync", "async")[number // 3 % 4],
             "prefetch": number % 5 != 0,
-            "provisional_copies": number % 4 == number // 4 % 4,
+            "copies_may_fail": number % 4 == number // 4 % 4,
         }
 
 

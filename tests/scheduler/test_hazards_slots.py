@@ -160,9 +160,9 @@ def test_the_tail_is_loaded_last_and_so_is_gated():
     assert log[:10].tolist() == list(range(10)) and conversation.tail.host != NO_SLOT
     request = harness.submit(range(20), 4, "a")
     turn = harness.scheduler._turns[request]
-    finding = harness.scheduler._lookup.look_up(turn, conversation, 0)
-    assert finding.chunks.index(finding.tail) == 2 and len(finding.loads) == 5
-    assert finding.loads[-1] is finding.tail
+    needs = harness.scheduler._lookup.look_up(turn, conversation, 0)
+    assert needs.chunks.index(needs.tail) == 2 and len(needs.loads) == 5
+    assert needs.loads[-1] is needs.tail
     harness.drain()
 
 

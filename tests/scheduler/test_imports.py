@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -56,3 +57,37 @@ def test_the_probe_refuses_everything_else(tmp_path):
     for module, refused in (("numbers_of_others", "numpy"), ("other_room", "pensieve.runtime")):
         done = probe(tmp_path, [module])
         assert done.returncode != 0 and f"may not import {refused}" in done.stderr
+
+
+ORDER = (
+    {"types", "plan", "context_window", "config", "cost", "step_timing"},
+    {"kv"},
+    {"turns"},
+    {"planning"},
+    {"invariants"},
+    {"scheduler"},
+    {"sim"},
+)
+"""Each part imports itself and earlier ones."""
+
+
+def imports_within(path):
+    """The scheduler's modules that a module imports, those for type checks included, as paths below the scheduler."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            folder = path.parents[node.level - 1].relative_to(FOLDER)
+            names = [node.module] if node.module else [alias.name for alias in node.names]
+            yield from (folder.joinpath(*name.split(".")) for name in names)
+
+
+def test_modules_import_earlier_parts_and_form_no_circle():
+    place = {part: number for number, parts in enumerate(ORDER) for part in parts}
+    paths = [path for path in FOLDER.rglob("*.py") if path.name != "__init__.py"]
+    imports = {path.relative_to(FOLDER).with_suffix(""): set(imports_within(path)) for path in paths}
+    for module, imported in imports.items():
+        assert all(place[other.parts[0]] <= place[module.parts[0]] for other in imported), (module, imported)
+    while imports:
+        leaves = [module for module, imported in imports.items() if not imported & imports.keys()]
+        assert leaves, f"these modules import each other in a circle: {sorted(map(str, imports))}"
+        for module in leaves:
+            del imports[module]

@@ -113,7 +113,7 @@ def test_what_only_older_positions_saw_is_not_claimed():
     talk(harness, "a", 20)
     conversation = harness.scheduler._conversations.get("a")
     assert conversation.first * 4 == harness.windows.start(len(harness.logs["a"]) - 1)
-    assert all(chunk.bound for chunk in conversation.chunks)
+    assert all(chunk.past_window for chunk in conversation.chunks)
     assert len(conversation.chunks) <= WINDOW // 4
     (whereabouts,) = harness.scheduler.residency(0, 100).conversations
     assert sum(whereabouts[1:]) <= WINDOW // 4

@@ -30,7 +30,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         disk=st.sampled_from((0, 12, 60)),
         save=st.sampled_from(SAVE_MODES),
         prefetch=st.booleans(),
-        provisional_copies=st.booleans(),
+        copies_may_fail=st.booleans(),
         overflow=st.sampled_from(OVERFLOW_MODES),
         overflow_ratio=st.sampled_from((0.5, 0.2)),
     )

@@ -227,7 +227,7 @@ def test_packed_kv_is_for_bfloat16_and_counts_only_once_it_is_there():
     same = scheduler_config(parse_options(["--engine", "some", "--host-kv-bytes", "64GiB"]), LLAMA_8B, H200)
     packed = config(LLAMA_8B)
     assert 1.27 * same.host_kv_chunks < packed.host_kv_chunks < 1.29 * same.host_kv_chunks
-    assert packed.provisional_copies and not same.provisional_copies and packed.seed != same.seed
+    assert packed.copies_may_fail and not same.copies_may_fail and packed.seed != same.seed
     with pytest.raises(SettingError, match=r"--lower-tier-kv: packed is for .* bfloat16, and this one's is float16"):
         config(SimpleNamespace(**vars(LLAMA_8B) | dict(dtype=torch.float16)))
     with pytest.raises(SettingError, match=r"--chunk-tokens: packed cannot hold .* 31 x 128"):

@@ -71,11 +71,11 @@ def test_swap_outs_are_looked_at_once_they_are_complete(device):
     transfers.issue(
         plan(1, copies=[copy(Lane.OUT, 1, {3: 8, 4: 9}), copy(Lane.IN, 1, {5: 6}), copy(Lane.OUT, 2, {1: 7})])
     )
-    assert transfers.completed().swap_out == 0 and transfers.spoiled() == () and looked == []
+    assert transfers.completed().swap_out == 0 and transfers.bad_copies() == () and looked == []
     device.done[Lane.OUT] = 1
-    assert transfers.completed().swap_out == 1 and transfers.spoiled() == (9,) and looked == [8, 9]
+    assert transfers.completed().swap_out == 1 and transfers.bad_copies() == (9,) and looked == [8, 9]
     device.done[Lane.OUT] = 2
-    assert transfers.completed().swap_out == 2 and transfers.spoiled() == (7,) and transfers.spoiled() == ()
+    assert transfers.completed().swap_out == 2 and transfers.bad_copies() == (7,) and transfers.bad_copies() == ()
 
 
 def test_a_gated_swap_in_opens_a_gate_behind_each_group(transfers, device):

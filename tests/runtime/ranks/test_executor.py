@@ -79,8 +79,8 @@ def result(step, completed=(0, 0, 0), **disk):
     return StepResult(step, (), (), Tickets(*completed), **disk)
 
 
-def report(step, completed=(0, 0, 0), spilled=(), promoted=(), failed=(), unerased=(), spoiled=()):
-    return Report(step, Tickets(*completed), spilled, promoted, failed, unerased, spoiled)
+def report(step, completed=(0, 0, 0), spilled=(), promoted=(), failed=(), erase_failed=(), bad_copies=()):
+    return Report(step, Tickets(*completed), spilled, promoted, failed, erase_failed, bad_copies)
 
 
 def test_the_slowest_rank_says_what_is_complete():
@@ -110,21 +110,21 @@ def test_disk_work_is_done_once_all_ranks_have_done_it_and_failed_if_one_has():
 
 def test_what_one_rank_cannot_erase_is_not_erased():
     reports = Reports(2)
-    reports.take(1, report(1, unerased=(4,)))
-    reports.take(2, report(1, unerased=(4, 7)))
-    assert reports.merged(result(1, unerased=(9,))).unerased == (9, 4, 7)
-    assert reports.merged(result(2)).unerased == ()
+    reports.take(1, report(1, erase_failed=(4,)))
+    reports.take(2, report(1, erase_failed=(4, 7)))
+    assert reports.merged(result(1, erase_failed=(9,))).erase_failed == (9, 4, 7)
+    assert reports.merged(result(2)).erase_failed == ()
 
 
 def test_a_copy_that_is_none_on_one_rank_is_none():
     """It is told at the latest with the ticket that covers it, and once."""
     reports = Reports(2)
-    reports.take(1, report(1, (1, 0, 4), spoiled=(3, 5)))
-    assert reports.merged(result(1, (1, 0, 4), spoiled=(5, 8))).spoiled == (5, 8, 3)
-    reports.take(2, report(1, (1, 0, 4), spoiled=(9,)))
+    reports.take(1, report(1, (1, 0, 4), bad_copies=(3, 5)))
+    assert reports.merged(result(1, (1, 0, 4), bad_copies=(5, 8))).bad_copies == (5, 8, 3)
+    reports.take(2, report(1, (1, 0, 4), bad_copies=(9,)))
     told = reports.merged(result(2, (2, 0, 4)))
-    assert (told.spoiled, told.completed.swap_out) == ((9,), 4)
-    assert reports.merged(result(3, (3, 0, 4))).spoiled == ()
+    assert (told.bad_copies, told.completed.swap_out) == ((9,), 4)
+    assert reports.merged(result(3, (3, 0, 4))).bad_copies == ()
 
 
 def test_only_rank_0_knows_which_rows_are_stuck():

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 
+import pensieve.scheduler
 from pensieve.scheduler.kv.chunk import NO_SLOT, Chunk
 from pensieve.scheduler.plan import Lane, Tickets
 from pensieve.scheduler.types import InvariantError
@@ -179,12 +183,12 @@ def test_check_counts_users_and_claims_afresh():
 
 def test_a_copy_counts_from_its_own_ticket_on():
     """With the ticket before it nothing is known of it yet: it may be no copy."""
-    store = a_store(provisional_copies=True)
+    store = a_store(copies_may_fail=True)
     chunk = idle(store, on_gpu=False)
     store.host.last[Lane.OUT][chunk.host] = 6
-    for completed, provisional in ((5, True), (6, False)):
+    for completed, unconfirmed in ((5, True), (6, False)):
         store.completed = Tickets(swap_out=completed)
-        assert store.provisional(chunk) is provisional
+        assert store.unconfirmed(chunk) is unconfirmed
 
 
 def test_a_chunk_that_several_requests_wait_for_has_the_place_of_the_first_of_them():
@@ -193,3 +197,30 @@ def test_a_chunk_that_several_requests_wait_for_has_the_place_of_the_first_of_th
     for place, awaited in ((3, 3), (5, 3), (0, 3), (2, 2)):
         store.touch(chunk, 1.0, place)
         assert chunk.queue_place == awaited
+
+
+OWNED = {
+    "gpu",
+    "host",
+    "disk",
+    "users",
+    "claims",
+    "pins",
+    "over_quota",
+    "past_window",
+    "queue_place",
+    "loading",
+    "moving",
+}
+OWNED |= {"copied_for_disk", "refused_by_host", "dropped_at"}
+
+
+def test_only_the_store_writes_slots_and_flags_of_chunks():
+    folder = Path(pensieve.scheduler.__file__).parent
+    for path in folder.rglob("*.py"):
+        if path.name in ("chunk.py", "chunk_store.py"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr in OWNED:
+                owner = ast.unparse(node.value)
+                assert owner in ("self", "conversation"), f"{path.name}:{node.lineno} writes {ast.unparse(node)}"

@@ -8,7 +8,8 @@ import random
 import pytest
 
 from pensieve.scheduler.kv.chunk import Chunk
-from pensieve.scheduler.kv.retention import SHORTEST_IDLE_S, Head, VictimSet, eviction_policy
+from pensieve.scheduler.kv.retention import SHORTEST_IDLE_S, eviction_policy
+from pensieve.scheduler.kv.victim_sets import Head, VictimSet
 
 from ..harness import profile
 
@@ -120,7 +121,7 @@ def test_of_contexts_that_outgrew_their_windows_one_goes_before_the_next_is_touc
         victims.add(chunk)
     assert in_order(victims, 10.0)[:8] != old
     for chunk in (*old, *young):
-        chunk.bound = True
+        chunk.past_window = True
         victims.add(chunk)
     assert in_order(victims, 10.0) == [*old, *young]
 

@@ -7,7 +7,7 @@ import pytest
 from pensieve.scheduler.kv.chunk import NO_SLOT
 from pensieve.scheduler.kv.stats import REGRET_S, EvictionStats
 
-from ..stores import SIZE, a_room, a_store, fresh_key, idle, in_use
+from ..stores import SIZE, a_store, an_evictor, fresh_key, idle, in_use
 
 
 def counted(store) -> dict[str, int]:
@@ -24,13 +24,13 @@ def test_each_victim_is_counted_once_by_what_became_of_it():
     store.file(refused_by_host)
     idle(store, now=7.0)
     idle(store, now=8.0)
-    _, room = a_room(store, now=10.0)
-    room.take_gpu_slots(2)
+    _, evictor = an_evictor(store, now=10.0)
+    evictor.take_gpu_slots(2)
     assert counted(store) == {"gpu reclaimed": 1, "gpu dropped": 1}
-    room.take_gpu_slots(3)  # on HOST the chunk of least value makes room
+    evictor.take_gpu_slots(3)  # on HOST the chunk of least value makes room
     assert counted(store) == {"gpu reclaimed": 1, "gpu dropped": 1, "gpu moved": 1, "host dropped": 1}
     assert sum(store.evictions.by_value().values()) == 4
-    room.take_gpu_slots(3)
+    evictor.take_gpu_slots(3)
     assert sum(counted(store).values()) == 4, "there is room already"
 
 
@@ -39,8 +39,8 @@ def test_copies_given_up_are_counted_apart_and_have_no_value():
     busy = idle(store, now=9.0, copied=True)
     store.pin([busy])
     idle(store, now=5.0)
-    _, room = a_room(store, now=10.0)
-    room.take_gpu_slots(1)
+    _, evictor = an_evictor(store, now=10.0)
+    evictor.take_gpu_slots(1)
     assert busy.host == NO_SLOT
     assert counted(store) == {"host copy": 1, "gpu moved": 1} and sum(store.evictions.by_value().values()) == 1
 

@@ -7,7 +7,7 @@ import pytest
 from pensieve.scheduler.kv.chunk import NO_SLOT
 from pensieve.scheduler.types import InvariantError
 
-from ..stores import SIZE, a_room, a_store, check, idle, in_use
+from ..stores import SIZE, a_store, an_evictor, check, idle, in_use
 
 
 def test_slots_that_cost_nothing_go_first():
@@ -16,12 +16,12 @@ def test_slots_that_cost_nothing_go_first():
     only, copied, refused_by_host = idle(store, now=0.0), idle(store, now=5.0, copied=True), idle(store, now=6.0)
     refused_by_host.refused_by_host = True
     store.file(refused_by_host)
-    copies, room = a_room(store, now=10.0)
-    room.take_gpu_slots(2)
+    copies, evictor = an_evictor(store, now=10.0)
+    evictor.take_gpu_slots(2)
     assert copied.gpu == NO_SLOT and copied.host != NO_SLOT and refused_by_host.resident
-    room.take_gpu_slots(3)
+    evictor.take_gpu_slots(3)
     assert not refused_by_host.resident and only.gpu != NO_SLOT and not copies.batches()
-    room.take_gpu_slots(4)
+    evictor.take_gpu_slots(4)
     assert only.gpu == NO_SLOT and only.host != NO_SLOT and len(copies.evictions) == 1
     check(store)
 
@@ -30,8 +30,8 @@ def test_the_only_copy_is_dropped_when_host_holds_nothing_of_lower_value():
     store = a_store(gpu=1, host=1)
     worthy = idle(store, now=9.0, on_gpu=False)
     victim = idle(store, now=1.0)
-    copies, room = a_room(store, now=10.0)
-    room.take_gpu_slots(1)
+    copies, evictor = an_evictor(store, now=10.0)
+    evictor.take_gpu_slots(1)
     assert not victim.resident and worthy.host != NO_SLOT and not copies.batches()
     check(store)
 
@@ -40,8 +40,8 @@ def test_a_chunk_on_host_of_lower_value_makes_room_for_one_of_higher():
     store = a_store(gpu=1, host=1)
     worthless = idle(store, now=1.0, on_gpu=False)
     victim = idle(store, now=9.0)
-    _, room = a_room(store, now=10.0)
-    room.take_gpu_slots(1)
+    _, evictor = an_evictor(store, now=10.0)
+    evictor.take_gpu_slots(1)
     assert not worthless.resident and victim.host != NO_SLOT
     check(store)
 
@@ -53,8 +53,8 @@ def test_a_copy_of_a_chunk_in_use_is_given_up_first():
     store.pin([busy])
     other = idle(store, now=0.0, on_gpu=False)
     victim = idle(store, now=5.0)
-    _, room = a_room(store, now=10.0)
-    room.take_gpu_slots(2)
+    _, evictor = an_evictor(store, now=10.0)
+    evictor.take_gpu_slots(2)
     assert busy.host == NO_SLOT and busy.gpu != NO_SLOT and other.host != NO_SLOT and victim.host != NO_SLOT
     check(store, held=[busy])
 
@@ -65,8 +65,8 @@ def test_a_copy_out_never_displaces_the_copy_of_an_idle_chunk_of_lower_value(act
     can go."""
     store = a_store(gpu=4, host=1)
     copied, saved = idle(store, now=active, copied=True), idle(store, now=5.0)
-    copies, room = a_room(store, now=10.0)
-    room.swap_out_ahead(available=4, most=9)
+    copies, evictor = an_evictor(store, now=10.0)
+    evictor.swap_out_ahead(available=4, most=9)
     assert (copied.host == NO_SLOT, saved.host != NO_SLOT) == (displaced, displaced)
     assert saved.refused_by_host is not displaced
     assert len(copies.saves) == displaced
@@ -77,8 +77,8 @@ def test_saving_ahead_stops_at_the_mark_at_the_link_and_at_the_last_chunk():
     for available, most, expected in ((5, 9, 1), (7, 9, 3), (8, 2, 2), (99, 99, 4)):
         store = a_store(gpu=8, host=8)
         chunks = [idle(store, end=SIZE * (1 + index), now=1.0) for index in range(4)]
-        copies, room = a_room(store, now=10.0)
-        room.swap_out_ahead(available, most)
+        copies, evictor = an_evictor(store, now=10.0)
+        evictor.swap_out_ahead(available, most)
         assert len(copies.saves) == expected
         assert [chunk.host != NO_SLOT for chunk in chunks] == [index < expected for index in range(4)], "leading first"
         assert all(chunk.gpu != NO_SLOT for chunk in chunks), "the GPU slot stays valid"
@@ -95,8 +95,8 @@ def test_what_the_queue_waits_for_is_no_room_for_what_has_ended(awaited):
         copy.disk = store.disk.take()
         store.touch(copy, 1.0, awaited=int(awaited))
     only = idle(store, now=5.0, on_gpu=False)
-    _, room = a_room(store, now=10.0)
-    assert room.spill_ahead(spare=2, most=9)
+    _, evictor = an_evictor(store, now=10.0)
+    assert evictor.spill_ahead(spare=2, most=9)
     assert (only.moving is not None) is awaited
     check(store)
 
@@ -105,13 +105,13 @@ def test_one_plan_uses_a_host_slot_once():
     """The copies of a batch run in any order: a slot that this plan fills is not emptied and filled again by it."""
     store = a_store(gpu=2, host=1)
     first, second = idle(store, now=1.0), idle(store, now=9.0)
-    copies, room = a_room(store, now=10.0)
-    room.take_gpu_slots(2)
+    copies, evictor = an_evictor(store, now=10.0)
+    evictor.take_gpu_slots(2)
     assert first.host != NO_SLOT and not second.resident
     assert list(copies.evictions.targets) == [0]
-    _, room = a_room(store, now=10.0, step=2)
+    _, evictor = an_evictor(store, now=10.0, step=2)
     third = idle(store, now=9.5)
-    room.take_gpu_slots(2)
+    evictor.take_gpu_slots(2)
     assert third.host == 0 and not first.resident, "the next plan may"
     check(store)
 
@@ -125,9 +125,9 @@ def test_a_host_slot_that_this_plan_reads_is_not_given_away(source):
     if source == "host only":
         store.release_gpu(chunk)
     victim = idle(store, now=5.0)
-    copies, room = a_room(store, now=10.0)
+    copies, evictor = an_evictor(store, now=10.0)
     copies.early.add([chunk.host], [store.gpu.take()])
-    room.swap_out_ahead(available=99, most=9)
+    evictor.swap_out_ahead(available=99, most=9)
     assert chunk.host == 0 and victim.host == NO_SLOT and victim.refused_by_host
 
 
@@ -136,10 +136,10 @@ def test_by_conversation_a_victim_takes_its_whole_turn_along():
     turn = [idle(store, end=SIZE * (1 + index), now=1.0, copied=index < 2) for index in range(2)]
     other = idle(store, now=2.0)
     store.file(other)
-    _, room = a_room(store, now=10.0)
-    room.take_gpu_slots(5)
+    _, evictor = an_evictor(store, now=10.0)
+    evictor.take_gpu_slots(5)
     assert all(chunk.gpu == NO_SLOT for chunk in turn) and other.gpu != NO_SLOT and store.gpu.free == 5
-    room.take_gpu_slots(6)
+    evictor.take_gpu_slots(6)
     assert not any(chunk.resident for chunk in turn) and other.host != NO_SLOT and store.host.free == 1
     check(store)
 
@@ -147,65 +147,65 @@ def test_by_conversation_a_victim_takes_its_whole_turn_along():
 def test_more_than_was_counted_is_an_error():
     store = a_store(gpu=2)
     chunk = in_use(store)
-    _, room = a_room(store, now=1.0)
+    _, evictor = an_evictor(store, now=1.0)
     with pytest.raises(InvariantError, match="obtainable"):
-        room.take_gpu_slots(2)
+        evictor.take_gpu_slots(2)
     check(store, held=[chunk])
 
 
 def test_spoiled_copies_are_found_by_their_slots(monkeypatch):
     """Whoever has the slot by then, and not by a look at every chunk: there may be a million, and some each step."""
-    store = a_store(gpu=3, host=2, provisional_copies=True)
+    store = a_store(gpu=3, host=2, copies_may_fail=True)
     first, second = idle(store, now=1.0), idle(store, now=2.0)
-    _, room = a_room(store, now=10.0)
-    room.swap_out_ahead(available=3, most=2)
+    _, evictor = an_evictor(store, now=10.0)
+    evictor.swap_out_ahead(available=3, most=2)
     slots = first.host, second.host
     store.drop(first)
     store.release_gpu(second)
-    _, room = a_room(store, now=11.0, step=2)
+    _, evictor = an_evictor(store, now=11.0, step=2)
     third = idle(store, now=3.0)
-    assert room.stage(third) and third.host == slots[0]
+    assert evictor.stage(third) and third.host == slots[0]
     monkeypatch.setattr(store, "resident_chunks", None)
-    store.release_spoiled(slots)
+    store.drop_bad_copies(slots)
     monkeypatch.undo()
-    assert (third.host, third.gpu >= 0, second.resident, store.spoiled) == (NO_SLOT, True, False, 2)
-    store.release_spoiled(slots)
-    assert store.spoiled == 2 and store.host.free == 2
+    assert (third.host, third.gpu >= 0, second.resident, store.bad_copies) == (NO_SLOT, True, False, 2)
+    store.drop_bad_copies(slots)
+    assert store.bad_copies == 2 and store.host.free == 2
     check(store)
 
 
 def test_what_cannot_go_to_disk_is_not_the_first_to_leave_the_gpu():
     """What was copied to make room is taken without being copied again; what was copied for DISK keeps its
     place, pinned say."""
-    store = a_store(gpu=2, host=2, provisional_copies=True)
+    store = a_store(gpu=2, host=2, copies_may_fail=True)
     pinned, old = idle(store, now=9.0, claims=1), idle(store, now=1.0)
     store.change_pins(pinned, 1)
-    _, room = a_room(store, now=10.0)
-    assert room.stage(pinned)
-    store.release_spoiled([pinned.host])
-    _, room = a_room(store, now=11.0, step=2)
-    room.take_gpu_slots(1)
+    _, evictor = an_evictor(store, now=10.0)
+    assert evictor.stage(pinned)
+    store.drop_bad_copies([pinned.host])
+    _, evictor = an_evictor(store, now=11.0, step=2)
+    evictor.take_gpu_slots(1)
     assert (old.gpu, old.resident, pinned.resident) == (NO_SLOT, True, True)
-    _, room = a_room(store, now=12.0, step=3)
-    room.swap_out_ahead(available=2, most=1)
-    store.release_spoiled([pinned.host])
+    _, evictor = an_evictor(store, now=12.0, step=3)
+    evictor.swap_out_ahead(available=2, most=1)
+    store.drop_bad_copies([pinned.host])
     assert pinned in store.reclaimable and store.host.free == 1
 
 
 def test_a_spoiled_copy_is_given_up_in_its_own_slot_alone():
     """The chunk has left that slot and been copied to another one since: the later copy stays."""
-    store = a_store(gpu=2, host=2, provisional_copies=True)
+    store = a_store(gpu=2, host=2, copies_may_fail=True)
     chunk = idle(store, now=1.0)
-    _, room = a_room(store, now=10.0)
-    room.swap_out_ahead(available=2, most=1)
+    _, evictor = an_evictor(store, now=10.0)
+    evictor.swap_out_ahead(available=2, most=1)
     before = chunk.host
     store.release_host(chunk)
-    _, room = a_room(store, now=11.0, step=2)
-    room.swap_out_ahead(available=2, most=1)
+    _, evictor = an_evictor(store, now=11.0, step=2)
+    evictor.swap_out_ahead(available=2, most=1)
     assert chunk.host not in (NO_SLOT, before)
     after = chunk.host
-    store.release_spoiled([before])
-    assert (chunk.host, store.spoiled) == (after, 0)
+    store.drop_bad_copies([before])
+    assert (chunk.host, store.bad_copies) == (after, 0)
     check(store)
 
 
@@ -213,8 +213,8 @@ def test_nothing_gives_way_to_what_is_worth_the_same():
     """A copy would be made, and as much would be lost by it as is saved."""
     store = a_store(gpu=2, host=1)
     kept, refused_by_host = idle(store, now=1.0, on_gpu=False), idle(store, now=1.0)
-    copies, room = a_room(store, now=10.0)
-    room.swap_out_ahead(available=2, most=1)
+    copies, evictor = an_evictor(store, now=10.0)
+    evictor.swap_out_ahead(available=2, most=1)
     assert kept.resident and refused_by_host.refused_by_host and not len(copies.saves)
     check(store)
 
@@ -224,7 +224,7 @@ def test_no_record_gives_way_to_what_is_worth_the_same():
     kept, refused = idle(store, now=1.0, on_gpu=False), idle(store, now=1.0, on_gpu=False)
     kept.disk = store.disk.take()
     store.release_host(kept)
-    _, room = a_room(store, now=10.0)
-    room.spill(refused)
+    _, evictor = an_evictor(store, now=10.0)
+    evictor.spill(refused)
     assert kept.disk >= 0 and refused.moving is None
     check(store)

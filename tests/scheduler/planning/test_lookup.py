@@ -26,8 +26,8 @@ def spread(harness, places):
     harness.check()
 
 
-def spans(finding):
-    return [(span.start, span.end) for span in finding.spans]
+def spans(needs):
+    return [(span.start, span.end) for span in needs.spans]
 
 
 @pytest.mark.parametrize("places", ["".join(places) for places in product("gh-", repeat=5)])
@@ -38,20 +38,20 @@ def test_holes_anywhere(places):
     spread(harness, places)
     prompt = [*harness.logs["a"], *range(50, 56)]
     request = harness.submit(prompt, 3, "a")
-    finding = find(harness, request)
-    assert isinstance(finding, RequestNeeds)
-    assert finding.tail_tokens == 1 and finding.tail.end == 24
+    needs = find(harness, request)
+    assert isinstance(needs, RequestNeeds)
+    assert needs.tail_tokens == 1 and needs.tail.end == 24
     hits = [place != "-" for place in places]
     missing = {p for index, hit in enumerate(hits) if not hit for p in range(index * SIZE, (index + 1) * SIZE)}
-    covered = [p for start, end in spans(finding) for p in range(start, end)]
+    covered = [p for start, end in spans(needs) for p in range(start, end)]
     assert covered == sorted(missing | set(range(21, 28)))
-    assert all(left[1] < right[0] for left, right in zip(spans(finding), spans(finding)[1:], strict=False))
-    assert [span.samples for span in finding.spans] == [False] * (len(finding.spans) - 1) + [True]
-    assert [finding.chunks[index] in finding.loads for index in range(5)] == [place == "h" for place in places]
-    usage = finding.usage
+    assert all(left[1] < right[0] for left, right in zip(spans(needs), spans(needs)[1:], strict=False))
+    assert [span.samples for span in needs.spans] == [False] * (len(needs.spans) - 1) + [True]
+    assert [needs.chunks[index] in needs.loads for index in range(5)] == [place == "h" for place in places]
+    usage = needs.usage
     assert (usage.gpu, usage.host) == (SIZE * places.count("g") + 1, SIZE * places.count("h"))
     assert (usage.recomputed, usage.new) == (SIZE * places.count("-"), 7)
-    assert finding.new_slots == 1 + places.count("-") + places.count("h")
+    assert needs.new_slots == 1 + places.count("-") + places.count("h")
     harness.drain()
 
 
@@ -60,11 +60,11 @@ def test_the_work_of_a_turn_is_what_a_step_grows_by():
     harness = Harness()
     harness.turn(range(40), 2, "a")
     request = harness.submit([*harness.logs["a"], 7], 2, "a")
-    turn, planner = harness.scheduler._turns[request], harness.scheduler._lookup
+    turn, lookup = harness.scheduler._turns[request], harness.scheduler._lookup
     spread(harness, "ghhhhhgggg")
-    kept = planner.work(turn)
+    kept = lookup.work(turn)
     spread(harness, "----------")
-    assert planner.work(turn) / kept == pytest.approx(43 / 3)
+    assert lookup.work(turn) / kept == pytest.approx(43 / 3)
     harness.drain()
 
 
@@ -72,8 +72,8 @@ def test_idle_hits_count_as_no_longer_obtainable():
     harness = Harness()
     harness.turn(range(21), 1, "a")
     spread(harness, "gb-hb")
-    finding = find(harness, harness.submit([*harness.logs["a"], 1], 3, "a"))
-    assert (finding.idle_safe, finding.idle_only) == (2, 1 + 1)  # the tail is the second one without a copy
+    needs = find(harness, harness.submit([*harness.logs["a"], 1], 3, "a"))
+    assert (needs.idle_safe, needs.idle_only) == (2, 1 + 1)  # the tail is the second one without a copy
     harness.drain()
 
 
@@ -97,8 +97,8 @@ def test_a_branch_keeps_what_it_has_in_common(common, hits, tail_tokens):
     harness = Harness()
     harness.turn(PROMPT, 1, "a")
     request = harness.submit([*harness.logs["a"][:common], *range(70, 75)], 3, "a")
-    finding = find(harness, request)
-    assert (finding.usage.gpu, finding.tail_tokens) == (hits + tail_tokens, tail_tokens)
+    needs = find(harness, request)
+    assert (needs.usage.gpu, needs.tail_tokens) == (hits + tail_tokens, tail_tokens)
     harness.run(request)
     harness.drain()
 
@@ -157,12 +157,12 @@ def test_a_chunk_is_computed_where_that_is_quicker_than_loading():
     harness = Harness(chunks_a_step=0.88, host_kv_chunks=32)
     harness.turn(range(41), 1, "a")
     spread(harness, "h" * 10)
-    finding = find(harness, harness.submit([*harness.logs["a"], 1], 3, "a"))
-    ends = [chunk.end for chunk in finding.loads]
+    needs = find(harness, harness.submit([*harness.logs["a"], 1], 3, "a"))
+    ends = [chunk.end for chunk in needs.loads]
     assert ends == list(range(ends[0], 41, SIZE)) and 4 < ends[0] < 40
-    assert spans(finding)[0] == (0, ends[0] - SIZE) and finding.usage.recomputed == ends[0] - SIZE
+    assert spans(needs)[0] == (0, ends[0] - SIZE) and needs.usage.recomputed == ends[0] - SIZE
     harness.run()
-    assert len(harness.scheduler._store.find(finding.loads[0].key).key) == 32
+    assert len(harness.scheduler._store.find(needs.loads[0].key).key) == 32
     harness.drain()
 
 

@@ -18,7 +18,7 @@ from pensieve.scheduler.plan import (
     Tickets,
     mean_contexts,
 )
-from pensieve.scheduler.scheduler import Scheduler
+from pensieve.scheduler.sim.fast_forward import FastForwardScheduler
 from pensieve.scheduler.sim.simulator import (
     Session,
     SessionTurn,
@@ -276,7 +276,7 @@ def test_skipping_steps_changes_nothing(policy, batching, disk):
 
 def test_what_is_skipped_leaves_rows_and_plans_as_they_would_be():
     """Two schedulers, one of which skips whatever it may: after every skip both are in the same state."""
-    quick, slow = (Scheduler(CONFIG, QUICK) for _ in range(2))
+    quick, slow = (FastForwardScheduler(CONFIG, QUICK) for _ in range(2))
     for scheduler in (quick, slow):
         for number in (1, 2, 3):
             scheduler.add(Request(RequestId(number), array("i", range(5 * number)), 9 + 7 * number), 0.0)

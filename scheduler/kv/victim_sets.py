@@ -1,0 +1,150 @@
+"""Sets of idle chunks that know their least and most valuable members at any moment (see `retention`)."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from math import inf
+
+from .chunk import Chunk, Group
+from .retention import SHORTEST_IDLE_S, EvictionPolicy, class_weight
+
+
+class _WeightClass:
+    """The groups of one weight by their stamps, which `stamps` has in ascending order: none is empty."""
+
+    __slots__ = ("groups", "stamps", "weight")
+
+    def __init__(self, number: int):
+        self.weight = class_weight(number)
+        self.stamps: list[float] = []
+        self.groups: dict[float, Group] = {}
+
+
+class VictimSet:
+    """A set of chunks that knows who of them is worth least, or most, at any moment.
+
+    Members keep the class and stamp they were filed with: whoever changes a chunk's claims or activity files it anew.
+    A chunk is in one such set at most.
+    """
+
+    def __init__(self, policy: EvictionPolicy):
+        self._policy = policy
+        self._classes: dict[int, _WeightClass] = {}
+        self._last = Group(0, inf)
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __contains__(self, chunk: Chunk) -> bool:
+        group = chunk.victim_group
+        if group is None or chunk not in group.chunks or group.number not in self._classes:
+            return False
+        return self._classes[group.number].groups.get(group.stamp) is group
+
+    def __iter__(self) -> Iterator[Chunk]:
+        for weight_class in self._classes.values():
+            for group in weight_class.groups.values():
+                yield from group.chunks
+
+    def add(self, chunk: Chunk) -> None:
+        """Files the chunk, anew if its class or stamp has changed."""
+        policy, group = self._policy, chunk.victim_group
+        plain = chunk.claims <= 1 and not (chunk.pins or chunk.queue_place or chunk.past_window or policy.quotas)
+        if not plain or chunk.end not in policy.cost_classes:
+            number, stamp = policy.weight_class(chunk), policy.stamp(chunk)
+        else:
+            number = policy.cost_classes[chunk.end]
+            stamp = chunk.created if policy.by_age else chunk.last_active
+        if group is not None:
+            if group.stamp == stamp and group.number == number:
+                return
+            self.discard(chunk)
+        group = self._last  # chunks of one turn come one after the other
+        if group.stamp != stamp or group.number != number or not group.chunks:
+            group = self._last = self._open(number, stamp)
+        group.add(chunk)
+        chunk.victim_group = group
+        self._count += 1
+
+    def move(self, chunks: Sequence[Chunk], target: VictimSet | None) -> None:
+        """Members of one group, in the order of position, go to another set, or to none: quicker than one by one."""
+        if not chunks:
+            return
+        group, new = chunks[0].victim_group, None
+        assert group is not None
+        if target is not None:
+            new = target._open(group.number, group.stamp)
+            new.extend(chunks)
+            target._count += len(chunks)
+        for chunk in chunks:
+            del group.chunks[chunk]
+            chunk.victim_set, chunk.victim_group = target, new
+        self._count -= len(chunks)
+        if not group.chunks:
+            self._close(group)
+
+    def _open(self, number: int, stamp: float) -> Group:
+        weight_class = self._classes.get(number)
+        if weight_class is None:
+            weight_class = self._classes[number] = _WeightClass(number)
+        group = weight_class.groups.get(stamp)
+        if group is None:
+            group = weight_class.groups[stamp] = Group(number, stamp)
+            insort(weight_class.stamps, stamp)
+        return group
+
+    def discard(self, chunk: Chunk) -> None:
+        """The chunk is a member."""
+        group, chunk.victim_group = chunk.victim_group, None
+        assert group is not None
+        del group.chunks[chunk]
+        self._count -= 1
+        if not group.chunks:
+            self._close(group)
+
+    def _close(self, group: Group) -> None:
+        weight_class = self._classes[group.number]
+        del weight_class.groups[group.stamp]
+        del weight_class.stamps[bisect_left(weight_class.stamps, group.stamp)]
+        if not weight_class.stamps:
+            del self._classes[group.number]
+
+    def extreme(self, now: float, most: bool) -> tuple[float, Group]:
+        """The lowest (or highest) V at `now` and the members that have it; the set is not empty.
+
+        Within a class that is the group with the oldest (or latest) stamp, so there is one to compare for each class.
+        """
+        end, sign = (-1, -1.0) if most else (0, 1.0)
+        best, found = inf, None
+        for weight_class in self._classes.values():
+            stamp = weight_class.stamps[end]
+            value = sign * weight_class.weight / max(now - stamp, SHORTEST_IDLE_S)
+            if value < best:
+                best, found = value, weight_class.groups[stamp]
+        assert found is not None
+        return sign * best, found
+
+
+class Head:
+    """The next victims of a set at one moment, looked at again and again while the caller uses them up."""
+
+    def __init__(self, members: VictimSet, now: float, descending: bool = False):
+        self._members = members
+        self._now, self._descending = now, descending
+        self._group: Group | None = None
+        self.value = 0.0
+
+    def peek(self, most: int) -> list[Chunk]:
+        """At most so many members of lowest (or highest) V, the leading ones of one group; none if the set is empty.
+
+        Their V is then in `value`. It stays the same group until that is empty.
+        """
+        group = self._group
+        if group is None or not group.chunks:
+            if not self._members:
+                return []
+            self.value, group = self._members.extreme(self._now, self._descending)
+            self._group = group
+        return group.leading(most)
