@@ -107,3 +107,20 @@ def test_every_page_that_the_code_names_exists():
     }
     assert len(named) > 10
     assert not [(source, page) for source, page in named if not (ROOT / page).exists()]
+
+
+def test_the_reading_path_is_short():
+    """Its files exist, and together they have at most so many lines as its page says."""
+    text = (ROOT / "docs" / "design" / "architecture.md").read_text()
+    _, _, path = text.partition("## Reading path")
+    files = re.findall(r"^\| `([\w/]+\.py)`", path.partition("\n## ")[0], re.MULTILINE)
+    assert len(files) > 20
+    assert sum(len((ROOT / file).read_text().splitlines()) for file in files) <= 6000
+
+
+def test_every_endpoint_is_described():
+    described = (ROOT / "docs" / "use" / "http-api.md").read_text()
+    sources = [source.read_text() for source in (ROOT / "runtime" / "http").glob("*.py")]
+    paths = {path for text in sources for path in re.findall(r'@app\.(?:get|post)\("([^"]+)"', text)}
+    assert len(paths) > 8
+    assert not [path for path in paths if re.sub(r"\{(\w+):\w+\}", r"{\1}", path) not in described]
