@@ -124,3 +124,10 @@ def test_every_endpoint_is_described():
     paths = {path for text in sources for path in re.findall(r'@app\.(?:get|post)\("([^"]+)"', text)}
     assert len(paths) > 8
     assert not [path for path in paths if re.sub(r"\{(\w+):\w+\}", r"{\1}", path) not in described]
+
+
+def test_every_file_that_a_page_names_exists():
+    place = re.compile(rf"(?<![\w/.-])(?:{'|'.join((*ROOMS, 'tests', 'deploy'))})/[\w/.-]*\w\.[a-z]+\b")
+    named = {(page.name, file) for page in CURRENT for file in place.findall(page.read_text())}
+    assert len(named) > 50
+    assert not sorted((page, file) for page, file in named if not (ROOT / file).exists())
