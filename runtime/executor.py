@@ -33,7 +33,7 @@ MAX_IN_FLIGHT = 3
 """Steps launched and not waited for. Two keep the device busy; `Device.sample` holds the tokens of three."""
 
 GROUP_LAYERS = 4
-"""Layers of a gated swap-in that share a gate: pieces of 4 layers copy at the link's speed (docs/experiments.md)."""
+"""Layers of a gated swap-in that share a gate: pieces of 4 copy at the link's speed (docs/lab/experiments.md)."""
 
 DISK_WAIT_SECONDS = 0.002
 """A plan that computes and copies nothing lasts so long at most, while the disk is at work: there is nothing else."""

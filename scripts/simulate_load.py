@@ -1,11 +1,11 @@
-"""simulate_load: what the scheduler makes of the load that BENCHMARKS.md puts on a server, on a virtual clock.
+"""simulate_load: what the scheduler makes of the load that docs/measured/serving.md has, on a virtual clock.
 
     python -m pensieve.scripts.simulate_load --rate 4,5 --start middle
     python -m pensieve.scripts.simulate_load --rate 5.75,7 --lower-tier-kv fp8 --queue-order arrival
 
-Steps and copies take what was measured on one H200 (BENCHMARKS.md): Llama-2-13B with 10 KV heads, bf16, 40 GB of KV on
-the GPU. Conversations start as a Poisson process on an empty server, or as `bench_serving` starts them: in the middle
-of their lives, each sending its whole history first. What happens in the run's last seconds is reported.
+Steps and copies take what was measured on one H200 (docs/measured/steps.md): Llama-2-13B with 10 KV heads, bf16,
+40 GB of KV on the GPU. Conversations start as a Poisson process on an empty server, or as `bench_serving` starts them:
+in the middle of their lives, each sending its whole history first. What happens in the run's last seconds is reported.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """train_demo: trains the demo models, a Llama and an OPT of about 5 million parameters that chat in simple English.
 
-Writes ordinary Hugging Face checkpoints in bfloat16, OUTPUT/llama and OUTPUT/opt. docs/demo-model.md tells where the
-text comes from and how the models in the repository were trained. Needs `transformers` (the `test` extra).
+Writes ordinary Hugging Face checkpoints in bfloat16, OUTPUT/llama and OUTPUT/opt. docs/use/demo-model.md tells where
+the text comes from and how the models in the repository were trained. Needs `transformers` (the `test` extra).
 """
 
 from __future__ import annotations

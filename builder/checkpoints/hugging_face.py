@@ -27,7 +27,7 @@ HARMLESS = re.compile(r"(rotary_emb\.inv_freq|\.input_scale|\.input_scale_ub)$")
 in FP8 were scaled by when the checkpoint was made: ours have scales of their own, token by token."""
 
 DEMO_CHECKPOINT = Path(__file__).parents[1] / "demo_models" / "llama"
-"""The trained demo model (docs/demo-model.md)."""
+"""The trained demo model (docs/use/demo-model.md)."""
 
 
 def read_json(path: Path, setting: str = "--checkpoint") -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Projections in FP8 on a GPU: activations are rounded token by token in Triton, the product is cuBLAS's or CUTLASS's.
 
 Of few rows, where a product's time is that of reading the weights, cuBLAS's kernel without scales by row is quicker
-than any that has them, also with a kernel behind it that scales (docs/experiments.md). Twin: `fp8_linear.in_fp8`.
+than any that has them, also with a kernel behind it that scales (docs/lab/experiments.md). Twin: `fp8_linear.in_fp8`.
 """
 
 from __future__ import annotations

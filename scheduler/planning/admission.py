@@ -1,4 +1,4 @@
-"""Who joins the batch: lookup, the room a request needs, its swap-ins, its seat (DESIGN section 4, batch and link)."""
+"""Who joins the batch: lookup, the room a request needs, its swap-ins, its seat (docs/design/scheduling.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step computes: who generates, which spans come next, who makes room (DESIGN section 4, batch)."""
+"""What a step computes: who generates, which spans come next, who makes room (docs/design/scheduling.md)."""
 
 from __future__ import annotations
 
