@@ -14,9 +14,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..runtime.launch.options import ServeSettings, flag, parse_options
 from ..runtime.triton.tensors import INPUTS, OUTPUTS
 from ..scheduler.types import SettingError
-from .serve_options import changed, parse_options
 
 TRITONS = (
     "host",
@@ -90,11 +90,11 @@ def checked(options: Sequence[str]) -> list[str]:
     return [*options, *(f"--{name}={path.resolve()}" for name, path in relative.items())]  # the last ones count
 
 
-def refuse_tritons(args: argparse.Namespace) -> None:
+def refuse_tritons(args: ServeSettings) -> None:
     """SettingError names an option that means nothing to Triton."""
     for name in TRITONS:
-        if changed(args, name):
-            raise SettingError("--" + name.replace("_", "-"), "has no meaning here: Triton serves the clients")
+        if args.changed(name):
+            raise SettingError(flag(name), "has no meaning here: Triton serves the clients")
 
 
 def model_config(name: str, options: Sequence[str]) -> str:
