@@ -20,6 +20,7 @@ from ..runtime.device.protocol import ForwardPass
 from ..runtime.disk.store import DiskSettings
 from ..runtime.engine import Engine
 from ..runtime.executor import GROUP_LAYERS, MAX_IN_FLIGHT, Executor
+from ..runtime.launch.options import parse_bytes
 from ..runtime.service import STEPS_IN_FLIGHT
 from ..runtime.step.inputs import StepInputs
 from ..scheduler.config import SchedulerConfig
@@ -27,7 +28,6 @@ from ..scheduler.cost import CostProfile
 from ..scheduler.plan import Lane
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.types import InvariantError, Request, RequestId, SettingError, Tier, Usage
-from .sizes import parse_bytes
 
 QUIET_STEPS = 20  # before each turn, beside which the steps during the turn are seen
 TURN_STEPS = 20  # the most that a turn is expected to take

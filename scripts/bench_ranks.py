@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..runtime.launch.ranks import run_as_ranks
 from ..scheduler.plan import BlockUpdate, CopyBatch, Join, Lane, Span, StepPlan, StepResult, Tickets
 from ..scheduler.types import GREEDY, RequestId, RowId
-from .ranks_command import run_as_ranks
 
 if TYPE_CHECKING:
     from ..runtime.ranks.executor import Reports

@@ -22,13 +22,13 @@ from functools import partial
 from itertools import product
 from typing import NamedTuple
 
+from ..runtime.launch.options import parse_bytes
 from ..scheduler.config import QUEUE_ORDERS, SchedulerConfig
 from ..scheduler.cost import CostProfile
 from ..scheduler.sim.simulator import Open, Session, SessionTurn, Simulator, longest_context, percentile
 from ..scheduler.types import Applied, RequestId, SettingError, Usage
 from .bench_workload import Arrival, plan_arrivals
 from .simulate import MODELS
-from .sizes import parse_bytes
 from .trace_formats import made_up
 from .traces import CHATS, TURN_COUNTS, synthetic
 

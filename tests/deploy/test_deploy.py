@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from pensieve.runtime.launch.options import parser
 from pensieve.runtime.observe.metrics import Metrics
-from pensieve.scripts.serve_options import parser
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

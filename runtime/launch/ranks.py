@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..plugins.collectives.protocol import TENSOR_PARALLEL, register_group
-from ..runtime.device.protocol import Device
-from ..runtime.engine import Engine, open_engine
-from ..runtime.ranks.launch import die_with_mpirun, open_ranks, run_ranks, under_mpi
-from ..runtime.watchdog import MEETING_SECONDS, give_up_after, tell_when_asked
-from ..scheduler.types import SettingError
+from ...plugins.collectives.protocol import TENSOR_PARALLEL, register_group
+from ...scheduler.types import SettingError
+from ..device.protocol import Device
+from ..engine import Engine, open_engine
+from ..ranks.launch import die_with_mpirun, open_ranks, run_ranks, under_mpi
+from ..watchdog import MEETING_SECONDS, give_up_after, tell_when_asked
 
 if TYPE_CHECKING:
-    from ..runtime.ranks.mpi import Ranks
+    from ..ranks.mpi import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def run_as_ranks(name: str, count: int, words: Sequence[str], work: Callable[[Ra
     if under_mpi():
         return run_rank(name, count, work)
     try:
-        return run_ranks(count, [sys.executable, "-P", "-m", f"{__package__}.{name}", *words])
+        return run_ranks(count, [sys.executable, "-P", "-m", f"pensieve.scripts.{name}", *words])
     except SettingError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2

@@ -2,8 +2,8 @@
 
 import pytest
 
+from pensieve.runtime.launch.options import parse_bytes
 from pensieve.scheduler.types import SettingError
-from pensieve.scripts.sizes import parse_bytes
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,12 @@ from pensieve.builder.build import build_engine
 from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
 from pensieve.runtime.device.protocol import Memory
 from pensieve.runtime.engine import open_engine
+from pensieve.runtime.launch import assemble, serving
+from pensieve.runtime.launch.options import parser
 from pensieve.runtime.triton_settings import TritonSettings
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts import serve as serve_module
 from pensieve.scripts import triton_engine
-from pensieve.scripts.serve_options import parser
 from pensieve.scripts.triton_repository import checked
 
 GIB = 2**30
@@ -82,12 +83,8 @@ CASES: dict[str, tuple[Effect | Refused, ...]] = {
     "gpu_memory_utilization": (
         Effect("--gpu-memory-utilization 0.8", "config.gpu_kv_chunks", CUDA),
         Refused("--gpu-memory-utilization 0.8", "--gpu-kv-bytes"),
-        Refused(
-            "--gpu-memory-utilization 0.8", "not allowed with argument --gpu-kv-bytes", f"{CUDA} --gpu-kv-bytes 1GiB"
-        ),
-        Refused(
-            "--gpu-memory-utilization 0.8", "not allowed with argument --gpu-kv-chunks", f"{CUDA} --gpu-kv-chunks 9"
-        ),
+        Refused("--gpu-memory-utilization 0.8", "cannot be given beside --gpu-kv-bytes", f"{CUDA} --gpu-kv-bytes 1GiB"),
+        Refused("--gpu-memory-utilization 0.8", "cannot be given beside --gpu-kv-chunks", f"{CUDA} --gpu-kv-chunks 9"),
     ),
     "host_kv_chunks": (Effect(NO_HOST, "config.host_kv_chunks"),),
     "host_kv_bytes": (
@@ -257,7 +254,9 @@ def served(files, engine, monkeypatch):
         "tell_when_asked": lambda: None,
         "with_disk_speed": lambda cost, *_: cost,
     }.items():
-        monkeypatch.setattr(serve_module, name, fake)
+        for module in (assemble, serving, serve_module):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, fake)
 
     def run(words):
         found.clear()

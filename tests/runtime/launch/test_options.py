@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from pensieve.runtime.device.protocol import Memory
-from pensieve.scheduler.cost import analytic_profile
-from pensieve.scheduler.types import SettingError
-from pensieve.scripts.serve import demo_engine, locked_directories, make_device
-from pensieve.scripts.serve_http import http_settings
-from pensieve.scripts.serve_options import parse_options
-from pensieve.scripts.serve_sizes import (
+from pensieve.runtime.launch.assemble import demo_engine
+from pensieve.runtime.launch.options import ServeSettings, http_settings, parse_options
+from pensieve.runtime.launch.serving import locked_directories
+from pensieve.runtime.launch.sizing import (
     check_disk_holds,
     disk_settings,
     overflow_mode,
     scheduler_config,
     with_disk_speed,
 )
+from pensieve.scheduler.cost import analytic_profile
+from pensieve.scheduler.types import SettingError
 
 
 @pytest.fixture
@@ -53,27 +53,25 @@ def test_the_file_has_the_names_of_the_flags_with_dashes_or_underscores(file):
     )
     read = options(path)
     assert (read.engine, read.port, read.max_num_seqs, read.swap_out_below) == ("demo", 9000, 8, 0.5)
-    assert (read.served_model_name, read.state_dir, read.reuse) == (["one", "two"], Path("somewhere"), False)
+    assert (read.served_model_name, read.state_dir, read.reuse) == (("one", "two"), Path("somewhere"), False)
     assert (read.gpu_kv_bytes, read.max_queue) == ("1GiB", 1024)
 
 
 def test_quotas_are_of_keys():
-    args = parse_options(["--engine", "demo", "--owner-kv-bytes", "1GiB"])
     with pytest.raises(SettingError, match="--api-key"):
-        http_settings(args)
-    args.api_key = ["one"]
-    assert http_settings(args).max_conversations_per_owner is None
-    args.max_conversations_per_owner = 0
+        ServeSettings("demo", owner_kv_bytes="1GiB")
+    settings = ServeSettings("demo", owner_kv_bytes="1GiB", api_key=("one",))
+    assert http_settings(settings).max_conversations_per_owner is None
     with pytest.raises(SettingError, match="--max-conversations-per-owner: must be at least 1"):
-        http_settings(args)
+        ServeSettings("demo", max_conversations_per_owner=0)
 
 
 def test_flags_override_the_file(file):
     path = file('engine = "demo"\nport = 9000\nno-reuse = true\nserved-model-name = "one"\ngpu-kv-bytes = "1GiB"')
     read = options(path, "--port", "9001", "--reuse", "--served-model-name", "two", "--gpu-kv-chunks", "7")
-    assert (read.port, read.reuse, read.served_model_name) == (9001, True, ["two"])
+    assert (read.port, read.reuse, read.served_model_name) == (9001, True, ("two",))
     assert (read.gpu_kv_chunks, read.gpu_kv_bytes) == (7, None), "the other way to say the same is overridden too"
-    path = file('engine = "demo"\ngpu-memory-utilization = 0.5')
+    path = file('engine = "demo"\ndevice = "cuda"\ngpu-memory-utilization = 0.5')
     assert options(path, "--gpu-kv-chunks", "7").gpu_memory_utilization == 0.9
     assert options(path, "--host-kv-chunks", "7").gpu_memory_utilization == 0.5
 
@@ -105,11 +103,26 @@ def test_a_missing_file_is_named(tmp_path):
         options(tmp_path / "nowhere.toml")
 
 
-@pytest.mark.parametrize("text", ["port = 'high'", "eviction = 'none'", "gpu-kv-chunks = 1\ngpu-kv-bytes = '1GiB'"])
-def test_values_are_checked_as_those_of_flags(file, capsys, text):
+def test_values_are_checked_as_those_of_flags(file, capsys):
     with pytest.raises(SystemExit):
-        options(file(text), "--engine", "demo")
-    assert "argument --" in capsys.readouterr().err
+        options(file("port = 'high'"), "--engine", "demo")
+    assert "argument --port: invalid int value: 'high'" in capsys.readouterr().err
+    with pytest.raises(SettingError, match=r"--eviction: must be one of retention, .*, not 'none'"):
+        options(file("eviction = 'none'"), "--engine", "demo")
+    with pytest.raises(SettingError, match="--gpu-kv-bytes: cannot be given beside --gpu-kv-chunks"):
+        options(file("gpu-kv-chunks = 1\ngpu-kv-bytes = '1GiB'"), "--engine", "demo")
+
+
+def test_an_engine_is_named_by_a_flag_or_the_file(file, capsys):
+    assert options(file("engine = 'some'")).engine == "some"
+    with pytest.raises(SystemExit):
+        options(file("port = 1"))
+    assert "arguments are required: --engine" in capsys.readouterr().err
+
+
+def test_keys_of_the_command_line_are_added_to_those_of_the_file(file):
+    assert options(file("engine = 'some'\napi-key = ['one']"), "--api-key", "two").api_key == ("one", "two")
+    assert parse_options(["--engine", "some"]) == ServeSettings("some")
 
 
 def test_flags_are_not_abbreviated():
@@ -190,7 +203,7 @@ def test_the_grace_time_ends(seconds):
 
 def test_eager_steps_are_a_gpus_own():
     with pytest.raises(SettingError, match=r"--enforce-eager: .* without --device cuda"):
-        make_device(parse_options(["--engine", "demo", "--enforce-eager"]))
+        ServeSettings("demo", enforce_eager=True)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +256,9 @@ def disk_config(*flags):
 def test_the_disk_tier_is_off_unless_it_has_a_size_and_its_limit_counts_headers_too():
     config, disk = disk_config()
     assert config.owner_kv_chunks is None
-    assert disk_config("--owner-kv-bytes", "1GiB")[0].owner_kv_chunks == GIB // LLAMA_8B.chunk_bytes(32)
+    assert disk_config("--owner-kv-bytes", "1GiB", "--api-key", "one")[
+        0
+    ].owner_kv_chunks == GIB // LLAMA_8B.chunk_bytes(32)
     assert (config.disk_kv_chunks, config.save, config.prefetch, disk) == (0, "async", True, None)
     config, disk = disk_config("--disk-kv-bytes", "100GiB", "--save", "sync", "--prefetch", "off")
     assert config.disk_kv_chunks == 100 * GIB // (LLAMA_8B.chunk_bytes(32) + 4096)
