@@ -124,9 +124,9 @@ class ServeSettings:
             if value not in allowed and not (name == "overflow" and value is None):
                 raise SettingError(flag(name), f"must be one of {', '.join(allowed)}, not {value!r}")
         for rivals in RIVALS:
-            first, *others = [name for name in reversed(rivals) if self.changed(name)] or [None]
-            if first is not None and others:
-                raise SettingError(flag(first), f"cannot be given beside {flag(others[0])}")
+            given = [name for name in reversed(rivals) if self.changed(name)]
+            if len(given) > 1:
+                raise SettingError(flag(given[0]), f"cannot be given beside {flag(given[1])}")
         for name in ("max_requests_per_client", "max_conversations_per_owner", "max_connections", "chunk_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
