@@ -230,7 +230,7 @@ def make_service(args: argparse.Namespace, connection: Connection, ranks: Ranks 
     disk = disk_settings(args, config, ranks)
     executor = make_executor(args, prepared, disk, ranks, grammars)
     records = executor.disk_records()
-    scheduler.adopt(records, time.monotonic())
+    scheduler.disk.adopt(records, time.monotonic())
     model, *aliases = args.served_model_name or [directory.resolve().name]
     ready = Ready(
         model=model,

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import NamedTuple
 
-from ..kv.chunk_store import ChunkStore
 from ..types import ChunkKey
+from .chunk_store import ChunkStore
 
 KEYS_A_STEP = 1000  # looked for in one plan: a millisecond or two
 
