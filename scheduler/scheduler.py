@@ -5,7 +5,7 @@
     apply(result)     its tokens; replies that end are committed to their conversations
     abort, finish     a client left; a reply's length is known
     conversations     their logs: fork, keep, delete, where their KV is
-    disk              what is there, what is still to be saved or erased
+    disk              records of an earlier process, chunks to save, records to erase
 
 Plan n+1 is made while step n runs: `next_plan` may be called before the results of earlier plans are applied, in order.
 Times are seconds on any clock that does not run backwards.
@@ -79,7 +79,7 @@ class Scheduler:
         self._step = self._applied = 0
         self._arrivals = 0
         self._ended: list[RequestId] = []  # with a grammar, since the last plan
-        self._patient: deque[Turn] = deque()  # by arrival, with those that have their seat or are gone
+        self._patient: deque[Turn] = deque()  # by arrival; some have their seat by now, or are gone
         self._swapped_in = self._swapped_out = 0
         self._last_out = 0  # the last swap-out's ticket
         # Most of HOST is for chunks that are nowhere else: copies of what is still on the GPU are no gain.
@@ -94,7 +94,7 @@ class Scheduler:
             raise RequestError(400, f"request {request.id} is being served already", "id")
         if len(self._queues.waiting) >= self.config.max_queue:
             raise RequestError(429, f"{len(self._queues.waiting)} requests wait already", None)
-        self.conversations.expire(now, self._write_behind.untold)  # who writes too late does not bring it back
+        self.conversations.expire(now, self._write_behind.untold)  # a late turn does not revive an expired conversation
         self._arrivals += 1
         turn = Turn(request, self._arrivals, *self._committer.prompt_keys(request), now)
         self._order.arrived(turn)
@@ -180,7 +180,7 @@ class Scheduler:
         batcher.plan_spans(batch)
         if self.config.batching == "separate" and not batch.tokens:
             batcher.plan_generation(batch)
-            if not batch.tokens:  # a row that has outgrown its window has queued again, and perhaps nobody else is here
+            if not batch.tokens:  # perhaps the only row has outgrown its window and queued again
                 self._admission.admit(batch)
         self._swap_out_ahead(batch)
         if self.config.disk_kv_chunks:
@@ -295,7 +295,7 @@ class Scheduler:
     def _touch(self, turn: Turn, now: float) -> None:
         """The user has written: the conversation is active again, which moves its chunks to the end of every order.
 
-        Needless if nobody waits: then the next plan holds them, or does the same if there is no room.
+        Needless if no request waits: then the next plan pins them, or does the same if they do not fit.
         """
         self.conversations.touch(turn.request, now)
         if not self._queues.waiting:
@@ -319,8 +319,8 @@ class Scheduler:
             batch.evictor.swap_out_ahead(available, most=max(needed, self._admission.link_chunks(batch)))
 
     def _polls(self, batch: PlanBuilder) -> bool:
-        """An empty plan is needed all the same: for what it says to the disk, or, if no other result is to come, to
-        hear what has become of work under way."""
+        """An empty plan is needed all the same: it carries work for the disk, or, if no other result is due, its result
+        reports work under way."""
         if batch.spills or batch.promotions or batch.erased:
             return True
         if self._inflight:
@@ -328,7 +328,7 @@ class Scheduler:
         return batch.polls or self.disk.busy or self._deletions.looking or self._awaits_copies()
 
     def _awaits_copies(self) -> bool:
-        """Who waits may do so for a copy on HOST that does not count yet."""
+        """A request may wait for a copy on HOST that is not known to be complete."""
         unconfirmed = self.config.copies_may_fail and bool(self._queues.waiting)
         return unconfirmed and self._last_out > self._store.completed.swap_out
 
@@ -359,7 +359,7 @@ class Scheduler:
             applied.events.append(Output(request.id, usage=usage, finish=finish, queued=queued, truncated=truncated))
 
     def _reply_ends(self, row: RunningTurn, reply: int, now: float) -> None:
-        """Nothing more is generated; a turn whose length somebody outside confirms is held until then."""
+        """Nothing more is generated. A turn whose length the client side confirms is held until then."""
         self._queues.unseat(row)
         self._order.reply_ended(reply)
         if row.turn.request.confirm:

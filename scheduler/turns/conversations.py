@@ -207,8 +207,8 @@ class Conversations:
     def expire(self, now: float, untold: Iterable[Request]) -> None:
         """Ends pins and conversations whose time is over.
 
-        `untold`: requests whose ends are kept back. Their conversations are active: nobody can go on with one before
-        its end is told.
+        `untold`: requests whose ends are kept back. Their conversations are active: a client can go on with one only
+        after its end is told.
         """
         for request in untold:
             self.touch(request, now)
