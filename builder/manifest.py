@@ -178,7 +178,7 @@ class Manifest:
     def _from_json(cls, value: dict[str, Any]) -> Manifest:
         rotary = value["decoder"].pop("rotary")
         decoder = DecoderConfig(rotary=Rotary(**rotary) if rotary else None, **value.pop("decoder"))
-        lists = {name: tuple(value.pop(name)) for name in ("stop_ids", "kv_layout")}
+        lists: dict[str, Any] = {name: tuple(value.pop(name)) for name in ("stop_ids", "kv_layout")}
         parts = value.pop("parts")
         parts["weights"] = tuple(parts["weights"])
         compiled = value.pop("compiled")
@@ -208,7 +208,7 @@ def code_digest() -> str:
     """SHA-256 over the files that define the forward pass, how it is compiled, how weights are cut for ranks and
     rounded, and those that are random."""
     room = Path(__file__).parent
-    names = ("checkpoints/hugging_face", "checkpoints/config", "fp8", "model", "random_weights")
+    names: tuple[str, ...] = ("checkpoints/hugging_face", "checkpoints/config", "fp8", "model", "random_weights")
     names += ("inductor/compile", "inductor/package", "tensorrt/compile", "tensorrt/network", "tensorrt/package")
     files = [room / f"{name}.py" for name in names]
     paths = [*files, *sorted((room.parent / "plugins").rglob("*.py"))]

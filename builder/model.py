@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -174,6 +174,8 @@ class Decoder(nn.Module):
     SettingError('--tensor-parallel', ...) if the decoder cannot be divided among so many ranks.
     """
 
+    frequencies: Tensor
+
     def __init__(self, config: DecoderConfig, ranks: int = 1):
         super().__init__()
         self.config, self.ranks = config, ranks
@@ -183,7 +185,9 @@ class Decoder(nn.Module):
         self.project_in = nn.Linear(config.embedding_size, config.hidden_size, bias=False) if projected else None
         self.project_out = nn.Linear(config.hidden_size, config.embedding_size, bias=False) if projected else None
         if config.rotary is None:
-            self.positions = nn.Embedding(config.max_positions + config.position_offset, config.hidden_size)
+            self.positions: nn.Embedding | None = nn.Embedding(
+                config.max_positions + config.position_offset, config.hidden_size
+            )
             frequencies = []
         else:
             self.positions = None
@@ -197,7 +201,7 @@ class Decoder(nn.Module):
         self.head = None if config.tied_embeddings else nn.Linear(config.embedding_size, shard.vocab_rows, bias=False)
 
     @classmethod
-    def from_weights(cls, config: DecoderConfig, weights: Mapping[str, Tensor], ranks: int = 1) -> Decoder:
+    def from_weights(cls, config: DecoderConfig, weights: Mapping[str, Tensor], ranks: int = 1) -> Self:
         """Takes over one rank's tensors as they are, in their dtype, on their device, without copying; RuntimeError if
         any does not fit. Projections that have a scale are in FP8.
         """
@@ -206,6 +210,7 @@ class Decoder(nn.Module):
             for name in weights:
                 if name.endswith(".scale"):
                     projection = decoder.get_submodule(name.removesuffix(".scale"))
+                    assert isinstance(projection, Projection)
                     projection.scale = nn.Parameter(torch.empty(projection.out_features), requires_grad=False)
         decoder.load_state_dict(weights, assign=True)
         decoder.to(weights["embed.weight"].device)  # what is left to move is `frequencies`

@@ -69,7 +69,7 @@ def _piece_digest(label: str, piece: memoryview) -> bytes:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def save_weights(weights: Mapping[str, Tensor], stored: Mapping[str, Stored], path: Path) -> None:

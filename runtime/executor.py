@@ -17,7 +17,7 @@ import numpy as np
 from ..plugins.kv_forms.forms import Form, record_bytes
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.plan import Lane, StepPlan, StepResult
-from ..scheduler.types import DiskRecord, InvariantError, Tier
+from ..scheduler.types import DiskRecord, InvariantError, Tier, TokenLogprobs
 from .device.copies import Transfers
 from .device.protocol import Device, ForwardPass, Ticket, TransferSeconds
 from .disk.store import DiskReport, DiskSettings, DiskStore
@@ -33,7 +33,7 @@ MAX_IN_FLIGHT = 3
 """Steps launched and not waited for. Two keep the device busy; `Device.sample` holds the tokens of three."""
 
 GROUP_LAYERS = 4
-"""Layers of a gated swap-in that share a gate: pieces of 4 layers copy at the link's speed (docs/experiments.md)."""
+"""Layers of a gated swap-in that share a gate: pieces of 4 copy at the link's speed (docs/lab/experiments.md)."""
 
 DISK_WAIT_SECONDS = 0.002
 """A plan that computes and copies nothing lasts so long at most, while the disk is at work: there is nothing else."""
@@ -209,7 +209,8 @@ def _with_logprobs(result: StepResult, launched: _Launched, scores: Scores) -> S
     assert wanted is not None
     entries = scores.entries(wanted.tops.tolist())
     sampled = {plan.samples[row]: entry for row, entry in zip(wanted.rows.tolist(), entries, strict=False)}
-    at, prompts = len(sampled), {}
+    at = len(sampled)
+    prompts: dict[int, tuple[TokenLogprobs, ...]] = {}
     for span in plan.spans:
         if span.scores:
             end = at + span.end - span.start - span.samples

@@ -1,4 +1,4 @@
-"""Context overflow: what a position sees once a conversation has outgrown the model's context (DESIGN section 6).
+"""Context overflow (docs/design/overflow.md): what a position sees once a conversation has outgrown the model's length.
 
 Positions run on for ever, and what they see moves on in steps. With a context of W = 8 tokens and a step of 4:
 

@@ -217,7 +217,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Where the KV of a prompt's tokens came from, each visible token counted once (DESIGN section 12, rule 9)."""
+    """Where the KV of a prompt's tokens came from, each visible token counted once (docs/design/scheduling.md)."""
 
     gpu: int = 0
     host: int = 0

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .ranks_command import run_as_ranks, take_share
+from ..runtime.launch.ranks import run_as_ranks, take_share
 
 if TYPE_CHECKING:
     from ..runtime.ranks.mpi import Ranks

@@ -113,11 +113,12 @@ class StepBench:
 
     def step(self, batch: Sequence[torch.Tensor]) -> list[float]:
         """Milliseconds outside attention of each engine, then all of them."""
+        arguments: list[Any] = [*batch, self.handle]
         outside, total = [], []
         for engine in self.engines:
             self.spent.seconds = 0.0
             start = self.spent.clock()
-            engine.forward(*batch, self.handle)
+            engine.forward(*arguments)
             took = self.spent.clock() - start
             outside.append(1e3 * (took - self.spent.seconds))
             total.append(1e3 * took)
@@ -126,7 +127,7 @@ class StepBench:
     def batch(self, name: str, seconds: float) -> Row:
         """Medians of one of the BATCHES."""
         batch = arguments_of(BATCHES[name], self.vocab)
-        times = []
+        times: list[list[float]] = []
         deadline = time.perf_counter() + seconds
         while len(times) < UNCOUNTED + 5 or time.perf_counter() < deadline:
             times.append(self.step(batch))

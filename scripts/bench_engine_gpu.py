@@ -133,10 +133,11 @@ def step_of(engine: Engine, pool: Tensor, requests: int, new: int, context: int 
 
     def do(how: Callable[[Callable[[], Tensor]], Any]) -> Any:
         handle = register_pool(pool, work=work)
+        inputs: list[Any] = [*batch, handle]
 
         def step() -> Tensor:
             work.build(batch[3], longest=new)  # as the device tells it
-            return engine.forward(*batch, handle)
+            return engine.forward(*inputs)
 
         try:
             return how(step)

@@ -16,10 +16,11 @@ import torch
 
 from ..plugins.kv_forms.forms import Form
 from ..runtime.device.cpu import CpuDevice
-from ..runtime.device.protocol import ForwardPass, Ticket
+from ..runtime.device.protocol import ForwardPass
 from ..runtime.disk.store import DiskSettings
 from ..runtime.engine import Engine
 from ..runtime.executor import GROUP_LAYERS, MAX_IN_FLIGHT, Executor
+from ..runtime.launch.options import parse_bytes
 from ..runtime.service import STEPS_IN_FLIGHT
 from ..runtime.step.inputs import StepInputs
 from ..scheduler.config import SchedulerConfig
@@ -27,7 +28,6 @@ from ..scheduler.cost import CostProfile
 from ..scheduler.plan import Lane
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.types import InvariantError, Request, RequestId, SettingError, Tier, Usage
-from .sizes import parse_bytes
 
 QUIET_STEPS = 20  # before each turn, beside which the steps during the turn are seen
 TURN_STEPS = 20  # the most that a turn is expected to take
@@ -38,7 +38,10 @@ SPARE_CHUNKS = 4  # in the smallest GPU cache that holds a turn
 # The device, and when its work began and ended.
 
 
-class Timed:
+_Device: Any = object  # of the class that mixes it in
+
+
+class Timed(_Device):
     """A mixin of devices: keeps when copies in and steps began and ended, on the device's own clock.
 
     Several executors may use it one after the other: pools are made and the engine is loaded by the first one alone,
@@ -98,7 +101,7 @@ class Timed:
         super().run()
         self._open = self._start
 
-    def mark(self, lane: Lane, gate: int | None = None) -> Ticket:
+    def mark(self, lane: Lane, gate: int | None = None) -> Any:
         # `sample` ends with a mark; a stamp behind it might not be passed yet when the step is known to be complete.
         if lane is Lane.COMPUTE and self._open is not None:
             self.late += bool(self.steps) and self.passed(self.steps[-1][1])

@@ -17,11 +17,11 @@ import time
 from array import array
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..runtime.launch.ranks import run_as_ranks
 from ..scheduler.plan import BlockUpdate, CopyBatch, Join, Lane, Span, StepPlan, StepResult, Tickets
 from ..scheduler.types import GREEDY, RequestId, RowId
-from .ranks_command import run_as_ranks
 
 if TYPE_CHECKING:
     from ..runtime.ranks.executor import Reports
@@ -179,7 +179,7 @@ def one_step(ranks: Ranks, reports: Reports, plan: StepPlan) -> tuple[Times, int
     packed = pack(plan)
     ranks.send(packed)
     sending = clock.spent()
-    heard = []
+    heard: list[Any] = []
     merging = NOTHING
     while len(heard) < ranks.size - 1:
         clock = Clock()

@@ -11,7 +11,7 @@
 
 The last two are what CachedAttention (Gao et al., USENIX ATC 2024) measures in its section on overlapped access to KV.
 The engine is loaded and measured once. Prompts are random token ids, sampling is greedy, nothing is prefetched.
-How to read it: docs/disk.md.
+How to read it: docs/measured/disk.md.
 """
 
 from __future__ import annotations

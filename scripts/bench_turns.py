@@ -90,7 +90,8 @@ def stream(
     start = time.perf_counter()
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
     connection.request("POST", "/v1/completions", json.dumps(body), headers)
-    first, reply = 0.0, []
+    first = 0.0
+    reply: list[int] = []
     response = connection.getresponse()
     if response.status != 200:
         raise RuntimeError(response.read().decode())

@@ -11,7 +11,7 @@ import secrets
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -61,7 +61,7 @@ class Server:
         with self._answer("GET", path, None) as response:
             return response.read().decode()
 
-    def events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def events(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
         """The objects of a stream. Whoever closes this generator early stops the reply."""
         with self._answer("POST", path, body) as response:
             for line in response:
@@ -195,7 +195,7 @@ class Chat:
 
     def _go_to(self, name: str | None) -> None:
         """The conversation of that name, which may be stored on the server, or a new one."""
-        self._stored = bool(name) and self._exists(name)
+        self._stored = self._exists(name) if name else False
         self.conversation = name or new_name()
 
     def _exists(self, name: str) -> bool:

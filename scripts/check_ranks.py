@@ -27,11 +27,11 @@ from ..plugins.collectives.protocol import TENSOR_PARALLEL, Group, register_grou
 from ..runtime.device.protocol import Device, ForwardPass
 from ..runtime.engine import open_engine
 from ..runtime.executor import Executor
+from ..runtime.launch.ranks import run_as_ranks, take_share
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.types import SettingError
 from .check_reuse import Asker, Exact, eager_device
 from .profile import make_device
-from .ranks_command import run_as_ranks, take_share
 from .reuse_compare import FLOAT32_TOLERANCE, Answer, differences
 
 if TYPE_CHECKING:

@@ -32,6 +32,7 @@ from ..runtime.device.cpu import CpuDevice
 from ..runtime.device.protocol import Device, ForwardPass
 from ..runtime.engine import Engine, open_engine
 from ..runtime.executor import Executor
+from ..runtime.launch.sizing import host_form
 from ..runtime.service import STEPS_IN_FLIGHT
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.cost import CostProfile
@@ -47,7 +48,6 @@ from ..scheduler.types import (
 )
 from .bench_loop import make_device
 from .reuse_compare import Answer, Way, judge, table
-from .serve_sizes import host_form
 
 WAYS = ("cold", "gpu", "host", "partly", "recomputed", "suspended")
 SCORED = Sampling(logprobs=MOST_LOGPROBS)
@@ -391,7 +391,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 )
         engine = open_engine(args.engine, args.device)
         ways = measure(
-            args.engine, engine, args.tokens, args.repetitions, args.seed, args.chunk_tokens, host_form(args, engine)
+            args.engine,
+            engine,
+            args.tokens,
+            args.repetitions,
+            args.seed,
+            args.chunk_tokens,
+            host_form(args.lower_tier_kv, args.chunk_tokens, engine),
         )
     except SettingError as error:
         print(f"check_reuse: {error}", file=sys.stderr)

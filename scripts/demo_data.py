@@ -163,7 +163,13 @@ class Corpus:
         self.train = {source: self._encode(kept) for source, (kept, _) in parts.items()}
         self.held_out = {source: self._encode(away) for source, (_, away) in parts.items()}
         self.systems = self._encode([[{"role": "system", "content": text}] for text in SYSTEM])
-        self.separator = self.tokenizer.token_to_id(END_OF_TEXT)
+        self.separator = self.token_id(END_OF_TEXT)
+
+    def token_id(self, text: str) -> int:
+        """Of a special token."""
+        token = self.tokenizer.token_to_id(text)
+        assert token is not None
+        return token
 
     def _encode(self, chats: list[Chat]) -> list[Ids]:
         return [encoding.ids for encoding in self.tokenizer.encode_batch([render(chat) for chat in chats])]

@@ -24,9 +24,9 @@ from ..builder.tensorrt.installed import tensorrt_version
 from ..runtime.device.memory import GIB, host_memory
 from ..runtime.http.connection_limits import OTHER_FILES
 from ..runtime.http.settings import DEFAULTS
+from ..runtime.launch.options import default_state_dir
 from ..runtime.ranks.launch import mpirun_here
 from ..scheduler.types import SettingError
-from .serve_options import default_state_dir
 
 PROGRAM_S = 20  # for another program to answer; a driver that hangs takes for ever
 GPU_FIELDS = "name,driver_version,memory.total,compute_cap"

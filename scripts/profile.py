@@ -21,13 +21,13 @@ from ..builder.manifest import Manifest
 from ..runtime.device.cpu import CpuDevice
 from ..runtime.device.protocol import Device
 from ..runtime.engine import Engine, open_engine
+from ..runtime.launch.options import parse_bytes
+from ..runtime.launch.ranks import open_rank, run_rank
 from ..runtime.measure.profile import COPIED_BYTES, Profile, profile_engine
 from ..runtime.measure.step_bench import HistoryTime, StepBench
 from ..runtime.ranks.launch import run_ranks, under_mpi
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.types import SettingError, Tier
-from .ranks_command import open_rank, run_rank
-from .sizes import parse_bytes
 
 if TYPE_CHECKING:
     from ..runtime.ranks.mpi import Ranks

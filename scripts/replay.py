@@ -23,6 +23,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -153,7 +154,9 @@ def small_engine(directory: Path) -> Path:
 
 def measured_cost(engine: Engine, config: SchedulerConfig, directory: Path) -> CostProfile:
     """Of steps and copies as `pensieve profile`, of the disk as `pensieve serve`."""
-    pools = dict(gpu_kv_chunks=2 * config.chunks(WINDOW) + config.gpu_kv_chunks, host_kv_chunks=64, disk_kv_chunks=0)
+    pools: dict[str, Any] = dict(
+        gpu_kv_chunks=2 * config.chunks(WINDOW) + config.gpu_kv_chunks, host_kv_chunks=64, disk_kv_chunks=0
+    )
     with StepBench(CpuDevice(), engine, replace(config, **pools), PROFILE_SECONDS) as bench:
         cost = profile_engine(bench, engine, lambda _: None).cost
     speed = measure_disk(directory, cost.chunk_bytes)

@@ -17,11 +17,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from ..runtime.launch.options import parse_bytes
 from ..scheduler.config import EVICTION_POLICIES, QUEUE_ORDERS, SAVE_MODES, SchedulerConfig
 from ..scheduler.cost import CostProfile, analytic_profile
 from ..scheduler.sim.simulator import Report, Session, longest_context, simulate
 from ..scheduler.types import SettingError
-from .sizes import parse_bytes
 from .traces import CHATS, read_trace, synthetic
 
 ELEMENT_BYTES = 2  # bf16 weights and KV

@@ -1,11 +1,11 @@
-"""simulate_load: what the scheduler makes of the load that BENCHMARKS.md puts on a server, on a virtual clock.
+"""simulate_load: what the scheduler makes of the load that docs/measured/serving.md has, on a virtual clock.
 
     python -m pensieve.scripts.simulate_load --rate 4,5 --start middle
     python -m pensieve.scripts.simulate_load --rate 5.75,7 --lower-tier-kv fp8 --queue-order arrival
 
-Steps and copies take what was measured on one H200 (BENCHMARKS.md): Llama-2-13B with 10 KV heads, bf16, 40 GB of KV on
-the GPU. Conversations start as a Poisson process on an empty server, or as `bench_serving` starts them: in the middle
-of their lives, each sending its whole history first. What happens in the run's last seconds is reported.
+Steps and copies take what was measured on one H200 (docs/measured/steps.md): Llama-2-13B with 10 KV heads, bf16,
+40 GB of KV on the GPU. Conversations start as a Poisson process on an empty server, or as `bench_serving` starts them:
+in the middle of their lives, each sending its whole history first. What happens in the run's last seconds is reported.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from functools import partial
 from itertools import product
 from typing import NamedTuple
 
+from ..runtime.launch.options import parse_bytes
 from ..scheduler.config import QUEUE_ORDERS, SchedulerConfig
 from ..scheduler.cost import CostProfile
 from ..scheduler.sim.simulator import Open, Session, SessionTurn, Simulator, longest_context, percentile
 from ..scheduler.types import Applied, RequestId, SettingError, Usage
 from .bench_workload import Arrival, plan_arrivals
 from .simulate import MODELS
-from .sizes import parse_bytes
 from .trace_formats import made_up
 from .traces import CHATS, TURN_COUNTS, synthetic
 
@@ -174,14 +174,14 @@ class Tally:
                 self.gaps.append(now - latest[request])
             latest[request] = now
         for event in applied.events:
-            request = served[event.request]
+            opened = served[event.request]
             if event.usage is not None and measured:
                 self.usage.append(event.usage)
-                self.ttft.append(now - request.arrival)
+                self.ttft.append(now - opened.arrival)
             if event.finish is not None:
                 del latest[event.request]
                 if measured:
-                    self._ended(request, now)
+                    self._ended(opened, now)
 
     def _ended(self, request: Open, now: float) -> None:
         turns = request.session.turns

@@ -9,7 +9,7 @@ chunk each: every length is rounded to units, and a step generates a unit for ea
 take as a unit has tokens. What the scheduler lets be under way at a time is measured in seconds, and steps are long
 here: so it is told that the disk, and copies to HOST, are the quicker for it. That makes it read whatever is on disk,
 as the paper does. What the paper does not tell is assumed: users think for a minute on average.
-docs/cachedattention.md has what came of it.
+docs/measured/cachedattention.md has what came of it.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class Client:
             log = log[: chance.randrange(1, len(log))]
         server_history = log is conversation.log and conversation.known and chance.random() < 0.5
         new = [chance.randrange(4, self._soak.reference.vocabulary) for _ in range(chance.choice((1, 5, 20, 60)))]
-        body = {
+        body: dict[str, Any] = {
             "model": self._soak.life.model,
             "prompt": new if server_history else [*log, *new],
             "history": "server" if server_history else "client",

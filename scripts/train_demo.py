@@ -1,7 +1,7 @@
 """train_demo: trains the demo models, a Llama and an OPT of about 5 million parameters that chat in simple English.
 
-Writes ordinary Hugging Face checkpoints in bfloat16, OUTPUT/llama and OUTPUT/opt. docs/demo-model.md tells where the
-text comes from and how the models in the repository were trained. Needs `transformers` (the `test` extra).
+Writes ordinary Hugging Face checkpoints in bfloat16, OUTPUT/llama and OUTPUT/opt. docs/use/demo-model.md tells where
+the text comes from and how the models in the repository were trained. Needs `transformers` (the `test` extra).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ BLOCK_OUTPUTS = ("o_proj", "down_proj", "out_proj", "fc2")
 
 def make_model(kind: str, stop: list[int]) -> PreTrainedModel:
     """An untrained model. Both have heads of 64 dimensions and tied embeddings."""
-    common = {
+    common: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 256,
         "max_position_embeddings": CONTEXT[kind],
@@ -114,10 +115,11 @@ def train(kind: str, corpus: Corpus, args: argparse.Namespace) -> PreTrainedMode
     """Trains from scratch and returns the state of the last quarter that was best on the held-out chats."""
     torch.manual_seed(args.seed)
     device = torch.device(args.device)
-    stop = [corpus.tokenizer.token_to_id(text) for text in (TURN_END, END_OF_TEXT)]
-    model = make_model(kind, stop).to(device)
+    stop = [corpus.token_id(text) for text in (TURN_END, END_OF_TEXT)]
+    model = make_model(kind, stop)
+    model.to(device)  # type: ignore[arg-type]  # its decorator hides `self`
     add_dropout(model, args.dropout)
-    runner = torch.compile(model, dynamic=False) if args.compile else model
+    runner: Any = torch.compile(model, dynamic=False) if args.compile else model
     optimizer = make_optimizer(model, args.weight_decay)
     rows = Rows(corpus, source_shares(corpus), args.seed)
     watched = [
@@ -155,7 +157,7 @@ def train(kind: str, corpus: Corpus, args: argparse.Namespace) -> PreTrainedMode
 
 def perplexities(model: PreTrainedModel, corpus: Corpus, args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Per source: perplexity a token on the held-out chats and on about as many training chats."""
-    result = {}
+    result: dict[str, dict[str, float]] = {}
     for name, away in corpus.held_out.items():
         result[name] = {}
         for part, chats in (("train", corpus.train[name][: len(away)]), ("held_out", away)):
@@ -166,7 +168,7 @@ def perplexities(model: PreTrainedModel, corpus: Corpus, args: argparse.Namespac
 
 def save(model: PreTrainedModel, corpus: Corpus, directory: Path, context: int) -> None:
     """A checkpoint directory as from_pretrained, build_engine and chat templates expect it."""
-    model.to(torch.bfloat16).save_pretrained(directory)
+    model.to(torch.bfloat16).save_pretrained(directory)  # type: ignore[arg-type]
     corpus.tokenizer.save(str(directory / "tokenizer.json"))
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -6,7 +6,6 @@ several ranks it is mpirun's parent, and rank 0 gets the pipe (`triton_rank`).
 
 from __future__ import annotations
 
-import argparse
 import socket
 import sys
 import tempfile
@@ -17,13 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..runtime.conversations.store import HistoryStore
+from ..runtime.launch.options import ServeSettings, http_settings, parse_options
+from ..runtime.launch.serving import drain_on_signals, locked_directories, make_service
 from ..runtime.observe.logs import configure_logging
 from ..runtime.ranks.launch import find_mpirun, run_ranks
 from ..runtime.triton_settings import TritonSettings
 from ..scheduler.types import SettingError
-from .serve import drain_on_signals, engine_ranks, locked_directories, make_service
-from .serve_http import http_settings
-from .serve_options import parse_options
+from .serve import engine_ranks
 from .triton_repository import refuse_tritons
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def serve_model(args: argparse.Namespace, connection: Connection, ranks: Ranks | None = None) -> None:
+def serve_model(args: ServeSettings, connection: Connection, ranks: Ranks | None = None) -> None:
     """Becomes the loop behind `connection`; with `ranks`, as rank 0. SettingError before anything is served."""
     with locked_directories(args):
         settings = http_settings(args)

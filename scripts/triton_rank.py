@@ -5,7 +5,6 @@ DOOR is the path of the socket at which `triton_engine` hands rank 0 the pipe to
 
 from __future__ import annotations
 
-import argparse
 import logging
 import socket
 import sys
@@ -14,11 +13,12 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
+from ..runtime.launch.options import ServeSettings, parse_options
+from ..runtime.launch.ranks import run_rank
+from ..runtime.launch.serving import follow_rank
 from ..runtime.observe.logs import configure_logging
 from ..scheduler.types import SettingError
-from .ranks_command import run_rank
-from .serve import engine_ranks, follow_rank
-from .serve_options import parse_options
+from .serve import engine_ranks
 from .triton_engine import serve_model
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     return run_rank("pensieve's engine", engine_ranks(args), partial(serve_rank, args, door))
 
 
-def serve_rank(args: argparse.Namespace, door: str, ranks: Ranks) -> int:
+def serve_rank(args: ServeSettings, door: str, ranks: Ranks) -> int:
     """Rank 0 serves Triton's model, and tells it of a wrong setting; the others follow it."""
     if ranks.rank:
         logging.getLogger().setLevel(logging.ERROR)  # what else it would say rank 0 says

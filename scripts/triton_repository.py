@@ -14,9 +14,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..runtime.launch.options import ServeSettings, flag, parse_options
 from ..runtime.triton.tensors import INPUTS, OUTPUTS
 from ..scheduler.types import SettingError
-from .serve_options import changed, parse_options
 
 TRITONS = (
     "host",
@@ -83,18 +83,18 @@ def checked(options: Sequence[str]) -> list[str]:
     refuse_tritons(args)
     paths = {"config": args.config, "state-dir": args.state_dir, "disk-dir": args.disk_dir, "trace": args.trace}
     if args.engine != "demo":
-        paths["engine"] = Path(args.engine)
-        if not paths["engine"].is_dir():
+        engine = paths["engine"] = Path(args.engine)
+        if not engine.is_dir():
             raise SettingError("--engine", f"there is no directory {args.engine}")
     relative = {name: path for name, path in paths.items() if path is not None and not path.is_absolute()}
     return [*options, *(f"--{name}={path.resolve()}" for name, path in relative.items())]  # the last ones count
 
 
-def refuse_tritons(args: argparse.Namespace) -> None:
+def refuse_tritons(args: ServeSettings) -> None:
     """SettingError names an option that means nothing to Triton."""
     for name in TRITONS:
-        if changed(args, name):
-            raise SettingError("--" + name.replace("_", "-"), "has no meaning here: Triton serves the clients")
+        if args.changed(name):
+            raise SettingError(flag(name), "has no meaning here: Triton serves the clients")
 
 
 def model_config(name: str, options: Sequence[str]) -> str:

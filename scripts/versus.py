@@ -33,10 +33,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..builder.checkpoints.hugging_face import read_json
+from ..runtime.launch.options import default_state_dir, parse_bytes
 from ..scheduler.types import SettingError
-from .serve_options import default_state_dir
 from .serving_runs import PIECE, READY, SERVE, run, serving, tell_end, use_memory
-from .sizes import parse_bytes
 from .versus_report import read_records, write_report
 
 SHAPES = Path(__file__).parent / "shapes"

@@ -27,7 +27,7 @@ HARMLESS = re.compile(r"(rotary_emb\.inv_freq|\.input_scale|\.input_scale_ub)$")
 in FP8 were scaled by when the checkpoint was made: ours have scales of their own, token by token."""
 
 DEMO_CHECKPOINT = Path(__file__).parents[1] / "demo_models" / "llama"
-"""The trained demo model (docs/demo-model.md)."""
+"""The trained demo model (docs/use/demo-model.md)."""
 
 
 def read_json(path: Path, setting: str = "--checkpoint") -> dict[str, Any]:
@@ -79,7 +79,7 @@ class Source(NamedTuple):
     def cut(self, tensor: Any, dtype: torch.dtype) -> Tensor:
         """The rank's part of a tensor, or of a slice that safetensors opened, of which it reads no more than that."""
         bounds = [(min(start, full), min(start + size, full)) for full, start, size in self.parts]
-        kept = tensor[tuple(slice(*bound) for bound in bounds)].to(dtype).contiguous()
+        kept: Tensor = tensor[tuple(slice(*bound) for bound in bounds)].to(dtype).contiguous()
         if kept.shape == self.cut_shape:
             return kept
         filled = kept.new_zeros(self.cut_shape)
@@ -249,7 +249,7 @@ def _tensor_files(directory: Path) -> dict[str, Any]:
         )
     else:
         raise refusal(f"{directory} holds neither {SINGLE} nor {INDEX}")
-    files = {}
+    files: dict[str, Any] = {}
     for path in paths:
         try:
             path.open("rb").close()  # safetensors calls every file missing that it cannot open
@@ -276,7 +276,8 @@ def _check_names(files: Mapping[str, Any], wanted: Sources, config: DecoderConfi
 
 
 def _tensor(files: Mapping[str, Any], name: str) -> Tensor:
-    return files[name].get_tensor(name)
+    tensor: Tensor = files[name].get_tensor(name)
+    return tensor
 
 
 def _slice(files: Mapping[str, Any], name: str) -> Any:

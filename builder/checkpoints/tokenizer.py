@@ -53,7 +53,9 @@ def byte_level_tokenizer(checkpoint: Path, opt: bool) -> Tokenizer:
         tokenizer = Tokenizer(models.BPE.from_file(str(vocabulary), str(merges)))
     except Exception as error:  # the library has no class of its own for files that it does not understand
         raise refusal(f"{vocabulary} and {merges} cannot be read: {error}") from error
-    settings = {"bos_token": "</s>", "eos_token": "</s>", "pad_token": "<pad>", "add_bos_token": True} if opt else {}
+    settings: dict[str, Any] = (
+        {"bos_token": "</s>", "eos_token": "</s>", "pad_token": "<pad>", "add_bos_token": True} if opt else {}
+    )
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (checkpoint / name).exists():
             settings |= {key: value for key, value in read_json(checkpoint / name).items() if value is not None}

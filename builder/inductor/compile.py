@@ -41,7 +41,7 @@ PLAIN: dict[Any, Callable[..., Any]] = {
 class Compilable(Decoder):
     """The decoder with its pool's handle in a tensor: a plain number would become a constant of the package."""
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         token_ids: Tensor,
         positions: Tensor,
@@ -51,7 +51,8 @@ class Compilable(Decoder):
         sample_rows: Tensor,
         pool: Tensor,
     ) -> Tensor:
-        return super().forward(token_ids, positions, slots, segments, block_table, sample_rows, pool.item())
+        handle: Any = pool.item()
+        return super().forward(token_ids, positions, slots, segments, block_table, sample_rows, handle)
 
 
 def export(decoder: Compilable) -> ExportedProgram:
@@ -67,7 +68,8 @@ def export(decoder: Compilable) -> ExportedProgram:
     token = Dim("tokens")
     shapes = ({0: token},) * 3 + ({0: Dim("segments")}, {0: Dim("seats"), 1: Dim("blocks")}, {0: Dim("rows")}, None)
     program = torch.export.export(decoder, tuple(batch), dynamic_shapes=shapes)
-    return program.run_decompositions(PLAIN)
+    decomposed: ExportedProgram = program.run_decompositions(PLAIN)
+    return decomposed
 
 
 def compile_package(decoder: Compilable, path: Path) -> None:
@@ -75,7 +77,8 @@ def compile_package(decoder: Compilable, path: Path) -> None:
     import torch._inductor
     from torch.fx.experimental import _config
 
-    with torch.no_grad(), _config.patch(backed_size_oblivious=True):  # sizes of 0 and 1 are sizes like others
+    # Sizes of 0 and 1 are sizes like others.
+    with torch.no_grad(), _config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
         torch._inductor.aoti_compile_and_package(export(decoder), package_path=str(path), inductor_configs=OPTIONS)
 
 

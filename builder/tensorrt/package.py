@@ -28,7 +28,7 @@ SAID = {
 log = logging.getLogger(__name__)
 
 
-class Logger(trt.ILogger):
+class Logger(trt.ILogger):  # type: ignore[misc]
     """Errors and warnings go where Python's do: nobody else may write to the standard output."""
 
     def __init__(self) -> None:

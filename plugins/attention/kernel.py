@@ -21,7 +21,7 @@ UNMASKED_ABOVE = 16  # rows of a tile; below, masks cost nothing
 
 
 def tiles_for(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> tuple[Tile, ...]:
-    """Tile shapes by class, measured (docs/kernels.md). ValueError for shapes that no tile holds."""
+    """Tile shapes by class, measured (docs/design/kernels.md). ValueError for shapes that no tile holds."""
     group = heads // kv_heads
     if group > 64 or not 16 <= head_dim <= 256:
         raise ValueError(f"no tile holds {group} query heads a key head of size {head_dim}: at most 64, 16 to 256")

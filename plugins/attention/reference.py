@@ -11,6 +11,7 @@ time in float64, which every faster implementation is compared with.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -70,7 +71,7 @@ def multi_token_attention(
     return o
 
 
-def _groups_of_like_size(segments: Tensor, record: tuple[int, int, int]) -> list[Tensor]:
+def _groups_of_like_size(segments: Tensor, record: Sequence[int]) -> list[Tensor]:
     """Parts the segments into groups that are padded to their largest member, which at most doubles either length.
 
     record: kv_heads, chunk_tokens, head_dim. A group's keys fill at most GATHERED elements (a single segment may).

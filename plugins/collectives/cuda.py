@@ -43,7 +43,7 @@ class CudaRanks:
         self,
         rank: int,
         ranks: int,
-        store: dist.Store,
+        store: dist.Store,  # type: ignore[name-defined]  # torch defines it only where it has distributed
         dtype: torch.dtype,
         same_host: bool = True,
         one_shot_bytes: int = ONE_SHOT_BYTES,
@@ -55,6 +55,7 @@ class CudaRanks:
         self.rank, self.ranks = rank, ranks
         device = torch.device("cuda", torch.cuda.current_device())
         dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks, device_id=device, timeout=OVERDUE)
+        assert dist.group.WORLD is not None
         self.name = dist.group.WORLD.group_name
         self.one_shot_bytes = 0
         """Larger sums, and others than those of `dtype`, go through NCCL. May be lowered, on all ranks alike."""
@@ -81,7 +82,7 @@ class CudaRanks:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         x = x.contiguous()
-        if self.shared is not None and self._takes_one_shot(x):
+        if self.shared is not None and self.shared.dtype == x.dtype and self._takes_one_shot(x):
             place = self.shared[: x.numel()].view(x.shape)
             return torch.ops.symm_mem.one_shot_all_reduce_copy(place, x, "sum", self.name)
         total = x.clone()
@@ -105,14 +106,12 @@ class CudaRanks:
         dist.destroy_process_group()
 
     def _takes_one_shot(self, x: Tensor) -> bool:
-        return (
-            x.dtype == self.shared.dtype
-            and 0 < x.nbytes <= self.one_shot_bytes
-            and (x.data_ptr() | x.nbytes) % _ALIGNMENT == 0
-        )
+        return 0 < x.nbytes <= self.one_shot_bytes and (x.data_ptr() | x.nbytes) % _ALIGNMENT == 0
 
 
-def _shared_memory(numbers: int, dtype: torch.dtype, device: torch.device, group: str) -> Tensor:
+def _shared_memory(
+    numbers: int, dtype: torch.dtype, device: torch.device, group: dist.distributed_c10d.GroupName
+) -> Tensor:
     """Memory of this rank that all ranks see. Not a tensor of torch's cache: it stays where it is."""
     memory = _symmetric_memory.empty(numbers, dtype=dtype, device=device)
     _symmetric_memory.rendezvous(memory, group)

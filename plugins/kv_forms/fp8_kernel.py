@@ -17,7 +17,7 @@ from torch import Tensor
 from .fp8_reference import SMALLEST_SCALE, layer_bytes, scales_offset
 
 PROGRAMS = 64
-"""16 keep up with a link of 55 GB/s; with more, for a shorter time, steps lose less (docs/lower-tier.md)."""
+"""16 keep up with a link of 55 GB/s; with more, for a shorter time, steps lose less (docs/lab/lower-tier.md)."""
 
 TILE = 16384
 """Numbers that a program handles at once: whole heads, with a warp for 1,024 numbers."""

@@ -19,7 +19,7 @@ from .fp8_kernel import places
 from .packed_reference import ESCAPE, ZERO, layout
 
 PROGRAMS = 64
-"""16 keep up with a link of 55 GB/s; with more, for a shorter time, steps lose less (docs/lower-tier.md)."""
+"""16 keep up with a link of 55 GB/s; with more, for a shorter time, steps lose less (docs/lab/lower-tier.md)."""
 
 TILE = 2048
 """Numbers of a token that a program handles at once, of whole heads; four of each thread."""

@@ -1,12 +1,13 @@
 """Projections in FP8 on a GPU: activations are rounded token by token in Triton, the product is cuBLAS's or CUTLASS's.
 
 Of few rows, where a product's time is that of reading the weights, cuBLAS's kernel without scales by row is quicker
-than any that has them, also with a kernel behind it that scales (docs/experiments.md). Twin: `fp8_linear.in_fp8`.
+than any that has them, also with a kernel behind it that scales (docs/lab/experiments.md). Twin: `fp8_linear.in_fp8`.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -35,7 +36,7 @@ def linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Ten
 
 
 def _product(quantised: Tensor, weight: Tensor, row_scale: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    scaled = {"scale_a": row_scale, "scale_b": scale, "out_dtype": dtype}
+    scaled: dict[str, Any] = {"scale_a": row_scale, "scale_b": scale, "out_dtype": dtype}
     return torch._scaled_mm(quantised, weight.t(), **scaled, use_fast_accum=True)
 
 

@@ -16,7 +16,7 @@ thread that does so; so the pool is that of `running`, and the network knows not
 import math
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import tensorrt as trt
 import tensorrt.plugin as trtp
@@ -82,7 +82,7 @@ def current_stream() -> int:
     return torch.cuda.current_stream().cuda_stream
 
 
-def on_stream(stream: int):
+def on_stream(stream: int) -> AbstractContextManager[None]:
     """A context whose work goes to a CUDA stream, given by its handle."""
     return torch.cuda.stream(torch.cuda.ExternalStream(stream))
 

@@ -181,7 +181,7 @@ class HistoryStore:
     def change(self, name: Name, now: float, **values: float | None) -> Conversation:
         """Sets `ttl`, `history_ttl` or `pinned_until`. Raises RequestError (404)."""
         with self.transaction(now):
-            found = replace(self.get(name, now), **values)
+            found = replace(self.get(name, now), **values)  # type: ignore[arg-type]
             self._db.execute(
                 "UPDATE conversations SET ttl = ?, history_ttl = ?, pinned_until = ? WHERE number = ?",
                 (found.ttl, found.history_ttl, found.pinned_until, found.number),

@@ -86,7 +86,8 @@ class StoredTurn:
 
     def transcript(self) -> Transcript:
         """Everything up to this turn's end, put together."""
-        tokens, texts, messages = array("i"), TextPieces(), []
+        tokens, texts = array("i"), TextPieces()
+        messages: list[Message] = []
         for turn in reversed(list(self.lineage())):
             del tokens[turn.kept :]
             tokens += turn.tokens

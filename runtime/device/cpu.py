@@ -224,6 +224,7 @@ class CpuDevice:
             segments = torch.from_numpy(batch.segments)
             token_ids = torch.from_numpy(batch.token_ids).clone()
             token_ids[:fed] = self._last_samples[segments[:fed, 4]]
+            assert self._handle is not None
             self._logits = self._engine.forward(
                 token_ids,
                 torch.from_numpy(batch.positions),

@@ -193,7 +193,7 @@ class CudaDevice:
 
     @_ends_the_device
     def ready(self, ticket: CudaTicket) -> bool:
-        return ticket.event.query()
+        return bool(ticket.event.query())
 
     @_ends_the_device
     def synchronize(self, ticket: CudaTicket) -> None:
@@ -267,6 +267,7 @@ class CudaDevice:
         """Logits [rows, vocab] float32 of the batch in the buffers."""
         batch = self._buffers.batch(shape)
         fed = self._last_samples.index_select(0, batch.feeds)
+        assert self._handle is not None
         self._work.build(batch.segments, longest=1 if shape.generation else shape.tokens)
         return self._engine.forward(
             torch.where(batch.token_ids < 0, fed, batch.token_ids),

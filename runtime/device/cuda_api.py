@@ -19,7 +19,7 @@ from ...scheduler.types import SettingError
 MOST_ENTRIES = 1024  # of a batched copy; with tens of thousands, drivers are known to hang
 _OLDEST = 13000  # whose cudaMemcpyBatchAsync has the signature used here
 _ADDRESS, _SIZE = ctypes.c_void_p, ctypes.c_size_t
-_BATCH_SIGNATURE = [_ADDRESS, _ADDRESS, _ADDRESS, _SIZE, _ADDRESS, _ADDRESS, _SIZE, _ADDRESS]
+_BATCH_SIGNATURE: list[Any] = [_ADDRESS, _ADDRESS, _ADDRESS, _SIZE, _ADDRESS, _ADDRESS, _SIZE, _ADDRESS]
 _IN_STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
 
 

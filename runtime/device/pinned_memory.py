@@ -62,7 +62,7 @@ class PinnedPool:
     def record(self, slot: int) -> np.ndarray:
         """The bytes of a slot's record, not a copy."""
         address = int(self.records.addresses(np.array([slot]), 0)[0])
-        return np.frombuffer((ctypes.c_uint8 * self.records.record).from_address(address), np.uint8)
+        return np.frombuffer(memoryview((ctypes.c_uint8 * self.records.record).from_address(address)), np.uint8)
 
     def free(self) -> None:
         while self._addresses:

@@ -15,7 +15,7 @@ never marked is open.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -128,13 +128,15 @@ class Device(Protocol):
     def mark(self, lane: Lane, gate: int | None = None) -> Ticket:
         """A ticket for all work on the lane so far. With `gate`, a layer, that layer's gate opens there too."""
 
-    def wait(self, lane: Lane, ticket: Ticket) -> None:
+    # `ticket`: one of the same device, which has a type of its own.
+
+    def wait(self, lane: Lane, ticket: Any) -> None:
         """What is issued on the lane from here on begins after the ticket is complete. The caller does not wait."""
 
-    def ready(self, ticket: Ticket) -> bool:
+    def ready(self, ticket: Any) -> bool:
         """Whether the ticket is complete."""
 
-    def synchronize(self, ticket: Ticket) -> None:
+    def synchronize(self, ticket: Any) -> None:
         """Returns once the ticket is complete: the caller waits."""
 
     def upload(self, inputs: StepInputs) -> None:

@@ -59,7 +59,7 @@ class TransferTimes:
         self._report: Callable[[Work], None] | None = None
         self._clock: DeviceClock | None = None
 
-    def watch(self, report: Callable[[Work], None], synchronize: Callable[[Event], None]) -> None:
+    def watch(self, report: Callable[[Work], None], synchronize: Callable[[Any], None]) -> None:
         """From here on `read` tells of each copy and step, and steps that wait for nothing are timed too.
 
         synchronize: waits for an event.

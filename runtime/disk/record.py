@@ -49,7 +49,7 @@ def record_bytes(payload: int) -> int:
 def pack_header(key: ChunkKey, end: int, origin: bytes, written: float, payload: np.ndarray) -> bytes:
     """The page in front of `payload` ([bytes] uint8). `origin`: 32 bytes that name who may read the record."""
     fields = _FIELDS.pack(_MAGIC, VERSION, key, origin, end, written, len(payload))
-    head = fields + _checksum(fields, payload)
+    head = fields + _checksum(fields, payload.data)
     return (head + _checksum(head)).ljust(PAGE, b"\0")
 
 
@@ -65,10 +65,10 @@ def read_header(page: bytes | memoryview, origin: bytes, payload: int) -> Header
 def payload_intact(page: bytes | memoryview, payload: np.ndarray) -> bool:
     """Whether it is the payload that this header was written with."""
     checksum, _ = _CHECKSUMS.unpack_from(page, _FIELDS.size)
-    return _checksum(page[: _FIELDS.size], payload) == checksum
+    return bool(_checksum(page[: _FIELDS.size], payload.data) == checksum)
 
 
-def _checksum(*parts: bytes | memoryview | np.ndarray) -> bytes:
+def _checksum(*parts: bytes | memoryview) -> bytes:
     """Of the parts as if they were one."""
     made = xxhash.xxh3_128()
     for part in parts:

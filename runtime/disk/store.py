@@ -141,7 +141,7 @@ class DiskStore:
         """
         self._raise_error()
         began = time.perf_counter()
-        slots = [*(work.disk for work in (*plan.spills, *plan.promotions)), *plan.erased]
+        slots = [*(work.disk for work in plan.spills), *(work.disk for work in plan.promotions), *plan.erased]
         with self._changed:
             if len(set(slots)) < len(slots) or not self._under_way.isdisjoint(slots):
                 raise InvariantError(f"step {plan.step} uses a DISK slot that is in use: {slots}")
@@ -256,7 +256,7 @@ class DiskStore:
         self._segments.read(run[0].disk, buffers)
         intact = set()
         for promotion, room, payload, in_place in read:
-            page, content = memoryview(room[:PAGE]), payload if in_place else room[PAGE : PAGE + len(payload)]
+            page, content = room[:PAGE].data, payload if in_place else room[PAGE : PAGE + len(payload)]
             header = read_header(page, self._origin, len(payload))
             if header is None or header.key != promotion.key or not payload_intact(page, content):
                 self._reject(promotion)
@@ -267,7 +267,7 @@ class DiskStore:
         return intact
 
     def _look(self, slot: int, now: float, unreadable: list[int]) -> DiskRecord | None:
-        page = memoryview(self._rooms()[0][:PAGE])
+        page = self._rooms()[0][:PAGE].data
         try:
             self._segments.read(slot, [page])
         except OSError as error:
@@ -295,7 +295,8 @@ class DiskStore:
         if not hasattr(self._own, "rooms"):
             buffer = np.frombuffer(aligned_buffer(self._most_merged * self._record), np.uint8)
             self._own.rooms = list(buffer.reshape(self._most_merged, self._record))
-        return self._own.rooms
+        rooms: list[np.ndarray] = self._own.rooms
+        return rooms
 
     @staticmethod
     def _in_place(payload: np.ndarray) -> bool:

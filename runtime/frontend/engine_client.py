@@ -245,8 +245,8 @@ class EngineClient:
         # Prompts come behind the rows that generate: from the end, so that a first token waits for no other stream's.
         for number, token in zip(reversed(message.requests), reversed(message.tokens), strict=True):
             request = RequestId(number)
-            event = events.pop(request, None)
-            self._take(Output(request, (token,)) if event is None else replace(event, tokens=(token,)), now)
+            known = events.pop(request, None)
+            self._take(Output(request, (token,)) if known is None else replace(known, tokens=(token,)), now)
         for event in events.values():
             self._take(event, now)
         for refusal in message.refusals:

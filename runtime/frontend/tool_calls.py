@@ -21,7 +21,7 @@ NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additional
 class ToolCall(NamedTuple):
     """`arguments`: a JSON object as text."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # a tuple has a method of this name
     id: str
     name: str
     arguments: str

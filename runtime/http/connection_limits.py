@@ -80,7 +80,7 @@ class PatientProtocol(H11Protocol):
                 self._start_body()
         elif state is not h11.IDLE or self._body_since is not None or self.transport.is_closing():
             self._stop_waiting()
-        if state in (h11.DONE, h11.MIGHT_SWITCH_PROTOCOL) and len(self.conn.trailing_data[0]) < MOST_BEHIND_BYTES:
+        if state in (h11.DONE, h11.MIGHT_SWITCH_PROTOCOL) and len(self.conn.trailing_data[0]) < MOST_BEHIND_BYTES:  # type: ignore[attr-defined]
             self.flow.resume_reading()  # uvicorn stops where something is behind a request: nobody would see its end
 
     def pause_writing(self) -> None:

@@ -17,8 +17,8 @@ from ...scheduler.types import ConversationKV, RequestError
 from ..conversations.schema import Conversation, Name
 from ..conversations.transcript import Transcript
 from ..conversations.turns import TurnManager, kv_name
-from ..frontend.bodies import Body, parse
-from ..frontend.body_base import ConversationId
+from ..frontend.bodies import parse
+from ..frontend.body_base import Body, ConversationId
 from ..frontend.engine_client import EngineClient
 from .auth import owner_of
 

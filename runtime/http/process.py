@@ -75,7 +75,8 @@ async def _serve(connection: Connection, listener: socket.socket, settings: HTTP
     server = _Server(
         uvicorn.Config(
             door,
-            http=functools.partial(PatientProtocol, most=connections, patience=settings.client_timeout),
+            # uvicorn calls it to make a protocol.
+            http=functools.partial(PatientProtocol, most=connections, patience=settings.client_timeout),  # type: ignore[arg-type]
             h11_max_incomplete_event_size=MOST_HEAD_BYTES,
             ws="none",
             lifespan="off",

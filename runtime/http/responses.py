@@ -17,7 +17,8 @@ from ...scheduler.types import FinishReason, RequestError
 from ..conversations.schema import Name
 from ..conversations.transcript import Message
 from ..conversations.turns import TurnManager
-from ..frontend.bodies import Body, GenerationBody, NonEmpty
+from ..frontend.bodies import GenerationBody
+from ..frontend.body_base import Body, NonEmpty
 from ..frontend.chat_messages import MOST_MESSAGES
 from ..frontend.reply import CompletionWriter, Piece, Reply, Style, usage
 from .auth import owner_of
@@ -135,7 +136,7 @@ class ResponseWriter(CompletionWriter):
             )
         )
 
-    def piece(self, index: int, piece: Piece, finish: FinishReason | None) -> str:
+    def piece(self, index: int, piece: Piece, finish: str | None) -> str:
         if not piece.text:
             return ""
         return self._event("response.output_text.delta", **self._place(), delta=piece.text, logprobs=[])

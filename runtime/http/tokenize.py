@@ -9,8 +9,9 @@ from fastapi import FastAPI, Request
 from pydantic import Field, model_validator
 
 from ...scheduler.types import RequestError
-from ..frontend.bodies import Body, Message, parse
-from ..frontend.chat_messages import MOST_MESSAGES
+from ..frontend.bodies import parse
+from ..frontend.body_base import Body
+from ..frontend.chat_messages import MOST_MESSAGES, Message
 from ..frontend.request_builder import check_model
 from ..messages import Ready
 from ..text.tokenizer import Tokenizer

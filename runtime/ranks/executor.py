@@ -109,7 +109,9 @@ class Reports:
             completed=completed,
             erase_failed=erase_failed,
             bad_copies=bad_copies,
-            **{kind: tuple(done[kind]) for kind in done},
+            spilled=tuple(done["spilled"]),
+            promoted=tuple(done["promoted"]),
+            failed=tuple(done["failed"]),
         )
 
     def _count(self, kind: str, slots: tuple[int, ...]) -> None:

@@ -123,7 +123,7 @@ def run_ranks(ranks: int, command: Sequence[str]) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, pass_on)
-    signal.signal(ASKED, lambda *_: mpirun and mpirun.send_signal(ASKED))  # before, there is nobody to ask
+    signal.signal(ASKED, lambda *_: mpirun.send_signal(ASKED) if mpirun else None)  # before, there is nobody to ask
     with tempfile.TemporaryDirectory(prefix="pensieve-mpi-", ignore_cleanup_errors=True) as scratch:
         # In a session of its own: what is typed at the terminal comes to this process, and only from here to the ranks.
         mpirun = subprocess.Popen(

@@ -83,7 +83,8 @@ class Ranks:
             self._send(pickle.dumps(value), [0], VALUE)
             # Rank 0 may come last, and knows which one is late: it gives up first.
             late = "rank 0, or one that it waits for, has not come to the others"
-            return self._values([0], 2 * MEETING_SECONDS + FAREWELL_SECONDS, lambda _: late)[0]
+            own: list[T] = self._values([0], 2 * MEETING_SECONDS + FAREWELL_SECONDS, lambda _: late)[0]
+            return own
         others = self._values(
             range(1, self.size), MEETING_SECONDS, lambda missing: f"ranks {missing} have not come to the others"
         )
@@ -234,11 +235,11 @@ class Ranks:
         with give_up_after(OVERDUE_SECONDS):
             MPI.Finalize()
 
-    def _store(self) -> torch.distributed.TCPStore:
+    def _store(self) -> torch.distributed.TCPStore:  # type: ignore[name-defined]
         """Where NCCL's ranks find each other."""
         local = self.local_size == self.size
         host = self._messages.bcast("127.0.0.1" if local else socket.gethostname())
-        first, store = self.rank == 0, torch.distributed.TCPStore
+        first, store = self.rank == 0, torch.distributed.TCPStore  # type: ignore[attr-defined]
         if first:
             served = store(host, 0, self.size, is_master=True, wait_for_workers=False)
         port = self._messages.bcast(served.port if first else None)

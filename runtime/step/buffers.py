@@ -10,8 +10,8 @@ segment and write no KV, padded segments have no queries, padded rows are never 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -51,7 +51,7 @@ class Shapes:
 
     def __init__(self, most_tokens: int, seats: int, chunk_tokens: int):
         self._seats, self._chunk_tokens = seats, chunk_tokens
-        sizes = [1, 2, 4, 8, *range(16, 257, 16), *range(256 + _WIDE_STEP, LARGEST_CAPTURED + 1, _WIDE_STEP)]
+        sizes: list[int] = [1, 2, 4, 8, *range(16, 257, 16), *range(256 + _WIDE_STEP, LARGEST_CAPTURED + 1, _WIDE_STEP)]
         self._sizes = sizes[: bisect_left(sizes, most_tokens) + 1]
         self.most_tokens = self._padded(most_tokens)
         self.most_segments = self._segments(self.most_tokens)
@@ -79,27 +79,28 @@ class Shapes:
         return min(tokens, _PARTIAL_SEGMENTS * self._seats + tokens // self._chunk_tokens)
 
 
-class Batch(NamedTuple):
+class Batch(NamedTuple, Generic[Array]):
     """Views of a padded batch, all int32; as `StepInputs`, but for `feeds`."""
 
-    token_ids: Tensor | np.ndarray
+    token_ids: Array
     """[T]"""
-    feeds: Tensor | np.ndarray
+    feeds: Array
     """[T], the seat whose last sample is the token, where the token id is negative"""
-    positions: Tensor | np.ndarray
-    slots: Tensor | np.ndarray
-    segments: Tensor | np.ndarray
+    positions: Array
+    slots: Array
+    segments: Array
     """[S, 5]"""
-    sample_rows: Tensor | np.ndarray
+    sample_rows: Array
     """[R]"""
 
 
-def batch_views(words: Array, shape: Shape) -> Batch:
+def batch_views(words: Array, shape: Shape) -> Batch[Array]:
     """The parts of `words` [shape.words] int32, which lie in it one behind the other."""
     tokens, rows = shape.tokens, shape.rows
-    columns = [words[first : first + tokens] for first in range(0, 4 * tokens, tokens)]
+    token_ids, feeds, positions, slots = (words[first : first + tokens] for first in range(0, 4 * tokens, tokens))
     end = shape.words - rows
-    return Batch(*columns, words[4 * tokens : end].reshape(-1, 5), words[end : shape.words])
+    segments = words[4 * tokens : end].reshape(-1, 5)
+    return Batch(token_ids, feeds, positions, slots, segments, words[end : shape.words])
 
 
 def lay_out(inputs: StepInputs, shape: Shape, words: np.ndarray) -> None:
@@ -168,7 +169,7 @@ class StepBuffers:
 
     def __init__(self, shapes: Shapes, device: torch.device | str):
         self._shapes, self._device = shapes, torch.device(device)
-        self._copy = Tensor.copy_
+        self._copy: Callable[[Tensor, Tensor], object] = Tensor.copy_
         if self._device.type == "cuda":
             from ...plugins.kv_forms.host_copy_kernel import copy_words  # Triton comes with CUDA only
 
@@ -179,11 +180,11 @@ class StepBuffers:
         self._others = torch.empty(0, dtype=torch.int32, device=device)
         self._placed: dict[int, Tensor] = {}
 
-    def batch(self, shape: Shape) -> Batch:
+    def batch(self, shape: Shape) -> Batch[Tensor]:
         """Where a batch of this shape is; always the same addresses."""
         return batch_views(self._words[: shape.words], shape)
 
-    def idle(self, shape: Shape) -> Batch:
+    def idle(self, shape: Shape) -> Batch[Tensor]:
         """A batch that writes nothing and attends to nothing."""
         batch = self.batch(shape)
         self._words.zero_()

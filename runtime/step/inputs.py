@@ -146,14 +146,15 @@ class StepPacker:
     def _places(self, seats: np.ndarray, coordinates: np.ndarray, write_from: np.ndarray) -> np.ndarray:
         """Where the KV of each token goes (see `StepInputs.slots`); all arguments [T], the last two coordinates."""
         chunks, offsets = np.divmod(coordinates, np.int32(self._chunk_tokens))
-        places = self._table[seats, chunks] * np.int32(self._chunk_tokens) + offsets
+        places: np.ndarray = self._table[seats, chunks] * np.int32(self._chunk_tokens) + offsets
         places[coordinates < write_from] = NOT_WRITTEN
         return places
 
 
 def _scored(spans: np.ndarray, q_ends: np.ndarray) -> tuple[np.ndarray, Sequence[int]]:
     """Rows of the batch [K] int32 before a known token that is scored, and their seats. spans [., 6], q_ends [.]."""
-    rows, seats = [], []
+    rows: list[int] = []
+    seats: list[int] = []
     for (seat, start, end, _, samples, scores), q_end in zip(spans.tolist(), q_ends.tolist(), strict=True):
         if scores:
             rows += range(q_end - (end - start), q_end - samples)

@@ -106,7 +106,7 @@ class TritonPythonModel:
     def _greeting(self, connection: Connection) -> TritonSettings | Ready:
         """One of the two messages in front of all others; in their place text says what is wrong."""
         try:
-            message = connection.recv()
+            message: TritonSettings | Ready | str = connection.recv()
         except EOFError:
             message = f"the engine's process has ended with status {self._process.wait()}; the log says why"
         if isinstance(message, str):
@@ -220,7 +220,8 @@ class TritonFrontend:
             (echoed,) = call.echoes
             reply = Reply(request, stream, self._tokenizer, matcher, continues_prompt=True, echoed=echoed)
             replies.append(reply)
-            text, tokens = reply.echoed, []
+            text = reply.echoed
+            tokens: list[int] = []
             while True:
                 for output in await stream.next():
                     piece = reply.add(output)
@@ -295,7 +296,7 @@ class TritonRequest:
     @property
     def cancelled(self) -> bool:
         """Its client is gone, or does not want the answer any more."""
-        return self._sender.is_cancelled()
+        return bool(self._sender.is_cancelled())
 
     def stop(self) -> None:
         """Whoever serves it learns, now or when it would go to the engine, that nobody wants the answer."""

@@ -1,4 +1,4 @@
-"""The chunk store: flat and content-addressed (DESIGN section 3).
+"""The chunk store: flat and content-addressed (docs/design/chunk-store.md).
 
 The key of a full chunk hashes its whole prefix, so chunks looked up one by one are found even when leading ones are
 gone, and contexts with the same prefix share them. A keyed chunk is never written again. A chunk without a key is

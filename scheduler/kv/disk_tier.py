@@ -1,4 +1,4 @@
-"""The third tier: slots on DISK, and the work that fills and reads them (DESIGN sections 3 and 4).
+"""The third tier: slots on DISK, and the work that fills and reads them (docs/design/disk.md).
 
 Disk work is on no lane: it begins with the plan that holds it and takes its time. Until a result reports it, its slots
 belong to it and not to the chunk:

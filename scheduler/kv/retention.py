@@ -35,7 +35,7 @@ class EvictionPolicy:
     pinned or not, unless a request waits for them.
 
     Chunks of a context that has outgrown its window weigh all the same, as its last ones do: of one turn they are one
-    group, and the next context is touched when nothing is left of this one (DESIGN section 6).
+    group, and the next context is touched when nothing is left of this one (docs/design/overflow.md).
     """
 
     cost: CostProfile

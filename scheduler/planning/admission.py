@@ -1,4 +1,4 @@
-"""Admits requests to the batch: lookup, GPU slots, swap-ins, seat (DESIGN section 4, batch and link)."""
+"""Admits requests to the batch: lookup, GPU slots, swap-ins, seat (docs/design/scheduling.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tokens of a step: rows that generate, spans of prompts, and suspensions (DESIGN section 4, batch)."""
+"""The tokens of a step: rows that generate, spans of prompts, and suspensions (docs/design/scheduling.md)."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 By response ratio (wait / predicted work of the prompt; Brinch Hansen 1971) a turn whose history is cached joins before
 one that must be computed anew. Behind it the turn would lose its chunks to what the other computes, and need computing
-itself: beyond what the tiers hold, arrival order ends with everything computed anew (docs/overload.md).
+itself: beyond what the tiers hold, arrival order ends with everything computed anew (docs/lab/overload.md).
 
 The ratio alone starves long prompts: a stream of cached turns passes them for as long as it lasts. So each request has
 an allowance. Let B be the predicted work of the requests that wait before request r when r arrives, and w(r) its own:

@@ -41,12 +41,14 @@ class Session(NamedTuple):
     """One conversation: it starts at a time, and each turn follows the reply before it.
 
     system_tokens   leading tokens of the first input that all sessions with the same number share; 0: none
+    owner           whose share of seats and steps its requests use
     """
 
     name: str
     start_s: float
     turns: tuple[SessionTurn, ...]
     system_tokens: int = 0
+    owner: str = ""
 
 
 def longest_context(sessions: Sequence[Session]) -> int:
@@ -286,7 +288,7 @@ class Simulator:
         # Nobody comes back to a single turn, and its client gave no conversation id.
         conversation = session.name if len(session.turns) > 1 else None
         self._open[request] = Open(session, index, arrival)
-        asked = Request(request, prompt, turn.output_tokens, conversation, truncate=self._truncate)
+        asked = Request(request, prompt, turn.output_tokens, conversation, truncate=self._truncate, owner=session.owner)
         self.scheduler.add(asked, self.now)
 
     def _fresh(self, count: int) -> array[int]:

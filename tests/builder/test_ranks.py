@@ -16,10 +16,10 @@ from pensieve.builder.parity import check_ranks, whole_weights
 from pensieve.plugins import torch_ops
 from pensieve.plugins.collectives.protocol import TENSOR_PARALLEL, ThreadRanks, register_group, release_group
 from pensieve.runtime.engine import open_engine
+from pensieve.runtime.launch.assemble import assemble
+from pensieve.runtime.launch.options import ServeSettings
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.build_engine import main
-from pensieve.scripts.serve import make_service
-from pensieve.scripts.serve_options import parse_options
 from tests.compiled import needs_compiler
 from tests.models import LLAMA_SHAPE, ScatteredRunner, save_random, tiny_checkpoint
 
@@ -181,7 +181,7 @@ def test_what_does_not_divide_is_refused(ranks, checkpoint, tmp_path, capsys):
 
 def test_what_needs_all_ranks_refuses_one(halves):
     with pytest.raises(SettingError, match=r"--engine: .* 2 ranks, which only `pensieve serve` starts"):
-        make_service(parse_options(["--engine", str(halves)]), None)
+        assemble(ServeSettings(str(halves)))
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)

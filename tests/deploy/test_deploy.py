@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from pensieve.runtime.launch.options import parser
 from pensieve.runtime.observe.metrics import Metrics
-from pensieve.scripts.serve_options import parser
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -54,7 +54,7 @@ def test_the_dashboard_shows_most_of_what_there_is() -> None:
 
 
 def test_the_metrics_of_the_documentation_exist() -> None:
-    _, _, table = (ROOT / "docs" / "operations.md").read_text().partition("### What the metrics say")
+    _, _, table = (ROOT / "docs" / "use" / "operations.md").read_text().partition("### What the metrics say")
     rows = [line for line in table.partition("###")[0].splitlines() if line.startswith("|")]
     names = {"pensieve:" + name for row in rows[2:] for name in re.findall(r"`(\w+)[`{]", row)}
     families = known_metrics() | {name.removesuffix("_bucket") for name in known_metrics()}

@@ -50,9 +50,10 @@ def cannot_make(*_):
 
 
 if __name__ == "__main__":
+    from pensieve.runtime.launch import ranks as launch_ranks
+    from pensieve.runtime.launch import serving
     from pensieve.runtime.ranks import executor as ranks_executor
     from pensieve.runtime.ranks import mpi as ranks  # the HTTP process, which imports this file too, is no rank
-    from pensieve.scripts import ranks_command
 
     if sys.argv[1] not in ("raise", "kill"):  # which nobody waits for: a busy machine is to have its time
         ranks.OVERDUE_SECONDS = ranks_executor.OVERDUE_SECONDS = 3.0
@@ -62,9 +63,9 @@ if __name__ == "__main__":
     if ranks.MPI.COMM_WORLD.rank == (sys.argv[1] != "leader"):
         match sys.argv[1]:
             case "late" | "absent":
-                ranks_command.open_engine = never_open
+                launch_ranks.open_engine = never_open
             case "unset":
-                serve.make_executor = cannot_make
+                serving.make_executor = cannot_make
             case "last":
                 Executor.close = stop
             case fault:

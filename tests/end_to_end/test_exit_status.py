@@ -16,11 +16,11 @@ import pytest
 
 from pensieve.builder.build import build_engine
 from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
+from pensieve.runtime.launch import serving
+from pensieve.runtime.launch.options import ServeSettings
 from pensieve.runtime.messages import Ready
 from pensieve.runtime.processes import descendants
 from pensieve.runtime.ranks.launch import DRAIN
-from pensieve.scripts import serve as serve_module
-from pensieve.scripts.serve_options import parse_options
 
 from .server import Server
 from .test_server import wait_for
@@ -50,9 +50,9 @@ def serve_nothing(tmp_path, monkeypatch, exitcode=0, start=lambda: None):
     monkeypatch.setattr(multiprocessing.get_context("spawn"), "Process", lambda **_: process, raising=False)
     ready = Ready(model="demo", max_model_len=9, vocab_size=9, stop_ids=(), tokenizer="")
     service = SimpleNamespace(run=lambda ready: None)
-    monkeypatch.setattr(serve_module, "make_service", lambda *_: (service, ready))
-    monkeypatch.setattr(serve_module, "drain_on_signals", lambda *_: None)
-    return serve_module.serve(parse_options(["--engine", "demo", "--port", "0", "--state-dir", str(tmp_path)]))
+    monkeypatch.setattr(serving, "make_service", lambda *_: (service, ready))
+    monkeypatch.setattr(serving, "drain_on_signals", lambda *_: None)
+    return serving.serve(ServeSettings("demo", port=0, state_dir=tmp_path))
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Hazards of DESIGN section 10 that concern rows, keys and conversations, each a short story of what could go wrong.
+"""Hazards (docs/design/hazards.md) that concern rows, keys and conversations, each a short story of what goes wrong.
 
 The device model underneath checks every read, write, wait and token; the tests add what must be true besides.
 """

@@ -1,4 +1,4 @@
-"""Hazards of DESIGN section 10 that concern slots, copies and tails, each a short story of what could go wrong.
+"""Hazards (docs/design/hazards.md) that concern slots, copies and tails, each a short story of what could go wrong.
 
 The device model underneath checks every read, write, wait and token; the tests add what must be true besides.
 """

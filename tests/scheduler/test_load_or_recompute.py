@@ -1,9 +1,9 @@
 """A turn's history is loaded or computed again: the better way of both is never better by much than what was chosen.
 And what loading hides behind, against CachedAttention's read buffer.
 
-On a virtual clock, with the costs of a Llama-3-8B as measured on an H200 (BENCHMARKS.md), for disks and links around
-the speed at which both ways take equally long. A scheduler that is to go one way at any price is told costs that the
-device does not have.
+On a virtual clock, with the costs of a Llama-3-8B as measured on an H200 (docs/measured/steps.md), for disks and links
+around the speed at which both ways take equally long. A scheduler that is to go one way at any price is told costs
+that the device does not have.
 """
 
 from array import array

@@ -21,10 +21,9 @@ from pensieve.runtime.frontend.engine_client import EngineClient
 from pensieve.runtime.http.app import create_app
 from pensieve.runtime.http.process import listen, serve_http
 from pensieve.runtime.http.settings import HTTPSettings
+from pensieve.runtime.launch.options import http_settings, parse_options
 from pensieve.runtime.messages import Submit
 from pensieve.scheduler.types import SettingError
-from pensieve.scripts.serve_http import http_settings
-from pensieve.scripts.serve_options import parse_options
 
 from ..fake_loop import FakeLoop, eventually, ready, say
 

@@ -360,7 +360,7 @@ checks.unsupported_method.enabled = false
 
 @pytest.mark.slow
 def test_schemathesis_finds_no_server_error(server: Server, tmp_path: Path) -> None:
-    """A short look at every operation with values good and bad. Longer: see docs/operations.md."""
+    """A short look at every operation with values good and bad. Longer: see docs/use/operations.md."""
     (tmp_path / "schemathesis.toml").write_text(SCHEMATHESIS)
     command = [Path(sys.executable).with_name("schemathesis"), "run", f"{server.url}/openapi.json", "--seed", "1"]
     options = ["--max-time", "20", "--max-response-time", "10", "--no-color"]

@@ -79,7 +79,7 @@ def test_mpi_itself_does_not_wait_for_ever_for_a_rank_that_is_stopped():
 import os, signal
 from pensieve.runtime import watchdog
 watchdog.MEETING_SECONDS = 2.0
-from pensieve.scripts.ranks_command import run_rank
+from pensieve.runtime.launch.ranks import run_rank
 if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
     os.kill(os.getpid(), signal.SIGSTOP)
 run_rank("program", 2, lambda ranks: 0)
@@ -94,7 +94,7 @@ def test_a_rank_that_fails_does_not_wait_for_ever_for_an_mpirun_that_is_stopped(
     program = """
 import os, signal, time
 from pensieve.runtime.ranks import mpi as ranks
-from pensieve.scripts.ranks_command import run_rank
+from pensieve.runtime.launch.ranks import run_rank
 ranks.FAREWELL_SECONDS = 2.0
 def work(ranks):
     ranks.gather(None)

@@ -241,3 +241,30 @@ def test_owners_in_turn_draw_no_more_than_their_shares_of_seats():
                 begun.append(request)
     assert len([request for request in begun if request in ids.a]) <= 8
     harness.drain()
+
+
+def seconds_beside(others, rows):
+    """(until its first seat, until its reply's end) of another owner's request that comes after 3 s."""
+    config = replace(CROWD, max_num_seqs=rows, max_num_batched_tokens=512, gpu_kv_chunks=4096, max_queue=1024)
+    other = Session("other", 3.0, (SessionTurn(0, 200, 50),), owner="b")
+    found = []
+
+    def watch(now, applied, served):
+        events = [event for event in applied.events if served[event.request].session.name == "other"]
+        found.extend(event.queued if event.finish is None else now - 3.0 for event in events)
+
+    simulator = Simulator(config, SERVER, [*others, other], watch=watch)
+    while len(found) < 2:
+        simulator.play(simulator.now + 1.0)
+    return found
+
+
+def test_a_flood_of_prompts_delays_another_owner_no_more_than_an_ordinary_client_twice():
+    """1,000 prompts at once, beside a client that has as many requests running and sends the next when one ends."""
+    flood = [Session(f"{n}", 0.0, (SessionTurn(0, 200, 50),), owner="a") for n in range(1000)]
+    client = [Session(f"{n}", 0.0, (SessionTurn(0, 200, 50),) * 40, owner="a") for n in range(63)]
+    _, beside_a_client = seconds_beside(client, rows=64)
+    _, beside_a_flood = seconds_beside(flood, rows=64)
+    assert beside_a_flood <= 2 * beside_a_client
+    queued, _ = seconds_beside(flood[:240], rows=256)  # there are free seats
+    assert queued <= 2 * SERVER.step(512)

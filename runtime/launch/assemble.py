@@ -1,0 +1,199 @@
+"""Puts an engine, its device, the scheduler and the executor together, as the options say."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from ...builder.build import build_engine
+from ...builder.checkpoints.hugging_face import DEMO_CHECKPOINT
+from ...builder.manifest import Manifest
+from ...plugins.kv_forms.forms import record_bytes
+from ...scheduler.config import SchedulerConfig
+from ...scheduler.cost import CostProfile, propose_swap_out_below
+from ...scheduler.scheduler import Scheduler
+from ...scheduler.types import SettingError, Tier
+from ..device.cpu import CpuDevice
+from ..device.memory import check_pool_fits
+from ..device.protocol import Device
+from ..disk.store import DiskSettings
+from ..engine import Engine, open_engine
+from ..executor import GROUP_LAYERS, Executor
+from ..measure.profile import load_profile
+from ..messages import Ready
+from ..observe.chrome_trace import TraceFile
+from ..step.grammar import Grammars, open_grammars
+from ..text.tokenizer import Tokenizer
+from .options import ServeSettings, read_chat_template
+from .ranks import open_rank
+from .sizing import (
+    check_disk_holds,
+    disk_settings,
+    estimated_cost,
+    host_form,
+    pool_setting,
+    scheduler_config,
+    with_disk_speed,
+)
+
+if TYPE_CHECKING:
+    from ..ranks.mpi import Ranks
+
+log = logging.getLogger("pensieve")
+
+
+class Prepared(NamedTuple):
+    """What one rank serves with, all of it sized alike on all ranks."""
+
+    directory: Path
+    device: Device
+    engine: Engine
+    config: SchedulerConfig
+
+
+class Assembled(NamedTuple):
+    """All that a loop needs."""
+
+    scheduler: Scheduler
+    executor: Executor
+    cost: CostProfile
+    trace: TraceFile | None
+    ready: Ready
+
+
+def assemble(settings: ServeSettings, ranks: Ranks | None = None) -> Assembled:
+    """With `ranks`, for rank 0. SettingError."""
+    prepared = prepare(settings) if ranks is None else prepare_rank(settings, ranks)
+    directory, device, engine, config = prepared
+    trace = None if settings.trace is None else TraceFile(settings.trace)
+    if trace is not None:
+        device.watch(trace.work)
+    measured = load_profile(directory, engine, config.chunk_tokens)
+    host_record = host_record_bytes(settings, engine)
+    cost = replace(measured or estimated_cost(engine, config), chunk_bytes=host_record)
+    if config.disk_kv_chunks:
+        cost = with_disk_speed(cost, settings.disk_directory, config.max_model_len)
+        sharing = 1 if ranks is None else ranks.local_size
+        check_disk_holds(settings, config.disk_kv_chunks, host_record, sharing)
+    if measured is not None and settings.swap_out_below is None:
+        config = replace(config, swap_out_below=propose_swap_out_below(cost, config))
+    scheduler = Scheduler(config, cost)
+    tokenizer = str(directory) if (directory / "tokenizer.json").exists() else ""
+    if tokenizer:  # it must be readable before anything is served
+        template = settings.chat_template
+        Tokenizer.load(tokenizer, None if template is None else read_chat_template(template))
+    elif settings.chat_template is not None:
+        raise SettingError("--chat-template", f"{directory} has no tokenizer, and without one there are no chats")
+    grammars = open_grammars(tokenizer, engine.vocab_size, engine.manifest.stop_ids)
+    disk = disk_settings(settings, config, ranks)
+    executor = make_executor(settings, prepared, disk, ranks, grammars)
+    records = executor.disk_records()
+    scheduler.disk.adopt(records, time.monotonic())
+    model, *aliases = settings.served_model_name or [directory.resolve().name]
+    ready = Ready(
+        model=model,
+        aliases=tuple(aliases),
+        overflow=config.windows is not None,
+        max_model_len=config.max_model_len,
+        vocab_size=engine.manifest.vocab_size,
+        stop_ids=engine.manifest.stop_ids,
+        tokenizer=tokenizer,
+    )
+    if disk is not None:
+        log.info("disk cache %d chunks in %s, %d of them from earlier", disk.slots, disk.directory, len(records))
+    log.info(
+        "%s: GPU cache %d chunks of %d bytes, host cache %d of %d bytes, %d tokens each, contexts up to %d tokens",
+        ready.model,
+        config.gpu_kv_chunks,
+        engine.chunk_bytes(config.chunk_tokens),
+        config.host_kv_chunks,
+        host_record,
+        config.chunk_tokens,
+        config.max_model_len,
+    )
+    return Assembled(scheduler, executor, cost, trace, ready)
+
+
+def prepare(settings: ServeSettings) -> Prepared:
+    """SettingError for an engine of several ranks."""
+    device = make_device(settings)
+    directory = Path(settings.engine)
+    if settings.engine == "demo":
+        directory = demo_engine(settings.state_dir, settings.device)
+    divided = Manifest.read(directory).tensor_parallel
+    if divided != 1:
+        raise SettingError(
+            "--engine", f"{directory} is divided among {divided} ranks, which only `pensieve serve` starts"
+        )
+    engine = open_engine(directory, settings.device)
+    return Prepared(directory, device, engine, scheduler_config(settings, engine, device))
+
+
+def prepare_rank(settings: ServeSettings, ranks: Ranks) -> Prepared:
+    """All ranks call it, side by side; a wrong setting of one rank is raised on it and on rank 0. Pools are as the
+    smallest rank's."""
+    directory = Path(settings.engine)
+    device, engine = open_rank(directory, settings.device, lambda: make_device(settings), ranks)
+    config = ranks.together(lambda: scheduler_config(settings, engine, device))
+    gpu, host, disk, longest = ranks.smallest(
+        config.gpu_kv_chunks, config.host_kv_chunks, config.disk_kv_chunks, config.max_model_len
+    )
+    size = host * host_record_bytes(settings, engine) * ranks.local_size
+    setting = pool_setting(settings, Tier.HOST)
+    ranks.together(lambda: check_pool_fits(setting, host, size, device.memory(Tier.HOST).free))
+    agreed = replace(config, gpu_kv_chunks=gpu, host_kv_chunks=host, disk_kv_chunks=disk, max_model_len=longest)
+    return Prepared(directory, device, engine, agreed)
+
+
+def host_record_bytes(settings: ServeSettings, engine: Engine) -> int:
+    """Bytes of a chunk in HOST."""
+    form = host_form(settings.lower_tier_kv, settings.chunk_tokens, engine)
+    return record_bytes(engine.kv_shape(1, settings.chunk_tokens), engine.dtype, form)
+
+
+def make_executor(
+    settings: ServeSettings,
+    prepared: Prepared,
+    disk: DiskSettings | None,
+    ranks: Ranks | None,
+    grammars: Grammars | None = None,
+) -> Executor:
+    _, device, engine, config = prepared
+    make: Callable[..., Executor] = Executor
+    if ranks is not None and ranks.rank == 0:
+        from ..ranks.executor import RankedExecutor  # and MPI
+
+        make = partial(RankedExecutor, ranks)
+    group_layers = GROUP_LAYERS if settings.swap_in == "pipelined" else engine.manifest.layers
+    form = host_form(settings.lower_tier_kv, settings.chunk_tokens, engine)
+    return make(device, engine, config, group_layers, grammars, settings.link == "in-first", form, disk)
+
+
+def make_device(settings: ServeSettings) -> Device:
+    if settings.device == "cuda":
+        from ..device.cuda import CudaDevice  # and cuda-python, which only it needs
+
+        return CudaDevice(enforce_eager=settings.enforce_eager)
+    return CpuDevice()
+
+
+def demo_engine(state_dir: Path, device: str) -> Path:
+    """Builds the demo engine on first use, in a second.
+
+    In float32, which CPUs are quickest with. It is not compiled: that takes 25 s on two idle cores and needs a C++
+    compiler, and the demo shall answer at once.
+    """
+    directory = state_dir / ("demo" if device == "cpu" else f"demo-{device}")
+    try:
+        built = build_engine(DEMO_CHECKPOINT, directory, "reference", dtype="float32", device=device)
+    except SettingError as error:
+        if error.setting != "--output":
+            raise
+        raise SettingError("--state-dir", str(error).removeprefix("--output: ")) from None
+    log.info("%s the demo engine in %s (reference backend, which starts sooner)", built.outcome, directory)
+    return directory

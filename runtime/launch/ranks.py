@@ -1,0 +1,81 @@
+"""What commands share that run as several ranks: they start themselves under mpirun, and each rank takes its share."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...plugins.collectives.protocol import TENSOR_PARALLEL, register_group
+from ...scheduler.types import SettingError
+from ..device.protocol import Device
+from ..engine import Engine, open_engine
+from ..ranks.launch import die_with_mpirun, open_ranks, run_ranks, under_mpi
+from ..watchdog import MEETING_SECONDS, give_up_after, tell_when_asked
+
+if TYPE_CHECKING:
+    from ..ranks.mpi import Ranks
+
+log = logging.getLogger(__name__)
+
+
+def take_share(device: str, ranks: Ranks) -> None:
+    """The host's cores are shared by its ranks; each has a GPU of its own, in their order. SettingError for too few."""
+    if device == "cpu":
+        torch.set_num_threads(max(1, torch.get_num_threads() // ranks.local_size))
+    elif torch.cuda.device_count() < ranks.local_size:
+        raise SettingError(
+            "--device", f"{ranks.local_size} ranks here need a GPU each, not {torch.cuda.device_count()}"
+        )
+    else:
+        torch.cuda.set_device(ranks.local_rank)
+
+
+def open_rank(directory: Path, device: str, make_device: Callable[[], Device], ranks: Ranks) -> tuple[Device, Engine]:
+    """This rank's device and its share of the engine, with the group in which it computes. All ranks call it, side by
+    side; what is wrong with one it and rank 0 raise."""
+    ranks.together(lambda: take_share(device, ranks))
+    made = ranks.together(make_device)
+    engine = ranks.together(lambda: open_engine(directory, device, ranks.rank))
+    ranks.check_equal("--engine", "engine", engine.manifest.fingerprint)
+    register_group(TENSOR_PARALLEL, ranks.open_group(device, engine.dtype))
+    return made, engine
+
+
+def run_as_ranks(name: str, count: int, words: Sequence[str], work: Callable[[Ranks], int]) -> int:
+    """work(ranks) as one of `count` ranks, or all of them with `words` after the command's name; the exit status."""
+    if under_mpi():
+        return run_rank(name, count, work)
+    try:
+        return run_ranks(count, [sys.executable, "-P", "-m", f"pensieve.scripts.{name}", *words])
+    except SettingError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+
+
+def run_rank(name: str, count: int, work: Callable[[Ranks], int]) -> int:
+    """work(ranks) as one of the `count` processes that mpirun started. Whatever it raises ends them all."""
+    tell_when_asked()
+    die_with_mpirun()
+    try:
+        with give_up_after(MEETING_SECONDS):
+            ranks = open_ranks()
+    except SettingError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+    try:
+        if ranks.size != count and ranks.rank == 0:
+            raise SettingError("mpirun", f"{count} ranks are needed and {ranks.size} were started: mpirun -n {count}")
+        status = work(ranks)
+        ranks.close()
+    except SettingError as error:
+        where = f" (rank {ranks.rank})" if ranks.rank else ""
+        ranks.fail(error, status=2, message=f"{name}: {error}{where}\n")
+    except BaseException as error:
+        log.exception("rank %d failed", ranks.rank)
+        ranks.fail(error)
+    return status

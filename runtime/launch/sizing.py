@@ -1,0 +1,236 @@
+"""How large everything is that is served with: pools, contexts, the disk's room, and what it is expected to cost."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...builder.checkpoints.config import Shard
+from ...builder.manifest import Manifest
+from ...plugins.kv_forms.forms import FP8, PACKED, Form, record_bytes
+from ...scheduler.config import SchedulerConfig
+from ...scheduler.context_window import KEEP, RECOMPUTE
+from ...scheduler.cost import CostProfile, analytic_profile
+from ...scheduler.planning.plan_builder import MOST_SCORED
+from ...scheduler.types import SettingError, Tier
+from ..device.memory import GIB, activation_bytes, check_pool_fits, divide
+from ..device.protocol import Device
+from ..disk.record import record_bytes as disk_record_bytes
+from ..disk.speed import measure_disk
+from ..disk.store import DiskSettings
+from ..engine import Engine
+from .options import DEFAULT_DISK_KV, DEFAULT_GPU_KV, DEFAULT_HOST_KV, ServeSettings, flag, parse_bytes
+
+if TYPE_CHECKING:
+    from ..ranks.mpi import Ranks
+
+log = logging.getLogger("pensieve")
+
+# What a core or two do, and one Hopper GPU, for the cost estimate of an engine that has not been measured: arithmetic,
+# copies between the tiers, and the least time of a step.
+ESTIMATES = {
+    "cpu": dict(flops_per_s=5e10, link_bytes_per_s=5e9, step_base_seconds=2e-3),
+    "cuda": dict(flops_per_s=4e14, link_bytes_per_s=5e10, step_base_seconds=8e-3),
+}
+
+
+def scheduler_config(settings: ServeSettings, engine: Engine, device: Device) -> SchedulerConfig:
+    """SettingError names the flag at fault."""
+    record = engine.chunk_bytes(settings.chunk_tokens)
+    if settings.device == "cuda" and settings.gpu_kv_chunks is None and settings.gpu_kv_bytes is None:
+        gpu_chunks = free_gpu_bytes(settings, engine, device) // record
+    else:
+        gpu_chunks = kv_chunks(settings, Tier.GPU, DEFAULT_GPU_KV, record)
+    if gpu_chunks < 1:
+        raise SettingError(pool_setting(settings, Tier.GPU), f"must be at least one chunk, which takes {record} bytes")
+    form = host_form(settings.lower_tier_kv, settings.chunk_tokens, engine)
+    host_record = record_bytes(engine.kv_shape(1, settings.chunk_tokens), engine.dtype, form)
+    host_chunks = kv_chunks(settings, Tier.HOST, DEFAULT_HOST_KV, host_record)
+    disk_chunks = kv_chunks(settings, Tier.DISK, DEFAULT_DISK_KV, disk_record_bytes(host_record))
+    # Before anything is made that grows with their number.
+    for tier, chunks, size in ((Tier.GPU, gpu_chunks, record), (Tier.HOST, host_chunks, host_record)):
+        check_pool_fits(pool_setting(settings, tier), chunks, chunks * size, device.memory(tier).free)
+    quota = settings.owner_kv_bytes
+    values: dict[str, Any] = dict(
+        gpu_kv_chunks=gpu_chunks,
+        host_kv_chunks=host_chunks,
+        disk_kv_chunks=disk_chunks,
+        owner_kv_chunks=None if quota is None else parse_bytes(quota, "--owner-kv-bytes") // record,
+        save=settings.save,
+        prefetch=settings.prefetch == "on",
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        chunk_tokens=settings.chunk_tokens,
+        max_queue=settings.max_queue,
+        eviction=settings.eviction,
+        **({} if settings.swap_out_below is None else dict(swap_out_below=settings.swap_out_below)),
+        generation_reserve=settings.generation_reserve,
+        batching=settings.batching,
+        queue_order=settings.queue_order,
+        queue_timeout=settings.queue_timeout,
+        conversation_ttl=settings.conversation_ttl,
+        overflow=overflow_mode(settings.overflow, engine.manifest),
+        overflow_ratio=settings.overflow_ratio,
+        reuse=settings.reuse,
+        copies_may_fail=form is not None and form.holds is not None,
+        seed=kv_seed(engine.manifest, settings.lower_tier_kv),
+    )
+    longest = engine.manifest.max_model_len
+    if settings.max_model_len is None:
+        fits = SchedulerConfig(max_model_len=1, **values).largest_context
+        if fits < longest:
+            log.warning(
+                "contexts are limited to %d tokens (the model's: %d): the GPU cache holds no more", fits, longest
+            )
+        longest = min(fits, longest)
+    elif settings.max_model_len > longest:
+        raise SettingError("--max-model-len", f"{settings.max_model_len} is more than the model's own {longest} tokens")
+    else:
+        longest = settings.max_model_len
+    config = SchedulerConfig(max_model_len=longest, **values)
+    refuse_idle_options(settings, config)
+    return config
+
+
+def refuse_idle_options(settings: ServeSettings, config: SchedulerConfig) -> None:
+    """SettingError names an option that is not at its default and would do nothing."""
+    no_host, no_disk = not config.host_kv_chunks, not config.disk_kv_chunks
+    for_host = "needs --host-kv-bytes or --host-kv-chunks above 0: all KV stays on the GPU"
+    for_disk = "needs --disk-kv-bytes or --disk-kv-chunks above 0: no KV goes to disk"
+    for_overflow = (
+        f"no context can overflow: --overflow-ratio {settings.overflow_ratio:g} of {config.max_model_len} tokens is "
+        f"less than a chunk of {config.chunk_tokens}; make it larger, or --chunk-tokens smaller"
+    )
+    for idle, name, needs in (
+        (no_host, "lower_tier_kv", for_host),
+        (no_host and settings.swap_out_below != 0.0, "swap_out_below", for_host),  # 0 says the same as no host memory
+        (no_host, "swap_in", for_host),
+        (no_host, "link", for_host),
+        (no_disk, "disk_dir", for_disk),
+        (no_disk, "save", for_disk),
+        (no_disk, "prefetch", for_disk),
+        (config.windows is None, "overflow", for_overflow),
+        (config.windows is None, "overflow_ratio", for_overflow),
+    ):
+        if idle and settings.changed(name):
+            raise SettingError(flag(name), needs)
+
+
+def overflow_mode(asked: str | None, manifest: Manifest) -> str:
+    """Kept KV stays valid only where positions matter as differences; a learned table also has an end."""
+    if manifest.decoder.rotary is not None:
+        return asked or KEEP
+    if asked == KEEP:
+        message = f"{KEEP}: {manifest.decoder.architecture} has learned positions, which do not run on"
+        raise SettingError("--overflow", message)
+    return asked or RECOMPUTE
+
+
+def free_gpu_bytes(settings: ServeSettings, engine: Engine, device: Device) -> int:
+    """What `--gpu-memory-utilization` leaves for KV."""
+    context = settings.max_model_len or engine.manifest.max_model_len
+    activations = activation_bytes(
+        Shard(engine.manifest.decoder, engine.manifest.tensor_parallel),
+        engine.dtype.itemsize,
+        tokens=settings.max_num_batched_tokens,
+        sampled=settings.max_num_seqs,
+        scored=MOST_SCORED,
+        context=context,
+    )
+    memory = device.memory(Tier.GPU)
+    division = divide(memory, settings.gpu_memory_utilization, engine.weight_bytes, activations)
+    log.info(
+        "GPU memory: %.1f GiB, of which weights %.1f, activations %.1f, CUDA and its graphs %.1f, KV %.1f",
+        *(size / GIB for size in (memory.total, *division)),
+    )
+    return division.kv
+
+
+def pool_setting(settings: ServeSettings, tier: Tier) -> str:
+    """The option that says how large a tier's pool is."""
+    name = tier.name.lower()
+    return f"--{name}-kv-bytes" if getattr(settings, f"{name}_kv_chunks") is None else f"--{name}-kv-chunks"
+
+
+def kv_chunks(settings: ServeSettings, tier: Tier, default: str, record: int) -> int:
+    name = tier.name.lower()
+    chunks: int | None = getattr(settings, f"{name}_kv_chunks")
+    if chunks is not None:
+        return chunks
+    setting = pool_setting(settings, tier)
+    size = parse_bytes(getattr(settings, f"{name}_kv_bytes") or default, setting)
+    if 0 < size < record:
+        raise SettingError(setting, f"{size} bytes are less than one chunk, which takes {record} bytes")
+    return size // record
+
+
+def host_form(lower_tier_kv: str, chunk_tokens: int, engine: Engine) -> Form | None:
+    """Of the records in HOST."""
+    if lower_tier_kv != "packed":
+        return FP8 if lower_tier_kv == "fp8" else None
+    if engine.dtype != torch.bfloat16:
+        kind = str(engine.dtype).removeprefix("torch.")
+        raise SettingError("--lower-tier-kv", f"packed is for engines built with bfloat16, and this one's is {kind}")
+    shape = engine.kv_shape(1, chunk_tokens)
+    try:
+        PACKED.layer_bytes(shape)
+    except ValueError as error:
+        raise SettingError("--chunk-tokens", f"packed cannot hold such chunks: {error}") from error
+    return PACKED
+
+
+def disk_settings(settings: ServeSettings, config: SchedulerConfig, ranks: Ranks | None = None) -> DiskSettings | None:
+    """Where the disk tier is and what may be read from it; None without one."""
+    if not config.disk_kv_chunks:
+        return None
+    count, rank = (1, 0) if ranks is None else (ranks.size, ranks.rank)
+    return DiskSettings(settings.disk_directory, config.disk_kv_chunks, config.seed.hex(), count, rank)
+
+
+def check_disk_holds(settings: ServeSettings, chunks: int, chunk_bytes: int, ranks: int = 1) -> None:
+    """SettingError if records of so many chunks are more than the whole disk of the directory, which is there and is
+    shared by so many ranks."""
+    directory = settings.disk_directory
+    size, total = ranks * chunks * disk_record_bytes(chunk_bytes), shutil.disk_usage(directory).total
+    if size > total:
+        message = f"{chunks} chunks need {size / GIB:.1f} GiB and the disk of {directory} has {total / GIB:.1f}"
+        raise SettingError(pool_setting(settings, Tier.DISK), message)
+
+
+def with_disk_speed(cost: CostProfile, directory: Path, longest: int) -> CostProfile:
+    """Measured just now. Says from which speed on reading pays at all."""
+    speed = measure_disk(directory, cost.chunk_bytes)
+    if speed is None:
+        log.warning("%s: the disk takes nothing now, so its speed is a guess", directory)
+        return cost
+    log.info(
+        "%s: reads %.2f GB/s, writes %.2f GB/s; on an idle device reading beats computing again from %.3g GB/s for %d "
+        "tokens, from %.3g GB/s for %d",
+        directory,
+        *(size / 1e9 for size in speed),
+        *(part for tokens in (cost.chunk_tokens, longest) for part in (cost.break_even_disk(tokens) / 1e9, tokens)),
+    )
+    return replace(cost, disk_read_bytes_per_s=speed.read, disk_write_bytes_per_s=speed.write)
+
+
+def kv_seed(manifest: Manifest, lower_tier_kv: str) -> bytes:
+    """Engines of one fingerprint compute equal KV, and equal lower tiers keep it equally; no others share chunks."""
+    return bytes.fromhex(manifest.fingerprint) + (b"" if lower_tier_kv == "same" else lower_tier_kv.encode())
+
+
+def estimated_cost(engine: Engine, config: SchedulerConfig) -> CostProfile:
+    shard = Shard(engine.manifest.decoder, engine.manifest.tensor_parallel)
+    return analytic_profile(
+        chunk_tokens=config.chunk_tokens,
+        parameters=engine.parameters,
+        layers=shard.config.layers,
+        attention_width=shard.heads * shard.config.head_dim,
+        chunk_bytes=engine.chunk_bytes(config.chunk_tokens),
+        max_context=config.max_model_len,
+        **ESTIMATES[engine.manifest.device],
+    )

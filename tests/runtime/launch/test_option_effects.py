@@ -1,0 +1,330 @@
+"""Every option of `pensieve serve` has an effect or is refused by name: none is accepted in silence."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from dataclasses import asdict, fields
+from itertools import chain
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+
+from pensieve.builder.build import build_engine
+from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
+from pensieve.runtime.device.protocol import Memory
+from pensieve.runtime.engine import open_engine
+from pensieve.runtime.launch import assemble, serving
+from pensieve.runtime.launch.options import parser
+from pensieve.runtime.triton_settings import TritonSettings
+from pensieve.scheduler.types import SettingError
+from pensieve.scripts import serve as serve_module
+from pensieve.scripts import triton_engine
+from pensieve.scripts.triton_repository import checked
+
+GIB = 2**30
+DISK, CUDA, KEY, NO_HOST = "--disk-kv-chunks 9", "--device cuda", "--api-key one", "--host-kv-chunks 0"
+
+
+class Effect(NamedTuple):
+    """With `flags` what is `seen` is another than without, in both cases beside other options."""
+
+    flags: str
+    seen: str
+    beside: str = ""
+
+
+class Refused(NamedTuple):
+    """`flags` stop the start, and the message says why: `needs`."""
+
+    flags: str
+    needs: str
+    beside: str = ""
+
+
+OPTIONS = {action.dest: action for action in parser()._actions if action.dest != "help"}
+
+
+def each_choice(name: str, seen: str) -> tuple[Effect, ...]:
+    """The option does something else with each choice but the default."""
+    option = OPTIONS[name]
+    choices = [choice for choice in option.choices or () if choice != option.default]
+    return tuple(Effect(f"{option.option_strings[0]} {choice}", seen) for choice in choices)
+
+
+def at_least(option: str, least: int) -> Refused:
+    return Refused(f"--{option} {least - 1}", f"must be at least {least}")
+
+
+CASES: dict[str, tuple[Effect | Refused, ...]] = {
+    "config": (Effect("--config FILES/queue.toml", "config.max_queue"),),
+    "engine": (Effect("--engine FILES/other", "engine.directory"),),
+    "device": (Effect(CUDA, "device.kind"),),
+    "enforce_eager": (
+        Effect("--enforce-eager", "device.enforce_eager", CUDA),
+        Refused("--enforce-eager", "no CUDA graphs without --device cuda"),
+    ),
+    "state_dir": (Effect("--state-dir FILES/state", "http.history_file"),),
+    "max_model_len": (Effect("--max-model-len 128", "config.max_model_len"), at_least("max-model-len", 1)),
+    "max_num_seqs": (Effect("--max-num-seqs 8", "config.max_num_seqs"),),
+    "max_num_batched_tokens": (Effect("--max-num-batched-tokens 512", "config.max_num_batched_tokens"),),
+    "batching": each_choice("batching", "config.batching"),
+    "queue_order": each_choice("queue_order", "config.queue_order"),
+    "max_queue": (Effect("--max-queue 9", "config.max_queue"),),
+    "queue_timeout": (Effect("--queue-timeout 9", "config.queue_timeout"),),
+    "shutdown_timeout": (Effect("--shutdown-timeout 9", "drain.seconds"),),
+    "gpu_kv_chunks": (Effect("--gpu-kv-chunks 99", "config.gpu_kv_chunks"),),
+    "gpu_kv_bytes": (
+        Effect("--gpu-kv-bytes 100MiB", "config.gpu_kv_chunks"),
+        Refused("--gpu-kv-bytes 100", "less than one chunk"),
+    ),
+    "gpu_memory_utilization": (
+        Effect("--gpu-memory-utilization 0.8", "config.gpu_kv_chunks", CUDA),
+        Refused("--gpu-memory-utilization 0.8", "--gpu-kv-bytes"),
+        Refused("--gpu-memory-utilization 0.8", "cannot be given beside --gpu-kv-bytes", f"{CUDA} --gpu-kv-bytes 1GiB"),
+        Refused("--gpu-memory-utilization 0.8", "cannot be given beside --gpu-kv-chunks", f"{CUDA} --gpu-kv-chunks 9"),
+    ),
+    "host_kv_chunks": (Effect(NO_HOST, "config.host_kv_chunks"),),
+    "host_kv_bytes": (
+        Effect("--host-kv-bytes 100MiB", "config.host_kv_chunks"),
+        Refused("--host-kv-bytes 100", "less than one chunk"),
+    ),
+    "disk_kv_chunks": (Effect(DISK, "disk.slots"), Refused(DISK, "needs --host-kv-chunks above 0", NO_HOST)),
+    "disk_kv_bytes": (
+        Effect("--disk-kv-bytes 10MiB", "disk.slots"),
+        Refused("--disk-kv-bytes 100", "less than one chunk"),
+    ),
+    "disk_dir": (
+        Effect("--disk-dir FILES/disk", "disk.directory", DISK),
+        Refused("--disk-dir FILES/disk", "needs --disk-kv-bytes or --disk-kv-chunks"),
+    ),
+    "save": (
+        Effect("--save sync", "config.save", DISK),
+        Effect("--save off", "config.save", DISK),
+        Refused("--save sync", "needs --disk-kv-bytes or --disk-kv-chunks"),
+        Refused("--save off", "needs --disk-kv-bytes or --disk-kv-chunks", "--disk-kv-bytes 0GiB"),
+    ),
+    "prefetch": (
+        Effect("--prefetch off", "config.prefetch", DISK),
+        Refused("--prefetch off", "needs --disk-kv-bytes or --disk-kv-chunks"),
+    ),
+    "lower_tier_kv": (
+        Effect("--lower-tier-kv packed", "executor.form"),
+        Effect("--lower-tier-kv fp8", "executor.form"),
+        Refused("--lower-tier-kv fp8", "needs --host-kv-bytes or --host-kv-chunks above 0", NO_HOST),
+    ),
+    "chunk_tokens": (Effect("--chunk-tokens 16", "config.chunk_tokens"), at_least("chunk-tokens", 1)),
+    "conversation_ttl": (Effect("--conversation-ttl 9", "config.conversation_ttl"),),
+    "owner_kv_bytes": (
+        Effect("--owner-kv-bytes 1MiB", "config.owner_kv_chunks", KEY),
+        Refused("--owner-kv-bytes 1MiB", "needs --api-key"),
+        Refused("--owner-kv-bytes 100", "must be enough for one chunk", KEY),
+    ),
+    "eviction": each_choice("eviction", "config.eviction"),
+    "swap_out_below": (
+        Effect("--swap-out-below 0.5", "config.swap_out_below"),
+        Refused("--swap-out-below 0.5", "needs --host-kv-bytes or --host-kv-chunks above 0", NO_HOST),
+    ),
+    "generation_reserve": (Effect("--generation-reserve 0.2", "config.generation_reserve"),),
+    "swap_in": (
+        Effect("--swap-in first", "executor.group_layers"),
+        Refused("--swap-in first", "needs --host-kv-bytes or --host-kv-chunks above 0", NO_HOST),
+    ),
+    "link": (
+        Effect("--link in-first", "executor.in_first"),
+        Refused("--link in-first", "needs --host-kv-bytes or --host-kv-chunks above 0", NO_HOST),
+    ),
+    "overflow": (
+        Effect("--overflow recompute", "config.overflow"),
+        Effect("--overflow restart-positions", "config.overflow"),
+        Refused("--overflow keep", "no context can overflow", "--max-model-len 60"),
+    ),
+    "overflow_ratio": (
+        Effect("--overflow-ratio 0.25", "config.overflow_ratio"),
+        Refused("--overflow-ratio 0.005", "no context can overflow"),
+    ),
+    "reuse": (Effect("--no-reuse", "config.reuse"),),
+    "host": (Effect("--host 127.0.0.2", "listen.host"),),
+    "port": (Effect("--port 9", "listen.port"),),
+    "served_model_name": (Effect("--served-model-name some", "ready.model"),),
+    "chat_template": (
+        Effect("--chat-template FILES/chat.jinja", "http.chat_template"),
+        Refused("--chat-template FILES/chat.jinja", "has no tokenizer", "--engine FILES/dumb"),
+    ),
+    "api_key": (Effect(KEY, "http.api_keys"),),
+    "api_key_file": (Effect("--api-key-file FILES/keys", "http.api_keys"),),
+    "history_ttl": (Effect("--history-ttl 9", "http.history_ttl"),),
+    "max_requests_per_client": (Effect("--max-requests-per-client 9", "http.max_requests_per_client"),),
+    "max_conversations_per_owner": (Effect("--max-conversations-per-owner 9", "http.max_conversations_per_owner"),),
+    "max_body_bytes": (Effect("--max-body-bytes 1MiB", "http.max_body_bytes"),),
+    "max_connections": (Effect("--max-connections 9", "http.max_connections"),),
+    "client_timeout": (Effect("--client-timeout 9", "http.client_timeout"),),
+    "otlp_traces_endpoint": (
+        Effect("--otlp-traces-endpoint http://127.0.0.1:4318/v1/traces", "http.otlp_traces_endpoint"),
+    ),
+    "trace": (Effect("--trace FILES/trace.json", "trace.path"),),
+    "log_format": each_choice("log_format", "log.format"),
+    "log_level": each_choice("log_level", "log.level"),
+}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    """Directory of the demo engine in bfloat16, which `packed` wants."""
+    directory = tmp_path_factory.mktemp("engines") / "engine"
+    build_engine(DEMO_CHECKPOINT, directory, "reference", dtype="bfloat16")
+    return directory
+
+
+@pytest.fixture
+def files(tmp_path, engine):
+    """What the cases name."""
+    (tmp_path / "queue.toml").write_text("max-queue = 9")
+    (tmp_path / "chat.jinja").write_text("{{ messages }}")
+    (tmp_path / "keys").write_text("one")
+    (tmp_path / "other").symlink_to(engine)
+    (tmp_path / "dumb").mkdir()
+    for path in engine.iterdir():
+        if path.name != "tokenizer.json":
+            (tmp_path / "dumb" / path.name).symlink_to(path)
+    return tmp_path
+
+
+@pytest.fixture
+def served(files, engine, monkeypatch):
+    """served(words): what `pensieve serve` with these words would serve with, by "section.name". SystemExit if it does
+    not start, with what it says on stderr.
+
+    The program is the real one up to what costs time: GPU, pools, processes and the loop only write down what they are
+    given.
+    """
+    found: dict[str, object] = {}
+
+    def note(section, **values):
+        found.update({f"{section}.{name}": value for name, value in values.items()})
+
+    def device(kind, enforce_eager=False):
+        note("device", kind=kind, enforce_eager=enforce_eager)
+        return SimpleNamespace(memory=lambda tier: Memory(free=10 * GIB, total=10 * GIB), watch=lambda report: None)
+
+    def executor(device, engine, config, group_layers, grammars, in_first, form, disk):
+        note("executor", group_layers=group_layers, in_first=in_first, form=form)
+        note("disk", **({} if disk is None else disk._asdict()))
+        return SimpleNamespace(disk_records=lambda: ())
+
+    def service(scheduler, *_):
+        return SimpleNamespace(run=lambda ready: note("ready", **asdict(ready)))
+
+    def scheduler(config, cost):
+        note("config", **asdict(config))
+        return SimpleNamespace(adopt=lambda records, now: None)
+
+    def process(target, args, name):
+        note("http", **asdict(args[-1]))
+        return SimpleNamespace(start=lambda: None, join=lambda seconds: None, kill=lambda: None, exitcode=0)
+
+    def listen(host, port):
+        note("listen", host=host, port=port)
+        return SimpleNamespace(getsockname=lambda: (host, port), close=lambda: None)
+
+    def trace(path):
+        note("trace", path=path)
+        return SimpleNamespace(work=None)
+
+    def opened(directory, device):
+        note("engine", directory=directory)
+        return open_engine(directory)
+
+    gpu = SimpleNamespace(CudaDevice=lambda enforce_eager: device("cuda", enforce_eager))
+    monkeypatch.setitem(sys.modules, "pensieve.runtime.device.cuda", gpu)
+    monkeypatch.setattr(multiprocessing.get_context("spawn"), "Process", process, raising=False)
+    for name, fake in {
+        "CpuDevice": lambda: device("cpu"),
+        "Executor": executor,
+        "Service": service,
+        "Scheduler": scheduler,
+        "TraceFile": trace,
+        "configure_logging": lambda form, level: note("log", format=form, level=level),
+        "drain_on_signals": lambda service, seconds: note("drain", seconds=seconds),
+        "listen": listen,
+        "open_engine": opened,
+        "open_grammars": lambda *_: None,
+        "tell_when_asked": lambda: None,
+        "with_disk_speed": lambda cost, *_: cost,
+    }.items():
+        for module in (assemble, serving, serve_module):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, fake)
+
+    def run(words):
+        found.clear()
+        status = serve_module.main(["--engine", str(engine), "--state-dir", str(files), *words])
+        if status:
+            raise SystemExit(status)
+        return dict(found)
+
+    return run
+
+
+def words(case, files):
+    """Of the other options, and of the case's own."""
+    return [text.replace("FILES", str(files)).split() for text in (case.beside, case.flags)]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_has_an_effect_or_is_refused(name, served, files, capsys):
+    """An option that is new here needs its cases: what it changes, and beside which others it can change nothing."""
+    flags = OPTIONS[name].option_strings
+    assert any(isinstance(case, Effect) for case in CASES[name])
+    for case in CASES[name]:
+        beside, own = words(case, files)
+        assert own[0] in flags
+        if isinstance(case, Effect):
+            assert served([*beside, *own])[case.seen] != served(beside).get(case.seen), case
+            continue
+        served(beside)
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            served([*beside, *own])
+        said = capsys.readouterr().err
+        assert ended.value.code == 2 and own[0] in said and case.needs in said, case
+
+
+@pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if option.choices])
+def test_every_choice_is_tried(name):
+    tried = {case.flags.split()[1] for case in CASES[name]}
+    assert tried >= {*OPTIONS[name].choices} - {OPTIONS[name].default or "keep"}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_at_its_default_is_never_refused(name, served, capsys):
+    """It may stand in a file for all servers."""
+    option = OPTIONS[name]
+    if option.default is not None and not isinstance(option.default, bool | list):
+        served([option.option_strings[0], str(option.default), *NO_HOST.split()])
+
+
+TOLD_TO_TRITON = {field.name for field in fields(TritonSettings)}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_triton_is_served_with_an_option_or_refuses_it(name, engine, files, monkeypatch):
+    """When the repository is written, and when the engine is started with options that were added to it."""
+    monkeypatch.setattr(triton_engine, "serve_model", lambda args, connection: connection.send("served"))
+    for case in CASES[name]:
+        section, _, seen = getattr(case, "seen", "").partition(".")
+        if not section:
+            continue
+        options = ["--engine", str(engine), *chain(*words(case, files))]
+        if KEY not in case.beside and (section not in ("http", "listen", "ready") or seen in TOLD_TO_TRITON):
+            checked(options)
+            continue
+        with pytest.raises(SettingError, match="Triton serves the clients"):
+            checked(options)
+        ours, theirs = multiprocessing.Pipe()
+        with ours:
+            assert triton_engine.main([*options, str(os.dup(theirs.fileno()))]) == 2
+            theirs.close()
+            assert "Triton serves the clients" in ours.recv()

@@ -1,0 +1,375 @@
+"""Options of `pensieve serve`, from flags and from a file with the same names."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pensieve.runtime.device.protocol import Memory
+from pensieve.runtime.launch.assemble import demo_engine
+from pensieve.runtime.launch.options import ServeSettings, http_settings, parse_options
+from pensieve.runtime.launch.serving import locked_directories
+from pensieve.runtime.launch.sizing import (
+    check_disk_holds,
+    disk_settings,
+    overflow_mode,
+    scheduler_config,
+    with_disk_speed,
+)
+from pensieve.scheduler.cost import analytic_profile
+from pensieve.scheduler.types import SettingError
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(text):
+        path = tmp_path / "serve.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def options(path, *flags):
+    return parse_options(["--config", str(path), *flags])
+
+
+def test_the_file_has_the_names_of_the_flags_with_dashes_or_underscores(file):
+    path = file(
+        """
+        engine = "demo"                         # a comment
+        port = 9000
+        max-num-seqs = 8
+        swap_out_below = 0.5
+        served_model_name = ["one", "two"]
+        state-dir = "somewhere"
+        reuse = false
+        gpu-kv-bytes = "1GiB"
+        """
+    )
+    read = options(path)
+    assert (read.engine, read.port, read.max_num_seqs, read.swap_out_below) == ("demo", 9000, 8, 0.5)
+    assert (read.served_model_name, read.state_dir, read.reuse) == (("one", "two"), Path("somewhere"), False)
+    assert (read.gpu_kv_bytes, read.max_queue) == ("1GiB", 1024)
+
+
+def test_quotas_are_of_keys():
+    with pytest.raises(SettingError, match="--api-key"):
+        ServeSettings("demo", owner_kv_bytes="1GiB")
+    settings = ServeSettings("demo", owner_kv_bytes="1GiB", api_key=("one",))
+    assert http_settings(settings).max_conversations_per_owner is None
+    with pytest.raises(SettingError, match="--max-conversations-per-owner: must be at least 1"):
+        ServeSettings("demo", max_conversations_per_owner=0)
+
+
+def test_flags_override_the_file(file):
+    path = file('engine = "demo"\nport = 9000\nno-reuse = true\nserved-model-name = "one"\ngpu-kv-bytes = "1GiB"')
+    read = options(path, "--port", "9001", "--reuse", "--served-model-name", "two", "--gpu-kv-chunks", "7")
+    assert (read.port, read.reuse, read.served_model_name) == (9001, True, ("two",))
+    assert (read.gpu_kv_chunks, read.gpu_kv_bytes) == (7, None), "the other way to say the same is overridden too"
+    path = file('engine = "demo"\ndevice = "cuda"\ngpu-memory-utilization = 0.5')
+    assert options(path, "--gpu-kv-chunks", "7").gpu_memory_utilization == 0.9
+    assert options(path, "--host-kv-chunks", "7").gpu_memory_utilization == 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_num_seq = 8", "'max_num_seq'; did you mean max-num-seqs?"),
+        ("[http]\nport = 1", "no option 'http'"),
+        ("zzz = 1", "no option 'zzz'$"),
+        ("config = 'other.toml'", "no option 'config'"),
+        ("help = true", "no option 'help'"),
+        ("reuse = 'no'", "reuse takes true or false"),
+        ("port = [1]", "port takes one value"),
+        ("port = true", "port takes one value"),
+        ("served-model-name = []", "a value, or a list of them"),
+        ("host = 1979-05-27", "host takes one value"),
+        ("port =", "is not TOML"),
+    ],
+)
+def test_a_wrong_file_is_named_with_what_is_wrong_in_it(file, text, message):
+    with pytest.raises(SettingError, match=message) as refused:
+        options(file(text), "--engine", "demo")
+    assert refused.value.setting == "--config" and "serve.toml" in str(refused.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(SettingError, match=r"cannot read .*nowhere"):
+        options(tmp_path / "nowhere.toml")
+
+
+def test_values_are_checked_as_those_of_flags(file, capsys):
+    with pytest.raises(SystemExit):
+        options(file("port = 'high'"), "--engine", "demo")
+    assert "argument --port: invalid int value: 'high'" in capsys.readouterr().err
+    with pytest.raises(SettingError, match=r"--eviction: must be one of retention, .*, not 'none'"):
+        options(file("eviction = 'none'"), "--engine", "demo")
+    with pytest.raises(SettingError, match="--gpu-kv-bytes: cannot be given beside --gpu-kv-chunks"):
+        options(file("gpu-kv-chunks = 1\ngpu-kv-bytes = '1GiB'"), "--engine", "demo")
+
+
+def test_an_engine_is_named_by_a_flag_or_the_file(file, capsys):
+    assert options(file("engine = 'some'")).engine == "some"
+    with pytest.raises(SystemExit):
+        options(file("port = 1"))
+    assert "arguments are required: --engine" in capsys.readouterr().err
+
+
+def test_keys_of_the_command_line_are_added_to_those_of_the_file(file):
+    assert options(file("engine = 'some'\napi-key = ['one']"), "--api-key", "two").api_key == ("one", "two")
+    assert parse_options(["--engine", "some"]) == ServeSettings("some")
+
+
+def test_flags_are_not_abbreviated():
+    """Or a file and a command line would not have the same names."""
+    with pytest.raises(SystemExit):
+        parse_options(["--engine", "demo", "--max-num", "3"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "setting"),
+    [
+        (("--max-requests-per-client", "0"), "--max-requests-per-client"),
+        (("--max-body-bytes", "big"), "--max-body-bytes"),
+        (("--chat-template", "nowhere.jinja"), "--chat-template"),
+        (("--chat-template", __file__ + "/.."), "--chat-template"),
+    ],
+)
+def test_wrong_http_settings_are_named(flags, setting):
+    with pytest.raises(SettingError) as refused:
+        http_settings(parse_options(["--engine", "demo", *flags]))
+    assert refused.value.setting == setting
+
+
+def test_a_chat_template_is_read_and_checked(tmp_path):
+    path = tmp_path / "chat.jinja"
+    path.write_text("{% for message in messages %}")
+    with pytest.raises(SettingError, match="does not parse") as refused:
+        http_settings(parse_options(["--engine", "demo", "--chat-template", str(path)]))
+    assert refused.value.setting == "--chat-template"
+    path.write_text("{{ messages }}")
+    assert http_settings(parse_options(["--engine", "demo", "--chat-template", str(path)])).chat_template
+
+
+GIB = 2**30
+DECODER = SimpleNamespace(
+    architecture="some",
+    rotary=object(),
+    hidden_size=4096,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    gated=True,
+    mlp_size=14336,
+    vocab_size=128256,
+)
+LLAMA_8B = SimpleNamespace(
+    dtype=torch.bfloat16,
+    weight_bytes=2 * 8_030_261_248,
+    chunk_bytes=lambda chunk_tokens: 2 * 32 * 8 * chunk_tokens * 128 * 2,
+    kv_shape=lambda slots, chunk_tokens: (slots, 32, 2, 8, chunk_tokens, 128),
+    manifest=SimpleNamespace(decoder=DECODER, tensor_parallel=1, max_model_len=131072, fingerprint="00"),
+)
+H200 = SimpleNamespace(memory=lambda tier: Memory(free=120 * GIB, total=140 * GIB))
+
+
+def gpu_chunks(*flags):
+    args = parse_options(["--engine", "some", "--max-model-len", "8192", *flags])
+    return scheduler_config(args, LLAMA_8B, H200).gpu_kv_chunks
+
+
+def test_a_gpus_kv_is_what_its_memory_leaves_or_as_told():
+    """90% of 140 GiB, less 15 GiB of weights, 2 GiB for CUDA and some for activations."""
+    chunk = LLAMA_8B.chunk_bytes(32)
+    assert 104 < gpu_chunks("--device", "cuda") * chunk / GIB < 108
+    assert 90 < gpu_chunks("--device", "cuda", "--gpu-memory-utilization", "0.8") * chunk / GIB < 94
+    assert gpu_chunks("--device", "cuda", "--gpu-kv-bytes", "40GiB") == 40 * GIB // chunk
+    assert gpu_chunks("--device", "cuda", "--gpu-kv-chunks", "700") == 700
+    assert gpu_chunks("--gpu-kv-bytes", "2GiB") == 2 * GIB // chunk
+    with pytest.raises(SettingError, match=r"--gpu-memory-utilization: 0\.05 of 140"):
+        gpu_chunks("--device", "cuda", "--gpu-memory-utilization", "0.05")
+
+
+@pytest.mark.parametrize("seconds", ["-1", "nan"])
+def test_the_grace_time_ends(seconds):
+    with pytest.raises(SettingError, match="--shutdown-timeout: must not be negative, not"):
+        http_settings(parse_options(["--engine", "demo", f"--shutdown-timeout={seconds}"]))
+
+
+def test_eager_steps_are_a_gpus_own():
+    with pytest.raises(SettingError, match=r"--enforce-eager: .* without --device cuda"):
+        ServeSettings("demo", enforce_eager=True)
+
+
+@pytest.mark.parametrize(
+    ("rotary", "asked", "mode"),
+    [(True, None, "keep"), (True, "recompute", "recompute"), (False, None, "recompute"), (False, "keep", None)],
+)
+def test_kv_is_kept_where_positions_run_on(rotary, asked, mode):
+    decoder = SimpleNamespace(architecture="OPTForCausalLM", rotary=object() if rotary else None)
+    manifest = SimpleNamespace(decoder=decoder)
+    if mode is None:
+        with pytest.raises(SettingError, match="--overflow: keep: OPTForCausalLM has learned positions"):
+            overflow_mode(asked, manifest)
+    else:
+        assert overflow_mode(asked, manifest) == mode
+
+
+def test_the_lower_tier_in_eight_bits_holds_twice_the_chunks_and_shares_none_with_the_other():
+    configs = [
+        scheduler_config(parse_options(["--engine", "some", "--host-kv-bytes", "64GiB", *flags]), LLAMA_8B, H200)
+        for flags in ((), ("--lower-tier-kv", "same"), ("--lower-tier-kv", "fp8"))
+    ]
+    default, same, fp8 = configs
+    assert default == same and same.seed != fp8.seed
+    assert same.host_kv_chunks == 64 * GIB // LLAMA_8B.chunk_bytes(32)
+    assert 1.99 * same.host_kv_chunks < fp8.host_kv_chunks <= 2 * same.host_kv_chunks
+    assert same.gpu_kv_chunks == fp8.gpu_kv_chunks
+
+
+def test_packed_kv_is_for_bfloat16_and_counts_only_once_it_is_there():
+    def config(engine, *flags):
+        options = ["--engine", "some", "--host-kv-bytes", "64GiB", "--lower-tier-kv", "packed", *flags]
+        return scheduler_config(parse_options(options), engine, H200)
+
+    same = scheduler_config(parse_options(["--engine", "some", "--host-kv-bytes", "64GiB"]), LLAMA_8B, H200)
+    packed = config(LLAMA_8B)
+    assert 1.27 * same.host_kv_chunks < packed.host_kv_chunks < 1.29 * same.host_kv_chunks
+    assert packed.copies_may_fail and not same.copies_may_fail and packed.seed != same.seed
+    with pytest.raises(SettingError, match=r"--lower-tier-kv: packed is for .* bfloat16, and this one's is float16"):
+        config(SimpleNamespace(**vars(LLAMA_8B) | dict(dtype=torch.float16)))
+    with pytest.raises(SettingError, match=r"--chunk-tokens: packed cannot hold .* 31 x 128"):
+        config(LLAMA_8B, "--chunk-tokens", "31")
+
+
+def disk_config(*flags):
+    args = parse_options(["--engine", "some", "--gpu-kv-bytes", "40GiB", "--state-dir", "state", *flags])
+    config = scheduler_config(args, LLAMA_8B, H200)
+    return config, disk_settings(args, config)
+
+
+def test_the_disk_tier_is_off_unless_it_has_a_size_and_its_limit_counts_headers_too():
+    config, disk = disk_config()
+    assert config.owner_kv_chunks is None
+    assert disk_config("--owner-kv-bytes", "1GiB", "--api-key", "one")[
+        0
+    ].owner_kv_chunks == GIB // LLAMA_8B.chunk_bytes(32)
+    assert (config.disk_kv_chunks, config.save, config.prefetch, disk) == (0, "async", True, None)
+    config, disk = disk_config("--disk-kv-bytes", "100GiB", "--save", "sync", "--prefetch", "off")
+    assert config.disk_kv_chunks == 100 * GIB // (LLAMA_8B.chunk_bytes(32) + 4096)
+    assert (config.save, config.prefetch) == ("sync", False)
+    assert (disk.directory, disk.slots) == (Path("state/kv"), config.disk_kv_chunks)
+    config, disk = disk_config("--disk-kv-chunks", "7", "--disk-dir", "elsewhere", "--lower-tier-kv", "fp8")
+    assert (disk.directory, disk.slots, disk.engine) == (Path("elsewhere"), 7, config.seed.hex())
+
+
+@pytest.mark.parametrize("tier", ["gpu", "host"])
+def test_more_than_there_is_is_refused_before_anything_is_made(tier):
+    """A book of slots for a thousand tebibytes would itself be more than there is."""
+    for option, size in ((f"--{tier}-kv-bytes", "1000TiB"), (f"--{tier}-kv-chunks", "1000000000")):
+        with pytest.raises(SettingError, match=rf"^{option}: .* 120\.00 GiB are free"):
+            scheduler_config(parse_options(["--engine", "some", option, size]), LLAMA_8B, H200)
+
+
+def test_a_size_without_a_unit_is_less_than_a_chunk():
+    with pytest.raises(SettingError, match=r"^--gpu-kv-bytes: .* one chunk, which takes 4194304 bytes"):
+        scheduler_config(parse_options(["--engine", "some", "--gpu-kv-bytes", "40"]), LLAMA_8B, H200)
+
+
+def test_a_demo_that_cannot_be_made_is_a_wrong_state_directory(tmp_path):
+    (tmp_path / "demo").touch()
+    with pytest.raises(SettingError, match=f"^--state-dir: {tmp_path / 'demo'} is a file"):
+        demo_engine(tmp_path, "cpu")
+
+
+def test_a_disk_does_not_hold_more_than_all_of_it(tmp_path):
+    args = parse_options(["--engine", "some", "--disk-kv-bytes", "1000PB", "--disk-dir", str(tmp_path)])
+    check_disk_holds(args, 1000, 4096)
+    with pytest.raises(SettingError, match=r"^--disk-kv-bytes: .* need 17179869184\.0 GiB and the disk of"):
+        check_disk_holds(args, 2**51, 4096 - 1)
+
+
+def test_a_disk_holds_the_records_of_all_ranks_here(tmp_path):
+    chunks = shutil.disk_usage(tmp_path).total // 8192 * 3 // 4
+    args = parse_options(["--engine", "some", "--disk-kv-chunks", str(chunks), "--disk-dir", str(tmp_path)])
+    check_disk_holds(args, chunks, 4096)
+    with pytest.raises(SettingError, match=r"^--disk-kv-chunks: "):
+        check_disk_holds(args, chunks, 4096, ranks=2)
+
+
+def test_sizes_are_a_ranks_in_every_tier():
+    """Each of two ranks has half of every chunk."""
+    flags = [f"--{tier}-kv-bytes=1GiB" for tier in ("gpu", "host", "disk")]
+    args, half = parse_options(["--engine", "some", *flags]), LLAMA_8B.chunk_bytes(32) // 2
+    manifest = SimpleNamespace(**vars(LLAMA_8B.manifest) | {"tensor_parallel": 2})
+    parts = dict(
+        chunk_bytes=lambda chunk_tokens: LLAMA_8B.chunk_bytes(chunk_tokens) // 2,
+        kv_shape=lambda slots, chunk_tokens: (slots, 32, 2, 4, chunk_tokens, 128),
+    )
+    config = scheduler_config(args, SimpleNamespace(**vars(LLAMA_8B) | parts | {"manifest": manifest}), H200)
+    assert (config.gpu_kv_chunks, config.host_kv_chunks) == (GIB // half, GIB // half)
+    assert config.disk_kv_chunks == GIB // (half + 4096)
+    for rank in range(2):
+        disk = disk_settings(args, config, SimpleNamespace(size=2, rank=rank))
+        assert (disk.slots, disk.ranks, disk.rank) == (config.disk_kv_chunks, 2, rank)
+
+
+@pytest.mark.parametrize(
+    ("flags", "setting"),
+    [
+        (("--disk-dir", "elsewhere"), "--disk-dir"),
+        (("--disk-kv-bytes", "1KiB"), "--disk-kv-bytes"),
+        (("--disk-kv-chunks", "-1"), "--disk-kv-chunks"),
+        (("--disk-kv-chunks", "5", "--host-kv-chunks", "0"), "--disk-kv-chunks"),
+        (("--disk-kv-bytes", "big"), "--disk-kv-bytes"),
+    ],
+)
+def test_wrong_disk_settings_are_named(flags, setting):
+    with pytest.raises(SettingError) as refused:
+        disk_config(*flags)
+    assert refused.value.setting == setting
+
+
+def test_a_server_has_its_directories_for_itself(tmp_path):
+    args = parse_options(["--engine", "demo", "--state-dir", str(tmp_path / "a"), "--disk-dir", str(tmp_path / "kv")])
+    other = parse_options(["--engine", "demo", "--state-dir", str(tmp_path / "b"), "--disk-dir", str(tmp_path / "kv")])
+    with locked_directories(args):
+        for second, setting in ((args, "--state-dir"), (other, "--disk-dir")):
+            with pytest.raises(SettingError, match="in use by process") as refused, locked_directories(second):
+                pass
+            assert refused.value.setting == setting
+    with locked_directories(other):
+        pass
+
+
+def test_a_disk_directory_in_its_usual_place_is_its_servers_too(tmp_path):
+    state, disk = ["--state-dir", str(tmp_path / "a"), "--disk-kv-chunks", "9"], ["--disk-dir", str(tmp_path / "a/kv")]
+    args = parse_options(["--engine", "demo", *state])
+    other = parse_options(["--engine", "demo", "--state-dir", str(tmp_path / "b"), "--disk-kv-chunks", "9", *disk])
+    with locked_directories(args), pytest.raises(SettingError, match="in use by process"), locked_directories(other):
+        pass
+
+
+def test_one_directory_may_be_both(tmp_path):
+    same = str(tmp_path / ".." / tmp_path.name)
+    args = parse_options(["--engine", "demo", "--state-dir", str(tmp_path), "--disk-dir", same])
+    with locked_directories(args):
+        pass
+
+
+def test_the_disks_speed_is_measured_and_said(tmp_path, caplog):
+    caplog.set_level("INFO")
+    cost = analytic_profile(
+        chunk_tokens=32, parameters=10**9, layers=4, attention_width=512, chunk_bytes=2**16, max_context=4096,
+        flops_per_s=1e12, link_bytes_per_s=1e10, step_base_seconds=1e-3,
+    )  # fmt: skip
+    measured = with_disk_speed(cost, tmp_path, 4096)
+    assert (
+        measured.disk_read_bytes_per_s != cost.disk_read_bytes_per_s and "reading beats computing again" in caplog.text
+    )
+    assert list(tmp_path.iterdir()) == []
