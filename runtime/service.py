@@ -229,7 +229,7 @@ class Service:
             case Fork() | Keep():
                 self._change_conversation(message, now)
             case Look(start):
-                self._outbox.put(self._scheduler.residency(start, LOOKED_AT))
+                self._outbox.put(self._scheduler.conversations.residency(start, LOOKED_AT))
                 self._send(Applied())
             case Drain(seconds):
                 self._drain_until = min(self._drain_until, now + seconds)
@@ -255,41 +255,42 @@ class Service:
     def _forget(self, message: Forget) -> None:
         """Of a conversation that has not been active since the start records may be on disk all the same."""
         scheduler, (conversation, tokens, shared, salt) = self._scheduler, message
-        stored = scheduler.keys(tokens, salt, shared)
-        if conversation is None or not scheduler.has_conversation(conversation):
-            scheduler.erase_keys(stored)
+        stored = scheduler.disk.keys(tokens, salt, shared)
+        if conversation is None or conversation not in scheduler.conversations:
+            scheduler.disk.erase(stored)
             return
-        log = scheduler.conversation_tokens(conversation)
+        log = scheduler.conversations.tokens(conversation)
         # Of turns that ran at once another one may have ended last than in the history file.
-        scheduler.delete(conversation, min(shared, common_prefix(log, tokens)), stored if log != tokens else ())
+        shared, others = min(shared, common_prefix(log, tokens)), stored if log != tokens else ()
+        scheduler.conversations.delete(conversation, shared, others)
 
     def _tell_erased(self) -> None:
-        for wholly in self._scheduler.take_erased():
+        for wholly in self._scheduler.disk.take_erased():
             self._outbox.put(Erased(wholly))
 
     def _change_conversation(self, message: Fork | Keep, now: float) -> None:
         """The history store knows every conversation, the scheduler those that have been active since the start."""
-        if not self._scheduler.has_conversation(message.conversation):
+        if message.conversation not in self._scheduler.conversations:
             return
         match message:
             case Fork(conversation, new):
-                if not self._scheduler.has_conversation(new):
-                    self._scheduler.fork(conversation, new, now)
+                if new not in self._scheduler.conversations:
+                    self._scheduler.conversations.fork(conversation, new, now)
             case Keep(conversation, ttl, pinned):
-                self._scheduler.keep(conversation, ttl, now + pinned, now)
+                self._scheduler.conversations.keep(conversation, ttl, now + pinned, now)
 
     def _drained(self) -> bool:
         """Whether to end: nothing is left to do or to save, or its time is up; whoever is still open is told."""
         if self._drain_until == float("inf"):
             return False
         open_requests = [*self._compiling, *self._scheduler.open_requests()]
-        if (open_requests or self._scheduler.saving) and time.monotonic() < self._drain_until:
+        if (open_requests or self._scheduler.disk.saving) and time.monotonic() < self._drain_until:
             return False
         for request in open_requests:
             self._scheduler.abort(request, time.monotonic())
         if open_requests:
             log.warning("shut down with %d requests unfinished", len(open_requests))
-        if self._scheduler.saving:
+        if self._scheduler.disk.saving:
             log.warning("shut down before all KV was saved to disk")
         self._send(Applied(events=[Output(request, finish=FinishReason.ABORT) for request in open_requests]))
         return True

@@ -1,4 +1,4 @@
-"""Proof that the scheduler's books agree, decided anew from chunks and rows alone. Cost: all chunks."""
+"""Checks that the scheduler's counts and sets agree with its chunks and rows. Cost: all chunks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_requests(
     placed = [*queues.waiting, *(row.turn for row in (*joined, *held.values()))]
     awaited = {chunk for turn in queues.waiting for chunk in turn.awaited}
     if any(chunk.queue_place and chunk not in awaited for chunk in store.resident_chunks()):
-        raise InvariantError("a chunk is awaited by nobody in the queue")
+        raise InvariantError("a chunk has a place in the queue, but no request there waits for it")
     if len(placed) != len(turns) or {turn.request.id for turn in placed} != set(turns):
         raise InvariantError("a request is in two places, or in none")
 
@@ -56,12 +56,12 @@ def check_store(store: ChunkStore, users: dict[Chunk, int], claims: dict[Chunk, 
         if chunk.key is None and (chunk.disk != NO_SLOT or chunk.moving is not None):
             raise InvariantError(f"{chunk} is private and has to do with the disk")
         if not (chunk.resident or chunk.claims):
-            raise InvariantError(f"{chunk} is nowhere and nobody's, but still in the store")
+            raise InvariantError(f"{chunk} is in no tier and unclaimed, but still in the store")
         victim_set += _check_filing(store, chunk)
         copies += _check_copy(store, chunk)
     sets = (store.reclaimable, store.uncopied, store.host_only, store.host_spare, store.disk_only, store.busy_copied)
     if victim_set != sum(len(members) for members in sets) or copies != len(store.disk_copies):
-        raise InvariantError("a chunk is victim_set where it does not belong")
+        raise InvariantError("a set of victims holds a chunk that does not belong there")
 
 
 def _check_filing(store: ChunkStore, chunk: Chunk) -> bool:
@@ -70,7 +70,7 @@ def _check_filing(store: ChunkStore, chunk: Chunk) -> bool:
     movable = not chunk.users and chunk.moving is None
     belongs: VictimSet | OrderedSet | None = None
     if chunk.copied_for_disk and not (on_gpu and on_host):
-        raise InvariantError(f"{chunk} is said to be copied_for_disk for DISK")
+        raise InvariantError(f"{chunk} is marked as copied_for_disk, but is not on the GPU and HOST")
     if chunk.users and on_gpu and on_host and not chunk.loading and not chunk.copied_for_disk and chunk.moving is None:
         belongs = store.busy_copied
     if movable and on_host and not on_gpu:
@@ -81,7 +81,7 @@ def _check_filing(store: ChunkStore, chunk: Chunk) -> bool:
         safe = (on_host and not chunk.copied_for_disk) or chunk.refused_by_host or store.host.count == 0
         belongs = store.reclaimable if safe else store.uncopied
     if chunk.victim_set is not belongs or (belongs is not None and chunk not in belongs):
-        raise InvariantError(f"{chunk} is not victim_set where it belongs")
+        raise InvariantError(f"{chunk} is not in the set of victims where it belongs")
     return belongs is not None
 
 

@@ -6,7 +6,7 @@ block-table row is sent once and then extended.
 **Lanes and tickets.** Work runs on three lanes, each in its own order: COMPUTE (steps), IN (host to GPU copies) and
 OUT (GPU to host copies). Every piece of work has a ticket, counted from 1 on its lane; a step's ticket is its number.
 `after` names, lane by lane, the last ticket that must be complete *on the device* before the work may begin; 0 means
-none. It proves that no slot is read before it is written, or written while somebody still reads it.
+none. It proves that no slot is read before it is written, or written while it is still read.
 """
 
 from __future__ import annotations
@@ -133,14 +133,14 @@ class StepPlan:
     generate    seats that compute one token, their last sample, at `positions` (as many)
     spans       pieces of known tokens, ascending within a seat; `token_ids` holds their ids one after the other
     scored      the known token behind each position of the spans that score; none behind a position that samples
-    samples     who gets a token, in this order: all of `generate`, then the spans that sample
+    samples     rows that get a token, in this order: all of `generate`, then the spans that sample
     spills, promotions
                 work for the disk, which takes its time and is on no lane: it begins at once, the step does not wait
-                for it, and until a result reports it done or failed nobody else uses its slots (but copies may read
-                a HOST slot that is being spilled). Whatever was to use its HOST slots before is complete on the device
+                for it, and until a result reports it done or failed its slots have no other use (but copies may read
+                a HOST slot that is being spilled). All earlier uses of its HOST slots are complete on the device
     erased      DISK slots whose records can never be read again once the plan is done, but for those that its result
                 says could not be erased; no plan uses them before that
-    ended       requests with a grammar that take no seat any more: what is kept for their next stay can go
+    ended       requests with a grammar that take no seat any more: their grammars' states can go
 
     The batch's token order is: `generate`, then `spans`. A plan without both launches nothing.
     """

@@ -4,6 +4,8 @@
     next_plan(now)    one step: generation, pieces of prompts, joining requests, copies
     apply(result)     its tokens; replies that end are committed to their conversations
     abort, finish     a client left; a reply's length is known
+    conversations     their logs: fork, keep, delete, where their KV is
+    disk              records of an earlier process, chunks to save, records to erase
 
 Plan n+1 is made while step n runs: `next_plan` may be called before the results of earlier plans are applied, in order.
 Times are seconds on any clock that does not run backwards.
@@ -13,9 +15,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import chain
 
 from .config import SchedulerConfig
 from .context_window import check_length
@@ -23,12 +23,13 @@ from .cost import CostProfile
 from .invariants import check_requests, check_store
 from .kv.chunk_keys import ChunkKeys
 from .kv.chunk_store import ChunkStore
+from .kv.deletion import Deletions
 from .kv.retention import eviction_policy
 from .plan import Lane, StepPlan, StepResult
 from .planning.admission import Admission
 from .planning.batcher import Batcher
 from .planning.commit import Committer
-from .planning.deletion import Deletions
+from .planning.disk_work import DiskWork
 from .planning.eviction import Evictor
 from .planning.lookup import CacheLookup
 from .planning.plan_builder import PlanBuilder
@@ -41,15 +42,12 @@ from .turns.conversations import Conversations
 from .turns.turn import RunningTurn, Turn
 from .types import (
     Applied,
-    ChunkKey,
-    DiskRecord,
     FinishReason,
     InvariantError,
     Output,
     Request,
     RequestError,
     RequestId,
-    Residency,
     SchedulerStats,
 )
 
@@ -61,26 +59,27 @@ class Scheduler:
         self._windows = windows = config.windows
         self._chunk_keys = ChunkKeys(config.seed, config.chunk_tokens, windows)
         self._store = ChunkStore(config, eviction_policy(config.eviction, cost, config.owner_kv_chunks is not None))
-        self._conversations = Conversations(self._store, config.conversation_ttl, config.owner_kv_chunks)
+        self._deletions = Deletions(self._store)
+        self.conversations = Conversations(config, self._store, self._chunk_keys, self._deletions)
         self._lookup = CacheLookup(self._store, cost, config.chunk_tokens, config.reuse, self._chunk_keys, windows)
         self._queues = RequestQueues(config, self._store)
         self._order = QueueOrder(config, cost, self._lookup, self._queues.waiting)
         self._batcher = Batcher(config, self._store, self._queues, windows)
         self._admission = Admission(
-            *(config, cost, self._store, self._conversations, self._lookup, self._queues, self._order),
+            *(config, cost, self._store, self.conversations, self._lookup, self._queues, self._order),
             *(self._batcher, windows),
         )
         self._write_behind = WriteBehind(config, cost, self._store)
-        self._prefetcher = Prefetcher(config, cost, self._store, self._conversations, self._lookup, self._order)
-        self._committer = Committer(config, self._chunk_keys, self._store, self._conversations, self._prefetcher)
+        self._prefetcher = Prefetcher(config, cost, self._store, self.conversations, self._lookup, self._order)
+        self._committer = Committer(config, self._chunk_keys, self._store, self.conversations, self._prefetcher)
+        self.disk = DiskWork(self._store, self._chunk_keys, self._deletions, self._prefetcher, self._write_behind)
         self._turns: dict[RequestId, Turn] = {}
         self._held: dict[RequestId, RunningTurn] = {}
         self._inflight: deque[tuple[StepPlan, list[RunningTurn]]] = deque()
         self._step = self._applied = 0
         self._arrivals = 0
         self._ended: list[RequestId] = []  # with a grammar, since the last plan
-        self._patient: deque[Turn] = deque()  # by arrival, with those that have their seat or are gone
-        self._deletions = Deletions(self._store)
+        self._patient: deque[Turn] = deque()  # by arrival; some have their seat by now, or are gone
         self._swapped_in = self._swapped_out = 0
         self._last_out = 0  # the last swap-out's ticket
         # Most of HOST is for chunks that are nowhere else: copies of what is still on the GPU are no gain.
@@ -95,7 +94,7 @@ class Scheduler:
             raise RequestError(400, f"request {request.id} is being served already", "id")
         if len(self._queues.waiting) >= self.config.max_queue:
             raise RequestError(429, f"{len(self._queues.waiting)} requests wait already", None)
-        self._conversations.expire(now, self._write_behind.untold)  # who writes too late does not bring it back
+        self.conversations.expire(now, self._write_behind.untold)  # a late turn does not revive an expired conversation
         self._arrivals += 1
         turn = Turn(request, self._arrivals, *self._committer.prompt_keys(request), now)
         self._order.arrived(turn)
@@ -171,7 +170,7 @@ class Scheduler:
         batch = PlanBuilder(step, self._applied, now, copies, evictor, self.config.max_num_batched_tokens)
         batcher = self._batcher
 
-        self._conversations.expire(now, self._write_behind.untold)
+        self.conversations.expire(now, self._write_behind.untold)
         self._deletions.go_on()
         self._queues.release_suspended(self._applied, now)
         if self.config.batching == "unified":
@@ -181,11 +180,11 @@ class Scheduler:
         batcher.plan_spans(batch)
         if self.config.batching == "separate" and not batch.tokens:
             batcher.plan_generation(batch)
-            if not batch.tokens:  # a row that has outgrown its window has queued again, and perhaps nobody else is here
+            if not batch.tokens:  # perhaps the only row has outgrown its window and queued again
                 self._admission.admit(batch)
         self._swap_out_ahead(batch)
         if self.config.disk_kv_chunks:
-            self._plan_disk(batch)
+            self.disk.plan(batch)
 
         self._store.end_plan()
         batch.ended = tuple(self._ended)
@@ -242,79 +241,10 @@ class Scheduler:
         applied.events += self._write_behind.endings()
         return applied
 
-    # -- conversations
-
-    def has_conversation(self, conversation_id: str) -> bool:
-        return self._conversations.get(conversation_id) is not None
-
-    def conversation_tokens(self, conversation_id: str) -> array[int]:
-        """The log: every token of the last committed branch. Raises RequestError (404) for an unknown id."""
-        conversation = self._conversations.get(conversation_id)
-        if conversation is None:
-            raise RequestError(404, f"there is no conversation {conversation_id!r}", "conversation")
-        return conversation.tokens
-
-    def fork(self, conversation_id: str, new_id: str, now: float) -> None:
-        """A second conversation with the same history. RequestError: 404 unknown id, 409 the new one exists."""
-        self.conversation_tokens(conversation_id)
-        if self.has_conversation(new_id):
-            raise RequestError(409, f"there is a conversation {new_id!r} already", "conversation")
-        self._conversations.fork(conversation_id, new_id, now)
-
-    def delete(self, conversation_id: str, shared: int = 0, others: Iterable[ChunkKey] = ()) -> None:
-        """Forgets the log, and drops what no other conversation claims and nobody uses, but for its first `shared`
-        tokens; of the chunks of these `others` too. `take_erased` tells when its records on DISK are erased. Raises
-        RequestError (404) for an unknown id."""
-        tokens = self.conversation_tokens(conversation_id)
-        salt, refused = self._conversations.salt(conversation_id), self._store.disk.refused
-        self._conversations.delete(conversation_id, shared // self.config.chunk_tokens)
-        outgrown = self._windows is not None and len(tokens) > self._windows.length  # not all that it has is claimed
-        self._deletions.begin(chain(self._chunk_keys.all(tokens, salt, shared) if outgrown else (), others), refused)
-
-    def keep(self, conversation_id: str, ttl: float | None, pinned_until: float, now: float) -> None:
-        """Claims end `ttl` seconds after the last activity (None: `conversation_ttl`); until `pinned_until` the
-        conversation's full chunks are evicted after all others (a time not after `now`: no longer), as far as it is
-        within its owner's quota.
-
-        Raises RequestError (404) for an unknown id.
-        """
-        self.conversation_tokens(conversation_id)
-        self._conversations.keep(conversation_id, ttl, pinned_until, now)
-
-    # -- the disk
-
-    def adopt(self, records: Iterable[DiskRecord], now: float) -> None:
-        """Records of an earlier life become chunks on DISK that lookups find; before the first request.
-
-        InvariantError for a slot that does not exist or is there twice.
-        """
-        self._store.adopt(records, now)
-
-    def keys(self, tokens: array[int], salt: bytes, shared: int = 0) -> Iterator[ChunkKey]:
-        """The keys of a log's full chunks, wherever its contexts may have begun, but for those within its first
-        `shared` tokens. Their number grows with the square of the log's length: they are made one by one."""
-        return self._chunk_keys.all(tokens, salt, shared)
-
-    def erase_keys(self, keys: Iterable[ChunkKey]) -> None:
-        """As `delete`, of a conversation that has never been active here: drops those chunks, of a long log in the next
-        few plans."""
-        self._deletions.begin(keys, self._store.disk.refused)
-
-    def take_erased(self) -> list[bool]:
-        """For each `delete` and `erase_keys` that has ended since the last call, in their order: whether all records
-        that were the conversation's own are erased on all ranks. False: the disk refused."""
-        return self._deletions.take_ended()
-
-    @property
-    def saving(self) -> bool:
-        """Chunks are on their way to DISK, or records are to be erased there: who wants to lose nothing, and to keep
-        nothing, goes on with plans and results until that is done."""
-        return self._write_behind.saving or self._deletions.busy
-
     @property
     def wake_at(self) -> float:
         """When `next_plan` has something to do at the latest, though nothing arrives: seconds, infinity for never."""
-        return min(self._conversations.next_due, self._prefetcher.next_due)
+        return min(self.conversations.next_due, self._prefetcher.next_due)
 
     # -- what others may know
 
@@ -340,7 +270,7 @@ class Scheduler:
             dropped=store.dropped,
             swapped_in=self._swapped_in,
             swapped_out=self._swapped_out,
-            conversations=len(self._conversations),
+            conversations=len(self.conversations),
             slots=store.slot_counts(),
             evictions=store.evictions.by_tier_and_reason(),
             eviction_values=store.evictions.by_value(),
@@ -354,27 +284,23 @@ class Scheduler:
             bad_copies=store.bad_copies,
         )
 
-    def residency(self, start: int, most: int) -> Residency:
-        """Where conversations' chunks are, from conversation number `start` on. Cost: about `most` chunks."""
-        return Residency(self.config.chunk_tokens, *self._conversations.residency(start, most), start)
-
     def check(self) -> None:
         """Proves conservation, from nothing but rows and conversations. Raises InvariantError. Cost: all chunks."""
         check_requests(self._store, self._queues, self._held, self._turns)
         users = Counter(chunk for row in (*self._queues.joined(), *self._held.values()) for chunk in row.chunks)
-        check_store(self._store, users, self._conversations.claims())
+        check_store(self._store, users, self.conversations.claims())
 
     # -- within
 
     def _touch(self, turn: Turn, now: float) -> None:
         """The user has written: the conversation is active again, which moves its chunks to the end of every order.
 
-        Needless if nobody waits: then the next plan holds them, or does the same if there is no room.
+        Needless if no request waits: then the next plan pins them, or does the same if they do not fit.
         """
-        self._conversations.touch(turn.request, now)
+        self.conversations.touch(turn.request, now)
         if not self._queues.waiting:
             return
-        conversation = self._conversations.of(turn.request)
+        conversation = self.conversations.of(turn.request)
         chunks = [self._store.find(key) for key in self._lookup.seen_keys(turn)]
         if conversation is not None and conversation.tail is not None:
             chunks.append(conversation.tail)
@@ -392,28 +318,19 @@ class Scheduler:
         if self._store.available < available:
             batch.evictor.swap_out_ahead(available, most=max(needed, self._admission.link_chunks(batch)))
 
-    def _plan_disk(self, batch: PlanBuilder) -> None:
-        """What goes to DISK and comes from there while the step runs."""
-        self._prefetcher.plan(batch.evictor, batch.now)
-        self._write_behind.plan(batch.evictor, batch.now)
-        batch.spills, batch.promotions, batch.erased = self._store.disk.hand_over(batch.step)
-
     def _polls(self, batch: PlanBuilder) -> bool:
-        """An empty plan is needed all the same: for what it says to the disk, or, if no other result is to come, to
-        hear what has become of work under way."""
+        """An empty plan is needed all the same: it carries work for the disk, or, if no other result is due, its result
+        reports work under way."""
         if batch.spills or batch.promotions or batch.erased:
             return True
         if self._inflight:
             return False
-        return batch.polls or self._disk_busy() or self._deletions.looking or self._awaits_copies()
+        return batch.polls or self.disk.busy or self._deletions.looking or self._awaits_copies()
 
     def _awaits_copies(self) -> bool:
-        """Who waits may do so for a copy on HOST that does not count yet."""
+        """A request may wait for a copy on HOST that is not known to be complete."""
         unconfirmed = self.config.copies_may_fail and bool(self._queues.waiting)
         return unconfirmed and self._last_out > self._store.completed.swap_out
-
-    def _disk_busy(self) -> bool:
-        return self._store.disk.outstanding or self._write_behind.busy or self._prefetcher.busy
 
     def _scored(self, plan: StepPlan, span_rows: list[RunningTurn], result: StepResult, applied: Applied) -> None:
         """Passes on the log probabilities of prompts, those of rows that are still there."""
@@ -442,7 +359,7 @@ class Scheduler:
             applied.events.append(Output(request.id, usage=usage, finish=finish, queued=queued, truncated=truncated))
 
     def _reply_ends(self, row: RunningTurn, reply: int, now: float) -> None:
-        """Nothing more is generated; a turn whose length somebody outside confirms is held until then."""
+        """Nothing more is generated. A turn whose length the client side confirms is held until then."""
         self._queues.unseat(row)
         self._order.reply_ended(reply)
         if row.turn.request.confirm:

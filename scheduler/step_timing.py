@@ -1,4 +1,4 @@
-"""When the next step is planned: as late as the device allows, so that whoever comes meanwhile is in it.
+"""When the next step is planned: as late as the device allows, so that requests that come meanwhile are in it.
 
 A step that is planned the moment the one before it begins is closed for as long as that one runs: a request waits for
 the rest of the step that runs, for a whole one that it missed, and for its own. Planned just before it is launched, the
@@ -29,7 +29,7 @@ RELAXED, RAISED = 0.998, 1.25  # what becomes of the margin with each step, and 
 class _Running(NamedTuple):
     kind: int
     seconds: float  # predicted, uncorrected
-    began: float | None  # None: nobody saw it
+    began: float | None  # None: not seen
 
 
 class _Experience:

@@ -180,7 +180,7 @@ class Loop:
         self.config, self.device = config, device
         self.scheduler = Scheduler(config, cost)
         self._executor = Executor(device, engine, config, group_layers, disk=disk)
-        self.scheduler.adopt(self._executor.disk_records(), time.monotonic())
+        self.scheduler.disk.adopt(self._executor.disk_records(), time.monotonic())
         self._vocab_size, self._dice = engine.vocab_size, np.random.default_rng(0)
         self._requests = 0
         self.steps: list[Step] = []

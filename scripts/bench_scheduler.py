@@ -120,7 +120,7 @@ class StepBench:
         """The next conversation in the order of their ages writes a few tokens."""
         self.returning += 1
         name = f"c{self.returning}"
-        self.add(name, self.scheduler.conversation_tokens(name) + array("i", range(8)), 1)
+        self.add(name, self.scheduler.conversations.tokens(name) + array("i", range(8)), 1)
 
     # -- steps
 

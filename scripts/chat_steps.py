@@ -43,7 +43,7 @@ class _Users:
         for user, due in enumerate(self._due):
             if due <= now:
                 name = f"user {user}"
-                history = scheduler.conversation_tokens(name) if scheduler.has_conversation(name) else array("i")
+                history = scheduler.conversations.tokens(name) if name in scheduler.conversations else array("i")
                 prompt = history + array("i", [user]) * self._length(MEAN_INPUT)
                 request = RequestId(self._turns[user] * len(self._turns) + user)
                 scheduler.add(Request(request, prompt, self._length(MEAN_OUTPUT), name), now)

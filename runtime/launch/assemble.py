@@ -93,7 +93,7 @@ def assemble(settings: ServeSettings, ranks: Ranks | None = None) -> Assembled:
     disk = disk_settings(settings, config, ranks)
     executor = make_executor(settings, prepared, disk, ranks, grammars)
     records = executor.disk_records()
-    scheduler.adopt(records, time.monotonic())
+    scheduler.disk.adopt(records, time.monotonic())
     model, *aliases = settings.served_model_name or [directory.resolve().name]
     ready = Ready(
         model=model,

@@ -1,4 +1,4 @@
-"""One chunk of KV: where it is, who needs it, when it was last used."""
+"""One chunk of KV: its slots, its users and claims, and its last use."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Group:
 
 
 class Claims(NamedTuple):
-    """Of conversations on one chunk: all of them, those that are pinned, those beyond their owners' quotas."""
+    """Conversations that claim one chunk: all, the pinned ones, and those over their owners' quotas."""
 
     claims: int
     pins: int = 0

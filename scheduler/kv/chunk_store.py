@@ -1,7 +1,7 @@
 """The chunk store: flat and content-addressed (docs/design/chunk-store.md).
 
 The key of a full chunk hashes its whole prefix, so chunks looked up one by one are found even when leading ones are
-gone, and whoever has the same prefix shares them. A keyed chunk is never written again. A chunk without a key is
+gone, and contexts with the same prefix share them. A keyed chunk is never written again. A chunk without a key is
 private: it is being computed, it is an unfilled tail, or it was computed twice side by side.
 """
 
@@ -341,7 +341,7 @@ class ChunkStore:
                 self.release_host(chunk)
 
     def release_disk(self, chunk: Chunk) -> None:
-        """Its record is given up; nobody is reading it."""
+        """Gives up its record, which is not being read."""
         self._release_disk_slot(chunk)
         self.file(chunk)
         self._count_if_dropped(chunk)

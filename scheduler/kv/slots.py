@@ -1,6 +1,6 @@
 """One tier's slots: a free list, and for every slot the last work that reads or writes it.
 
-Nothing here waits. A slot may be given away while a step or a copy still uses it; whoever gets it waits *on the
+Nothing here waits. A slot may be given away while a step or a copy still uses it; its next user waits *on the
 device* for the tickets recorded here (docs/design/chunk-store.md). The free list is first in, first out,
 so that those tickets are mostly complete by then.
 """

@@ -22,9 +22,9 @@ class _WeightClass:
 
 
 class VictimSet:
-    """A set of chunks that knows who of them is worth least, or most, at any moment.
+    """A set of chunks that finds its least or most valuable members at any moment.
 
-    Members keep the class and stamp they were filed with: whoever changes a chunk's claims or activity files it anew.
+    Members keep the class and stamp they were filed with: a chunk is filed anew when its claims or activity change.
     A chunk is in one such set at most.
     """
 

@@ -1,4 +1,4 @@
-"""Who joins the batch: lookup, the room a request needs, its swap-ins, its seat (docs/design/scheduling.md)."""
+"""Admits requests to the batch: lookup, GPU slots, swap-ins, seat (docs/design/scheduling.md)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NEVER_FULL = 2**62  # the end of a window that no context outgrows
 
 
 class Admission:
-    """`choices`: what was loaded and what was computed instead."""
+    """`choices`: counts chunks that were loaded, and those that were recomputed instead."""
 
     def __init__(
         self,
@@ -81,14 +81,14 @@ class Admission:
                 return
 
     def _look_up(self, turn: Turn, batch: PlanBuilder) -> RequestNeeds | ChunkKey:
-        """What the turn needs, or the key of the chunk that it waits for. Chunks on DISK begin to be read, off the
-        batch; those that HOST has no room for are computed."""
+        """Returns the turn's needs, or the key of the chunk that it waits for. Begins to read its chunks on DISK; the
+        chunks that HOST has no room for are computed."""
         conversation = self._conversations.of(turn.request)
         if turn.from_disk is None:
             turn.from_disk = self._lookup.keys_on_disk(turn) if self._config.disk_kv_chunks else frozenset()
         needs = self._lookup.look_up(turn, conversation, len(self._queues.rows))
         if isinstance(needs, NeedsDisk):
-            # All of it, not only what the last position sees: else what is read for older windows is given up first.
+            # Hits of older windows get the place in the queue too: else they are evicted before the rest is read.
             self._queues.await_chunks(turn, [*needs.chunks, *needs.hits], batch.now)
             latest = None
             for chunk in needs.chunks:
@@ -123,7 +123,7 @@ class Admission:
         )
 
     def _keep_for_later(self, turn: Turn, needs: RequestNeeds, batch: PlanBuilder) -> None:
-        """The head of the queue must wait. Its conversation is active: what it will hit goes to every order's end."""
+        """The head of the queue must wait. Its conversation is active, so its hits are evicted last."""
         if not turn.wanted:
             self._queues.await_chunks(turn, needs.chunks, batch.now)
         batch.wanted = turn.wanted = self._wanted(needs)
@@ -144,7 +144,7 @@ class Admission:
         """Holds every hit, then takes a slot for every chunk that is loaded or computed."""
         store, tail = self._store, needs.tail
         if turn.tail is not None and turn.tail is not tail:
-            self._give_up_tail(turn.tail)  # somebody else has computed that chunk whole
+            self._give_up_tail(turn.tail)  # another row has computed that chunk whole
         store.pin(chunk for chunk in needs.chunks if chunk is not None)
         self._queues.leave_queue(turn)
         batch.evictor.take_gpu_slots(needs.new_slots)
@@ -191,7 +191,7 @@ class Admission:
     def _load(self, row: RunningTurn, batch: PlanBuilder, link: int) -> int:
         """Issues the row's swap-ins within `link` chunks; seats it if they suffice. Returns what is left of `link`.
 
-        Nobody is held up in a batch that is empty but for this row: all its chunks load at once.
+        All chunks of a row load at once if the batch is empty otherwise: they delay no other row.
         """
         gated = len(row.loads) <= link or not (self._queues.rows or batch.tokens)
         lane = batch.copies.gated if gated else batch.copies.early

@@ -1,4 +1,4 @@
-"""What a step computes: who generates, which spans come next, who makes room (docs/design/scheduling.md)."""
+"""The tokens of a step: rows that generate, spans of prompts, and suspensions (docs/design/scheduling.md)."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Batcher:
     def _extend(self, row: RunningTurn, batch: PlanBuilder, end: int) -> bool:
         """Slots for the row's positions up to `end`, or as many as its window and the pool have; False: for none.
 
-        If the pool is short somebody is suspended, perhaps the row itself. What the device must know is said only if
-        the row is then planned: one that is not may be out of its seat before this plan is complete.
+        If the pool is short a row is suspended, perhaps this one. The device is told of new chunks only if the row is
+        then planned: another row may be out of its seat before this plan is complete.
         """
         position = row.room
         if position == row.window_end and not self._move_on(row, batch):
@@ -128,7 +128,7 @@ class Batcher:
     def plan_fair_spans(self, batch: PlanBuilder) -> None:
         """As `plan_spans`; while several owners have prompts to compute, each gets an equal share of the budget.
 
-        What is left is for requests that join, then for any row.
+        The rest of the budget is for requests that join, then for any row.
         """
         rows, waiting = self._rows_with_spans(), self._queues.waiting
         owners = {turn.request.owner for turn in chain((row.turn for row in rows), waiting)}

@@ -1,4 +1,4 @@
-"""Writes down what has been computed: keys for chunks that are full, logs for turns that have ended."""
+"""Commits computed work: gives keys to full chunks and logs to turns that have ended."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Makes room during one plan: takes GPU slots back, copies chunks out ahead of time (Pensieve, section 4.3.2), and
-finds slots on HOST and DISK for what is worth more than what holds them."""
+finds slots on HOST and DISK for chunks that are worth more than the ones there."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Evictor:
     def swap_out_ahead(self, available: int, most: int) -> None:
         """Copies out chunks of lowest V until `available` GPU slots cost nothing, at most `most`."""
         store, uncopied, saved = self._store, self._uncopied, 0
-        # Giving up the copy of an idle chunk takes from what is available, hence the look at it every time.
+        # `available` is read anew each time: a chunk whose copy is given up for another is no longer reclaimable.
         while (missing := min(available - store.available, most - saved)) > 0:
             chunks = uncopied.peek(missing)
             if not chunks:
@@ -165,7 +165,7 @@ class Evictor:
         return True
 
     def _drop_from_host(self, victims: list[Chunk]) -> None:
-        """They are of the group that `_host_only` looks at."""
+        """Drops victims that `_host_only` has just returned."""
         store = self._store
         store.drop_from_host(victims)
         store.evictions.host_dropped += len(victims)
@@ -174,18 +174,17 @@ class Evictor:
     # -- DISK
 
     def spill(self, chunk: Chunk) -> None:
-        """Begins to write the chunk's HOST copy to DISK, unless all of DISK is worth more, copies of what is above
-        included."""
+        """Begins to write the chunk's HOST copy to DISK, unless DISK is full of chunks that are worth more."""
         slot = self._disk_slot(self._store.policy.value(chunk, self._now))
         if slot != NO_SLOT:
             self._store.spill(chunk, slot)
 
     def spill_ahead(self, spare: int, most: int) -> bool:
         """Begins to write the chunks of lowest V that are only on HOST, until `spare` HOST slots are free to take or
-        will be; at most `most`. What DISK does not want (tails, and what is worth less than all it holds) is dropped.
+        will be; at most `most`. Drops tails, and chunks that are worth less than all on DISK.
 
-        What is on DISK too counts as free to take unless it is worth more, as what was read for the queue is: nothing
-        that has just ended gets a slot from that, so the chunks of lowest V would be dropped.
+        The slot of a chunk that is on DISK too counts as free to take, unless that chunk is worth more than the victims
+        (it was read for the queue, say): chunks of turns that have just ended could not take such a slot.
         False if the next one's copy on HOST must be known to be complete before.
         """
         store, disk = self._store, self._store.disk

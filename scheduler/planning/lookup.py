@@ -1,6 +1,6 @@
-"""What one request needs: which of its chunks are where, what is loaded, what is computed, how much room it takes.
+"""The needs of one request: where its chunks are, which are loaded or computed, and how many GPU slots it takes.
 
-Looking counts only; nothing changes until the request is known to fit, then it gets all its room at once.
+A lookup changes nothing. When the request is known to fit, it gets all its slots at once.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class RequestNeeds:
                   where the context begins, and its keys from there
     first         index of the chunk at which the row begins
     chunks        from there on: a resident chunk, or None for one to be computed into a new slot; up to the end of the
-                  row's window, slots for what is behind come later
-    spans         what is to be computed, ascending; the last one ends with the prompt and samples
+                  row's window (later chunks get their slots later)
+    spans         the tokens to compute, ascending; the last one ends with the prompt and samples
     loads         those of `chunks` that are on HOST only
     tail          the one of `chunks` that is a tail, valid for `tail_tokens` tokens
     idle_safe, idle_only
-                  hits on the GPU that nobody holds, with and without a copy: no longer obtainable once they are held
-    new_slots     GPU slots for what is loaded and what is computed
+                  hits on the GPU that no row holds, with and without a copy: not obtainable once they are held
+    new_slots     GPU slots for the chunks that are loaded or computed
     usage         where the prompt's tokens come from, those that its last one sees
     """
 
@@ -75,7 +75,7 @@ class _Look:
 
 
 class NeedsDisk(NamedTuple):
-    """Chunks that the turn needs and that are quicker read from DISK than computed; and what it needs beside them."""
+    """Chunks that are quicker read from DISK than computed, and the turn's other hits."""
 
     chunks: list[Chunk]
     hits: list[Chunk | None]
@@ -100,8 +100,8 @@ class CacheLookup:
         self._chunk_keys, self._windows = chunk_keys, windows
 
     def must_wait(self, key: ChunkKey) -> bool:
-        """A row is computing or loading that chunk, or it is being read: whoever needs it too had better wait for it
-        (no herd). Or whether it is on HOST will be known in a moment."""
+        """True while a row computes or loads that chunk, while it is read from DISK, and until its only copy, on HOST,
+        is known to be complete: waiting for it is better than computing it twice."""
         if key in self._store.pending:
             return True
         chunk = self._store.find(key)
@@ -149,14 +149,14 @@ class CacheLookup:
         )
 
     def _worth_reading(self, chunks: list[Chunk], rows: int) -> bool:
-        """Reading holds up one request, behind what is being read already; computing holds up all of the batch."""
+        """Reading delays one request, and queues behind other reads; recomputing delays the whole batch."""
         cost = self._cost
         reading = (self._store.disk.reading + len(chunks)) * cost.read() + len(chunks) * cost.load()
         return (1 + rows) * sum(cost.recompute(chunk.end) for chunk in chunks) >= reading
 
     def look_up(self, turn: Turn, conversation: Conversation | None, rows: int) -> RequestNeeds | NeedsDisk | ChunkKey:
-        """What the turn would need now, beside a batch of so many rows; or what must be read before; or the key of the
-        chunk that it had better wait for.
+        """Returns the needs of the turn beside a batch of so many rows, or the chunks to read from DISK first, or the
+        key of the chunk that it should wait for.
 
         A context that overflows keeps the first start from which less must be computed than all that its last position
         sees; else it begins anew. After the turn's first seat the start is settled: its reply depends on it.
@@ -216,7 +216,7 @@ class CacheLookup:
                 continue
             if key in self._store.pending or (chunk is not None and self._coming(chunk)):
                 return key
-            # What older positions saw is gone: what is left of them is read and loaded, whatever it costs.
+            # Older positions cannot be recomputed alone: the rest of their KV is read and loaded at any cost.
             if chunk is not None and chunk.disk >= 0 and turn.promotes and self._to_be_read(chunk, overflows):
                 on_disk.append(chunk)
             hit = chunk is not None and chunk.host >= 0 and (overflows or self._cost.recompute(chunk.end) >= load)

@@ -22,7 +22,7 @@ class Prefetcher:
     """Prefetches for the requests in the queue, as many as HOST has room for (the paper's window C_mem / S_kv), and for
     conversations whose clients have said when they will write.
 
-    What is prefetched takes slots on HOST from what is worth less and on DISK too: nothing is dropped for it.
+    A prefetch takes HOST slots only from chunks that are worth less and on DISK too: it drops nothing.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Prefetcher:
         self._window = config.host_kv_chunks
         self._most_reads = min(256, max(4, int(READS_AHEAD_S / cost.read())))
         self._expected: deque[Chunk] = deque()
-        self._no_room = False  # for the chunk that was to be read last, nor is there to be any soon
+        self._no_room = False  # HOST has no slot for the last prefetch, and no spill will free one soon
 
     @property
     def busy(self) -> bool:
@@ -86,7 +86,7 @@ class Prefetcher:
         return True
 
     def _prefetch_expected(self, evictor: Evictor) -> None:
-        """What HOST has no room for, and is not about to have, is given up: it was a hint, and nobody waits for it."""
+        """Drops prefetches that HOST cannot hold now or soon: they were only hints."""
         while self._expected and (self._prefetch(self._expected[0], evictor) or self._no_room):
             self._expected.popleft()
 

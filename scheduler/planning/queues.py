@@ -1,4 +1,4 @@
-"""Who is here: rows in seats, rows off the batch whose history is still loading, and the requests that wait."""
+"""The waiting queue, requests whose KV is loading, and running requests."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RequestQueues:
         insort(self.waiting, turn, key=lambda turn: turn.order)
 
     def await_chunks(self, turn: Turn, chunks: Sequence[Chunk | None], now: float) -> None:
-        """The turn waits in the queue: what it will hit goes to every order's end, as far as nobody holds it.
+        """The turn waits in the queue: of its hits, the idle chunks are evicted last.
 
         A suspended request's chunks are not exempt from eviction.
         """
@@ -77,7 +77,7 @@ class RequestQueues:
     def release_row(self, row: RunningTurn, tail: Chunk | None, now: float) -> None:
         """The row's chunks are free to move. Keyed ones and `tail` stay as cache, other private ones are dropped.
 
-        Its launched steps may still use the slots; whoever takes them waits for that on the device.
+        Its launched steps may still use the slots; the next users of the slots wait for that on the device.
         """
         self._store.cancel_loads(row.loads)
         row.loads.clear()

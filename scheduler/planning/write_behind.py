@@ -25,7 +25,7 @@ class WriteBehind:
     """Write-behind, in the order in which turns end: GPU -> HOST beside the step, then HOST -> DISK.
 
     A chunk is refused (it stays where it is) where DISK or HOST holds nothing of lower value, and while DISK is paused
-    after a failed write; then it is spilled when HOST must give it up. If its copy is none it is not saved.
+    after a failed write; then it is spilled when HOST must give it up. A chunk whose copy failed is not saved.
     """
 
     def __init__(self, config: SchedulerConfig, cost: CostProfile, store: ChunkStore):
@@ -44,26 +44,26 @@ class WriteBehind:
 
     @property
     def busy(self) -> bool:
-        """There is something to be planned as soon as a step is: nothing waits for anybody's request."""
+        """There is work for the next plan, whether or not a request comes."""
         return self._short or bool(self._queue or self._copied or self._staged or self._endings)
 
     @property
     def withholds(self) -> bool:
-        """Turns that have ended wait for their chunks to be saved before their ends are told."""
+        """Ended turns wait until their chunks are saved; then their ends are told."""
         return bool(self._endings)
 
     @property
     def untold(self) -> Iterator[Request]:
-        """Whose ends are kept back."""
+        """The requests whose ends are kept back."""
         return (request for request, *_ in self._endings)
 
     @property
     def saving(self) -> bool:
-        """Chunks of ended turns are on their way to DISK, or ends are kept back that only a result lets go."""
+        """Chunks of ended turns are on their way to DISK, or ends are kept back until a result comes."""
         return bool(self._pending or self._endings) or self._store.disk.writing > 0
 
     def turn_ended(self, chunks: Iterable[Chunk | None], now: float) -> None:
-        """What of them is keyed and not on DISK yet is to be saved."""
+        """Queues the keyed chunks that are not on DISK yet."""
         if not self._eager or now < self._store.disk.paused_until:
             return
         for chunk in chunks:
@@ -79,7 +79,7 @@ class WriteBehind:
         return bool(unsettled)
 
     def endings(self) -> list[Output]:
-        """Those kept back that need not be any longer."""
+        """Takes the ends that need not be kept back any longer."""
         if not self._endings:
             return []
         waiting, ended = deque[tuple[Request, Output, list[Chunk]]](), []

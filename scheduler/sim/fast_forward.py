@@ -22,7 +22,7 @@ class FastForwardScheduler(Scheduler):
         begins or ends no reply.
         """
         busy = bool(self._queues.waiting or self._queues.loading or self._deletions.looking)
-        busy = busy or self._conversations.mortal or self._disk_busy()
+        busy = busy or self.conversations.mortal or self.disk.busy
         if busy or self.in_flight != 1 or (self._store.available < self._mark and self._store.uncopied):
             return 0
         rows, plan = self._queues.rows, self._inflight[0][0]

@@ -351,7 +351,7 @@ class Simulator:
             self._per_token.append((self.now - served.arrival) / turns[served.turn].output_tokens)
         if following < len(turns):
             order = self._order[served.session.name]
-            self._logs[order] = self.scheduler.conversation_tokens(served.session.name)
+            self._logs[order] = self.scheduler.conversations.tokens(served.session.name)
             heapq.heappush(self._arrivals, (self.now + turns[following].think_s, order, following))
 
     def _report(self) -> Report:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from itertools import islice
+from itertools import chain, islice
 from math import inf
 from typing import NamedTuple
 
+from ..config import SchedulerConfig
 from ..kv.chunk import NO_SLOT, Chunk, Claims
+from ..kv.chunk_keys import ChunkKeys
 from ..kv.chunk_store import ChunkStore
-from ..types import ChunkKey, ConversationKV, Request
+from ..kv.deletion import Deletions
+from ..types import ChunkKey, ConversationKV, Request, RequestError, Residency
 from .quotas import Quotas
 from .timers import Timers
 
@@ -71,20 +74,24 @@ class Conversation:
 
 
 class Conversations:
-    """ttl     seconds after its last activity for which a conversation without a TTL of its own lives on
-    quota       chunks of each owner's conversations that are kept while there are others to evict; None: no quotas
-    expected    when the next turns' chunks are wanted on HOST, of those whose clients have said so
+    """All conversations, by id.
+
+    expected    when the next turns' chunks are wanted on HOST, of the conversations whose clients have said so
     """
 
-    def __init__(self, store: ChunkStore, ttl: float = inf, quota: int | None = None):
-        self._store, self._ttl = store, ttl
-        self._quotas = None if quota is None else Quotas(quota)
+    def __init__(self, config: SchedulerConfig, store: ChunkStore, chunk_keys: ChunkKeys, deletions: Deletions):
+        self._store, self._chunk_keys, self._deletions = store, chunk_keys, deletions
+        self._chunk_tokens, self._ttl = config.chunk_tokens, config.conversation_ttl
+        self._quotas = None if config.owner_kv_chunks is None else Quotas(config.owner_kv_chunks)
         self._by_id: dict[str, Conversation] = {}
         self.expected = Timers()
         self._due = Timers()  # no later than when they expire or cease to be pinned
 
     def __len__(self) -> int:
         return len(self._by_id)
+
+    def __contains__(self, conversation_id: str) -> bool:
+        return conversation_id in self._by_id
 
     @property
     def mortal(self) -> bool:
@@ -104,9 +111,15 @@ class Conversations:
         conversation = self._by_id.get(request.conversation) if request.conversation is not None else None
         return conversation if conversation is not None and conversation.salt == request.salt else None
 
-    def salt(self, conversation_id: str) -> bytes:
-        """Of its last turn."""
-        return self._by_id[conversation_id].salt
+    def tokens(self, conversation_id: str) -> array[int]:
+        """The log: every token of the last committed branch. Raises RequestError (404) for an unknown id."""
+        return self._known(conversation_id).tokens
+
+    def _known(self, conversation_id: str) -> Conversation:
+        conversation = self._by_id.get(conversation_id)
+        if conversation is None:
+            raise RequestError(404, f"there is no conversation {conversation_id!r}", "conversation")
+        return conversation
 
     def commit(self, request: Request, log: Log, now: float) -> None:
         """The turn is over: its conversation's id names this branch from now on, whatever it named before.
@@ -144,14 +157,30 @@ class Conversations:
             conversation.active = now
 
     def fork(self, conversation_id: str, new_id: str, now: float) -> None:
-        """A second name for the same history. Full chunks are shared; the tail stays with the original."""
-        source = self._by_id[conversation_id]
+        """Makes a second conversation with the same history. Full chunks are shared; the tail stays with the original.
+
+        Raises RequestError: 404 for an unknown id, 409 if the new one exists.
+        """
+        source = self._known(conversation_id)
+        if new_id in self._by_id:
+            raise RequestError(409, f"there is a conversation {new_id!r} already", "conversation")
         log = Log(source.tokens[:], source.context_start, source.keys[:], source.first, source.chunks[:], None)
         self._set(new_id, source.owner, source.salt, log, now)
 
-    def delete(self, conversation_id: str, shared: int = 0) -> None:
-        """The log is gone and claims nothing any more; its tail and what nobody else claims are dropped, but for its
-        first `shared` chunks."""
+    def delete(self, conversation_id: str, shared: int = 0, others: Iterable[ChunkKey] = ()) -> None:
+        """Forgets the log and drops its chunks, except those that another conversation claims or a request uses, and
+        those of its first `shared` tokens. Drops the chunks of the keys in `others` too.
+
+        `DiskWork.take_erased` tells when its records on DISK are erased. Raises RequestError (404) for an unknown id.
+        """
+        conversation, refused = self._known(conversation_id), self._store.disk.refused
+        tokens, salt = conversation.tokens, conversation.salt
+        self._remove(conversation_id, shared // self._chunk_tokens)
+        outgrown = self._chunk_keys.first_seen(len(tokens)) > 0  # then it has KV that it does not claim
+        self._deletions.begin(chain(self._chunk_keys.all(tokens, salt, shared) if outgrown else (), others), refused)
+
+    def _remove(self, conversation_id: str, shared: int = 0) -> None:
+        """Drops the log, its tail, and the chunks that no other conversation claims, except the first `shared`."""
         conversation = self._by_id.pop(conversation_id)
         self._due.set(conversation_id, inf)
         self.expected.set(conversation_id, inf)
@@ -164,8 +193,12 @@ class Conversations:
             self._store.delete(key)
 
     def keep(self, conversation_id: str, ttl: float | None, pinned_until: float, now: float) -> None:
-        """How long the conversation lives on after its last activity, and until when it is pinned."""
-        conversation = self._by_id[conversation_id]
+        """Claims end `ttl` seconds after the last activity (None: `conversation_ttl`). Until the time `pinned_until`
+        the conversation's full chunks are evicted after all others, unless it is over its owner's quota.
+
+        Raises RequestError (404) for an unknown id.
+        """
+        conversation = self._known(conversation_id)
         conversation.ttl = self._ttl if ttl is None else ttl
         conversation.pinned_until = pinned_until
         self._pin(conversation, pinned_until > now)
@@ -174,15 +207,15 @@ class Conversations:
     def expire(self, now: float, untold: Iterable[Request]) -> None:
         """Ends pins and conversations whose time is over.
 
-        `untold`: requests whose ends are kept back. Their conversations are active: nobody can go on with one before
-        its end is told.
+        `untold`: requests whose ends are kept back. Their conversations are active: a client can go on with one only
+        after its end is told.
         """
         for request in untold:
             self.touch(request, now)
         for conversation_id in self._due.take(now):
             conversation = self._by_id[conversation_id]
             if conversation.active + conversation.ttl <= now:
-                self.delete(conversation_id)
+                self._remove(conversation_id)
                 continue
             if conversation.pinned_until <= now:
                 self._pin(conversation, False)
@@ -217,16 +250,15 @@ class Conversations:
                 counted[chunk] = Claims(claims + 1, pins + conversation.pinned, over_quota + conversation.over_quota)
         return counted
 
-    def residency(self, start: int, most: int) -> tuple[list[ConversationKV], int]:
-        """Where the chunks are of the conversations from number `start` on, until about `most` have been looked at;
-        and the number of the next conversation, 0 behind the last."""
+    def residency(self, start: int, most: int) -> Residency:
+        """Where conversations' chunks are, from conversation number `start` on. Cost: about `most` chunks."""
         found: list[ConversationKV] = []
         for conversation_id, conversation in islice(self._by_id.items(), start, None):
             if most <= 0:
-                return found, start + len(found)
+                return Residency(self._chunk_tokens, found, start + len(found), start)
             found.append(_whereabouts(conversation_id, conversation))
             most -= len(conversation.keys) - conversation.first + 1
-        return found, 0
+        return Residency(self._chunk_tokens, found, 0, start)
 
     def _release(self, conversation: Conversation, kept: int = 0) -> None:
         """Gives up the claims behind the first `kept` chunks, and the tail."""

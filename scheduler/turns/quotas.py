@@ -1,4 +1,4 @@
-"""What each owner's conversations may keep: beyond it they are the first to go, so nobody pushes another's KV out.
+"""Quotas of owners: chunks of conversations over quota are evicted first, so no owner pushes out another's KV.
 
 An owner's conversations, in the order of their last turns:
 

@@ -87,7 +87,7 @@ class Turn:
 
     @property
     def resumes(self) -> bool:
-        """It has had its room before. While a suspended request waits, nobody behind it joins."""
+        """True for a suspended request. No later request may join before it."""
         return self.usage is not None
 
     @property

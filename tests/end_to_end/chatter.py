@@ -109,7 +109,7 @@ class Chatter:
         self.scheduler = Scheduler(
             self.config, slow_link_profile(self.config, self._engine.chunk_bytes(self.config.chunk_tokens))
         )
-        self.scheduler.adopt(self.executor.disk_records(), time.monotonic())
+        self.scheduler.disk.adopt(self.executor.disk_records(), time.monotonic())
         self.open: dict[int, Open] = {}
 
     def restart(self):
@@ -150,9 +150,9 @@ class Chatter:
             self.counts["aborted"] += 1
         if self.logs and self.random.random() < 0.05:
             source, new = self.random.choice(list(self.logs)), f"c{self.random.randrange(8)}"
-            known = self.scheduler.has_conversation  # not after a restart; and of ends that no client has heard
-            if known(source) and not known(new):
-                self.scheduler.fork(source, new, time.monotonic())
+            known = self.scheduler.conversations  # not after a restart; and of ends that no client has heard
+            if source in known and new not in known:
+                self.scheduler.conversations.fork(source, new, time.monotonic())
                 self.logs[new] = self.logs[source]
                 self.counts["forked"] += 1
 

@@ -340,4 +340,4 @@ def test_choices_of_a_conversation_are_branches(model):
             for at, name in enumerate(names)
         ]
         first, *_ = player.play(*requests)
-        assert player.scheduler.conversation_tokens("c") == array("i", [*prompt(5, 40), *first.tokens])
+        assert player.scheduler.conversations.tokens("c") == array("i", [*prompt(5, 40), *first.tokens])

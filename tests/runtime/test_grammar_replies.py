@@ -131,7 +131,7 @@ def test_the_client_gets_an_error_and_others_their_replies(
             await is_unchanged(running)
             for conversation, status in (("lost", 404), ("kept", 200)):
                 assert (await running.http.get(f"/v1/conversations/{conversation}")).status_code == status
-                assert running.scheduler.has_conversation(conversation) == (status == 200)
+                assert (conversation in running.scheduler.conversations) == (status == 200)
 
     asyncio.run(work())
 

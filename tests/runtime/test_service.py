@@ -36,10 +36,10 @@ class Scheduler(SimpleNamespace):
     """Has `known` conversations; everything that is asked of it is noted in `asked`."""
 
     def __init__(self, **answers: Any):
-        super().__init__(asked=[], known={}, saving=False, erased=[], **answers)
-
-    def has_conversation(self, name: str) -> bool:
-        return name in self.known
+        super().__init__(asked=[], known={}, erased=[], **answers)
+        self.conversations = Conversations(self)
+        disk = {"keys": self.keys, "erase": self.erase, "take_erased": self.take_erased}
+        self.disk = SimpleNamespace(saving=False, **disk)
 
     def add(self, request: Request, now: float) -> None:
         self.asked.append(("add", request.id))
@@ -47,17 +47,11 @@ class Scheduler(SimpleNamespace):
     def abort(self, request: RequestId, now: float) -> None:
         self.asked.append(("abort", request))
 
-    def conversation_tokens(self, name: str) -> array[int]:
-        return self.known[name]
-
-    def delete(self, name: str, shared: int, others: Iterable[bytes]) -> None:
-        self.asked.append(("delete", name, shared, list(others)))
-
     def keys(self, tokens: array[int], salt: bytes, shared: int) -> list[bytes]:
         keys = [salt + bytes(tokens[:end].tolist()) for end in range(4, len(tokens) + 1, 4)]
         return keys[shared // 4 :]
 
-    def erase_keys(self, keys: list[bytes]) -> None:
+    def erase(self, keys: list[bytes]) -> None:
         self.asked.append(("erase", keys))
 
     def take_erased(self) -> list[bool]:
@@ -69,6 +63,20 @@ class Scheduler(SimpleNamespace):
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats()
+
+
+class Conversations:
+    def __init__(self, scheduler: Scheduler):
+        self._scheduler = scheduler
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._scheduler.known
+
+    def tokens(self, name: str) -> array[int]:
+        return self._scheduler.known[name]
+
+    def delete(self, name: str, shared: int, others: Iterable[bytes]) -> None:
+        self._scheduler.asked.append(("delete", name, shared, list(others)))
 
 
 @pytest.fixture
@@ -125,15 +133,15 @@ def test_a_client_whose_reply_is_stuck_is_told_at_once(service: Service, schedul
 
 def test_the_grace_time_is_for_saving_too(service: Service, scheduler: Scheduler) -> None:
     assert not service._drained()
-    scheduler.saving = True
+    scheduler.disk.saving = True
     service._take(Drain(60.0))
     assert not service._drained(), "no request is open, but KV is not on disk yet"
-    scheduler.saving = False
+    scheduler.disk.saving = False
     assert service._drained()
 
 
 def test_saving_ends_with_the_grace_time(service: Service, scheduler: Scheduler, caplog: Any) -> None:
-    scheduler.saving = True
+    scheduler.disk.saving = True
     service._take(Drain(0.0))
     assert service._drained() and "before all KV was saved" in caplog.text
 

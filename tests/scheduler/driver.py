@@ -104,8 +104,8 @@ class Driver(Harness):
         if not candidates:
             return
         name = self.random.choice(candidates)
-        keys = list(self.scheduler.keys(self.remembered.pop(name), b""))
-        self.scheduler.erase_keys(keys)
+        keys = list(self.scheduler.disk.keys(self.remembered.pop(name), b""))
+        self.scheduler.disk.erase(keys)
         gone = [key for key in keys if self.scheduler._store.find(key) is None]
         self.counts["erased keys"] += len(gone)
 

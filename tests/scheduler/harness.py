@@ -144,15 +144,15 @@ class Harness:
         self.check_logs()
 
     def fork(self, source, new):
-        self.scheduler.fork(source, new, self.now)
+        self.scheduler.conversations.fork(source, new, self.now)
         self.logs[new] = self.logs[source]
         self.counts["forks"] += 1
 
     def keep(self, name, ttl=None, pinned_until=float("-inf")):
-        self.scheduler.keep(name, ttl, pinned_until, self.now)
+        self.scheduler.conversations.keep(name, ttl, pinned_until, self.now)
         self.lives.pop(name, None)
         if ttl is not None:
-            active = self.scheduler._conversations.get(name).active
+            active = self.scheduler.conversations.get(name).active
             self.lives[name] = (active, ttl)
         self.counts["pins"] += pinned_until > self.now
 
@@ -162,19 +162,19 @@ class Harness:
 
     def _committed(self, name):
         """When the conversation was last active, if that may be a turn whose end is kept back; None: as we know it."""
-        conversation = self.scheduler._conversations.get(name) if self.config.save == "sync" else None
+        conversation = self.scheduler.conversations.get(name) if self.config.save == "sync" else None
         return None if conversation is None else conversation.active
 
     def _expire(self):
         """What the scheduler must have forgotten by now."""
         for name, (active, ttl) in list(self.lives.items()):
             if (self._committed(name) or active) + ttl <= self.now:
-                assert not self.scheduler.has_conversation(name)
+                assert name not in self.scheduler.conversations
                 del self.logs[name], self.lives[name]
                 self.counts["expired"] += 1
 
     def delete(self, name):
-        self.scheduler.delete(name)
+        self.scheduler.conversations.delete(name)
         self.lives.pop(name, None)
         del self.logs[name]
         self.counts["deletes"] += 1
@@ -210,7 +210,7 @@ class Harness:
         before, self.device = self.device, self._new_device()
         self.device.disk = before.disk
         self.scheduler = Scheduler(self.config, self._cost)
-        self.scheduler.adopt(records, self.now)
+        self.scheduler.disk.adopt(records, self.now)
         self.results.clear()
         for lost in (self.open, self.held, self.logs, self.lives):
             lost.clear()
@@ -325,13 +325,13 @@ class Harness:
         request, reply = self.open.pop(request_id)
         self.held.pop(request_id, None)
         name = request.conversation
-        if self.config.save == "sync" and not self.scheduler.has_conversation(name):
+        if self.config.save == "sync" and name not in self.scheduler.conversations:
             name = None  # deleted while the end was kept back
         if name is not None:
             old, new = self.logs.get(name, array("i")), request.prompt + array("i", reply[:tokens])
             self.counts["branches"] += old != new[: len(old)]
             # Of two turns that are kept back the one committed last need not end last.
-            self.logs[name] = new if self.config.save != "sync" else self.scheduler.conversation_tokens(name)
+            self.logs[name] = new if self.config.save != "sync" else self.scheduler.conversations.tokens(name)
             self._active(name)
         self.counts["ended"] += 1
 
@@ -372,16 +372,16 @@ class Harness:
 
     def check_logs(self):
         for name, log in self.logs.items() if self.config.save != "sync" else ():
-            assert self.scheduler.conversation_tokens(name) == log
+            assert self.scheduler.conversations.tokens(name) == log
 
     def drain(self):
         """Everything open ends within a bounded number of steps (nobody starves) and nothing is left behind."""
         for _ in range(10_000):
             for request_id in list(self.held):
                 self.finish(request_id, len(self.reply(request_id)))
-            if not self.open and not self.results and not self.scheduler._disk_busy():
+            if not self.open and not self.results and not self.scheduler.disk.busy:
                 break
-            to_come = bool(self.results) or self.scheduler._disk_busy()
+            to_come = bool(self.results) or self.scheduler.disk.busy
             plan = self.tick()
             assert plan or to_come or not self.open, "requests are left, and nothing is to come that lets them go on"
         assert not self.open, f"{len(self.open)} requests never ended"
@@ -394,7 +394,7 @@ class Harness:
         assert (stats.running, stats.waiting, stats.conversations) == (0, 0, len(self.logs))
         assert stats.slots["gpu"]["in_use"] == 0
         for name in list(self.logs):
-            self.scheduler.delete(name)
+            self.scheduler.conversations.delete(name)
         self.logs.clear()
         self.lives.clear()
         while self.tick():

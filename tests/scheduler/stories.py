@@ -13,7 +13,7 @@ def off_gpu(harness, name="a", tokens=18):
     """A conversation of `tokens` and two more whose chunks were all moved away by a long prompt of somebody else."""
     harness.turn(range(tokens), 2, name)
     harness.turn(FLUSH, 4)
-    tail = harness.scheduler._conversations.get(name).tail
+    tail = harness.scheduler.conversations.get(name).tail
     if tail is not None and harness.config.host_kv_chunks:
         assert tail.gpu == NO_SLOT and tail.host != NO_SLOT
     return [*harness.logs[name], 7, 8]

@@ -108,7 +108,7 @@ def test_a_turn_whose_history_is_here_passes_one_that_must_be_computed(order):
     harness = Harness(max_num_seqs=1, queue_order=order)
     for name, first in (("lost", 100), ("kept", 200)):
         harness.turn(range(first, first + 40), 2, name)
-    for chunk in harness.scheduler._conversations.get("lost").chunks:
+    for chunk in harness.scheduler.conversations.get("lost").chunks:
         harness.place(chunk, "dropped")
     running = harness.submit([1, 2], 5)
     harness.tick()
@@ -132,7 +132,7 @@ def test_a_long_history_loads_ahead_of_its_seat_and_stalls_nobody():
     """Per step no more is loaded than the link carries meanwhile; the running request gets its token in every step."""
     harness = Harness(chunks_a_step=1, host_kv_chunks=32)
     harness.turn(range(50), 2, "a")
-    conversation = harness.scheduler._conversations.get("a")
+    conversation = harness.scheduler.conversations.get("a")
     for chunk in (*conversation.chunks, conversation.tail):
         harness.place(chunk, "host")
     running = harness.submit([1, 2], 40)
@@ -215,7 +215,7 @@ def test_a_reservation_is_cancelled_before_an_older_row_is_suspended(shared):
     common it has one token of the tail's three: no more when it comes back."""
     harness = Harness(chunks_a_step=1, **TIGHT | {"host_kv_chunks": 32})
     harness.turn(range(40), 4, "a")
-    for chunk in (*harness.scheduler._conversations.get("a").chunks, harness.scheduler._conversations.get("a").tail):
+    for chunk in (*harness.scheduler.conversations.get("a").chunks, harness.scheduler.conversations.get("a").tail):
         harness.place(chunk, "host")
     running = harness.submit(range(200, 215), 30)
     harness.tick()
@@ -301,7 +301,7 @@ def test_a_held_reply_is_committed_when_its_length_is_confirmed():
     harness = Harness()
     request = harness.submit(range(7), 5, "a", confirm=True)
     harness.run()
-    assert harness.state(request) == "held" and not harness.scheduler.has_conversation("a")
+    assert harness.state(request) == "held" and "a" not in harness.scheduler.conversations
     assert not harness.scheduler.idle and harness.scheduler.stats().slots["gpu"]["in_use"] == 3
     harness.finish(request, 2)
     first = next_token(range(7))
@@ -336,8 +336,8 @@ def test_stats_add_up():
     harness = Harness()
     assert harness.scheduler.stats().slots["gpu"] == {"free": 24, "reclaimable": 0, "idle": 0, "in_use": 0}
     harness.turn(range(21), 1, "a")
-    harness.place(harness.scheduler._conversations.get("a").chunks[0], "both")
-    harness.place(harness.scheduler._conversations.get("a").chunks[1], "host")
+    harness.place(harness.scheduler.conversations.get("a").chunks[0], "both")
+    harness.place(harness.scheduler.conversations.get("a").chunks[1], "host")
     harness.submit([1, 2], 9)
     harness.submit([3, 4], 9)
     harness.tick()

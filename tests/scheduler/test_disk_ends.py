@@ -5,8 +5,8 @@ from array import array
 import pytest
 
 from pensieve.scheduler.config import SchedulerConfig
+from pensieve.scheduler.kv.deletion import KEYS_A_STEP
 from pensieve.scheduler.plan import StepResult
-from pensieve.scheduler.planning.deletion import KEYS_A_STEP
 from pensieve.scheduler.scheduler import Scheduler
 
 from .harness import Harness, profile
@@ -32,7 +32,7 @@ def test_an_end_that_is_kept_back_counts_as_saving():
         harness.launch()
         scheduler = harness.scheduler
         if not scheduler.open_requests() and scheduler._write_behind.withholds:
-            assert scheduler.saving
+            assert scheduler.disk.saving
         harness.apply()
         if not harness.open:
             return
@@ -46,16 +46,16 @@ def test_a_conversations_time_begins_when_its_end_is_told():
     for _ in range(20):
         harness.tick()
         harness.now += 10.0
-    assert harness.state(request) == "saving" and harness.scheduler.has_conversation("c")
+    assert harness.state(request) == "saving" and "c" in harness.scheduler.conversations
     harness.in_time = True
     while request in harness.open:
         harness.tick()
     harness.now += 90.0
     harness.tick()
-    assert harness.scheduler.has_conversation("c")
+    assert "c" in harness.scheduler.conversations
     harness.now += 20.0
     harness.tick()
-    assert not harness.scheduler.has_conversation("c")
+    assert "c" not in harness.scheduler.conversations
 
 
 def test_what_is_expected_and_has_no_room_does_not_keep_the_loop_busy():
@@ -64,7 +64,7 @@ def test_what_is_expected_and_has_no_room_does_not_keep_the_loop_busy():
     while harness.tick():
         pass
     store = harness.scheduler._store
-    for chunk in list(harness.scheduler._conversations.get("c").chunks):
+    for chunk in list(harness.scheduler.conversations.get("c").chunks):
         assert chunk.disk >= 0
         if chunk.host >= 0:
             store.release_host(chunk)
@@ -72,7 +72,7 @@ def test_what_is_expected_and_has_no_room_does_not_keep_the_loop_busy():
             store.release_gpu(chunk)
     harness.now += 10
     plans = [harness.tick() for _ in range(200)]
-    assert harness.counts["promoted"] and plans[-1] is None and not harness.scheduler._disk_busy()
+    assert harness.counts["promoted"] and plans[-1] is None and not harness.scheduler.disk.busy
 
 
 def test_a_turn_without_a_hint_takes_back_the_one_before():
@@ -80,7 +80,7 @@ def test_a_turn_without_a_hint_takes_back_the_one_before():
     harness.turn(range(16), 4, "c", expect_next_s=500.0)
     assert harness.scheduler.wake_at < harness.now + 500
     harness.turn([*harness.logs["c"], 3], 4, "c")
-    assert not list(harness.scheduler._conversations.expected.take(harness.now + 1000))
+    assert not list(harness.scheduler.conversations.expected.take(harness.now + 1000))
 
 
 def test_a_deletion_reaches_what_is_being_written():
@@ -94,7 +94,7 @@ def test_a_deletion_reaches_what_is_being_written():
     harness.tick()
     harness.tick()
     assert harness.state(request) == "running"
-    keys = list(harness.scheduler.keys(harness.logs["c"], b""))
+    keys = list(harness.scheduler.disk.keys(harness.logs["c"], b""))
     harness.delete("c")
     harness.in_time = True
     for _ in range(3):
@@ -124,7 +124,7 @@ def test_the_end_of_a_suspended_turn_is_kept_back_too():
     harness = SlowDisk(disk_kv_chunks=60, save="sync")
     request = suspended(harness)
     assert harness.scheduler.finish(request, 1, harness.now) is None
-    keys = list(harness.scheduler.keys(harness.scheduler.conversation_tokens("c"), b""))
+    keys = list(harness.scheduler.disk.keys(harness.scheduler.conversations.tokens("c"), b""))
     for _ in range(20):
         harness.tick()
     assert harness.device.work and request not in harness.held
@@ -152,10 +152,10 @@ def test_keys_of_a_log_that_outgrew_its_context_are_looked_for_a_few_at_a_time()
     config = SchedulerConfig(64, 16, 64, chunk_tokens=4, disk_kv_chunks=32, overflow="keep")
     scheduler = Scheduler(config, profile())
     log = array("i", range(4000))
-    scheduler.erase_keys(scheduler.keys(log, b""))
-    assert scheduler.saving
+    scheduler.disk.erase(scheduler.disk.keys(log, b""))
+    assert scheduler.disk.saving
     plans = 0
-    while scheduler.saving:
+    while scheduler.disk.saving:
         scheduler.next_plan(0.0)
         plans += 1
     (windows,) = [config.windows]
@@ -172,7 +172,7 @@ def test_keys_made_one_by_one_are_those_of_whole_chains(shared):
         chain = []
         scheduler._chunk_keys.extend(chain, base, b"", log, len(log))
         expected += chain[max(base, shared) // 4 :]
-    assert list(scheduler.keys(log, b"", shared)) == expected
+    assert list(scheduler.disk.keys(log, b"", shared)) == expected
 
 
 def test_a_deletion_has_ended_when_its_records_are_erased():
@@ -183,16 +183,16 @@ def test_a_deletion_has_ended_when_its_records_are_erased():
     rest(harness)
     scheduler, slots = harness.scheduler, set(harness.device.disk)
     harness.delete("a")
-    assert scheduler.take_erased() == [] and scheduler.saving
-    scheduler.erase_keys([b"nobody's"])
-    assert scheduler.take_erased() == [], "in their order"
+    assert scheduler.disk.take_erased() == [] and scheduler.disk.saving
+    scheduler.disk.erase([b"nobody's"])
+    assert scheduler.disk.take_erased() == [], "in their order"
     harness.submit(range(50, 66), 4, "b")
     harness.launch()
-    assert slots and slots == set(harness.device.erased) and scheduler.take_erased() == []
+    assert slots and slots == set(harness.device.erased) and scheduler.disk.take_erased() == []
     harness.apply()
-    assert scheduler.take_erased() == [True, True]
+    assert scheduler.disk.take_erased() == [True, True]
     rest(harness)
-    assert not scheduler.saving
+    assert not scheduler.disk.saving
 
 
 def test_a_slot_that_cannot_be_erased_is_used_no_more():
@@ -200,15 +200,15 @@ def test_a_slot_that_cannot_be_erased_is_used_no_more():
     harness.turn(range(16), 4, "a")
     rest(harness)
     scheduler, slots = harness.scheduler, tuple(harness.device.disk)
-    scheduler.delete("a")
+    scheduler.conversations.delete("a")
     plan = scheduler.next_plan(harness.now)
     assert sorted(plan.erased) == sorted(slots)
     scheduler.apply(StepResult(plan.step, (), (), scheduler._store.completed, erase_failed=slots[:1]), harness.now)
-    assert scheduler.take_erased() == [False]
+    assert scheduler.disk.take_erased() == [False]
     scheduler.check()
     assert scheduler.stats().slots["disk"] == {"free": 7, "copy": 0, "idle": 0, "moving": 1}
-    scheduler.erase_keys([])
-    assert scheduler.take_erased() == [True], "what was lost before is not its own"
+    scheduler.disk.erase([])
+    assert scheduler.disk.take_erased() == [True], "what was lost before is not its own"
 
 
 def test_a_deletion_reaches_a_record_that_is_being_read_for_a_chunk_that_was_computed_again():
@@ -216,7 +216,7 @@ def test_a_deletion_reaches_a_record_that_is_being_read_for_a_chunk_that_was_com
     harness.in_time = True
     prompt = only_on_disk(harness)
     harness.in_time = False
-    keys = list(harness.scheduler.keys(harness.logs["a"], b""))
+    keys = list(harness.scheduler.disk.keys(harness.logs["a"], b""))
     waiting = harness.submit(prompt, 4, "a")
     harness.tick()
     assert harness.device.work
@@ -227,7 +227,7 @@ def test_a_deletion_reaches_a_record_that_is_being_read_for_a_chunk_that_was_com
     harness.delete("a")
     harness.in_time = True
     rest(harness)
-    assert not records(harness, keys) and harness.scheduler.take_erased() == [True]
+    assert not records(harness, keys) and harness.scheduler.disk.take_erased() == [True]
 
 
 def evicted(harness):
@@ -235,7 +235,7 @@ def evicted(harness):
     harness.turn(range(16), 4, "a")
     rest(harness)
     store = harness.scheduler._store
-    keys = list(harness.scheduler.keys(harness.logs["a"], b""))[:4]
+    keys = list(harness.scheduler.disk.keys(harness.logs["a"], b""))[:4]
     slots = records(harness, keys)
     assert len(slots) == len(keys)
     for key in keys:
@@ -254,16 +254,16 @@ def test_a_deletion_knows_of_a_record_that_was_evicted_and_cannot_be_erased(when
     assert sorted(plan.erased) == sorted(slots)
     if when == "erasing":
         harness.delete("a")
-    assert scheduler.take_erased() == []
+    assert scheduler.disk.take_erased() == []
     result = StepResult(plan.step, (), (), scheduler._store.completed, erase_failed=(slots[0],))
     scheduler.apply(result, harness.now)
     if when == "lost":
         harness.delete("a")
-    assert scheduler.take_erased() == [False]
+    assert scheduler.disk.take_erased() == [False]
     scheduler.check()
-    scheduler.erase_keys([left])
-    scheduler.erase_keys(key for key in keys if key != left)
-    assert scheduler.take_erased() == [False, True]
+    scheduler.disk.erase([left])
+    scheduler.disk.erase(key for key in keys if key != left)
+    assert scheduler.disk.take_erased() == [False, True]
 
 
 def test_a_deletion_reaches_an_evicted_record_that_is_not_overwritten_yet():
@@ -271,7 +271,7 @@ def test_a_deletion_reaches_an_evicted_record_that_is_not_overwritten_yet():
     harness = SlowDisk(disk_kv_chunks=4)
     harness.in_time = True
     only_on_disk(harness)
-    keys = list(harness.scheduler.keys(harness.logs["a"], b""))
+    keys = list(harness.scheduler.disk.keys(harness.logs["a"], b""))
     harness.in_time = False
     harness.submit(range(50, 66), 4, "b")
     while len(harness.device.work) < 4:
@@ -279,10 +279,10 @@ def test_a_deletion_reaches_an_evicted_record_that_is_not_overwritten_yet():
     assert len(records(harness, keys)) == 4
     harness.delete("a")
     rest(harness)
-    assert harness.scheduler.take_erased() == []
+    assert harness.scheduler.disk.take_erased() == []
     harness.in_time = True
     rest(harness)
-    assert not records(harness, keys) and harness.scheduler.take_erased() == [True]
+    assert not records(harness, keys) and harness.scheduler.disk.take_erased() == [True]
 
 
 @pytest.mark.parametrize("spills", [True, False])
@@ -297,7 +297,7 @@ def test_a_deletion_reaches_a_record_whose_chunk_was_dropped_while_it_was_moving
         harness.in_time = False
     while not harness.device.work:
         harness.tick()
-    keys, store = list(harness.scheduler.keys(harness.logs["a"], b"")), harness.scheduler._store
+    keys, store = list(harness.scheduler.disk.keys(harness.logs["a"], b"")), harness.scheduler._store
     slots = list(harness.device.work)
     for request in list(harness.open):
         harness.abort(request)
@@ -306,10 +306,10 @@ def test_a_deletion_reaches_a_record_whose_chunk_was_dropped_while_it_was_moving
             store.drop(chunk)
     harness.delete("a")
     rest(harness)
-    assert slots and harness.scheduler.take_erased() == []
+    assert slots and harness.scheduler.disk.take_erased() == []
     harness.in_time = True
     rest(harness)
-    assert not records(harness, keys) and harness.scheduler.take_erased() == [True]
+    assert not records(harness, keys) and harness.scheduler.disk.take_erased() == [True]
 
 
 def test_of_a_reply_cut_where_a_chunk_ends_that_chunk_is_erased_too():
@@ -319,7 +319,7 @@ def test_of_a_reply_cut_where_a_chunk_ends_that_chunk_is_erased_too():
     harness.run(request)
     harness.finish(request, 3)
     rest(harness)
-    keys = list(harness.scheduler.keys(harness.logs["a"], b""))
+    keys = list(harness.scheduler.disk.keys(harness.logs["a"], b""))
     assert len(records(harness, keys)) == len(keys) == 4
     harness.delete("a")
     rest(harness)

@@ -31,7 +31,7 @@ def test_a_row_that_ended_runs_once_more_and_is_freed_once():
         harness.apply()
         harness.check()
     assert request not in harness.open and harness.logs["a"].tolist() == [*prompt, stop]
-    tail = harness.scheduler._conversations.get("a").tail
+    tail = harness.scheduler.conversations.get("a").tail
     assert tail is None or tail.tokens == 15 % 4
     harness.turn([*harness.logs["a"], 3], 9, "a")
     harness.drain()
@@ -72,7 +72,7 @@ def test_a_suspended_request_that_finishes_while_it_waits_keeps_its_tail(tokens)
     younger = suspended(harness, tokens, confirm=True)
     harness.finish(younger, len(harness.reply(younger)))
     log = harness.logs["young"]
-    tail = harness.scheduler._conversations.get("young").tail
+    tail = harness.scheduler.conversations.get("young").tail
     assert (tail.tokens if tail else 0) == (len(log) - 1) % 4
     request = harness.submit([*log, 7], 2, "young")
     harness.run(request)
@@ -243,7 +243,7 @@ def test_the_seed_of_the_settings_reaches_the_keys():
     for seed in (b"", b"other"):
         harness = Harness(seed=seed)
         harness.turn(range(9), 1, "a")
-        keys.update(harness.scheduler._conversations.get("a").keys)
+        keys.update(harness.scheduler.conversations.get("a").keys)
     assert len(keys) == 4
 
 
@@ -255,7 +255,7 @@ def test_two_requests_of_one_conversation_in_flight_at_once():
     harness = Harness()
     harness.turn(range(18), 2, "a")
     log = harness.logs["a"]
-    tail = harness.scheduler._conversations.get("a").tail
+    tail = harness.scheduler.conversations.get("a").tail
     first = harness.submit([*log, 1], 9, "a")
     second = harness.submit([*log, 2], 6, "a")
     harness.launch()
@@ -311,7 +311,7 @@ def test_a_chunk_that_is_still_loading_is_waited_for():
     """Its GPU slot is reserved, but holds nothing yet."""
     harness = Harness(chunks_a_step=1)
     harness.turn(range(21), 1, "a")
-    for chunk in harness.scheduler._conversations.get("a").chunks:
+    for chunk in harness.scheduler.conversations.get("a").chunks:
         harness.place(chunk, "host")
     harness.submit([50, 51], 40)
     harness.tick()

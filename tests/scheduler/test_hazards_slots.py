@@ -156,7 +156,7 @@ def test_the_tail_is_loaded_last_and_so_is_gated():
     store.drop(store.find(key))
     harness.turn(FLUSH, 4)
     log = harness.logs["a"]
-    conversation = harness.scheduler._conversations.get("a")
+    conversation = harness.scheduler.conversations.get("a")
     assert log[:10].tolist() == list(range(10)) and conversation.tail.host != NO_SLOT
     request = harness.submit(range(20), 4, "a")
     turn = harness.scheduler._turns[request]
@@ -170,7 +170,7 @@ def test_a_host_copy_of_a_tail_ends_when_the_tail_grows():
     """Its copy lacks the new tokens; whoever found it later would read what was never written."""
     harness = Harness(**TIGHT | {"swap_out_below": 1.0, "host_kv_chunks": 64})
     harness.turn(range(17), 2, "a")
-    tail = harness.scheduler._conversations.get("a").tail
+    tail = harness.scheduler.conversations.get("a").tail
     harness.now += 1
     while harness.launch():  # copies only
         harness.apply()

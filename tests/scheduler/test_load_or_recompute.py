@@ -68,8 +68,8 @@ def serve(cost, belief, history, rows=0, reply=1):
     """A turn with that many tokens on DISK, beside rows that generate; replies are of `reply` tokens."""
     scheduler, device = Scheduler(CONFIG, belief(cost)), VirtualDevice(cost)
     prompt = array("i", range(1, history + NEW_TOKENS + 1))
-    records = enumerate(scheduler.keys(prompt[:history], b""))
-    scheduler.adopt([DiskRecord(slot, key, (slot + 1) * SIZE, age_s=0.0) for slot, key in records], 0.0)
+    records = enumerate(scheduler.disk.keys(prompt[:history], b""))
+    scheduler.disk.adopt([DiskRecord(slot, key, (slot + 1) * SIZE, age_s=0.0) for slot, key in records], 0.0)
     arrivals = deque((0.0, array("i", [10**6 + row]) * 64) for row in range(rows))
     arrivals.append((TURN_AT, prompt))
     arrived, ended, plans, launched, now = [], [], [], deque(), 0.0

@@ -111,11 +111,11 @@ def test_a_branch_back_into_an_older_window():
 def test_what_only_older_positions_saw_is_not_claimed():
     harness = a_harness()
     talk(harness, "a", 20)
-    conversation = harness.scheduler._conversations.get("a")
+    conversation = harness.scheduler.conversations.get("a")
     assert conversation.first * 4 == harness.windows.start(len(harness.logs["a"]) - 1)
     assert all(chunk.past_window for chunk in conversation.chunks)
     assert len(conversation.chunks) <= WINDOW // 4
-    (whereabouts,) = harness.scheduler.residency(0, 100).conversations
+    (whereabouts,) = harness.scheduler.conversations.residency(0, 100).conversations
     assert sum(whereabouts[1:]) <= WINDOW // 4
 
 
@@ -124,7 +124,7 @@ def test_an_older_windows_chunk_that_is_lost_costs_the_visible_context(host):
     """It cannot be computed alone: what it saw is gone as well."""
     harness = a_harness(host_kv_chunks=host)
     talk(harness, "a", 12)
-    seen = harness.scheduler._conversations.get("a").chunks
+    seen = harness.scheduler.conversations.get("a").chunks
     harness.lose(lambda idle: [chunk for chunk in idle if chunk is seen[0] or chunk not in seen])
     usage = harness.turn([*harness.logs["a"], 1, 2, 3], 2, "a", truncate=True)
     assert "gpu" not in usage and usage["recomputed"] > 8 and harness.bases[harness.ids] > 0
@@ -135,7 +135,7 @@ def test_an_older_windows_chunk_that_is_lost_costs_the_visible_context(host):
 def test_a_newer_chunk_that_is_lost_is_computed_alone():
     harness = a_harness()
     talk(harness, "a", 12)
-    seen = harness.scheduler._conversations.get("a").chunks
+    seen = harness.scheduler.conversations.get("a").chunks
     last = seen[-1]
     assert last.end - 4 >= harness.windows.end(harness.windows.start(len(harness.logs["a"]) - 1)) - STEP
     harness.lose(lambda idle: [last])

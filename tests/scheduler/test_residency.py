@@ -9,7 +9,7 @@ def told(harness, most=1000):
     """All stretches, one after the other."""
     found, start = [], 0
     while True:
-        chunk_tokens, entries, following, begun = harness.scheduler.residency(start, most)
+        chunk_tokens, entries, following, begun = harness.scheduler.conversations.residency(start, most)
         assert (chunk_tokens, begun) == (harness.config.chunk_tokens, start)
         start = following
         found.append(entries)
@@ -49,5 +49,5 @@ def test_a_stretch_ends_when_enough_has_been_looked_at():
     stretches = told(harness, most=4)
     assert [len(entries) for entries in stretches] == [2, 2, 1]
     assert [entry for entries in stretches for entry in entries] == whole
-    assert harness.scheduler.residency(5, 4).conversations == []
+    assert harness.scheduler.conversations.residency(5, 4).conversations == []
     harness.drain()

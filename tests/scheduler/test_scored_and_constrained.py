@@ -87,7 +87,7 @@ def test_a_stuck_row_ends_without_its_token_and_without_a_commit(confirm: bool):
             made.finish(number, 2, 0.0)
     made.check()
     assert said == {1: [7], 2: [7, 7]}
-    assert not made.has_conversation("c1") and made.has_conversation("c2")
+    assert "c1" not in made.conversations and "c2" in made.conversations
     made.add(request(3, 40), 0.0)
     (usage,) = [event.usage for event in made.apply(result(made.next_plan(0.0)), 0.0).events]
     assert usage.cached == 32

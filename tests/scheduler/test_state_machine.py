@@ -133,7 +133,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """A conversation of an earlier life is deleted."""
         name = chosen(pick, [name for name in self.remembered if name not in self.harness.logs])
         scheduler = self.harness.scheduler
-        scheduler.erase_keys(scheduler.keys(self.remembered.pop(name), b""))
+        scheduler.disk.erase(scheduler.disk.keys(self.remembered.pop(name), b""))
 
     @rule(pick=pick)
     def lose_a_chunk(self, pick):

@@ -88,7 +88,7 @@ def test_a_step_of_three_holes_in_parts_has_room():
     harness.turn(range(31), 1, "a")
     longer = [*harness.logs["a"], *range(100, 117)]
     harness.turn(longer, 1)
-    chunks = [harness.scheduler._store.find(key) for key in harness.scheduler.keys(packed("i", longer), b"")]
+    chunks = [harness.scheduler._store.find(key) for key in harness.scheduler.disk.keys(packed("i", longer), b"")]
     harness.place(chunks[1], "dropped")
     harness.place(chunks[3], "dropped")
     harness.submit(longer[:48], 1, "a")

@@ -21,12 +21,12 @@ DISK = TIGHT | {"host_kv_chunks": 16, "disk_kv_chunks": 64}
 
 def settle(harness):
     """Until nothing is on its way to or from DISK."""
-    while harness.scheduler._disk_busy():
+    while harness.scheduler.disk.busy:
         harness.tick()
 
 
 def chunks_of(harness, name="a"):
-    return harness.scheduler._conversations.get(name).chunks
+    return harness.scheduler.conversations.get(name).chunks
 
 
 def only_on_disk(harness, name="a", tokens=18, first=0):
@@ -39,7 +39,7 @@ def only_on_disk(harness, name="a", tokens=18, first=0):
         store.release_gpu(chunk)
         if chunk.host != NO_SLOT:
             store.release_host(chunk)
-    store.drop(harness.scheduler._conversations.get(name).tail)
+    store.drop(harness.scheduler.conversations.get(name).tail)
     harness.check()
     return [*harness.logs[name], 7, 8]
 
@@ -54,10 +54,10 @@ def records(harness):
 def test_an_ended_turn_is_on_disk_soon_but_for_its_tail():
     harness = Harness(**DISK)
     harness.turn(range(18), 2, "a")
-    assert harness.scheduler.saving
+    assert harness.scheduler.disk.saving
     settle(harness)
-    assert not harness.scheduler.saving
-    assert records(harness) == set(harness.scheduler._conversations.get("a").keys)
+    assert not harness.scheduler.disk.saving
+    assert records(harness) == set(harness.scheduler.conversations.get("a").keys)
     ends = sorted(end for _, end, _ in harness.device.disk.values())
     assert ends == [4, 8, 12, 16]
     assert all(chunk.gpu != NO_SLOT for chunk in chunks_of(harness)), "it goes on as it was on the GPU"
@@ -81,7 +81,7 @@ def test_a_chunk_is_written_only_when_its_copy_out_is_known_to_be_complete():
     for _ in range(9):
         harness.tick()
     assert any(chunk.host != NO_SLOT for chunk in chunks_of(harness)) and not harness.counts["spilled"]
-    assert harness.scheduler.saving, "and plans go on asking for results"
+    assert harness.scheduler.disk.saving, "and plans go on asking for results"
     del harness.completes
     settle(harness)
     assert harness.counts["spilled"] == 4
@@ -290,7 +290,7 @@ def test_a_deleted_conversation_is_erased_but_for_what_others_claim():
     harness.turn(range(18), 2, "a")
     harness.turn([*range(8), *range(50, 60)], 2, "b")
     settle(harness)
-    kept, gone = set(harness.scheduler._conversations.get("b").keys), harness.scheduler._conversations.get("a").keys[2:]
+    kept, gone = set(harness.scheduler.conversations.get("b").keys), harness.scheduler.conversations.get("a").keys[2:]
     harness.delete("a")
     assert not any(harness.scheduler._store.find(key) for key in gone)
     harness.tick()
@@ -349,9 +349,9 @@ def test_a_conversation_of_an_earlier_life_is_erased_by_its_keys():
     harness.turn(range(18), 2, "a")
     harness.turn(range(50, 68), 2, "b")
     settle(harness)
-    log, keys = harness.logs["a"], harness.scheduler._conversations.get("b").keys
+    log, keys = harness.logs["a"], harness.scheduler.conversations.get("b").keys
     harness.restart()
-    harness.scheduler.erase_keys(harness.scheduler.keys(log, b""))
+    harness.scheduler.disk.erase(harness.scheduler.disk.keys(log, b""))
     harness.tick()
     assert records(harness) == set(keys)
     assert harness.turn([*log, 5], 1) == {"recomputed": 16, "new": 5}
@@ -361,12 +361,12 @@ def test_a_conversation_of_an_earlier_life_is_erased_by_its_keys():
 def test_adopted_records_are_each_in_a_slot_of_their_own_and_the_first_of_a_key_counts():
     harness = Harness(**DISK)
     scheduler = harness.scheduler
-    scheduler.adopt([DiskRecord(3, b"one", 4, 5.0), DiskRecord(9, b"one", 4, 1.0)], now=100.0)
+    scheduler.disk.adopt([DiskRecord(3, b"one", 4, 5.0), DiskRecord(9, b"one", 4, 1.0)], now=100.0)
     harness.check()
     assert (scheduler._store.find(b"one").disk, scheduler._store.find(b"one").last_active) == (3, 95.0)
     assert scheduler.next_plan(100.0).erased == (9,)
     for slot in (64, 3):
         with pytest.raises(InvariantError, match="slot"):
-            Harness(**DISK).scheduler.adopt([DiskRecord(3, b"one", 4, 1.0), DiskRecord(slot, b"two", 4, 1.0)], 0.0)
+            Harness(**DISK).scheduler.disk.adopt([DiskRecord(3, b"one", 4, 1.0), DiskRecord(slot, b"two", 4, 1.0)], 0.0)
     with pytest.raises(InvariantError, match="no such work"):
         scheduler.apply(StepResult(1, (), (), spilled=(1,)), 100.0)

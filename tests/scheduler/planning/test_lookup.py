@@ -16,12 +16,12 @@ PROMPT = range(22)  # five full chunks and two tokens
 
 def find(harness, request):
     turn = harness.scheduler._turns[request]
-    return harness.scheduler._lookup.look_up(turn, harness.scheduler._conversations.of(turn.request), 0)
+    return harness.scheduler._lookup.look_up(turn, harness.scheduler.conversations.of(turn.request), 0)
 
 
 def spread(harness, places):
     """The prompt's chunks of a finished conversation, put where `places` says, one letter a chunk."""
-    for chunk, place in zip(harness.scheduler._conversations.get("a").chunks, places, strict=True):
+    for chunk, place in zip(harness.scheduler.conversations.get("a").chunks, places, strict=True):
         harness.place(chunk, {"g": "gpu", "h": "host", "b": "both", "-": "dropped"}[place])
     harness.check()
 

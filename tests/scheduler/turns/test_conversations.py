@@ -23,7 +23,7 @@ def test_common_prefix_is_that_of_a_plain_loop():
 
 
 def conversation(harness, name):
-    return harness.scheduler._conversations.get(name)
+    return harness.scheduler.conversations.get(name)
 
 
 def test_a_turn_is_in_the_log_with_exactly_its_tokens():
@@ -31,7 +31,7 @@ def test_a_turn_is_in_the_log_with_exactly_its_tokens():
     harness.turn(range(9), 4, "a")
     log = harness.logs["a"]
     assert len(log) == 13 and log[:9] == harness.tokens(range(9))
-    assert harness.scheduler.conversation_tokens("a") == log
+    assert harness.scheduler.conversations.tokens("a") == log
     assert len(conversation(harness, "a").keys) == len(conversation(harness, "a").chunks) == 12 // 4
     assert conversation(harness, "a").tail is None  # 12 tokens with KV: three full chunks
     harness.drain()
@@ -70,7 +70,7 @@ def test_delete_forgets_the_log_and_drops_what_nobody_else_claims():
     chunks, tail = conversation(harness, "a").chunks, conversation(harness, "a").tail
     harness.turn([*range(8), *range(50, 58)], 2, "b")
     harness.delete("a")
-    assert not harness.scheduler.has_conversation("a")
+    assert "a" not in harness.scheduler.conversations
     assert [chunk.claims for chunk in chunks] == [1, 1, 0, 0]
     assert [chunk.resident for chunk in chunks] == [True, True, False, False] and not tail.resident
     harness.check()
@@ -84,8 +84,10 @@ def test_delete_leaves_what_others_have_that_were_not_active_here_and_takes_a_br
     left = harness.logs["a"]
     harness.turn([*range(10), *range(70, 78)], 2, "a")
     log, scheduler = harness.logs["a"], harness.scheduler
-    scheduler.delete("a", 9, scheduler.keys(left, b"", 9))
-    there = [scheduler._store.find(key) is not None for tokens in (log, left) for key in scheduler.keys(tokens, b"")]
+    scheduler.conversations.delete("a", 9, scheduler.disk.keys(left, b"", 9))
+    there = [
+        scheduler._store.find(key) is not None for tokens in (log, left) for key in scheduler.disk.keys(tokens, b"")
+    ]
     assert there == [True, True, False, False, False] * 2
     scheduler.check()
 
@@ -107,10 +109,10 @@ def test_unknown_and_taken_names():
     harness.turn(range(5), 1, "a")
     scheduler = harness.scheduler
     for call, status in (
-        (lambda: scheduler.conversation_tokens("x"), 404),
-        (lambda: scheduler.fork("x", "y", 0.0), 404),
-        (lambda: scheduler.delete("x"), 404),
-        (lambda: scheduler.fork("a", "a", 0.0), 409),
+        (lambda: scheduler.conversations.tokens("x"), 404),
+        (lambda: scheduler.conversations.fork("x", "y", 0.0), 404),
+        (lambda: scheduler.conversations.delete("x"), 404),
+        (lambda: scheduler.conversations.fork("a", "a", 0.0), 409),
     ):
         with pytest.raises(RequestError) as error:
             call()
@@ -124,7 +126,7 @@ def test_an_aborted_turn_leaves_the_log_as_it_was_and_its_chunks_as_cache():
     request = harness.submit([*log, *range(50, 60)], 20, "a")
     harness.run_until(lambda: len(harness.reply(request)) > 3)
     harness.abort(request)
-    assert harness.scheduler.conversation_tokens("a") == log
+    assert harness.scheduler.conversations.tokens("a") == log
     usage = harness.turn([*log, *range(50, 60), 9], 1, "a")
     assert usage["gpu"] == 28
     harness.drain()
@@ -156,10 +158,10 @@ def test_a_conversation_lives_on_for_its_ttl_after_its_last_activity():
     harness.keep("b", ttl=1000.0)
     harness.now = conversation(harness, "a").active + 99.9
     harness.launch()
-    assert harness.scheduler.has_conversation("a")
+    assert "a" in harness.scheduler.conversations
     harness.now += 0.2
     harness.launch()
-    assert not harness.scheduler.has_conversation("a") and harness.scheduler.has_conversation("b")
+    assert "a" not in harness.scheduler.conversations and "b" in harness.scheduler.conversations
     assert {chunk.claims for chunk in chunks} == {0}
     assert not any(chunk.resident for chunk in (*chunks, tail)), "what only it claims goes with it"
     harness.check()
@@ -174,11 +176,11 @@ def test_writing_keeps_a_conversation_alive_and_a_shorter_ttl_counts_at_once():
     request = harness.submit([*harness.logs["a"], 1], 2, "a")
     harness.now += 9
     harness.run(request)
-    assert harness.scheduler.has_conversation("a")
+    assert "a" in harness.scheduler.conversations
     harness.keep("a", ttl=1.0)
     harness.now += 2
     harness.launch()
-    assert not harness.scheduler.has_conversation("a")
+    assert "a" not in harness.scheduler.conversations
     harness.drain()
 
 
@@ -190,7 +192,7 @@ def test_a_turn_that_outlives_its_conversation_begins_it_anew():
     harness.tick()
     harness.now += 2
     harness.launch()
-    assert not harness.scheduler.has_conversation("a")
+    assert "a" not in harness.scheduler.conversations
     harness.run(request)
     assert len(harness.logs["a"]) == 30
     assert conversation(harness, "a").ttl == float("inf") and not conversation(harness, "a").pinned

@@ -61,7 +61,7 @@ def test_an_owner_beyond_its_quota_pushes_out_its_own(quota, survives, anonymous
 def test_a_conversation_that_is_waited_for_is_not_the_first_to_go():
     harness = Harness(owner_kv_chunks=1)
     harness.turn(range(18), 3, "a", owner="x")
-    chunk = harness.scheduler._conversations.get("a").chunks[0]
+    chunk = harness.scheduler.conversations.get("a").chunks[0]
     policy = harness.scheduler._store.policy
     assert chunk.over_quota == 1 and policy.value(chunk, harness.now) < 1e-9
     chunk.queue_place = 1

@@ -1,5 +1,4 @@
-"""Deletions: what a conversation has left goes from every tier, and whoever asked for it learns when nobody can read it
-any more."""
+"""Deletions: a deleted conversation's chunks leave every tier; the client is told when the records are erased."""
 
 from __future__ import annotations
 
@@ -8,14 +7,14 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import NamedTuple
 
-from ..kv.chunk_store import ChunkStore
 from ..types import ChunkKey
+from .chunk_store import ChunkStore
 
 KEYS_A_STEP = 1000  # looked for in one plan: a millisecond or two
 
 
 class Deletion(NamedTuple):
-    """`keys`: of chunks that are still to be looked for; `refused`: slots before it began."""
+    """`keys`: of the chunks still to be looked for; `refused`: `DiskTier.refused` before the deletion began."""
 
     keys: Iterator[ChunkKey]
     refused: int
@@ -31,7 +30,7 @@ class Deletions:
 
     @property
     def looking(self) -> bool:
-        """There are keys to look for: plans are wanted, though nobody waits for anything else."""
+        """There are keys to look for: plans are needed even if there is nothing else to do."""
         return bool(self._looking)
 
     @property
@@ -40,7 +39,7 @@ class Deletions:
         return bool(self._looking or (self._erasing and self._erasing[-1][1] > self._store.disk.erased_up_to))
 
     def begin(self, keys: Iterable[ChunkKey], refused: int) -> None:
-        """Drops the chunks of these keys that no conversation claims and nobody uses, of many of them a few now.
+        """Drops the chunks of these keys that no conversation claims and no row uses; of many keys a few in each plan.
         `refused`: as `DiskTier.refused` when the deletion began."""
         self._looking.append(Deletion(iter(keys), refused))
         self.go_on()
