@@ -3,7 +3,8 @@
     pensieve triton-repository --engine DIR --output DIR [options of `pensieve serve`]
     tritonserver --model-repository DIR
 
-The options are those of the engine and its cache; HTTP, keys and limits are Triton's own affair.
+The options are those of the engine and its cache; HTTP, keys and limits are Triton's own affair. Triton's model starts
+`pensieve serve` with them and adds `--attach SOCKET`.
 """
 
 from __future__ import annotations
@@ -14,25 +15,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..runtime.launch.options import ServeSettings, flag, parse_options
+from ..runtime.launch.options import early_options, parse_options
 from ..runtime.triton.tensors import INPUTS, OUTPUTS
 from ..scheduler.types import SettingError
-
-TRITONS = (
-    "host",
-    "port",
-    "served_model_name",
-    "chat_template",
-    "api_key",
-    "api_key_file",
-    "max_requests_per_client",
-    "max_body_bytes",
-    "max_connections",
-    "client_timeout",
-    "owner_kv_bytes",
-    "otlp_traces_endpoint",
-)
-"""Options of `pensieve serve` that say nothing to Triton's clients."""
 
 ONE_VALUE = {"arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns"}
 MODEL = '''"""Pensieve in Triton's python backend; config.pbtxt has its settings."""
@@ -79,8 +64,9 @@ def write_model(repository: Path, name: str, options: Sequence[str]) -> Path:
 
 def checked(options: Sequence[str]) -> list[str]:
     """The options as they will do from any directory. SettingError for those that mean nothing to Triton."""
-    args = parse_options(options)
-    refuse_tritons(args)
+    if early_options(options).attach is not None:
+        raise SettingError("--attach", "Triton's model adds it")
+    args = parse_options([*options, "--attach=SOCKET"])  # refuses options of HTTP clients
     paths = {"config": args.config, "state-dir": args.state_dir, "disk-dir": args.disk_dir, "trace": args.trace}
     if args.engine != "demo":
         engine = paths["engine"] = Path(args.engine)
@@ -88,13 +74,6 @@ def checked(options: Sequence[str]) -> list[str]:
             raise SettingError("--engine", f"there is no directory {args.engine}")
     relative = {name: path for name, path in paths.items() if path is not None and not path.is_absolute()}
     return [*options, *(f"--{name}={path.resolve()}" for name, path in relative.items())]  # the last ones count
-
-
-def refuse_tritons(args: ServeSettings) -> None:
-    """SettingError names an option that means nothing to Triton."""
-    for name in TRITONS:
-        if args.changed(name):
-            raise SettingError(flag(name), "has no meaning here: Triton serves the clients")
 
 
 def model_config(name: str, options: Sequence[str]) -> str:
@@ -109,7 +88,7 @@ def model_config(name: str, options: Sequence[str]) -> str:
     ]
     # The engine's Python is not to see what Triton's environment says to its own (-E).
     parameters = {
-        "engine_command": json.dumps([sys.executable, "-E", "-m", "pensieve.scripts.triton_engine", *options])
+        "engine_command": json.dumps([sys.executable, "-E", "-P", "-m", "pensieve.scripts.pensieve", "serve", *options])
     }
     if sys.prefix != sys.base_prefix:  # a virtual environment, which Triton's Python has to be told of
         parameters["EXECUTION_ENV_PATH"] = sys.prefix

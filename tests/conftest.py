@@ -23,7 +23,7 @@ LONG_FILES = (
     "end_to_end/test_disk_identity.py",
     "end_to_end/test_server.py",
     "end_to_end/test_operations.py",
-    "end_to_end/test_check_openai.py",
+    "conformance/test_serving.py",
     "builder/test_compile_inductor.py",
     "plugins/test_in_the_interpreter.py",
     "scripts/test_bench_serving.py",
@@ -36,6 +36,19 @@ LONG_FILES = (
     "runtime/test_tracing.py",
 )
 _PLACES = {name: place for place, name in enumerate(LONG_FILES)}
+
+
+def pytest_addoption(parser):
+    """Of tests that can be run against a server that runs already: tests/conformance and tests/fuzz."""
+    group = parser.getgroup("a running server")
+    group.addoption("--url", help="its address, as http://127.0.0.1:8000 (default: a server of the demo engine)")
+    group.addoption("--model", default="demo", help="the name that it serves (default %(default)s)")
+    group.addoption("--api-key", metavar="KEY", help="where the server wants one")
+    group = parser.getgroup("fuzzing, tests/fuzz")
+    group.addoption("--seconds", type=float, metavar="N", help="how long (default: a short while)")
+    group.addoption("--seed", type=int, default=7, metavar="N", help="of the cases (default %(default)s)")
+    group.addoption("--case", type=int, metavar="N", help="send this one only")
+    group.addoption("--pid", type=int, nargs="*", default=[], help="processes whose files and memory are watched")
 
 
 def pytest_collection_modifyitems(items):

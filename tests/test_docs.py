@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -19,7 +20,7 @@ OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 OTHER_PROGRAMS = {
     "compute-sanitizer": {"--tool"},
     "podman": {"--stop-timeout"},
-    "pytest": {"--noconftest"},
+    "pytest": {"--noconftest", "--pid"},
     "schemathesis": {"--checks", "--max-time"},
     "tritonserver": {"--exit-timeout-secs", "--model-control-mode", "--model-repository"},
 }
@@ -131,3 +132,11 @@ def test_every_file_that_a_page_names_exists():
     named = {(page.name, file) for page in CURRENT for file in place.findall(page.read_text())}
     assert len(named) > 50
     assert not sorted((page, file) for page, file in named if not (ROOT / file).exists())
+
+
+def test_the_openai_tests_are_as_many_as_the_readme_says_and_each_says_what_is_expected():
+    files = sorted((ROOT / "tests" / "conformance").glob("test_*.py"))
+    trees = [ast.parse(file.read_text()) for file in files]
+    tests = [node for tree in trees for node in tree.body if getattr(node, "name", "").startswith("test_")]
+    assert f"tries {len(tests)} things" in (ROOT / "README.md").read_text()
+    assert all(ast.get_docstring(test) for test in tests)

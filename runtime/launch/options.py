@@ -53,6 +53,23 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
+NOT_WITH_TRITON = (
+    "host",
+    "port",
+    "served_model_name",
+    "chat_template",
+    "api_key",
+    "api_key_file",
+    "max_requests_per_client",
+    "max_body_bytes",
+    "max_connections",
+    "client_timeout",
+    "owner_kv_bytes",
+    "otlp_traces_endpoint",
+)
+"""Options that concern HTTP clients only: with `--attach` Triton serves the clients."""
+
+
 def default_state_dir() -> Path:
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "pensieve"
 
@@ -66,6 +83,7 @@ class ServeSettings:
 
     engine: str
     config: Path | None = None
+    attach: Path | None = None
     device: str = "cpu"
     enforce_eager: bool = False
     state_dir: Path = field(default_factory=default_state_dir)
@@ -123,6 +141,9 @@ class ServeSettings:
             value = getattr(self, name)
             if value not in allowed and not (name == "overflow" and value is None):
                 raise SettingError(flag(name), f"must be one of {', '.join(allowed)}, not {value!r}")
+        for name in NOT_WITH_TRITON if self.attach is not None else ():
+            if self.changed(name):
+                raise SettingError(flag(name), "has no meaning here: Triton serves the clients")
         for rivals in RIVALS:
             given = [name for name in reversed(rivals) if self.changed(name)]
             if len(given) > 1:
@@ -163,9 +184,7 @@ def flag(name: str) -> str:
 def parse_options(argv: Sequence[str]) -> ServeSettings:
     """What the flags say, else the file of `--config`, else the defaults. SettingError for wrong values."""
     made = parser()
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    early.add_argument("--config", type=Path)
-    path = early.parse_known_args(argv)[0].config
+    path = early_options(argv).config
     if path is not None:
         given = {word.partition("=")[0] for word in argv}
         values = {name: value for name, value in read_file(made, path).items() if not _rivals(name) & given}
@@ -177,6 +196,14 @@ def parse_options(argv: Sequence[str]) -> ServeSettings:
     return ServeSettings(**args)
 
 
+def early_options(argv: Sequence[str]) -> argparse.Namespace:
+    """`config` and `attach`, which no file sets: they are known even if other options are wrong."""
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--config", type=Path)
+    early.add_argument("--attach", type=Path)
+    return early.parse_known_args(argv)[0]
+
+
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="pensieve serve",
@@ -184,6 +211,9 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,  # the file knows no abbreviations either
     )
     made.add_argument("--config", type=Path, metavar="FILE", help="a TOML file of these options, without the dashes")
+    made.add_argument("--attach", type=Path, metavar="SOCKET",
+                      help="serve Triton's model, which listens there and adds this option itself, and no HTTP clients"
+                      )  # fmt: skip
     _engine_options(made)
     _cache_options(made)
     _http_options(made)
@@ -306,7 +336,7 @@ def read_file(made: argparse.ArgumentParser, path: Path) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingError("--config", f"{path} is not TOML: {error}") from error
     known = {word: action for action in made._actions for word in action.option_strings if word.startswith("--")}
-    for word in ("--help", "--config"):
+    for word in ("--help", "--config", "--attach"):
         del known[word]
     values: dict[str, Any] = {}
     for name, value in options.items():

@@ -7,18 +7,20 @@ import multiprocessing
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...scheduler.step_timing import StepTiming
+from ...scheduler.types import SettingError
 from ..conversations.store import HistoryStore
 from ..disk.directory import locked
 from ..http.process import listen, serve_http
-from ..messages import Ready
 from ..ranks.launch import DRAIN
 from ..service import Service
+from ..triton_settings import TritonSettings
 from ..watchdog import ASKED
-from .assemble import assemble, make_executor, prepare_rank
+from .assemble import Assembled, assemble, make_executor, prepare_rank
 from .options import ServeSettings, http_settings
 from .sizing import disk_settings
 
@@ -29,6 +31,7 @@ log = logging.getLogger("pensieve")
 
 ENDS = (signal.SIGTERM, signal.SIGINT, DRAIN)
 HTTP_EXIT_SECONDS = 15  # for clients to read the end of their replies
+END_SECONDS = 10.0  # for the last step, and for memory to be given back
 
 
 def serve(settings: ServeSettings, ranks: Ranks | None = None) -> int:
@@ -47,10 +50,11 @@ def serve(settings: ServeSettings, ranks: Ranks | None = None) -> int:
     listener.close()
     theirs.close()
     try:
-        service, ready = make_service(settings, ours, ranks)
+        assembled = assemble(settings, ranks)
+        service = make_service(assembled, ours)
         drain_on_signals(service, settings.shutdown_timeout)
-        log.info("serving %s on http://%s:%d", ready.model, host, port)
-        service.run(ready)
+        log.info("serving %s on http://%s:%d", assembled.ready.model, host, port)
+        service.run(assembled.ready)
     finally:
         ours.close()
         http.join(HTTP_EXIT_SECONDS)
@@ -62,10 +66,54 @@ def serve(settings: ServeSettings, ranks: Ranks | None = None) -> int:
     return 0
 
 
-def make_service(settings: ServeSettings, connection: Connection, ranks: Ranks | None = None) -> tuple[Service, Ready]:
-    """With `ranks`, rank 0's."""
-    scheduler, executor, cost, trace, ready = assemble(settings, ranks)
-    return Service(scheduler, executor, connection, StepTiming(cost), trace), ready
+def serve_attached(settings: ServeSettings, socket_path: Path, ranks: Ranks | None = None) -> None:
+    """Becomes the loop of Triton's model, which listens at `socket_path`. SettingError before anything is served."""
+    history = http_settings(settings)
+    HistoryStore(history.history_file).close()  # it must be usable before weights are loaded
+    assembled = assemble(settings, ranks)
+    with connect(socket_path) as connection:
+        service = make_service(assembled, connection)
+        connection.send(
+            TritonSettings(
+                history_file=history.history_file,
+                history_ttl=history.history_ttl,
+                max_conversations_per_owner=history.max_conversations_per_owner,
+                log_format=history.log_format,
+                log_level=history.log_level,
+                chunk_tokens=settings.chunk_tokens,
+                end_seconds=settings.shutdown_timeout + END_SECONDS,
+            )
+        )
+        drain_on_signals(service, settings.shutdown_timeout)
+        service.run(assembled.ready)
+
+
+@contextmanager
+def telling_model(socket_path: Path | None) -> Iterator[None]:
+    """A SettingError is also told to Triton's model, if there is one: its load fails with this text."""
+    try:
+        yield
+    except SettingError as error:
+        if socket_path is not None and error.setting != "--attach":
+            try:
+                with connect(socket_path) as connection:
+                    connection.send(str(error))
+            except SettingError as untold:
+                log.error("%s", untold)
+        raise
+
+
+def connect(socket_path: Path) -> Connection:
+    """SettingError if nothing listens there."""
+    try:
+        return Client(str(socket_path), "AF_UNIX")
+    except OSError as error:
+        raise SettingError("--attach", f"cannot connect to {socket_path}: {error.strerror or error}") from error
+
+
+def make_service(assembled: Assembled, connection: Connection) -> Service:
+    scheduler, executor, cost, trace, _ = assembled
+    return Service(scheduler, executor, connection, StepTiming(cost), trace)
 
 
 def follow_rank(settings: ServeSettings, ranks: Ranks) -> None:

@@ -12,14 +12,17 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import multiprocessing
+import os
+import socket
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from functools import cached_property
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, TypeVar
 
 import triton_python_backend_utils as triton  # within Triton only; filled after this import
@@ -42,6 +45,7 @@ from .tensors import OutputOptions, Tensors, end_tensors, piece_tensors, read_in
 log = logging.getLogger(__name__)
 
 COMMAND = "engine_command"  # of config.pbtxt's parameters: JSON, the words of the engine's command line
+ENDED = "the engine's process has ended with status {}; the log says why"
 CANCEL_CHECK_S = 0.1
 METRICS_INTERVAL_S = 1.0
 
@@ -108,7 +112,7 @@ class TritonPythonModel:
         try:
             message: TritonSettings | Ready | str = connection.recv()
         except EOFError:
-            message = f"the engine's process has ended with status {self._process.wait()}; the log says why"
+            message = ENDED.format(self._process.wait())
         if isinstance(message, str):
             raise triton.TritonModelException(message)
         return message
@@ -124,11 +128,21 @@ class TritonPythonModel:
 
 
 def start_engine(command: Sequence[str]) -> tuple[subprocess.Popen[bytes], Connection]:
-    """Starts the engine's process with one end of a pipe, whose number is its last argument. It logs where we do."""
-    ours, theirs = multiprocessing.Pipe()
-    with theirs:
-        number = theirs.fileno()
-        return subprocess.Popen([*command, str(number)], pass_fds=[number], stdin=subprocess.DEVNULL), ours
+    """Starts the engine's process and waits until it, or its rank 0, connects to a socket in a directory of this user.
+
+    The process logs where we do. Raises TritonModelException if it ends first.
+    """
+    with tempfile.TemporaryDirectory(prefix="pensieve-") as directory, socket.socket(socket.AF_UNIX) as listener:
+        path = str(Path(directory, "engine"))
+        listener.bind(path)
+        listener.listen()
+        process = subprocess.Popen([*command, "--attach", path], stdin=subprocess.DEVNULL)
+        with open(os.pidfd_open(process.pid), "rb") as end:
+            wait([listener, end])
+        if not wait([listener], 0):
+            raise triton.TritonModelException(ENDED.format(process.wait()))
+        accepted, _ = listener.accept()
+        return process, Connection(accepted.detach())
 
 
 async def open_desk(connection: Connection, settings: TritonSettings, ready: Ready) -> TritonFrontend:

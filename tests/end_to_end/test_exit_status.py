@@ -50,7 +50,8 @@ def serve_nothing(tmp_path, monkeypatch, exitcode=0, start=lambda: None):
     monkeypatch.setattr(multiprocessing.get_context("spawn"), "Process", lambda **_: process, raising=False)
     ready = Ready(model="demo", max_model_len=9, vocab_size=9, stop_ids=(), tokenizer="")
     service = SimpleNamespace(run=lambda ready: None)
-    monkeypatch.setattr(serving, "make_service", lambda *_: (service, ready))
+    monkeypatch.setattr(serving, "assemble", lambda *_: SimpleNamespace(ready=ready))
+    monkeypatch.setattr(serving, "make_service", lambda *_: service)
     monkeypatch.setattr(serving, "drain_on_signals", lambda *_: None)
     return serving.serve(ServeSettings("demo", port=0, state_dir=tmp_path))
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Listener
 from queue import SimpleQueue
 
 import numpy as np
 import pytest
 
-from pensieve.scripts import triton_engine
 from pensieve.scripts.pensieve import main
 
 from .server import HTTP, Server
@@ -27,7 +25,7 @@ TURNS = 10
 SECONDS = 120
 CACHE = ("--gpu-kv-chunks", 60, "--host-kv-chunks", 100, "--max-model-len", 1600, "--max-num-seqs", 4)
 GREEDY = dict(sampling_param_temperature=0.0, sampling_param_ignore_eos=True)
-SAY = "import sys; from multiprocessing.connection import Connection; Connection(int(sys.argv[1])).send({!r})"
+SAY = "import sys; from multiprocessing.connection import Client; Client(sys.argv[2], 'AF_UNIX').send({!r})"
 BROKEN = {"refused": SAY.format("--some-setting: is wrong"), "silent": "raise SystemExit(7)"}
 DTYPES = {"BYTES": np.object_, "BOOL": np.bool_, "FP32": np.float32, "INT32": np.int32, "UINT64": np.uint64}
 
@@ -292,10 +290,10 @@ def test_what_cannot_be_served_is_told(triton, inputs, said):
 
 
 def test_the_engine_says_what_setting_is_wrong(tmp_path):
-    ours, theirs = multiprocessing.Pipe()
     options = ["--engine", "demo", "--state-dir", str(tmp_path), "--max-model-len", "100000"]
-    assert triton_engine.main([*options, str(os.dup(theirs.fileno()))]) == 2
-    assert "--max-model-len" in ours.recv()
+    with Listener(str(tmp_path / "socket"), "AF_UNIX") as model:
+        assert main(["serve", *options, "--attach", model.address]) == 2
+        assert "--max-model-len" in model.accept().recv()
 
 
 @needs_triton
@@ -312,6 +310,7 @@ def test_a_model_without_an_engine_is_not_loaded(triton):
         (["--engine", "demo", "--api-key", "secret"], "--api-key"),
         (["--engine", "demo", "--owner-kv-bytes", "1GiB"], "--owner-kv-bytes"),
         (["--engine", "demo", "--name", "../other"], "--name"),
+        (["--engine", "demo", "--attach", "socket"], "--attach"),
     ],
 )
 def test_a_wrong_option_writes_nothing_and_is_named(tmp_path, capsys, options, setting):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
-import re
 import signal
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Listener
 from pathlib import Path
 
 import pytest
@@ -57,13 +55,13 @@ def triton(running):
     return running
 
 
-def processes_of(engine, module="triton_(engine|rank)"):
+def processes_of(engine):
     """Those that this module's servers have started: their command lines name the engine."""
     found = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
             words = file.read_bytes().decode(errors="replace")
-            if str(engine) in words and re.search(f"pensieve.scripts.{module}", words):
+            if str(engine) in words and "--attach" in words:
                 found.append(int(file.parent.name))
     return found
 
@@ -89,7 +87,7 @@ def test_unloading_lets_replies_end_and_leaves_no_process(triton, engine):
 
 
 def test_a_rank_that_dies_ends_requests_and_the_model_is_not_ready(triton, engine):
-    rank = max(processes_of(engine, "triton_rank"))
+    rank = max(processes_of(engine))  # the ranks are started last
     with streaming(triton) as lines:
         os.kill(rank, signal.SIGKILL)
         assert "the engine has shut down" in list(lines)[-1]
@@ -116,15 +114,14 @@ def test_tokens_are_those_of_the_http_server_with_two_ranks(triton, engine, tmp_
 
 
 def test_a_setting_that_is_wrong_for_the_ranks_is_told_to_the_model(engine, tmp_path):
-    ours, theirs = multiprocessing.Pipe()
     options = ["--engine", engine, "--state-dir", tmp_path, "--max-model-len", 100_000]
-    words = [sys.executable, "-E", "-m", "pensieve.scripts.triton_engine", *map(str, options), str(theirs.fileno())]
-    with theirs:
-        process = subprocess.Popen(words, pass_fds=[theirs.fileno()])
-    assert "--max-model-len" in ours.recv()
-    assert process.wait(60) == 2
-    with pytest.raises(EOFError):
-        ours.recv()
+    with Listener(str(tmp_path / "socket"), "AF_UNIX") as model:
+        process = subprocess.Popen([*map(str, [*Server.COMMAND, *options, "--attach", model.address])])
+        connection = model.accept()
+        assert "--max-model-len" in connection.recv()
+        assert process.wait(60) == 2
+        with pytest.raises(EOFError):
+            connection.recv()
 
 
 def turns(reply, count=4):

@@ -25,7 +25,6 @@ from pensieve.runtime.http.connection_limits import PatientProtocol
 from pensieve.runtime.http.process import listen, serve_http
 from pensieve.runtime.http.settings import HTTPSettings
 from pensieve.runtime.messages import Abort, Submit
-from pensieve.scripts.fuzz_http import fuzz
 
 from ..fake_loop import FakeLoop, echo, eventually, ready, save_tokenizer, say
 
@@ -334,15 +333,6 @@ def test_what_comes_behind_a_connections_last_request_costs_no_answer(impatient:
             pause.close()
             answer += received(wire)
         assert answer.startswith(b"HTTP/1.1 200 ") and end in answer
-
-
-def test_random_bytes_leave_nothing_behind(server: Server) -> None:
-    for seconds in (2, 20):  # on a busy machine not much is sent in a short while
-        findings = fuzz(server.url, seconds, seed=7, workers=8, pids=[server.process.pid])
-        everything_was_sent = findings.cases > 10 and findings.statuses["400"] and findings.statuses["200"]
-        if findings.faults or everything_was_sent:
-            break
-    assert not findings.faults and everything_was_sent
 
 
 SCHEMATHESIS = """

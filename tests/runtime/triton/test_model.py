@@ -26,12 +26,16 @@ from ..fake_loop import FakeLoop, eventually, ready, save_tokenizer, say
 
 NAME = "pensieve.runtime.triton.model"
 ENGINE = """
-import sys, time
+import socket, sys, time
 from multiprocessing.connection import Connection
 from pensieve.runtime.messages import Ready
 from pensieve.runtime.triton_settings import TritonSettings
-wire = Connection(int(sys.argv[2]))
-wire.send(TritonSettings(sys.argv[1], None, None, "text", "info", 32, 10.0))
+_, history, attach, path = sys.argv
+assert attach == "--attach"
+made = socket.socket(socket.AF_UNIX)
+made.connect(path)
+wire = Connection(made.detach())
+wire.send(TritonSettings(history, None, None, "text", "info", 32, 10.0))
 wire.send(Ready("fake", 100, 260, (2,), ""))
 time.sleep(600)
 """

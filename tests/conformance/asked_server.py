@@ -1,4 +1,4 @@
-"""A server as the behaviours of `check_openai` see it: through the official client, or raw where that is in the way."""
+"""A server as these tests see it: through the official client, or raw where that is in the way."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import openai
+import pytest
 
 WAIT_S = 20.0
 RUNNING = "pensieve:num_requests_running"
@@ -20,17 +21,20 @@ Messages = list[dict[str, Any]]
 Refusal = TypeVar("Refusal", bound=openai.APIError)
 
 
-class Skipped(Exception):
-    """This server gives no occasion to see the behaviour; says why."""
-
-
 @dataclass(frozen=True)
 class Server:
-    """`url` ends in /v1."""
+    """`url` ends in /v1. `shows_all`: a test that finds no occasion on it fails instead of being skipped."""
 
     url: str
     model: str
     api_key: str
+    shows_all: bool = False
+
+    def skip(self, reason: str) -> NoReturn:
+        """Ends a test for which this server gives no occasion."""
+        if self.shows_all:
+            pytest.fail(f"skipped: {reason}")
+        pytest.skip(reason)
 
     @cached_property
     def client(self) -> Any:
@@ -76,7 +80,7 @@ class Server:
         """Tokens of the longest context."""
         context = getattr(self.client.models.list().data[0], "max_model_len", None)
         if context is None:
-            raise Skipped("the server does not tell max_model_len")
+            self.skip("the server does not tell max_model_len")
         return int(context)
 
     @property
@@ -85,7 +89,7 @@ class Server:
         status, text = self.raw("/metrics")
         values = [line.split()[-1] for line in text.splitlines() if line.startswith((RUNNING + " ", RUNNING + "{"))]
         if status != 200 or not values:
-            raise Skipped(f"the server does not tell {RUNNING}")
+            self.skip(f"the server does not tell {RUNNING}")
         return sum(map(float, values))
 
 

@@ -12,25 +12,25 @@ from typing import Any
 
 import openai
 
-from .openai_server import Server, Skipped, error_of, texts, user, wait_until
+from .asked_server import Server, error_of, texts, user, wait_until
 
 LONG_PROMPT = "The river runs under the bridge and through the old town. " * 6
 FLOOD = 40  # requests at once; a server that takes them all has no full queue to show
 
 
-def a_bad_temperature_is_refused(server: Server) -> None:
+def test_a_bad_temperature_is_refused(server: Server) -> None:
     """BadRequestError that names the parameter."""
     error = server.refuses(openai.BadRequestError, lambda: server.chat(temperature=-1))
     assert error.param == "temperature" and "temperature" in error.message
 
 
-def an_unknown_field_is_refused(server: Server) -> None:
+def test_an_unknown_field_is_refused(server: Server) -> None:
     """BadRequestError that names it: a misspelt option is not ignored."""
     error = server.refuses(openai.BadRequestError, lambda: server.chat(extra_body={"temprature": 0.3}))
     assert "temprature" in error.message
 
 
-def an_unknown_model_is_not_found(server: Server) -> None:
+def test_an_unknown_model_is_not_found(server: Server) -> None:
     """A status error with the code model_not_found (OpenAI: 404; 400 will do), and nothing is generated."""
     ask = server.client
     for call in (
@@ -42,12 +42,12 @@ def an_unknown_model_is_not_found(server: Server) -> None:
         assert error.code == "model_not_found" and "no-such-model" in error.message
 
 
-def no_messages_are_refused(server: Server) -> None:
+def test_no_messages_are_refused(server: Server) -> None:
     """BadRequestError that names the parameter."""
     assert server.refuses(openai.BadRequestError, lambda: server.chat(messages=[])).param == "messages"
 
 
-def wrong_types_are_refused(server: Server) -> None:
+def test_wrong_types_are_refused(server: Server) -> None:
     """BadRequestError that names the parameter: no guess at what was meant."""
     wrong: list[dict[str, Any]] = [{"max_tokens": "many"}, {"stop": 5}, {"n": 1.5}, {"messages": "hello"}]
     for options in wrong:
@@ -55,14 +55,14 @@ def wrong_types_are_refused(server: Server) -> None:
         assert error.param in options, f"{options}: param is {error.param!r}"
 
 
-def an_unknown_role_is_refused(server: Server) -> None:
+def test_an_unknown_role_is_refused(server: Server) -> None:
     """BadRequestError about the messages."""
     messages = [{"role": "wizard", "content": "hi"}]
     error = server.refuses(openai.BadRequestError, lambda: server.chat(messages=messages))
     assert "role" in f"{error.param} {error.message}"
 
 
-def a_prompt_beyond_the_context_is_told_both_numbers(server: Server) -> None:
+def test_a_prompt_beyond_the_context_is_told_both_numbers(server: Server) -> None:
     """BadRequestError with the code context_length_exceeded; its message has the prompt's tokens and the most."""
     prompt = [60] * (server.context + 10)
     error = server.refuses(openai.BadRequestError, lambda: server.complete(prompt))
@@ -70,19 +70,19 @@ def a_prompt_beyond_the_context_is_told_both_numbers(server: Server) -> None:
     assert {str(len(prompt)), str(server.context)} <= set(re.findall(r"\d+", error.message))
 
 
-def malformed_json_is_refused(server: Server) -> None:
+def test_malformed_json_is_refused(server: Server) -> None:
     """400 with OpenAI's error object."""
     status, body = server.raw("/v1/chat/completions", b'{"model": ')
     assert status == 400 and error_of(body)["type"] == "invalid_request_error" and error_of(body)["message"]
 
 
-def an_unknown_path_is_not_found(server: Server) -> None:
+def test_an_unknown_path_is_not_found(server: Server) -> None:
     """404 with OpenAI's error object."""
     status, body = server.raw("/v1/no-such-path")
     assert status == 404 and error_of(body)["message"]
 
 
-def a_wrong_key_is_refused(server: Server) -> None:
+def test_a_wrong_key_is_refused(server: Server) -> None:
     """AuthenticationError with the code invalid_api_key."""
     stranger = openai.OpenAI(base_url=server.url, api_key="wrong-" + uuid.uuid4().hex, max_retries=0)
     try:
@@ -90,10 +90,10 @@ def a_wrong_key_is_refused(server: Server) -> None:
     except openai.AuthenticationError as error:
         assert error.code == "invalid_api_key"
     else:
-        raise Skipped("the server needs no key")
+        server.skip("the server needs no key")
 
 
-def a_full_queue_is_a_rate_limit(server: Server) -> None:
+def test_a_full_queue_is_a_rate_limit(server: Server) -> None:
     """RateLimitError with a retry-after header, which the client would follow by itself; the others are answered."""
 
     async def flood() -> list[Any]:
@@ -107,23 +107,23 @@ def a_full_queue_is_a_rate_limit(server: Server) -> None:
     others = [answer for answer in answers if isinstance(answer, BaseException) and answer not in refused]
     assert not others, f"{others[0]!r}"
     if not refused:
-        raise Skipped(f"its queue took {FLOOD} requests")
+        server.skip(f"its queue took {FLOOD} requests")
     assert all(float(error.response.headers["retry-after"]) > 0 for error in refused) and len(refused) < FLOOD
 
 
-def a_request_that_times_out_is_given_up(server: Server) -> None:
+def test_a_request_that_times_out_is_given_up(server: Server) -> None:
     """APITimeoutError at the client, and the server does not go on with it."""
     impatient = server.client.with_options(timeout=0.5)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(_long_chat, server, impatient, n=4)  # for long
         wait_until(lambda: asked.done() or server.running >= 1, "the request is running")
     if asked.exception() is None:
-        raise Skipped("the server answers too quickly")
+        server.skip("the server answers too quickly")
     server.refuses(openai.APITimeoutError, asked.result)
     wait_until(lambda: server.running == 0, "the request is given up")
 
 
-def a_closed_stream_is_given_up(server: Server) -> None:
+def test_a_closed_stream_is_given_up(server: Server) -> None:
     """close() in the middle of a stream ends the request at the server too."""
     stream = _long_chat(server, server.client, stream=True)
     for _ in range(3):
@@ -133,7 +133,7 @@ def a_closed_stream_is_given_up(server: Server) -> None:
     wait_until(lambda: server.running == 0, "the request is given up")
 
 
-def many_chats_at_once_do_not_mix(server: Server) -> None:
+def test_many_chats_at_once_do_not_mix(server: Server) -> None:
     """Ten at once through AsyncOpenAI get what each would get alone."""
     questions = [f"What is number {number} good for?" for number in range(10)]
 
@@ -148,7 +148,7 @@ def many_chats_at_once_do_not_mix(server: Server) -> None:
     assert len(answers) == 10 and answers[:3] == alone
 
 
-def streams_are_read_asynchronously(server: Server) -> None:
+def test_streams_are_read_asynchronously(server: Server) -> None:
     """`async for` over a stream."""
 
     async def read() -> list[Any]:
@@ -159,7 +159,7 @@ def streams_are_read_asynchronously(server: Server) -> None:
     assert texts(asyncio.run(read())) == [server.chat(temperature=0).choices[0].message.content]
 
 
-def answers_carry_a_request_id(server: Server) -> None:
+def test_answers_carry_a_request_id(server: Server) -> None:
     """`_request_id`, from the header x-request-id, names the answer in reports; two answers have two."""
     answers = [server.chat(max_tokens=1) for _ in range(2)]
     assert all(answer._request_id for answer in answers) and len({answer._request_id for answer in answers}) == 2
@@ -169,7 +169,7 @@ def answers_carry_a_request_id(server: Server) -> None:
         assert streamed.request_id
 
 
-def a_response_is_whole(server: Server) -> None:
+def test_a_response_is_whole(server: Server) -> None:
     """`responses.create`: text, status and usage."""
     response = server.respond(temperature=0)
     assert response.object == "response" and response.output_text and response.error is None
@@ -177,7 +177,7 @@ def a_response_is_whole(server: Server) -> None:
     assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens > 0
 
 
-def a_response_is_streamed(server: Server) -> None:
+def test_a_response_is_streamed(server: Server) -> None:
     """The documented events, numbered, with the text of the whole response."""
     events = list(server.respond(temperature=0, stream=True))
     kinds = [event.type for event in events]
@@ -188,7 +188,7 @@ def a_response_is_streamed(server: Server) -> None:
     assert said == events[-1].response.output_text == server.respond(temperature=0).output_text
 
 
-def a_response_goes_on_from_another(server: Server) -> None:
+def test_a_response_goes_on_from_another(server: Server) -> None:
     """previous_response_id: what was said before is part of the prompt."""
     first = server.respond(LONG_PROMPT)
     second = server.respond("Go on.", previous_response_id=first.id)
@@ -198,7 +198,7 @@ def a_response_goes_on_from_another(server: Server) -> None:
     server.refuses(openai.NotFoundError, lambda: server.respond("Go on.", previous_response_id="resp_unknown"))
 
 
-def a_response_is_sent_back_as_input(server: Server) -> None:
+def test_a_response_is_sent_back_as_input(server: Server) -> None:
     """Whoever keeps the history himself puts `output` behind his input, and instructions before all of it."""
     question, ask = user("Tell me about tea."), dict(model=server.model, max_output_tokens=16)
     first = server.client.responses.create(input=question, store=False, **ask)
@@ -208,7 +208,7 @@ def a_response_is_sent_back_as_input(server: Server) -> None:
     assert second.usage.input_tokens > first.usage.input_tokens + first.usage.output_tokens
 
 
-def a_stored_response_is_retrieved_and_deleted(server: Server) -> None:
+def test_a_stored_response_is_retrieved_and_deleted(server: Server) -> None:
     """Until it is deleted; one with store=False never."""
     responses = server.client.responses
     stored, passing = server.respond(), server.respond(store=False)
@@ -218,7 +218,7 @@ def a_stored_response_is_retrieved_and_deleted(server: Server) -> None:
         server.refuses(openai.NotFoundError, partial(responses.retrieve, gone.id))
 
 
-def a_second_turn_is_cached(server: Server) -> None:
+def test_a_second_turn_is_cached(server: Server) -> None:
     """usage.prompt_tokens_details.cached_tokens: most of the first turn's prompt is not computed again."""
     messages = user(f"{uuid.uuid4().hex} {LONG_PROMPT}")
     first = server.chat(messages=messages)
@@ -228,11 +228,11 @@ def a_second_turn_is_cached(server: Server) -> None:
     assert usage.prompt_tokens_details.cached_tokens < usage.prompt_tokens
 
 
-def a_conversation_keeps_its_history(server: Server) -> None:
+def test_a_conversation_keeps_its_history(server: Server) -> None:
     """As an extension: a chat names a conversation, sends what is new only, and what is cached grows."""
     name = f"check-{uuid.uuid4().hex}"
     if server.raw("/v1/conversations")[0] != 200:
-        raise Skipped("the server has no conversations")
+        server.skip("the server has no conversations")
     first = server.chat(LONG_PROMPT, extra_body={"conversation": name})
     further = {"conversation": name, "history": "server"}
     turns = [first, *(server.chat("Go on.", extra_body=further) for _ in range(2))]
@@ -245,7 +245,7 @@ def a_conversation_keeps_its_history(server: Server) -> None:
     assert server.raw(f"/v1/conversations/{name}")[0] == 404
 
 
-def a_conversation_object_is_made_and_used(server: Server) -> None:
+def test_a_conversation_object_is_made_and_used(server: Server) -> None:
     """`conversations.create`, then two responses in it: the second reads the first."""
     conversation = server.client.conversations.create()
     first, second = (server.respond(text, conversation=conversation.id) for text in (LONG_PROMPT, "Go on."))

@@ -1,22 +1,18 @@
-"""fuzz_http: bytes that no client should send, to a running server, over raw sockets.
-
-    python -m pensieve.scripts.fuzz_http --url http://127.0.0.1:8000 --seconds 600 --pid PID
+"""Bytes that no client should send, over raw sockets, and what they leave behind.
 
 Random bytes, requests with something broken in them, bodies that are nearly right, requests in pieces, hang-ups.
 Nothing may bring an answer of 500, keep a whole request waiting, or leave anything behind: open requests, slots, file
-descriptors, memory. Case n of a seed is always the same bytes; `--case n` sends one again. Ends with one JSON line.
+descriptors, memory. Case n of a seed is always the same bytes.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import json
 import random
 import re
 import socket
-import sys
 import threading
 import time
 import urllib.request
@@ -26,8 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
-
-from ..scheduler.types import SettingError
 
 ANSWER_S = 20.0  # for a whole request
 PIECE_S = 0.15  # for an answer to something else: most of it is no request, and the server waits for the rest
@@ -192,7 +186,7 @@ def send(case: Case, host: str, port: int) -> tuple[list[int], str | None]:
 
 def fuzz(url: str, seconds: float, seed: int, workers: int, pids: Sequence[int]) -> Findings:
     """Sends cases until the time is up, then looks for what is left behind."""
-    host, port = _address(url)
+    host, port = address(url)
     findings, numbers, ends = Findings(), itertools.count(), time.monotonic() + seconds
 
     def work() -> None:
@@ -248,37 +242,8 @@ def _grown(before: dict[int, tuple[int, int]], pids: Sequence[int]) -> Iterator[
             yield f"process {pid} takes {memory >> 20} MiB, and took {before[pid][1] >> 20}"
 
 
-def _address(url: str) -> tuple[str, int]:
+def address(url: str) -> tuple[str, int]:
     parts = urlsplit(url)
     if parts.scheme != "http" or parts.hostname is None:
-        raise SettingError("--url", f"must be like http://127.0.0.1:8000, not {url!r}")
+        raise ValueError(f"--url must be like http://127.0.0.1:8000, not {url!r}")
     return parts.hostname, parts.port or 80
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="fuzz_http", description=__doc__.partition("\n")[0])
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="(default %(default)s)")
-    parser.add_argument("--seconds", type=float, default=600.0, help="(default %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="(default %(default)s)")
-    parser.add_argument("--workers", type=int, default=8, help="connections at a time (default %(default)s)")
-    parser.add_argument("--pid", type=int, nargs="*", default=[], help="processes whose files and memory are watched")
-    parser.add_argument("--case", type=int, help="send this one only")
-    args = parser.parse_args(argv)
-    try:
-        if args.case is not None:
-            case = make_case(args.seed, args.case)
-            print(case, *send(case, *_address(args.url)), sep="\n")
-            return 0
-        findings = fuzz(args.url, args.seconds, args.seed, args.workers, args.pid)
-    except (SettingError, OSError) as error:
-        print(f"fuzz_http: {error}", file=sys.stderr)
-        return 2
-    for number, fault in findings.faults[:50]:
-        print(f"case {number}: {fault}" if number >= 0 else fault, file=sys.stderr)
-    result = {"bench": "fuzz_http", "seed": args.seed, "cases": findings.cases, "faults": len(findings.faults)}
-    print(json.dumps({**result, "statuses": dict(sorted(findings.statuses.items()))}))
-    return 1 if findings.faults else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

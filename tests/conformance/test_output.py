@@ -6,9 +6,10 @@ import json
 import math
 from typing import Any, Literal
 
+import openai
 from pydantic import BaseModel, Field
 
-from .openai_server import Server, schema_format, texts, user
+from .asked_server import Server, schema_format, texts, user
 
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -33,7 +34,7 @@ class Animal(BaseModel):
     names: list[Literal["Tom", "Rex"]] = Field(max_length=2)
 
 
-def chat_logprobs_describe_the_text(server: Server) -> None:
+def test_chat_logprobs_describe_the_text(server: Server) -> None:
     """An entry a token: bytes that join to the text, as many likeliest ones as asked for, in order."""
     choice = server.chat(temperature=0, logprobs=True, top_logprobs=3).choices[0]
     content = choice.logprobs.content
@@ -45,7 +46,7 @@ def chat_logprobs_describe_the_text(server: Server) -> None:
         assert entry.top_logprobs[0].token == entry.token, "greedy: the likeliest one is said"
 
 
-def streamed_logprobs_are_the_same(server: Server) -> None:
+def test_streamed_logprobs_are_the_same(server: Server) -> None:
     """Those of all chunks are those of the whole answer."""
     ask: dict[str, Any] = dict(temperature=0, logprobs=True, top_logprobs=1)
     whole = server.chat(**ask).choices[0].logprobs.content
@@ -55,7 +56,7 @@ def streamed_logprobs_are_the_same(server: Server) -> None:
     assert all(abs(one.logprob - other.logprob) < 0.01 for one, other in zip(streamed, whole, strict=True))
 
 
-def completion_logprobs_have_lists_of_equal_length(server: Server) -> None:
+def test_completion_logprobs_have_lists_of_equal_length(server: Server) -> None:
     """Tokens, their log probabilities, the likeliest ones and offsets into the text."""
     choice = server.complete(temperature=0, logprobs=2).choices[0]
     logprobs = choice.logprobs
@@ -66,7 +67,7 @@ def completion_logprobs_have_lists_of_equal_length(server: Server) -> None:
     assert logprobs.text_offset == sorted(logprobs.text_offset) and "".join(logprobs.tokens).startswith(choice.text)
 
 
-def a_json_schema_is_followed(server: Server) -> None:
+def test_a_json_schema_is_followed(server: Server) -> None:
     """Whatever is sampled, the answer is JSON of the schema."""
     properties = {"city": {"enum": ["Oslo", "Rome"]}, "warm": {"type": "boolean"}}
     schema = {"type": "object", "properties": properties, "required": ["city", "warm"], "additionalProperties": False}
@@ -76,7 +77,7 @@ def a_json_schema_is_followed(server: Server) -> None:
         assert answer.finish_reason == "stop" and value["city"] in ("Oslo", "Rome") and value["warm"] in (True, False)
 
 
-def the_client_parses_a_schema(server: Server) -> None:
+def test_the_client_parses_a_schema(server: Server) -> None:
     """`chat.completions.parse` gives an object of the pydantic model; its message can be sent back."""
     ask: dict[str, Any] = dict(model=server.model, response_format=Animal, max_tokens=120)
     message = server.client.chat.completions.parse(messages=user("Describe an animal."), **ask).choices[0].message
@@ -86,7 +87,7 @@ def the_client_parses_a_schema(server: Server) -> None:
     assert server.client.chat.completions.parse(messages=again, **ask).choices[0].message.parsed is not None
 
 
-def json_object_gives_an_object(server: Server) -> None:
+def test_json_object_gives_an_object(server: Server) -> None:
     """The answer is a JSON object, or the beginning of one that the limit cut."""
     choice = server.chat("Answer in JSON.", response_format={"type": "json_object"}, max_tokens=40).choices[0]
     assert choice.message.content.lstrip().startswith("{")
@@ -94,15 +95,13 @@ def json_object_gives_an_object(server: Server) -> None:
         assert isinstance(json.loads(choice.message.content), dict)
 
 
-def a_schema_that_cannot_be_followed_is_refused(server: Server) -> None:
+def test_a_schema_that_cannot_be_followed_is_refused(server: Server) -> None:
     """BadRequestError, not an answer of another form."""
-    import openai
-
     schema = schema_format({"type": "frob"})
     server.refuses(openai.BadRequestError, lambda: server.chat(response_format=schema))
 
 
-def streamed_unicode_is_never_broken(server: Server) -> None:
+def test_streamed_unicode_is_never_broken(server: Server) -> None:
     """Characters of several bytes and tokens come whole: each delta is proper text."""
     said = "Grüße, 日本語 🍵 Ελλάδα"
     chunks = list(server.chat(response_format=schema_format({"const": said}), max_tokens=120, stream=True))
@@ -110,7 +109,7 @@ def streamed_unicode_is_never_broken(server: Server) -> None:
     assert not any("\ufffd" in (choice.delta.content or "") for chunk in chunks for choice in chunk.choices)
 
 
-def a_required_tool_is_called(server: Server) -> None:
+def test_a_required_tool_is_called(server: Server) -> None:
     """finish_reason tool_calls, arguments that follow the schema, no content."""
     for choice in ("required", NAMED):
         answer = server.chat(tools=[WEATHER], tool_choice=choice, parallel_tool_calls=False, max_tokens=100).choices[0]
@@ -121,7 +120,7 @@ def a_required_tool_is_called(server: Server) -> None:
             assert answer.finish_reason == "tool_calls"
 
 
-def a_tool_is_called_or_not_if_the_model_may_choose(server: Server) -> None:
+def test_a_tool_is_called_or_not_if_the_model_may_choose(server: Server) -> None:
     """auto: text or calls, and the finish reason says which; none: text."""
     for choice in ("auto", "none"):
         answer = server.chat(tools=[WEATHER], tool_choice=choice).choices[0]
@@ -130,7 +129,7 @@ def a_tool_is_called_or_not_if_the_model_may_choose(server: Server) -> None:
     assert not answer.message.tool_calls
 
 
-def a_streamed_tool_call_is_put_together(server: Server) -> None:
+def test_a_streamed_tool_call_is_put_together(server: Server) -> None:
     """The client's own stream helper finds the call."""
     ask: dict[str, Any] = dict(
         model=server.model, messages=user("The weather in Oslo?"), tools=[WEATHER], tool_choice=NAMED
@@ -142,7 +141,7 @@ def a_streamed_tool_call_is_put_together(server: Server) -> None:
     assert set(json.loads(call.function.arguments)) == {"city", "days"}
 
 
-def a_tool_result_is_answered(server: Server) -> None:
+def test_a_tool_result_is_answered(server: Server) -> None:
     """The message with the calls goes back as the client has it, results behind it, and text comes."""
     question = user("The weather in Oslo?")
     ask: dict[str, Any] = dict(tools=[WEATHER], parallel_tool_calls=False)

@@ -1,0 +1,53 @@
+"""Sends what no client should, to an HTTP process over a loop that is played, or to a server that runs already.
+
+    python -m pytest tests/fuzz --url http://127.0.0.1:8000 --seconds 600 --seed 42 --pid PID
+
+`--case N` sends one case again and shows the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from pensieve.runtime.http.settings import HTTPSettings
+from tests.runtime.fake_loop import FakeLoop, echo
+from tests.runtime.http.test_connection_limits import serve
+
+from .cases import Findings, address, fuzz, make_case, send
+
+SHORT = (2.0, 20.0)
+"""Seconds of the ordinary run: on a busy machine not much is sent in a short while."""
+
+
+@pytest.fixture(scope="module")
+def target(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[int]]]:
+    """The server's address and the processes that are watched."""
+    if (url := pytestconfig.getoption("--url")) is not None:
+        yield url, pytestconfig.getoption("--pid")
+        return
+    loop = FakeLoop(lambda request: echo(request)[-40:])
+    for server in serve(tmp_path_factory.mktemp("tokenizer"), HTTPSettings(), loop):
+        yield server.url, [server.process.pid]
+
+
+def test_random_bytes_leave_nothing_behind(pytestconfig: pytest.Config, target: tuple[str, list[int]]) -> None:
+    (url, pids), seed = target, pytestconfig.getoption("--seed")
+    if (number := pytestconfig.getoption("--case")) is not None:
+        case = make_case(seed, number)
+        statuses, fault = send(case, *address(url))
+        print(case, statuses, sep="\n")
+        assert fault is None
+        return
+    seconds = pytestconfig.getoption("--seconds")
+    for length in SHORT if seconds is None else (seconds,):
+        findings = fuzz(url, length, seed, workers=8, pids=pids)
+        print(f"{findings.cases} cases, answers by status: {dict(sorted(findings.statuses.items()))}")
+        if findings.faults or everything_was_sent(findings):
+            break
+    assert not findings.faults and everything_was_sent(findings)
+
+
+def everything_was_sent(findings: Findings) -> bool:
+    return findings.cases > 10 and all(findings.statuses[status] for status in ("200", "400"))

@@ -1,0 +1,51 @@
+"""How `pensieve serve --attach` comes to Triton's model, without Triton and without MPI."""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Listener
+
+import pytest
+
+from pensieve.runtime.launch.serving import telling_model
+from pensieve.runtime.ranks import launch as ranks_launch
+from pensieve.scheduler.types import SettingError
+from pensieve.scripts import serve as serve_module
+
+
+@pytest.fixture
+def model(tmp_path):
+    with Listener(str(tmp_path / "socket"), "AF_UNIX") as listener:
+        yield listener
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--max-connections", "9"), "--max-connections: has no meaning here: Triton serves the clients"),
+        (("--config", "nowhere.toml"), "--config: cannot read nowhere.toml"),
+        (("--history-ttl", "0"), "--history-ttl: must be more than 0 seconds"),
+    ],
+)
+def test_a_wrong_setting_is_told_to_the_model(model, tmp_path, capsys, flags, said):
+    options = ["--engine", "demo", "--state-dir", str(tmp_path), "--attach", model.address]
+    assert serve_module.main([*options, *flags]) == 2
+    assert said in model.accept().recv() and said in capsys.readouterr().err
+
+
+def test_ranks_without_an_mpirun_are_told_to_the_model(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(serve_module, "engine_ranks", lambda settings: 2)
+    monkeypatch.setattr(ranks_launch, "find_spec", lambda name: None)
+    assert serve_module.main(["--engine", "demo", "--state-dir", str(tmp_path), "--attach", model.address]) == 2
+    assert "there is no mpi4py" in model.accept().recv()
+
+
+def test_a_socket_at_which_nothing_listens_is_a_wrong_setting(tmp_path, capsys):
+    options = ["--engine", "demo", "--state-dir", str(tmp_path), "--attach", str(tmp_path / "none")]
+    assert serve_module.main(options) == 2
+    assert f"--attach: cannot connect to {tmp_path / 'none'}: No such file" in capsys.readouterr().err
+
+
+def test_a_setting_that_cannot_be_told_is_raised_all_the_same(tmp_path, caplog):
+    with pytest.raises(SettingError, match=r"^--engine: is wrong"), telling_model(tmp_path / "none"):
+        raise SettingError("--engine", "is wrong")
+    assert "cannot connect to" in caplog.text
