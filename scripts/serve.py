@@ -39,7 +39,7 @@ from ..runtime.step.grammar import Grammars, open_grammars
 from ..runtime.text.tokenizer import Tokenizer
 from ..runtime.watchdog import ASKED, tell_when_asked
 from ..scheduler.config import SchedulerConfig
-from ..scheduler.cost import propose_swap_out_below
+from ..scheduler.cost import CostProfile, propose_swap_out_below
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.step_timing import StepTiming
 from ..scheduler.types import SettingError, Tier
@@ -204,7 +204,23 @@ def follow_rank(args: argparse.Namespace, ranks: Ranks) -> None:
     follow(ranks, make_executor(args, prepared, disk_settings(args, prepared.config, ranks), ranks))
 
 
+class Assembled(NamedTuple):
+    """What an `EngineLoop` runs, and what its clients are told."""
+
+    scheduler: Scheduler
+    executor: Executor
+    cost: CostProfile
+    trace: TraceFile | None
+    ready: Ready
+
+
 def make_service(args: argparse.Namespace, connection: Connection, ranks: Ranks | None = None) -> tuple[Service, Ready]:
+    """With `ranks`, rank 0's."""
+    scheduler, executor, cost, trace, ready = assemble(args, ranks)
+    return Service(scheduler, executor, connection, StepTiming(cost), trace), ready
+
+
+def assemble(args: argparse.Namespace, ranks: Ranks | None = None) -> Assembled:
     """With `ranks`, rank 0's."""
     prepared = prepare(args) if ranks is None else prepare_rank(args, ranks)
     directory, device, engine, config = prepared
@@ -253,7 +269,7 @@ def make_service(args: argparse.Namespace, connection: Connection, ranks: Ranks 
         config.chunk_tokens,
         config.max_model_len,
     )
-    return Service(scheduler, executor, connection, StepTiming(cost), trace), ready
+    return Assembled(scheduler, executor, cost, trace, ready)
 
 
 def make_executor(
