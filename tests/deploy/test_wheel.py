@@ -18,6 +18,7 @@ from tests.models import tiny_config
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("builder", "package", "plugins", "runtime", "scheduler", "scripts", "pyproject.toml", "README.md", "LICENSE")
+PACKED = (".py", ".txt", ".js", ".css", ".html", ".svg", ".safetensors")
 OFFLINE = """
 import sys
 from pensieve import LLM, SamplingParams
@@ -48,11 +49,12 @@ def test_the_wheel_works_without_the_checkout(tmp_path):
     run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", dist, source, cwd=outside)
     (wheel,) = dist.glob("*.whl")
     packed = set(zipfile.ZipFile(wheel).namelist())
-    for room in SOURCES[1:6]:  # every module and every file beside one
+    for room in ("builder", "package", "plugins", "runtime", "scheduler", "scripts"):
         prefix = "pensieve" if room == "package" else f"pensieve/{room}"
-        for path in (source / room).rglob("*"):
-            if path.is_file() and path.suffix in (".py", ".txt", ".js", ".css", ".html", ".svg", ".safetensors"):
-                assert f"{prefix}/{path.relative_to(source / room).as_posix()}" in packed
+        files = [path.relative_to(source / room) for path in (source / room).rglob("*") if path.suffix in PACKED]
+        modules = [path for path in files if (source / room / path.parent / "__init__.py").exists()]
+        data = [path for path in files if path.suffix != ".py"]
+        assert not [path for path in (*modules, *data) if f"{prefix}/{path.as_posix()}" not in packed]
 
     env_dir = tmp_path / "env"
     venv.create(env_dir, with_pip=False)
@@ -67,8 +69,20 @@ def test_the_wheel_works_without_the_checkout(tmp_path):
     where, tokens, finished = run(python, "-c", OFFLINE, cwd=outside, env=environment).split()
     assert (where, tokens, finished) == (str(site / "pensieve/runtime/llm.py"), "4", "True")
 
-    (outside / "config.json").write_text(json.dumps(tiny_config("llama").to_dict() | {"torch_dtype": "float32"}))
-    words = ("--random-weights", "--config", "config.json", "--output", "engine", "--backend", "reference")
+    (outside / "config.json").write_text(
+        json.dumps(tiny_config("llama").to_dict() | {"architectures": ["LlamaForCausalLM"]})
+    )
+    words = (
+        "--random-weights",
+        "--config",
+        "config.json",
+        "--output",
+        "engine",
+        "--backend",
+        "reference",
+        "--dtype",
+        "float32",
+    )
     entry = "import sys; from pensieve.scripts.build_engine import main; sys.exit(main(sys.argv[1:]))"
     assert "built engine" in run(python, "-c", entry, *words, cwd=outside, env=environment)
 
