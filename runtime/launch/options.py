@@ -191,9 +191,14 @@ def parse_options(argv: Sequence[str]) -> ServeSettings:
         made.set_defaults(**values)
         for action in made._actions:
             action.required &= action.dest not in values
-    args: dict[str, Any] = vars(made.parse_args(argv))
-    args |= {name: tuple(value) for name, value in args.items() if isinstance(value, list)}
-    return ServeSettings(**args)
+    return settings_of(made.parse_args(argv))
+
+
+def settings_of(args: argparse.Namespace) -> ServeSettings:
+    """SettingError for values that cannot work."""
+    values: dict[str, Any] = vars(args)
+    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    return ServeSettings(**(values | lists))
 
 
 def early_options(argv: Sequence[str]) -> argparse.Namespace:
