@@ -145,9 +145,9 @@ class ServeSettings:
             if self.changed(name):
                 raise SettingError(flag(name), "has no meaning here: Triton serves the clients")
         for rivals in RIVALS:
-            first, *others = [name for name in reversed(rivals) if self.changed(name)] or [None]
-            if first is not None and others:
-                raise SettingError(flag(first), f"cannot be given beside {flag(others[0])}")
+            given = [name for name in rivals if self.changed(name)]
+            if len(given) > 1:
+                raise SettingError(flag(given[1]), f"cannot be given beside {flag(given[0])}")
         for name in ("max_requests_per_client", "max_conversations_per_owner", "max_connections", "chunk_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -192,7 +192,8 @@ def parse_options(argv: Sequence[str]) -> ServeSettings:
         for action in made._actions:
             action.required &= action.dest not in values
     args = vars(made.parse_args(argv))
-    return ServeSettings(**{name: tuple(value) if isinstance(value, list) else value for name, value in args.items()})
+    frozen: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in args.items()}
+    return ServeSettings(**frozen)
 
 
 def early_options(argv: Sequence[str]) -> argparse.Namespace:
@@ -402,7 +403,7 @@ def check_traces_endpoint(endpoint: str) -> None:
         raise SettingError(setting, f"needs more packages: pip install {exporter}") from None
 
 
-def read_api_keys(keys: Sequence[str], path: Path | None) -> list[str]:
+def read_api_keys(keys: Sequence[str], path: Path | None) -> Sequence[str]:
     """Those of the command line and those of the file, whose empty lines and lines with # say nothing."""
     if path is not None:
         try:

@@ -110,7 +110,7 @@ class TritonPythonModel:
     def _greeting(self, connection: Connection) -> TritonSettings | Ready:
         """One of the two messages in front of all others; in their place text says what is wrong."""
         try:
-            message = connection.recv()
+            message: TritonSettings | Ready | str = connection.recv()
         except EOFError:
             message = ENDED.format(self._process.wait())
         if isinstance(message, str):
@@ -137,8 +137,9 @@ def start_engine(command: Sequence[str]) -> tuple[subprocess.Popen[bytes], Conne
         listener.bind(path)
         listener.listen()
         process = subprocess.Popen([*command, "--attach", path], stdin=subprocess.DEVNULL)
-        with open(os.pidfd_open(process.pid), "rb") as end:
-            wait([listener, end])
+        end = os.pidfd_open(process.pid)
+        wait([listener, end])
+        os.close(end)
         if not wait([listener], 0):
             raise triton.TritonModelException(ENDED.format(process.wait()))
         accepted, _ = listener.accept()

@@ -153,7 +153,7 @@ class Findings:
     def note(self, number: int, statuses: Sequence[int], fault: str | None) -> None:
         with self.lock:
             self.cases += 1
-            self.statuses.update(map(str, statuses or ["none"]))
+            self.statuses.update(map(str, statuses) if statuses else ["none"])
             if fault is not None:
                 self.faults.append((number, fault))
 
