@@ -41,9 +41,8 @@ from .frontend.engine_client import outputs
 from .frontend.reply import Reply
 from .frontend.request_builder import GenerationCall, RequestBuilder
 from .http.limits import Caller
-from .launch.assemble import assemble, demo_engine
+from .launch.assemble import assemble, demo_engine, locked_directories
 from .launch.options import ServeSettings, parser, read_chat_template, settings_of
-from .launch.serving import locked_directories
 from .loop import EngineLoop
 from .messages import Forget, Fork, Keep
 from .service import STUCK, forget
