@@ -34,10 +34,10 @@ from typing import Any, NamedTuple
 
 from ..builder.checkpoints.hugging_face import read_json
 from ..scheduler.types import SettingError
+from .bench.servers import PIECE, READY, SERVE, run, serving, tell_end, use_memory
+from .bench.versus_report import read_records, write_report
 from .serve_options import default_state_dir
-from .serving_runs import PIECE, READY, SERVE, run, serving, tell_end, use_memory
 from .sizes import parse_bytes
-from .versus_report import read_records, write_report
 
 SHAPES = Path(__file__).parent / "shapes"
 START_SECONDS = 300.0  # longest start of a server

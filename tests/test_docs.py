@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.scripts import bench_tiers
+from pensieve.scripts.bench import steps, tiers
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "BENCHMARKS.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -33,8 +33,8 @@ def known_options() -> set[str]:
             known.update(re.findall(r'"(--[a-z][a-z0-9-]*)"', text))
             flags = re.findall(r'option\("--([a-z-]+)"[^)]*BooleanOptionalAction', text)
             known.update(f"--no-{flag}" for flag in flags)
-    made = (option for action in bench_tiers.parser()._actions for option in action.option_strings)
-    return known.union(made)  # these it makes from a table
+    made = (action for module in (steps, tiers) for action in module.parser()._actions)
+    return known.union(option for action in made for option in action.option_strings)  # these they make from tables
 
 
 def test_every_option_that_a_page_names_exists():
@@ -45,9 +45,9 @@ def test_every_option_that_a_page_names_exists():
 
 
 def test_every_script_that_a_page_names_exists():
-    named = {name for page in PAGES for name in re.findall(r"pensieve\.scripts\.(\w+)", page.read_text())}
+    named = {name for page in PAGES for name in re.findall(r"pensieve\.scripts\.([\w.]*\w)", page.read_text())}
     assert len(named) > 15
-    assert not [name for name in named if not (ROOT / "scripts" / f"{name}.py").exists()]
+    assert not [name for name in named if not (ROOT / "scripts" / f"{name.replace('.', '/')}.py").exists()]
 
 
 def headings(page: Path) -> set[str]:
