@@ -282,13 +282,14 @@ def check_context(longest: int, engine: Engine) -> None:
         )
 
 
-def parts_type(parts: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    """The type of an option that lists some of the parts; they come in their own order."""
+def parts_type(parts: Sequence[str], needed: Mapping[str, str] | None = None) -> Callable[[str], tuple[str, ...]]:
+    """The type of an option that lists some of the parts; they come in their own order. `needed`: by part, another."""
 
     def read(text: str) -> tuple[str, ...]:
         named = text.split(",")
         if not set(named) <= set(parts):
             raise argparse.ArgumentTypeError(f"{text!r} is not a list of {', '.join(parts)}")
+        named += [also for part, also in (needed or {}).items() if part in named]
         return tuple(part for part in parts if part in named)
 
     return read

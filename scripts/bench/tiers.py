@@ -385,7 +385,7 @@ def parser() -> argparse.ArgumentParser:
     option = made.add_argument
     option("--disk-dir", type=Path, metavar="DIR", help="on the disk to be measured (default: the system's own)")
     words = f"of {','.join(PARTS)} (default: all); with sweep come the tiers"
-    option("--parts", type=parts_type(PARTS), default=PARTS, metavar="LIST", help=words)
+    option("--parts", type=parts_type(PARTS, {"sweep": "tiers"}), default=PARTS, metavar="LIST", help=words)
     return made
 
 
@@ -439,7 +439,7 @@ def measure(tiers: Tiers, sizes: Sizes, args: argparse.Namespace, directory: Pat
     speeds = [f"{speed / 1e9:.3f}" for speed in (cost.disk_read_bytes_per_s, cost.disk_write_bytes_per_s)]
     print(f"{hardware(tiers.engine)}; {manifest.layers} layers, {manifest.dtype}, chunks of {cost.chunk_bytes} bytes")
     print(f"the disk of {directory.parent} reads {speeds[0]} GB/s, writes {speeds[1]} GB/s")
-    if "tiers" in args.parts or "sweep" in args.parts:
+    if "tiers" in args.parts:
         found = measure_tiers(tiers, Disk(_own(directory, "tiers")), args.new_tokens)
         show("tiers_tiers", tiers_lines(found, args), {"history": tiers.tokens, **found})
     if "sweep" in args.parts:
