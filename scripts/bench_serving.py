@@ -28,11 +28,10 @@ from typing import Any
 import aiohttp
 
 from ..scheduler.types import SettingError
-from .bench_load import Failed, Load, Reply, Target, Window, body, clock, load_encode, open_session
-from .bench_report import SOURCES, RateReport, json_line, plot, read_reports, report, report_line, title_line
-from .bench_workload import Words, clock_rate, fitting, mean_turns, plan_arrivals
-from .trace_formats import Dialogue, made_up, read_dialogues
-from .traces import CHATS, TURN_COUNTS, synthetic
+from .bench.clients import Failed, Load, Reply, Target, Window, body, clock, load_encode, open_session
+from .bench.report import SOURCES, RateReport, json_line, plot, read_reports, report, report_line, title_line
+from .bench.traces import CHATS, TURN_COUNTS, Dialogue, made_up, read_dialogues, synthetic
+from .bench.workload import Words, clock_rate, fitting, mean_turns, plan_arrivals
 
 POOL = 4096  # synthetic conversations; a run that needs more begins again, with other tokens
 NEAR = 0.05  # --find-rate ends when the largest rate is known so well
@@ -53,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     workload = made.add_mutually_exclusive_group()
     workload.add_argument("--synthetic", choices=CHATS, default="sharegpt", help="means of a data set (%(default)s)")
     option("--turn-counts", choices=TURN_COUNTS, help=f"of --synthetic (default {TURN_COUNTS[0]})")
-    workload.add_argument("--trace", type=Path, metavar="FILE", help="see scripts/trace_formats.py")
+    workload.add_argument("--trace", type=Path, metavar="FILE", help="see scripts/bench/traces.py")
     option("--tokenizer", metavar="FILE", help="tokenizer.json: for traces of text, servers that return no token ids")
     option("--rate", metavar="RATES", help="conversations/s, comma between (default 1; a trace's own if it has one)")
     option("--find-rate", type=float, metavar="MS", help="between two --rate, the largest with at most this ms/token")

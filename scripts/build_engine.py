@@ -12,7 +12,7 @@ from typing import Any
 from ..builder.build import BACKENDS, DEFAULT_BACKEND, DEVICES, WEIGHTS, Built, build_engine, build_random_engine
 from ..builder.manifest import DTYPES, Compiled
 from ..scheduler.types import SettingError
-from . import profile
+from . import profile_engine
 
 DESCRIPTION = "Compile a Hugging Face checkpoint into an engine."
 EPILOG = """\
@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("random weights have no tokenizer: prompts must be token ids")
     elif not built.has_tokenizer:
         print("the checkpoint has neither tokenizer.json nor vocab.json and merges.txt: prompts must be token ids")
-    return profile.main(["--engine", args.output, "--device", args.device]) if args.profile else 0
+    return profile_engine.main(["--engine", args.output, "--device", args.device]) if args.profile else 0
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ COMMANDS = {
     "triton-repository": "write a model repository for Triton Inference Server",
 }
 
+MODULES = {"profile": "profile_engine"}  # of other names than their commands
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one tool. Only that one is imported: the HTTP process, which imports this file again, stays small."""
@@ -23,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lines = [f"  {name:17} {summary}" for name, summary in COMMANDS.items()]
         print("\n".join(["usage: pensieve COMMAND [options]", "", *lines]), file=sys.stderr)
         return 0 if arguments in (["-h"], ["--help"]) else 2
-    command = importlib.import_module("." + arguments[0].replace("-", "_"), __package__)
+    command = importlib.import_module("." + MODULES.get(name := arguments[0], name.replace("-", "_")), __package__)
     return int(command.main(arguments[1:]))
 
 

@@ -1,7 +1,11 @@
 """simulate: replays conversations against the scheduler on a virtual clock, for each eviction policy and tier size.
 
+    python -m pensieve.scripts.simulate --trace FILE --host-kv-bytes 16GiB,64GiB --eviction retention,lru
+    python -m pensieve.scripts.simulate --preset load --rate 4,5 --start middle
+
 Nothing is computed: the model's shape and the GPU's speeds say how long steps and copies take. See
-`scheduler/sim/simulator.py` for what is simulated, `scripts/traces.py` for the form of a trace.
+`scheduler/sim/simulator.py` for what is simulated, `scripts/bench/traces.py` for the form of a trace. The preset `load`
+has options of its own: `scripts/simulated_load.py`.
 """
 
 from __future__ import annotations
@@ -12,41 +16,24 @@ import math
 import multiprocessing
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..runtime.launch.options import parse_bytes
 from ..scheduler.config import EVICTION_POLICIES, QUEUE_ORDERS, SAVE_MODES, SchedulerConfig
 from ..scheduler.cost import CostProfile, analytic_profile
 from ..scheduler.sim.simulator import Report, Session, longest_context, simulate
 from ..scheduler.types import SettingError
-from .traces import CHATS, read_trace, synthetic
+from .bench.traces import CHATS, read_trace, synthetic
+from .models import ELEMENT_BYTES, MODELS, ModelShape
+from .simulated_load import add_load_options, load_line, load_titles, plan_load, simulate_load
 
-ELEMENT_BYTES = 2  # bf16 weights and KV
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    parameters: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int = 128
-
-    @property
-    def token_bytes(self) -> int:
-        """KV of one token."""
-        return self.layers * 2 * self.kv_heads * self.head_dim * ELEMENT_BYTES
-
-
-MODELS = {
-    "llama-3-8b": ModelShape(8_030_000_000, 32, 32, 8),
-    "llama-2-13b": ModelShape(13_020_000_000, 40, 40, 40),
-    "llama-2-13b-gqa": ModelShape(11_440_000_000, 40, 40, 10),
-    "opt-13b": ModelShape(12_850_000_000, 40, 40, 40),
-}
+POSITIVE = (
+    *("sessions_per_s", "think_s", "flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "chunk_tokens"),
+    *("disk_read_bytes_per_s", "disk_write_bytes_per_s", "seconds", "measure_s"),
+)
 
 
 class Run(NamedTuple):
@@ -60,30 +47,40 @@ class Run(NamedTuple):
     warm_up: int
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(preset: str = "trace") -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="simulate", description=__doc__.partition("\n")[0])
+    made.add_argument("--preset", choices=("trace", "load"), default="trace", help="each has its own options (trace)")
+    option = made.add_argument
+    option("--think-s", type=float, default=15.0, metavar="S", help="mean, synthetic only (default %(default)s)")
+    option("--gpu-kv-bytes", default="40GiB", metavar="SIZE", help="(default %(default)s)")
+    option("--host-kv-bytes", default="16GiB,32GiB,64GiB", metavar="SIZES",
+           help="comma between, of load only one (default %(default)s)")  # fmt: skip
+    option("--queue-order", choices=QUEUE_ORDERS, default=QUEUE_ORDERS[0], help="(default %(default)s)")
+    option("--chunk-tokens", type=int, default=64, metavar="N",
+           help="(default %(default)s: hit rates within a point of those with 32, in less time)")  # fmt: skip
+    option("--max-num-seqs", type=int, default=256, metavar="N", help="running requests (default %(default)s)")
+    option("--max-num-batched-tokens", type=int, default=2048, metavar="N", help="a step (default %(default)s)")
+    option("--jobs", type=int, default=os.cpu_count(), metavar="N", help="runs at a time (default %(default)s)")
+    option("--json", action="store_true", help="one JSON line a run instead of the table")
+    (add_load_options if preset == "load" else add_trace_options)(made)
+    return made
+
+
+def add_trace_options(made: argparse.ArgumentParser) -> None:
     option = made.add_argument
     workload = made.add_mutually_exclusive_group(required=True)
     workload.add_argument("--trace", type=Path, metavar="FILE", help="JSON lines of request lengths (.gz or plain)")
     workload.add_argument("--synthetic", choices=CHATS, help="conversations with the means of a data set")
     option("--sessions", type=int, metavar="N", help="so many conversations (default: all of a trace, 1000 synthetic)")
     option("--sessions-per-s", type=float, default=0.1, metavar="RATE", help="starts a second (default %(default)s)")
-    option("--think-s", type=float, default=15.0, metavar="S", help="mean, synthetic only (default %(default)s)")
     option("--seed", type=int, default=0, metavar="N", help="of starts and synthetic lengths (default %(default)s)")
     option("--model", choices=MODELS, default="llama-2-13b-gqa", help="(default %(default)s)")
-    option("--gpu-kv-bytes", default="40GiB", metavar="SIZE", help="(default %(default)s)")
-    option("--host-kv-bytes", default="16GiB,32GiB,64GiB", metavar="SIZES", help="comma between (default %(default)s)")
     option("--disk-kv-bytes", default="0", metavar="SIZES", help="comma between (default %(default)s: no disk)")
     option("--save", choices=SAVE_MODES, default="async", help="when chunks go to disk (default %(default)s)")
     option("--prefetch", choices=("on", "off"), default="on", help="read ahead of a request's turn (default on)")
     option("--conversation-ttl", type=float, default=math.inf, metavar="S", help="of idle conversations' KV")
     option("--warm-up", type=int, default=0, metavar="N", help="the first N requests are not reported")
     option("--eviction", default="all", metavar="NAMES", help=f"all, or of {','.join(EVICTION_POLICIES)}")
-    option("--queue-order", choices=QUEUE_ORDERS, default=QUEUE_ORDERS[0], help="(default %(default)s)")
-    option("--chunk-tokens", type=int, default=64, metavar="N",
-           help="(default %(default)s: hit rates within a point of those with 32, in less time)")  # fmt: skip
-    option("--max-num-seqs", type=int, default=256, metavar="N", help="running requests (default %(default)s)")
-    option("--max-num-batched-tokens", type=int, default=2048, metavar="N", help="a step (default %(default)s)")
     option(
         "--flops-per-s", type=float, default=500e12, metavar="F", help="reached by large steps (default %(default)g)"
     )
@@ -91,25 +88,49 @@ def parser() -> argparse.ArgumentParser:
     option("--link-bytes-per-s", type=float, default=50e9, metavar="B", help="host to GPU (default %(default)g)")
     option("--disk-read-bytes-per-s", type=float, default=6e9, metavar="B", help="(default %(default)g)")
     option("--disk-write-bytes-per-s", type=float, default=4e9, metavar="B", help="(default %(default)g)")
-    option("--jobs", type=int, default=os.cpu_count(), metavar="N", help="runs at a time (default %(default)s)")
-    option("--json", action="store_true", help="one JSON line a run instead of the table")
-    return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    chosen = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    chosen.add_argument("--preset", default="trace")
+    args = parser(chosen.parse_known_args(words)[0].preset).parse_args(words)
     try:
-        runs = plan_runs(args)
+        for name in POSITIVE:
+            if not getattr(args, name, 1) > 0:
+                raise SettingError(f"--{name.replace('_', '-')}", f"must be above 0, not {getattr(args, name)}")
+        lines = load_lines(args) if args.preset == "load" else trace_lines(args)
+        for line in lines:
+            print(line, flush=True)
     except SettingError as error:
         print(f"simulate: {error}", file=sys.stderr)
         return 2
-    if not args.json:
-        print(f"{args.model}, {args.gpu_kv_bytes} of KV on the GPU, {len(runs[0].sessions)} conversations")
-        print(table_line(*COLUMNS))
-    with multiprocessing.get_context("spawn").Pool(max(1, min(args.jobs, len(runs)))) as pool:
-        for run, report in zip(runs, pool.imap(_simulate, runs), strict=True):
-            print(json_line(run, report) if args.json else report_line(run, report), flush=True)
     return 0
+
+
+def trace_lines(args: argparse.Namespace) -> Iterator[str]:
+    runs = plan_runs(args)
+    if not args.json:
+        yield f"{args.model}, {args.gpu_kv_bytes} of KV on the GPU, {len(runs[0].sessions)} conversations"
+        yield table_line(*COLUMNS)
+    for run, report in in_processes(_simulate, runs, args.jobs):
+        yield json_line(run, report) if args.json else report_line(run, report)
+
+
+def load_lines(args: argparse.Namespace) -> Iterator[str]:
+    runs = plan_load(args)
+    if not args.json:
+        yield load_titles()
+    for run, found in in_processes(simulate_load, runs, args.jobs):
+        if found is None:
+            raise SettingError("--measure-s", f"at {run.rate:g} conversations/s no reply ended meanwhile")
+        yield json.dumps({"bench": "simulate_load", **found}) if args.json else load_line(found)
+
+
+def in_processes(work: Callable[[Any], Any], runs: Sequence[Any], jobs: int) -> Iterator[tuple[Any, Any]]:
+    """Each run and its result, in their order."""
+    with multiprocessing.get_context("spawn").Pool(max(1, min(jobs, len(runs)))) as pool:
+        yield from zip(runs, pool.imap(work, runs), strict=True)
 
 
 def _simulate(run: Run) -> Report:
@@ -118,10 +139,6 @@ def _simulate(run: Run) -> Report:
 
 def plan_runs(args: argparse.Namespace) -> list[Run]:
     """Every policy with every HOST and DISK size. Raises SettingError."""
-    positive = ("sessions_per_s", "think_s", "flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "chunk_tokens")
-    for name in (*positive, "disk_read_bytes_per_s", "disk_write_bytes_per_s"):
-        if not getattr(args, name) > 0:
-            raise SettingError(f"--{name.replace('_', '-')}", f"must be above 0, not {getattr(args, name)}")
     sessions = load_sessions(args)
     model = MODELS[args.model]
     cost = profile(model, args, longest_context(sessions))

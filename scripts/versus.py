@@ -35,8 +35,8 @@ from typing import Any, NamedTuple
 from ..builder.checkpoints.hugging_face import read_json
 from ..runtime.launch.options import default_state_dir, parse_bytes
 from ..scheduler.types import SettingError
-from .serving_runs import PIECE, READY, SERVE, run, serving, tell_end, use_memory
-from .versus_report import read_records, write_report
+from .bench.servers import PIECE, READY, SERVE, run, serving, tell_end, use_memory
+from .bench.versus_report import read_records, write_report
 
 SHAPES = Path(__file__).parent / "shapes"
 START_SECONDS = 300.0  # longest start of a server

@@ -32,7 +32,7 @@ LONG_FILES = (
     "builder/test_shards.py",
     "builder/test_ranks.py",
     "runtime/test_connections.py",
-    "scripts/test_bench_steps.py",
+    "bench/test_steps.py",
     "runtime/test_tracing.py",
 )
 _PLACES = {name: place for place, name in enumerate(LONG_FILES)}

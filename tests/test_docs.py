@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.scripts import bench_tiers
+from pensieve.scripts.bench import steps, tiers
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -36,7 +36,8 @@ def known_options() -> set[str]:
             known.update(re.findall(r'"(--[a-z][a-z0-9-]*)"', text))
             flags = re.findall(r'option\("--([a-z-]+)"[^)]*BooleanOptionalAction', text)
             known.update(f"--no-{flag}" for flag in flags)
-    made = (option for action in bench_tiers.parser()._actions for option in action.option_strings)
+    actions = [*steps.parser()._actions, *tiers.parser()._actions]
+    made = (option for action in actions for option in action.option_strings)
     return known.union(made)  # these it makes from a table
 
 

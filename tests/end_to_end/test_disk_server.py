@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
-from pensieve.scripts.soak import CHUNK_TOKENS, DISK_CHUNKS, GPU_CHUNKS, HOST_CHUNKS, LONGEST, Reference, Soak
+from pensieve.scripts.check.soak import CHUNK_TOKENS, DISK_CHUNKS, GPU_CHUNKS, HOST_CHUNKS, LONGEST, Reference, Soak
 
 from .server import HTTP, Server
 from .test_server import wait_for

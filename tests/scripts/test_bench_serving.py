@@ -11,12 +11,12 @@ import pytest
 
 from pensieve.scheduler.sim.simulator import SessionTurn
 from pensieve.scheduler.types import SettingError
-from pensieve.scripts import bench_load
-from pensieve.scripts.bench_load import Client, Failed, Load, Reply, Tally, Target, Window
-from pensieve.scripts.bench_report import json_line, milliseconds, read_reports, report, report_line, title_line
+from pensieve.scripts.bench import clients as bench_clients
+from pensieve.scripts.bench.clients import Client, Failed, Load, Reply, Tally, Target, Window
+from pensieve.scripts.bench.report import json_line, milliseconds, read_reports, report, report_line, title_line
+from pensieve.scripts.bench.traces import Dialogue, MadeUp
+from pensieve.scripts.bench.workload import Arrival, Words
 from pensieve.scripts.bench_serving import GPU_SECONDS, largest_rate, main, probe
-from pensieve.scripts.bench_workload import Arrival, Words
-from pensieve.scripts.trace_formats import Dialogue, MadeUp
 from tests.end_to_end.server import Server
 from tests.scripts.fake_completions import CompletionsServer
 
@@ -40,18 +40,18 @@ def play(monkeypatch, arrivals, requests, *clients):
         return tally.completed + tally.errors.total() >= requests
 
     async def until(moment):
-        while bench_load.clock() < moment and not all(ended(each.tally) for each in clients):
+        while bench_clients.clock() < moment and not all(ended(each.tally) for each in clients):
             await asyncio.sleep(0.005)
 
     async def play_all():
         return await asyncio.gather(*(each.run(arrivals) for each in clients))
 
-    monkeypatch.setattr(bench_load, "_until", until)
+    monkeypatch.setattr(bench_clients, "_until", until)
     return asyncio.run(play_all())
 
 
 def client(server, **target):
-    return Client(Target(server.url, "fake", **target), Words(100, "salt"), Window(0.0, 60.0), bench_load.clock())
+    return Client(Target(server.url, "fake", **target), Words(100, "salt"), Window(0.0, 60.0), bench_clients.clock())
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_a_server_that_dies_is_counted_and_ends_nothing():
             CompletionsServer(gap_s=times * 0.01) as server,
             Load(Target(server.url, "fake"), arrivals, Words(100, "x"), window, 2) as load,
         ):
-            time.sleep(max(0.0, load.start + times * 0.5 - bench_load.clock()))
+            time.sleep(max(0.0, load.start + times * 0.5 - bench_clients.clock()))
             server.shutdown()
             server.server_close()  # nobody listens any more; what is open goes on
             tally = load.result()
@@ -159,7 +159,7 @@ def test_a_lost_client_process_is_told():
         load._workers[1].kill()
         load._workers[1].join()
         with pytest.raises(ChildProcessError, match="has died"):
-            bench_load._receive(load._pipes[1], 5)
+            bench_clients._receive(load._pipes[1], 5)
     assert not any(worker.is_alive() for worker in load._workers)
 
 

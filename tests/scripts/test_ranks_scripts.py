@@ -15,9 +15,10 @@ import torch
 from pensieve.builder.build import build_engine
 from pensieve.scheduler.plan import StepPlan
 from pensieve.scheduler.types import TokenLogprobs
-from pensieve.scripts import bench_ranks, check_ranks
-from pensieve.scripts.reuse_compare import Answer
-from tests.models import LLAMA_SHAPE, tiny_checkpoint
+from pensieve.scripts.bench import ranks as bench_ranks
+from pensieve.scripts.check import ranks as check_ranks
+from pensieve.scripts.check.reuse import Answer
+from tests.models import tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,7 +78,7 @@ def test_two_ranks_say_what_one_device_says(tmp_path):
     for dtype in ("float32", "bfloat16"):
         build_engine(tmp_path / "checkpoint", tmp_path / dtype, dtype=dtype, tensor_parallel=2)
     engines = [tmp_path / "float32", tmp_path / "bfloat16"]
-    found = said("check_ranks", "--engine", *engines, "--prompts", 6, "--tokens", 100)
+    found = said("check.ranks", "--engine", *engines, "--prompts", 6, "--tokens", 100)
     assert [line["passed"] for line in found] == [True, True]
     assert 0 < found[0]["ranks_max"] < 1e-4 < found[1]["ranks_max"]
 
@@ -85,41 +86,23 @@ def test_two_ranks_say_what_one_device_says(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_add_up_and_say_what_one_says(tmp_path):
-    lines = said("bench_collectives", "--tokens", 1, 64, 1024)
+    lines = said("bench.ranks", "sums", "--tokens", 1, 64, 1024)
     assert all(line["us"].keys() == {"nccl", "one_shot", "auto"} for line in lines[:2])
     tiny_checkpoint("llama", tmp_path / "checkpoint")
     for dtype in ("float32", "bfloat16"):
         build_engine(tmp_path / "checkpoint", tmp_path / dtype, dtype=dtype, tensor_parallel=2, device="cuda")
     engines = [tmp_path / "float32", tmp_path / "bfloat16"]
-    found = said("check_ranks", "--device", "cuda", "--engine", *engines, "--prompts", 6, "--tokens", 100)
+    found = said("check.ranks", "--device", "cuda", "--engine", *engines, "--prompts", 6, "--tokens", 100)
     assert [line["passed"] for line in found] == [True, True]
 
 
 @pytest.mark.slow
 def test_plans_and_sums_are_timed():
-    lines = said("bench_ranks", "--ranks", 3, "--rows", 16, "--steps", 20, "--step-ms", 1)
+    lines = said("bench.ranks", "plans", "--ranks", 3, "--rows", 16, "--steps", 20, "--step-ms", 1)
     assert [line["plans"] for line in lines] == ["generating", "mixed"]
     for line in lines:
         assert line["until_all_have_it_us"]["p50"] > line["unpacking_wall_us"]["p50"]
         parts = ("sending", "unpacking", "reporting", "merging")
         assert all(line[f"{part}_{clock}_us"]["p50"] > 0 for part in parts for clock in ("wall", "cpu"))
-    lines = said("bench_collectives", "--device", "cpu", "--tokens", 1, 4, "--width", 64)
+    lines = said("bench.ranks", "sums", "--device", "cpu", "--tokens", 1, 4, "--width", 64)
     assert [line["tokens"] for line in lines] == [1, 4] and all(line["us"]["mpi"] > 0 for line in lines)
-
-
-@pytest.mark.slow
-def test_a_sweep_tells_each_mode_and_goes_on_behind_a_server_that_does_not_start(tmp_path):
-    shape = tmp_path / "shape.json"
-    shape.write_text(
-        json.dumps({"architectures": ["LlamaForCausalLM"]} | LLAMA_SHAPE | {"max_position_embeddings": 512})
-    )
-    sizes = ["--gpu-kv-bytes", "1MiB", "--host-kv-bytes", "1000TiB", "--max-num-seqs", "8"]
-    times = ["--ramp-s", "1", "--warm-up-s", "1", "--measure-s", "3", "--think-s", "1"]
-    ended = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "experiments" / "ranks_serving.py", "--shape", shape, "--output", tmp_path,
-         "--ranks", "2", "--device", "cpu", "--dtype", "float32", *sizes, *times, "--rates", "reuse=1", "gpu=1"],
-        env={"OMP_NUM_THREADS": "1", **os.environ}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
-    assert "reuse: no server after" in ended.stdout and "--host-kv-bytes: " in ended.stdout
-    assert json.loads((tmp_path / "gpu.json").read_text())["rate"] == 1 and not (tmp_path / "reuse.json").exists()

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from pensieve.scripts import versus
+from pensieve.scripts.bench.versus_report import BEGIN, END, read_records, write_report
 from pensieve.scripts.versus import CONNECTORS, Server, Versus, main, parser
-from pensieve.scripts.versus_report import BEGIN, END, read_records, write_report
 from tests.models import LLAMA_SHAPE
 from tests.scripts.fake_vllm import make_site
 

@@ -34,7 +34,7 @@ from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.cost import analytic_profile
 from pensieve.scheduler.sim.simulator import Session, SessionTurn, simulate
 from pensieve.scheduler.types import SettingError
-from pensieve.scripts.profile import main
+from pensieve.scripts.profile_engine import main
 from tests.runtime.fake_engine import FakeEngine
 
 CHUNK = 16
@@ -317,7 +317,7 @@ def test_the_command_measures_and_saves(directory, engine, capsys):
 @pytest.mark.slow
 def test_the_command_measures_two_ranks(tmp_path):
     directory = build_tiny(tmp_path, tensor_parallel=2)
-    words = [sys.executable, "-m", "pensieve.scripts.profile", "--engine", str(directory), *SMALL, "--json"]
+    words = [sys.executable, "-m", "pensieve.scripts.profile_engine", "--engine", str(directory), *SMALL, "--json"]
     alone = {"OMP_NUM_THREADS": "1", **os.environ}  # it starts its ranks by itself
     ended = subprocess.run(words, env=alone, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr

@@ -1,0 +1,416 @@
+"""bench.engine: a compiled forward pass beside the reference's; and engines of large models on a GPU.
+
+    python -m pensieve.scripts.bench.engine compare [--checkpoint DIR] [--dtype float32] [--threads 1]
+    python -m pensieve.scripts.bench.engine gpu [--shapes llama-3-8b llama-2-13b] [--weights same fp8]
+
+compare: the time outside attention, which both engines share. Batches of one new token a request, or one prompt, of
+which medians are printed; then all steps of a chat load, each once.
+
+gpu: for each shape, with random bf16 weights, an eager and a compiled engine are built, opened one after the other and
+run: a prompt that fills the largest step, then captured generation. Printed for each:
+
+    build, load        seconds; of a compiled engine also its compiler's
+    loading            peak GPU memory while it was opened beyond the weights' own bytes (random weights are made one
+                       tensor at a time, so a tensor or two)
+    running            peak GPU memory while steps ran beyond weights and KV pool: activations, a step's logits, graphs
+    generation         ms a step, and the share of the floor: weights and KV bytes at 4.25 TB/s
+
+The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...builder.build import WEIGHTS, build_engine, build_random_engine
+from ...builder.checkpoints.config import Shard
+from ...builder.checkpoints.hugging_face import DEMO_CHECKPOINT
+from ...plugins.attention import reference as attention_reference
+from ...plugins.torch_ops import register_pool, release_pool
+from ...runtime.engine import Engine, open_engine
+from ...scheduler.config import SchedulerConfig
+from ...scheduler.cost import CostProfile, analytic_profile
+from ...scheduler.plan import StepPlan
+from ...scheduler.sim.simulator import Simulator, VirtualDevice, longest_context
+from ...scheduler.types import SettingError
+from .traces import CHATS, synthetic
+
+CHUNK = 32
+
+
+class Part(NamedTuple):
+    """One request's share of a step: its `new` last tokens of `context`, and whether the last of them is sampled."""
+
+    new: int
+    context: int
+    samples: bool = True
+
+
+CONTEXT = 128  # tokens of a row that generates: short, as the time of attention is taken off, not its noise
+BATCHES = {
+    "1 row generates": [Part(1, CONTEXT)],
+    "4 rows generate": [Part(1, CONTEXT)] * 4,
+    "16 rows generate": [Part(1, CONTEXT)] * 16,
+    "64 rows generate": [Part(1, CONTEXT)] * 64,
+    "a prompt of 64": [Part(64, 64)],
+    "a prompt of 512": [Part(512, 512)],
+}
+UNCOUNTED = 3
+
+
+Clock = Callable[[], float]
+
+
+class Spent:
+    """Seconds of a clock inside the operations that every backend calls."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.seconds, self.clock = 0.0, clock
+        for name in ("write_kv", "multi_token_attention"):
+            setattr(attention_reference, name, self._timed(getattr(attention_reference, name)))
+
+    def _timed(self, operation: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            start = self.clock()
+            result = operation(*arguments)
+            self.seconds += self.clock() - start
+            return result
+
+        return timed
+
+
+class Row(NamedTuple):
+    """Milliseconds a step: outside attention, and all of it."""
+
+    batch: str
+    reference: float
+    inductor: float
+    reference_total: float
+    inductor_total: float
+
+    @property
+    def ratio(self) -> float:
+        return self.reference / self.inductor
+
+
+def arguments(requests: int, new: int, vocab: int, context: int = CONTEXT) -> list[torch.Tensor]:
+    """Of `Engine.forward` but the pool: each request computes the end of its context, and samples at the last."""
+    return arguments_of([Part(new, max(context, new))] * requests, vocab)
+
+
+def arguments_of(parts: Sequence[Part], vocab: int) -> list[torch.Tensor]:
+    """As `arguments`, each request its own part; chunks are those of the pool's first slots, in order."""
+    blocks = [-(-part.context // CHUNK) for part in parts]
+    table = torch.zeros(len(parts), max(blocks), dtype=torch.int64)
+    positions, slots, segments, rows = [], [], [], []
+    first, taken = 0, 0
+    for seat, part in enumerate(parts):
+        table[seat, : blocks[seat]] = torch.arange(taken, taken + blocks[seat])
+        own = torch.arange(part.context - part.new, part.context)
+        positions.append(own)
+        slots.append(table[seat, own // CHUNK] * CHUNK + own % CHUNK)
+        segments.append((first, part.new, 0, part.context, seat))
+        first, taken = first + part.new, taken + blocks[seat]
+        if part.samples:
+            rows.append(first - 1)
+    ids = torch.randint(vocab, (first,), generator=torch.Generator().manual_seed(0))
+    made = (ids, torch.cat(positions), torch.cat(slots), torch.tensor(segments), table, torch.tensor(rows))
+    return [part.int() for part in made]
+
+
+class StepBench:
+    """Both engines, over one pool of `slots` chunks; `step` runs one batch on each."""
+
+    def __init__(self, engines: Sequence[Engine], slots: int, spent: Spent):
+        self.engines, self.spent = engines, spent
+        self.vocab = engines[0].manifest.vocab_size
+        self.handle = register_pool(torch.zeros(engines[0].kv_shape(slots, CHUNK), dtype=engines[0].dtype))
+
+    def step(self, batch: Sequence[torch.Tensor]) -> list[float]:
+        """Milliseconds outside attention of each engine, then all of them."""
+        outside, total = [], []
+        for engine in self.engines:
+            self.spent.seconds = 0.0
+            start = self.spent.clock()
+            engine.forward(*batch, self.handle)  # type: ignore[arg-type, call-arg]
+            took = self.spent.clock() - start
+            outside.append(1e3 * (took - self.spent.seconds))
+            total.append(1e3 * took)
+        return outside + total
+
+    def batch(self, name: str, seconds: float) -> Row:
+        """Medians of one of the BATCHES."""
+        batch = arguments_of(BATCHES[name], self.vocab)
+        times: list[list[float]] = []
+        deadline = time.perf_counter() + seconds
+        while len(times) < UNCOUNTED + 5 or time.perf_counter() < deadline:
+            times.append(self.step(batch))
+        return Row(name, *map(statistics.median, zip(*times[UNCOUNTED:], strict=True)))
+
+    def chats(self, steps: Sequence[Sequence[Part]]) -> Row:
+        """Means over the steps, each as it comes, so what the first of a shape costs is in them."""
+        times = [self.step(arguments_of(step, self.vocab)) for step in steps]
+        return Row(f"{len(steps)} steps of chats", *map(statistics.fmean, zip(*times, strict=True)))
+
+
+class Recorder(VirtualDevice):
+    """Keeps the parts of each step: generated tokens and then spans, as the batch has them."""
+
+    def __init__(self, cost: CostProfile):
+        super().__init__(cost)
+        self.steps: list[tuple[Part, ...]] = []
+
+    def launch(self, plan: StepPlan, now: float) -> float:
+        if plan.tokens:
+            generated = [Part(1, position + 1) for position in plan.positions]
+            spans = [Part(span.end - span.start, span.end, span.samples) for span in plan.spans]
+            self.steps.append((*generated, *spans))
+        return super().launch(plan, now)
+
+
+def chat_steps(users: int = 8, turns: int = 2, seed: int = 0) -> list[tuple[Part, ...]]:
+    """The steps of `users` conversations like ShareGPT's, of `turns` turns at most; nothing is evicted."""
+    drawn = synthetic(CHATS["sharegpt"], conversations=users, sessions_per_s=1.0, think_s=2.0, seed=seed)
+    sessions = [session._replace(turns=session.turns[:turns]) for session in drawn]
+    longest = longest_context(sessions)
+    config = SchedulerConfig(
+        gpu_kv_chunks=users * (longest // CHUNK + 2),
+        host_kv_chunks=0,
+        max_model_len=longest,
+        max_num_seqs=users,
+        chunk_tokens=CHUNK,
+        generation_reserve=0.0,
+    )
+    cost = analytic_profile(  # only the 5 ms of a step count: nothing is evicted, loaded or recomputed
+        chunk_tokens=CHUNK,
+        parameters=5_000_000,
+        layers=6,
+        attention_width=512,
+        chunk_bytes=2**19,
+        max_context=longest,
+        flops_per_s=50e9,
+        link_bytes_per_s=5e9,
+        step_base_seconds=5e-3,
+    )
+    device = Recorder(cost)
+    Simulator(config, cost, sessions, watch=lambda *_: None, device=device).run()
+    return device.steps
+
+
+def slots_of(parts: Sequence[Part]) -> int:
+    return sum(-(-part.context // CHUNK) for part in parts)
+
+
+def compare(args: argparse.Namespace) -> dict[str, Any]:
+    """Prints a table; returns the line of JSON. Raises SettingError as building does."""
+    torch.set_num_threads(args.threads)
+    with tempfile.TemporaryDirectory() as directory:
+        engines = []
+        for backend in ("reference", "inductor"):
+            build_engine(args.checkpoint, Path(directory) / backend, backend, args.dtype)
+            engines.append(open_engine(Path(directory) / backend))
+        steps = chat_steps()
+        slots = max(slots_of(parts) for parts in (*BATCHES.values(), *steps))
+        bench = StepBench(engines, slots, Spent(time.thread_time if args.threads == 1 else time.perf_counter))
+        rows = [bench.batch(name, args.seconds) for name in BATCHES]
+        rows.append(bench.chats(steps))
+    print("| batch | reference, ms | inductor, ms | ratio | with attention: reference | inductor |")
+    print("|---|---|---|---|---|---|")
+    for row in rows:
+        numbers = (row.reference, row.inductor, row.ratio, row.reference_total, row.inductor_total)
+        print(f"| {row.batch} | " + " | ".join(f"{number:.2f}" for number in numbers) + " |")
+    return {"dtype": args.dtype, "threads": args.threads, "rows": [row._asdict() for row in rows]}
+
+
+# On a GPU.
+
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 16384}
+SHAPES = {
+    "llama-3-8b": LLAMA
+    | dict(vocab_size=128256, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8)
+    | dict(intermediate_size=14336, rope_theta=500000.0),
+    "llama-2-13b": LLAMA
+    | dict(vocab_size=32000, hidden_size=5120, num_hidden_layers=40, num_attention_heads=40, num_key_value_heads=10)
+    | dict(intermediate_size=13824),
+}
+FLOOR_BYTES_S = 4.25e12
+POOL_BYTES = 20 * 2**30
+PROMPT = 2048
+GENERATION = ((1, 32), (64, 32), (64, 1024))  # rows, context
+REPEATS = 30
+
+
+class GpuRow(NamedTuple):
+    """Seconds, bytes, and milliseconds a step of GENERATION in its order."""
+
+    shape: str
+    backend: str
+    weights: str
+    build_seconds: float
+    compile_seconds: float
+    load_seconds: float
+    weight_bytes: int
+    loading_beyond: int
+    pool_bytes: int
+    running_beyond: int
+    step_ms: tuple[float, ...]
+    floor_ms: tuple[float, ...]
+
+
+def bench_on_gpu(shape: str, backend: str, weights: str, directory: Path) -> GpuRow:
+    """Raises SettingError as building does."""
+    config = directory / "config.json"
+    config.write_text(json.dumps(SHAPES[shape]))
+    start = time.perf_counter()
+    path = directory / f"{shape}-{backend}-{weights}"
+    built = build_random_engine(config, path, backend=backend, dtype="bfloat16", device="cuda", weights=weights)
+    build_seconds = time.perf_counter() - start
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    engine = open_engine(path, "cuda")
+    torch.cuda.synchronize()
+    load_seconds = time.perf_counter() - start
+    loading = torch.cuda.max_memory_allocated() - before
+    compiled = built.manifest.compiled
+    pool, running, steps = run(engine, before)
+    return GpuRow(
+        shape=shape,
+        backend=backend,
+        weights=weights,
+        build_seconds=round(build_seconds, 1),
+        compile_seconds=compiled.compile_seconds if compiled else 0.0,
+        load_seconds=round(load_seconds, 2),
+        weight_bytes=engine.weight_bytes,
+        loading_beyond=loading - engine.weight_bytes,
+        pool_bytes=pool,
+        running_beyond=running - engine.weight_bytes - pool,
+        step_ms=tuple(steps),
+        floor_ms=tuple(floor_ms(engine, *batch) for batch in GENERATION),
+    )
+
+
+def floor_ms(engine: Engine, rows: int, context: int) -> float:
+    kv = rows * context * engine.chunk_bytes(CHUNK) // CHUNK
+    return 1e3 * (engine.weight_bytes + kv) / FLOOR_BYTES_S
+
+
+@torch.inference_mode()
+def run(engine: Engine, before: int) -> tuple[int, int, list[float]]:
+    """(Bytes of the pool, peak bytes beyond those allocated before the engine was, milliseconds of each generation)."""
+    slots = POOL_BYTES // engine.chunk_bytes(CHUNK)
+    pool = torch.zeros(engine.kv_shape(slots, CHUNK), dtype=engine.dtype, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    step_of(engine, pool, 1, PROMPT)(lambda step: step())
+    times = [step_of(engine, pool, rows, 1, context)(captured_ms) for rows, context in GENERATION]
+    torch.cuda.synchronize()
+    return pool.nbytes, torch.cuda.max_memory_allocated() - before, times
+
+
+def step_of(engine: Engine, pool: Tensor, requests: int, new: int, context: int = 0) -> Callable[..., Any]:
+    """how -> how(step), while the pool is registered."""
+    from ...plugins.attention.kernel import make_work_list  # Triton comes with CUDA only
+    from ...plugins.attention.work_list import Capacity
+
+    batch = [part.cuda() for part in arguments(requests, new, engine.vocab_size, context)]
+    shard = Shard(engine.manifest.decoder, engine.manifest.tensor_parallel)
+    capacity = Capacity(requests * new, requests, batch[4].shape[1] * CHUNK)
+    work = make_work_list(capacity, shard.heads, shard.kv_heads, shard.config.head_dim, engine.dtype)
+
+    def do(how: Callable[[Callable[[], Tensor]], Any]) -> Any:
+        handle = register_pool(pool, work=work)
+
+        def step() -> Tensor:
+            work.build(batch[3], longest=new)  # as the device tells it
+            return engine.forward(*batch, handle)  # type: ignore[arg-type, call-arg]
+
+        try:
+            return how(step)
+        finally:
+            torch.cuda.synchronize()
+            release_pool(handle)
+
+    return do
+
+
+def captured_ms(step: Callable[[], Tensor]) -> float:
+    """Median time of one captured step, one behind the other."""
+    step()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS)]
+    for event in events:
+        graph.replay()
+        event.record()
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events[3:]))
+
+
+def line(row: GpuRow) -> str:
+    mib, gib = 2**20, 2**30
+    steps = " | ".join(f"{ms:.2f} ({floor / ms:.0%})" for ms, floor in zip(row.step_ms, row.floor_ms, strict=True))
+    return (
+        f"| {row.shape} | {row.backend}, {row.weights} | {row.build_seconds:.0f} ({row.compile_seconds:.0f}), "
+        f"{row.load_seconds:.2f} s | {row.weight_bytes / gib:.2f} | {row.loading_beyond / mib:.0f} MiB | "
+        f"{row.pool_bytes / gib:.2f} | {row.running_beyond / mib:.0f} MiB | {steps} |"
+    )
+
+
+def bench_gpu(args: argparse.Namespace) -> dict[str, Any]:
+    """As `compare`."""
+    generation = " | ".join(f"{rows} at {context}" for rows, context in GENERATION)
+    print(f"| shape | engine | build (compiler), load | weights, GiB | loading | pool, GiB | running | {generation} |")
+    print("|---|---|---|---|---|---|---|" + "---|" * len(GENERATION))
+    rows = []
+    for shape, weights, backend in itertools.product(args.shapes, args.weights, args.backends):
+        with tempfile.TemporaryDirectory() as directory:
+            rows.append(bench_on_gpu(shape, backend, weights, Path(directory)))
+        torch.cuda.empty_cache()
+        print(line(rows[-1]), flush=True)
+    return {"gpu": torch.cuda.get_device_name(), "rows": [row._asdict() for row in rows]}
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="bench.engine", description=__doc__.partition("\n")[0])
+    ways = made.add_subparsers(dest="way", required=True)
+    option = ways.add_parser("compare", help="beside the reference, on the CPU").add_argument
+    option("--checkpoint", type=Path, default=DEMO_CHECKPOINT, metavar="DIR")
+    option("--dtype", default="float32")
+    option("--threads", type=int, default=1)
+    option("--seconds", type=float, default=3.0, help="a batch (default %(default)s)")
+    option = ways.add_parser("gpu", help="engines of large models").add_argument
+    option("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
+    option("--backends", nargs="+", default=["reference", "inductor"], metavar="NAME")
+    option("--weights", nargs="+", default=["same"], choices=WEIGHTS)
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    try:
+        found = compare(args) if args.way == "compare" else bench_gpu(args)
+    except SettingError as error:
+        print(f"bench.engine: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,232 @@
+"""Times the attention kernel on a GPU beside FlashAttention-3's measured times and three other ways to the same result.
+
+    python -m pensieve.scripts.bench.kernels [--heads 40/10 ...] [--shapes decode ...] [--plot kernels.png]
+
+Ways: `ours`, over scattered chunks; `in a row`, ours in a graph of eight layers, per layer; `contiguous`, PyTorch's
+FlashAttention-2 over KV that lies contiguous for free; `copy out`, the same behind a copy out of the chunks; `one
+token`, our kernel asked for one query token at a time. Each is a captured graph, launched with a cold L2 and timed by
+events; the median counts. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...plugins.attention import kernel as attention_kernel
+from ...plugins.attention.work_list import Capacity, WorkList
+from ..figures import pyplot
+
+CHUNK, HEAD_DIM, LAYERS = 32, 128, 4
+SCALE = HEAD_DIM**-0.5
+HEADS = ("40/40", "40/10", "32/8")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Requests as (query tokens, context), and the microseconds FlashAttention-3 takes on an H200, by HEADS."""
+
+    name: str
+    requests: tuple[tuple[int, int], ...]
+    fa3: tuple[int, int, int]
+
+    @property
+    def uniform(self) -> bool:
+        return len(set(self.requests)) == 1
+
+
+def _mixed() -> tuple[tuple[int, int], ...]:
+    dice = random.Random(0)
+    decode = [(1, dice.randint(200, 4000)) for _ in range(96)]
+    return (*decode, *((dice.randint(16, 200), dice.randint(200, 4000)) for _ in range(16)))
+
+
+SHAPES = (
+    Shape("append 32 x 8 at 512", ((8, 512),) * 32, (103, 41, 34)),
+    Shape("append 32 x 8 at 2048", ((8, 2048),) * 32, (320, 103, 83)),
+    Shape("append 32 x 8 at 8192", ((8, 8192),) * 32, (1180, 336, 256)),
+    Shape("append 32 x 8 at 16384", ((8, 16384),) * 32, (2338, 647, 488)),
+    Shape("decode 64 at 2048", ((1, 2048),) * 64, (612, 173, 143)),
+    Shape("decode 256 at 1024", ((1, 1024),) * 256, (1218, 341, 273)),
+    Shape("decode 1 at 16384", ((1, 16384),), (99, 40, 35)),
+    Shape("prefill 4 x 2048", ((2048, 2048),) * 4, (360, 346, 272)),
+    Shape("prefill 512 at 8192", ((512, 8192),), (220, 212, 116)),
+    Shape("mixed 96 decode + 16 append", _mixed(), (1227, 416, 340)),
+)
+
+
+class Batch:
+    """The tensors of one shape, whose chunks lie in random order in the first slots of a pool."""
+
+    def __init__(self, shape: Shape, heads: int, pool: Tensor):
+        self.shape, self.pool = shape, pool
+        blocks = [-(-context // CHUNK) for _, context in shape.requests]
+        order = torch.randperm(sum(blocks), device="cuda").int()
+        self.block_table = torch.zeros(len(blocks), max(blocks), dtype=torch.int32, device="cuda")
+        for seat, (count, end) in enumerate(zip(blocks, itertools.accumulate(blocks), strict=True)):
+            self.block_table[seat, :count] = order[end - count : end]
+        starts = [0, *itertools.accumulate(queries for queries, _ in shape.requests)]
+        rows = [
+            (at, n, 0, context, i) for i, (at, (n, context)) in enumerate(zip(starts, shape.requests, strict=False))
+        ]
+        single = [(at + j, 1, 0, end - n + j + 1, i) for at, n, _, end, i in rows for j in range(n)]
+        self.segments, self.single = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in (rows, single))
+        self.q = torch.randn(starts[-1], heads, HEAD_DIM, device="cuda").to(pool.dtype)
+        self.ends = [0, *itertools.accumulate(context for _, context in shape.requests)]
+        self.starts = starts
+
+    def work(self, segments: Tensor) -> WorkList:
+        capacity = Capacity(len(self.q), len(segments), int(segments[:, 3].max()))
+        work = attention_kernel.make_work_list(capacity, self.q.shape[1], self.pool.shape[3], HEAD_DIM, self.q.dtype)
+        generation = int(segments[:, 1].max()) == 1
+        work.build(segments, longest=1 if generation else None)  # as the device does it
+        return work
+
+    def attend(self, work: WorkList, layer: int) -> Tensor:
+        return attention_kernel.multi_token_attention(self.q, self.block_table, self.pool, layer, SCALE, work)
+
+    def places(self) -> tuple[Tensor, Tensor]:
+        """Slot and offset of every context's tokens, one behind the other."""
+        contexts = [torch.arange(context, device="cuda") for _, context in self.shape.requests]
+        slots = [self.block_table[i].long()[x // CHUNK] for i, x in enumerate(contexts)]
+        return torch.cat(slots), torch.cat(contexts) % CHUNK
+
+    def copied(self, places: tuple[Tensor, Tensor], layer: int) -> Tensor:
+        """Keys and values out of the chunks: [tokens, 2, kv_heads, head_dim]."""
+        return self.pool[places[0], layer, :, :, places[1]]
+
+    def flash(self) -> Callable[[Tensor], Tensor]:
+        """FlashAttention-2 over contiguous KV [tokens, 2, kv_heads, head_dim]."""
+        queries, context = self.shape.requests[0]
+        count = len(self.shape.requests)
+        if self.shape.uniform:
+            q = self.q.view(count, queries, *self.q.shape[1:]).transpose(1, 2)
+
+            def uniform(kv: Tensor) -> Tensor:
+                k, v = (x.view(count, context, *x.shape[1:]).transpose(1, 2) for x in kv.unbind(1))
+                op = torch.ops.aten._scaled_dot_product_flash_attention
+                return op(q, k, v, 0.0, queries > 1, scale=SCALE)[0].transpose(1, 2).reshape(self.q.shape)
+
+            return uniform
+        ends = [torch.tensor(x, dtype=torch.int32, device="cuda") for x in (self.starts, self.ends)]
+        most = [max(x) for x in zip(*self.shape.requests, strict=True)]
+
+        def ragged(kv: Tensor) -> Tensor:
+            op = torch.ops.aten._flash_attention_forward
+            return op(self.q, *kv.unbind(1), *ends, *most, 0.0, True, False, scale=SCALE)[0]
+
+        return ragged
+
+
+def graph_of(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    run()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
+def microseconds(run: Callable[[], object], flush: Tensor, repeats: int = 25) -> float:
+    """Median time of one captured run, each with a cold L2; the launch itself hides behind the flush."""
+    graph = graph_of(run)
+    times = []
+    for _ in range(repeats + 3):
+        flush.zero_()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        times.append((start, end))
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) * 1000 for start, end in times[3:])
+
+
+def ceilings(flush: Tensor) -> dict[str, float]:
+    """Bandwidth of reading and writing, both counted, in TB/s and bf16 matrix rate in TFLOP/s, of this machine now."""
+    source = torch.randn(2**30, device="cuda")
+    target = torch.empty_like(source)
+    copy = microseconds(lambda: torch.add(source, 1.0, out=target), flush)
+    a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
+    product = microseconds(lambda: a @ b, flush)
+    return {"copy_tb_s": 2 * source.nbytes / copy / 1e6, "matrix_tflop_s": 2 * 8192**3 / product / 1e6}
+
+
+def measure(batch: Batch, flush: Tensor, others: bool) -> dict[str, float]:
+    """Microseconds by way; `error` of ours relative to FlashAttention-2's result."""
+    work = batch.work(batch.segments)
+    times = {"ours": microseconds(lambda: batch.attend(work, 1), flush)}
+    times["in a row"] = microseconds(lambda: [batch.attend(work, i % LAYERS) for i in range(8)], flush, 9) / 8
+    if others:
+        flash, places = batch.flash(), batch.places()
+        kv = batch.copied(places, 1)
+        difference = batch.attend(work, 1).float() - flash(kv).float()
+        times["error"] = float(difference.norm() / flash(kv).float().norm())
+        times["contiguous"] = microseconds(lambda: flash(kv), flush)
+        times["copy out"] = microseconds(lambda: flash(batch.copied(places, 1)), flush, 9)
+        alone = batch.work(batch.single)
+        times["one token"] = microseconds(lambda: batch.attend(alone, 1), flush, 9)
+    return times
+
+
+def plot(results: list[dict], path: str) -> None:
+    """Pensieve's figure 12: appending at growing contexts, by way."""
+    plt = pyplot("--plot")
+    figure, axes = plt.subplots(1, len(HEADS), figsize=(15, 4))
+    for heads, axis in zip(HEADS, axes, strict=True):
+        rows = [r for r in results if r["heads"] == heads and r["shape"].startswith("append")]
+        for way in ("ours", "contiguous", "copy out", "one token", "fa3"):
+            axis.plot([int(r["shape"].split()[-1]) for r in rows], [r[way] for r in rows], marker="o", label=way)
+        axis.set(title=f"{heads} heads", xlabel="context, tokens", ylabel="us", yscale="log", xscale="log")
+    axes[0].legend()
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="times the attention kernel beside others")
+    parser.add_argument("--heads", nargs="+", default=HEADS, choices=HEADS, help="query heads/key heads")
+    parser.add_argument("--shapes", nargs="+", default=("",), help="shapes whose names contain one of these")
+    parser.add_argument("--only-ours", action="store_true", help="leave the other ways out")
+    parser.add_argument("--plot", help="file for the figure")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    flush = torch.empty(2**28, dtype=torch.int8, device="cuda")
+    report = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, **ceilings(flush)}
+    print(f"{report['gpu']}: copy {report['copy_tb_s']:.2f} TB/s, matrix {report['matrix_tflop_s']:.0f} TFLOP/s")
+    chosen = [shape for shape in SHAPES if any(part in shape.name for part in options.shapes)]
+    slots = max(sum(-(-context // CHUNK) for _, context in shape.requests) for shape in chosen)
+    results = []
+    print(f"{'shape':28} heads   FA3 us   ours  ratio  in a row  TB/s  TFLOP/s  contiguous  copy out  one token  error")
+    for heads in options.heads:
+        q_heads, kv_heads = map(int, heads.split("/"))
+        pool = torch.empty(slots, LAYERS, 2, kv_heads, CHUNK, HEAD_DIM, dtype=torch.bfloat16, device="cuda").normal_()
+        for shape in chosen:
+            row = {"shape": shape.name, "heads": heads, "fa3": shape.fa3[HEADS.index(heads)]}
+            row |= measure(Batch(shape, q_heads, pool), flush, not options.only_ours)
+            read = sum(context for _, context in shape.requests) * kv_heads * HEAD_DIM * 4
+            work = sum(n * (context - (n - 1) / 2) for n, context in shape.requests) * q_heads * HEAD_DIM * 4
+            row |= {"tb_s": read / row["ours"] / 1e6, "tflop_s": work / row["ours"] / 1e6}
+            others = "".join(f"{row.get(way, 0):11.0f}" for way in ("contiguous", "copy out", "one token"))
+            print(
+                f"{shape.name:28} {heads:6} {row['fa3']:6} {row['ours']:8.1f} {row['fa3'] / row['ours']:5.2f} "
+                f"{row['in a row']:8.1f} {row['tb_s']:6.2f} {row['tflop_s']:7.0f} {others} {row.get('error', 0):9.2g}",
+                flush=True,
+            )
+            results.append(row)
+        del pool
+    if options.plot:
+        plot(results, options.plot)
+    print(json.dumps({**report, "results": results}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,309 @@
+"""What the benchmarks of steps and tiers run on: a device that keeps times, and the service's loop without messages.
+
+And what their commands share: counts as options, parts, the engine loaded once, lines and JSON of each part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...plugins.kv_forms.forms import Form
+from ...runtime.device.cpu import CpuDevice
+from ...runtime.device.protocol import ForwardPass
+from ...runtime.disk.store import DiskSettings
+from ...runtime.engine import Engine
+from ...runtime.executor import GROUP_LAYERS, Executor
+from ...runtime.loop import EngineLoop
+from ...runtime.step.inputs import StepInputs
+from ...scheduler.config import SchedulerConfig
+from ...scheduler.cost import CostProfile
+from ...scheduler.plan import Lane
+from ...scheduler.scheduler import Scheduler
+from ...scheduler.types import InvariantError, Request, RequestId, SettingError, Tier, Usage
+
+SPARE_CHUNKS = 4  # in the smallest GPU cache that holds a turn
+
+
+# The device, and when its work began and ended.
+
+
+_Device: Any = object  # of the class that mixes it in
+
+
+class Timed(_Device):
+    """A mixin of devices: keeps when copies in and steps began and ended, on the device's own clock.
+
+    Several executors may use it one after the other: pools are made and the engine is loaded by the first one alone,
+    which must have the largest pools and the smallest layer groups. `end`, not `close`, ends it. A later executor that
+    uses fewer gates marks but those; the others stay as they were left, open.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._loaded = False
+        self._start = self._open = None
+        self._allocated: set[Tier] = set()
+        self.recording = False
+        self.copies_in: list[tuple[Any, Any]] = []
+        self.steps: list[tuple[Any, Any]] = []
+        self.late = 0
+        """Steps that were wholly issued only after the one before had ended: the device may have waited within them."""
+
+    def stamp(self, lane: Lane) -> Any:
+        """Takes the time at this point of the lane's order."""
+        raise NotImplementedError
+
+    def passed(self, stamp: Any) -> bool:
+        raise NotImplementedError
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Between two stamps that are passed."""
+        raise NotImplementedError
+
+    def start_recording(self) -> None:
+        """Forgets what is recorded, and records from here on."""
+        self.recording, self.late = True, 0
+        self.copies_in, self.steps = [], []
+
+    def allocate_pool(self, tier: Tier, shape: tuple[int, ...], dtype: torch.dtype, form: Form | None = None) -> None:
+        if tier not in self._allocated:
+            super().allocate_pool(tier, shape, dtype, form)
+            self._allocated.add(tier)
+
+    def load(self, engine: ForwardPass, seats: int, blocks: int, gates: tuple[int, ...], most_tokens: int) -> None:
+        if not self._loaded:
+            super().load(engine, seats, blocks, gates, most_tokens)
+            self._loaded = True
+
+    def copy(self, lane: Lane, sources: np.ndarray, targets: np.ndarray, layers: range) -> None:
+        timed = self.recording and lane is Lane.IN
+        start = self.stamp(lane) if timed else None
+        super().copy(lane, sources, targets, layers)
+        if timed:
+            self.copies_in.append((start, self.stamp(lane)))
+
+    def upload(self, inputs: StepInputs) -> None:
+        self._start = self.stamp(Lane.COMPUTE) if self.recording else None
+        super().upload(inputs)
+
+    def run(self) -> None:
+        super().run()
+        self._open = self._start
+
+    def mark(self, lane: Lane, gate: int | None = None) -> Any:
+        # `sample` ends with a mark; a stamp behind it might not be passed yet when the step is known to be complete.
+        if lane is Lane.COMPUTE and self._open is not None:
+            self.late += bool(self.steps) and self.passed(self.steps[-1][1])
+            self.steps.append((self._open, self.stamp(lane)))
+            self._open = None
+        return super().mark(lane, gate)
+
+    def close(self) -> None:
+        """Nothing: other executors follow."""
+
+    def end(self) -> None:
+        super().close()
+
+
+class TimedCpu(Timed, CpuDevice):
+    def stamp(self, lane: Lane) -> list[float]:
+        taken: list[float] = []
+        self._issue(lane, lambda: taken.append(time.perf_counter()))
+        return taken
+
+    def passed(self, stamp: list[float]) -> bool:
+        return bool(stamp)
+
+    def seconds(self, start: list[float], end: list[float]) -> float:
+        return end[0] - start[0]
+
+
+def make_device(name: str) -> Timed:
+    if name == "cpu":
+        return TimedCpu()
+    from ...runtime.device.cuda import CudaDevice
+
+    class TimedCuda(Timed, CudaDevice):
+        def stamp(self, lane: Lane) -> torch.cuda.Event:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(self._streams[lane])
+            return event
+
+        def passed(self, stamp: torch.cuda.Event) -> bool:
+            return stamp.query()
+
+        def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+            return start.elapsed_time(end) / 1e3
+
+    return TimedCuda()
+
+
+# The loop.
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Seconds of the host's work on a pass of the loop, when its result was applied, and rows that got a token."""
+
+    plan: float
+    launch: float
+    wait: float
+    apply: float
+    at: float
+    rows: int
+
+
+class Loop:
+    """The engine's loop with requests of random tokens; keeps the times of its steps."""
+
+    def __init__(
+        self,
+        device: Timed,
+        engine: Engine,
+        config: SchedulerConfig,
+        cost: CostProfile,
+        group_layers: int = GROUP_LAYERS,
+        disk: DiskSettings | None = None,
+    ):
+        """disk: what an earlier loop left there is found again, as after a restart."""
+        self.config, self.device = config, device
+        self.scheduler = Scheduler(config, cost)
+        self._executor = Executor(device, engine, config, group_layers, disk=disk)
+        self.scheduler.disk.adopt(self._executor.disk_records(), time.monotonic())
+        self._loop = EngineLoop(self.scheduler, self._executor)
+        self._vocab_size, self._dice = engine.vocab_size, np.random.default_rng(0)
+        self._requests = 0
+        self.steps: list[Step] = []
+        self.begun: dict[RequestId, tuple[float, Usage]] = {}
+        """When the first token of each request was there, and where its prompt's KV came from."""
+        self.ended: dict[RequestId, float] = {}
+        """When the end of each request was told."""
+
+    def random_ids(self, count: int) -> array[int]:
+        return array("i", self._dice.integers(0, self._vocab_size, count, np.int32).tobytes())
+
+    def add(self, prompt: array[int], max_tokens: int) -> RequestId:
+        self._requests += 1
+        request = RequestId(self._requests)
+        self.scheduler.add(Request(request, prompt, max_tokens), time.monotonic())
+        return request
+
+    def step(self) -> bool:
+        """One pass; False if there was nothing to do."""
+        before = self._seconds()
+        applied = self._loop.step()
+        if applied is None:
+            return not self._loop.idle
+        at = time.perf_counter()
+        plan, launch, wait, apply = (after - spent for after, spent in zip(self._seconds(), before, strict=True))
+        self.steps.append(Step(plan, launch, wait, apply, at, len(applied.requests)))
+        for output in applied.events:
+            if output.usage is not None:
+                self.begun[output.request] = (at, output.usage)
+            if output.finish is not None:
+                self.ended[output.request] = at
+        return True
+
+    def _seconds(self) -> list[float]:
+        """Of all steps so far: planning, launching, waiting, applying."""
+        counters = self._loop.counters
+        return [part.seconds for part in (counters.plan, counters.launch, counters.wait, counters.apply)]
+
+    def run_until(self, done: Callable[[], bool]) -> None:
+        while not done():
+            if not self.step():
+                raise InvariantError("nothing is left to do, and what was waited for has not come")
+
+    def drain(self) -> None:
+        """Until nothing is left to do, on any lane."""
+        while self.step():
+            pass
+        for lane in Lane:
+            self.device.synchronize(self.device.mark(lane))
+
+    def close(self) -> None:
+        """Ends what reads and writes the disk, once nothing is left to do."""
+        self.drain()
+        self._executor.close()
+
+    def steady(self, rows: int, steps: int) -> list[Step]:
+        """So many steps more, in each of which `rows` rows get a token."""
+        first = len(self.steps)
+        self.run_until(lambda: len(self.steps) == first + steps)
+        return self.checked(first, rows)
+
+    def checked(self, first: int, rows: int) -> list[Step]:
+        """The steps from `first` on. InvariantError if rows have ended."""
+        if (least := min((step.rows for step in self.steps[first:]), default=rows)) < rows:
+            raise InvariantError(f"{rows} rows were to generate throughout, and once only {least} did")
+        return self.steps[first:]
+
+
+def intervals(steps: Sequence[Step]) -> list[float]:
+    """Seconds from each step to the next: every row that generates in both waits so long for its token."""
+    return [after.at - before.at for before, after in pairwise(steps)]
+
+
+# The commands.
+
+
+def add_counts(made: argparse.ArgumentParser, counts: Mapping[str, tuple[int, str]]) -> None:
+    """--engine and --device, and an option for each count: its default, and in words."""
+    made.add_argument("--engine", required=True, type=Path, metavar="DIR", help="an engine directory")
+    made.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="for the engine (default %(default)s)")
+    for name, (default, words) in counts.items():
+        flag = f"--{name.replace('_', '-')}"
+        made.add_argument(flag, type=int, default=default, metavar="N", help=f"{words} (default %(default)s)")
+
+
+def check_counts(args: argparse.Namespace, counts: Iterable[str], least: Mapping[str, int]) -> None:
+    """SettingError names what is less than `least`, or than 1."""
+    for name in counts:
+        if (value := getattr(args, name)) < least.get(name, 1):
+            raise SettingError(f"--{name.replace('_', '-')}", f"must be at least {least.get(name, 1)}, not {value}")
+
+
+def check_context(longest: int, engine: Engine) -> None:
+    if longest > engine.manifest.max_model_len:
+        raise SettingError(
+            "--history",
+            f"contexts come to {longest} tokens, the model's to {engine.manifest.max_model_len}; take shorter "
+            "ones, or build it with --set max_position_embeddings",
+        )
+
+
+def parts_type(parts: Sequence[str], needed: Mapping[str, str] | None = None) -> Callable[[str], tuple[str, ...]]:
+    """The type of an option that lists some of the parts; they come in their own order. `needed`: by part, another."""
+
+    def read(text: str) -> tuple[str, ...]:
+        named = text.split(",")
+        if not set(named) <= set(parts):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a list of {', '.join(parts)}")
+        named += [also for part, also in (needed or {}).items() if part in named]
+        return tuple(part for part in parts if part in named)
+
+    return read
+
+
+def load_once(device: Timed, engine: Engine, config: SchedulerConfig) -> None:
+    """Makes the pools and loads the engine, for all executors that follow. `gc.unfreeze` undoes the rest."""
+    Executor(device, engine, config)
+    gc.collect()
+    gc.freeze()  # collections do not look at the engine again, nor do they in `pensieve serve`
+
+
+def show(bench: str, lines: Iterable[str], found: Mapping[str, Any]) -> None:
+    print("\n".join(lines))
+    print(json.dumps({"bench": bench, **found}), flush=True)

@@ -1,0 +1,210 @@
+"""What a serving benchmark says: a line of a table, a line of JSON, a plot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from ...scheduler.sim.simulator import percentile
+from ...scheduler.types import SettingError
+from ..figures import pyplot
+from .clients import Tally
+
+SOURCES = ("gpu", "host", "disk", "recomputed", "new")
+
+
+@dataclass(frozen=True, slots=True)
+class RateReport:
+    """One rate's measurement. None: nothing to tell it from.
+
+    rate                conversations that come a second
+    offered_per_s       requests a second that this workload makes if all is answered: rate x mean turns
+    sent_per_s, completed_per_s
+                        requests; fewer are sent than offered where replies are late, or conversations failed
+    output_tokens_per_s, prompt_tokens_per_s
+                        generated; of prompts, cached or computed
+    ms_per_token_*      normalised latency: from a request to the end of its reply, over the reply's tokens
+    inter_token_ms_*    between two events of a reply
+    prompt_tokens, cached_tokens
+                        over the window; cached as the server's `usage` tells
+    sources             prompt tokens by where their KV came from, by the server's own counters
+    open_at_start, open_at_end
+                        requests in the server at the window's edges: it keeps up if they are about equal
+    client_busy         share of a core that the busiest client process used
+    gpu_seconds         the server's own count, or the window's length
+    dollars             of them
+    """
+
+    rate: float
+    seconds: float
+    offered_per_s: float
+    sent_per_s: float
+    completed_per_s: float
+    output_tokens_per_s: float
+    prompt_tokens_per_s: float
+    ms_per_token_mean: float | None
+    ms_per_token_p90: float | None
+    ttft_ms_p50: float | None
+    ttft_ms_p90: float | None
+    ttft_ms_p95: float | None
+    ttft_ms_p99: float | None
+    inter_token_ms_p50: float | None
+    inter_token_ms_p99: float | None
+    prompt_tokens: int
+    cached_tokens: int | None
+    sources: Mapping[str, int] | None
+    open_at_start: int
+    open_at_end: int
+    client_busy: float
+    errors: Mapping[str, int] = field(default_factory=dict)
+    gpu_seconds: float | None = None
+    dollars: float | None = None
+    dollars_per_million_output_tokens: float | None = None
+
+    @property
+    def failed_share(self) -> float:
+        """Of the requests that ended, those that failed."""
+        failed = sum(self.errors.values())
+        return failed / (failed + self.completed_per_s * self.seconds) if failed else 0.0
+
+
+def report(
+    tally: Tally,
+    *,
+    rate: float,
+    turns: float,
+    seconds: float,
+    sources: Mapping[str, int] | None = None,
+    gpu_seconds: float | None = None,
+    dollars_per_hour: float | None = None,
+) -> RateReport:
+    """`turns`: mean of a conversation. `gpu_seconds` None: the server does not tell, and costs all the time."""
+    spent = seconds if gpu_seconds is None else gpu_seconds
+    dollars = None if dollars_per_hour is None else spent / 3600 * dollars_per_hour
+    tokens = tally.output_tokens
+    return RateReport(
+        rate=rate,
+        seconds=seconds,
+        offered_per_s=rate * turns,
+        sent_per_s=tally.sent / seconds,
+        completed_per_s=tally.completed / seconds,
+        output_tokens_per_s=tokens / seconds,
+        prompt_tokens_per_s=tally.prompt_tokens / seconds,
+        ms_per_token_mean=1e3 * sum(tally.per_token) / len(tally.per_token) if tally.per_token else None,
+        ms_per_token_p90=milliseconds(tally.per_token, 0.9),
+        ttft_ms_p50=milliseconds(tally.first_token, 0.5),
+        ttft_ms_p90=milliseconds(tally.first_token, 0.9),
+        ttft_ms_p95=milliseconds(tally.first_token, 0.95),
+        ttft_ms_p99=milliseconds(tally.first_token, 0.99),
+        inter_token_ms_p50=milliseconds(tally.gaps, 0.5),
+        inter_token_ms_p99=milliseconds(tally.gaps, 0.99),
+        prompt_tokens=tally.prompt_tokens,
+        cached_tokens=tally.cached_tokens if tally.cached_known else None,
+        sources=sources,
+        open_at_start=tally.open_at_start,
+        open_at_end=tally.open_at_end,
+        client_busy=tally.busy,
+        errors={kind: count for kind, count in sorted(tally.errors.items()) if count},
+        gpu_seconds=spent,
+        dollars=dollars,
+        dollars_per_million_output_tokens=1e6 * dollars / tokens if dollars is not None and tokens else None,
+    )
+
+
+def milliseconds(seconds: Sequence[float], share: float) -> float | None:
+    return 1e3 * percentile(seconds, share) if seconds else None
+
+
+COLUMNS = {
+    "conv/s": ("rate", "{:.4g}"),
+    "offered": ("offered_per_s", "{:.2f}"),
+    "req/s": ("completed_per_s", "{:.2f}"),
+    "out tok/s": ("output_tokens_per_s", "{:.0f}"),
+    "prompt tok/s": ("prompt_tokens_per_s", "{:.0f}"),
+    "ms/token": ("ms_per_token_mean", "{:.1f}"),
+    "p90": ("ms_per_token_p90", "{:.1f}"),
+    "TTFT p50": ("ttft_ms_p50", "{:.0f}"),
+    "p90 ": ("ttft_ms_p90", "{:.0f}"),
+    "p95": ("ttft_ms_p95", "{:.0f}"),
+    "p99": ("ttft_ms_p99", "{:.0f}"),
+    "ITL p50": ("inter_token_ms_p50", "{:.1f}"),
+    "p99 ": ("inter_token_ms_p99", "{:.1f}"),
+}
+"""Titles, the fields below them, and how they are written. Times in ms."""
+
+WIDTH = 9
+
+
+def title_line() -> str:
+    shown = [f"{title.strip():>{max(WIDTH, len(title))}}" for title in COLUMNS]
+    return "  ".join([*shown, f"{'open':>{WIDTH}}", "  prompt tokens; errors"])
+
+
+def report_line(made: RateReport) -> str:
+    cells = []
+    for title, (name, form) in COLUMNS.items():
+        value = getattr(made, name)
+        cells.append(f"{'-' if value is None else form.format(value):>{max(WIDTH, len(title))}}")
+    cells.append(f"{f'{made.open_at_start}>{made.open_at_end}':>{WIDTH}}")
+    return "  ".join([*cells, f"  {_came_from(made)}{_errors(made)}{_cost(made)}"])
+
+
+def _came_from(made: RateReport) -> str:
+    if made.sources is not None:
+        whole = sum(made.sources.values()) or 1
+        return ", ".join(f"{name} {count / whole:.1%}" for name, count in made.sources.items() if count)
+    if made.cached_tokens is not None:
+        return f"cached {made.cached_tokens / (made.prompt_tokens or 1):.1%}"
+    return "sources unknown"
+
+
+def _errors(made: RateReport) -> str:
+    return "; " + ", ".join(f"{kind}: {count}" for kind, count in made.errors.items()) if made.errors else ""
+
+
+def _cost(made: RateReport) -> str:
+    price = made.dollars_per_million_output_tokens
+    return "" if price is None else f"; ${price:.3f} per million output tokens"
+
+
+def json_line(made: RateReport, settings: Mapping[str, Any]) -> str:
+    return json.dumps({"bench": "serving", **settings, **asdict(made)})
+
+
+def read_reports(path: Path, option: str) -> list[RateReport]:
+    """The lines that `json_line` wrote. SettingError names the option and the line."""
+    names = {each.name for each in fields(RateReport)}
+    made = []
+    try:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            try:
+                row = json.loads(line)
+                made.append(RateReport(**{name: row[name] for name in names}))
+            except (ValueError, KeyError, TypeError) as error:
+                raise SettingError(option, f"{path}, line {number}: not a line of bench_serving: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(option, f"{path} cannot be read: {error}") from error
+    if not made:
+        raise SettingError(option, f"{path} holds no measurements")
+    return made
+
+
+def plot(curves: Mapping[str, Sequence[RateReport]], path: Path) -> None:
+    """Normalised latency over throughput, a curve a name: mean, and p90 dashed."""
+    plt = pyplot("--plot")
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    for name, reports in curves.items():
+        drawn = [each for each in sorted(reports, key=lambda each: each.rate) if each.ms_per_token_mean is not None]
+        reached = [each.completed_per_s for each in drawn]
+        (line,) = axes.plot(reached, [each.ms_per_token_mean for each in drawn], marker="o", label=name)
+        axes.plot(reached, [each.ms_per_token_p90 for each in drawn], linestyle="--", color=line.get_color())
+    axes.set_xlabel("requests completed a second")
+    axes.set_ylabel("ms a token: mean, p90 dashed")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+    plt.close(figure)

@@ -1,0 +1,512 @@
+"""bench.tiers: a turn's first token by where its history is, and what loading and saving KV cost.
+
+    tiers    the history on the GPU, on HOST, on DISK, recomputed, and as the engine chooses; the disk speed at which
+             reading and recomputing take equally long
+    sweep    reading, recomputing and the engine's choice on disks around that speed, which are made of memory
+    preload  the swap-in whole before the step, or layer group by layer group beside it, by how many tokens are new
+    saving   turns under `--save off`, `async` and `sync`
+
+    build_engine --random-weights --config config.json --set max_position_embeddings=16384 --device cuda --output DIR
+    python -m pensieve.scripts.bench.tiers --engine DIR --device cuda --disk-dir /a/local/disk
+
+The last two are what CachedAttention (Gao et al., USENIX ATC 2024) measures in its section on overlapped access to KV.
+The engine is loaded and measured once. Prompts are random token ids, sampling is greedy, nothing is prefetched.
+How to read it: docs/measured/disk.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import inf
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...runtime.disk.segments import SystemCalls
+from ...runtime.disk.speed import measure_disk
+from ...runtime.disk.store import DiskSettings
+from ...runtime.engine import Engine, open_engine
+from ...runtime.executor import GROUP_LAYERS
+from ...runtime.measure.profile import hardware
+from ...scheduler.config import SAVE_MODES, SchedulerConfig
+from ...scheduler.cost import CostProfile
+from ...scheduler.types import InvariantError, RequestId, SettingError, Usage
+from .loop import (
+    SPARE_CHUNKS,
+    Loop,
+    Timed,
+    add_counts,
+    check_context,
+    check_counts,
+    intervals,
+    load_once,
+    make_device,
+    parts_type,
+    show,
+)
+from .steps import measure_costs
+
+FOUND = 0.9  # of a history's tokens must have been where they were to be: a chunk or two may be shared with others
+
+
+class MemoryDisk:
+    """Answers in the system's place: what is written stays in memory and is read at `bytes_per_s`, as by one device
+    that serves one call after the other."""
+
+    def __init__(self) -> None:
+        self.bytes_per_s = inf
+        self.calls = SystemCalls(self._read, self._write, self._allocate)
+        self._files: dict[int, np.ndarray] = {}  # by the file's number
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    def _allocate(self, descriptor: int, offset: int, size: int) -> None:
+        os.ftruncate(descriptor, offset + size)  # takes no room on the disk that the file is on
+        self._files.setdefault(os.fstat(descriptor).st_ino, np.zeros(offset + size, np.uint8))
+
+    def _write(self, descriptor: int, buffers: Sequence[Any], offset: int) -> int:
+        return self._copy(descriptor, buffers, offset, lambda part, buffer: np.copyto(part, buffer))
+
+    def _read(self, descriptor: int, buffers: Sequence[Any], offset: int) -> int:
+        began = time.perf_counter()
+        done = self._copy(descriptor, buffers, offset, lambda part, buffer: np.copyto(buffer, part))
+        with self._lock:
+            self._free_at = free_at = max(self._free_at, began) + done / self.bytes_per_s
+        time.sleep(max(0.0, free_at - time.perf_counter()))
+        return done
+
+    def _copy(
+        self, descriptor: int, buffers: Sequence[Any], offset: int, copy: Callable[[np.ndarray, np.ndarray], None]
+    ) -> int:
+        content, end = self._files[os.fstat(descriptor).st_ino], offset
+        for buffer in buffers:
+            copy(content[end : end + len(buffer)], np.frombuffer(buffer, np.uint8))
+            end += len(buffer)
+        return end - offset
+
+
+def always_load(cost: CostProfile) -> CostProfile:
+    """As if computing took for ever."""
+    return replace(cost, chunk_seconds=1e3)
+
+
+def never_load(cost: CostProfile) -> CostProfile:
+    """As if computing took no time."""
+    return replace(cost, chunk_seconds=1e-9, attention=((1, 0.0),))
+
+
+def as_measured(cost: CostProfile) -> CostProfile:
+    return cost
+
+
+BELIEFS: Mapping[str, Callable[[CostProfile], CostProfile]] = {
+    "load": always_load,
+    "recompute": never_load,
+    "chosen": as_measured,
+}
+"""How a scheduler is made to go one way at any price."""
+
+
+class Disk(NamedTuple):
+    """Where files of KV are, and who answers for the system."""
+
+    directory: Path
+    calls: SystemCalls = SystemCalls()
+
+
+class Turn(NamedTuple):
+    """Seconds to a turn's first token, and where its prompt came from."""
+
+    seconds: float
+    usage: Usage
+
+
+def quickest(turns: Sequence[Turn]) -> float:
+    """Seconds of the quickest turn but the first: whoever else uses the machine only adds time."""
+    return min(turn.seconds for turn in turns[1:])
+
+
+def ask(loop: Loop, prompt: array[int], tier: str | None, tokens: int) -> Turn:
+    """Alone. InvariantError if not almost `tokens` of the prompt's tokens came from there (a name in `Usage`)."""
+    loop.drain()
+    started = time.perf_counter()
+    request = loop.add(prompt, 1)
+    loop.run_until(lambda: request in loop.begun)
+    at, usage = loop.begun[request]
+    if tier is not None and getattr(usage, tier) < FOUND * tokens:
+        raise InvariantError(f"{tokens} tokens were to be found as {tier!r}, but the prompt had {usage}")
+    return Turn(at - started, usage)
+
+
+class Load(NamedTuple):
+    """`turns` first turns of conversations, `rows` at a time: tokens of a prompt, and of a reply."""
+
+    turns: int
+    rows: int
+    prompt: int
+    reply: int
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """One device and engine, and the caches for turns: the GPU's holds one history and what is new, HOST all of them.
+
+    histories     token ids, whole chunks of them, one history a turn: the first one warms up
+    """
+
+    device: Timed
+    engine: Engine
+    config: SchedulerConfig
+    cost: CostProfile
+    histories: Sequence[array[int]]
+
+    @property
+    def tokens(self) -> int:
+        """Of a history: whole chunks."""
+        return len(self.histories[0])
+
+    @contextmanager
+    def loop(
+        self, cost: CostProfile, disk: Disk | None = None, group_layers: int = GROUP_LAYERS, **how: Any
+    ) -> Iterator[Loop]:
+        """disk: with this one, and what earlier loops have left there; how: as `SchedulerConfig` has it."""
+        settings, slots = None, self.config.disk_kv_chunks if disk else 0
+        if disk is not None:
+            settings = DiskSettings(disk.directory, slots, self.engine.manifest.fingerprint, system=disk.calls)
+        config = replace(self.config, disk_kv_chunks=slots, **how)
+        loop = Loop(self.device, self.engine, config, cost, group_layers, settings)
+        try:
+            yield loop
+        finally:
+            loop.close()
+
+    def fill(self, loop: Loop) -> None:
+        """Computes all histories, one after the other."""
+        for history in self.histories:
+            loop.add(history, 1)
+            loop.drain()
+
+    def recomputed(self, new: int) -> float:
+        """Seconds to the first token with nothing reused."""
+        with self.loop(self.cost, reuse=False) as loop:
+            turns = [ask(loop, history + loop.random_ids(new), "new", self.tokens) for history in self.histories]
+        return quickest(turns)
+
+    def from_memory(self, news: Sequence[int], group_layers: int = GROUP_LAYERS) -> list[dict[str, float]]:
+        """Seconds to the first token by how many tokens are new, with the history on HOST alone and on the GPU."""
+        found = []
+        with self.loop(always_load(self.cost), group_layers=group_layers) as loop:
+            self.fill(loop)
+            for new in news:
+                turns = [self._from_memory(loop, history, new) for history in self.histories]
+                host, gpu = (quickest(tier) for tier in zip(*turns, strict=True))
+                found.append({"new_tokens": new, "host_s": host, "gpu_s": gpu})
+        return found
+
+    def _from_memory(self, loop: Loop, history: array[int], new: int) -> tuple[Turn, Turn]:
+        host = ask(loop, history + loop.random_ids(new), "host", self.tokens)
+        return host, ask(loop, history + loop.random_ids(new), "gpu", self.tokens)
+
+    def write(self, disk: Disk) -> None:
+        """All histories are in the files of that disk from here on, and nowhere else."""
+        with self.loop(self.cost, disk, save="async") as loop:
+            self.fill(loop)
+
+    def from_disk(self, disk: Disk, cost: CostProfile, belief: str, new: int) -> tuple[float, float]:
+        """Seconds to the first token, and which share of the history was read. Before, it is on DISK and nowhere else.
+
+        `cost` says how fast the disk is.
+        """
+        tier = {"load": "disk", "recompute": "recomputed", "chosen": None}[belief]
+        with self.loop(BELIEFS[belief](cost), disk, save="off", prefetch=False) as loop:
+            turns = [ask(loop, history + loop.random_ids(new), tier, self.tokens) for history in self.histories]
+        read = statistics.mean(turn.usage.disk for turn in turns[1:]) / self.tokens
+        return quickest(turns), read
+
+    def saving(self, disk: Disk, gpu_kv_chunks: int, save: str, load: Load) -> dict[str, float]:
+        """Turns whose KV is saved in that way:
+
+        seconds            until the last turn's end was told
+        tokens_per_s       of prompts and replies
+        first_token_s, turn_s
+                           medians, from a turn's beginning
+        between_tokens_p99_s
+                           of rows that generate
+        until_saved_s      from the last turn's end until all that is to be saved is on DISK
+        saved              chunks
+        """
+        with self.loop(self.cost, disk, save=save, gpu_kv_chunks=gpu_kv_chunks) as loop:
+            began: dict[RequestId, float] = {}
+            while len(loop.ended) < load.turns:
+                while len(began) < load.turns and len(began) - len(loop.ended) < load.rows:
+                    at = time.perf_counter()
+                    began[loop.add(loop.random_ids(load.prompt), load.reply)] = at
+                loop.step()
+            start, last = min(began.values()), max(loop.ended.values())
+            between = intervals(loop.steps)
+            loop.drain()
+            return {
+                "seconds": last - start,
+                "tokens_per_s": load.turns * (load.prompt + load.reply) / (last - start),
+                "first_token_s": statistics.median(loop.begun[turn][0] - at for turn, at in began.items()),
+                "turn_s": statistics.median(loop.ended[turn] - at for turn, at in began.items()),
+                "between_tokens_p99_s": float(np.percentile(between, 99)),
+                "until_saved_s": time.perf_counter() - last,
+                "saved": loop.scheduler.stats().spilled,
+            }
+
+
+PARTS = ("tiers", "sweep", "preload", "saving")
+SPEEDS = (0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0)  # of the break-even
+NEW_TOKENS = (1, 4, 16)  # times --new-tokens, of turns whose swap-in is timed
+TARGET = 1.1  # the choice's time over the better way's
+COUNTS = {
+    "history": (8192, "tokens of KV that a turn finds"),
+    "new_tokens": (32, "of the turn's prompt"),
+    "repeats": (5, "turns of each kind, of which the quickest counts"),
+    "turns": (32, "whose saving is measured"),
+    "rows": (16, "of them at a time"),
+    "prompt": (1024, "tokens of each"),
+    "reply": (32, "tokens of each"),
+    "chunk_tokens": (32, "tokens of a chunk"),
+    "max_num_batched_tokens": (1024, "a full batch"),
+}
+"""Options: default, and in words."""
+
+
+class Sizes:
+    """Caches that are just large enough, in chunks. SettingError if the model's contexts are too short."""
+
+    def __init__(self, args: argparse.Namespace, engine: Engine):
+        size = args.chunk_tokens
+        self.history = args.history // size
+        self.new_tokens = [times * args.new_tokens for times in NEW_TOKENS]
+        self.longest = max(args.history + self.new_tokens[-1], args.prompt + args.reply) + 1
+        check_context(self.longest, engine)
+        self.turn = -(-self.longest // size) + SPARE_CHUNKS
+        self.seats = max(args.rows, args.max_num_batched_tokens // size)
+        saved = -(-(args.prompt + args.reply) // size)
+        self.saving = max(self.turn, (args.rows + 1) * saved)
+        self.gpu = max(self.saving, self.seats + self.turn, 2 * self.history)
+        self.histories = max(
+            args.repeats + 1, 2 + self.turn // self.history
+        )  # after the rest none of one is on the GPU
+        self.kept = (self.histories + 1) * self.turn
+        self.disk = max(self.kept, (args.turns + 1) * saved)
+
+    def config(self, args: argparse.Namespace) -> SchedulerConfig:
+        """Least recently used goes first: of a history that another one has displaced nothing is left on the GPU. A
+        sixteenth of HOST is kept free when there is a disk."""
+        return SchedulerConfig(
+            gpu_kv_chunks=self.gpu,
+            host_kv_chunks=max(2 * self.history, self.kept * 9 // 8),
+            disk_kv_chunks=self.disk,
+            max_model_len=self.longest,
+            max_num_seqs=self.seats,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            chunk_tokens=args.chunk_tokens,
+            eviction="lru",
+            swap_out_below=1.0,
+            generation_reserve=0.0,
+        )
+
+
+# The parts.
+
+
+def measure_tiers(tiers: Tiers, disk: Disk, new: int) -> dict[str, Any]:
+    """Seconds to the first token by tier, and which share of the history the engine chose to read; the break-even from
+    them, and as predicted."""
+    cost, chunks = tiers.cost, tiers.tokens // tiers.config.chunk_tokens
+    (memory,) = tiers.from_memory([new])
+    tiers.write(disk)
+    found = {"gpu_s": memory["gpu_s"], "host_s": memory["host_s"], "recomputed_s": tiers.recomputed(new)}
+    found["disk_s"], _ = tiers.from_disk(disk, cost, "load", new)
+    found["chosen_s"], read = tiers.from_disk(disk, cost, "chosen", new)
+    spared = found["recomputed_s"] - found["host_s"]
+    if spared <= 0:
+        raise SettingError("--history", "is computed as quickly as it is copied from HOST: no disk is worth reading")
+    size = chunks * cost.chunk_bytes
+    recompute = sum(cost.recompute((chunk + 1) * tiers.config.chunk_tokens) for chunk in range(chunks))
+    return found | {
+        "chosen_read": read,
+        "disk_read_gb_per_s": cost.disk_read_bytes_per_s / 1e9,
+        "kv_bytes_per_token": size / tiers.tokens,
+        "predicted_recompute_s_per_token": recompute / tiers.tokens,
+        "predicted_break_even_gb_per_s": cost.break_even_disk(tiers.tokens) / 1e9,
+        "break_even_gb_per_s": size / 1e9 / spared,
+    }
+
+
+def measure_sweep(tiers: Tiers, directory: Path, new: int, even: float) -> list[dict[str, float]]:
+    """Each way on disks of speeds around `even` (GB/s)."""
+    memory = MemoryDisk()
+    disk = Disk(directory, memory.calls)
+    tiers.write(disk)
+    found = []
+    for times in SPEEDS:
+        memory.bytes_per_s = speed = times * even * 1e9
+        cost = replace(tiers.cost, disk_read_bytes_per_s=speed)
+        ways = {belief: tiers.from_disk(disk, cost, belief, new) for belief in BELIEFS}
+        better = min(ways["load"][0], ways["recompute"][0])
+        found.append(
+            {"gb_per_s": speed / 1e9, "of_break_even": times}
+            | {f"{belief}_s": seconds for belief, (seconds, _) in ways.items()}
+            | {"read": ways["chosen"][1], "ratio": ways["chosen"][0] / better}
+        )
+    return found
+
+
+def measure_preload(tiers: Tiers, new_tokens: Sequence[int]) -> dict[str, list[dict[str, float]]]:
+    """By the layers of a group that share a gate, all of them first; as `Tiers.from_memory`."""
+    layers = tiers.engine.manifest.layers
+    groups = {min(group, layers) for group in (GROUP_LAYERS, 2 * GROUP_LAYERS, layers)}
+    return {str(group): tiers.from_memory(new_tokens, group) for group in sorted(groups, reverse=True)}
+
+
+# The command.
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="bench.tiers", description=__doc__.partition("\n")[0])
+    add_counts(made, COUNTS)
+    option = made.add_argument
+    option("--disk-dir", type=Path, metavar="DIR", help="on the disk to be measured (default: the system's own)")
+    words = f"of {','.join(PARTS)} (default: all); with sweep come the tiers"
+    option("--parts", type=parts_type(PARTS, {"sweep": "tiers"}), default=PARTS, metavar="LIST", help=words)
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    try:
+        check(args)
+        engine = open_engine(args.engine, args.device)
+        sizes = Sizes(args, engine)
+        device = make_device(args.device)
+        try:
+            with tempfile.TemporaryDirectory(prefix="bench-tiers-", dir=args.disk_dir) as directory:
+                tiers = prepare(device, engine, sizes, args, Path(directory))
+                measure(tiers, sizes, args, Path(directory))
+        finally:
+            gc.unfreeze()
+            device.end()
+    except SettingError as error:
+        print(f"bench.tiers: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def check(args: argparse.Namespace) -> None:
+    """SettingError names what is too small."""
+    least = {"history": args.chunk_tokens, "max_num_batched_tokens": max(args.rows, args.chunk_tokens)}
+    check_counts(args, COUNTS, least)
+    if args.disk_dir is not None and not args.disk_dir.is_dir():
+        raise SettingError("--disk-dir", f"{args.disk_dir} is no directory")
+
+
+def prepare(device: Timed, engine: Engine, sizes: Sizes, args: argparse.Namespace, directory: Path) -> Tiers:
+    """Pools and the engine, once for all that follow; what the scheduler goes by, measured; the histories."""
+    config = sizes.config(args)
+    load_once(device, engine, config)
+    pieces = [min(GROUP_LAYERS, engine.manifest.layers)]
+    cost, _ = measure_costs(device, engine, config, sizes.history, args.rows, pieces)
+    speed = measure_disk(directory, cost.chunk_bytes)  # as a server at its start
+    if speed is None:
+        raise SettingError("--disk-dir", f"{directory} takes no records")
+    cost = replace(cost, disk_read_bytes_per_s=speed.read, disk_write_bytes_per_s=speed.write)
+    dice = np.random.default_rng(1)
+    shape = (sizes.histories, sizes.history * args.chunk_tokens)
+    histories = [array("i", ids.tobytes()) for ids in dice.integers(0, engine.vocab_size, shape, np.int32)]
+    return Tiers(device, engine, replace(config, gpu_kv_chunks=sizes.turn), cost, histories)
+
+
+def measure(tiers: Tiers, sizes: Sizes, args: argparse.Namespace, directory: Path) -> None:
+    """The parts, each of which prints its lines and one of JSON."""
+    manifest, cost = tiers.engine.manifest, tiers.cost
+    speeds = [f"{speed / 1e9:.3f}" for speed in (cost.disk_read_bytes_per_s, cost.disk_write_bytes_per_s)]
+    print(f"{hardware(tiers.engine)}; {manifest.layers} layers, {manifest.dtype}, chunks of {cost.chunk_bytes} bytes")
+    print(f"the disk of {directory.parent} reads {speeds[0]} GB/s, writes {speeds[1]} GB/s")
+    if "tiers" in args.parts:
+        found = measure_tiers(tiers, Disk(_own(directory, "tiers")), args.new_tokens)
+        show("tiers_tiers", tiers_lines(found, args), {"history": tiers.tokens, **found})
+    if "sweep" in args.parts:
+        swept = measure_sweep(tiers, _own(directory, "sweep"), args.new_tokens, found["break_even_gb_per_s"])
+        worst = max(speed["ratio"] for speed in swept)
+        show("tiers_sweep", sweep_lines(swept, worst), {"speeds": swept, "worst": worst, "target": TARGET})
+    if "preload" in args.parts:
+        preloads = measure_preload(tiers, sizes.new_tokens)
+        show("tiers_preload", preload_lines(preloads), {"history": tiers.tokens, "by_group_layers": preloads})
+    if "saving" in args.parts:
+        load = Load(args.turns, args.rows, args.prompt, args.reply)
+        modes = {
+            mode: tiers.saving(Disk(_own(directory, mode)), sizes.saving, mode, load) for mode in reversed(SAVE_MODES)
+        }
+        show("tiers_saving", saving_lines(modes, load), {**load._asdict(), "modes": modes})
+
+
+def _own(directory: Path, name: str) -> Path:
+    """A folder of its own on the disk that is measured."""
+    (directory / name).mkdir()
+    return directory / name
+
+
+def tiers_lines(found: dict[str, Any], args: argparse.Namespace) -> Iterator[str]:
+    yield f"a turn of {args.new_tokens} tokens, {args.history} tokens of history; ms to its first token"
+    for name in ("gpu", "host", "disk", "recomputed", "chosen"):
+        yield f"  {name:12}{1e3 * found[f'{name}_s']:10.2f}"
+    yield (
+        f"  when the engine chose, {100 * found['chosen_read']:.0f}% of the history was read, at the disk's "
+        f"{found['disk_read_gb_per_s']:.3f} GB/s"
+    )
+    yield (
+        f"  break-even disk speed {found['break_even_gb_per_s']:.4g} GB/s; predicted "
+        f"{found['predicted_break_even_gb_per_s']:.4g}: {found['kv_bytes_per_token']:.0f} bytes of KV a token, "
+        f"{1e6 * found['predicted_recompute_s_per_token']:.2f} us to recompute it, less its copy from HOST"
+    )
+
+
+def sweep_lines(speeds: Sequence[dict[str, float]], worst: float) -> Iterator[str]:
+    yield "disks by GB/s, of the break-even; ms to the first token: load, recompute, chosen (read), over the better"
+    for speed in speeds:
+        times = "".join(f"{1e3 * speed[f'{belief}_s']:10.2f}" for belief in BELIEFS)
+        yield (
+            f"  {speed['gb_per_s']:10.4g}{speed['of_break_even']:6.2f}{times} ({100 * speed['read']:3.0f}%)"
+            f"{speed['ratio']:7.2f}"
+        )
+    yield f"  worst {worst:.2f}, target {TARGET}"
+
+
+def preload_lines(found: dict[str, list[dict[str, float]]]) -> Iterator[str]:
+    yield "history on HOST, ms to the first token by new tokens (history on the GPU, as if all were loaded before)"
+    for place, (group, turns) in enumerate(found.items()):
+        name = f"{group} layers a group" if place else "swap-in first"
+        times = (f"{turn['new_tokens']:6}: {1e3 * turn['host_s']:8.2f} ({1e3 * turn['gpu_s']:.2f})" for turn in turns)
+        yield f"  {name:18}" + "".join(times)
+
+
+def saving_lines(modes: dict[str, dict[str, float]], load: Load) -> Iterator[str]:
+    yield f"{load.turns} turns, {load.rows} at a time, {load.prompt} tokens in and {load.reply} out, by --save"
+    for mode, found in modes.items():
+        yield (
+            f"  {mode:6}{found['seconds']:8.3f} s, {found['tokens_per_s']:8.0f} tokens/s; ms: first token "
+            f"{1e3 * found['first_token_s']:.1f}, turn {1e3 * found['turn_s']:.1f}, between tokens p99 "
+            f"{1e3 * found['between_tokens_p99_s']:.2f}; {found['saved']} chunks saved, the last "
+            f"{1e3 * found['until_saved_s']:.0f} ms after the end"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

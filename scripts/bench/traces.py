@@ -1,0 +1,400 @@
+"""Conversations to be played against a server, from every form of trace that is read here.
+
+* lengths, one request a line: see `traces.py`
+* text, one conversation a line: `conversation`, `messages: [{role, content}]`
+* Mooncake, one request a line: `timestamp` (ms), `input_length`, `output_length`, `hash_ids` (a block of 512 tokens
+  each, the last one shorter). Requests with equal ids have equal tokens there; nothing says who continues whom.
+* vLLM's `benchmarks/multi_turn` (.json): a list of `{id, messages}`, or its settings for making conversations up
+  (`"filetype": "generate_conversations"`)
+
+Text is turned into token ids message by message: a chat template's marks between them are left out. Where a form has
+no think times they are drawn, exponential.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import random
+import zlib
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...scheduler.sim.simulator import Session, SessionTurn
+from ...scheduler.types import SettingError
+
+
+@dataclass(frozen=True, slots=True)
+class ChatStatistics:
+    """Means over a data set of chats; lengths in tokens."""
+
+    turns: float
+    input_tokens: float
+    output_tokens: float
+
+
+CHATS = {
+    "sharegpt": ChatStatistics(turns=5.56, input_tokens=37.77, output_tokens=204.58),
+    "ultrachat": ChatStatistics(turns=3.86, input_tokens=51.78, output_tokens=257.81),
+}
+
+TURN_COUNTS = ("geometric", "uniform")
+"""How the turns of synthetic conversations spread around their mean. Geometric is memoryless, and of ShareGPT's mean
+one turn in seven is behind ten or more others; uniform is from 1 to twice the mean, and prompts are a third shorter."""
+
+LEAST = {"turn": 0, "input_tokens": 1, "history_tokens": 0, "output_tokens": 1, "system_tokens": 0}
+
+
+def synthetic(
+    chats: ChatStatistics,
+    *,
+    conversations: int,
+    sessions_per_s: float,
+    think_s: float,
+    seed: int,
+    turn_counts: str = "geometric",
+) -> list[Session]:
+    """Conversations of these means that start as a Poisson process; the same seed makes the same ones.
+
+    Numbers of turns are one of TURN_COUNTS, lengths exponential (at least 1 token), think times exponential of mean
+    `think_s`.
+    """
+    draw = random.Random(seed)
+    starts = poisson(sessions_per_s, draw)
+    uniform = turn_counts == "uniform"
+    return [
+        Session(f"s{index}", next(starts), tuple(_synthetic_turns(chats, think_s, uniform, draw)))
+        for index in range(conversations)
+    ]
+
+
+def _synthetic_turns(
+    chats: ChatStatistics, think_s: float, uniform: bool, draw: random.Random
+) -> Iterator[SessionTurn]:
+    history, left = 0, round(draw.uniform(0.5, 2 * chats.turns - 0.5)) if uniform else 0
+    while True:
+        given, reply = (_length(mean, draw) for mean in (chats.input_tokens, chats.output_tokens))
+        yield SessionTurn(history, given, reply, draw.expovariate(1 / think_s) if history else 0.0)
+        history += given + reply
+        left -= 1
+        if left == 0 if uniform else draw.random() < 1 / chats.turns:
+            return
+
+
+def _length(mean: float, draw: random.Random) -> int:
+    """A whole number of at least 1, exponential, rounded so that its mean stays `mean`."""
+    return 1 + int(draw.expovariate(1 / (mean - 0.5)))
+
+
+def poisson(per_s: float, draw: random.Random) -> Iterator[float]:
+    """Times of a Poisson process, seconds, ascending, without end."""
+    now = 0.0
+    while True:
+        now += draw.expovariate(per_s)
+        yield now
+
+
+def read_trace(path: Path, *, sessions_per_s: float, seed: int) -> list[Session]:
+    """The sessions of a trace, in the order of its lines. SettingError names the file and line that cannot be read."""
+    starts = poisson(sessions_per_s, random.Random(seed))
+    return [_session(name, rows, starts) for name, rows in read_rows(path).items()]
+
+
+def read_rows(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """The requests of each conversation in their order, checked. SettingError as `read_trace`."""
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for where, line in read_lines(path):
+        row = _row(line, where)
+        turns = by_name.setdefault(row["conversation"], [])
+        _check_turn(row, turns, where)
+        turns.append(row)
+    if not by_name:
+        raise SettingError("--trace", f"{path} holds no requests")
+    return by_name
+
+
+def read_lines(path: Path) -> Iterator[tuple[str, str]]:
+    """(where it stands, line) for each line that is not empty."""
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield f"{path}, line {number}", line
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise SettingError("--trace", f"{path} cannot be read: {error}") from error
+
+
+def _row(line: str, where: str) -> dict[str, Any]:
+    """The line's object, its fields checked one by one."""
+    row = parse_json(line, where)
+    if not isinstance(row, dict) or not isinstance(row.get("conversation"), str):
+        raise SettingError("--trace", f"{where}: needs an object with a conversation's name")
+    row["history_tokens"] = row.get("history_tokens") or 0
+    row["system_tokens"] = row.get("system_tokens") or 0
+    for name, least in LEAST.items():
+        check_whole(row, name, least, where)
+    for name in ("arrival_s", "think_s"):
+        value = row.get(name)
+        if value is not None and (not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0):
+            raise SettingError("--trace", f"{where}: {name} must be seconds or null, not {value!r}")
+    return row
+
+
+def parse_json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise SettingError("--trace", f"{where}: not JSON: {error}") from error
+
+
+def check_whole(row: dict[str, Any], name: str, least: int, where: str) -> None:
+    value = row.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise SettingError("--trace", f"{where}: {name} must be a whole number of at least {least}, not {value!r}")
+
+
+def _check_turn(row: dict[str, Any], before: Sequence[dict[str, Any]], where: str) -> None:
+    """The row continues its conversation."""
+    name = row["conversation"]
+    if row["turn"] != len(before):
+        raise SettingError("--trace", f"{where}: turn {row['turn']} of {name} where turn {len(before)} was due")
+    log = sum(before[-1][part] for part in ("history_tokens", "input_tokens", "output_tokens")) if before else 0
+    if row["history_tokens"] > log:
+        raise SettingError("--trace", f"{where}: keeps {row['history_tokens']} tokens of {name}, which has {log}")
+    if before and row.get("think_s") is None:
+        raise SettingError("--trace", f"{where}: turn {row['turn']} of {name} needs think_s")
+    if row["system_tokens"] > (0 if before else row["input_tokens"]):
+        raise SettingError("--trace", f"{where}: system_tokens are part of a first turn's input_tokens")
+
+
+def _session(name: str, rows: Sequence[dict[str, Any]], starts: Iterator[float]) -> Session:
+    first = rows[0]
+    arrival = first.get("arrival_s")
+    start = next(starts) if arrival is None else float(arrival)
+    return Session(name, start, session_turns(rows), first["system_tokens"])
+
+
+def session_turns(rows: Sequence[dict[str, Any]]) -> tuple[SessionTurn, ...]:
+    return tuple(
+        SessionTurn(row["history_tokens"], row["input_tokens"], row["output_tokens"], float(row.get("think_s") or 0))
+        for row in rows
+    )
+
+
+BLOCK_TOKENS = 512  # Mooncake's
+MEDIAN_RATIO = 0.85  # of a lognormal that vLLM's settings give by its average alone
+HEAD_TOKENS = 4  # made up, in front of text: without them a second pass would find the first one's KV
+
+Encode = Callable[[str], Sequence[int]]
+
+
+class MadeUp(NamedTuple):
+    """So many tokens that mean nothing.
+
+    key       equal keys have equal tokens, in all conversations of a run; None: nobody else has them
+    per_pass  not if they are of different passes over the trace
+    """
+
+    tokens: int
+    key: str | None = None
+    per_pass: bool = False
+
+
+Piece = MadeUp | array  # the array holds the token ids of a text
+
+
+class Dialogue(NamedTuple):
+    """A conversation to be played.
+
+    start_s   by the trace's own clock; None: it has none
+    inputs    of each turn the pieces of what is new in its prompt, `input_tokens` together
+    """
+
+    name: str
+    start_s: float | None
+    turns: tuple[SessionTurn, ...]
+    inputs: tuple[tuple[Piece, ...], ...]
+
+
+def read_dialogues(path: Path, *, encode: Encode | None, think_s: float, seed: int) -> list[Dialogue]:
+    """The trace's conversations. `encode` is needed for text, `think_s` (mean, seconds) where the trace has no times.
+
+    SettingError names the file and place that cannot be read, or `--tokenizer` where it is needed.
+    """
+    draw = random.Random(seed)
+    if ".json" in path.suffixes:
+        dialogues = _vllm(path, encode, think_s, draw)
+    else:
+        dialogues = _json_lines(path, encode, think_s, draw)
+    if not dialogues:
+        raise SettingError("--trace", f"{path} holds no conversations")
+    if len({dialogue.start_s is None for dialogue in dialogues}) > 1:
+        raise SettingError("--trace", f"{path}: some conversations have an arrival_s and some have none")
+    return dialogues
+
+
+def made_up(session: Session, start_s: float | None = None) -> Dialogue:
+    """A conversation of which only lengths are known."""
+    first = session.turns[0].input_tokens
+    opening = (MadeUp(session.system_tokens, f"system {session.system_tokens}"),) if session.system_tokens else ()
+    rest = (MadeUp(first - session.system_tokens),) if first > session.system_tokens else ()
+    later = ((MadeUp(turn.input_tokens),) for turn in session.turns[1:])
+    return Dialogue(session.name, start_s, session.turns, ((*opening, *rest), *later))
+
+
+def _json_lines(path: Path, encode: Encode | None, think_s: float, draw: random.Random) -> list[Dialogue]:
+    where, line = next(read_lines(path), ("", "{}"))
+    first = parse_json(line, where)
+    if not isinstance(first, dict):
+        raise SettingError("--trace", f"{where}: needs an object")
+    if "hash_ids" in first:
+        return [_mooncake(parse_json(line, where), where, index) for index, (where, line) in _numbered(path)]
+    if "messages" in first:
+        objects = [(parse_json(line, where), where) for where, line in read_lines(path)]
+        return _texts(objects, "conversation", encode, think_s, draw)
+    return [
+        made_up(Session(name, 0.0, session_turns(rows), rows[0]["system_tokens"]), rows[0].get("arrival_s"))
+        for name, rows in read_rows(path).items()
+    ]
+
+
+def _numbered(path: Path) -> Iterator[tuple[int, tuple[str, str]]]:
+    return enumerate(read_lines(path))
+
+
+def _mooncake(row: Any, where: str, index: int) -> Dialogue:
+    if not isinstance(row, dict) or not isinstance(row.get("hash_ids"), list):
+        raise SettingError("--trace", f"{where}: needs an object with hash_ids")
+    for name, least in (("timestamp", 0), ("input_length", 1), ("output_length", 1)):
+        check_whole(row, name, least, where)
+    tokens, blocks = row["input_length"], row["hash_ids"]
+    if len(blocks) != -(-tokens // BLOCK_TOKENS):
+        raise SettingError("--trace", f"{where}: {len(blocks)} hash_ids for {tokens} tokens, {BLOCK_TOKENS} each")
+    pieces = tuple(
+        MadeUp(min(BLOCK_TOKENS, tokens - place * BLOCK_TOKENS), f"block {block}") for place, block in enumerate(blocks)
+    )
+    turn = SessionTurn(0, tokens, row["output_length"])
+    return Dialogue(f"m{index}", row["timestamp"] / 1e3, (turn,), (pieces,))
+
+
+def _texts(
+    objects: Sequence[tuple[Any, str]], name: str, encode: Encode | None, think_s: float, draw: random.Random
+) -> list[Dialogue]:
+    if encode is None:
+        raise SettingError("--tokenizer", "this trace is text: name the model's tokenizer.json")
+    dialogues = []
+    for value, where in objects:
+        if not isinstance(value, dict) or name not in value or not isinstance(value.get("messages"), list):
+            raise SettingError("--trace", f"{where}: needs an object with {name} and messages")
+        turns, inputs = _spoken(value["messages"], where, encode, think_s, draw)
+        if turns:  # there is a reply to ask for
+            dialogues.append(Dialogue(str(value[name]), None, tuple(turns), tuple(inputs)))
+    return dialogues
+
+
+def _spoken(
+    messages: Sequence[Any], where: str, encode: Encode, think_s: float, draw: random.Random
+) -> tuple[list[SessionTurn], list[tuple[Piece, ...]]]:
+    """A turn is what is said before an assistant's message, and that message's length. The rest is left out.
+
+    Somebody thinks before it is said, unless it is a tool's answer alone, which is there at once.
+    """
+    turns: list[SessionTurn] = []
+    inputs: list[tuple[Piece, ...]] = []
+    history, said, person = 0, array("i"), False
+    for message in messages:
+        ids = array("i", encode(_text(message, where)))
+        if message["role"] != "assistant":
+            said += ids
+            person = person or message["role"] != "tool"
+        elif said and ids:
+            pieces: tuple[Piece, ...] = (said,) if turns else (MadeUp(HEAD_TOKENS, "text", per_pass=True), said)
+            given = len(said) + (0 if turns else HEAD_TOKENS)
+            thought = draw.expovariate(1 / think_s) if turns and person else 0.0
+            turns.append(SessionTurn(history, given, len(ids), thought))
+            inputs.append(pieces)
+            history, said, person = history + given + len(ids), array("i"), False
+    return turns, inputs
+
+
+def _text(message: Any, where: str) -> str:
+    """What a message says; a tool call says its JSON. An empty one is a line: its turn was a request all the same."""
+    if isinstance(message, dict) and isinstance(message.get("role"), str):
+        content, calls = message.get("content"), message.get("tool_calls")
+        if isinstance(content, str) or (content is None and calls):
+            return (content or "") + (json.dumps(calls) if calls else "") or "\n"
+    raise SettingError("--trace", f"{where}: a message needs a role, and a content of text or tool calls")
+
+
+def _vllm(path: Path, encode: Encode | None, think_s: float, draw: random.Random) -> list[Dialogue]:
+    value = parse_json("".join(line for _, line in read_lines(path)), str(path))
+    if isinstance(value, list):
+        objects = [(item, f"{path}, conversation {number}") for number, item in enumerate(value)]
+        return _texts(objects, "id", encode, think_s, draw)
+    if not isinstance(value, dict) or value.get("filetype") != "generate_conversations":
+        raise SettingError("--trace", f"{path}: needs a list of conversations or filetype generate_conversations")
+    return list(_generated(value, path, think_s, draw))
+
+
+def _generated(settings: dict[str, Any], path: Path, think_s: float, draw: random.Random) -> Iterator[Dialogue]:
+    """Made-up conversations of these distributions. `num_turns` counts both sides' messages."""
+    check_whole(settings, "num_conversations", 1, str(path))
+
+    def sample(section: str, name: str, least: int) -> int:
+        return max(least, _sample(settings.get(section, {}).get(name), f"{path}: {section}.{name}", draw))
+
+    common = settings.get("prompt_input", {}).get("common_prefix_num_tokens")
+    shared = 0 if common is None else sample("prompt_input", "common_prefix_num_tokens", 0)
+    for index in range(settings["num_conversations"]):
+        turns: list[SessionTurn] = []
+        history = 0
+        for _ in range((sample("prompt_input", "num_turns", 1) + 1) // 2):
+            prefix = 0 if turns else shared + sample("prompt_input", "prefix_num_tokens", 0)
+            given, reply = prefix + sample("prompt_input", "num_tokens", 1), sample("prompt_output", "num_tokens", 1)
+            turns.append(SessionTurn(history, given, reply, draw.expovariate(1 / think_s) if turns else 0.0))
+            history += given + reply
+        yield made_up(Session(f"v{index}", 0.0, tuple(turns), shared))
+
+
+def _sample(distribution: Any, where: str, draw: random.Random) -> int:
+    """A whole number; at most the distribution's `max`."""
+    try:
+        kind = distribution["distribution"]
+        if kind == "constant":
+            return int(distribution["value"])
+        if kind == "uniform":
+            return draw.randint(distribution["min"], distribution["max"])
+        if kind == "zipf":
+            values = range(1, distribution["max"] + 1)
+            return draw.choices(values, [value ** -distribution["alpha"] for value in values])[0]
+        if kind == "poisson":
+            value = _poisson(distribution["alpha"], draw)
+        elif kind == "lognormal":
+            value = round(draw.lognormvariate(*_lognormal(distribution)))
+        else:
+            raise SettingError("--trace", f"{where}: {kind!r} is no distribution that is known here")
+        return min(value, distribution.get("max") or value)
+    except (TypeError, KeyError, ValueError) as error:
+        if isinstance(error, SettingError):
+            raise
+        raise SettingError("--trace", f"{where}: not a distribution: {distribution!r} ({error})") from error
+
+
+def _lognormal(distribution: dict[str, Any]) -> tuple[float, float]:
+    """(mean, sigma) of the normal below it. median / average = exp(-sigma^2 / 2)."""
+    if "average" not in distribution:
+        return distribution["mean"], distribution["sigma"]
+    sigma = math.sqrt(-2 * math.log(distribution.get("median_ratio") or MEDIAN_RATIO))
+    return math.log(distribution["average"]) - sigma**2 / 2, sigma
+
+
+def _poisson(mean: float, draw: random.Random) -> int:
+    """Events of a Poisson process of rate 1 in `mean` seconds."""
+    count, now = 0, draw.expovariate(1)
+    while now < mean:
+        count, now = count + 1, now + draw.expovariate(1)
+    return count

@@ -1,0 +1,175 @@
+"""When conversations come and what they say: the load that `bench_serving` puts on a server, without the server."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ...scheduler.types import SettingError
+from .traces import Dialogue, MadeUp
+
+
+class Arrival(NamedTuple):
+    """A conversation comes, or is in the middle of its life when the run starts.
+
+    at      seconds after the run's start at which its first request is sent
+    number  of the pass over the workload: a conversation is played once in each
+    turn    that the first request belongs to; the turns before are history
+    done    tokens of that turn's reply that are history too
+    """
+
+    at: float
+    dialogue: Dialogue
+    number: int = 0
+    turn: int = 0
+    done: int = 0
+
+
+def fitting(dialogues: Sequence[Dialogue], max_context: int) -> list[Dialogue]:
+    """Conversations end before the turn that would not fit; those whose first one does not are left out."""
+    cut = []
+    for dialogue in dialogues:
+        turns = len(dialogue.turns)
+        for index, turn in enumerate(dialogue.turns):
+            if turn.history_tokens + turn.input_tokens + turn.output_tokens > max_context:
+                turns = index
+                break
+        if turns:
+            cut.append(dialogue._replace(turns=dialogue.turns[:turns], inputs=dialogue.inputs[:turns]))
+    if not cut:
+        raise SettingError("--max-context", f"no conversation fits into {max_context} tokens")
+    return cut
+
+
+def mean_turns(dialogues: Sequence[Dialogue]) -> float:
+    return sum(len(dialogue.turns) for dialogue in dialogues) / len(dialogues)
+
+
+def clock_rate(dialogues: Sequence[Dialogue]) -> float | None:
+    """Conversations per second by the trace's own clock; None if it has none."""
+    starts = [dialogue.start_s for dialogue in dialogues if dialogue.start_s is not None]
+    if not starts:
+        return None
+    lasts = max(starts) - min(starts)
+    return len(starts) / lasts if lasts else len(starts) / 1.0
+
+
+def plan_arrivals(
+    dialogues: Sequence[Dialogue],
+    *,
+    rate: float,
+    seconds: float,
+    seconds_per_token: float,
+    seed: int,
+    ramp_s: float = 0.0,
+    from_empty: bool = False,
+) -> list[Arrival]:
+    """All arrivals of a run of `seconds`, in order of `at`; `rate` is conversations a second.
+
+    With a clock of its own the trace is replayed from its start, and whole conversations are dropped to lower its rate.
+    Without one conversations start as a Poisson process that has been going on for ever: those that are not over at the
+    run's start are joined in the middle, replies taken to cost `seconds_per_token`. Each of these sends its whole
+    history at once, so that the server is buried under prompts that it would know by now. With `ramp_s` every
+    conversation, old and new, is there from a moment of those seconds on, wherever it is then: the load grows evenly to
+    what was asked for, and stays there. With `from_empty` nothing has been going on: the load grows for a lifetime.
+    """
+    draw = random.Random(seed)
+    native = clock_rate(dialogues)
+    if native is not None:
+        return _replay(dialogues, rate / native, seconds, draw)
+    horizon = max(lifetime(dialogue, seconds_per_token) for dialogue in dialogues)
+    arrivals = []
+    order = _shuffled(dialogues, draw)
+    start = 0.0 if from_empty else -horizon
+    while (start := start + draw.expovariate(rate)) < seconds:
+        number, dialogue = next(order)
+        entry = ramp_s * draw.random() if ramp_s else 0.0
+        arrival = join(dialogue, number, start - entry, seconds_per_token)
+        if arrival is not None:
+            arrivals.append(arrival._replace(at=arrival.at + entry))
+    return sorted(arrivals, key=lambda arrival: arrival.at)
+
+
+def _replay(dialogues: Sequence[Dialogue], share: float, seconds: float, draw: random.Random) -> list[Arrival]:
+    if share > 1 + 1e-9:
+        raise SettingError("--rate", f"at most {clock_rate(dialogues):.4g}, which is all that the trace has")
+    zero = min(dialogue.start_s or 0.0 for dialogue in dialogues)
+    starts = [((dialogue.start_s or 0.0) - zero, dialogue) for dialogue in dialogues]
+    last = max(start for start, _ in starts)
+    if last < seconds:
+        raise SettingError("--measure-s", f"the run takes {seconds:g} s with its warm-up, the trace {last:g}")
+    kept = [Arrival(start, dialogue) for start, dialogue in starts if draw.random() < share and start < seconds]
+    return sorted(kept, key=lambda arrival: arrival.at)
+
+
+def _shuffled(dialogues: Sequence[Dialogue], draw: random.Random) -> Iterator[tuple[int, Dialogue]]:
+    """(pass, conversation), without end; each pass has its own order."""
+    number = 0
+    while True:
+        for dialogue in draw.sample(dialogues, len(dialogues)):
+            yield number, dialogue
+        number += 1
+
+
+def lifetime(dialogue: Dialogue, seconds_per_token: float) -> float:
+    """Seconds from the first request to the end of the last reply."""
+    thought = sum(turn.think_s for turn in dialogue.turns[1:])
+    return thought + seconds_per_token * sum(turn.output_tokens for turn in dialogue.turns)
+
+
+def join(dialogue: Dialogue, number: int, start: float, seconds_per_token: float) -> Arrival | None:
+    """Where a conversation is at 0 that began at `start`; None if it is over. Begun later, it is at its beginning."""
+    now = start
+    for index, turn in enumerate(dialogue.turns):
+        now += turn.think_s if index else 0.0
+        if now >= 0:
+            return Arrival(now, dialogue, number, index)
+        reply = seconds_per_token * turn.output_tokens
+        if now + reply > 0:
+            return Arrival(0.0, dialogue, number, index, min(int(-now / seconds_per_token), turn.output_tokens - 1))
+        now += reply
+    return None
+
+
+class Words:
+    """Token ids of what is said, the same for the same `salt`. Runs of different salts have nothing in common.
+
+    Text excepted: its ids are what they are, only the head in front of it differs.
+    """
+
+    def __init__(self, vocabulary: int, salt: str):
+        self._vocabulary, self._salt = vocabulary, salt
+
+    def name(self, arrival: Arrival) -> str:
+        """A conversation id."""
+        return f"{self._salt}-{arrival.number}-{arrival.dialogue.name}"
+
+    def input(self, arrival: Arrival, turn: int) -> list[int]:
+        """What is new in the prompt of this turn."""
+        said: list[int] = []
+        for place, piece in enumerate(arrival.dialogue.inputs[turn]):
+            if isinstance(piece, array):
+                said += piece
+            else:
+                said += self._made_up(piece, arrival, f"{turn} {place}")
+        return said
+
+    def history(self, arrival: Arrival) -> list[int]:
+        """The prompt of the first request: the log of the turns before, replies made up, with this turn's input."""
+        log: list[int] = []
+        for turn in range(arrival.turn + 1):
+            lengths = arrival.dialogue.turns[turn]
+            log = log[: lengths.history_tokens] + self.input(arrival, turn)
+            reply = lengths.output_tokens if turn < arrival.turn else arrival.done
+            log += self._made_up(MadeUp(reply), arrival, f"{turn} reply")
+        return log
+
+    def _made_up(self, piece: MadeUp, arrival: Arrival, place: str) -> list[int]:
+        if piece.key is None:
+            seed = f"{self.name(arrival)} {place}"
+        else:
+            seed = f"{self._salt} {piece.key} {arrival.number if piece.per_pass else ''}"
+        drawn = array("I", random.Random(seed).randbytes(4 * piece.tokens))
+        return [value % self._vocabulary for value in drawn]

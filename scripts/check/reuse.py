@@ -1,0 +1,512 @@
+"""check.reuse: a prompt's next tokens are equally likely however its KV came about, on a real engine.
+
+Random prompts are asked cold, and again when their KV is on the GPU, on HOST, partly recomputed, wholly dropped and
+recomputed, and with their reply suspended in the middle; all the time other rows generate and other histories are
+copied in and out. The log probabilities of the first token and the top 20 are held against the same weights in float32.
+No way may be further off than twice the cold one's most, or 1e-4 from cold in a float32 engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...builder.manifest import Manifest, weights_file
+from ...builder.model import Decoder
+from ...builder.parity import whole_weights
+from ...builder.random_weights import random_weights
+from ...builder.weights import load_weights
+from ...plugins.kv_forms.forms import Form
+from ...runtime.device.cpu import CpuDevice
+from ...runtime.device.protocol import Device, ForwardPass
+from ...runtime.engine import Engine, open_engine
+from ...runtime.executor import Executor
+from ...runtime.launch.sizing import host_form
+from ...runtime.loop import EngineLoop
+from ...scheduler.config import SchedulerConfig
+from ...scheduler.cost import CostProfile
+from ...scheduler.scheduler import Scheduler
+from ...scheduler.types import (
+    GREEDY,
+    MOST_LOGPROBS,
+    InvariantError,
+    Request,
+    RequestId,
+    Sampling,
+    SettingError,
+    TokenLogprobs,
+    Usage,
+)
+from ..bench.loop import make_device
+
+SOURCES = ("gpu", "host", "recomputed", "new")
+FLOAT32_TOLERANCE = 1e-4
+
+
+@dataclass(slots=True)
+class Answer:
+    """tokens, logprobs: of the reply, as many as have come; usage with the first; done with the last."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    usage: Usage | None = None
+    done: bool = False
+
+
+def differences(one: TokenLogprobs, token: int, other: TokenLogprobs, other_token: int) -> list[float]:
+    """Of the log probabilities of every token that both tell."""
+    here, there = _by_id(one, token), _by_id(other, other_token)
+    return [abs(here[each] - there[each]) for each in here if each in there]
+
+
+def _by_id(told: TokenLogprobs, token: int) -> dict[int, float]:
+    return dict(zip(told.top_ids, told.top_logprobs, strict=True)) | {token: told.logprob}
+
+
+@dataclass(slots=True)
+class Way:
+    """Of all its answers: tokens by source, differences of log probabilities, replies that leave the cold one's path.
+
+    `gaps`: between the two tokens where a reply leaves it, as the runs see them; infinite if one does not see both.
+    """
+
+    count: int = 0
+    tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0))
+    to_float32: list[float] = field(default_factory=list)
+    to_cold: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+
+    def add(self, answer: Answer, exact: Answer, cold: Answer) -> None:
+        self.count += 1
+        for source in SOURCES:
+            self.tokens[source] += getattr(answer.usage, source)
+        self.to_float32 += differences(answer.logprobs[0], answer.tokens[0], exact.logprobs[0], exact.tokens[0])
+        pairs = zip(answer.tokens, answer.logprobs, cold.tokens, cold.logprobs, strict=False)
+        for token, told, cold_token, cold_told in pairs:
+            self.to_cold += differences(told, token, cold_told, cold_token)
+            if token != cold_token:
+                self.gaps.append(max(_gap(told, token, cold_token), _gap(cold_told, cold_token, token)))
+                return  # from here on they answer different texts
+
+    def summary(self) -> dict[str, float | int | dict[str, int]]:
+        return {
+            "count": self.count,
+            "tokens": self.tokens,
+            "to_float32_max": max(self.to_float32),
+            "to_float32_mean": float(np.mean(self.to_float32)),
+            "to_cold_max": max(self.to_cold),
+            "to_cold_mean": float(np.mean(self.to_cold)),
+            "differing": len(self.gaps),
+            "gap_max": max(self.gaps, default=0.0),
+        }
+
+
+def _gap(told: TokenLogprobs, drawn: int, other: int) -> float:
+    seen = _by_id(told, drawn)
+    return seen[drawn] - seen[other] if other in seen else float("inf")
+
+
+def judge(ways: dict[str, Way], float32: bool) -> tuple[float, list[str]]:
+    """The tolerance, and the ways that exceed it."""
+    tolerance = FLOAT32_TOLERANCE if float32 else 2 * float(np.max(ways["cold"].to_float32))
+    failed = []
+    for name, way in ways.items():
+        errors = [*way.to_float32, *way.gaps, *(way.to_cold if float32 else [])]
+        if not np.max(errors) <= tolerance:  # nor does it hold for what is no number
+            failed.append(name)
+    return tolerance, failed
+
+
+def table(ways: dict[str, Way]) -> Iterator[str]:
+    yield (
+        f"{'way':12}{'count':>6}"
+        + "".join(f"{source:>12}" for source in SOURCES)
+        + (f"{'to float32':>12}{'mean':>10}{'to cold':>12}{'mean':>10}{'differing':>10}")
+    )
+    for name, way in ways.items():
+        told = way.summary()
+        yield (
+            f"{name:12}{way.count:6}"
+            + "".join(f"{way.tokens[source]:12}" for source in SOURCES)
+            + (
+                f"{told['to_float32_max']:12.2e}{told['to_float32_mean']:10.1e}"
+                f"{told['to_cold_max']:12.2e}{told['to_cold_mean']:10.1e}{told['differing']:10}"
+            )
+        )
+
+
+WAYS = ("cold", "gpu", "host", "partly", "recomputed", "suspended")
+SCORED = Sampling(logprobs=MOST_LOGPROBS)
+ROWS = 8  # that generate beside the prompt
+SHORT_REPLY = 4
+LOAD_S = 2e-5  # what loading a chunk is said to cost; recomputing costs as much at a context that is chosen
+
+
+class Sizes:
+    """Chunks, of everything that is in the pools; `tokens`: the longest prompt's."""
+
+    def __init__(self, tokens: int, size: int):
+        self.size, self.tokens = size, tokens
+        self.row_prompt, self.row_reply = max(size, tokens // 8), 3 * size
+        self.long_reply = 2 * size
+        self.prompt = self.chunks(tokens + self.long_reply) + 1
+        self.rows = ROWS * (self.chunks(self.row_prompt + self.row_reply) + 1)
+        self.gpu = 3 * self.prompt + self.rows
+        self.histories = self.gpu // (tokens // size) + 3  # push all else off the GPU, the first of them too
+        self.host = (self.histories + 3) * self.prompt + self.rows
+        self.flood = -(-(self.gpu + self.host) // (tokens // size)) + 1
+        # Beside prompt and rows with their first tokens there is room for one short history and its turn. While the
+        # prompt is answered each row grows by two chunks, which is more: somebody must go.
+        self.short_history = 4 * size
+        begun = ROWS * self.chunks(self.row_prompt + 1)
+        self.tight = self.chunks(tokens) + begun + self.chunks(self.short_history) + 4
+
+    def chunks(self, tokens: int) -> int:
+        return -(-tokens // self.size)
+
+    def config(self, max_model_len: int) -> SchedulerConfig:
+        """Least recently used goes first: what is asked in turn is never found where it was."""
+        return SchedulerConfig(
+            gpu_kv_chunks=self.gpu,
+            host_kv_chunks=self.host,
+            max_model_len=max_model_len,
+            max_num_seqs=2 * ROWS,
+            max_num_batched_tokens=max(1024, 2 * ROWS),
+            chunk_tokens=self.size,
+            eviction="lru",
+            swap_out_below=1.0,
+            generation_reserve=0.0,
+        )
+
+
+class Asker:
+    """The engine's loop with requests of random tokens, and their answers."""
+
+    def __init__(
+        self,
+        device: Device,
+        engine: ForwardPass,
+        config: SchedulerConfig,
+        loads_from: int,
+        seed: int,
+        make_executor: Callable[[Device, ForwardPass, SchedulerConfig], Executor] = Executor,
+    ):
+        """Chunks whose context ends below `loads_from` tokens are recomputed rather than loaded."""
+        attention = tuple((tokens, LOAD_S * tokens / loads_from) for tokens in (1, config.max_model_len))
+        cost = CostProfile(config.chunk_tokens, 0.0, attention, 0.0, chunk_bytes=1, link_bytes_per_s=1 / LOAD_S)
+        self.config = config
+        self.scheduler = Scheduler(config, cost)
+        self.executor = make_executor(device, engine, config)
+        self._loop = EngineLoop(self.scheduler, self.executor)
+        self._vocab_size, self._dice = engine.vocab_size, np.random.default_rng(seed)
+        self._answers: dict[RequestId, Answer] = {}
+        self._requests = 0
+        self.tend: Callable[[], None] = lambda: None  # called once a pass
+
+    def random_ids(self, count: int) -> array[int]:
+        return array("i", self._dice.integers(0, self._vocab_size, count, np.int32).tobytes())
+
+    def add(self, prompt: array[int], tokens: int, sampling: Sampling = GREEDY, priority: int = 0) -> Answer:
+        self._requests += 1
+        request = Request(RequestId(self._requests), prompt, tokens, sampling=sampling, priority=priority)
+        self.scheduler.add(request, time.monotonic())
+        answer = self._answers[request.id] = Answer()
+        return answer
+
+    def step(self) -> bool:
+        """One pass; False if there was nothing to do."""
+        self.tend()
+        applied = self._loop.step()
+        if applied is None:
+            return not self._loop.idle
+        for request, token in zip(applied.requests, applied.tokens, strict=True):
+            self._answers[RequestId(request)].tokens.append(token)
+        for request, logprobs in applied.logprobs.items():
+            self._answers[RequestId(request)].logprobs.append(logprobs)
+        for event in applied.events:
+            answer = self._answers[event.request]
+            answer.usage = event.usage or answer.usage
+            if event.finish is not None:
+                answer.done = True
+                del self._answers[event.request]
+        return True
+
+    def run_until(self, done: Callable[[], bool]) -> None:
+        while not done():
+            if not self.step():
+                raise InvariantError("nothing is left to do, and what was waited for has not come")
+
+    def ask(self, prompt: array[int], tokens: int) -> Answer:
+        answer = self.begin(prompt, tokens)
+        self.run_until(lambda: answer.done)
+        return answer
+
+    def begin(self, prompt: array[int], tokens: int) -> Answer:
+        """With log probabilities. The least urgent of all: if a row must be suspended, it is this one."""
+        return self.add(prompt, tokens, SCORED, priority=1)
+
+    def ask_and_be_suspended(self, prompt: array[int], tokens: int) -> Answer:
+        """InvariantError if no row is suspended between the reply's first token and its last."""
+        answer = self.begin(prompt, tokens)
+        self.run_until(lambda: bool(answer.tokens))
+        before = self.scheduler.stats().suspensions
+        self.run_until(lambda: answer.done)
+        if self.scheduler.stats().suspensions == before:
+            raise InvariantError("a reply was to be suspended, and was not")
+        return answer
+
+    def end(self) -> None:
+        """Finishes what runs. InvariantError if nothing was copied meanwhile."""
+        self.tend = lambda: None
+        while self.step():
+            pass
+        self.scheduler.check()
+        stats = self.scheduler.stats()
+        if not (stats.swapped_in and stats.swapped_out):
+            raise InvariantError(f"chunks were to be copied all the time, but {stats}")
+
+
+class Others:
+    """Rows that generate and histories that are asked in turn, for ever; set as an `Asker`'s `tend`."""
+
+    def __init__(self, asker: Asker, sizes: Sizes, history: int):
+        self._asker, self._sizes = asker, sizes
+        self._histories = [asker.random_ids(history) for _ in range(sizes.histories)]
+        self._rows: list[Answer] = []
+        self._turn: Answer | None = None
+        self.turns = 0
+        self.renew = True
+        """Whether rows that have ended are replaced."""
+
+    def __call__(self) -> None:
+        asker, sizes = self._asker, self._sizes
+        self._rows = [row for row in self._rows if not row.done]
+        while self.renew and len(self._rows) < ROWS:
+            self._rows.append(asker.add(asker.random_ids(sizes.row_prompt), sizes.row_reply))
+        if self._turn is None or self._turn.done:
+            history = self._histories[self.turns % len(self._histories)]
+            # New tokens fill a chunk that is copied out.
+            self._turn = asker.add(history + asker.random_ids(sizes.size), 1)
+            self.turns += 1
+
+    def turn(self, count: int) -> None:
+        end = self.turns + count
+        self._asker.run_until(lambda: self.turns >= end)
+
+    def all_rows(self) -> None:
+        """Until `ROWS` new rows generate."""
+        self.renew = False
+        self._asker.run_until(lambda: not self._rows)
+        self.renew = True
+        self._asker.run_until(lambda: len(self._rows) == ROWS and all(row.tokens for row in self._rows))
+        self.renew = False
+
+
+# The ways.
+
+
+Told = Callable[[str, int, Answer], None]
+"""Takes each answer: its way, its prompt's number."""
+
+
+def found(way: str, answer: Answer, prompt: array[int], size: int) -> None:
+    """InvariantError if the prompt's KV did not come about in that way."""
+    usage, full = answer.usage, len(prompt) // size * size
+    assert usage is not None  # with the first token
+    right = {
+        "cold": usage.new == len(prompt),
+        "gpu": usage.gpu == full,
+        "host": usage.host == full,
+        "partly": usage.host > 0 and usage.recomputed > 0 and usage.host + usage.recomputed == full,
+        "recomputed": usage.recomputed == full,
+        "suspended": usage.new == len(prompt),
+    }
+    if not right[way]:
+        raise InvariantError(f"a prompt of {len(prompt)} tokens was to be found in the way {way!r}, but had {usage}")
+
+
+def ask_again(asker: Asker, sizes: Sizes, prompts: Sequence[array[int]], tell: Told) -> None:
+    """Cold, on the GPU, on HOST; and when all are asked, dropped by a flood of other prompts."""
+    asker.tend = others = Others(asker, sizes, sizes.tokens)
+    others.turn(sizes.histories + 1)
+    for number, prompt in enumerate(prompts):
+        tell("cold", number, asker.ask(prompt, sizes.long_reply))
+        tell("gpu", number, asker.ask(prompt, SHORT_REPLY))
+        others.turn(sizes.histories)
+        tell("host", number, asker.ask(prompt, SHORT_REPLY))
+    flood = [asker.add(asker.random_ids(sizes.tokens), 1) for _ in range(sizes.flood)]
+    asker.run_until(lambda: all(answer.done for answer in flood))
+    for number, prompt in enumerate(prompts):
+        tell("recomputed", number, asker.ask(prompt, SHORT_REPLY))
+    asker.end()
+
+
+def ask_partly(asker: Asker, sizes: Sizes, prompts: Sequence[array[int]], tell: Told) -> None:
+    """On HOST, where the leading half is sooner recomputed than loaded: the spans of a prompt are disjoint."""
+    asker.tend = others = Others(asker, sizes, sizes.tokens)
+    others.turn(sizes.histories + 1)
+    for number, prompt in enumerate(prompts):
+        asker.ask(prompt, 1)
+        others.turn(sizes.histories)
+        tell("partly", number, asker.ask(prompt, SHORT_REPLY))
+    asker.end()
+
+
+def ask_suspended(asker: Asker, sizes: Sizes, prompts: Sequence[array[int]], tell: Told) -> None:
+    """The GPU holds the prompt and the rows as they begin; as they grow, it has to go until they end."""
+    asker.tend = others = Others(asker, sizes, sizes.short_history)
+    for number, prompt in enumerate(prompts):
+        others.all_rows()
+        tell("suspended", number, asker.ask_and_be_suspended(prompt, sizes.long_reply))
+    asker.end()
+
+
+class Exact:
+    """The eager decoder in float32, of an engine's weights whatever its backend and ranks; a `ForwardPass`."""
+
+    def __init__(self, directory: Path, manifest: Manifest, dtype: torch.dtype = torch.float32):
+        """dtype: another one, for comparison."""
+        weights = whole_of(directory, manifest)
+        converted = {name: tensor.to(manifest.device, dtype) for name, tensor in weights.items()}
+        self.manifest, self.dtype, self.vocab_size = replace(manifest, tensor_parallel=1), dtype, manifest.vocab_size
+        self._decoder = Decoder.from_weights(manifest.decoder, converted)
+
+    def kv_shape(self, slots: int, chunk_tokens: int) -> tuple[int, ...]:
+        manifest = self.manifest
+        return (slots, manifest.layers, 2, manifest.kv_heads, chunk_tokens, manifest.head_dim)
+
+    @torch.inference_mode()
+    def forward(self, *arguments: Any) -> torch.Tensor:
+        return self._decoder(*arguments)
+
+
+def whole_of(directory: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
+    """The weights of all ranks as those of one."""
+    ranks, seed = manifest.tensor_parallel, manifest.random_seed
+    if seed is None:
+        files = [load_weights(directory / weights_file(rank, ranks)) for rank in range(ranks)]
+        return whole_weights(manifest.decoder, files)
+    return random_weights(manifest.decoder, getattr(torch, manifest.dtype), manifest.device, seed)
+
+
+def eager_device(name: str) -> Device:
+    """Without graphs: it is not used for long."""
+    if name == "cpu":
+        return CpuDevice()
+    from ...runtime.device.cuda import CudaDevice  # Triton comes with CUDA only
+
+    return CudaDevice(enforce_eager=True)
+
+
+def in_float32(directory: Path, manifest: Manifest, sizes: Sizes, prompts: Sequence[array[int]]) -> list[Answer]:
+    """The first token of each prompt by the same weights; the memory is free again afterwards."""
+    longest = sizes.tokens + 1
+    config = replace(sizes.config(longest), gpu_kv_chunks=sizes.prompt + 1, host_kv_chunks=1, reuse=False)
+    asker = Asker(eager_device(manifest.device), Exact(directory, manifest), config, sizes.size, 0)
+    try:
+        return [asker.ask(prompt, 1) for prompt in prompts]
+    finally:
+        asker.executor.close()
+
+
+# The command.
+
+
+def measure(
+    directory: Path, engine: Engine, tokens: int, repetitions: int, seed: int, size: int, form: Form | None = None
+) -> dict[str, Way]:
+    """Asks in every way, with HOST in that form. InvariantError if a way did not come about."""
+    dice = np.random.default_rng(seed)
+    # Lengths differ, and none is a multiple of the chunk size.
+    lengths = [tokens // size * size + 1 + number % (size - 1) for number in range(repetitions)]
+    sizes = Sizes(max(lengths), size)
+    prompts = [array("i", dice.integers(0, engine.vocab_size, length, np.int32).tobytes()) for length in lengths]
+    longest = sizes.tokens + max(sizes.long_reply, size + 1)
+    if longest > engine.manifest.max_model_len:
+        raise SettingError(
+            "--tokens", f"needs contexts of {longest} tokens, the model's are {engine.manifest.max_model_len}"
+        )
+    exact = in_float32(directory, engine.manifest, sizes, prompts)
+    if engine.manifest.device == "cuda":
+        torch.cuda.empty_cache()
+    ways = {way: Way() for way in WAYS}
+    cold: dict[int, Answer] = {}
+
+    def tell(way: str, number: int, answer: Answer) -> None:
+        found(way, answer, prompts[number], size)
+        if way == "cold":
+            cold[number] = answer
+        ways[way].add(answer, exact[number], cold[number])
+
+    config = replace(sizes.config(longest), copies_may_fail=form is not None and form.holds is not None)
+    make = partial(Executor, host_form=form)
+    device = make_device(engine.manifest.device)  # graphs are captured once for all three
+    try:
+        ask_again(Asker(device, engine, config, size, seed + 1, make), sizes, prompts, tell)
+        ask_partly(Asker(device, engine, config, sizes.tokens // 2, seed + 2, make), sizes, prompts, tell)
+        tight = replace(config, gpu_kv_chunks=max(sizes.tight, config.chunks(longest)))
+        ask_suspended(Asker(device, engine, tight, size, seed + 3, make), sizes, prompts, tell)
+    finally:
+        device.end()
+    return ways
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="check.reuse", description=__doc__.partition("\n")[0])
+    option = made.add_argument
+    option("--engine", required=True, type=Path, metavar="DIR", help="an engine directory")
+    option("--device", default="cpu", choices=("cpu", "cuda"), help="where the engine runs (default %(default)s)")
+    option("--tokens", type=int, default=2000, metavar="N", help="of a prompt, about (default %(default)s)")
+    option("--repetitions", type=int, default=10, metavar="N", help="prompts (default %(default)s)")
+    option("--chunk-tokens", type=int, default=32, metavar="N", help="tokens of a chunk (default %(default)s)")
+    option("--seed", type=int, default=0, metavar="N", help="of the prompts (default %(default)s)")
+    option("--lower-tier-kv", default="same", choices=["same", "packed"], help="as `pensieve serve` (default same)")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    started = time.perf_counter()
+    try:
+        for name, least in (("chunk_tokens", 2), ("tokens", 8 * args.chunk_tokens), ("repetitions", 1), ("seed", 0)):
+            if getattr(args, name) < least:
+                raise SettingError(
+                    f"--{name.replace('_', '-')}", f"must be at least {least}, not {getattr(args, name)}"
+                )
+        engine = open_engine(args.engine, args.device)
+        ways = measure(
+            args.engine,
+            engine,
+            args.tokens,
+            args.repetitions,
+            args.seed,
+            args.chunk_tokens,
+            host_form(args.lower_tier_kv, args.chunk_tokens, engine),
+        )
+    except SettingError as error:
+        print(f"check.reuse: {error}", file=sys.stderr)
+        return 2
+    tolerance, failed = judge(ways, engine.dtype == torch.float32)
+    print("\n".join(table(ways)))
+    seconds = time.perf_counter() - started
+    print(f"{'FAIL: ' + ', '.join(failed) if failed else 'PASS'} (tolerance {tolerance:.2e}, {seconds:.1f} s)")
+    told = {name: way.summary() for name, way in ways.items()}
+    print(
+        json.dumps({"bench": "reuse", "passed": not failed, "tolerance": tolerance, "seconds": seconds, "ways": told})
+    )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

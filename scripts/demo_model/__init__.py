@@ -1,0 +1,1 @@
+"""How the demo model was trained, and the chats that were written for it."""

@@ -1,0 +1,267 @@
+"""profile: measures what steps and copies of an engine cost on this hardware, and keeps it beside the engine.
+
+`pensieve serve` takes its costs from there. An engine of several ranks is measured on all of them side by side, and the
+slowest one's time counts. With `--plots`, also the two measurements that motivate Pensieve (its
+figures 3 and 4): a turn with its history recomputed or cached, and a chunk's cost by the context before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from ..builder.manifest import Manifest
+from ..runtime.device.cpu import CpuDevice
+from ..runtime.device.protocol import Device
+from ..runtime.engine import Engine, open_engine
+from ..runtime.launch.options import parse_bytes
+from ..runtime.launch.ranks import open_rank, run_rank
+from ..runtime.measure.profile import COPIED_BYTES, Profile, profile_engine
+from ..runtime.measure.step_bench import HistoryTime, StepBench
+from ..runtime.ranks.launch import run_ranks, under_mpi
+from ..scheduler.config import SchedulerConfig
+from ..scheduler.types import SettingError, Tier
+from .figures import pyplot
+
+if TYPE_CHECKING:
+    from ..runtime.ranks.mpi import Ranks
+
+
+DEVICES = ("cpu", "cuda")
+TURN_REQUESTS, TURN_PROMPT, TURN_GENERATED = 32, 38, 200  # a batch of figure 3; prompts of ShareGPT's mean length
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="pensieve profile", description=__doc__.partition("\n")[0])
+    option = made.add_argument
+    option("--engine", required=True, type=Path, metavar="DIR", help="an engine directory; profile.json is put there")
+    option("--device", default="cpu", choices=DEVICES, help="where the engine runs (default %(default)s)")
+    option("--chunk-tokens", type=int, default=32, metavar="N", help="tokens of a chunk (default %(default)s)")
+    option("--max-num-seqs", type=int, default=64, metavar="N", help="most rows that generate (default %(default)s)")
+    option("--max-num-batched-tokens", type=int, default=1024, metavar="N", help="a full batch (default %(default)s)")
+    option("--max-model-len", type=int, metavar="N", help="longest context (default: the model's, or what fits)")
+    option("--gpu-kv-bytes", metavar="SIZE", help="GPU cache (default: half of what is free, at most what batches use)")
+    option("--seconds", type=float, default=0.2, metavar="S", help="to measure each point (default %(default)s)")
+    option("--plots", type=Path, metavar="DIR", help="also time whole turns, and draw both figures there (matplotlib)")
+    option("--json", action="store_true", help="print one JSON line instead of the table")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    args = parser().parse_args(words)
+    try:
+        check(args)
+        count = Manifest.read(args.engine).tensor_parallel
+        if under_mpi():
+            return run_rank("pensieve profile", count, partial(measure_rank, args))
+        if count > 1:
+            return run_ranks(count, [sys.executable, "-P", "-m", f"{__package__}.profile_engine", *words])
+        measure(args)
+    except SettingError as error:
+        print(f"pensieve profile: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises SettingError for numbers that cannot be, or figures that cannot be drawn."""
+    for name in ("chunk_tokens", "max_num_seqs", "max_num_batched_tokens", "seconds"):
+        if not getattr(args, name) > 0:
+            raise SettingError(f"--{name.replace('_', '-')}", f"must be above 0, not {getattr(args, name)}")
+    if args.plots is not None:
+        pyplot("--plots")  # known to be there before anything is measured
+
+
+def measure(args: argparse.Namespace) -> None:
+    engine = open_engine(args.engine, args.device)
+    device = make_device(args.device)
+    with closing(device), StepBench(device, engine, bench_config(args, engine, device), args.seconds) as bench:
+        tell(args, *take(args, bench, engine, say))
+
+
+def measure_rank(args: argparse.Namespace, ranks: Ranks) -> int:
+    """As one of several: all measure, rank 0 tells."""
+    device, engine = open_rank(args.engine, args.device, lambda: make_device(args.device), ranks)
+    config = ranks.together(lambda: bench_config(args, engine, device))
+    chunks, longest = ranks.smallest(config.gpu_kv_chunks, config.max_model_len)
+    config = replace(config, gpu_kv_chunks=chunks, max_model_len=longest)
+    with ranks.together(lambda: StepBench(device, engine, config, args.seconds, ranks.slowest)) as bench:
+        found = take(args, bench, engine, say if ranks.rank == 0 else say_nothing)
+    if ranks.rank == 0:
+        tell(args, *found)
+    return 0
+
+
+def take(
+    args: argparse.Namespace, bench: StepBench, engine: Engine, say: Callable[[str], None]
+) -> tuple[Profile, list[HistoryTime]]:
+    return profile_engine(bench, engine, say), list(time_turns(bench, say)) if args.plots is not None else []
+
+
+def tell(args: argparse.Namespace, profile: Profile, turns: Sequence[HistoryTime]) -> None:
+    path = profile.save(args.engine)
+    if args.json:
+        print(json.dumps({"bench": "profile", **asdict(profile), "turns": [turn._asdict() for turn in turns]}))
+    else:
+        print("\n".join([*table(profile), *turn_table(turns), f"saved in {path}"]))
+    if args.plots is not None:
+        draw(profile, turns, args.plots)
+
+
+def make_device(name: str) -> Device:
+    if name == "cpu":
+        return CpuDevice()
+    from ..runtime.device.cuda import CudaDevice
+
+    return CudaDevice()
+
+
+def say(what: str) -> None:
+    print(f"measuring {what}", file=sys.stderr, flush=True)
+
+
+def say_nothing(what: str) -> None:
+    pass
+
+
+def bench_config(args: argparse.Namespace, engine: Engine, device: Device) -> SchedulerConfig:
+    """Pools as large as the batches can use, contexts as long as the GPU's holds. SettingError if nothing fits."""
+    size, longest = args.chunk_tokens, args.max_model_len or engine.manifest.max_model_len
+    if longest > engine.manifest.max_model_len:
+        raise SettingError("--max-model-len", f"{longest} is more than the model's {engine.manifest.max_model_len}")
+    record = engine.chunk_bytes(size)
+    rows = max(args.max_num_seqs, args.max_num_batched_tokens // size)
+    if args.gpu_kv_bytes is not None:
+        gpu_chunks = parse_bytes(args.gpu_kv_bytes, "--gpu-kv-bytes") // record
+    else:
+        gpu_chunks = min(device.memory(Tier.GPU).free // 2 // record, (rows + 1) * (-(-longest // size) + 1))
+    settings = dict(
+        gpu_kv_chunks=gpu_chunks,
+        host_kv_chunks=2 * -(-COPIED_BYTES // record),
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        chunk_tokens=size,
+    )
+    reserved = SchedulerConfig(max_model_len=1, **settings).reserved_chunks
+    fits = (gpu_chunks - max(reserved, rows)) * size
+    return SchedulerConfig(max_model_len=max(1, min(longest, fits)), **settings)
+
+
+def time_turns(bench: StepBench, say: Callable[[str], None]) -> Iterator[HistoryTime]:
+    """Histories doubled for as long as the model and the pool hold them."""
+    config = bench.config
+    requests = min(TURN_REQUESTS, config.max_num_seqs)
+    history = 8 * config.chunk_tokens
+    while True:
+        context = history + TURN_PROMPT + TURN_GENERATED
+        if context > config.max_model_len or requests * config.chunks(context) > config.gpu_kv_chunks:
+            return
+        say(f"a turn of {requests} conversations with {history} tokens of history each")
+        yield bench.turn(history, TURN_PROMPT, TURN_GENERATED, requests)
+        history *= 2
+
+
+# What is printed.
+
+
+def table(profile: Profile) -> Iterator[str]:
+    cost, measured, size = profile.cost, profile.measured, profile.chunk_tokens
+    yield f"{profile.hardware}, torch {profile.torch}"
+    yield f"{profile.dtype}, chunks of {size} tokens, {cost.chunk_bytes} bytes"
+    chunks = profile.max_num_batched_tokens // size
+    yield f"a full batch of {chunks} chunks; microseconds of a chunk, of its attention, of loading it instead"
+    for (context, seconds), (_, attention) in zip(measured.full_batches, cost.attention, strict=True):
+        yield (
+            f"  context {context:7}  batch {1e3 * seconds:9.3f} ms  chunk {1e6 * cost.recompute(context):9.1f}"
+            f"  attention {1e6 * attention:9.1f}  load {1e6 * cost.load():7.1f}"
+        )
+    yield "a step at the shortest context, ms"
+    yield "  tokens " + "".join(f"{tokens:9}" for tokens, _ in measured.steps)
+    yield "         " + "".join(f"{1e3 * seconds:9.3f}" for _, seconds in measured.steps)
+    contexts = sorted({context for _, context, _ in measured.generation})
+    yield "generation, ms a step by rows (down) and context"
+    yield "         " + "".join(f"{context:9}" for context in contexts)
+    times = {(rows, context): seconds for rows, context, seconds in measured.generation}
+    for rows in sorted({rows for rows, _ in times}):
+        yield f"  {rows:7}" + "".join(f"{1e3 * times[rows, context]:9.3f}" for context in contexts)
+    yield "copies, GB/s by layers a piece: in alone, out alone, each while both run"
+    for copy in measured.copies:
+        moved = copy.chunks * cost.chunk_bytes / 1e9
+        speeds = (moved / seconds for seconds in (copy.swap_in, copy.swap_out, copy.both))
+        yield f"  {copy.layers:7}" + "".join(f"{speed:9.2f}" for speed in speeds)
+    yield (
+        f"--swap-out-below {profile.swap_out_below:.2f} frees slots in time (contexts to {profile.max_model_len} "
+        f"tokens, a GPU cache of {profile.gpu_kv_chunks} chunks)"
+    )
+
+
+def turn_table(turns: Sequence[HistoryTime]) -> Iterator[str]:
+    if turns:
+        yield f"turns, {TURN_PROMPT} tokens in and {TURN_GENERATED} out, s: prefill recomputed, cached; generation"
+    for turn in turns:
+        times = (turn.prefill_recomputed, turn.prefill_cached, turn.generation)
+        yield f"  history {turn.history:7}" + "".join(f"{seconds:9.3f}" for seconds in times)
+
+
+def draw(profile: Profile, turns: Sequence[HistoryTime], directory: Path) -> None:
+    """Writes turn_by_history.png, if any turn was timed, and chunk_by_context.png."""
+    plt = pyplot("--plots")
+    directory.mkdir(parents=True, exist_ok=True)
+    if turns:
+        _turns(plt, profile, turns, directory / "turn_by_history.png")
+    _chunks(plt, profile, directory / "chunk_by_context.png")
+
+
+def _turns(plt: ModuleType, profile: Profile, turns: Sequence[HistoryTime], path: Path) -> None:
+    """Two bars a history, recomputed and cached, generation on top of prefill."""
+    figure, axis = plt.subplots(figsize=(7, 4))
+    places = range(len(turns))
+    generation = [turn.generation for turn in turns]
+    for shift, label, prefill in (
+        (-0.2, "history recomputed", [turn.prefill_recomputed for turn in turns]),
+        (0.2, "history cached", [turn.prefill_cached for turn in turns]),
+    ):
+        at = [place + shift for place in places]
+        axis.bar(at, prefill, 0.38, label=f"prefill, {label}")
+        axis.bar(at, generation, 0.38, bottom=prefill, color="lightgrey", edgecolor="grey")
+    axis.bar(0, 0, color="lightgrey", edgecolor="grey", label="generation")
+    axis.set_xticks(list(places), [f"{turn.history:,}" for turn in turns])
+    axis.set(title=profile.hardware, xlabel="history of each conversation, tokens", ylabel="seconds of a turn")
+    axis.legend()
+    _save(plt, figure, path)
+
+
+def _chunks(plt: ModuleType, profile: Profile, path: Path) -> None:
+    """Milliseconds to recompute one chunk, attention apart, and to load it instead."""
+    cost = profile.cost
+    contexts = [context for context, _ in cost.attention]
+    figure, axis = plt.subplots(figsize=(7, 4))
+    axis.plot(contexts, [1e3 * seconds for _, seconds in cost.attention], marker="o", label="attention")
+    axis.axhline(1e3 * cost.chunk_seconds, color="tab:orange", label="all else")
+    together = [1e3 * cost.recompute(context) for context in contexts]
+    axis.plot(contexts, together, color="black", marker=".", label="together")
+    axis.axhline(1e3 * cost.load(), color="tab:green", linestyle="--", label="copying it in")
+    axis.set_xscale("log", base=2)
+    axis.set(title=profile.hardware, xlabel="context, tokens", ylabel=f"ms a chunk of {cost.chunk_tokens} tokens")
+    axis.set_ylim(bottom=0)
+    axis.legend()
+    _save(plt, figure, path)
+
+
+def _save(plt: ModuleType, figure: Any, path: Path) -> None:
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,242 @@
+"""`simulate --preset load`: what the scheduler makes of the load that docs/measured/serving.md has.
+
+Steps and copies take what was measured on one H200 (docs/measured/steps.md): Llama-2-13B with 10 KV heads, bf16,
+40 GB of KV on the GPU. Conversations start as a Poisson process on an empty server, or as `bench_serving` starts them:
+in the middle of their lives, each sending its whole history first. What happens in the run's last seconds is reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from itertools import product
+from typing import NamedTuple
+
+from ..runtime.launch.options import parse_bytes
+from ..scheduler.config import SchedulerConfig
+from ..scheduler.cost import CostProfile
+from ..scheduler.sim.simulator import Open, Session, SessionTurn, Simulator, longest_context, percentile
+from ..scheduler.types import Applied, RequestId, SettingError, Usage
+from .bench.traces import CHATS, TURN_COUNTS, made_up, synthetic
+from .bench.workload import Arrival, plan_arrivals
+from .models import MODELS
+
+MODEL = MODELS["llama-2-13b-gqa"]
+LINK_BYTES_PER_S = 48.5e9  # each way, both at work
+SECONDS_PER_TOKEN = 0.02  # of replies, to find where conversations are at a start in the middle of their lives
+LOWER_TIER = {"same": 1.0, "packed": 0.782, "fp8": 0.5}  # of a chunk's bytes, on HOST
+POOL = 4096  # conversations to draw from then
+
+
+def measured(chunk_tokens: int) -> CostProfile:
+    """One H200: steps at the shortest context by their tokens, attention at 1,024, the link busy in both directions."""
+    chunk = 32  # tokens, of the measured one
+    return CostProfile(
+        chunk_tokens=chunk_tokens,
+        chunk_seconds=1.19e-3 * chunk_tokens / chunk,
+        attention=((1024, 0.05e-3 * chunk_tokens / chunk),),
+        row_attention=((1024, 0.05e-3),),
+        step_base_seconds=6.73e-3,
+        steps=((1, 6.73e-3), (64, 7.48e-3), (256, 11.6e-3), (1024, 38.1e-3), (2048, 75.1e-3)),
+        chunk_bytes=MODEL.token_bytes * chunk_tokens,
+        link_bytes_per_s=LINK_BYTES_PER_S,
+    )
+
+
+def add_load_options(made: argparse.ArgumentParser) -> None:
+    option = made.add_argument
+    option("--rate", default="2.5,4,5,5.75,7", metavar="RATES", help="conversations/s, comma between (%(default)s)")
+    option("--synthetic", choices=CHATS, default="sharegpt", help="means of a data set (default %(default)s)")
+    option("--turn-counts", choices=TURN_COUNTS, default="geometric", help="of conversations (default %(default)s)")
+    option("--start", choices=("empty", "middle"), default="empty", help="of conversations (default %(default)s)")
+    option("--ramp-s", type=float, default=100.0, metavar="S", help="in which those in the middle come (%(default)s)")
+    option("--seconds", type=float, default=300.0, metavar="S", help="of a run (default %(default)s)")
+    option("--measure-s", type=float, default=100.0, metavar="S", help="its last ones (default %(default)s)")
+    option("--seeds", default="0", metavar="SEEDS", help="of arrivals and lengths, comma between (default %(default)s)")
+    option("--lower-tier-kv", choices=tuple(LOWER_TIER), default="same",
+           help="how chunks are on HOST (default %(default)s)")  # fmt: skip
+    option("--swap-out-below", type=float, default=0.12, metavar="SHARE", help="(default %(default)s)")
+    option("--generation-reserve", type=float, default=0.1, metavar="SHARE", help="(default %(default)s)")
+    made.set_defaults(gpu_kv_bytes="38147MiB", host_kv_bytes="64GiB", max_num_batched_tokens=1024)
+
+
+def sessions_of(args: argparse.Namespace, rate: float, seed: int) -> list[Session]:
+    draw = partial(synthetic, CHATS[args.synthetic], think_s=args.think_s, seed=seed, turn_counts=args.turn_counts)
+    if args.start == "empty":
+        most = int(2 * rate * args.seconds) + 100  # beyond what chance brings
+        sessions = draw(conversations=most, sessions_per_s=rate)
+        return [session for session in sessions if session.start_s < args.seconds]
+    arrivals = plan_arrivals(
+        [made_up(session) for session in draw(conversations=POOL, sessions_per_s=1.0)],
+        rate=rate,
+        seconds=args.seconds,
+        seconds_per_token=SECONDS_PER_TOKEN,
+        seed=seed,
+        ramp_s=args.ramp_s,
+    )
+    return [joined(arrival, f"{number}") for number, arrival in enumerate(arrivals)]
+
+
+def joined(arrival: Arrival, name: str) -> Session:
+    """What is left of the conversation: its history is the first prompt's."""
+    first, *later = arrival.dialogue.turns[arrival.turn :]
+    known = first.history_tokens + first.input_tokens + arrival.done
+    return Session(name, arrival.at, (SessionTurn(0, known, first.output_tokens - arrival.done), *later))
+
+
+class LoadRun(NamedTuple):
+    """One line of the table. `cost`: of chunks as they are on HOST."""
+
+    rate: float
+    seed: int
+    config: SchedulerConfig
+    cost: CostProfile
+    sessions: list[Session]
+    seconds: float
+    measure_s: float
+    think_s: float
+
+
+def run_of(args: argparse.Namespace, rate: float, seed: int) -> LoadRun:
+    """Raises SettingError."""
+    cost = measured(args.chunk_tokens)
+    lower = replace(cost, chunk_bytes=int(cost.chunk_bytes * LOWER_TIER[args.lower_tier_kv]))
+    sessions = sessions_of(args, rate, seed)
+    if not sessions:
+        raise SettingError("--rate", f"at {rate:g} conversations/s none comes in {args.seconds:g} s")
+    config = SchedulerConfig(
+        gpu_kv_chunks=parse_bytes(args.gpu_kv_bytes, "--gpu-kv-bytes") // cost.chunk_bytes,
+        host_kv_chunks=parse_bytes(args.host_kv_bytes, "--host-kv-bytes") // lower.chunk_bytes,
+        max_model_len=longest_context(sessions),
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        chunk_tokens=args.chunk_tokens,
+        max_queue=len(sessions),
+        swap_out_below=args.swap_out_below,
+        generation_reserve=args.generation_reserve,
+        queue_order=args.queue_order,
+    )
+    return LoadRun(rate, seed, config, lower, sessions, args.seconds, args.measure_s, args.think_s)
+
+
+@dataclass(slots=True)
+class Tally:
+    """What happened from `start` on, seconds. Times in seconds.
+
+    ttft, usage      of the requests whose first token came
+    latency, tokens  of the replies that ended: from request to end, and their tokens
+    logs, returning  tokens of these conversations behind their replies; how many of their users come back
+    gaps             between two tokens of a reply
+    """
+
+    start: float
+    usage: list[Usage] = field(default_factory=list)
+    ttft: array[float] = field(default_factory=lambda: array("d"))
+    latency: array[float] = field(default_factory=lambda: array("d"))
+    tokens: array[int] = field(default_factory=lambda: array("q"))
+    logs: int = 0
+    returning: int = 0
+    gaps: array[float] = field(default_factory=lambda: array("d"))
+    _latest: dict[RequestId, float] = field(default_factory=dict)
+
+    def watch(self, now: float, applied: Applied, served: Mapping[RequestId, Open]) -> None:
+        latest, measured = self._latest, now >= self.start
+        for number in applied.requests:
+            request = RequestId(number)
+            if measured and request in latest:
+                self.gaps.append(now - latest[request])
+            latest[request] = now
+        for event in applied.events:
+            opened = served[event.request]
+            if event.usage is not None and measured:
+                self.usage.append(event.usage)
+                self.ttft.append(now - opened.arrival)
+            if event.finish is not None:
+                del latest[event.request]
+                if measured:
+                    self._ended(opened, now)
+
+    def _ended(self, request: Open, now: float) -> None:
+        turns = request.session.turns
+        turn = turns[request.turn]
+        self.latency.append(now - request.arrival)
+        self.tokens.append(turn.output_tokens)
+        self.logs += turn.history_tokens + turn.input_tokens + turn.output_tokens
+        self.returning += request.turn + 1 < len(turns)
+
+
+def simulate_load(run: LoadRun) -> dict[str, float] | None:
+    """One line's numbers; None if no reply ended while it was measured."""
+    tally = Tally(run.seconds - run.measure_s)
+    simulator = Simulator(run.config, run.cost, run.sessions, watch=tally.watch)
+    simulator.play(run.seconds)
+    return numbers(run, tally, simulator) if tally.latency else None
+
+
+def numbers(run: LoadRun, tally: Tally, simulator: Simulator) -> dict[str, float]:
+    """`needs_gb`: the KV of what is served, and of those who think and will be back, were none of it lost, GB."""
+    ended, stats = len(tally.latency), simulator.scheduler.stats()
+    prompts = {item.name: sum(getattr(usage, item.name) for usage in tally.usage) for item in fields(Usage)}
+    per_token = [seconds / tokens for seconds, tokens in zip(tally.latency, tally.tokens, strict=True)]
+    held_s = (sum(tally.latency) + run.think_s * tally.returning) / ended
+    return {
+        "rate": run.rate,
+        "seed": run.seed,
+        "done_per_s": ended / run.measure_s,
+        "ms_per_token": 1e3 * sum(per_token) / ended,
+        "ttft_ms_p50": 1e3 * percentile(tally.ttft, 0.5),
+        "ttft_ms_p99": 1e3 * percentile(tally.ttft, 0.99),
+        "inter_token_ms_p50": 1e3 * percentile(tally.gaps, 0.5),
+        "inter_token_ms_p99": 1e3 * percentile(tally.gaps, 0.99),
+        **{f"{name}_percent": 100 * tokens / sum(prompts.values()) for name, tokens in prompts.items()},
+        "prompt_tokens": sum(prompts.values()) / len(tally.usage),
+        "needs_gb": held_s * tally.logs / run.measure_s * MODEL.token_bytes / 1e9,
+        "running": stats.running,
+        "waiting": stats.waiting,
+    }
+
+
+COLUMNS = {
+    "rate": ("rate", 5, 2),
+    "seed": ("seed", 4, 0),
+    "done_per_s": ("req/s", 6, 1),
+    "ms_per_token": ("ms/token", 8, 1),
+    "ttft_ms_p50": ("TTFT p50", 8, 0),
+    "ttft_ms_p99": ("p99", 7, 0),
+    "inter_token_ms_p50": ("gap p50", 7, 1),
+    "inter_token_ms_p99": ("p99", 6, 1),
+    "gpu_percent": ("GPU %", 5, 0),
+    "host_percent": ("HOST", 4, 0),
+    "recomputed_percent": ("again", 5, 0),
+    "new_percent": ("new", 4, 0),
+    "prompt_tokens": ("prompt", 6, 0),
+    "needs_gb": ("needs GB", 8, 0),
+    "running": ("running", 7, 0),
+    "waiting": ("waiting", 7, 0),
+}
+"""By name: title, width, digits. Times in ms; `again`: computed again. running, waiting: at the run's end."""
+
+
+def load_titles() -> str:
+    return "  ".join(f"{title:>{width}}" for title, width, _ in COLUMNS.values())
+
+
+def load_line(found: Mapping[str, float]) -> str:
+    return "  ".join(f"{found[name]:{width}.{digits}f}" for name, (_, width, digits) in COLUMNS.items())
+
+
+def plan_load(args: argparse.Namespace) -> list[LoadRun]:
+    """Raises SettingError."""
+    if args.measure_s > args.seconds:
+        raise SettingError("--measure-s", f"is part of --seconds ({args.seconds:g}), not {args.measure_s:g}")
+    try:
+        rates = [float(text) for text in args.rate.split(",")]
+        seeds = [int(text) for text in args.seeds.split(",")]
+    except ValueError as error:
+        raise SettingError("--rate, --seeds", f"numbers with commas between: {error}") from error
+    if min(rates) <= 0:
+        raise SettingError("--rate", f"must be above 0, not {args.rate}")
+    return [run_of(args, rate, seed) for rate, seed in product(rates, seeds)]

@@ -1,0 +1,90 @@
+"""Batches of the engine benchmarks, and on a GPU that neither weights nor pool are ever there twice."""
+
+import json
+
+import pytest
+import torch
+
+from pensieve.plugins.attention import reference as attention_reference
+from pensieve.scripts.bench import engine as bench_engine
+from pensieve.scripts.bench.engine import CHUNK, Part, arguments, arguments_of, chat_steps, slots_of
+from tests.models import tiny_checkpoint
+
+SHAPE = bench_engine.LLAMA | {
+    "vocab_size": 32000,
+    "hidden_size": 2048,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "intermediate_size": 8192,
+}
+
+
+@pytest.mark.parametrize("requests, new, context", [(3, 1, 100), (1, 70, 0), (2, 5, 64)])
+def test_each_request_computes_the_end_of_its_context(requests, new, context):
+    ids, positions, slots, segments, table, last = arguments(requests, new, 50, context)
+    assert len(ids) == len(positions) == len(slots) == requests * new and ids.max() < 50
+    assert segments[:, 1].eq(new).all() and segments[:, 3].eq(max(context, new)).all()
+    assert table.numel() == table.unique().numel() and table.shape == (requests, -(-max(context, new) // CHUNK))
+    assert slots.unique().numel() == requests * new and last.tolist() == [new * (i + 1) - 1 for i in range(requests)]
+
+
+def test_requests_of_different_lengths():
+    parts = [Part(1, 40), Part(5, 70, samples=False), Part(3, 3)]
+    ids, positions, slots, segments, table, last = arguments_of(parts, 50)
+    assert len(ids) == 9 and positions.tolist() == [39, *range(65, 70), *range(3)] and last.tolist() == [0, 8]
+    assert segments.tolist() == [[0, 1, 0, 40, 0], [1, 5, 0, 70, 1], [6, 3, 0, 3, 2]]
+    assert slots_of(parts) == 2 + 3 + 1 and table.tolist() == [[0, 1, 0], [2, 3, 4], [5, 0, 0]]
+    assert slots.tolist() == [CHUNK + 7, *range(4 * CHUNK + 1, 4 * CHUNK + 6), *range(5 * CHUNK, 5 * CHUNK + 3)]
+
+
+def test_steps_of_chats():
+    steps = chat_steps(users=3, turns=2)
+    assert steps == chat_steps(users=3, turns=2) != chat_steps(users=3, turns=2, seed=1)
+    prompts = [part for step in steps for part in step if part.new > 1]
+    assert len(prompts) >= 5 and 1 < max(map(len, steps)) <= 3
+    # What a user wrote is computed once, and nobody else's: a first turn is whole, the next is its input and a token.
+    assert sum(part.new == part.context for part in prompts) == 3
+    assert all(part.new < 500 for part in prompts) and any(part.context > part.new + 100 for part in prompts)
+
+
+def test_both_engines_run_every_batch_and_the_chats(tmp_path, monkeypatch, capsys):
+    """Compiling takes half a minute: here both are the reference's."""
+    build = bench_engine.build_engine
+
+    def build_reference(checkpoint, output, backend, dtype):
+        build(checkpoint, output, "reference", dtype)
+
+    tiny_checkpoint("llama", tmp_path)
+    for name in ("write_kv", "multi_token_attention"):  # put back at the end: their time is taken
+        monkeypatch.setattr(attention_reference, name, getattr(attention_reference, name))
+    monkeypatch.setattr(bench_engine, "build_engine", build_reference)
+    monkeypatch.setattr(bench_engine, "BATCHES", {"3 rows": [Part(1, 40)] * 3})
+    monkeypatch.setattr(bench_engine, "chat_steps", lambda: chat_steps(users=2, turns=1)[:20])
+    assert bench_engine.main(["compare", "--checkpoint", str(tmp_path), "--seconds", "0"]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    rows = json.loads(last)["rows"]
+    assert [row["batch"] for row in rows] == ["3 rows", "20 steps of chats"]
+    for row in rows:
+        assert 0 < row["reference"] < row["reference_total"] and 0 < row["inductor"] < row["inductor_total"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("backend, weights", [("reference", "same"), ("inductor", "same"), ("inductor", "fp8")])
+def test_weights_and_pool_are_there_once(backend, weights, tmp_path, monkeypatch):
+    monkeypatch.setitem(bench_engine.SHAPES, "small", SHAPE)
+    monkeypatch.setattr(bench_engine, "POOL_BYTES", 2**31)
+    row = bench_engine.bench_on_gpu("small", backend, weights, tmp_path)
+    assert row.weight_bytes > 2**28 and row.pool_bytes > 2**30
+    assert row.loading_beyond < row.weight_bytes / 2
+    assert row.running_beyond < row.pool_bytes / 4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(bench_engine, "SHAPES", {"small": SHAPE})
+    assert bench_engine.main(["gpu", "--backends", "reference"]) == 0
+    *_, row, last = capsys.readouterr().out.splitlines()
+    assert row.startswith("| small | reference, same |") and json.loads(last)["rows"][0]["shape"] == "small"

@@ -1,0 +1,106 @@
+"""The command: lines of what happened in the run's last seconds; who is served first under more load than there is room
+for; wrong settings are named."""
+
+import json
+
+import pytest
+
+from pensieve.scheduler.sim.simulator import Open, Session, SessionTurn
+from pensieve.scheduler.types import Applied, FinishReason, Output, RequestId, Usage
+from pensieve.scripts.bench.traces import made_up
+from pensieve.scripts.bench.workload import Arrival
+from pensieve.scripts.simulate import main
+from pensieve.scripts.simulated_load import COLUMNS, Tally, joined, load_line, measured
+
+SMALL = [
+    "--preset",
+    "load",
+    "--jobs",
+    "1",
+    "--seconds",
+    "8",
+    "--measure-s",
+    "6",
+    "--gpu-kv-bytes",
+    "5GiB",
+    "--host-kv-bytes",
+    "3GiB",
+]
+
+
+def runs(capsys, *options):
+    assert main([*SMALL, "--json", *options]) == 0
+    return [json.loads(text) for text in capsys.readouterr().out.splitlines()]
+
+
+@pytest.mark.slow
+def test_recomputations_do_not_push_out_what_hits_behind_them_need(capsys):
+    """More load than the tiers hold: by response ratio more is done, and most turns wait less."""
+    options = ["--rate", "2", "--think-s", "5", "--start", "middle", "--ramp-s", "5"]
+    options += ["--seconds", "90", "--measure-s", "60"]
+    (fair,) = runs(capsys, *options)
+    (first_come,) = runs(capsys, *options, "--queue-order", "arrival")
+    assert fair["waiting"] and first_come["waiting"]
+    assert fair["recomputed_percent"] < first_come["recomputed_percent"]
+    assert fair["ttft_ms_p50"] < first_come["ttft_ms_p50"] and fair["done_per_s"] > first_come["done_per_s"]
+
+
+def test_every_rate_with_every_seed_has_a_line(capsys):
+    options = ["--rate", "0.5,1", "--seeds", "0,1"]
+    assert main([*SMALL, *options]) == 0
+    titles, *lines = capsys.readouterr().out.splitlines()
+    assert [tuple(map(float, text.split()[:2])) for text in lines] == [(0.5, 0), (0.5, 1), (1, 0), (1, 1)]
+    assert {len(text) for text in (titles, *lines)} == {len(titles)}
+
+
+def test_the_window_counts_what_happens_in_it():
+    turns = (SessionTurn(0, 8, 2), SessionTurn(10, 5, 4))
+    served = {
+        RequestId(1): Open(Session("a", 0.0, turns), 0, 9.0),
+        RequestId(2): Open(Session("b", 0.0, turns), 1, 9.5),
+    }
+    tally = Tally(start=10.0)
+    tally.watch(9.75, Applied(requests=[1], events=[Output(RequestId(1), usage=Usage(new=8))]), served)
+    tally.watch(10.5, Applied(requests=[1, 2], events=[Output(RequestId(2), usage=Usage(gpu=15))]), served)
+    ended = [Output(RequestId(number), finish=FinishReason.LENGTH) for number in (1, 2)]
+    tally.watch(11.5, Applied(requests=[1, 2], events=ended), served)
+    assert list(tally.gaps) == [0.75, 1.0, 1.0] and list(tally.ttft) == [1.0] and tally.usage == [Usage(gpu=15)]
+    assert list(tally.latency) == [2.5, 2.0] and list(tally.tokens) == [2, 4]
+    assert (tally.logs, tally.returning) == (10 + 19, 1)
+
+
+def test_a_conversation_in_the_middle_sends_its_history_first():
+    dialogue = made_up(
+        Session("a", 0.0, (SessionTurn(0, 8, 6), SessionTurn(14, 5, 4, 2.0), SessionTurn(19, 1, 1, 3.0)))
+    )
+    session = joined(Arrival(7.0, dialogue, turn=1, done=3), "b")
+    assert session == Session("b", 7.0, (SessionTurn(0, 22, 1), SessionTurn(19, 1, 1, 3.0)))
+
+
+def test_a_chunk_costs_what_was_measured():
+    cost = measured(32)
+    assert cost.recompute(1024) == pytest.approx(1.24e-3) and cost.load() == pytest.approx(0.135e-3, rel=0.01)
+    assert cost.step(0, rows=1, rows_context=1024) == pytest.approx(6.78e-3)
+    assert measured(64).recompute(1024) == pytest.approx(2.48e-3)
+
+
+def test_a_line_has_a_field_for_each_title():
+    assert len(load_line(dict.fromkeys(COLUMNS, 1.0)).split()) == len(COLUMNS)
+
+
+@pytest.mark.parametrize(
+    ("options", "setting"),
+    [
+        (["--rate", "0"], "--rate"),
+        (["--rate", "fast"], "--rate"),
+        (["--seeds", "1.5"], "--seeds"),
+        (["--measure-s", "9"], "--measure-s"),
+        (["--rate", "0.001"], "--rate"),
+        (["--measure-s", "0.001", "--rate", "0.5"], "--measure-s"),
+        (["--think-s", "0"], "--think-s"),
+        (["--host-kv-bytes", "much"], "--host-kv-bytes"),
+    ],
+)
+def test_wrong_settings_are_named(capsys, options, setting):
+    assert main([*SMALL, *options]) == 2
+    assert setting in capsys.readouterr().err
