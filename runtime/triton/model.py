@@ -138,7 +138,7 @@ def start_engine(command: Sequence[str]) -> tuple[subprocess.Popen[bytes], Conne
         listener.listen()
         process = subprocess.Popen([*command, "--attach", path], stdin=subprocess.DEVNULL)
         with open(os.pidfd_open(process.pid), "rb") as end:
-            wait([listener, end])
+            wait([listener, end.fileno()])
         if not wait([listener], 0):
             raise triton.TritonModelException(ENDED.format(process.wait()))
         accepted, _ = listener.accept()
