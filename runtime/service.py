@@ -1,6 +1,6 @@
-"""The loop: takes requests, plans a step, launches it, and while it runs takes in the one before.
+"""The engine loop behind a pipe: takes requests, runs steps, sends what they bring.
 
-    receive  ->  next_plan  ->  launch  ->  wait for the step before  ->  apply  ->  send
+    receive  ->  EngineLoop.step  ->  send
 
 The next step is planned shortly before the device needs it (`pace`): until then requests are received.
 
@@ -23,13 +23,13 @@ from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
-from ..scheduler.plan import StepPlan
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.step_timing import StepTiming
 from ..scheduler.turns.conversations import common_prefix
 from ..scheduler.types import Applied, FinishReason, Output, Request, RequestError, RequestId
 from .executor import Executor
 from .gc_control import GarbageCollector
+from .loop import EngineLoop
 from .messages import (
     Abort,
     Drain,
@@ -53,7 +53,6 @@ from .observe.loop_stats import LoopCounters
 
 log = logging.getLogger(__name__)
 
-STEPS_IN_FLIGHT = 2  # one runs, the next is launched behind it
 STATS_INTERVAL_S = 0.25
 LOOKED_AT = 32_768  # chunks for one `Look`: a millisecond or two
 LONGEST_WAIT_S = 1.0  # a signal that comes between the last look for one and a wait is heard when that ends
@@ -92,6 +91,7 @@ class Service:
         self._trace = trace
         self._counters = LoopCounters(trace)
         self._pace = pace
+        self._loop = EngineLoop(scheduler, executor, self._counters, pace)
         self._garbage = GarbageCollector()
 
     def drain(self, seconds: float) -> None:
@@ -121,16 +121,7 @@ class Service:
                 if spare > 0:
                     self._wait_for_message(spare)
                     continue
-                began = time.monotonic()
-                with self._counters.plan:
-                    plan = self._scheduler.next_plan(began)
-                self._tell_erased()  # a long log is looked through a plan at a time, though nothing else is to be done
-                if plan is not None:
-                    self._launch(plan, began)
-                if self._scheduler.in_flight >= (STEPS_IN_FLIGHT if plan is not None else 1):
-                    self._finish_step()
-                elif plan is None:
-                    self._wait_for_news()
+                self._step()
         except BaseException as error:
             self._outbox.put(Fatal(f"{type(error).__name__}: {error}"))
             raise
@@ -140,15 +131,6 @@ class Service:
             self._executor.close()
             if self._trace is not None:
                 self._trace.close()
-
-    def _launch(self, plan: StepPlan, began: float) -> None:
-        """began: when planning it did."""
-        self._counters.launching(plan)
-        with self._counters.launch:
-            self._executor.launch(plan)
-        self._counters.launched(plan)
-        idle = self._scheduler.in_flight > 1 and self._executor.done()
-        self._pace.launched(plan, began, time.monotonic(), idle)
 
     def _wait_for_message(self, seconds: float) -> None:
         """For so long at most; the device is busy meanwhile."""
@@ -167,16 +149,14 @@ class Service:
     def _refuse(self, request: RequestId, error: RequestError) -> None:
         self._outbox.put(StepMessage(refusals=(Refusal(request, error),)))
 
-    def _finish_step(self) -> None:
-        """The oldest step in flight: its result is applied and its tokens go out."""
-        seen = not self._executor.done()
-        with self._counters.wait:
-            result = self._executor.wait()
-        self._counters.finished()
-        self._pace.finished(time.monotonic(), seen)
-        with self._counters.apply:
-            applied = self._scheduler.apply(result, time.monotonic())
-        self._tell_erased()
+    def _step(self) -> None:
+        """One pass of the loop; sends the result if it brings anything, and sleeps if there is nothing to do."""
+        applied = self._loop.step()
+        self._tell_erased()  # each plan looks through a part of a long log, even if no step follows
+        if applied is None:
+            if self._loop.idle:
+                self._wait_for_news()
+            return
         news = applied.requests or applied.events or applied.prompt_logprobs or applied.stuck
         if news or time.monotonic() >= self._stats_due:
             with self._counters.send:
@@ -224,7 +204,7 @@ class Service:
                 output = self._scheduler.finish(request, tokens, now)
                 self._send(Applied(events=[output] if output else []))
             case Forget():
-                self._forget(message)
+                forget(self._scheduler, message)
                 self._tell_erased()
             case Fork() | Keep():
                 self._change_conversation(message, now)
@@ -251,18 +231,6 @@ class Service:
             self._scheduler.add(request, now)
         except RequestError as error:
             self._refuse(request.id, error)
-
-    def _forget(self, message: Forget) -> None:
-        """Of a conversation that has not been active since the start records may be on disk all the same."""
-        scheduler, (conversation, tokens, shared, salt) = self._scheduler, message
-        stored = scheduler.disk.keys(tokens, salt, shared)
-        if conversation is None or conversation not in scheduler.conversations:
-            scheduler.disk.erase(stored)
-            return
-        log = scheduler.conversations.tokens(conversation)
-        # Of turns that ran at once another one may have ended last than in the history file.
-        shared, others = min(shared, common_prefix(log, tokens)), stored if log != tokens else ()
-        scheduler.conversations.delete(conversation, shared, others)
 
     def _tell_erased(self) -> None:
         for wholly in self._scheduler.disk.take_erased():
@@ -309,6 +277,20 @@ class Service:
         if applied.logprobs or applied.prompt_logprobs:
             message = replace(message, logprobs=applied.logprobs, prompt_logprobs=applied.prompt_logprobs)
         self._outbox.put(message)
+
+
+def forget(scheduler: Scheduler, message: Forget) -> None:
+    """Begins to erase the conversation's own KV; `scheduler.disk.take_erased` tells the end. A conversation that
+    was not active since the start may have records on disk too."""
+    conversation, tokens, shared, salt = message
+    stored = scheduler.disk.keys(tokens, salt, shared)
+    if conversation is None or conversation not in scheduler.conversations:
+        scheduler.disk.erase(stored)
+        return
+    log = scheduler.conversations.tokens(conversation)
+    # Of turns that ran at once another one may have ended last than in the history file.
+    shared, others = min(shared, common_prefix(log, tokens)), stored if log != tokens else ()
+    scheduler.conversations.delete(conversation, shared, others)
 
 
 def _read(connection: Connection, inbox: SimpleQueue[FromHTTP]) -> None:

@@ -1,5 +1,5 @@
-"""What `bench_steps` and `bench_tiers` run on: a device that keeps times, the service's loop without messages, and the
-caches of the former."""
+"""What `bench_steps` and `bench_tiers` run on: a device that keeps times, the engine's loop with requests of random
+tokens, and the caches of the former."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..runtime.disk.store import DiskSettings
 from ..runtime.engine import Engine
 from ..runtime.executor import GROUP_LAYERS, MAX_IN_FLIGHT, Executor
 from ..runtime.launch.options import parse_bytes
-from ..runtime.service import STEPS_IN_FLIGHT
+from ..runtime.loop import EngineLoop
 from ..runtime.step.inputs import StepInputs
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.cost import CostProfile
@@ -165,7 +165,7 @@ class Step:
 
 
 class Loop:
-    """As `Service.run`: plan n + 1 is made and launched while n runs."""
+    """The engine's loop with requests of random tokens; keeps the times of its steps."""
 
     def __init__(
         self,
@@ -181,6 +181,7 @@ class Loop:
         self.scheduler = Scheduler(config, cost)
         self._executor = Executor(device, engine, config, group_layers, disk=disk)
         self.scheduler.disk.adopt(self._executor.disk_records(), time.monotonic())
+        self._loop = EngineLoop(self.scheduler, self._executor)
         self._vocab_size, self._dice = engine.vocab_size, np.random.default_rng(0)
         self._requests = 0
         self.steps: list[Step] = []
@@ -200,26 +201,24 @@ class Loop:
 
     def step(self) -> bool:
         """One pass; False if there was nothing to do."""
-        started = time.perf_counter()
-        plan = self.scheduler.next_plan(time.monotonic())
-        planned = time.perf_counter()
-        if plan is not None:
-            self._executor.launch(plan)
-        launched = time.perf_counter()
-        if self.scheduler.in_flight < (STEPS_IN_FLIGHT if plan is not None else 1):
-            return plan is not None
-        result = self._executor.wait()
-        waited = time.perf_counter()
-        applied = self.scheduler.apply(result, time.monotonic())
+        before = self._seconds()
+        applied = self._loop.step()
+        if applied is None:
+            return not self._loop.idle
         at = time.perf_counter()
-        phases = (planned - started, launched - planned, waited - launched, at - waited)
-        self.steps.append(Step(*phases, at, len(applied.requests)))
+        plan, launch, wait, apply = (after - spent for after, spent in zip(self._seconds(), before, strict=True))
+        self.steps.append(Step(plan, launch, wait, apply, at, len(applied.requests)))
         for output in applied.events:
             if output.usage is not None:
                 self.begun[output.request] = (at, output.usage)
             if output.finish is not None:
                 self.ended[output.request] = at
         return True
+
+    def _seconds(self) -> list[float]:
+        """Of all steps so far: planning, launching, waiting, applying."""
+        counters = self._loop.counters
+        return [part.seconds for part in (counters.plan, counters.launch, counters.wait, counters.apply)]
 
     def run_until(self, done: Callable[[], bool]) -> None:
         while not done():

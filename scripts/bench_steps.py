@@ -31,9 +31,9 @@ import numpy as np
 
 from ..runtime.engine import Engine, open_engine
 from ..runtime.executor import GROUP_LAYERS, Executor
+from ..runtime.loop import STEPS_IN_FLIGHT
 from ..runtime.measure.profile import PIECES, Measured, cost_profile, hardware
 from ..runtime.measure.step_bench import CopyTime, StepBench
-from ..runtime.service import STEPS_IN_FLIGHT
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.cost import CostProfile
 from ..scheduler.types import InvariantError, SettingError, Tier

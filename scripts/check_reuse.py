@@ -33,7 +33,7 @@ from ..runtime.device.protocol import Device, ForwardPass
 from ..runtime.engine import Engine, open_engine
 from ..runtime.executor import Executor
 from ..runtime.launch.sizing import host_form
-from ..runtime.service import STEPS_IN_FLIGHT
+from ..runtime.loop import EngineLoop
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.cost import CostProfile
 from ..scheduler.scheduler import Scheduler
@@ -94,7 +94,7 @@ class Sizes:
 
 
 class Asker:
-    """The service's loop without its messages."""
+    """The engine's loop with requests of random tokens, and their answers."""
 
     def __init__(
         self,
@@ -111,6 +111,7 @@ class Asker:
         self.config = config
         self.scheduler = Scheduler(config, cost)
         self.executor = make_executor(device, engine, config)
+        self._loop = EngineLoop(self.scheduler, self.executor)
         self._vocab_size, self._dice = engine.vocab_size, np.random.default_rng(seed)
         self._answers: dict[RequestId, Answer] = {}
         self._requests = 0
@@ -129,12 +130,9 @@ class Asker:
     def step(self) -> bool:
         """One pass; False if there was nothing to do."""
         self.tend()
-        plan = self.scheduler.next_plan(time.monotonic())
-        if plan is not None:
-            self.executor.launch(plan)
-        if self.scheduler.in_flight < (STEPS_IN_FLIGHT if plan is not None else 1):
-            return plan is not None
-        applied = self.scheduler.apply(self.executor.wait(), time.monotonic())
+        applied = self._loop.step()
+        if applied is None:
+            return not self._loop.idle
         for request, token in zip(applied.requests, applied.tokens, strict=True):
             self._answers[RequestId(request)].tokens.append(token)
         for request, logprobs in applied.logprobs.items():

@@ -33,11 +33,12 @@ from ..runtime.disk.speed import measure_disk
 from ..runtime.disk.store import DiskSettings
 from ..runtime.engine import Engine, open_engine
 from ..runtime.executor import Executor
+from ..runtime.loop import EngineLoop
 from ..runtime.measure.profile import profile_engine
 from ..runtime.measure.step_bench import StepBench
-from ..runtime.service import STEPS_IN_FLIGHT
 from ..scheduler.config import EVICTION_POLICIES, SchedulerConfig
 from ..scheduler.cost import CostProfile
+from ..scheduler.plan import StepPlan, StepResult
 from ..scheduler.sim.simulator import Report, Session, Simulator, VirtualDevice
 from ..scheduler.types import SettingError, Usage
 from .traces import ChatStatistics, synthetic
@@ -187,7 +188,7 @@ class Replay(Simulator):
         super().__init__(config, cost, sessions, truncate=True)
         self._executor, self._vocab_size = executor, vocab_size
         self._dice = random.Random(0)
-        self._took = self._ended = 0.0
+        self._took = self._ended = self._began = 0.0
 
     @property
     def delay_s(self) -> float:
@@ -195,29 +196,45 @@ class Replay(Simulator):
         return (self._took - self._device.busy_s) / self._steps
 
     def run(self) -> Report:
-        scheduler, began = self.scheduler, time.monotonic() - self.now
+        scheduler = self.scheduler
+        self._began = time.monotonic() - self.now
+
+        def clock() -> float:
+            self.now = time.monotonic() - self._began
+            return self.now
+
+        loop = EngineLoop(scheduler, self, clock=clock)
         while self._arrivals or not scheduler.idle:
-            self.now = time.monotonic() - began
+            clock()
             while self._arrivals and self._arrivals[0][0] <= self.now:
                 self._add(*heapq.heappop(self._arrivals))
-            plan = scheduler.next_plan(self.now)
-            if plan is not None:
-                self._executor.launch(plan)
-                self._device.launch(plan, self.now)
-                self._launched.append((plan, self.now))
-            if scheduler.in_flight >= (STEPS_IN_FLIGHT if plan is not None else 1):
-                result = self._executor.wait()
-                self.now = time.monotonic() - began
-                done, launched = self._launched.popleft()
-                if done.tokens:  # it began when it was launched, or when the step before it ended
-                    self._took += self.now - max(launched, self._ended)
-                    self._steps += 1
-                self._ended = self.now
-                self._take(scheduler.apply(result, self.now))
-            elif plan is None:
+            applied = loop.step()
+            if applied is not None:
+                self._take(applied)
+            elif loop.idle:
                 time.sleep(max(0.0, min(self._arrivals[0][0], scheduler.wake_at) - self.now))
         scheduler.check()
         return self._report()
+
+    # -- the loop's executor: the real one, and the virtual device beside it
+
+    def launch(self, plan: StepPlan) -> None:
+        self._executor.launch(plan)
+        self._device.launch(plan, self.now)
+        self._launched.append((plan, self.now))
+
+    def wait(self) -> StepResult:
+        result = self._executor.wait()
+        now = time.monotonic() - self._began
+        done, launched = self._launched.popleft()
+        if done.tokens:  # it began when it was launched, or when the step before it ended
+            self._took += now - max(launched, self._ended)
+            self._steps += 1
+        self._ended = now
+        return result
+
+    def done(self) -> bool:
+        return self._executor.done()
 
     def _fresh(self, count: int) -> array[int]:
         return array("i", (self._dice.randrange(self._vocab_size) for _ in range(count)))

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..builder.manifest import Manifest
+from ..runtime.launch.assemble import locked_directories
 from ..runtime.launch.options import ServeSettings, early_options, parse_options
 from ..runtime.launch.ranks import run_rank
-from ..runtime.launch.serving import follow_rank, locked_directories, serve, serve_attached, telling_model
+from ..runtime.launch.serving import follow_rank, serve, serve_attached, telling_model
 from ..runtime.observe.logs import configure_logging
 from ..runtime.ranks.launch import run_ranks, under_mpi
 from ..runtime.watchdog import tell_when_asked

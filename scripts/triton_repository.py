@@ -69,8 +69,8 @@ def checked(options: Sequence[str]) -> list[str]:
     args = parse_options([*options, "--attach=SOCKET"])  # refuses options of HTTP clients
     paths = {"config": args.config, "state-dir": args.state_dir, "disk-dir": args.disk_dir, "trace": args.trace}
     if args.engine != "demo":
-        engine = paths["engine"] = Path(args.engine)
-        if not engine.is_dir():
+        paths["engine"] = directory = Path(args.engine)
+        if not directory.is_dir():
             raise SettingError("--engine", f"there is no directory {args.engine}")
     relative = {name: path for name, path in paths.items() if path is not None and not path.is_absolute()}
     return [*options, *(f"--{name}={path.resolve()}" for name, path in relative.items())]  # the last ones count

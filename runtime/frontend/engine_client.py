@@ -11,12 +11,12 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
-from ...scheduler.types import Output, Request, RequestError, RequestId, Residency
+from ...scheduler.types import Applied, Output, Request, RequestError, RequestId, Residency
 from ..messages import (
     Abort,
     Draining,
@@ -37,6 +37,23 @@ from ..observe.residency import ResidencyView
 
 class ClientGone(Exception):
     """The HTTP client has hung up: nobody waits for this reply any more."""
+
+
+def outputs(news: Applied | StepMessage) -> Iterator[Output]:
+    """What a step brought each request, at most one output a request."""
+    events = {event.request: event for event in news.events}
+    for number in dict.fromkeys((*news.logprobs, *news.prompt_logprobs)):
+        event = events.get(RequestId(number)) or Output(RequestId(number))
+        own = news.logprobs.get(number)
+        events[event.request] = replace(
+            event, logprobs=(own,) if own else (), prompt_logprobs=news.prompt_logprobs.get(number, ())
+        )
+    # Prompts come behind the rows that generate: from the end, so that a first token waits for no other stream's.
+    for number, token in zip(reversed(news.requests), reversed(news.tokens), strict=True):
+        request = RequestId(number)
+        known = events.pop(request, None)
+        yield Output(request, (token,)) if known is None else replace(known, tokens=(token,))
+    yield from events.values()
 
 
 class OutputStream:
@@ -235,20 +252,8 @@ class EngineClient:
             self._forgotten(message.wholly)
             return
         now = time.perf_counter()
-        events = {event.request: event for event in message.events}
-        for number in dict.fromkeys((*message.logprobs, *message.prompt_logprobs)):
-            event = events.get(RequestId(number)) or Output(RequestId(number))
-            own = message.logprobs.get(number)
-            events[event.request] = replace(
-                event, logprobs=(own,) if own else (), prompt_logprobs=message.prompt_logprobs.get(number, ())
-            )
-        # Prompts come behind the rows that generate: from the end, so that a first token waits for no other stream's.
-        for number, token in zip(reversed(message.requests), reversed(message.tokens), strict=True):
-            request = RequestId(number)
-            known = events.pop(request, None)
-            self._take(Output(request, (token,)) if known is None else replace(known, tokens=(token,)), now)
-        for event in events.values():
-            self._take(event, now)
+        for output in outputs(message):
+            self._take(output, now)
         for refusal in message.refusals:
             refused = self._open.pop(refusal.request, None)
             if refused is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from ...scheduler.types import SettingError, Tier
 from ..device.cpu import CpuDevice
 from ..device.memory import check_pool_fits
 from ..device.protocol import Device
+from ..disk.directory import locked
 from ..disk.store import DiskSettings
 from ..engine import Engine, open_engine
 from ..executor import GROUP_LAYERS, Executor
@@ -197,3 +199,14 @@ def demo_engine(state_dir: Path, device: str) -> Path:
         raise SettingError("--state-dir", str(error).removeprefix("--output: ")) from None
     log.info("%s the demo engine in %s (reference backend, which starts sooner)", built.outcome, directory)
     return directory
+
+
+@contextmanager
+def locked_directories(settings: ServeSettings) -> Iterator[None]:
+    """While this is open no other server has them. SettingError."""
+    with ExitStack() as locks:
+        locks.enter_context(locked(settings.state_dir, "--state-dir"))
+        disk = settings.disk_directory
+        if disk.resolve() != settings.state_dir.resolve():
+            locks.enter_context(locked(disk, "--disk-dir"))
+        yield

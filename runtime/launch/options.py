@@ -145,9 +145,9 @@ class ServeSettings:
             if self.changed(name):
                 raise SettingError(flag(name), "has no meaning here: Triton serves the clients")
         for rivals in RIVALS:
-            given = [name for name in reversed(rivals) if self.changed(name)]
+            given = [name for name in rivals if self.changed(name)]
             if len(given) > 1:
-                raise SettingError(flag(given[0]), f"cannot be given beside {flag(given[1])}")
+                raise SettingError(flag(given[1]), f"cannot be given beside {flag(given[0])}")
         for name in ("max_requests_per_client", "max_conversations_per_owner", "max_connections", "chunk_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -191,9 +191,14 @@ def parse_options(argv: Sequence[str]) -> ServeSettings:
         made.set_defaults(**values)
         for action in made._actions:
             action.required &= action.dest not in values
-    args: dict[str, Any] = vars(made.parse_args(argv))
-    args |= {name: tuple(value) for name, value in args.items() if isinstance(value, list)}
-    return ServeSettings(**args)
+    return settings_of(made.parse_args(argv))
+
+
+def settings_of(args: argparse.Namespace) -> ServeSettings:
+    """SettingError for values that cannot work."""
+    values: dict[str, Any] = vars(args)
+    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    return ServeSettings(**(values | lists))
 
 
 def early_options(argv: Sequence[str]) -> argparse.Namespace:
@@ -403,7 +408,7 @@ def check_traces_endpoint(endpoint: str) -> None:
         raise SettingError(setting, f"needs more packages: pip install {exporter}") from None
 
 
-def read_api_keys(keys: Sequence[str], path: Path | None) -> list[str]:
+def read_api_keys(keys: Sequence[str], path: Path | None) -> Sequence[str]:
     """Those of the command line and those of the file, whose empty lines and lines with # say nothing."""
     if path is not None:
         try:

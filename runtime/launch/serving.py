@@ -6,7 +6,7 @@ import logging
 import multiprocessing
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from ...scheduler.step_timing import StepTiming
 from ...scheduler.types import SettingError
 from ..conversations.store import HistoryStore
-from ..disk.directory import locked
 from ..http.process import listen, serve_http
 from ..ranks.launch import DRAIN
 from ..service import Service
@@ -125,17 +124,6 @@ def follow_rank(settings: ServeSettings, ranks: Ranks) -> None:
         signal.signal(number, signal.SIG_IGN)
     prepared = prepare_rank(settings, ranks)
     follow(ranks, make_executor(settings, prepared, disk_settings(settings, prepared.config, ranks), ranks))
-
-
-@contextmanager
-def locked_directories(settings: ServeSettings) -> Iterator[None]:
-    """While this is open no other server has them. SettingError."""
-    with ExitStack() as locks:
-        locks.enter_context(locked(settings.state_dir, "--state-dir"))
-        disk = settings.disk_directory
-        if disk.resolve() != settings.state_dir.resolve():
-            locks.enter_context(locked(disk, "--disk-dir"))
-        yield
 
 
 def drain_on_signals(service: Service, seconds: float) -> None:

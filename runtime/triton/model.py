@@ -137,8 +137,9 @@ def start_engine(command: Sequence[str]) -> tuple[subprocess.Popen[bytes], Conne
         listener.bind(path)
         listener.listen()
         process = subprocess.Popen([*command, "--attach", path], stdin=subprocess.DEVNULL)
-        with open(os.pidfd_open(process.pid), "rb") as end:
-            wait([listener, end.fileno()])
+        end = os.pidfd_open(process.pid)
+        wait([listener, end])
+        os.close(end)
         if not wait([listener], 0):
             raise triton.TritonModelException(ENDED.format(process.wait()))
         accepted, _ = listener.accept()

@@ -16,6 +16,7 @@ import torch
 
 from pensieve.runtime.device.cpu import CpuDevice
 from pensieve.runtime.executor import Executor
+from pensieve.runtime.loop import EngineLoop
 from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.context_window import RECOMPUTE, ContextWindow
 from pensieve.scheduler.cost import analytic_profile
@@ -156,7 +157,7 @@ class Chatter:
                 self.logs[new] = self.logs[source]
                 self.counts["forked"] += 1
 
-    # -- the loop, as in runtime/service.py
+    # -- the loop
 
     def run(self, turns, restarts=0, until=lambda counts: True):
         """`restarts`: so many times, at random moments. `until`: what is rare has happened; as long as it has not there
@@ -165,6 +166,7 @@ class Chatter:
         def more():
             return self.requests < turns or (self.requests < 10 * turns and not until(self.counts))
 
+        loop = EngineLoop(self.scheduler, self)
         moments = sorted(self.random.sample(range(1, turns), restarts), reverse=True)
         while more() or self.open or not self.scheduler.idle:
             while more() and len(self.open) < 10 and self.random.random() < 0.5:
@@ -173,14 +175,10 @@ class Chatter:
             if moments and self.requests >= moments[-1]:
                 moments.pop()
                 self.restart()
-            plan = self.scheduler.next_plan(time.monotonic())
-            if plan is not None:
-                seats = [span.seat for span in plan.spans]
-                self.counts["disjoint"] += len(seats) > len(set(seats))
-                self._note_bases(plan)
-                self.executor.launch(plan)
-            if self.scheduler.in_flight >= (2 if plan is not None else 1):
-                self._apply(self.scheduler.apply(self.executor.wait(), time.monotonic()))
+                loop = EngineLoop(self.scheduler, self)
+            applied = loop.step()
+            if applied is not None:
+                self._apply(applied)
             self.scheduler.check()
         stats = self.scheduler.stats()
         self.counts["suspended"] += stats.suspensions
@@ -188,6 +186,17 @@ class Chatter:
         assert stats.slots["gpu"]["in_use"] == 0 and self.scheduler.idle
         self.executor.close()
         return self.counts
+
+    # -- the loop's executor
+
+    def launch(self, plan):
+        seats = [span.seat for span in plan.spans]
+        self.counts["disjoint"] += len(seats) > len(set(seats))
+        self._note_bases(plan)
+        self.executor.launch(plan)
+
+    def wait(self):
+        return self.executor.wait()
 
     def _note_bases(self, plan):
         for row in self.scheduler._queues.rows:

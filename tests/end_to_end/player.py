@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from pensieve.runtime.device.cpu import CpuDevice
 from pensieve.runtime.executor import Executor
+from pensieve.runtime.loop import EngineLoop
 from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.scheduler import Scheduler
 from pensieve.scheduler.types import FinishReason, Request, RequestId, Usage
@@ -65,13 +66,12 @@ class Player:
         heard = {request.id: Heard() for request in requests}
         for request in requests:
             self.scheduler.add(request, time.monotonic())
+        loop = EngineLoop(self.scheduler, self.executor)
         while not self.scheduler.idle:
-            plan = self.scheduler.next_plan(time.monotonic())
-            if plan is not None:
+            applied = loop.step()
+            if applied is not None:
                 self.steps += 1
-                self.executor.launch(plan)
-            if self.scheduler.in_flight >= (2 if plan is not None else 1):
-                self._take(self.scheduler.apply(self.executor.wait(), time.monotonic()), heard)
+                self._take(applied, heard)
             self.scheduler.check()
         return list(heard.values())
 

@@ -36,7 +36,7 @@ class Scheduler(SimpleNamespace):
     """Has `known` conversations; everything that is asked of it is noted in `asked`."""
 
     def __init__(self, **answers: Any):
-        super().__init__(asked=[], known={}, erased=[], **answers)
+        super().__init__(asked=[], known={}, erased=[], next_plan=lambda now: None, in_flight=1, **answers)
         self.conversations = Conversations(self)
         disk = {"keys": self.keys, "erase": self.erase, "take_erased": self.take_erased}
         self.disk = SimpleNamespace(saving=False, **disk)
@@ -116,7 +116,7 @@ def test_an_end_that_was_kept_back_is_sent_though_no_token_comes_with_it(
     scheduler.apply = lambda result, now: Applied(events=[end])
     service._stats_due = time.monotonic() + 60
     service._counters.launched(SimpleNamespace(tokens=0, copies=()))
-    service._finish_step()
+    service._step()
     message = service._outbox.get(timeout=0)
     assert message.events == (end,) and message.disk == DiskCounters(saved=3)
 
@@ -126,7 +126,7 @@ def test_a_client_whose_reply_is_stuck_is_told_at_once(service: Service, schedul
     scheduler.apply = lambda result, now: Applied(stuck=[RequestId(5)])
     service._stats_due = time.monotonic() + 60
     service._counters.launched(SimpleNamespace(tokens=1, generate=(0,), spans=(), copies=()))
-    service._finish_step()
+    service._step()
     (refusal,) = service._outbox.get(timeout=0).refusals
     assert (refusal.request, refusal.error.status) == (5, 500) and "grammar" in refusal.error.message
 
@@ -167,7 +167,7 @@ def test_what_is_deleted_is_erased_whether_or_not_it_has_been_active(service: Se
     assert service._outbox.empty()
     scheduler.erased, scheduler.apply = [True, False], lambda result, now: Applied()
     service._counters.launched(SimpleNamespace(tokens=0, copies=()))
-    service._finish_step()
+    service._step()
     assert [service._outbox.get(timeout=0) for _ in range(2)] == [Erased(True), Erased(False)]
 
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from pensieve.runtime.device.protocol import Memory
-from pensieve.runtime.launch.assemble import demo_engine
+from pensieve.runtime.launch.assemble import demo_engine, locked_directories
 from pensieve.runtime.launch.options import ServeSettings, http_settings, parse_options
-from pensieve.runtime.launch.serving import locked_directories
 from pensieve.runtime.launch.sizing import (
     check_disk_holds,
     disk_settings,

@@ -1,0 +1,83 @@
+"""The loop of an engine: plan a step, launch it, and while it runs take in the result of the step before."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from ..scheduler.plan import StepPlan, StepResult
+from ..scheduler.scheduler import Scheduler
+from ..scheduler.step_timing import StepTiming
+from ..scheduler.types import Applied
+from .observe.loop_stats import LoopCounters
+
+STEPS_IN_FLIGHT = 2  # one runs, the next is launched behind it
+
+
+class StepExecutor(Protocol):
+    """What the loop needs of an `Executor`."""
+
+    def launch(self, plan: StepPlan) -> None: ...
+
+    def wait(self) -> StepResult: ...
+
+    def done(self) -> bool: ...
+
+
+class EngineLoop:
+    """Scheduler and executor with two steps in flight. One thread; knows no messages and no clients."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: StepExecutor,
+        counters: LoopCounters | None = None,
+        timing: StepTiming | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """counters    times the parts of each step (default: new counters)
+        timing      is told when each step is planned, launched and finished, to predict when the next one is due
+        clock       seconds, as the scheduler is told
+        """
+        self.scheduler, self.executor, self.clock = scheduler, executor, clock
+        self.counters = LoopCounters() if counters is None else counters
+        self._timing = timing
+
+    def step(self) -> Applied | None:
+        """One pass. Returns None if no result was due: a step was launched, or, with nothing in flight, there was
+        nothing to do. Raises what ended the device, and InvariantError."""
+        began = self.clock()
+        with self.counters.plan:
+            plan = self.scheduler.next_plan(began)
+        if plan is not None:
+            self._launch(plan, began)
+        if self.scheduler.in_flight < (STEPS_IN_FLIGHT if plan is not None else 1):
+            return None
+        return self._finish()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is in flight. After a `step` without a result: there was nothing to do."""
+        return not self.scheduler.in_flight
+
+    def _launch(self, plan: StepPlan, began: float) -> None:
+        """began: when its planning began."""
+        self.counters.launching(plan)
+        with self.counters.launch:
+            self.executor.launch(plan)
+        self.counters.launched(plan)
+        if self._timing is not None:
+            idle = self.scheduler.in_flight > 1 and self.executor.done()
+            self._timing.launched(plan, began, self.clock(), idle)
+
+    def _finish(self) -> Applied:
+        """Waits for the oldest step in flight and applies its result."""
+        running = self._timing is not None and not self.executor.done()
+        with self.counters.wait:
+            result = self.executor.wait()
+        self.counters.finished()
+        if self._timing is not None:
+            self._timing.finished(self.clock(), running)
+        with self.counters.apply:
+            return self.scheduler.apply(result, self.clock())

@@ -1,0 +1,160 @@
+"""The offline API on the demo engine."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pensieve.runtime.llm import LLM, SamplingParams
+from pensieve.scheduler.types import RequestError, SettingError
+
+ROOT = Path(__file__).parents[2]
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+SIZES = dict(gpu_kv_bytes="64MiB", host_kv_bytes="64MiB")
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+NEXT = [{"role": "user", "content": "And of Italy?"}]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(directory))
+        yield directory
+
+
+@pytest.fixture(scope="module")
+def llm(cache):
+    with LLM("demo", **SIZES) as made:
+        yield made
+
+
+def test_prompts_are_answered_in_their_order(llm):
+    outputs = llm.generate(["hello", [1, 2, 3]], GREEDY)
+    assert [output.prompt for output in outputs] == ["hello", None]
+    assert outputs[1].prompt_token_ids == [1, 2, 3]
+    assert all(output.finished for output in outputs)
+    (reply,) = outputs[0].outputs
+    assert reply.finish_reason in ("length", "stop") and 1 <= len(reply.token_ids) <= 8
+    (alone,) = llm.generate("hello", GREEDY)
+    assert alone.outputs[0].token_ids == reply.token_ids
+
+
+def test_more_prompts_than_the_queue_holds(llm, monkeypatch):
+    monkeypatch.setattr(llm, "_most", 3)
+    outputs = llm.generate([[number] for number in range(1, 9)], GREEDY)
+    assert [output.prompt_token_ids for output in outputs] == [[number] for number in range(1, 9)]
+
+
+def test_several_replies_and_log_probabilities(llm):
+    params = SamplingParams(n=2, seed=1, max_tokens=4, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+    (output,) = llm.generate("hello there", params)
+    assert [reply.index for reply in output.outputs] == [0, 1]
+    for reply in output.outputs:
+        assert [token in entry for token, entry in zip(reply.token_ids, reply.logprobs, strict=True)] == [True] * 4
+    assert output.prompt_logprobs[0] is None
+    assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+
+
+def test_a_stop_string_ends_a_reply(llm):
+    (whole,) = llm.generate("hello", GREEDY)
+    text = whole.outputs[0].text
+    (output,) = llm.generate("hello", SamplingParams(temperature=0, max_tokens=8, stop=text[2:4]))
+    (reply,) = output.outputs
+    assert (reply.finish_reason, reply.stop_reason) == ("stop", text[2:4])
+    assert reply.text == text[: text.index(text[2:4])]
+
+
+def test_a_reply_follows_its_grammar(llm):
+    (output,) = llm.generate("hello", SamplingParams(structured_outputs={"choice": ["yes", "no"]}))
+    assert output.outputs[0].text in ("yes", "no")
+
+
+def test_a_stream_grows_to_what_generate_gives(llm):
+    seen = list(llm.stream("hello", GREEDY))
+    assert [output.finished for output in seen] == [False] * (len(seen) - 1) + [True]
+    assert seen[-1].outputs == llm.generate("hello", GREEDY)[0].outputs
+
+
+def test_a_stream_that_is_left_is_aborted(llm):
+    stream = llm.stream("hello", SamplingParams(max_tokens=100, ignore_eos=True))
+    next(stream)
+    with pytest.raises(RuntimeError, match="stream that is open"):
+        llm.generate("hello", GREEDY)
+    stream.close()
+    assert not llm._scheduler.open_requests()
+    assert llm.generate("hello", GREEDY)
+
+
+def test_a_conversation_goes_on_with_its_cache(llm):
+    (first,) = llm.chat(QUESTION, GREEDY, conversation="c")
+    assert first.num_cached_tokens == 0
+    (second,) = llm.chat(NEXT, GREEDY, conversation="c", history="server")
+    assert second.num_cached_tokens > 0
+    assert len(second.prompt_token_ids) > len(first.prompt_token_ids)
+    with pytest.raises(RequestError, match="one prompt at a time"):
+        llm.chat([QUESTION, NEXT], GREEDY, conversation="c")
+
+
+def test_conversations_survive_on_disk(cache, tmp_path):
+    options = dict(state_dir=tmp_path, disk_kv_bytes="64MiB", chunk_tokens=8, **SIZES)
+    with LLM("demo", **options) as llm:
+        (first,) = llm.chat(QUESTION, GREEDY, conversation="c")
+        with pytest.raises(SettingError, match="state-dir"):
+            LLM("demo", **options)
+    with LLM("demo", **options) as llm:
+        assert len(llm._executor.disk_records()) >= len(first.prompt_token_ids) // 8
+        (second,) = llm.chat(NEXT, GREEDY, conversation="c", history="server")
+    # The tokens of the first turn were loaded, or computed again where that is sooner.
+    assert second.usage.disk + second.usage.recomputed >= len(first.prompt_token_ids)
+
+
+def test_wrong_arguments_are_named(cache, llm):
+    with pytest.raises(TypeError, match="temprature"):
+        SamplingParams(temprature=0)
+    for wrong in (dict(temperature=-1), dict(n=0), dict(stop=""), dict(top_k=1.5), dict(logprobs=21)):
+        with pytest.raises(RequestError, match=next(iter(wrong))):
+            SamplingParams(**wrong)
+    with pytest.raises(TypeError, match="port"):
+        LLM("demo", port=1)
+    with pytest.raises(SettingError, match="eviction"):
+        LLM("demo", eviction="none")
+    with pytest.raises(SettingError, match="state_dir"):
+        LLM("demo", disk_kv_bytes="1MiB")
+    with pytest.raises(SettingError, match="no engine"):
+        LLM(cache)
+    with pytest.raises(RequestError, match="context holds"):
+        llm.generate([[1], [1] * 100_000], GREEDY)
+
+
+def test_progress_is_told(llm, capsys):
+    llm.generate(["a", "b"], GREEDY, use_tqdm=True)
+    assert capsys.readouterr().err.endswith("2 of 2 prompts\n")
+
+
+def test_importing_the_package_loads_nothing_heavy():
+    code = "import sys, pensieve; pensieve.__version__; print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_the_documented_example_runs(cache, capsys):
+    page = (ROOT / "docs" / "use" / "offline.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(compile(example, "offline.md", "exec"), {})
+    assert "The capital of France is ->" in capsys.readouterr().out
+
+
+def test_a_checkpoint_is_built_once(cache):
+    from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
+
+    with LLM(DEMO_CHECKPOINT, **SIZES) as llm:
+        (first,) = llm.generate("hello", GREEDY)
+    (built,) = cache.glob(f"pensieve/{Path(DEMO_CHECKPOINT).name}-*/manifest.json")
+    made = built.stat().st_mtime_ns
+    with LLM(DEMO_CHECKPOINT, **SIZES) as llm:
+        assert llm.generate("hello", GREEDY)[0].outputs == first.outputs
+    assert built.stat().st_mtime_ns == made

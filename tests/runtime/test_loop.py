@@ -1,0 +1,79 @@
+"""The loop's two steps in flight, and that it has no copies."""
+
+from __future__ import annotations
+
+from array import array
+from pathlib import Path
+
+from pensieve.runtime.loop import EngineLoop
+from pensieve.scheduler.config import SchedulerConfig
+from pensieve.scheduler.cost import CostProfile
+from pensieve.scheduler.plan import StepResult
+from pensieve.scheduler.scheduler import Scheduler
+from pensieve.scheduler.types import Request, RequestId
+
+ROOT = Path(__file__).parents[2]
+PLANNERS = {
+    "runtime/loop.py",
+    "scripts/bench_scheduler.py",
+    "scripts/bench/scheduler.py",
+    "scripts/chat_steps.py",  # forms batches and runs none
+}
+
+
+class Notes:
+    """An executor that samples token 7 and keeps what it was asked for."""
+
+    def __init__(self):
+        self.launched, self.calls = [], []
+
+    def launch(self, plan):
+        self.launched.append(plan)
+        self.calls.append(f"launch {plan.step}")
+
+    def wait(self):
+        plan = self.launched.pop(0)
+        self.calls.append(f"wait {plan.step}")
+        return StepResult(plan.step, plan.samples, (7,) * len(plan.samples))
+
+    def done(self):
+        return False
+
+
+def make_loop():
+    config = SchedulerConfig(gpu_kv_chunks=8, host_kv_chunks=0, max_model_len=64, max_num_seqs=2, chunk_tokens=8)
+    cost = CostProfile(8, 0.0, ((1, 1e-3), (64, 1e-2)), 0.0, chunk_bytes=1, link_bytes_per_s=1.0)
+    executor = Notes()
+    return EngineLoop(Scheduler(config, cost), executor), executor
+
+
+def test_the_next_step_is_launched_before_the_last_one_is_awaited():
+    loop, executor = make_loop()
+    loop.scheduler.add(Request(RequestId(1), array("i", [1, 2, 3]), 3), loop.clock())
+    assert loop.step() is None and not loop.idle
+    tokens = []
+    while not loop.scheduler.idle:
+        if (applied := loop.step()) is not None:
+            tokens += applied.tokens
+    assert tokens == [7, 7, 7]
+    first, second, third = executor.calls[:3]
+    assert (first.split()[0], second.split()[0], third) == ("launch", "launch", first.replace("launch", "wait"))
+
+
+def test_without_requests_nothing_is_launched():
+    loop, executor = make_loop()
+    assert loop.step() is None
+    assert loop.idle and executor.calls == []
+
+
+def test_only_the_loop_plans_steps():
+    """Elsewhere only the simulator and tests of the scheduler do."""
+    own = Path(__file__).resolve()
+    callers = {
+        path.relative_to(ROOT).as_posix()
+        for room in ("runtime", "scripts", "tests")
+        for path in (ROOT / room).rglob("*.py")
+        if path != own and ".next_plan(" in path.read_text()
+    }
+    assert {path for path in callers if not path.startswith("tests/scheduler/")} <= PLANNERS
+    assert "runtime/loop.py" in callers
