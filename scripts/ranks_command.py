@@ -14,7 +14,7 @@ from ..plugins.collectives.protocol import TENSOR_PARALLEL, register_group
 from ..runtime.device.protocol import Device
 from ..runtime.engine import Engine, open_engine
 from ..runtime.ranks.launch import die_with_mpirun, open_ranks, run_ranks, under_mpi
-from ..runtime.watchdog import MEETING_SECONDS, give_up_after, tell_when_asked
+from ..runtime.system import MEETING_SECONDS, give_up_after, tell_when_asked
 from ..scheduler.types import SettingError
 
 if TYPE_CHECKING:

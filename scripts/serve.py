@@ -36,8 +36,8 @@ from ..runtime.observe.logs import configure_logging
 from ..runtime.ranks.launch import DRAIN, run_ranks, under_mpi
 from ..runtime.service import Service
 from ..runtime.step.grammar import Grammars, open_grammars
+from ..runtime.system import ASKED, tell_when_asked
 from ..runtime.text.tokenizer import Tokenizer
-from ..runtime.watchdog import ASKED, tell_when_asked
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.cost import propose_swap_out_below
 from ..scheduler.scheduler import Scheduler

@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..runtime.processes import descendants, running
+from ..runtime.system import descendants, running
 
 START_SECONDS = 120.0
 

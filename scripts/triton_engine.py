@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..runtime.conversations.store import HistoryStore
+from ..runtime.messages import TritonSettings
 from ..runtime.observe.logs import configure_logging
 from ..runtime.ranks.launch import find_mpirun, run_ranks
-from ..runtime.triton_settings import TritonSettings
 from ..scheduler.types import SettingError
 from .serve import drain_on_signals, engine_ranks, locked_directories, make_service
 from .serve_http import http_settings

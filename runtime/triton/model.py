@@ -33,10 +33,9 @@ from ..frontend.reply import Reply
 from ..frontend.request_builder import GenerationCall, RequestBuilder
 from ..frontend.request_log import logged
 from ..http.limits import Caller
-from ..messages import Ready
+from ..messages import Ready, TritonSettings
 from ..observe.logs import configure_logging
 from ..text.tokenizer import StopMatcher, Tokenizer
-from ..triton_settings import TritonSettings
 from .tensors import OutputOptions, Tensors, end_tensors, piece_tensors, read_inputs, read_value
 
 log = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ import pytest
 from pensieve.builder.build import build_engine
 from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
 from pensieve.runtime.messages import Ready
-from pensieve.runtime.processes import descendants
 from pensieve.runtime.ranks.launch import DRAIN
+from pensieve.runtime.system import descendants
 from pensieve.scripts import serve as serve_module
 from pensieve.scripts.serve_options import parse_options
 

@@ -16,7 +16,7 @@ from pensieve.builder.build import build_engine
 from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
 from pensieve.runtime.device.protocol import Memory
 from pensieve.runtime.engine import open_engine
-from pensieve.runtime.triton_settings import TritonSettings
+from pensieve.runtime.messages import TritonSettings
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts import serve as serve_module
 from pensieve.scripts import triton_engine

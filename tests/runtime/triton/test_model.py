@@ -29,7 +29,7 @@ ENGINE = """
 import sys, time
 from multiprocessing.connection import Connection
 from pensieve.runtime.messages import Ready
-from pensieve.runtime.triton_settings import TritonSettings
+from pensieve.runtime.messages import TritonSettings
 wire = Connection(int(sys.argv[2]))
 wire.send(TritonSettings(sys.argv[1], None, None, "text", "info", 32, 10.0))
 wire.send(Ready("fake", 100, 260, (2,), ""))
