@@ -12,7 +12,8 @@ from collections.abc import Collection, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from ..plugins.linear.fp8 import FP8, rounded, row_scales, widened
+from ..plugins.linear.fp8 import rounded, row_scales, widened
+from ..plugins.linear.fp8_format import FP8
 from .checkpoints.config import DecoderConfig
 from .checkpoints.hugging_face import parameter_shapes
 from .weights import Stored

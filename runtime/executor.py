@@ -18,10 +18,10 @@ from ..plugins.kv_forms.forms import Form, record_bytes
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.plan import Lane, StepPlan, StepResult
 from ..scheduler.types import DiskRecord, InvariantError, Tier, TokenLogprobs
+from .counters import DiskCounters, KVCounters
 from .device.copies import Transfers
 from .device.protocol import Device, ForwardPass, Ticket, TransferSeconds
 from .disk.store import DiskReport, DiskSettings, DiskStore
-from .messages import DiskCounters, KVCounters
 from .step.inputs import StepPacker
 from .step.sampler import Scores
 from .step.sampling_inputs import Mask, SamplingInputs

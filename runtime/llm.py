@@ -37,10 +37,10 @@ from ..scheduler.types import (
 from .conversations.store import HistoryStore
 from .conversations.turns import TurnManager
 from .frontend.bodies import ChatBody, CompletionBody, parse
+from .frontend.caller import Caller
 from .frontend.engine_client import outputs
 from .frontend.reply import Reply
 from .frontend.request_builder import GenerationCall, RequestBuilder
-from .http.limits import Caller
 from .launch.assemble import assemble, demo_engine, locked_directories
 from .launch.options import ServeSettings, parser, read_chat_template, settings_of
 from .loop import EngineLoop

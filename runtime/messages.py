@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..scheduler.types import Output, Request, RequestError, RequestId, Residency, SchedulerStats, TokenLogprobs
+from .counters import DiskCounters, KVCounters, LoopStats
 
 
 class Submit(NamedTuple):
@@ -97,86 +98,6 @@ class Refusal(NamedTuple):
     error: RequestError
 
 
-class KVCounters(NamedTuple):
-    """Bytes copied since the start, by direction."""
-
-    swap_in: int = 0
-    swap_out: int = 0
-
-
-class DiskCounters(NamedTuple):
-    """Of one rank's disk tier since the start, in records; `saving`, `loading` and `full` are of now.
-
-    saving, loading     on their way to the disk and from it
-    saving_seconds, loading_seconds
-                        from the plan that asked for it to its end, summed over records
-    saving_queued, loading_queued
-                        of that, before a thread began with them
-    rejected            records that were read and are not intact, or another's
-    errors              times the system refused to read, write, or make room
-    full                1 while nothing is saved because the disk is full
-    """
-
-    saving: int = 0
-    loading: int = 0
-    saved: int = 0
-    loaded: int = 0
-    saved_bytes: int = 0
-    loaded_bytes: int = 0
-    saving_seconds: float = 0.0
-    loading_seconds: float = 0.0
-    saving_queued: float = 0.0
-    loading_queued: float = 0.0
-    rejected: int = 0
-    errors: int = 0
-    full: int = 0
-
-
-class PowerCounts(NamedTuple):
-    """A histogram: `counts[k]` sizes were above 2**(k-1) and at most 2**k; together they are `total`."""
-
-    counts: tuple[int, ...] = ()
-    total: int = 0
-
-
-NO_SIZES = PowerCounts()
-
-
-class Waits(NamedTuple):
-    """How long so many copies together have waited between being issued and beginning."""
-
-    seconds: float = 0.0
-    copies: int = 0
-
-
-NO_WAITS = Waits()
-
-
-@dataclass(frozen=True, slots=True)
-class LoopStats:
-    """Of the loop and its device, since the start; times in seconds.
-
-    parts               the loop's own time by part of a step: plan, launch, wait, apply, send
-    tokens, requests    sizes of the steps that computed anything
-    busy                time with work on the device, as the loop sees it: from a launch until nothing is in flight
-    swap_in, swap_out   the link's time, by direction
-    exposed             of that, what steps waited for; the rest was hidden behind compute
-    queued_in, queued_out
-                        what copies waited for the link, and for what their lane waits for, by direction
-    """
-
-    steps: int = 0
-    parts: Mapping[str, float] = field(default_factory=dict)
-    tokens: PowerCounts = NO_SIZES
-    requests: PowerCounts = NO_SIZES
-    busy: float = 0.0
-    swap_in: float = 0.0
-    swap_out: float = 0.0
-    exposed: float = 0.0
-    queued_in: Waits = NO_WAITS
-    queued_out: Waits = NO_WAITS
-
-
 @dataclass(frozen=True, slots=True)
 class StepMessage:
     """`tokens[i]` is a new token of `requests[i]`, at most one a request, in the plan's order: of rows that generate,
@@ -212,6 +133,25 @@ class Ready:
     tokenizer: str
     aliases: tuple[str, ...] = ()
     overflow: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TritonSettings:
+    """What Triton's model is told before anything else.
+
+    history_file, history_ttl, max_conversations_per_owner, log_format, log_level
+                    as in `HTTPSettings`
+    chunk_tokens    what Triton's clients call a block of the KV cache
+    end_seconds     the longest time from SIGTERM to the end of the engine's process
+    """
+
+    history_file: str
+    history_ttl: float | None
+    max_conversations_per_owner: int | None
+    log_format: str
+    log_level: str
+    chunk_tokens: int
+    end_seconds: float
 
 
 class Draining(NamedTuple):

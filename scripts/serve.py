@@ -16,7 +16,7 @@ from ..runtime.launch.ranks import run_rank
 from ..runtime.launch.serving import follow_rank, serve, serve_attached, telling_model
 from ..runtime.observe.logs import configure_logging
 from ..runtime.ranks.launch import run_ranks, under_mpi
-from ..runtime.watchdog import tell_when_asked
+from ..runtime.system import tell_when_asked
 from ..scheduler.types import SettingError
 
 if TYPE_CHECKING:

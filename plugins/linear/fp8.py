@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-FP8 = torch.float8_e4m3fn
-MOST = 448.0  # the largest number of e4m3
-LEAST_SCALE = 1e-30  # of a row of zeros
+from .fp8_format import FP8, LEAST_SCALE, MOST
+
 OLDEST_CAPABILITY = (9, 0)
 DIVISOR = 16  # of both dimensions of a weight that FP8 products take
 

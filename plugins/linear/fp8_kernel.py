@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .fp8 import FP8, LEAST_SCALE, MOST
+from .fp8_format import FP8, LEAST_SCALE, MOST
 
 MOST_SIZE = 32768  # of a row: all of it is in registers
 MOST_PROGRAMS = 8192

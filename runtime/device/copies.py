@@ -14,7 +14,7 @@ import numpy as np
 
 from ...scheduler.plan import CopyBatch, Lane, StepPlan, Tickets
 from ...scheduler.types import InvariantError
-from ..messages import KVCounters
+from ..counters import KVCounters
 from .protocol import Device, Ticket
 
 

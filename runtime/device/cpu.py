@@ -19,7 +19,7 @@ from ...plugins.kv_forms.forms import Form, record_bytes
 from ...plugins.torch_ops import register_pool, release_pool
 from ...scheduler.plan import Lane
 from ...scheduler.types import InvariantError, SettingError, Tier
-from ..messages import NO_WAITS, Waits
+from ..counters import NO_WAITS, Waits
 from ..step.inputs import StepInputs
 from ..step.sampler import Scores, make_sampler
 from .memory import GIB, POOL_SETTINGS, check_pool_fits, host_memory

@@ -29,7 +29,7 @@ from ...scheduler.types import InvariantError, SettingError, Tier
 from ..step.buffers import Shape, Shapes, Staging, StepBuffers
 from ..step.inputs import StepInputs
 from ..step.sampler import Scores, make_sampler
-from ..watchdog import give_up_after
+from ..system import give_up_after
 from .compressed_copies import CodedCopies
 from .cuda_api import CudaError, CudaRuntime
 from .cuda_graphs import StepGraphs

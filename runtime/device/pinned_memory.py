@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from ...scheduler.types import InvariantError
-from ..progress import show_progress
+from ..system import show_progress
 from .memory import GIB
 
 LARGEST_PIECE = 4 * GIB

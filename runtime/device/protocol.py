@@ -24,7 +24,7 @@ from ...builder.manifest import Manifest
 from ...plugins.kv_forms.forms import Form
 from ...scheduler.plan import Lane
 from ...scheduler.types import Tier
-from ..messages import NO_WAITS, Waits
+from ..counters import NO_WAITS, Waits
 from ..step.inputs import StepInputs
 from ..step.sampler import Scores
 

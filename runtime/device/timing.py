@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ...scheduler.plan import Lane
-from ..messages import NO_WAITS, Waits
+from ..counters import NO_WAITS, Waits
 from .clock import DeviceClock, Event
 from .protocol import TransferSeconds, Work
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from ...scheduler.plan import Promotion, Spill, StepPlan
 from ...scheduler.types import DiskRecord, InvariantError, SettingError
-from ..messages import DiskCounters
+from ..counters import DiskCounters
 from .directory import Origin, open_directory
 from .record import PAGE, pack_header, payload_intact, read_header, record_bytes
 from .segments import SEGMENT_BYTES, Segments, SystemCalls, aligned_buffer

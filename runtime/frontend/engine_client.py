@@ -189,8 +189,8 @@ class EngineClient:
 
     def refresh(self) -> None:
         """Somebody looks at `kv_map`: it is brought up to date, at most so often."""
-        if (look := self.kv_map.due(time.monotonic())) is not None:
-            self._outbox.put(look)
+        if (start := self.kv_map.due(time.monotonic())) is not None:
+            self._outbox.put(Look(start))
 
     async def refresh_all(self) -> None:
         """Brings all of `kv_map` up to date. Returns at once if the engine has ended."""

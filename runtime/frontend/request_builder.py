@@ -13,14 +13,14 @@ from typing import Any
 
 from ...scheduler.types import Request, RequestError, RequestId, Sampling, check_logprobs
 from ..conversations.turns import OpenTurn, TurnManager
-from ..http.limits import Caller
-from ..http.responses import ResponseBody, ResponseWriter
 from ..messages import Ready
 from ..text.tokenizer import Tokenizer
 from .bodies import ChatBody, ChoicesBody, CompletionBody, GenerationBody
+from .caller import Caller
 from .grammar_check import GrammarChecker, open_checker
 from .logprobs import LogprobsWriter
 from .reply import ChatWriter, CompletionWriter, Style
+from .responses import ResponseBody, ResponseWriter
 from .structured_output import ReplyForm, reply_form
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's

@@ -29,6 +29,7 @@ from ..frontend.errors import error_response
 from ..frontend.reply import Reply
 from ..frontend.request_builder import GenerationCall, OutputOptions, RequestBuilder, check_model
 from ..frontend.request_log import logged
+from ..frontend.responses import ResponseBody
 from ..frontend.tool_calls import ToolCallParser
 from ..messages import Ready
 from ..text.tokenizer import StopMatcher, Tokenizer
@@ -37,7 +38,7 @@ from .conversations import add_conversations
 from .limits import BodyLimit, ClientLimit, caller_of
 from .openapi import describe_bodies
 from .page import add_ui
-from .responses import ResponseBody, add_responses
+from .responses import add_responses
 from .security_headers import SecurityHeaders
 from .settings import DEFAULTS, HTTPSettings
 from .tokenize import add_tokenize

@@ -3,45 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...scheduler.types import RequestError
+from ..frontend.caller import Caller, claim_any
 from ..frontend.errors import error_response
 from .auth import OWNER, owner_of
 
 CLAIM = "pensieve.claim"
 
-Claim = Callable[[int, str], None]
-"""Counts so many sequences for a call, instead of the one that it counts as from its start.
-
-Raises RequestError: 400, which names the body's field, if the limit is lower; 429 if the client has others open.
-"""
-
-
-def _claim_any(sequences: int, param: str) -> None:
-    """There is no limit."""
-
-
-@dataclass(frozen=True)
-class Caller:
-    """The client that makes a call.
-
-    owner   owns what the call stores, and sees no other's; "" where no keys are needed
-    share   owner of the requests for the engine: the key's owner, or without keys the client's address
-    claim   as `Claim`
-    """
-
-    owner: str = ""
-    share: str = ""
-    claim: Claim = _claim_any
-
 
 def caller_of(request: Request) -> Caller:
-    return Caller(owner_of(request), client_of(request.scope), request.scope.get(CLAIM, _claim_any))
+    return Caller(owner_of(request), client_of(request.scope), request.scope.get(CLAIM, claim_any))
 
 
 def client_of(scope: Scope) -> str:

@@ -15,7 +15,7 @@ from ...scheduler.types import SettingError
 from ..device.protocol import Device
 from ..engine import Engine, open_engine
 from ..ranks.launch import die_with_mpirun, open_ranks, run_ranks, under_mpi
-from ..watchdog import MEETING_SECONDS, give_up_after, tell_when_asked
+from ..system import MEETING_SECONDS, give_up_after, tell_when_asked
 
 if TYPE_CHECKING:
     from ..ranks.mpi import Ranks

@@ -15,10 +15,10 @@ from ...scheduler.step_timing import StepTiming
 from ...scheduler.types import SettingError
 from ..conversations.store import HistoryStore
 from ..http.process import listen, serve_http
+from ..messages import TritonSettings
 from ..ranks.launch import DRAIN
 from ..service import Service
-from ..triton_settings import TritonSettings
-from ..watchdog import ASKED
+from ..system import ASKED
 from .assemble import Assembled, assemble, make_executor, prepare_rank
 from .options import ServeSettings, http_settings
 from .sizing import disk_settings

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable
 
 from ...scheduler.plan import StepPlan
+from ..counters import LoopStats, PowerCounts
 from ..device.protocol import TransferSeconds
-from ..messages import LoopStats, PowerCounts
 from .chrome_trace import TraceFile
 
 

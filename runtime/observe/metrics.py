@@ -17,7 +17,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from ...scheduler.types import SchedulerStats, Usage
-from ..messages import DiskCounters, KVCounters, LoopStats, PowerCounts
+from ..counters import DiskCounters, KVCounters, LoopStats, PowerCounts
 
 SOURCES = tuple(field.name for field in fields(Usage))
 FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 20, 40, 80)

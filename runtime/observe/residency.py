@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...scheduler.types import ConversationKV, Residency
-from ..messages import Look
 
 LOOK_INTERVAL_S = 0.25
 
@@ -24,12 +23,12 @@ class ResidencyView:
         self.following = 0
         self._due = float("-inf")
 
-    def due(self, now: float) -> Look | None:
-        """What is to be asked of the loop now, if anything."""
+    def due(self, now: float) -> int | None:
+        """The stretch to ask the loop for now, if one is due."""
         if now < self._due:
             return None
         self._due = now + LOOK_INTERVAL_S
-        return Look(self.following)
+        return self.following
 
     def take(self, stretch: Residency) -> None:
         """The loop's answer. Who has not been in a whole round of answers is gone; one that comes twice, because two

@@ -19,7 +19,7 @@ from ...scheduler.plan import NO_TICKETS, Join, StepPlan, StepResult, Tickets
 from ...scheduler.types import GREEDY, DiskRecord, RequestId, RowId
 from ..executor import Executor
 from ..gc_control import GarbageCollector
-from ..watchdog import give_up_after
+from ..system import give_up_after
 from .mpi import FAREWELL_SECONDS, OVERDUE_SECONDS, RankFailed, Ranks, pause, wait_until
 
 NOBODY = RowId(RequestId(0), 0)

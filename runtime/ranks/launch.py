@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...scheduler.types import SettingError
-from ..processes import children, running
-from ..watchdog import ASKED
+from ..system import ASKED, children, running
 
 if TYPE_CHECKING:
     from .mpi import Ranks
@@ -105,7 +104,7 @@ def run_ranks(ranks: int, command: Sequence[str]) -> int:
     """Runs the command as so many ranks and returns its exit status. SettingError if there is no mpirun.
 
     The first SIGTERM or SIGINT lets the ranks drain, the second ends their requests, the third kills them; before they
-    serve any does. SIGUSR2 asks them where they are (`watchdog`). They die with this process.
+    serve any does. SIGUSR2 asks them where they are (`system.tell_when_asked`). They die with this process.
     """
     words = [find_mpirun(), "-n", str(ranks), *command]
     prctl = ctypes.CDLL(None).prctl  # loaded before the fork

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ...plugins.collectives.protocol import Group
 from ...scheduler.types import SettingError
-from ..watchdog import MEETING_SECONDS, give_up_after
+from ..system import MEETING_SECONDS, give_up_after
 
 if TYPE_CHECKING:
     from ...plugins.collectives.cuda import CudaRanks

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 
 from ...builder.checkpoints.hugging_face import DEMO_CHECKPOINT
-from ...runtime.processes import descendants, running
+from ...runtime.system import descendants, running
 
 START_SECONDS = 120.0
 

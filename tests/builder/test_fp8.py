@@ -19,7 +19,7 @@ from pensieve.builder.model import Decoder
 from pensieve.builder.parity import FP8_BOUND, random_batches, whole_weights
 from pensieve.builder.random_weights import random_weights
 from pensieve.plugins.collectives.protocol import TENSOR_PARALLEL, ThreadRanks, register_group, release_group
-from pensieve.plugins.linear.fp8 import FP8
+from pensieve.plugins.linear.fp8_format import FP8
 from pensieve.runtime.engine import open_engine
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.build_engine import main

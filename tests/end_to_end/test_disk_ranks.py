@@ -14,7 +14,7 @@ from pensieve.builder.build import build_engine
 from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
 from pensieve.runtime.disk.directory import Origin
 from pensieve.runtime.disk.record import PAGE, read_header, record_bytes
-from pensieve.runtime.processes import descendants
+from pensieve.runtime.system import descendants
 from pensieve.scripts.check.soak import CHUNK_TOKENS, DISK_CHUNKS, GPU_CHUNKS, HOST_CHUNKS, LONGEST, Reference, Soak
 
 from .server import HTTP, Server

@@ -19,8 +19,8 @@ from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
 from pensieve.runtime.launch import serving
 from pensieve.runtime.launch.options import ServeSettings
 from pensieve.runtime.messages import Ready
-from pensieve.runtime.processes import descendants
 from pensieve.runtime.ranks.launch import DRAIN
+from pensieve.runtime.system import descendants
 
 from .server import Server
 from .test_server import wait_for

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from pensieve.builder.build import build_engine
-from pensieve.runtime.processes import descendants, running
+from pensieve.runtime.system import descendants, running
 from tests.models import tiny_checkpoint
 from tests.mpi import command, run_ranks, variables
 

@@ -15,7 +15,7 @@ import torch
 from pensieve.plugins.collectives.protocol import ThreadRanks
 from pensieve.runtime.ranks import mpi as runtime_ranks
 from pensieve.runtime.ranks.mpi import RankFailed, Ranks
-from pensieve.runtime.watchdog import give_up_after
+from pensieve.runtime.system import give_up_after
 from pensieve.scheduler.types import SettingError
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from pensieve.runtime.counters import KVCounters
 from pensieve.runtime.device.cpu import CpuDevice
 from pensieve.runtime.disk.segments import SystemCalls
 from pensieve.runtime.disk.store import DiskSettings
 from pensieve.runtime.executor import DISK_WAIT_SECONDS, MAX_IN_FLIGHT, Executor
-from pensieve.runtime.messages import KVCounters
 from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.plan import CopyBatch, Lane, Promotion, Spill, StepPlan, Tickets
 from pensieve.scheduler.types import ChunkKey, InvariantError, Sampling

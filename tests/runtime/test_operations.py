@@ -25,7 +25,7 @@ from pensieve.runtime.http.limits import ClientLimit
 from pensieve.runtime.http.process import FrontDoor
 from pensieve.runtime.http.settings import DEFAULTS, HTTPSettings
 from pensieve.runtime.messages import Draining, Fatal, Submit
-from pensieve.runtime.processes import children
+from pensieve.runtime.system import children
 from pensieve.runtime.text.tokenizer import Tokenizer
 
 from .fake_loop import FakeLoop, eventually, ready, say

@@ -15,19 +15,9 @@ from typing import Any
 
 import pytest
 
+from pensieve.runtime.counters import DiskCounters, KVCounters
 from pensieve.runtime.device.protocol import TransferSeconds
-from pensieve.runtime.messages import (
-    Abort,
-    DiskCounters,
-    Drain,
-    Draining,
-    Erased,
-    Forget,
-    KVCounters,
-    Ready,
-    StepMessage,
-    Submit,
-)
+from pensieve.runtime.messages import Abort, Drain, Draining, Erased, Forget, Ready, StepMessage, Submit
 from pensieve.runtime.service import LONGEST_WAIT_S, Service
 from pensieve.scheduler.types import Applied, FinishReason, Output, Request, RequestId, Sampling, SchedulerStats
 

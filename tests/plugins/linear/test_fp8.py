@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from pensieve.plugins.linear import fp8 as fp8_linear
-from pensieve.plugins.linear.fp8 import FP8, MOST, in_fp8, rounded, row_scales, widened
+from pensieve.plugins.linear.fp8 import in_fp8, rounded, row_scales, widened
+from pensieve.plugins.linear.fp8_format import FP8, MOST
 
 from ..kernel_cases import CUDA, DEVICE, needs_kernels
 

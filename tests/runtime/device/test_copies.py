@@ -1,8 +1,8 @@
 import pytest
 
+from pensieve.runtime.counters import KVCounters
 from pensieve.runtime.device.copies import Transfers
 from pensieve.runtime.device.protocol import Ticket
-from pensieve.runtime.messages import KVCounters
 from pensieve.scheduler.plan import Lane, Tickets
 from pensieve.scheduler.types import InvariantError
 

@@ -10,8 +10,9 @@ from multiprocessing.connection import Connection
 
 import pytest
 
+from pensieve.runtime.counters import KVCounters
 from pensieve.runtime.frontend.engine_client import ClientGone, EngineClient
-from pensieve.runtime.messages import Abort, Fatal, Finish, KVCounters, Refusal, StepMessage, Submit
+from pensieve.runtime.messages import Abort, Fatal, Finish, Refusal, StepMessage, Submit
 from pensieve.scheduler.types import FinishReason, Output, Request, RequestError, SchedulerStats, Usage
 
 from ..fake_loop import step_message

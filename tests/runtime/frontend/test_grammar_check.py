@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, models
 
 from pensieve.runtime.frontend import grammar_check
 from pensieve.runtime.frontend.grammar_check import CHECKERS, CheckProcess, GrammarChecker, open_checker
-from pensieve.runtime.processes import children, running
 from pensieve.runtime.step.grammar import choice_grammar, json_grammar, lark_grammar, regex_grammar
+from pensieve.runtime.system import children, running
 from pensieve.scheduler.types import RequestError
 
 from ..fake_loop import EOS, eventually, save_tokenizer

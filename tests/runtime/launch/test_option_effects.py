@@ -18,7 +18,7 @@ from pensieve.runtime.device.protocol import Memory
 from pensieve.runtime.engine import open_engine
 from pensieve.runtime.launch import assemble, serving
 from pensieve.runtime.launch.options import parse_options, parser
-from pensieve.runtime.triton_settings import TritonSettings
+from pensieve.runtime.messages import TritonSettings
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts import serve as serve_module
 from pensieve.scripts.triton_repository import checked

@@ -7,10 +7,10 @@ from array import array
 import numpy as np
 import pytest
 
+from pensieve.runtime.counters import NO_WAITS, PowerCounts, Waits
 from pensieve.runtime.device.cpu import CpuDevice
 from pensieve.runtime.device.protocol import TransferSeconds
 from pensieve.runtime.device.timing import TransferTimes, exposed_seconds
-from pensieve.runtime.messages import NO_WAITS, PowerCounts, Waits
 from pensieve.runtime.observe.loop_stats import LoopCounters
 from pensieve.runtime.step.inputs import StepPacker
 from pensieve.scheduler.plan import BlockUpdate, Lane

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from pensieve.runtime.messages import DiskCounters, KVCounters, LoopStats, PowerCounts, Waits
+from pensieve.runtime.counters import DiskCounters, KVCounters, LoopStats, PowerCounts, Waits
 from pensieve.runtime.observe.metrics import Metrics
 from pensieve.scheduler.types import SchedulerStats, Usage
 

@@ -21,12 +21,12 @@ def names(found: ResidencyView, owner: str = "") -> list[str]:
 
 def test_the_loop_is_asked_for_one_stretch_at_a_time_and_not_too_often() -> None:
     found = ResidencyView()
-    assert found.due(1.0) == Look(0)
+    assert found.due(1.0) == 0
     assert found.due(1.0 + LOOK_INTERVAL_S / 2) is None
     found.take(Residency(32, [entry("a"), entry("b")], 2))
-    assert found.due(1.0 + LOOK_INTERVAL_S) == Look(2)
+    assert found.due(1.0 + LOOK_INTERVAL_S) == 2
     found.take(Residency(32, [entry("c")], 0, start=2))
-    assert found.due(1.0 + 2 * LOOK_INTERVAL_S) == Look(0)
+    assert found.due(1.0 + 2 * LOOK_INTERVAL_S) == 0
     assert found.chunk_tokens == 32 and names(found) == ["c", "b", "a"]
 
 

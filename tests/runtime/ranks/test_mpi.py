@@ -77,8 +77,8 @@ def test_mpi_itself_does_not_wait_for_ever_for_a_rank_that_is_stopped():
     """Nor does mpirun for one that has given up in the middle of MPI's own start."""
     program = """
 import os, signal
-from pensieve.runtime import watchdog
-watchdog.MEETING_SECONDS = 2.0
+from pensieve.runtime import system
+system.MEETING_SECONDS = 2.0
 from pensieve.runtime.launch.ranks import run_rank
 if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
     os.kill(os.getpid(), signal.SIGSTOP)

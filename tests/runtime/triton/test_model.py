@@ -29,7 +29,7 @@ ENGINE = """
 import socket, sys, time
 from multiprocessing.connection import Connection
 from pensieve.runtime.messages import Ready
-from pensieve.runtime.triton_settings import TritonSettings
+from pensieve.runtime.messages import TritonSettings
 _, history, attach, path = sys.argv
 assert attach == "--attach"
 made = socket.socket(socket.AF_UNIX)
