@@ -200,7 +200,7 @@ class Chatter:
 
     def _note_bases(self, plan):
         for row in self.scheduler._queues.rows:
-            self.open[row.turn.request.id].base = row.turn.base
+            self.open[row.turn.request.id].base = row.turn.context_start
         self.counts["moved on"] += sum(all(join.seat != origin.seat for join in plan.joins) for origin in plan.origins)
 
     def _apply(self, applied):

@@ -223,7 +223,7 @@ def served(files, engine, monkeypatch):
 
     def scheduler(config, cost):
         note("config", **asdict(config))
-        return SimpleNamespace(adopt=lambda records, now: None)
+        return SimpleNamespace(disk=SimpleNamespace(adopt=lambda records, now: None))
 
     def process(target, args, name):
         note("http", **asdict(args[-1]))
