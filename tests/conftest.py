@@ -1,5 +1,6 @@
 """One thread a process: tests and the servers they start share few cores, and OpenMP's threads wait for each other."""
 
+import logging
 import os
 import sys
 
@@ -24,16 +25,16 @@ LONG_FILES = (
     "end_to_end/test_server.py",
     "end_to_end/test_operations.py",
     "conformance/test_serving.py",
-    "builder/test_compile_inductor.py",
+    "inductor/test_compile.py",
     "plugins/test_in_the_interpreter.py",
     "scripts/test_bench_serving.py",
     "end_to_end/test_sampling.py",
     "end_to_end/test_output.py",
     "builder/test_shards.py",
     "builder/test_ranks.py",
-    "runtime/test_connections.py",
+    "http/test_connection_limits.py",
     "bench/test_steps.py",
-    "runtime/test_tracing.py",
+    "frontend/test_otel.py",
 )
 _PLACES = {name: place for place, name in enumerate(LONG_FILES)}
 
@@ -60,3 +61,11 @@ def the_same_numbers_after_whatever_came_before():
     """Which tests share a process is luck; what a test draws from torch is not."""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def the_root_logger_as_pytest_set_it_up():
+    """An earlier test may have configured logging: its handler writes to a stream that pytest has closed since."""
+    root = logging.getLogger()
+    root.handlers[:] = [handler for handler in root.handlers if type(handler) is not logging.StreamHandler]
+    root.setLevel(logging.WARNING)

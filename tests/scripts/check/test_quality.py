@@ -51,7 +51,7 @@ def test_a_run_prints_a_table_and_a_line_of_json(tmp_path, capsys):
             words = [f"Tell me about the sea, the Moon and the number {number}. " * 6, "It is far away. " * 6]
             messages = [{"role": role, "content": text} for text in words for role in ("user", "assistant")]
             lines.write(json.dumps({"conversation": f"chat-{number}", "messages": messages}) + "\n")
-    assert main(["--chats", str(chats), "--turns", "1", "--reply-tokens", "4"]) == 0
+    assert main(["fp8", "--chats", str(chats), "--turns", "1", "--reply-tokens", "4"]) == 0
     *table, last = capsys.readouterr().out.splitlines()
     assert len(table) == 2 + 6 and "| llama | fp8 | " in table[3]
     exact, coded, half = json.loads(last)[:3]
