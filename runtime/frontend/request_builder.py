@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from ...scheduler.types import Request, RequestError, RequestId, Sampling, check_logprobs
+from ..conversations.transcript import Message
 from ..conversations.turns import OpenTurn, TurnManager
 from ..messages import Ready
 from ..text.tokenizer import Tokenizer
@@ -20,7 +21,6 @@ from .caller import Caller
 from .grammar_check import GrammarChecker, open_checker
 from .logprobs import LogprobsWriter
 from .reply import ChatWriter, CompletionWriter, Style
-from .responses import ResponseBody, ResponseWriter
 from .structured_output import ReplyForm, reply_form
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
@@ -82,7 +82,7 @@ class RequestBuilder:
         """For `completion` and `chat`. Raises RequestError if the form that is asked of the reply cannot be followed
         (400) or checked (503). May be cancelled; those may not: what has expired would not be forgotten, and threads
         would go on behind a request that no longer counts."""
-        self._check_model(body)
+        self.model(body)
         check_logprobs(body.prompt_logprobs, "prompt_logprobs")
         form = reply_form(body)
         if form is not None:
@@ -133,33 +133,43 @@ class RequestBuilder:
             default = self._ready.max_model_len
             return self._call(body, [turn.prompt], ChatWriter(style), default, arrived, caller, turn, asked)
 
-    async def response(self, body: ResponseBody, arrived: float, caller: Caller) -> GenerationCall:
-        self._check_model(body)
-        writer = ResponseWriter(Style(self._ready.model, False, False, body.return_sources), body)
-        instructions = body.instructions
+    async def response(
+        self,
+        body: GenerationBody,
+        writer: CompletionWriter,
+        arrived: float,
+        caller: Caller,
+        *,
+        previous: str | None,
+        instructions: list[Message],
+        messages: list[Message],
+        stored_as: str | None,
+    ) -> GenerationCall:
+        """One reply that goes on from the response `previous`, kept under the id `stored_as` if one is given."""
         turn = await self._histories.open_response(
             caller.owner,
-            previous=body.previous_response_id,
+            previous=previous,
             conversation=body.conversation_id,
-            instructions=[] if instructions is None else [{"role": "system", "content": instructions}],
-            messages=body.messages(),
+            instructions=instructions,
+            messages=messages,
             render=self._need_tokenizer("input").render_chat,
-            stored_as=writer.id if body.store else None,
+            stored_as=stored_as,
         )
         with closed_on_error(turn):
             return self._call(body, [turn.prompt], writer, self._ready.max_model_len, arrived, caller, turn)
+
+    def model(self, body: GenerationBody) -> str:
+        """Returns the name of the model that answers. Raises RequestError if the body names another one."""
+        if body.model is not None:
+            check_model(body.model, self._ready)
+        return self._ready.model
 
     def _style(self, body: ChoicesBody, asked: OutputOptions) -> Style:
         logprobs = None
         if (body.reply_logprobs, asked.prompt_logprobs) != (None, None):
             logprobs = LogprobsWriter(self._tokenizer, body.reply_logprobs, body.prompt_logprobs)
         echo = isinstance(body, CompletionBody) and body.echo
-        model = self._ready.model
-        return Style(model, body.return_token_ids, body.include_usage, body.return_sources, logprobs, echo)
-
-    def _check_model(self, body: GenerationBody) -> None:
-        if body.model is not None:
-            check_model(body.model, self._ready)
+        return Style(self._ready.model, body.return_token_ids, body.include_usage, body.return_sources, logprobs, echo)
 
     def _need_tokenizer(self, param: str) -> Tokenizer:
         if self._tokenizer is None:

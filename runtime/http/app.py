@@ -29,17 +29,15 @@ from ..frontend.errors import error_response
 from ..frontend.reply import Reply
 from ..frontend.request_builder import GenerationCall, OutputOptions, RequestBuilder, check_model
 from ..frontend.request_log import logged
-from ..frontend.responses import ResponseBody
 from ..frontend.tool_calls import ToolCallParser
 from ..messages import Ready
 from ..text.tokenizer import StopMatcher, Tokenizer
 from .auth import OWNER, KeyCheck
 from .conversations import add_conversations
-from .limits import BodyLimit, ClientLimit, caller_of
+from .limits import BodyLimit, ClientLimit, SecurityHeaders, caller_of
 from .openapi import describe_bodies
-from .page import add_ui
-from .responses import add_responses
-from .security_headers import SecurityHeaders
+from .page import UI_FILES, add_ui
+from .responses import ResponseBody, add_responses, response_call
 from .settings import DEFAULTS, HTTPSettings
 from .tokenize import add_tokenize
 
@@ -47,6 +45,9 @@ if TYPE_CHECKING:
     from ..frontend.otel import Tracing  # needs the extra `otel`
 
 EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/ui/", *UI_FILES})
+"""Paths that need no API key."""
+
 REQUEST_ID = "x-request-id"  # the id that the answer has, and its line of the log
 
 
@@ -195,7 +196,7 @@ def create_app(
     if settings.max_requests_per_client is not None:
         app.add_middleware(ClientLimit, most=settings.max_requests_per_client)
     if settings.api_keys:
-        app.add_middleware(KeyCheck, digests=settings.api_keys)
+        app.add_middleware(KeyCheck, digests=settings.api_keys, open_paths=OPEN_PATHS)
     app.add_middleware(SecurityHeaders)
     calls = RequestBuilder(ready, tokenizer, histories, client.new_id)
     created = int(time.time())
@@ -234,7 +235,7 @@ def create_app(
     async def responses(request: HTTPRequest) -> Response:
         arrived = time.perf_counter()
         body = await asyncio.to_thread(parse, ResponseBody, await request.body())
-        return Answer(await calls.response(body, arrived, caller_of(request)), client, tokenizer, tracing)
+        return Answer(await response_call(calls, body, arrived, caller_of(request)), client, tokenizer, tracing)
 
     add_conversations(app, histories, client)
     add_responses(app, histories)

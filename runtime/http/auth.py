@@ -1,4 +1,4 @@
-"""Who is asking: API keys, and the owner that each stands for."""
+"""API keys, and the owner that each of them stands for."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...scheduler.types import RequestError
 from ..frontend.errors import error_response
-from .ui_files import UI_FILES
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/ui/", *UI_FILES})
 OWNER = "pensieve.owner"
 
 
@@ -28,16 +26,16 @@ def owner_of(request: Request) -> str:
 
 
 class KeyCheck:
-    """ASGI middleware: everything but OPEN_PATHS needs one of the keys, as `Authorization: Bearer KEY`.
+    """ASGI middleware: every path but `open_paths` needs one of the keys, as `Authorization: Bearer KEY`.
 
     The time that a comparison takes depends neither on the key given nor on which one matches.
     """
 
-    def __init__(self, app: ASGIApp, digests: Sequence[str]):
-        self._app, self._digests = app, tuple(digests)
+    def __init__(self, app: ASGIApp, digests: Sequence[str], open_paths: frozenset[str]):
+        self._app, self._digests, self._open_paths = app, tuple(digests), open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and scope["path"] not in self._open_paths:
             owner = self._owner(dict(scope["headers"]).get(b"authorization", b""))
             if owner is None:
                 error = RequestError(401, "this server needs a valid API key: send Authorization: Bearer KEY")

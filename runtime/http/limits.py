@@ -1,4 +1,4 @@
-"""Limits of one client in the HTTP process: its open sequences, the length of a body. Both are ASGI middleware."""
+"""ASGI middleware around every request: the limits of one client, the length of a body, the security headers."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ from ..frontend.errors import error_response
 from .auth import OWNER, owner_of
 
 CLAIM = "pensieve.claim"
+SECURITY_HEADERS = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"),
+    (b"referrer-policy", b"no-referrer"),
+)
 
 
 def caller_of(request: Request) -> Caller:
@@ -95,3 +100,22 @@ class BodyLimit:
 
     def _error(self) -> RequestError:
         return RequestError(413, f"the body is longer than the {self._most} bytes allowed here")
+
+
+class SecurityHeaders:
+    """Adds SECURITY_HEADERS to answers that do not have their own. They tell a browser to load and embed nothing."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                given = {name.lower() for name, _ in message["headers"]}
+                message["headers"] = [
+                    *message["headers"],
+                    *(header for header in SECURITY_HEADERS if header[0] not in given),
+                ]
+            await send(message)
+
+        await self._app(scope, receive, with_headers)

@@ -9,8 +9,8 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from ..frontend.bodies import ChatBody, CompletionBody
-from ..frontend.responses import ResponseBody
 from .conversations import Lifetime, NewConversation, Pin
+from .responses import ResponseBody
 from .tokenize import DetokenizeBody, TokenizeBody
 
 CONVERSATION = "/v1/conversations/{id}"

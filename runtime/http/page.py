@@ -1,11 +1,12 @@
-"""The page at /ui: its files, and what it draws, /ui/state. It chats through the API that everybody else uses."""
+"""The page at /ui: its files, and the state that it draws, /ui/state. It chats through the public API."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -13,7 +14,6 @@ from fastapi.responses import JSONResponse, Response
 from ..frontend.engine_client import EngineClient
 from ..observe.metrics import Metrics
 from .auth import owner_of
-from .ui_files import UI_FILES, File
 
 MOST_CONVERSATIONS = 2000  # on the map: the latest
 
@@ -37,6 +37,23 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
+
+
+class File(NamedTuple):
+    kind: str
+    content: bytes
+
+
+KINDS = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
+NAMES = ("api.js", "app.js", "charts.js", "chat.js", "conversations.js", "icon.svg", "map.js", "strip.js", "style.css")
+
+
+def _read(name: str) -> File:
+    return File(KINDS[name.rpartition(".")[2]], (Path(__file__).parent / "ui" / name).read_bytes())
+
+
+UI_FILES = {"/ui": _read("index.html")} | {f"/ui/{name}": _read(name) for name in NAMES}
+"""By address: no path of a request ever reaches the file system."""
 
 
 def add_ui(app: FastAPI, client: EngineClient) -> None:
