@@ -12,15 +12,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import http.client
 import importlib.util
-import json
 import os
 import secrets
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,15 +25,16 @@ import aiohttp
 
 from ..scheduler.types import SettingError
 from .bench.clients import Failed, Load, Reply, Target, Window, body, clock, load_encode, open_session
-from .bench.report import SOURCES, RateReport, json_line, plot, read_reports, report, report_line, title_line
+from .bench.report import SOURCES, RateReport, json_line, plot, read_reports, report, report_line, titles
 from .bench.traces import CHATS, TURN_COUNTS, Dialogue, made_up, read_dialogues, synthetic
 from .bench.workload import Words, clock_rate, fitting, mean_turns, plan_arrivals
+from .chat import Server, ServerError
+from .command import check_above_0, check_least, exit_status
 
 POOL = 4096  # synthetic conversations; a run that needs more begins again, with other tokens
 NEAR = 0.05  # --find-rate ends when the largest rate is known so well
 FAILED_SHARE = 0.01  # a rate at which more requests fail is too high
 PROBE_TOKENS = 4
-GET_SECONDS = 10
 GPU_SECONDS = "pensieve:gpu_seconds_total"
 BUSY_CLIENT = 0.8
 
@@ -93,27 +90,25 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
-        check(args)
-        if args.compare:
-            compare(args.compare, args.plot)
-        else:
-            StepBench(args).run()
-    except (SettingError, ChildProcessError) as error:
+        return exit_status("bench_serving", lambda: run(args))
+    except ChildProcessError as error:
         print(f"bench_serving: {error}", file=sys.stderr)
-        return 2 if isinstance(error, SettingError) else 1
-    return 0
+        return 1
+
+
+def run(args: argparse.Namespace) -> None:
+    check(args)
+    if args.compare:
+        compare(args.compare, args.plot)
+    else:
+        ServingBench(args).run()
 
 
 def check(args: argparse.Namespace) -> None:
     """Raises SettingError for numbers that cannot be."""
     positive = ("think_s", "measure_s", "expected_ms_per_token", "timeout_s", "processes", "vocabulary")
-    for name in (*positive, "find_rate", "max_context", "gpu_dollars_per_hour"):
-        value = getattr(args, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise SettingError(f"--{name.replace('_', '-')}", f"must be above 0, not {value}")
-    for name in ("warm_up_s", "ramp_s"):
-        if not 0 <= getattr(args, name) < float("inf"):
-            raise SettingError(f"--{name.replace('_', '-')}", f"must not be negative, not {getattr(args, name)}")
+    check_above_0(args, (*positive, "find_rate", "max_context", "gpu_dollars_per_hour"))
+    check_least(args, warm_up_s=0, ramp_s=0)
     if args.trace is not None and args.turn_counts is not None:
         raise SettingError("--turn-counts", "is of synthetic conversations; a trace has its own")
     for name in ("json", "plot"):
@@ -142,22 +137,25 @@ def parse_rates(text: str | None, native: float | None, find: bool) -> list[floa
 def compare(paths: Sequence[Path], picture: Path | None) -> None:
     curves = {path.stem: read_reports(path, "--compare") for path in paths}
     for name, reports in curves.items():
-        print(f"{name}\n{title_line()}")
+        print(f"{name}\n{titles()}")
         for made in reports:
             print(report_line(made))
     if picture is not None:
         plot(curves, picture)
 
 
-class StepBench:
+class ServingBench:
     """The runs of one command against one server."""
 
     def __init__(self, args: argparse.Namespace):
         """Asks the server what it is. Raises SettingError."""
         self._args = args
-        url = args.url.rstrip("/").removesuffix("/v1")
-        model, longest = ask_model(url, args.model, args.api_key)
-        target = Target(url, model, args.api_key, args.conversations, args.timeout_s, args.tokenizer)
+        try:
+            self._server = Server(args.url, args.api_key)
+        except ServerError as error:
+            raise SettingError("--url", str(error)) from error
+        model, longest = ask_model(self._server, args.model)
+        target = Target(self._server.url, model, args.api_key, args.conversations, args.timeout_s, args.tokenizer)
         encode = read_tokenizer(args.tokenizer)
         asyncio.run(probe(target, args.vocabulary))
         self._target = target
@@ -183,7 +181,7 @@ class StepBench:
         args, turns = self._args, mean_turns(self._dialogues)
         workload = args.trace or args.synthetic
         print(f"{self._target.model} at {self._target.url}, {workload}: {turns:.2f} turns a conversation; times in ms")
-        print(title_line(), flush=True)
+        print(titles(), flush=True)
         if args.find_rate is None:
             for rate in self._rates:
                 self._measure(rate)
@@ -215,9 +213,9 @@ class StepBench:
         words = Words(args.vocabulary, secrets.token_hex(4))  # nothing is found of a run before
         with Load(self._target, arrivals, words, window, args.processes) as load:
             _sleep_until(load.start + window.start)
-            before = read_metrics(self._target.url, self._target.api_key)
+            before = read_metrics(self._server)
             _sleep_until(load.start + window.end)
-            after = read_metrics(self._target.url, self._target.api_key)
+            after = read_metrics(self._server)
             tally = load.result()
         grown = {name: after[name] - value for name, value in before.items() if name in after}
         made = report(
@@ -281,16 +279,14 @@ def read_tokenizer(path: str | None) -> Callable[[str], Sequence[int]] | None:
 # -- the server
 
 
-def ask_model(url: str, name: str | None, api_key: str | None) -> tuple[str, int | None]:
+def ask_model(server: Server, name: str | None) -> tuple[str, int | None]:
     """The model's name, and its longest context where the server tells. Raises SettingError."""
     try:
-        models = {
-            model["id"]: model.get("max_model_len") for model in json.loads(_get(f"{url}/v1/models", api_key))["data"]
-        }
-    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:  # URLError is an OSError
-        raise SettingError("--url", f"{url}/v1/models does not answer as it should: {error}") from error
+        models = {model["id"]: model.get("max_model_len") for model in server.ask("GET", "/v1/models")["data"]}
+    except (ServerError, ValueError, KeyError, TypeError) as error:
+        raise SettingError("--url", f"{server.url}/v1/models does not answer as it should: {error}") from error
     if not models:
-        raise SettingError("--url", f"{url} serves no model")
+        raise SettingError("--url", f"{server.url} serves no model")
     if name is None:
         name = next(iter(models))
     if name not in models:
@@ -324,26 +320,13 @@ def source_metric(source: str) -> str:
     return f'pensieve:prompt_tokens_total{{source="{source}"}}'
 
 
-def read_metrics(url: str, api_key: str | None) -> dict[str, float]:
+def read_metrics(server: Server) -> dict[str, float]:
     """Samples of /metrics by name with labels; none if the server has no such page, or is gone."""
     try:
-        lines = _get(f"{url}/metrics", api_key).splitlines()
-    except (OSError, http.client.HTTPException, UnicodeDecodeError):
+        lines = [line for line in server.text("/metrics").splitlines() if line and not line.startswith("#")]
+    except (ServerError, UnicodeDecodeError):
         return {}
-    samples = {}
-    for line in lines:
-        name, _, value = line.rpartition(" ")
-        if name and not line.startswith("#"):
-            samples[name] = float(value)
-    return samples
-
-
-def _get(address: str, api_key: str | None) -> str:
-    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-    request = urllib.request.Request(address, headers=headers)
-    with urllib.request.urlopen(request, timeout=GET_SECONDS) as response:
-        text: bytes = response.read()
-    return text.decode()
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 
 
 def _sleep_until(moment: float) -> None:

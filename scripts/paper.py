@@ -30,9 +30,10 @@ from ..scheduler.context_window import KEEP, RECOMPUTE
 from ..scheduler.cost import CostProfile, analytic_profile
 from ..scheduler.sim.simulator import Report, Session, SessionTurn, Simulator, VirtualDevice
 from ..scheduler.types import SettingError, Usage
+from .bench.models import ELEMENT_BYTES, ModelShape
 from .bench.traces import ChatStatistics, synthetic
+from .command import check_least, exit_status, result_line, title_line
 from .figures import pyplot
-from .models import ELEMENT_BYTES, ModelShape
 
 # The paper's turns, with the lengths that vLLM's paper gives for ShareGPT. A session then has 2,870 tokens on average;
 # 49% have more than 2,048 and 24% more than 4,096, in the paper 47% and 30% (figure 2).
@@ -223,19 +224,19 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    try:
-        figures = plan_figures(args)
-    except SettingError as error:
-        print(f"paper: {error}", file=sys.stderr)
-        return 2
+    return exit_status("paper", lambda: tell(args))
+
+
+def tell(args: argparse.Namespace) -> None:
+    """Runs what is missing, prints the tables, draws. Raises SettingError."""
+    figures = plan_figures(args)
     reports = results(figures, args)
     for title, cases in figures.items():
-        print(f"\n{title}\n{table_line(*COLUMNS)}")
+        print(f"\n{title}\n{title_line(COLUMNS)}")
         for case in cases:
             print(case_line(case, reports[case]))
     if args.plots:
         draw(figures, reports, args.plots)
-    return 0
 
 
 def plan_figures(args: argparse.Namespace) -> dict[str, list[Case]]:
@@ -244,8 +245,7 @@ def plan_figures(args: argparse.Namespace) -> dict[str, list[Case]]:
     for model in models:
         if model not in MODELS:
             raise SettingError("--models", f"must be of {', '.join(MODELS)}, not {model!r}")
-    if args.sessions < 1:
-        raise SettingError("--sessions", f"must be at least 1, not {args.sessions}")
+    check_least(args, sessions=1)
     if args.sample not in range(1, min(SEATS, args.sessions) + 1):
         raise SettingError("--sample", f"must be between 1 and {min(SEATS, args.sessions)}, not {args.sample}")
     turns = min(sum(len(chat.turns) for chat in chats(args.sessions, RATE, MODELS[model])) for model in models)
@@ -315,23 +315,23 @@ def dollars(case: Case, report: Report) -> tuple[float, float]:
 
 
 COLUMNS = {
-    "model": 11,
-    "policy": 18,
-    "host GB": 8,
-    "disk TB": 8,
-    "1/s": 4,
-    "hit %": 6,
-    "gpu": 6,
-    "host": 6,
-    "disk": 6,
-    "full %": 6,
-    "GPU h": 7,
-    "GPU $": 7,
-    "stored $": 8,
-    "TTFT s": 7,
+    "model": ("model", "<11"),
+    "policy": ("policy", "<18"),
+    "host_gb": ("host GB", "<8.0f"),
+    "disk_tb": ("disk TB", "<8g"),
+    "rate": ("1/s", "<4g"),
+    "hit": ("hit %", "<6.1f"),
+    "gpu": ("gpu", "<6.1f"),
+    "host": ("host", "<6.1f"),
+    "disk": ("disk", "<6.1f"),
+    "full": ("full %", "<6.1f"),
+    "gpu_hours": ("GPU h", "<7.3f"),
+    "gpu_dollars": ("GPU $", "<7.2f"),
+    "stored_dollars": ("stored $", "<8.2f"),
+    "ttft": ("TTFT s", "<7.2f"),
 }
-"""Titles and widths; GPU h, GPU $ and stored $ per 1,000 turns, full %: of all turns, those
-whose whole history was found; TTFT the median (in whole units)."""
+"""GPU h, GPU $ and stored $ per 1,000 turns; full %: of all turns, those whose whole history was found; TTFT the median
+(in whole units)."""
 
 
 def policy_label(case: Case) -> str:
@@ -342,24 +342,13 @@ def policy_label(case: Case) -> str:
     return " ".join([case.policy.removesuffix("-conversation"), *unusual])
 
 
-def table_line(*cells: str) -> str:
-    return "  ".join(f"{cell:<{width}}" for cell, width in zip(cells, COLUMNS.values(), strict=True)).rstrip()
-
-
 def case_line(case: Case, report: Report) -> str:
     shares, (gpus, storage) = hit_shares(report), dollars(case, report)
-    return table_line(
-        case.model,
-        policy_label(case),
-        f"{case.host // 10**9}",
-        f"{case.disk / TB:g}",
-        f"{case.rate:g}",
-        *(f"{100 * share:.1f}" for share in (sum(shares), *shares, report.full_hits / report.requests)),
-        f"{gpu_hours(report):.3f}",
-        f"{gpus:.2f}",
-        f"{storage:.2f}",
-        f"{report.ttft_p50:.2f}",
-    )
+    found = dict(zip(("gpu", "host", "disk"), (100 * share for share in shares), strict=True))
+    found |= {"hit": sum(found.values()), "full": 100 * report.full_hits / report.requests, "ttft": report.ttft_p50}
+    found |= {"gpu_hours": gpu_hours(report), "gpu_dollars": gpus, "stored_dollars": storage}
+    found |= {"host_gb": case.host / 10**9, "disk_tb": case.disk / TB, "rate": case.rate}
+    return result_line(COLUMNS, {"model": case.model, "policy": policy_label(case), **found})
 
 
 TIERS = (("GPU", "tab:green"), ("host", "tab:blue"), ("disk", "tab:orange"))

@@ -23,12 +23,14 @@ from typing import Any, NamedTuple
 
 from ..runtime.launch.options import parse_bytes
 from ..scheduler.config import EVICTION_POLICIES, QUEUE_ORDERS, SAVE_MODES, SchedulerConfig
-from ..scheduler.cost import CostProfile, analytic_profile
+from ..scheduler.cost import CostProfile
 from ..scheduler.sim.simulator import Report, Session, longest_context, simulate
 from ..scheduler.types import SettingError
+from .bench.models import MODELS
 from .bench.traces import CHATS, read_trace, synthetic
-from .models import ELEMENT_BYTES, MODELS, ModelShape
-from .simulated_load import add_load_options, load_line, load_titles, plan_load, simulate_load
+from .command import check_above_0, check_least, exit_status, result_line, title_line
+from .simulated_load import COLUMNS as LOAD_COLUMNS
+from .simulated_load import add_load_options, plan_load, simulate_load
 
 POSITIVE = (
     *("sessions_per_s", "think_s", "flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "chunk_tokens"),
@@ -95,24 +97,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     chosen.add_argument("--preset", default="trace")
     args = parser(chosen.parse_known_args(words)[0].preset).parse_args(words)
-    try:
-        for name in POSITIVE:
-            if not getattr(args, name, 1) > 0:
-                raise SettingError(f"--{name.replace('_', '-')}", f"must be above 0, not {getattr(args, name)}")
-        lines = load_lines(args) if args.preset == "load" else trace_lines(args)
-        for line in lines:
-            print(line, flush=True)
-    except SettingError as error:
-        print(f"simulate: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_status("simulate", lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> None:
+    check_above_0(args, POSITIVE)
+    for line in load_lines(args) if args.preset == "load" else trace_lines(args):
+        print(line, flush=True)
 
 
 def trace_lines(args: argparse.Namespace) -> Iterator[str]:
     runs = plan_runs(args)
     if not args.json:
         yield f"{args.model}, {args.gpu_kv_bytes} of KV on the GPU, {len(runs[0].sessions)} conversations"
-        yield table_line(*COLUMNS)
+        yield title_line(COLUMNS)
     for run, report in in_processes(_simulate, runs, args.jobs):
         yield json_line(run, report) if args.json else report_line(run, report)
 
@@ -120,11 +118,11 @@ def trace_lines(args: argparse.Namespace) -> Iterator[str]:
 def load_lines(args: argparse.Namespace) -> Iterator[str]:
     runs = plan_load(args)
     if not args.json:
-        yield load_titles()
+        yield title_line(LOAD_COLUMNS)
     for run, found in in_processes(simulate_load, runs, args.jobs):
         if found is None:
             raise SettingError("--measure-s", f"at {run.rate:g} conversations/s no reply ended meanwhile")
-        yield json.dumps({"bench": "simulate_load", **found}) if args.json else load_line(found)
+        yield json.dumps({"bench": "simulate_load", **found}) if args.json else result_line(LOAD_COLUMNS, found)
 
 
 def in_processes(work: Callable[[Any], Any], runs: Sequence[Any], jobs: int) -> Iterator[tuple[Any, Any]]:
@@ -140,8 +138,12 @@ def _simulate(run: Run) -> Report:
 def plan_runs(args: argparse.Namespace) -> list[Run]:
     """Every policy with every HOST and DISK size. Raises SettingError."""
     sessions = load_sessions(args)
-    model = MODELS[args.model]
-    cost = profile(model, args, longest_context(sessions))
+    speeds = {name: getattr(args, name) for name in ("flops_per_s", "memory_bytes_per_s", "link_bytes_per_s")}
+    cost = replace(
+        MODELS[args.model].cost(args.chunk_tokens, longest_context(sessions), **speeds),
+        disk_read_bytes_per_s=args.disk_read_bytes_per_s,
+        disk_write_bytes_per_s=args.disk_write_bytes_per_s,
+    )
     policies = EVICTION_POLICIES if args.eviction == "all" else args.eviction.split(",")
     gpu_bytes = parse_bytes(args.gpu_kv_bytes, "--gpu-kv-bytes")
     host_sizes = [parse_bytes(size, "--host-kv-bytes") for size in args.host_kv_bytes.split(",")]
@@ -183,8 +185,7 @@ def plan_runs(args: argparse.Namespace) -> list[Run]:
 
 def load_sessions(args: argparse.Namespace) -> list[Session]:
     """Load is scaled by dropping whole conversations, never by stretching time. Raises SettingError."""
-    if args.sessions is not None and args.sessions < 1:
-        raise SettingError("--sessions", f"must be at least 1, not {args.sessions}")
+    check_least(args, sessions=1)
     if args.trace is None:
         return synthetic(
             CHATS[args.synthetic],
@@ -196,65 +197,30 @@ def load_sessions(args: argparse.Namespace) -> list[Session]:
     return read_trace(args.trace, sessions_per_s=args.sessions_per_s, seed=args.seed)[: args.sessions]
 
 
-def profile(model: ModelShape, args: argparse.Namespace, max_context: int) -> CostProfile:
-    """Every step reads the weights once; arithmetic comes on top."""
-    cost = analytic_profile(
-        chunk_tokens=args.chunk_tokens,
-        parameters=model.parameters,
-        layers=model.layers,
-        attention_width=model.heads * model.head_dim,
-        chunk_bytes=model.token_bytes * args.chunk_tokens,
-        max_context=max_context,
-        flops_per_s=args.flops_per_s,
-        link_bytes_per_s=args.link_bytes_per_s,
-        step_base_seconds=model.parameters * ELEMENT_BYTES / args.memory_bytes_per_s,
-    )
-    return replace(
-        cost,
-        disk_read_bytes_per_s=args.disk_read_bytes_per_s,
-        disk_write_bytes_per_s=args.disk_write_bytes_per_s,
-    )
-
-
 COLUMNS = {
-    "policy": 18,
-    "host GiB": 8,
-    "disk GiB": 8,
-    "gpu": 11,
-    "host": 11,
-    "disk": 11,
-    "recomputed": 11,
-    "new": 10,
-    "hit %": 6,
-    "TTFT p50 s": 10,
-    "p99 s": 8,
-    "ms/token": 8,
-    "req/busy s": 10,
-    "suspended": 9,
+    "policy": ("policy", "<18"),
+    "host_gib": ("host GiB", "8.4g"),
+    "disk_gib": ("disk GiB", "8.4g"),
+    "gpu": ("gpu", "11,"),
+    "host": ("host", "11,"),
+    "disk": ("disk", "11,"),
+    "recomputed": ("recomputed", "11,"),
+    "new": ("new", "10,"),
+    "hit_percent": ("hit %", "6.1f"),
+    "ttft_p50": ("TTFT p50 s", "10.3f"),
+    "ttft_p99": ("p99 s", "8.3f"),
+    "ms_per_token": ("ms/token", "8.2f"),
+    "per_busy_s": ("req/busy s", "10.2f"),
+    "suspensions": ("suspended", "9"),
 }
-"""Titles and widths. gpu, host, disk, recomputed, new: prompt tokens; hit %: found of those computed before."""
-
-
-def table_line(policy: str, *numbers: str) -> str:
-    first, *widths = COLUMNS.values()
-    cells = (f"{number:>{width}}" for number, width in zip(numbers, widths, strict=True))
-    return "  ".join((f"{policy:<{first}}", *cells))
+"""gpu, host, disk, recomputed, new: prompt tokens; hit %: found of those computed before."""
 
 
 def report_line(run: Run, report: Report) -> str:
-    usage = report.usage
-    return table_line(
-        run.config.eviction,
-        f"{run.host_kv_bytes / 2**30:.4g}",
-        f"{run.disk_kv_bytes / 2**30:.4g}",
-        *(f"{tokens:,}" for tokens in (usage.gpu, usage.host, usage.disk, usage.recomputed, usage.new)),
-        f"{100 * report.hit_rate:.1f}",
-        f"{report.ttft_p50:.3f}",
-        f"{report.ttft_p99:.3f}",
-        f"{1e3 * report.seconds_per_token:.2f}",
-        f"{report.requests / report.busy_s:.2f}",
-        f"{report.suspensions}",
-    )
+    rates = {"hit_percent": 100 * report.hit_rate, "per_busy_s": report.requests / report.busy_s}
+    sizes = {"host_gib": run.host_kv_bytes / 2**30, "disk_gib": run.disk_kv_bytes / 2**30}
+    found = {"policy": run.config.eviction, "ms_per_token": 1e3 * report.seconds_per_token, **rates, **sizes}
+    return result_line(COLUMNS, found | asdict(report) | asdict(report.usage))
 
 
 def json_line(run: Run, report: Report) -> str:

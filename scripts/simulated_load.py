@@ -20,9 +20,9 @@ from ..scheduler.config import SchedulerConfig
 from ..scheduler.cost import CostProfile
 from ..scheduler.sim.simulator import Open, Session, SessionTurn, Simulator, longest_context, percentile
 from ..scheduler.types import Applied, RequestId, SettingError, Usage
+from .bench.models import MODELS
 from .bench.traces import CHATS, TURN_COUNTS, made_up, synthetic
 from .bench.workload import Arrival, plan_arrivals
-from .models import MODELS
 
 MODEL = MODELS["llama-2-13b-gqa"]
 LINK_BYTES_PER_S = 48.5e9  # each way, both at work
@@ -200,32 +200,24 @@ def numbers(run: LoadRun, tally: Tally, simulator: Simulator) -> dict[str, float
 
 
 COLUMNS = {
-    "rate": ("rate", 5, 2),
-    "seed": ("seed", 4, 0),
-    "done_per_s": ("req/s", 6, 1),
-    "ms_per_token": ("ms/token", 8, 1),
-    "ttft_ms_p50": ("TTFT p50", 8, 0),
-    "ttft_ms_p99": ("p99", 7, 0),
-    "inter_token_ms_p50": ("gap p50", 7, 1),
-    "inter_token_ms_p99": ("p99", 6, 1),
-    "gpu_percent": ("GPU %", 5, 0),
-    "host_percent": ("HOST", 4, 0),
-    "recomputed_percent": ("again", 5, 0),
-    "new_percent": ("new", 4, 0),
-    "prompt_tokens": ("prompt", 6, 0),
-    "needs_gb": ("needs GB", 8, 0),
-    "running": ("running", 7, 0),
-    "waiting": ("waiting", 7, 0),
+    "rate": ("rate", "5.2f"),
+    "seed": ("seed", "4.0f"),
+    "done_per_s": ("req/s", "6.1f"),
+    "ms_per_token": ("ms/token", "8.1f"),
+    "ttft_ms_p50": ("TTFT p50", "8.0f"),
+    "ttft_ms_p99": ("p99", "7.0f"),
+    "inter_token_ms_p50": ("gap p50", "7.1f"),
+    "inter_token_ms_p99": ("p99", "6.1f"),
+    "gpu_percent": ("GPU %", "5.0f"),
+    "host_percent": ("HOST", "4.0f"),
+    "recomputed_percent": ("again", "5.0f"),
+    "new_percent": ("new", "4.0f"),
+    "prompt_tokens": ("prompt", "6.0f"),
+    "needs_gb": ("needs GB", "8.0f"),
+    "running": ("running", "7.0f"),
+    "waiting": ("waiting", "7.0f"),
 }
-"""By name: title, width, digits. Times in ms; `again`: computed again. running, waiting: at the run's end."""
-
-
-def load_titles() -> str:
-    return "  ".join(f"{title:>{width}}" for title, width, _ in COLUMNS.values())
-
-
-def load_line(found: Mapping[str, float]) -> str:
-    return "  ".join(f"{found[name]:{width}.{digits}f}" for name, (_, width, digits) in COLUMNS.items())
+"""Times in ms; `again`: computed again. running, waiting: at the run's end."""
 
 
 def plan_load(args: argparse.Namespace) -> list[LoadRun]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pensieve.scripts.bench import steps, tiers
+from pensieve.scripts.check.house import lines, reading_path
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -113,11 +114,9 @@ def test_every_page_that_the_code_names_exists():
 
 def test_the_reading_path_is_short():
     """Its files exist, and together they have at most so many lines as its page says."""
-    text = (ROOT / "docs" / "design" / "architecture.md").read_text()
-    _, _, path = text.partition("## Reading path")
-    files = re.findall(r"^\| `([\w/]+\.py)`", path.partition("\n## ")[0], re.MULTILINE)
+    files = reading_path()
     assert len(files) > 20
-    assert sum(len((ROOT / file).read_text().splitlines()) for file in files) <= 6000
+    assert lines(files) <= 6000
 
 
 def test_every_endpoint_is_described():

@@ -1,11 +1,7 @@
 """A file imports only its own folder and earlier parts of one list, and files import each other in no circle."""
 
-import ast
-from graphlib import TopologicalSorter
-from pathlib import Path
+from pensieve.scripts.check.house import circles, import_graph
 
-ROOT = Path(__file__).parents[1]
-ROOMS = ("scheduler", "plugins", "builder", "runtime", "scripts")
 # Parts of one entry may import each other, as files of one folder may.
 LAYERS = [
     "scheduler.types scheduler.plan scheduler.context_window scheduler.config scheduler.cost scheduler.step_timing",
@@ -38,30 +34,7 @@ LAYERS = [
     "scripts",
 ]
 RANK = {part: rank for rank, entry in enumerate(LAYERS) for part in entry.split()}
-
-
-MODULES = {
-    ".".join(path.relative_to(ROOT).with_suffix("").parts): path
-    for room in ROOMS
-    for path in sorted((ROOT / room).rglob("*.py"))
-    if path.name != "__init__.py"
-}
-
-
-def imports(module: str) -> set[str]:
-    """The project's modules that a module imports, also under TYPE_CHECKING and in functions."""
-    named = set()
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
-        if isinstance(node, ast.Import):
-            named |= {alias.name.removeprefix("pensieve.") for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = module.split(".")[: -node.level] if node.level else []
-            source = ".".join([*base, *(node.module or "").split(".")]).strip(".").removeprefix("pensieve.")
-            named |= {source, *(f"{source}.{alias.name}" for alias in node.names)}
-    return named & MODULES.keys()
-
-
-GRAPH = {module: imports(module) for module in MODULES}
+GRAPH = import_graph()
 
 
 def rank(module: str) -> int:
@@ -75,4 +48,9 @@ def test_a_file_imports_only_its_folder_and_earlier_layers() -> None:
 
 
 def test_no_circle_of_files() -> None:
-    TopologicalSorter(GRAPH).prepare()
+    assert circles(GRAPH) == set()
+
+
+def test_a_circle_is_found_with_all_its_files() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": {"d"}, "e": {"a"}}
+    assert circles(graph) == {frozenset("bc"), frozenset("d")}

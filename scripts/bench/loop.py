@@ -10,8 +10,9 @@ import gc
 import json
 import time
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,17 +22,27 @@ import torch
 
 from ...plugins.kv_forms.forms import Form
 from ...runtime.device.cpu import CpuDevice
-from ...runtime.device.protocol import ForwardPass
-from ...runtime.disk.store import DiskSettings
+from ...runtime.device.protocol import Device, ForwardPass
 from ...runtime.engine import Engine
-from ...runtime.executor import GROUP_LAYERS, Executor
+from ...runtime.executor import Executor
 from ...runtime.loop import EngineLoop
 from ...runtime.step.inputs import StepInputs
 from ...scheduler.config import SchedulerConfig
 from ...scheduler.cost import CostProfile
 from ...scheduler.plan import Lane
 from ...scheduler.scheduler import Scheduler
-from ...scheduler.types import InvariantError, Request, RequestId, SettingError, Tier, Usage
+from ...scheduler.types import (
+    GREEDY,
+    InvariantError,
+    Request,
+    RequestId,
+    Sampling,
+    SettingError,
+    Tier,
+    TokenLogprobs,
+    Usage,
+)
+from ..command import flag, table
 
 SPARE_CHUNKS = 4  # in the smallest GPU cache that holds a turn
 
@@ -165,40 +176,50 @@ class Step:
     rows: int
 
 
+@dataclass(slots=True)
+class Answer:
+    """A reply as far as it has come. `usage` comes with the first token.
+
+    began, ended    when its first token and its end were there, by `time.perf_counter`
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    usage: Usage | None = None
+    done: bool = False
+    began: float = 0.0
+    ended: float = 0.0
+
+
 class Loop:
-    """The engine's loop with requests of random tokens; keeps the times of its steps."""
+    """The engine's loop with requests of random tokens; keeps their answers and the times of its steps."""
 
     def __init__(
         self,
-        device: Timed,
-        engine: Engine,
+        device: Device,
+        engine: ForwardPass,
         config: SchedulerConfig,
         cost: CostProfile,
-        group_layers: int = GROUP_LAYERS,
-        disk: DiskSettings | None = None,
+        seed: int = 0,
+        make_executor: Callable[[Device, ForwardPass, SchedulerConfig], Executor] = Executor,
     ):
-        """disk: what an earlier loop left there is found again, as after a restart."""
+        """What an earlier executor left on the disk is found again, as after a restart."""
         self.config, self.device = config, device
-        self.scheduler = Scheduler(config, cost)
-        self._executor = Executor(device, engine, config, group_layers, disk=disk)
-        self.scheduler.disk.adopt(self._executor.disk_records(), time.monotonic())
-        self._loop = EngineLoop(self.scheduler, self._executor)
-        self._vocab_size, self._dice = engine.vocab_size, np.random.default_rng(0)
-        self._requests = 0
+        self.scheduler, self.executor = Scheduler(config, cost), make_executor(device, engine, config)
+        self.scheduler.disk.adopt(self.executor.disk_records(), time.monotonic())
+        self._loop = EngineLoop(self.scheduler, self.executor)
+        self._vocab_size, self._dice = engine.vocab_size, np.random.default_rng(seed)
+        self.answers: dict[RequestId, Answer] = {}
         self.steps: list[Step] = []
-        self.begun: dict[RequestId, tuple[float, Usage]] = {}
-        """When the first token of each request was there, and where its prompt's KV came from."""
-        self.ended: dict[RequestId, float] = {}
-        """When the end of each request was told."""
 
     def random_ids(self, count: int) -> array[int]:
         return array("i", self._dice.integers(0, self._vocab_size, count, np.int32).tobytes())
 
-    def add(self, prompt: array[int], max_tokens: int) -> RequestId:
-        self._requests += 1
-        request = RequestId(self._requests)
-        self.scheduler.add(Request(request, prompt, max_tokens), time.monotonic())
-        return request
+    def add(self, prompt: array[int], max_tokens: int, sampling: Sampling = GREEDY, priority: int = 0) -> Answer:
+        request = RequestId(len(self.answers) + 1)
+        self.scheduler.add(Request(request, prompt, max_tokens, sampling=sampling, priority=priority), time.monotonic())
+        answer = self.answers[request] = Answer()
+        return answer
 
     def step(self) -> bool:
         """One pass; False if there was nothing to do."""
@@ -209,11 +230,16 @@ class Loop:
         at = time.perf_counter()
         plan, launch, wait, apply = (after - spent for after, spent in zip(self._seconds(), before, strict=True))
         self.steps.append(Step(plan, launch, wait, apply, at, len(applied.requests)))
-        for output in applied.events:
-            if output.usage is not None:
-                self.begun[output.request] = (at, output.usage)
-            if output.finish is not None:
-                self.ended[output.request] = at
+        for request, token in zip(applied.requests, applied.tokens, strict=True):
+            self.answers[RequestId(request)].tokens.append(token)
+        for request, logprobs in applied.logprobs.items():
+            self.answers[RequestId(request)].logprobs.append(logprobs)
+        for event in applied.events:
+            answer = self.answers[event.request]
+            if event.usage is not None:
+                answer.usage, answer.began = event.usage, at
+            if event.finish is not None:
+                answer.done, answer.ended = True, at
         return True
 
     def _seconds(self) -> list[float]:
@@ -226,6 +252,12 @@ class Loop:
             if not self.step():
                 raise InvariantError("nothing is left to do, and what was waited for has not come")
 
+    def abort_all(self) -> None:
+        for request, answer in self.answers.items():
+            if not answer.done:
+                self.scheduler.abort(request, time.monotonic())
+        self.drain()
+
     def drain(self) -> None:
         """Until nothing is left to do, on any lane."""
         while self.step():
@@ -234,9 +266,9 @@ class Loop:
             self.device.synchronize(self.device.mark(lane))
 
     def close(self) -> None:
-        """Ends what reads and writes the disk, once nothing is left to do."""
+        """Ends the executor once nothing is left to do."""
         self.drain()
-        self._executor.close()
+        self.executor.close()
 
     def steady(self, rows: int, steps: int) -> list[Step]:
         """So many steps more, in each of which `rows` rows get a token."""
@@ -264,15 +296,7 @@ def add_counts(made: argparse.ArgumentParser, counts: Mapping[str, tuple[int, st
     made.add_argument("--engine", required=True, type=Path, metavar="DIR", help="an engine directory")
     made.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="for the engine (default %(default)s)")
     for name, (default, words) in counts.items():
-        flag = f"--{name.replace('_', '-')}"
-        made.add_argument(flag, type=int, default=default, metavar="N", help=f"{words} (default %(default)s)")
-
-
-def check_counts(args: argparse.Namespace, counts: Iterable[str], least: Mapping[str, int]) -> None:
-    """SettingError names what is less than `least`, or than 1."""
-    for name in counts:
-        if (value := getattr(args, name)) < least.get(name, 1):
-            raise SettingError(f"--{name.replace('_', '-')}", f"must be at least {least.get(name, 1)}, not {value}")
+        made.add_argument(flag(name), type=int, default=default, metavar="N", help=f"{words} (default %(default)s)")
 
 
 def check_context(longest: int, engine: Engine) -> None:
@@ -297,13 +321,21 @@ def parts_type(parts: Sequence[str], needed: Mapping[str, str] | None = None) ->
     return read
 
 
-def load_once(device: Timed, engine: Engine, config: SchedulerConfig) -> None:
-    """Makes the pools and loads the engine, for all executors that follow. `gc.unfreeze` undoes the rest."""
-    Executor(device, engine, config)
-    gc.collect()
-    gc.freeze()  # collections do not look at the engine again, nor do they in `pensieve serve`
+@contextmanager
+def loaded(name: str, engine: Engine, config: SchedulerConfig) -> Iterator[Timed]:
+    """A device with pools and the engine loaded, once for all executors that follow."""
+    device = make_device(name)
+    try:
+        Executor(device, engine, config)
+        gc.collect()
+        gc.freeze()  # collections do not look at the engine again, nor do they in `pensieve serve`
+        yield device
+    finally:
+        gc.unfreeze()
+        device.end()
 
 
-def show(bench: str, lines: Iterable[str], found: Mapping[str, Any]) -> None:
-    print("\n".join(lines))
+def show(bench: str, title: str, found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+    """A table of the rows for people, and all that was found as one line of JSON."""
+    print(f"{title}\n{table(rows)}")
     print(json.dumps({"bench": bench, **found}), flush=True)

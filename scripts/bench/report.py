@@ -10,6 +10,7 @@ from typing import Any
 
 from ...scheduler.sim.simulator import percentile
 from ...scheduler.types import SettingError
+from ..command import result_line, title_line
 from ..figures import pyplot
 from .clients import Tally
 
@@ -119,37 +120,31 @@ def milliseconds(seconds: Sequence[float], share: float) -> float | None:
 
 
 COLUMNS = {
-    "conv/s": ("rate", "{:.4g}"),
-    "offered": ("offered_per_s", "{:.2f}"),
-    "req/s": ("completed_per_s", "{:.2f}"),
-    "out tok/s": ("output_tokens_per_s", "{:.0f}"),
-    "prompt tok/s": ("prompt_tokens_per_s", "{:.0f}"),
-    "ms/token": ("ms_per_token_mean", "{:.1f}"),
-    "p90": ("ms_per_token_p90", "{:.1f}"),
-    "TTFT p50": ("ttft_ms_p50", "{:.0f}"),
-    "p90 ": ("ttft_ms_p90", "{:.0f}"),
-    "p95": ("ttft_ms_p95", "{:.0f}"),
-    "p99": ("ttft_ms_p99", "{:.0f}"),
-    "ITL p50": ("inter_token_ms_p50", "{:.1f}"),
-    "p99 ": ("inter_token_ms_p99", "{:.1f}"),
+    "rate": ("conv/s", "9.4g"),
+    "offered_per_s": ("offered", "9.2f"),
+    "completed_per_s": ("req/s", "9.2f"),
+    "output_tokens_per_s": ("out tok/s", "9.0f"),
+    "prompt_tokens_per_s": ("prompt tok/s", "9.0f"),
+    "ms_per_token_mean": ("ms/token", "9.1f"),
+    "ms_per_token_p90": ("p90", "9.1f"),
+    "ttft_ms_p50": ("TTFT p50", "9.0f"),
+    "ttft_ms_p90": ("p90", "9.0f"),
+    "ttft_ms_p95": ("p95", "9.0f"),
+    "ttft_ms_p99": ("p99", "9.0f"),
+    "inter_token_ms_p50": ("ITL p50", "9.1f"),
+    "inter_token_ms_p99": ("p99", "9.1f"),
+    "open": ("open", ">9"),
 }
-"""Titles, the fields below them, and how they are written. Times in ms."""
-
-WIDTH = 9
+"""Times in ms."""
 
 
-def title_line() -> str:
-    shown = [f"{title.strip():>{max(WIDTH, len(title))}}" for title in COLUMNS]
-    return "  ".join([*shown, f"{'open':>{WIDTH}}", "  prompt tokens; errors"])
+def titles() -> str:
+    return f"{title_line(COLUMNS)}    prompt tokens; errors"
 
 
 def report_line(made: RateReport) -> str:
-    cells = []
-    for title, (name, form) in COLUMNS.items():
-        value = getattr(made, name)
-        cells.append(f"{'-' if value is None else form.format(value):>{max(WIDTH, len(title))}}")
-    cells.append(f"{f'{made.open_at_start}>{made.open_at_end}':>{WIDTH}}")
-    return "  ".join([*cells, f"  {_came_from(made)}{_errors(made)}{_cost(made)}"])
+    found = result_line(COLUMNS, asdict(made) | {"open": f"{made.open_at_start}>{made.open_at_end}"})
+    return f"{found}    {_came_from(made)}{_errors(made)}{_cost(made)}"
 
 
 def _came_from(made: RateReport) -> str:

@@ -27,10 +27,10 @@ from dataclasses import dataclass
 
 from ...runtime.step.inputs import StepPacker
 from ...scheduler.config import SchedulerConfig
-from ...scheduler.cost import analytic_profile
 from ...scheduler.plan import StepPlan, StepResult
 from ...scheduler.scheduler import Scheduler
 from ...scheduler.types import Request, RequestId
+from .models import MODELS
 
 CHUNK_TOKENS = 32
 HISTORY_CHUNKS = 50
@@ -76,18 +76,8 @@ class Step:
 class StepBench:
     def __init__(self, load: Load):
         self.load = load
-        chunk_bytes = CHUNK_TOKENS * 32 * 2 * 8 * 128 * 2  # Llama-3-8B, bf16
-        cost = analytic_profile(
-            chunk_tokens=CHUNK_TOKENS,
-            parameters=8_030_000_000,
-            layers=32,
-            attention_width=4096,
-            chunk_bytes=chunk_bytes,
-            max_context=16_384,
-            flops_per_s=500e12,
-            link_bytes_per_s=50e9,
-            step_base_seconds=4e-3,
-        )
+        shape = MODELS["llama-3-8b"]
+        cost = shape.cost(CHUNK_TOKENS, 16_384, flops_per_s=500e12, memory_bytes_per_s=4e12, link_bytes_per_s=50e9)
         config = SchedulerConfig(
             gpu_kv_chunks=load.gpu_chunks,
             host_kv_chunks=load.host_chunks,

@@ -15,37 +15,35 @@ scheduler of its own whose GPU cache is as small as makes it happen. Prompts are
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
 import sys
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...runtime.engine import Engine, open_engine
-from ...runtime.executor import GROUP_LAYERS, MAX_IN_FLIGHT
-from ...runtime.launch.options import parse_bytes
+from ...runtime.executor import GROUP_LAYERS, MAX_IN_FLIGHT, Executor
 from ...runtime.loop import STEPS_IN_FLIGHT
 from ...runtime.measure.profile import PIECES, Measured, cost_profile, hardware
 from ...runtime.measure.step_bench import CopyTime, StepBench
 from ...scheduler.config import SchedulerConfig
 from ...scheduler.cost import CostProfile
-from ...scheduler.types import InvariantError, SettingError, Tier
+from ...scheduler.types import InvariantError, Tier
+from ..command import check_least, exit_status
 from .loop import (
     SPARE_CHUNKS,
     Loop,
     Timed,
     add_counts,
     check_context,
-    check_counts,
     intervals,
-    load_once,
-    make_device,
+    loaded,
     parts_type,
     show,
 )
@@ -107,22 +105,14 @@ class Sizes:
         self.gaps = max(args.gap_rows * chunks(gap_end), chunks(self.longest))
         self.measuring = max(self.seats + chunks(self.longest), 2 * self.history)
         wanted = {"copies": self.measuring, "returning": max(self.returning.values()), "gaps": self.gaps}
-        gpu = max(self.measuring, *(wanted[part] for part in args.parts))
+        self.gpu = max(self.measuring, *(wanted[part] for part in args.parts))
         # A turn adds a chunk or two; and a quarter of HOST is for copies made ahead.
         turns = (
             max(self.histories.values()) * self.history
             + 4 * chunks(args.new_tokens) * (args.repeats + 1)
             + SPARE_CHUNKS
         )
-        host = max(4 * (alone + SPARE_CHUNKS), turns)
-        self.gpu = self._given(args.gpu_kv_bytes, "--gpu-kv-bytes", gpu)
-        self.host = self._given(args.host_kv_bytes, "--host-kv-bytes", host)
-
-    def _given(self, text: str | None, setting: str, needed: int) -> int:
-        given = needed if text is None else parse_bytes(text, setting) // self.record
-        if given < needed:
-            raise SettingError(setting, f"must hold {needed} chunks of {self.record} bytes, not {given}")
-        return given
+        self.host = max(4 * (alone + SPARE_CHUNKS), turns)
 
     def config(self, args: argparse.Namespace) -> SchedulerConfig:
         """Of the pools that are made; parts have smaller GPU caches. Whatever is idle is copied out ahead of time."""
@@ -185,8 +175,8 @@ class MeasuredTurn(NamedTuple):
 class Returning:
     """Turns with a history of KV on HOST, and again with it on the GPU, beside `rows` rows that generate."""
 
-    def __init__(self, loop: Loop, sizes: Sizes, args: argparse.Namespace, rows: int):
-        self.loop, self.rows = loop, rows
+    def __init__(self, device: Timed, loop: Loop, sizes: Sizes, args: argparse.Namespace, rows: int):
+        self.device, self.loop, self.rows = device, loop, rows
         self.new_tokens = args.new_tokens
         self.cached = sizes.history * args.chunk_tokens
         self.cached_bytes = sizes.history * sizes.record
@@ -197,8 +187,7 @@ class Returning:
             loop.drain()
         size = args.chunk_tokens  # rows cross the borders of chunks one after the other
         added = [loop.add(loop.random_ids(args.row_context + row % size), sizes.row_tokens) for row in range(rows)]
-        loop.run_until(lambda: all(request in loop.begun for request in added))
-        self.added = added
+        loop.run_until(lambda: all(row.usage for row in added))
         self.before: list[float] = []
 
     def measure(self, repeats: int) -> dict[str, float]:
@@ -209,9 +198,7 @@ class Returning:
             if number:  # the first one warms up
                 from_host.append(turns[0])
                 from_gpu.append(turns[1])
-        for request in self.added:
-            self.loop.scheduler.abort(request, time.monotonic())
-        self.loop.drain()
+        self.loop.abort_all()
         self.during = [seconds for turn in from_host for seconds in turn.others]
         median = statistics.median
         return {
@@ -224,7 +211,7 @@ class Returning:
 
     def _turn(self, history: array[int], tier: Tier) -> MeasuredTurn:
         """InvariantError if less than nine tenths of the history were where they were to be."""
-        loop, device = self.loop, self.loop.device
+        loop, device = self.loop, self.device
         if self.rows:
             self.before += intervals(loop.steady(self.rows, QUIET_STEPS))
         else:
@@ -233,17 +220,18 @@ class Returning:
         seen, in_flight = len(loop.steps), loop.scheduler.in_flight
         prompt = history + loop.random_ids(self.new_tokens)
         started = time.perf_counter()
-        request = loop.add(prompt, 1)
-        loop.run_until(lambda: request in loop.begun)
-        at, usage = loop.begun[request]
+        answer = loop.add(prompt, 1)
+        loop.run_until(lambda: answer.usage is not None)
         device.recording = False
-        if (usage.host if tier is Tier.HOST else usage.gpu) < 0.9 * self.cached:
-            raise InvariantError(f"{self.cached} tokens of KV were to be on {tier.name}, but the prompt had {usage}")
+        if getattr(answer.usage, tier.name.lower()) < 0.9 * self.cached:
+            raise InvariantError(
+                f"{self.cached} tokens of KV were to be on {tier.name}, but the prompt had {answer.usage}"
+            )
         # Steps that were in flight before are applied, but not recorded.
         computed = device.steps[len(loop.steps) - seen - 1 - in_flight]
         copied = device.copies_in
         return MeasuredTurn(
-            first_token=at - started,
+            first_token=answer.began - started,
             step=device.seconds(*computed),
             swap_in=device.seconds(copied[0][0], copied[-1][1]) if copied else 0.0,
             others=intervals(loop.checked(seen - 1, self.rows)) if self.rows else [],
@@ -258,7 +246,7 @@ class Returning:
 
 
 def measure_returning(
-    make_loop: Callable[..., Loop], layers: int, sizes: Sizes, args: argparse.Namespace, link: CopyTime
+    device: Timed, make_loop: Callable[..., Loop], layers: int, sizes: Sizes, args: argparse.Namespace, link: CopyTime
 ) -> dict[str, Any]:
     """By way of swapping in and by rows beside; `ratio` is the time to first token over the copy's or the compute's."""
     copy = link.swap_in * sizes.history / link.chunks
@@ -267,18 +255,17 @@ def measure_returning(
         for name, rows in (("alone", 0), ("beside_rows", args.rows)):
             if name == "alone" or rows:
                 loop = make_loop(group_layers=group_layers, gpu_kv_chunks=sizes.returning[rows])
-                turns = Returning(loop, sizes, args, rows).measure(args.repeats)
+                turns = Returning(device, loop, sizes, args, rows).measure(args.repeats)
                 turns["ratio"] = turns["ttft_s"] / max(copy, turns["compute_s"])
                 found[f"{way}_{name}"] = turns
     return found
 
 
-def measure_gaps(loop: Loop, sizes: Sizes, args: argparse.Namespace) -> dict[str, float]:
+def measure_gaps(device: Timed, loop: Loop, sizes: Sizes, args: argparse.Namespace) -> dict[str, float]:
     """Rows whose contexts are `gap_context` long in the middle of the steps that are measured."""
-    device = loop.device
     for row in range(args.gap_rows):
         loop.add(loop.random_ids(sizes.gap_start + row % args.chunk_tokens), sizes.gap_tokens)
-    loop.run_until(lambda: len(loop.begun) == args.gap_rows)
+    loop.run_until(lambda: all(row.usage for row in loop.answers.values()))
     loop.run_until(lambda: loop.steps[-1].rows == args.gap_rows)
     device.start_recording()
     steps = loop.steady(args.gap_rows, args.steps)
@@ -311,93 +298,51 @@ def parser() -> argparse.ArgumentParser:
     option(
         "--parts", type=parts_type(PARTS), default=PARTS, metavar="LIST", help=f"of {','.join(PARTS)} (default: all)"
     )
-    for tier in ("gpu", "host"):
-        option(f"--{tier}-kv-bytes", metavar="SIZE", help=f"{tier.upper()} cache (default: what the parts need)")
     return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    try:
-        least = {"rows": 0, "history": args.chunk_tokens, "steps": 10, "max_num_batched_tokens": args.chunk_tokens}
-        check_counts(args, COUNTS, least)
-        engine = open_engine(args.engine, args.device)
-        sizes = Sizes(args, engine)
-        device = make_device(args.device)
-        try:
-            measure(device, engine, sizes, args)
-        finally:
-            gc.unfreeze()
-            device.end()
-    except SettingError as error:
-        print(f"bench.steps: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_status("bench.steps", lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> None:
+    """Raises SettingError."""
+    least = {"rows": 0, "history": args.chunk_tokens, "steps": 10, "max_num_batched_tokens": args.chunk_tokens}
+    check_least(args, **dict.fromkeys(COUNTS, 1) | least)
+    engine = open_engine(args.engine, args.device)
+    sizes = Sizes(args, engine)
+    with loaded(args.device, engine, sizes.config(args)) as device:
+        measure(device, engine, sizes, args)
 
 
 def measure(device: Timed, engine: Engine, sizes: Sizes, args: argparse.Namespace) -> None:
-    """The parts, each of which prints its lines and one of JSON."""
+    """The parts, each of which prints a table and a line of JSON."""
     config, layers = sizes.config(args), engine.manifest.layers
-    load_once(device, engine, config)
     pieces = {piece for piece in PIECES if piece < layers} if "copies" in args.parts else {min(GROUP_LAYERS, layers)}
     measuring = replace(config, gpu_kv_chunks=sizes.measuring)
     cost, copies = measure_costs(device, engine, measuring, sizes.history, max(args.rows, 1), pieces)
 
     def make_loop(group_layers: int = GROUP_LAYERS, **changes: Any) -> Loop:
-        return Loop(device, engine, replace(config, **changes), cost, group_layers)
+        make = partial(Executor, group_layers=group_layers)
+        return Loop(device, engine, replace(config, **changes), cost, make_executor=make)
 
     print(f"{hardware(engine)}; {layers} layers, {engine.manifest.dtype}, chunks of {sizes.record} bytes")
     if "copies" in args.parts:
         speeds = link_speeds(copies, sizes.record)
-        show("steps_copies", copies_lines(speeds), {"chunks": copies[-1].chunks, "gb_per_s": speeds})
+        found = {"chunks": copies[-1].chunks, "gb_per_s": speeds}
+        show("steps_copies", "copies, GB/s by layers a piece: in alone, out alone, each while both run", found, speeds)
     if "returning" in args.parts:
-        turns = measure_returning(make_loop, layers, sizes, args, copies[-1])
-        show("steps_returning", returning_lines(turns, args), {"history": args.history, "rows": args.rows, **turns})
+        turns = measure_returning(device, make_loop, layers, sizes, args, copies[-1])
+        title = f"a turn of {args.new_tokens} tokens, {args.history} tokens of history on HOST: its copy takes "
+        title += f"{1e3 * turns['copy_s']:.2f} ms at the link's {turns['link_gb_per_s']:.1f} GB/s; seconds"
+        rows = [{"way": name} | turn for name, turn in turns.items() if isinstance(turn, dict)]
+        show("steps_returning", title, {"history": args.history, "rows": args.rows, **turns}, rows)
     if "gaps" in args.parts:
         # Prompts first, then all rows together, so that they stay as long as they are meant to be.
-        gaps = measure_gaps(make_loop(gpu_kv_chunks=sizes.gaps, batching="separate"), sizes, args)
-        show("steps_gaps", gaps_lines(gaps), gaps)
-
-
-def copies_lines(speeds: Sequence[dict[str, float]]) -> Iterator[str]:
-    yield "copies, GB/s by layers a piece: in alone, out alone, each while both run"
-    for speed in speeds:
-        yield f"  {speed['layers']:7}" + "".join(f"{speed[way]:9.2f}" for way in ("swap_in", "swap_out", "both"))
-
-
-def returning_lines(found: dict[str, Any], args: argparse.Namespace) -> Iterator[str]:
-    yield (
-        f"a turn of {args.new_tokens} tokens, {args.history} tokens of history on HOST: its copy takes "
-        f"{1e3 * found['copy_s']:.2f} ms at the link's {found['link_gb_per_s']:.1f} GB/s"
-    )
-    for name, turns in found.items():
-        if isinstance(turns, dict):
-            yield (
-                f"  {name:22} first token {1e3 * turns['ttft_s']:8.2f} ms (most {1e3 * turns['ttft_max_s']:.2f}), "
-                f"history on the GPU {1e3 * turns['gpu_hit_ttft_s']:.2f} (compute {1e3 * turns['compute_s']:.2f}), "
-                f"ratio {turns['ratio']:.2f}, swap-in {turns['swap_in_gb_per_s']:.1f} GB/s"
-            )
-            if "itl_p99_rise" in turns:
-                before, during = (_milliseconds(turns, f"itl_{when}_p50_s", f"itl_{when}_p99_s") for when in WHEN)
-                rise = turns["itl_p99_rise"]
-                yield f"  {'':22} other rows' p50, p99 ms: {before} before, {during} during, rise {rise:.2f}"
-
-
-def _milliseconds(found: dict[str, float], *names: str) -> str:
-    return ", ".join(f"{1e3 * found[name]:.3f}" for name in names)
-
-
-def gaps_lines(found: dict[str, float]) -> Iterator[str]:
-    yield (
-        f"{found['rows']} rows generating, {found['steps']} steps: {1e3 * found['step_s']:.3f} ms a step, "
-        f"{found['tokens_per_s']:.0f} tokens/s"
-    )
-    yield (
-        f"  the device idles {100 * found['idle_share']:.2f}% between steps (ms, median and most: "
-        f"{_milliseconds(found, 'gap_s', 'gap_max_s')}); {found['late_launches']} steps issued late"
-    )
-    phases = ", ".join(f"{phase} {_milliseconds(found, f'host_{phase}_s')}" for phase in PHASES)
-    yield f"  the host, ms a step: {phases}"
+        gaps = measure_gaps(device, make_loop(gpu_kv_chunks=sizes.gaps, batching="separate"), sizes, args)
+        title = "rows that generate: a step, the device's part, its idle time, and the host's part by phase; seconds"
+        show("steps_gaps", title, gaps, [{"what": name, "found": value} for name, value in gaps.items()])
 
 
 if __name__ == "__main__":

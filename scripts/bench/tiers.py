@@ -17,7 +17,6 @@ How to read it: docs/measured/disk.md.
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import statistics
 import sys
@@ -28,6 +27,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,21 +38,21 @@ from ...runtime.disk.segments import SystemCalls
 from ...runtime.disk.speed import measure_disk
 from ...runtime.disk.store import DiskSettings
 from ...runtime.engine import Engine, open_engine
-from ...runtime.executor import GROUP_LAYERS
+from ...runtime.executor import GROUP_LAYERS, Executor
 from ...runtime.measure.profile import hardware
 from ...scheduler.config import SAVE_MODES, SchedulerConfig
 from ...scheduler.cost import CostProfile
-from ...scheduler.types import InvariantError, RequestId, SettingError, Usage
+from ...scheduler.types import InvariantError, SettingError, Usage
+from ..command import check_least, exit_status
 from .loop import (
     SPARE_CHUNKS,
+    Answer,
     Loop,
     Timed,
     add_counts,
     check_context,
-    check_counts,
     intervals,
-    load_once,
-    make_device,
+    loaded,
     parts_type,
     show,
 )
@@ -142,12 +142,12 @@ def ask(loop: Loop, prompt: array[int], tier: str | None, tokens: int) -> Turn:
     """Alone. InvariantError if not almost `tokens` of the prompt's tokens came from there (a name in `Usage`)."""
     loop.drain()
     started = time.perf_counter()
-    request = loop.add(prompt, 1)
-    loop.run_until(lambda: request in loop.begun)
-    at, usage = loop.begun[request]
+    answer = loop.add(prompt, 1)
+    loop.run_until(lambda: answer.usage is not None)
+    usage = answer.usage or Usage()
     if tier is not None and getattr(usage, tier) < FOUND * tokens:
         raise InvariantError(f"{tokens} tokens were to be found as {tier!r}, but the prompt had {usage}")
-    return Turn(at - started, usage)
+    return Turn(answer.began - started, usage)
 
 
 class Load(NamedTuple):
@@ -186,7 +186,8 @@ class Tiers:
         if disk is not None:
             settings = DiskSettings(disk.directory, slots, self.engine.manifest.fingerprint, system=disk.calls)
         config = replace(self.config, disk_kv_chunks=slots, **how)
-        loop = Loop(self.device, self.engine, config, cost, group_layers, settings)
+        make = partial(Executor, group_layers=group_layers, disk=settings)
+        loop = Loop(self.device, self.engine, config, cost, make_executor=make)
         try:
             yield loop
         finally:
@@ -248,20 +249,20 @@ class Tiers:
         saved              chunks
         """
         with self.loop(self.cost, disk, save=save, gpu_kv_chunks=gpu_kv_chunks) as loop:
-            began: dict[RequestId, float] = {}
-            while len(loop.ended) < load.turns:
-                while len(began) < load.turns and len(began) - len(loop.ended) < load.rows:
+            turns: list[tuple[float, Answer]] = []
+            while (ended := sum(answer.done for _, answer in turns)) < load.turns:
+                while len(turns) < min(load.turns, ended + load.rows):
                     at = time.perf_counter()
-                    began[loop.add(loop.random_ids(load.prompt), load.reply)] = at
+                    turns.append((at, loop.add(loop.random_ids(load.prompt), load.reply)))
                 loop.step()
-            start, last = min(began.values()), max(loop.ended.values())
+            start, last = turns[0][0], max(answer.ended for _, answer in turns)
             between = intervals(loop.steps)
             loop.drain()
             return {
                 "seconds": last - start,
                 "tokens_per_s": load.turns * (load.prompt + load.reply) / (last - start),
-                "first_token_s": statistics.median(loop.begun[turn][0] - at for turn, at in began.items()),
-                "turn_s": statistics.median(loop.ended[turn] - at for turn, at in began.items()),
+                "first_token_s": statistics.median(answer.began - at for at, answer in turns),
+                "turn_s": statistics.median(answer.ended - at for at, answer in turns),
                 "between_tokens_p99_s": float(np.percentile(between, 99)),
                 "until_saved_s": time.perf_counter() - last,
                 "saved": loop.scheduler.stats().spilled,
@@ -391,36 +392,27 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    try:
-        check(args)
-        engine = open_engine(args.engine, args.device)
-        sizes = Sizes(args, engine)
-        device = make_device(args.device)
-        try:
-            with tempfile.TemporaryDirectory(prefix="bench-tiers-", dir=args.disk_dir) as directory:
-                tiers = prepare(device, engine, sizes, args, Path(directory))
-                measure(tiers, sizes, args, Path(directory))
-        finally:
-            gc.unfreeze()
-            device.end()
-    except SettingError as error:
-        print(f"bench.tiers: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_status("bench.tiers", lambda: run(args))
 
 
-def check(args: argparse.Namespace) -> None:
-    """SettingError names what is too small."""
+def run(args: argparse.Namespace) -> None:
+    """Raises SettingError."""
     least = {"history": args.chunk_tokens, "max_num_batched_tokens": max(args.rows, args.chunk_tokens)}
-    check_counts(args, COUNTS, least)
+    check_least(args, **dict.fromkeys(COUNTS, 1) | least)
     if args.disk_dir is not None and not args.disk_dir.is_dir():
         raise SettingError("--disk-dir", f"{args.disk_dir} is no directory")
+    engine = open_engine(args.engine, args.device)
+    sizes = Sizes(args, engine)
+    with (
+        loaded(args.device, engine, sizes.config(args)) as device,
+        tempfile.TemporaryDirectory(prefix="bench-tiers-", dir=args.disk_dir) as directory,
+    ):
+        measure(prepare(device, engine, sizes, args, Path(directory)), sizes, args, Path(directory))
 
 
 def prepare(device: Timed, engine: Engine, sizes: Sizes, args: argparse.Namespace, directory: Path) -> Tiers:
-    """Pools and the engine, once for all that follow; what the scheduler goes by, measured; the histories."""
+    """What the scheduler goes by, measured; the histories."""
     config = sizes.config(args)
-    load_once(device, engine, config)
     pieces = [min(GROUP_LAYERS, engine.manifest.layers)]
     cost, _ = measure_costs(device, engine, config, sizes.history, args.rows, pieces)
     speed = measure_disk(directory, cost.chunk_bytes)  # as a server at its start
@@ -434,78 +426,40 @@ def prepare(device: Timed, engine: Engine, sizes: Sizes, args: argparse.Namespac
 
 
 def measure(tiers: Tiers, sizes: Sizes, args: argparse.Namespace, directory: Path) -> None:
-    """The parts, each of which prints its lines and one of JSON."""
+    """The parts, each of which prints a table and a line of JSON."""
     manifest, cost = tiers.engine.manifest, tiers.cost
     speeds = [f"{speed / 1e9:.3f}" for speed in (cost.disk_read_bytes_per_s, cost.disk_write_bytes_per_s)]
     print(f"{hardware(tiers.engine)}; {manifest.layers} layers, {manifest.dtype}, chunks of {cost.chunk_bytes} bytes")
     print(f"the disk of {directory.parent} reads {speeds[0]} GB/s, writes {speeds[1]} GB/s")
     if "tiers" in args.parts:
         found = measure_tiers(tiers, Disk(_own(directory, "tiers")), args.new_tokens)
-        show("tiers_tiers", tiers_lines(found, args), {"history": tiers.tokens, **found})
+        title = f"a turn of {args.new_tokens} tokens, {args.history} tokens of history: first token by tier, break-even"
+        rows = [{"what": name, "found": value} for name, value in found.items()]
+        show("tiers_tiers", title, {"history": tiers.tokens, **found}, rows)
     if "sweep" in args.parts:
         swept = measure_sweep(tiers, _own(directory, "sweep"), args.new_tokens, found["break_even_gb_per_s"])
         worst = max(speed["ratio"] for speed in swept)
-        show("tiers_sweep", sweep_lines(swept, worst), {"speeds": swept, "worst": worst, "target": TARGET})
+        title = f"first token by the disk's speed; ratio: chosen over the better, worst {worst:.2f}, target {TARGET}"
+        show("tiers_sweep", title, {"speeds": swept, "worst": worst, "target": TARGET}, swept)
     if "preload" in args.parts:
         preloads = measure_preload(tiers, sizes.new_tokens)
-        show("tiers_preload", preload_lines(preloads), {"history": tiers.tokens, "by_group_layers": preloads})
+        title = "first token with the history on HOST and on the GPU; a group of all layers: swap-in first"
+        rows = [{"layers a group": group} | turn for group, turns in preloads.items() for turn in turns]
+        show("tiers_preload", title, {"history": tiers.tokens, "by_group_layers": preloads}, rows)
     if "saving" in args.parts:
         load = Load(args.turns, args.rows, args.prompt, args.reply)
         modes = {
             mode: tiers.saving(Disk(_own(directory, mode)), sizes.saving, mode, load) for mode in reversed(SAVE_MODES)
         }
-        show("tiers_saving", saving_lines(modes, load), {**load._asdict(), "modes": modes})
+        title = f"{load.turns} turns, {load.rows} at a time, {load.prompt} tokens in and {load.reply} out, by --save"
+        rows = [{"save": mode} | found for mode, found in modes.items()]
+        show("tiers_saving", title, {**load._asdict(), "modes": modes}, rows)
 
 
 def _own(directory: Path, name: str) -> Path:
     """A folder of its own on the disk that is measured."""
     (directory / name).mkdir()
     return directory / name
-
-
-def tiers_lines(found: dict[str, Any], args: argparse.Namespace) -> Iterator[str]:
-    yield f"a turn of {args.new_tokens} tokens, {args.history} tokens of history; ms to its first token"
-    for name in ("gpu", "host", "disk", "recomputed", "chosen"):
-        yield f"  {name:12}{1e3 * found[f'{name}_s']:10.2f}"
-    yield (
-        f"  when the engine chose, {100 * found['chosen_read']:.0f}% of the history was read, at the disk's "
-        f"{found['disk_read_gb_per_s']:.3f} GB/s"
-    )
-    yield (
-        f"  break-even disk speed {found['break_even_gb_per_s']:.4g} GB/s; predicted "
-        f"{found['predicted_break_even_gb_per_s']:.4g}: {found['kv_bytes_per_token']:.0f} bytes of KV a token, "
-        f"{1e6 * found['predicted_recompute_s_per_token']:.2f} us to recompute it, less its copy from HOST"
-    )
-
-
-def sweep_lines(speeds: Sequence[dict[str, float]], worst: float) -> Iterator[str]:
-    yield "disks by GB/s, of the break-even; ms to the first token: load, recompute, chosen (read), over the better"
-    for speed in speeds:
-        times = "".join(f"{1e3 * speed[f'{belief}_s']:10.2f}" for belief in BELIEFS)
-        yield (
-            f"  {speed['gb_per_s']:10.4g}{speed['of_break_even']:6.2f}{times} ({100 * speed['read']:3.0f}%)"
-            f"{speed['ratio']:7.2f}"
-        )
-    yield f"  worst {worst:.2f}, target {TARGET}"
-
-
-def preload_lines(found: dict[str, list[dict[str, float]]]) -> Iterator[str]:
-    yield "history on HOST, ms to the first token by new tokens (history on the GPU, as if all were loaded before)"
-    for place, (group, turns) in enumerate(found.items()):
-        name = f"{group} layers a group" if place else "swap-in first"
-        times = (f"{turn['new_tokens']:6}: {1e3 * turn['host_s']:8.2f} ({1e3 * turn['gpu_s']:.2f})" for turn in turns)
-        yield f"  {name:18}" + "".join(times)
-
-
-def saving_lines(modes: dict[str, dict[str, float]], load: Load) -> Iterator[str]:
-    yield f"{load.turns} turns, {load.rows} at a time, {load.prompt} tokens in and {load.reply} out, by --save"
-    for mode, found in modes.items():
-        yield (
-            f"  {mode:6}{found['seconds']:8.3f} s, {found['tokens_per_s']:8.0f} tokens/s; ms: first token "
-            f"{1e3 * found['first_token_s']:.1f}, turn {1e3 * found['turn_s']:.1f}, between tokens p99 "
-            f"{1e3 * found['between_tokens_p99_s']:.2f}; {found['saved']} chunks saved, the last "
-            f"{1e3 * found['until_saved_s']:.0f} ms after the end"
-        )
 
 
 if __name__ == "__main__":

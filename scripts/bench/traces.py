@@ -22,7 +22,9 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+from pydantic import BaseModel, Field, ValidationError
 
 from ...scheduler.sim.simulator import Session, SessionTurn
 from ...scheduler.types import SettingError
@@ -46,7 +48,46 @@ TURN_COUNTS = ("geometric", "uniform")
 """How the turns of synthetic conversations spread around their mean. Geometric is memoryless, and of ShareGPT's mean
 one turn in seven is behind ten or more others; uniform is from 1 to twice the mean, and prompts are a third shorter."""
 
-LEAST = {"turn": 0, "input_tokens": 1, "history_tokens": 0, "output_tokens": 1, "system_tokens": 0}
+Natural = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Line(BaseModel, strict=True):
+    """One request of a trace of lengths."""
+
+    conversation: str
+    turn: Natural
+    input_tokens: Positive
+    output_tokens: Positive
+    history_tokens: Natural | None = None
+    system_tokens: Natural | None = None
+    arrival_s: Seconds | None = None
+    think_s: Seconds | None = None
+
+    def session_turn(self) -> SessionTurn:
+        return SessionTurn(self.history_tokens or 0, self.input_tokens, self.output_tokens, self.think_s or 0.0)
+
+
+class MooncakeLine(BaseModel, strict=True):
+    timestamp: Natural
+    input_length: Positive
+    output_length: Positive
+    hash_ids: list[int]
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def checked(model: type[Model], line: str, where: str) -> Model:
+    """SettingError names the field that is wrong."""
+    try:
+        return model.model_validate_json(line)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"][:1]))
+        said = f"{field}: {first['msg']}, not {first['input']!r}" if field else first["msg"]
+        raise SettingError("--trace", f"{where}: {said}") from error
 
 
 def synthetic(
@@ -101,20 +142,28 @@ def poisson(per_s: float, draw: random.Random) -> Iterator[float]:
 def read_trace(path: Path, *, sessions_per_s: float, seed: int) -> list[Session]:
     """The sessions of a trace, in the order of its lines. SettingError names the file and line that cannot be read."""
     starts = poisson(sessions_per_s, random.Random(seed))
-    return [_session(name, rows, starts) for name, rows in read_rows(path).items()]
+    return [
+        session._replace(start_s=next(starts) if arrival is None else arrival) for session, arrival in read_rows(path)
+    ]
 
 
-def read_rows(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """The requests of each conversation in their order, checked. SettingError as `read_trace`."""
-    by_name: dict[str, list[dict[str, Any]]] = {}
-    for where, line in read_lines(path):
-        row = _row(line, where)
-        turns = by_name.setdefault(row["conversation"], [])
-        _check_turn(row, turns, where)
-        turns.append(row)
+def read_rows(path: Path) -> list[tuple[Session, float | None]]:
+    """The conversations, and when each one arrives. SettingError as `read_trace`."""
+    by_name: dict[str, list[Line]] = {}
+    for where, text in read_lines(path):
+        line = checked(Line, text, where)
+        lines = by_name.setdefault(line.conversation, [])
+        _check_turn(line, lines, where)
+        lines.append(line)
     if not by_name:
         raise SettingError("--trace", f"{path} holds no requests")
-    return by_name
+    return [
+        (
+            Session(name, 0.0, tuple(line.session_turn() for line in lines), lines[0].system_tokens or 0),
+            lines[0].arrival_s,
+        )
+        for name, lines in by_name.items()
+    ]
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, str]]:
@@ -128,22 +177,6 @@ def read_lines(path: Path) -> Iterator[tuple[str, str]]:
         raise SettingError("--trace", f"{path} cannot be read: {error}") from error
 
 
-def _row(line: str, where: str) -> dict[str, Any]:
-    """The line's object, its fields checked one by one."""
-    row = parse_json(line, where)
-    if not isinstance(row, dict) or not isinstance(row.get("conversation"), str):
-        raise SettingError("--trace", f"{where}: needs an object with a conversation's name")
-    row["history_tokens"] = row.get("history_tokens") or 0
-    row["system_tokens"] = row.get("system_tokens") or 0
-    for name, least in LEAST.items():
-        check_whole(row, name, least, where)
-    for name in ("arrival_s", "think_s"):
-        value = row.get(name)
-        if value is not None and (not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0):
-            raise SettingError("--trace", f"{where}: {name} must be seconds or null, not {value!r}")
-    return row
-
-
 def parse_json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
@@ -151,38 +184,18 @@ def parse_json(text: str, where: str) -> Any:
         raise SettingError("--trace", f"{where}: not JSON: {error}") from error
 
 
-def check_whole(row: dict[str, Any], name: str, least: int, where: str) -> None:
-    value = row.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise SettingError("--trace", f"{where}: {name} must be a whole number of at least {least}, not {value!r}")
-
-
-def _check_turn(row: dict[str, Any], before: Sequence[dict[str, Any]], where: str) -> None:
-    """The row continues its conversation."""
-    name = row["conversation"]
-    if row["turn"] != len(before):
-        raise SettingError("--trace", f"{where}: turn {row['turn']} of {name} where turn {len(before)} was due")
-    log = sum(before[-1][part] for part in ("history_tokens", "input_tokens", "output_tokens")) if before else 0
-    if row["history_tokens"] > log:
-        raise SettingError("--trace", f"{where}: keeps {row['history_tokens']} tokens of {name}, which has {log}")
-    if before and row.get("think_s") is None:
-        raise SettingError("--trace", f"{where}: turn {row['turn']} of {name} needs think_s")
-    if row["system_tokens"] > (0 if before else row["input_tokens"]):
+def _check_turn(line: Line, before: Sequence[Line], where: str) -> None:
+    """The line continues its conversation."""
+    name = line.conversation
+    if line.turn != len(before):
+        raise SettingError("--trace", f"{where}: turn {line.turn} of {name} where turn {len(before)} was due")
+    log = sum(before[-1].session_turn()[:3]) if before else 0
+    if (line.history_tokens or 0) > log:
+        raise SettingError("--trace", f"{where}: keeps {line.history_tokens} tokens of {name}, which has {log}")
+    if before and line.think_s is None:
+        raise SettingError("--trace", f"{where}: turn {line.turn} of {name} needs think_s")
+    if (line.system_tokens or 0) > (0 if before else line.input_tokens):
         raise SettingError("--trace", f"{where}: system_tokens are part of a first turn's input_tokens")
-
-
-def _session(name: str, rows: Sequence[dict[str, Any]], starts: Iterator[float]) -> Session:
-    first = rows[0]
-    arrival = first.get("arrival_s")
-    start = next(starts) if arrival is None else float(arrival)
-    return Session(name, start, session_turns(rows), first["system_tokens"])
-
-
-def session_turns(rows: Sequence[dict[str, Any]]) -> tuple[SessionTurn, ...]:
-    return tuple(
-        SessionTurn(row["history_tokens"], row["input_tokens"], row["output_tokens"], float(row.get("think_s") or 0))
-        for row in rows
-    )
 
 
 BLOCK_TOKENS = 512  # Mooncake's
@@ -252,33 +265,22 @@ def _json_lines(path: Path, encode: Encode | None, think_s: float, draw: random.
     if not isinstance(first, dict):
         raise SettingError("--trace", f"{where}: needs an object")
     if "hash_ids" in first:
-        return [_mooncake(parse_json(line, where), where, index) for index, (where, line) in _numbered(path)]
+        return [_mooncake(line, where, index) for index, (where, line) in enumerate(read_lines(path))]
     if "messages" in first:
         objects = [(parse_json(line, where), where) for where, line in read_lines(path)]
         return _texts(objects, "conversation", encode, think_s, draw)
-    return [
-        made_up(Session(name, 0.0, session_turns(rows), rows[0]["system_tokens"]), rows[0].get("arrival_s"))
-        for name, rows in read_rows(path).items()
-    ]
+    return [made_up(session, arrival) for session, arrival in read_rows(path)]
 
 
-def _numbered(path: Path) -> Iterator[tuple[int, tuple[str, str]]]:
-    return enumerate(read_lines(path))
-
-
-def _mooncake(row: Any, where: str, index: int) -> Dialogue:
-    if not isinstance(row, dict) or not isinstance(row.get("hash_ids"), list):
-        raise SettingError("--trace", f"{where}: needs an object with hash_ids")
-    for name, least in (("timestamp", 0), ("input_length", 1), ("output_length", 1)):
-        check_whole(row, name, least, where)
-    tokens, blocks = row["input_length"], row["hash_ids"]
+def _mooncake(text: str, where: str, index: int) -> Dialogue:
+    line = checked(MooncakeLine, text, where)
+    tokens, blocks = line.input_length, line.hash_ids
     if len(blocks) != -(-tokens // BLOCK_TOKENS):
         raise SettingError("--trace", f"{where}: {len(blocks)} hash_ids for {tokens} tokens, {BLOCK_TOKENS} each")
     pieces = tuple(
         MadeUp(min(BLOCK_TOKENS, tokens - place * BLOCK_TOKENS), f"block {block}") for place, block in enumerate(blocks)
     )
-    turn = SessionTurn(0, tokens, row["output_length"])
-    return Dialogue(f"m{index}", row["timestamp"] / 1e3, (turn,), (pieces,))
+    return Dialogue(f"m{index}", line.timestamp / 1e3, (SessionTurn(0, tokens, line.output_length),), (pieces,))
 
 
 def _texts(
@@ -342,14 +344,16 @@ def _vllm(path: Path, encode: Encode | None, think_s: float, draw: random.Random
 
 def _generated(settings: dict[str, Any], path: Path, think_s: float, draw: random.Random) -> Iterator[Dialogue]:
     """Made-up conversations of these distributions. `num_turns` counts both sides' messages."""
-    check_whole(settings, "num_conversations", 1, str(path))
+    count = settings.get("num_conversations")
+    if not isinstance(count, int) or count < 1:
+        raise SettingError("--trace", f"{path}: num_conversations must be a whole number of at least 1, not {count!r}")
 
     def sample(section: str, name: str, least: int) -> int:
         return max(least, _sample(settings.get(section, {}).get(name), f"{path}: {section}.{name}", draw))
 
     common = settings.get("prompt_input", {}).get("common_prefix_num_tokens")
     shared = 0 if common is None else sample("prompt_input", "common_prefix_num_tokens", 0)
-    for index in range(settings["num_conversations"]):
+    for index in range(count):
         turns: list[SessionTurn] = []
         history = 0
         for _ in range((sample("prompt_input", "num_turns", 1) + 1) // 2):

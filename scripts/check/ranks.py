@@ -30,8 +30,9 @@ from ...runtime.executor import Executor
 from ...runtime.launch.ranks import run_as_ranks, take_share
 from ...scheduler.config import SchedulerConfig
 from ...scheduler.types import SettingError
+from ..bench.loop import Answer
 from ..profile_engine import make_device
-from .reuse import FLOAT32_TOLERANCE, Answer, Asker, Exact, differences, eager_device
+from .reuse import FLOAT32_TOLERANCE, Asker, Exact, differences, eager_device
 
 if TYPE_CHECKING:
     from ...runtime.ranks.mpi import Ranks

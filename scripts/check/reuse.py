@@ -13,7 +13,7 @@ import json
 import sys
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -33,35 +33,20 @@ from ...runtime.device.protocol import Device, ForwardPass
 from ...runtime.engine import Engine, open_engine
 from ...runtime.executor import Executor
 from ...runtime.launch.sizing import host_form
-from ...runtime.loop import EngineLoop
 from ...scheduler.config import SchedulerConfig
 from ...scheduler.cost import CostProfile
-from ...scheduler.scheduler import Scheduler
 from ...scheduler.types import (
-    GREEDY,
     MOST_LOGPROBS,
     InvariantError,
-    Request,
-    RequestId,
     Sampling,
     SettingError,
     TokenLogprobs,
-    Usage,
 )
-from ..bench.loop import make_device
+from ..bench.loop import Answer, Loop, make_device
+from ..command import check_least, exit_status, table
 
 SOURCES = ("gpu", "host", "recomputed", "new")
 FLOAT32_TOLERANCE = 1e-4
-
-
-@dataclass(slots=True)
-class Answer:
-    """tokens, logprobs: of the reply, as many as have come; usage with the first; done with the last."""
-
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    usage: Usage | None = None
-    done: bool = False
 
 
 def differences(one: TokenLogprobs, token: int, other: TokenLogprobs, other_token: int) -> list[float]:
@@ -99,10 +84,9 @@ class Way:
                 self.gaps.append(max(_gap(told, token, cold_token), _gap(cold_told, cold_token, token)))
                 return  # from here on they answer different texts
 
-    def summary(self) -> dict[str, float | int | dict[str, int]]:
+    def summary(self) -> dict[str, float | int]:
         return {
             "count": self.count,
-            "tokens": self.tokens,
             "to_float32_max": max(self.to_float32),
             "to_float32_mean": float(np.mean(self.to_float32)),
             "to_cold_max": max(self.to_cold),
@@ -126,24 +110,6 @@ def judge(ways: dict[str, Way], float32: bool) -> tuple[float, list[str]]:
         if not np.max(errors) <= tolerance:  # nor does it hold for what is no number
             failed.append(name)
     return tolerance, failed
-
-
-def table(ways: dict[str, Way]) -> Iterator[str]:
-    yield (
-        f"{'way':12}{'count':>6}"
-        + "".join(f"{source:>12}" for source in SOURCES)
-        + (f"{'to float32':>12}{'mean':>10}{'to cold':>12}{'mean':>10}{'differing':>10}")
-    )
-    for name, way in ways.items():
-        told = way.summary()
-        yield (
-            f"{name:12}{way.count:6}"
-            + "".join(f"{way.tokens[source]:12}" for source in SOURCES)
-            + (
-                f"{told['to_float32_max']:12.2e}{told['to_float32_mean']:10.1e}"
-                f"{told['to_cold_max']:12.2e}{told['to_cold_mean']:10.1e}{told['differing']:10}"
-            )
-        )
 
 
 WAYS = ("cold", "gpu", "host", "partly", "recomputed", "suspended")
@@ -190,8 +156,8 @@ class Sizes:
         )
 
 
-class Asker:
-    """The engine's loop with requests of random tokens, and their answers."""
+class Asker(Loop):
+    """The loop beside which something is tended to, with prompts asked one at a time."""
 
     def __init__(
         self,
@@ -205,47 +171,12 @@ class Asker:
         """Chunks whose context ends below `loads_from` tokens are recomputed rather than loaded."""
         attention = tuple((tokens, LOAD_S * tokens / loads_from) for tokens in (1, config.max_model_len))
         cost = CostProfile(config.chunk_tokens, 0.0, attention, 0.0, chunk_bytes=1, link_bytes_per_s=1 / LOAD_S)
-        self.config = config
-        self.scheduler = Scheduler(config, cost)
-        self.executor = make_executor(device, engine, config)
-        self._loop = EngineLoop(self.scheduler, self.executor)
-        self._vocab_size, self._dice = engine.vocab_size, np.random.default_rng(seed)
-        self._answers: dict[RequestId, Answer] = {}
-        self._requests = 0
+        super().__init__(device, engine, config, cost, seed, make_executor)
         self.tend: Callable[[], None] = lambda: None  # called once a pass
 
-    def random_ids(self, count: int) -> array[int]:
-        return array("i", self._dice.integers(0, self._vocab_size, count, np.int32).tobytes())
-
-    def add(self, prompt: array[int], tokens: int, sampling: Sampling = GREEDY, priority: int = 0) -> Answer:
-        self._requests += 1
-        request = Request(RequestId(self._requests), prompt, tokens, sampling=sampling, priority=priority)
-        self.scheduler.add(request, time.monotonic())
-        answer = self._answers[request.id] = Answer()
-        return answer
-
     def step(self) -> bool:
-        """One pass; False if there was nothing to do."""
         self.tend()
-        applied = self._loop.step()
-        if applied is None:
-            return not self._loop.idle
-        for request, token in zip(applied.requests, applied.tokens, strict=True):
-            self._answers[RequestId(request)].tokens.append(token)
-        for request, logprobs in applied.logprobs.items():
-            self._answers[RequestId(request)].logprobs.append(logprobs)
-        for event in applied.events:
-            answer = self._answers[event.request]
-            answer.usage = event.usage or answer.usage
-            if event.finish is not None:
-                answer.done = True
-                del self._answers[event.request]
-        return True
-
-    def run_until(self, done: Callable[[], bool]) -> None:
-        while not done():
-            if not self.step():
-                raise InvariantError("nothing is left to do, and what was waited for has not come")
+        return super().step()
 
     def ask(self, prompt: array[int], tokens: int) -> Answer:
         answer = self.begin(prompt, tokens)
@@ -269,8 +200,7 @@ class Asker:
     def end(self) -> None:
         """Finishes what runs. InvariantError if nothing was copied meanwhile."""
         self.tend = lambda: None
-        while self.step():
-            pass
+        self.drain()
         self.scheduler.check()
         stats = self.scheduler.stats()
         if not (stats.swapped_in and stats.swapped_out):
@@ -477,34 +407,24 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
+    return exit_status("check.reuse", lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> int:
+    """1 if a way is too far off. Raises SettingError."""
     started = time.perf_counter()
-    try:
-        for name, least in (("chunk_tokens", 2), ("tokens", 8 * args.chunk_tokens), ("repetitions", 1), ("seed", 0)):
-            if getattr(args, name) < least:
-                raise SettingError(
-                    f"--{name.replace('_', '-')}", f"must be at least {least}, not {getattr(args, name)}"
-                )
-        engine = open_engine(args.engine, args.device)
-        ways = measure(
-            args.engine,
-            engine,
-            args.tokens,
-            args.repetitions,
-            args.seed,
-            args.chunk_tokens,
-            host_form(args.lower_tier_kv, args.chunk_tokens, engine),
-        )
-    except SettingError as error:
-        print(f"check.reuse: {error}", file=sys.stderr)
-        return 2
+    check_least(args, chunk_tokens=2, tokens=8 * args.chunk_tokens, repetitions=1, seed=0)
+    engine = open_engine(args.engine, args.device)
+    form = host_form(args.lower_tier_kv, args.chunk_tokens, engine)
+    ways = measure(args.engine, engine, args.tokens, args.repetitions, args.seed, args.chunk_tokens, form)
     tolerance, failed = judge(ways, engine.dtype == torch.float32)
-    print("\n".join(table(ways)))
+    told = {name: way.summary() for name, way in ways.items()}
+    print(table([{"way": name, **way.tokens, **told[name]} for name, way in ways.items()]))
     seconds = time.perf_counter() - started
     print(f"{'FAIL: ' + ', '.join(failed) if failed else 'PASS'} (tolerance {tolerance:.2e}, {seconds:.1f} s)")
-    told = {name: way.summary() for name, way in ways.items()}
-    print(
-        json.dumps({"bench": "reuse", "passed": not failed, "tolerance": tolerance, "seconds": seconds, "ways": told})
-    )
+    all_told = {name: {**told[name], "tokens": way.tokens} for name, way in ways.items()}
+    found = {"passed": not failed, "tolerance": tolerance, "seconds": seconds, "ways": all_told}
+    print(json.dumps({"bench": "reuse", **found}))
     return 1 if failed else 0
 
 

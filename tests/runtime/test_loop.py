@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from pathlib import Path
 
 from pensieve.runtime.loop import EngineLoop
 from pensieve.scheduler.config import SchedulerConfig
@@ -11,14 +10,7 @@ from pensieve.scheduler.cost import CostProfile
 from pensieve.scheduler.plan import StepResult
 from pensieve.scheduler.scheduler import Scheduler
 from pensieve.scheduler.types import Request, RequestId
-
-ROOT = Path(__file__).parents[2]
-PLANNERS = {
-    "runtime/loop.py",
-    "scripts/bench_scheduler.py",
-    "scripts/bench/scheduler.py",
-    "scripts/chat_steps.py",  # forms batches and runs none
-}
+from pensieve.scripts.check.house import ROOMS, planners
 
 
 class Notes:
@@ -68,12 +60,4 @@ def test_without_requests_nothing_is_launched():
 
 def test_only_the_loop_plans_steps():
     """Elsewhere only the simulator and tests of the scheduler do."""
-    own = Path(__file__).resolve()
-    callers = {
-        path.relative_to(ROOT).as_posix()
-        for room in ("runtime", "scripts", "tests")
-        for path in (ROOT / room).rglob("*.py")
-        if path != own and ".next_plan(" in path.read_text()
-    }
-    assert {path for path in callers if not path.startswith("tests/scheduler/")} <= PLANNERS
-    assert "runtime/loop.py" in callers
+    assert planners(*ROOMS, "tests") == {"runtime/loop.py"}

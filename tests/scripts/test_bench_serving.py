@@ -13,7 +13,7 @@ from pensieve.scheduler.sim.simulator import SessionTurn
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.bench import clients as bench_clients
 from pensieve.scripts.bench.clients import Client, Failed, Load, Reply, Tally, Target, Window
-from pensieve.scripts.bench.report import json_line, milliseconds, read_reports, report, report_line, title_line
+from pensieve.scripts.bench.report import json_line, milliseconds, read_reports, report, report_line, titles
 from pensieve.scripts.bench.traces import Dialogue, MadeUp
 from pensieve.scripts.bench.workload import Arrival, Words
 from pensieve.scripts.bench_serving import GPU_SECONDS, largest_rate, main, probe
@@ -230,7 +230,7 @@ def test_lines_are_aligned_and_say_what_is_missing():
     places = [
         [found.end() for found in re.finditer(r"\S+", line)][12] for line in (report_line(rich), report_line(poor))
     ]
-    assert len(set(places)) == 1 and title_line().index("open") > places[0]
+    assert len(set(places)) == 1 and titles().index("open") > places[0]
 
 
 def test_reports_are_written_read_compared_and_drawn(tmp_path, capsys):
@@ -276,7 +276,7 @@ def test_a_search_stops_at_what_is_asked(bench):
         (["--rate", "2", "--find-rate", "20"], "--rate: two rates LOW,HIGH"),
         (["--processes", "0"], "--processes: must be above 0"),
         (["--measure-s", "nan"], "--measure-s: must be above 0"),
-        (["--warm-up-s", "-1"], "--warm-up-s: must not be negative"),
+        (["--warm-up-s", "-1"], "--warm-up-s: must be at least 0, not -1.0"),
         (["--trace", "nowhere.jsonl"], "--trace: nowhere.jsonl cannot be read"),
         (["--trace", "x", "--turn-counts", "uniform"], "--turn-counts: is of synthetic conversations"),
         (["--tokenizer", "nowhere.json"], "--tokenizer: there is no file"),

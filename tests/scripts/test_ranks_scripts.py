@@ -16,8 +16,8 @@ from pensieve.builder.build import build_engine
 from pensieve.scheduler.plan import StepPlan
 from pensieve.scheduler.types import TokenLogprobs
 from pensieve.scripts.bench import ranks as bench_ranks
+from pensieve.scripts.bench.loop import Answer
 from pensieve.scripts.check import ranks as check_ranks
-from pensieve.scripts.check.reuse import Answer
 from tests.models import tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from pensieve.scheduler.types import Applied, FinishReason, Output, RequestId, U
 from pensieve.scripts.bench.traces import made_up
 from pensieve.scripts.bench.workload import Arrival
 from pensieve.scripts.simulate import main
-from pensieve.scripts.simulated_load import COLUMNS, Tally, joined, load_line, measured
+from pensieve.scripts.simulated_load import Tally, joined, measured
 
 SMALL = [
     "--preset",
@@ -82,10 +82,6 @@ def test_a_chunk_costs_what_was_measured():
     assert cost.recompute(1024) == pytest.approx(1.24e-3) and cost.load() == pytest.approx(0.135e-3, rel=0.01)
     assert cost.step(0, rows=1, rows_context=1024) == pytest.approx(6.78e-3)
     assert measured(64).recompute(1024) == pytest.approx(2.48e-3)
-
-
-def test_a_line_has_a_field_for_each_title():
-    assert len(load_line(dict.fromkeys(COLUMNS, 1.0)).split()) == len(COLUMNS)
 
 
 @pytest.mark.parametrize(

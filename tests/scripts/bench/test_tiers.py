@@ -16,7 +16,7 @@ from pensieve.runtime.engine import open_engine
 from pensieve.runtime.executor import Executor
 from pensieve.scheduler.plan import Lane
 from pensieve.scheduler.types import InvariantError, Usage
-from pensieve.scripts.bench.loop import make_device
+from pensieve.scripts.bench.loop import Answer, make_device
 from pensieve.scripts.bench.tiers import SPEEDS, Disk, Load, MemoryDisk, Sizes, Tiers, ask, main, parser
 
 from .test_steps import COST, build, results
@@ -120,7 +120,7 @@ def test_all_parts(directory, tmp_path, capsys):
     assert main(["--engine", str(directory), *ALL_PARTS, "--disk-dir", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     check_all_parts(results(printed), token=6 * 2 * 16 * 4)
-    for words in ("break-even disk speed", "worst ", "swap-in first", "by --save"):
+    for words in ("break_even_gb_per_s", "worst ", "swap-in first", "by --save"):
         assert words in printed
     assert not list(tmp_path.iterdir())
 
@@ -175,14 +175,11 @@ def test_a_history_that_is_elsewhere_is_told():
     class Elsewhere:
         """A loop in which every prompt is new."""
 
-        def __init__(self):
-            self.begun = {1: (time.perf_counter(), Usage(host=3))}
-
         def drain(self):
             pass
 
         def add(self, prompt, tokens):
-            return 1
+            return Answer(usage=Usage(host=3), began=time.perf_counter())
 
         def run_until(self, done):
             assert done()

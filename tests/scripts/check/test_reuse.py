@@ -10,8 +10,9 @@ from pensieve.builder.build import build_engine
 from pensieve.runtime.device.cpu import CpuDevice
 from pensieve.scheduler.plan import Lane
 from pensieve.scheduler.types import TokenLogprobs, Usage
+from pensieve.scripts.bench.loop import Answer
 from pensieve.scripts.check import reuse
-from pensieve.scripts.check.reuse import SOURCES, WAYS, Answer, Way, judge
+from pensieve.scripts.check.reuse import SOURCES, WAYS, Way, judge
 from tests.models import tiny_checkpoint
 
 SMALL = ["--tokens", "80", "--repetitions", "2", "--chunk-tokens", "8"]

@@ -1,0 +1,81 @@
+"""What commands share: the exit status of a wrong option, bounds of numbers, and tables of results."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from ..scheduler.types import SettingError
+
+
+def exit_status(prog: str, work: Callable[[], int | None]) -> int:
+    """What `work` returns (None: 0); 2 after a SettingError, which is told in one line."""
+    try:
+        return work() or 0
+    except SettingError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 2
+
+
+def check_above_0(args: argparse.Namespace, names: Iterable[str]) -> None:
+    """SettingError for the first number that is not; those that are missing or None are not asked for."""
+    for name in names:
+        value = getattr(args, name, None)
+        if value is not None and not 0 < value < math.inf:
+            raise SettingError(flag(name), f"must be above 0, not {value}")
+
+
+def check_least(args: argparse.Namespace, **least: float) -> None:
+    """SettingError for the first number that is less, or not finite; as `check_above_0`."""
+    for name, bound in least.items():
+        value = getattr(args, name, None)
+        if value is not None and not bound <= value < math.inf:
+            raise SettingError(flag(name), f"must be at least {bound}, not {value}")
+
+
+def flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+# Tables.
+
+
+Columns = Mapping[str, tuple[str, str]]
+"""By a value's name: its title, and how it is written: a format with its width, such as `8.1f`."""
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown: a column for each name that a row has. Numbers have four digits."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [names, *([_shown(row.get(name, "")) for name in names] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [" | ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)) for line in cells]
+    rule = "|".join("-" * (width + 1) + ":" for width in widths)
+    return "\n".join([f"| {lines[0]} |", f"|{rule}|", *(f"| {line} |" for line in lines[1:])])
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def title_line(columns: Columns) -> str:
+    return "  ".join(f"{title:{_side(form)}{_width(title, form)}}" for title, form in columns.values()).rstrip()
+
+
+def result_line(columns: Columns, found: Mapping[str, Any]) -> str:
+    """None, nothing to tell, is a dash."""
+    shown = ("-" if found[name] is None else format(found[name], form) for name, (_, form) in columns.items())
+    places = ((_side(form), _width(title, form)) for title, form in columns.values())
+    return "  ".join(f"{cell:{side}{width}}" for cell, (side, width) in zip(shown, places, strict=True)).rstrip()
+
+
+def _side(form: str) -> str:
+    return "<" if form.startswith("<") else ">"
+
+
+def _width(title: str, form: str) -> int:
+    return max(len(title), *map(int, re.findall(r"^[<>]?(\d+)", form)))
