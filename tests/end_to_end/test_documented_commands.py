@@ -2,7 +2,7 @@
 
 Each fenced block of a shell, of Python or of a terminal session is run, or `NOT_RUN` says why not. A page is run from
 its first block to its last, in a directory of its own that looks like the repository's root. Only addresses and ports
-change.
+change, and commands that test for ten minutes do so for a few seconds.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ NOT_RUN = {
     ("README.md", "make serve"): "installs into the checkout; CI runs `make test`",
     ("README.md", ".venv/bin/build_engine --checkpoint path"): "needs a checkpoint of the reader's, and 20 GiB for KV",
     ("demo-model.md", "python -m pensieve.scripts.demo_model.train"): "needs a GPU, and texts to download",
-    ("operations.md", "python -m pensieve.scripts.check.soak"): "runs for an hour; tests/scripts/check has a short run",
-    ("operations.md", "schemathesis run"): "runs for 20 minutes; tests/fuzz and tests/runtime/http have short runs",
+    (
+        "operations.md",
+        "python -m pensieve.scripts.check.soak --minutes 30\n",
+    ): "runs for 30 minutes of twenty restarts; end_to_end/test_disk_server.py has a minute of it",
+    ("operations.md", "python -m pensieve.scripts.check.soak --minutes 30 --engine"): "the same",
     ("tensor-parallel.md", "build_engine --checkpoint DIR"): "needs four GPUs; end_to_end/test_ranks.py uses CPUs",
     ("tensor-parallel.md", "timeout 240 python -m pytest"): "needs four GPUs",
     ("triton.md", "pensieve triton-repository"): "needs tritonserver; tests/end_to_end/test_triton.py does the same",
@@ -87,12 +90,13 @@ class Reader:
 
     def follow(self, block: Block) -> None:
         text = re.sub(r"http://127\.0\.0\.1:(8000|8123)\b", self._url, block.text)
+        text = re.sub(r"--(seconds|max-time) 600\b", r"--\1 3", text)
         if block.language == "python":
             self._run([sys.executable, "-c", text])
         elif block.language == "console":
             for command, lines in sessions(text):
                 self._shell(command, lines)
-        elif text.startswith("pensieve serve"):
+        elif text.startswith("pensieve serve "):
             self._serve(text)
         else:
             self._shell(text)
