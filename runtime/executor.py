@@ -83,8 +83,8 @@ class Executor:
         self._device = device
         self._inputs = StepPacker(config.max_num_seqs, blocks, config.chunk_tokens)
         record = record_bytes(host_shape, engine.dtype, host_form)
-        holds = None if host_form is None else host_form.holds
-        check = None if holds is None else lambda slot: holds(device.record(slot), host_shape)
+        is_exact = None if host_form is None else host_form.is_exact
+        check = None if is_exact is None else lambda slot: is_exact(device.record(slot), host_shape)
         self._transfers = Transfers(device, shape[1], group_layers, record, in_first, check)
         self._constraints = None
         if grammars is not None:

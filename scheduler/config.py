@@ -40,8 +40,8 @@ class SchedulerConfig:
     save                            when an ended turn's chunks are written to DISK: `async` soon, behind compute;
                                     `sync` before the turn's last event; `off` when HOST must give them up
     prefetch                        False: chunks on DISK are read when their request's turn has come, not before
-    copies_may_fail                 a copy to HOST may fail (`Form.holds`): the chunk's only copy counts once a result
-                                    says that it is complete
+    copies_may_fail                 a copy to HOST may fail (`Form.is_exact`): the chunk's only copy counts once a
+                                    result says that it is complete
     seed                            what else changes KV: digest of the weights, dtype, rotary parameters, ...
     """
 

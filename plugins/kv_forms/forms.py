@@ -27,15 +27,15 @@ class Form(NamedTuple):
     encode, decode  the reference: chunks [n, layers, 2, kv_heads, chunk_tokens, head_dim] to records [n, layers,
                     layer_bytes] uint8, and back with the pool's shape and dtype
     kernels         imports them: Triton comes with CUDA only
-    holds           whether a record ([bytes] uint8, by the pool's shape) says what its chunk said; None: as well as
-                    any. One that does not must never be decoded for use
+    is_exact        whether a record ([bytes] uint8, by the pool's shape) has its chunk's KV; None: every record
+                    has it. A record that is not exact is a failed copy, and must never be decoded for use
     """
 
     layer_bytes: Callable[[tuple[int, ...]], int]
     encode: Callable[[Tensor], Tensor]
     decode: Callable[[Tensor, tuple[int, ...], torch.dtype], Tensor]
     kernels: Callable[[], Kernels]
-    holds: Callable[[np.ndarray, tuple[int, ...]], bool] | None = None
+    is_exact: Callable[[np.ndarray, tuple[int, ...]], bool] | None = None
 
 
 def _fp8_kernels() -> Kernels:
@@ -56,7 +56,7 @@ PACKED = Form(
     kv_packed_reference.encode,
     kv_packed_reference.decode,
     _packed_kernels,
-    kv_packed_reference.holds,
+    kv_packed_reference.is_exact,
 )
 
 

@@ -12,7 +12,7 @@ is encoded to itself, by the same scale or by a larger one, when new tokens in a
 
 For the same reason the scale may see all of a chunk, though the rest of a half-filled one holds what was there before:
 another chunk's numbers, or zeros, of the same layer and head. What is not finite does not count. NaN stays NaN and an
-infinity becomes the largest code: each spoils nothing but itself.
+infinity becomes the largest code: neither changes another number.
 """
 
 from __future__ import annotations

@@ -14,8 +14,9 @@ Layer by layer, one contiguous piece a layer, so that any run of layers of a rec
 A number's code is how far its exponent lies below its channel's base, 0 to 13; or 14 if its exponent is 0 (zeros and
 subnormals, which with their sign and mantissa is all of them); or 15 for what does not fit: an escape, listed with its
 position in the head, token * head_dim + channel. Infinities and NaN have an exponent like others. Of normally
-distributed numbers about 1 in 5,700 escapes, and E has room for 1 in 128. A head with more spoils its chunk's record,
-and `holds` says so: nobody may use it, and the chunk is computed again when it is needed.
+distributed numbers about 1 in 5,700 escapes, and E has room for 1 in 128. With more
+in any head the record is a failed copy: `is_exact` returns False, no reader may use the record, and the chunk is
+computed again when it is needed.
 
 The rest of a half-filled chunk counts like its tokens: what was there before comes back too, and takes room if its
 exponents are others.
@@ -70,7 +71,7 @@ def layer_bytes(shape: tuple[int, ...]) -> int:
     return layout(tuple(shape)).length
 
 
-def holds(record: np.ndarray, shape: tuple[int, ...]) -> bool:
+def is_exact(record: np.ndarray, shape: tuple[int, ...]) -> bool:
     """Whether a whole record [layers * layer_bytes] uint8 is exact: every head's escapes are all listed."""
     at = layout(shape)
     counts = record.reshape(shape[1], at.length)[:, at.counts : at.counts + 4 * shape[2] * shape[3]]

@@ -65,13 +65,13 @@ class Transfers:
         group_layers: int,
         chunk_bytes: int,
         in_first: bool = False,
-        holds: Callable[[int], bool] | None = None,
+        is_exact: Callable[[int], bool] | None = None,
     ):
         """layers, chunk_bytes: of a record in HOST; group_layers: so many layers of a gated swap-in share a gate.
 
         in_first: swap-outs ahead of time wait for the swap-ins issued before them (for comparison: the link has both
         directions for itself).
-        holds: whether the record in a HOST slot says what its chunk said; None: every one does.
+        is_exact: whether the record in a HOST slot has its chunk's KV; None: every record has it.
         """
         self._device = device
         self._layers = range(layers)
@@ -80,7 +80,7 @@ class Transfers:
         self._in_first = in_first
         self._books = {lane: TicketBook(lane) for lane in Lane}
         self._copied = dict.fromkeys((Lane.IN, Lane.OUT), 0)
-        self._holds = holds
+        self._is_exact = is_exact
         self._unchecked: deque[tuple[int, array[int]]] = deque()  # swap-outs: their tickets and HOST slots
         self._gated_step = 0  # the last step whose gates are all marked
 
@@ -104,7 +104,7 @@ class Transfers:
             ticket = self._issue_gated(batch) if batch.gated else self._issue_whole(batch)
             self._books[batch.lane].enter(batch.ticket, ticket)
             self._copied[batch.lane] += len(batch.sources) * self._chunk_bytes
-            if batch.lane is Lane.OUT and self._holds is not None:
+            if batch.lane is Lane.OUT and self._is_exact is not None:
                 self._unchecked.append((batch.ticket, batch.targets))
             tickets.append(ticket)
         self._gated_step = plan.step
@@ -154,12 +154,12 @@ class Transfers:
         return Tickets(*(self._books[lane].completed for lane in Lane))
 
     def bad_copies(self) -> tuple[int, ...]:
-        """HOST slots that a swap-out filled with what is no true record, of those that `completed` has newly found."""
+        """HOST slots of failed copies, among the swap-outs that `completed` has newly found complete."""
         found, completed = list[int](), self._books[Lane.OUT].completed
         while self._unchecked and self._unchecked[0][0] <= completed:
             _, slots = self._unchecked.popleft()
-            assert self._holds is not None
-            found += (slot for slot in slots if not self._holds(slot))
+            assert self._is_exact is not None
+            found += (slot for slot in slots if not self._is_exact(slot))
         return tuple(found)
 
     def _wait(self, lane: Lane, after: Iterable[int]) -> None:

@@ -77,7 +77,7 @@ def scheduler_config(settings: ServeSettings, engine: Engine, device: Device) ->
         overflow=overflow_mode(settings.overflow, engine.manifest),
         overflow_ratio=settings.overflow_ratio,
         reuse=settings.reuse,
-        copies_may_fail=form is not None and form.holds is not None,
+        copies_may_fail=form is not None and form.is_exact is not None,
         seed=kv_seed(engine.manifest, settings.lower_tier_kv),
     )
     longest = engine.manifest.max_model_len

@@ -144,8 +144,8 @@ class Metrics(Collector):
             value=stats.regret_tokens,
         )
         yield CounterMetricFamily(
-            "pensieve:kv_spoiled_copies",
-            "Copies on HOST given up because their form could not hold them (--lower-tier-kv packed)",
+            "pensieve:kv_failed_copies",
+            "Failed copies on HOST: chunks that --lower-tier-kv packed could not store exactly",
             value=stats.bad_copies,
         )
 

@@ -379,7 +379,7 @@ def measure(
             cold[number] = answer
         ways[way].add(answer, exact[number], cold[number])
 
-    config = replace(sizes.config(longest), copies_may_fail=form is not None and form.holds is not None)
+    config = replace(sizes.config(longest), copies_may_fail=form is not None and form.is_exact is not None)
     make = partial(Executor, host_form=form)
     device = make_device(engine.manifest.device)  # graphs are captured once for all three
     try:

@@ -51,7 +51,7 @@ def test_the_reference_is_as_good_as_itself():
     assert check_parity(forward, CONFIG, weights).logits == 0.0
 
 
-def spoilt_logits(forward, by):
+def wrong_logits(forward, by):
     return lambda *arguments: by(forward(*arguments))
 
 
@@ -69,7 +69,7 @@ def spoilt_logits(forward, by):
 def test_wrong_logits_are_refused(dtype, by):
     forward, weights = decoder(dtype)
     with pytest.raises(SettingError, match=r"--backend.*logits are off by .* use --backend reference"):
-        check_parity(spoilt_logits(forward, by), CONFIG, weights)
+        check_parity(wrong_logits(forward, by), CONFIG, weights)
 
 
 def test_wrong_kv_is_refused_though_the_logits_are_right():
@@ -94,4 +94,4 @@ def test_twice_the_error_of_the_reference_is_allowed_and_no_more():
     assert own > 10 * LEAST_BOUND
     assert exact is not forward
     with pytest.raises(SettingError, match=f"{own:.1e}"):
-        check_parity(spoilt_logits(forward, lambda logits: logits * (1 + 3 * own)), CONFIG, weights)
+        check_parity(wrong_logits(forward, lambda logits: logits * (1 + 3 * own)), CONFIG, weights)

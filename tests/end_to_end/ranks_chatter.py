@@ -2,7 +2,7 @@
 JSON list of the keyword arguments of one `Chatter` after the other. Rank 0 prints what has happened, as JSON.
 
 `slow`: this rank's copies and steps are delayed at random, the others' are not. `bad_disk`: this rank's disk lies, the
-others' do not. `spoils`: this rank's HOST does not hold what some chunks say, the others' does. `restarts`: all ranks
+others' do not. `failing_copies`: some copies to this rank's HOST fail, and none of the others'. `restarts`: all ranks
 begin anew so often, at random moments.
 """
 
@@ -26,7 +26,7 @@ from pensieve.runtime.ranks.mpi import Ranks
 
 from .bad_disk import BadDisk
 from .chatter import Chatter
-from .spoiling import SPOILING
+from .failing_form import FAILING_FORM
 
 
 def main(checkpoint, directory, runs):
@@ -49,12 +49,14 @@ def main(checkpoint, directory, runs):
         print(json.dumps(happened))
 
 
-def chat(ranks, engine, reference, directory, *, turns, restarts=0, slow=None, bad_disk=None, spoils=None, **settings):
+def chat(
+    ranks, engine, reference, directory, *, turns, restarts=0, slow=None, bad_disk=None, failing_copies=None, **settings
+):
     """One `Chatter`; what happened, on rank 0."""
     if slow is not None:
         settings["disturbed"] = ranks.rank == slow
-    if spoils is not None:
-        settings |= dict(copies_may_fail=True, host_form=SPOILING if ranks.rank == spoils else None)
+    if failing_copies is not None:
+        settings |= dict(copies_may_fail=True, host_form=FAILING_FORM if ranks.rank == failing_copies else None)
     disk = None
     if slots := settings.get("disk_kv_chunks"):
         folder = directory.with_name(f"kv-{settings['seed']}")
@@ -65,7 +67,7 @@ def chat(ranks, engine, reference, directory, *, turns, restarts=0, slow=None, b
     if ranks.rank == 0:
         chatter = Chatter(engine, reference, make_executor=partial(lead, ranks), **settings)
         happened = chatter.run(turns, restarts, until=itemgetter("disk") if slots else lambda counts: True)
-        happened["spoiled"] = chatter.scheduler.stats().bad_copies
+        happened["failed_copies"] = chatter.scheduler.stats().bad_copies
     else:
         chatter = Chatter(engine, reference, **settings)
         obey(ranks, chatter)

@@ -69,7 +69,7 @@ class Files:
                 assert not any(page)
         return found
 
-    def spoil(self, slot, offset, size=1):
+    def damage(self, slot, offset, size=1):
         with open(self.file, "r+b") as file:
             file.seek(slot * self.record + offset)
             before = file.read(size)
@@ -112,8 +112,8 @@ def test_what_one_rank_has_lost_is_lost_to_all(engine, reference, tmp_path):
     first, second = Files(tmp_path, 0), Files(tmp_path, 1)
     gone, torn, *_ = keys = first.records()
     assert len(keys) == 10 and second.records() == keys
-    second.spoil(gone, 0, 64)
-    second.spoil(torn, PAGE + 100)
+    second.damage(gone, 0, 64)
+    second.damage(torn, PAGE + 100)
     with Server(tmp_path, *CACHE, engine=engine) as server:
         wait_for(lambda: any("9 of them from earlier" in line for line in server.log))
         assert gone not in first.records(), "what only one rank has is erased"

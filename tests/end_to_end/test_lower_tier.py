@@ -21,9 +21,9 @@ from tests.runtime.fake_engine import VOCAB, FakeEngine
 from tests.runtime.tiny_engine import TinyEngine
 
 from .chatter import Chatter
+from .failing_form import FAILING_FORM
 from .player import Player
 from .server import Server
-from .spoiling import SPOILING
 
 # Whole conversations, when codes are exact.
 
@@ -53,7 +53,7 @@ def every_next_token_of(largest):
 
 @pytest.mark.parametrize("disturbed", [False, True], ids=["", "disturbed"])
 def test_replies_are_right_where_codes_are_exact(disturbed):
-    """Whatever is swapped, spoiled or late: every reply is that of its whole context."""
+    """Every reply is that of its whole context, also with swaps and late copies."""
     chatter = Chatter(
         SumsEngine(16, FP8), every_next_token_of(16), 22, disturbed=disturbed, host_form=FP8, gpu_kv_chunks=27
     )
@@ -71,18 +71,18 @@ def test_replies_are_right_from_a_disk_of_codes(tmp_path):
     assert counts["disk"] > 0 and counts["restarted"] == 2, counts
 
 
-# Whole conversations, when a form holds what most chunks say.
+# Whole conversations with a form whose copies sometimes fail.
 
 
-def spoiling_chatter(seed, **settings):
-    settings = dict(host_form=SPOILING, copies_may_fail=True, gpu_kv_chunks=27) | settings
-    return Chatter(SumsEngine(61, SPOILING), every_next_token_of(61), seed, **settings)
+def failing_form_chatter(seed, **settings):
+    settings = dict(host_form=FAILING_FORM, copies_may_fail=True, gpu_kv_chunks=27) | settings
+    return Chatter(SumsEngine(61, FAILING_FORM), every_next_token_of(61), seed, **settings)
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("disturbed", [False, True], ids=["", "disturbed"])
 def test_no_reply_is_from_a_copy_that_is_none(disturbed, seed):
-    chatter = spoiling_chatter(seed, disturbed=disturbed)
+    chatter = failing_form_chatter(seed, disturbed=disturbed)
     counts = chatter.run(60)
     assert counts["host"] > 0 and chatter.scheduler.stats().bad_copies > 20, counts
 
@@ -91,7 +91,7 @@ def test_no_reply_is_from_a_copy_that_is_none(disturbed, seed):
 def test_nor_from_its_record_on_disk(tmp_path, save):
     disk = DiskSettings(tmp_path, 80, "ab")
     pools = dict(gpu_kv_chunks=27, host_kv_chunks=14, disk_kv_chunks=80)
-    chatter = spoiling_chatter(5, disk=disk, save=save, **pools)
+    chatter = failing_form_chatter(5, disk=disk, save=save, **pools)
     counts = chatter.run(60, restarts=2, until=itemgetter("disk"))
     assert counts["disk"] > 0 and counts["restarted"] == 2, counts
 
@@ -172,7 +172,7 @@ def from_gpu_and_host(tmp_path, engine, form):
                 assert server.metric('pensieve:prompt_tokens_total{source="host"}') - before == 96
             states = (f'pensieve:kv_slots{{state="{state}",tier="host"}}' for state in ("free", "copy", "idle"))
             slots[mode] = sum(server.metrics(*states))
-            assert server.metric("pensieve:kv_spoiled_copies_total") == 0
+            assert server.metric("pensieve:kv_failed_copies_total") == 0
     return {mode: slots[mode] / slots["same"] for mode in slots}, replies
 
 

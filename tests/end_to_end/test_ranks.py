@@ -91,9 +91,9 @@ def test_one_rank_with_a_disk_that_lies(rank, engine):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_rank_whose_host_does_not_hold_everything(rank, engine):
     """No rank computes with what is no copy on one."""
-    run = dict(gpu_kv_chunks=27, turns=50, slow=1, spoils=rank)
+    run = dict(gpu_kv_chunks=27, turns=50, slow=1, failing_copies=rank)
     counts = chat(engine("llama"), dict(seed=30, **run), dict(seed=31, **run))
-    assert counts["host"] > 0 and counts["spoiled"] > 20, counts
+    assert counts["host"] > 0 and counts["failed_copies"] > 20, counts
 
 
 PROMPT = list(range(5, 25))

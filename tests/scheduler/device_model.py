@@ -19,10 +19,10 @@ from pensieve.scheduler.plan import Lane, Spill, StepPlan, StepResult, Tickets
 
 
 class DeviceModel:
-    """`spoils`: says of each chunk copied out whether its copy is none; None: every copy is one, and may be read before
+    """`copy_fails`: returns whether a copy to HOST fails; None: no copy fails, and each may be read before
     it is known to be complete."""
 
-    def __init__(self, gpu_slots, host_slots, chunk_tokens, windows=None, vocabulary=97, spoils=None):
+    def __init__(self, gpu_slots, host_slots, chunk_tokens, windows=None, vocabulary=97, copy_fails=None):
         self.chunk_tokens = chunk_tokens
         self.windows = windows
         self.vocabulary = vocabulary
@@ -39,7 +39,7 @@ class DeviceModel:
         self.work = {}  # DISK slot -> Spill or Promotion
         self.erased = {}  # slot -> step
         self.known = Tickets()
-        self.spoils, self.spoiled = spoils, []  # (ticket, HOST slot)
+        self.copy_fails, self.failed_copies = copy_fails, []  # (ticket, HOST slot)
 
     # -- order
 
@@ -121,18 +121,18 @@ class DeviceModel:
         for a, b in zip(batch.sources, batch.targets, strict=True):
             self._reads(lane, batch.ticket, (source, a))
             self._writes(lane, batch.ticket, (target, b))
-            if self.spoils is not None and lane is Lane.IN:
+            if self.copy_fails is not None and lane is Lane.IN:
                 writer, written = self.last_writer[source, a]
                 assert writer is not Lane.OUT or written <= self.known.swap_out, "it may be no copy"
             self.pools[target][b] = dict(self.pools[source][a])
-            if self.spoils is not None and lane is Lane.OUT and self.spoils():
+            if self.copy_fails is not None and lane is Lane.OUT and self.copy_fails():
                 self.pools[target][b] = {}
-                self.spoiled.append((batch.ticket, b))
+                self.failed_copies.append((batch.ticket, b))
 
-    def newly_spoiled(self, completed):
+    def newly_failed_copies(self, completed):
         """HOST slots, of the copies out up to that ticket which have not been told yet."""
-        told = tuple(slot for ticket, slot in self.spoiled if ticket <= completed)
-        self.spoiled = [(ticket, slot) for ticket, slot in self.spoiled if ticket > completed]
+        told = tuple(slot for ticket, slot in self.failed_copies if ticket <= completed)
+        self.failed_copies = [(ticket, slot) for ticket, slot in self.failed_copies if ticket > completed]
         return told
 
     # -- the disk

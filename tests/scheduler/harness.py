@@ -66,7 +66,7 @@ class Harness:
         self.windows = self.config.windows
         self._cost = profile(self.config.chunk_tokens, chunks_a_step)
         self.scheduler = Scheduler(self.config, self._cost)
-        self._spoils = Random(0)
+        self._copy_fails = Random(0)
         self.device = self._new_device()
         self._check = check
         self.now = 0.0
@@ -77,9 +77,9 @@ class Harness:
 
     def _new_device(self):
         config = self.config
-        spoils = (lambda: self._spoils.random() < 0.2) if config.copies_may_fail else None
+        copy_fails = (lambda: self._copy_fails.random() < 0.2) if config.copies_may_fail else None
         return DeviceModel(
-            config.gpu_kv_chunks, config.host_kv_chunks, config.chunk_tokens, self.windows, spoils=spoils
+            config.gpu_kv_chunks, config.host_kv_chunks, config.chunk_tokens, self.windows, copy_fails=copy_fails
         )
 
     # -- requests
@@ -256,7 +256,7 @@ class Harness:
         result = replace(self.results.popleft(), **self.reports())
         if not self.completes():
             result = replace(result, completed=self.device.known)
-        result = replace(result, bad_copies=self.device.newly_spoiled(result.completed.swap_out))
+        result = replace(result, bad_copies=self.device.newly_failed_copies(result.completed.swap_out))
         self.device.known = Tickets(*map(max, self.device.known, result.completed))
         self.device.applied = result.step
         applied = self.scheduler.apply(result, self.now)
@@ -390,7 +390,7 @@ class Harness:
         stats = self.scheduler.stats()
         self.counts["suspensions"] += stats.suspensions
         self.counts["drops"] += stats.dropped
-        self.counts["spoiled"] += stats.bad_copies
+        self.counts["failed_copies"] += stats.bad_copies
         assert (stats.running, stats.waiting, stats.conversations) == (0, 0, len(self.logs))
         assert stats.slots["gpu"]["in_use"] == 0
         for name in list(self.logs):

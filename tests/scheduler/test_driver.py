@@ -82,7 +82,7 @@ def test_random_operations(run, totals):
             "erased",
             "erased keys",
             "restarts",
-            "spoiled",
+            "failed_copies",
         ),
         *("branches", "forks", "deletes", "pins", "expired", "refused 429", "refused 400"),
         *(f"aborted {state}" for state in STATES),

@@ -68,12 +68,12 @@ def test_new_tokens_leave_decoded_ones_as_they_are(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_is_not_finite_spoils_nothing_else(dtype):
+def test_what_is_not_finite_changes_nothing_else(dtype):
     pool = random_pool((2, 2, 2, 2, 8, 16), dtype)
-    spoiled = pool.clone()
-    spoiled[0, 0, 0, 0, 7, :3] = torch.tensor([math.nan, math.inf, -math.inf]).to(dtype)
+    not_finite = pool.clone()
+    not_finite[0, 0, 0, 0, 7, :3] = torch.tensor([math.nan, math.inf, -math.inf]).to(dtype)
     pool[0, 0, 0, 0, 7, :3] = 0.0
-    got, wanted = round_trip(spoiled), round_trip(pool)
+    got, wanted = round_trip(not_finite), round_trip(pool)
     assert got[0, 0, 0, 0, 7, 0].isnan() and not got[0, 0, 0, 0, 7, 1:3].isinf().any()
     assert got[0, 0, 0, 0, 7, 1] > 0 > got[0, 0, 0, 0, 7, 2]
     got[0, 0, 0, 0, 7, :3] = 0.0

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pensieve.plugins.kv_forms import packed_reference as kv_packed_reference
-from pensieve.plugins.kv_forms.packed_reference import ALIGNMENT, holds, layer_bytes, layout
+from pensieve.plugins.kv_forms.packed_reference import ALIGNMENT, is_exact, layer_bytes, layout
 
 from ..kernel_cases import CUDA, DEVICE, needs_kernels
 
@@ -45,10 +45,10 @@ def round_trip(pool):
 
 
 def held(records, shape):
-    return [holds(record.numpy(), shape) for record in records.flatten(1).cpu()]
+    return [is_exact(record.numpy(), shape) for record in records.flatten(1).cpu()]
 
 
-def spoil(pool, slot):
+def overfill(pool, slot):
     """In one head the first token is 14 powers of two larger than all others, which are more than there is room for."""
     head = pool[slot, -1, 1, 0]
     head[:] = 1.0
@@ -93,7 +93,7 @@ def test_thirteen_powers_of_two_fit_and_fourteen_escape():
 
     def counts(pool):
         records = kv_packed_reference.encode(pool)
-        assert holds(records.flatten().numpy(), pool.shape)
+        assert is_exact(records.flatten().numpy(), pool.shape)
         return records[0, 0, at.counts :].view(torch.int32)[:2].tolist(), records[0, 0, at.escapes : at.counts]
 
     assert counts(pool)[0] == [0, 0]
@@ -106,8 +106,8 @@ def test_thirteen_powers_of_two_fit_and_fourteen_escape():
 
 
 @pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
-def test_a_head_of_too_many_escapes_spoils_its_chunk_alone(shape):
-    pool = spoil(random_pool(shape), 1)
+def test_a_head_of_too_many_escapes_fails_its_chunk_alone(shape):
+    pool = overfill(random_pool(shape), 1)
     records = kv_packed_reference.encode(pool)
     assert held(records, shape) == [slot != 1 for slot in range(shape[0])]
     again = kv_packed_reference.decode(records, shape, pool.dtype)
@@ -157,13 +157,13 @@ def used_records(shape, count, layers):
 
 
 @needs_kernels
-@pytest.mark.parametrize("spoiled", [False, True], ids=["exact", "spoiled"])
+@pytest.mark.parametrize("failed", [False, True], ids=["exact", "failed"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_kernels_are_their_reference(shape, spoiled):
+def test_the_kernels_are_their_reference(shape, failed):
     from pensieve.plugins.kv_forms import packed_kernel as kv_packed_kernel
 
     pool = odd_pool(shape)
-    pool = (spoil(pool, 1) if spoiled else pool).to(DEVICE)
+    pool = (overfill(pool, 1) if failed else pool).to(DEVICE)
     order = slots_of(*reversed(range(1, shape[0])))
     for layers in (range(shape[1]), range(shape[1] - 1, shape[1])):
         own = pool[order.long(), layers.start : layers.stop]
@@ -175,7 +175,7 @@ def test_the_kernels_are_their_reference(shape, spoiled):
         kv_packed_kernel.decode(records, order, layers, decoded)
         wanted[order.long(), layers.start : layers.stop] = kv_packed_reference.decode(records, shape, pool.dtype)
         assert torch.equal(bits(decoded), bits(wanted))
-        if not spoiled:
+        if not failed:
             assert torch.equal(bits(decoded[order.long()][:, layers.start : layers.stop]), bits(own))
 
 

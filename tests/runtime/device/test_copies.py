@@ -67,7 +67,7 @@ def test_whole_records_out_and_ungated_in(transfers, device):
 def test_swap_outs_are_looked_at_once_they_are_complete(device):
     """Each record once, with the ticket that says so."""
     looked = []
-    transfers = Transfers(device, 5, 2, 100, holds=lambda slot: looked.append(slot) or slot % 2 == 0)
+    transfers = Transfers(device, 5, 2, 100, is_exact=lambda slot: looked.append(slot) or slot % 2 == 0)
     transfers.issue(
         plan(1, copies=[copy(Lane.OUT, 1, {3: 8, 4: 9}), copy(Lane.IN, 1, {5: 6}), copy(Lane.OUT, 2, {1: 7})])
     )

@@ -153,7 +153,7 @@ def test_more_than_was_counted_is_an_error():
     check(store, held=[chunk])
 
 
-def test_spoiled_copies_are_found_by_their_slots(monkeypatch):
+def test_failed_copies_are_found_by_their_slots(monkeypatch):
     """Whoever has the slot by then, and not by a look at every chunk: there may be a million, and some each step."""
     store = a_store(gpu=3, host=2, copies_may_fail=True)
     first, second = idle(store, now=1.0), idle(store, now=2.0)
@@ -192,7 +192,7 @@ def test_what_cannot_go_to_disk_is_not_the_first_to_leave_the_gpu():
     assert pinned in store.reclaimable and store.host.free == 1
 
 
-def test_a_spoiled_copy_is_given_up_in_its_own_slot_alone():
+def test_a_failed_copy_is_given_up_in_its_own_slot_alone():
     """The chunk has left that slot and been copied to another one since: the later copy stays."""
     store = a_store(gpu=2, host=2, copies_may_fail=True)
     chunk = idle(store, now=1.0)

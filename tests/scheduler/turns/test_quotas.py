@@ -11,7 +11,7 @@ from pensieve.scheduler.turns.quotas import Quotas
 from ..harness import Harness
 
 
-def surplus_of(shares, most):
+def over_quota_of(shares, most):
     """The slow way: all but the latest conversations that fit together."""
     found = set()
     for conversations in shares.values():
@@ -25,23 +25,23 @@ def surplus_of(shares, most):
 
 
 def test_the_latest_conversations_up_to_the_quota_are_within_it():
-    chance, quotas, shares, surplus = random.Random(3), Quotas(10), {"x": {}, "y": {}}, set()
+    chance, quotas, shares, over_quota = random.Random(3), Quotas(10), {"x": {}, "y": {}}, set()
     for _ in range(3000):
         owner = chance.choice("xy")
         name = f"{owner}{chance.randrange(8)}"
         if chance.random() < 0.3 and name in shares[owner]:
             del shares[owner][name]
-            surplus.discard(name)
+            over_quota.discard(name)
             changes = quotas.remove(owner, name)
         else:
             shares[owner].pop(name, None)
             shares[owner][name] = chunks = chance.choice((0, 1, 2, 3, 5, 12))
-            surplus.discard(name)
+            over_quota.discard(name)
             changes = quotas.put(owner, name, chunks)
         for other, beyond in changes:
-            assert (other in surplus) != beyond, "only changes are told"
-            (surplus.add if beyond else surplus.discard)(other)
-        assert surplus == surplus_of(shares, 10)
+            assert (other in over_quota) != beyond, "only changes are told"
+            (over_quota.add if beyond else over_quota.discard)(other)
+        assert over_quota == over_quota_of(shares, 10)
 
 
 @pytest.mark.parametrize(("quota", "survives"), [(None, False), (8, True)])
