@@ -9,178 +9,42 @@ them while the caller's thread waits, so that `LLM` also works where an event lo
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
-import json
-import os
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
-from ..builder.build import build_engine
-from ..scheduler.types import (
-    InvariantError,
-    Output,
-    RequestError,
-    RequestId,
-    Sampling,
-    SettingError,
-    TokenLogprobs,
-    Usage,
-)
+from ..scheduler.types import InvariantError, Output, RequestError, RequestId, SettingError
 from .conversations.store import HistoryStore
 from .conversations.turns import TurnManager
-from .frontend.bodies import ChatBody, CompletionBody, parse
+from .frontend.bodies import ChatBody, CompletionBody
 from .frontend.caller import Caller
 from .frontend.engine_client import outputs
 from .frontend.reply import Reply
 from .frontend.request_builder import GenerationCall, RequestBuilder
-from .launch.assemble import assemble, demo_engine, locked_directories
-from .launch.options import ServeSettings, parser, read_chat_template, settings_of
+from .launch.assemble import assemble, locked_directories
+from .launch.options import read_chat_template
 from .loop import EngineLoop
 from .messages import Forget, Fork, Keep
+from .offline.outputs import CompletionOutput, Logprob, RequestOutput, request_output
+from .offline.params import SamplingParams, body_of
+from .offline.settings import model_engine, read_settings
 from .service import STUCK, forget
 from .text.tokenizer import StopMatcher, Tokenizer
+
+__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
 
 Result = TypeVar("Result")
 Prompt = str | list[int]
 Messages = list[dict[str, Any]]
 
-OPTIONS = frozenset(
-    {
-        "device",
-        "enforce_eager",
-        "max_model_len",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "batching",
-        "queue_order",
-        "gpu_kv_chunks",
-        "gpu_kv_bytes",
-        "gpu_memory_utilization",
-        "host_kv_chunks",
-        "host_kv_bytes",
-        "disk_kv_chunks",
-        "disk_kv_bytes",
-        "disk_dir",
-        "save",
-        "prefetch",
-        "lower_tier_kv",
-        "chunk_tokens",
-        "conversation_ttl",
-        "eviction",
-        "swap_out_below",
-        "generation_reserve",
-        "swap_in",
-        "link",
-        "overflow",
-        "overflow_ratio",
-        "reuse",
-        "chat_template",
-    }
-)
-"""Options of `pensieve serve` that `LLM` takes, by their names without dashes."""
-
 CLOSING_SECONDS = 30.0  # for KV on its way to the disk
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How replies are sampled; fields and meanings are vLLM's. RequestError (a ValueError) names a wrong field.
-
-    n                   replies to each prompt
-    max_tokens          most tokens of a reply (None: 16 for `generate`, the rest of the context for `chat`)
-    temperature         0 is greedy
-    logprobs, prompt_logprobs
-                        how many of the likeliest tokens are reported with each token of the reply, of the prompt
-    structured_outputs  one of json, json_object, regex, choice, grammar, as in the HTTP API
-    """
-
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    stop: str | list[str] = field(default_factory=list)
-    stop_token_ids: list[int] = field(default_factory=list)
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    seed: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    structured_outputs: dict[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        _body(CompletionBody, self, prompt="checked")
-        Sampling(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            logprobs=self.logprobs,
-        )
-
-
-def _body(kind: type[Any], params: SamplingParams, **fields: Any) -> Any:
-    """The body of the HTTP API that asks for the same."""
-    asked = asdict(params) | fields
-    if kind is ChatBody:
-        asked |= {"logprobs": params.logprobs is not None, "top_logprobs": params.logprobs}
-    return parse(kind, json.dumps(asked).encode())
-
-
-@dataclass(frozen=True)
-class Logprob:
-    """A token's log probability; `rank` 1 is the likeliest."""
-
-    logprob: float
-    rank: int
-    decoded_token: str | None
-
-
-@dataclass(frozen=True)
-class CompletionOutput:
-    """One reply, as far as it is there. `finish_reason` None: it goes on. `stop_reason`: the stop string that ended
-    it."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[dict[int, Logprob]] | None
-    finish_reason: str | None
-    stop_reason: str | None
-
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """A prompt and its replies. `usage`: where the KV of the prompt's tokens came from; `num_cached_tokens` of them
-    were not computed."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    prompt_logprobs: list[dict[int, Logprob] | None] | None
-    outputs: list[CompletionOutput]
-    finished: bool
-    usage: Usage
-
-    @property
-    def num_cached_tokens(self) -> int:
-        return self.usage.cached
 
 
 class _Job:
@@ -189,7 +53,6 @@ class _Job:
     def __init__(self, number: int, prompt: str | None, call: GenerationCall):
         self.number, self.prompt, self.call = number, prompt, call
         self.replies: list[Reply] = []
-        self.committed = False
 
     @property
     def ended(self) -> bool:
@@ -199,8 +62,10 @@ class _Job:
 class LLM:
     """An engine in this process. One thread at a time may use it; `close` it, or use it in a `with` statement.
 
-    engine      an engine directory, a checkpoint's directory (an engine is built from it into the user's cache, with
-                the reference backend), or "demo"
+    model       an engine directory, a checkpoint's directory (its engine is built into the user's cache, or found
+                there), or "demo"
+    dtype, quantization, backend
+                of the engine of a checkpoint, as `engine_for` takes them
     state_dir   keeps conversations, and the disk tier if `disk_kv_bytes` asks for one, for later processes; without it
                 conversations last as long as the object
     options     `OPTIONS`: as those of `pensieve serve`, with underscores
@@ -208,8 +73,22 @@ class LLM:
     TypeError for an unknown option, SettingError (a ValueError) for one that cannot work.
     """
 
-    def __init__(self, engine: str | Path, *, state_dir: str | Path | None = None, **options: Any):
-        args = _settings(engine, state_dir, options)
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        dtype: str | None = None,
+        quantization: str | None = None,
+        backend: str | None = None,
+        tensor_parallel_size: int = 1,
+        state_dir: str | Path | None = None,
+        **options: Any,
+    ):
+        if tensor_parallel_size != 1:
+            raise SettingError("tensor_parallel_size", "must be 1 in one process; several ranks need `pensieve serve`")
+        args = read_settings(model, state_dir, options)
+        engine = model_engine(model, dtype=dtype, quantization=quantization, backend=backend, device=args.device)
+        args = replace(args, engine=str(engine))
         self._closing = ExitStack()
         with ExitStack() as opened:
             history = ":memory:"
@@ -334,18 +213,20 @@ class LLM:
         try:
             for prompt in prompts:
                 fields = {name: prompt, "conversation": conversation, "history": history}
-                call = self._wait(self._call(_body(kind, params or SamplingParams(), **fields)))
+                call = self._wait(self._call(kind, params or SamplingParams(), fields))
                 jobs.append(_Job(len(jobs), prompt if isinstance(prompt, str) else None, call))
         except BaseException:
             _close_turns(jobs)
             raise
         return jobs
 
-    async def _call(self, body: Any) -> GenerationCall:
+    async def _call(self, kind: type[Any], params: SamplingParams, fields: dict[str, Any]) -> GenerationCall:
         arrived, caller = time.perf_counter(), Caller()
+        body = body_of(kind, params, **fields, max_tokens=None)
         asked = await self._builder.asked(body, caller)
-        make = self._builder.chat if isinstance(body, ChatBody) else self._builder.completion
-        return await make(body, asked, arrived, caller)
+        make = self._builder.chat if kind is ChatBody else self._builder.completion
+        most = self._ready.max_model_len if params.max_tokens is None else params.max_tokens
+        return await make(body, asked, arrived, caller, most_tokens=most)
 
     # -- the loop
 
@@ -371,7 +252,7 @@ class LLM:
                     if job.ended:
                         self._commit(job)
                     if grown or job.ended:
-                        yield self._output(job)
+                        yield request_output(job.number, job.prompt, job.replies, self._tokenizer)
         finally:
             for request in list(self._jobs):
                 del self._jobs[request]
@@ -468,90 +349,8 @@ class LLM:
     def _wait(self, work: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run_coroutine_threadsafe(work, self._events).result()
 
-    # -- outputs
-
-    def _output(self, job: _Job) -> RequestOutput:
-        first, requests = job.replies[0], job.call.requests
-        prompt = requests[0].prompt.tolist()
-        prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-        if requests[0].prompt_logprobs is not None:
-            prompt_logprobs = [None, *self._logprobs(prompt[1:], first.prompt_logprobs)]
-        return RequestOutput(
-            request_id=str(job.number),
-            prompt=job.prompt,
-            prompt_token_ids=prompt,
-            prompt_logprobs=prompt_logprobs,
-            outputs=[self._completion(index, reply) for index, reply in enumerate(job.replies)],
-            finished=job.ended,
-            usage=first.sources,
-        )
-
-    def _completion(self, index: int, reply: Reply) -> CompletionOutput:
-        scored = reply.request.sampling.logprobs is not None
-        return CompletionOutput(
-            index=index,
-            text="".join(reply.texts),
-            token_ids=list(reply.tokens),
-            logprobs=self._logprobs(reply.tokens, reply.logprobs) if scored else None,
-            finish_reason=None if reply.reason is None else str(reply.reason),
-            stop_reason=reply.stop_string,
-        )
-
-    def _logprobs(self, tokens: Sequence[int], entries: Sequence[TokenLogprobs]) -> list[dict[int, Logprob]]:
-        told = []
-        for token, entry in zip(tokens, entries, strict=False):
-            top = zip(entry.top_ids, entry.top_logprobs, strict=True)
-            likeliest = {other: (logprob, rank) for rank, (other, logprob) in enumerate(top, 1)}
-            told.append(
-                {
-                    other: Logprob(logprob, rank, self._tokenizer.decode([other]) if self._tokenizer else None)
-                    for other, (logprob, rank) in ({token: (entry.logprob, entry.rank)} | likeliest).items()
-                }
-            )
-        return told
-
 
 def _close_turns(jobs: Sequence[_Job]) -> None:
     for job in jobs:
         if job.call.turn is not None:
             job.call.turn.close()
-
-
-def _settings(engine: str | Path, state_dir: str | Path | None, options: Mapping[str, Any]) -> ServeSettings:
-    """As `pensieve serve` would parse them. TypeError for an unknown one, SettingError for a wrong one."""
-    if unknown := options.keys() - OPTIONS:
-        raise TypeError(f"LLM takes no option {sorted(unknown)[0]!r}; it takes {', '.join(sorted(OPTIONS))}")
-    words = [f"--engine={engine}"]
-    for name, value in options.items():
-        flag = name.replace("_", "-")
-        if value is not None:
-            words.append(
-                f"--{flag}={value}" if not isinstance(value, bool) else f"--{flag}" if value else f"--no-{flag}"
-            )
-    made = parser()
-
-    def refuse(message: str) -> NoReturn:
-        raise SettingError("LLM", message)
-
-    made.error = refuse  # type: ignore[method-assign]
-    args = made.parse_args(words)
-    if state_dir is not None:
-        args.state_dir = Path(state_dir)
-    elif args.disk_kv_bytes is not None or args.disk_kv_chunks:
-        raise SettingError("state_dir", "must name a directory: the disk tier is for conversations that are stored")
-    args.engine = str(_engine(str(engine), args.device))
-    return settings_of(args)
-
-
-def _engine(engine: str, device: str) -> Path:
-    """The directory of an engine, which is built first for "demo" and for a checkpoint."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pensieve"
-    if engine == "demo":
-        return demo_engine(cache, device)
-    directory = Path(engine)
-    if (directory / "manifest.json").exists() or not (directory / "config.json").exists():
-        return directory  # an engine, or nothing that can be served: opening it says so
-    place = hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:12]
-    built = cache / f"{directory.resolve().name}-{place}-{device}"
-    build_engine(directory, built, device=device)  # reuses the engine there if it is still this checkpoint's
-    return built

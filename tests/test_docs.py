@@ -23,6 +23,7 @@ OTHER_PROGRAMS = {
     "podman": {"--stop-timeout"},
     "pytest": {"--noconftest", "--pid"},
     "schemathesis": {"--checks", "--max-time"},
+    "hf": {"--local-dir"},
     "tritonserver": {"--exit-timeout-secs", "--model-control-mode", "--model-repository"},
 }
 NOT_BUILT = {"--read-buffer-layers"}  # the pages say why

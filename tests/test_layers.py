@@ -30,6 +30,7 @@ LAYERS = [
     "runtime.http",
     "runtime.triton",
     "runtime.launch",
+    "runtime.offline",
     "runtime.llm",
     "scripts",
 ]

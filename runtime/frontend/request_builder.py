@@ -96,8 +96,14 @@ class RequestBuilder:
         )
 
     async def completion(
-        self, body: CompletionBody, asked: OutputOptions, arrived: float, caller: Caller
+        self,
+        body: CompletionBody,
+        asked: OutputOptions,
+        arrived: float,
+        caller: Caller,
+        most_tokens: int = DEFAULT_COMPLETION_TOKENS,
     ) -> GenerationCall:
+        """`most_tokens`: the reply's limit where the body has none; it gives way to what the context leaves."""
         if body.echo and body.logprobs is not None:
             asked = replace(asked, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
         several = _one_or_several(body.prompt)
@@ -117,10 +123,17 @@ class RequestBuilder:
         style = self._style(body, asked)
         with closed_on_error(turn):
             echoes = [self._echo(body, *pair) for pair in zip(prompts, ids, strict=True)]
-            default = DEFAULT_COMPLETION_TOKENS
-            return self._call(body, ids, CompletionWriter(style), default, arrived, caller, turn, asked, echoes)
+            return self._call(body, ids, CompletionWriter(style), most_tokens, arrived, caller, turn, asked, echoes)
 
-    async def chat(self, body: ChatBody, asked: OutputOptions, arrived: float, caller: Caller) -> GenerationCall:
+    async def chat(
+        self,
+        body: ChatBody,
+        asked: OutputOptions,
+        arrived: float,
+        caller: Caller,
+        most_tokens: int | None = None,
+    ) -> GenerationCall:
+        """`most_tokens`: the reply's limit where the body has none; it gives way to what the context leaves."""
         caller.claim(body.n, "n")
         messages = [message.for_template() for message in body.messages]
         render, server_history = self._need_tokenizer("messages").render_chat, body.server_history
@@ -130,7 +143,7 @@ class RequestBuilder:
         turn = await open_turn(caller.owner, name, messages, render, server_history=server_history)
         style = self._style(body, asked)
         with closed_on_error(turn):
-            default = self._ready.max_model_len
+            default = self._ready.max_model_len if most_tokens is None else most_tokens
             return self._call(body, [turn.prompt], ChatWriter(style), default, arrived, caller, turn, asked)
 
     async def response(

@@ -132,6 +132,24 @@ def test_a_directory_of_other_things_is_never_touched(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "source, options",
+    [
+        ("--checkpoint", []),
+        ("--checkpoint", ["--backend", "reference"]),
+        ("--checkpoint", ["--weights", "fp8"]),
+        ("--random-weights", []),
+    ],
+)
+def test_an_engine_for_a_gpu_is_built_on_a_machine_with_one(source, options, checkpoint, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = str(checkpoint / "config.json")
+    model = [source, str(checkpoint)] if source == "--checkpoint" else [source, "--config", config]
+    assert main([*model, *options, "--device", "cuda", "--output", str(tmp_path / "engine")]) == 2
+    assert capsys.readouterr().err.startswith("build_engine: --device: cuda needs an NVIDIA GPU in this machine")
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
     "setting, options, named",
     [
         ("--backend", {"backend": "onnx"}, "reference"),

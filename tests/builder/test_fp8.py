@@ -165,12 +165,6 @@ def test_the_command_says_what_it_cost(checkpoint, tmp_path, capsys):
     assert capsys.readouterr().err.startswith("build_engine: --weights: 'int4' does not exist; there is same, fp8")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
-def test_what_it_costs_is_measured_where_it_will_run(checkpoint, tmp_path):
-    with pytest.raises(SettingError, match=r"--weights.*measured on the GPU"):
-        build_engine(checkpoint, tmp_path / "engine", device="cuda", weights="fp8")
-
-
 @pytest.mark.slow
 def test_the_compiler_gets_the_operation():
     config = decoder_config(CONFIGS["llama"])

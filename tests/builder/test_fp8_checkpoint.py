@@ -127,7 +127,7 @@ def test_projections_that_were_left_out_stay_as_they_are(tmp_path):
 
 def test_rounding_it_again_is_refused(tmp_path):
     quantised_checkpoint(tmp_path / "hf")
-    with pytest.raises(SettingError, match=r"--weights.*in FP8 as they are"):
+    with pytest.raises(SettingError, match=r"--weights.*in FP8 already"):
         build_engine(tmp_path / "hf", tmp_path / "engine", weights="fp8")
 
 

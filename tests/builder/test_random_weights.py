@@ -117,7 +117,8 @@ def test_a_random_engine_and_a_checkpoint_s_replace_each_other(tmp_path):
     assert Manifest.read(tmp_path / "engine").random_seed is None
 
 
-def test_the_command(tmp_path, capsys):
+def test_the_command(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     config, engine = str(write("opt", tmp_path)), str(tmp_path / "engine")
     arguments = ["--random-weights", "--config", config, "--output", engine, "--device", "cuda", "--dtype", "bfloat16"]
     arguments += ["--backend", "reference"]

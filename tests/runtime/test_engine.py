@@ -107,6 +107,7 @@ def test_another_device(directory):
 
 def test_weights_that_do_not_fit_the_gpu(tmp_path, monkeypatch):
     tiny_checkpoint("llama", tmp_path / "checkpoint")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     build_engine(tmp_path / "checkpoint", tmp_path / "engine", device="cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SettingError, match=r"--device.*no usable NVIDIA GPU"):

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from pensieve.builder import engine_cache
+from pensieve.builder.manifest import Manifest
 from pensieve.runtime.llm import LLM, SamplingParams
 from pensieve.scheduler.types import RequestError, SettingError
+from tests.models import tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -58,6 +61,21 @@ def test_several_replies_and_log_probabilities(llm):
         assert [token in entry for token, entry in zip(reply.token_ids, reply.logprobs, strict=True)] == [True] * 4
     assert output.prompt_logprobs[0] is None
     assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+
+
+@pytest.mark.parametrize("ask", ["generate", "chat"])
+def test_replies_have_16_tokens_or_as_many_as_are_asked_for_or_fill_the_context(ask, cache):
+    prompt = "hello" if ask == "generate" else QUESTION
+    with LLM("demo", max_model_len=96, **SIZES) as llm:
+
+        def reply(**params):
+            (output,) = getattr(llm, ask)(prompt, SamplingParams(temperature=0, ignore_eos=True, **params))
+            return len(output.prompt_token_ids), len(output.outputs[0].token_ids)
+
+        assert reply()[1] == 16
+        assert reply(max_tokens=3)[1] == 3
+        assert sum(reply(max_tokens=None)) == 96
+        assert sum(reply(max_tokens=10**9)) == 96
 
 
 def test_a_stop_string_ends_a_reply(llm):
@@ -116,7 +134,14 @@ def test_conversations_survive_on_disk(cache, tmp_path):
 def test_wrong_arguments_are_named(cache, llm):
     with pytest.raises(TypeError, match="temprature"):
         SamplingParams(temprature=0)
-    for wrong in (dict(temperature=-1), dict(n=0), dict(stop=""), dict(top_k=1.5), dict(logprobs=21)):
+    for wrong in (
+        dict(temperature=-1),
+        dict(n=0),
+        dict(stop=""),
+        dict(top_k=1.5),
+        dict(logprobs=21),
+        dict(max_tokens=0),
+    ):
         with pytest.raises(RequestError, match=next(iter(wrong))):
             SamplingParams(**wrong)
     with pytest.raises(TypeError, match="port"):
@@ -148,13 +173,21 @@ def test_the_documented_example_runs(cache, capsys):
     assert "The capital of France is ->" in capsys.readouterr().out
 
 
-def test_a_checkpoint_is_built_once(cache):
-    from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
+def test_a_checkpoint_is_built_once(cache, tmp_path, monkeypatch):
+    tiny_checkpoint("qwen3", tmp_path / "tiny")
+    with LLM(tmp_path / "tiny", dtype="bfloat16", **SIZES) as llm:
+        (first,) = llm.generate([[1, 2, 3]], GREEDY)
+    (built,) = cache.glob("pensieve/engines/*/tiny/manifest.json")
+    assert Manifest.read(built.parent).dtype == "bfloat16"
+    monkeypatch.delattr(engine_cache, "build_engine")  # not needed any more
+    with LLM(model=tmp_path / "tiny", dtype="bfloat16", quantization=None, tensor_parallel_size=1, **SIZES) as llm:
+        assert llm.generate([[1, 2, 3]], GREEDY)[0].outputs == first.outputs
 
-    with LLM(DEMO_CHECKPOINT, **SIZES) as llm:
-        (first,) = llm.generate("hello", GREEDY)
-    (built,) = cache.glob(f"pensieve/{Path(DEMO_CHECKPOINT).name}-*/manifest.json")
-    made = built.stat().st_mtime_ns
-    with LLM(DEMO_CHECKPOINT, **SIZES) as llm:
-        assert llm.generate("hello", GREEDY)[0].outputs == first.outputs
-    assert built.stat().st_mtime_ns == made
+
+def test_models_that_are_not_here_say_how_they_get_here(cache):
+    with pytest.raises(SettingError, match="hf download Qwen/Qwen3-8B --local-dir Qwen3-8B"):
+        LLM("Qwen/Qwen3-8B")
+    with pytest.raises(SettingError, match=r"tensor_parallel_size.*pensieve serve"):
+        LLM("demo", tensor_parallel_size=2)
+    with pytest.raises(SettingError, match="--dtype"):
+        LLM("demo", dtype="int4")

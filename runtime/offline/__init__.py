@@ -1,0 +1,1 @@
+"""What the offline API takes and gives."""

@@ -1,0 +1,65 @@
+"""How replies of the offline API are sampled, in vLLM's words."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ...scheduler.types import RequestError, Sampling
+from ..frontend.bodies import ChatBody, CompletionBody, parse
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How replies are sampled; fields and meanings are vLLM's. RequestError (a ValueError) names a wrong field.
+
+    n                   replies to each prompt
+    max_tokens          most tokens of a reply, which also ends where the context does (None: only there)
+    temperature         0 is greedy
+    logprobs, prompt_logprobs
+                        how many of the likeliest tokens are reported with each token of the reply, of the prompt
+    structured_outputs  one of json, json_object, regex, choice, grammar, as in the HTTP API
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | list[str] = field(default_factory=list)
+    stop_token_ids: list[int] = field(default_factory=list)
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    structured_outputs: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        body_of(CompletionBody, self, prompt="checked")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise RequestError(400, f"max_tokens must be at least 1, not {self.max_tokens}", "max_tokens")
+        Sampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logprobs=self.logprobs,
+        )
+
+
+def body_of(kind: type[Any], params: SamplingParams, **fields: Any) -> Any:
+    """The body of the HTTP API that asks for the same. `fields` are those that `params` has not, or replace its own."""
+    asked = asdict(params) | fields
+    if kind is ChatBody:
+        asked |= {"logprobs": params.logprobs is not None, "top_logprobs": params.logprobs}
+    return parse(kind, json.dumps(asked).encode())
