@@ -9,14 +9,13 @@ The options are those of the engine and its cache; HTTP, keys and limits are Tri
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..runtime.launch.command_line import CommandParser
 from ..runtime.launch.options import early_options, parse_options
-from ..runtime.triton.tensors import INPUTS, OUTPUTS
 from ..scheduler.types import SettingError
 
 ONE_VALUE = {"arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns"}
@@ -29,11 +28,10 @@ __all__ = ["TritonPythonModel"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog="pensieve triton-repository",
         usage="%(prog)s --engine DIR --output DIR [--name NAME] [options of pensieve serve]",
         description="Writes a model repository with which Triton Inference Server serves an engine.",
-        allow_abbrev=False,
     )
     made.add_argument("--output", type=Path, required=True, metavar="DIR", help="the repository; made if need be")
     made.add_argument("--name", default="pensieve", help="of the model in it (default %(default)s)")
@@ -78,6 +76,8 @@ def checked(options: Sequence[str]) -> list[str]:
 
 def model_config(name: str, options: Sequence[str]) -> str:
     """config.pbtxt, which is protobuf's text format: JSON's way to write strings is one of its own."""
+    from ..runtime.triton.tensors import INPUTS, OUTPUTS  # and numpy
+
     inputs = [
         f'{{ name: "{name}" data_type: TYPE_{kind.type} dims: [{-1 if kind.several else 1}] optional: true }}'
         for name, kind in INPUTS.items()

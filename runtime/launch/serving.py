@@ -5,14 +5,11 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...scheduler.step_timing import StepTiming
-from ...scheduler.types import SettingError
 from ..conversations.store import HistoryStore
 from ..http.process import listen, serve_http
 from ..messages import TritonSettings
@@ -20,7 +17,9 @@ from ..ranks.launch import DRAIN
 from ..service import Service
 from ..system import ASKED
 from .assemble import Assembled, assemble, make_executor, prepare_rank
-from .options import ServeSettings, http_settings
+from .attached import connect
+from .http_options import http_settings
+from .settings import ServeSettings
 from .sizing import disk_settings
 
 if TYPE_CHECKING:
@@ -85,29 +84,6 @@ def serve_attached(settings: ServeSettings, socket_path: Path, ranks: Ranks | No
         )
         drain_on_signals(service, settings.shutdown_timeout)
         service.run(assembled.ready)
-
-
-@contextmanager
-def telling_model(socket_path: Path | None) -> Iterator[None]:
-    """A SettingError is also told to Triton's model, if there is one: its load fails with this text."""
-    try:
-        yield
-    except SettingError as error:
-        if socket_path is not None and error.setting != "--attach":
-            try:
-                with connect(socket_path) as connection:
-                    connection.send(str(error))
-            except SettingError as untold:
-                log.error("%s", untold)
-        raise
-
-
-def connect(socket_path: Path) -> Connection:
-    """SettingError if nothing listens there."""
-    try:
-        return Client(str(socket_path), "AF_UNIX")
-    except OSError as error:
-        raise SettingError("--attach", f"cannot connect to {socket_path}: {error.strerror or error}") from error
 
 
 def make_service(assembled: Assembled, connection: Connection) -> Service:

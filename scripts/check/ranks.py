@@ -27,10 +27,10 @@ from ...plugins.collectives.protocol import TENSOR_PARALLEL, Group, register_gro
 from ...runtime.device.protocol import Device, ForwardPass
 from ...runtime.engine import open_engine
 from ...runtime.executor import Executor
+from ...runtime.launch.profiling import make_device
 from ...runtime.launch.ranks import run_as_ranks, take_share
 from ...scheduler.config import SchedulerConfig
 from ...scheduler.types import SettingError
-from ..profile_engine import make_device
 from .reuse import FLOAT32_TOLERANCE, Answer, Asker, Exact, differences, eager_device
 
 if TYPE_CHECKING:
