@@ -46,7 +46,7 @@ from .parity import check_quantisation
 from .random_weights import random_weights
 from .tensorrt.installed import tensorrt_version
 from .verify import intact_engine
-from .weights import save_weights, weights_digest
+from .weights import Advance, save_weights, watched, weights_digest
 
 MOST_SEED = 2**63 - 1
 ROOM = 2**26  # bytes that an engine may take beside its weights
@@ -56,6 +56,10 @@ Say = Callable[[str], None]
 
 
 def _say_nothing(stage: str) -> None:
+    pass
+
+
+def _advance_nothing(done: int, total: int) -> None:
     pass
 
 
@@ -81,6 +85,7 @@ def build_engine(
     say: Say = _say_nothing,
     workspace: int | None = None,
     weights: str = "same",
+    advance: Advance = _advance_nothing,
 ) -> Built:
     """Makes `output` the engine of a Hugging Face checkpoint, or of one that TensorRT-LLM made (its legacy format).
 
@@ -92,19 +97,14 @@ def build_engine(
     Anything else is refused. Until the very end nothing is to be seen at `output`. Of several builds there at once,
     all but one wait.
 
-    `say` hears what the build is about to do; `workspace`, MiB, bounds the memory that one layer may take for itself
-    in a plan of TensorRT. Raises SettingError.
+    `say` and `advance` hear what the build is about to do, and how far it is; `workspace`, MiB, bounds the memory that
+    one layer may take for itself in a plan of TensorRT. Raises SettingError.
     """
     checkpoint, output = Path(checkpoint), Path(output).resolve()
-    _check_settings(backend, tensor_parallel, device, workspace, weights)
-    hf_config = read_json(checkpoint / "config.json")
-    legacy = is_legacy(checkpoint)
-    if legacy:
-        hf_config = legacy_config(checkpoint, hf_config)
-    dtype = _checked_dtype(dtype or _own_dtype(hf_config))
-    decoder = decoder_config(hf_config)
-    Shard(decoder, tensor_parallel)  # or it cannot be divided so
-    read = partial(read_legacy_weights if legacy else read_weights, checkpoint, decoder, getattr(torch, dtype))
+    check_settings(backend, tensor_parallel, device, workspace, weights)
+    hf_config, decoder, dtype = read_config(checkpoint, dtype, tensor_parallel)
+    reader = read_legacy_weights if is_legacy(checkpoint) else read_weights
+    read = partial(reader, checkpoint, decoder, getattr(torch, dtype))
     own = [read(rank, tensor_parallel) for rank in range(tensor_parallel)]
     rounded = own if weights == "same" else _rounded(decoder, own, read())
     stored = stored_as(decoder, getattr(torch, dtype), tensor_parallel, names_in_fp8(rounded[0]))
@@ -113,9 +113,11 @@ def build_engine(
     with _beside(output, say) as aside:
         has_tokenizer = copy_tokenizer(checkpoint, aside, opt=decoder.architecture == OPT)
         tokenizer = files_digest([aside / name for name in TOKENIZER_FILES if (aside / name).exists()])
-        parts = Parts(tuple(map(weights_digest, rounded)), tokenizer, code_digest(), **versions())
+        say("reading the weights")
+        digests = tuple(map(weights_digest, watched(rounded, tensor_parallel * size, advance)))
+        parts = Parts(digests, tokenizer, code_digest(), **versions())
         stop_ids = _stop_ids(hf_config, checkpoint / "generation_config.json")
-        target = _target(backend, device)
+        target = target_of(backend, device)
         manifest = Manifest(
             backend, dtype, device, tensor_parallel, decoder, stop_ids, parts, size, target=target, fp8=fp8
         )
@@ -126,10 +128,26 @@ def build_engine(
             if weights == "fp8":
                 manifest = _measured(manifest, read, lambda rank: rounded[rank], say)
             say("writing the weights")
-            for rank, each in enumerate(rounded):
+            for rank, each in enumerate(watched(rounded, tensor_parallel * size, advance)):
                 save_weights(each, stored, aside / weights_file(rank, tensor_parallel))
             manifest, outcome = _complete(manifest, aside, output, say, workspace)
     return Built(manifest, outcome, has_tokenizer)
+
+
+def read_config(
+    checkpoint: Path, dtype: str | None = None, tensor_parallel: int = 1
+) -> tuple[dict[str, Any], DecoderConfig, str]:
+    """A checkpoint's config.json in Hugging Face's words, its decoder, and the dtype of its engine (None: its own).
+
+    SettingError if there cannot be such an engine.
+    """
+    hf_config = read_json(checkpoint / "config.json")
+    if is_legacy(checkpoint):
+        hf_config = legacy_config(checkpoint, hf_config)
+    dtype = _checked_dtype(dtype or _own_dtype(hf_config))
+    decoder = decoder_config(hf_config)
+    Shard(decoder, tensor_parallel)  # or it cannot be divided so
+    return hf_config, decoder, dtype
 
 
 def _rounded(
@@ -137,7 +155,7 @@ def _rounded(
 ) -> Sequence[Mapping[str, Tensor]]:
     """Each rank's weights in FP8, of its own, and of one rank that has it all."""
     if names_in_fp8(whole):
-        raise SettingError("--weights", "the checkpoint's weights are in FP8 as they are; use same")
+        raise SettingError("--weights", "the checkpoint's weights are in FP8 already; leave the option out")
     return [QuantisedWeights(decoder, each, whole) for each in own]
 
 
@@ -183,7 +201,7 @@ def build_random_engine(
     `overrides` replace keys of config.json, or add some; one that nothing reads is refused.
     """
     output = Path(output).resolve()
-    _check_settings(backend, tensor_parallel, device, workspace, weights)
+    check_settings(backend, tensor_parallel, device, workspace, weights)
     if not 0 <= seed <= MOST_SEED:
         raise SettingError("--seed", f"must be between 0 and {MOST_SEED}, not {seed}")
     hf_config = _Read(read_json(Path(config), "--config") | dict(overrides or {}))
@@ -198,7 +216,7 @@ def build_random_engine(
     if unread:
         raise SettingError("--set", f"{', '.join(unread)}: nothing of {decoder.architecture} is set by that")
     parts = Parts((f"{RANDOM}{seed}",) * tensor_parallel, files_digest([]), code_digest(), **versions())
-    target = _target(backend, device)
+    target = target_of(backend, device)
     manifest = Manifest(backend, dtype, device, tensor_parallel, decoder, stop_ids, parts, size, target=target, fp8=fp8)
     make = partial(random_weights, decoder, torch_dtype, device, seed)
     with _beside(output, say) as aside:
@@ -235,7 +253,8 @@ def _decoder_of_config(hf_config: Mapping[str, Any]) -> DecoderConfig:
         raise SettingError("--config", str(error).removeprefix(f"{error.setting}: ")) from None
 
 
-def _check_settings(backend: str, tensor_parallel: int, device: str, workspace: int | None, weights: str) -> None:
+def check_settings(backend: str, tensor_parallel: int, device: str, workspace: int | None, weights: str) -> None:
+    """SettingError if no checkpoint can be built so, here."""
     choices = (("--backend", backend, BACKENDS), ("--device", device, DEVICES), ("--weights", weights, WEIGHTS))
     for setting, value, allowed in choices:
         if value not in allowed:
@@ -252,13 +271,12 @@ def _check_settings(backend: str, tensor_parallel: int, device: str, workspace: 
             raise SettingError("--device", f"tensorrt runs on cuda, not on {device}")
         if tensor_parallel != 1:
             raise SettingError("--tensor-parallel", f"tensorrt's engines of {tensor_parallel} ranks do not exist yet")
-    if backend != "reference" and device == "cuda" and not torch.cuda.is_available():
-        raise SettingError("--device", f"{backend} compiles for the GPU of this machine, and PyTorch finds none")
-    if weights == "fp8" and device == "cuda" and not torch.cuda.is_available():
-        raise SettingError("--weights", "what fp8 costs is measured on the GPU, and PyTorch finds none")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SettingError("--device", "cuda needs an NVIDIA GPU in this machine, and PyTorch finds none")
 
 
-def _target(backend: str, device: str) -> str:
+def target_of(backend: str, device: str) -> str:
+    """What an engine is compiled for here; "" if it is not compiled."""
     return "" if backend == "reference" else this_target(device, backend)
 
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +24,10 @@ STORED_DTYPES = {
     torch.float16: "F16",
     torch.float8_e4m3fn: "F8_E4M3",
 }
+
+
+Advance = Callable[[int, int], None]
+"""Hears how many bytes of how many are done."""
 
 
 class Stored(NamedTuple):
@@ -70,6 +74,36 @@ def _piece_digest(label: str, piece: memoryview) -> bytes:
 
 def _bytes(tensor: Tensor) -> memoryview:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+class _Watched(Mapping[str, Tensor]):
+    """Weights; `took` hears the bytes of each tensor that is taken."""
+
+    def __init__(self, weights: Mapping[str, Tensor], took: Callable[[int], None]):
+        self._weights, self._took = weights, took
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._weights[name]
+        self._took(tensor.nbytes)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+def watched(ranks: Sequence[Mapping[str, Tensor]], total: int, advance: Advance) -> list[_Watched]:
+    """The ranks' weights; `advance` hears how much of all of them was taken."""
+    done = 0
+
+    def took(size: int) -> None:
+        nonlocal done
+        done += size
+        advance(done, total)
+
+    return [_Watched(each, took) for each in ranks]
 
 
 def save_weights(weights: Mapping[str, Tensor], stored: Mapping[str, Stored], path: Path) -> None:

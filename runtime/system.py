@@ -1,18 +1,16 @@
-"""This process and others: progress on a terminal, stacks of a process that hangs, child processes. Linux."""
+"""This process and others: stacks of a process that hangs, child processes. Linux."""
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 ASKED = signal.SIGUSR2
 MEETING_SECONDS = 600.0  # for all ranks to meet at the start: some load, or capture graphs, longer than others
 STDERR = 2  # the process's own, whatever Python's stands for
-PROGRESS_WIDTH = 30
 
 
 def tell_when_asked() -> None:
@@ -28,16 +26,6 @@ def give_up_after(seconds: float) -> Iterator[None]:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
-
-
-def show_progress(what: str, done: float, total: float, unit: str = "") -> None:
-    """Draws the bar anew on stderr; once all is done the line ends."""
-    if not sys.stderr.isatty():
-        return
-    filled = round(PROGRESS_WIDTH * done / total)
-    bar = "#" * filled + "." * (PROGRESS_WIDTH - filled)
-    end = "\n" if done >= total else ""
-    print(f"\r{what} [{bar}] {done:.3g} of {total:.3g}{unit} ", end=end, file=sys.stderr, flush=True)
 
 
 def children(process: int) -> list[int]:

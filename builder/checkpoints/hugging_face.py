@@ -233,24 +233,27 @@ def read_weights(
     return CheckpointWeights(files, wanted, dtype)
 
 
-def _tensor_files(directory: Path) -> dict[str, Any]:
-    """For each tensor name the file that holds it, open for as long as it is referred to."""
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, which may be missing. SettingError if it has none."""
     if (directory / SINGLE).exists():
-        paths = [directory / SINGLE]
-    elif (directory / INDEX).exists():
+        return [directory / SINGLE]
+    if (directory / INDEX).exists():
         shards = read_json(directory / INDEX).get("weight_map")
         if not isinstance(shards, dict):
             raise refusal(f"{directory / INDEX} has no weight_map")
-        paths = [directory / shard for shard in sorted(set(shards.values()))]
-    elif any(directory.glob("*.bin")):
+        return [directory / shard for shard in sorted(set(shards.values()))]
+    if any(directory.glob("*.bin")):
         raise refusal(
             f"{directory} holds .bin files, which can run code when read; load it with transformers and "
             "save it with save_pretrained, which writes safetensors"
         )
-    else:
-        raise refusal(f"{directory} holds neither {SINGLE} nor {INDEX}")
+    raise refusal(f"{directory} holds neither {SINGLE} nor {INDEX}")
+
+
+def _tensor_files(directory: Path) -> dict[str, Any]:
+    """For each tensor name the file that holds it, open for as long as it is referred to."""
     files: dict[str, Any] = {}
-    for path in paths:
+    for path in weight_files(directory):
         try:
             path.open("rb").close()  # safetensors calls every file missing that it cannot open
             file = safe_open(path, framework="pt")

@@ -56,6 +56,10 @@ def is_legacy(directory: Path) -> bool:
     return (directory / FIRST_RANK).exists()
 
 
+def legacy_weight_files(directory: Path) -> list[Path]:
+    return sorted(directory.glob("rank*.safetensors"))
+
+
 def legacy_config(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """A legacy config.json in Hugging Face's words. SettingError names what is not supported."""
     architecture = config.get("architecture")
@@ -195,7 +199,7 @@ class LegacyTensors:
 def legacy_files(directory: Path, config: Mapping[str, Any]) -> dict[str, LegacyTensors]:
     """For each tensor's Hugging Face name what holds it, as `checkpoint` wants it. config: the legacy config.json."""
     ranks = (config.get("mapping") or {}).get("tp_size", 1)
-    found = len(list(directory.glob("rank*.safetensors")))
+    found = len(legacy_weight_files(directory))
     if found != ranks:
         raise refusal(f"config.json: mapping.tp_size is {ranks}, but {directory} holds the files of {found} ranks")
     tensors = LegacyTensors([_open(directory / f"rank{rank}.safetensors") for rank in range(ranks)])

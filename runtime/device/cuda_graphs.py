@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ...builder.progress import show_progress
 from ..step.buffers import Shape
-from ..system import show_progress
 
 
 class StepGraphs:

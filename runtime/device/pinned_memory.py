@@ -7,8 +7,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from ...builder.progress import show_progress
 from ...scheduler.types import InvariantError
-from ..system import show_progress
 from .memory import GIB
 
 LARGEST_PIECE = 4 * GIB

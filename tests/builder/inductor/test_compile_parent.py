@@ -150,7 +150,7 @@ def test_without_a_compiler(name, checkpoint, tmp_path, monkeypatch):
 
 def test_a_gpu_engine_is_compiled_on_a_gpu(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(build_module.torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SettingError, match="--device: inductor compiles for the GPU of this machine"):
+    with pytest.raises(SettingError, match="--device: cuda needs an NVIDIA GPU in this machine"):
         built(checkpoint, tmp_path, device="cuda")
 
 

@@ -1,0 +1,299 @@
+"""The user's cache of engines: a checkpoint is built when it is first asked for, and its engine is found again.
+
+    engines/KEY/NAME     the engine; KEY is a digest of the checkpoint's content and of how it is built, NAME the name
+                         of the checkpoint's directory
+    engines/PLACE.json   of one checkpoint directory and one way to build it: what it held when its engine was made
+
+A start reads the checkpoint's small files, and only looks at sizes and times of the weights' files. If these differ
+from PLACE.json, the weights are read: equal content has the same engine still, which `build_engine` then verifies.
+An engine of content that the checkpoint no longer has is removed, unless another checkpoint directory has it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..scheduler.types import SettingError
+from .build import build_engine, check_settings, read_config, target_of
+from .checkpoints.hugging_face import INDEX, weight_files
+from .checkpoints.tensorrt_llm import is_legacy, legacy_weight_files
+from .inductor.lock import locked
+from .manifest import MANIFEST, TOKENIZER_FILES, Manifest, files_digest, versions
+from .progress import Progress
+from .weights import PIECE, Advance
+
+CONFIG = "config.json"
+SMALL_FILES = (*TOKENIZER_FILES, CONFIG, INDEX, "vocab.json", "merges.txt", "added_tokens.json")
+DTYPE_NAMES = {"auto": None, "half": "float16", "float": "float32"}  # vLLM's: ours
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
+SETTINGS = {  # of `build_engine`: of those who ask for an engine
+    "--checkpoint": "PATH",
+    "--output": "XDG_CACHE_HOME",
+    "--weights": "--quantization",
+    "--tensor-parallel": "--tensor-parallel-size",
+}
+
+Times = dict[str, list[int]]
+"""Of files, by path: size and times."""
+
+log = logging.getLogger("pensieve")
+
+
+@dataclass(frozen=True, slots=True)
+class BuildSettings:
+    """As `build_engine` takes them."""
+
+    backend: str
+    dtype: str
+    tensor_parallel: int
+    device: str
+    weights: str
+
+
+def engine_for(
+    path: str | Path,
+    *,
+    dtype: str | None = None,
+    quantization: str | None = None,
+    tensor_parallel: int | None = None,
+    device: str = "cpu",
+    backend: str | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Returns an engine's directory: `path` itself, or the engine of the checkpoint at `path`, which is built first
+    unless the cache has it.
+
+    dtype            one of DTYPES, or as vLLM spells them; None or "auto": the checkpoint's own
+    quantization     "fp8" rounds a checkpoint's weights; None, or the method that they are stored in, keeps them
+    tensor_parallel  ranks; None: 1
+    backend          None: "reference", which needs no compiler and no time
+    progress         hears how far it is; None: a bar on a terminal, else lines in the log
+
+    An engine has its settings already: one that is given must agree. Of several processes that ask for the same engine
+    one builds it and the others wait.
+    SettingError names "PATH", "XDG_CACHE_HOME", or the option of `pensieve serve` that is at fault.
+    """
+    directory = Path(os.path.abspath(path))
+    dtype = DTYPE_NAMES.get(dtype, dtype) if dtype is not None else None
+    if (directory / MANIFEST).exists():
+        _check_engine(directory, dtype, quantization, tensor_parallel, backend)
+        return Path(path)
+    if not (directory / CONFIG).exists():
+        raise _no_model(str(path), directory)
+    with _settings_renamed():
+        ranks = 1 if tensor_parallel is None else tensor_parallel
+        config, _, dtype = read_config(directory, dtype, ranks)
+        settings = BuildSettings(backend or "reference", dtype, ranks, device, _weights(quantization, config))
+        shown = progress or Progress(directory.name)
+        try:
+            return _Place(directory, settings).engine(shown)
+        except OSError as error:
+            if error.errno is None:
+                raise  # not the system's: a library that cannot be loaded
+            raise SettingError("--output", f"{cache_directory()} cannot keep the engine: {error}") from error
+        finally:
+            shown.close()
+
+
+def cache_directory() -> Path:
+    """Where engines are kept for this user."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pensieve" / "engines"
+
+
+class _Place:
+    """One checkpoint directory and one way to build it."""
+
+    def __init__(self, checkpoint: Path, settings: BuildSettings):
+        self._checkpoint, self._settings = checkpoint, settings
+        self._cache = cache_directory()
+        self._record = self._cache / f"{_digest([str(checkpoint), asdict(settings)])}.json"
+        self._weights = legacy_weight_files(checkpoint) if is_legacy(checkpoint) else weight_files(checkpoint)
+
+    def engine(self, progress: Progress) -> Path:
+        if (found := self._unchanged()) is not None:
+            return found
+        self._cache.mkdir(parents=True, exist_ok=True)
+        with locked(self._record.with_suffix(".lock"), lambda: progress.say("waiting for another start to build it")):
+            return self._unchanged() or self._build(progress)
+
+    def _unchanged(self) -> Path | None:
+        """The engine, if neither it nor the checkpoint nor the program has changed since it was recorded."""
+        known = _read(self._record)
+        if "engine" not in known:
+            return None
+        engine = self._cache / known["engine"] / self._checkpoint.name
+        try:
+            same = (
+                known["program"] == _program_digest()
+                and known["small"] == self._small_digest()
+                and known["times"] == _times(self._weights)
+                and known["engine_times"] == _times(map(Path, known["engine_times"]))
+            )
+        except FileNotFoundError:
+            return None
+        return engine if same else None
+
+    def _build(self, progress: Progress) -> Path:
+        how = self._settings
+        check_settings(how.backend, how.tensor_parallel, how.device, None, how.weights)
+        known = _read(self._record)
+        small, times = self._small_digest(), _times(self._weights)
+        if known.get("times") == times:
+            weights = known["weights"]
+        else:
+            progress.say("reading the checkpoint")
+            weights = _content_digest(self._weights, progress.advance)
+        key = _digest([small, weights, asdict(how), target_of(how.backend, how.device)])
+        engine = self._cache / key / self._checkpoint.name
+        # Whatever ends this process: the next build here knows which engines it may remove.
+        engines = [*(one for one in known.get("engines", []) if one != key), key]
+        _write(self._record, known | {"checkpoint": str(self._checkpoint), "engines": engines})
+        built = build_engine(self._checkpoint, engine, say=progress.say, advance=progress.advance, **asdict(how))
+        if (self._small_digest(), _times(self._weights)) != (small, times):
+            raise SettingError("--checkpoint", f"{self._checkpoint} changed while it was built; start again")
+        log.info("%s the engine of %s in %s", built.outcome, self._checkpoint, engine)
+        record = {
+            "checkpoint": str(self._checkpoint),
+            "engines": [key],
+            "engine": key,
+            "engine_times": _times(file for file in engine.iterdir() if file.is_file()),
+            "program": _program_digest(),
+            "small": small,
+            "times": times,
+            "weights": weights,
+        }
+        _write(self._record, record)
+        self._remove(engines[:-1])
+        return engine
+
+    def _remove(self, engines: list[str]) -> None:
+        """Removes engines that no other checkpoint has."""
+        records = [_read(record) for record in self._cache.glob("*.json")]
+        kept = {one for known in records if Path(known["checkpoint"]).exists() for one in known["engines"]}
+        for engine in engines:
+            if engine not in kept:
+                shutil.rmtree(self._cache / engine, ignore_errors=True)
+
+    def _small_digest(self) -> str:
+        files = [self._checkpoint / name for name in SMALL_FILES]
+        return files_digest([file for file in files if file.exists()])
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def _program_digest() -> str:
+    """Of all that may make another engine of the same checkpoint; `build_engine` then sees whether it does."""
+    room = Path(__file__).parent
+    code = [*room.rglob("*.py"), *(room.parent / "plugins").rglob("*.py")]
+    return _digest([files_digest(sorted(code)), versions()])
+
+
+def _times(files: Iterable[Path]) -> Times:
+    """FileNotFoundError if one is missing. A change that keeps a file's size and sets its time back still changes the
+    time that the system keeps."""
+    states = {str(file): file.stat() for file in files}
+    return {path: [state.st_size, state.st_mtime_ns, state.st_ctime_ns] for path, state in sorted(states.items())}
+
+
+def _content_digest(files: Iterable[Path], advance: Advance) -> str:
+    """SHA-256 over names and the SHA-256 of each piece of the files, which all processors hash at once."""
+    sizes = {file: file.stat().st_size for file in files}
+    pieces = [(file, start) for file, size in sizes.items() for start in range(0, size, PIECE)]
+    digest, done, total = hashlib.sha256(), 0, sum(sizes.values())
+    with ThreadPoolExecutor() as pool:
+        for (file, start), piece in zip(pieces, pool.map(_piece_digest, pieces), strict=True):
+            digest.update(f"{file.name} {sizes[file]} {start}\n".encode() + piece)
+            done += min(PIECE, sizes[file] - start)
+            advance(done, total)
+    return digest.hexdigest()
+
+
+def _piece_digest(piece: tuple[Path, int]) -> bytes:
+    path, start = piece
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            return hashlib.sha256(file.read(PIECE)).digest()
+    except OSError as error:
+        raise SettingError("--checkpoint", f"{path} cannot be read: {error}") from error
+
+
+def _read(record: Path) -> dict[str, Any]:
+    """Empty if there is none that can be read."""
+    try:
+        value = json.loads(record.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _write(record: Path, value: dict[str, Any]) -> None:
+    aside = record.with_suffix(f".{secrets.token_hex(4)}.new")
+    aside.write_text(json.dumps(value, indent=2) + "\n", "utf-8")
+    aside.replace(record)
+
+
+def _weights(quantization: str | None, config: dict[str, Any]) -> str:
+    """`build_engine`'s word for vLLM's."""
+    own = (config.get("quantization_config") or {}).get("quant_method")
+    if quantization is None or quantization == own:
+        return "same"
+    if quantization == "fp8" and own is None:
+        return "fp8"
+    known = "fp8" if own is None else f"{own}, which the checkpoint's weights have already"
+    raise SettingError("--quantization", f"{quantization!r} is not possible here; possible is {known}")
+
+
+def _check_engine(
+    directory: Path, dtype: str | None, quantization: str | None, tensor_parallel: int | None, backend: str | None
+) -> None:
+    manifest = Manifest.read(directory)
+    built = {
+        "--dtype": (dtype, manifest.dtype),
+        "--tensor-parallel-size": (tensor_parallel, manifest.tensor_parallel),
+        "--backend": (backend, manifest.backend),
+        "--quantization": (quantization is not None or None, manifest.fp8),
+    }
+    for setting, (wanted, there) in built.items():
+        if wanted not in (None, there):
+            said = there if setting != "--quantization" else "none"
+            raise SettingError(setting, f"the engine {directory} was built with {said}; leave the option out")
+
+
+def _no_model(typed: str, directory: Path) -> SettingError:
+    if directory.is_dir():
+        return SettingError("PATH", f"{typed} is no engine (it has no {MANIFEST}) and no checkpoint (no {CONFIG})")
+    if directory.exists():
+        return SettingError("PATH", f"{typed} is a file; name the directory of an engine or a checkpoint")
+    if HUB_NAME.fullmatch(typed):
+        local = typed.rpartition("/")[2]
+        return SettingError(
+            "PATH",
+            f"there is no directory {typed}, and nothing is downloaded here; if it is a name of the Hugging Face Hub, "
+            f"run `hf download {typed} --local-dir {local}` first, and then serve {local}",
+        )
+    return SettingError("PATH", f"{typed} does not exist")
+
+
+@contextmanager
+def _settings_renamed() -> Iterator[None]:
+    """SettingErrors of `build_engine` name what its caller was given."""
+    try:
+        yield
+    except SettingError as error:
+        message = str(error).removeprefix(f"{error.setting}: ")
+        raise SettingError(SETTINGS.get(error.setting, error.setting), message) from error
