@@ -44,8 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     name = arguments[0]
     if name not in COMMANDS:
-        near = did_you_mean(name, [*COMMANDS]) or "; there is " + ", ".join(COMMANDS)
-        print(f"pensieve: there is no command {name!r}{near}", file=sys.stderr)
+        near = did_you_mean(name, [*COMMANDS, "--help", "--version"]) or "; there is " + ", ".join(COMMANDS)
+        kind = "option" if name.startswith("-") else "command"
+        print(f"pensieve: there is no {kind} {name}{near}", file=sys.stderr)
         return 2
     with ending_at_once(f"pensieve {name}"):
         command = importlib.import_module("." + MODULES.get(name, name.replace("-", "_")), __package__)

@@ -95,9 +95,9 @@ def early_options(argv: Sequence[str]) -> argparse.Namespace:
     return early.parse_known_args(argv)[0]
 
 
-def parser() -> CommandParser:
+def parser(prog: str = "pensieve serve") -> CommandParser:
     made = CommandParser(
-        prog="pensieve serve",
+        prog=prog,
         usage="%(prog)s PATH [options]",
         description="Serves a model over HTTP (OpenAI API), with a KV cache that survives between turns.",
         epilog="SIZE is a number of bytes, or one with a unit: 40GiB. docs/use/options.md has more.",
@@ -119,7 +119,7 @@ def parser() -> CommandParser:
     _engine_options(made)
     _cache_options(made)
     _http_options(made)
-    lists = {name: [] for name, value in DEFAULTS.items() if value == ()}  # which flags extend
+    lists: dict[str, list[str]] = {name: [] for name, value in DEFAULTS.items() if value == ()}  # which flags extend
     made.set_defaults(**DEFAULTS | lists, engine=None)
     return made
 

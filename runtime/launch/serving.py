@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import signal
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from ...scheduler.step_timing import StepTiming
 from ..conversations.store import HistoryStore
 from ..http.process import listen, serve_http
 from ..messages import TritonSettings
-from ..ranks.launch import DRAIN
+from ..ranks.launch import DRAIN, tell_serving
 from ..service import Service
 from ..system import ASKED
 from .assemble import Assembled, assemble, make_executor, prepare_rank
@@ -41,8 +42,11 @@ def serve(settings: ServeSettings, ranks: Ranks | None = None) -> int:
     ours, theirs = multiprocessing.Pipe()
     spawn = multiprocessing.get_context("spawn")
     http = spawn.Process(target=serve_http, args=(theirs, listener, http_process), name="http")
-    ours_alone = [DRAIN, ASKED]
-    signal.pthread_sigmask(signal.SIG_BLOCK, ours_alone)  # mpirun tells the HTTP process too, which inherits this
+    # From here on for the loop alone: mpirun and a terminal tell the HTTP process too, which inherits this mask. The
+    # process that multiprocessing starts beside it would take the mask off again.
+    resource_tracker.ensure_running()
+    ours_alone = [*ENDS, ASKED]
+    signal.pthread_sigmask(signal.SIG_BLOCK, ours_alone)
     http.start()  # it imports while the weights load
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ours_alone)
     listener.close()
@@ -115,3 +119,4 @@ def drain_on_signals(service: Service, seconds: float) -> None:
 
     for number in ENDS:
         signal.signal(number, drain)
+    tell_serving()

@@ -61,7 +61,7 @@ def test_the_file_has_the_names_of_the_flags_with_dashes_or_underscores(file):
 def test_quotas_are_of_keys():
     with pytest.raises(SettingError, match="--api-key"):
         ServeSettings("demo", owner_kv_bytes="1GiB")
-    settings = ServeSettings("demo", owner_kv_bytes="1GiB", api_key=("one",))
+    settings = ServeSettings("demo", owner_kv_bytes="1GiB", api_key=("one",), state_dir=Path("state"))
     assert http_settings(settings).max_conversations_per_owner is None
     with pytest.raises(SettingError, match="--max-conversations-per-owner: must be at least 1"):
         ServeSettings("demo", max_conversations_per_owner=0)
@@ -210,7 +210,8 @@ def test_a_chat_template_is_read_and_checked(tmp_path):
         http_settings(parse_options(["--engine", "demo", "--chat-template", str(path)]))
     assert refused.value.setting == "--chat-template"
     path.write_text("{{ messages }}")
-    assert http_settings(parse_options(["--engine", "demo", "--chat-template", str(path)])).chat_template
+    right = parse_options(["--engine", "demo", "--state-dir", "state", "--chat-template", str(path)])
+    assert http_settings(right).chat_template
 
 
 GIB = 2**30
@@ -362,7 +363,7 @@ def test_a_disk_holds_the_records_of_all_ranks_here(tmp_path):
 def test_sizes_are_a_ranks_in_every_tier():
     """Each of two ranks has half of every chunk."""
     flags = [f"--{tier}-kv-bytes=1GiB" for tier in ("gpu", "host", "disk")]
-    args, half = parse_options(["--engine", "some", *flags]), LLAMA_8B.chunk_bytes(32) // 2
+    args, half = parse_options(["--engine", "some", "--state-dir", "state", *flags]), LLAMA_8B.chunk_bytes(32) // 2
     manifest = SimpleNamespace(**vars(LLAMA_8B.manifest) | {"tensor_parallel": 2})
     parts = dict(
         chunk_bytes=lambda chunk_tokens: LLAMA_8B.chunk_bytes(chunk_tokens) // 2,
