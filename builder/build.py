@@ -26,12 +26,12 @@ from .checkpoints.config import DecoderConfig, Shard
 from .checkpoints.hugging_face import read_json, read_weights
 from .checkpoints.tensorrt_llm import is_legacy, legacy_config, read_legacy_weights
 from .checkpoints.tokenizer import copy_tokenizer
+from .choices import BACKENDS, DEVICES, DTYPES, WEIGHTS
 from .fp8 import QuantisedWeights, names_in_fp8, projections, stored_as
 from .inductor.compile_parent import compile_apart, cpp_compiler
 from .inductor.host_target import this_target
 from .inductor.lock import locked
 from .manifest import (
-    DTYPES,
     RANDOM,
     TOKENIZER_FILES,
     Manifest,
@@ -48,10 +48,6 @@ from .tensorrt.installed import tensorrt_version
 from .verify import intact_engine
 from .weights import Advance, save_weights, watched, weights_digest
 
-BACKENDS = ("inductor", "reference", "tensorrt")
-DEFAULT_BACKEND = "inductor"  # of the commands
-WEIGHTS = ("same", "fp8")
-DEVICES = ("cpu", "cuda")
 MOST_SEED = 2**63 - 1
 ROOM = 2**26  # bytes that an engine may take beside its weights
 

@@ -30,7 +30,6 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "generation_config.json",
 )
-DTYPES = ("float32", "bfloat16", "float16")
 KV_LAYOUT = ("slot", "layers", "2", "kv_heads", "chunk_tokens", "head_dim")
 
 

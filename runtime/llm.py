@@ -29,7 +29,8 @@ from .frontend.engine_client import outputs
 from .frontend.reply import Reply
 from .frontend.request_builder import GenerationCall, RequestBuilder
 from .launch.assemble import assemble, locked_directories
-from .launch.options import read_chat_template
+from .launch.http_options import read_chat_template
+from .launch.settings import HISTORY_FILE
 from .loop import EngineLoop
 from .messages import Forget, Fork, Keep
 from .offline.outputs import CompletionOutput, Logprob, RequestOutput, request_output
@@ -94,7 +95,7 @@ class LLM:
             history = ":memory:"
             if state_dir is not None:
                 opened.enter_context(locked_directories(args))
-                history = str(args.state_dir / "history.sqlite")
+                history = str(args.state_directory / HISTORY_FILE)
             self._scheduler, self._executor, _, _, self._ready = assemble(args)
             opened.callback(self._executor.close)
             template = None if args.chat_template is None else read_chat_template(args.chat_template)

@@ -212,6 +212,7 @@ class Service:
                 self._outbox.put(self._scheduler.conversations.residency(start, LOOKED_AT))
                 self._send(Applied())
             case Drain(seconds):
+                self._log_drain(seconds)
                 self._drain_until = min(self._drain_until, now + seconds)
                 self._outbox.put(Draining())
 
@@ -246,6 +247,16 @@ class Service:
                     self._scheduler.conversations.fork(conversation, new, now)
             case Keep(conversation, ttl, pinned):
                 self._scheduler.conversations.keep(conversation, ttl, now + pinned, now)
+
+    def _log_drain(self, seconds: float) -> None:
+        replies = len(self._compiling) + len(self._scheduler.open_requests())
+        waited = [f"{replies} running {'reply' if replies == 1 else 'replies'}"] if replies else []
+        waited += ["KV on its way to the disk"] if self._scheduler.disk.saving else []
+        if seconds and waited:
+            what = " and ".join(waited)
+            log.info("shutting down: waits for %s, at most %g s; the next signal ends it at once", what, seconds)
+        else:
+            log.info("shutting down")
 
     def _drained(self) -> bool:
         """Whether to end: nothing is left to do or to save, or its time is up; whoever is still open is told."""

@@ -7,12 +7,17 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from ..builder.build import BACKENDS, DEFAULT_BACKEND, DEVICES, WEIGHTS, Built, build_engine, build_random_engine
-from ..builder.manifest import DTYPES, Compiled
+from ..builder.choices import BACKENDS, DEFAULT_BACKEND, DEVICES, DTYPES, WEIGHTS
+from ..runtime.launch.command_line import CommandParser, ending_at_once, run_interruptible
 from ..scheduler.types import SettingError
 from . import profile_engine
+
+if TYPE_CHECKING:
+    from ..builder.build import Built
+    from ..builder.manifest import Compiled
 
 DESCRIPTION = "Compile a Hugging Face checkpoint into an engine."
 EPILOG = """\
@@ -26,12 +31,22 @@ no tokenizer: prompts and replies are token ids.
 """
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+ALIASES = {
+    "--checkpoint_dir": "--checkpoint",
+    "--output_dir": "--output",
+    "--tp_size": "--tensor-parallel",
+    "--tensor-parallel-size": "--tensor-parallel",
+}
+"""TensorRT-LLM's names of options, and that of `pensieve serve`."""
+
+
+def parser() -> CommandParser:
+    made = CommandParser(
         prog="build_engine",
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        aliases=ALIASES,
     )
     made.add_argument("--checkpoint", metavar="DIR", help="config.json, *.safetensors, tokenizer files")
     made.add_argument("--output", required=True, metavar="DIR", help="the engine directory to make or replace")
@@ -58,6 +73,8 @@ def parser() -> argparse.ArgumentParser:
 
 def build(args: argparse.Namespace) -> Built:
     """Raises SettingError."""
+    with ending_at_once("build_engine"):
+        from ..builder.build import build_engine, build_random_engine  # and torch
     how = dict(
         backend=args.backend,
         dtype=args.dtype,
@@ -108,6 +125,11 @@ def describe(compiled: Compiled) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
+    return run_interruptible("build_engine", partial(make, args))
+
+
+def make(args: argparse.Namespace) -> int:
+    """Builds and tells; the exit status."""
     start = time.perf_counter()
     try:
         built = build(args)

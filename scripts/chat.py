@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote, urlsplit
 
+from ..runtime.launch.command_line import INTERRUPTED, CommandParser
+
 SOURCES = {"gpu": "GPU", "host": "host", "disk": "disk", "recomputed": "recomputed", "new": "new"}
 CONNECT_SECONDS = 10
 LIST_PAGE = 100
@@ -271,7 +273,7 @@ def typed_lines(chat: Chat) -> Iterator[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog="pensieve chat", description=__doc__, epilog=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     option = made.add_argument
@@ -294,4 +296,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return 1 if chat.run(sys.stdin) else 0
     except KeyboardInterrupt:
-        return 130  # as the shell has it for a command that Ctrl-C ended
+        return INTERRUPTED

@@ -5,7 +5,6 @@ Exit status: 0 all that the device needs is here, 1 something is missing or too 
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import json
 import os
@@ -21,13 +20,13 @@ from pathlib import Path
 
 from ..builder.inductor.compile_parent import cpp_compiler
 from ..builder.tensorrt.installed import tensorrt_version
-from ..runtime.device.memory import GIB, host_memory
-from ..runtime.http.connection_limits import OTHER_FILES
 from ..runtime.http.settings import DEFAULTS
-from ..runtime.launch.options import default_state_dir
+from ..runtime.launch.command_line import CommandParser
+from ..runtime.launch.settings import default_state_dir
 from ..runtime.ranks.launch import mpirun_here
 from ..scheduler.types import SettingError
 
+GIB = 2**30
 PROGRAM_S = 20  # for another program to answer; a driver that hangs takes for ever
 GPU_FIELDS = "name,driver_version,memory.total,compute_cap"
 LEAST_CAPABILITY = 8.0
@@ -140,6 +139,8 @@ def _tensorrt() -> Finding:
 
 
 def _memory() -> Finding:
+    from ..runtime.device.memory import host_memory  # and torch
+
     memory = host_memory()
     found = f"{memory.free / GIB:.1f} of {memory.total / GIB:.1f} GiB free, the container's limit included"
     if memory.free >= LEAST_MEMORY:
@@ -167,6 +168,8 @@ def _disk(state_dir: Path) -> Finding:
 
 
 def _open_files() -> Finding:
+    from ..runtime.http.connection_limits import OTHER_FILES  # and uvicorn
+
     hard, wanted = resource.getrlimit(resource.RLIMIT_NOFILE)[1], DEFAULTS.max_connections + OTHER_FILES
     if hard == resource.RLIM_INFINITY or hard >= wanted:
         return Finding("open files", Level.OK, "no limit" if hard == resource.RLIM_INFINITY else f"at most {hard}")
@@ -201,7 +204,7 @@ def describe(finding: Finding) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="pensieve doctor", description=__doc__.partition("\n")[0])
+    parser = CommandParser(prog="pensieve doctor", description=__doc__.partition("\n")[0])
     found = "cuda" if shutil.which("nvidia-smi") else "cpu"
     parser.add_argument("--device", choices=["cpu", "cuda"], default=found, help="to be served on (here %(default)s)")
     parser.add_argument("--state-dir", type=Path, default=default_state_dir(), metavar="DIR", help="(%(default)s)")

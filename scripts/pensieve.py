@@ -6,8 +6,10 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from ..runtime.launch.command_line import did_you_mean, ending_at_once, run_interruptible, show_version
+
 COMMANDS = {
-    "serve": "serve an engine over HTTP (OpenAI API)",
+    "serve": "serve a model over HTTP (OpenAI API)",
     "chat": "talk to a running server in the terminal",
     "profile": "measure what steps and copies of an engine cost on this hardware",
     "doctor": "say what this machine lacks, and what to do about it",
@@ -17,16 +19,38 @@ COMMANDS = {
 
 MODULES = {"profile": "profile_engine"}  # of other names than their commands
 
+HELP = "\n".join(
+    [
+        "usage: pensieve COMMAND [options]",
+        "",
+        *(f"  {name:17} {summary}" for name, summary in COMMANDS.items()),
+        "",
+        "`pensieve COMMAND --help` has a command's options. `build_engine` makes engines of checkpoints.",
+    ]
+)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one tool. Only that one is imported: the HTTP process, which imports this file again, stays small."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] not in COMMANDS:
-        lines = [f"  {name:17} {summary}" for name, summary in COMMANDS.items()]
-        print("\n".join(["usage: pensieve COMMAND [options]", "", *lines]), file=sys.stderr)
-        return 0 if arguments in (["-h"], ["--help"]) else 2
-    command = importlib.import_module("." + MODULES.get(name := arguments[0], name.replace("-", "_")), __package__)
-    return int(command.main(arguments[1:]))
+    if arguments in (["-h"], ["--help"]):
+        print(HELP)
+        return 0
+    if arguments == ["--version"]:
+        show_version()
+        return 0
+    if not arguments:
+        print(HELP, file=sys.stderr)
+        return 2
+    name = arguments[0]
+    if name not in COMMANDS:
+        near = did_you_mean(name, [*COMMANDS, "--help", "--version"]) or "; there is " + ", ".join(COMMANDS)
+        kind = "option" if name.startswith("-") else "command"
+        print(f"pensieve: there is no {kind} {name}{near}", file=sys.stderr)
+        return 2
+    with ending_at_once(f"pensieve {name}"):
+        command = importlib.import_module("." + MODULES.get(name, name.replace("-", "_")), __package__)
+    return run_interruptible(f"pensieve {name}", lambda: int(command.main(arguments[1:])))
 
 
 if __name__ == "__main__":

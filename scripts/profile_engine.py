@@ -11,36 +11,28 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ..builder.manifest import Manifest
-from ..runtime.device.cpu import CpuDevice
-from ..runtime.device.protocol import Device
-from ..runtime.engine import Engine, open_engine
-from ..runtime.launch.options import parse_bytes
-from ..runtime.launch.ranks import open_rank, run_rank
-from ..runtime.measure.profile import COPIED_BYTES, Profile, profile_engine
-from ..runtime.measure.step_bench import HistoryTime, StepBench
-from ..runtime.ranks.launch import run_ranks, under_mpi
-from ..scheduler.config import SchedulerConfig
-from ..scheduler.types import SettingError, Tier
+from ..builder.choices import DEVICES
+from ..runtime.launch.command_line import CommandParser, ending_at_once, run_interruptible
+from ..scheduler.types import SettingError
 from .figures import pyplot
 
 if TYPE_CHECKING:
-    from ..runtime.ranks.mpi import Ranks
+    from ..runtime.engine import Engine
+    from ..runtime.measure.profile import Profile
+    from ..runtime.measure.step_bench import HistoryTime, StepBench
 
 
-DEVICES = ("cpu", "cuda")
 TURN_REQUESTS, TURN_PROMPT, TURN_GENERATED = 32, 38, 200  # a batch of figure 3; prompts of ShareGPT's mean length
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="pensieve profile", description=__doc__.partition("\n")[0])
+def parser() -> CommandParser:
+    made = CommandParser(prog="pensieve profile", description=__doc__.partition("\n")[0])
     option = made.add_argument
     option("--engine", required=True, type=Path, metavar="DIR", help="an engine directory; profile.json is put there")
     option("--device", default="cpu", choices=DEVICES, help="where the engine runs (default %(default)s)")
@@ -60,16 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(words)
     try:
         check(args)
-        count = Manifest.read(args.engine).tensor_parallel
-        if under_mpi():
-            return run_rank("pensieve profile", count, partial(measure_rank, args))
-        if count > 1:
-            return run_ranks(count, [sys.executable, "-P", "-m", f"{__package__}.profile_engine", *words])
-        measure(args)
+        with ending_at_once("pensieve profile"):
+            from ..runtime.launch import profiling  # and torch
+
+        return profiling.run(args, words, partial(work, args))
     except SettingError as error:
         print(f"pensieve profile: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
 def check(args: argparse.Namespace) -> None:
@@ -81,79 +70,15 @@ def check(args: argparse.Namespace) -> None:
         pyplot("--plots")  # known to be there before anything is measured
 
 
-def measure(args: argparse.Namespace) -> None:
-    engine = open_engine(args.engine, args.device)
-    device = make_device(args.device)
-    with closing(device), StepBench(device, engine, bench_config(args, engine, device), args.seconds) as bench:
-        tell(args, *take(args, bench, engine, say))
+def work(args: argparse.Namespace, bench: StepBench, engine: Engine, rank: int) -> None:
+    """All ranks measure, rank 0 tells."""
+    from ..runtime.measure.profile import profile_engine
 
-
-def measure_rank(args: argparse.Namespace, ranks: Ranks) -> int:
-    """As one of several: all measure, rank 0 tells."""
-    device, engine = open_rank(args.engine, args.device, lambda: make_device(args.device), ranks)
-    config = ranks.together(lambda: bench_config(args, engine, device))
-    chunks, longest = ranks.smallest(config.gpu_kv_chunks, config.max_model_len)
-    config = replace(config, gpu_kv_chunks=chunks, max_model_len=longest)
-    with ranks.together(lambda: StepBench(device, engine, config, args.seconds, ranks.slowest)) as bench:
-        found = take(args, bench, engine, say if ranks.rank == 0 else say_nothing)
-    if ranks.rank == 0:
-        tell(args, *found)
-    return 0
-
-
-def take(
-    args: argparse.Namespace, bench: StepBench, engine: Engine, say: Callable[[str], None]
-) -> tuple[Profile, list[HistoryTime]]:
-    return profile_engine(bench, engine, say), list(time_turns(bench, say)) if args.plots is not None else []
-
-
-def tell(args: argparse.Namespace, profile: Profile, turns: Sequence[HistoryTime]) -> None:
-    path = profile.save(args.engine)
-    if args.json:
-        print(json.dumps({"bench": "profile", **asdict(profile), "turns": [turn._asdict() for turn in turns]}))
-    else:
-        print("\n".join([*table(profile), *turn_table(turns), f"saved in {path}"]))
-    if args.plots is not None:
-        draw(profile, turns, args.plots)
-
-
-def make_device(name: str) -> Device:
-    if name == "cpu":
-        return CpuDevice()
-    from ..runtime.device.cuda import CudaDevice
-
-    return CudaDevice()
-
-
-def say(what: str) -> None:
-    print(f"measuring {what}", file=sys.stderr, flush=True)
-
-
-def say_nothing(what: str) -> None:
-    pass
-
-
-def bench_config(args: argparse.Namespace, engine: Engine, device: Device) -> SchedulerConfig:
-    """Pools as large as the batches can use, contexts as long as the GPU's holds. SettingError if nothing fits."""
-    size, longest = args.chunk_tokens, args.max_model_len or engine.manifest.max_model_len
-    if longest > engine.manifest.max_model_len:
-        raise SettingError("--max-model-len", f"{longest} is more than the model's {engine.manifest.max_model_len}")
-    record = engine.chunk_bytes(size)
-    rows = max(args.max_num_seqs, args.max_num_batched_tokens // size)
-    if args.gpu_kv_bytes is not None:
-        gpu_chunks = parse_bytes(args.gpu_kv_bytes, "--gpu-kv-bytes") // record
-    else:
-        gpu_chunks = min(device.memory(Tier.GPU).free // 2 // record, (rows + 1) * (-(-longest // size) + 1))
-    settings = dict(
-        gpu_kv_chunks=gpu_chunks,
-        host_kv_chunks=2 * -(-COPIED_BYTES // record),
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        chunk_tokens=size,
-    )
-    reserved = SchedulerConfig(max_model_len=1, **settings).reserved_chunks
-    fits = (gpu_chunks - max(reserved, rows)) * size
-    return SchedulerConfig(max_model_len=max(1, min(longest, fits)), **settings)
+    hear = say if rank == 0 else say_nothing
+    profile = profile_engine(bench, engine, hear)
+    turns = list(time_turns(bench, hear)) if args.plots is not None else []
+    if rank == 0:
+        tell(args, profile, turns)
 
 
 def time_turns(bench: StepBench, say: Callable[[str], None]) -> Iterator[HistoryTime]:
@@ -168,6 +93,24 @@ def time_turns(bench: StepBench, say: Callable[[str], None]) -> Iterator[History
         say(f"a turn of {requests} conversations with {history} tokens of history each")
         yield bench.turn(history, TURN_PROMPT, TURN_GENERATED, requests)
         history *= 2
+
+
+def tell(args: argparse.Namespace, profile: Profile, turns: Sequence[HistoryTime]) -> None:
+    path = profile.save(args.engine)
+    if args.json:
+        print(json.dumps({"bench": "profile", **asdict(profile), "turns": [turn._asdict() for turn in turns]}))
+    else:
+        print("\n".join([*table(profile), *turn_table(turns), f"saved in {path}"]))
+    if args.plots is not None:
+        draw(profile, turns, args.plots)
+
+
+def say(what: str) -> None:
+    print(f"measuring {what}", file=sys.stderr, flush=True)
+
+
+def say_nothing(what: str) -> None:
+    pass
 
 
 # What is printed.
@@ -264,4 +207,4 @@ def _save(plt: ModuleType, figure: Any, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_interruptible("pensieve profile", main))

@@ -21,6 +21,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..runtime.launch.command_line import CommandParser
 from ..runtime.launch.options import parse_bytes
 from ..scheduler.config import EVICTION_POLICIES, QUEUE_ORDERS, SAVE_MODES, SchedulerConfig
 from ..scheduler.cost import CostProfile
@@ -49,8 +50,8 @@ class Run(NamedTuple):
     warm_up: int
 
 
-def parser(preset: str = "trace") -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="simulate", description=__doc__.partition("\n")[0])
+def parser(preset: str = "trace") -> CommandParser:
+    made = CommandParser(prog="pensieve simulate", description=__doc__.partition("\n")[0])
     made.add_argument("--preset", choices=("trace", "load"), default="trace", help="each has its own options (trace)")
     option = made.add_argument
     option("--think-s", type=float, default=15.0, metavar="S", help="mean, synthetic only (default %(default)s)")

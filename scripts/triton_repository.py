@@ -9,14 +9,13 @@ The options are those of the engine and its cache; HTTP, keys and limits are Tri
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..runtime.launch.options import early_options, parse_options
-from ..runtime.triton.tensors import INPUTS, OUTPUTS
+from ..runtime.launch.command_line import CommandParser
+from ..runtime.launch.options import early_options, parse_options, parser
 from ..scheduler.types import SettingError
 
 ONE_VALUE = {"arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns"}
@@ -29,22 +28,31 @@ __all__ = ["TritonPythonModel"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog="pensieve triton-repository",
         usage="%(prog)s --engine DIR --output DIR [--name NAME] [options of pensieve serve]",
         description="Writes a model repository with which Triton Inference Server serves an engine.",
-        allow_abbrev=False,
     )
-    made.add_argument("--output", type=Path, required=True, metavar="DIR", help="the repository; made if need be")
-    made.add_argument("--name", default="pensieve", help="of the model in it (default %(default)s)")
-    args, options = made.parse_known_args(sys.argv[1:] if argv is None else argv)
+    add_own_options(made)
+    words = sys.argv[1:] if argv is None else argv
+    args, options = made.parse_known_args(words)
+    both = parser(made.prog)
+    add_own_options(both)
+    both.parse_args(words)  # answers what is wrong
     try:
+        if args.output is None:
+            raise SettingError("--output", "must name the repository")
         directory = write_model(args.output, args.name, options)
     except SettingError as error:
         print(f"pensieve triton-repository: {error}", file=sys.stderr)
         return 2
     print(f"{directory} is ready: tritonserver --model-repository {args.output.resolve()}")
     return 0
+
+
+def add_own_options(made: CommandParser) -> None:
+    made.add_argument("--output", type=Path, metavar="DIR", help="the repository; made if need be")
+    made.add_argument("--name", default="pensieve", help="of the model in it (default %(default)s)")
 
 
 def write_model(repository: Path, name: str, options: Sequence[str]) -> Path:
@@ -78,6 +86,8 @@ def checked(options: Sequence[str]) -> list[str]:
 
 def model_config(name: str, options: Sequence[str]) -> str:
     """config.pbtxt, which is protobuf's text format: JSON's way to write strings is one of its own."""
+    from ..runtime.triton.tensors import INPUTS, OUTPUTS  # and numpy
+
     inputs = [
         f'{{ name: "{name}" data_type: TYPE_{kind.type} dims: [{-1 if kind.several else 1}] optional: true }}'
         for name, kind in INPUTS.items()

@@ -33,7 +33,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..builder.checkpoints.hugging_face import read_json
-from ..runtime.launch.options import default_state_dir, parse_bytes
+from ..runtime.launch.options import parse_bytes
+from ..runtime.launch.settings import default_state_dir
 from ..scheduler.types import SettingError
 from .bench.servers import PIECE, READY, SERVE, run, serving, tell_end, use_memory
 from .bench.versus_report import read_records, write_report

@@ -16,7 +16,7 @@ import sys
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from .schema import SCHEMA, UPGRADES, VERSION, Conversation, Gone, Name
 from .transcript import OTHERS, StoredTurn, Transcript, dialogue_keys
 
 LOCK_SECONDS = 15.0  # for the process that had the file before to end
+LOOK_SECONDS = 1.0  # for another process to let go of a file that is only looked at
 EXPIRY_INTERVAL_S = 60.0
 
 COLUMNS = ", ".join(field.name for field in fields(Conversation))
@@ -377,6 +378,18 @@ def _unpacked(data: bytes) -> array[int]:
     if sys.byteorder == "big":
         tokens.byteswap()
     return tokens
+
+
+def stored_tokenizer(path: str | Path) -> bytes | None:
+    """The digest that `HistoryStore.use_tokenizer` has left in the file; None if it has none. Raises SettingError."""
+    try:
+        with closing(sqlite3.connect(path, timeout=LOOK_SECONDS)) as db:
+            if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'tokenizer'").fetchone():
+                return None
+            found = db.execute("SELECT digest FROM tokenizer").fetchone()
+            return None if found is None else bytes(found[0])
+    except sqlite3.Error as error:
+        raise SettingError("--state-dir", _why_unusable(path, error)) from error
 
 
 def _why_unusable(path: str | Path, error: Exception) -> str:

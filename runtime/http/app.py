@@ -17,6 +17,7 @@ from fastapi import Request as HTTPRequest
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
@@ -197,6 +198,14 @@ def create_app(
         app.add_middleware(ClientLimit, most=settings.max_requests_per_client)
     if settings.api_keys:
         app.add_middleware(KeyCheck, digests=settings.api_keys, open_paths=OPEN_PATHS)
+    if settings.cors_origins:  # outside of the keys: a browser asks first, without one
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID],
+        )
     app.add_middleware(SecurityHeaders)
     calls = RequestBuilder(ready, tokenizer, histories, client.new_id)
     created = int(time.time())

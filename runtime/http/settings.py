@@ -10,6 +10,7 @@ class HTTPSettings:
     """max_requests_per_client   sequences a client may have open, None: any number (`limits.ClientLimit`)
     max_body_bytes            a longer body is refused with 413
     max_connections           one more is answered with 503 and closed
+    cors_origins              whose web pages may use the API, "*": all; none: only the server's own
     client_timeout            seconds a client may take to send a request or to take an answer, then it is cut off
                               (`connections.PatientProtocol`)
     chat_template             its source, None: the engine's own
@@ -26,6 +27,7 @@ class HTTPSettings:
     max_body_bytes: int = 32 * 1024**2
     max_connections: int = 4096
     client_timeout: float = 30.0
+    cors_origins: tuple[str, ...] = ()
     chat_template: str | None = None
     api_keys: tuple[str, ...] = ()
     history_file: str = ":memory:"

@@ -31,8 +31,9 @@ from ..messages import Ready
 from ..observe.chrome_trace import TraceFile
 from ..step.grammar import Grammars, open_grammars
 from ..text.tokenizer import Tokenizer
-from .options import ServeSettings, read_chat_template
+from .http_options import read_chat_template
 from .ranks import open_rank
+from .settings import ServeSettings
 from .sizing import (
     check_disk_holds,
     disk_settings,
@@ -125,8 +126,6 @@ def prepare(settings: ServeSettings) -> Prepared:
     """SettingError for an engine of several ranks."""
     device = make_device(settings)
     directory = Path(settings.engine)
-    if settings.engine == "demo":
-        directory = demo_engine(settings.state_dir, settings.device)
     divided = Manifest.read(directory).tensor_parallel
     if divided != 1:
         raise SettingError(
@@ -205,8 +204,8 @@ def demo_engine(state_dir: Path, device: str) -> Path:
 def locked_directories(settings: ServeSettings) -> Iterator[None]:
     """While this is open no other server has them. SettingError."""
     with ExitStack() as locks:
-        locks.enter_context(locked(settings.state_dir, "--state-dir"))
+        locks.enter_context(locked(settings.state_directory, "--state-dir"))
         disk = settings.disk_directory
-        if disk.resolve() != settings.state_dir.resolve():
+        if disk.resolve() != settings.state_directory.resolve():
             locks.enter_context(locked(disk, "--disk-dir"))
         yield

@@ -1,184 +1,68 @@
 """The options of `pensieve serve`: from the command line, and from a TOML file with the same names.
 
-Where vLLM has an option of the same meaning, ours has its name.
+Where vLLM has an option of the same meaning, ours has its name, or takes it too.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
-import importlib.metadata
-import os
 import re
 import tomllib
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, field, fields
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from ...scheduler.config import BATCHING_MODES, EVICTION_POLICIES, QUEUE_ORDERS, SAVE_MODES
-from ...scheduler.context_window import OVERFLOW_MODES
 from ...scheduler.types import SettingError
-from ..http.auth import key_digest
-from ..http.settings import HTTPSettings
-from ..observe.logs import LOG_FORMATS, LOG_LEVELS
-from ..text.tokenizer import ChatTemplate
-
-DEFAULT_GPU_KV = "512MiB"
-DEFAULT_HOST_KV = "2GiB"
-DEFAULT_DISK_KV = "0GiB"
-
-RIVALS = (
-    ("gpu_kv_chunks", "gpu_kv_bytes", "gpu_memory_utilization"),
-    ("host_kv_chunks", "host_kv_bytes"),
-    ("disk_kv_chunks", "disk_kv_bytes"),
+from .command_line import CommandParser, did_you_mean
+from .settings import (
+    CHOICES,
+    DEFAULT_GPU_KV,
+    DEFAULT_HOST_KV,
+    DEFAULTS,
+    RIVALS,
+    ServeSettings,
+    default_state_dir,
+    flag,
 )
-"""Options of which one is given at most: a flag overrides its rivals in the file too."""
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "device": ("cpu", "cuda"),
-    "batching": BATCHING_MODES,
-    "queue_order": QUEUE_ORDERS,
-    "save": SAVE_MODES,
-    "prefetch": ("on", "off"),
-    "lower_tier_kv": ("same", "packed", "fp8"),
-    "eviction": EVICTION_POLICIES,
-    "swap_in": ("pipelined", "first"),
-    "link": ("duplex", "in-first"),
-    "overflow": OVERFLOW_MODES,
-    "log_format": tuple(LOG_FORMATS),
-    "log_level": tuple(LOG_LEVELS),
+ALIASES = {
+    "--model": "--engine",
+    "--tensor-parallel": "--tensor-parallel-size",
+    "-tp": "--tensor-parallel-size",
+    "--kv-cache-memory-bytes": "--gpu-kv-bytes",
+    "--num-gpu-blocks-override": "--gpu-kv-chunks",
+    "--block-size": "--chunk-tokens",
+    "--enable-prefix-caching": "--reuse",
+    "--no-enable-prefix-caching": "--no-reuse",
 }
+"""Names of vLLM's options, and of `build_engine`'s, whose meaning is that of one of ours. The file has ours only."""
 
+ELSEWHERE = {
+    "--swap-space": "--host-kv-bytes 4GiB keeps KV in host memory",
+    "--kv-offloading-size": "--host-kv-bytes 4GiB keeps KV in host memory, so much for each rank",
+    "--kv-cache-dtype": "KV on the GPU is of the engine's type; --lower-tier-kv fp8 rounds it elsewhere",
+    "--scheduling-policy": "--queue-order says which request joins next; smaller priorities always come first",
+    "--enable-chunked-prefill": "prompts are always cut to --max-num-batched-tokens",
+    "--no-enable-chunked-prefill": "--batching separate computes prompts apart from generation",
+    "--allowed-origins": "--cors-origins takes them as words",
+    "--uvicorn-log-level": "use --log-level",
+    "--disable-log-requests": "--log-level warning leaves them out of the log",
+    "--no-enable-log-requests": "--log-level warning leaves them out of the log",
+    "--enable-auto-tool-choice": "tool calls are always read",
+    "--tool-call-parser": "tool calls are always read",
+    "--trust-remote-code": "code of a checkpoint is never run",
+    "--pipeline-parallel-size": "--tensor-parallel-size divides a model over several GPUs",
+    "-pp": "--tensor-parallel-size divides a model over several GPUs",
+}
+"""Options of vLLM that people type and that have no equal here, with what to do instead."""
 
-NOT_WITH_TRITON = (
-    "host",
-    "port",
-    "served_model_name",
-    "chat_template",
-    "api_key",
-    "api_key_file",
-    "max_requests_per_client",
-    "max_body_bytes",
-    "max_connections",
-    "client_timeout",
-    "owner_kv_bytes",
-    "otlp_traces_endpoint",
-)
-"""Options that concern HTTP clients only: with `--attach` Triton serves the clients."""
-
-
-def default_state_dir() -> Path:
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "pensieve"
-
-
-@dataclass(frozen=True)
-class ServeSettings:
-    """The options by name, each as `pensieve serve --help` describes it; sizes as text ("40GiB").
-
-    Values are checked here as far as they need neither a file nor the engine. SettingError names the flag at fault.
-    """
-
-    engine: str
-    config: Path | None = None
-    attach: Path | None = None
-    device: str = "cpu"
-    enforce_eager: bool = False
-    state_dir: Path = field(default_factory=default_state_dir)
-    max_model_len: int | None = None
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 1024
-    batching: str = "unified"
-    queue_order: str = "bounded-ratio"
-    max_queue: int = 1024
-    queue_timeout: float | None = None
-    shutdown_timeout: float = 30.0
-
-    gpu_kv_chunks: int | None = None
-    gpu_kv_bytes: str | None = None
-    gpu_memory_utilization: float = 0.9
-    host_kv_chunks: int | None = None
-    host_kv_bytes: str | None = None
-    disk_kv_chunks: int | None = None
-    disk_kv_bytes: str | None = None
-    disk_dir: Path | None = None
-    save: str = "async"
-    prefetch: str = "on"
-    lower_tier_kv: str = "same"
-    chunk_tokens: int = 32
-    conversation_ttl: float = 86400.0
-    owner_kv_bytes: str | None = None
-    eviction: str = "retention"
-    swap_out_below: float | None = None
-    generation_reserve: float = 0.10
-    swap_in: str = "pipelined"
-    link: str = "duplex"
-    overflow: str | None = None
-    overflow_ratio: float = 0.5
-    reuse: bool = True
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    served_model_name: tuple[str, ...] | None = None
-    chat_template: Path | None = None
-    api_key: tuple[str, ...] = ()
-    api_key_file: Path | None = None
-    history_ttl: float | None = None
-    max_requests_per_client: int | None = None
-    max_conversations_per_owner: int | None = None
-    max_body_bytes: str = "32MiB"
-    max_connections: int = 4096
-    client_timeout: float = 30.0
-    otlp_traces_endpoint: str | None = None
-    trace: Path | None = None
-    log_format: str = "text"
-    log_level: str = "info"
-
-    def __post_init__(self) -> None:
-        for name, allowed in CHOICES.items():
-            value = getattr(self, name)
-            if value not in allowed and not (name == "overflow" and value is None):
-                raise SettingError(flag(name), f"must be one of {', '.join(allowed)}, not {value!r}")
-        for name in NOT_WITH_TRITON if self.attach is not None else ():
-            if self.changed(name):
-                raise SettingError(flag(name), "has no meaning here: Triton serves the clients")
-        for rivals in RIVALS:
-            given = [name for name in rivals if self.changed(name)]
-            if len(given) > 1:
-                raise SettingError(flag(given[1]), f"cannot be given beside {flag(given[0])}")
-        for name in ("max_requests_per_client", "max_conversations_per_owner", "max_connections", "chunk_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise SettingError(flag(name), f"must be at least 1, not {value}")
-        for name in ("history_ttl", "client_timeout"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise SettingError(flag(name), f"must be more than 0 seconds, not {value}")
-        if not self.shutdown_timeout >= 0:
-            raise SettingError("--shutdown-timeout", f"must not be negative, not {self.shutdown_timeout}")
-        if self.owner_kv_bytes is not None and not self.api_key and self.api_key_file is None:
-            raise SettingError("--owner-kv-bytes", "needs --api-key: without keys there is one owner")
-        if self.enforce_eager and self.device != "cuda":
-            raise SettingError("--enforce-eager", "there are no CUDA graphs without --device cuda")
-        if self.device != "cuda" and self.changed("gpu_memory_utilization"):
-            raise SettingError("--gpu-memory-utilization", "needs --device cuda; on a CPU, give --gpu-kv-bytes")
-
-    def changed(self, name: str) -> bool:
-        """Whether the option is not at its default."""
-        return bool(getattr(self, name) != DEFAULTS[name])
-
-    @property
-    def disk_directory(self) -> Path:
-        return self.disk_dir or self.state_dir / "kv"
-
-
-DEFAULTS: dict[str, Any] = {one.name: one.default for one in fields(ServeSettings) if one.default is not MISSING}
-
-
-def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+COMMON = (
+    "path", "config", "device", "dtype", "quantization", "tensor_parallel_size", "max_model_len", "max_num_seqs",
+    "gpu_kv_bytes", "gpu_memory_utilization", "host_kv_bytes", "disk_kv_bytes", "state_dir", "host", "port",
+    "served_model_name", "api_key", "help", "help_all",
+)  # fmt: skip
+"""What `--help` shows; `--help-all` shows all."""
 
 
 def parse_options(argv: Sequence[str]) -> ServeSettings:
@@ -186,17 +70,19 @@ def parse_options(argv: Sequence[str]) -> ServeSettings:
     made = parser()
     path = early_options(argv).config
     if path is not None:
-        given = {word.partition("=")[0] for word in argv}
+        given = {word.partition("=")[0] for word in made.own_words(argv)}
         values = {name: value for name, value in read_file(made, path).items() if not _rivals(name) & given}
         made.set_defaults(**values)
-        for action in made._actions:
-            action.required &= action.dest not in values
     return settings_of(made.parse_args(argv))
 
 
 def settings_of(args: argparse.Namespace) -> ServeSettings:
     """SettingError for values that cannot work."""
     values: dict[str, Any] = vars(args)
+    if values["engine"] is None:
+        raise SettingError(
+            "PATH", "name an engine or a checkpoint's directory (pensieve serve PATH), or `demo` for a small model"
+        )
     lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
     return ServeSettings(**(values | lists))
 
@@ -209,12 +95,23 @@ def early_options(argv: Sequence[str]) -> argparse.Namespace:
     return early.parse_known_args(argv)[0]
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog="pensieve serve",
-        description="Serves an engine over HTTP (OpenAI API), with a KV cache that survives between turns.",
-        allow_abbrev=False,  # the file knows no abbreviations either
+def parser(prog: str = "pensieve serve") -> CommandParser:
+    made = CommandParser(
+        prog=prog,
+        usage="%(prog)s PATH [options]",
+        description="Serves a model over HTTP (OpenAI API), with a KV cache that survives between turns.",
+        epilog="SIZE is a number of bytes, or one with a unit: 40GiB. docs/use/options.md has more.",
+        add_help=False,
+        aliases=ALIASES,
+        elsewhere=ELSEWHERE,
     )
+    made.add_argument("path", nargs="?", action=_Path, default=argparse.SUPPRESS, metavar="PATH",
+                      help="an engine, or a Hugging Face checkpoint, of which an engine is built on first use; "
+                      "`demo`: a small model that comes along")  # fmt: skip
+    made.add_argument(
+        "--help", "-h", action=_Help, nargs=0, default=argparse.SUPPRESS, help="show what most people need"
+    )
+    made.add_argument("--help-all", action="help", help="show all options")
     made.add_argument("--config", type=Path, metavar="FILE", help="a TOML file of these options, without the dashes")
     made.add_argument("--attach", type=Path, metavar="SOCKET",
                       help="serve Triton's model, which listens there and adds this option itself, and no HTTP clients"
@@ -222,19 +119,41 @@ def parser() -> argparse.ArgumentParser:
     _engine_options(made)
     _cache_options(made)
     _http_options(made)
-    made.set_defaults(**DEFAULTS | {"api_key": []}, state_dir=default_state_dir())  # a list, which the flag extends
+    lists: dict[str, list[str]] = {name: [] for name, value in DEFAULTS.items() if value == ()}  # which flags extend
+    made.set_defaults(**DEFAULTS | lists, engine=None)
     return made
+
+
+class _Path(argparse.Action):
+    """PATH is `--engine`; the last one counts."""
+
+    def __call__(self, _: argparse.ArgumentParser, namespace: argparse.Namespace, path: Any, __: Any = None) -> None:
+        namespace.engine = path
+
+
+class _Help(argparse.Action):
+    """Shows COMMON only."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        for action in parser._actions:
+            if action.dest not in COMMON:
+                action.help = argparse.SUPPRESS
+        parser.print_help()
+        parser.exit()
 
 
 def _engine_options(made: argparse.ArgumentParser) -> None:
     option = made.add_argument_group("engine and batch").add_argument
-    option("--engine", required=True, metavar="DIR|demo", help="an engine directory, or a small model made on the spot")
+    option("--engine", metavar="PATH", help="PATH as an option; the last one counts")
     option("--device", choices=CHOICES["device"], help="where the engine runs (default %(default)s)")
+    option("--dtype", choices=CHOICES["dtype"], help="of a checkpoint's weights and KV (default: its own)")
+    option("--quantization", metavar="NAME", help="fp8: round a checkpoint's weights to 8 bits (default: as they are)")
+    option("--tensor-parallel-size", type=int, metavar="N", help="divide a checkpoint over so many ranks (default 1)")
     option("--enforce-eager", action=argparse.BooleanOptionalAction,
            help="on a GPU: launch every kernel by itself, no CUDA graphs")  # fmt: skip
     option("--state-dir", type=Path, metavar="DIR",
            help="of this server alone: histories, and the disk tier unless --disk-dir says otherwise "
-           "(default %(default)s)")  # fmt: skip
+           f"(default: one for each engine in {default_state_dir()})")  # fmt: skip
     option("--max-model-len", type=int, metavar="N", help="longest context, tokens (default: the model's own)")
     option("--max-num-seqs", type=int, metavar="N", help="running requests (default %(default)s)")
     option("--max-num-batched-tokens", type=int, metavar="N", help="tokens a step (default %(default)s)")
@@ -255,17 +174,17 @@ def _engine_options(made: argparse.ArgumentParser) -> None:
 def _cache_options(made: argparse.ArgumentParser) -> None:
     group = made.add_argument_group("KV cache", "With several ranks, sizes in bytes are what each of them may use.")
     option = group.add_argument
-    defaults = {
-        "gpu": f"{DEFAULT_GPU_KV}; on a GPU as --gpu-memory-utilization says",
-        "host": DEFAULT_HOST_KV,
-        "disk": "none",
-    }
-    for tier, default in defaults.items():
-        option(f"--{tier}-kv-chunks", type=int, metavar="N", help=f"{tier.upper()} cache, in chunks")
-        option(f"--{tier}-kv-bytes", metavar="SIZE", help=f"or in bytes, as 40GiB (default {default})")
+    tiers = (
+        ("gpu", "on the GPU", f"{DEFAULT_GPU_KV}; on a GPU as --gpu-memory-utilization says"),
+        ("host", "in host memory", DEFAULT_HOST_KV),
+        ("disk", "on disk", "none"),
+    )
+    for tier, where, default in tiers:
+        option(f"--{tier}-kv-bytes", metavar="SIZE", help=f"KV {where}, as 40GiB (default {default})")
+        option(f"--{tier}-kv-chunks", type=int, metavar="N", help="or in chunks")
         if tier == "gpu":
             option("--gpu-memory-utilization", type=float, metavar="SHARE",
-                   help="or, on a GPU, what this share of its memory leaves: of all that the process uses "
+                   help="or what this share of the GPU's memory leaves beside all else that the process needs "
                    "(default %(default)s)")  # fmt: skip
     option("--disk-dir", type=Path, metavar="DIR",
            help="where the disk cache is, on a local disk (default: kv in --state-dir)")  # fmt: skip
@@ -325,6 +244,9 @@ def _http_options(made: argparse.ArgumentParser) -> None:
     option("--max-connections", type=int, metavar="N", help="then 503 (default %(default)s)")
     option("--client-timeout", type=float, metavar="SECONDS",
            help="for a client to send a request, or to take an answer (default %(default)s)")  # fmt: skip
+    option("--cors-origins", nargs="+", action="extend", metavar="ORIGIN",
+           help="web pages of these origins may use the API, as https://chat.example.org; *: all (default: none)"
+           )  # fmt: skip
     option("--otlp-traces-endpoint", metavar="URL",
            help="send a span for each request there, as http://HOST:4318/v1/traces (default: none)")  # fmt: skip
     option("--trace", type=Path, metavar="FILE", help="write what each step did and when, for ui.perfetto.dev")
@@ -341,14 +263,13 @@ def read_file(made: argparse.ArgumentParser, path: Path) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingError("--config", f"{path} is not TOML: {error}") from error
     known = {word: action for action in made._actions for word in action.option_strings if word.startswith("--")}
-    for word in ("--help", "--config", "--attach"):
+    for word in ("--help", "--help-all", "--version", "--config", "--attach"):
         del known[word]
     values: dict[str, Any] = {}
     for name, value in options.items():
         word = flag(name)
         if word not in known:
-            near = difflib.get_close_matches(word, known, 1)
-            hint = f"; did you mean {near[0][2:]}?" if near else ""
+            hint = did_you_mean(name.replace("_", "-"), [word[2:] for word in known])
             raise SettingError("--config", f"{path}: there is no option {name!r}{hint}")
         action = known[word]
         switch, several = action.nargs == 0, action.nargs == "+"
@@ -369,68 +290,6 @@ def read_file(made: argparse.ArgumentParser, path: Path) -> dict[str, Any]:
 def _rivals(name: str) -> set[str]:
     """The flags of its rivals."""
     return {flag(other) for rivals in RIVALS if name in rivals for other in rivals if other != name}
-
-
-def http_settings(settings: ServeSettings) -> HTTPSettings:
-    """What the HTTP process is told; reads the files that the options name. SettingError names the flag at fault."""
-    keys = read_api_keys(settings.api_key, settings.api_key_file)
-    if settings.otlp_traces_endpoint is not None:
-        check_traces_endpoint(settings.otlp_traces_endpoint)
-    return HTTPSettings(
-        max_requests_per_client=settings.max_requests_per_client,
-        max_body_bytes=parse_bytes(settings.max_body_bytes, "--max-body-bytes"),
-        max_connections=settings.max_connections,
-        client_timeout=settings.client_timeout,
-        chat_template=None if settings.chat_template is None else read_chat_template(settings.chat_template),
-        api_keys=tuple(key_digest(key) for key in keys),
-        history_file=str(settings.state_dir / "history.sqlite"),
-        history_ttl=settings.history_ttl,
-        max_conversations_per_owner=settings.max_conversations_per_owner,
-        otlp_traces_endpoint=settings.otlp_traces_endpoint,
-        log_format=settings.log_format,
-        log_level=settings.log_level,
-    )
-
-
-def check_traces_endpoint(endpoint: str) -> None:
-    """SettingError if it is no URL, or nothing is installed to send spans. Whether it answers is not asked."""
-    setting, exporter = "--otlp-traces-endpoint", "opentelemetry-exporter-otlp-proto-http"
-    try:
-        url = urlsplit(endpoint)
-        usable = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
-    except ValueError:
-        usable = False
-    if not usable:
-        raise SettingError(setting, f"must be a URL as http://127.0.0.1:4318/v1/traces, not {endpoint!r}")
-    try:
-        importlib.metadata.version(exporter)
-    except importlib.metadata.PackageNotFoundError:
-        raise SettingError(setting, f"needs more packages: pip install {exporter}") from None
-
-
-def read_api_keys(keys: Sequence[str], path: Path | None) -> Sequence[str]:
-    """Those of the command line and those of the file, whose empty lines and lines with # say nothing."""
-    if path is not None:
-        try:
-            lines = [line.strip() for line in path.read_text("utf-8").splitlines()]
-        except (OSError, UnicodeDecodeError) as error:
-            raise SettingError("--api-key-file", f"cannot read {path}: {error}") from error
-        found = [line for line in lines if line and not line.startswith("#")]
-        if not found:
-            raise SettingError("--api-key-file", f"{path} holds no key")
-        keys = [*keys, *found]
-    if not all(key.strip() for key in keys):
-        raise SettingError("--api-key", "a key must not be empty")
-    return list(keys)
-
-
-def read_chat_template(path: Path) -> str:
-    try:
-        source = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingError("--chat-template", f"cannot read {path}: {error}") from error
-    ChatTemplate(source, {}, "--chat-template")  # whether it parses
-    return source
 
 
 _UNITS = {"": 1, "B": 1}

@@ -5,22 +5,22 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
-from multiprocessing.connection import Client, Connection
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...scheduler.step_timing import StepTiming
-from ...scheduler.types import SettingError
 from ..conversations.store import HistoryStore
 from ..http.process import listen, serve_http
 from ..messages import TritonSettings
-from ..ranks.launch import DRAIN
+from ..ranks.launch import DRAIN, tell_serving
 from ..service import Service
 from ..system import ASKED
 from .assemble import Assembled, assemble, make_executor, prepare_rank
-from .options import ServeSettings, http_settings
+from .attached import connect
+from .http_options import http_settings
+from .settings import ServeSettings
 from .sizing import disk_settings
 
 if TYPE_CHECKING:
@@ -42,8 +42,11 @@ def serve(settings: ServeSettings, ranks: Ranks | None = None) -> int:
     ours, theirs = multiprocessing.Pipe()
     spawn = multiprocessing.get_context("spawn")
     http = spawn.Process(target=serve_http, args=(theirs, listener, http_process), name="http")
-    ours_alone = [DRAIN, ASKED]
-    signal.pthread_sigmask(signal.SIG_BLOCK, ours_alone)  # mpirun tells the HTTP process too, which inherits this
+    # From here on for the loop alone: mpirun and a terminal tell the HTTP process too, which inherits this mask. The
+    # process that multiprocessing starts beside it would take the mask off again.
+    resource_tracker.ensure_running()
+    ours_alone = [*ENDS, ASKED]
+    signal.pthread_sigmask(signal.SIG_BLOCK, ours_alone)
     http.start()  # it imports while the weights load
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ours_alone)
     listener.close()
@@ -87,29 +90,6 @@ def serve_attached(settings: ServeSettings, socket_path: Path, ranks: Ranks | No
         service.run(assembled.ready)
 
 
-@contextmanager
-def telling_model(socket_path: Path | None) -> Iterator[None]:
-    """A SettingError is also told to Triton's model, if there is one: its load fails with this text."""
-    try:
-        yield
-    except SettingError as error:
-        if socket_path is not None and error.setting != "--attach":
-            try:
-                with connect(socket_path) as connection:
-                    connection.send(str(error))
-            except SettingError as untold:
-                log.error("%s", untold)
-        raise
-
-
-def connect(socket_path: Path) -> Connection:
-    """SettingError if nothing listens there."""
-    try:
-        return Client(str(socket_path), "AF_UNIX")
-    except OSError as error:
-        raise SettingError("--attach", f"cannot connect to {socket_path}: {error.strerror or error}") from error
-
-
 def make_service(assembled: Assembled, connection: Connection) -> Service:
     scheduler, executor, cost, trace, _ = assembled
     return Service(scheduler, executor, connection, StepTiming(cost), trace)
@@ -139,3 +119,4 @@ def drain_on_signals(service: Service, seconds: float) -> None:
 
     for number in ENDS:
         signal.signal(number, drain)
+    tell_serving()

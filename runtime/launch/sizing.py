@@ -24,7 +24,8 @@ from ..disk.record import record_bytes as disk_record_bytes
 from ..disk.speed import measure_disk
 from ..disk.store import DiskSettings
 from ..engine import Engine
-from .options import DEFAULT_DISK_KV, DEFAULT_GPU_KV, DEFAULT_HOST_KV, ServeSettings, flag, parse_bytes
+from .options import parse_bytes
+from .settings import DEFAULT_DISK_KV, DEFAULT_GPU_KV, DEFAULT_HOST_KV, ServeSettings, flag
 
 if TYPE_CHECKING:
     from ..ranks.mpi import Ranks

@@ -9,7 +9,8 @@ from typing import Any, NoReturn
 from ...builder.checkpoints.hugging_face import DEMO_CHECKPOINT
 from ...builder.engine_cache import engine_for
 from ...scheduler.types import SettingError
-from ..launch.options import ServeSettings, parser, settings_of
+from ..launch.options import parser, settings_of
+from ..launch.settings import ServeSettings
 
 DEMO = "demo"
 

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 DRAIN = signal.SIGUSR1
 _OURS = "PENSIEVE_RANKS"
+_SERVES = "PENSIEVE_RANKS_SERVE"
+"""The variable with the path of a file that rank 0 makes once it serves: from then on it can be told to drain."""
 _STARTED = (_OURS, "OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_SIZE", "PMI_RANK")
 """Variables that one launcher or another gives to its ranks."""
 
@@ -92,7 +94,13 @@ def find_mpirun() -> str:
 def environment(given: dict[str, str], ranks: int, scratch: str) -> dict[str, str]:
     """What mpirun, and through it the ranks, are started with. scratch: a directory for mpirun's own files."""
     ours = SETTINGS | dict.fromkeys(_SCRATCH, scratch) | (AS_ROOT if os.geteuid() == 0 else {})
-    return ours | given | {_OURS: str(ranks)}
+    return ours | given | {_OURS: str(ranks), _SERVES: str(Path(scratch) / "serves")}
+
+
+def tell_serving() -> None:
+    """For rank 0, which drains when it is told to from now on."""
+    if path := os.environ.get(_SERVES):
+        Path(path).touch()
 
 
 def die_with_mpirun() -> None:
@@ -103,27 +111,30 @@ def die_with_mpirun() -> None:
 def run_ranks(ranks: int, command: Sequence[str]) -> int:
     """Runs the command as so many ranks and returns its exit status. SettingError if there is no mpirun.
 
-    The first SIGTERM or SIGINT lets the ranks drain, the second ends their requests, the third kills them; before they
-    serve any does. SIGUSR2 asks them where they are (`system.tell_when_asked`). They die with this process.
+    The first SIGTERM or SIGINT lets the ranks drain, the second ends their requests, the third kills them. Before they
+    serve the first one ends them, with one line of the log, and the status is the shell's for that signal. SIGUSR2 asks
+    them where they are (`system.tell_when_asked`). They die with this process.
     """
     words = [find_mpirun(), "-n", str(ranks), *command]
     prctl = ctypes.CDLL(None).prctl  # loaded before the fork
 
     mpirun: subprocess.Popen[bytes] | None = None
-    asked = 0  # signals that came before there was anybody to tell
+    early: list[signal.Signals] = []  # that came before the ranks served
     patience = [signal.SIGTERM, DRAIN, DRAIN]
 
-    def pass_on(*_: object) -> None:
-        nonlocal asked
-        if mpirun is None:
-            asked += 1
-        else:
+    def pass_on(number: int, _: object) -> None:
+        if mpirun is not None and serves.exists():
             mpirun.send_signal(patience.pop() if patience else signal.SIGKILL)
+            return
+        early.append(signal.Signals(number))
+        if mpirun is not None:
+            mpirun.send_signal(signal.SIGTERM if len(early) == 1 else signal.SIGKILL)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, pass_on)
-    signal.signal(ASKED, lambda *_: mpirun.send_signal(ASKED) if mpirun else None)  # before, there is nobody to ask
     with tempfile.TemporaryDirectory(prefix="pensieve-mpi-", ignore_cleanup_errors=True) as scratch:
+        serves = Path(scratch) / "serves"
+        for ends in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(ends, pass_on)
+        signal.signal(ASKED, lambda *_: mpirun.send_signal(ASKED) if mpirun else None)  # before, there is nobody to ask
         # In a session of its own: what is typed at the terminal comes to this process, and only from here to the ranks.
         mpirun = subprocess.Popen(
             words,
@@ -131,9 +142,13 @@ def run_ranks(ranks: int, command: Sequence[str]) -> int:
             start_new_session=True,
             preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
         )
-        for _ in range(asked):
-            pass_on()
-        return _wait(mpirun)
+        if early:
+            mpirun.send_signal(signal.SIGTERM)  # nobody could be told before
+        status = _wait(mpirun)
+        if early:
+            log.warning("ended by %s before the ranks served", early[0].name)
+            return 128 + early[0]
+        return status
 
 
 def _wait(mpirun: subprocess.Popen[bytes]) -> int:

@@ -34,9 +34,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...builder.build import WEIGHTS, build_engine, build_random_engine
+from ...builder.build import build_engine, build_random_engine
 from ...builder.checkpoints.config import Shard
 from ...builder.checkpoints.hugging_face import DEMO_CHECKPOINT
+from ...builder.choices import WEIGHTS
 from ...plugins.attention import reference as attention_reference
 from ...plugins.torch_ops import register_pool, release_pool
 from ...runtime.engine import Engine, open_engine

@@ -27,11 +27,11 @@ from ...plugins.collectives.protocol import TENSOR_PARALLEL, Group, register_gro
 from ...runtime.device.protocol import Device, ForwardPass
 from ...runtime.engine import open_engine
 from ...runtime.executor import Executor
+from ...runtime.launch.profiling import make_device
 from ...runtime.launch.ranks import run_as_ranks, take_share
 from ...scheduler.config import SchedulerConfig
 from ...scheduler.types import SettingError
 from ..bench.loop import Answer
-from ..profile_engine import make_device
 from .reuse import FLOAT32_TOLERANCE, Asker, Exact, differences, eager_device
 
 if TYPE_CHECKING:

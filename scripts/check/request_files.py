@@ -15,7 +15,8 @@ from types import FrameType
 
 from ...runtime.http.process import listen, serve_http
 from ...runtime.launch.assemble import assemble
-from ...runtime.launch.options import http_settings, parse_options
+from ...runtime.launch.http_options import http_settings
+from ...runtime.launch.options import parse_options
 from ...runtime.launch.serving import make_service
 from ..chat import Server
 

@@ -17,7 +17,7 @@ from pensieve.plugins import torch_ops
 from pensieve.plugins.collectives.protocol import TENSOR_PARALLEL, ThreadRanks, register_group, release_group
 from pensieve.runtime.engine import open_engine
 from pensieve.runtime.launch.assemble import assemble
-from pensieve.runtime.launch.options import ServeSettings
+from pensieve.runtime.launch.settings import ServeSettings
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.build_engine import main
 from tests.compiled import needs_compiler

@@ -18,12 +18,14 @@ HTTP = httpx.Client(timeout=120, limits=httpx.Limits(max_connections=None, max_k
 
 
 class Server:
-    """Use as a context manager. `url` is its address; `log` its last lines."""
+    """Use as a context manager. `url` is its address; `log` its last lines. `engine`, `state_dir` None: not said."""
 
     COMMAND = (sys.executable, "-m", "pensieve.scripts.pensieve", "serve")
 
     def __init__(self, state_dir, *options, engine="demo", start_seconds=120, command=COMMAND, environment=None):
-        words = [*command, "--engine", engine, "--port", 0, "--state-dir", state_dir, *options]
+        words = [*command, "--port", 0, *options]
+        for option, value in (("--engine", engine), ("--state-dir", state_dir)):
+            words += [option, value] if value is not None else []
         self.process = subprocess.Popen(
             [str(word) for word in words], stderr=subprocess.PIPE, text=True, env=environment
         )

@@ -17,7 +17,7 @@ import pytest
 from pensieve.builder.build import build_engine
 from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
 from pensieve.runtime.launch import serving
-from pensieve.runtime.launch.options import ServeSettings
+from pensieve.runtime.launch.settings import ServeSettings
 from pensieve.runtime.messages import Ready
 from pensieve.runtime.ranks.launch import DRAIN
 from pensieve.runtime.system import descendants

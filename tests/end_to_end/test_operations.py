@@ -195,6 +195,8 @@ def test_ready_ends_with_sigterm_health_with_the_server_and_a_second_signal_ends
         refused = server.post("/v1/completions", prompt=[40], max_tokens=1)
         assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
         assert server.metric(RUNNING) == 1
+        said = "shutting down: waits for 1 running reply, at most 60 s; the next signal ends it at once"
+        assert sum(said in line for line in server.log) == 1
         assert server.stop() == 0
         thread.join(60)
         assert answers[0].status_code == 503 and "shutting down" in answers[0].json()["error"]["message"]

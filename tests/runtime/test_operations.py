@@ -255,6 +255,26 @@ def test_grammars_of_one_key_do_not_delay_another_key(
     serve(FakeLoop(), work, settings, tokenizer=str(tokenizer_directory))
 
 
+def test_pages_of_other_origins_may_use_the_api_if_they_are_named() -> None:
+    """A browser asks first, without a key."""
+    asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+
+    async def work(http: httpx.AsyncClient) -> list[tuple[int, str | None]]:
+        answers = []
+        for origin in ("https://one.example", "https://other.example"):
+            headers = {"origin": origin}
+            answers.append(await http.options("/v1/completions", headers=headers | asks))
+            answers.append(await http.get("/v1/models", headers=headers | {"authorization": "Bearer secret"}))
+        return [(answer.status_code, answer.headers.get("access-control-allow-origin")) for answer in answers]
+
+    keys = (key_digest("secret"),)
+    named = serve(FakeLoop(), work, HTTPSettings(api_keys=keys, cors_origins=("https://one.example",)))
+    assert named == [(200, "https://one.example"), (200, "https://one.example"), (400, None), (200, None)]
+    everyone = serve(FakeLoop(), work, HTTPSettings(api_keys=keys, cors_origins=("*",)))
+    assert everyone == [(200, "*")] * 4
+    assert serve(FakeLoop(), work, HTTPSettings(api_keys=keys)) == [(401, None), (200, None)] * 2
+
+
 @pytest.mark.parametrize("announced", [True, False])
 def test_a_long_body_is_refused(announced: bool) -> None:
     async def stream() -> AsyncIterator[bytes]:

@@ -21,7 +21,8 @@ from pensieve.runtime.frontend.engine_client import EngineClient
 from pensieve.runtime.http.app import create_app
 from pensieve.runtime.http.process import listen, serve_http
 from pensieve.runtime.http.settings import HTTPSettings
-from pensieve.runtime.launch.options import http_settings, parse_options
+from pensieve.runtime.launch.http_options import http_settings
+from pensieve.runtime.launch.options import parse_options
 from pensieve.runtime.messages import Submit
 from pensieve.scheduler.types import SettingError
 

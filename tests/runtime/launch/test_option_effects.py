@@ -7,6 +7,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import asdict, fields
 from itertools import chain
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from pensieve.builder.build import build_engine
 from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
 from pensieve.runtime.device.protocol import Memory
 from pensieve.runtime.engine import open_engine
-from pensieve.runtime.launch import assemble, serving
+from pensieve.runtime.launch import assemble, command, resolve, serving
 from pensieve.runtime.launch.options import parse_options, parser
 from pensieve.runtime.messages import TritonSettings
 from pensieve.scheduler.types import SettingError
@@ -43,7 +44,9 @@ class Refused(NamedTuple):
     beside: str = ""
 
 
-OPTIONS = {action.dest: action for action in parser()._actions if action.dest != "help"}
+OPTIONS = {
+    action.dest: action for action in parser()._actions if action.dest not in ("help", "help_all", "version", "path")
+}
 
 
 def each_choice(name: str, seen: str) -> tuple[Effect, ...]:
@@ -62,6 +65,12 @@ CASES: dict[str, tuple[Effect | Refused, ...]] = {
     "attach": (Effect("--attach FILES/socket", "attach.path"),),
     "engine": (Effect("--engine FILES/other", "engine.directory"),),
     "device": (Effect(CUDA, "device.kind"),),
+    "dtype": each_choice("dtype", "build.dtype"),
+    "quantization": (Effect("--quantization fp8", "build.quantization"),),
+    "tensor_parallel_size": (
+        Effect("--tensor-parallel-size 2", "build.tensor_parallel"),
+        at_least("tensor-parallel-size", 1),
+    ),
     "enforce_eager": (
         Effect("--enforce-eager", "device.enforce_eager", CUDA),
         Refused("--enforce-eager", "no CUDA graphs without --device cuda"),
@@ -161,6 +170,7 @@ CASES: dict[str, tuple[Effect | Refused, ...]] = {
     "max_body_bytes": (Effect("--max-body-bytes 1MiB", "http.max_body_bytes"),),
     "max_connections": (Effect("--max-connections 9", "http.max_connections"),),
     "client_timeout": (Effect("--client-timeout 9", "http.client_timeout"),),
+    "cors_origins": (Effect("--cors-origins https://one.example", "http.cors_origins"),),
     "otlp_traces_endpoint": (
         Effect("--otlp-traces-endpoint http://127.0.0.1:4318/v1/traces", "http.otlp_traces_endpoint"),
     ),
@@ -241,6 +251,10 @@ def served(files, engine, monkeypatch):
         note("engine", directory=directory)
         return open_engine(directory)
 
+    def built(path, **settings):
+        note("build", **settings)
+        return Path(path)
+
     gpu = SimpleNamespace(CudaDevice=lambda enforce_eager: device("cuda", enforce_eager))
     monkeypatch.setitem(sys.modules, "pensieve.runtime.device.cuda", gpu)
     monkeypatch.setattr(multiprocessing.get_context("spawn"), "Process", process, raising=False)
@@ -253,13 +267,14 @@ def served(files, engine, monkeypatch):
         "configure_logging": lambda form, level: note("log", format=form, level=level),
         "connect": connect,
         "drain_on_signals": lambda service, seconds: note("drain", seconds=seconds),
+        "engine_for": built,
         "listen": listen,
         "open_engine": opened,
         "open_grammars": lambda *_: None,
         "tell_when_asked": lambda: None,
         "with_disk_speed": lambda cost, *_: cost,
     }.items():
-        for module in (assemble, serving, serve_module):
+        for module in (assemble, command, resolve, serving, serve_module):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, fake)
 

@@ -11,7 +11,9 @@ import torch
 
 from pensieve.runtime.device.protocol import Memory
 from pensieve.runtime.launch.assemble import demo_engine, locked_directories
-from pensieve.runtime.launch.options import ServeSettings, http_settings, parse_options
+from pensieve.runtime.launch.http_options import http_settings
+from pensieve.runtime.launch.options import ALIASES, ELSEWHERE, parse_options, parser
+from pensieve.runtime.launch.settings import ServeSettings
 from pensieve.runtime.launch.sizing import (
     check_disk_holds,
     disk_settings,
@@ -59,7 +61,7 @@ def test_the_file_has_the_names_of_the_flags_with_dashes_or_underscores(file):
 def test_quotas_are_of_keys():
     with pytest.raises(SettingError, match="--api-key"):
         ServeSettings("demo", owner_kv_bytes="1GiB")
-    settings = ServeSettings("demo", owner_kv_bytes="1GiB", api_key=("one",))
+    settings = ServeSettings("demo", owner_kv_bytes="1GiB", api_key=("one",), state_dir=Path("state"))
     assert http_settings(settings).max_conversations_per_owner is None
     with pytest.raises(SettingError, match="--max-conversations-per-owner: must be at least 1"):
         ServeSettings("demo", max_conversations_per_owner=0)
@@ -112,11 +114,67 @@ def test_values_are_checked_as_those_of_flags(file, capsys):
         options(file("gpu-kv-chunks = 1\ngpu-kv-bytes = '1GiB'"), "--engine", "demo")
 
 
-def test_an_engine_is_named_by_a_flag_or_the_file(file, capsys):
-    assert options(file("engine = 'some'")).engine == "some"
-    with pytest.raises(SystemExit):
+def test_an_engine_is_named_by_a_word_a_flag_or_the_file(file):
+    path = file("engine = 'some'")
+    assert options(path).engine == "some"
+    assert options(path, "--port", "1", "other").engine == options(path, "--engine", "other").engine == "other"
+    assert parse_options(["one", "--engine", "two"]).engine == "two", "the last one counts, as of all options"
+    assert parse_options(["--engine", "two", "one"]).engine == "one"
+    with pytest.raises(SettingError, match=r"PATH: name an engine or a checkpoint's directory .*`demo`"):
         options(file("port = 1"))
-    assert "arguments are required: --engine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_other_names_of_an_option_mean_the_same(alias, file):
+    ours = ALIASES[alias]
+    value = [] if "prefix" in alias else ["some"] if ours == "--engine" else ["64"]
+    assert parse_options(["demo", alias, *value]) == parse_options(["demo", ours, *value])
+    if value:
+        assert parse_options(["demo", f"{alias}={value[0]}"]) == parse_options(["demo", ours, *value])
+    with pytest.raises(SettingError, match="there is no option"):
+        options(file(f"{alias.strip('-')} = 1"), "demo")
+
+
+def test_an_alias_overrides_the_rivals_in_the_file(file):
+    read = options(file("gpu-kv-chunks = 7"), "demo", "--kv-cache-memory-bytes", "1GiB")
+    assert (read.gpu_kv_chunks, read.gpu_kv_bytes) == (None, "1GiB")
+
+
+@pytest.mark.parametrize("theirs", ELSEWHERE)
+def test_options_without_an_equal_say_what_to_use(theirs, capsys):
+    with pytest.raises(SystemExit) as refused:
+        parse_options(["demo", theirs, "1"])
+    said = capsys.readouterr().err
+    assert refused.value.code == 2 and said == f"pensieve serve: there is no option {theirs}: {ELSEWHERE[theirs]}\n"
+    for word in ELSEWHERE[theirs].split():
+        assert not word.startswith("--") or word in parser().format_help()
+
+
+def test_an_unknown_option_is_one_line_with_the_closest_one(capsys):
+    for words, said in (
+        (["demo", "--prot", "9000"], "there is no option --prot; did you mean --port?"),
+        (["--max-num-seq=3"], "there is no option --max-num-seq; did you mean --max-num-seqs?"),
+        (
+            ["--tensor-parallel-sise", "2"],
+            "there is no option --tensor-parallel-sise; did you mean --tensor-parallel-size?",
+        ),
+        (["demo", "--xyz"], "there is no option --xyz (--help shows what there is)"),
+        (["demo", "more"], "'more' is one word too many (--help shows what there is)"),
+    ):
+        with pytest.raises(SystemExit) as refused:
+            parse_options(words)
+        assert refused.value.code == 2 and capsys.readouterr().err == f"pensieve serve: {said}\n"
+
+
+def test_help_shows_what_most_people_need_and_help_all_shows_all(capsys):
+    shown = {}
+    for word in ("--help", "--help-all"):
+        with pytest.raises(SystemExit):
+            parse_options([word])
+        shown[word] = {line.split()[0].strip(",") for line in capsys.readouterr().out.splitlines() if " --" in line[:4]}
+    assert 12 <= len(shown["--help"]) <= 20
+    flags = {action.option_strings[0] for action in parser()._actions if action.option_strings}
+    assert shown["--help-all"] == flags
 
 
 def test_keys_of_the_command_line_are_added_to_those_of_the_file(file):
@@ -152,7 +210,8 @@ def test_a_chat_template_is_read_and_checked(tmp_path):
         http_settings(parse_options(["--engine", "demo", "--chat-template", str(path)]))
     assert refused.value.setting == "--chat-template"
     path.write_text("{{ messages }}")
-    assert http_settings(parse_options(["--engine", "demo", "--chat-template", str(path)])).chat_template
+    right = parse_options(["--engine", "demo", "--state-dir", "state", "--chat-template", str(path)])
+    assert http_settings(right).chat_template
 
 
 GIB = 2**30
@@ -304,7 +363,7 @@ def test_a_disk_holds_the_records_of_all_ranks_here(tmp_path):
 def test_sizes_are_a_ranks_in_every_tier():
     """Each of two ranks has half of every chunk."""
     flags = [f"--{tier}-kv-bytes=1GiB" for tier in ("gpu", "host", "disk")]
-    args, half = parse_options(["--engine", "some", *flags]), LLAMA_8B.chunk_bytes(32) // 2
+    args, half = parse_options(["--engine", "some", "--state-dir", "state", *flags]), LLAMA_8B.chunk_bytes(32) // 2
     manifest = SimpleNamespace(**vars(LLAMA_8B.manifest) | {"tensor_parallel": 2})
     parts = dict(
         chunk_bytes=lambda chunk_tokens: LLAMA_8B.chunk_bytes(chunk_tokens) // 2,

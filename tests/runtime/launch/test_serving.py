@@ -6,7 +6,9 @@ from multiprocessing.connection import Listener
 
 import pytest
 
-from pensieve.runtime.launch.serving import telling_model
+from pensieve.builder.build import build_engine
+from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
+from pensieve.runtime.launch.attached import telling_model
 from pensieve.runtime.ranks import launch as ranks_launch
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts import serve as serve_module
@@ -33,9 +35,9 @@ def test_a_wrong_setting_is_told_to_the_model(model, tmp_path, capsys, flags, sa
 
 
 def test_ranks_without_an_mpirun_are_told_to_the_model(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(serve_module, "engine_ranks", lambda settings: 2)
+    build_engine(DEMO_CHECKPOINT, tmp_path / "engine", tensor_parallel=2)
     monkeypatch.setattr(ranks_launch, "find_spec", lambda name: None)
-    assert serve_module.main(["--engine", "demo", "--state-dir", str(tmp_path), "--attach", model.address]) == 2
+    assert serve_module.main([str(tmp_path / "engine"), "--state-dir", str(tmp_path), "--attach", model.address]) == 2
     assert "there is no mpi4py" in model.accept().recv()
 
 

@@ -16,6 +16,7 @@ from pensieve.scheduler.types import SettingError
 PYTHON = sys.executable  # the true one
 FAKE_MPIRUN = """#!/bin/sh
 echo started "$@"
+touch "$PENSIEVE_RANKS_SERVE"
 trap 'echo drains; count=$((count + 1)); [ $count = 2 ] && exit 7' USR1
 trap 'echo tells' USR2
 echo trapped
@@ -129,6 +130,20 @@ def test_an_mpirun_that_waits_for_its_output_to_be_read_is_not(fake):
             parent.wait(8)
         assert len(parent.stdout.read()) == 66_536
         assert parent.wait(60) == 7
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ranks_that_do_not_serve_yet_are_ended_with_one_line(number, fake):
+    """Which mpirun leaves to us: Open MPI's says nothing if it is ended by SIGTERM."""
+    fake.write_text(FAKE_MPIRUN.replace("touch", "# touch"))
+    program = "import sys; from pensieve.runtime.ranks.launch import run_ranks; sys.executable = sys.argv[1]; "
+    program += "sys.exit(run_ranks(2, ['serve']))"
+    words = [PYTHON, "-c", program, str(fake.with_name("python"))]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as parent:
+        assert [parent.stdout.readline() for _ in range(2)] == ["started -n 2 serve\n", "trapped\n"]
+        parent.send_signal(number)
+        assert parent.wait(60) == 128 + number
+        assert parent.stderr.read() == f"ended by {signal.Signals(number).name} before the ranks served\n"
 
 
 def test_ranks_are_told_to_drain_and_their_status_comes_back(fake):

@@ -1,0 +1,63 @@
+"""The work of `pensieve serve` once its options are read: in this process, or as the ranks of a divided engine."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...builder.manifest import Manifest
+from ..ranks.launch import run_ranks, under_mpi
+from ..system import tell_when_asked
+from .assemble import locked_directories
+from .attached import telling_model
+from .command_line import interrupts_raise
+from .ranks import run_rank
+from .resolve import resolved
+from .serving import follow_rank, serve, serve_attached
+from .settings import ServeSettings
+
+if TYPE_CHECKING:
+    from ..ranks.mpi import Ranks
+
+
+def run(settings: ServeSettings, words: Sequence[str]) -> int:
+    """Serves as `settings` say, which `words` were parsed to; the exit status. SettingError."""
+    with interrupts_raise():  # a build cleans up
+        settings = resolved(settings)
+    ranks = Manifest.read(Path(settings.engine)).tensor_parallel
+    if under_mpi():
+        return run_rank("pensieve serve", ranks, partial(serve_rank, settings))
+    if ranks > 1:
+        flags = ["-P", "-E"] if sys.flags.ignore_environment else ["-P"]
+        command = [sys.executable, *flags, "-m", "pensieve.scripts.pensieve", "serve"]
+        return run_ranks(ranks, [*command, *words, *settled_words(settings)])
+    tell_when_asked()
+    return serve_clients(settings)
+
+
+def settled_words(settings: ServeSettings) -> list[str]:
+    """Options that make all ranks settle on the same: the last ones count."""
+    return [f"--engine={settings.engine}", f"--state-dir={settings.state_dir}"]
+
+
+def serve_rank(settings: ServeSettings, ranks: Ranks) -> int:
+    """As one of the processes that mpirun started: rank 0 serves, the others follow it."""
+    if ranks.rank == 0:
+        with telling_model(settings.attach):
+            return serve_clients(settings, ranks if ranks.size > 1 else None)
+    logging.getLogger().setLevel(logging.ERROR)  # rank 0 logs the rest
+    follow_rank(settings, ranks)
+    return 0
+
+
+def serve_clients(settings: ServeSettings, ranks: Ranks | None = None) -> int:
+    """HTTP's, or with `--attach` Triton's; the exit status."""
+    with locked_directories(settings):
+        if settings.attach is None:
+            return serve(settings, ranks)
+        serve_attached(settings, settings.attach, ranks)
+        return 0

@@ -1,0 +1,130 @@
+"""What all commands do alike: wrong options are answered in one line, and Ctrl-C ends in one line. Imports little."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib.metadata
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NoReturn
+
+INTERRUPTED = 130  # as the shell has it for a command that Ctrl-C ended
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose errors are one line each. An unknown option is answered with the closest one.
+
+    aliases     {another spelling of an option: our spelling}
+    elsewhere   {an option of another program, without an equal here: what to use instead}
+    """
+
+    def __init__(
+        self, *, aliases: Mapping[str, str] | None = None, elsewhere: Mapping[str, str] | None = None, **settings: Any
+    ):
+        super().__init__(allow_abbrev=False, **settings)  # an abbreviation would change its meaning with a new option
+        self._aliases, self._elsewhere = aliases or {}, elsewhere or {}
+        self.add_argument(
+            "--version", action=_Version, nargs=0, default=argparse.SUPPRESS, help="show the version and exit"
+        )
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = sys.argv[1:] if args is None else args
+        for word in self.own_words(words):
+            name = word.partition("=")[0]
+            if name.startswith("--") and " " not in name and name not in self._known():
+                self.error(self._unknown(name))  # before an option that is missing because of it
+        found, rest = self.parse_known_args(words, namespace)
+        if rest:
+            self.error(self._unknown(rest[0]))
+        return found
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args(self.own_words(words), namespace)
+
+    def own_words(self, words: Sequence[str]) -> list[str]:
+        """The words with our spelling of each option."""
+        parts = [word.partition("=") for word in words]
+        return [self._aliases.get(name, name) + equals + value for name, equals, value in parts]
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+    def _known(self) -> list[str]:
+        return ["--", *(name for action in self._actions for name in action.option_strings)]
+
+    def _unknown(self, word: str) -> str:
+        if not word.startswith("-"):
+            return f"{word!r} is one word too many (--help shows what there is)"
+        if word in self._elsewhere:
+            return f"there is no option {word}: {self._elsewhere[word]}"
+        near = did_you_mean(word, [*self._known(), *self._aliases])
+        return f"there is no option {word}{near or ' (--help shows what there is)'}"
+
+
+class _Version(argparse.Action):
+    """Prints the version, which is looked up only now."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        show_version()
+        parser.exit()
+
+
+def show_version() -> None:
+    print(f"pensieve {importlib.metadata.version('pensieve')}")
+
+
+def did_you_mean(word: str, known: Sequence[str]) -> str:
+    """The end of a sentence about an unknown word; "" if nothing is close to it."""
+    near = difflib.get_close_matches(word, known, 1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+@contextmanager
+def ending_at_once(name: str) -> Iterator[None]:
+    """While this is open, Ctrl-C ends the process with one line and without any cleaning up.
+
+    For imports, in the middle of which an exception may be swallowed or become another one, and for what needs no
+    cleaning up: the system takes back all that the process holds.
+    """
+
+    def end(*_: object) -> None:
+        os.write(2, f"{name}: interrupted\n".encode())
+        os._exit(INTERRUPTED)
+
+    with _interrupts_go_to(end):
+        yield
+
+
+@contextmanager
+def interrupts_raise() -> Iterator[None]:
+    """While this is open, Ctrl-C raises KeyboardInterrupt: for work that cleans up behind itself."""
+    with _interrupts_go_to(signal.default_int_handler):
+        yield
+
+
+@contextmanager
+def _interrupts_go_to(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+    """A process that was started with interrupts ignored, in the background of a script, goes on to ignore them."""
+    before = signal.getsignal(signal.SIGINT)
+    if before != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def run_interruptible(name: str, work: Callable[[], int]) -> int:
+    """work(), or one line and INTERRUPTED after a KeyboardInterrupt."""
+    try:
+        with interrupts_raise():
+            return work()
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return INTERRUPTED

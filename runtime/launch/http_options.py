@@ -1,0 +1,78 @@
+"""Options that the HTTP process is told; reads the files that some of them name."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from ...scheduler.types import SettingError
+from ..http.auth import key_digest
+from ..http.settings import HTTPSettings
+from ..text.tokenizer import ChatTemplate
+from .options import parse_bytes
+from .settings import HISTORY_FILE, ServeSettings
+
+
+def http_settings(settings: ServeSettings) -> HTTPSettings:
+    """What the HTTP process is told; reads the files that the options name. SettingError names the flag at fault."""
+    keys = read_api_keys(settings.api_key, settings.api_key_file)
+    if settings.otlp_traces_endpoint is not None:
+        check_traces_endpoint(settings.otlp_traces_endpoint)
+    return HTTPSettings(
+        max_requests_per_client=settings.max_requests_per_client,
+        max_body_bytes=parse_bytes(settings.max_body_bytes, "--max-body-bytes"),
+        max_connections=settings.max_connections,
+        client_timeout=settings.client_timeout,
+        cors_origins=settings.cors_origins,
+        chat_template=None if settings.chat_template is None else read_chat_template(settings.chat_template),
+        api_keys=tuple(key_digest(key) for key in keys),
+        history_file=str(settings.state_directory / HISTORY_FILE),
+        history_ttl=settings.history_ttl,
+        max_conversations_per_owner=settings.max_conversations_per_owner,
+        otlp_traces_endpoint=settings.otlp_traces_endpoint,
+        log_format=settings.log_format,
+        log_level=settings.log_level,
+    )
+
+
+def check_traces_endpoint(endpoint: str) -> None:
+    """SettingError if it is no URL, or nothing is installed to send spans. Whether it answers is not asked."""
+    setting, exporter = "--otlp-traces-endpoint", "opentelemetry-exporter-otlp-proto-http"
+    try:
+        url = urlsplit(endpoint)
+        usable = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise SettingError(setting, f"must be a URL as http://127.0.0.1:4318/v1/traces, not {endpoint!r}")
+    try:
+        importlib.metadata.version(exporter)
+    except importlib.metadata.PackageNotFoundError:
+        raise SettingError(setting, f"needs more packages: pip install {exporter}") from None
+
+
+def read_api_keys(keys: Sequence[str], path: Path | None) -> Sequence[str]:
+    """Those of the command line and those of the file, whose empty lines and lines with # say nothing."""
+    if path is not None:
+        try:
+            lines = [line.strip() for line in path.read_text("utf-8").splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingError("--api-key-file", f"cannot read {path}: {error}") from error
+        found = [line for line in lines if line and not line.startswith("#")]
+        if not found:
+            raise SettingError("--api-key-file", f"{path} holds no key")
+        keys = [*keys, *found]
+    if not all(key.strip() for key in keys):
+        raise SettingError("--api-key", "a key must not be empty")
+    return list(keys)
+
+
+def read_chat_template(path: Path) -> str:
+    try:
+        source = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError("--chat-template", f"cannot read {path}: {error}") from error
+    ChatTemplate(source, {}, "--chat-template")  # whether it parses
+    return source

@@ -1,0 +1,84 @@
+"""Opens what `pensieve profile` measures: an engine in this process, or its parts on all ranks side by side."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ...builder.manifest import Manifest
+from ...scheduler.config import SchedulerConfig
+from ...scheduler.types import SettingError, Tier
+from ..device.cpu import CpuDevice
+from ..device.protocol import Device
+from ..engine import Engine, open_engine
+from ..measure.profile import COPIED_BYTES
+from ..measure.step_bench import StepBench
+from ..ranks.launch import run_ranks, under_mpi
+from .options import parse_bytes
+from .ranks import open_rank, run_rank
+
+if TYPE_CHECKING:
+    from ..ranks.mpi import Ranks
+
+Work = Callable[[StepBench, Engine, int], None]
+"""Called with the bench, the engine and the rank."""
+
+
+def run(args: argparse.Namespace, words: Sequence[str], work: Work) -> int:
+    """Calls `work` on all ranks of the engine; the exit status. `args` are `words`, parsed. SettingError."""
+    count = Manifest.read(args.engine).tensor_parallel
+    if under_mpi():
+        return run_rank("pensieve profile", count, partial(_on_rank, args, work))
+    if count > 1:
+        return run_ranks(count, [sys.executable, "-P", "-m", "pensieve.scripts.profile_engine", *words])
+    engine = open_engine(args.engine, args.device)
+    device = make_device(args.device)
+    with closing(device), StepBench(device, engine, bench_config(args, engine, device), args.seconds) as bench:
+        work(bench, engine, 0)
+    return 0
+
+
+def _on_rank(args: argparse.Namespace, work: Work, ranks: Ranks) -> int:
+    device, engine = open_rank(args.engine, args.device, lambda: make_device(args.device), ranks)
+    config = ranks.together(lambda: bench_config(args, engine, device))
+    chunks, longest = ranks.smallest(config.gpu_kv_chunks, config.max_model_len)
+    config = replace(config, gpu_kv_chunks=chunks, max_model_len=longest)
+    with ranks.together(lambda: StepBench(device, engine, config, args.seconds, ranks.slowest)) as bench:
+        work(bench, engine, ranks.rank)
+    return 0
+
+
+def make_device(name: str) -> Device:
+    if name == "cpu":
+        return CpuDevice()
+    from ..device.cuda import CudaDevice  # and cuda-python, which only it needs
+
+    return CudaDevice()
+
+
+def bench_config(args: argparse.Namespace, engine: Engine, device: Device) -> SchedulerConfig:
+    """Pools as large as the batches can use, contexts as long as the GPU's holds. SettingError if nothing fits."""
+    size, longest = args.chunk_tokens, args.max_model_len or engine.manifest.max_model_len
+    if longest > engine.manifest.max_model_len:
+        raise SettingError("--max-model-len", f"{longest} is more than the model's {engine.manifest.max_model_len}")
+    record = engine.chunk_bytes(size)
+    rows = max(args.max_num_seqs, args.max_num_batched_tokens // size)
+    if args.gpu_kv_bytes is not None:
+        gpu_chunks = parse_bytes(args.gpu_kv_bytes, "--gpu-kv-bytes") // record
+    else:
+        gpu_chunks = min(device.memory(Tier.GPU).free // 2 // record, (rows + 1) * (-(-longest // size) + 1))
+    settings = dict(
+        gpu_kv_chunks=gpu_chunks,
+        host_kv_chunks=2 * -(-COPIED_BYTES // record),
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        chunk_tokens=size,
+    )
+    reserved = SchedulerConfig(max_model_len=1, **settings).reserved_chunks
+    fits = (gpu_chunks - max(reserved, rows)) * size
+    return SchedulerConfig(max_model_len=max(1, min(longest, fits)), **settings)

@@ -1,0 +1,84 @@
+"""Settles what the options of `pensieve serve` leave open: an engine for a checkpoint, and where state is kept."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from ...builder.checkpoints.hugging_face import DEMO_CHECKPOINT
+from ...builder.engine_cache import engine_for
+from ...scheduler.types import SettingError
+from ..conversations.store import stored_tokenizer
+from ..text.tokenizer import Tokenizer
+from .assemble import demo_engine
+from .settings import HISTORY_FILE, ServeSettings, default_state_dir, flag
+
+log = logging.getLogger("pensieve")
+
+OWNER_FILE = "belongs-to"  # in `default_state_dir`: the name of the state directory in whose place it is used
+
+
+def resolved(settings: ServeSettings) -> ServeSettings:
+    """The settings with the directory of an engine, built if need be, and a state directory. SettingError."""
+    if settings.engine == "demo":
+        for name in ("dtype", "quantization", "tensor_parallel_size"):
+            if settings.changed(name):
+                raise SettingError(flag(name), "is for a checkpoint; the demo engine is always the same")
+        state = settings.state_dir or state_directory("demo", "demo", lambda: tokenizer_digest(DEMO_CHECKPOINT))
+        return replace(settings, engine=str(demo_engine(state, settings.device)), state_dir=state)
+    engine = engine_for(
+        settings.engine,
+        dtype=settings.dtype,
+        quantization=settings.quantization,
+        tensor_parallel=settings.tensor_parallel_size,
+        device=settings.device,
+    )
+    asked = Path(settings.engine).resolve()
+    state = settings.state_dir or state_directory(asked.name, str(asked), lambda: tokenizer_digest(engine))
+    return replace(settings, engine=str(engine), state_dir=state)
+
+
+def state_directory(name: str, path: str, tokenizer: Callable[[], bytes]) -> Path:
+    """The default state directory of the engine or checkpoint at `path`: its own, so that servers do not meet.
+
+    An engine that is built anew keeps it. Versions before 0.2 kept all conversations in `default_state_dir` itself.
+    These go to the first engine with the same tokenizer, whose state directory that is from then on. SettingError.
+    """
+    shared = default_state_dir()
+    own = shared / f"{name}-{hashlib.sha256(path.encode()).hexdigest()[:8]}"
+    if not (shared / HISTORY_FILE).exists():
+        return own
+    owner = shared / OWNER_FILE
+    try:
+        if not owner.exists() and not own.exists() and _same_tokenizer(shared / HISTORY_FILE, tokenizer):
+            with owner.open("x", encoding="utf-8") as file:
+                file.write(own.name)
+        if owner.exists() and owner.read_text("utf-8") == own.name:
+            log.info("conversations of earlier versions are found again in %s", shared)
+            return shared
+    except FileExistsError:
+        pass  # another server was first
+    except OSError as error:
+        raise SettingError("--state-dir", f"cannot use {shared}: {error}") from error
+    return own
+
+
+def tokenizer_digest(engine: Path) -> bytes:
+    """As `TurnManager` takes it."""
+    return Tokenizer.load(engine).digest() if (engine / "tokenizer.json").exists() else b""
+
+
+def _same_tokenizer(history: Path, tokenizer: Callable[[], bytes]) -> bool:
+    """Whether the conversations stored there are of this tokenizer, or none is known."""
+    try:
+        stored = stored_tokenizer(history)
+    except SettingError as error:
+        log.warning("conversations of earlier versions are left alone: %s", error)
+        return False
+    if stored is None or stored == tokenizer():
+        return True
+    log.info("%s has conversations of another model; they are left alone", history)
+    return False
