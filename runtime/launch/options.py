@@ -58,6 +58,7 @@ NOT_WITH_TRITON = (
     "port",
     "served_model_name",
     "chat_template",
+    "strict_fields",
     "api_key",
     "api_key_file",
     "max_requests_per_client",
@@ -123,6 +124,7 @@ class ServeSettings:
     port: int = 8000
     served_model_name: tuple[str, ...] | None = None
     chat_template: Path | None = None
+    strict_fields: bool = False
     api_key: tuple[str, ...] = ()
     api_key_file: Path | None = None
     history_ttl: float | None = None
@@ -311,6 +313,8 @@ def _http_options(made: argparse.ArgumentParser) -> None:
         help="the names clients may use, the first one is told (default: the engine's directory name)",
     )
     option("--chat-template", type=Path, metavar="FILE", help="Jinja template (default: the engine's own)")
+    option("--strict-fields", action=argparse.BooleanOptionalAction,
+           help="refuse unknown fields of requests (default: ignore them and name them in a header)")  # fmt: skip
     option("--api-key", nargs="+", action="extend", metavar="KEY",
            help="clients need one of these keys (default: none)")  # fmt: skip
     option("--api-key-file", type=Path, metavar="FILE", help="more keys, one a line")
@@ -382,6 +386,7 @@ def http_settings(settings: ServeSettings) -> HTTPSettings:
         max_connections=settings.max_connections,
         client_timeout=settings.client_timeout,
         chat_template=None if settings.chat_template is None else read_chat_template(settings.chat_template),
+        strict_fields=settings.strict_fields,
         api_keys=tuple(key_digest(key) for key in keys),
         history_file=str(settings.state_dir / "history.sqlite"),
         history_ttl=settings.history_ttl,
