@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 from ...scheduler.types import RequestError
 from ..conversations.store import HistoryStore
 from ..conversations.turns import TurnManager
-from ..frontend.bodies import ChatBody, CompletionBody, parse
+from ..frontend.bodies import ChatBody, CompletionBody
 from ..frontend.engine_client import ClientGone, EngineClient, OutputStream
 from ..frontend.errors import error_response
 from ..frontend.reply import Reply
@@ -38,6 +38,7 @@ from .conversations import add_conversations
 from .limits import BodyLimit, ClientLimit, SecurityHeaders, caller_of
 from .openapi import describe_bodies
 from .page import UI_FILES, add_ui
+from .request_body import IgnoredFields, read_body
 from .responses import ResponseBody, add_responses, response_call
 from .settings import DEFAULTS, HTTPSettings
 from .tokenize import add_tokenize
@@ -194,6 +195,8 @@ def create_app(
         histories = TurnManager(HistoryStore(":memory:", settings.history_ttl), client.tell, client.forget, tokenizer)
     app = FastAPI(title="Pensieve", docs_url=None, redoc_url=None)  # these pages load scripts from elsewhere
     app.add_middleware(BodyLimit, most=settings.max_body_bytes)
+    if not settings.strict_fields:
+        app.add_middleware(IgnoredFields)
     if settings.max_requests_per_client is not None:
         app.add_middleware(ClientLimit, most=settings.max_requests_per_client)
     if settings.api_keys:
@@ -219,7 +222,7 @@ def create_app(
     @app.post("/v1/completions")
     async def completions(request: HTTPRequest) -> Response:
         arrived = time.perf_counter()
-        body = await asyncio.to_thread(parse, CompletionBody, await request.body())
+        body = await read_body(CompletionBody, request)
         caller = caller_of(request)
         asked = await _unless_gone(request.receive, calls.asked(body, caller))
         return Answer(await calls.completion(body, asked, arrived, caller), client, tokenizer, tracing)
@@ -227,7 +230,7 @@ def create_app(
     @app.post("/v1/chat/completions")
     async def chat_completions(request: HTTPRequest) -> Response:
         arrived = time.perf_counter()
-        body = await asyncio.to_thread(parse, ChatBody, await request.body())
+        body = await read_body(ChatBody, request)
         caller = caller_of(request)
         asked = await _unless_gone(request.receive, calls.asked(body, caller))
         return Answer(await calls.chat(body, asked, arrived, caller), client, tokenizer, tracing)
@@ -235,7 +238,7 @@ def create_app(
     @app.post("/v1/responses")
     async def responses(request: HTTPRequest) -> Response:
         arrived = time.perf_counter()
-        body = await asyncio.to_thread(parse, ResponseBody, await request.body())
+        body = await read_body(ResponseBody, request)
         return Answer(await response_call(calls, body, arrived, caller_of(request)), client, tokenizer, tracing)
 
     add_conversations(app, histories, client)
