@@ -58,6 +58,11 @@ def kv_name(name: Name, thread: str) -> str:
     return f"{name.kind}:{name.owner}:{thread}"
 
 
+def session_name(owner: str, session: str) -> str:
+    """What the loop calls the KV of a session, of which nothing is stored."""
+    return f"session:{owner}:{session}"
+
+
 class OpenTurn:
     """A turn from its prompt to its commit. Whoever opened it closes it, whatever happened.
 

@@ -1,4 +1,4 @@
-"""The bodies of the OpenAI-compatible requests. What they ask for is either done, or refused by name.
+"""The bodies of the OpenAI-compatible requests. What a known field asks for is either done, or refused by name.
 
 Types are strict (no number in a string is a number); `null` asks for nothing, as if the field were absent.
 """
@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from ...scheduler.types import RequestError, check_logprobs
 from .body_base import Body, ConversationId, NonEmpty
-from .chat_messages import MOST_MESSAGES, Message, NamedTool, Tool
+from .chat_messages import MOST_MESSAGES, Message, NamedTool, TemplateVariables, Tool, with_effort
 
 MOST_CHOICES = MOST_TOOLS = 128  # OpenAI's
 
@@ -39,18 +39,26 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """vLLM's: exactly one of these. `grammar`: in llguidance's dialect of Lark."""
+    """vLLM's: exactly one of these. `json`: a schema, or one as text. `grammar`: in llguidance's dialect of Lark."""
 
-    json_: dict[str, Any] | None = Field(default=None, alias="json")
+    IGNORED = frozenset({"disable_additional_properties", "disable_any_whitespace", "disable_fallback"})
+    NEUTRAL: ClassVar = {"structural_tag": (), "whitespace_pattern": ()}
+
+    json_: dict[str, Any] | NonEmpty | None = Field(default=None, alias="json")
     json_object: bool = False
     regex: NonEmpty | None = None
     choice: Annotated[list[NonEmpty], Field(min_length=1)] | None = None
     grammar: NonEmpty | None = None
 
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What is given, by its name in JSON."""
+        values = {name.rstrip("_"): getattr(self, name) for name in type(self).model_fields}
+        return {name: value for name, value in values.items() if value is not None and value is not False}
+
     @model_validator(mode="after")
     def _one(self) -> StructuredOutputs:
-        asked = [name for name in type(self).model_fields if getattr(self, name)]
-        if len(asked) != 1:
+        if len(self.asked) != 1:
             raise RequestError(400, "structured_outputs must have one of json, json_object, regex, choice, grammar")
         return self
 
@@ -58,22 +66,63 @@ class StructuredOutputs(Body):
 class GenerationBody(Body):
     """What every endpoint that generates has in common."""
 
+    OWN = frozenset(
+        {
+            "cache_salt",
+            "conversation",
+            "conversation_params",
+            "expect_next_s",
+            "history",
+            "priority",
+            "return_sources",
+            "session_id",
+        }
+    )
     IGNORED = frozenset(
         {
-            "user",
+            # OpenAI's
             "metadata",
-            "store",
-            "service_tier",
+            "prediction",
             "prompt_cache_key",
+            "prompt_cache_options",
             "prompt_cache_retention",
             "safety_identifier",
+            "service_tier",
+            "store",
+            "user",
+            "verbosity",
+            # vLLM's
+            "guided_decoding_backend",
+            "include_reasoning",
+            "media_io_kwargs",
+            "mm_processor_kwargs",
+            "request_id",
+            "return_mm_kwargs",
+            "return_token_offsets",
+            "routed_experts_prompt_start",
+            "stream_interval",
+            "truncation_side",
         }
     )
     NEUTRAL: ClassVar = {
+        "allowed_token_ids": (),
+        "bad_words": ([],),
+        "ec_transfer_params": ({},),
+        "guided_whitespace_pattern": (),
+        "kv_transfer_params": ({},),
         "length_penalty": (1,),
-        "use_beam_search": (False,),
+        "logits_processors": ([],),
+        "logprob_token_ids": (),
+        "moderation": (),
+        "repetition_detection": (),
+        "return_tokens_as_token_ids": (False,),
         "skip_special_tokens": (True,),
         "spaces_between_special_tokens": (True,),
+        "thinking_token_budget": (-1,),
+        "truncate_prompt_tokens": (),
+        "use_beam_search": (False,),
+        "vllm_xargs": ({},),
+        "watermarking": (False,),
     }
 
     model: str | None = None
@@ -100,6 +149,7 @@ class GenerationBody(Body):
     expect_next_s: Annotated[float, Field(ge=0.0, allow_inf_nan=False, strict=False)] | None = None
     conversation: ConversationId | ConversationName | None = None
     conversation_params: ConversationParams | None = None
+    session_id: ConversationId | None = None
     history: Literal["client", "server"] = "client"
     cache_salt: NonEmpty | None = None
     truncation: Literal["auto", "disabled"] | None = None
@@ -118,21 +168,25 @@ class GenerationBody(Body):
     def _agrees_with_itself(self) -> GenerationBody:
         if self.stream_options is not None and not self.stream:
             raise RequestError(400, "stream_options is allowed only with stream", "stream_options")
-        named, params = self._named(), self.conversation_params
-        if named is not None and params is not None and named != params.conversation_id:
-            raise RequestError(
-                400, "conversation and conversation_params name different conversations", "conversation_params"
-            )
         if self.server_history and self.conversation_id is None:
             raise RequestError(400, "history is kept by the server for a named conversation only", "history")
         return self
 
-    def _named(self) -> str | None:
+    @property
+    def conversation_id(self) -> str | None:
+        """Of the conversation that the turn is stored in."""
         return self.conversation.id if isinstance(self.conversation, ConversationName) else self.conversation
 
     @property
-    def conversation_id(self) -> str | None:
-        return self.conversation_params.conversation_id if self.conversation_params is not None else self._named()
+    def session(self) -> str | None:
+        """What marks requests whose KV belongs together. Nothing is stored by that name."""
+        params = self.conversation_params
+        return params.conversation_id if self.session_id is None and params is not None else self.session_id
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """For the chat template, beside messages and tools."""
+        return {}
 
     @property
     def server_history(self) -> bool:
@@ -162,6 +216,10 @@ class ChoicesBody(GenerationBody):
     prompt_logprobs: int | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | NonEmpty | None = None
+    guided_regex: NonEmpty | None = None
+    guided_choice: Annotated[list[NonEmpty], Field(min_length=1)] | None = None
+    guided_grammar: NonEmpty | None = None
 
     @model_validator(mode="after")
     def _choices_and_prompt_logprobs(self) -> ChoicesBody:
@@ -187,7 +245,12 @@ class ChoicesBody(GenerationBody):
 class CompletionBody(ChoicesBody):
     """POST /v1/completions. `prompt`: text or token ids, or several of these; looked at in openai_api."""
 
-    NEUTRAL: ClassVar = {**GenerationBody.NEUTRAL, "suffix": ("",), "add_special_tokens": (True,)}
+    NEUTRAL: ClassVar = {
+        **GenerationBody.NEUTRAL,
+        "suffix": ("",),
+        "add_special_tokens": (True,),
+        "prompt_embeds": (),
+    }
 
     prompt: str | list[Any]
     logprobs: int | None = None
@@ -209,11 +272,18 @@ class ChatBody(ChoicesBody):
 
     NEUTRAL: ClassVar = {
         **GenerationBody.NEUTRAL,
-        "functions": ([],),
-        "function_call": ("none", "auto"),
-        "modalities": (["text"],),
         "add_generation_prompt": (True,),
+        "add_special_tokens": (False,),
+        "audio": (),
+        "chat_template": (),
         "continue_final_message": (False,),
+        "documents": ([],),
+        "echo": (False,),
+        "function_call": ("none", "auto"),
+        "functions": ([],),
+        "modalities": (["text"],),
+        "return_prompt_text": (False,),
+        "web_search_options": (),
     }
 
     messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
@@ -223,6 +293,8 @@ class ChatBody(ChoicesBody):
     tools: list[Tool] = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
+    chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
+    reasoning_effort: NonEmpty | None = None
 
     @model_validator(mode="after")
     def _tools_and_logprobs(self) -> ChatBody:
@@ -237,6 +309,11 @@ class ChatBody(ChoicesBody):
         if self.tool_choice == "required" and not names:
             raise RequestError(400, "tool_choice requires tools", "tool_choice")
         return self
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """As in `GenerationBody`."""
+        return with_effort(self.chat_template_kwargs, self.reasoning_effort)
 
     @property
     def limit(self) -> tuple[str, int | None]:
@@ -265,13 +342,14 @@ class ChatBody(ChoicesBody):
 Kind = TypeVar("Kind", bound=Body)
 
 
-def parse(kind: type[Kind], body: bytes) -> Kind:
+def parse(kind: type[Kind], body: bytes, ignored: list[str] | None = None) -> Kind:
     """The body as this kind of request. Raises RequestError (400) that names the field.
 
-    One as long as is allowed takes seconds: it is not for the thread of an event loop.
+    `ignored` gets the names of fields that are unknown; None: they are refused. A body as
+    long as is allowed takes seconds: it is not for the thread of an event loop.
     """
     try:
-        return kind.model_validate_json(body)
+        return kind.model_validate_json(body, context=ignored)
     except ValidationError as error:
         raise _request_error(error) from error
 

@@ -1,10 +1,12 @@
-"""A JSON object of the API that refuses what it does not know."""
+"""A JSON object of the API: each of its fields has an effect, is known to have none, is refused or ignored by name."""
 
 from __future__ import annotations
 
+import difflib
+import re
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, StringConstraints, model_validator
+from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationInfo, model_validator
 
 from ...scheduler.types import RequestError
 
@@ -12,12 +14,19 @@ NonEmpty = Annotated[str, StringConstraints(min_length=1)]
 ConversationId = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
 """It stands in paths, where a character takes up to 12 bytes of a head that is limited too."""
 
+MOST_NAMED = 16  # ignored fields of one body
+LONGEST_NAME = 64
+LIKE = 0.85  # difflib's ratio of "histroy" to "history" is 0.857
+
 
 class Body(BaseModel):
-    """A JSON object that refuses what it does not know."""
+    """A JSON object. A context for its validation is a list that gets the names of unknown fields; without a context
+    they are refused."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    model_config = ConfigDict(strict=True, frozen=True)
 
+    OWN: ClassVar[frozenset[str]] = frozenset()
+    """Fields of this project: what looks like one of them, misspelt, is never ignored."""
     IGNORED: ClassVar[frozenset[str]] = frozenset()
     """Accepted: has no effect on what this server does, whatever its value."""
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {}
@@ -27,10 +36,10 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_what_asks_for_nothing(cls, data: Any) -> Any:
+    def _drop_what_asks_for_nothing(cls, data: Any, info: ValidationInfo) -> Any:
         if not isinstance(data, dict):
             return data
-        kept = {}
+        kept, known = {}, cls._names()
         for name, value in data.items():
             if (value is None and not cls.KEEPS_NULL) or name in cls.IGNORED:
                 continue
@@ -38,10 +47,24 @@ class Body(BaseModel):
                 if value not in cls.NEUTRAL[name]:
                     raise RequestError(400, f"{name} is not supported by this server", name)
                 continue
-            if name not in cls._names():
-                raise RequestError(400, f"{name} is not a field that this server knows", name)
+            if name not in known:
+                cls._ignore(name, info.context)
+                continue
             kept[name] = value
         return kept
+
+    @classmethod
+    def _ignore(cls, name: str, ignored: list[str] | None) -> None:
+        """Adds the name, in letters that a header may have. Raises RequestError if it is not to be ignored."""
+        if ignored is not None and len(ignored) >= MOST_NAMED:
+            return
+        near = difflib.get_close_matches(name, cls.OWN, 1, LIKE) if cls.OWN else []
+        if ignored is None or near:
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise RequestError(400, f"{name} is not a field that this server knows{hint}", name)
+        plain = re.sub(r"[^\w.-]", "_", name[:LONGEST_NAME], flags=re.ASCII)
+        if plain not in ignored:
+            ignored.append(plain)
 
     @classmethod
     def _names(cls) -> set[str]:

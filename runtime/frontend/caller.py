@@ -23,8 +23,10 @@ class Caller:
     owner   owns what the call stores, and sees no other's; "" where no keys are needed
     share   owner of the requests for the engine: the key's owner, or without keys the client's address
     claim   as `Claim`
+    session the name of the session that the call belongs to, unless its body has another
     """
 
     owner: str = ""
     share: str = ""
     claim: Claim = claim_any
+    session: str | None = None

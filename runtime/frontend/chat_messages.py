@@ -5,12 +5,29 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, StringConstraints, field_validator, model_validator
+from pydantic import AfterValidator, Field, StringConstraints, field_validator, model_validator
 
 from ...scheduler.types import RequestError
 from .body_base import Body, NonEmpty
 
 MOST_MESSAGES = 16384  # of one dialogue: each is looked at where other requests wait
+
+
+SET_BY_SERVER = frozenset({"add_generation_prompt", "messages", "tools"})
+
+
+def _settable(variables: dict[str, Any]) -> dict[str, Any]:
+    for name in SET_BY_SERVER & variables.keys():
+        raise RequestError(400, f"chat_template_kwargs cannot set {name}")
+    return variables
+
+
+TemplateVariables = Annotated[dict[str, Any], AfterValidator(_settable)]
+
+
+def with_effort(variables: dict[str, Any], effort: str | None) -> dict[str, Any]:
+    """The variables of a chat template, `reasoning_effort` among them if one is asked for."""
+    return variables if effort is None else {**variables, "reasoning_effort": effort}
 
 
 class TextPart(Body):

@@ -94,10 +94,11 @@ class Tracing:
             "gen_ai.request.max_tokens": max(request.max_tokens for request in call.requests),
             "gen_ai.response.model": self._model,
         }
-        if call.turn is not None and call.turn.conversation is not None:
+        if (name := call.requests[0].conversation) is not None:
             # Tells turns of one conversation while this process lives; names chosen by users cannot be guessed from it.
-            name = call.turn.conversation.encode()
-            about["gen_ai.conversation.id"] = hashlib.blake2b(name, digest_size=8, key=self._secret).hexdigest()
+            about["gen_ai.conversation.id"] = hashlib.blake2b(
+                name.encode(), digest_size=8, key=self._secret
+            ).hexdigest()
         return about
 
 

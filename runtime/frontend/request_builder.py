@@ -13,7 +13,7 @@ from typing import Any
 
 from ...scheduler.types import Request, RequestError, RequestId, Sampling, check_logprobs
 from ..conversations.transcript import Message
-from ..conversations.turns import OpenTurn, TurnManager
+from ..conversations.turns import OpenTurn, TurnManager, session_name
 from ..messages import Ready
 from ..text.tokenizer import Tokenizer
 from .bodies import ChatBody, ChoicesBody, CompletionBody, GenerationBody
@@ -35,6 +35,7 @@ class GenerationCall:
 
     `echoes`: what goes before each one's reply.
     `turn`: what its first reply is committed to. Whoever answers the call commits it and closes it.
+    `session`: the client's name for it, of which nothing is stored.
     """
 
     requests: tuple[Request, ...]
@@ -47,6 +48,7 @@ class GenerationCall:
     arrived: float
     most_tool_calls: int = 0
     turn: OpenTurn | None = None
+    session: str | None = None
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,7 @@ class RequestBuilder:
         render, server_history = self._need_tokenizer("messages").render_chat, body.server_history
         if body.tools and body.tool_choice != "none":
             render = partial(render, tools=[tool.for_template() for tool in body.tools])
+        render = partial(render, variables=body.template_variables)
         open_turn, name = self._histories.open_chat, body.conversation_id
         turn = await open_turn(caller.owner, name, messages, render, server_history=server_history)
         style = self._style(body, asked)
@@ -165,7 +168,7 @@ class RequestBuilder:
             conversation=body.conversation_id,
             instructions=instructions,
             messages=messages,
-            render=self._need_tokenizer("input").render_chat,
+            render=partial(self._need_tokenizer("input").render_chat, variables=body.template_variables),
             stored_as=stored_as,
         )
         with closed_on_error(turn):
@@ -240,14 +243,17 @@ class RequestBuilder:
             message = f"stop_token_ids: with min_tokens at most {MOST_BIASES} ids may end a reply, not {len(stop_ids)}"
             raise RequestError(400, message, "stop_token_ids")
         sampling, truncate = self._sampling(body, asked), body.truncates and self._ready.overflow
-        salt = kv_salt(body.cache_salt, caller.owner)
+        salt, session = kv_salt(body.cache_salt, caller.owner), body.session or caller.session
+        marked = turn.conversation if turn is not None else None
+        if marked is None and session is not None and len(prompts) == 1:
+            marked = session_name(caller.owner, session)
         seeds = [_random_seed() if body.seed is None else sampling.seed for _ in prompts]
         requests = [
             Request(
                 id=self._new_id(),
                 prompt=prompt,
                 max_tokens=self._max_tokens(len(prompt), *body.limit, default, truncate),
-                conversation=turn.conversation if turn is not None and choice == 0 else None,
+                conversation=marked if choice == 0 else None,
                 salt=salt,
                 min_tokens=body.min_tokens,
                 stop_ids=stop_ids,
@@ -274,6 +280,7 @@ class RequestBuilder:
             include_stop=body.include_stop_str_in_output,
             arrived=arrived,
             turn=turn,
+            session=session,
             most_tool_calls=asked.most_tool_calls,
         )
 
@@ -351,11 +358,11 @@ class RequestBuilder:
         )
 
 
-def check_model(name: str, ready: Ready, status: int = 400) -> None:
-    """Raises RequestError if no model of that name is served here. OpenAI answers 404; our contract says 400."""
+def check_model(name: str, ready: Ready) -> None:
+    """Raises RequestError (404, as OpenAI) if no model of that name is served here."""
     if name not in (ready.model, *ready.aliases):
         message = f"model {name!r} is not served here; {ready.model!r} is"
-        raise RequestError(status, message, "model", "model_not_found")
+        raise RequestError(404, message, "model", "model_not_found")
 
 
 def _random_seed() -> int:

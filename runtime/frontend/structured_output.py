@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, NamedTuple
 
 from ...scheduler.types import RequestError
 from ..step.grammar import choice_grammar, json_grammar, lark_grammar, lark_json, regex_grammar
-from .bodies import ChatBody, ChoicesBody, ResponseFormat, StructuredOutputs
+from .bodies import ChatBody, ChoicesBody, ResponseFormat
 from .chat_messages import NamedTool
 from .tool_calls import tool_calls_rules
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
+GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+"""vLLM's older names of the fields of `structured_outputs`."""
 
 
 class ReplyForm(NamedTuple):
@@ -24,14 +27,21 @@ def reply_form(body: ChoicesBody) -> ReplyForm | None:
     """What the reply must follow, None if anything goes. Raises RequestError (400) if two fields ask for it."""
     asked = body.response_format
     schema = _schema(asked) if asked is not None else None
+    given = [name for name in ("structured_outputs", *GUIDED) if getattr(body, name) is not None]
+    if len(given) > 1:
+        raise RequestError(400, f"{given[0]} and {given[1]} cannot be combined", given[1])
     if isinstance(body, ChatBody) and body.tools and body.tool_choice != "none":
-        if body.structured_outputs is not None:
-            raise RequestError(400, "structured_outputs and tools cannot be combined", "structured_outputs")
+        if given:
+            raise RequestError(400, f"{given[0]} and tools cannot be combined", given[0])
         return _with_tools(body, schema)
-    if body.structured_outputs is not None:
+    if given:
+        (name,) = given
         if schema is not None:
-            raise RequestError(400, "response_format and structured_outputs cannot be combined", "structured_outputs")
-        return ReplyForm("structured_outputs", _structured(body.structured_outputs))
+            raise RequestError(400, f"response_format and {name} cannot be combined", name)
+        value = getattr(body, name)
+        forms = value.asked if name == "structured_outputs" else {name.removeprefix("guided_"): value}
+        ((form, asked_for),) = forms.items()
+        return ReplyForm(name, _grammar(form, asked_for, name))
     return ReplyForm("response_format", json_grammar(schema)) if schema is not None else None
 
 
@@ -61,14 +71,26 @@ def _schema(asked: ResponseFormat) -> dict[str, Any] | None:
     return schema
 
 
-def _structured(asked: StructuredOutputs) -> str:
-    if asked.json_object:
-        return json_grammar(ANY_OBJECT)
-    if asked.json_ is not None:
-        return json_grammar(asked.json_)
-    if asked.regex is not None:
-        return regex_grammar(asked.regex)
-    if asked.choice is not None:
-        return choice_grammar(asked.choice)
-    assert asked.grammar is not None
-    return lark_grammar(asked.grammar)
+def _grammar(form: str, value: Any, param: str) -> str:
+    """`form`: the name of a field of `structured_outputs`."""
+    match form:
+        case "json_object":
+            return json_grammar(ANY_OBJECT)
+        case "json":
+            return json_grammar(_object(value, param))
+        case "regex":
+            return regex_grammar(value)
+        case "choice":
+            return choice_grammar(value)
+    return lark_grammar(value)
+
+
+def _object(schema: dict[str, Any] | str, param: str) -> dict[str, Any]:
+    """The schema, which may be written as text."""
+    try:
+        parsed = json.loads(schema) if isinstance(schema, str) else schema
+    except (ValueError, RecursionError):
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise RequestError(400, f"{param}: the JSON schema must be an object", param)
+    return parsed

@@ -10,11 +10,12 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Coroutine
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from fastapi import Request as HTTPRequest
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, RedirectResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -24,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 from ...scheduler.types import RequestError
 from ..conversations.store import HistoryStore
 from ..conversations.turns import TurnManager
-from ..frontend.bodies import ChatBody, CompletionBody, parse
+from ..frontend.bodies import ChatBody, CompletionBody
 from ..frontend.engine_client import ClientGone, EngineClient, OutputStream
 from ..frontend.errors import error_response
 from ..frontend.reply import Reply
@@ -38,6 +39,7 @@ from .conversations import add_conversations
 from .limits import BodyLimit, ClientLimit, SecurityHeaders, caller_of
 from .openapi import describe_bodies
 from .page import UI_FILES, add_ui
+from .request_body import IgnoredFields, read_body
 from .responses import ResponseBody, add_responses, response_call
 from .settings import DEFAULTS, HTTPSettings
 from .tokenize import add_tokenize
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
     from ..frontend.otel import Tracing  # needs the extra `otel`
 
 EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/ui/", *UI_FILES})
+OPEN_PATHS = frozenset({"/", "/health", "/live", "/metrics", "/ping", "/ready", "/version", "/ui/", *UI_FILES})
 """Paths that need no API key."""
 
 REQUEST_ID = "x-request-id"  # the id that the answer has, and its line of the log
@@ -194,6 +196,8 @@ def create_app(
         histories = TurnManager(HistoryStore(":memory:", settings.history_ttl), client.tell, client.forget, tokenizer)
     app = FastAPI(title="Pensieve", docs_url=None, redoc_url=None)  # these pages load scripts from elsewhere
     app.add_middleware(BodyLimit, most=settings.max_body_bytes)
+    if not settings.strict_fields:
+        app.add_middleware(IgnoredFields)
     if settings.max_requests_per_client is not None:
         app.add_middleware(ClientLimit, most=settings.max_requests_per_client)
     if settings.api_keys:
@@ -227,7 +231,7 @@ def create_app(
     @app.post("/v1/completions")
     async def completions(request: HTTPRequest) -> Response:
         arrived = time.perf_counter()
-        body = await asyncio.to_thread(parse, CompletionBody, await request.body())
+        body = await read_body(CompletionBody, request)
         caller = caller_of(request)
         asked = await _unless_gone(request.receive, calls.asked(body, caller))
         return Answer(await calls.completion(body, asked, arrived, caller), client, tokenizer, tracing)
@@ -235,7 +239,7 @@ def create_app(
     @app.post("/v1/chat/completions")
     async def chat_completions(request: HTTPRequest) -> Response:
         arrived = time.perf_counter()
-        body = await asyncio.to_thread(parse, ChatBody, await request.body())
+        body = await read_body(ChatBody, request)
         caller = caller_of(request)
         asked = await _unless_gone(request.receive, calls.asked(body, caller))
         return Answer(await calls.chat(body, asked, arrived, caller), client, tokenizer, tracing)
@@ -243,7 +247,7 @@ def create_app(
     @app.post("/v1/responses")
     async def responses(request: HTTPRequest) -> Response:
         arrived = time.perf_counter()
-        body = await asyncio.to_thread(parse, ResponseBody, await request.body())
+        body = await read_body(ResponseBody, request)
         return Answer(await response_call(calls, body, arrived, caller_of(request)), client, tokenizer, tracing)
 
     add_conversations(app, histories, client)
@@ -257,7 +261,7 @@ def create_app(
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        check_model(name, ready, status=404)
+        check_model(name, ready)
         return described(name)
 
     def described(name: str) -> dict[str, Any]:
@@ -265,12 +269,23 @@ def create_app(
         return {"id": name, **model}
 
     @app.get("/health")
+    @app.get("/ready")
+    @app.get("/ping")
+    @app.post("/ping")
     async def health() -> Response:
+        return Response(status_code=200 if client.accepting else 503)
+
+    @app.get("/live")
+    async def live() -> Response:
         return Response(status_code=200 if client.healthy else 503)
 
-    @app.get("/ready")
-    async def ready_for_requests() -> Response:
-        return Response(status_code=200 if client.accepting else 503)
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": metadata.version("pensieve")}
+
+    @app.get("/", include_in_schema=False)
+    async def root() -> Response:
+        return RedirectResponse("ui")  # relative: a proxy may serve it below a path
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -13,6 +13,8 @@ from ..frontend.errors import error_response
 from .auth import OWNER, owner_of
 
 CLAIM = "pensieve.claim"
+SESSION = "x-session-id"
+LONGEST_SESSION = 1000  # as of a conversation's id
 SECURITY_HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"),
@@ -21,7 +23,11 @@ SECURITY_HEADERS = (
 
 
 def caller_of(request: Request) -> Caller:
-    return Caller(owner_of(request), client_of(request.scope), request.scope.get(CLAIM, claim_any))
+    """Raises RequestError (400) if the name of its session is too long."""
+    session = request.headers.get(SESSION) or None
+    if session is not None and len(session) > LONGEST_SESSION:
+        raise RequestError(400, f"{SESSION} may have {LONGEST_SESSION} characters, not {len(session)}")
+    return Caller(owner_of(request), client_of(request.scope), request.scope.get(CLAIM, claim_any), session)
 
 
 def client_of(scope: Scope) -> str:

@@ -20,9 +20,10 @@ from ..conversations.turns import TurnManager
 from ..frontend.bodies import GenerationBody
 from ..frontend.body_base import Body, NonEmpty
 from ..frontend.caller import Caller
-from ..frontend.chat_messages import MOST_MESSAGES
+from ..frontend.chat_messages import MOST_MESSAGES, TemplateVariables, with_effort
 from ..frontend.reply import CompletionWriter, Piece, Reply, Style, usage
 from ..frontend.request_builder import GenerationCall, RequestBuilder
+from ..frontend.structured_output import GUIDED
 from .auth import owner_of
 
 
@@ -49,17 +50,36 @@ class Item(Body):
         return {"role": self.role, "content": content}
 
 
+class Reasoning(Body):
+    """`effort`: for the chat template."""
+
+    IGNORED = frozenset({"context", "generate_summary", "mode", "summary"})
+
+    effort: NonEmpty | None = None
+
+
+class TextOptions(Body):
+    IGNORED = frozenset({"verbosity"})
+    NEUTRAL: ClassVar = {"format": ({"type": "text"},)}
+
+
 class ResponseBody(GenerationBody):
     """POST /v1/responses."""
 
-    IGNORED = (GenerationBody.IGNORED | {"reasoning"}) - {"store", "metadata"}
+    IGNORED = (GenerationBody.IGNORED | {"max_tool_calls", "parallel_tool_calls"}) - {"store", "metadata"}
     NEUTRAL: ClassVar = {
         **GenerationBody.NEUTRAL,
+        **dict.fromkeys(("response_format", "structured_outputs", *GUIDED), ()),
         "background": (False,),
-        "include": ([],),
-        "text": ({}, {"format": {"type": "text"}}),
-        "tools": ([],),
+        "context_management": ([],),
+        "enable_response_messages": (False,),
+        "image": (),
+        "include": ([], ["reasoning.encrypted_content"]),  # there is none
+        "previous_input_messages": ([],),
+        "previous_response": (),
+        "prompt": (),
         "tool_choice": ("none", "auto"),
+        "tools": ([],),
         "top_logprobs": (0,),
     }
 
@@ -69,6 +89,9 @@ class ResponseBody(GenerationBody):
     metadata: dict[str, str] = Field(default_factory=dict)
     previous_response_id: NonEmpty | None = None
     store: bool = True
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _one_history(self) -> ResponseBody:
@@ -83,6 +106,11 @@ class ResponseBody(GenerationBody):
         if self.return_token_ids:
             raise RequestError(400, "return_token_ids is not supported for responses", "return_token_ids")
         return self
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """As in `GenerationBody`."""
+        return with_effort(self.chat_template_kwargs, self.reasoning.effort if self.reasoning is not None else None)
 
     @property
     def limit(self) -> tuple[str, int | None]:

@@ -14,6 +14,7 @@ class HTTPSettings:
     client_timeout            seconds a client may take to send a request or to take an answer, then it is cut off
                               (`connections.PatientProtocol`)
     chat_template             its source, None: the engine's own
+    strict_fields             unknown fields are refused, not ignored
     api_keys                  digests of the keys (`api_keys.key_digest`) of which every call needs one; none: no keys
     history_file              of the history store; ":memory:" keeps nothing
     history_ttl               seconds after their last turn after which stored conversations are deleted, None: never
@@ -29,6 +30,7 @@ class HTTPSettings:
     client_timeout: float = 30.0
     cors_origins: tuple[str, ...] = ()
     chat_template: str | None = None
+    strict_fields: bool = False
     api_keys: tuple[str, ...] = ()
     history_file: str = ":memory:"
     history_ttl: float | None = None

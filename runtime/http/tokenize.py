@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi import FastAPI, Request
 from pydantic import Field, model_validator
 
 from ...scheduler.types import RequestError
-from ..frontend.bodies import parse
 from ..frontend.body_base import Body
-from ..frontend.chat_messages import MOST_MESSAGES, Message
+from ..frontend.chat_messages import MOST_MESSAGES, Message, TemplateVariables, Tool
 from ..frontend.request_builder import check_model
 from ..messages import Ready
 from ..text.tokenizer import Tokenizer
+from .request_body import read_body
 
 
 class TokenizeBody(Body):
     """Either a plain prompt or a dialogue, which by default is the prompt of its next message."""
+
+    IGNORED = frozenset({"media_io_kwargs", "mm_processor_kwargs"})
+    NEUTRAL: ClassVar = {"chat_template": (), "continue_final_message": (False,)}
 
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = Field(default=None, min_length=1, max_length=MOST_MESSAGES)
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
+    tools: list[Tool] = Field(default_factory=list)
+    chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
     return_token_strs: bool = False
 
     @model_validator(mode="after")
@@ -53,7 +58,7 @@ def add_tokenize(app: FastAPI, ready: Ready, tokenizer: Tokenizer | None) -> Non
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> dict[str, Any]:
-        body = await asyncio.to_thread(parse, TokenizeBody, await request.body())
+        body = await read_body(TokenizeBody, request)
         check(body.model)
         tokens = await asyncio.to_thread(_tokens, needed(), body)
         strings = {"token_strs": needed().pieces(tokens)} if body.return_token_strs else {}
@@ -61,7 +66,7 @@ def add_tokenize(app: FastAPI, ready: Ready, tokenizer: Tokenizer | None) -> Non
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> dict[str, str]:
-        body = await asyncio.to_thread(parse, DetokenizeBody, await request.body())
+        body = await read_body(DetokenizeBody, request)
         check(body.model)
         if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < ready.vocab_size:
             raise RequestError(400, f"token ids are from 0 to {ready.vocab_size - 1}", "tokens")
@@ -75,6 +80,7 @@ def _tokens(tokenizer: Tokenizer, body: TokenizeBody) -> list[int]:
         text, special = body.prompt, body.add_special_tokens is not False
     else:
         messages = [message.for_template() for message in body.messages]
-        text = tokenizer.render_chat(messages, add_generation_prompt=body.add_generation_prompt)
+        tools = [tool.for_template() for tool in body.tools] or None
+        text = tokenizer.render_chat(messages, body.add_generation_prompt, tools, body.chat_template_kwargs)
         special = body.add_special_tokens is True
     return (tokenizer.encode(text) if special else tokenizer.encode_rendered(text)).tolist()

@@ -25,6 +25,7 @@ def http_settings(settings: ServeSettings) -> HTTPSettings:
         max_body_bytes=parse_bytes(settings.max_body_bytes, "--max-body-bytes"),
         max_connections=settings.max_connections,
         client_timeout=settings.client_timeout,
+        strict_fields=settings.strict_fields,
         cors_origins=settings.cors_origins,
         chat_template=None if settings.chat_template is None else read_chat_template(settings.chat_template),
         api_keys=tuple(key_digest(key) for key in keys),

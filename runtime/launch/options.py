@@ -233,6 +233,8 @@ def _http_options(made: argparse.ArgumentParser) -> None:
     option("--api-key", nargs="+", action="extend", metavar="KEY",
            help="clients need one of these keys (default: none)")  # fmt: skip
     option("--api-key-file", type=Path, metavar="FILE", help="more keys, one a line")
+    option("--strict-fields", action=argparse.BooleanOptionalAction,
+           help="refuse unknown fields of requests (default: ignore them and name them in a header)")  # fmt: skip
     option("--history-ttl", type=float, metavar="SECONDS",
            help="stored conversations are deleted so long after their last turn (default: never)")  # fmt: skip
     option("--max-requests-per-client", type=int, metavar="N",

@@ -50,6 +50,7 @@ NOT_WITH_TRITON = (
     "chat_template",
     "api_key",
     "api_key_file",
+    "strict_fields",
     "max_requests_per_client",
     "max_body_bytes",
     "max_connections",
@@ -130,6 +131,7 @@ class ServeSettings:
     chat_template: Path | None = None
     api_key: tuple[str, ...] = ()
     api_key_file: Path | None = None
+    strict_fields: bool = False
     history_ttl: float | None = None
     max_requests_per_client: int | None = None
     max_conversations_per_owner: int | None = None

@@ -50,7 +50,7 @@ class ResidencyView:
 
     def of(self, owner: str) -> Iterator[ConversationKV]:
         """The owner's conversations, the latest first, by the names that the owner knows (`histories.kv_name`)."""
-        prefixes = (f"conversation:{owner}:", f"response:{owner}:")
+        prefixes = tuple(f"{kind}:{owner}:" for kind in ("conversation", "response", "session"))
         for name, entry in reversed(self._by_id.items()):
             if name.startswith(prefixes):
                 yield entry._replace(conversation=name.split(":", 2)[2])

@@ -6,7 +6,7 @@ import hashlib
 import json
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -64,16 +64,20 @@ class ChatTemplate:
         messages: Sequence[dict[str, Any]],
         add_generation_prompt: bool = True,
         tools: Sequence[dict[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The dialogue, and what asks for the assistant's next message. RequestError if the template refuses, or fails
         at what it did not expect: what it does with messages (no content, say) is Python's to complain of."""
         try:
             return self._template.render(
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
+                {
+                    "documents": None,
+                    **self._special_tokens,
+                    **(variables or {}),
+                    "messages": messages,
+                    "tools": tools,
+                    "add_generation_prompt": add_generation_prompt,
+                }
             )
         except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise RequestError(400, f"the model's chat template refuses these messages: {error}", "messages") from error
@@ -151,12 +155,14 @@ class Tokenizer:
         messages: Sequence[dict[str, Any]],
         add_generation_prompt: bool = True,
         tools: Sequence[dict[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The dialogue as the model reads it, by default up to where its next message begins. `tools` as OpenAI's."""
+        """The dialogue as the model reads it, by default up to where its next message begins. `tools` as OpenAI's;
+        `variables` are the template's own."""
         template = self._tools_template if tools and self._tools_template is not None else self._template
         if template is None:
             raise RequestError(400, "this model has no chat template; use /v1/completions", "messages")
-        return template.render(messages, add_generation_prompt, tools)
+        return template.render(messages, add_generation_prompt, tools, variables)
 
     def encode_rendered(self, text: str) -> array[int]:
         """Token ids of a rendered dialogue. The template writes special tokens itself, so none are added."""

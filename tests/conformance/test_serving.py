@@ -24,21 +24,42 @@ def test_a_bad_temperature_is_refused(server: Server) -> None:
     assert error.param == "temperature" and "temperature" in error.message
 
 
-def test_an_unknown_field_is_refused(server: Server) -> None:
-    """BadRequestError that names it: a misspelt option is not ignored."""
-    error = server.refuses(openai.BadRequestError, lambda: server.chat(extra_body={"temprature": 0.3}))
-    assert "temprature" in error.message
+def test_an_unknown_field_is_no_error(server: Server) -> None:
+    """It is ignored, and so are fields that some servers have and others do not."""
+    extra = {"no_such_field": 1, "user": "me", "verbosity": "low", "prediction": {"type": "content", "content": "x"}}
+    assert server.chat(extra_body=extra).choices
+
+
+def test_a_misspelt_field_of_an_extension_is_refused(server: Server) -> None:
+    """As an extension: BadRequestError that names it, where ignoring it would lose the history."""
+    if server.raw("/v1/conversations")[0] != 200:
+        server.skip("the server has no conversations")
+    error = server.refuses(openai.BadRequestError, lambda: server.chat(extra_body={"converation": "c"}))
+    assert "converation" in error.message
+
+
+def test_a_session_stores_nothing(server: Server) -> None:
+    """A session marks requests; it makes no conversation."""
+    name = f"session-{uuid.uuid4().hex}"
+    assert server.chat(extra_body={"session_id": name}, extra_headers={"X-Session-ID": name}).choices
+    assert server.raw(f"/v1/conversations/{name}")[0] == 404
+
+
+def test_a_served_server_is_healthy(server: Server) -> None:
+    """/health is what start scripts wait for."""
+    assert server.raw("/health")[0] == 200
 
 
 def test_an_unknown_model_is_not_found(server: Server) -> None:
-    """A status error with the code model_not_found (OpenAI: 404; 400 will do), and nothing is generated."""
+    """NotFoundError, wherever a model is named."""
     ask = server.client
     for call in (
         lambda: ask.chat.completions.create(model="no-such-model", messages=user("hi")),
         lambda: ask.completions.create(model="no-such-model", prompt="hi"),
+        lambda: ask.responses.create(model="no-such-model", input="hi"),
         lambda: ask.models.retrieve("no-such-model"),
     ):
-        error = server.refuses(openai.APIStatusError, call)
+        error = server.refuses(openai.NotFoundError, call)
         assert error.code == "model_not_found" and "no-such-model" in error.message
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from pensieve.runtime.frontend.engine_client import EngineClient
 from pensieve.runtime.http.app import create_app
+from pensieve.runtime.http.settings import DEFAULTS, HTTPSettings
 from pensieve.runtime.text.tokenizer import Tokenizer
 
 from .fake_loop import FakeLoop, ready, save_tokenizer
@@ -24,11 +25,13 @@ def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def served(loop: FakeLoop, directory: Path | None) -> AsyncIterator[httpx.AsyncClient]:
+async def served(
+    loop: FakeLoop, directory: Path | None, settings: HTTPSettings = DEFAULTS
+) -> AsyncIterator[httpx.AsyncClient]:
     """The application in this process, without sockets."""
     client = EngineClient(loop.client_end)
-    tokenizer = Tokenizer.load(directory) if directory is not None else None
-    transport = httpx.ASGITransport(create_app(client, ready(str(directory or "")), tokenizer))
+    tokenizer = Tokenizer.load(directory, settings.chat_template) if directory is not None else None
+    transport = httpx.ASGITransport(create_app(client, ready(str(directory or "")), tokenizer, settings))
     try:
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
             yield http
@@ -46,9 +49,10 @@ def ask(tokenizer_directory: Path) -> Callable[..., Any]:
         work: Callable[[httpx.AsyncClient], Awaitable[Any]],
         loop: FakeLoop | None = None,
         directory: Path | None = tokenizer_directory,
+        settings: HTTPSettings = DEFAULTS,
     ) -> Any:
         async def main() -> Any:
-            async with served(loop or FakeLoop(), directory) as http:
+            async with served(loop or FakeLoop(), directory, settings) as http:
                 return await work(http)
 
         return asyncio.run(main())

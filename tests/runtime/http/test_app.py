@@ -127,8 +127,9 @@ def test_what_is_asked_for_reaches_the_loop(ask: Callable[..., Any]) -> None:
 
 def test_defaults_are_openais_and_seeds_differ(ask: Callable[..., Any]) -> None:
     async def twice(http: httpx.AsyncClient) -> None:
-        for name in ({"conversation": "c"}, {"conversation_params": {"conversation_id": "c"}}):
-            await http.post("/v1/completions", json={"prompt": [9], "ignore_eos": True, "user": "me", "n": 1, **name})
+        for name in ("c", {"id": "c"}):
+            body = {"prompt": [9], "ignore_eos": True, "user": "me", "n": 1, "conversation": name}
+            await http.post("/v1/completions", json=body)
 
     loop = FakeLoop()
     ask(twice, loop)
@@ -279,7 +280,6 @@ BAD = [
     ({"prompt": "x", "stop_token_ids": [260]}, "stop_token_ids"),
     ({"prompt": "x", "stream": "yes"}, "stream"),
     ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
-    ({"prompt": "x", "stream": True, "stream_options": {"other": 1}}, "stream_options.other"),
     ({"prompt": "x", "n": 0}, "n"),
     ({"prompt": "x", "n": 129}, "n"),
     ({"prompt": "x", "n": 2, "best_of": 3}, "best_of"),
@@ -313,8 +313,17 @@ BAD = [
     ),
     ({"prompt": "x", "conversation": 7}, "conversation"),
     ({"prompt": "x", "conversation": {"name": "c"}}, "conversation"),
-    ({"prompt": "x", "conversation": "a", "conversation_params": {"conversation_id": "b"}}, "conversation_params"),
-    ({"prompt": "x", "maxtokens": 5}, "maxtokens"),
+    ({"prompt": "x", "conversation_params": {"conversation_id": ""}}, "conversation_params"),
+    ({"prompt": "x", "session_id": 5}, "session_id"),
+    ({"prompt": "x", "guided_regex": "("}, "guided_regex"),
+    ({"prompt": "x", "guided_choice": []}, "guided_choice"),
+    ({"prompt": "x", "guided_json": "{"}, "guided_json"),
+    ({"prompt": "x", "guided_json": {}, "guided_regex": "a"}, "guided_regex"),
+    ({"prompt": "x", "guided_regex": "a", "structured_outputs": {"regex": "a"}}, "guided_regex"),
+    ({"prompt": "x", "guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
+    ({"prompt": "x", "use_beam_search": True}, "use_beam_search"),
+    ({"prompt": "x", "bad_words": ["x"]}, "bad_words"),
+    ({"prompt": "x", "converation": "c"}, "converation"),
 ]
 
 

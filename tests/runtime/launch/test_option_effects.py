@@ -162,6 +162,7 @@ CASES: dict[str, tuple[Effect | Refused, ...]] = {
         Effect("--chat-template FILES/chat.jinja", "http.chat_template"),
         Refused("--chat-template FILES/chat.jinja", "has no tokenizer", "--engine FILES/dumb"),
     ),
+    "strict_fields": (Effect("--strict-fields", "http.strict_fields"),),
     "api_key": (Effect(KEY, "http.api_keys"),),
     "api_key_file": (Effect("--api-key-file FILES/keys", "http.api_keys"),),
     "history_ttl": (Effect("--history-ttl 9", "http.history_ttl"),),

@@ -1,0 +1,51 @@
+"""Reads the bodies of requests, and tells clients and the log which of their fields were ignored."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..frontend.bodies import Kind, parse
+
+IGNORED = "pensieve.ignored"
+HEADER = b"x-pensieve-ignored-fields"
+MOST_LOGGED = 256  # names: clients choose them
+
+log = logging.getLogger(__name__)
+
+
+async def read_body(kind: type[Kind], request: Request) -> Kind:
+    """The body as this kind of request. Raises RequestError (400) as `parse`; it ignores unknown fields only behind
+    `IgnoredFields`."""
+    return await asyncio.to_thread(parse, kind, await request.body(), request.scope.get(IGNORED))
+
+
+class IgnoredFields:
+    """ASGI middleware: unknown fields are ignored. The header HEADER of the answer names them, and the log each name
+    once."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+        self._logged: set[str] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        ignored: list[str] = []
+        scope[IGNORED] = ignored
+
+        async def with_names(message: Message) -> None:
+            if ignored and message["type"] == "http.response.start":
+                self._log(ignored)
+                message["headers"] = [*message["headers"], (HEADER, ", ".join(ignored).encode())]
+            await send(message)
+
+        await self._app(scope, receive, with_names)
+
+    def _log(self, names: Sequence[str]) -> None:
+        for name in names:
+            if name not in self._logged and len(self._logged) < MOST_LOGGED:
+                self._logged.add(name)
+                log.warning("the field %s of requests is unknown and ignored", name)
