@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import random
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,12 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 MOST_REQUESTS = 16384  # of one call: more than any queue takes, and few enough to be made at once
 MOST_BIASES = 1024  # each is written to the logits at every step
 TOO_LONG = "context_length_exceeded"  # OpenAI's code
+TOOLS_IGNORED = (
+    "this model's chat template does not render tools, so the model is not told of them (said once): it calls one only "
+    "where tool_choice is required or names a function; --chat-template takes another template"
+)
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,7 @@ class RequestBuilder:
         self._ready, self._tokenizer, self._histories, self._new_id = ready, tokenizer, histories, new_id
         self._grammars: GrammarChecker | None = None
         self._opened = False  # when first used
+        self._tools_checked = False
         self._opening = asyncio.Lock()
 
     async def asked(self, body: ChoicesBody, caller: Caller) -> OutputOptions:
@@ -125,6 +133,7 @@ class RequestBuilder:
         messages = [message.for_template() for message in body.messages]
         render, server_history = self._need_tokenizer("messages").render_chat, body.server_history
         if body.tools and body.tool_choice != "none":
+            self._say_if_tools_are_ignored()
             render = partial(render, tools=[tool.for_template() for tool in body.tools])
         open_turn, name = self._histories.open_chat, body.conversation_id
         turn = await open_turn(caller.owner, name, messages, render, server_history=server_history)
@@ -175,6 +184,11 @@ class RequestBuilder:
         if self._tokenizer is None:
             raise RequestError(400, "this engine has no tokenizer: send token ids to /v1/completions", param)
         return self._tokenizer
+
+    def _say_if_tools_are_ignored(self) -> None:
+        if not self._tools_checked and self._need_tokenizer("tools").ignores_tools:
+            log.warning(TOOLS_IGNORED)
+        self._tools_checked = True
 
     def _checked(self, prompt: str | list[int]) -> str | array[int]:
         if isinstance(prompt, str):
