@@ -219,7 +219,7 @@ class LLM:
                 history = str(args.state_dir / "history.sqlite")
             self._scheduler, self._executor, _, _, self._ready = assemble(args)
             opened.callback(self._executor.close)
-            # Of an LLM that is not closed: a thread inside torch must not outlive Python, which would abort the process.
+            # An LLM may be left open: a thread inside torch that outlives Python aborts the process.
             atexit.register(self._executor.close)
             opened.callback(atexit.unregister, self._executor.close)
             template = None if args.chat_template is None else read_chat_template(args.chat_template)
