@@ -359,11 +359,11 @@ class RequestBuilder:
         )
 
 
-def check_model(name: str, ready: Ready, status: int = 400) -> None:
-    """Raises RequestError if no model of that name is served here. OpenAI answers 404; our contract says 400."""
+def check_model(name: str, ready: Ready) -> None:
+    """Raises RequestError (404, as OpenAI) if no model of that name is served here."""
     if name not in (ready.model, *ready.aliases):
         message = f"model {name!r} is not served here; {ready.model!r} is"
-        raise RequestError(status, message, "model", "model_not_found")
+        raise RequestError(404, message, "model", "model_not_found")
 
 
 def _random_seed() -> int:

@@ -264,7 +264,7 @@ def create_app(
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        check_model(name, ready, status=404)
+        check_model(name, ready)
         return described(name)
 
     def described(name: str) -> dict[str, Any]:

@@ -31,14 +31,15 @@ def test_an_unknown_field_is_refused(server: Server) -> None:
 
 
 def test_an_unknown_model_is_not_found(server: Server) -> None:
-    """A status error with the code model_not_found (OpenAI: 404; 400 will do), and nothing is generated."""
+    """NotFoundError, wherever a model is named."""
     ask = server.client
     for call in (
         lambda: ask.chat.completions.create(model="no-such-model", messages=user("hi")),
         lambda: ask.completions.create(model="no-such-model", prompt="hi"),
+        lambda: ask.responses.create(model="no-such-model", input="hi"),
         lambda: ask.models.retrieve("no-such-model"),
     ):
-        error = server.refuses(openai.APIStatusError, call)
+        error = server.refuses(openai.NotFoundError, call)
         assert error.code == "model_not_found" and "no-such-model" in error.message
 
 

@@ -37,8 +37,8 @@ def test_a_model_that_is_not_served_is_not_found(ask: Callable[..., Any]) -> Non
 
     loop = FakeLoop()
     answers = ask(everywhere, loop)
-    for status, response in zip((*[400] * 5, 404), answers, strict=True):
-        assert error_of(response) == (status, "model_not_found", "model")
+    for response in answers:
+        assert error_of(response) == (404, "model_not_found", "model")
         assert "'other'" in response.json()["error"]["message"]
     assert not loop.log
 

@@ -83,7 +83,7 @@ def test_the_official_client_holds_a_streamed_conversation(server: Server) -> No
     assert all(message.request.conversation == "talk" for message in server.loop.said(Submit))
     whole = client.chat.completions.create(model="fake", messages=messages, temperature=0)
     assert whole.choices[0].message.content
-    with pytest.raises(openai.BadRequestError, match="other"):
+    with pytest.raises(openai.NotFoundError, match="other"):
         client.chat.completions.create(model="other", messages=messages)
 
 
