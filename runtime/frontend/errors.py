@@ -35,9 +35,12 @@ def error_object(error: RequestError) -> dict[str, Any]:
 
 
 def anthropic_error_object(error: RequestError) -> dict[str, Any]:
-    """Anthropic's form."""
+    """Anthropic's form, in which the message names the field."""
+    message = error.message
+    if error.param is not None and error.param not in message:
+        message = f"{error.param}: {message}"
     kind = ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def error_response(error: RequestError, path: str) -> JSONResponse:

@@ -39,7 +39,9 @@ class KeyCheck:
         if scope["type"] == "http" and scope["path"] not in self._open_paths:
             owner = self._owner(dict(scope["headers"]))
             if owner is None:
-                error = RequestError(401, "this server needs a valid API key: send Authorization: Bearer KEY or X-API-Key: KEY")
+                error = RequestError(
+                    401, "this server needs a valid API key, as Authorization: Bearer KEY or X-API-Key: KEY"
+                )
                 response = error_response(error, scope["path"])
                 response.headers["www-authenticate"] = "Bearer"
                 await response(scope, receive, send)

@@ -169,7 +169,7 @@ class SystemMessage(Body):
         return [Message(role="system", content=_lines(self.content))]
 
 
-class Tool(Body):
+class ToolDefinition(Body):
     """`input_schema`: a JSON schema of an object."""
 
     IGNORED = frozenset({"allowed_callers", "defer_loading", "eager_input_streaming", "input_examples", "strict"})
@@ -257,8 +257,8 @@ class PromptBody(Body):
         Field(min_length=1, max_length=MOST_MESSAGES),
     ]
     system: Texts = Field(default_factory=list)
-    tools: Annotated[list[Tool], BeforeValidator(_own_tools, json_schema_input_type=list[Tool])] = Field(
-        default_factory=list
+    tools: Annotated[list[ToolDefinition], BeforeValidator(_own_tools, json_schema_input_type=list[ToolDefinition])] = (
+        Field(default_factory=list)
     )
     tool_choice: ToolChoice = ToolChoice(type="auto")
     cache_control: CacheControl | None = None
