@@ -10,11 +10,12 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Coroutine
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from fastapi import Request as HTTPRequest
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, RedirectResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from ..frontend.otel import Tracing  # needs the extra `otel`
 
 EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/ui/", *UI_FILES})
+OPEN_PATHS = frozenset({"/", "/health", "/live", "/metrics", "/ping", "/ready", "/version", "/ui/", *UI_FILES})
 """Paths that need no API key."""
 
 REQUEST_ID = "x-request-id"  # the id that the answer has, and its line of the log
@@ -272,12 +273,23 @@ def create_app(
         return {"id": name, **model}
 
     @app.get("/health")
+    @app.get("/ready")
+    @app.get("/ping")
+    @app.post("/ping")
     async def health() -> Response:
+        return Response(status_code=200 if client.accepting else 503)
+
+    @app.get("/live")
+    async def live() -> Response:
         return Response(status_code=200 if client.healthy else 503)
 
-    @app.get("/ready")
-    async def ready_for_requests() -> Response:
-        return Response(status_code=200 if client.accepting else 503)
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": metadata.version("pensieve")}
+
+    @app.get("/", include_in_schema=False)
+    async def root() -> Response:
+        return RedirectResponse("ui")  # relative: a proxy may serve it below a path
 
     @app.get("/metrics")
     async def metrics() -> Response:
