@@ -128,19 +128,39 @@ class RequestBuilder:
             default = DEFAULT_COMPLETION_TOKENS
             return self._call(body, ids, CompletionWriter(style), default, arrived, caller, turn, asked, echoes)
 
-    async def chat(self, body: ChatBody, asked: OutputOptions, arrived: float, caller: Caller) -> GenerationCall:
+    async def chat(
+        self,
+        body: ChatBody,
+        asked: OutputOptions,
+        arrived: float,
+        caller: Caller,
+        writer: CompletionWriter | None = None,
+        most_tokens: int | None = None,
+    ) -> GenerationCall:
+        """`writer`: of another API's answer than OpenAI's. `most_tokens`: the reply's limit where the body has none; it
+        gives way to what the context leaves."""
         caller.claim(body.n, "n")
+        turn = await self._open_chat(body, caller)
+        with closed_on_error(turn):
+            writer = writer or ChatWriter(self._style(body, asked))
+            default = self._ready.max_model_len if most_tokens is None else most_tokens
+            return self._call(body, [turn.prompt], writer, default, arrived, caller, turn, asked)
+
+    async def prompt_tokens(self, body: ChatBody, caller: Caller) -> int:
+        """Returns how many tokens the prompt of this chat has. Raises as `chat`."""
+        self.model(body)
+        turn = await self._open_chat(body, caller)
+        turn.close()
+        return len(turn.prompt)
+
+    async def _open_chat(self, body: ChatBody, caller: Caller) -> OpenTurn:
         messages = [message.for_template() for message in body.messages]
         render, server_history = self._need_tokenizer("messages").render_chat, body.server_history
         if body.tools and body.tool_choice != "none":
             self._say_if_tools_are_ignored()
             render = partial(render, tools=[tool.for_template() for tool in body.tools])
         open_turn, name = self._histories.open_chat, body.conversation_id
-        turn = await open_turn(caller.owner, name, messages, render, server_history=server_history)
-        style = self._style(body, asked)
-        with closed_on_error(turn):
-            default = self._ready.max_model_len
-            return self._call(body, [turn.prompt], ChatWriter(style), default, arrived, caller, turn, asked)
+        return await open_turn(caller.owner, name, messages, render, server_history=server_history)
 
     async def response(
         self,
@@ -290,7 +310,8 @@ class RequestBuilder:
         if prompt >= context:
             raise RequestError(
                 400,
-                f"the prompt has {prompt} tokens; the model's context holds {context}, reply included",
+                f"the prompt is too long: {prompt} tokens > {context - 1} maximum "
+                f"(the model's context holds {context}, reply included)",
                 "prompt",
                 TOO_LONG,
             )

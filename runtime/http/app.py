@@ -1,4 +1,4 @@
-"""The HTTP process: OpenAI's endpoints over an EngineClient.
+"""The HTTP process: OpenAI's and Anthropic's endpoints over an EngineClient.
 
 The way of a call: body -> `GenerationCall` (checked, tokenised) -> requests to the engine loop -> `Answer` writes the
 outputs, whole or as server-sent events. A client that hangs up aborts its requests.
@@ -10,11 +10,12 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Coroutine
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from fastapi import Request as HTTPRequest
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, RedirectResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -26,7 +27,7 @@ from ..conversations.turns import TurnManager
 from ..frontend.bodies import ChatBody, CompletionBody, parse
 from ..frontend.engine_client import ClientGone, EngineClient, OutputStream
 from ..frontend.errors import error_response
-from ..frontend.reply import Reply
+from ..frontend.reply import Reply, Style
 from ..frontend.request_builder import GenerationCall, OutputOptions, RequestBuilder, check_model
 from ..frontend.request_log import logged
 from ..frontend.tool_calls import ToolCallParser
@@ -35,6 +36,7 @@ from ..text.tokenizer import StopMatcher, Tokenizer
 from .auth import OWNER, KeyCheck
 from .conversations import add_conversations
 from .limits import BodyLimit, ClientLimit, SecurityHeaders, caller_of
+from .messages import MessageBody, MessageWriter, PromptBody
 from .openapi import describe_bodies
 from .page import UI_FILES, add_ui
 from .responses import ResponseBody, add_responses, response_call
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
     from ..frontend.otel import Tracing  # needs the extra `otel`
 
 EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/ui/", *UI_FILES})
+OPEN_PATHS = frozenset({"/", "/health", "/live", "/metrics", "/ping", "/ready", "/version", "/ui/", *UI_FILES})
 """Paths that need no API key."""
 
 REQUEST_ID = "x-request-id"  # the id that the answer has, and its line of the log
@@ -202,12 +204,12 @@ def create_app(
     created = int(time.time())
 
     @app.exception_handler(RequestError)
-    async def refuse(_: HTTPRequest, error: RequestError) -> Response:
-        return error_response(error)
+    async def refuse(request: HTTPRequest, error: RequestError) -> Response:
+        return error_response(error, request.url.path)
 
     @app.exception_handler(HTTPException)
-    async def refuse_route(_: HTTPRequest, error: HTTPException) -> Response:
-        response = error_response(RequestError(error.status_code, error.detail))
+    async def refuse_route(request: HTTPRequest, error: HTTPException) -> Response:
+        response = error_response(RequestError(error.status_code, error.detail), request.url.path)
         response.headers.update(error.headers or {})  # a 405 says what is allowed
         return response
 
@@ -237,6 +239,21 @@ def create_app(
         body = await asyncio.to_thread(parse, ResponseBody, await request.body())
         return Answer(await response_call(calls, body, arrived, caller_of(request)), client, tokenizer, tracing)
 
+    @app.post("/v1/messages")
+    async def messages(request: HTTPRequest) -> Response:
+        arrived = time.perf_counter()
+        body = await asyncio.to_thread(parse, MessageBody, await request.body())
+        caller, chat = caller_of(request), body.chat()
+        asked = await _unless_gone(request.receive, calls.asked(chat, caller))
+        writer = MessageWriter(Style(calls.model(chat), False, False), body.max_tokens)
+        call = await calls.chat(chat, asked, arrived, caller, writer, body.max_tokens)
+        return Answer(call, client, tokenizer, tracing)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(request: HTTPRequest) -> dict[str, int]:
+        body = await asyncio.to_thread(parse, PromptBody, await request.body())
+        return {"input_tokens": await calls.prompt_tokens(body.chat(), caller_of(request))}
+
     add_conversations(app, histories, client)
     add_responses(app, histories)
     add_tokenize(app, ready, tokenizer)
@@ -256,12 +273,23 @@ def create_app(
         return {"id": name, **model}
 
     @app.get("/health")
+    @app.get("/ready")
+    @app.get("/ping")
+    @app.post("/ping")
     async def health() -> Response:
+        return Response(status_code=200 if client.accepting else 503)
+
+    @app.get("/live")
+    async def live() -> Response:
         return Response(status_code=200 if client.healthy else 503)
 
-    @app.get("/ready")
-    async def ready_for_requests() -> Response:
-        return Response(status_code=200 if client.accepting else 503)
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": metadata.version("pensieve")}
+
+    @app.get("/", include_in_schema=False)
+    async def root() -> Response:
+        return RedirectResponse("ui")  # relative: a proxy may serve it below a path
 
     @app.get("/metrics")
     async def metrics() -> Response:

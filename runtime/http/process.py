@@ -31,6 +31,7 @@ from .settings import DEFAULTS, HTTPSettings
 log = logging.getLogger(__name__)
 
 CLOSING_SECONDS = 5  # for clients to read the end of their replies once the engine has ended
+EARLY_PROBES = {"/health": 503, "/ping": 503, "/ready": 503, "/live": 200}  # answered while the engine starts
 KEEP_ALIVE_SECONDS = 75
 """A connection may be idle for so long. Balancers keep theirs for 60 s (nginx, AWS): they must be first to close one,
 or a request that comes at that moment is lost."""
@@ -152,11 +153,11 @@ class FrontDoor:
         self._decided.set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._app is None and scope["path"] in ("/health", "/ready"):
-            await Response(status_code=200 if scope["path"] == "/health" else 503)(scope, receive, send)
+        if self._app is None and scope["path"] in EARLY_PROBES:
+            await Response(status_code=EARLY_PROBES[scope["path"]])(scope, receive, send)
             return
         await self._decided.wait()
-        app = self._app or error_response(RequestError(503, "the server did not start"))
+        app = self._app or error_response(RequestError(503, "the server did not start"), scope["path"])
         await app(scope, receive, send)
 
 

@@ -1,4 +1,4 @@
-"""A streamed chat of three turns through litellm, in its own environment; `test_clients` runs it and checks its answer."""
+"""A streamed chat of three turns through litellm, in its own environment; `test_clients` checks its answer."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from .server import Server
 LITELLM = Path(sys.prefix) / "litellm" / "bin" / "python"
 """litellm wants an older huggingface_hub and an older openai than our other packages: it has its own environment."""
 
-SYSTEM = "You talk to {}. You are a friendly assistant, you answer in plain English, and you ask for what you do not know."
+SYSTEM = "You talk to {}. You are a friendly assistant, you answer in plain English, and you never make anything up."
 QUESTION = "What is the weather in Oslo?"
 WEATHER = {
     "type": "function",

@@ -182,7 +182,7 @@ def test_bad_grammars_of_one_key_do_not_delay_another_key(tmp_path):
     assert set(refused) == {400} and len(refused) < 12
 
 
-def test_ready_ends_with_sigterm_health_with_the_server_and_a_second_signal_ends_it_at_once(tmp_path):
+def test_health_ends_with_sigterm_live_with_the_server_and_a_second_signal_ends_it_at_once(tmp_path):
     with Server(tmp_path, "--shutdown-timeout", 60) as server:
         answers = []
         body = dict(prompt=[40] * 10, max_tokens=3000, ignore_eos=True)
@@ -190,8 +190,8 @@ def test_ready_ends_with_sigterm_health_with_the_server_and_a_second_signal_ends
         thread.start()
         wait_for(lambda: server.metric(RUNNING) == 1)
         server.process.send_signal(signal.SIGTERM)
-        wait_for(lambda: HTTP.get(f"{server.url}/ready", timeout=30).status_code == 503)
-        assert HTTP.get(f"{server.url}/health", timeout=30).status_code == 200
+        wait_for(lambda: HTTP.get(f"{server.url}/health", timeout=30).status_code == 503)
+        assert HTTP.get(f"{server.url}/live", timeout=30).status_code == 200
         refused = server.post("/v1/completions", prompt=[40], max_tokens=1)
         assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
         assert server.metric(RUNNING) == 1

@@ -300,13 +300,16 @@ def test_messages_in_one_body_are_limited() -> None:
 # -- readiness
 
 
-@pytest.mark.parametrize(("message", "health"), [(Draining(), 200), (Fatal("the books disagree"), 503)])
-def test_ready_ends_before_health(message: object, health: int) -> None:
+PROBES = ("/health", "/ping", "/ready", "/live")
+
+
+@pytest.mark.parametrize(("message", "live"), [(Draining(), 200), (Fatal("the books disagree"), 503)])
+def test_health_tells_whether_requests_are_served_and_live_whether_a_restart_helps(message: object, live: int) -> None:
     loop = FakeLoop()
 
     async def probe(http: httpx.AsyncClient) -> list[int]:
         async def probes() -> list[int]:
-            return [(await http.get(path)).status_code for path in ("/health", "/ready")]
+            return [(await http.get(path)).status_code for path in PROBES]
 
         before = await probes()
         loop.say(message)
@@ -315,7 +318,7 @@ def test_ready_ends_before_health(message: object, health: int) -> None:
                 await asyncio.sleep(0.005)
         return [*before, *after]
 
-    assert serve(loop, probe) == [200, 200, health, 503]
+    assert serve(loop, probe) == [200, 200, 200, 200, 503, 503, 503, live]
 
 
 def test_while_the_engine_starts_probes_are_answered_and_requests_wait() -> None:
@@ -323,19 +326,19 @@ def test_while_the_engine_starts_probes_are_answered_and_requests_wait() -> None
         door = FrontDoor()
         async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://test") as http:
             early = asyncio.create_task(complete(http))
-            probes = [(await http.get(path)).status_code for path in ("/health", "/ready")]
+            probes = [(await http.get(path)).status_code for path in PROBES]
             assert not early.done()
             loop = FakeLoop()
             client = EngineClient(loop.client_end)
             door.open(create_app(client, ready(), None))
-            probes += [(await http.get(path)).status_code for path in ("/health", "/ready")]
+            probes += [(await http.get(path)).status_code for path in PROBES]
             response = await early
             await asyncio.to_thread(loop.close)
             await client.closed.wait()
             return probes, response
 
     probes, response = asyncio.run(main())
-    assert probes == [200, 503, 200, 200] and response.is_success
+    assert probes == [503, 503, 503, 200, 200, 200, 200, 200] and response.is_success
 
 
 def test_whoever_waits_for_a_start_that_fails_is_told() -> None:

@@ -436,7 +436,7 @@ def test_keys_keep_tenants_apart(serve: Any) -> None:
             assert refusal["error"]["code"] == "invalid_api_key"
             for key in ("", "three", "one two"):
                 await server.ask("GET", CONVERSATIONS, 401, key)
-            for path in ("/health", "/metrics", "/ready"):
+            for path in ("/health", "/live", "/metrics", "/ping", "/ready", "/version"):
                 assert (await server.http.get(path)).status_code == 200
             replies = [await server.chat("hello", conversation="a", key=key) for key in ("one", "two")]
             assert replies[0] == replies[1]
