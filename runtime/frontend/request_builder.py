@@ -15,7 +15,7 @@ from typing import Any
 from ...scheduler.types import Request, RequestError, RequestId, Sampling, check_logprobs
 from ..conversations.transcript import Message
 from ..conversations.turns import OpenTurn, TurnManager
-from ..messages import Ready
+from ..messages import Keep, Ready
 from ..text.tokenizer import Tokenizer
 from .bodies import ChatBody, ChoicesBody, CompletionBody, GenerationBody
 from .caller import Caller
@@ -42,6 +42,7 @@ class GenerationCall:
 
     `echoes`: what goes before each one's reply.
     `turn`: what its first reply is committed to. Whoever answers the call commits it and closes it.
+    `keep`: what the loop is told then about the turn's KV.
     """
 
     requests: tuple[Request, ...]
@@ -54,6 +55,7 @@ class GenerationCall:
     arrived: float
     most_tool_calls: int = 0
     turn: OpenTurn | None = None
+    keep: Keep | None = None
 
 
 @dataclass(frozen=True)
@@ -134,17 +136,26 @@ class RequestBuilder:
         asked: OutputOptions,
         arrived: float,
         caller: Caller,
+        *,
         writer: CompletionWriter | None = None,
         most_tokens: int | None = None,
+        keep_s: float | None = None,
     ) -> GenerationCall:
-        """`writer`: of another API's answer than OpenAI's. `most_tokens`: the reply's limit where the body has none; it
-        gives way to what the context leaves."""
+        """writer       of another API's answer than OpenAI's
+        most_tokens  the reply's limit where the body has none; it gives way to what the context leaves
+        keep_s       seconds from the reply's end for which the session's KV is evicted last
+        """
         caller.claim(body.n, "n")
         turn = await self._open_chat(body, caller)
         with closed_on_error(turn):
+            if caller.session is not None:
+                turn.in_session(caller.session)
             writer = writer or ChatWriter(self._style(body, asked))
             default = self._ready.max_model_len if most_tokens is None else most_tokens
-            return self._call(body, [turn.prompt], writer, default, arrived, caller, turn, asked)
+            call = self._call(body, [turn.prompt], writer, default, arrived, caller, turn, asked)
+        if keep_s is None or turn.conversation is None:
+            return call
+        return replace(call, keep=Keep(turn.conversation, None, keep_s))
 
     async def prompt_tokens(self, body: ChatBody, caller: Caller) -> int:
         """Returns how many tokens the prompt of this chat has. Raises as `chat`."""

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Coroutine
+from dataclasses import replace
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -154,6 +155,8 @@ class Answer(Response):
         answer = reply.message if self._call.chat else None
         salt = self._call.requests[0].salt
         await turn.commit(reply.tokens, text, answer, salt, self._call.writer.stored(list(replies.values())))
+        if self._call.keep is not None:
+            self._client.tell(self._call.keep)
 
 
 async def _unless_gone(receive: Receive, making: Coroutine[Any, Any, OutputOptions]) -> OutputOptions:
@@ -243,11 +246,14 @@ def create_app(
     async def messages(request: HTTPRequest) -> Response:
         arrived = time.perf_counter()
         body = await asyncio.to_thread(parse, MessageBody, await request.body())
-        caller, chat = caller_of(request), body.chat()
+        caller, chat = replace(caller_of(request), session=body.session(request.headers)), body.chat()
         asked = await _unless_gone(request.receive, calls.asked(chat, caller))
-        writer = MessageWriter(Style(calls.model(chat), False, False), body.max_tokens)
-        call = await calls.chat(chat, asked, arrived, caller, writer, body.max_tokens)
-        return Answer(call, client, tokenizer, tracing)
+        options: dict[str, Any] = {
+            "writer": MessageWriter(Style(calls.model(chat), False, False), body.max_tokens),
+            "most_tokens": body.max_tokens,
+            "keep_s": body.keep_s,
+        }
+        return Answer(await calls.chat(chat, asked, arrived, caller, **options), client, tokenizer, tracing)
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: HTTPRequest) -> dict[str, int]:

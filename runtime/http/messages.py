@@ -7,7 +7,7 @@ of tools, as chat templates read them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -35,6 +35,8 @@ BILLING = "x-anthropic-billing-header:"
 model. It differs from request to request: with it two prompts would never have a beginning in common."""
 
 MOST_STOPS = 16
+SESSION_HEADERS = ("x-session-id", "x-claude-code-session-id")
+KEEP_S = {"5m": 300.0, "1h": 3600.0}
 
 
 class CacheControl(Body):
@@ -190,7 +192,7 @@ class ToolDefinition(Body):
     def for_chat(self) -> ChatTool:
         """As OpenAI has it. It is checked already, and its name may be longer than OpenAI's."""
         about = {"name": self.name, "description": self.description, "parameters": self.input_schema}
-        given = {name: value for name, value in about.items() if value is not None}
+        given: dict[str, Any] = {name: value for name, value in about.items() if value is not None}
         return ChatTool.model_construct(type="function", function=Function.model_construct(**given))
 
 
@@ -309,9 +311,35 @@ class MessageBody(PromptBody):
     top_k: int = 0
     top_p: float = 1.0
 
+    @property
+    def keep_s(self) -> float | None:
+        """Seconds for which the prompt is to be kept: the longest that a marker asks for."""
+        contents = (block for message in self.messages for block in message.content)
+        marks = [getattr(part, "cache_control", None) for part in (self, *self.system, *self.tools, *contents)]
+        return max((KEEP_S[mark.ttl] for mark in marks if mark is not None), default=None)
+
+    def session(self, headers: Mapping[str, str]) -> str | None:
+        """The name of the run that the call belongs to: as a header has it, or as Claude Code writes it into
+        `metadata.user_id`. A marker alone asks for the keeping of a run without a name."""
+        named = next((headers[name] for name in SESSION_HEADERS if name in headers), None)
+        user = self.metadata.user_id if self.metadata is not None else None
+        if named is None and user is not None:
+            named = _session_in(user)
+        return "" if named is None and self.keep_s is not None else named
+
     def _chat_fields(self) -> dict[str, Any]:
         sampling = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
         return {**super()._chat_fields(), **sampling, "stop": self.stop_sequences, "stream": self.stream}
+
+
+def _session_in(user_id: str) -> str | None:
+    """`{"session_id": NAME, ...}`, or of older versions `..._session_NAME`."""
+    try:
+        found = json.loads(user_id)
+    except (ValueError, RecursionError):
+        return user_id.partition("_session_")[2] or None
+    name = found.get("session_id") if isinstance(found, dict) else None
+    return name if isinstance(name, str) else None
 
 
 class MessageWriter(CompletionWriter):

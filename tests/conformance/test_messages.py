@@ -65,6 +65,7 @@ def test_a_streamed_message_is_the_same(server: Server) -> None:
 
 
 def test_max_tokens_ends_a_message(server: Server) -> None:
+    """stop_reason max_tokens, and no token more."""
     message = server.message(max_tokens=2)
     assert (message.stop_reason, message.usage.output_tokens) == ("max_tokens", 2)
 
@@ -79,6 +80,7 @@ def test_a_stop_sequence_ends_a_message(server: Server) -> None:
 
 
 def test_tokens_are_counted_as_a_message_has_them(server: Server) -> None:
+    """count_tokens gives what usage says of the whole prompt."""
     ask: dict[str, Any] = dict(system=SYSTEM, messages=user("Tell me about tea."), tools=[WEATHER])
     counted = server.anthropic.messages.count_tokens(model=server.model, **ask)
     assert counted.input_tokens == prompt_tokens(server.message(**ask))

@@ -121,8 +121,8 @@ def test_a_recorded_coding_session_loses_no_cache(agent):
 
 @pytest.mark.slow
 def test_a_session_with_tools_loses_neither_prompts_nor_replies(agent):
-    """Turns of recorded lengths, tools used where they were. The client sends back the blocks that it got: all full
-    chunks of prompt and reply are found, but for the reply's last token, which has no KV when its turn ends."""
+    """Turns of recorded lengths, tools used where they were. The client sends back the blocks that it got: all tokens
+    of prompt and reply are found, but for the reply's last one, which has no KV when its turn ends."""
     lines = recorded("claude_code_32k.jsonl.gz")
     grouped = [list(turns) for _, turns in itertools.groupby(lines, key=lambda line: line["conversation"])]
     sessions = [turns for turns in grouped if 10 <= len(turns) <= 14][:2]
@@ -139,12 +139,31 @@ def test_a_session_with_tools_loses_neither_prompts_nor_replies(agent):
             choice = "any" if following is not None and following["kind"] == "tool" else "auto"
             options = {"tools": [TOOL], "tool_choice": {"type": choice, "disable_parallel_tool_use": True}}
             reply = session.ask(messages, 80, **options)
-            assert session.found >= had_kv // CHUNK * CHUNK
+            assert session.found >= had_kv  # the unfilled chunk at the end too: the session's dialogue claims it
             assert choice == "auto" or reply.stop_reason == "tool_use"
             had_kv = session.prompt + reply.usage.output_tokens - 1
             messages.append({"role": "assistant", "content": reply.content})
             if number and session.turns == 1:
                 assert session.found >= 250  # tools and the beginning of the system prompt, from another session
+
+
+def test_marked_kv_is_evicted_last(tmp_path):
+    """Prompts that fill the cache twice over leave a marked one there, and evict another one."""
+    cache = ("--gpu-kv-chunks", 40, "--host-kv-chunks", 0, "--max-model-len", 1024)
+    with Server(tmp_path / "state", *cache) as server:
+        client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=120)
+
+        def found(system, **options):
+            message = client.messages.create(
+                model="demo", max_tokens=1, system=system, messages=[{"role": "user", "content": "Go on."}], **options
+            )
+            return message.usage.cache_read_input_tokens
+
+        marked, plain = said(200, 1), said(200, 2)
+        assert found(marked, **KEPT) < CHUNK and found(plain) < CHUNK
+        for start in range(3, 8):
+            found(said(300, start))
+        assert found(marked, **KEPT) > 150 and found(plain) < CHUNK
 
 
 def count_tokens(client, session, messages):

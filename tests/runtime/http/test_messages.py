@@ -11,7 +11,7 @@ import pytest
 
 from pensieve.runtime.frontend.errors import RETRY_SECONDS
 from pensieve.runtime.http.messages import BILLING
-from pensieve.runtime.messages import Submit
+from pensieve.runtime.messages import Keep, Submit
 from pensieve.scheduler.types import Request
 
 from ..fake_loop import FakeLoop, say
@@ -328,5 +328,79 @@ def test_a_key_may_come_as_x_api_key(serve: Any) -> None:
             await server.post("/v1/chat/completions", 200, "one", messages=body("x")["messages"])
             first, second = server.requests
             assert first.owner == second.owner and first.salt == second.salt
+
+    run(work())
+
+
+CLAUDE = json.dumps({"device_id": "d", "account_uuid": "", "session_id": "run 1"})
+MARK = {"cache_control": {"type": "ephemeral"}}
+
+
+@pytest.mark.parametrize(
+    ("headers", "fields"),
+    [
+        ({"x-session-id": "run 1"}, {"metadata": {"user_id": "somebody"}}),
+        ({"x-claude-code-session-id": "run 1"}, {}),
+        ({}, {"metadata": {"user_id": CLAUDE}}),
+        ({}, {"metadata": {"user_id": "user_0a_account__session_run 1"}}),
+    ],
+)
+def test_the_dialogues_of_a_session_are_told_apart(serve: Any, headers: dict[str, str], fields: Any) -> None:
+    """The loop knows each as a conversation; the store knows nothing of them."""
+
+    async def work() -> None:
+        async with serve(keys=("one", "two")) as server:
+            for key, contents, system in (
+                ("one", ("x",), "s"),
+                ("one", ("x", "hello", "y"), "s"),  # goes on
+                ("one", ("x",), "a subagent's"),
+                ("one", ("z",), "s"),
+                ("two", ("x",), "s"),
+            ):
+                sent = body(*contents, system=system, **fields)
+                answer = await server.http.post(MESSAGES, json=sent, headers={**headers, "x-api-key": key})
+                assert answer.status_code == 200
+            names = [request.conversation for request in server.requests]
+            assert names[0] == names[1] and len({*names}) == 4 and None not in names
+            other = {"x-session-id": "run 2", "x-api-key": "one"}
+            await server.http.post(MESSAGES, json=body("x", system="s"), headers=other)
+            assert server.requests[-1].conversation not in names
+            assert not (await server.ask("GET", "/v1/conversations", key="one"))["data"]
+
+    run(work())
+
+
+def test_without_a_session_a_message_has_no_conversation(serve: Any) -> None:
+    async def work() -> None:
+        async with serve() as server:
+            for user in ("somebody", "[]", '{"session_id": 1}', "_session_", "[" * 100_000):
+                await send(server, "x", metadata={"user_id": user})
+            assert {request.conversation for request in server.requests} == {None}
+            assert not server.loop.said(Keep)
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("fields", "seconds"),
+    [
+        ({"cache_control": MARK["cache_control"]}, 300),
+        ({"system": [{"type": "text", "text": "s", **MARK}]}, 300),
+        ({"tools": [{**WEATHER, **MARK}]}, 300),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", **MARK}]}]}, 300),
+        ({"cache_control": {"type": "ephemeral", "ttl": "1h"}, "tools": [{**WEATHER, **MARK}]}, 3600),
+    ],
+)
+def test_a_marker_keeps_the_kv_of_the_dialogue(serve: Any, fields: dict[str, Any], seconds: float) -> None:
+    """Behind its turn, and whether or not the client names a session."""
+
+    async def work() -> None:
+        async with serve() as server:
+            await send(server, "x", **fields)
+            await stream(server, "x", **fields)
+            first, second = server.loop.said(Keep, at_least=2)
+            assert first == second == Keep(server.requests[0].conversation, None, seconds)
+            await send(server, "x", "hello", "y")  # without a marker
+            assert len(server.loop.said(Keep)) == 2
 
     run(work())
