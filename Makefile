@@ -3,12 +3,13 @@
 # make pytest  the same without the lint: ARGS="tests/builder" runs some of them
 # make setup   installs only (.venv in this folder; PYTHON=python3.13 VENV=.venv-3.13 for another Python beside it)
 # make triton-server   installs NVIDIA's tritonserver for its test (it needs an older numpy, so it has a folder of its own)
+# make litellm, make aiperf   installs a client for its test (they pin other versions, so each has an environment of its own)
 
 PYTHON ?= python3
 VENV = .venv
 ARGS ?=
 
-.PHONY: setup serve test lint pytest triton-server
+.PHONY: setup serve test lint pytest triton-server litellm aiperf
 
 setup: $(VENV)/.installed
 
@@ -27,6 +28,12 @@ serve: setup
 triton-server: setup
 	@echo "== installing tritonserver into $(VENV)/triton-server (223 MB)"
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/triton-server nvidia-pytriton==0.7.0 numpy==1.26.4
+
+# Some releases of litellm need the extra `mcp` for requests with tools.
+litellm aiperf: setup
+	@echo "== installing $@ into $(VENV)/$@ (a minute or two)"
+	test -x $(VENV)/$@/bin/python || $(VENV)/bin/python -m venv $(VENV)/$@
+	$(VENV)/$@/bin/pip install --quiet --disable-pip-version-check --no-compile $(if $(filter litellm,$@),'litellm[mcp]',$@)
 
 lint: setup
 	@echo "== lint and type check"

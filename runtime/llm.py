@@ -9,6 +9,7 @@ them while the caller's thread waits, so that `LLM` also works where an event lo
 from __future__ import annotations
 
 import asyncio
+import atexit
 import itertools
 import sys
 import threading
@@ -98,6 +99,9 @@ class LLM:
                 history = str(args.state_directory / HISTORY_FILE)
             self._scheduler, self._executor, _, _, self._ready = assemble(args)
             opened.callback(self._executor.close)
+            # An LLM may be left open: a thread inside torch that outlives Python aborts the process.
+            atexit.register(self._executor.close)
+            opened.callback(atexit.unregister, self._executor.close)
             template = None if args.chat_template is None else read_chat_template(args.chat_template)
             self._tokenizer = Tokenizer.load(self._ready.tokenizer, template) if self._ready.tokenizer else None
             self._loop = EngineLoop(self._scheduler, self._executor)

@@ -29,6 +29,7 @@ from .transcript import (
     StoredTurn,
     Transcript,
     common_beginning,
+    dialogue_keys,
     known_tokens,
     spliced,
     tokens_inside,
@@ -91,15 +92,23 @@ class OpenTurn:
         self.owner = owner
         self.records = records
         self._histories, self._held = histories, held
+        self._session: str | None = None
         self.known, self.known_salt = 0, b""
         if stored is not None:
             self.known, self.known_salt = known_tokens(stored[1], prompt), stored[0].salt
+
+    def in_session(self, session: str) -> None:
+        """A turn without a name of its own belongs to one of the session's dialogues, of which an agent has several at
+        a time. Turns that begin alike, up to the user's first message, are of one dialogue."""
+        begins = next((at for at, message in enumerate(self.messages, 1) if message["role"] == "user"), None)
+        dialogue = dialogue_keys(f"{self.owner}:{session}", self.messages[:begins])[-1]
+        self._session = f"session:{dialogue.hex()}"
 
     @property
     def conversation(self) -> str | None:
         """What the loop calls the conversation, None: it has no name."""
         if not self.records:
-            return None
+            return self._session
         name, _, about = self.records[0]
         return kv_name(name, about.get("thread") or name.id)
 

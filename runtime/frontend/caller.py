@@ -23,7 +23,8 @@ class Caller:
     owner   owns what the call stores, and sees no other's; "" where no keys are needed
     share   owner of the requests for the engine: the key's owner, or without keys the client's address
     claim   as `Claim`
-    session the name of the session that the call belongs to, unless its body has another
+    session the name that the client gives to a run of its calls, None: it gives none. Their KV is kept as that of a
+            conversation, but nothing is stored.
     """
 
     owner: str = ""

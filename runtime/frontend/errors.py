@@ -1,4 +1,4 @@
-"""A RequestError as its client sees it: OpenAI's error object, a status, and when to come back."""
+"""A RequestError as its client sees it: OpenAI's or Anthropic's error object, a status, and when to come back."""
 
 from __future__ import annotations
 
@@ -9,6 +9,15 @@ from fastapi.responses import JSONResponse
 from ...scheduler.types import INSUFFICIENT_QUOTA, RequestError
 
 RETRY_SECONDS = 1  # told to clients that come at a bad moment
+ANTHROPIC_PATH = "/v1/messages"
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 def error_object(error: RequestError) -> dict[str, Any]:
@@ -25,7 +34,18 @@ def error_object(error: RequestError) -> dict[str, Any]:
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": code}}
 
 
-def error_response(error: RequestError) -> JSONResponse:
+def anthropic_error_object(error: RequestError) -> dict[str, Any]:
+    """Anthropic's form, in which the message names the field."""
+    message = error.message
+    if error.param is not None and error.param not in message:
+        message = f"{error.param}: {message}"
+    kind = ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def error_response(error: RequestError, path: str) -> JSONResponse:
+    """The answer to a request for `path`: below `ANTHROPIC_PATH` in Anthropic's form."""
     passes = error.status in (429, 503) and error.code != INSUFFICIENT_QUOTA
     headers = {"retry-after": str(RETRY_SECONDS)} if passes else None
-    return JSONResponse(error_object(error), error.status, headers)
+    form = anthropic_error_object if path.startswith(ANTHROPIC_PATH) else error_object
+    return JSONResponse(form(error), error.status, headers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import random
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 from ...scheduler.types import Request, RequestError, RequestId, Sampling, check_logprobs
 from ..conversations.transcript import Message
 from ..conversations.turns import OpenTurn, TurnManager, session_name
-from ..messages import Ready
+from ..messages import Keep, Ready
 from ..text.tokenizer import Tokenizer
 from .bodies import ChatBody, ChoicesBody, CompletionBody, GenerationBody
 from .caller import Caller
@@ -27,6 +28,12 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 MOST_REQUESTS = 16384  # of one call: more than any queue takes, and few enough to be made at once
 MOST_BIASES = 1024  # each is written to the logits at every step
 TOO_LONG = "context_length_exceeded"  # OpenAI's code
+TOOLS_IGNORED = (
+    "this model's chat template does not render tools, so the model is not told of them (said once): it calls one only "
+    "where tool_choice is required or names a function; --chat-template takes another template"
+)
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,7 @@ class GenerationCall:
     `echoes`: what goes before each one's reply.
     `turn`: what its first reply is committed to. Whoever answers the call commits it and closes it.
     `session`: the client's name for it, of which nothing is stored.
+    `keep`: what the loop is told then about the turn's KV.
     """
 
     requests: tuple[Request, ...]
@@ -49,6 +57,7 @@ class GenerationCall:
     most_tool_calls: int = 0
     turn: OpenTurn | None = None
     session: str | None = None
+    keep: Keep | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +87,7 @@ class RequestBuilder:
         self._ready, self._tokenizer, self._histories, self._new_id = ready, tokenizer, histories, new_id
         self._grammars: GrammarChecker | None = None
         self._opened = False  # when first used
+        self._tools_checked = False
         self._opening = asyncio.Lock()
 
     async def asked(self, body: ChoicesBody, caller: Caller) -> OutputOptions:
@@ -133,21 +143,43 @@ class RequestBuilder:
         asked: OutputOptions,
         arrived: float,
         caller: Caller,
+        *,
+        writer: CompletionWriter | None = None,
         most_tokens: int | None = None,
+        keep_s: float | None = None,
     ) -> GenerationCall:
-        """`most_tokens`: the reply's limit where the body has none; it gives way to what the context leaves."""
+        """writer       of another API's answer than OpenAI's
+        most_tokens  the reply's limit where the body has none; it gives way to what the context leaves
+        keep_s       seconds from the reply's end for which the session's KV is evicted last
+        """
         caller.claim(body.n, "n")
+        turn = await self._open_chat(body, caller)
+        with closed_on_error(turn):
+            if (session := body.session or caller.session) is not None:
+                turn.in_session(session)
+            writer = writer or ChatWriter(self._style(body, asked))
+            default = self._ready.max_model_len if most_tokens is None else most_tokens
+            call = self._call(body, [turn.prompt], writer, default, arrived, caller, turn, asked)
+        if keep_s is None or turn.conversation is None:
+            return call
+        return replace(call, keep=Keep(turn.conversation, None, keep_s))
+
+    async def prompt_tokens(self, body: ChatBody, caller: Caller) -> int:
+        """Returns how many tokens the prompt of this chat has. Raises as `chat`."""
+        self.model(body)
+        turn = await self._open_chat(body, caller)
+        turn.close()
+        return len(turn.prompt)
+
+    async def _open_chat(self, body: ChatBody, caller: Caller) -> OpenTurn:
         messages = [message.for_template() for message in body.messages]
         render, server_history = self._need_tokenizer("messages").render_chat, body.server_history
         if body.tools and body.tool_choice != "none":
+            self._say_if_tools_are_ignored()
             render = partial(render, tools=[tool.for_template() for tool in body.tools])
         render = partial(render, variables=body.template_variables)
         open_turn, name = self._histories.open_chat, body.conversation_id
-        turn = await open_turn(caller.owner, name, messages, render, server_history=server_history)
-        style = self._style(body, asked)
-        with closed_on_error(turn):
-            default = self._ready.max_model_len if most_tokens is None else most_tokens
-            return self._call(body, [turn.prompt], ChatWriter(style), default, arrived, caller, turn, asked)
+        return await open_turn(caller.owner, name, messages, render, server_history=server_history)
 
     async def response(
         self,
@@ -191,6 +223,11 @@ class RequestBuilder:
         if self._tokenizer is None:
             raise RequestError(400, "this engine has no tokenizer: send token ids to /v1/completions", param)
         return self._tokenizer
+
+    def _say_if_tools_are_ignored(self) -> None:
+        if not self._tools_checked and self._need_tokenizer("tools").ignores_tools:
+            log.warning(TOOLS_IGNORED)
+        self._tools_checked = True
 
     def _checked(self, prompt: str | list[int]) -> str | array[int]:
         if isinstance(prompt, str):
@@ -296,7 +333,8 @@ class RequestBuilder:
         if prompt >= context:
             raise RequestError(
                 400,
-                f"the prompt has {prompt} tokens; the model's context holds {context}, reply included",
+                f"the prompt is too long: {prompt} tokens > {context - 1} maximum "
+                f"(the model's context holds {context}, reply included)",
                 "prompt",
                 TOO_LONG,
             )

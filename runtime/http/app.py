@@ -1,4 +1,4 @@
-"""The HTTP process: OpenAI's endpoints over an EngineClient.
+"""The HTTP process: OpenAI's and Anthropic's endpoints over an EngineClient.
 
 The way of a call: body -> `GenerationCall` (checked, tokenised) -> requests to the engine loop -> `Answer` writes the
 outputs, whole or as server-sent events. A client that hangs up aborts its requests.
@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Coroutine
+from dataclasses import replace
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ from ..conversations.turns import TurnManager
 from ..frontend.bodies import ChatBody, CompletionBody
 from ..frontend.engine_client import ClientGone, EngineClient, OutputStream
 from ..frontend.errors import error_response
-from ..frontend.reply import Reply
+from ..frontend.reply import Reply, Style
 from ..frontend.request_builder import GenerationCall, OutputOptions, RequestBuilder, check_model
 from ..frontend.request_log import logged
 from ..frontend.tool_calls import ToolCallParser
@@ -37,6 +38,7 @@ from ..text.tokenizer import StopMatcher, Tokenizer
 from .auth import OWNER, KeyCheck
 from .conversations import add_conversations
 from .limits import BodyLimit, ClientLimit, SecurityHeaders, caller_of
+from .messages import MessageBody, MessageWriter, PromptBody
 from .openapi import describe_bodies
 from .page import UI_FILES, add_ui
 from .request_body import IgnoredFields, read_body
@@ -155,6 +157,8 @@ class Answer(Response):
         answer = reply.message if self._call.chat else None
         salt = self._call.requests[0].salt
         await turn.commit(reply.tokens, text, answer, salt, self._call.writer.stored(list(replies.values())))
+        if self._call.keep is not None:
+            self._client.tell(self._call.keep)
 
 
 async def _unless_gone(receive: Receive, making: Coroutine[Any, Any, OutputOptions]) -> OutputOptions:
@@ -215,12 +219,12 @@ def create_app(
     created = int(time.time())
 
     @app.exception_handler(RequestError)
-    async def refuse(_: HTTPRequest, error: RequestError) -> Response:
-        return error_response(error)
+    async def refuse(request: HTTPRequest, error: RequestError) -> Response:
+        return error_response(error, request.url.path)
 
     @app.exception_handler(HTTPException)
-    async def refuse_route(_: HTTPRequest, error: HTTPException) -> Response:
-        response = error_response(RequestError(error.status_code, error.detail))
+    async def refuse_route(request: HTTPRequest, error: HTTPException) -> Response:
+        response = error_response(RequestError(error.status_code, error.detail), request.url.path)
         response.headers.update(error.headers or {})  # a 405 says what is allowed
         return response
 
@@ -249,6 +253,24 @@ def create_app(
         arrived = time.perf_counter()
         body = await read_body(ResponseBody, request)
         return Answer(await response_call(calls, body, arrived, caller_of(request)), client, tokenizer, tracing)
+
+    @app.post("/v1/messages")
+    async def messages(request: HTTPRequest) -> Response:
+        arrived = time.perf_counter()
+        body = await read_body(MessageBody, request)
+        caller, chat = replace(caller_of(request), session=body.session(request.headers)), body.chat()
+        asked = await _unless_gone(request.receive, calls.asked(chat, caller))
+        options: dict[str, Any] = {
+            "writer": MessageWriter(Style(calls.model(chat), False, False), body.max_tokens),
+            "most_tokens": body.max_tokens,
+            "keep_s": body.keep_s,
+        }
+        return Answer(await calls.chat(chat, asked, arrived, caller, **options), client, tokenizer, tracing)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(request: HTTPRequest) -> dict[str, int]:
+        body = await read_body(PromptBody, request)
+        return {"input_tokens": await calls.prompt_tokens(body.chat(), caller_of(request))}
 
     add_conversations(app, histories, client)
     add_responses(app, histories)

@@ -26,7 +26,8 @@ def owner_of(request: Request) -> str:
 
 
 class KeyCheck:
-    """ASGI middleware: every path but `open_paths` needs one of the keys, as `Authorization: Bearer KEY`.
+    """ASGI middleware: every path but `open_paths` needs one of the keys, as `Authorization: Bearer KEY` or as
+    `X-API-Key: KEY`.
 
     The time that a comparison takes depends neither on the key given nor on which one matches.
     """
@@ -36,18 +37,26 @@ class KeyCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in self._open_paths:
-            owner = self._owner(dict(scope["headers"]).get(b"authorization", b""))
+            owner = self._owner(dict(scope["headers"]))
             if owner is None:
-                error = RequestError(401, "this server needs a valid API key: send Authorization: Bearer KEY")
-                response = error_response(error)
+                error = RequestError(
+                    401, "this server needs a valid API key, as Authorization: Bearer KEY or X-API-Key: KEY"
+                )
+                response = error_response(error, scope["path"])
                 response.headers["www-authenticate"] = "Bearer"
                 await response(scope, receive, send)
                 return
             scope[OWNER] = owner
         await self._app(scope, receive, send)
 
-    def _owner(self, authorization: bytes) -> str | None:
-        scheme, _, key = authorization.partition(b" ")
-        given = hashlib.sha256(key.strip()).hexdigest()
+    def _owner(self, headers: dict[bytes, bytes]) -> str | None:
+        """The owner of the first key that is valid."""
+        scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+        keys = (bearer if scheme.lower() == b"bearer" else b"", headers.get(b"x-api-key", b""))
+        owners = [self._owner_of(key.strip()) for key in keys if key]
+        return next((owner for owner in owners if owner is not None), None)
+
+    def _owner_of(self, key: bytes) -> str | None:
+        given = hashlib.sha256(key).hexdigest()
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
-        return given if scheme.lower() == b"bearer" and any(matches) else None
+        return given if any(matches) else None

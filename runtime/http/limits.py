@@ -67,7 +67,7 @@ class ClientLimit:
         try:
             claim(1)
         except RequestError as error:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
             return
         scope[CLAIM] = claim
         try:
@@ -90,7 +90,7 @@ class BodyLimit:
             return
         announced = dict(scope["headers"]).get(b"content-length", b"0")
         if int(announced) > self._most:
-            await error_response(self._error())(scope, receive, send)
+            await error_response(self._error(), scope["path"])(scope, receive, send)
             return
         received = 0
 

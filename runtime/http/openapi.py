@@ -10,6 +10,7 @@ from pydantic.json_schema import models_json_schema
 
 from ..frontend.bodies import ChatBody, CompletionBody
 from .conversations import Lifetime, NewConversation, Pin
+from .messages import MessageBody, PromptBody
 from .responses import ResponseBody
 from .tokenize import DetokenizeBody, TokenizeBody
 
@@ -19,6 +20,8 @@ BODIES: dict[tuple[str, str], type[BaseModel]] = {
     ("/v1/completions", "post"): CompletionBody,
     ("/v1/chat/completions", "post"): ChatBody,
     ("/v1/responses", "post"): ResponseBody,
+    ("/v1/messages", "post"): MessageBody,
+    ("/v1/messages/count_tokens", "post"): PromptBody,
     ("/tokenize", "post"): TokenizeBody,
     ("/detokenize", "post"): DetokenizeBody,
     ("/v1/conversations", "post"): NewConversation,

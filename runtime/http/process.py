@@ -157,7 +157,7 @@ class FrontDoor:
             await Response(status_code=EARLY_PROBES[scope["path"]])(scope, receive, send)
             return
         await self._decided.wait()
-        app = self._app or error_response(RequestError(503, "the server did not start"))
+        app = self._app or error_response(RequestError(503, "the server did not start"), scope["path"])
         await app(scope, receive, send)
 
 

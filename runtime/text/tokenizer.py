@@ -13,7 +13,7 @@ from typing import Any
 
 import jinja2
 import tokenizers
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -55,6 +55,7 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
             self._template = environment.from_string(source)
+            self.renders_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateSyntaxError as error:
             raise SettingError(setting, f"the chat template does not parse: {error}") from error
         self._special_tokens = special_tokens
@@ -159,10 +160,20 @@ class Tokenizer:
     ) -> str:
         """The dialogue as the model reads it, by default up to where its next message begins. `tools` as OpenAI's;
         `variables` are the template's own."""
-        template = self._tools_template if tools and self._tools_template is not None else self._template
+        template = self._template_for_tools if tools else self._template
         if template is None:
             raise RequestError(400, "this model has no chat template; use /v1/completions", "messages")
         return template.render(messages, add_generation_prompt, tools, variables)
+
+    @property
+    def ignores_tools(self) -> bool:
+        """True if the chat template leaves out the tools that `render_chat` is given."""
+        template = self._template_for_tools
+        return template is not None and not template.renders_tools
+
+    @property
+    def _template_for_tools(self) -> ChatTemplate | None:
+        return self._template if self._tools_template is None else self._tools_template
 
     def encode_rendered(self, text: str) -> array[int]:
         """Token ids of a rendered dialogue. The template writes special tokens itself, so none are added."""

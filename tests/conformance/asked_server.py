@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NoReturn, TypeVar
 
+import anthropic
 import openai
 import pytest
 
@@ -18,7 +19,7 @@ WAIT_S = 20.0
 RUNNING = "pensieve:num_requests_running"
 
 Messages = list[dict[str, Any]]
-Refusal = TypeVar("Refusal", bound=openai.APIError)
+Refusal = TypeVar("Refusal", bound=openai.APIError | anthropic.APIError)
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,20 @@ class Server:
         answers is what counts.
         """
         return openai.OpenAI(base_url=self.url, api_key=self.api_key, max_retries=0, timeout=60)
+
+    @cached_property
+    def anthropic(self) -> Any:
+        """An `anthropic.Anthropic`. It does not try again either. Skips the test if the server has no /v1/messages."""
+        if self.raw("/v1/messages", b"{}")[0] in (404, 405):
+            self.skip("the server has no /v1/messages")
+        return anthropic.Anthropic(
+            base_url=self.url.removesuffix("/v1"), api_key=self.api_key, max_retries=0, timeout=60
+        )
+
+    def message(self, content: Any = "Tell me about tea.", **options: Any) -> Any:
+        """A message of Anthropic's API; `messages` replaces `content`."""
+        options = {"messages": user(content), "max_tokens": 10, **options}
+        return self.anthropic.messages.create(model=self.model, **options)
 
     def chat(self, content: str = "Tell me about tea.", **options: Any) -> Any:
         """A chat completion; options are those of `chat.completions.create`, of which `messages` replaces `content`."""
@@ -93,7 +108,7 @@ class Server:
         return sum(map(float, values))
 
 
-def user(content: str) -> Messages:
+def user(content: Any) -> Messages:
     return [{"role": "user", "content": content}]
 
 

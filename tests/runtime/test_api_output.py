@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from pensieve.runtime.frontend.chat_messages import Message
@@ -351,6 +352,17 @@ def test_tools_and_calls_go_through_the_template(ask: Ask, tmp_path: Path, token
         body = {"messages": messages, "tools": [WEATHER], "max_tokens": 4, **asked}
         assert ask(post("/v1/chat/completions", body), loop, directory=tmp_path).is_success
         assert bytes(token - FIRST_BYTE for token in submitted(loop)[0].prompt).decode() == shown + expected
+
+
+def test_a_template_that_ignores_tools_is_said_once(ask: Ask, caplog: pytest.LogCaptureFixture) -> None:
+    async def ask_five_times(http: httpx.AsyncClient) -> None:
+        for asked in ({"tool_choice": "none"}, {}, {}, {"tool_choice": "required"}, {}):
+            await chat("x", tools=[WEATHER], **asked)(http)
+            told.append(len(caplog.records))
+
+    told: list[int] = []
+    ask(ask_five_times)
+    assert told == [0, 1, 1, 1, 1] and "does not render tools" in caplog.text
 
 
 def test_a_reply_is_remembered_as_its_client_will_send_it_back(tokenizer_directory: Path) -> None:

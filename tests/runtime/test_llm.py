@@ -161,6 +161,17 @@ def test_progress_is_told(llm, capsys):
     assert capsys.readouterr().err.endswith("2 of 2 prompts\n")
 
 
+def test_no_lane_outlives_python(cache):
+    """Of an LLM that is not closed; handlers run in the reverse order of their registration."""
+    code = f"""
+import atexit, threading
+atexit.register(lambda: print([thread.name for thread in threading.enumerate() if thread.name.startswith("lane")]))
+from pensieve import LLM
+LLM("demo", **{SIZES}).chat({QUESTION})
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
 def test_importing_the_package_loads_nothing_heavy():
     code = "import sys, pensieve; pensieve.__version__; print([m for m in ('torch', 'numpy') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

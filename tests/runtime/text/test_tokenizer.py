@@ -299,6 +299,22 @@ def test_tools_are_told_by_the_template_that_is_made_for_them(in_files: bool, tm
     speaker = Tokenizer.load(tmp_path)
     assert [speaker.render_chat([], tools=tools) for tools in (TOOLS, [], None)] == ["f", "plain", "plain"]
     assert Tokenizer.load(tmp_path, "ours").render_chat([], tools=TOOLS) == "ours"
+    assert not speaker.ignores_tools and Tokenizer.load(tmp_path, "ours").ignores_tools
+
+
+@pytest.mark.parametrize(
+    ("source", "ignores"),
+    [
+        ("{% for message in messages %}{{ message.content }}{% endfor %}", True),
+        ("{{ messages[0].tools }}{# tools #}{{ 'tools' }}", True),
+        ("{% if tools %}{{ tools | tojson }}{% endif %}", False),
+        ("{% if tools is not defined %}{% set tools = none %}{% endif %}{{ tools }}", False),
+        ("{% set tools = tools or [] %}{% for tool in tools %}{{ tool }}{% endfor %}", False),
+        ("{% macro told() %}{{ tools }}{% endmacro %}{{ told() }}", False),
+    ],
+)
+def test_a_template_that_ignores_tools_is_recognised(source: str, ignores: bool, tmp_path: Path) -> None:
+    assert Tokenizer.load(save_tokenizer(tmp_path), source).ignores_tools is ignores
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,454 @@
+"""Anthropic's Messages API: the bodies of /v1/messages and /v1/messages/count_tokens, and the writer of an answer.
+
+A body becomes a `ChatBody`: text blocks become text, `tool_use` and `tool_result` blocks become tool calls and messages
+of tools, as chat templates read them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from ...scheduler.types import FinishReason, RequestError
+from ..frontend.bodies import ChatBody, ResponseFormat
+from ..frontend.body_base import Body, NonEmpty
+from ..frontend.chat_messages import (
+    MOST_MESSAGES,
+    Function,
+    FunctionName,
+    Message,
+    MessageFunctionCall,
+    MessageToolCall,
+    NamedTool,
+)
+from ..frontend.chat_messages import Tool as ChatTool
+from ..frontend.errors import anthropic_error_object
+from ..frontend.reply import CompletionWriter, Piece, Reply, Style
+from ..frontend.tool_calls import ToolCall
+
+BILLING = "x-anthropic-billing-header:"
+"""Claude Code begins its system prompt with a line that begins so. The line is the client's account and no text for the
+model. It differs from request to request: with it two prompts would never have a beginning in common."""
+
+MOST_STOPS = 16
+SESSION_HEADERS = ("x-session-id", "x-claude-code-session-id")
+KEEP_S = {"5m": 300.0, "1h": 3600.0}
+
+
+class CacheControl(Body):
+    """A wish that the prompt up to here be kept."""
+
+    IGNORED = frozenset({"scope"})
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] = "5m"
+
+
+class TextBlock(Body):
+    IGNORED = frozenset({"citations", "parsed_output"})
+
+    type: Literal["text"]
+    text: str
+    cache_control: CacheControl | None = None
+
+
+class ThinkingBlock(Body):
+    """Of an earlier reply. It is not shown to the model again."""
+
+    IGNORED = frozenset({"thinking", "signature", "data"})
+
+    type: Literal["thinking", "redacted_thinking"]
+
+
+class ToolUseBlock(Body):
+    """A tool call of an earlier reply."""
+
+    IGNORED = frozenset({"caller", "toolset_name"})
+
+    type: Literal["tool_use"]
+    id: NonEmpty
+    name: NonEmpty
+    input: dict[str, Any]
+    cache_control: CacheControl | None = None
+
+    def call(self) -> MessageToolCall:
+        """As OpenAI has it."""
+        function = MessageFunctionCall(name=self.name, arguments=json.dumps(self.input))
+        return MessageToolCall(id=self.id, function=function)
+
+
+def _blocks(content: Any, *kinds: str) -> Any:
+    """Text alone is one block of text. Raises RequestError for a block of another kind than these."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    for block in content if isinstance(content, list) else ():
+        if isinstance(block, dict) and isinstance(block.get("type"), str) and block["type"] not in kinds:
+            raise RequestError(400, f"{block['type']} blocks are not supported here by this server")
+    return content
+
+
+def _text_blocks(content: Any) -> Any:
+    return _blocks(content, "text")
+
+
+def _user_blocks(content: Any) -> Any:
+    return _blocks(content, "text", "tool_result")
+
+
+def _assistant_blocks(content: Any) -> Any:
+    return _blocks(content, "text", "thinking", "redacted_thinking", "tool_use")
+
+
+Texts = Annotated[list[TextBlock], BeforeValidator(_text_blocks, json_schema_input_type=str | list[TextBlock])]
+
+
+def _lines(blocks: Iterable[TextBlock]) -> str:
+    return "\n".join(block.text for block in blocks)
+
+
+def _without_billing(text: str) -> str:
+    return text.partition("\n")[2] if text.startswith(BILLING) else text
+
+
+class ToolResultBlock(Body):
+    """`is_error`: models read of an error in the content."""
+
+    IGNORED = frozenset({"is_error", "toolset_name"})
+
+    type: Literal["tool_result"]
+    tool_use_id: NonEmpty
+    content: Texts = Field(default_factory=list)
+    cache_control: CacheControl | None = None
+
+    def message(self) -> Message:
+        return Message(role="tool", tool_call_id=self.tool_use_id, content=_lines(self.content))
+
+
+UserBlocks = list[Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]]
+AssistantBlocks = list[Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]]
+
+
+class UserMessage(Body):
+    role: Literal["user"]
+    content: Annotated[
+        UserBlocks, BeforeValidator(_user_blocks, json_schema_input_type=str | UserBlocks), Field(min_length=1)
+    ]
+
+    def messages(self) -> list[Message]:
+        """One for each result of a tool, one for the text between them."""
+        found: list[Message] = []
+        for _, blocks in groupby(self.content, key=type):
+            run = list(blocks)
+            texts = [block for block in run if isinstance(block, TextBlock)]
+            found += [Message(role="user", content=_lines(texts))] if texts else []
+            found += [block.message() for block in run if isinstance(block, ToolResultBlock)]
+        return found
+
+
+class AssistantMessage(Body):
+    """An earlier reply. The text of its blocks is put together as it was said."""
+
+    role: Literal["assistant"]
+    content: Annotated[
+        AssistantBlocks, BeforeValidator(_assistant_blocks, json_schema_input_type=str | AssistantBlocks)
+    ]
+
+    def messages(self) -> list[Message]:
+        text = "".join(block.text for block in self.content if isinstance(block, TextBlock))
+        calls = [block.call() for block in self.content if isinstance(block, ToolUseBlock)]
+        return [Message(role="assistant", content=text, tool_calls=calls)]
+
+
+class SystemMessage(Body):
+    role: Literal["system"]
+    content: Texts
+
+    def messages(self) -> list[Message]:
+        return [Message(role="system", content=_lines(self.content))]
+
+
+class ToolDefinition(Body):
+    """`input_schema`: a JSON schema of an object."""
+
+    IGNORED = frozenset({"allowed_callers", "defer_loading", "eager_input_streaming", "input_examples", "strict"})
+
+    type: Literal["custom"] = "custom"
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+    description: str | None = None
+    input_schema: dict[str, Any]
+    cache_control: CacheControl | None = None
+
+    @field_validator("input_schema")
+    @classmethod
+    def _of_an_object(cls, schema: dict[str, Any]) -> dict[str, Any]:
+        if schema.get("type", "object") != "object":
+            raise RequestError(400, "input_schema must be the JSON schema of an object")
+        return schema
+
+    def for_chat(self) -> ChatTool:
+        """As OpenAI has it. It is checked already, and its name may be longer than OpenAI's."""
+        about = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        given: dict[str, Any] = {name: value for name, value in about.items() if value is not None}
+        return ChatTool.model_construct(type="function", function=Function.model_construct(**given))
+
+
+def _own_tools(tools: Any) -> Any:
+    """Raises RequestError for a tool that Anthropic's servers run, or whose schema only its models know."""
+    for tool in tools if isinstance(tools, list) else ():
+        if isinstance(tool, dict) and tool.get("type") not in (None, "custom"):
+            raise RequestError(400, f"tools of type {tool['type']} are not supported by this server")
+    return tools
+
+
+class ToolChoice(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+    def for_chat(self) -> Literal["none", "auto", "required"] | NamedTool:
+        """As OpenAI has it."""
+        match self.type:
+            case "tool":
+                function = FunctionName.model_construct(name=self.name)
+                return NamedTool.model_construct(type="function", function=function)
+            case "any":
+                return "required"
+        return self.type
+
+
+class Metadata(Body):
+    user_id: str | None = None
+
+
+class OutputFormat(Body):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    IGNORED = frozenset({"effort"})
+
+    format: OutputFormat | None = None
+
+
+class PromptBody(Body):
+    """POST /v1/messages/count_tokens: what the model reads."""
+
+    IGNORED = frozenset(
+        {
+            "betas",
+            "context_management",
+            "diagnostics",
+            "inference_geo",
+            "service_tier",
+            "speed",
+            "thinking",
+            "user_profile_id",
+            "workspace_id",
+        }
+    )
+    NEUTRAL: ClassVar = {"mcp_servers": ([],)}
+
+    model: NonEmpty
+    messages: Annotated[
+        list[Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]],
+        Field(min_length=1, max_length=MOST_MESSAGES),
+    ]
+    system: Texts = Field(default_factory=list)
+    tools: Annotated[list[ToolDefinition], BeforeValidator(_own_tools, json_schema_input_type=list[ToolDefinition])] = (
+        Field(default_factory=list)
+    )
+    tool_choice: ToolChoice = ToolChoice(type="auto")
+    cache_control: CacheControl | None = None
+    output_config: OutputConfig | None = None
+
+    @model_validator(mode="after")
+    def _can_be_followed(self) -> PromptBody:
+        names = [tool.name for tool in self.tools]
+        if len(set(names)) < len(names):
+            raise RequestError(400, "tools must each have a name of its own", "tools")
+        if self.tool_choice.type == "tool" and self.tool_choice.name not in names:
+            raise RequestError(400, f"tool_choice names {self.tool_choice.name!r}, no tool", "tool_choice")
+        if self.tool_choice.type == "any" and not names:
+            raise RequestError(400, "tool_choice requires tools", "tool_choice")
+        if isinstance(self.messages[-1], AssistantMessage):
+            raise RequestError(400, "the last message must not be the assistant's: replies begin anew", "messages")
+        return self
+
+    def chat(self) -> ChatBody:
+        """The same for the chat's endpoint. It is checked already: limits that only OpenAI has do not hold."""
+        return ChatBody.model_construct(**self._chat_fields())
+
+    def _chat_fields(self) -> dict[str, Any]:
+        texts = [text for block in self.system if (text := _without_billing(block.text))]
+        first = [Message(role="system", content="\n".join(texts))] if texts else []
+        wanted = self.output_config.format if self.output_config is not None else None
+        schema = {"schema": wanted.schema_} if wanted is not None else None
+        return {
+            "model": self.model,
+            "messages": [*first, *(message for given in self.messages for message in given.messages())],
+            "tools": [tool.for_chat() for tool in self.tools],
+            "tool_choice": self.tool_choice.for_chat(),
+            "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use,
+            "response_format": ResponseFormat(type="json_schema", json_schema=schema) if schema else None,
+        }
+
+
+class MessageBody(PromptBody):
+    """POST /v1/messages."""
+
+    NEUTRAL: ClassVar = {**PromptBody.NEUTRAL, "container": ()}
+
+    max_tokens: int
+    metadata: Metadata | None = None
+    stop_sequences: Annotated[list[NonEmpty], Field(max_length=MOST_STOPS)] = Field(default_factory=list)
+    stream: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    @property
+    def keep_s(self) -> float | None:
+        """Seconds for which the prompt is to be kept: the longest that a marker asks for."""
+        contents = (block for message in self.messages for block in message.content)
+        marks = [getattr(part, "cache_control", None) for part in (self, *self.system, *self.tools, *contents)]
+        return max((KEEP_S[mark.ttl] for mark in marks if mark is not None), default=None)
+
+    def session(self, headers: Mapping[str, str]) -> str | None:
+        """The name of the run that the call belongs to: as a header has it, or as Claude Code writes it into
+        `metadata.user_id`. A marker alone asks for the keeping of a run without a name."""
+        named = next((headers[name] for name in SESSION_HEADERS if name in headers), None)
+        user = self.metadata.user_id if self.metadata is not None else None
+        if named is None and user is not None:
+            named = _session_in(user)
+        return "" if named is None and self.keep_s is not None else named
+
+    def _chat_fields(self) -> dict[str, Any]:
+        sampling = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+        return {**super()._chat_fields(), **sampling, "stop": self.stop_sequences, "stream": self.stream}
+
+
+def _session_in(user_id: str) -> str | None:
+    """`{"session_id": NAME, ...}`, or of older versions `..._session_NAME`."""
+    try:
+        found = json.loads(user_id)
+    except (ValueError, RecursionError):
+        return user_id.partition("_session_")[2] or None
+    name = found.get("session_id") if isinstance(found, dict) else None
+    return name if isinstance(name, str) else None
+
+
+class MessageWriter(CompletionWriter):
+    """message objects, whole or as the documented events: blocks of text and of tool calls, in the order in which they
+    were said."""
+
+    ID = "msg_"
+
+    def __init__(self, style: Style, most_tokens: int):
+        """`most_tokens`: the limit that the body has; the request's is lower where the context ends before it."""
+        super().__init__(style)
+        self._most_tokens = most_tokens
+        self._reply: Reply | None = None
+        self._begun = False
+        self._blocks = 0  # those that are over
+        self._in_text = False
+
+    def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
+        (reply,) = replies
+        said = "".join(reply.said)
+        texts = [_text_block(said)] if said else []
+        return self._message(reply, [*texts, *map(_call_block, reply.calls)], **self._end(reply))
+
+    def opening(self, replies: Sequence[Reply]) -> str:
+        """None yet: the first event says where the prompt came from, which is known with the first output."""
+        (self._reply,) = replies
+        return ""
+
+    def piece(self, index: int, piece: Piece, finish: str | None) -> str:
+        events: list[str] = []
+        if not self._begun:
+            self._begun = True
+            events += (_event("message_start", message=self._started()), _event("ping"))
+        if piece.text:
+            if not self._in_text:
+                self._in_text = True
+                events.append(self._start(_text_block("")))
+            events.append(self._delta({"type": "text_delta", "text": piece.text}))
+        for call in piece.calls:
+            events += (
+                self._stop_text(),
+                self._start({**_call_block(call), "input": {}}),
+                self._delta({"type": "input_json_delta", "partial_json": call.arguments}),
+                self._stop(),
+            )
+        return "".join(events)
+
+    def closing(self, replies: Sequence[Reply]) -> str:
+        (reply,) = replies
+        last = _event("message_delta", delta=self._end(reply), usage=_usage(reply))
+        return self._stop_text() + last + _event("message_stop")
+
+    def failure(self, error: RequestError) -> str:
+        return _event("error", **anthropic_error_object(error))
+
+    def _started(self) -> dict[str, Any]:
+        assert self._reply is not None
+        return self._message(self._reply, [], stop_reason=None, stop_sequence=None)
+
+    def _start(self, block: dict[str, Any]) -> str:
+        return _event("content_block_start", index=self._blocks, content_block=block)
+
+    def _delta(self, delta: dict[str, Any]) -> str:
+        return _event("content_block_delta", index=self._blocks, delta=delta)
+
+    def _stop(self) -> str:
+        self._blocks += 1
+        return _event("content_block_stop", index=self._blocks - 1)
+
+    def _stop_text(self) -> str:
+        if not self._in_text:
+            return ""
+        self._in_text = False
+        return self._stop()
+
+    def _message(self, reply: Reply, content: list[dict[str, Any]], **end: str | None) -> dict[str, Any]:
+        about = {"id": self.id, "type": "message", "role": "assistant", "model": self._style.model}
+        return {**about, "content": content, **end, "usage": _usage(reply)}
+
+    def _end(self, reply: Reply) -> dict[str, str | None]:
+        """Why the reply ended."""
+        if reply.stop_string is not None and not reply.calls:
+            return {"stop_reason": "stop_sequence", "stop_sequence": reply.stop_string}
+        reason = "tool_use" if reply.calls else "end_turn"
+        if reply.finish is FinishReason.LENGTH:
+            full = reply.request.max_tokens < self._most_tokens
+            reason = "model_context_window_exceeded" if full else "max_tokens"
+        return {"stop_reason": reason, "stop_sequence": None}
+
+
+def _text_block(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def _call_block(call: ToolCall) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
+
+
+def _usage(reply: Reply) -> dict[str, int]:
+    """Each token of the prompt counts once. All of it is cached without a charge, so none is counted as created."""
+    cached = reply.sources.cached
+    return {
+        "input_tokens": len(reply.request.prompt) - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": len(reply.tokens),
+    }
+
+
+def _event(event_kind: str, **fields: Any) -> str:
+    data = json.dumps({"type": event_kind, **fields}, separators=(",", ":"))
+    return f"event: {event_kind}\ndata: {data}\n\n"

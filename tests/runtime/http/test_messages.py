@@ -1,0 +1,406 @@
+"""Anthropic's Messages API over a loop played by hand: forms, streams, errors, what the model reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from pensieve.runtime.frontend.errors import RETRY_SECONDS
+from pensieve.runtime.http.messages import BILLING
+from pensieve.runtime.messages import Keep, Submit
+from pensieve.scheduler.types import Request
+
+from ..fake_loop import FakeLoop, say
+from ..odd_tokenizer import byte_by_byte
+from ..served import DONE, Served, run, serve
+
+__all__ = ["serve"]  # a fixture
+
+MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+WEATHER = {
+    "name": "weather",
+    "description": "The weather in a city.",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+USE = {"type": "tool_use", "name": "weather", "input": {"city": "Oslo"}}
+IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
+
+
+def says(text: str) -> Callable[[Request], list[int]]:
+    return lambda _: [*byte_by_byte(text), DONE]
+
+
+def body(*contents: Any, **fields: Any) -> dict[str, Any]:
+    messages = [{"role": ("user", "assistant")[at % 2], "content": content} for at, content in enumerate(contents)]
+    return {"model": "fake", "max_tokens": 200, "messages": messages, **fields}
+
+
+async def send(server: Served, *contents: Any, status: int = 200, key: str | None = None, **fields: Any) -> Any:
+    return await server.post(MESSAGES, status, key, **body(*contents, **fields))
+
+
+async def stream(server: Served, *contents: Any, **fields: Any) -> list[dict[str, Any]]:
+    """The events; each has its kind as its name."""
+    response = await server.http.post(MESSAGES, json=body(*contents, stream=True, **fields))
+    assert response.headers["content-type"].startswith("text/event-stream")
+    found = []
+    for event in response.text.removesuffix("\n\n").split("\n\n"):
+        name, data = event.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+async def read(server: Served) -> str:
+    """The text of the last request's prompt."""
+    tokens = server.requests[-1].prompt.tolist()
+    return str((await server.post("/detokenize", tokens=tokens))["prompt"])
+
+
+def test_a_whole_message(serve: Any) -> None:
+    async def work() -> None:
+        async with serve() as server:
+            answer = await send(server, "hello")
+            prompt = len(server.requests[0].prompt)
+            assert answer.pop("id").startswith("msg_")
+            assert answer == {
+                "type": "message",
+                "role": "assistant",
+                "model": "fake",
+                "content": [{"type": "text", "text": f"hello world {prompt}"}],
+                "stop_reason": "end_turn",
+                "stop_sequence": None,
+                "usage": {
+                    "input_tokens": 1,
+                    "cache_creation_input_tokens": 0,
+                    "cache_read_input_tokens": prompt - 1,
+                    "output_tokens": len(byte_by_byte(f"hello world {prompt}")) + 1,
+                },
+            }
+            assert await server.post(COUNT, **{**body("hello"), "max_tokens": None}) == {"input_tokens": prompt}
+
+    run(work())
+
+
+def test_a_streamed_message(serve: Any) -> None:
+    async def work() -> None:
+        async with serve() as server:
+            events = await stream(server, "hello")
+            kinds = [event["type"] for event in events]
+            assert kinds[:3] == ["message_start", "ping", "content_block_start"]
+            assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+            assert set(kinds[3:-3]) == {"content_block_delta"}
+            whole = await send(server, "hello")
+            assert events[2] == {
+                "type": "content_block_start",
+                "index": 0,
+                "content_block": {"type": "text", "text": ""},
+            }
+            assert "".join(event["delta"]["text"] for event in events[3:-3]) == whole["content"][0]["text"]
+            start = events[0]["message"]
+            assert (start["content"], start["stop_reason"], start["role"]) == ([], None, "assistant")
+            assert start["usage"] == {**whole["usage"], "output_tokens": 1}
+            assert events[-2]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
+            assert events[-2]["usage"] == whole["usage"]
+
+    run(work())
+
+
+def test_a_tool_is_used(serve: Any) -> None:
+    async def work() -> None:
+        async with serve(answers=says(f"Let me see.\n{CALL}\n{CALL}")) as server:
+            answer = await send(server, "x", tools=[WEATHER])
+            text, *uses = answer["content"]
+            assert text == {"type": "text", "text": "Let me see."} and answer["stop_reason"] == "tool_use"
+            assert len({use.pop("id") for use in uses}) == 2 and uses == [USE, USE]
+            events = await stream(server, "x", tools=[WEATHER])
+            starts = [event["content_block"] for event in events if event["type"] == "content_block_start"]
+            assert [block["type"] for block in starts] == ["text", "tool_use", "tool_use"]
+            assert starts[1]["input"] == {} and starts[1]["name"] == "weather"
+            indices = [event["index"] for event in events if event["type"] == "content_block_stop"]
+            assert indices == [0, 1, 2]
+            (part,) = [event["delta"] for event in events if event.get("index") == 1 and "delta" in event]
+            assert part["type"] == "input_json_delta" and json.loads(part["partial_json"]) == USE["input"]
+            assert events[-2]["delta"]["stop_reason"] == "tool_use"
+            choice = {"type": "auto", "disable_parallel_tool_use": True}
+            assert len((await send(server, "x", tools=[WEATHER], tool_choice=choice))["content"]) == 2
+            answer = await send(server, "x", tools=[WEATHER], tool_choice={"type": "none"})
+            assert CALL in answer["content"][0]["text"] and answer["stop_reason"] == "end_turn"
+
+    run(work())
+
+
+def test_text_behind_a_tool_call_is_a_block_of_its_own(serve: Any) -> None:
+    """Sent back, the blocks are the reply as it was: nothing of it is tokenised again."""
+
+    async def work() -> None:
+        async with serve(answers=says(f"One.{CALL}Two.")) as server:
+            events = await stream(server, "x", tools=[WEATHER])
+            blocks: list[dict[str, Any]] = []
+            for event in events:
+                if event["type"] == "content_block_start":
+                    blocks.append(event["content_block"])
+                elif event["type"] == "content_block_delta" and "text" in event["delta"]:
+                    blocks[-1]["text"] += event["delta"]["text"]
+                elif event["type"] == "content_block_delta":
+                    blocks[-1]["input"] = json.loads(event["delta"]["partial_json"])
+            assert [block["type"] for block in blocks] == ["text", "tool_use", "text"]
+            result = {"type": "tool_result", "tool_use_id": blocks[1]["id"], "content": "sunny"}
+            await send(server, "x", blocks, [result], tools=[WEATHER])
+            assert (await read(server)).startswith("<|turn|>user\nx<|done|>\n<|turn|>assistant\nOne.Two.<tool_call>")
+
+    run(work())
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
+def test_a_tool_is_forced(ask: Callable[..., Any], choice: dict[str, Any]) -> None:
+    loop = FakeLoop(say(CALL))
+    asked = body("x", tools=[WEATHER], tool_choice=choice)
+    answer = ask(lambda http: http.post(MESSAGES, json=asked), loop).json()
+    assert [block["type"] for block in answer["content"]] == ["tool_use"]
+    (submitted,) = loop.said(Submit)
+    assert submitted.request.sampling.grammar  # type: ignore[attr-defined]
+
+
+def test_why_a_reply_ends(serve: Any) -> None:
+    async def work() -> None:
+        async with serve(answers=says("one two three")) as server:
+            answer = await send(server, "x", stop_sequences=["two"])
+            assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "two")
+            assert answer["content"][0]["text"] == "one "
+            answer = await send(server, "x", max_tokens=3)
+            assert (answer["stop_reason"], answer["content"][0]["text"]) == ("max_tokens", "one")
+            context = 2000
+            long = "y" * (context - len(server.requests[-1].prompt) - 3)
+            answer = await send(server, "x" + long, max_tokens=32000)  # as agents ask for
+            assert answer["stop_reason"] == "model_context_window_exceeded"
+            assert answer["usage"]["output_tokens"] == 3
+            error = await send(server, "x" + long * 2, status=400)
+            assert "prompt is too long" in error["error"]["message"]
+
+    run(work())
+
+
+def test_what_the_model_reads(serve: Any) -> None:
+    async def work() -> None:
+        async with serve() as server:
+            kept = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+            blocks = [
+                {"type": "thinking", "thinking": "hm", "signature": "s"},
+                {"type": "redacted_thinking", "data": "d"},
+                {"type": "text", "text": "I look."},
+                {**USE, "id": "t1"},
+                {**USE, "id": "t2", **kept},
+            ]
+            result = [{"type": "text", "text": "sunny"}, {"type": "text", "text": "warm"}]
+            results = [
+                {"type": "tool_result", "tool_use_id": "t1", "content": result, **kept},
+                {"type": "tool_result", "tool_use_id": "t2", "is_error": True},
+                {"type": "text", "text": "And now"},
+                {"type": "text", "text": "go on.", **kept},
+            ]
+            billing = {"type": "text", "text": f"{BILLING} cc_version=2.1; cch=1a2b3;"}
+            system = [billing, {"type": "text", "text": "Be"}, {"type": "text", "text": "brief.", **kept}]
+            messages = body("x", blocks, results)["messages"]
+            messages.append({"role": "system", "content": "Hurry."})
+            await server.post(MESSAGES, **body(system=system, messages=messages, tools=[{**WEATHER, **kept}]))
+            call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+            assert await read(server) == (
+                "<|turn|>system\nBe\nbrief.<|done|>\n<|turn|>user\nx<|done|>\n"
+                f"<|turn|>assistant\nI look.{call}{call}<|done|>\n"
+                "<|turn|>tool\nsunny\nwarm<|done|>\n<|turn|>tool\n<|done|>\n"
+                "<|turn|>user\nAnd now\ngo on.<|done|>\n<|turn|>system\nHurry.<|done|>\n<|turn|>assistant\n"
+            )
+            await send(server, "x", system=f"{BILLING} cch=1;\nBe brief.")
+            assert (await read(server)).startswith("<|turn|>system\nBe brief.<|done|>")
+            await send(server, "x", system=[billing])
+            assert (await read(server)).startswith("<|turn|>user")
+
+    run(work())
+
+
+def test_a_reply_sent_back_keeps_its_tokens(serve: Any) -> None:
+    """The stored ids stand for its text, though tokenising that would give others."""
+
+    async def work() -> None:
+        async with serve(answers=says(f"hello world{CALL}")) as server:
+            first = await send(server, "x", tools=[WEATHER], system="s")
+            result = {"type": "tool_result", "tool_use_id": first["content"][1]["id"], "content": "sunny"}
+            await send(server, "x", first["content"], [result], tools=[WEATHER], system="s")
+            log = [*server.requests[0].prompt, *byte_by_byte(f"hello world{CALL}")]
+            assert server.requests[1].prompt[: len(log)].tolist() == log
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"model": None}, "model"),
+        ({"messages": []}, "messages"),
+        (
+            {"messages": [{"role": "user", "content": [IMAGE]}]},
+            "messages.0.user.content: image blocks",
+        ),
+        ({"messages": [{"role": "user", "content": [{**USE, "id": "a"}]}]}, "tool_use blocks"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0"),
+        ({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "The"}]}, "last message"),
+        ({"system": [IMAGE]}, "system"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 2}, "top_p"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"tools": [WEATHER, WEATHER]}, "tools"),
+        (
+            {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+            "tools of type web_search_2025",
+        ),
+        ({"tools": [{**WEATHER, "input_schema": {"type": "array"}}]}, "input_schema"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "other"}}, "'other'"),
+        ({"container": "c"}, "container"),
+        ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "cache_control.ttl"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(serve: Any, fields: dict[str, Any], what: str) -> None:
+    async def work() -> None:
+        async with serve() as server:
+            answer = await send(server, "x", status=400, **fields)
+            assert answer["type"] == "error" and answer["error"]["type"] == "invalid_request_error"
+            assert what in answer["error"]["message"]
+            assert not server.requests
+
+    run(work())
+
+
+def test_errors_have_anthropics_form(serve: Any) -> None:
+    async def work() -> None:
+        async with serve(keys=("one",), queue=0) as server:
+            for path, limit in ((MESSAGES, 9), (COUNT, None)):
+                refused = await server.post(path, 401, "two", **body("x", max_tokens=limit))
+                assert refused["error"]["type"] == "authentication_error"
+                refused = await server.post(path, 404, "one", **body("x", max_tokens=limit, model="claude-opus"))
+                assert refused["error"]["type"] == "not_found_error" and "fake" in refused["error"]["message"]
+            assert (await server.ask("GET", f"{MESSAGES}/x", 404, "one"))["error"]["type"] == "not_found_error"
+            assert (await server.ask("GET", MESSAGES, 405, "one"))["error"]["type"] == "invalid_request_error"
+            full = await send(server, "x", status=429, key="one")
+            assert full["error"] == {"type": "rate_limit_error", "message": "the queue is full"}
+            long = await server.ask("POST", MESSAGES, 413, "one", content=b" " * (33 * 1024**2))
+            assert long["error"]["type"] == "request_too_large"
+            other = await server.post("/v1/chat/completions", 404, "one", model="x", messages=body("x")["messages"])
+            assert other["error"]["code"] == "model_not_found"  # OpenAI's form elsewhere
+
+    run(work())
+
+
+def test_an_engine_that_ends_is_overloaded_or_broken(serve: Any) -> None:
+    async def work() -> None:
+        async with serve(dies_with=1) as server:
+            events = await stream(server, "x")
+            assert events[0]["type"] == "message_start" and events[-1]["type"] == "error"
+            assert events[-1]["error"]["type"] == "api_error"
+        async with serve() as server:
+            server.loop.close()
+            await server.closed.wait()
+            response = await server.http.post(MESSAGES, json=body("x"))
+            assert response.status_code == 503 and response.headers["retry-after"] == str(RETRY_SECONDS)
+            assert response.json()["error"]["type"] == "overloaded_error"
+
+    run(work())
+
+
+def test_a_key_may_come_as_x_api_key(serve: Any) -> None:
+    """On all paths; beside it an agent may send a Bearer that is none of ours."""
+
+    async def work() -> None:
+        async with serve(keys=("one", "two")) as server:
+            for headers in ({"x-api-key": "two"}, {"x-api-key": "two", "authorization": "Bearer none"}):
+                response: httpx.Response = await server.http.get("/v1/models", headers=headers)
+                assert response.status_code == 200
+            assert (await server.http.get("/v1/models", headers={"x-api-key": "three"})).status_code == 401
+            await server.http.post(MESSAGES, json=body("x"), headers={"x-api-key": "one"})
+            await server.post("/v1/chat/completions", 200, "one", messages=body("x")["messages"])
+            first, second = server.requests
+            assert first.owner == second.owner and first.salt == second.salt
+
+    run(work())
+
+
+CLAUDE = json.dumps({"device_id": "d", "account_uuid": "", "session_id": "run 1"})
+MARK = {"cache_control": {"type": "ephemeral"}}
+
+
+@pytest.mark.parametrize(
+    ("headers", "fields"),
+    [
+        ({"x-session-id": "run 1"}, {"metadata": {"user_id": "somebody"}}),
+        ({"x-claude-code-session-id": "run 1"}, {}),
+        ({}, {"metadata": {"user_id": CLAUDE}}),
+        ({}, {"metadata": {"user_id": "user_0a_account__session_run 1"}}),
+    ],
+)
+def test_the_dialogues_of_a_session_are_told_apart(serve: Any, headers: dict[str, str], fields: Any) -> None:
+    """The loop knows each as a conversation; the store knows nothing of them."""
+
+    async def work() -> None:
+        async with serve(keys=("one", "two")) as server:
+            for key, contents, system in (
+                ("one", ("x",), "s"),
+                ("one", ("x", "hello", "y"), "s"),  # goes on
+                ("one", ("x",), "a subagent's"),
+                ("one", ("z",), "s"),
+                ("two", ("x",), "s"),
+            ):
+                sent = body(*contents, system=system, **fields)
+                answer = await server.http.post(MESSAGES, json=sent, headers={**headers, "x-api-key": key})
+                assert answer.status_code == 200
+            names = [request.conversation for request in server.requests]
+            assert names[0] == names[1] and len({*names}) == 4 and None not in names
+            other = {"x-session-id": "run 2", "x-api-key": "one"}
+            await server.http.post(MESSAGES, json=body("x", system="s"), headers=other)
+            assert server.requests[-1].conversation not in names
+            assert not (await server.ask("GET", "/v1/conversations", key="one"))["data"]
+
+    run(work())
+
+
+def test_without_a_session_a_message_has_no_conversation(serve: Any) -> None:
+    async def work() -> None:
+        async with serve() as server:
+            for user in ("somebody", "[]", '{"session_id": 1}', "_session_", "[" * 100_000):
+                await send(server, "x", metadata={"user_id": user})
+            assert {request.conversation for request in server.requests} == {None}
+            assert not server.loop.said(Keep)
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("fields", "seconds"),
+    [
+        ({"cache_control": MARK["cache_control"]}, 300),
+        ({"system": [{"type": "text", "text": "s", **MARK}]}, 300),
+        ({"tools": [{**WEATHER, **MARK}]}, 300),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", **MARK}]}]}, 300),
+        ({"cache_control": {"type": "ephemeral", "ttl": "1h"}, "tools": [{**WEATHER, **MARK}]}, 3600),
+    ],
+)
+def test_a_marker_keeps_the_kv_of_the_dialogue(serve: Any, fields: dict[str, Any], seconds: float) -> None:
+    """Behind its turn, and whether or not the client names a session."""
+
+    async def work() -> None:
+        async with serve() as server:
+            await send(server, "x", **fields)
+            await stream(server, "x", **fields)
+            first, second = server.loop.said(Keep, at_least=2)
+            assert first == second == Keep(server.requests[0].conversation, None, seconds)
+            await send(server, "x", "hello", "y")  # without a marker
+            assert len(server.loop.said(Keep)) == 2
+
+    run(work())
