@@ -186,10 +186,13 @@ class Cluster:
         self._per_token: list[float] = []
         self._moved = self._retried = 0
 
-    def run(self) -> ClusterReport:
-        """Until every turn of every session has its reply. Raises RequestError if no replica can serve a request."""
+    def run(self, until: float = math.inf) -> ClusterReport:
+        """Until every turn of every session has its reply, or the clock has reached `until`, seconds.
+
+        Raises RequestError if no replica can serve a request.
+        """
         while True:
-            due = self._due[0][0] if self._due else math.inf
+            due = min(self._due[0][0] if self._due else math.inf, until)
             late = [replica for replica in self._replicas.values() if replica.working and replica.now < due]
             if late:
                 first, *others = sorted(replica.now for replica in late)
@@ -197,7 +200,7 @@ class Cluster:
                 # A reply that ends elsewhere brings a request no sooner than its user has thought.
                 reached = min(due, others[0] + self._think_s) if others else due
                 replica.play(max(reached, math.nextafter(first, math.inf)))
-            elif self._due:
+            elif due < until:
                 at, kind, number = heapq.heappop(self._due)
                 if kind == 0:
                     self._happen(self._events[number])
