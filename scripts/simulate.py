@@ -2,10 +2,11 @@
 
     python -m pensieve.scripts.simulate --trace FILE --host-kv-bytes 16GiB,64GiB --eviction retention,lru
     python -m pensieve.scripts.simulate --preset load --rate 4,5 --start middle
+    python -m pensieve.scripts.simulate --replicas 1,8 --routing session,random --synthetic sharegpt
 
 Nothing is computed: the model's shape and the GPU's speeds say how long steps and copies take. See
 `scheduler/sim/simulator.py` for what is simulated, `scripts/bench/traces.py` for the form of a trace. The preset `load`
-has options of its own: `scripts/simulated_load.py`.
+and `--replicas` have options of their own: `scripts/simulated_load.py` and `scripts/simulated_cluster.py`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,14 @@ from ..scheduler.types import SettingError
 from .bench.models import MODELS
 from .bench.traces import CHATS, read_trace, synthetic
 from .command import check_above_0, check_least, exit_status, result_line, title_line
+from .simulated_cluster import (
+    add_cluster_options,
+    cluster_json,
+    cluster_line,
+    cluster_titles,
+    plan_cluster,
+    simulate_cluster,
+)
 from .simulated_load import COLUMNS as LOAD_COLUMNS
 from .simulated_load import add_load_options, plan_load, simulate_load
 
@@ -65,7 +74,9 @@ def parser(preset: str = "trace") -> CommandParser:
     option("--max-num-batched-tokens", type=int, default=2048, metavar="N", help="a step (default %(default)s)")
     option("--jobs", type=int, default=os.cpu_count(), metavar="N", help="runs at a time (default %(default)s)")
     option("--json", action="store_true", help="one JSON line a run instead of the table")
-    (add_load_options if preset == "load" else add_trace_options)(made)
+    {"load": add_load_options, "trace": add_trace_options, "cluster": add_cluster_options}[preset](made)
+    if preset == "cluster":
+        add_hardware_options(made)
     return made
 
 
@@ -84,26 +95,33 @@ def add_trace_options(made: argparse.ArgumentParser) -> None:
     option("--conversation-ttl", type=float, default=math.inf, metavar="S", help="of idle conversations' KV")
     option("--warm-up", type=int, default=0, metavar="N", help="the first N requests are not reported")
     option("--eviction", default="all", metavar="NAMES", help=f"all, or of {','.join(EVICTION_POLICIES)}")
-    option(
-        "--flops-per-s", type=float, default=500e12, metavar="F", help="reached by large steps (default %(default)g)"
-    )
-    option("--memory-bytes-per-s", type=float, default=4.25e12, metavar="B", help="GPU memory (default %(default)g)")
-    option("--link-bytes-per-s", type=float, default=50e9, metavar="B", help="host to GPU (default %(default)g)")
     option("--disk-read-bytes-per-s", type=float, default=6e9, metavar="B", help="(default %(default)g)")
     option("--disk-write-bytes-per-s", type=float, default=4e9, metavar="B", help="(default %(default)g)")
+    add_hardware_options(made)
+
+
+def add_hardware_options(made: argparse.ArgumentParser) -> None:
+    option = made.add_argument
+    option("--flops-per-s", type=float, default=500e12, metavar="F", help="of large steps (default %(default)g)")
+    option("--memory-bytes-per-s", type=float, default=4.25e12, metavar="B", help="GPU memory (default %(default)g)")
+    option("--link-bytes-per-s", type=float, default=50e9, metavar="B", help="host to GPU (default %(default)g)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     chosen = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     chosen.add_argument("--preset", default="trace")
-    args = parser(chosen.parse_known_args(words)[0].preset).parse_args(words)
-    return exit_status("simulate", lambda: run(args))
+    chosen.add_argument("--replicas")
+    known = chosen.parse_known_args(words)[0]
+    preset = "cluster" if known.replicas is not None else known.preset
+    args = parser(preset).parse_args(words)
+    lines = {"load": load_lines, "trace": trace_lines, "cluster": cluster_lines}[preset]
+    return exit_status("simulate", lambda: run(args, lines))
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace, lines: Callable[[argparse.Namespace], Iterator[str]]) -> None:
     check_above_0(args, POSITIVE)
-    for line in load_lines(args) if args.preset == "load" else trace_lines(args):
+    for line in lines(args):
         print(line, flush=True)
 
 
@@ -124,6 +142,16 @@ def load_lines(args: argparse.Namespace) -> Iterator[str]:
         if found is None:
             raise SettingError("--measure-s", f"at {run.rate:g} conversations/s no reply ended meanwhile")
         yield json.dumps({"bench": "simulate_load", **found}) if args.json else result_line(LOAD_COLUMNS, found)
+
+
+def cluster_lines(args: argparse.Namespace) -> Iterator[str]:
+    model = MODELS[args.model]
+    speeds = args.flops_per_s, args.memory_bytes_per_s, args.link_bytes_per_s
+    runs = plan_cluster(args, lambda longest: model.cost(args.chunk_tokens, longest, *speeds))
+    if not args.json:
+        yield cluster_titles()
+    for run, found in in_processes(simulate_cluster, runs, args.jobs):
+        yield cluster_json(run, found) if args.json else cluster_line(run, found)
 
 
 def in_processes(work: Callable[[Any], Any], runs: Sequence[Any], jobs: int) -> Iterator[tuple[Any, Any]]:

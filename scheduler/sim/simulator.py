@@ -205,9 +205,29 @@ class Open(NamedTuple):
     arrival: float
 
 
+class Content:
+    """The token ids of simulated prompts: negative ones, none of which two prompts share but by intention."""
+
+    def __init__(self) -> None:
+        self._id = 0
+        self._systems: dict[int, array[int]] = {}
+
+    def fresh(self, count: int) -> array[int]:
+        """Returns `count` tokens that no other prompt has: one id, so often. Generated tokens have ids above 0."""
+        self._id -= 1
+        return array("i", [self._id]) * count
+
+    def first_input(self, session: Session) -> array[int]:
+        """The prompt of the session's first turn; it begins with the system prompt that sessions share."""
+        shared = session.system_tokens
+        if shared not in self._systems:
+            self._systems[shared] = self.fresh(shared)
+        return self._systems[shared] + self.fresh(session.turns[0].input_tokens - shared)
+
+
 class Simulator:
     """One run over `sessions`; used once. Without `skips` every step is planned and applied by itself. So it is for
-    `watch`: it is told the clock, each step's results, and whom it found being served.
+    `watch`: it is told the clock, each step's results, and the requests being served. `content` makes the prompts.
 
     The first `warm_up` requests are served but not reported, nor is the time in which they arrive. `cost` is what the
     scheduler believes; a `device` with other costs takes other times. With `truncate` contexts may outgrow
@@ -224,9 +244,10 @@ class Simulator:
         device: VirtualDevice | None = None,
         truncate: bool = False,
         watch: Callable[[float, Applied, Mapping[RequestId, Open]], None] | None = None,
+        content: Content | None = None,
     ):
         self.scheduler = FastForwardScheduler(config, cost)
-        self.now = min(session.start_s for session in sessions)
+        self.now = min((session.start_s for session in sessions), default=0.0)
         self._started = self.now
         self._device = device or VirtualDevice(cost)
         self._arrivals = [(session.start_s, order, 0) for order, session in enumerate(sessions)]
@@ -235,9 +256,8 @@ class Simulator:
         self._launched: deque[tuple[StepPlan, float]] = deque()
         self._open: dict[RequestId, Open] = {}
         self._order = {session.name: order for order, session in enumerate(sessions)}
-        self._id = 0
+        self._content = content or Content()
         self._logs: dict[int, array[int]] = {}  # of sessions whose users think: the scheduler's may expire meanwhile
-        self._systems: dict[int, array[int]] = {}
         self._requests = self._steps = self._generated = 0
         self._warm_up, self._busy_before, self._full_hits = warm_up, 0.0, 0
         self._truncate = truncate
@@ -257,7 +277,9 @@ class Simulator:
         scheduler = self.scheduler
         while self.now < until and (self._arrivals or not scheduler.idle):
             if len(self._launched) == 1 and self.skips:
-                self._fast_forward(scheduler.steady_steps())
+                self._fast_forward(scheduler.steady_steps(), until)
+                if self.now >= until:
+                    break
             while self._arrivals and self._arrivals[0][0] <= self.now:
                 self._add(*heapq.heappop(self._arrivals))
             plan = scheduler.next_plan(self.now)
@@ -276,40 +298,35 @@ class Simulator:
         session = self._sessions[order]
         turn = session.turns[index]
         if index:
-            prompt = self._logs.pop(order)[: turn.history_tokens]
-            prompt += self._fresh(turn.input_tokens)
+            prompt = self._logs.pop(order)[: turn.history_tokens] + self._content.fresh(turn.input_tokens)
         else:
-            prompt = self._system(session.system_tokens) + self._fresh(turn.input_tokens - session.system_tokens)
+            prompt = self._content.first_input(session)
+        self.send(Open(session, index, arrival), prompt)
+
+    def send(self, turn: Open, prompt: array[int]) -> None:
+        """One request joins the scheduler's queue now."""
+        session = turn.session
         if self._requests == self._warm_up:
             self._started, self._busy_before = self.now, self._device.busy_s
             self._steps = self._generated = 0
         self._requests += 1
         request = RequestId(self._requests)
-        # Nobody comes back to a single turn, and its client gave no conversation id.
+        # The user of a single turn does not come back, and its client gave no conversation id.
         conversation = session.name if len(session.turns) > 1 else None
-        self._open[request] = Open(session, index, arrival)
-        asked = Request(request, prompt, turn.output_tokens, conversation, truncate=self._truncate, owner=session.owner)
+        self._open[request] = turn
+        tokens = session.turns[turn.turn].output_tokens
+        asked = Request(request, prompt, tokens, conversation, truncate=self._truncate, owner=session.owner)
         self.scheduler.add(asked, self.now)
-
-    def _fresh(self, count: int) -> array[int]:
-        """Tokens that nobody else has, one id so often; generated ones have ids above 0."""
-        self._id -= 1
-        return array("i", [self._id]) * count
-
-    def _system(self, count: int) -> array[int]:
-        if count not in self._systems:
-            self._systems[count] = self._fresh(count)
-        return self._systems[count]
 
     # -- results
 
-    def _fast_forward(self, steps: int) -> None:
-        """At most so many turns of the loop in which nothing but the clock and the tokens change."""
+    def _fast_forward(self, steps: int, until: float) -> None:
+        """At most so many turns of the loop, begun before `until`, in which only the clock and the tokens change."""
         if not steps:
             return
         plan, end = self._launched.pop()
         rows, seen = plan.tokens, sum(plan.positions) - self._device.unseen(plan.generate)
-        arrival = self._arrivals[0][0] if self._arrivals else math.inf
+        arrival = min(self._arrivals[0][0], until) if self._arrivals else until
         done = 0
         while done < steps and arrival > self.now:
             done += 1

@@ -39,7 +39,7 @@ from ...runtime.measure.step_bench import StepBench
 from ...scheduler.config import EVICTION_POLICIES, SchedulerConfig
 from ...scheduler.cost import CostProfile
 from ...scheduler.plan import StepPlan, StepResult
-from ...scheduler.sim.simulator import Report, Session, Simulator, VirtualDevice
+from ...scheduler.sim.simulator import Content, Report, Session, Simulator, VirtualDevice
 from ...scheduler.types import SettingError, Usage
 from ..bench.traces import ChatStatistics, synthetic
 
@@ -171,6 +171,17 @@ def slowed(cost: CostProfile, seconds: float) -> CostProfile:
     return replace(cost, steps=tuple((tokens, max(0.0, took + seconds)) for tokens, took in cost.steps))
 
 
+class RandomContent(Content):
+    """Token ids that a model has."""
+
+    def __init__(self, vocab_size: int):
+        super().__init__()
+        self._vocab_size, self._dice = vocab_size, random.Random(0)
+
+    def fresh(self, count: int) -> array[int]:
+        return array("i", (self._dice.randrange(self._vocab_size) for _ in range(count)))
+
+
 class Replay(Simulator):
     """The same run on a real device: time passes as it does, and tokens are drawn and computed.
 
@@ -185,9 +196,8 @@ class Replay(Simulator):
         executor: Executor,
         vocab_size: int,
     ):
-        super().__init__(config, cost, sessions, truncate=True)
-        self._executor, self._vocab_size = executor, vocab_size
-        self._dice = random.Random(0)
+        super().__init__(config, cost, sessions, truncate=True, content=RandomContent(vocab_size))
+        self._executor = executor
         self._took = self._ended = self._began = 0.0
 
     @property
@@ -235,9 +245,6 @@ class Replay(Simulator):
 
     def done(self) -> bool:
         return self._executor.done()
-
-    def _fresh(self, count: int) -> array[int]:
-        return array("i", (self._dice.randrange(self._vocab_size) for _ in range(count)))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,374 @@
+"""Several replicas of a server behind a router, each with a scheduler and a virtual device of its own.
+
+Replicas share nothing but the clock. The router picks a replica for each request; a conversation that moves is computed
+again there. Replicas fail, drain and come back with empty caches. One replica gives the same report as `Simulator`.
+
+With more replicas than are worth simulating, some of them stand for all (`Cluster.simulated`): requests that go to the
+others take the mean time of the requests served so far, and leave nothing in any cache.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import heapq
+import math
+import random
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Literal, NamedTuple
+
+from ..config import SchedulerConfig
+from ..cost import CostProfile
+from ..types import Applied, Usage
+from .simulator import Content, Open, Session, Simulator, percentile
+
+Routing = Literal["random", "least-loaded", "session", "session-then-load"]
+ROUTINGS: tuple[Routing, ...] = ("random", "least-loaded", "session", "session-then-load")
+
+CROWDED, FEW = 1.5, 4
+"""`session-then-load` leaves a replica with more open requests than CROWDED times the mean and FEW."""
+VIRTUAL_NODES = 100  # places of a replica on the ring
+DETECTION_S = 6.0
+"""Seconds from a failure until requests go elsewhere: three health checks, two seconds apart."""
+
+
+class Event(NamedTuple):
+    """What happens to a replica at a time, seconds.
+
+    fail    its requests and its KV are lost; the router learns of it DETECTION_S later
+    drain   it gets no new requests and finishes those it has
+    back    it serves again, with empty caches
+    """
+
+    at: float
+    replica: int
+    kind: Literal["fail", "drain", "back"]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterReport:
+    """What a simulation of several replicas brought.
+
+    usage           where the prompts' tokens came from, over all measured requests
+    moved           measured requests that another replica served than the turn before
+    retried         requests that a failure cut off and that were sent again
+    ttft_*          seconds from a request to its first token; of a request sent again, from the first time
+    seconds_per_token
+                    mean over requests of (end of the reply - request) / tokens of the reply
+    busiest         steps' seconds of the busiest replica, over the mean of all
+    """
+
+    requests: int
+    usage: Usage
+    moved: int
+    retried: int
+    ttft_p50: float
+    ttft_p95: float
+    ttft_p99: float
+    seconds_per_token: float
+    busiest: float
+
+    @property
+    def hit_rate(self) -> float:
+        """Of the prompt tokens that had been computed before, the share that was not computed again."""
+        return self.usage.cached / known if (known := self.usage.cached + self.usage.recomputed) else 0.0
+
+
+class Replica(Simulator):
+    """One server: it takes requests one by one, and tells the cluster of first tokens and of ends."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cost: CostProfile,
+        began: Callable[[Open, Usage, float], None],
+        ended: Callable[[Replica, Open, float], None],
+    ):
+        super().__init__(config, cost, ())
+        self._began, self._ended = began, ended
+
+    @property
+    def working(self) -> bool:
+        """Whether requests or steps are open."""
+        return not self.scheduler.idle
+
+    @property
+    def open(self) -> int:
+        """Requests that it serves or that wait here."""
+        return len(self._open)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which steps ran."""
+        return self._device.busy_s
+
+    def log(self, session: Session) -> array[int]:
+        """Tokens of the conversation, replies included."""
+        return self.scheduler.conversations.tokens(session.name)
+
+    def receive(self, turn: Open, prompt: array[int], now: float) -> None:
+        """One request arrives."""
+        self.now = max(self.now, now)
+        self.send(turn, prompt)
+
+    def unfinished(self) -> list[Open]:
+        """The requests that end with it."""
+        return list(self._open.values())
+
+    def _take(self, applied: Applied) -> None:
+        for event in applied.events:
+            turn = self._open[event.request]
+            if event.usage is not None:
+                self._began(turn, event.usage, self.now)
+            if event.finish is not None:
+                del self._open[event.request]
+                self._ended(self, turn, self.now)
+
+
+@dataclass(slots=True)
+class _Life:
+    """A session under way.
+
+    replica     that served its last turn, None before that
+    log         tokens of the conversation as its client knows them; None: no simulated replica has seen it
+    prompt      of the turn that is being served
+    """
+
+    session: Session
+    replica: tuple[int, int] | None = None
+    log: array[int] | None = None
+    prompt: array[int] | None = None
+
+
+class Cluster:
+    """One run over `sessions` with `replicas` servers of the same `config` and `cost`; used once.
+
+    `simulated`: so many of the replicas are simulated, the first ones; None: all. `warm_up_s`: requests that arrive
+    earlier are served, but not reported. The same arguments give the same report.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cost: CostProfile,
+        sessions: Sequence[Session],
+        replicas: int,
+        routing: Routing,
+        *,
+        events: Sequence[Event] = (),
+        simulated: int | None = None,
+        warm_up_s: float = 0.0,
+        seed: int = 0,
+    ):
+        self._config, self._cost, self._routing = config, cost, routing
+        self._total, self._simulated = replicas, min(simulated or replicas, replicas)
+        self._warm_up_s, self._draw = warm_up_s, random.Random(seed)
+        self._lives = {session.name: _Life(session) for session in sessions}
+        # A tie is broken by the kind: a replica is back before a request of that moment is routed.
+        self._due: list[tuple[float, int, int]] = [(event.at, 0, at) for at, event in enumerate(events)]
+        self._events = list(events)
+        self._turns: list[Open] = []
+        for session in sessions:
+            self._arrive(session.start_s, Open(session, 0, session.start_s))
+        heapq.heapify(self._due)
+        self._think_s = min((turn.think_s for session in sessions for turn in session.turns[1:]), default=math.inf)
+        self._content = Content()
+        self._generation = [0 for _ in range(replicas)]
+        self._out: set[int] = set()  # replicas that get no requests
+        self._failed: dict[int, float] = {}  # by replica: when it failed
+        self._ring = self._places()
+        self._replicas = {number: self._new() for number in range(self._simulated)}
+        self._busy_s = [0.0 for _ in range(self._simulated)]
+        self._usage: list[Usage] = []
+        self._ttft: list[float] = []
+        self._per_token: list[float] = []
+        self._moved = self._retried = 0
+
+    def run(self, until: float = math.inf) -> ClusterReport:
+        """Until every turn of every session has its reply, or the clock has reached `until`, seconds.
+
+        Raises RequestError if no replica can serve a request.
+        """
+        while True:
+            due = min(self._due[0][0] if self._due else math.inf, until)
+            late = [replica for replica in self._replicas.values() if replica.working and replica.now < due]
+            if late:
+                first, *others = sorted(replica.now for replica in late)
+                replica = next(replica for replica in late if replica.now == first)
+                # A reply that ends elsewhere brings a request no sooner than its user has thought.
+                reached = min(due, others[0] + self._think_s) if others else due
+                replica.play(max(reached, math.nextafter(first, math.inf)))
+            elif due < until:
+                at, kind, number = heapq.heappop(self._due)
+                if kind == 0:
+                    self._happen(self._events[number])
+                else:
+                    self._route(at, self._turns[number])
+            else:
+                return self._report()
+
+    # -- requests
+
+    def _arrive(self, at: float, turn: Open) -> None:
+        self._turns.append(turn)
+        heapq.heappush(self._due, (at, 1, len(self._turns) - 1))
+
+    def _route(self, now: float, turn: Open) -> None:
+        life = self._lives[turn.session.name]
+        number = self._choose(life)
+        if number is None:  # all are gone: the client tries again
+            self._arrive(now + DETECTION_S, turn)
+            return
+        place = (number, self._generation[number])
+        if turn.arrival >= self._warm_up_s and life.replica not in (None, place):
+            self._moved += 1
+        life.replica = place
+        if number >= self._simulated:
+            self._serve_elsewhere(now, turn, life)
+            return
+        if life.prompt is None:
+            life.prompt = self._prompt(turn, life)
+        if number in self._failed:  # the router does not know it yet
+            self._retried += 1
+            self._arrive(self._failed[number] + DETECTION_S, turn)
+        else:
+            self._replicas[number].receive(turn, life.prompt, now)
+
+    def _prompt(self, turn: Open, life: _Life) -> array[int]:
+        step = turn.session.turns[turn.turn]
+        if turn.turn == 0:
+            return self._content.first_input(turn.session)
+        known = (life.log or array("i"))[: step.history_tokens]
+        return known + self._content.fresh(step.history_tokens - len(known) + step.input_tokens)
+
+    def _serve_elsewhere(self, now: float, turn: Open, life: _Life) -> None:
+        """On a replica that is not simulated: it takes as long as requests do on average."""
+        life.prompt = None
+        tokens = turn.session.turns[turn.turn].output_tokens
+        per_token = sum(self._per_token) / len(self._per_token) if self._per_token else self._cost.step(0, 1, 0)
+        self._next_turn(turn, now + tokens * per_token)
+
+    def _next_turn(self, turn: Open, now: float) -> None:
+        turns, following = turn.session.turns, turn.turn + 1
+        if following < len(turns):
+            at = now + turns[following].think_s
+            self._arrive(at, Open(turn.session, following, at))
+        else:
+            del self._lives[turn.session.name]
+
+    def _began(self, turn: Open, usage: Usage, now: float) -> None:
+        """A replica knows only what it has computed itself: what others have is counted as recomputed here."""
+        if turn.arrival >= self._warm_up_s:
+            known = turn.session.turns[turn.turn].history_tokens - 1  # a reply's last token has no KV yet
+            again = max(usage.recomputed, min(known - usage.cached, usage.recomputed + usage.new), 0)
+            self._usage.append(replace(usage, recomputed=again, new=usage.recomputed + usage.new - again))
+            self._ttft.append(now - turn.arrival)
+
+    def _ended(self, replica: Replica, turn: Open, now: float) -> None:
+        if turn.arrival >= self._warm_up_s:
+            self._per_token.append((now - turn.arrival) / turn.session.turns[turn.turn].output_tokens)
+        life = self._lives[turn.session.name]
+        life.prompt = None
+        if len(turn.session.turns) > 1:
+            life.log = replica.log(turn.session)
+        self._next_turn(turn, now)
+
+    # -- routing
+
+    def _choose(self, life: _Life) -> int | None:
+        """Returns the replica for the next turn, None if there is none."""
+        if not self._ring:
+            return None
+        if self._routing in ("random", "least-loaded"):
+            number = self._draw.choice(self._live)
+            if self._routing == "random" or number >= self._simulated:
+                return number
+            return self._least_loaded()
+        home = self._home(life)
+        if self._routing == "session" or home >= self._simulated:
+            return home
+        loads = [self._replicas[number].open for number in self._replicas if number not in self._out]
+        if self._replicas[home].open > CROWDED * sum(loads) / len(loads) + FEW:
+            return self._least_loaded()
+        return home
+
+    def home(self, name: str) -> int:
+        """Returns the replica at whose place on the ring the session's name lies."""
+        return self._ring[bisect.bisect(self._ring, (_hash(name), 0)) % len(self._ring)][1]
+
+    def _home(self, life: _Life) -> int:
+        """With `session-then-load` the replica that served the session last, as long as it is there."""
+        if self._routing == "session-then-load" and life.replica is not None:
+            number, generation = life.replica
+            if number not in self._out and generation == self._generation[number]:
+                return number
+        return self.home(life.session.name)
+
+    def _places(self) -> list[tuple[int, int]]:
+        """The consistent-hash ring: of each live replica many places, sorted. When one goes, only its sessions move."""
+        self._live = [number for number in range(self._total) if number not in self._out]
+        return sorted(
+            (_hash(f"{number} {self._generation[number]} {place}"), number)
+            for number in self._live
+            for place in range(VIRTUAL_NODES)
+        )
+
+    def _least_loaded(self) -> int:
+        live = [number for number in self._replicas if number not in self._out]
+        least = min(self._replicas[number].open for number in live)
+        return self._draw.choice([number for number in live if self._replicas[number].open == least])
+
+    # -- replicas
+
+    def _new(self) -> Replica:
+        return Replica(self._config, self._cost, self._began, self._ended)
+
+    def _happen(self, event: Event) -> None:
+        number = event.replica
+        if event.kind == "drain":
+            self._out.add(number)
+        elif event.kind == "back":
+            self._out.discard(number)
+            self._failed.pop(number, None)
+            self._generation[number] += 1
+            self._restart(number)
+        else:
+            self._failed[number] = event.at
+            for turn in self._restart(number):
+                self._retried += 1
+                self._arrive(event.at + DETECTION_S, turn)
+            self._due_event(Event(event.at + DETECTION_S, number, "drain"))
+        self._ring = self._places()
+
+    def _restart(self, number: int) -> list[Open]:
+        """Replaces the replica by one with empty caches. Returns the requests that were open."""
+        if number >= self._simulated:
+            return []
+        before = self._replicas[number]
+        self._busy_s[number] += before.busy_s
+        self._replicas[number] = self._new()
+        return before.unfinished()
+
+    def _due_event(self, event: Event) -> None:
+        self._events.append(event)
+        heapq.heappush(self._due, (event.at, 0, len(self._events) - 1))
+
+    def _report(self) -> ClusterReport:
+        busy = [spent + self._replicas[number].busy_s for number, spent in enumerate(self._busy_s)]
+        return ClusterReport(
+            requests=len(self._per_token),
+            usage=Usage(*(sum(getattr(usage, field.name) for usage in self._usage) for field in fields(Usage))),
+            moved=self._moved,
+            retried=self._retried,
+            ttft_p50=percentile(self._ttft, 0.50),
+            ttft_p95=percentile(self._ttft, 0.95),
+            ttft_p99=percentile(self._ttft, 0.99),
+            seconds_per_token=sum(self._per_token) / len(self._per_token),
+            busiest=max(busy) * len(busy) / sum(busy),
+        )
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())

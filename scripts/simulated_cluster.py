@@ -1,0 +1,219 @@
+"""`simulate --replicas`: what routing is worth when several replicas serve the same conversations.
+
+    python -m pensieve.scripts.simulate --replicas 1,8,64 --routing session,random --trace FILE --sessions-per-s 0.3
+
+Every replica gets the load of `--sessions-per-s`, so that more replicas have more conversations. Replicas may fail,
+drain and come back (`--event`). Large clusters are simulated by some of their replicas (`--simulated`). See
+`scheduler/sim/cluster.py` for what is simulated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+from ..runtime.launch.options import parse_bytes
+from ..scheduler.config import SchedulerConfig
+from ..scheduler.cost import CostProfile
+from ..scheduler.sim.cluster import DETECTION_S, ROUTINGS, Cluster, ClusterReport, Event
+from ..scheduler.sim.simulator import Session, longest_context
+from ..scheduler.types import SettingError
+from .bench.models import MODELS
+from .bench.traces import CHATS, made_up, read_trace, synthetic
+from .bench.workload import plan_arrivals
+from .simulated_load import POOL, SECONDS_PER_TOKEN, joined
+
+KINDS = ("fail", "drain", "back")
+
+
+class ClusterRun(NamedTuple):
+    """One line of the table."""
+
+    replicas: int
+    routing: str
+    simulated: int | None
+    seed: int
+    config: SchedulerConfig
+    cost: CostProfile
+    sessions: list[Session]
+    events: tuple[Event, ...]
+    seconds: float
+    warm_up_s: float
+
+
+def add_cluster_options(made: argparse.ArgumentParser) -> None:
+    option = made.add_argument
+    option("--replicas", required=True, metavar="NUMBERS", help="of servers, comma between")
+    option("--routing", default="all", metavar="NAMES", help=f"all, or of {','.join(ROUTINGS)} (default all)")
+    option("--simulated", type=int, metavar="N", help="replicas that stand for all (default: all are simulated)")
+    option("--event", action="append", default=[], metavar="S:REPLICA:KIND",
+           help=f"after S seconds one of {', '.join(KINDS)}; replicas count from 0; may be repeated")  # fmt: skip
+    workload = made.add_mutually_exclusive_group(required=True)
+    workload.add_argument("--trace", type=Path, metavar="FILE", help="JSON lines of request lengths (.gz or plain)")
+    workload.add_argument("--synthetic", choices=CHATS, help="conversations with the means of a data set")
+    option("--sessions-per-s", type=float, default=0.1, metavar="RATE", help="a replica (default %(default)s)")
+    option("--seconds", type=float, default=300.0, metavar="S", help="of arrivals (default %(default)s)")
+    option("--warm-up-s", type=float, default=150.0, metavar="S",
+           help="requests of its first seconds are not reported (default %(default)s)")  # fmt: skip
+    option("--ramp-s", type=float, default=60.0, metavar="S",
+           help="in which conversations in the middle of their lives come (default %(default)s)")  # fmt: skip
+    option("--seeds", default="0", metavar="SEEDS", help="comma between (default %(default)s)")
+    option("--model", choices=MODELS, default="llama-2-13b-gqa", help="(default %(default)s)")
+    made.set_defaults(gpu_kv_bytes="38147MiB", host_kv_bytes="64GiB")
+
+
+def plan_cluster(args: argparse.Namespace, cost_of: Callable[[int], CostProfile]) -> list[ClusterRun]:
+    """`cost_of`: what steps and copies cost, for contexts up to so many tokens. Raises SettingError."""
+    numbers = _numbers(args.replicas, "--replicas")
+    routings = ROUTINGS if args.routing == "all" else tuple(args.routing.split(","))
+    if unknown := [name for name in routings if name not in ROUTINGS]:
+        raise SettingError("--routing", f"is all, or of {', '.join(ROUTINGS)}, not {unknown[0]!r}")
+    if not 0 <= args.warm_up_s < args.seconds:
+        raise SettingError("--warm-up-s", f"must be below --seconds ({args.seconds:g}), not {args.warm_up_s:g}")
+    if min(numbers) < 1 or (args.simulated is not None and args.simulated < 1):
+        raise SettingError("--replicas, --simulated", "must be at least 1")
+    events = tuple(sorted(_event(text) for text in args.event))
+    _check_events(events, min(numbers), args.simulated)
+    runs = []
+    for number, seed in product(numbers, _numbers(args.seeds, "--seeds")):
+        sessions = _sessions(args, number, seed)
+        cost = cost_of(longest_context(sessions))
+        config = SchedulerConfig(
+            gpu_kv_chunks=parse_bytes(args.gpu_kv_bytes, "--gpu-kv-bytes") // cost.chunk_bytes,
+            host_kv_chunks=parse_bytes(args.host_kv_bytes, "--host-kv-bytes") // cost.chunk_bytes,
+            max_model_len=longest_context(sessions),
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            chunk_tokens=args.chunk_tokens,
+            max_queue=len(sessions),
+            queue_order=args.queue_order,
+        )
+        runs += [
+            ClusterRun(
+                *(number, routing, args.simulated, seed, config, cost, sessions),
+                *(events, args.seconds, args.warm_up_s),
+            )
+            for routing in routings
+        ]
+    return runs
+
+
+def _numbers(text: str, option: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise SettingError(option, f"whole numbers with commas between, not {text!r}") from None
+
+
+def _event(text: str) -> Event:
+    try:
+        at, replica, kind = text.split(":")
+        event = Event(float(at), int(replica), kind)  # type: ignore[arg-type]
+    except ValueError:
+        raise SettingError("--event", f"needs SECONDS:REPLICA:KIND, as 120:0:fail, not {text!r}") from None
+    if kind not in KINDS:
+        raise SettingError("--event", f"{kind!r} is none of {', '.join(KINDS)}")
+    return event
+
+
+def _check_events(events: Sequence[Event], replicas: int, simulated: int | None) -> None:
+    for event in events:
+        if not 0 <= event.replica < min(replicas, simulated or replicas):
+            raise SettingError("--event", f"there is no simulated replica {event.replica}")
+    for failed, back in product(events, events):
+        early = failed.kind == "fail" and back.kind == "back" and failed.replica == back.replica
+        if early and failed.at <= back.at <= failed.at + DETECTION_S:
+            raise SettingError("--event", f"a replica is back more than {DETECTION_S:g} s after it failed")
+
+
+def _sessions(args: argparse.Namespace, replicas: int, seed: int) -> list[Session]:
+    """Conversations of the whole cluster. They are under way at the start, and come evenly during `--ramp-s`."""
+    rate = args.sessions_per_s * replicas
+    if args.trace is not None:
+        known = read_trace(args.trace, sessions_per_s=1.0, seed=seed)
+    else:
+        known = synthetic(
+            CHATS[args.synthetic], conversations=POOL, sessions_per_s=1.0, think_s=args.think_s, seed=seed
+        )
+    system = {session.name: session.system_tokens for session in known}
+    arrivals = plan_arrivals(
+        [made_up(session) for session in known],
+        rate=rate,
+        seconds=args.seconds,
+        seconds_per_token=SECONDS_PER_TOKEN,
+        seed=seed,
+        ramp_s=args.ramp_s,
+    )
+    if not arrivals:
+        raise SettingError("--sessions-per-s", f"at {rate:g} conversations/s none comes in {args.seconds:g} s")
+    return [
+        joined(arrival, f"{number}")._replace(system_tokens=system[arrival.dialogue.name])
+        for number, arrival in enumerate(arrivals)
+    ]
+
+
+def simulate_cluster(run: ClusterRun) -> ClusterReport:
+    cluster = Cluster(
+        run.config,
+        run.cost,
+        run.sessions,
+        run.replicas,
+        run.routing,  # type: ignore[arg-type]
+        events=run.events,
+        simulated=run.simulated,
+        warm_up_s=run.warm_up_s,
+        seed=run.seed,
+    )
+    return cluster.run(run.seconds)
+
+
+COLUMNS = {
+    "replicas": 8,
+    "routing": 17,
+    "seed": 4,
+    "requests": 9,
+    "hit %": 6,
+    "TTFT p50 s": 10,
+    "p95 s": 8,
+    "p99 s": 8,
+    "ms/token": 8,
+    "busiest": 7,
+    "moved %": 7,
+    "retried": 7,
+}
+"""Titles and widths. busiest: of the replicas, seconds in steps over the mean; moved: served elsewhere than before."""
+
+
+def cluster_titles() -> str:
+    return _line(*COLUMNS)
+
+
+def cluster_line(run: ClusterRun, found: ClusterReport) -> str:
+    return _line(
+        f"{run.replicas}",
+        run.routing,
+        f"{run.seed}",
+        f"{found.requests:,}",
+        f"{100 * found.hit_rate:.1f}",
+        f"{found.ttft_p50:.3f}",
+        f"{found.ttft_p95:.3f}",
+        f"{found.ttft_p99:.3f}",
+        f"{1e3 * found.seconds_per_token:.1f}",
+        f"{found.busiest:.2f}",
+        f"{100 * found.moved / found.requests:.1f}",
+        f"{found.retried}",
+    )
+
+
+def cluster_json(run: ClusterRun, found: ClusterReport) -> str:
+    setting = {"replicas": run.replicas, "routing": run.routing, "simulated": run.simulated, "seed": run.seed}
+    return json.dumps({"bench": "simulate_cluster", **setting, **asdict(found), "hit_rate": found.hit_rate})
+
+
+def _line(*cells: str) -> str:
+    return "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, COLUMNS.values(), strict=True))

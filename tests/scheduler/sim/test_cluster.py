@@ -1,0 +1,99 @@
+"""Several replicas behind a router: one of them is the simulator, and what routing and failures do can be counted."""
+
+from dataclasses import replace
+
+import pytest
+
+from pensieve.scheduler.sim.cluster import DETECTION_S, ROUTINGS, Cluster, Event
+from pensieve.scheduler.sim.simulator import Session, SessionTurn, simulate
+from pensieve.scheduler.types import Usage
+from tests.scheduler.sim.test_simulator import CONFIG, COST, QUICK, crowd
+
+ROOMY = replace(CONFIG, gpu_kv_chunks=400, host_kv_chunks=400)  # nothing is evicted
+
+
+def chats(count, turns=4, think_s=40.0):
+    """Chats that are never at work together."""
+    return [
+        Session(
+            f"s{number}",
+            2.0 * number,
+            tuple(SessionTurn(8 * turn, 4, 4, think_s) for turn in range(turns)),
+        )
+        for number in range(count)
+    ]
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_one_replica_is_the_simulator(routing):
+    sessions = crowd(shared=4)
+    report, one = simulate(CONFIG, QUICK, sessions), Cluster(CONFIG, QUICK, sessions, 1, routing).run()
+    assert (one.requests, one.usage, one.moved, one.retried) == (report.requests, report.usage, 0, 0)
+    assert (one.ttft_p50, one.ttft_p99) == pytest.approx((report.ttft_p50, report.ttft_p99))
+    assert one.seconds_per_token == pytest.approx(report.seconds_per_token)
+
+
+def test_a_session_stays_with_its_replica_and_its_cache():
+    report = Cluster(ROOMY, QUICK, chats(6), 3, "session").run()
+    assert report.requests == 24 and report.moved == 0 and report.hit_rate == 1.0
+
+
+def test_random_routing_loses_what_other_replicas_have():
+    report = Cluster(ROOMY, QUICK, chats(6), 3, "random", seed=1).run()
+    assert report.moved > 6 and report.hit_rate < 0.8
+
+
+def test_the_least_loaded_replica_takes_the_next_request():
+    together = [Session(f"s{number}", 0.0, (SessionTurn(0, 8, 8),)) for number in range(3)]
+    alone = simulate(CONFIG, COST, together[:1])
+    report = Cluster(ROOMY, COST, together, 3, "least-loaded").run()
+    assert report.ttft_p99 == alone.ttft_p99 and report.busiest == pytest.approx(1.0)
+
+
+def test_a_crowded_replica_sends_new_turns_elsewhere():
+    """All sessions have the same home, which has more to do than it can."""
+    ring = Cluster(ROOMY, COST, (), 4, "session")
+    chosen = [session for session in chats(100, think_s=0.5) if ring.home(session.name) == 0][:16]
+    sessions = [session._replace(start_s=0.1 * at) for at, session in enumerate(chosen)]
+    waits = {routing: Cluster(ROOMY, COST, sessions, 4, routing).run() for routing in ("session", "session-then-load")}
+    assert waits["session-then-load"].ttft_p50 < waits["session"].ttft_p50 / 2
+    assert waits["session-then-load"].moved > waits["session"].moved == 0
+
+
+def test_a_failure_loses_time_and_cache_but_no_request():
+    sessions = chats(6)
+    whole = Cluster(ROOMY, QUICK, sessions, 3, "session").run()
+    failed = Cluster(
+        ROOMY, QUICK, sessions, 3, "session", events=[Event(45.0, 0, "fail"), Event(70.0, 0, "back")]
+    ).run()
+    assert failed.requests == whole.requests
+    assert failed.moved > 0 and failed.hit_rate < 1.0
+
+
+def test_a_request_cut_off_waits_until_the_failure_is_seen():
+    session = Session("s0", 0.0, (SessionTurn(0, 8, 40),))
+    events = [Event(1.0, number, "fail") for number in range(2)]
+    report = Cluster(ROOMY, COST, [session], 3, "least-loaded", events=events, seed=3).run()
+    assert report.requests == 1
+    if report.retried:
+        assert report.ttft_p50 > DETECTION_S
+
+
+def test_a_drained_replica_finishes_what_it_has():
+    session = Session("s0", 0.0, (SessionTurn(0, 8, 8), SessionTurn(16, 4, 4, think_s=5.0)))
+    events = [Event(1.0, number, "drain") for number in (0,)]
+    report = Cluster(ROOMY, COST, [session], 2, "session", events=events).run()
+    assert report.requests == 2 and report.retried == 0
+
+
+def test_some_replicas_stand_for_all():
+    """Sessions that stay are served alike, however many of the replicas are simulated."""
+    sessions = [session._replace(name=f"n{at}") for at, session in enumerate(chats(60))]
+    every, some = (Cluster(ROOMY, QUICK, sessions, 8, "session", simulated=n).run() for n in (None, 4))
+    assert some.requests < every.requests
+    assert some.hit_rate == every.hit_rate == 1.0
+
+
+def test_warm_up_is_served_but_not_reported():
+    report = Cluster(ROOMY, QUICK, chats(3), 2, "session", warm_up_s=41.0).run()
+    assert 0 < report.requests < 12 and report.usage != Usage()
