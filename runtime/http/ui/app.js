@@ -150,7 +150,7 @@ async function poll() {
       askForKey();
       return;
     }
-    $("load").textContent = `No answer from the server: ${error.message}`;
+    $("load").textContent = `No figures: ${error.message}`;
     wait = PATIENCE;
   }
   setTimeout(poll, wait);
