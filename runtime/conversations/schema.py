@@ -6,7 +6,7 @@ from array import array
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-VERSION = 3
+VERSION = 4
 
 SCHEMA = """
 CREATE TABLE turns (
@@ -36,6 +36,7 @@ CREATE TABLE conversations (
     body TEXT,
     tokens INTEGER NOT NULL,
     salt BLOB NOT NULL DEFAULT x'',
+    title TEXT,
     head INTEGER REFERENCES turns,
     UNIQUE (owner, kind, id)
 ) STRICT;
@@ -47,6 +48,7 @@ CREATE INDEX conversations_listed ON conversations (owner, kind, number);
 UPGRADES = {
     1: "ALTER TABLE conversations ADD COLUMN salt BLOB NOT NULL DEFAULT x''",
     2: "CREATE TABLE tokenizer (digest BLOB NOT NULL) STRICT",
+    3: "ALTER TABLE conversations ADD COLUMN title TEXT",
 }
 """From each older version to the next one."""
 
@@ -74,6 +76,8 @@ class Conversation:
     body          of a response: the object as it was sent, JSON
     tokens        length of its log
     salt          of its last turn (`Request.salt`)
+    title         how its first message begins (`transcript.title_of`); None: it is empty, has no text, or had its last
+                  turn under an older program
     head          number of its last turn, None: it is empty
     """
 
@@ -91,6 +95,7 @@ class Conversation:
     body: str | None
     tokens: int
     salt: bytes
+    title: str | None
     head: int | None
 
 

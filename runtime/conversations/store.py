@@ -24,7 +24,7 @@ from typing import Any
 from ...scheduler.turns.conversations import common_prefix
 from ...scheduler.types import INSUFFICIENT_QUOTA, RequestError, SettingError
 from .schema import SCHEMA, UPGRADES, VERSION, Conversation, Gone, Name
-from .transcript import OTHERS, StoredTurn, Transcript, dialogue_keys
+from .transcript import OTHERS, StoredTurn, Transcript, dialogue_keys, title_of
 
 LOCK_SECONDS = 15.0  # for the process that had the file before to end
 LOOK_SECONDS = 1.0  # for another process to let go of a file that is only looked at
@@ -120,12 +120,13 @@ class HistoryStore:
                 found = self._insert(name, now, **about)
             head = found.head if before is None else before.head
             turn = self._add_turn(self._nearest(head, whole), whole)
+            title = title_of(whole)
             self._db.execute(
-                "UPDATE conversations SET head = ?, tokens = ?, active = ?, salt = ? WHERE number = ?",
-                (turn, len(whole.tokens), now, salt, found.number),
+                "UPDATE conversations SET head = ?, tokens = ?, active = ?, salt = ?, title = ? WHERE number = ?",
+                (turn, len(whole.tokens), now, salt, title, found.number),
             )
             self._prune(found.head)
-        return replace(found, head=turn, tokens=len(whole.tokens), active=now, salt=salt)
+        return replace(found, head=turn, tokens=len(whole.tokens), active=now, salt=salt, title=title)
 
     # -- conversations
 
@@ -174,10 +175,10 @@ class HistoryStore:
             self._need_free(new, now)
             fork = self._insert(new, now, parent=name.id)
             self._db.execute(
-                "UPDATE conversations SET head = ?, tokens = ?, salt = ? WHERE number = ?",
-                (source.head, source.tokens, source.salt, fork.number),
+                "UPDATE conversations SET head = ?, tokens = ?, salt = ?, title = ? WHERE number = ?",
+                (source.head, source.tokens, source.salt, source.title, fork.number),
             )
-        return replace(fork, head=source.head, tokens=source.tokens, salt=source.salt)
+        return replace(fork, head=source.head, tokens=source.tokens, salt=source.salt, title=source.title)
 
     def change(self, name: Name, now: float, **values: float | None) -> Conversation:
         """Sets `ttl`, `history_ttl` or `pinned_until`. Raises RequestError (404)."""

@@ -96,6 +96,23 @@ class StoredTurn:
         return Transcript(tuple(messages), tokens, str(texts), self.inside)
 
 
+LONGEST_TITLE = 80  # characters
+
+
+def title_of(whole: Transcript) -> str | None:
+    """How the first message of the user begins, in one line; of a plain completion, how its text begins. None: there
+    is no text."""
+    said = next((message.get("content") for message in whole.messages if message["role"] == "user"), None)
+    if isinstance(said, list):
+        said = " ".join(part.get("text") or "" for part in said)
+    if not whole.messages:
+        said = whole.text
+    words = " ".join((said or "")[: 4 * LONGEST_TITLE].split())
+    if not words:
+        return None
+    return words if len(words) <= LONGEST_TITLE else words[: LONGEST_TITLE - 1].rstrip() + "…"
+
+
 class TextPieces:
     """A text that grows, and is now and then cut before it grows, without being copied each time."""
 

@@ -158,6 +158,7 @@ def describe(conversation: Conversation, transcript: Transcript | None = None) -
     described: dict[str, Any] = {
         "id": conversation.id,
         "object": "conversation",
+        "title": conversation.title,
         "created_at": int(conversation.created),
         "last_active_at": int(conversation.active),
         "tokens": conversation.tokens,

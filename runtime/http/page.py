@@ -44,15 +44,12 @@ class File(NamedTuple):
     content: bytes
 
 
-KINDS = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
-NAMES = ("api.js", "app.js", "charts.js", "chat.js", "conversations.js", "icon.svg", "map.js", "strip.js", "style.css")
-
-
-def _read(name: str) -> File:
-    return File(KINDS[name.rpartition(".")[2]], (Path(__file__).parent / "ui" / name).read_bytes())
-
-
-UI_FILES = {"/ui": _read("index.html")} | {f"/ui/{name}": _read(name) for name in NAMES}
+KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+FOLDER = Path(__file__).parent / "ui"
+UI_FILES = {
+    "/ui" if path.name == "index.html" else f"/ui/{path.name}": File(KINDS[path.suffix], path.read_bytes())
+    for path in sorted(FOLDER.iterdir())
+}
 """By address: no path of a request ever reaches the file system."""
 
 
@@ -77,7 +74,8 @@ def _sender(file: File) -> Any:
 
 def _state(client: EngineClient, owner: str) -> dict[str, Any]:
     """Counters since the start, which the page turns into rates, and (name, on the GPU, on the host, dropped, on disk)
-    of each conversation in chunks."""
+    of each conversation in chunks. `moves` counts chunks, too; a drop is an eviction that left no copy, as
+    `pensieve:kv_evictions` counts it."""
     metrics = client.metrics
     stats = metrics.stats
     return {
@@ -86,7 +84,13 @@ def _state(client: EngineClient, owner: str) -> dict[str, Any]:
         "conversations": list(islice(client.kv_map.of(owner), MOST_CONVERSATIONS)),
         "running": stats.running,
         "waiting": stats.waiting,
-        "dropped": stats.dropped,
+        "moves": {
+            "swap_in": stats.swapped_in,
+            "swap_out": stats.swapped_out,
+            "promote": stats.promoted,
+            "spill": stats.spilled,
+            "drop": sum(reasons["dropped"] for reasons in stats.evictions.values()),
+        },
         "slots": stats.slots,
         "generated": metrics.generation_tokens,
         "prompts": metrics.prompt_tokens,

@@ -44,9 +44,13 @@ async function answer(method, path, body, signal) {
   const headers = { "Content-Type": "application/json" };
   const key = sessionStorage.getItem(KEY);
   if (key) headers.Authorization = `Bearer ${key}`;
-  const response = await fetch(path, { method, headers, signal, body: body && JSON.stringify(body) });
+  const response = await fetch(path, { method, headers, signal, body: body && JSON.stringify(body) }).catch(unreached);
   if (!response.ok) throw new ApiError(await reason(response), response.status);
   return response;
+}
+
+function unreached(error) {
+  throw error.name === "TypeError" ? new ApiError("the server cannot be reached", 0) : error;
 }
 
 async function reason(response) {

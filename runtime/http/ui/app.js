@@ -5,18 +5,23 @@ import { Timeline } from "./charts.js";
 import { Chat } from "./chat.js";
 import { ConversationList } from "./conversations.js";
 import { ChunkMap } from "./map.js";
+import { showChunks } from "./strip.js";
+import { Tiers } from "./tiers.js";
 
 const INTERVAL = 500; // ms between two looks at the server
 const PATIENCE = 2000; // ms, when it does not answer
 const DEFAULT_CHUNK = 32;
 
 const $ = (id) => document.getElementById(id);
+const narrow = matchMedia("(max-width: 60rem)"); // as in style.css: panels are behind buttons
 let chunkTokens = 0;
+let chunks = new Map(); // of each conversation by tier
 let polling = false;
 
-const map = new ChunkMap($("map"), $("readout"), open);
-const timeline = new Timeline($("timeline"));
 const list = new ConversationList($("conversations"), $("more"), open);
+const map = new ChunkMap($("map"), $("readout"), open, (id) => list.title(id));
+const tiers = new Tiers($("tiers"));
+const timeline = new Timeline($("timeline"));
 const chat = new Chat(show, () => chunkTokens || DEFAULT_CHUNK);
 
 // Runs what the user asked for; a refusal is told where a screen reader hears it.
@@ -32,7 +37,8 @@ async function attempt(work) {
 function open(id) {
   return attempt(async () => {
     await chat.open(id);
-    $("status").textContent = `${id} is open.`;
+    $("status").textContent = `${list.title(id)} is open.`;
+    showPanel(null);
     $("text").focus();
   });
 }
@@ -40,12 +46,38 @@ function open(id) {
 // What the server says of the conversation that is open, null: none is.
 function show(conversation) {
   for (const name of ["fork", "pin", "delete"]) $(name).disabled = conversation === null;
-  $("title").textContent = conversation?.id ?? "New conversation";
   $("pin").setAttribute("aria-pressed", String(Boolean(conversation?.pinned_until)));
   if (conversation) list.update(conversation);
+  $("title").textContent = conversation ? list.title(conversation.id) : "New conversation";
+  $("id").textContent = conversation?.id ?? "";
   list.select(conversation?.id);
   map.select(conversation?.id);
+  showMemory();
 }
+
+function showMemory() {
+  showChunks($("memory"), chunks.get(chat.id), chunkTokens);
+}
+
+// On a narrow screen the list or the cache covers the chat, null: neither does.
+function showPanel(name) {
+  for (const panel of ["list", "cache"]) {
+    $(panel).classList.toggle("shown", panel === name);
+    $(`show-${panel}`).setAttribute("aria-expanded", String(panel === name));
+  }
+}
+
+for (const name of ["list", "cache"]) {
+  const button = $(`show-${name}`);
+  button.addEventListener("click", () => showPanel(button.getAttribute("aria-expanded") === "true" ? null : name));
+}
+
+document.addEventListener("keydown", (event) => {
+  const button = document.querySelector("header [aria-expanded=true]");
+  if (event.key !== "Escape" || !button) return;
+  showPanel(null);
+  button.focus();
+});
 
 function askForKey() {
   $("key-form").hidden = false;
@@ -61,15 +93,21 @@ $("key-form").addEventListener("submit", (event) => {
   start();
 });
 
+$("new").addEventListener("click", () => {
+  chat.close();
+  showPanel(null);
+  $("text").focus();
+});
+
 $("open-form").addEventListener("submit", (event) => {
   event.preventDefault();
   const id = $("name").value.trim();
+  if (!id) return;
   attempt(async () => {
-    const known = list.entries.has(id) || (id && (await ask("POST", "v1/conversations", { id }).then(() => false, exists)));
-    const made = id || (await ask("POST", "v1/conversations", {})).id;
-    await open(made);
+    const known = list.entries.has(id) || (await ask("POST", "v1/conversations", { id }).then(() => false, exists));
+    await open(id);
     $("name").value = "";
-    $("status").textContent = known ? `${made} goes on.` : `${made} begins.`;
+    $("status").textContent = known ? `${id} goes on.` : `${id} begins.`;
   });
 });
 
@@ -92,12 +130,12 @@ $("pin").addEventListener("click", () =>
 $("delete").addEventListener("click", () =>
   attempt(async () => {
     const id = chat.id;
-    if (!confirm(`Delete ${id} and all of its messages?`)) return;
+    const title = list.title(id);
+    if (!confirm(`Delete "${title}" and all of its messages?`)) return;
     await ask("DELETE", conversationPath(id));
     list.remove(id);
     chat.close();
-    show(null);
-    $("status").textContent = `${id} is gone.`;
+    $("status").textContent = `${title} is gone.`;
     $("text").focus();
   }),
 );
@@ -112,7 +150,7 @@ async function poll() {
       askForKey();
       return;
     }
-    $("load").textContent = `No answer: ${error.message}`;
+    $("load").textContent = `No figures: ${error.message}`;
     wait = PATIENCE;
   }
   setTimeout(poll, wait);
@@ -120,25 +158,30 @@ async function poll() {
 
 function draw(state) {
   chunkTokens = state.chunk_tokens;
+  chunks = new Map(state.conversations.map(([id, gpu, host, dropped, disk]) => [id, { gpu, host, dropped, disk }]));
   const sums = map.update(state.conversations);
   for (const [tier, count] of Object.entries(sums)) {
     document.querySelector(`[data-tier=${tier}]`).textContent = count.toLocaleString("en");
   }
+  $("no-chunks").hidden = state.conversations.length > 0;
+  $("cache").classList.toggle("no-disk", !("disk" in state.slots));
+  tiers.update(state, INTERVAL);
   timeline.update(state);
-  const taken = Object.entries(state.slots).map(([tier, states]) => {
-    const all = Object.values(states).reduce((total, count) => total + count, 0);
-    return `${tier === "gpu" ? "GPU" : tier} slots ${all - states.free} of ${all}`;
-  });
-  const busy = `${state.running} running, ${state.waiting} waiting`;
-  $("load").textContent = [busy, ...taken, `${state.dropped.toLocaleString("en")} chunks dropped`].join(" · ");
+  showMemory();
+  attempt(() => list.showChunks(state.conversations));
+  $("load").textContent = `${chat.model} · ${state.running} running, ${state.waiting} waiting`;
 }
 
+// The newest conversation opens, once.
 function start() {
   attempt(async () => {
     chat.model = (await ask("GET", "v1/models")).data[0].id;
     await list.read();
+    const newest = list.entries.keys().next().value;
     if (!polling) poll();
     polling = true;
+    if (newest !== undefined && chat.id === null && !chat.abort) await chat.open(newest);
+    if (!narrow.matches) $("text").focus();
   });
 }
 

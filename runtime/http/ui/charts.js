@@ -1,12 +1,15 @@
 // The timeline: four charts of rates, made from two successive states of the server's counters.
 
 const KEPT = 240; // points: two minutes
+const LEFT = 40; // pixels for the numbers of the y axis
+const BELOW = 16; // and for those of the x axis
+const ABOVE = 7;
 
 const CHARTS = [
-  { name: "Tokens/s", unit: "", lines: ["generated", "prompts"], rates: throughput },
+  { name: "Throughput", unit: "tokens/s", lines: ["generated", "prompts"], rates: throughput },
   { name: "Time to first token", unit: "ms", lines: ["mean"], rates: firstToken },
-  { name: "Prompt tokens from the cache", unit: "%", lines: ["hits"], rates: hits },
-  { name: "Link", unit: "MB/s", lines: ["in", "out"], rates: link },
+  { name: "Cache hits", unit: "% of prompt tokens", lines: ["found"], rates: hits, top: 100 },
+  { name: "Copies", unit: "MB/s", lines: ["to GPU", "to host"], rates: link },
 ];
 
 const sum = (numbers) => Object.values(numbers).reduce((total, number) => total + number, 0);
@@ -44,19 +47,24 @@ export class Timeline {
   }
 }
 
-// Each line by its own dashes; a gap where there was nothing to measure.
+// Each line by its own colour and dashes, which the legend shows; a gap where there was nothing to measure.
 class Chart {
   constructor(place, kind) {
     this.kind = kind;
     this.points = [];
     const figure = document.createElement("figure");
-    this.caption = document.createElement("figcaption");
+    const caption = document.createElement("figcaption");
+    const title = element("div", "");
+    title.append(element("b", kind.name), ` ${kind.unit}`);
+    caption.append(title);
+    this.values = kind.lines.map((line, at) => legendItem(caption, line, at));
     this.canvas = document.createElement("canvas");
     this.canvas.setAttribute("role", "img");
-    figure.append(this.caption, this.canvas);
+    figure.append(caption, this.canvas);
     place.append(figure);
     this.describe();
     new ResizeObserver(() => this.draw()).observe(this.canvas);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
   }
 
   add(values) {
@@ -74,29 +82,32 @@ class Chart {
     const { name, unit, lines } = this.kind;
     const latest = lines.map((line, at) => {
       const point = this.points.findLast((values) => values[at] !== null);
-      const value = point ? shortened(point[at]) : "–";
-      return lines.length > 1 ? `${line} ${value}` : value;
+      this.values[at].textContent = point ? shortened(point[at]) : "–";
+      return `${line} ${this.values[at].textContent}`;
     });
-    this.caption.textContent = `${name}: ${latest.join(", ")} ${unit}`.trimEnd();
-    this.canvas.setAttribute("aria-label", `${this.caption.textContent}; highest ${shortened(this.highest)}`);
+    const words = `${name} in ${unit}: ${latest.join(", ")}; highest ${shortened(this.highest)}`;
+    this.canvas.setAttribute("aria-label", words);
     this.canvas.dataset.points = this.points.length;
     this.canvas.dataset.highest = this.highest;
   }
 
   draw() {
     const { canvas, points } = this;
-    const { clientWidth: width, clientHeight: height } = canvas;
-    canvas.width = width * devicePixelRatio;
-    canvas.height = height * devicePixelRatio;
+    const width = canvas.clientWidth - LEFT;
+    const height = canvas.clientHeight - BELOW - ABOVE;
+    canvas.width = canvas.clientWidth * devicePixelRatio;
+    canvas.height = canvas.clientHeight * devicePixelRatio;
     const pen = canvas.getContext("2d");
     pen.scale(devicePixelRatio, devicePixelRatio);
+    pen.translate(LEFT, ABOVE);
     const style = getComputedStyle(canvas);
-    pen.lineWidth = 1.5;
-    const most = this.highest || 1;
-    const y = (value) => height - 2 - (value / most) * (height - 14);
+    const top = this.kind.top ?? rounded(this.highest);
+    this.drawAxes(pen, style, width, height, top);
+    pen.lineWidth = 1.6;
+    pen.lineJoin = "round";
     this.kind.lines.forEach((_, line) => {
-      pen.strokeStyle = pen.fillStyle = style.getPropertyValue(line ? "--host-line" : "--gpu");
-      pen.setLineDash(line ? [4, 3] : []);
+      pen.strokeStyle = pen.fillStyle = style.getPropertyValue(`--line-${line}`);
+      pen.setLineDash(line ? [5, 3] : []);
       pen.beginPath();
       let drawing = false;
       points.forEach((values, at) => {
@@ -104,18 +115,64 @@ class Chart {
           drawing = false;
           return;
         }
-        const x = width - (points.length - at) * (width / KEPT);
-        if (drawing) pen.lineTo(x, y(values[line]));
-        else pen.fillRect(x - 1, y(values[line]) - 1, 2, 2);
-        pen.moveTo(x, y(values[line]));
+        const x = width - (points.length - 1 - at) * (width / (KEPT - 1));
+        const y = height - (values[line] / top) * height;
+        if (drawing) pen.lineTo(x, y);
+        else pen.fillRect(x - 1, y - 1, 2, 2);
+        pen.moveTo(x, y);
         drawing = true;
       });
       pen.stroke();
     });
-    pen.fillStyle = style.color;
-    pen.font = `10px ${style.fontFamily}`;
-    pen.fillText(shortened(this.highest), 2, 10);
   }
+
+  drawAxes(pen, style, width, height, top) {
+    pen.font = `10px ${style.fontFamily}`;
+    pen.fillStyle = style.getPropertyValue("--quiet");
+    pen.strokeStyle = style.getPropertyValue("--edge");
+    pen.textAlign = "right";
+    pen.textBaseline = "middle";
+    for (const part of [0, 0.5, 1]) {
+      const y = Math.round(height * (1 - part)) + 0.5;
+      pen.beginPath();
+      pen.moveTo(0, y);
+      pen.lineTo(width, y);
+      pen.stroke();
+      pen.fillText(shortened(top * part), -5, y);
+    }
+    pen.textBaseline = "top";
+    pen.fillText("now", width, height + 5);
+    pen.textAlign = "center";
+    pen.fillText("−1 min", width / 2, height + 5);
+    pen.textAlign = "left";
+    pen.fillText("−2 min", 0, height + 5);
+    if (this.points.length) return;
+    pen.textAlign = "center";
+    pen.fillText("waiting for the first figures", width / 2, height / 4);
+  }
+}
+
+function legendItem(caption, line, at) {
+  const item = element("span", "");
+  item.className = "key";
+  const swatch = element("span", "");
+  swatch.className = `line line-${at}`;
+  const value = element("b", "");
+  item.append(swatch, `${line} `, value);
+  caption.append(item);
+  return value;
+}
+
+function element(name, text) {
+  const made = document.createElement(name);
+  made.textContent = text;
+  return made;
+}
+
+// The next number at or above that reads well: 1, 2 or 5 with zeros.
+function rounded(value) {
+  const unit = 10 ** Math.floor(Math.log10(value || 1));
+  return [1, 2, 5, 10].map((step) => step * unit).find((step) => step >= value);
 }
 
 function shortened(value) {

@@ -1,13 +1,16 @@
-// The side list: a listbox in which the arrow keys move and Enter opens. It is read page by page, the latest first.
+// The side list: a listbox in which the arrow keys move and Enter opens. It is read page by page, the latest first; each
+// entry has a bar of its chunks by tier.
 
 import { ask } from "./api.js";
+import { TIERS } from "./strip.js";
 
 const PAGE = 100;
+const MOST_TRIES = 3; // to find in the list what the loop knows: a turn is stored a moment later, a response never
 
 export class ConversationList {
   // `open(conversation)` is called with what the user chooses.
   constructor(list, more, open) {
-    Object.assign(this, { list, more, open, entries: new Map(), active: null, last: null });
+    Object.assign(this, { list, more, open, entries: new Map(), tries: new Map(), active: null, last: null });
     list.addEventListener("keydown", (event) => this.press(event));
     list.addEventListener("click", (event) => this.click(event.target.closest("[role=option]")));
     more.addEventListener("click", () => this.readMore());
@@ -28,6 +31,35 @@ export class ConversationList {
     }
     this.last = page.last_id;
     this.more.hidden = !page.has_more;
+  }
+
+  // The chunks of conversations, as the server's state has them. Those that others have begun are read and go on top.
+  async showChunks(conversations) {
+    let unknown = false;
+    for (const [id, gpu, host, dropped, disk] of conversations) {
+      const entry = this.entries.get(id);
+      if (entry) {
+        this.drawBar(entry, { gpu, host, dropped, disk });
+        continue;
+      }
+      const tries = this.tries.get(id) ?? 0;
+      unknown ||= tries < MOST_TRIES;
+      this.tries.set(id, tries + 1);
+    }
+    if (!unknown) return;
+    const page = await ask("GET", `v1/conversations?limit=${PAGE}`);
+    let older = null;
+    for (const conversation of page.data.toReversed()) {
+      if (this.entries.has(conversation.id)) this.describe(conversation);
+      else if (older) older.before(this.entry(conversation));
+      else this.list.prepend(this.entry(conversation));
+      older = this.entries.get(conversation.id).element;
+    }
+  }
+
+  title(id) {
+    const conversation = this.entries.get(id)?.conversation;
+    return conversation?.title ?? (conversation?.tokens === 0 ? "New conversation" : id);
   }
 
   // What the server says of a conversation now; a new one goes on top.
@@ -56,8 +88,9 @@ export class ConversationList {
     element.setAttribute("role", "option");
     element.setAttribute("aria-selected", "false");
     element.id = `conversation-${this.count = (this.count ?? 0) + 1}`;
-    element.append(document.createElement("span"), document.createElement("small"));
-    this.entries.set(conversation.id, { element, conversation });
+    element.append(...["span", "small", "i"].map((name) => document.createElement(name)));
+    element.lastChild.className = "bar";
+    this.entries.set(conversation.id, { element, conversation, chunks: "" });
     this.describe(conversation);
     return element;
   }
@@ -66,8 +99,25 @@ export class ConversationList {
     const entry = this.entries.get(conversation.id);
     entry.conversation = conversation;
     const [name, about] = entry.element.children;
-    name.textContent = conversation.id;
-    about.textContent = `${conversation.tokens} tokens${conversation.pinned_until ? ", pinned" : ""}`;
+    name.textContent = this.title(conversation.id);
+    entry.element.title = conversation.id;
+    const facts = [`${conversation.tokens.toLocaleString("en")} tokens`];
+    if (conversation.parent) facts.push("fork");
+    if (conversation.pinned_until) facts.push("pinned");
+    about.textContent = facts.join(" · ");
+  }
+
+  // The style sheet draws the bar from where each tier ends, in percent.
+  drawBar(entry, chunks) {
+    const drawn = Object.values(chunks).join();
+    if (entry.chunks === drawn) return;
+    entry.chunks = drawn;
+    const all = Object.values(chunks).reduce((sum, count) => sum + count, 0);
+    let end = 0;
+    for (const tier of TIERS) {
+      end += chunks[tier];
+      entry.element.lastChild.style.setProperty(`--${tier}-end`, `${(100 * end) / (all || 1)}%`);
+    }
   }
 
   activate(element) {

@@ -1,11 +1,12 @@
 // The live map: a bar for each conversation, its chunks by tier. The beginning is what is evicted first, so a bar reads
 // dropped, disk, host, GPU from left to right. Each tier has a pattern besides its colour.
 
-const TIERS = ["dropped", "disk", "host", "gpu"];
+import { TIERS } from "./strip.js";
+
 const nothing = () => Object.fromEntries(TIERS.map((tier) => [tier, 0]));
 const HEIGHTS = [18, 14, 10, 8, 6, 5, 4, 3];
 const NARROWEST = 56; // of a column of bars, while lower bars can still make it wider
-const WIDEST_CHUNK = 24;
+const WIDEST_CHUNK = 20;
 const PARTED_FROM = 5; // pixels of a chunk from which on each is seen by itself
 const PULL = 0.22; // of the way to where a bar should be, in one frame
 
@@ -13,9 +14,9 @@ const still = matchMedia("(prefers-reduced-motion: reduce)");
 const dark = matchMedia("(prefers-color-scheme: dark)");
 
 export class ChunkMap {
-  // `open(id)` is called with the conversation that the user chooses.
-  constructor(canvas, readout, open) {
-    Object.assign(this, { canvas, readout, open, bars: new Map(), cursor: null, selected: null, frame: 0 });
+  // `open(id)` is called with the conversation that the user chooses. `title(id)` is what it is called.
+  constructor(canvas, readout, open, title) {
+    Object.assign(this, { canvas, readout, open, title, bars: new Map(), cursor: null, selected: null, frame: 0 });
     canvas.addEventListener("keydown", (event) => this.press(event));
     canvas.addEventListener("mousemove", (event) => this.moveTo(this.at(event)));
     canvas.addEventListener("click", (event) => this.at(event) && open(this.at(event)));
@@ -130,7 +131,7 @@ export class ChunkMap {
   tell() {
     const goal = this.bars.get(this.cursor)?.goal;
     const words = goal
-      ? `${this.cursor}: ${goal.gpu} on the GPU, ${goal.host} on the host, ${goal.disk} on disk, ${goal.dropped} dropped`
+      ? `${this.title(this.cursor)}: ${goal.gpu} on the GPU, ${goal.host} on the host, ${goal.disk} on disk, ${goal.dropped} dropped`
       : `${this.bars.size} conversations`;
     if (this.readout.textContent === words) return;
     this.readout.textContent = words;
@@ -148,31 +149,31 @@ function drawBar(pen, paints, shown, left, top, height, chunk) {
     from += width;
   }
   if (chunk < PARTED_FROM) return;
-  pen.fillStyle = colour("--panel");
-  for (let x = left + chunk; x < from; x += chunk) pen.fillRect(x - 0.5, top, 1, height);
+  const gap = chunk < 10 ? 1 : 2;
+  for (let x = left + chunk; x < from + 1; x += chunk) pen.clearRect(x - gap, top, gap, height);
 }
 
 function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name);
 }
 
-// GPU is solid, host hatched, disk striped, dropped dotted.
+// GPU is solid, host hatched, disk striped, dropped dotted, as `.cell` in style.css.
 function paint(pen, tier) {
   if (tier === "gpu") return colour("--gpu");
   const tile = document.createElement("canvas");
-  tile.width = tile.height = 4;
+  tile.width = tile.height = 6;
   const ink = tile.getContext("2d");
   ink.fillStyle = colour(`--${tier}`);
-  if (tier === "host") {
-    ink.fillRect(0, 0, 4, 4);
-    ink.fillStyle = colour("--ink");
-    for (let at = 0; at < 4; at += 1) ink.fillRect(at, 3 - at, 1, 1);
-  } else if (tier === "disk") {
-    ink.fillRect(0, 0, 4, 4);
-    ink.fillStyle = colour("--ink");
-    ink.fillRect(0, 3, 4, 1);
-  } else {
-    ink.fillRect(0, 0, 2, 2);
+  if (tier === "dropped") {
+    ink.globalAlpha = 0.18;
+    ink.fillRect(0, 0, 6, 6);
+    ink.globalAlpha = 1;
+    ink.fillRect(2, 2, 2, 2);
+    return pen.createPattern(tile, "repeat");
   }
+  ink.fillRect(0, 0, 6, 6);
+  ink.fillStyle = colour("--stripe");
+  if (tier === "disk") ink.fillRect(0, 4, 6, 2);
+  else for (let at = 0; at < 6; at += 1) ink.fillRect(at, 5 - at, 2, 1);
   return pen.createPattern(tile, "repeat");
 }

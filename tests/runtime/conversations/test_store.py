@@ -169,22 +169,36 @@ def test_what_has_expired_is_said_before_its_name_is_another_ones(way: str) -> N
 
 
 def test_a_file_of_the_version_before(tmp_path: Path) -> None:
-    """It has no salts; what it holds is served as before."""
+    """It has no salts and no titles; what it holds is served as before."""
     store = HistoryStore(tmp_path / "file")
     store.commit(A, transcript("0", "1"), 1.0, b"salt")
     store.close()
     with sqlite3.connect(tmp_path / "file") as db:
         db.execute("ALTER TABLE conversations DROP COLUMN salt")
+        db.execute("ALTER TABLE conversations DROP COLUMN title")
         db.execute("DROP TABLE tokenizer")
         db.execute("PRAGMA user_version = 1")
     db.close()
     store = HistoryStore(tmp_path / "file")
     store.use_tokenizer(b"whichever")
-    assert stored(store, A) == transcript("0", "1") and store.get(A, 1.0).salt == b""
+    assert stored(store, A) == transcript("0", "1")
+    assert store.get(A, 1.0).salt == b"" and store.get(A, 1.0).title is None
     store.commit(A, transcript("0", "1", "2", "3"), 2.0, b"new")
-    assert store.get(A, 2.0).salt == b"new"
+    assert store.get(A, 2.0).salt == b"new" and store.get(A, 2.0).title == "0"
     store.close()
     HistoryStore(tmp_path / "file").close()
+
+
+def test_a_title_is_how_the_first_message_begins_and_a_fork_has_it_too(store: HistoryStore) -> None:
+    store.create(A, 0.0)
+    assert store.get(A, 0.0).title is None
+    assert store.commit(A, transcript("Tell me\n of tea.", "Yes."), 1.0).title == "Tell me of tea."
+    assert store.fork(A, "b", 2.0).title == "Tell me of tea."
+    store.commit(A, transcript("Another", "Yes."), 3.0)
+    assert [conversation.title for conversation in store.page("", 2, None, True, 3.0)[0]] == [
+        "Another",
+        "Tell me of tea.",
+    ]
 
 
 def test_random_operations_agree_with_plain_dictionaries(store: HistoryStore) -> None:

@@ -9,6 +9,7 @@ from array import array
 import pytest
 
 from pensieve.runtime.conversations.transcript import (
+    LONGEST_TITLE,
     MOST_TRIES,
     OTHERS,
     RecentTurns,
@@ -19,6 +20,7 @@ from pensieve.runtime.conversations.transcript import (
     common_text,
     known_tokens,
     spliced,
+    title_of,
     tokens_inside,
 )
 from pensieve.runtime.text.tokenizer import ChatTemplate, Tokenizer
@@ -383,3 +385,20 @@ def test_recent_turns_are_bounded_and_the_oldest_go_first_leaves_before_roots():
         recent.add("", dialogue, plain_turn(None, dialogue))
     assert recent.find("", dialogues[10]) is root
     assert recent._tokens == sum(len(turn.tokens) for turn in recent._turns.values()) <= 100
+
+
+def test_a_title_is_one_line_of_the_first_text_of_the_user():
+    parts = [{"type": "image_url"}, {"type": "text", "text": "What is\nthis?"}]
+    for messages, text, title in (
+        (
+            [{"role": "system", "content": "Be brief."}, user("  Tell me\n of tea. "), assistant("Yes.")],
+            "",
+            "Tell me of tea.",
+        ),
+        ([user(parts)], "", "What is this?"),
+        ([user("x " * 500)], "", ("x " * (LONGEST_TITLE // 2))[: LONGEST_TITLE - 1].rstrip() + "…"),
+        ([], "A plain prompt.", "A plain prompt."),
+        ([{"role": "system", "content": "Be brief."}], "Be brief.", None),
+        ([user("")], "", None),
+    ):
+        assert title_of(Transcript(tuple(messages), array("i"), text, 0)) == title

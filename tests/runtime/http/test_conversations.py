@@ -185,7 +185,7 @@ def test_conversations_are_listed_forked_kept_and_deleted(serve: Any) -> None:
             assert page["data"][0]["kv_chunks"] == {"gpu": 1, "host": 2, "dropped": 3, "disk": 4}
             assert (await server.ask("GET", f"{CONVERSATIONS}/a"))["kv_chunks"] is None, "the loop has not heard of it"
             fork = await server.post(f"{CONVERSATIONS}/with%2Fslash/fork", id="f")
-            assert fork["parent"] == "with/slash"
+            assert fork["parent"] == "with/slash" and fork["title"] == "hello"
             await server.post(f"{CONVERSATIONS}/a/fork", 409, id="f")
             assert (await server.ask("POST", f"{CONVERSATIONS}/a/fork"))["id"].startswith("conv_")
             kept = await server.post(f"{CONVERSATIONS}/a", ttl_s=60, history_ttl_s=3600)

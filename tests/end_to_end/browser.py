@@ -1,0 +1,90 @@
+"""A real Chromium for the page: contexts of a size and a colour scheme, and visitors who keep the server busy."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+from .server import HTTP, Server
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None)
+DESKTOP, PHONE = (1280, 800), (390, 844)
+SUBJECTS = (
+    *(
+        "tea",
+        "whales",
+        "rice",
+        "bread",
+        "the sea",
+        "bees",
+        "the Moon",
+        "gardens",
+        "trains",
+        "foxes",
+        "coffee",
+        "rivers",
+    ),
+    *("music", "snow", "books", "stars", "cats", "cheese", "bicycles", "maps", "horses", "rain", "chess", "lemons"),
+)
+QUESTIONS = ("Tell me more.", "Why is that?", "What else do you know?", "Thank you! And then?")
+
+
+def launch(driver):
+    return driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
+
+
+def context_of(browser, size, scheme="light", **options):
+    width, height = size
+    phone = size == PHONE
+    options |= dict(viewport={"width": width, "height": height}, color_scheme=scheme, has_touch=phone, is_mobile=phone)
+    return browser.new_context(**options)
+
+
+class VisitedServer(Server):
+    """Visitors talk with it, each about their own subject. `key`: what they send, None: nothing."""
+
+    key = None
+
+    def ask(self, method, path, key=None, **options):
+        key = key or self.key
+        headers = {"authorization": f"Bearer {key}"} if key is not None else {}
+        answer = HTTP.request(method, f"{self.url}{path}", headers=headers, timeout=120, **options)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def post(self, path, key=None, **body):
+        return self.ask("POST", path, key, json={"model": "demo", **body})
+
+    def begin(self, numbers):
+        """One turn of each of these visitors."""
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(self.visit, numbers))
+
+    def visit(self, number, *history, said=None):
+        said = {"role": "user", "content": said or f"Tell me about {SUBJECTS[number]}."}
+        body = dict(messages=[*history, said], max_tokens=40, temperature=0.2)
+        self.post("/v1/chat/completions", conversation=f"visitor {number:02}", **body)
+
+    @contextmanager
+    def load(self, at_once=3):
+        """Visitors come back, some often and others seldom, for as long as this is open."""
+        ended = threading.Event()
+
+        def come_back(seed):
+            draw = random.Random(seed)
+            while not ended.is_set():
+                number = int(len(SUBJECTS) * draw.random() ** 2)
+                history = self.ask("GET", f"/v1/conversations/visitor {number:02}")["messages"][:6]
+                self.visit(number, *history, said=draw.choice(QUESTIONS))
+
+        with ThreadPoolExecutor(at_once) as pool:
+            visits = [pool.submit(come_back, seed) for seed in range(at_once)]
+            try:
+                yield
+            finally:
+                ended.set()
+        for visit in visits:
+            visit.result()
