@@ -16,7 +16,7 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 CURRENT = [page for page in PAGES if ROOT / "docs" / "lab" not in page.parents]  # a dated page may name what is gone
 MOST_LINES = {"README.md": 150, "BENCHMARKS.md": 300}
 ROOMS = ("builder", "plugins", "runtime", "scheduler", "scripts")
-OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9_-]*")
 
 OTHER_PROGRAMS = {
     "aiperf": {
@@ -50,7 +50,7 @@ def known_options() -> set[str]:
     for room in ROOMS:
         for source in (ROOT / room).rglob("*.py"):
             text = source.read_text()
-            known.update(re.findall(r'"(--[a-z][a-z0-9-]*)"', text))
+            known.update(re.findall(r'"(--[a-z][a-z0-9_-]*)"', text))
             flags = re.findall(r'option\("--([a-z-]+)"[^)]*BooleanOptionalAction', text)
             known.update(f"--no-{flag}" for flag in flags)
     actions = [*steps.parser()._actions, *tiers.parser()._actions]

@@ -148,15 +148,15 @@ class RequestBuilder:
         most_tokens: int | None = None,
         keep_s: float | None = None,
     ) -> GenerationCall:
-        """writer       of another API's answer than OpenAI's
+        """writer       of an agent API's answer; there a session has several dialogues, told apart by how they begin
         most_tokens  the reply's limit where the body has none; it gives way to what the context leaves
         keep_s       seconds from the reply's end for which the session's KV is evicted last
         """
         caller.claim(body.n, "n")
         turn = await self._open_chat(body, caller)
         with closed_on_error(turn):
-            if (session := body.session or caller.session) is not None:
-                turn.in_session(session)
+            if writer is not None and caller.session is not None:
+                turn.in_session(caller.session)
             writer = writer or ChatWriter(self._style(body, asked))
             default = self._ready.max_model_len if most_tokens is None else most_tokens
             call = self._call(body, [turn.prompt], writer, default, arrived, caller, turn, asked)

@@ -22,12 +22,13 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
-
-from pydantic import BaseModel, Field, ValidationError
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...scheduler.sim.simulator import Session, SessionTurn
 from ...scheduler.types import SettingError
+
+if TYPE_CHECKING:
+    from .trace_lines import Line
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,47 +48,6 @@ CHATS = {
 TURN_COUNTS = ("geometric", "uniform")
 """How the turns of synthetic conversations spread around their mean. Geometric is memoryless, and of ShareGPT's mean
 one turn in seven is behind ten or more others; uniform is from 1 to twice the mean, and prompts are a third shorter."""
-
-Natural = Annotated[int, Field(ge=0)]
-Positive = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
-
-class Line(BaseModel, strict=True):
-    """One request of a trace of lengths."""
-
-    conversation: str
-    turn: Natural
-    input_tokens: Positive
-    output_tokens: Positive
-    history_tokens: Natural | None = None
-    system_tokens: Natural | None = None
-    arrival_s: Seconds | None = None
-    think_s: Seconds | None = None
-
-    def session_turn(self) -> SessionTurn:
-        return SessionTurn(self.history_tokens or 0, self.input_tokens, self.output_tokens, self.think_s or 0.0)
-
-
-class MooncakeLine(BaseModel, strict=True):
-    timestamp: Natural
-    input_length: Positive
-    output_length: Positive
-    hash_ids: list[int]
-
-
-Model = TypeVar("Model", bound=BaseModel)
-
-
-def checked(model: type[Model], line: str, where: str) -> Model:
-    """SettingError names the field that is wrong."""
-    try:
-        return model.model_validate_json(line)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(map(str, first["loc"][:1]))
-        said = f"{field}: {first['msg']}, not {first['input']!r}" if field else first["msg"]
-        raise SettingError("--trace", f"{where}: {said}") from error
 
 
 def synthetic(
@@ -149,6 +109,8 @@ def read_trace(path: Path, *, sessions_per_s: float, seed: int) -> list[Session]
 
 def read_rows(path: Path) -> list[tuple[Session, float | None]]:
     """The conversations, and when each one arrives. SettingError as `read_trace`."""
+    from .trace_lines import Line, checked
+
     by_name: dict[str, list[Line]] = {}
     for where, text in read_lines(path):
         line = checked(Line, text, where)
@@ -273,6 +235,8 @@ def _json_lines(path: Path, encode: Encode | None, think_s: float, draw: random.
 
 
 def _mooncake(text: str, where: str, index: int) -> Dialogue:
+    from .trace_lines import MooncakeLine, checked
+
     line = checked(MooncakeLine, text, where)
     tokens, blocks = line.input_length, line.hash_ids
     if len(blocks) != -(-tokens // BLOCK_TOKENS):

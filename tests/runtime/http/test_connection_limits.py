@@ -67,7 +67,7 @@ class Server:
 
     def check(self) -> None:
         """It answers, and nothing so far was its own fault."""
-        assert httpx.get(f"{self.url}/health", timeout=60).is_success
+        eventually(lambda: httpx.get(f"{self.url}/health", timeout=60).is_success)
         assert "Traceback" not in self._log.read_text()
 
     def close(self) -> None:

@@ -107,7 +107,7 @@ def test_a_client_that_hangs_up_aborts_its_request(
 def test_the_process_ends_with_the_pipe_and_signals_are_the_parents(tokenizer_directory: Path) -> None:
     server = Server(FakeLoop(), tokenizer_directory)
     url = f"http://127.0.0.1:{server.port}"
-    assert httpx.get(f"{url}/health", timeout=60).is_success
+    eventually(lambda: httpx.get(f"{url}/health", timeout=60).is_success)
     server.process.terminate()
     assert httpx.post(f"{url}/v1/completions", json={"prompt": "still here"}, timeout=60).is_success
     server.close()
