@@ -62,7 +62,7 @@ class Body(BaseModel):
         if ignored is None or near:
             hint = f"; did you mean {near[0]}?" if near else ""
             raise RequestError(400, f"{name} is not a field that this server knows{hint}", name)
-        plain = re.sub(r"[^\w.-]", "_", name[:LONGEST_NAME], flags=re.ASCII)
+        plain = re.sub(r"[^\w.-]", "_", name[:LONGEST_NAME], flags=re.ASCII) or "_"  # no name is a name too
         if plain not in ignored:
             ignored.append(plain)
 

@@ -303,7 +303,7 @@ def test_others_are_served_while_a_body_of_many_parts_is_read() -> None:
         return await long, looks
 
     refused, looks = serve(FakeLoop(), both)
-    assert refused.status_code == 400 and "'other'" in refused.json()["error"]["message"]
+    assert refused.status_code == 404 and "'other'" in refused.json()["error"]["message"]
     assert looks > 20, "hundreds, but for one if nobody else is served"
 
 
@@ -468,4 +468,4 @@ def test_a_model_has_several_names_and_the_first_is_told() -> None:
         answers = [await complete(http, model=name) for name in ("fake", "short", "other")]
         return [names, [answer.status_code for answer in answers], answers[1].json()["model"]]
 
-    assert serve(FakeLoop(), ask, aliases=("short",)) == [["fake", "short"], [200, 200, 400], "fake"]
+    assert serve(FakeLoop(), ask, aliases=("short",)) == [["fake", "short"], [200, 200, 404], "fake"]

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from pensieve.runtime.frontend.bodies import CompletionBody, parse
 from pensieve.runtime.http.request_body import MOST_LOGGED
 from pensieve.runtime.http.settings import HTTPSettings
 from pensieve.runtime.messages import Submit
@@ -260,3 +261,9 @@ def test_sessions_of_two_owners_never_meet(serve: Any) -> None:
 def test_the_name_of_a_session_is_short(ask: Callable[..., Any]) -> None:
     answer = ask(lambda http: http.post(CHAT, json={"messages": HI}, headers={"x-session-id": "s" * 1001}))
     assert answer.status_code == 400 and "x-session-id" in answer.json()["error"]["message"]
+
+
+def test_a_name_without_letters_can_stand_in_a_header() -> None:
+    ignored: list[str] = []
+    parse(CompletionBody, json.dumps({"prompt": "x", "": 1, "\x8fa\x89": 2, "two words": 3}).encode(), ignored)
+    assert ignored == ["_", "_a_", "two_words"]
