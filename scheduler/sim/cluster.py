@@ -222,7 +222,7 @@ class Cluster:
             self._arrive(now + DETECTION_S, turn)
             return
         place = (number, self._generation[number])
-        if turn.arrival >= self._warm_up_s and life.replica not in (None, place):
+        if number < self._simulated and turn.arrival >= self._warm_up_s and life.replica not in (None, place):
             self._moved += 1
         life.replica = place
         if number >= self._simulated:
