@@ -259,10 +259,6 @@ def check_settings(backend: str, tensor_parallel: int, device: str, workspace: i
     for setting, value, allowed in choices:
         if value not in allowed:
             raise SettingError(setting, f"{value!r} does not exist; there is {', '.join(allowed)}")
-    if backend == "inductor" and cpp_compiler() is None:
-        raise SettingError(
-            "--backend", "inductor needs a C++ compiler: install g++, or name one in CXX; or use --backend reference"
-        )
     if workspace is not None and (backend != "tensorrt" or workspace < 1):
         raise SettingError("--workspace", f"must be positive, and is of --backend tensorrt only, not {workspace}")
     if backend == "tensorrt":
@@ -273,6 +269,10 @@ def check_settings(backend: str, tensor_parallel: int, device: str, workspace: i
             raise SettingError("--tensor-parallel", f"tensorrt's engines of {tensor_parallel} ranks do not exist yet")
     if device == "cuda" and not torch.cuda.is_available():
         raise SettingError("--device", "cuda needs an NVIDIA GPU in this machine, and PyTorch finds none")
+    if backend == "inductor" and cpp_compiler() is None:
+        raise SettingError(
+            "--backend", "inductor needs a C++ compiler: install g++, or name one in CXX; or use --backend reference"
+        )
 
 
 def target_of(backend: str, device: str) -> str:
