@@ -17,6 +17,7 @@ from ...runtime.http.process import listen, serve_http
 from ...runtime.launch.assemble import assemble
 from ...runtime.launch.http_options import http_settings
 from ...runtime.launch.options import parse_options
+from ...runtime.launch.resolve import resolved
 from ...runtime.launch.serving import make_service
 from ..chat import Server
 
@@ -37,7 +38,7 @@ def files_of_a_request() -> set[str]:
                 watching.clear()
 
     with tempfile.TemporaryDirectory() as state:
-        settings = parse_options(["--engine", "demo", "--state-dir", state, "--log-level", "error"])
+        settings = resolved(parse_options(["--engine", "demo", "--state-dir", state, "--log-level", "error"]))
         assembled = assemble(settings)
         loops_end, https_end = multiprocessing.Pipe()
         service, listener = make_service(assembled, loops_end), listen("127.0.0.1", 0)
