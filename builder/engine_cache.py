@@ -157,7 +157,7 @@ class _Place:
             weights = _content_digest(self._weights, progress.advance)
         key = _digest([small, weights, asdict(how), target_of(how.backend, how.device)])
         engine = self._cache / key / self._checkpoint.name
-        # Whatever ends this process: the next build here knows which engines it may remove.
+        # This note outlives a killed process: the next build here knows which engines it may remove.
         engines = [*(one for one in known.get("engines", []) if one != key), key]
         _write(self._record, known | {"checkpoint": str(self._checkpoint), "engines": engines})
         built = build_engine(self._checkpoint, engine, say=progress.say, advance=progress.advance, **asdict(how))

@@ -354,7 +354,7 @@ class MessageWriter(CompletionWriter):
         self._most_tokens = most_tokens
         self._reply: Reply | None = None
         self._begun = False
-        self._blocks = 0  # those that are over
+        self._blocks = 0  # blocks that have ended
         self._in_text = False
 
     def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class SamplingParams:
 
 
 def body_of(kind: type[Any], params: SamplingParams, **fields: Any) -> Any:
-    """The body of the HTTP API that asks for the same. `fields` are those that `params` has not, or replace its own."""
+    """Returns the HTTP API's body for the same request. `fields` add to the parameters or replace them."""
     asked = asdict(params) | fields
     if kind is ChatBody:
         asked |= {"logprobs": params.logprobs is not None, "top_logprobs": params.logprobs}

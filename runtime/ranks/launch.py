@@ -134,7 +134,8 @@ def run_ranks(ranks: int, command: Sequence[str]) -> int:
         serves = Path(scratch) / "serves"
         for ends in (signal.SIGTERM, signal.SIGINT):
             signal.signal(ends, pass_on)
-        signal.signal(ASKED, lambda *_: mpirun.send_signal(ASKED) if mpirun else None)  # before, there is nobody to ask
+        # Without ranks the signal has no effect.
+        signal.signal(ASKED, lambda *_: mpirun.send_signal(ASKED) if mpirun else None)
         # In a session of its own: what is typed at the terminal comes to this process, and only from here to the ranks.
         mpirun = subprocess.Popen(
             words,
@@ -143,7 +144,7 @@ def run_ranks(ranks: int, command: Sequence[str]) -> int:
             preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
         )
         if early:
-            mpirun.send_signal(signal.SIGTERM)  # nobody could be told before
+            mpirun.send_signal(signal.SIGTERM)  # the signal came before the ranks started
         status = _wait(mpirun)
         if early:
             log.warning("ended by %s before the ranks served", early[0].name)
