@@ -87,6 +87,7 @@ PRESETS = {
         max_num_seqs=128,
         pensieve=("--max-num-batched-tokens", "2048"),
         profile=True,
+        vllm="vllm-simple-offload",
     ),
 }
 
@@ -222,7 +223,7 @@ class Versus:
             run("build_engine", "--random-weights", "--config", model / "config.json", "--output", model / "engine",
                 "--backend", "reference", "--dtype", self._dtype, "--device", device)  # fmt: skip
             if preset.profile and not (model / "engine" / "profile.json").exists():
-                run("profile", "--engine", model / "engine", "--device", device, "--seconds", 0.02,
+                run("profile_engine", "--engine", model / "engine", "--device", device, "--seconds", 0.02,
                     "--max-num-seqs", preset.max_num_seqs, *preset.pensieve)  # fmt: skip
 
     def _measure(self, server: Server, about: dict[str, Any]) -> bool:

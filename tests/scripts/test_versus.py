@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shlex
@@ -105,6 +106,18 @@ def test_what_cannot_be_run_is_told_before_anything_starts(options, tmp_path, ca
         assert main([*options, *words]) == 2
         assert said in capsys.readouterr().err
     assert not (tmp_path / "work").exists()
+
+
+@pytest.mark.parametrize("workload", ["chats", "agents"])
+def test_the_commands_that_a_run_calls_exist(options, tmp_path, monkeypatch, workload):
+    called = []
+    monkeypatch.setattr(versus, "run", lambda name, *words, **how: called.append(name))
+    trace = tmp_path / "trace.gz"
+    trace.touch()
+    run = Versus(parser().parse_args([*options, "--workload", workload, "--trace", str(trace)]))
+    run._make_model()
+    assert ("profile_engine" in called) == (workload == "agents")
+    assert called and all(importlib.util.find_spec(f"pensieve.scripts.{name}") for name in called)
 
 
 def test_a_server_that_fails_keeps_no_other_and_nothing_is_left(options, tmp_path):
