@@ -24,7 +24,7 @@ class Turn:
     queued        seconds that it waited for its first seat
     tail          while suspended: a private, partly filled chunk left by its last stay, perhaps dropped meanwhile
     scored        prompt positions whose log probabilities have been reported
-    wanted        GPU slots that it lacked at its last lookup; 0 if it has not failed
+    wanted        GPU slots that it needed at its last lookup, if it did not get them; else 0
     waiting_for   key of the chunk that it waits for, as last seen: a running row computes or loads it, it is being read
                   from DISK, or its copy on HOST is not confirmed
     awaited       chunks that are evicted late because it waits for them
