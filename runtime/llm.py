@@ -339,7 +339,7 @@ class LLM:
         return RequestId(next(self._ids))
 
     def _tell(self, message: Fork | Keep) -> None:
-        """Sends a stored conversation's change to the scheduler."""
+        """Applies a `Keep` if the scheduler knows the conversation. A `Fork` changes nothing here."""
         now = self._loop.clock()
         if isinstance(message, Keep) and message.conversation in self._scheduler.conversations:
             self._scheduler.conversations.keep(message.conversation, message.ttl, now + message.pinned, now)
