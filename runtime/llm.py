@@ -141,13 +141,13 @@ class LLM:
         history: str = "client",
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """The replies to one prompt or several (text or token ids each), in their order.
+        """Returns the replies to one prompt or several (text or token ids each), in their order.
 
-        conversation    the prompt is a turn of it; one prompt only
-        history         "server": the prompt is only what is new, and goes on behind the stored conversation
-        use_tqdm        whether to write progress to stderr (None: if it is a terminal)
+        conversation    the prompt is a turn of this conversation; one prompt only
+        history         "server": the prompt contains only new text and continues the stored conversation
+        use_tqdm        True: writes progress to stderr; None: if it is a terminal
 
-        RequestError (a ValueError) if a prompt cannot be answered; nothing of the others goes on then.
+        RequestError (a ValueError) if a prompt cannot be answered; the other prompts are then aborted.
         """
         jobs = self._completions(prompts, sampling_params, conversation, history)
         return self._all(jobs, use_tqdm)

@@ -81,7 +81,7 @@ class DiskStore:
         self._most_merged = max(1, MERGED_BYTES // self._record)
         self._readers = ThreadPoolExecutor(READERS, "disk-read")
         self._writers = ThreadPoolExecutor(WRITERS, "disk-write")
-        # a thread of its own without a queue, because a plan waits for it
+        # a thread of its own, because a plan waits for it
         self._eraser = ThreadPoolExecutor(1, "disk-erase")
         self._own = threading.local()  # each thread's buffer
 

@@ -62,7 +62,7 @@ class GrammarMatchers:
             matcher = self._matchers.get(row.request)
             if matcher is None:
                 continue
-            matcher.consume_token(token)  # no error from a matcher that failed before; it would need an end of text
+            matcher.consume_token(token)  # its result is not enough: a failed matcher accepts an end of text
             if matcher.is_error():
                 failed.append(row)
                 # The matcher's own message is not logged, because it quotes the grammar and the reply.
