@@ -147,7 +147,7 @@ def _in_units(turns: Sequence[SessionTurn], model: Paper) -> Iterator[SessionTur
 
 
 def profile(model: Paper, sample: int = 1) -> CostProfile:
-    """A unit's tokens are computed as one token with their total cost; a step reads the weights once for each of them.
+    """A unit costs as much as all of its tokens; a step reads the weights once for each of these tokens.
 
     With one session in `sample`, a token costs `sample` times as much: a step with its share of the rows takes as long
     as one with all of them.
