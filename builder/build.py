@@ -1,6 +1,5 @@
-"""Builds an engine directory, from a checkpoint or a config.json alone: written aside, made durable, then renamed into
-place.
-"""
+"""Builds an engine directory from a checkpoint or from a config.json alone: writes it to a temporary directory, makes
+it durable, then renames it into place."""
 
 from __future__ import annotations
 
@@ -49,10 +48,10 @@ from .verify import intact_engine
 from .weights import Advance, save_weights, watched, weights_digest
 
 MOST_SEED = 2**63 - 1
-ROOM = 2**26  # bytes that an engine may take beside its weights
+ROOM = 2**26  # bytes that an engine may need besides its weights
 
 Say = Callable[[str], None]
-"""Hears what a build is about to do."""
+"""Called with a description of the build's next stage."""
 
 
 def _say_nothing(stage: str) -> None:
@@ -67,7 +66,7 @@ def _advance_nothing(done: int, total: int) -> None:
 class Built:
     """outcome: "built", "replaced" (another engine was there) or "reused" (the same engine was there).
 
-    has_tokenizer False: there is none that we read; the engine takes and gives token ids only.
+    has_tokenizer False: the checkpoint has no supported tokenizer; the engine takes and returns token ids only.
     """
 
     manifest: Manifest
@@ -87,18 +86,17 @@ def build_engine(
     weights: str = "same",
     advance: Advance = _advance_nothing,
 ) -> Built:
-    """Makes `output` the engine of a Hugging Face checkpoint, or of one that TensorRT-LLM made (its legacy format).
+    """Makes `output` the engine of a Hugging Face checkpoint, or of a TensorRT-LLM checkpoint in the legacy format.
 
-    `dtype` None: the checkpoint's own. `tensor_parallel`: among how many ranks the decoder is divided. `weights`: those
-    of the layers' projections as the checkpoint has them ("same"), or rounded to FP8 here ("fp8"), what that costs
-    being measured on the device.
+    `dtype` None: the checkpoint's own. `tensor_parallel`: number of ranks that share the decoder. `weights`: "same"
+    keeps the projections' weights as in the checkpoint; "fp8" rounds them to FP8 and measures the error on the device.
 
-    `output` may be missing, empty, or an engine: the same one is left alone if it is whole, any other is replaced.
-    Anything else is refused. Until the very end nothing is to be seen at `output`. Of several builds there at once,
-    all but one wait.
+    `output` may be missing, empty, or an engine. The same, undamaged engine is kept; any other is replaced. Any other
+    content is refused. `output` does not change before the very end. Of several builds of it at once, one runs and the
+    others wait.
 
-    `say` and `advance` hear what the build is about to do, and how far it is; `workspace`, MiB, bounds the memory that
-    one layer may take for itself in a plan of TensorRT. Raises SettingError.
+    `say` gets the build's next stage, `advance` the progress. `workspace`, MiB, limits the memory of one layer in a
+    TensorRT plan. Raises SettingError.
     """
     checkpoint, output = Path(checkpoint), Path(output).resolve()
     check_settings(backend, tensor_parallel, device, workspace, weights)
@@ -137,23 +135,24 @@ def build_engine(
 def read_config(
     checkpoint: Path, dtype: str | None = None, tensor_parallel: int = 1
 ) -> tuple[dict[str, Any], DecoderConfig, str]:
-    """A checkpoint's config.json in Hugging Face's words, its decoder, and the dtype of its engine (None: its own).
+    """Returns a checkpoint's config.json with Hugging Face's keys, its decoder, and the dtype of its engine (`dtype`
+    None: its own).
 
-    SettingError if there cannot be such an engine.
+    SettingError if such an engine is impossible.
     """
     hf_config = read_json(checkpoint / "config.json")
     if is_legacy(checkpoint):
         hf_config = legacy_config(checkpoint, hf_config)
     dtype = _checked_dtype(dtype or _own_dtype(hf_config))
     decoder = decoder_config(hf_config)
-    Shard(decoder, tensor_parallel)  # or it cannot be divided so
+    Shard(decoder, tensor_parallel)  # raises if it cannot be divided
     return hf_config, decoder, dtype
 
 
 def _rounded(
     decoder: DecoderConfig, own: Sequence[Mapping[str, Tensor]], whole: Mapping[str, Tensor]
 ) -> Sequence[Mapping[str, Tensor]]:
-    """Each rank's weights in FP8, of its own, and of one rank that has it all."""
+    """Each rank's weights in FP8, from the rank's own and from the undivided ones."""
     if names_in_fp8(whole):
         raise SettingError("--weights", "the checkpoint's weights are in FP8 already; leave the option out")
     return [QuantisedWeights(decoder, each, whole) for each in own]
@@ -171,14 +170,15 @@ def _measured(
     rounded: Callable[[int], Mapping[str, Tensor]],
     say: Say,
 ) -> Manifest:
-    """The manifest with what rounding to FP8 has cost. original(): the whole weights; rounded(rank): one rank's."""
+    """Returns the manifest with the error of rounding to FP8. original(): the undivided weights; rounded(rank): one
+    rank's."""
     say("measuring what FP8 costs")
     ranks = range(manifest.tensor_parallel)
     on_device = [{name: x.to(manifest.device) for name, x in rounded(rank).items()} for rank in ranks]
     manifest = replace(manifest, quantisation=check_quantisation(manifest.decoder, original(), on_device))
     del on_device
     if manifest.device == "cuda":
-        torch.cuda.empty_cache()  # a process of its own compiles, and needs the memory
+        torch.cuda.empty_cache()  # another process compiles, and needs the memory
     return manifest
 
 
@@ -195,10 +195,10 @@ def build_random_engine(
     workspace: int | None = None,
     weights: str = "same",
 ) -> Built:
-    """Like `build_engine`, of a Hugging Face config.json alone, for measuring: its weights are random, made by
-    `open_engine`, and it has no tokenizer.
+    """Like `build_engine`, from a Hugging Face config.json alone, for measuring: `open_engine` makes random weights,
+    and there is no tokenizer.
 
-    `overrides` replace keys of config.json, or add some; one that nothing reads is refused.
+    `overrides` replaces or adds keys of config.json; a key that no code reads is refused.
     """
     output = Path(output).resolve()
     check_settings(backend, tensor_parallel, device, workspace, weights)
@@ -231,7 +231,7 @@ def build_random_engine(
 
 
 class _Read(UserDict[str, Any]):
-    """Remembers which keys were asked for."""
+    """Records which keys were read."""
 
     def __init__(self, values: Mapping[str, Any]):
         self.read: set[str] = set()
@@ -249,12 +249,12 @@ class _Read(UserDict[str, Any]):
 def _decoder_of_config(hf_config: Mapping[str, Any]) -> DecoderConfig:
     try:
         return decoder_config(hf_config)
-    except SettingError as error:  # which blames --checkpoint, where a config.json comes from otherwise
+    except SettingError as error:  # names --checkpoint, the usual source of a config.json
         raise SettingError("--config", str(error).removeprefix(f"{error.setting}: ")) from None
 
 
 def check_settings(backend: str, tensor_parallel: int, device: str, workspace: int | None, weights: str) -> None:
-    """SettingError if no checkpoint can be built so, here."""
+    """SettingError if no checkpoint can be built here with these settings."""
     choices = (("--backend", backend, BACKENDS), ("--device", device, DEVICES), ("--weights", weights, WEIGHTS))
     for setting, value, allowed in choices:
         if value not in allowed:
@@ -276,7 +276,7 @@ def check_settings(backend: str, tensor_parallel: int, device: str, workspace: i
 
 
 def target_of(backend: str, device: str) -> str:
-    """What an engine is compiled for here; "" if it is not compiled."""
+    """The target for which an engine is compiled here; "" if it is not compiled."""
     return "" if backend == "reference" else this_target(device, backend)
 
 
@@ -302,9 +302,9 @@ def _checked_dtype(dtype: str) -> str:
 def _stop_ids(
     hf_config: Mapping[str, Any], generation: Path | None = None, setting: str = "--checkpoint"
 ) -> tuple[int, ...]:
-    """End-of-sequence ids: generation_config.json, if there is one, knows them best.
+    """End-of-sequence ids; those of generation_config.json, if it exists, take precedence.
 
-    SettingError, of `setting`, if they are no ids: no token would equal them, and no reply end.
+    SettingError, of `setting`, if they are not ids: no token would equal them, and no reply would end.
     """
     ids = read_json(generation).get("eos_token_id") if generation and generation.exists() else None
     ids = hf_config.get("eos_token_id") if ids is None else ids
@@ -318,9 +318,10 @@ def _stop_ids(
 
 @contextmanager
 def _beside(output: Path, say: Say) -> Iterator[Path]:
-    """A new directory beside `output`, gone at the end if nobody has renamed it. Nobody else has one meanwhile.
+    """Yields a new directory next to `output`, removed at the end unless it was renamed. No other build has one
+    meanwhile.
 
-    SettingError if `output` is neither an engine nor empty, or the system refuses to make it: its disk is full, say.
+    SettingError if `output` is neither an engine nor empty, or the system cannot create it, for example on a full disk.
     """
     aside = output.parent / f".{output.name}.{secrets.token_hex(4)}.building"
     lock = output.parent / f".{output.name}.lock"
@@ -338,13 +339,13 @@ def _beside(output: Path, say: Say) -> Iterator[Path]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise SettingError("--output", f"the disk of {output.parent} became full") from error
         if error.errno is None:
-            raise  # not the system's: a library that cannot be loaded
+            raise  # not a system error: a library that cannot be loaded
         raise SettingError("--output", f"cannot be made: {error}") from error
 
 
 def _clear_up(output: Path) -> None:
-    """What a build of `output`, and of no other, left when it was killed: an engine that had just stepped aside comes
-    back, the rest goes."""
+    """Cleans up after a killed build of `output`: an engine that was moved aside returns, other temporary directories
+    are removed."""
     ours = re.compile(rf"\.{re.escape(output.name)}\.[0-9a-f]{{8}}\.(building|replaced)")
     for left in [path for path in output.parent.iterdir() if ours.fullmatch(path.name)]:
         if left.suffix == ".replaced" and not output.exists():
@@ -372,7 +373,7 @@ def _check_room(directory: Path, needed: int) -> None:
 
 
 def _complete(manifest: Manifest, aside: Path, output: Path, say: Say, workspace: int | None) -> tuple[Manifest, str]:
-    """Compiles what has a backend that compiles, and publishes it; (the manifest with what that brought, outcome)."""
+    """Compiles the engine if its backend requires it, and publishes it. Returns (the completed manifest, outcome)."""
     if manifest.backend != "reference":
         manifest.write(aside)
         manifest = replace(manifest, compiled=compile_apart(aside, say, () if workspace is None else (str(workspace),)))
@@ -382,7 +383,7 @@ def _complete(manifest: Manifest, aside: Path, output: Path, say: Say, workspace
 def _publish(manifest: Manifest, aside: Path, output: Path) -> str:
     """Completes the engine and renames it into place; returns "built" or "replaced".
 
-    An engine already there steps aside first, and comes back if that fails.
+    An existing engine is moved aside first, and moved back if that fails.
     """
     manifest.write(aside)
     for path in (*aside.rglob("*"), aside):

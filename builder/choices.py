@@ -1,7 +1,7 @@
-"""Names that a build takes. Commands that only read their options import them from here, without torch."""
+"""Allowed values of a build's options. Commands that only parse options import them from here, without torch."""
 
 BACKENDS = ("inductor", "reference", "tensorrt")
-DEFAULT_BACKEND = "inductor"  # of the commands
+DEFAULT_BACKEND = "inductor"  # the commands' default
 WEIGHTS = ("same", "fp8")
 DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16", "float16")

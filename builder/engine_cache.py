@@ -1,12 +1,12 @@
-"""The user's cache of engines: a checkpoint is built when it is first asked for, and its engine is found again.
+"""The user's cache of engines: a checkpoint is built at its first use, and later uses find its engine.
 
-    engines/KEY/NAME     the engine; KEY is a digest of the checkpoint's content and of how it is built, NAME the name
-                         of the checkpoint's directory
-    engines/PLACE.json   of one checkpoint directory and one way to build it: what it held when its engine was made
+    engines/KEY/NAME     the engine; KEY is a digest of the checkpoint's content and of its build settings, NAME the
+                         name of the checkpoint's directory
+    engines/PLACE.json   for one checkpoint directory and one set of build settings: its state when its engine was built
 
-A start reads the checkpoint's small files, and only looks at sizes and times of the weights' files. If these differ
-from PLACE.json, the weights are read: equal content has the same engine still, which `build_engine` then verifies.
-An engine of content that the checkpoint no longer has is removed, unless another checkpoint directory has it.
+A start reads the checkpoint's small files, and only sizes and times of the weights' files. If these differ from
+PLACE.json, the weights are read: equal content keeps the same engine, which `build_engine` then verifies. An engine of
+content that the checkpoint no longer has is removed, unless another checkpoint directory uses it.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from .weights import PIECE, Advance
 
 CONFIG = "config.json"
 SMALL_FILES = (*TOKENIZER_FILES, CONFIG, INDEX, "vocab.json", "merges.txt", "added_tokens.json")
-DTYPE_NAMES = {"auto": None, "half": "float16", "float": "float32"}  # vLLM's: ours
+DTYPE_NAMES = {"auto": None, "half": "float16", "float": "float32"}  # vLLM's name: ours
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
-SETTINGS = {  # of `build_engine`: of those who ask for an engine
+SETTINGS = {  # the argument of `build_engine`: the caller's name for it
     "--checkpoint": "PATH",
     "--output": "XDG_CACHE_HOME",
     "--weights": "--quantization",
@@ -46,14 +46,14 @@ SETTINGS = {  # of `build_engine`: of those who ask for an engine
 }
 
 Times = dict[str, list[int]]
-"""Of files, by path: size and times."""
+"""Sizes and times of files, by path."""
 
 log = logging.getLogger("pensieve")
 
 
 @dataclass(frozen=True, slots=True)
 class BuildSettings:
-    """As `build_engine` takes them."""
+    """Arguments of `build_engine`."""
 
     backend: str
     dtype: str
@@ -72,18 +72,18 @@ def engine_for(
     backend: str | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Returns an engine's directory: `path` itself, or the engine of the checkpoint at `path`, which is built first
-    unless the cache has it.
+    """Returns an engine's directory: `path` itself, or the engine of the checkpoint at `path`. That engine is built
+    first unless the cache has it.
 
-    dtype            one of DTYPES, or as vLLM spells them; None or "auto": the checkpoint's own
-    quantization     "fp8" rounds a checkpoint's weights; None, or the method that they are stored in, keeps them
+    dtype            one of DTYPES, or vLLM's name for it; None or "auto": the checkpoint's own
+    quantization     "fp8" rounds a checkpoint's weights; None, or the method in which they are stored, keeps them
     tensor_parallel  ranks; None: 1
     backend          None: "reference", which needs no compiler and no time
-    progress         hears how far it is; None: a bar on a terminal, else lines in the log
+    progress         gets the progress; None: a bar on a terminal, else lines in the log
 
-    An engine has its settings already: one that is given must agree. Of several processes that ask for the same engine
-    one builds it and the others wait.
-    SettingError names "PATH", "XDG_CACHE_HOME", or the option of `pensieve serve` that is at fault.
+    An engine has fixed settings: a given one must agree with them. Of several processes that need the same engine, one
+    builds it and the others wait.
+    SettingError names "PATH", "XDG_CACHE_HOME", or the option of `pensieve serve` at fault.
     """
     directory = Path(os.path.abspath(path))
     dtype = DTYPE_NAMES.get(dtype, dtype) if dtype is not None else None
@@ -101,19 +101,19 @@ def engine_for(
             return _Place(directory, settings).engine(shown)
         except OSError as error:
             if error.errno is None:
-                raise  # not the system's: a library that cannot be loaded
+                raise  # not a system error: a library that cannot be loaded
             raise SettingError("--output", f"{cache_directory()} cannot keep the engine: {error}") from error
         finally:
             shown.close()
 
 
 def cache_directory() -> Path:
-    """Where engines are kept for this user."""
+    """The directory of this user's engines."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pensieve" / "engines"
 
 
 class _Place:
-    """One checkpoint directory and one way to build it."""
+    """One checkpoint directory with one set of build settings."""
 
     def __init__(self, checkpoint: Path, settings: BuildSettings):
         self._checkpoint, self._settings = checkpoint, settings
@@ -129,7 +129,8 @@ class _Place:
             return self._unchanged() or self._build(progress)
 
     def _unchanged(self) -> Path | None:
-        """The engine, if neither it nor the checkpoint nor the program has changed since it was recorded."""
+        """Returns the engine if neither it nor the checkpoint nor the program has changed since it was recorded, else
+        None."""
         known = _read(self._record)
         if "engine" not in known:
             return None
@@ -157,7 +158,8 @@ class _Place:
             weights = _content_digest(self._weights, progress.advance)
         key = _digest([small, weights, asdict(how), target_of(how.backend, how.device)])
         engine = self._cache / key / self._checkpoint.name
-        # This note outlives a killed process: the next build here knows which engines it may remove.
+        # Written before the build, because it outlives a killed process: the next build learns from it which engines it
+        # may remove.
         engines = [*(one for one in known.get("engines", []) if one != key), key]
         _write(self._record, known | {"checkpoint": str(self._checkpoint), "engines": engines})
         built = build_engine(self._checkpoint, engine, say=progress.say, advance=progress.advance, **asdict(how))
@@ -196,15 +198,15 @@ def _digest(value: Any) -> str:
 
 
 def _program_digest() -> str:
-    """Of all that may make another engine of the same checkpoint; `build_engine` then sees whether it does."""
+    """A digest of all that may change the engine of a checkpoint; `build_engine` then checks whether it does."""
     room = Path(__file__).parent
     code = [*room.rglob("*.py"), *(room.parent / "plugins").rglob("*.py")]
     return _digest([files_digest(sorted(code)), versions()])
 
 
 def _times(files: Iterable[Path]) -> Times:
-    """FileNotFoundError if one is missing. A change that keeps a file's size and sets its time back still changes the
-    time that the system keeps."""
+    """FileNotFoundError if one is missing. Includes the change time, which the system keeps: a change that restores
+    size and modification time is noticed."""
     states = {str(file): file.stat() for file in files}
     return {path: [state.st_size, state.st_mtime_ns, state.st_ctime_ns] for path, state in sorted(states.items())}
 
@@ -233,7 +235,7 @@ def _piece_digest(piece: tuple[Path, int]) -> bytes:
 
 
 def _read(record: Path) -> dict[str, Any]:
-    """Empty if there is none that can be read."""
+    """The record, or an empty one if it cannot be read."""
     try:
         value = json.loads(record.read_text("utf-8"))
     except (OSError, ValueError):
@@ -248,7 +250,7 @@ def _write(record: Path, value: dict[str, Any]) -> None:
 
 
 def _weights(quantization: str | None, config: dict[str, Any]) -> str:
-    """`build_engine`'s word for vLLM's."""
+    """The `weights` argument of `build_engine` for vLLM's option."""
     own = (config.get("quantization_config") or {}).get("quant_method")
     if quantization is None or quantization == own:
         return "same"
@@ -291,7 +293,7 @@ def _no_model(typed: str, directory: Path) -> SettingError:
 
 @contextmanager
 def _settings_renamed() -> Iterator[None]:
-    """SettingErrors of `build_engine` name what its caller was given."""
+    """Replaces setting names in SettingErrors of `build_engine` by the names that the caller used."""
     try:
         yield
     except SettingError as error:

@@ -1,8 +1,9 @@
-"""Weights in FP8: which of a decoder's they are, how they are made of others, and what they stand for.
+"""Weights in FP8: which weights of a decoder can be in FP8, their rounding, and their values.
 
 The projections of the layers, which are nearly all of the weights, are rounded to e4m3 with a float32 scale for each
-output; embeddings, head, norms and biases stay as they are. A projection `p` in FP8 is two tensors, `p.weight` and
-`p.scale`. Ranks that divide a projection's columns share the scales of whole rows: together they hold the same model.
+output; embeddings, head, norms and biases are unchanged. A projection `p` in FP8 is two tensors, `p.weight` and
+`p.scale`. Ranks that divide a projection's columns share the scales of whole rows, so together they hold the same
+model.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ PROJECTIONS = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
 
 
 def projections(config: DecoderConfig) -> frozenset[str]:
-    """The names of those that can be in FP8."""
+    """The names of the projections that can be in FP8."""
     return frozenset(f"layers.{i}.{name}" for i in range(config.layers) for name in PROJECTIONS)
 
 
 def stored_as(
     config: DecoderConfig, dtype: torch.dtype, ranks: int = 1, in_fp8: Collection[str] = ()
 ) -> dict[str, Stored]:
-    """How each parameter of one rank's Decoder is stored; `in_fp8`: the names of projections."""
+    """The stored form of each parameter of one rank's Decoder; `in_fp8`: the names of projections."""
     stored = {}
     for name, shape in parameter_shapes(config, ranks).items():
         projection = name.removesuffix(".weight")
@@ -42,15 +43,15 @@ def stored_as(
 
 
 def names_in_fp8(names: Collection[str]) -> frozenset[str]:
-    """The projections in FP8, of all parameters' names."""
+    """The projections in FP8, derived from all parameters' names."""
     return frozenset(name.removesuffix(".scale") for name in names if name.endswith(".scale"))
 
 
 class QuantisedWeights(Mapping[str, Tensor]):
-    """One rank's weights with all projections in FP8, each made anew of the unquantised whenever it is asked for.
+    """One rank's weights with all projections in FP8. Each access rounds the unquantised projection again.
 
     own     the rank's unquantised weights
-    whole   those of one rank that has it all, as the rows of a projection whose columns are divided must be seen whole
+    whole   the undivided weights: the scale of a projection with divided columns needs its whole rows
     """
 
     def __init__(self, config: DecoderConfig, own: Mapping[str, Tensor], whole: Mapping[str, Tensor]):
@@ -75,7 +76,7 @@ class QuantisedWeights(Mapping[str, Tensor]):
 
 
 def dequantised(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What the weights stand for, in float32: without scales."""
+    """The values of the weights in float32, without scales."""
     in_fp8 = names_in_fp8(weights.keys())
     wide = {}
     for name, tensor in weights.items():

@@ -1,7 +1,7 @@
-"""The manifest of an engine directory: what was built, from what, and how the runtime must feed it.
+"""The manifest of an engine directory: the engine, its sources, and its inputs at run time.
 
-Plain data, JSON on disk, readable without torch. Its fingerprint guards loading and seeds the keys of the KV cache:
-engines of equal fingerprint compute equal KV.
+Plain data, JSON on disk, readable without torch. Its fingerprint is checked on loading and seeds the keys of the KV
+cache: engines of equal fingerprint compute equal KV.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from .checkpoints.config import DecoderConfig, Rotary, Shard
 
 FORMAT = 4
 MANIFEST = "manifest.json"
-WEIGHTS = "weights.safetensors"  # of the only rank
-PACKAGE = "decoder.pt2"  # of AOTInductor
-PLAN = "decoder.plan"  # of TensorRT
+WEIGHTS = "weights.safetensors"  # of an engine with one rank
+PACKAGE = "decoder.pt2"  # AOTInductor's
+PLAN = "decoder.plan"  # TensorRT's
 RANDOM = "random:"
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -35,10 +35,9 @@ KV_LAYOUT = ("slot", "layers", "2", "kv_heads", "chunk_tokens", "head_dim")
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What an engine was made from: SHA-256 digests and versions. A change of any makes it another engine.
+    """Sources of an engine: SHA-256 digests and versions. A change of any makes it another engine.
 
-    weights     of each rank's their digest, or "random:<seed>": they are made when the engine is opened, as the
-                decoder's shape says
+    weights     for each rank, the digest of its weights, or "random:<seed>" if they are made when the engine is opened
     """
 
     weights: tuple[str, ...]
@@ -61,8 +60,8 @@ class Parity:
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """Relative errors (root mean square) of logits and KV of the eager decoder with its weights in FP8, in the engine's
-    dtype on its device, against the unquantised one in float32."""
+    """Relative errors (root mean square) of logits and KV of the eager decoder with FP8 weights, in the engine's dtype
+    on its device, against the unquantised one in float32."""
 
     logits: float
     kv: float
@@ -70,7 +69,7 @@ class Quantisation:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What compiling brought. package: the SHA-256 of its file, which differs from build to build."""
+    """The result of compiling. package: the SHA-256 of its file, which differs from build to build."""
 
     package: str
     package_bytes: int
@@ -81,13 +80,13 @@ class Compiled:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What an engine is.
+    """The description of an engine.
 
-    target      what it was compiled for, as `target.this_target` says it; "" for the reference backend
-    fp8         are projections in FP8 (all, unless the checkpoint came so)
-    kv_layout   dimensions of the KV pool, one contiguous record a slot; the chunk size is the runtime's choice
+    target      the target of its compiled code, as in `host_target.this_target`; "" for the reference backend
+    fp8         projections are in FP8 (all, unless the checkpoint was already quantised)
+    kv_layout   dimensions of the KV pool, one contiguous record per slot; the chunk size is the runtime's choice
     weight_bytes  of one rank
-    quantisation  what rounding to FP8 has cost; None where nothing was rounded here
+    quantisation  the error of rounding to FP8; None if nothing was rounded here
     compiled    None for the reference backend, and until it is compiled
     """
 
@@ -132,7 +131,7 @@ class Manifest:
 
     @property
     def package(self) -> str:
-        """The name of the file that compiling brings."""
+        """The name of the compiled file."""
         return PLAN if self.backend == "tensorrt" else PACKAGE
 
     @property
@@ -154,7 +153,7 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
-        """Raises SettingError('--engine', ...) if there is none, or it is of another format or was changed."""
+        """Raises SettingError('--engine', ...) if it is missing, was changed, or has another format."""
         path = directory / MANIFEST
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
@@ -196,7 +195,7 @@ def weights_file(rank: int, ranks: int) -> str:
 
 
 def published_fingerprint(directory: Path) -> str | None:
-    """The fingerprint an engine directory was published with, or None: it is no engine."""
+    """The fingerprint in an engine directory, or None if the directory is not an engine."""
     try:
         return str(json.loads((directory / MANIFEST).read_text(encoding="utf-8"))["fingerprint"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -204,8 +203,8 @@ def published_fingerprint(directory: Path) -> str | None:
 
 
 def code_digest() -> str:
-    """SHA-256 over the files that define the forward pass, how it is compiled, how weights are cut for ranks and
-    rounded, and those that are random."""
+    """SHA-256 over the files that define the forward pass, its compilation, the division of weights among ranks, their
+    rounding, and random weights."""
     room = Path(__file__).parent
     names: tuple[str, ...] = ("checkpoints/hugging_face", "checkpoints/config", "fp8", "model", "random_weights")
     names += ("inductor/compile", "inductor/package", "tensorrt/compile", "tensorrt/network", "tensorrt/package")

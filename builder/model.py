@@ -1,7 +1,7 @@
 """The one definition of the model: a decoder described by its DecoderConfig, over a KV pool named by a handle.
 
-Eager PyTorch runs it as it stands (the reference backend); compiled engines are traced from it. It may be one of
-several ranks, each with its Shard of the weights: which one, neither it nor an engine compiled from it knows.
+Eager PyTorch runs it directly (the reference backend); compiled engines are traced from it. It may be one of several
+ranks, each with its Shard of the weights. Neither it nor an engine compiled from it knows which rank it is.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Norm(nn.Module):
-    """RMS norm or layer norm, accumulated in float32; which parameters it has, the caller says."""
+    """RMS norm or layer norm, accumulated in float32; the caller chooses its parameters."""
 
     def __init__(self, size: int, eps: float, rms: bool, weight: bool = True, bias: bool = False):
         super().__init__()
@@ -40,7 +40,7 @@ class Norm(nn.Module):
         return torch.ops.pensieve.norm(x, self.weight, self.bias, self.eps, self.rms)
 
     def of_sum(self, x: Tensor, change: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(norm of x + change, x + change) in one pass; None: nothing has changed."""
+        """Returns (norm of x + change, x + change) in one pass; None: no change."""
         if change is None:
             return self(x), x
         return torch.ops.pensieve.add_norm(x, change, self.weight, self.bias, self.eps, self.rms)
@@ -53,7 +53,7 @@ def hidden_norm(config: DecoderConfig) -> Norm:
 
 
 class Batch(NamedTuple):
-    """What every layer needs to know of the batch: see `Decoder.forward`; rotary as `Decoder.rotary` makes it."""
+    """The parts of a batch that every layer needs, see `Decoder.forward`; rotary is the result of `Decoder.rotary`."""
 
     rotary: Tensor
     slots: Tensor
@@ -63,12 +63,12 @@ class Batch(NamedTuple):
 
 
 def summed(x: Tensor, ranks: int) -> Tensor:
-    """Of the ranks' shares the whole."""
+    """The sum of the ranks' partial results."""
     return x if ranks == 1 else torch.ops.pensieve.all_reduce(x, TENSOR_PARALLEL)
 
 
 class VocabularyEmbedding(nn.Embedding):
-    """Embeddings of tokens; a rank holds those of its part of the vocabulary."""
+    """Embeddings of tokens; a rank holds its part of the vocabulary."""
 
     def __init__(self, shard: Shard):
         super().__init__(shard.vocab_rows, shard.config.embedding_size)
@@ -82,7 +82,8 @@ class VocabularyEmbedding(nn.Embedding):
 
 
 class Projection(nn.Linear):
-    """A projection of a layer. With a scale for each output its weight is in FP8: `Decoder.from_weights` sees to it."""
+    """A projection of a layer. With a scale for each output its weight is in FP8: `Decoder.from_weights` sets this
+    up."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool):
         super().__init__(inputs, outputs, bias)
@@ -95,7 +96,7 @@ class Projection(nn.Linear):
 
 
 class RowParallelProjection(Projection):
-    """A projection of what the ranks have divided among them: their shares of the result are added up."""
+    """A projection whose input is divided among the ranks: their partial results are added."""
 
     def __init__(self, shard: Shard, inputs: int, bias: bool):
         super().__init__(inputs, shard.config.hidden_size, bias)
@@ -110,7 +111,7 @@ class Attention(nn.Module):
         super().__init__()
         config = shard.config
         self.config, self.layer = config, layer
-        self.heads = (shard.heads, shard.kv_heads, shard.kv_heads)  # of q, k and v in the fused projection
+        self.heads = (shard.heads, shard.kv_heads, shard.kv_heads)  # heads of q, k and v in the fused projection
         self.qkv = Projection(config.hidden_size, sum(self.heads) * config.head_dim, bias=config.qkv_bias)
         self.q_norm = Norm(config.head_dim, config.norm_eps, rms=True) if config.qk_norm else nn.Identity()
         self.k_norm = Norm(config.head_dim, config.norm_eps, rms=True) if config.qk_norm else nn.Identity()
@@ -158,7 +159,7 @@ class Layer(nn.Module):
         self.mlp = MLP(shard)
 
     def forward(self, x: Tensor, change: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Takes and returns a residual sum in two parts: the norm that reads it next adds them up in the same pass."""
+        """Takes and returns a residual sum in two parts: the norm that reads it next adds them in the same pass."""
         if self.norm_first:
             normed, x = self.attention_norm.of_sum(x, change)
             normed, x = self.mlp_norm.of_sum(x, self.attention(normed, batch))
@@ -169,7 +170,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The forward pass of one rank. More than one need a group registered as TENSOR_PARALLEL, and run side by side.
+    """The forward pass of one rank. Several ranks need a group registered as TENSOR_PARALLEL, and run side by side.
 
     SettingError('--tensor-parallel', ...) if the decoder cannot be divided among so many ranks.
     """
@@ -192,7 +193,7 @@ class Decoder(nn.Module):
         else:
             self.positions = None
             frequencies = config.rotary.frequencies()
-        # Named device: real also where the parameters are made without storage.
+        # On the CPU explicitly, so it has data even if the parameters are made without storage.
         self.register_buffer(
             "frequencies", torch.tensor(frequencies, dtype=torch.float64, device="cpu"), persistent=False
         )
@@ -202,9 +203,8 @@ class Decoder(nn.Module):
 
     @classmethod
     def from_weights(cls, config: DecoderConfig, weights: Mapping[str, Tensor], ranks: int = 1) -> Self:
-        """Takes over one rank's tensors as they are, in their dtype, on their device, without copying; RuntimeError if
-        any does not fit. Projections that have a scale are in FP8.
-        """
+        """Uses one rank's tensors without copying, in their dtype, on their device; RuntimeError if one does not fit.
+        Projections that have a scale are in FP8."""
         with torch.device("meta"):
             decoder = cls(config, ranks)
             for name in weights:
@@ -213,11 +213,11 @@ class Decoder(nn.Module):
                     assert isinstance(projection, Projection)
                     projection.scale = nn.Parameter(torch.empty(projection.out_features), requires_grad=False)
         decoder.load_state_dict(weights, assign=True)
-        decoder.to(weights["embed.weight"].device)  # what is left to move is `frequencies`
+        decoder.to(weights["embed.weight"].device)  # only `frequencies` is left to move
         return decoder.eval().requires_grad_(False)
 
     def rotary(self, positions: Tensor) -> Tensor:
-        """[T, R] float32: cosines, then sines, of angles computed in float64. R = 0 for learned positions."""
+        """Returns [T, R] float32: cosines, then sines, of angles computed in float64. R = 0 for learned positions."""
         angles = positions.double().unsqueeze(1) * self.frequencies
         return torch.cat((angles.cos(), angles.sin()), dim=1).float()
 
@@ -235,9 +235,9 @@ class Decoder(nn.Module):
 
         token_ids, positions [T] int32
         slots                [T] int32, slot * chunk_tokens + offset, or -1: this token's KV is not written
-        segments             [S, 5] int32: q_start, q_len, kv_start, kv_len, seat (see attention_reference)
+        segments             [S, 5] int32: q_start, q_len, kv_start, kv_len, seat (see `attention.reference`)
         block_table          [seats, blocks] int32
-        sample_rows          [R] int32, which of the T tokens' logits are wanted
+        sample_rows          [R] int32, the tokens whose logits are computed
         pool                 a handle from `plugins.torch_ops.register_pool`
         Returns logits [R, vocab] float32, on every rank those of the whole vocabulary.
         """
@@ -257,17 +257,17 @@ class Decoder(nn.Module):
         return self._of_all_tokens(F.linear(x, head.weight)).float()
 
     def _of_all_tokens(self, logits: Tensor) -> Tensor:
-        """The logits of all ranks' tokens, without those that fill up the last ranks' part of the vocabulary."""
+        """The logits of the whole vocabulary, without the padding of the last ranks' part."""
         if self.ranks == 1:
             return logits
         gathered = torch.ops.pensieve.all_gather(logits, self.ranks, TENSOR_PARALLEL)
         if gathered.shape[1] == self.config.vocab_size:
             return gathered
-        # Not `contiguous`, which for the compiler depends on whether there is just one row.
+        # Not `contiguous`: in compiled code its result would depend on whether there is exactly one row.
         return gathered[:, : self.config.vocab_size].clone(memory_format=torch.contiguous_format)
 
     def _final(self, x: Tensor, change: Tensor | None, rows: Tensor) -> Tensor:
-        """Some rows of the last layer's sum, normalised; models that normalise behind each sum are done."""
+        """Some rows of the last layer's sum, normalised; models that normalise after each sum need nothing more."""
         if change is None:
             return x[rows]
         if self.norm is None:

@@ -1,8 +1,8 @@
-"""Does a compiled engine compute what the reference does? Both run random batches, in the engine's precision and in
-float32, and the engine may be wrong by twice the reference's own error.
+"""Checks that a compiled engine computes the reference's results. Both run random batches, in the engine's precision
+and in float32; the engine's error may be twice the reference's own.
 
-The batches are what serving brings: prompts in pieces, new turns, generation, a piece recomputed in the middle of a
-context beside its end, writes that are suppressed, one token alone, and steps that sample nothing.
+The batches resemble serving: prompts in pieces, new turns, generation, a piece recomputed in the middle of a context
+and one at its end, suppressed writes, a single token, and steps without samples.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from .model import Decoder
 Forward = Callable[..., Tensor]
 
 CHUNK, SEATS, STEPS = 16, 5, 12
-LONGEST_PIECE = 70  # tokens of a prompt that a step computes
+LONGEST_PIECE = 70  # most tokens of a prompt in one step
 MOST_CONTEXT = 300
 
 LEAST_BOUND = 1e-4
-"""Of the relative error: below are differences in the order of float32 sums, where the reference has no error at all.
-A wrong engine is off by a hundred times as much."""
+"""Least bound of the relative error. Differences in the order of float32 sums are below it, where the reference has no
+error at all. A wrong engine's error is a hundred times as large."""
 
 FP8_BOUND = 0.25
-"""Of the relative error that rounding a model's weights to FP8, and its activations on GPUs that multiply so, may bring
-against the model itself in float32. Weights alone: 0.04 for the demo model, 0.12 for random ones of 32 layers; 0.16 for
-those with activations."""
+"""Bound of the relative error of rounding a model's weights to FP8, and also its activations on GPUs with FP8 products,
+against the model itself in float32. Measured with weights alone: 0.04 for the demo model, 0.12 for random ones of 32
+layers; with activations: 0.16 for the latter."""
 
 
 class Batch(NamedTuple):
-    """Arguments of `Decoder.forward` but the pool."""
+    """Arguments of `Decoder.forward` without the pool."""
 
     token_ids: Tensor
     positions: Tensor
@@ -61,15 +61,15 @@ class Piece(NamedTuple):
 
 
 def check_parity(engine: Forward, config: DecoderConfig, weights: Mapping[str, Tensor]) -> Parity:
-    """As `check_ranks`, of an engine of one rank."""
+    """As `check_ranks`, for an engine of one rank."""
     return check_ranks([engine], config, [weights])
 
 
 def check_ranks(engines: Sequence[Forward], config: DecoderConfig, weights: Sequence[Mapping[str, Tensor]]) -> Parity:
-    """Of all ranks, which run on threads of this process; the truth is what one rank computes that has it all.
+    """Checks all ranks, which run on threads of this process, against one undivided rank.
 
-    weights: each rank's own, on its device. SettingError('--backend', ...) if a rank is too far off.
-    Takes as much memory as all weights in float32, unless they are.
+    weights: each rank's own, on its device. SettingError('--backend', ...) if a rank's error is too large.
+    Needs as much memory as all weights in float32, unless they are already in float32.
     """
     embedding = weights[0]["embed.weight"]
     batches = random_batches(config, embedding.device.type)
@@ -85,7 +85,7 @@ def check_ranks(engines: Sequence[Forward], config: DecoderConfig, weights: Sequ
     parity = Parity(logits, logits_eager, kv, kv_eager)
     for what, error, own in (("logits", logits, logits_eager), ("KV", kv, kv_eager)):
         bound = max(2 * own, LEAST_BOUND)
-        if not error <= bound:  # not a number is too far off as well
+        if not error <= bound:  # also true for NaN
             raise SettingError(
                 "--backend",
                 f"the compiled engine's {what} are off by {error:.1e}, and {bound:.1e} is allowed (the reference in "
@@ -97,10 +97,10 @@ def check_ranks(engines: Sequence[Forward], config: DecoderConfig, weights: Sequ
 def check_quantisation(
     config: DecoderConfig, original: Mapping[str, Tensor], weights: Sequence[Mapping[str, Tensor]]
 ) -> Quantisation:
-    """What rounding to FP8 has cost.
+    """Measures the error of rounding to FP8.
 
-    original: the unquantised weights, whole; weights: each rank's own, on its device. SettingError('--weights', ...) if
-    logits or KV are off by more than `FP8_BOUND`.
+    original: the undivided, unquantised weights; weights: each rank's own, on its device. SettingError('--weights',
+    ...) if the error of logits or KV exceeds `FP8_BOUND`.
     """
     embedding = weights[0]["embed.weight"]
     batches = random_batches(config, embedding.device.type)
@@ -118,7 +118,7 @@ def check_quantisation(
 
 
 def whole_weights(config: DecoderConfig, weights: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """One rank's weights in float32, put together from those of all ranks; what is in FP8 is widened."""
+    """The undivided weights in float32, joined from those of all ranks; FP8 weights are converted."""
     ranks = len(weights)
     if any(name.endswith(".scale") for name in weights[0]):
         weights = [dequantised(own) for own in weights]
@@ -131,7 +131,7 @@ def whole_weights(config: DecoderConfig, weights: Sequence[Mapping[str, Tensor]]
         for own, of_rank in zip(weights, sources, strict=True):
             pieces = own[name].split([source.cut_shape[0] for source in of_rank[name]])
             for target, source, piece in zip(joined, of_rank[name], pieces, strict=True):
-                # Behind the end of the whole a piece has nothing but zeros.
+                # Beyond the end of the whole, a piece contains only zeros.
                 place = target[tuple(slice(part.start, part.start + part.size) for part in source.parts)]
                 place.copy_(piece[tuple(slice(size) for size in place.shape)])
         whole[name] = torch.cat(joined)
@@ -139,7 +139,7 @@ def whole_weights(config: DecoderConfig, weights: Sequence[Mapping[str, Tensor]]
 
 
 def random_batches(config: DecoderConfig, device: str, seed: int = 0) -> list[Batch]:
-    """The same for the same seed."""
+    """Random batches, equal for equal seeds."""
     dice = random.Random(seed)
     longest = min(MOST_CONTEXT, config.max_positions)
     blocks = -(-longest // CHUNK)
@@ -153,7 +153,7 @@ def random_batches(config: DecoderConfig, device: str, seed: int = 0) -> list[Ba
 
 
 def _step(dice: random.Random, lengths: list[int], longest: int) -> list[Piece]:
-    """What some seats compute next; `lengths`, the tokens that each has, moves on."""
+    """The next pieces of some seats; advances `lengths`, the tokens of each seat."""
     pieces = []
     for seat in dice.sample(range(SEATS), dice.randint(2, SEATS)):
         length = lengths[seat]
@@ -161,7 +161,7 @@ def _step(dice: random.Random, lengths: list[int], longest: int) -> list[Piece]:
             dropped = dice.randrange(length // CHUNK - 1) * CHUNK
             pieces.append(Piece(seat, dropped, dropped + CHUNK, dropped))
         end = min(length + dice.choice((1, 1, dice.randint(2, LONGEST_PIECE))), longest)
-        start = min(length, end - 1)  # of a full hit the last token is computed again
+        start = min(length, end - 1)  # of a full hit the last token is recomputed
         pieces.append(Piece(seat, start, end, write_from=length))
         lengths[seat] = end
     return pieces
@@ -185,7 +185,7 @@ def _batch(
 
 
 class Outcome(NamedTuple):
-    """Of one rank, float32: all logits, and the KV that is left in its pool."""
+    """One rank's results, float32: all logits, and the final KV of its pool."""
 
     logits: Tensor
     kv: Tensor
@@ -194,7 +194,7 @@ class Outcome(NamedTuple):
 def _run_all(
     forwards: Sequence[Forward], batches: list[Batch], config: DecoderConfig, dtype: torch.dtype
 ) -> list[Outcome]:
-    """Of each rank, side by side."""
+    """The results of each rank; all run side by side."""
     ranks = len(forwards)
     if ranks == 1:
         return [_run(forwards[0], batches, Shard(config), dtype)]
@@ -221,10 +221,11 @@ def _run(forward: Forward, batches: list[Batch], shard: Shard, dtype: torch.dtyp
 
 @contextmanager
 def registered(pool: Tensor, shard: Shard, batches: list[Batch]) -> Iterator[tuple[int, Callable[[Tensor], None]]]:
-    """(The pool's handle, what is to be called with a batch's segments before the batch is run)."""
+    """Yields (the pool's handle, a function to call with a batch's segments before the batch runs)."""
     work = None
     if pool.is_cuda:
-        from ..plugins.attention.kernel import make_work_list  # Triton comes with CUDA only
+        # imported here because only CUDA installations have Triton
+        from ..plugins.attention.kernel import make_work_list
         from ..plugins.attention.work_list import Capacity
 
         most = [max(len(part) for part in parts) for parts in zip(*batches, strict=True)]
@@ -238,13 +239,13 @@ def registered(pool: Tensor, shard: Shard, batches: list[Batch]) -> Iterator[tup
 
 
 def _worst_errors(outcomes: list[Outcome], truth: Outcome, config: DecoderConfig) -> tuple[float, float]:
-    """Of any rank's logits and KV."""
+    """The largest errors of any rank's logits and KV."""
     errors = []
     for rank, (logits, kv) in enumerate(outcomes):
         shard = Shard(config, len(outcomes), rank)
         own_heads = truth.kv.narrow(3, shard.first_kv_head, shard.kv_heads)
         errors.append((_relative_error(logits, truth.logits), _relative_error(kv, own_heads)))
-    logits_error, kv_error = torch.tensor(errors, dtype=torch.float64).amax(dim=0).tolist()  # not a number is the worst
+    logits_error, kv_error = torch.tensor(errors, dtype=torch.float64).amax(dim=0).tolist()  # NaN counts as the largest
     return logits_error, kv_error
 
 

@@ -1,4 +1,4 @@
-"""How far long work is: a bar on a terminal, lines in the log elsewhere."""
+"""Progress of long work: a bar on a terminal, lines in the log elsewhere."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import time
 WIDTH = 30
 GIB = 2**30
 LINE_SECONDS = 10.0  # between lines of the log
-DRAW_SECONDS = 0.1  # between drawings of the bar
+DRAW_SECONDS = 0.1  # between updates of the bar
 
 log = logging.getLogger("pensieve")
 
 
 def show_progress(what: str, done: float, total: float, unit: str = "") -> None:
-    """Draws the bar anew on stderr; once all is done the line ends."""
+    """Draws the bar on stderr again; ends the line when all is done."""
     if not sys.stderr.isatty():
         return
     filled = round(WIDTH * done / total)
@@ -25,19 +25,19 @@ def show_progress(what: str, done: float, total: float, unit: str = "") -> None:
 
 
 class Progress:
-    """Tells on stderr, if that is a terminal, or else in the log how far the stages of one piece of work are.
+    """Shows the progress of one piece of work in stages: on stderr if it is a terminal, else in the log.
 
-    name    what each line begins with
+    name    the beginning of each line
     """
 
     def __init__(self, name: str):
         self._name, self._stage = name, ""
         self._terminal = sys.stderr.isatty()
-        self._open = False  # a line of the terminal that has not ended
+        self._open = False  # True while the terminal's line has not ended
         self._told = 0.0
 
     def say(self, stage: str) -> None:
-        """A stage begins."""
+        """Begins a stage."""
         self.close()
         self._stage, self._told = f"{self._name}: {stage}", time.monotonic()
         if self._terminal:
@@ -47,7 +47,7 @@ class Progress:
             log.info("%s", self._stage)
 
     def advance(self, done: int, total: int) -> None:
-        """So many of the stage's bytes are done."""
+        """Reports that `done` of the stage's `total` bytes are done."""
         now, ended = time.monotonic(), done >= total
         if self._terminal and (ended or now - self._told >= DRAW_SECONDS):
             show_progress(self._stage, done / GIB, total / GIB, " GiB")

@@ -1,8 +1,8 @@
-"""Which quantised checkpoints can be read, by the `quantization_config` of their config.json.
+"""Supported quantised checkpoints, by the `quantization_config` of their config.json.
 
-Those whose projections have FP8 (e4m3) weights with a scale for each output, or one for all of a tensor: what
-`compressed-tensors` calls float-quantized, and transformers' `fbgemm_fp8` and `fp8` (without blocks). Which tensors
-that are is seen in the files. Activations always get scales of their own, token by token, whatever the checkpoint says.
+Their projections have FP8 (e4m3) weights with a scale for each output, or one for a whole tensor: float-quantized of
+`compressed-tensors`, and `fbgemm_fp8` and `fp8` (without blocks) of transformers. The files show which tensors are in
+FP8. Activations always get their own scales, token by token, even if the checkpoint has others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FORMAT = "float-quantized"
 
 
 def check_quantization(settings: Mapping[str, Any]) -> None:
-    """Raises SettingError that names what is not supported."""
+    """Raises SettingError that names an unsupported setting."""
     method = settings.get("quant_method")
     if method not in METHODS:
         raise _refusal(f"quant_method {method!r} is not supported; known are {', '.join(METHODS)}")

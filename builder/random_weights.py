@@ -1,4 +1,4 @@
-"""Weights for measuring: random, made where they are used, as large as any model's without a file."""
+"""Random weights for measurements, made where they are used, so models of any size need no file."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ def random_weights(
     ranks: int = 1,
     fp8: bool = False,
 ) -> dict[str, Tensor]:
-    """All parameters of one rank's Decoder. The same for the same seed on the same kind of device; with `fp8` they are
-    then rounded, as those of a checkpoint are.
+    """All parameters of one rank's Decoder. Equal for equal seeds on the same kind of device. With `fp8` they are then
+    rounded like those of a checkpoint.
 
-    However many the ranks, together they hold the same model: each makes one tensor after the other whole, and cuts it.
+    With any number of ranks, together they hold the same model: each rank makes one whole tensor after the other and
+    cuts it.
 
-    Norms are 1 and biases 0; projections keep the size of what they project, and those into the residual sum add as
-    little as the number of layers asks for. So activations and logits are of the size of a trained model's in any
-    shape, and finite in any dtype.
+    Norms are 1 and biases 0. Projections preserve the magnitude of their input; those into the residual sum are scaled
+    down by the number of layers. So activations and logits have a trained model's magnitude in any shape, and are
+    finite in any dtype.
     """
     sources = weight_sources(Shard(config, ranks, rank))
     generator = torch.Generator(device).manual_seed(seed)

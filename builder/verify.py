@@ -1,4 +1,4 @@
-"""Whether an engine directory still is what its build made it."""
+"""Checks that an engine directory is unchanged since its build."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .weights import load_weights, weights_digest
 
 
 def intact_engine(directory: Path, fingerprint: str) -> Manifest | None:
-    """The manifest of the engine there, if it is the one of this fingerprint and every file is as it was built.
+    """Returns the manifest of the engine there if it has this fingerprint and every file is undamaged, else None.
 
-    Reads it all: whoever is told to build a damaged engine again must not be left with the damaged one.
+    Reads all files: a user who is told to rebuild a damaged engine must not get the damaged one again.
     """
     try:
         manifest = Manifest.read(directory)

@@ -1,4 +1,4 @@
-"""Weights of an engine: one safetensors file under Decoder's parameter names, and the digest that names its content."""
+"""Weights of an engine: one safetensors file under Decoder's parameter names, and the digest of its content."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-PIECE = 2**24  # bytes that one thread hashes at a time; at 1.7 GB/s a processor, so with 16 of them 25 GB take a second
-AHEAD = 64  # most pieces waiting for their hash, which bounds the tensors in memory
+PIECE = 2**24  # bytes that one thread hashes at a time; at 1.7 GB/s for each of 16 processors, 25 GB take a second
+AHEAD = 64  # most pieces waiting for their hash, which limits the tensors in memory
 
 STORED_DTYPES = {
     torch.float32: "F32",
@@ -27,11 +27,11 @@ STORED_DTYPES = {
 
 
 Advance = Callable[[int, int], None]
-"""Hears how many bytes of how many are done."""
+"""Called with the number of bytes done and of all bytes."""
 
 
 class Stored(NamedTuple):
-    """How a tensor is stored."""
+    """The dtype and shape in which a tensor is stored."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -44,7 +44,7 @@ class Stored(NamedTuple):
 def weights_digest(weights: Mapping[str, Tensor]) -> str:
     """SHA-256 over the SHA-256 of each piece: name, dtype, shape, place and bytes, in the order of names and places.
 
-    Pieces are hashed by all processors at once. Tensors are on the CPU and are taken one after the other.
+    Pieces are hashed by all processors at once. Tensors are on the CPU and are read one after the other.
     """
     digest = hashlib.sha256()
     hashing: deque[Future[bytes]] = deque()
@@ -77,7 +77,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 class _Watched(Mapping[str, Tensor]):
-    """Weights; `took` hears the bytes of each tensor that is taken."""
+    """Weights; `took` is called with the bytes of each tensor that is read."""
 
     def __init__(self, weights: Mapping[str, Tensor], took: Callable[[int], None]):
         self._weights, self._took = weights, took
@@ -95,7 +95,7 @@ class _Watched(Mapping[str, Tensor]):
 
 
 def watched(ranks: Sequence[Mapping[str, Tensor]], total: int, advance: Advance) -> list[_Watched]:
-    """The ranks' weights; `advance` hears how much of all of them was taken."""
+    """The ranks' weights; `advance` is called with the bytes of all of them that were read."""
     done = 0
 
     def took(size: int) -> None:
@@ -107,13 +107,13 @@ def watched(ranks: Sequence[Mapping[str, Tensor]], total: int, advance: Advance)
 
 
 def save_weights(weights: Mapping[str, Tensor], stored: Mapping[str, Stored], path: Path) -> None:
-    """Writes a safetensors file. Tensors, as `stored` says, are taken one after the other."""
+    """Writes a safetensors file. Tensors are read one after the other and stored in the form of `stored`."""
     header, end = {}, 0
     for name, kind in stored.items():
         start, end = end, end + kind.nbytes
         header[name] = {"dtype": STORED_DTYPES[kind.dtype], "shape": kind.shape, "data_offsets": (start, end)}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 64 + 56)  # with the eight bytes in front, tensors begin at a multiple of 64
+    text += b" " * (-len(text) % 64 + 56)  # with the leading eight bytes, tensors begin at a multiple of 64
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in stored:
@@ -121,8 +121,9 @@ def save_weights(weights: Mapping[str, Tensor], stored: Mapping[str, Stored], pa
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors on the CPU, mapped from the file: read when they are touched, and dropped when memory is short.
+    """The tensors on the CPU, mapped from the file: pages are read at first use, and dropped when memory is short.
 
-    OSError, SafetensorError."""
-    path.open("rb").close()  # safetensors calls every file missing that it cannot open
+    OSError, SafetensorError.
+    """
+    path.open("rb").close()  # safetensors reports every file that it cannot open as missing
     return load_file(path)

@@ -1,1 +1,1 @@
-"""Operations inside engines: the two attention operations and their reference implementations."""
+"""The operations inside engines, with their reference implementations."""

@@ -1,8 +1,8 @@
 """Our operations as torch operations: `torch.ops.pensieve.write_kv`, `.multi_token_attention`, norms and the SiLU gate.
 
-A pool is named by a *handle*, an int: to the compiler the operations are opaque and mutate none of their tensors, so
-no backend clones gigabytes or reorders around an alias. What orders the attention behind the write of its layer is the
-rotated query, which `write_kv` returns and the attention takes.
+A pool is named by a *handle*, an int: the compiler cannot see into the operations, and they change none of their
+tensors. So no backend clones gigabytes or reorders around an alias. The attention of a layer must follow its write: it
+takes the rotated query that `write_kv` returns.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 
 def _no_gate(layer: int) -> None:
-    """Nothing is being swapped in."""
+    """A gate for pools without swap-ins."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVPool:
     """tensor `[slot, layers, 2, kv_heads, chunk_tokens, head_dim]`.
 
-    `gate(layer)` is called before a layer's KV is first touched; it returns once that layer's swap-in is complete (or
-    is certain to be, for what comes later on the same stream). `work` is a GPU's list of the attention of one step:
-    whoever uploads a step's segments builds it, once, on the stream of the step and ahead of its launch.
+    `gate(layer)` is called before a layer's KV is first used; it returns once that layer's swap-in is complete (or will
+    be complete before later work on the same stream). `work` is a GPU's list of one step's attention: the code that
+    uploads a step's segments builds it, once, on the stream of the step and before its launch.
     """
 
     tensor: Tensor
@@ -41,13 +41,13 @@ class KVPool:
 
 
 _pools: dict[int, KVPool] = {}
-_handles = count(1)  # never given twice: a stale handle is an error, not another pool
+_handles = count(1)  # never reused: a stale handle is an error, not another pool
 
 
 def register_pool(tensor: Tensor, gate: Callable[[int], None] = _no_gate, work: WorkList | None = None) -> int:
-    """Names a pool for the operations. The caller keeps owning the tensor and releases the handle.
+    """Registers a pool for the operations. The caller still owns the tensor and releases the handle.
 
-    A pool on a GPU needs `work` (`attention_kernel.make_work_list`).
+    A pool on a GPU needs `work` (`attention.kernel.make_work_list`).
     """
     if tensor.dim() != 6 or tensor.shape[2] != 2 or not tensor.is_contiguous():
         raise ValueError(
@@ -62,7 +62,7 @@ def register_pool(tensor: Tensor, gate: Callable[[int], None] = _no_gate, work: 
 
 
 def release_pool(handle: int) -> None:
-    """Forgets the pool; using the handle again raises KeyError."""
+    """Removes the pool; using the handle again raises KeyError."""
     del _pools[handle]
 
 
@@ -92,7 +92,7 @@ def _multi_token_attention(
 
 @torch.library.impl("pensieve::write_kv", "cuda")
 def _write_kv_cuda(q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, slots: Tensor, pool: int, layer: int) -> Tensor:
-    from .attention import kv_write_kernel  # Triton comes with CUDA only
+    from .attention import kv_write_kernel  # imported here because only CUDA installations have Triton
 
     kv = _pools[pool]
     kv.gate(layer)
@@ -106,7 +106,7 @@ def _multi_token_attention_cuda(
     from .attention import kernel as attention_kernel
 
     kv = _pools[pool]
-    assert kv.work is not None  # by register_pool; it lists the same segments
+    assert kv.work is not None  # set by register_pool; it lists the same segments
     return attention_kernel.multi_token_attention(q, block_table, kv.tensor, layer, scale, kv.work)
 
 
@@ -120,7 +120,7 @@ def _(q: Tensor, segments: Tensor, block_table: Tensor, pool: int, layer: int, s
     return q.new_empty(q.shape)
 
 
-# Norms and gate touch no pool. On the CPU they are plain PyTorch, on a GPU one kernel each.
+# Norms and gate use no pool. On the CPU they are plain PyTorch, on a GPU one kernel each.
 
 torch.library.define("pensieve::norm", "(Tensor x, Tensor? weight, Tensor? bias, float eps, bool rms) -> Tensor")
 torch.library.define(

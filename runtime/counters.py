@@ -1,4 +1,4 @@
-"""What the loop, its device and its disk count since the start: plain picklable data."""
+"""Counts of the loop, its device and its disk since the start: plain picklable data."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class KVCounters(NamedTuple):
 
 
 class DiskCounters(NamedTuple):
-    """Of one rank's disk tier since the start, in records; `saving`, `loading` and `full` are of now.
+    """One rank's disk tier since the start, in records; `saving`, `loading` and `full` are current.
 
-    saving, loading     on their way to the disk and from it
+    saving, loading     records on their way to the disk and from it
     saving_seconds, loading_seconds
-                        from the plan that asked for it to its end, summed over records
+                        from the plan that began a record's transfer to its end, summed over records
     saving_queued, loading_queued
-                        of that, before a thread began with them
-    rejected            records that were read and are not intact, or another's
-    errors              times the system refused to read, write, or make room
-    full                1 while nothing is saved because the disk is full
+                        the part of these before a thread began the transfer
+    rejected            records that were read and are damaged, or another chunk's
+    errors              times the system refused to read, write, or allocate
+    full                1 while no record is saved because the disk is full
     """
 
     saving: int = 0
@@ -43,7 +43,7 @@ class DiskCounters(NamedTuple):
 
 
 class PowerCounts(NamedTuple):
-    """A histogram: `counts[k]` sizes were above 2**(k-1) and at most 2**k; together they are `total`."""
+    """A histogram: `counts[k]` sizes were above 2**(k-1) and at most 2**k; `total` is their sum."""
 
     counts: tuple[int, ...] = ()
     total: int = 0
@@ -53,7 +53,7 @@ NO_SIZES = PowerCounts()
 
 
 class Waits(NamedTuple):
-    """How long so many copies together have waited between being issued and beginning."""
+    """Total seconds between the issue and the start of copies, and the number of these copies."""
 
     seconds: float = 0.0
     copies: int = 0
@@ -64,15 +64,15 @@ NO_WAITS = Waits()
 
 @dataclass(frozen=True, slots=True)
 class LoopStats:
-    """Of the loop and its device, since the start; times in seconds.
+    """The loop and its device since the start; times in seconds.
 
     parts               the loop's own time by part of a step: plan, launch, wait, apply, send
-    tokens, requests    sizes of the steps that computed anything
-    busy                time with work on the device, as the loop sees it: from a launch until nothing is in flight
+    tokens, requests    sizes of the steps that computed tokens
+    busy                time with work on the device, as seen by the loop: from a launch until nothing is in flight
     swap_in, swap_out   the link's time, by direction
-    exposed             of that, what steps waited for; the rest was hidden behind compute
+    exposed             the part of it that steps waited for; the rest overlapped with compute
     queued_in, queued_out
-                        what copies waited for the link, and for what their lane waits for, by direction
+                        waits of copies for the link and for work that their lane waits for, by direction
     """
 
     steps: int = 0

@@ -1,4 +1,4 @@
-"""Opens engine directories: checks that the engine is what this program can run, then loads its weights."""
+"""Opens engine directories: checks that this program can run the engine, then loads its weights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Engine:
         return math.prod(self.kv_shape(1, chunk_tokens)) * self.dtype.itemsize
 
     def kv_shape(self, slots: int, chunk_tokens: int) -> tuple[int, ...]:
-        """Shape of a KV pool of so many slots, in `self.dtype`."""
+        """Shape of a KV pool of `slots` slots, in `self.dtype`."""
         return (slots, self.manifest.layers, 2, self.manifest.kv_heads, chunk_tokens, self.manifest.head_dim)
 
     @torch.inference_mode()
@@ -60,9 +60,9 @@ class Engine:
 def open_engine(directory: str | Path, device: str = "cpu", rank: int = 0) -> Engine:
     """Loads one rank of an engine onto the device it was built for, "cpu" or "cuda".
 
-    With more ranks than one its forward pass needs a group registered as `collectives.TENSOR_PARALLEL`. ValueError if
-    there is no such rank.
-    Raises SettingError('--engine', ...) that says what differs from this program or from the engine's build, or that
+    With several ranks its forward pass needs a group registered as `collectives.TENSOR_PARALLEL`. ValueError if there
+    is no such rank.
+    Raises SettingError('--engine', ...) that names the difference from this program or from the engine's build, or if
     the weights are larger than the GPU's free memory; SettingError('--device', ...) without a GPU.
     """
     directory = Path(directory)
@@ -79,7 +79,7 @@ def open_engine(directory: str | Path, device: str = "cpu", rank: int = 0) -> En
     if manifest.backend != "reference":
         _check_package(directory, manifest)
     if manifest.random_seed is None:
-        # TensorRT copies them into its plan: they need not be on the device as well.
+        # TensorRT copies the weights into its plan, so they need not be on the device.
         weights = _stored_weights(directory, manifest, rank, "cpu" if manifest.backend == "tensorrt" else device)
     else:
         weights = random_weights(shard.config, dtype, device, manifest.random_seed, rank, shard.ranks, manifest.fp8)
@@ -92,16 +92,16 @@ def _decoder(directory: Path, manifest: Manifest, weights: Mapping[str, Tensor])
     path = directory / manifest.package
     try:
         if manifest.backend == "tensorrt":
-            from ..builder.tensorrt.package import TensorRTPackage  # imports TensorRT
+            from ..builder.tensorrt.package import TensorRTPackage  # imported here because it imports TensorRT
 
             return TensorRTPackage(path, manifest.decoder, weights, manifest.device)
         return Package(path, manifest.decoder, laid_out(weights))
-    except RuntimeError as error:  # its content was checked: what is left is the machine, a full disk say
+    except RuntimeError as error:  # the content was checked, so this is the machine's failure, for example a full disk
         raise SettingError("--engine", f"{path} cannot be loaded: {error}") from error
 
 
 def _check_package(directory: Path, manifest: Manifest) -> None:
-    """Before anything of it runs."""
+    """Checks the compiled package before any code in it runs."""
     if reason := why_not_here(manifest.target, manifest.device, manifest.backend):
         raise SettingError("--engine", f"{directory} cannot run here: {reason}; build the engine again, here")
     if manifest.compiled is None:
@@ -114,7 +114,8 @@ def _check_package(directory: Path, manifest: Manifest) -> None:
 
 
 def _stored_weights(directory: Path, manifest: Manifest, rank: int, device: str) -> dict[str, Tensor]:
-    """One tensor after the other goes to the device; the host holds pages of the file only, which it may drop."""
+    """Loads the weights one tensor at a time onto the device. The host holds only pages of the file, which it may
+    drop."""
     path = directory / weights_file(rank, manifest.tensor_parallel)
     try:
         weights = load_weights(path)

@@ -1,7 +1,7 @@
-"""Does what plans say: one step after the other, the next one launched while the last one runs.
+"""Executes plans one after the other: the next step is launched while the previous one runs.
 
-Nothing here decides and nothing waits but `wait`; what must come before what is in the plan's tickets and in the order
-of issue on the device's lanes.
+The executor makes no decisions, and only `wait` waits. The order of work comes from the plan's tickets and from the
+order of issue on the device's lanes.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ MAX_IN_FLIGHT = 3
 """Steps launched and not waited for. Two keep the device busy; `Device.sample` holds the tokens of three."""
 
 GROUP_LAYERS = 4
-"""Layers of a gated swap-in that share a gate: pieces of 4 copy at the link's speed (docs/lab/experiments.md)."""
+"""Layers of a gated swap-in that share a gate: copies of 4 layers reach the link's speed (docs/lab/experiments.md)."""
 
 DISK_WAIT_SECONDS = 0.002
-"""A plan that computes and copies nothing lasts so long at most, while the disk is at work: there is nothing else."""
+"""Seconds that a plan without computation and copies lasts at most while the disk works."""
 
 _NO_TOKENS = np.empty(0, np.int32)
 
@@ -51,10 +51,10 @@ class _Launched(NamedTuple):
 
 
 class Executor:
-    """One rank's device, with its KV pools in GPU and HOST memory, obeying one plan after the other.
+    """One rank's device, with its KV pools in GPU and HOST memory. It executes plans in order.
 
-    One thread calls it. What fails on the device is raised by the next `launch` or `wait`; after that only `close`
-    makes sense.
+    One thread calls it. A failure on the device is raised by the next `launch` or `wait`; afterwards only `close` is
+    useful.
     """
 
     def __init__(
@@ -68,16 +68,16 @@ class Executor:
         host_form: Form | None = None,
         disk: DiskSettings | None = None,
     ):
-        """Takes the device over and closes it in `close`. SettingError if a pool does not fit its memory, or the disk's
-        directory cannot be used.
+        """Takes ownership of the device, which `close` closes. SettingError if a pool does not fit its memory, or the
+        disk's directory cannot be used.
 
-        grammars    without, no row may have a grammar
-        in_first    as `Transfers`
-        host_form   of the records in HOST, as `Device.allocate_pool`
-        disk        without, no plan may have work for the disk
+        grammars    None: no row may have a grammar
+        in_first    as in `Transfers`
+        host_form   of the records in HOST, as in `Device.allocate_pool`
+        disk        None: no plan may have disk work
         """
         shape = engine.kv_shape(config.gpu_kv_chunks, config.chunk_tokens)
-        # A row may overrun its last position by the steps in flight; their KV is never used.
+        # A row may pass its last position by the number of steps in flight; the KV of these positions is never used.
         blocks = config.chunks(config.max_model_len + MAX_IN_FLIGHT)
         host_shape = engine.kv_shape(config.host_kv_chunks, config.chunk_tokens)
         self._device = device
@@ -88,7 +88,7 @@ class Executor:
         self._transfers = Transfers(device, shape[1], group_layers, record, in_first, check)
         self._constraints = None
         if grammars is not None:
-            from .step.constraints import GrammarMatchers  # only they need llguidance
+            from .step.constraints import GrammarMatchers  # imported here because it needs llguidance
 
             self._constraints = GrammarMatchers(grammars)
         self._launched: deque[_Launched] = deque()
@@ -98,11 +98,13 @@ class Executor:
         device.load(engine, config.max_num_seqs, blocks, self._transfers.gates, config.max_num_batched_tokens)
 
     def begin_grammar(self, grammar: str) -> Future[Any] | None:
-        """Makes ready, in another thread, what a row with this grammar needs when it joins; None if that is there."""
+        """Begins to compile the grammar for the row that will join with it, in another thread. Returns None if it is
+        already compiled."""
         return None if self._constraints is None else self._constraints.begin(grammar)
 
     def launch(self, plan: StepPlan) -> None:
-        """Issues the plan's work and returns. InvariantError if the plan contradicts itself or too many are in flight.
+        """Issues the plan's work and returns. Raises InvariantError if the plan contradicts itself or too many plans
+        are in flight.
 
         A plan without tokens computes nothing; it is complete when its copies are.
         """
@@ -132,11 +134,11 @@ class Executor:
         return len(self._launched)
 
     def done(self) -> bool:
-        """Whether `wait` would return at once; with nothing in flight it is False. Raises what ended the device."""
+        """True if `wait` would return at once; False with nothing in flight. Raises the error that ended the device."""
         return bool(self._launched) and all(map(self._device.ready, self._launched[0].tickets))
 
     def wait(self) -> StepResult:
-        """Waits for the oldest launched plan and takes its result. InvariantError if there is none."""
+        """Waits for the oldest launched plan and returns its result. Raises InvariantError if there is none."""
         if not self._launched:
             raise InvariantError("no step is in flight")
         launched = self._launched.popleft()
@@ -167,11 +169,11 @@ class Executor:
         return self._disk.take()
 
     def disk_records(self) -> list[DiskRecord]:
-        """What the disk holds from earlier. To be asked before the first plan; reads every header."""
+        """The records that the disk holds from an earlier process. Called before the first plan; reads every header."""
         return self._disk.records() if self._disk is not None else []
 
     def erase_records(self, slots: Sequence[int]) -> None:
-        """Nobody can read these of `disk_records` any more. Before the first plan; blocks."""
+        """Erases these slots of `disk_records`. Called before the first plan; blocks until the records are gone."""
         if self._disk is not None:
             self._disk.erase(slots)
 
@@ -189,22 +191,22 @@ class Executor:
 
     @property
     def disk_counters(self) -> DiskCounters | None:
-        """None without a disk tier."""
+        """The disk's counters, or None without a disk tier."""
         return self._disk.counters if self._disk is not None else None
 
     def transfer_seconds(self) -> TransferSeconds:
-        """How long the link was busy so far, and how much of that steps waited for."""
+        """The seconds that the link was busy so far, and the part of them that steps waited for."""
         return self._device.transfer_seconds()
 
     def close(self) -> None:
-        """Ends the device and frees the pools; work in flight is finished first. Idempotent."""
+        """Closes the device and frees the pools, after work in flight is finished. Idempotent."""
         if self._disk is not None:
-            self._disk.close()  # its threads use the HOST pool
+            self._disk.close()  # first, because its threads use the HOST pool
         self._device.close()
 
 
 def _with_logprobs(result: StepResult, launched: _Launched, scores: Scores) -> StepResult:
-    """The scores as plain data: first those of samples, then those of prompts, span by span."""
+    """Adds the scores as plain data: first those of samples, then those of prompts, span by span."""
     plan, wanted = launched.plan, launched.inputs.scores
     assert wanted is not None
     entries = scores.entries(wanted.tops.tolist())

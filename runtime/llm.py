@@ -1,9 +1,9 @@
-"""The offline API: `LLM` answers prompts and chats in this process, with the engine, scheduler and cache of the server.
+"""The offline API: `LLM` answers prompts and chats in this process, with the server's engine, scheduler and cache.
 
-    prompts -> RequestBuilder -> EngineLoop.step, again and again -> Reply -> RequestOutput
+    prompts -> RequestBuilder -> EngineLoop.step, repeatedly -> Reply -> RequestOutput
 
 The caller's thread runs the loop. Histories and the tokenizer are asynchronous: an event loop in a second thread runs
-them while the caller's thread waits, so that `LLM` also works where an event loop runs already (in a notebook).
+them while the caller's thread waits. So `LLM` also works where an event loop is already running (in a notebook).
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ Result = TypeVar("Result")
 Prompt = str | list[int]
 Messages = list[dict[str, Any]]
 
-CLOSING_SECONDS = 30.0  # for KV on its way to the disk
+CLOSING_SECONDS = 30.0  # seconds for saving KV to the disk
 
 
 class _Job:
-    """A prompt on its way to its replies."""
+    """A prompt in progress, with its replies."""
 
     def __init__(self, number: int, prompt: str | None, call: GenerationCall):
         self.number, self.prompt, self.call = number, prompt, call
@@ -62,17 +62,17 @@ class _Job:
 
 
 class LLM:
-    """An engine in this process. One thread at a time may use it; `close` it, or use it in a `with` statement.
+    """An engine in this process. One thread at a time may use it. Call `close`, or use it in a `with` statement.
 
-    model       an engine directory, a checkpoint's directory (its engine is built into the user's cache, or found
-                there), or "demo"
+    model       an engine directory, a checkpoint's directory (its engine is found in the user's cache or built there),
+                or "demo"
     dtype, quantization, backend
-                of the engine of a checkpoint, as `engine_for` takes them
-    state_dir   keeps conversations, and the disk tier if `disk_kv_bytes` asks for one, for later processes; without it
-                conversations last as long as the object
-    options     `OPTIONS`: as those of `pensieve serve`, with underscores
+                of the engine of a checkpoint, as in `engine_for`
+    state_dir   keeps conversations for later processes, and also their KV if `disk_kv_bytes` asks for a disk tier;
+                without it conversations last as long as the object
+    options     `OPTIONS`: the options of `pensieve serve`, with underscores
 
-    TypeError for an unknown option, SettingError (a ValueError) for one that cannot work.
+    TypeError for an unknown option, SettingError (a ValueError) for an impossible value.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class LLM:
                 history = str(args.state_directory / HISTORY_FILE)
             self._scheduler, self._executor, _, _, self._ready = assemble(args)
             opened.callback(self._executor.close)
-            # An LLM may be left open: a thread inside torch that outlives Python aborts the process.
+            # If an LLM stays open, a thread inside torch that outlives Python aborts the process.
             atexit.register(self._executor.close)
             opened.callback(atexit.unregister, self._executor.close)
             template = None if args.chat_template is None else read_chat_template(args.chat_template)
@@ -114,7 +114,7 @@ class LLM:
             self._ids = itertools.count(1)
             self._most = args.max_queue
             self._jobs: dict[RequestId, tuple[_Job, Reply]] = {}
-            self._late: list[Output] = []  # ends that `finish` brought
+            self._late: list[Output] = []  # last outputs that `finish` returned
             self._erasing: deque[asyncio.Future[bool]] = deque()
             self._histories = TurnManager(HistoryStore(history), self._tell, self._forget, self._tokenizer)
             opened.callback(lambda: self._wait(self._histories.close()))
@@ -129,7 +129,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Ends the engine, once KV on its way to the disk is there. Idempotent."""
+        """Ends the engine after its KV is saved to the disk. Idempotent."""
         self._closing.close()
 
     def generate(
@@ -141,13 +141,13 @@ class LLM:
         history: str = "client",
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """The replies to one prompt or several (text or token ids each), in their order.
+        """Returns the replies to one prompt or several (text or token ids each), in their order.
 
-        conversation    the prompt is a turn of it; one prompt only
-        history         "server": the prompt is only what is new, and goes on behind the stored conversation
-        use_tqdm        whether to write progress to stderr (None: if it is a terminal)
+        conversation    the prompt is a turn of this conversation; one prompt only
+        history         "server": the prompt contains only new text and continues the stored conversation
+        use_tqdm        True: writes progress to stderr; None: if it is a terminal
 
-        RequestError (a ValueError) if a prompt cannot be answered; nothing of the others goes on then.
+        RequestError (a ValueError) if a prompt cannot be answered; the other prompts are then aborted.
         """
         jobs = self._completions(prompts, sampling_params, conversation, history)
         return self._all(jobs, use_tqdm)
@@ -161,7 +161,7 @@ class LLM:
         history: str = "client",
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """As `generate`, for one dialogue or several: lists of {"role": ..., "content": ...}."""
+        """As `generate`, for one dialogue or several, each a list of {"role": ..., "content": ...}."""
         return self._all(self._chats(messages, sampling_params, conversation, history), use_tqdm)
 
     def stream(
@@ -172,8 +172,8 @@ class LLM:
         conversation: str | None = None,
         history: str = "client",
     ) -> Iterator[RequestOutput]:
-        """As `generate`, with an output whenever a prompt's replies have grown: all of them so far, the last one
-        `finished`. What is not read to its end is aborted."""
+        """As `generate`, but yields an output each time a prompt's replies grow. It holds the whole replies so far; the
+        last one is `finished`. Prompts are aborted if the iterator is closed early."""
         return self._run(self._completions(prompts, sampling_params, conversation, history), grown=True)
 
     def stream_chat(
@@ -247,7 +247,7 @@ class LLM:
         return [done[job.number] for job in jobs]
 
     def _run(self, jobs: list[_Job], grown: bool) -> Iterator[RequestOutput]:
-        """Each job's output when it has ended; with `grown` also whenever there is more of it."""
+        """Yields each job's output when it has ended; with `grown` also each time it grows."""
         waiting = deque(jobs)
         try:
             while waiting or self._jobs:
@@ -284,7 +284,7 @@ class LLM:
             self._jobs[request.id] = job, reply
 
     def _step(self) -> list[_Job]:
-        """One pass of the loop; the jobs whose replies have grown or ended."""
+        """Makes one pass of the loop. Returns the jobs whose replies have grown or ended."""
         applied = self._loop.step()
         for wholly in self._scheduler.disk.take_erased():
             self._events.call_soon_threadsafe(self._erasing.popleft().set_result, wholly)
@@ -309,14 +309,14 @@ class LLM:
         return list(grown)
 
     def _sleep(self) -> None:
-        """Until the scheduler wants to plan again. InvariantError if it never does."""
+        """Sleeps until the scheduler's next time. Raises InvariantError if there is none."""
         left = self._scheduler.wake_at - self._loop.clock()
         if left == float("inf"):
             raise InvariantError("requests are open and nothing is left to do")
         time.sleep(max(0.0, left))
 
     def finish(self, request: RequestId, tokens: int) -> None:
-        """For `Reply`: confirms that the reply is its first `tokens` tokens."""
+        """Confirms, for `Reply`, that the reply is its first `tokens` tokens."""
         ended = self._scheduler.finish(request, tokens, self._loop.clock())
         if ended is not None:
             self._late.append(ended)
@@ -328,7 +328,7 @@ class LLM:
             self._wait(turn.commit(first.tokens, "".join(first.texts), answer, first.request.salt))
 
     def _save(self) -> None:
-        """Waits for KV on its way to the disk."""
+        """Waits until KV is saved to the disk."""
         until = self._loop.clock() + CLOSING_SECONDS
         while (self._scheduler.disk.saving or self._scheduler.in_flight) and self._loop.clock() < until:
             self._loop.step()
@@ -339,13 +339,13 @@ class LLM:
         return RequestId(next(self._ids))
 
     def _tell(self, message: Fork | Keep) -> None:
-        """A stored conversation has claims of its own."""
+        """Applies a `Keep` if the scheduler knows the conversation. A `Fork` changes nothing here."""
         now = self._loop.clock()
         if isinstance(message, Keep) and message.conversation in self._scheduler.conversations:
             self._scheduler.conversations.keep(message.conversation, message.ttl, now + message.pinned, now)
 
     def _forget(self, message: Forget) -> asyncio.Future[bool]:
-        """A stored conversation has expired."""
+        """Begins to erase the KV of an expired conversation. The future's result: True if all of it is erased."""
         erased: asyncio.Future[bool] = self._events.create_future()
         self._erasing.append(erased)
         forget(self._scheduler, message)

@@ -1,4 +1,4 @@
-"""The loop of an engine: plan a step, launch it, and while it runs take in the result of the step before."""
+"""The engine's loop: plan a step, launch it, and apply the previous step's result while the new step runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEPS_IN_FLIGHT = 2  # one runs, the next is launched behind it
 
 
 class StepExecutor(Protocol):
-    """What the loop needs of an `Executor`."""
+    """The methods of an `Executor` that the loop calls."""
 
     def launch(self, plan: StepPlan) -> None: ...
 
@@ -37,16 +37,17 @@ class EngineLoop:
         clock: Callable[[], float] = time.monotonic,
     ):
         """counters    times the parts of each step (default: new counters)
-        timing      is told when each step is planned, launched and finished, to predict when the next one is due
-        clock       seconds, as the scheduler is told
+        timing      receives the times at which steps are planned, launched and finished; predicts when the next plan is
+                    due
+        clock       returns seconds; the scheduler gets the same times
         """
         self.scheduler, self.executor, self.clock = scheduler, executor, clock
         self.counters = LoopCounters() if counters is None else counters
         self._timing = timing
 
     def step(self) -> Applied | None:
-        """One pass. Returns None if no result was due: a step was launched, or, with nothing in flight, there was
-        nothing to do. Raises what ended the device, and InvariantError."""
+        """Makes one pass. Returns None if no result was due: a step was launched, or nothing is in flight and there is
+        nothing to do. Raises the error that ended the device, and InvariantError."""
         began = self.clock()
         with self.counters.plan:
             plan = self.scheduler.next_plan(began)
@@ -58,11 +59,11 @@ class EngineLoop:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is in flight. After a `step` without a result: there was nothing to do."""
+        """True if nothing is in flight. After a `step` that returned None it means that there was nothing to do."""
         return not self.scheduler.in_flight
 
     def _launch(self, plan: StepPlan, began: float) -> None:
-        """began: when its planning began."""
+        """`began`: the time at which the plan's making began, seconds."""
         self.counters.launching(plan)
         with self.counters.launch:
             self.executor.launch(plan)

@@ -1,9 +1,9 @@
-"""What the HTTP process and the loop's process say to each other, over one pipe each way.
+"""Messages between the HTTP process and the loop's process, over one pipe in each direction.
 
-HTTP -> loop: one message a request event (`Submit`, `Abort`, `Finish`) or change of a conversation (`Fork`, `Forget`,
-`Keep`), `Look` while somebody looks; `Drain` is the loop's own, from a signal.
-Loop -> HTTP: one `StepMessage` a step that brought anything; `Ready` once at the start; `Draining` when it accepts
-nothing more; `Residency` for a `Look`; `Erased` for a `Forget`; `Fatal` if the loop dies.
+HTTP -> loop: one message for each request event (`Submit`, `Abort`, `Finish`) or change of a conversation (`Fork`,
+`Forget`, `Keep`); `Look` while the page is open. The loop sends `Drain` to itself after a signal.
+Loop -> HTTP: one `StepMessage` for each step with results; `Ready` once at the start; `Draining` when it refuses new
+requests; `Residency` for a `Look`; `Erased` for a `Forget`; `Fatal` if the loop dies.
 All are plain picklable data.
 """
 
@@ -19,13 +19,13 @@ from .counters import DiskCounters, KVCounters, LoopStats
 
 
 class Submit(NamedTuple):
-    """Answered by an `Output` or a `Refusal` of the same request id."""
+    """A new request. Answered by an `Output` or a `Refusal` of the same request id."""
 
     request: Request
 
 
 class Abort(NamedTuple):
-    """The client is gone: the turn is not committed and nothing more is said about the request."""
+    """The client is gone. The turn is not committed, and no further message about the request is sent."""
 
     request: RequestId
 
@@ -43,16 +43,16 @@ class Finish(NamedTuple):
 
 
 class Fork(NamedTuple):
-    """A second conversation with the same KV. Nothing happens if the loop does not know the first one."""
+    """Makes a second conversation with the same KV. No effect if the loop does not know the first one."""
 
     conversation: str
     new: str
 
 
 class Forget(NamedTuple):
-    """The conversation claims no KV any more, and nobody may read what was its own: of its log of `tokens` with this
-    salt what is behind the first `shared` tokens. The loop may not know it (or nobody is to be forgotten: None), but
-    have its KV on disk. Answered by `Erased`."""
+    """Ends the conversation's claims and erases its own KV: of its log of `tokens` with this salt, the part after the
+    first `shared` tokens. `conversation` is None if only KV is to be erased. The loop may not know the conversation and
+    still have its KV on disk. Answered by `Erased`."""
 
     conversation: str | None
     tokens: array[int]
@@ -61,8 +61,8 @@ class Forget(NamedTuple):
 
 
 class Keep(NamedTuple):
-    """How long the conversation's KV is claimed after its last turn (None: the server's default), in seconds, and for
-    how many more seconds it is evicted last. The loop may not know it."""
+    """Sets how long the conversation's KV is claimed after its last turn (None: the server's default), and for how long
+    from now it is evicted last; seconds. The loop may not know the conversation."""
 
     conversation: str
     ttl: float | None
@@ -70,20 +70,20 @@ class Keep(NamedTuple):
 
 
 class Erased(NamedTuple):
-    """To each `Forget`, in their order: nobody can read what was its own any more, on any rank, not even after a loss
-    of power. Not `wholly`: the disk refused to erase something."""
+    """Answer to each `Forget`, in order: the conversation's own KV cannot be read any more, on any rank, even after a
+    power failure. `wholly` is False if the disk refused to erase a part."""
 
     wholly: bool
 
 
 class Look(NamedTuple):
-    """Somebody looks: answered by a `Residency` of the conversations from number `start` on."""
+    """Answered by a `Residency` of the conversations from number `start` on. Sent while the page is open."""
 
     start: int
 
 
 class Drain(NamedTuple):
-    """Accept nothing more; finish what runs within `seconds`, then abort the rest and end."""
+    """Refuse new requests; finish running ones within `seconds`, then abort the rest and end."""
 
     seconds: float
 
@@ -92,7 +92,7 @@ FromHTTP = Submit | Abort | Finish | Fork | Forget | Keep | Look | Drain
 
 
 class Refusal(NamedTuple):
-    """The request has ended, or not even begun, for this reason; its turn is not committed."""
+    """The request has ended, or was never begun, for this reason; its turn is not committed."""
 
     request: RequestId
     error: RequestError
@@ -100,10 +100,10 @@ class Refusal(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepMessage:
-    """`tokens[i]` is a new token of `requests[i]`, at most one a request, in the plan's order: of rows that generate,
-    then of prompts. `events` go with them: first usage, ends.
+    """`tokens[i]` is a new token of `requests[i]`, at most one for each request, in the plan's order: rows that
+    generate, then prompts. `events`: first usage and ends of these requests.
 
-    `logprobs` (of the new tokens) and `prompt_logprobs` by request, of those that asked for them.
+    `logprobs` (of the new tokens) and `prompt_logprobs` by request, for requests that asked for them.
     """
 
     requests: Sequence[int] = ()
@@ -122,8 +122,8 @@ class StepMessage:
 class Ready:
     """The loop serves. `stop_ids`: end-of-sequence tokens; `tokenizer`: the engine's tokenizer directory.
 
-    `model` is the name that replies carry; `aliases` may be asked for as well. `overflow`: contexts may outgrow
-    `max_model_len` where a request allows it.
+    `model` is the name in replies; requests may use `aliases` as well. `overflow`: contexts may outgrow `max_model_len`
+    if their requests allow it.
     """
 
     model: str
@@ -137,11 +137,11 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class TritonSettings:
-    """What Triton's model is told before anything else.
+    """The settings of Triton's model, sent as the first message.
 
     history_file, history_ttl, max_conversations_per_owner, log_format, log_level
                     as in `HTTPSettings`
-    chunk_tokens    what Triton's clients call a block of the KV cache
+    chunk_tokens    the KV cache's block size in the terms of Triton's clients
     end_seconds     the longest time from SIGTERM to the end of the engine's process
     """
 
@@ -155,7 +155,7 @@ class TritonSettings:
 
 
 class Draining(NamedTuple):
-    """The loop accepts nothing more and finishes what it has."""
+    """The loop refuses new requests and finishes the open ones."""
 
 
 class Fatal(NamedTuple):

@@ -1,12 +1,12 @@
-"""The engine loop behind a pipe: takes requests, runs steps, sends what they bring.
+"""The engine loop behind a pipe: receives requests, runs steps, sends the results.
 
     receive  ->  EngineLoop.step  ->  send
 
-The next step is planned shortly before the device needs it (`pace`): until then requests are received.
+The next step is planned shortly before the device needs it (`StepTiming`); until then requests are received.
 
-Two threads move messages between the HTTP process's pipe and two queues, so the loop never waits for a client. It ends
-when it is drained, when the HTTP process is gone, or with the exception of a broken invariant, which every client is
-told.
+Two threads move messages between the HTTP process's pipe and two queues, so the loop never waits for a client. The loop
+ends when it is drained, when the HTTP process is gone, or with the exception of a broken invariant, which is sent to
+every client.
 """
 
 from __future__ import annotations
@@ -54,23 +54,23 @@ from .observe.loop_stats import LoopCounters
 log = logging.getLogger(__name__)
 
 STATS_INTERVAL_S = 0.25
-LOOKED_AT = 32_768  # chunks for one `Look`: a millisecond or two
-LONGEST_WAIT_S = 1.0  # a signal that comes between the last look for one and a wait is heard when that ends
-LAST_WORDS_S = 15.0  # for the HTTP process to take what was said to it, once all is over
+LOOKED_AT = 32_768  # chunks in the answer to one `Look`: a millisecond or two
+LONGEST_WAIT_S = 1.0  # a signal that arrives just before a wait is handled when the wait ends
+LAST_WORDS_S = 15.0  # seconds for the HTTP process to read the last messages at the end
 STUCK = "the reply's grammar cannot be followed any further: it is too complex for a text of this length"
-IDLE_CHECK_S = 1.0  # after so long without anything to do the books are checked, once
+IDLE_CHECK_S = 1.0  # the state is checked once after so many seconds without work
 
 
 class Compiled(NamedTuple):
-    """The grammar of a request is, for whom it was submitted. From a thread that compiles to the loop."""
+    """The grammar of a request is compiled. Sent by the compiler's thread to the loop."""
 
     request: Request
     outcome: Future[Any]
 
 
 class Service:
-    """`connection` is the HTTP process's pipe; the scheduler, the executor and the trace are this loop's own from here
-    on."""
+    """Serves requests. `connection` is the HTTP process's pipe; from here on the scheduler, the executor and the trace
+    belong to this loop."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Service:
         self._outbox: SimpleQueue[ToHTTP | None] = SimpleQueue()
         self._reader = threading.Thread(target=_read, args=(connection, self._inbox), name="inbox", daemon=True)
         self._writer = threading.Thread(target=_write, args=(connection, self._outbox), name="outbox", daemon=True)
-        self._compiling: dict[RequestId, None] = {}  # requests that are not added yet
+        self._compiling: dict[RequestId, None] = {}  # requests whose grammar is being compiled; they are not added yet
         self._drain_until = float("inf")
         self._stats_due = 0.0
         self._trace = trace
@@ -95,11 +95,12 @@ class Service:
         self._garbage = GarbageCollector()
 
     def drain(self, seconds: float) -> None:
-        """Accepts nothing more, finishes what runs within `seconds`, then ends `run`. Safe in a signal handler."""
+        """Refuses new requests, finishes running ones within `seconds`, then ends `run`. Safe in a signal handler."""
         self._inbox.put(Drain(seconds))
 
     def run(self, ready: Ready) -> None:
-        """Serves until drained, then closes the executor and the pipe. Raises what broke, after clients were told."""
+        """Serves until drained, then closes the executor and the pipe. Raises the error that broke the loop, after
+        clients were told."""
         with self._garbage:
             self._run(ready)
 
@@ -107,7 +108,7 @@ class Service:
         self._reader.start()
         self._writer.start()
         self._outbox.put(ready)
-        self._send(Applied())  # sizes and what the disk holds, before the first request
+        self._send(Applied())  # sizes and the disk's contents, before the first request
         try:
             while not self._drained():
                 while not self._inbox.empty():
@@ -127,13 +128,13 @@ class Service:
             raise
         finally:
             self._outbox.put(None)
-            self._writer.join(LAST_WORDS_S)  # whoever does not read them by then hangs
+            self._writer.join(LAST_WORDS_S)  # an HTTP process that has not read them by then hangs
             self._executor.close()
             if self._trace is not None:
                 self._trace.close()
 
     def _wait_for_message(self, seconds: float) -> None:
-        """For so long at most; the device is busy meanwhile."""
+        """Waits for a message for at most `seconds`, while the device is busy."""
         try:
             with self._counters.wait:
                 message = self._inbox.get(timeout=seconds)
@@ -142,7 +143,7 @@ class Service:
         self._take(message)
 
     def _refuse_expired(self) -> None:
-        """Requests that have waited longer than `queue_timeout` are sent away."""
+        """Refuses requests that have waited longer than `queue_timeout`."""
         for request in self._scheduler.expire(time.monotonic()):
             self._refuse(request, RequestError(503, "the server is busy: the request has waited too long in the queue"))
 
@@ -150,9 +151,9 @@ class Service:
         self._outbox.put(StepMessage(refusals=(Refusal(request, error),)))
 
     def _step(self) -> None:
-        """One pass of the loop; sends the result if it brings anything, and sleeps if there is nothing to do."""
+        """Makes one pass of the loop. Sends the result if there is one, and sleeps if there is nothing to do."""
         applied = self._loop.step()
-        self._tell_erased()  # each plan looks through a part of a long log, even if no step follows
+        self._tell_erased()  # before the return: each plan looks up a part of a long log, even without a step
         if applied is None:
             if self._loop.idle:
                 self._wait_for_news()
@@ -163,9 +164,10 @@ class Service:
                 self._send(applied)
 
     def _wait_for_news(self) -> None:
-        """Nothing to do: sleeps until a message comes, with one look at the books.
+        """Sleeps until a message arrives, because there is nothing to do. Checks the state once.
 
-        While a reply waits to be confirmed (its client may be slow) others may wait too long behind it: no long sleep.
+        It does not sleep long while a reply waits for its confirmation (its client may be slow): requests behind it may
+        reach their time-out.
         """
         draining = self._drain_until - time.monotonic()
         try:
@@ -179,7 +181,7 @@ class Service:
                 self._sleep()
 
     def _sleep(self) -> None:
-        """Until a message comes, or until the scheduler wants to be asked though none does."""
+        """Sleeps until a message arrives or the scheduler's next time."""
         wake_at = self._scheduler.wake_at
         while (left := wake_at - time.monotonic()) > 0:
             with contextlib.suppress(Empty):
@@ -193,7 +195,7 @@ class Service:
                 self._submit(request, now)
             case Compiled(request, outcome):
                 outcome.result()
-                if request.id in self._compiling:  # else aborted meanwhile
+                if request.id in self._compiling:  # otherwise it was aborted meanwhile
                     del self._compiling[request.id]
                     self._add(request, now)
             case Abort(request):
@@ -217,7 +219,8 @@ class Service:
                 self._outbox.put(Draining())
 
     def _submit(self, request: Request, now: float) -> None:
-        """Compiling a grammar takes up to a second: it is done beside the loop, and the request waits for it."""
+        """Adds the request. A grammar takes up to a second to compile: another thread does it, and the request waits
+        for it."""
         grammar = request.sampling.grammar
         if self._drain_until < float("inf"):
             self._refuse(request.id, RequestError(503, "the server is shutting down"))
@@ -238,7 +241,8 @@ class Service:
             self._outbox.put(Erased(wholly))
 
     def _change_conversation(self, message: Fork | Keep, now: float) -> None:
-        """The history store knows every conversation, the scheduler those that have been active since the start."""
+        """Applies the change if the scheduler knows the conversation. The history store knows all conversations, the
+        scheduler only those that have been active since the start."""
         if message.conversation not in self._scheduler.conversations:
             return
         match message:
@@ -259,7 +263,8 @@ class Service:
             log.info("shutting down")
 
     def _drained(self) -> bool:
-        """Whether to end: nothing is left to do or to save, or its time is up; whoever is still open is told."""
+        """True if the loop should end: there is no work left, or its time is up. Requests that are still open are
+        refused."""
         if self._drain_until == float("inf"):
             return False
         open_requests = [*self._compiling, *self._scheduler.open_requests()]
@@ -275,7 +280,8 @@ class Service:
         return True
 
     def _send(self, applied: Applied) -> None:
-        """One message to the HTTP process; statistics ride along when something began or ended, and every so often."""
+        """Sends one message to the HTTP process. It includes statistics when a request began or ended, and at regular
+        intervals."""
         stats = copied = disk = loop = None
         if applied.events or not applied.requests or time.monotonic() >= self._stats_due:
             self._stats_due = time.monotonic() + STATS_INTERVAL_S
@@ -291,21 +297,21 @@ class Service:
 
 
 def forget(scheduler: Scheduler, message: Forget) -> None:
-    """Begins to erase the conversation's own KV; `scheduler.disk.take_erased` tells the end. A conversation that
-    was not active since the start may have records on disk too."""
+    """Begins to erase the conversation's own KV; `scheduler.disk.take_erased` reports the end. A conversation that was
+    not active since the start may also have records on disk."""
     conversation, tokens, shared, salt = message
     stored = scheduler.disk.keys(tokens, salt, shared)
     if conversation is None or conversation not in scheduler.conversations:
         scheduler.disk.erase(stored)
         return
     log = scheduler.conversations.tokens(conversation)
-    # Of turns that ran at once another one may have ended last than in the history file.
+    # When turns ran concurrently, the turn that ended last here may not be the last in the history file.
     shared, others = min(shared, common_prefix(log, tokens)), stored if log != tokens else ()
     scheduler.conversations.delete(conversation, shared, others)
 
 
 def _read(connection: Connection, inbox: SimpleQueue[FromHTTP]) -> None:
-    """Thread: what the HTTP process says. When it is gone, so is every client: nothing is left to serve."""
+    """Thread: passes on the HTTP process's messages. If that process ends, no client is left, and the loop drains."""
     try:
         while True:
             inbox.put(connection.recv())
@@ -314,9 +320,9 @@ def _read(connection: Connection, inbox: SimpleQueue[FromHTTP]) -> None:
 
 
 def _write(connection: Connection, outbox: SimpleQueue[ToHTTP | None]) -> None:
-    """Thread: what the loop says, then the end of it.
+    """Thread: sends the loop's messages, then signals their end.
 
-    Closing the pipe would not do: while the reader waits in it, the other side sees no end.
+    Closing the pipe would not signal it: while the reader waits in the pipe, the other side sees no end.
     """
     try:
         while (message := outbox.get()) is not None:
@@ -324,4 +330,4 @@ def _write(connection: Connection, outbox: SimpleQueue[ToHTTP | None]) -> None:
         with socket.socket(fileno=os.dup(connection.fileno())) as wire:
             wire.shutdown(socket.SHUT_WR)
     except OSError:
-        pass  # nobody listens any more: the reader says so to the loop
+        pass  # the HTTP process is gone; the reader reports that to the loop

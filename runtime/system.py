@@ -1,4 +1,4 @@
-"""This process and others: stacks of a process that hangs, child processes. Linux."""
+"""This process and others: stack traces of a process that hangs, child processes. Linux."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ASKED = signal.SIGUSR2
-MEETING_SECONDS = 600.0  # for all ranks to meet at the start: some load, or capture graphs, longer than others
-STDERR = 2  # the process's own, whatever Python's stands for
+# for all ranks to meet at the start: loading and capturing graphs takes some longer than others
+MEETING_SECONDS = 600.0
+STDERR = 2  # the file descriptor, even if Python's sys.stderr is replaced
 
 
 def tell_when_asked() -> None:
-    """From now on ASKED writes every thread's stack to stderr; mpirun passes it on to all ranks."""
+    """From now on the signal ASKED writes every thread's stack to stderr. mpirun passes the signal on to all ranks."""
     faulthandler.register(ASKED, file=STDERR)
 
 
 @contextlib.contextmanager
 def give_up_after(seconds: float) -> Iterator[None]:
-    """Ends this process, and mpirun all others, if the block takes longer; says where each thread is. One at a time."""
+    """Ends this process, and mpirun all others, if the block takes longer than `seconds`. Prints where each thread is.
+    Only one such block at a time."""
     faulthandler.dump_traceback_later(seconds, exit=True)
     try:
         yield
@@ -29,7 +31,8 @@ def give_up_after(seconds: float) -> Iterator[None]:
 
 
 def children(process: int) -> list[int]:
-    """Those of threads that end meanwhile may be left out; those that nobody has waited for are there."""
+    """Child processes, including ended ones that were not waited for. Children of threads that end during the call may
+    be missing."""
     found = list[int]()
     with contextlib.suppress(FileNotFoundError):
         for thread in Path(f"/proc/{process}/task").iterdir():
@@ -39,13 +42,13 @@ def children(process: int) -> list[int]:
 
 
 def descendants(process: int) -> list[int]:
-    """Its children, theirs, and so on."""
+    """Children, their children, and so on."""
     found = children(process)
     return [*found, *(one for child in found for one in descendants(child))]
 
 
 def running(process: int) -> bool:
-    """False too for one that has ended and that nobody has waited for."""
+    """Returns whether the process runs; False also for one that has ended and was not waited for."""
     with contextlib.suppress(OSError):
         return "State:\tZ" not in Path(f"/proc/{process}/status").read_text()
     return False

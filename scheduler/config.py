@@ -1,4 +1,5 @@
-"""Frozen settings that check themselves. Names are the command line's where it has them."""
+"""The scheduler's settings, frozen; they check themselves. A setting that is also a command-line option has its
+name."""
 
 from __future__ import annotations
 
@@ -23,26 +24,25 @@ class SchedulerConfig:
     max_num_seqs                    seats
     max_num_batched_tokens          token budget of a step
     max_queue                       requests that may wait; one more is refused with 429
-    queue_timeout                   seconds a request may wait for its first seat, then it is refused with 503
-    owner_kv_chunks                 chunks of each owner's conversations that are kept while there are others to evict;
-                                    None: owners are not told apart
+    queue_timeout                   seconds that a request may wait for its first seat before it is refused with 503
+    owner_kv_chunks                 quota, in chunks, of each owner: chunks beyond it are evicted first; None: no quotas
     conversation_ttl                seconds after its last activity for which a conversation claims its KV
-    swap_out_below                  chunks are copied out ahead of time while a smaller share of the GPU's slots is free
-                                    or reclaimable, at most a quarter as many as HOST has
-    generation_reserve              new requests join while a larger share of the GPU's slots is free or reclaimable
-    queue_order                     which request joins first: the one whose wait is longest in proportion to what its
-                                    prompt takes to compute, with a bound on overtaking (see `queue_order`) or without;
-                                    or the earliest arrival
-    overflow, overflow_ratio        what becomes of a context that outgrows `max_model_len` and may (see `windows`), and
-                                    the share of it that goes at once
+    swap_out_below                  share of the GPU's slots: while fewer are free or reclaimable, chunks are copied out
+                                    ahead of time; capped at a quarter of HOST's slots
+    generation_reserve              share of the GPU's slots: new requests join only while more are free or reclaimable
+    queue_order                     which request joins first: the one with the longest wait relative to its prompt's
+                                    predicted work, with or without a bound on overtaking (see `queue_order`), or the
+                                    earliest arrival
+    overflow, overflow_ratio        treatment of a context that outgrows `max_model_len` if its request allows it (see
+                                    `ContextWindow`), and the share of the window that is dropped at once
     reuse                           False: every request computes its whole context (for comparison)
     disk_kv_chunks                  0: no disk tier
     save                            when an ended turn's chunks are written to DISK: `async` soon, behind compute;
-                                    `sync` before the turn's last event; `off` when HOST must give them up
-    prefetch                        False: chunks on DISK are read when their request's turn has come, not before
-    copies_may_fail                 a copy to HOST may fail (`Form.is_exact`): the chunk's only copy counts once a
-                                    result says that it is complete
-    seed                            what else changes KV: digest of the weights, dtype, rotary parameters, ...
+                                    `sync` before the turn's last event; `off` only when HOST needs the room
+    prefetch                        False: chunks on DISK are read only when their request is next to join
+    copies_may_fail                 a copy to HOST may fail (`Form.is_exact`): a chunk's only copy is used only after a
+                                    result has confirmed it
+    seed                            digest of all else that changes KV: weights, dtype, rotary parameters, ...
     """
 
     gpu_kv_chunks: int
@@ -117,12 +117,13 @@ class SchedulerConfig:
         )
 
     def chunks(self, tokens: int) -> int:
-        """Chunks that hold so many tokens."""
+        """Chunks that hold `tokens` tokens."""
         return -(-tokens // self.chunk_tokens)
 
     @property
     def windows(self) -> ContextWindow | None:
-        """How contexts overflow; None if they are too short for a step of whole chunks: then none may."""
+        """The rules of context overflow, or None if contexts are shorter than a step of whole chunks and cannot
+        overflow."""
         step = int(self.overflow_ratio * self.max_model_len) // self.chunk_tokens * self.chunk_tokens
         return ContextWindow(self.max_model_len, step, self.overflow) if step else None
 
@@ -132,5 +133,5 @@ class SchedulerConfig:
 
     @property
     def largest_context(self) -> int:
-        """The longest context the GPU pool holds beyond the reserve, tokens."""
+        """The longest context that the GPU pool holds besides the reserve, tokens."""
         return (self.gpu_kv_chunks - self.reserved_chunks) * self.chunk_tokens

@@ -1,14 +1,15 @@
-"""Context overflow (docs/design/overflow.md): what a position sees once a conversation has outgrown the model's length.
+"""Context overflow (docs/design/overflow.md): the positions that a position sees once a conversation exceeds the
+model's length.
 
-Positions run on for ever, and what they see moves on in steps. With a context of W = 8 tokens and a step of 4:
+Positions increase without limit, and the visible window moves in steps. With a context of W = 8 tokens and a step of 4:
 
     position     0 1 2 3 4 5 6 7 | 8 9 10 11 | 12 13 14 15 | 16 ...
     sees from    0               | 4         | 8           | 12
 
-So the KV of a position depends on everything up to it, but reads only what it sees; KV that is kept stays valid as it
-is. It cannot be computed again by itself: position 4, say, saw 0. A conversation that has lost too much of it begins a
-new context at a *context start*: nothing before it exists, and position p sees from max(context start, start(p)) on. A
-context starts where a window starts.
+The KV of a position depends on everything up to it, but attention reads only the window. So kept KV stays valid. It
+cannot be recomputed alone: position 4, for example, saw position 0. A conversation that has lost too much of it begins
+a new context at a *context start*: nothing before it exists, and position p sees from max(context start, start(p)) on.
+A context starts where a window starts.
 """
 
 from __future__ import annotations
@@ -20,21 +21,22 @@ from dataclasses import dataclass
 from .types import Request, RequestError
 
 LONGEST_LOG = 2**20
-"""Tokens of a prompt that may outgrow the context. No more of it is computed than of any other, but all of it is looked
-through, while every other request waits: so many take a third of a second."""
+"""The longest prompt, in tokens, that may outgrow the context. Only the window is computed, but the lookup reads the
+whole prompt while every other request waits: a third of a second for this length."""
 
 KEEP, RECOMPUTE, RESTART = OVERFLOW_MODES = ("keep", "recompute", "restart-positions")
-"""keep         kept KV stays valid: positions run on, which rotary embeddings do not mind
-recompute       each window is a context of its own and the model counts positions from it: all of it is computed anew
+"""keep         kept KV stays valid: positions continue, which rotary embeddings allow
+recompute       each window is a context of its own, and the model counts positions from its start: all of it is
+                recomputed
 restart-positions
-                KV is kept, yet the model counts positions from each window's start: wrong, and here to show how much
+                KV is kept, yet the model counts positions from each window's start: wrong, kept to measure the error
 """
 
 
 @dataclass(frozen=True, slots=True)
 class ContextWindow:
     """length   W, the most tokens that a position sees, itself included
-    step        tokens that go at once when the window is full: whole chunks, fewer than `length`
+    step        tokens dropped at once when the window is full: whole chunks, fewer than `length`
     mode        one of OVERFLOW_MODES
     """
 
@@ -43,22 +45,23 @@ class ContextWindow:
     mode: str = KEEP
 
     def start(self, position: int, context_start: int = 0) -> int:
-        """The first position that this one sees."""
+        """The first position that `position` sees."""
         if position < context_start + self.length:
             return context_start
         return self.step * (1 + (position - self.length) // self.step)
 
     def end(self, start: int) -> int:
-        """The first position that sees less than `start` on."""
+        """The first position that no longer sees `start`."""
         return start + self.length
 
     def context_starts(self, last: int, lowest: int = 0) -> range:
-        """Where a context whose last position is `last` may begin, in the order in which starts are tried."""
+        """The possible context starts of a context whose last position is `last`, in the order in which they are
+        tried."""
         highest = self.start(last)
         return range(highest if self.mode == RECOMPUTE else lowest, highest + 1, self.step)
 
     def reach(self, last: int, context_start: int, first_missing: Callable[[int], int]) -> int:
-        """From where on KV is needed to compute all that is missing of what `last` sees: the start of a window.
+        """Returns the window start from which KV is needed to compute everything missing that `last` sees.
 
         `first_missing(p)`: the first position from p on whose KV must be computed.
         """
@@ -68,17 +71,17 @@ class ContextWindow:
         return start
 
     def zero(self, start: int) -> int:
-        """The position that the model counts as 0 while the window begins at `start`."""
+        """The position that the model counts as 0 in the window that begins at `start`."""
         return 0 if self.mode == KEEP else start
 
     @property
     def digest(self) -> bytes:
-        """Tells apart KV that was computed under other windows."""
+        """A digest of the window settings; KV computed under other settings gets other keys."""
         return hashlib.sha256(f"{self.length} {self.step} {self.mode}".encode()).digest()
 
 
 def check_length(request: Request, limit: int, windows: ContextWindow | None) -> None:
-    """RequestError (400) if the context would outgrow the model's and may not."""
+    """Raises RequestError (400) if the context would outgrow the model's length and its request does not allow it."""
     prompt = len(request.prompt)
     if request.truncate and windows is not None:
         if prompt > (most := max(LONGEST_LOG, limit)):

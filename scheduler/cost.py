@@ -1,8 +1,9 @@
-"""What recomputing and moving a chunk costs, in seconds: the profile behind every retention value and choice.
+"""Costs of recomputing and moving a chunk, in seconds. Retention values and load-or-recompute choices use this profile.
 
 Cost(l) is the marginal cost, in a full batch, of computing one chunk whose context ends at l (Pensieve, section 4.3.1):
-a part that is the same for every chunk, and attention, which grows with l. It is known at powers of two and linear
-between. Until an engine has been measured (`pensieve profile`) the profile is an estimate from the model's shape.
+a part that is the same for every chunk, and attention, which grows with l. It is measured at powers of two and
+interpolated linearly. Until an engine has been measured (`pensieve profile`) the profile is an estimate from the
+model's shape.
 """
 
 from __future__ import annotations
@@ -17,30 +18,32 @@ from .plan import StepPlan, mean_contexts
 from .types import SettingError
 
 Points = tuple[tuple[int, float], ...]
-"""(tokens, seconds), tokens ascending."""
+"""(tokens, seconds), ascending by tokens."""
 
 LEAD_STEPS = 3
-"""Steps until a slot is free whose copy-out is planned now: two are in flight, and the copy hides behind the next."""
+"""Steps from the plan of a copy-out until its GPU slot is free: two are in flight, and the copy runs beside the
+next."""
 
 
 @dataclass(frozen=True, slots=True)
 class CostProfile:
-    """chunk_seconds     all but attention, for one chunk in a full batch
+    """chunk_seconds     seconds for one chunk in a full batch, without attention
     attention            (context tokens, seconds for one chunk), ascending, at least one point
     step_base_seconds    a step's fixed part
-    chunk_bytes          one chunk's KV on one rank, as HOST and DISK hold it
+    chunk_bytes          one chunk's KV on one rank, in the form that HOST and DISK hold
     link_bytes_per_s     host to GPU copies
 
-    What only a measurement knows:
+    Known only from a measurement:
 
-    steps                (tokens, seconds of a step at the shortest context); without, steps cost their base and chunks
-    row_attention        (context tokens, seconds for one row that generates, in a full batch); without, its share of
-                         a chunk
-    out_bytes_per_s      GPU to host copies; None: as fast as the others
+    steps                (tokens, seconds of a step at the shortest context); if empty, a step costs its base and its
+                         chunks
+    row_attention        (context tokens, seconds for one row that generates, in a full batch); if empty, its share of a
+                         chunk
+    out_bytes_per_s      GPU to host copies; None: as fast as host to GPU
     disk_read_bytes_per_s, disk_write_bytes_per_s
-                         one rank's disk; until measured, about those of one NVMe drive
+                         one rank's disk; the defaults are about those of one NVMe drive
 
-    most_context         the most that a chunk sees, tokens, however far its context has run
+    most_context         the most tokens that a chunk sees, at any position of its context
     """
 
     chunk_tokens: int
@@ -94,15 +97,15 @@ class CostProfile:
         return self.chunk_bytes / self.disk_write_bytes_per_s
 
     def break_even_disk(self, tokens: int) -> float:
-        """Bytes/s from which a disk's history of so many tokens is read and copied in sooner than computed, on an idle
-        GPU; infinity: never."""
+        """Bytes/s from which reading a history of `tokens` tokens from disk and copying it in is faster than computing
+        it, on an idle GPU; infinity: never."""
         ends = range(self.chunk_tokens, tokens + 1, self.chunk_tokens)
         spared = sum(map(self.recompute, ends)) - len(ends) * self.load()
         return len(ends) * self.chunk_bytes / spared if spared > 0 else inf
 
     def step(self, tokens: int, context: int = 0, rows: int = 0, rows_context: int = 0) -> float:
-        """Predicted seconds of a step: `tokens` known ones, the mean context of which is `context`, and `rows` that
-        generate one each, at `rows_context`."""
+        """Predicted seconds of a step with `tokens` known tokens, whose mean context is `context`, and `rows` rows that
+        generate one token each, with mean context `rows_context`."""
         attention = tokens / self.chunk_tokens * _interpolated(self.attention, context)
         if rows:
             attention += rows * self._row_attention(rows_context)
@@ -111,7 +114,8 @@ class CostProfile:
         return self.step_base_seconds + (tokens + rows) / self.chunk_tokens * self.chunk_seconds + attention
 
     def plan_seconds(self, plan: StepPlan, begins: Mapping[int, int] | None = None) -> float:
-        """`step` of a plan; 0 without tokens. `begins`: by seat, the first position that its row sees (else 0)."""
+        """Predicted seconds of a plan; 0 without tokens. `begins`: by seat, the first position that its row sees
+        (default: 0)."""
         if not plan.tokens:
             return 0.0
         seen, rows_seen = mean_contexts(plan, begins)
@@ -139,17 +143,17 @@ def _interpolated(points: Sequence[tuple[int, float]], tokens: int) -> float:
 
 
 def propose_swap_out_below(cost: CostProfile, config: SchedulerConfig) -> float:
-    """The mark for `--swap-out-below` at which slots are free in time: a share of the GPU slots, whole percents.
+    """Returns the mark for `--swap-out-below` at which slots are freed in time: a share of the GPU slots, in whole
+    percents.
 
-    A full batch takes c chunks a second, of known tokens or of generated ones, whichever is more; copying out gives s
-    back. What is free or reclaimable must last
+    A full batch takes c chunks a second, of prompts or of generated tokens (the larger rate). Copying out frees s
+    chunks a second. The free and reclaimable slots must last
 
-    * for what is taken until the first copies are done: c times LEAD_STEPS full steps and the copying of one step's
-      chunks;
-    * where s < c, for what copying out falls behind while the longest context is computed: 1 - s / c of its chunks;
+    * until the first copies are done: c times LEAD_STEPS full steps and the copying of one step's chunks;
+    * if s < c, also for the deficit while the longest context is computed: 1 - s / c of its chunks.
 
-    and that above `--generation-reserve`, below which nobody new joins. Contexts count as short: full steps are
-    quickest then, and take the most slots.
+    They come on top of `--generation-reserve`, below which no new request joins. The formula assumes short contexts:
+    full steps are fastest then, and take the most slots.
     """
     step_chunks = config.max_num_batched_tokens / config.chunk_tokens
     step_seconds = cost.step(config.max_num_batched_tokens)
@@ -173,7 +177,8 @@ def analytic_profile(
     link_bytes_per_s: float,
     step_base_seconds: float,
 ) -> CostProfile:
-    """An estimate from the model's shape: two operations a parameter and token, four a context token and channel.
+    """An estimate from the model's shape: two operations for each parameter and token, four for each context token and
+    channel.
 
     `attention_width` is query heads x head size; `chunk_bytes` one chunk's KV.
     """

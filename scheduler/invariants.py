@@ -16,7 +16,8 @@ def check_requests(
     held: dict[RequestId, RunningTurn],
     turns: dict[RequestId, Turn],
 ) -> None:
-    """Each request is in one place: in the queue, loading, in a seat, or held until its length is confirmed."""
+    """Checks that each request is in exactly one place: queued, loading, in a seat, or held until its length is
+    confirmed."""
     joined = list(queues.joined())
     seats = sorted([*queues.free_seats, *(row.seat for row in queues.rows)])
     if seats != list(range(queues.seats)):
@@ -32,7 +33,7 @@ def check_requests(
 
 
 def check_store(store: ChunkStore, users: dict[Chunk, int], claims: dict[Chunk, Claims]) -> None:
-    """Conservation: slots are free or owned once; users and claims are those of rows and conversations."""
+    """Checks that each slot is free or owned once, and that users and claims are those of rows and conversations."""
     chunks = list(store.resident_chunks())
     store.gpu.check(chunk.gpu for chunk in chunks if chunk.gpu != NO_SLOT)
     moving_host, moving_disk = store.disk.check(chunks)
@@ -65,7 +66,7 @@ def check_store(store: ChunkStore, users: dict[Chunk, int], claims: dict[Chunk, 
 
 
 def _check_filing(store: ChunkStore, chunk: Chunk) -> bool:
-    """Decides anew, apart from `ChunkStore.file`, where the chunk belongs; returns whether that is anywhere."""
+    """Computes, independently of `ChunkStore.file`, the set that the chunk belongs to. Returns whether there is one."""
     on_gpu, on_host, on_disk = (slot != NO_SLOT for slot in (chunk.gpu, chunk.host, chunk.disk))
     movable = not chunk.users and chunk.moving is None
     belongs: VictimSet | OrderedSet | None = None

@@ -1,12 +1,12 @@
-"""StepPlan and StepResult: the only words between the scheduler, which decides, and the executor, which does.
+"""StepPlan and StepResult: all that the scheduler and the executor tell each other.
 
-Frozen plain data (it pickles small and is what rank 0 sends to the others). A plan carries changes only: a seat's
-block-table row is sent once and then extended.
+Both are frozen plain data, and their pickles are small: rank 0 sends plans to the other ranks. A plan carries changes
+only: a seat's block-table row is sent once and then extended.
 
-**Lanes and tickets.** Work runs on three lanes, each in its own order: COMPUTE (steps), IN (host to GPU copies) and
-OUT (GPU to host copies). Every piece of work has a ticket, counted from 1 on its lane; a step's ticket is its number.
-`after` names, lane by lane, the last ticket that must be complete *on the device* before the work may begin; 0 means
-none. It proves that no slot is read before it is written, or written while it is still read.
+**Lanes and tickets.** Work runs on three lanes, each in its own order: COMPUTE (steps), IN (host to GPU copies) and OUT
+(GPU to host copies). Every piece of work has a ticket, counted from 1 on its lane; a step's ticket is its number.
+`after` names, for each lane, the last ticket that must be complete *on the device* before the work may begin; 0 means
+none. This order ensures that no slot is read before it is written, or written while it is still read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Lane(IntEnum):
 
 
 class Tickets(NamedTuple):
-    """A ticket for each lane, in the order of `Lane`."""
+    """One ticket for each lane, in the order of `Lane`."""
 
     compute: int = 0
     swap_in: int = 0
@@ -38,9 +38,9 @@ NO_TICKETS = Tickets()
 
 
 class Join(NamedTuple):
-    """A request takes a seat: its sampler state starts here.
+    """A request takes a seat, and its sampler state starts.
 
-    `prompt` and `reply` are the tokens so far, for those whose next token depends on them (penalties).
+    `prompt` and `reply` are the tokens so far; they are filled if the next token depends on them (penalties).
     `prompt_logprobs` as in `Request`. `stop_ids`: none of them is drawn for a position before `may_end`.
     """
 
@@ -55,10 +55,10 @@ class Join(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """The row of the request in `seat` begins at position `start`, a chunk's first: what is before it is no longer
-    seen. The whole row follows (a `BlockUpdate` from chunk 0 on). The model counts positions from `zero`.
+    """The row of the request in `seat` now begins at position `start`, the first of a chunk. Earlier positions are no
+    longer seen. A `BlockUpdate` from chunk 0 on follows with the whole row. The model counts positions from `zero`.
 
-    Without it a row begins at position 0, as does every row that joins.
+    Without an Origin a row begins at position 0. This holds for every row that joins.
     """
 
     seat: int
@@ -79,7 +79,7 @@ class Span(NamedTuple):
 
     Positions below `write_from` belong to a keyed chunk and are not written (the last token of a full hit).
     `samples`: the span's last position yields the request's next token.
-    `scores`: log probabilities are reported of the known token behind each position.
+    `scores`: for each position, the log probability of the known next token is reported.
     """
 
     seat: int
@@ -92,9 +92,9 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CopyBatch:
-    """Whole chunks to copy on one lane: `sources[i]` to `targets[i]` (GPU and HOST slots as the lane says).
+    """Whole chunks to copy on one lane: `sources[i]` to `targets[i]` (GPU and HOST slots, as the lane requires).
 
-    A gated batch is waited for by this plan's step, layer group by layer group; at most one batch of a plan is gated.
+    This plan's step waits for a gated batch, layer group by layer group. At most one batch of a plan is gated.
     """
 
     lane: Lane
@@ -127,22 +127,22 @@ class StepPlan:
     """One iteration over one batch.
 
     copies      in the order in which they are to be issued, before the step is launched
-    after       what the step itself waits for, beside its gates
+    after       tickets that the step itself waits for, besides its gates
     joins, origins, blocks
                 applied to the seats before anything else, in this order
-    generate    seats that compute one token, their last sample, at `positions` (as many)
-    spans       pieces of known tokens, ascending within a seat; `token_ids` holds their ids one after the other
-    scored      the known token behind each position of the spans that score; none behind a position that samples
+    generate    seats that compute one token (the row's last sample), each at its position in `positions`
+    spans       pieces of known tokens, ascending within a seat; `token_ids` holds the ids of all spans, in their order
+    scored      the known next token of each position in the spans that score; a position that samples has none
     samples     rows that get a token, in this order: all of `generate`, then the spans that sample
     spills, promotions
-                work for the disk, which takes its time and is on no lane: it begins at once, the step does not wait
-                for it, and until a result reports it done or failed its slots have no other use (but copies may read
-                a HOST slot that is being spilled). All earlier uses of its HOST slots are complete on the device
-    erased      DISK slots whose records can never be read again once the plan is done, but for those that its result
-                says could not be erased; no plan uses them before that
-    ended       requests with a grammar that take no seat any more: their grammars' states can go
+                disk work, which is on no lane: it begins at once, and the step does not wait for it. Until a result
+                reports it done or failed, its slots have no other use (but copies may read a HOST slot that is being
+                spilled). All earlier uses of its HOST slots are complete on the device
+    erased      DISK slots whose records cannot be read again once the plan is done, except those in the result's
+                `erase_failed`; no plan uses these slots before that result
+    ended       requests with a grammar that will take no seat again: the states of their grammars can be freed
 
-    The batch's token order is: `generate`, then `spans`. A plan without both launches nothing.
+    The batch's tokens are those of `generate`, then those of `spans`. A plan without both launches nothing.
     """
 
     step: int
@@ -170,20 +170,21 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step brought: `tokens[i]` is the sample of `samples[i]`.
+    """The outcome of a step: `tokens[i]` is the sample of `samples[i]`.
 
-    logprobs    of the tokens of those rows that asked for them
+    logprobs    of the sampled tokens, for the rows that asked for them
     prompt_logprobs
                 of the tokens that the plan scored, by seat, in their order
-    completed   the last ticket known to be complete on each lane, over all ranks the smallest
+    completed   the last ticket known to be complete on each lane, the minimum over all ranks
     spilled, promoted
-                DISK slots whose record is written, or read and checked, on every rank; each once
-    failed      DISK slots whose record could not be written, or read, or did not check, on some rank; each once
+                DISK slots whose record is written, or read and verified, on every rank; each reported once
+    failed      DISK slots whose record could not be written, read or verified on some rank; each reported once
     erase_failed
-                of the DISK slots that a plan erases, those that some rank could not; with that plan's result, or before
-    bad_copies  HOST slots in which a swap-out has left a copy that is not its chunk's KV, on some rank; together with
-                the `completed` that covers the swap-out, or before
-    stuck       rows whose grammar cannot be followed any further; their tokens mean nothing
+                DISK slots of a plan's `erased` that some rank could not erase; reported with that plan's result or
+                before
+    bad_copies  HOST slots with a failed copy on some rank: a swap-out left data there that is not its chunk's KV.
+                Reported with the `completed` that covers the swap-out, or before
+    stuck       rows whose grammar allows no next token; their sampled tokens mean nothing
     """
 
     step: int
@@ -201,9 +202,9 @@ class StepResult:
 
 
 def mean_contexts(plan: StepPlan, begins: Mapping[int, int] | None = None) -> tuple[int, int]:
-    """Tokens of context that the plan's known tokens see on average, and those that its generating rows see.
+    """Returns the mean context, tokens, of the plan's known tokens, and that of its generating rows.
 
-    `begins`: by seat, the first position that its row sees (else 0).
+    `begins`: by seat, the first position that its row sees (default: 0).
     """
     first = begins or {}
     seen = sum(

@@ -1,13 +1,14 @@
-"""The scheduler: what to compute next, what to move, what to keep. All decisions, no device.
+"""The scheduler decides what to compute next, what to copy, and what to keep. It touches no device.
 
     add(request)      a turn joins the queue
     next_plan(now)    one step: generation, pieces of prompts, joining requests, copies
-    apply(result)     its tokens; replies that end are committed to their conversations
-    abort, finish     a client left; a reply's length is known
-    conversations     their logs: fork, keep, delete, where their KV is
+    apply(result)     the step's tokens; replies that end are committed to their conversations
+    abort, finish     a client has left; the length of a reply is known
+    conversations     the logs: fork, keep, delete, residency of their KV
     disk              records of an earlier process, chunks to save, records to erase
 
-Plan n+1 is made while step n runs: `next_plan` may be called before the results of earlier plans are applied, in order.
+`next_plan` makes plan n+1 while step n runs, before the results of earlier plans are applied. Results are applied in
+order.
 Times are seconds on any clock that does not run backwards.
 """
 
@@ -78,11 +79,11 @@ class Scheduler:
         self._inflight: deque[tuple[StepPlan, list[RunningTurn]]] = deque()
         self._step = self._applied = 0
         self._arrivals = 0
-        self._ended: list[RequestId] = []  # with a grammar, since the last plan
-        self._patient: deque[Turn] = deque()  # by arrival; some have their seat by now, or are gone
+        self._ended: list[RequestId] = []  # requests with a grammar that have ended since the last plan
+        self._patient: deque[Turn] = deque()  # in order of arrival; some already have a seat or have ended
         self._swapped_in = self._swapped_out = 0
-        self._last_out = 0  # the last swap-out's ticket
-        # Most of HOST is for chunks that are nowhere else: copies of what is still on the GPU are no gain.
+        self._last_out = 0  # ticket of the last swap-out
+        # Most of HOST is kept for chunks that are in no other tier. A second copy of a chunk on the GPU gains nothing.
         self._mark = min(int(config.swap_out_below * config.gpu_kv_chunks), config.host_kv_chunks // 4)
 
     # -- requests
@@ -94,7 +95,8 @@ class Scheduler:
             raise RequestError(400, f"request {request.id} is being served already", "id")
         if len(self._queues.waiting) >= self.config.max_queue:
             raise RequestError(429, f"{len(self._queues.waiting)} requests wait already", None)
-        self.conversations.expire(now, self._write_behind.untold)  # a late turn does not revive an expired conversation
+        # before the turn is queued: a late turn does not revive an expired conversation
+        self.conversations.expire(now, self._write_behind.untold)
         self._arrivals += 1
         turn = Turn(request, self._arrivals, *self._committer.prompt_keys(request), now)
         self._order.arrived(turn)
@@ -105,7 +107,8 @@ class Scheduler:
             self._patient.append(turn)
 
     def abort(self, request: RequestId, now: float) -> None:
-        """The turn is not committed; its full chunks stay as cache. Unknown ids have ended already."""
+        """Ends the request without committing its turn. Its full chunks stay as cache. An unknown id has already
+        ended."""
         turn = self._turns.get(request)
         if turn is None:
             return
@@ -118,7 +121,7 @@ class Scheduler:
             self._queues.release_row(self._take_row(turn), None, now)
 
     def expire(self, now: float) -> list[RequestId]:
-        """Ends the requests that have waited too long for their first seat (`queue_timeout`) and returns their ids."""
+        """Ends the requests that have waited longer than `queue_timeout` for their first seat. Returns their ids."""
         expired, patience = [], self.config.queue_timeout
         while patience is not None and self._patient and self._patient[0].arrived + patience <= now:
             turn = self._patient.popleft()
@@ -128,8 +131,8 @@ class Scheduler:
         return expired
 
     def finish(self, request: RequestId, tokens: int, now: float) -> Output | None:
-        """The reply is its first `tokens` tokens. Returns its end if the request still ran, unless `--save sync` keeps
-        it back: then `apply` brings it. Unknown ids have ended."""
+        """Cuts the reply to its first `tokens` tokens. Returns the request's last output if it was still running. With
+        `--save sync` that output may come from a later `apply` instead. An unknown id has already ended."""
         turn = self._turns.get(request)
         if turn is None:
             return None
@@ -158,10 +161,10 @@ class Scheduler:
     # -- steps
 
     def next_plan(self, now: float) -> StepPlan | None:
-        """The next step, or None if there is nothing to do before a result, a request or an end of one arrives.
+        """Returns the next step, or None if there is nothing to do until a result, a request or an abort arrives.
 
-        A plan without tokens, copies and work for the disk asks only for the next result: work is under way there, a
-        copy does not count yet, or a deletion goes on.
+        A plan without tokens, copies and disk work only asks for the next result. It is made while disk work is in
+        progress, while a copy is not confirmed yet, or while a deletion continues.
         """
         step = self._step + 1
         self._store.now = now
@@ -180,7 +183,7 @@ class Scheduler:
         batcher.plan_spans(batch)
         if self.config.batching == "separate" and not batch.tokens:
             batcher.plan_generation(batch)
-            if not batch.tokens:  # perhaps the only row has outgrown its window and queued again
+            if not batch.tokens:  # the only row may have outgrown its window and gone back to the queue
                 self._admission.admit(batch)
         self._swap_out_ahead(batch)
         if self.config.disk_kv_chunks:
@@ -201,7 +204,8 @@ class Scheduler:
         return plan
 
     def apply(self, result: StepResult, now: float) -> Applied:
-        """Takes the oldest plan's result. Rows that have ended or left meanwhile are passed over by their epoch."""
+        """Applies the oldest plan's result. Results of rows that have ended or left are skipped; their epoch shows
+        it."""
         plan, span_rows = self._inflight.popleft()
         if (result.step, result.samples) != (plan.step, plan.samples):
             raise InvariantError(f"the result of step {result.step} came where that of step {plan.step} was due")
@@ -243,14 +247,15 @@ class Scheduler:
 
     @property
     def wake_at(self) -> float:
-        """When `next_plan` has something to do at the latest, though nothing arrives: seconds, infinity for never."""
+        """The latest time of the next `next_plan` call if nothing arrives before, seconds; infinity if none is
+        needed."""
         return min(self.conversations.next_due, self._prefetcher.next_due)
 
-    # -- what others may know
+    # -- state for callers
 
     @property
     def idle(self) -> bool:
-        """Nothing runs, waits, or is in flight, and no end is kept back."""
+        """True if nothing runs, waits or is in flight, and no last output is kept back."""
         return not self._turns and not self._inflight and not self._write_behind.withholds
 
     def open_requests(self) -> list[RequestId]:
@@ -285,17 +290,18 @@ class Scheduler:
         )
 
     def check(self) -> None:
-        """Proves conservation, from nothing but rows and conversations. Raises InvariantError. Cost: all chunks."""
+        """Checks that slots, users and claims agree, counted anew from rows and conversations. Raises InvariantError.
+        Cost: all chunks."""
         check_requests(self._store, self._queues, self._held, self._turns)
         users = Counter(chunk for row in (*self._queues.joined(), *self._held.values()) for chunk in row.chunks)
         check_store(self._store, users, self.conversations.claims())
 
-    # -- within
+    # -- internal
 
     def _touch(self, turn: Turn, now: float) -> None:
-        """The user has written: the conversation is active again, which moves its chunks to the end of every order.
+        """Marks the conversation as active, because its user has written. Its chunks become the last victims.
 
-        Needless if no request waits: then the next plan pins them, or does the same if they do not fit.
+        Does nothing if no request waits: the next plan then pins the chunks, or marks them if the request does not fit.
         """
         self.conversations.touch(turn.request, now)
         if not self._queues.waiting:
@@ -307,9 +313,10 @@ class Scheduler:
         self._queues.await_chunks(turn, chunks, self._store.stamp(now))
 
     def _swap_out_ahead(self, batch: PlanBuilder) -> None:
-        """Copies out ahead of time below the mark, behind this step's compute; whatever the queue's head needs.
+        """Copies chunks out ahead of time while fewer GPU slots than the mark are available, at least as many as the
+        first waiting request needs.
 
-        The next plan's generation comes before its head: with what that takes made too, the head finds all it wanted.
+        The next plan takes slots for generation before it admits that request. The slots for both are freed now.
         """
         needed = batch.wanted + batch.short
         if batch.wanted:
@@ -319,8 +326,8 @@ class Scheduler:
             batch.evictor.swap_out_ahead(available, most=max(needed, self._admission.link_chunks(batch)))
 
     def _polls(self, batch: PlanBuilder) -> bool:
-        """An empty plan is needed all the same: it carries work for the disk, or, if no other result is due, its result
-        reports work under way."""
+        """True if an empty plan is needed: it carries disk work, or, with nothing in flight, its result reports the
+        progress of disk work."""
         if batch.spills or batch.promotions or batch.erased:
             return True
         if self._inflight:
@@ -328,19 +335,20 @@ class Scheduler:
         return batch.polls or self.disk.busy or self._deletions.looking or self._awaits_copies()
 
     def _awaits_copies(self) -> bool:
-        """A request may wait for a copy on HOST that is not known to be complete."""
+        """True if a waiting request may depend on a copy on HOST that is not confirmed yet."""
         unconfirmed = self.config.copies_may_fail and bool(self._queues.waiting)
         return unconfirmed and self._last_out > self._store.completed.swap_out
 
     def _scored(self, plan: StepPlan, span_rows: list[RunningTurn], result: StepResult, applied: Applied) -> None:
-        """Passes on the log probabilities of prompts, those of rows that are still there."""
+        """Passes on prompt log probabilities, for the rows that still run."""
         for span, row in zip(plan.spans, span_rows, strict=True):
             if span.scores and row.id in self._queues.by_id:
                 row.turn.scored = span.end
                 applied.prompt_logprobs[row.id.request] = result.prompt_logprobs[span.seat]
 
     def _begins_or_ends(self, row: RunningTurn, token: int, now: float, applied: Applied) -> None:
-        """`token` is the reply's first, the last one allowed, or a stop id (which counts from `min_tokens` on)."""
+        """Handles the reply's first token, its last allowed token, and stop ids (which count after `min_tokens`
+        tokens)."""
         turn, request, count = row.turn, row.turn.request, len(row.tokens)
         reply = count - len(request.prompt)
         begins, finish = count == row.begin, None
@@ -359,7 +367,7 @@ class Scheduler:
             applied.events.append(Output(request.id, usage=usage, finish=finish, queued=queued, truncated=truncated))
 
     def _reply_ends(self, row: RunningTurn, reply: int, now: float) -> None:
-        """Nothing more is generated. A turn whose length the client side confirms is held until then."""
+        """Ends generation for the row. If the front end confirms the reply's length, the row is held until then."""
         self._queues.unseat(row)
         self._order.reply_ended(reply)
         if row.turn.request.confirm:
@@ -369,7 +377,7 @@ class Scheduler:
             self._end(row, reply, now)
 
     def _take_row(self, turn: Turn) -> RunningTurn:
-        """The turn's row, out of its seat."""
+        """Removes the turn's row from its seat and returns it."""
         held = self._held.pop(turn.request.id, None)
         if held is not None:
             return held
@@ -382,7 +390,7 @@ class Scheduler:
         return row
 
     def _end(self, row: RunningTurn, reply: int, now: float) -> None:
-        """Commits the turn, cut to `reply` tokens, and lets its chunks go."""
+        """Commits the turn, cut to `reply` tokens, and releases its chunks."""
         turn, tail = row.turn, self._committer.tail(row, reply)
         self._committer.commit(turn, row, reply, tail, now)
         self._write_behind.turn_ended(row.chunks, now)
@@ -390,11 +398,11 @@ class Scheduler:
         self._close(turn)
 
     def _close(self, turn: Turn) -> None:
-        """The turn has ended or left."""
+        """Forgets a turn that has ended or left."""
         del self._turns[turn.request.id]
         if turn.request.sampling.grammar is not None:
             self._ended.append(turn.request.id)
 
     def _truncated(self, turn: Turn, count: int) -> int:
-        """Leading tokens that were not seen when the last of the turn's first `count` tokens was drawn."""
+        """Count of leading tokens that the last of the turn's first `count` tokens did not see."""
         return self._chunk_keys.first_seen(count - 1, turn.context_start)

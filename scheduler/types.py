@@ -1,7 +1,7 @@
-"""Words shared by all rooms: tiers, requests, and the three kinds of failure (never mixed).
+"""Types shared by all rooms: tiers, requests, and the three kinds of failure (never mixed).
 
-A wrong setting stops the start (`SettingError`), a bad request is answered to its client (`RequestError`),
-a broken invariant stops every rank with its reason (`InvariantError`).
+A wrong setting stops the start (`SettingError`), a bad request is answered to its client (`RequestError`), a broken
+invariant stops every rank with its reason (`InvariantError`).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from math import inf
 from typing import NamedTuple, NewType
 
 ChunkKey = NewType("ChunkKey", bytes)
-"""SHA-256 over the previous chunk's key and the chunk's token ids: contains its whole prefix."""
+"""SHA-256 over the previous chunk's key and the chunk's token ids, so it stands for the whole prefix."""
 
 RequestId = NewType("RequestId", int)
 
 
 class SettingError(ValueError):
-    """A setting cannot work; the message names it and says what would."""
+    """A setting cannot work; the message names it and gives values that would."""
 
     def __init__(self, setting: str, message: str):
         super().__init__(f"{setting}: {message}")
@@ -27,9 +27,10 @@ class SettingError(ValueError):
 
 
 class RequestError(ValueError):
-    """A request cannot be served; its client is told why. `status` is the HTTP status, `param` the field at fault.
+    """A request cannot be served; the message goes to its client. `status` is the HTTP status, `param` the field at
+    fault.
 
-    `code`: the name that OpenAI gives to this kind of error, where programs look for it.
+    `code`: OpenAI's name for this kind of error, which client programs check.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
@@ -41,11 +42,11 @@ class RequestError(ValueError):
 
 
 INSUFFICIENT_QUOTA = "insufficient_quota"
-"""OpenAI's `code` of a 429 that does not pass by itself."""
+"""OpenAI's `code` of a 429 that a retry does not cure."""
 
 
 class InvariantError(AssertionError):
-    """The program's own books disagree. Never caught: going on could return another conversation's tokens."""
+    """The program's own state is inconsistent. Never caught: going on could return another conversation's tokens."""
 
 
 class DiskRecord(NamedTuple):
@@ -77,27 +78,28 @@ class RowId(NamedTuple):
     epoch: int
 
 
-MOST_LOGPROBS = 20  # OpenAI's and vLLM's
+MOST_LOGPROBS = 20  # the limit of OpenAI and vLLM
 
 
 def check_logprobs(count: int | None, param: str) -> None:
-    """RequestError (400) if so many of the likeliest tokens cannot be reported."""
+    """Raises RequestError (400) if that many of the likeliest tokens cannot be reported."""
     if count is not None and not 0 <= count <= MOST_LOGPROBS:
         raise RequestError(400, f"{param} must be between 0 and {MOST_LOGPROBS}, not {count}", param)
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one request's tokens are drawn. Draw number p of seed s is a pure function of (s, p): resuming is exact.
+    """Sampling settings of one request. Draw number p with seed s is a pure function of (s, p), so resuming is exact.
 
     temperature             0 is greedy
     top_k, top_p, min_p     0, 1 and 0 switch the filter off
     repetition_penalty      logits of tokens in prompt or reply are divided by it, negative ones multiplied; 1 is off
-    presence_penalty, frequency_penalty
-                            taken off the logits of the reply's tokens, once and once for each occurrence
-    logit_bias              (token id, what is added to its logit)
-    logprobs                log probabilities are reported of each token drawn, and of so many of the likeliest
-    grammar                 what the reply must follow, as `runtime.grammar` writes it
+    presence_penalty        subtracted once from the logits of the tokens in the reply
+    frequency_penalty       subtracted from the logits of the tokens in the reply, once for each occurrence
+    logit_bias              (token id, number to add to its logit)
+    logprobs                None, or the number of likeliest tokens whose log probabilities are reported, besides the
+                            drawn token's
+    grammar                 the grammar that the reply must follow, in the form of `runtime.grammar`
     """
 
     temperature: float = 0.0
@@ -148,8 +150,8 @@ GREEDY = Sampling()
 class TokenLogprobs(NamedTuple):
     """Natural logarithms of the model's own probabilities, before temperature, penalties, bias and grammar.
 
-    logprob, rank           of the token that is there; 1 is the likeliest
-    top_ids, top_logprobs   the likeliest tokens, as many as were asked for, the likeliest first
+    logprob, rank           of the actual token; rank 1 is the likeliest
+    top_ids, top_logprobs   the likeliest tokens, as many as were requested, the likeliest first
     """
 
     logprob: float
@@ -160,25 +162,27 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One turn: its whole prompt (history included) and how to answer it.
+    """One turn: its whole prompt (history included) and the settings for its reply.
 
     prompt          token ids, typecode "i"
-    conversation    the conversation object to commit the turn to, or None: reuse by content alone
+    conversation    id of the conversation to commit the turn to, or None: reuse by content alone
     max_tokens      most tokens to generate, at least 1
-    min_tokens      none of `stop_ids` is among the first so many tokens, unless a grammar leaves nothing else
+    min_tokens      the reply's first `min_tokens` tokens contain none of `stop_ids`, unless the grammar allows nothing
+                    else
     stop_ids        generation ends with one of these (the stop id itself belongs to the reply)
     priority        smaller ones are served first, equal ones in order of arrival
     salt            requests with different salts share no KV
-    confirm         the reply's length is confirmed by `Scheduler.finish` (a matcher of stop strings outside may cut
-                    it); the turn is committed only then
-    prompt_logprobs log probabilities are reported of each prompt token but the first, and of so many of the likeliest:
-                    the whole prompt is computed again
-    choice          which of several replies to one prompt this is; the prompt is counted with choice 0
-    truncate        the context may outgrow the model's: then its leading tokens are no longer seen
-    owner           whose fair share of seats and steps it uses, and whose quota its conversation counts for
-    known           leading tokens of the prompt that an earlier turn had KV of, perhaps in an earlier process: if they
-                    are computed, they are not new
-    expect_next_s   seconds from the reply's end after which the client expects to write its next turn, or None
+    confirm         the turn is committed only when `Scheduler.finish` confirms the reply's length (the front end may
+                    cut the reply at a stop string)
+    prompt_logprobs None, or the number of likeliest tokens whose log probabilities are reported for each prompt token
+    but the first, besides its own: the whole prompt is computed again
+    choice          number of this reply among several replies to one prompt; the prompt's tokens are counted with
+                    choice 0
+    truncate        the context may outgrow the model's length: then its leading tokens are no longer seen
+    owner           the owner of the conversation: its share of seats and steps, and its quota
+    known           leading prompt tokens that had KV in an earlier turn, perhaps in an earlier process: if they are
+                    computed, they count as recomputed, not as new
+    expect_next_s   seconds from the reply's end until the client expects to send its next turn, or None
     """
 
     id: RequestId
@@ -217,7 +221,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Where the KV of a prompt's tokens came from, each visible token counted once (docs/design/scheduling.md)."""
+    """Sources of the KV of a prompt's tokens; each visible token is counted once (docs/design/scheduling.md)."""
 
     gpu: int = 0
     host: int = 0
@@ -232,9 +236,9 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What one applied step brought one request: its new tokens, its `usage` with the first of them, its end.
+    """Output of one applied step for one request: its new tokens, its `usage` with the first of them, its end.
 
-    logprobs            as many as `tokens`, or none
+    logprobs            one for each of `tokens`, or none
     prompt_logprobs     of the next prompt tokens, from the second on
     queued              with `usage`: seconds from its arrival to its first seat
     truncated           with `usage` or `finish`: leading tokens of the context that its newest token did not see
@@ -252,10 +256,10 @@ class Output:
 
 @dataclass(slots=True)
 class Applied:
-    """What a step brought: `tokens[i]` for `requests[i]`; `events` for those that begin (usage) or end.
+    """Output of one applied step: `tokens[i]` for `requests[i]`; `events` for requests that begin (usage) or end.
 
-    `logprobs` and `prompt_logprobs` by request, of those that asked for them. `stuck`: requests that have ended because
-    their grammar cannot be followed any further; their turns are not committed.
+    `logprobs` and `prompt_logprobs` by request, for requests that asked for them. `stuck`: requests that have ended
+    because their grammar allows no next token; their turns are not committed.
     """
 
     requests: array[int] = field(default_factory=lambda: array("q"))
@@ -267,7 +271,7 @@ class Applied:
 
 
 class ConversationKV(NamedTuple):
-    """Chunks of one conversation's log by where they are; one in several tiers counts in the highest only."""
+    """Chunk counts of one conversation's log by tier. A chunk in several tiers counts in the highest only."""
 
     conversation: str
     gpu: int
@@ -277,8 +281,8 @@ class ConversationKV(NamedTuple):
 
 
 class Residency(NamedTuple):
-    """A stretch of all conversations, in the order in which they began, from number `start` on. `following`: where the
-    next stretch starts, 0 behind the last conversation."""
+    """A range of all conversations, in order of creation, from number `start` on. `following`: the number at which the
+    next range starts, 0 after the last conversation."""
 
     chunk_tokens: int
     conversations: list[ConversationKV]
@@ -288,16 +292,16 @@ class Residency(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """Counters since the start (copies in chunks) and gauges of now.
+    """Counters since the start (copies in chunks) and current gauges.
 
-    slots           by tier and by what is in them, as `ChunkStore.slot_counts` has them
+    slots           by tier and by content, as in `ChunkStore.slot_counts`
     evictions, eviction_values, eviction_value_sum
-                    by tier and reason, and by retention value, as `stats.EvictionStats` has them
-    choices         of loading or recomputing, as `stats.LoadOrRecomputeStats` has them
-    regret_tokens   tokens of chunks that were computed again within a minute after they had been dropped
+                    by tier and reason, and by retention value, as in `stats.EvictionStats`
+    choices         of loading or recomputing, as in `stats.LoadOrRecomputeStats`
+    regret_tokens   tokens of chunks that were computed again within a minute of being dropped
     spilled, promoted, failed_writes, failed_reads
-                    chunks written to DISK, read from it, and those for which that failed
-    bad_copies      copies on HOST that turned out not to be their chunks' KV
+                    chunks written to DISK, read from DISK, and failed writes and reads
+    bad_copies      failed copies on HOST
     """
 
     running: int = 0

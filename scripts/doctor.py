@@ -27,7 +27,7 @@ from ..runtime.ranks.launch import mpirun_here
 from ..scheduler.types import SettingError
 
 GIB = 2**30
-PROGRAM_S = 20  # for another program to answer; a driver that hangs takes for ever
+PROGRAM_S = 20  # for another program to answer; a driver that hangs never does
 GPU_FIELDS = "name,driver_version,memory.total,compute_cap"
 LEAST_CAPABILITY = 8.0
 LEAST_MEMORY = 4 * GIB
@@ -43,7 +43,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`found` says what is there, `advice` what to do, if anything."""
+    """`found` describes the state, `advice` the remedy, if one is needed."""
 
     name: str
     level: Level
@@ -178,7 +178,7 @@ def _open_files() -> Finding:
 
 
 def _run(*command: str) -> tuple[str | None, str]:
-    """What the program says; or None, and why not."""
+    """Returns the program's output; or None, and the reason."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=PROGRAM_S)
     except FileNotFoundError:

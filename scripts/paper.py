@@ -41,13 +41,13 @@ CHAT = ChatStatistics(turns=5.75, input_tokens=161.31, output_tokens=337.99)
 THINK_S = 60.0
 TTL_S = 3600.0
 SESSIONS, RATE, WARM_UP = 9_000, 1.0, 10_000
-GPU_BYTES, HOST_BYTES = 72 * 10**9, 128 * 10**9  # of an A100's 80 GB, beside what steps need
+GPU_BYTES, HOST_BYTES = 72 * 10**9, 128 * 10**9  # of an A100's 80 GB, after the memory that steps need
 TB = 10**12
 # One A100: half of its bf16 peak in large steps, four fifths of its memory's speed in small ones.
 FLOPS_PER_S, MEMORY_BYTES_PER_S, LINK_BYTES_PER_S = 156e12, 1.6e12, 26e9
 DISK_READ_BYTES_PER_S, DISK_WRITE_BYTES_PER_S = 5e9, 4e9
 GPU_HOUR, HOST_GB_HOUR, DISK_GB_HOUR = 5.0, 0.0088, 0.000082  # dollars
-DISK_SCALE = 32  # so many times as fast is the disk in what the scheduler believes
+DISK_SCALE = 32  # factor of the disk's speed in the scheduler's costs
 POLL_S = 0.2
 SEATS, STEP_TOKENS = 24, 2048
 
@@ -120,7 +120,7 @@ FIGURES = {
         "llama-65b", lambda model: [Case(model), Case(model, save="sync")]
     ),
 }
-"""What is run for each model; a case that is in several figures is run once."""
+"""The cases of each model; a case of several figures is run once."""
 
 
 # -- one run
@@ -147,10 +147,10 @@ def _in_units(turns: Sequence[SessionTurn], model: Paper) -> Iterator[SessionTur
 
 
 def profile(model: Paper, sample: int = 1) -> CostProfile:
-    """A unit is a token that costs as much as all of its own; a step reads the weights once for each of those.
+    """A unit costs as much as all of its tokens; a step reads the weights once for each of these tokens.
 
-    With one session in `sample`, what a token costs is so many times as much: a step with its share of the rows takes
-    as long as one with all of them.
+    With one session in `sample`, a token costs `sample` times as much: a step with its share of the rows takes as long
+    as one with all of them.
     """
     shape, unit, speed = model.shape, model.unit, model.gpus / sample
     cost = analytic_profile(
@@ -174,8 +174,7 @@ def profile(model: Paper, sample: int = 1) -> CostProfile:
 
 
 def run(case: Case, conversations: int, warm_up: int, sample: int = 1) -> Report:
-    """Of `conversations` sessions one in `sample`, on its share of everything; `busy_s` is what their turns take of the
-    whole."""
+    """Runs one of `sample` sessions, with its share of all resources; `busy_s` is scaled to all turns."""
     model = MODELS[case.model]
     cost, sessions = profile(model, sample), chats(conversations // sample, case.rate / sample, model)
     config = SchedulerConfig(
@@ -228,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def tell(args: argparse.Namespace) -> None:
-    """Runs what is missing, prints the tables, draws. Raises SettingError."""
+    """Runs missing cases, prints the tables, draws the plots. Raises SettingError."""
     figures = plan_figures(args)
     reports = results(figures, args)
     for title, cases in figures.items():
@@ -240,7 +239,7 @@ def tell(args: argparse.Namespace) -> None:
 
 
 def plan_figures(args: argparse.Namespace) -> dict[str, list[Case]]:
-    """The cases of each figure that is asked for. Raises SettingError."""
+    """The cases of each requested figure. Raises SettingError."""
     models, numbers = args.models.split(","), set(args.figures.split(","))
     for model in models:
         if model not in MODELS:
@@ -262,7 +261,7 @@ def plan_figures(args: argparse.Namespace) -> dict[str, list[Case]]:
 
 
 def results(figures: dict[str, list[Case]], args: argparse.Namespace) -> dict[Case, Report]:
-    """What each case brought; those that are not in `--results` yet are run and added there."""
+    """The report of each case; cases that are not in `--results` yet are run and added there."""
     reports: dict[Case, Report] = {}
     if args.results and args.results.exists():
         for line in args.results.read_text().splitlines():
@@ -285,7 +284,7 @@ def results(figures: dict[str, list[Case]], args: argparse.Namespace) -> dict[Ca
 
 
 def read_line(line: str, args: argparse.Namespace) -> tuple[Case | None, Report]:
-    """A case and its report as `results` wrote them; no case if it is of other sessions."""
+    """Reads a case and its report as written by `results`; no case if its sessions differ."""
     found: dict[str, Any] = json.loads(line)
     report = Report(**found["report"] | {"usage": Usage(**found["report"]["usage"])})
     ours = (found["sessions"], found["sample"]) == (args.sessions, args.sample)
@@ -297,14 +296,14 @@ def _run(work: tuple[Case, int, int, int]) -> Report:
 
 
 def hit_shares(report: Report) -> tuple[float, float, float]:
-    """Of the prompt tokens computed before, the shares found on the GPU, on HOST and on DISK."""
+    """The shares of previously computed prompt tokens that were found on the GPU, on HOST and on DISK."""
     usage = report.usage
     known = max(1, usage.cached + usage.recomputed)
     return usage.gpu / known, usage.host / known, usage.disk / known
 
 
 def gpu_hours(report: Report) -> float:
-    """Hours in which the GPUs were busy, per 1,000 turns, so that cases with other warm-ups and windows compare."""
+    """Hours in which the GPUs were busy, per 1,000 turns, to compare cases with other warm-ups and windows."""
     return report.busy_s / 3600 * 1000 / report.requests
 
 
@@ -330,12 +329,12 @@ COLUMNS = {
     "stored_dollars": ("stored $", "<8.2f"),
     "ttft": ("TTFT s", "<7.2f"),
 }
-"""GPU h, GPU $ and stored $ per 1,000 turns; full %: of all turns, those whose whole history was found; TTFT the median
-(in whole units)."""
+"""GPU h, GPU $ and stored $ per 1,000 turns; full %: share of turns whose whole history was found; TTFT: the median (in
+whole units)."""
 
 
 def policy_label(case: Case) -> str:
-    """The policy, and what is not as usual."""
+    """The policy, with the case's unusual settings."""
     if not case.reuse:
         return "recompute all"
     unusual = [case.save] * (case.save != "async") + [case.overflow] * (case.overflow != KEEP)
@@ -355,7 +354,7 @@ TIERS = (("GPU", "tab:green"), ("host", "tab:blue"), ("disk", "tab:orange"))
 
 
 def draw(figures: Mapping[str, Sequence[Case]], reports: Mapping[Case, Report], directory: Path) -> None:
-    """Writes paper_NN.png for each figure: hit rates by tier above; GPU hours and, where that is told, cost below."""
+    """Writes paper_NN.png for each figure: hit rates by tier above; GPU hours and, if the paper has it, cost below."""
     plt = pyplot("--plots")
     directory.mkdir(parents=True, exist_ok=True)
     for title, cases in figures.items():

@@ -31,7 +31,7 @@ HELP = "\n".join(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one tool. Only that one is imported: the HTTP process, which imports this file again, stays small."""
+    """Runs one tool and imports only that one: the HTTP process, which imports this file again, stays small."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments in (["-h"], ["--help"]):
         print(HELP)

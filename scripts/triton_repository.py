@@ -3,8 +3,8 @@
     pensieve triton-repository --engine DIR --output DIR [options of `pensieve serve`]
     tritonserver --model-repository DIR
 
-The options are those of the engine and its cache; HTTP, keys and limits are Triton's own affair. Triton's model starts
-`pensieve serve` with them and adds `--attach SOCKET`.
+The options are those of the engine and its cache; Triton has its own options for HTTP, keys and limits. Triton's model
+starts `pensieve serve` with the options and adds `--attach SOCKET`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, options = made.parse_known_args(words)
     both = parser(made.prog)
     add_own_options(both)
-    both.parse_args(words)  # answers what is wrong
+    both.parse_args(words)  # answers wrong options
     try:
         if args.output is None:
             raise SettingError("--output", "must name the repository")
@@ -56,7 +56,8 @@ def add_own_options(made: CommandParser) -> None:
 
 
 def write_model(repository: Path, name: str, options: Sequence[str]) -> Path:
-    """Writes the model NAME and returns its directory. An older one of ours is written over. SettingError."""
+    """Writes the model NAME and returns its directory. An older one written by this command is replaced.
+    SettingError."""
     options = checked(options)
     if not name or Path(name).name != name:
         raise SettingError("--name", f"{name!r} cannot name a directory")
@@ -71,7 +72,7 @@ def write_model(repository: Path, name: str, options: Sequence[str]) -> Path:
 
 
 def checked(options: Sequence[str]) -> list[str]:
-    """The options as they will do from any directory. SettingError for those that mean nothing to Triton."""
+    """The options in a form for any working directory. SettingError for options without a meaning for Triton."""
     if early_options(options).attach is not None:
         raise SettingError("--attach", "Triton's model adds it")
     args = parse_options([*options, "--attach=SOCKET"])  # refuses options of HTTP clients
@@ -85,7 +86,7 @@ def checked(options: Sequence[str]) -> list[str]:
 
 
 def model_config(name: str, options: Sequence[str]) -> str:
-    """config.pbtxt, which is protobuf's text format: JSON's way to write strings is one of its own."""
+    """config.pbtxt in protobuf's text format, which accepts JSON strings."""
     from ..runtime.triton.tensors import INPUTS, OUTPUTS  # and numpy
 
     inputs = [
@@ -96,11 +97,11 @@ def model_config(name: str, options: Sequence[str]) -> str:
         f'{{ name: "{name}" data_type: TYPE_{kind} dims: [{1 if name in ONE_VALUE else -1}] }}'
         for name, kind in OUTPUTS.items()
     ]
-    # The engine's Python is not to see what Triton's environment says to its own (-E).
+    # -E hides Triton's environment variables from the engine's Python.
     parameters = {
         "engine_command": json.dumps([sys.executable, "-E", "-P", "-m", "pensieve.scripts.pensieve", "serve", *options])
     }
-    if sys.prefix != sys.base_prefix:  # a virtual environment, which Triton's Python has to be told of
+    if sys.prefix != sys.base_prefix:  # a virtual environment, which Triton's Python does not know
         parameters["EXECUTION_ENV_PATH"] = sys.prefix
     parts = [
         "# Made by `pensieve triton-repository`; edit `engine_command` to change the engine's options.",

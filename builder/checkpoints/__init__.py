@@ -1,1 +1,1 @@
-"""Checkpoints and configs that are read, and their tokenizers."""
+"""Reads checkpoints, their configurations and their tokenizers."""

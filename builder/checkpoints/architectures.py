@@ -1,6 +1,6 @@
 """Reads a Hugging Face config.json as a DecoderConfig: the Llama family and OPT.
 
-Whatever is not understood is refused by name; nothing is guessed.
+Unknown settings are refused by name; no value is guessed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def refusal(message: str) -> SettingError:
 
 
 class LlamaFlavour(NamedTuple):
-    """Where models of the Llama architecture differ, and what their config.json may leave out."""
+    """The differences between models of the Llama architecture, and the defaults of their config.json."""
 
     kv_heads: int | None = None  # None: as many as heads
     head_dim: int | None = None  # None: hidden size / heads
-    qkv_bias: bool | None = None  # None: as attention_bias says
+    qkv_bias: bool | None = None  # None: as in attention_bias
     out_bias: bool | None = None
     mlp_bias: bool | None = False
     qk_norm: bool = False
@@ -48,14 +48,14 @@ OPT = "OPTForCausalLM"
 
 
 def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
-    """Understands a config.json of transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`).
+    """Reads a config.json of transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`).
 
-    Raises SettingError that names what it does not support.
+    Raises SettingError that names an unsupported setting.
     """
     names = config.get("architectures") or ["none"]
     if config.get("quantization_config"):
         check_quantization(config["quantization_config"])
-    if config.get("is_causal") is False:  # a model of embeddings, whose tokens see those behind them
+    if config.get("is_causal") is False:  # an embedding model, whose tokens see later tokens
         raise refusal("config.json: is_causal false is not supported")
     if config.get("per_layer_config"):
         raise refusal("config.json: per_layer_config is not supported: layers must be alike")
@@ -63,7 +63,7 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     if names[0] not in known:
         raise refusal(f"architecture {names[0]!r} is not supported; known are {', '.join(known)}")
     kind = config.get("model_type")
-    if kind is not None and f"{kind}ForCausalLM".lower() != names[0].lower():  # some go by the one, some by the other
+    if kind is not None and f"{kind}ForCausalLM".lower() != names[0].lower():  # models use either of the two names
         raise refusal(f"config.json: model_type {kind!r} contradicts {names[0]}, its architecture")
     return _opt_config(config) if names[0] == OPT else _llama_config(names[0], config)
 
@@ -138,7 +138,7 @@ def _llama_config(architecture: str, config: Mapping[str, Any]) -> DecoderConfig
 
 
 def _refuse_sliding_window(architecture: str, config: Mapping[str, Any], layers: int, max_positions: int) -> None:
-    """Refuses a window that is in use; one as long as the longest context hides nothing."""
+    """Refuses a window that is in use; one as long as the longest context has no effect."""
     window = None
     if architecture == "MistralForCausalLM":
         window = config.get("sliding_window", 4096)
@@ -181,7 +181,7 @@ def _rotary(config: Mapping[str, Any], head_dim: int, max_positions: int) -> Rot
             if low >= high:
                 raise refusal(f"config.json: low_freq_factor {low} must be below high_freq_factor {high}")
             original = _size(parameters, "original_max_position_embeddings", max_positions)
-            original = _size(config, "original_max_position_embeddings", original)  # this one comes first
+            original = _size(config, "original_max_position_embeddings", original)  # this key takes precedence
             return Rotary(head_dim, theta, _number(parameters, "factor"), low, high, original)
     raise refusal(f"config.json: rope type {kind!r} is not supported; known are default, linear, llama3")
 

@@ -1,6 +1,6 @@
-"""DecoderConfig: everything that tells one decoder from another. Plain data; it is stored in the manifest.
+"""DecoderConfig: all differences between decoders. Plain data; it is stored in the manifest.
 
-Shard: what one of several ranks holds of it.
+Shard: the part of it that one of several ranks holds.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from ...scheduler.types import SettingError
 class Rotary:
     """Rotary position embedding; `factor` 1 is unscaled.
 
-    With `low_freq_factor` None every frequency is divided by `factor` (linear scaling). Otherwise as Llama 3: waves
-    longer than original_positions / low_freq_factor are, those shorter than original_positions / high_freq_factor are
-    not, and between the two the division sets in gradually.
+    With `low_freq_factor` None every frequency is divided by `factor` (linear scaling). Otherwise as in Llama 3: waves
+    longer than original_positions / low_freq_factor are scaled, those shorter than original_positions /
+    high_freq_factor are not, and between the two the scaling increases gradually.
     """
 
     dims: int
@@ -42,11 +42,11 @@ class Rotary:
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """Shape and flavour of a decoder-only transformer.
+    """Shape and variant of a decoder-only transformer.
 
-    max_positions     longest context the model was made for, tokens
+    max_positions     longest context that the model was trained for, tokens
     embedding_size    width of the token embeddings; if it is not hidden_size they are projected in and out
-    rotary            None: learned absolute positions, whose table has `position_offset` rows in front
+    rotary            None: learned absolute positions; their table begins with `position_offset` unused rows
     norm              "rms" or "layer"; `norm_affine` False: without weights
     norm_first        norm in front of attention and MLP (else behind the residual sum); `final_norm` before the head
     qk_norm           RMS norm over each head's query and key
@@ -81,11 +81,11 @@ class DecoderConfig:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's part of a decoder, split as Megatron does: heads, the MLP's width and the vocabulary are divided.
+    """One rank's part of a decoder, split as in Megatron: heads, the MLP's width and the vocabulary are divided.
 
-    With fewer KV heads than ranks, neighbours hold the same one. Everything else every rank holds whole. Sizes are the
-    same on all ranks: where the vocabulary ends, rows are filled up. SettingError('--tensor-parallel', ...) if the
-    decoder cannot be divided so.
+    With fewer KV heads than ranks, neighbouring ranks hold the same one. Every rank holds all other parameters whole.
+    Sizes are the same on all ranks: the end of the vocabulary is padded with rows. SettingError('--tensor-parallel',
+    ...) if the decoder cannot be divided among the ranks.
     """
 
     config: DecoderConfig
@@ -127,5 +127,5 @@ class Shard:
 
     @property
     def vocab_rows(self) -> int:
-        """Of the embedding and the head. Rank r has the tokens from r * vocab_rows on."""
+        """Rows of the embedding and the head on a rank. Rank r has the tokens from r * vocab_rows on."""
         return -(-self.config.vocab_size // self.ranks)

@@ -1,7 +1,7 @@
 """Reads Hugging Face checkpoint directories: safetensors, single or sharded, under the names of Decoder's parameters.
 
-Missing, unexpected and misshapen tensors are refused by name; what is ignored is listed here. Projections in FP8, as
-`quantization` knows them, are read as they are, with a scale for each output.
+Missing, unexpected and misshapen tensors are refused by name; ignored tensors are listed here. FP8 projections in the
+formats of `quantization` are read unchanged, with a scale for each output.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from .config import DecoderConfig, Shard
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 HARMLESS = re.compile(r"(rotary_emb\.inv_freq|\.input_scale|\.input_scale_ub)$")
-"""Buffers that old versions of transformers saved, which follow from config.json; and what activations of projections
-in FP8 were scaled by when the checkpoint was made: ours have scales of their own, token by token."""
+"""Ignored tensors. Old versions of transformers saved buffers that follow from config.json. The others are activation
+scales of the checkpoint's FP8 projections; here each token gets its own scale."""
 
 DEMO_CHECKPOINT = Path(__file__).parents[1] / "demo_models" / "llama"
 """The trained demo model (docs/use/demo-model.md)."""
 
 
 def read_json(path: Path, setting: str = "--checkpoint") -> dict[str, Any]:
-    """Raises SettingError, of `setting`, if the file is missing or no JSON object."""
+    """Raises SettingError, of `setting`, if the file is missing or not a JSON object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -44,13 +44,13 @@ def read_json(path: Path, setting: str = "--checkpoint") -> dict[str, Any]:
 
 
 FLOATS = ("F64", "F32", "BF16", "F16")
-"""Dtypes of tensors, as safetensors names them, that are weights as they stand."""
+"""Names in safetensors of the dtypes that weights may have without a scale."""
 
 IN_FP8 = "F8_E4M3"
 
 
 class Part(NamedTuple):
-    """Of `full` rows or columns the `size` that begin at `start`; beyond the end there are zeros."""
+    """The `size` rows or columns from `start` on, of `full`; beyond the end they are zeros."""
 
     full: int
     start: int
@@ -62,14 +62,14 @@ def whole(size: int) -> Part:
 
 
 class Source(NamedTuple):
-    """One tensor of a checkpoint, and of each of its dimensions the part that a rank holds."""
+    """One tensor of a checkpoint, with the part of each dimension that a rank holds."""
 
     name: str
     parts: tuple[Part, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The tensor's own."""
+        """The shape of the whole tensor."""
         return tuple(part.full for part in self.parts)
 
     @property
@@ -77,7 +77,7 @@ class Source(NamedTuple):
         return tuple(part.size for part in self.parts)
 
     def cut(self, tensor: Any, dtype: torch.dtype) -> Tensor:
-        """The rank's part of a tensor, or of a slice that safetensors opened, of which it reads no more than that."""
+        """Returns the rank's part of a tensor. From a slice that safetensors opened, only this part is read."""
         bounds = [(min(start, full), min(start + size, full)) for full, start, size in self.parts]
         kept: Tensor = tensor[tuple(slice(*bound) for bound in bounds)].to(dtype).contiguous()
         if kept.shape == self.cut_shape:
@@ -88,13 +88,13 @@ class Source(NamedTuple):
 
 
 Sources = dict[str, tuple[Source, ...]]
-"""For each parameter of Decoder the tensors that make it, joined along their first dimension."""
+"""For each parameter of Decoder, the tensors that are joined along their first dimension to make it."""
 
 
 def _linear(target: str, bias: bool, columns: Part, parts: Mapping[str, Part]) -> Sources:
     """A projection fused from `parts`: name and rows of each.
 
-    Ranks that divide the columns add up their results, so all but the first have a bias of zeros.
+    Ranks that divide the columns add their results, so all but the first have a bias of zeros.
     """
     made: Sources = {f"{target}.weight": tuple(Source(f"{n}.weight", (rows, columns)) for n, rows in parts.items())}
     if bias:
@@ -150,7 +150,7 @@ def _layer_sources(shard: Shard, target: str, name: str, names: LayerNames) -> S
 
 
 def _heads(head_dim: int, count: int, first: int, held: int) -> Part:
-    """Rows or columns, all of one head side by side."""
+    """Rows or columns of whole heads, each head's next to each other."""
     return Part(count * head_dim, first * head_dim, held * head_dim)
 
 
@@ -161,7 +161,7 @@ def _norm_kinds(config: DecoderConfig) -> tuple[str, ...]:
 
 
 def weight_sources(shard: Shard, prefix: str = "model.") -> Sources:
-    """`prefix`: what all names begin with, save the head's; checkpoints of the bare model have none."""
+    """`prefix`: the beginning of all names except the head's; checkpoints of the bare model have none."""
     config = shard.config
     opt = config.architecture == OPT
     stem = f"{prefix}decoder." if opt else prefix
@@ -184,7 +184,7 @@ def weight_sources(shard: Shard, prefix: str = "model.") -> Sources:
 
 
 def parameter_shapes(config: DecoderConfig, ranks: int = 1) -> dict[str, tuple[int, ...]]:
-    """Of each parameter of Decoder, on any one of so many ranks. Raises SettingError as Shard does."""
+    """The shape of each parameter of Decoder on any one of `ranks` ranks. Raises SettingError as Shard does."""
     return {
         target: (sum(source.cut_shape[0] for source in sources), *sources[0].cut_shape[1:])
         for target, sources in weight_sources(Shard(config, ranks)).items()
@@ -192,9 +192,9 @@ def parameter_shapes(config: DecoderConfig, ranks: int = 1) -> dict[str, tuple[i
 
 
 class CheckpointWeights(Mapping[str, Tensor]):
-    """All parameters of one rank's Decoder in one dtype, on the CPU; projections in FP8 stay so, and have a scale.
+    """All parameters of one rank's Decoder in one dtype, on the CPU; FP8 projections stay in FP8 and have a scale.
 
-    Each is read anew, cut and joined whenever it is asked for.
+    Each access reads, cuts and joins the parameter again.
     """
 
     def __init__(self, files: Mapping[str, Any], wanted: Sources, dtype: torch.dtype):
@@ -220,7 +220,7 @@ class CheckpointWeights(Mapping[str, Tensor]):
 def read_weights(
     directory: Path, config: DecoderConfig, dtype: torch.dtype, rank: int = 0, ranks: int = 1
 ) -> CheckpointWeights:
-    """The part of one rank. Checks names, shapes and dtypes of all tensors.
+    """Returns the part of one rank. Checks names, shapes and dtypes of all tensors.
 
     Raises SettingError that names the tensor at fault, or as Shard does.
     """
@@ -234,7 +234,7 @@ def read_weights(
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, which may be missing. SettingError if it has none."""
+    """The names of a checkpoint's safetensors files; not all may exist. SettingError if it has none."""
     if (directory / SINGLE).exists():
         return [directory / SINGLE]
     if (directory / INDEX).exists():
@@ -251,11 +251,11 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def _tensor_files(directory: Path) -> dict[str, Any]:
-    """For each tensor name the file that holds it, open for as long as it is referred to."""
+    """For each tensor name the file that contains it, open while it is referenced."""
     files: dict[str, Any] = {}
     for path in weight_files(directory):
         try:
-            path.open("rb").close()  # safetensors calls every file missing that it cannot open
+            path.open("rb").close()  # safetensors reports every file that it cannot open as missing
             file = safe_open(path, framework="pt")
         except (OSError, SafetensorError) as error:
             raise refusal(f"{path} cannot be read: {error}") from None
@@ -284,12 +284,12 @@ def _tensor(files: Mapping[str, Any], name: str) -> Tensor:
 
 
 def _slice(files: Mapping[str, Any], name: str) -> Any:
-    """Like the tensor, but read where it is indexed."""
+    """A tensor that is read when it is indexed."""
     return files[name].get_slice(name)
 
 
 def _scale_sources(files: Mapping[str, Any], wanted: Sources) -> Sources:
-    """The scales of those projections of the layers whose weights are in FP8. Each has one file's tensor a part."""
+    """The scales of the layers' projections with FP8 weights. Each has one tensor in a file for each part."""
     scales: Sources = {}
     for target, sources in wanted.items():
         if not (target.startswith("layers.") and target.endswith(".weight") and len(sources[0].parts) == 2):
@@ -305,12 +305,12 @@ def _scale_sources(files: Mapping[str, Any], wanted: Sources) -> Sources:
 
 
 def _output_scales(files: Mapping[str, Any], source: Source) -> Tensor:
-    """Of a whole tensor [rows]; one may stand for all."""
+    """The scales of a whole tensor [rows]; the file may have one for all."""
     return _tensor(files, source.name).reshape(-1).expand(source.shape)
 
 
 def check_tensors(files: Mapping[str, Any], wanted: Sources) -> None:
-    """Raises SettingError that names the one that has not the shape or the dtype it should have."""
+    """Raises SettingError that names a tensor with a wrong shape or dtype."""
     for target, sources in wanted.items():
         in_fp8 = target.endswith(".weight") and target.removesuffix(".weight") + ".scale" in wanted
         for source in sources:

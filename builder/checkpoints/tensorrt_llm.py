@@ -1,7 +1,8 @@
-"""Reads TensorRT-LLM's legacy checkpoints (config.json, rank0.safetensors, rank1.safetensors, ...) as if they were
-Hugging Face ones: their config.json is translated, and the ranks' tensors are joined under Hugging Face names.
+"""Reads TensorRT-LLM's legacy checkpoints (config.json, rank0.safetensors, rank1.safetensors, ...) like Hugging Face
+ones: translates config.json, and joins the ranks' tensors under Hugging Face names.
 
-A checkpoint made for so many ranks serves any number. Quantised ones, and those divided by layers, are refused.
+A checkpoint for any number of ranks can be used with any other. Quantised ones, and those divided by layers, are
+refused.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from .hugging_face import CheckpointWeights, _check_names, check_tensors, read_j
 FIRST_RANK = "rank0.safetensors"
 LLAMA = ("LlamaForCausalLM", "MistralForCausalLM")
 POSITIONS = {OPT: "learned_absolute"} | dict.fromkeys(LLAMA, "rope_gpt_neox")
-OPT_OFFSET = 2  # rows in front of the positions' table that no token uses; only Hugging Face keeps them
+OPT_OFFSET = 2  # unused rows in front of the positions' table; only Hugging Face keeps them
 OPT_EPSILON = 1e-5
 
-COMMON_KEYS = {  # theirs: Hugging Face's
+COMMON_KEYS = {  # TensorRT-LLM's key: Hugging Face's
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
     "num_hidden_layers": "num_hidden_layers",
@@ -46,7 +47,7 @@ LLAMA_KEYS = COMMON_KEYS | {
     "mlp_bias": "mlp_bias",
 }
 OPT_KEYS = COMMON_KEYS | {"intermediate_size": "ffn_dim", "hidden_act": "activation_function"}
-LEFT_OUT: dict[str, Any] = {"norm_epsilon": 1e-5, "hidden_act": "gelu"}  # what theirs are, if config.json says nothing
+LEFT_OUT: dict[str, Any] = {"norm_epsilon": 1e-5, "hidden_act": "gelu"}  # TensorRT-LLM's defaults
 
 HARMLESS = re.compile(r"(rotary_inv_freq|embed_positions|embed_positions_for_gpt_attention)$")
 """Tables that follow from config.json."""
@@ -61,7 +62,7 @@ def legacy_weight_files(directory: Path) -> list[Path]:
 
 
 def legacy_config(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """A legacy config.json in Hugging Face's words. SettingError names what is not supported."""
+    """Returns a legacy config.json with Hugging Face's keys. SettingError names an unsupported setting."""
     architecture = config.get("architecture")
     if architecture not in POSITIONS:
         raise refusal(f"legacy architecture {architecture!r} is not supported; known are {', '.join(POSITIONS)}")
@@ -73,7 +74,7 @@ def legacy_config(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     if not opt:
         translated.setdefault("num_key_value_heads", translated.get("num_attention_heads"))
     translated["architectures"] = [architecture]
-    # The head is in the files even where it equals the embeddings, unless the converter was told to share it.
+    # The files contain the head even if it equals the embeddings, unless the converter was told to share it.
     translated["tie_word_embeddings"] = "lm_head.weight" not in _open(directory / FIRST_RANK)
     if opt:
         translated["do_layer_norm_before"] = bool(config.get("do_layer_norm_before", False))
@@ -112,7 +113,7 @@ class _Part(NamedTuple):
 class JoinedTensor:
     """Like a tensor that safetensors opened: its shape is known, and it is read when it is indexed.
 
-    The parts are joined along `dim`; `in_front` rows of zeros come first, and rows from `most_rows` on are left out.
+    The parts are joined along `dim`; `in_front` rows of zeros come first, and rows from `most_rows` on are dropped.
     """
 
     parts: list[_Part]
@@ -142,7 +143,7 @@ class JoinedTensor:
 
 @dataclass
 class LegacyTensors:
-    """Of each rank the tensors it has, and by its Hugging Face name each whole one; stands for a safetensors file."""
+    """Each rank's tensors, and each whole tensor by its Hugging Face name; used in place of a safetensors file."""
 
     ranks: list[dict[str, Any]]
     _made: dict[str, JoinedTensor] = field(default_factory=dict)
@@ -155,23 +156,24 @@ class LegacyTensors:
         return self._made[name][:]
 
     def names(self) -> Iterator[str]:
-        """Whatever is there and was not taken comes under its own name: it is not expected."""
+        """The whole tensors, and the unused ones under their own names: these are then refused as unexpected."""
         yield from self._made
         yield from (name for name in self.ranks[0] if name not in self._used and not HARMLESS.search(name))
 
     def take(self, name: str, legacy: str, split: int | None, **how: Any) -> None:
-        """split: along which dimension ranks divide it; None: all have all of it."""
+        """split: the dimension that ranks divide; None: all ranks have the whole tensor."""
         owners = self.ranks[:1] if split is None else self.ranks
         if found := self._of_ranks(legacy, owners):
             self._made[name] = JoinedTensor([_Part(x, 0, x.get_shape()[0]) for x in found], dim=split or 0, **how)
 
     def take_linear(self, name: str, legacy: str, split: int) -> None:
-        """A bias is divided as its rows are."""
+        """A bias is divided like the rows of its weight."""
         self.take(f"{name}.weight", f"{legacy}.weight", split)
         self.take(f"{name}.bias", f"{legacy}.bias", 0 if split == 0 else None)
 
     def take_qkv(self, name: str, legacy: str, heads: int, kv_heads: int, head_dim: int) -> None:
-        """Of each rank's rows the queries', keys' and values'; ranks that share a key head each have it."""
+        """Takes the rows of queries, keys and values from each rank; ranks that share a key head each have a copy of
+        it."""
         count = len(self.ranks)
         held = max(1, kv_heads // count)
         all_different = self.ranks[:: max(1, count // kv_heads)]
@@ -197,7 +199,7 @@ class LegacyTensors:
 
 
 def legacy_files(directory: Path, config: Mapping[str, Any]) -> dict[str, LegacyTensors]:
-    """For each tensor's Hugging Face name what holds it, as `checkpoint` wants it. config: the legacy config.json."""
+    """For each tensor's Hugging Face name the object that contains it. config: the legacy config.json."""
     ranks = (config.get("mapping") or {}).get("tp_size", 1)
     found = len(legacy_weight_files(directory))
     if found != ranks:
@@ -235,7 +237,7 @@ def _take_layer(tensors: LegacyTensors, name: str, legacy: str, config: Mapping[
     else:
         norms = ("input_layernorm", "post_attention_layernorm")
         tensors.take_linear(f"{name}.self_attn.o_proj", f"{legacy}.attention.dense", 1)
-        tensors.take_linear(f"{name}.mlp.gate_proj", f"{legacy}.mlp.fc", 0)  # theirs is called so, not gate
+        tensors.take_linear(f"{name}.mlp.gate_proj", f"{legacy}.mlp.fc", 0)  # TensorRT-LLM's name for it is not gate
         tensors.take_linear(f"{name}.mlp.up_proj", f"{legacy}.mlp.gate", 0)
         tensors.take_linear(f"{name}.mlp.down_proj", f"{legacy}.mlp.proj", 1)
     for norm, theirs in zip(norms, ("input_layernorm", "post_layernorm"), strict=True):
@@ -244,9 +246,9 @@ def _take_layer(tensors: LegacyTensors, name: str, legacy: str, config: Mapping[
 
 
 def _open(path: Path) -> dict[str, Any]:
-    """By name each tensor of a file, read where it is indexed."""
+    """Each tensor of a file by name, read when it is indexed."""
     try:
-        path.open("rb").close()  # safetensors calls every file missing that it cannot open
+        path.open("rb").close()  # safetensors reports every file that it cannot open as missing
         file = safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
         raise refusal(f"{path} cannot be read: {error}") from None
@@ -257,7 +259,7 @@ def _open(path: Path) -> dict[str, Any]:
 def read_legacy_weights(
     directory: Path, config: DecoderConfig, dtype: torch.dtype, rank: int = 0, ranks: int = 1
 ) -> CheckpointWeights:
-    """As `checkpoint.read_weights`, for one of any number of ranks."""
+    """As `hugging_face.read_weights`, for one of any number of ranks."""
     files = legacy_files(directory, read_json(directory / "config.json"))
     wanted = weight_sources(Shard(config, ranks, rank))
     _check_names(files, wanted, config)

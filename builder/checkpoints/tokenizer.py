@@ -1,4 +1,4 @@
-"""Carries a checkpoint's tokenizer into the engine; makes tokenizer.json where only GPT-2 style files exist (OPT)."""
+"""Copies a checkpoint's tokenizer into the engine. Makes tokenizer.json if only GPT-2 style files exist (OPT)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ SPECIAL_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def copy_tokenizer(checkpoint: Path, engine: Path, opt: bool) -> bool:
-    """Copies what there is. False: neither tokenizer.json nor vocab.json and merges.txt, so token ids only.
+    """Copies the existing files. Returns False if neither tokenizer.json nor vocab.json and merges.txt exist: token ids
+    only.
 
     SettingError names the file of the checkpoint that cannot be read.
     """
@@ -36,7 +37,7 @@ def copy_tokenizer(checkpoint: Path, engine: Path, opt: bool) -> bool:
 
 
 def _content(path: Path) -> bytes | None:
-    """None: there is no such file."""
+    """The file's bytes, or None if it does not exist."""
     try:
         return path.read_bytes() if path.exists() else None
     except OSError as error:
@@ -46,12 +47,12 @@ def _content(path: Path) -> bytes | None:
 def byte_level_tokenizer(checkpoint: Path, opt: bool) -> Tokenizer:
     """GPT-2's byte-level BPE tokenizer from vocab.json and merges.txt. OPT's begins every text with </s>.
 
-    SettingError if the checkpoint's is another, or has tokens beside the vocabulary.
+    SettingError if the checkpoint's tokenizer is another one, or has tokens outside the vocabulary.
     """
     vocabulary, merges = checkpoint / "vocab.json", checkpoint / "merges.txt"
     try:
         tokenizer = Tokenizer(models.BPE.from_file(str(vocabulary), str(merges)))
-    except Exception as error:  # the library has no class of its own for files that it does not understand
+    except Exception as error:  # the library raises this class for files that it cannot parse
         raise refusal(f"{vocabulary} and {merges} cannot be read: {error}") from error
     settings: dict[str, Any] = (
         {"bos_token": "</s>", "eos_token": "</s>", "pad_token": "<pad>", "add_bos_token": True} if opt else {}
@@ -76,7 +77,7 @@ def byte_level_tokenizer(checkpoint: Path, opt: bool) -> Tokenizer:
 
 
 def _check_is_gpt2s(checkpoint: Path, settings: dict[str, Any], special: Collection[str]) -> None:
-    """special: the tokens that the tokenizer made here will not cut up."""
+    """special: the tokens that the new tokenizer does not split."""
     kind = settings.get("tokenizer_class", GPT2[0])
     added = [*settings.get("added_tokens_decoder", {}).values(), *settings.get("additional_special_tokens", ())]
     if (checkpoint / "added_tokens.json").exists():
@@ -92,9 +93,9 @@ def _check_is_gpt2s(checkpoint: Path, settings: dict[str, Any], special: Collect
 
 
 def _add_configured_tokens(checkpoint: Path, engine: Path) -> None:
-    """Adds the tokens that only the settings describe to tokenizer.json, as transformers does, and those of its
-    vocabulary that they give a role; of one that both describe the settings count. SettingError if one does not come
-    out with its id, or a file cannot be read."""
+    """Adds tokens that only the settings describe to tokenizer.json, as transformers does, and tokens of its vocabulary
+    that have a role in the settings. If both describe a token, the settings count. SettingError if a token gets another
+    id than its own, or a file cannot be read."""
     path = checkpoint / "tokenizer_config.json"
     settings = read_json(path) if path.exists() else {}
     older = checkpoint / "special_tokens_map.json"
@@ -109,7 +110,7 @@ def _add_configured_tokens(checkpoint: Path, engine: Path) -> None:
             for at, token in added.items()
         )
         tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-    except Exception as error:  # the library has no class of its own for a file that it does not understand
+    except Exception as error:  # the library raises this class for a file that it cannot parse
         also = f", or the tokens in {path.name}," if settings else ""
         raise refusal(f"{checkpoint / 'tokenizer.json'}{also} cannot be read: {error}") from error
     known = tokenizer.get_added_tokens_decoder()
@@ -127,11 +128,12 @@ def _add_configured_tokens(checkpoint: Path, engine: Path) -> None:
 
 
 def _tokens_with_roles(settings: dict[str, Any]) -> list[AddedToken]:
-    """Those that transformers takes for tokens: of its own roles, and of any other if they say what they are."""
+    """The tokens in the settings that transformers recognises: those of its own roles, and objects that describe a
+    token."""
     found = [
         value
         for key, value in settings.items()
-        if key.endswith("_token")  # add_bos_token is none
+        if key.endswith("_token")  # add_bos_token is not a token
         and (isinstance(value, str) or key in ROLES or _says_what_it_is(value))
     ]
     for key in ("additional_special_tokens", "extra_special_tokens"):
@@ -151,5 +153,5 @@ def _says_what_it_is(value: Any) -> bool:
 
 
 def _text(token: str | dict[str, Any]) -> str:
-    """Configuration files hold a special token as text, or as an object around it."""
+    """Configuration files contain a special token as text, or as an object with its text."""
     return token["content"] if isinstance(token, dict) else token

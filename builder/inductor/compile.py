@@ -1,9 +1,9 @@
-"""Compiles a decoder with AOTInductor into a package of machine code, tries it, and measures its errors.
+"""Compiles a decoder with AOTInductor into a package of machine code, tests it, and measures its errors.
 
     python -m pensieve.builder.inductor.compile DIRECTORY
 
-does so for the engine in the making there, in a process of its own: what crashes there takes nothing else along. What
-it prints `compiling` says.
+does this for the unfinished engine in DIRECTORY. It is a separate process, so a crash affects nothing else. Its output
+is described in `compile_worker`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .package import Package, laid_out
 
 OPTIONS = {
     "aot_inductor.package_constants_in_so": False,
-    "cpp.dynamic_threads": True,  # as many as the process that runs it is told to use, not the one that compiles
+    "cpp.dynamic_threads": True,  # the number of threads is set in the process that runs it, not here
 }
 
 PLAIN: dict[Any, Callable[..., Any]] = {
@@ -35,7 +35,7 @@ PLAIN: dict[Any, Callable[..., Any]] = {
     torch.ops.pensieve.add_norm.default: norm_reference.add_norm,
     torch.ops.pensieve.silu_gate.default: norm_reference.silu_gate,
 }
-"""Operations that exist so that the eager decoder is quick: the compiler gets what they are made of, and fuses that."""
+"""Operations that only make the eager decoder fast: the compiler gets their parts, and fuses them itself."""
 
 
 class Compilable(Decoder):
@@ -56,9 +56,10 @@ class Compilable(Decoder):
 
 
 def export(decoder: Compilable) -> ExportedProgram:
-    """The decoder as a graph, for any batch: one token, or no sample, is nothing special."""
+    """The decoder as a graph for any batch; batches of one token or without samples are not special cases."""
     device = decoder.embed.weight.device
-    tokens, segments, seats, blocks, rows = 6, 2, 3, 4, 5  # all different: equal ones would be taken for the same
+    # all different: the compiler would take equal ones for the same size
+    tokens, segments, seats, blocks, rows = 6, 2, 3, 4, 5
 
     def example(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -77,15 +78,15 @@ def compile_package(decoder: Compilable, path: Path) -> None:
     import torch._inductor
     from torch.fx.experimental import _config
 
-    # Sizes of 0 and 1 are sizes like others.
+    # Sizes of 0 and 1 are not special.
     with torch.no_grad(), _config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
         torch._inductor.aoti_compile_and_package(export(decoder), package_path=str(path), inductor_configs=OPTIONS)
 
 
 def compile_engine(directory: Path, say: Say) -> Compiled:
-    """Adds the package, of all ranks, to an engine in the making, whose manifest and weights are there.
+    """Adds the package for all ranks to an unfinished engine that has its manifest and weights.
 
-    SettingError as parity.
+    SettingError as in `parity`.
     """
     manifest = Manifest.read(directory)
     config, ranks = manifest.decoder, manifest.tensor_parallel

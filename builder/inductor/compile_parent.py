@@ -1,4 +1,4 @@
-"""Compiles an engine in a process of its own: the compiler may crash, and what it made when it is loaded."""
+"""Compiles an engine in a separate process, because the compiler may crash, or its result when it is loaded."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from typing import Any
 from ...scheduler.types import SettingError
 from ..manifest import Compiled, Manifest, Parity
 
-SHOWN = 400  # characters of the compiler's last words
+SHOWN = 400  # characters of the compiler's last output in an error
 
 
 def cpp_compiler() -> str | None:
-    """The path of the C++ compiler that will be used, if it is there."""
+    """The path of the C++ compiler that will be used, or None if it is missing."""
     return shutil.which(os.environ.get("CXX", "g++"))
 
 
 def compile_apart(directory: Path, say: Callable[[str], None], options: Sequence[str] = ()) -> Compiled:
-    """Adds the compiled file to the engine in the making at `directory`, whose manifest and weights are there.
+    """Adds the compiled file to the unfinished engine at `directory`, which has its manifest and weights.
 
-    `say` hears the stages. SettingError if it cannot be compiled, crashes when it is loaded, or is not what the
-    reference computes.
+    `say` gets the stages. SettingError if it cannot be compiled, crashes when it is loaded, or differs from the
+    reference.
     """
     backend = Manifest.read(directory).backend
     command = [sys.executable, "-m", f"pensieve.builder.{backend}.compile", str(directory), *options]
     last: dict[str, Any] = {}
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
-        pipe = subprocess.PIPE  # for its input too, which ends when this process does, and it with it
+        pipe = subprocess.PIPE  # for its input too: the input ends with this process, and that ends the child
         with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, text=True) as process:
             assert process.stdout is not None
             try:

@@ -1,7 +1,7 @@
-"""The compiler's side of `compiler.compile_apart`: what a process that compiles an engine in the making has in common.
+"""The compiler's side of `compile_parent.compile_apart`: shared by the processes that compile an unfinished engine.
 
-It prints one JSON object a line: {"stage": ...} as it goes, and {"compiled": ...}, the manifest's `Compiled`, or
-{"refused": ...} at the end.
+It prints one JSON object per line: {"stage": ...} for each stage, and at the end {"compiled": ...}, the manifest's
+`Compiled`, or {"refused": ...}.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Say = Callable[[str], None]
 
 
 def engine_weights(directory: Path, manifest: Manifest, rank: int) -> dict[str, Tensor]:
-    """One rank's, on the engine's device: from its file, or random."""
+    """One rank's weights on the engine's device: from its file, or random."""
     ranks, dtype = manifest.tensor_parallel, getattr(torch, manifest.dtype)
     if manifest.random_seed is not None:
         seed, device = manifest.random_seed, manifest.device
@@ -45,7 +45,8 @@ def compile_and_try(
     load: Callable[[], Forward],
     compare: Callable[[Forward], Parity],
 ) -> Compiled:
-    """Writes the compiled file at `path`, loads it, and compares what it computes. Raises what the three raise."""
+    """Writes the compiled file at `path`, loads it, and compares its results. Raises the exceptions of the three
+    calls."""
     start = time.perf_counter()
     say("compiling")
     write()
@@ -65,14 +66,14 @@ def compile_and_try(
 
 
 def serve_parent(compile_engine: Callable[[Say], Compiled]) -> None:
-    """All that such a process does. It ends with its parent, whatever it is at."""
+    """The main function of such a process. The process ends when its parent ends, at any time."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     report(compile_engine)
 
 
 def report(compile_engine: Callable[[Say], Compiled]) -> None:
-    """Runs it and prints how it goes."""
-    out, sys.stdout = sys.stdout, sys.stderr  # compilers may talk
+    """Calls it and prints its stages and result."""
+    out, sys.stdout = sys.stdout, sys.stderr  # compilers may print
 
     def tell(**message: Any) -> None:
         print(json.dumps(message), file=out, flush=True)
@@ -86,6 +87,6 @@ def report(compile_engine: Callable[[Say], Compiled]) -> None:
 
 
 def _end_with_parent() -> None:
-    """Nobody waits for this process any more: its input ends."""
+    """Ends this process when its input ends, because the parent is gone."""
     sys.stdin.read()
     os._exit(1)

@@ -1,4 +1,4 @@
-"""What compiled code runs on: the processor's vector extensions, or the GPU's compute capability."""
+"""The target of compiled code: the processor's vector extensions, or the GPU's compute capability."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import torch
 from ..tensorrt.installed import tensorrt_version
 
 EXTENSIONS = ("sse", "avx", "amx", "fma", "f16c", "bmi", "asimd", "sve")
-"""What names of the processor's features that compilers use begin with; the rest changes with the kernel's version."""
+"""Prefixes of the processor's features that compilers use. Others are left out, because they change with the kernel's
+version."""
 
 
 def this_target(device: str, backend: str = "inductor") -> str:
-    """Of the machine that the program runs on, for an engine of the device "cpu" or "cuda".
+    """The target of this machine, for an engine of the device "cpu" or "cuda".
 
-    A plan of TensorRT runs with the version that built it only. SettingError('--backend', ...) if that is not here.
+    A TensorRT plan runs only with the version that built it. SettingError('--backend', ...) if TensorRT is missing.
     """
     if device == "cuda":
         major, minor = torch.cuda.get_device_capability()
@@ -26,7 +27,7 @@ def this_target(device: str, backend: str = "inductor") -> str:
 
 
 def why_not_here(target: str, device: str, backend: str = "inductor") -> str | None:
-    """What keeps code compiled for `target` from running here, in words; None: nothing does."""
+    """Returns the reason why code compiled for `target` cannot run here, or None."""
     here = this_target(device, backend)
     if device == "cuda":
         return None if target == here else f"it was compiled for {target}, and this GPU has {here}"
@@ -38,7 +39,7 @@ def why_not_here(target: str, device: str, backend: str = "inductor") -> str | N
 
 
 def _extensions() -> list[str]:
-    """In alphabetical order; none where the system does not tell."""
+    """In alphabetical order; none if the system does not list them."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:

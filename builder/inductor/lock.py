@@ -11,15 +11,16 @@ from pathlib import Path
 
 @contextmanager
 def locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Holds the lock of the file at `path`, which is made, and gone at the end; `waiting` is called if others hold it.
+    """Holds the lock of the file at `path`, which is created here and removed at the end. Calls `waiting` if it is
+    taken.
 
-    The system releases it if the process dies; the file that then remains holds nobody up.
+    The system releases the lock if the process dies; the remaining file blocks no other build.
     """
     descriptor = _acquire(path, waiting)
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)  # while it is locked: whoever waits for it looks whether it is still there
+        path.unlink(missing_ok=True)  # while it is locked: a waiting build checks that it still exists
         os.close(descriptor)
 
 

@@ -1,4 +1,4 @@
-"""Runs what `compile_inductor` made: a package of machine code without weights, which are handed over to it."""
+"""Runs a package that `compile.py` made: machine code without weights, which are passed to it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ LOOKED_UP = ("embed.weight", "positions.weight")
 
 
 def laid_out(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights with the strides that packages are compiled for: of the same shapes, and values.
+    """Returns the weights with the strides that packages are compiled for; shapes and values are unchanged.
 
-    On a CPU projections are stored column by column, as a step of few tokens reads them twice as quickly so; on a GPU
-    nothing changes, and nothing of those in FP8. Tensors are taken one after the other.
+    On a CPU projections are stored column by column, because a step of few tokens then reads them twice as fast. On a
+    GPU nothing changes, and FP8 projections never change. Tensors are processed one after the other.
     """
     return {name: _by_columns(tensor) if _is_projection(name, tensor) else tensor for name, tensor in weights.items()}
 
@@ -34,16 +34,17 @@ def _by_columns(weight: Tensor) -> Tensor:
 
 
 class Package:
-    """The forward pass of a decoder. The weights stay the caller's own tensors: there is one copy in memory."""
+    """The forward pass of a decoder. It uses the caller's weight tensors, so memory holds one copy."""
 
     def __init__(self, path: Path, config: DecoderConfig, weights: Mapping[str, Tensor]):
-        """weights as `laid_out` gives them, on the package's device. RuntimeError if the file is no package."""
-        # Without threads of its own: it can be captured in a CUDA graph, and our operations run where they are called.
+        """weights: from `laid_out`, on the package's device. RuntimeError if the file is not a package."""
+        # Without threads of its own: it can be captured in a CUDA graph, and our operations run in the calling thread.
         self._loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, -1)
         device = weights["embed.weight"].device
         known = {**weights, "frequencies": _frequencies(config).to(device)}
-        self._constants = {name: known[name] for name in self._loader.get_constant_fqns()}  # it keeps addresses only
-        self._loader.load_constants(self._constants, False, True, True)  # active, all of them, managed by us
+        # kept here, because the loader keeps only addresses
+        self._constants = {name: known[name] for name in self._loader.get_constant_fqns()}
+        self._loader.load_constants(self._constants, False, True, True)  # active, complete, managed by the caller
 
     def __call__(
         self,
@@ -62,5 +63,5 @@ class Package:
 
 
 def _frequencies(config: DecoderConfig) -> Tensor:
-    """The one constant that no checkpoint holds."""
+    """The one constant that is not in a checkpoint."""
     return torch.tensor(config.rotary.frequencies() if config.rotary else [], dtype=torch.float64)

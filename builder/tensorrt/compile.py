@@ -1,8 +1,8 @@
-"""Compiles a decoder with TensorRT into a plan, tries it, and measures its errors. Imports TensorRT.
+"""Compiles a decoder with TensorRT into a plan, tests it, and measures its errors. Imports TensorRT.
 
     python -m pensieve.builder.tensorrt.compile DIRECTORY [WORKSPACE_MIB]
 
-does so for the engine in the making there; what it prints `compiling` says.
+does this for the unfinished engine in DIRECTORY; its output is described in `compile_worker`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from .network import DecoderNetwork
 from .package import Logger, Sizes, TensorRTPackage
 
 MOST_TOKENS = 4096
-"""Of a step. Memory for the plan's largest step is taken when it is loaded."""
+"""Most tokens of a step. Memory for the plan's largest step is allocated when it is loaded."""
 
 LEAST = Sizes(1, 1, 1, 1, 1)
-PROFILES = (  # (most frequent, largest); the first that fits is taken
+PROFILES = (  # (most frequent, largest); the first that fits is used
     (Sizes(64, 64, 64, 256, 128), Sizes(256, 256, 256, 4096, 2**17)),  # generation
     (Sizes(1024, 128, 64, 256, 128), Sizes(MOST_TOKENS, MOST_TOKENS, MOST_TOKENS, 4096, 2**17)),  # prompts too
 )
@@ -43,11 +43,11 @@ def build_plan(
     workspace: int | None = None,
     cache: Path | None = None,
 ) -> bytes:
-    """A plan for any rank, without weights.
+    """Returns a plan for any rank, without weights.
 
     weights     one rank's, on the CPU, in the engine's dtype
-    workspace   most bytes of GPU memory that one layer may take for itself; None: all there is
-    cache       file of the times that TensorRT measured in earlier builds; read, then brought up to date
+    workspace   most bytes of GPU memory for one layer; None: no limit
+    cache       file of TensorRT's measured times from earlier builds; read, then updated
     SettingError('--backend', ...) if TensorRT cannot build it.
     """
     logger = Logger()
@@ -62,7 +62,7 @@ def build_plan(
         _attach_cache(settings, cache)
     with tensorrt_plugins.building():
         plan = builder.build_serialized_network(network, settings)
-    del written  # until here the network's weights had to stay
+    del written  # the network's weights had to stay until here
     if plan is None:
         raise SettingError("--backend", "TensorRT cannot build the engine; its log says why")
     if cache is not None:
@@ -71,8 +71,8 @@ def build_plan(
 
 
 def _apply(settings: trt.IBuilderConfig, workspace: int | None) -> None:
-    settings.max_aux_streams = 0  # our operations are ordered by the one stream
-    settings.clear_flag(trt.BuilderFlag.TF32)  # float32 is float32
+    settings.max_aux_streams = 0  # our operations need a single stream
+    settings.clear_flag(trt.BuilderFlag.TF32)  # full float32 precision
     settings.set_flag(trt.BuilderFlag.REFIT_INDIVIDUAL)
     settings.set_flag(trt.BuilderFlag.STRIP_PLAN)
     if workspace is not None:
@@ -91,13 +91,13 @@ def _add_profile(
 
 
 def timing_cache_path() -> Path:
-    """Where builds of one user keep what TensorRT measured."""
+    """The file in which a user's builds keep TensorRT's measured times."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "pensieve" / "tensorrt.timing"
 
 
 def _attach_cache(settings: trt.IBuilderConfig, path: Path) -> None:
-    """What another GPU or version measured is not used."""
+    """Attaches the file's times; times of another GPU or version are ignored."""
     known = settings.create_timing_cache(path.read_bytes() if path.exists() else b"")
     if known is None or not settings.set_timing_cache(known, False):
         settings.set_timing_cache(settings.create_timing_cache(b""), False)
@@ -111,7 +111,7 @@ def _write(path: Path, content: Any) -> None:
 
 
 def compile_engine(directory: Path, workspace: int | None, say: Say) -> Compiled:
-    """Adds the plan to an engine in the making, whose manifest and weights are there. SettingError as parity."""
+    """Adds the plan to an unfinished engine that has its manifest and weights. SettingError as in `parity`."""
     manifest = Manifest.read(directory)
     config = manifest.decoder
     weights = engine_weights(directory, manifest, rank=0)

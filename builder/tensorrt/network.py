@@ -1,10 +1,10 @@
-"""Writes a decoder as a strongly typed TensorRT network, for any batch: what `Decoder.forward` computes, rounding where
-it does. Imports TensorRT: import it where that is used.
+"""Writes a decoder as a strongly typed TensorRT network for any batch. It computes `Decoder.forward`, with the same
+roundings. Imports TensorRT, so import this module only where TensorRT is used.
 
-Inputs, int32 but rotary: token_ids, slots [T], rotary [T, R] float32 as `Decoder.rotary` makes it (TensorRT has no
+Inputs, int32 except rotary: token_ids, slots [T], rotary [T, R] float32 from `Decoder.rotary` (TensorRT has no
 float64), or positions [T] for a learned table, segments [S, 5], block_table [seats, blocks], sample_rows [R]. Output:
-logits [R, vocab] float32. Weights bear the names of Decoder's parameters and can be refitted one by one; so one plan
-serves all ranks, each with its own.
+logits [R, vocab] float32. Weights have the names of Decoder's parameters and can be refitted one by one, so one plan
+serves all ranks, each with its own weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ACTIVATIONS = {
     "relu": trt.ActivationType.RELU,
     "gelu": trt.ActivationType.GELU_ERF,
     "gelu_tanh": trt.ActivationType.GELU_TANH,
-    "silu": trt.ActivationType.SIGMOID,  # times its input
+    "silu": trt.ActivationType.SIGMOID,  # multiplied by its input
 }
 ANY = -1  # a size known at run time
 MANY = 2**31 - 1  # more tokens than any batch has
@@ -36,7 +36,7 @@ PLUGINS = trtp.op.pensieve
 
 
 class Operations:
-    """Layers by short names. Operands are of one type; nothing is cast but where `cast` says so."""
+    """Layers by short names. Operands have one type; only `cast` converts."""
 
     def __init__(self, network: trt.INetworkDefinition, weights: Mapping[str, Tensor]):
         self._network, self._weights = network, weights
@@ -51,7 +51,7 @@ class Operations:
         self._network.mark_output(x)
 
     def parameter(self, name: str, rank: int) -> trt.ITensor:
-        """A weight under its name, with sizes of 1 in front up to `rank` dimensions."""
+        """A weight under its name, with leading sizes of 1 up to `rank` dimensions."""
         made = self._parameters.get((name, rank))
         if made is None:
             tensor = self._weights[name].contiguous()
@@ -62,7 +62,7 @@ class Operations:
         return made
 
     def number(self, value: float, like: trt.ITensor) -> trt.ITensor:
-        """One value, of the type of `like` and as many dimensions."""
+        """One value, with the type and the number of dimensions of `like`."""
         rank = len(like.shape)
         return self._constant(torch.full((1,) * rank, value, dtype=TORCH_TYPES[like.dtype]), (1,) * rank)[0]
 
@@ -88,12 +88,12 @@ class Operations:
         return self._made(self._network.add_unary(root, trt.UnaryOperation.RECIP))
 
     def mean(self, x: trt.ITensor) -> trt.ITensor:
-        """Over the last dimension, which is kept, of size 1."""
+        """The mean over the last dimension, which becomes 1."""
         last = 1 << (len(x.shape) - 1)
         return self._made(self._network.add_reduce(x, trt.ReduceOperation.AVG, last, True))
 
     def activate(self, x: trt.ITensor, name: str) -> trt.ITensor:
-        """In float32, whatever the type."""
+        """Computed in float32 for every type."""
         wide = self.cast(x, trt.float32)
         active = self._made(self._network.add_activation(wide, ACTIVATIONS[name]))
         return self.cast(self.multiply(active, wide) if name == "silu" else active, x.dtype)
@@ -107,7 +107,8 @@ class Operations:
         return self._made(self._network.add_gather(x, indices, 0))
 
     def columns(self, x: trt.ITensor, first: int, count: int) -> trt.ITensor:
-        """[T, count] of [T, columns]: the size of a slice is a tensor, the lesser of what there is and [all, count]."""
+        """[T, count] of [T, columns]. The size of a slice is a tensor: the minimum of the actual size and [all,
+        count]."""
         there = self._made(self._network.add_shape(x))
         wanted, _ = self._constant(torch.tensor([MANY, count]), (2,))
         size = self._made(self._network.add_elementwise(there, wanted, trt.ElementWiseOperation.MIN))
@@ -130,7 +131,7 @@ class Operations:
         return joined
 
     def plugin(self, call: object) -> trt.ITensor:
-        """The one output of what a function of PLUGINS returned."""
+        """The single output of a call of a function in PLUGINS."""
         return self._made(self._network.add_plugin(call))
 
     @staticmethod
@@ -141,7 +142,7 @@ class Operations:
 
 
 class _Inputs:
-    """What every layer needs to know of the batch."""
+    """The parts of a batch that every layer needs."""
 
     def __init__(self, ops: Operations, config: DecoderConfig):
         self.token_ids = ops.input("token_ids", trt.int32, ANY)
@@ -156,9 +157,9 @@ class _Inputs:
 
 
 class DecoderNetwork:
-    """Writes itself into the network when it is made, and must live until the network is built.
+    """Writes itself into the network when it is made, and must stay alive until the network is built.
 
-    weights: one rank's, on the CPU, in the decoder's dtype. SettingError if TensorRT refuses anything.
+    weights: one rank's, on the CPU, in the decoder's dtype. SettingError if TensorRT refuses a layer.
     """
 
     def __init__(

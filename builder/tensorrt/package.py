@@ -1,4 +1,4 @@
-"""Runs what `compile_tensorrt` made: a plan without weights, which are put into it. Imports TensorRT."""
+"""Runs a plan that `compile.py` made; it has no weights, which are put into it here. Imports TensorRT."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ...plugins.tensorrt import plugins as tensorrt_plugins
 from ..checkpoints.config import DecoderConfig
 from .network import TENSORRT_TYPES
 
-ALIGNMENT = 256  # bytes, of the addresses that TensorRT is given
+ALIGNMENT = 256  # bytes; alignment of addresses passed to TensorRT
 MOST_RECENT = 64
-"""Sizes of batches whose contexts are kept though no graph needs them: more than a device runs before it captures."""
+"""Batch sizes whose contexts are kept without a graph: more than a device runs before it captures."""
 
 SAID = {
     trt.ILogger.Severity.INTERNAL_ERROR: logging.CRITICAL,
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class Logger(trt.ILogger):  # type: ignore[misc]
-    """Errors and warnings go where Python's do: nobody else may write to the standard output."""
+    """Sends errors and warnings to Python's logging: only this program may write to the standard output."""
 
     def __init__(self) -> None:
         trt.ILogger.__init__(self)
@@ -40,7 +40,7 @@ class Logger(trt.ILogger):  # type: ignore[misc]
 
 
 class Sizes(NamedTuple):
-    """What a plan's inputs may differ in."""
+    """The variable sizes of a plan's inputs."""
 
     tokens: int
     segments: int
@@ -49,7 +49,7 @@ class Sizes(NamedTuple):
     blocks: int
 
     def shapes(self, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-        """Of all inputs of the network."""
+        """The shapes of all inputs of the network."""
         of_tokens = {"rotary": (self.tokens, config.rotary.dims)} if config.rotary else {"positions": (self.tokens,)}
         return {
             "token_ids": (self.tokens,),
@@ -62,16 +62,17 @@ class Sizes(NamedTuple):
 
 
 class TensorRTPackage:
-    """The forward pass of a decoder. The plan has weights of its own; those given may go.
+    """The forward pass of a decoder. The plan has its own copy of the weights; the given ones may be freed.
 
-    Each size of batch has an execution context, run before it is captured in a CUDA graph, and from then on its own:
-    TensorRT asks for both. Contexts run one after the other, so they share their memory. All calls are of one thread.
+    Each batch size has an execution context. It is run once before it is captured in a CUDA graph, and belongs to that
+    graph afterwards: TensorRT requires both. Contexts run one after the other, so they share their memory. All calls
+    come from one thread.
     """
 
     def __init__(self, path: Path, config: DecoderConfig, weights: Mapping[str, Tensor], device: str = "cuda"):
-        """weights: on the host or on the device. RuntimeError if the file is no plan for this GPU and decoder."""
+        """weights: on the host or on the device. RuntimeError if the file is not a plan for this GPU and decoder."""
         self._config = config
-        self._logger = Logger()  # must outlive what it is given to
+        self._logger = Logger()  # must outlive the objects that use it
         self._runtime = trt.Runtime(self._logger)
         self._engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
         if self._engine is None:
@@ -84,7 +85,7 @@ class TensorRTPackage:
             self._engine.get_tensor_profile_shape("token_ids", profile)[2][0]
             for profile in range(self._engine.num_optimization_profiles)
         ]
-        self._captured: list[trt.IExecutionContext] = []  # graphs use them as long as this lives
+        self._captured: list[trt.IExecutionContext] = []  # graphs use them as long as this object lives
         self._recent: OrderedDict[Sizes, trt.IExecutionContext] = OrderedDict()
 
     def _refit(self, weights: Mapping[str, Tensor]) -> None:
@@ -109,7 +110,7 @@ class TensorRTPackage:
         pool: int,
     ) -> Tensor:
         """As `Decoder.forward`, on the current stream."""
-        if not len(sample_rows):  # no output has a size of 0
+        if not len(sample_rows):  # TensorRT has no outputs of size 0
             return self(token_ids, positions, slots, segments, block_table, sample_rows.new_zeros(1), pool)[:0]
         inputs = {
             "token_ids": token_ids,
@@ -135,7 +136,7 @@ class TensorRTPackage:
         return {"rotary": torch.cat((angles.cos(), angles.sin()), dim=1).float()}
 
     def _context(self, sizes: Sizes) -> trt.IExecutionContext:
-        """One that has these sizes."""
+        """Returns a context with these sizes."""
         if torch.cuda.is_current_stream_capturing():
             context = self._recent.pop(sizes, None)
             if context is None:

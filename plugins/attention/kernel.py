@@ -1,7 +1,7 @@
-"""`multi_token_attention` on a GPU, in Triton. Its twin is `attention_reference.multi_token_attention`.
+"""`multi_token_attention` on a GPU, in Triton. Its twin is `reference.multi_token_attention`.
 
 One kernel serves decode (one query), append (some) and prefill (thousands) over scattered chunks; the classes of a work
-list differ in tile shape only. The grid is persistent: programs take items off the list until it is empty, so one
+list differ in tile shape only. The grid is persistent: programs take items from the list until it is empty, so one
 captured launch serves any mixture. See `work_list` for tiles, splits and merging.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from .work_list import ITEM, Capacity, Tile, WorkList
 
 LOG2_E = 1.4426950408889634
-UNMASKED_ABOVE = 16  # rows of a tile; below, masks cost nothing
+UNMASKED_ABOVE = 16  # rows of a tile; in smaller tiles masks cost no time
 
 
 def tiles_for(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> tuple[Tile, ...]:
@@ -26,7 +26,7 @@ def tiles_for(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> t
     if group > 64 or not 16 <= head_dim <= 256:
         raise ValueError(f"no tile holds {group} query heads a key head of size {head_dim}: at most 64, 16 to 256")
     least = max(16, triton.next_power_of_2(group))
-    if dtype == torch.float32:  # IEEE products run outside the matrix units; a small tile keeps them in registers
+    if dtype == torch.float32:  # IEEE products do not use the matrix units; a small tile keeps them in registers
         return (Tile(least, 32, 4, 2, 2),)
     keys = 64 if head_dim <= 128 else 32
     large = Tile(128, keys, 8, 3, 1)
@@ -56,8 +56,9 @@ def multi_token_attention(q: Tensor, block_table: Tensor, pool: Tensor, layer: i
     reachable = [i for i in range(len(work.tiles)) if i == 0 or most_rows > work.tiles[i - 1].rows]
 
     overlap = _overlaps(q.device)
-    shared = overlap or q.device.type == "cpu"  # on a GPU whose kernels wait for each other nobody uses what one leaves
-    for kind in reversed(reachable):  # the large tiles first: theirs needs a multiprocessor that is free
+    # on GPUs whose kernels run one after the other no later kernel uses the free multiprocessors
+    shared = overlap or q.device.type == "cpu"
+    for kind in reversed(reachable):  # the large tiles first: they need a free multiprocessor each
         tile = work.tiles[kind]
         leads, follows = overlap and kind > 0, overlap and kind < reachable[-1]
         _attend[(work.processors * tile.programs,)](
@@ -74,7 +75,7 @@ def multi_token_attention(q: Tensor, block_table: Tensor, pool: Tensor, layer: i
 
 @functools.cache
 def _overlaps(device: torch.device) -> bool:
-    """Whether a kernel can be launched to begin once all programs of the one in front of it have begun."""
+    """Returns whether a kernel can be launched to begin as soon as all programs of the previous one have begun."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -82,7 +83,7 @@ def _overlaps(device: torch.device) -> bool:
 def _attend_tiles(acc, top, total, q, keys, table, own, begin, end, scale, slot_stride, first, skip_from, skip, count,
                   KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr, DIM: tl.constexpr,
                   KEYS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """Online softmax over `count` tiles of keys from tile `first`, leaving out `skip` tiles behind `skip_from`.
+    """Online softmax over `count` tiles of keys from tile `first`; skips `skip` tiles after `skip_from`.
 
     acc, top, total  weighted sum of values, largest score (base 2) and sum of weights of each row so far
     """
@@ -93,11 +94,11 @@ def _attend_tiles(acc, top, total, q, keys, table, own, begin, end, scale, slot_
     n = (first + tl.where(skip_from <= 0, skip, 0)) * KEYS + key
     slot = tl.load(table + n // CHUNK, mask=n < end, other=0)
     for i in range(count):
-        # The slots of the next tile are read now, so that its keys can be asked for without waiting for them.
+        # Reads the slots of the next tile now, so its keys can be requested without waiting for the slots.
         ahead = (first + i + 1 + tl.where(i + 1 >= skip_from, skip, 0)) * KEYS + key
         next_slot = tl.load(table + ahead // CHUNK, mask=ahead < end, other=0)
         at = inside + (slot.to(tl.int64) * slot_stride)[:, None]
-        if KEYS % CHUNK != 0:  # a tile does not begin with a chunk
+        if KEYS % CHUNK != 0:  # a tile may begin inside a chunk
             at += ((n % CHUNK - key % CHUNK) * HEAD_DIM)[:, None]
         loaded = (n < end)[:, None] & (dim < HEAD_DIM)[None, :]
         if MASKED or HEAD_DIM != DIM:
@@ -154,15 +155,16 @@ def _attend(q, o, partial, lse, pool, block_table, items, arrivals, counters, co
             KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr,
             DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, UNMASKED: tl.constexpr,
             LARGEST: tl.constexpr, LEADS: tl.constexpr, FOLLOWS: tl.constexpr, WORDS: tl.constexpr):  # fmt: skip
-    """Takes (item, key head) pairs off the list of one class until none is left. scale includes log2(e).
+    """Takes (item, key head) pairs from the list of one class until none is left. scale includes log2(e).
 
-    The kernels of the classes run side by side: tiles of many rows use the matrix units, those of few the memory. One
-    that LEADS lets the next one begin as soon as all its own programs have; one that FOLLOWS ends after the one in
-    front of it, so that whatever comes behind the last of them is behind all. It reads nothing that the others write,
-    and what it reads was there before the first, which is launched as usual and takes all multiprocessors.
+    The kernels of the classes run side by side: tiles of many rows use the matrix units, those of few rows the memory.
+    A kernel with LEADS lets the next one begin as soon as all its own programs have begun. A kernel with FOLLOWS ends
+    after the previous one, so work after the last kernel comes after all of them. A kernel with FOLLOWS reads no
+    results of the others; its inputs were complete before the first kernel, which is launched normally and takes all
+    multiprocessors.
 
     Row r of a tile is query r // GROUP of the item and head r % GROUP of the group. With UNMASKED, tiles of keys that
-    every row sees are done without masks.
+    every row sees are computed without masks.
     """
     if LEADS:
         tl.extra.cuda.gdc_launch_dependents()
@@ -178,7 +180,8 @@ def _attend(q, o, partial, lse, pool, block_table, items, arrivals, counters, co
     while taken < listed:
         index = taken // KV_HEADS
         head = taken % KV_HEADS
-        following = tl.atomic_add(taken_count, 1, sem="relaxed") + programs  # early: it takes a while
+        # early, because the atomic operation takes a while
+        following = tl.atomic_add(taken_count, 1, sem="relaxed") + programs
         item = items + index * WORDS
         q_row = tl.load(item)
         size = tl.load(item + 1)
@@ -229,13 +232,13 @@ def _attend(q, o, partial, lse, pool, block_table, items, arrivals, counters, co
         target = o + to[:, None] + dim[None, :]
         if splits == 1:
             tl.store(target, result.to(o.dtype.element_ty), mask=kept)
-        elif split < reached:  # not beyond the tile's last query
+        elif split < reached:  # the split contains keys that the tile's last query sees
             first_part = (pair + query * splits).to(tl.int64) * heads + q_head
             part = first_part + split * heads
             tl.store(partial + part[:, None] * HEAD_DIM + dim[None, :], result, mask=kept)
             tl.store(lse + part, tl.log2(total) + top, mask=query_kept)
-            # Whoever finishes a tile's last split merges them all. The barrier puts the stores of all threads before
-            # the release, the acquire puts those of the other programs before the reads.
+            # The program that finishes a tile's last split merges them all. The barrier puts the stores of all threads
+            # before the release, the acquire puts those of the other programs before the reads.
             tl.debug_barrier()
             counter = arrivals + tile * KV_HEADS + head
             if tl.atomic_add(counter, 1, sem="acq_rel") == reached - 1:
@@ -252,10 +255,10 @@ def _attend(q, o, partial, lse, pool, block_table, items, arrivals, counters, co
                 for head in range(heads):
                     to = (token * heads + head) * HEAD_DIM
                     tl.store(o + to + wide, tl.zeros([DIM], o.dtype.element_ty), mask=wide < HEAD_DIM)
-    # The last program out leaves the counters as the next layer's attention needs them.
+    # The last program resets the counters for the next layer's attention.
     left_count = taken_count + classes
     if tl.atomic_add(left_count, 1) == tl.num_programs(0) - 1:
         tl.store(taken_count, 0)
         tl.store(left_count, 0)
-        if FOLLOWS:  # no other program keeps a place on a multiprocessor for it
+        if FOLLOWS:  # no other program holds a place on a multiprocessor for it
             tl.extra.cuda.gdc_wait()

@@ -1,4 +1,4 @@
-"""`write_kv` on a GPU, in Triton: rotary fused with scattering K and V. Its twin is `attention_reference.write_kv`."""
+"""`write_kv` on a GPU, in Triton: rotary fused with scattering K and V. Its twin is `reference.write_kv`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-HEADS = 8  # heads a program
+HEADS = 8  # heads of a program
 
 
 def write_kv(q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, slots: Tensor, pool: Tensor, layer: int) -> Tensor:
@@ -37,9 +37,10 @@ def write_kv(q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, slots: Tensor, poo
 @triton.jit
 def _turn(source, target, row, kept, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
           HALF_DIM: tl.constexpr):  # fmt: skip
-    """Copies heads from `source` to `target` (pointers, one a head), turning their first 2 HALF dimensions by `row`.
+    """Copies heads from `source` to `target` (pointers, one per head), and rotates their first 2 HALF dimensions by
+    `row`.
 
-    Without fused multiply-adds, so that every implementation rounds alike.
+    Uses no fused multiply-adds, so that every implementation rounds equally.
     """
     if HALF > 0:
         half = tl.arange(0, HALF_DIM)
@@ -63,7 +64,7 @@ def _write_kv(q, k, v, rotary, slots, pool, rotated, q_stride, q_head, k_stride,
               rotary_stride, slot_stride, layer_offset, heads, kv_heads, q_blocks,
               HEAD_DIM: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, HALF_DIM: tl.constexpr,
               CHUNK: tl.constexpr, HEADS: tl.constexpr):  # fmt: skip
-    """One program a token and HEADS heads: of q below q_blocks, of k and v from there on."""
+    """One program for each token and HEADS heads: of q below q_blocks, of k and v from there on."""
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     row = rotary + token * rotary_stride

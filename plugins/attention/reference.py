@@ -1,11 +1,11 @@
 """Reference of the two operations inside every engine: `write_kv` and `multi_token_attention`, on plain tensors.
 
-A KV pool is one tensor `[slot, layers, 2, kv_heads, chunk_tokens, head_dim]`: one chunk, one contiguous record. A
+A KV pool is one tensor `[slot, layers, 2, kv_heads, chunk_tokens, head_dim]`: each chunk is one contiguous record. A
 token's place in it is `slot * chunk_tokens + offset`; its *coordinate* is its index in its own request's row, and row
 `seat` of the block table gives the slot of every `chunk_tokens` coordinates.
 
-`multi_token_attention` is the road that serves on the CPU; `multi_token_attention_slow` is its twin, one token at a
-time in float64, which every faster implementation is compared with.
+`multi_token_attention` is used on the CPU. `multi_token_attention_slow` is its twin, one token at a time in float64;
+every faster implementation is compared with it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 GATHERED = 2**20
-"""Elements of keys gathered at once: such buffers stay in the cache, and the allocator keeps them for the next."""
+"""Elements of keys gathered at once: such buffers fit in the processor's cache, and the allocator reuses them."""
 
 
 def rotate(x: Tensor, rotary: Tensor) -> Tensor:
-    """Turns the first R of each head's dimensions: dimension i and i + R/2 are a pair turned by angle i.
+    """Rotates the first R of each head's dimensions: dimensions i and i + R/2 are a pair, rotated by angle i.
 
-    x [T, heads, head_dim]; rotary [T, R] float32, R/2 cosines then R/2 sines. Computed in float32; a new tensor.
+    x [T, heads, head_dim]; rotary [T, R] float32, R/2 cosines then R/2 sines. Computed in float32. Returns a new
+    tensor.
     """
     dims = rotary.shape[1]
     cos, sin = rotary.unsqueeze(1).chunk(2, dim=-1)
@@ -72,9 +73,10 @@ def multi_token_attention(
 
 
 def _groups_of_like_size(segments: Tensor, record: Sequence[int]) -> list[Tensor]:
-    """Parts the segments into groups that are padded to their largest member, which at most doubles either length.
+    """Divides the segments into groups that are padded to their largest member; padding at most doubles either length.
 
-    record: kv_heads, chunk_tokens, head_dim. A group's keys fill at most GATHERED elements (a single segment may).
+    record: kv_heads, chunk_tokens, head_dim. A group's keys fill at most GATHERED elements (a single segment may fill
+    more).
     """
     _, chunk_tokens, _ = record
     most_chunks = GATHERED // math.prod(record)
@@ -102,7 +104,7 @@ def _attend_group(
     kv_heads, chunk_tokens = pool.shape[3:5]
     q_start, q_len, kv_start, kv_len, seat = segments.long().unsqueeze(-1).unbind(1)  # each [S, 1]
 
-    # Padding asks the segment's last query again and reads its last chunk again, masked.
+    # Padding repeats the segment's last query and its last chunk, masked.
     steps = torch.arange(int(q_len.max()))
     real = steps < q_len  # [S, M]
     query = steps.minimum(q_len - 1)
@@ -115,12 +117,12 @@ def _attend_group(
     valid = (coordinates >= kv_start) & (coordinates < kv_len)
     seen = valid.unsqueeze(1) & (coordinates.unsqueeze(1) <= own.unsqueeze(2))  # [S, M, N]
 
-    # Query heads that share a key head stand side by side as if they were more queries: [S, kv_heads, M * share, D].
+    # Query heads that share a key head are treated as further queries: [S, kv_heads, M * share, D].
     share = heads // kv_heads
     count, queries, keys = len(segments), rows.shape[1], coordinates.shape[1]
     head = torch.arange(kv_heads).view(-1, 1)
     k, v = (pool[:, layer, i][slots.unsqueeze(1), head].view(count, kv_heads, keys, head_dim).float() for i in (0, 1))
-    foreign = (~valid).nonzero(as_tuple=True)  # not of this segment: perhaps infinite, and 0 times that is not 0
+    foreign = (~valid).nonzero(as_tuple=True)  # not of this segment: may be infinite, and 0 times infinity is not 0
     for kv in (k, v):
         kv[foreign[0], :, foreign[1]] = 0.0
     grouped = q[rows].view(count, queries, kv_heads, share, head_dim).transpose(1, 2).flatten(2, 3).float()

@@ -1,15 +1,16 @@
-"""The work of one step's attention, listed on the device once a step and shared by all layers.
+"""The work of one step's attention, listed on the device once for each step and used by all layers.
 
 A *tile* is some consecutive queries of a segment, times the query heads that share a key head: the rows of one matrix
 product. A *split* is a part of the keys between two fixed coordinates. An *item* is one tile over one split; a program
-of the attention kernel takes an item and a key head at a time. Who finishes a tile's last split merges all of them.
+of the attention kernel takes an item and a key head at a time. The program that finishes a tile's last split merges all
+of them.
 
-Which tiles, which splits and in which order they are merged depends on the query's own segment only, never on what
-else is in the step: a row's result is the same bits whatever its neighbours are.
+The tiles, the splits and the order of merging depend on the query's own segment only, never on the rest of the step. So
+a row's result has the same bits with any other rows in the step.
 
     keys of a segment   kv_start ........................................ kv_len
     splits              |------- first -------|---- second ----|- third -|     see `cuts`
-    a tile's items                 x                 x           (nothing: beyond the tile's last query)
+    a tile's items                 x                 x           (none: beyond the tile's last query)
 """
 
 from __future__ import annotations
@@ -26,27 +27,27 @@ ITEM = 11
 
 0  first row in q               5  seat                                           10  number of its tile in the class
 1  query tokens                 6  pair of the first query's first split
-2  first query's coordinate     7  which split this is
-3  first key's coordinate       8  splits of the segment (1: the result is whole)
+2  first query's coordinate     7  number of this split
+3  first key's coordinate       8  splits of the segment (1: the result is complete)
 4  end of the keys              9  splits that the tile's last query reaches; the others are empty
 """
 SMALLEST_SPLIT = 1024  # a program reads this many keys in about 10 us; starting and merging a split takes 3 to 7 us
-LARGEST_SPLIT = 4096  # wanted; histories beyond MOST_SPLITS of them are cut coarser
-TOKENS_PER_ROW = 256  # wanted of a split: keeps the partial results under 1% of the bytes of the keys
-MANY_ROWS = 64  # a tile of more is bound by arithmetic: split small, or one returning turn keeps a step waiting
-TOKENS_PER_MANY = 8  # wanted of a split for each of many rows; from 512 on there are tiles enough
+LARGEST_SPLIT = 4096  # desired; histories beyond MOST_SPLITS of them get longer splits
+TOKENS_PER_ROW = 256  # desired in a split: keeps the partial results under 1% of the bytes of the keys
+MANY_ROWS = 64  # a tile of more is limited by arithmetic: with long splits one returning turn would delay the step
+TOKENS_PER_MANY = 8  # desired in a split for each of many rows; from 512 rows on there are enough tiles
 MOST_SPLITS = 16
-FEW_ROWS = 16  # more of them make splits long; the first is then longer than the last, and programs end together
-LARGE_TILE_COST = 2.5  # time of a multiprocessor for a key of a large tile, over that of another
+FEW_ROWS = 16  # more rows make splits long; the first split is then longer than the last, so that programs end together
+LARGE_TILE_COST = 2.5  # time of a multiprocessor for a key of a large tile, relative to another tile
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Shape of a class of tiles and how its kernel is compiled.
+    """Shape of a class of tiles, and compiler settings of its kernel.
 
     rows, keys   of one matrix product, powers of two
-    warps, stages, programs   warps a program, tiles of keys in flight, programs a multiprocessor
-    registers    most a thread may have, so that so many programs fit; None for as many as the compiler likes
+    warps, stages, programs   warps of a program, tiles of keys in flight, programs on a multiprocessor
+    registers    most registers of a thread, so that this many programs fit; None: no limit
     """
 
     rows: int
@@ -67,10 +68,12 @@ class Capacity:
 
 
 def cuts(rows: int, kv_len: int) -> tuple[int, int]:
-    """Where a segment's keys are cut, by its rows (queries times heads of a group) and its context; see `split_of`.
+    """Returns the cuts of a segment's keys, by its rows (queries times heads of a group) and its context; see
+    `split_of`.
 
-    (keys of a split, keys that the first has more): long splits are done first, short ones last. Of few rows a last
-    split that would be shorter than half of one goes to the first: starting and merging it takes as long as reading it.
+    The result is (keys of a split, additional keys of the first): long splits are processed first, short ones last.
+    With few rows, a last split shorter than half a split is added to the first: starting and merging it would take as
+    long as reading it.
     """
     per_row = TOKENS_PER_MANY if rows > MANY_ROWS else TOKENS_PER_ROW
     wanted = max(SMALLEST_SPLIT, min(rows * per_row, LARGEST_SPLIT), -(-kv_len // MOST_SPLITS))
@@ -87,23 +90,24 @@ def split_of(key: int, cut: int, more: int) -> int:
 
 
 class WorkList:
-    """Device memory for the work of one step at a time; `build` fills it, the attention of every layer reads it.
+    """Device memory for the work of one step at a time. `build` fills it, the attention of every layer reads it.
 
     items     [classes, most, ITEM] int32
-    counters  [4, classes] int32: items listed; items taken and programs gone, by the running attention kernel; last,
-              in the first place, the multiprocessors that the largest class may have while others have work
-    arrivals  [classes, most * kv_heads] int32: splits done of each tile and key head
-    covered   [tokens] int32: 1 where a token has a segment
+    counters  [4, classes] int32: items listed; items taken and programs ended, by the running attention kernel; last,
+              in the first place, the multiprocessors that the largest class may use while others have work
+    arrivals  [classes, most * kv_heads] int32: finished splits of each tile and key head
+    covered   [tokens] int32: 1 if the token has a segment
     partial   [pairs, heads, head_dim] float32, and lse [pairs, heads] float32: normalised partial results and the
               base-2 logarithms of their weights; a pair is a query token and a split
 
-    Between kernels items taken, programs gone and arrivals are zero: kernels leave them so.
+    Between kernels the counts of items taken, programs ended and arrivals are zero: each kernel resets them.
     """
 
     def __init__(
         self, capacity: Capacity, heads: int, kv_heads: int, head_dim: int, tiles: tuple[Tile, ...], device: str
     ):
-        """tiles: one a class, by ascending rows; a segment belongs to the first class that holds all its rows."""
+        """tiles: one for each class, by ascending rows; a segment belongs to the first class that holds all its
+        rows."""
         if heads % kv_heads or heads // kv_heads > tiles[0].rows:
             raise ValueError(f"{heads} heads cannot share {kv_heads} key heads in tiles of {tiles[0].rows} rows")
         self.capacity, self.tiles = capacity, tiles
@@ -122,11 +126,11 @@ class WorkList:
         self.longest = capacity.tokens
 
     def build(self, segments: Tensor, longest: int | None = None) -> None:
-        """Lists the work of segments [S, 5] int32 (as in `multi_token_attention`; those without queries are idle), none
-        of which has more than `longest` queries: kernels that only longer ones need are not launched for this step.
+        """Lists the work of segments [S, 5] int32 (as in `multi_token_attention`; those without queries have no work).
+        None has more than `longest` queries: kernels for longer ones are not launched in this step.
 
-        Enqueued on the current stream, behind the attention of the step before; nothing waits for the device. The
-        values must respect the capacity: on the device nothing checks them.
+        Enqueued on the current stream, after the attention of the previous step; the host does not wait for the device.
+        The values must respect the capacity: the device does not check them.
         """
         count = len(segments)
         if count > self.capacity.segments:
@@ -149,7 +153,7 @@ class WorkList:
 
 def list_work(segments: Tensor, group: int, tiles: tuple[Tile, ...]) -> list[list[list[int]]]:
     """The twin of `WorkList.build`, on the host: the items of each class."""
-    places: list[list[tuple[int, list[int]]]] = [[] for _ in tiles]  # (split, item), put in order of splits at the end
+    places: list[list[tuple[int, list[int]]]] = [[] for _ in tiles]  # (split, item), sorted by split at the end
     numbers = [0] * len(tiles)
     pairs = 0
     for q_start, q_len, kv_start, kv_len, seat in sorted(segments.tolist(), key=lambda segment: -segment[3]):
@@ -160,7 +164,7 @@ def list_work(segments: Tensor, group: int, tiles: tuple[Tile, ...]) -> list[lis
         splits = split_of(kv_len - 1, cut, more) - first + 1
         kind = next((i for i, tile in enumerate(tiles[:-1]) if q_len * group <= tile.rows), len(tiles) - 1)
         step = tiles[kind].rows // group
-        for start in reversed(range(0, q_len, step)):  # the last tiles have most keys: they go first
+        for start in reversed(range(0, q_len, step)):  # the last tiles have most keys, so they go first
             size = min(step, q_len - start)
             own = kv_len - q_len + start
             reached = split_of(own + size - 1, cut, more) - first + 1
@@ -201,9 +205,9 @@ def _list_work(segments, items, counters, covered, count, class_stride, processo
                LARGE: tl.constexpr, CLASSES: tl.constexpr, SMALLEST: tl.constexpr, LARGEST: tl.constexpr,
                PER_ROW: tl.constexpr, MOST: tl.constexpr, FEW: tl.constexpr, MANY: tl.constexpr,
                PER_MANY: tl.constexpr, COST: tl.constexpr, WORDS: tl.constexpr):  # fmt: skip
-    """One program a segment. Each sums up the segments before its own, then lists its own items and tokens.
+    """One program for each segment. Each sums the segments before its own, then lists its own items and tokens.
 
-    In order of splits, then of contexts from the longest: what is left at the end is short.
+    Items are in order of splits, then of contexts from the longest: the last items are short.
     """
     me = tl.program_id(0)
     index = tl.arange(0, SEGMENTS)
@@ -237,9 +241,9 @@ def _list_work(segments, items, counters, covered, count, class_stride, processo
     if me == 0:
         for i in tl.static_range(CLASSES):
             tl.store(counters + i, tl.sum(tl.where(kind == i, listed, 0)))
-        # Large tiles fill a multiprocessor each and are bound by arithmetic; the others are bound by memory, which some
-        # multiprocessors can use up. Both run at once, and end together if each gets its share.
-        keys = tiles.to(tl.float32) * (kv_len - kv_start - q_len // 2)  # in 32 bits there may be too many
+        # Large tiles fill a multiprocessor each and are limited by arithmetic; the others are limited by memory, which
+        # some multiprocessors can saturate. Both run at once, and end together if each gets its share.
+        keys = tiles.to(tl.float32) * (kv_len - kv_start - q_len // 2)  # too many for 32 bits
         large = COST * tl.sum(tl.where(kind == CLASSES - 1, keys, 0.0))
         other = tl.sum(tl.where(kind == CLASSES - 1, 0.0, keys))
         share = tl.ceil(processors * (large / tl.maximum(large + other, 1.0))).to(tl.int32)
@@ -257,7 +261,7 @@ def _list_work(segments, items, counters, covered, count, class_stride, processo
         for base in range(0, my_tiles, 128):
             tile = base + block
             kept = tile < my_tiles
-            start = (my_tiles - 1 - tile) * my_step  # the last tiles have most keys: they go first
+            start = (my_tiles - 1 - tile) * my_step  # the last tiles have most keys, so they go first
             size = tl.minimum(my_step, queries - start)
             own = my_keys - queries + start
             begin = tl.where(i == 0, first_key, (first_split + i) * my_cut + my_more)

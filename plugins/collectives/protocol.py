@@ -1,17 +1,17 @@
-"""What tensor-parallel ranks say to each other inside a forward pass, as torch operations.
+"""Communication of tensor-parallel ranks inside a forward pass, as torch operations.
 
     torch.ops.pensieve.vocabulary_embed(token_ids, weight, group) -> x   this rank's share of the embeddings
     torch.ops.pensieve.all_reduce(x, group) -> x'                        the sum over all ranks
     torch.ops.pensieve.all_gather(x, ranks, group) -> x'                 all ranks' x, side by side
 
-A group is named by a *handle*, an int, as pools are; but whoever opens an engine chooses it, for it is written into
-compiled engines: `TENSOR_PARALLEL`. A traced graph knows how many ranks there are, not which one it is; so one compiled
-engine serves all ranks, each with its own weights. With one rank no operation of these is called.
+A group is named by a *handle*, an int, like a pool. This handle is written into compiled engines, so it is fixed:
+`TENSOR_PARALLEL`. A traced graph contains the number of ranks, but not its own rank's number. So one compiled engine
+serves all ranks, each with its own weights. With one rank none of these operations is called.
 
-What rank 0 draws reaches the others by `Group.broadcast`, which is no operation: engines do not contain it.
+Tokens drawn by rank 0 reach the others through `Group.broadcast`, which is not an operation: engines do not contain it.
 
-`ThreadRanks` is the group whose ranks are threads of one process: the twin of every faster one. A GPU's is
-`collectives_cuda.CudaRanks`, that of processes without a GPU `runtime.ranks.MpiRanks`.
+`ThreadRanks` is the group of ranks that are threads of one process: the twin of every faster one. On GPUs
+`collectives.cuda.CudaRanks` is used, between processes without a GPU `runtime.ranks.mpi.MpiRanks`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ import torch
 from torch import Tensor
 
 TENSOR_PARALLEL = 0
-"""The handle of the group among whose ranks the engine of this process is divided."""
+"""The handle of the group of ranks that this process's engine is divided among."""
 
 Result = TypeVar("Result")
 
 
 class Group(Protocol):
-    """The ranks that compute one forward pass together, as one of them sees them.
+    """The ranks that compute one forward pass together, seen from one of them.
 
-    All make the same calls with the same shapes, in the same order. Results are new tensors, the same bits everywhere.
-    On a GPU the work is issued on the current stream and the host never waits for it: it can be captured in a graph.
+    All make the same calls with the same shapes, in the same order. Results are new tensors with equal bits on all
+    ranks. On a GPU the work is issued on the current stream and the host never waits for it: it can be captured in a
+    graph.
     """
 
     @property
@@ -54,19 +55,20 @@ _groups: dict[int, Group] = {}
 
 
 def register_group(handle: int, group: Group) -> None:
-    """Names a group for the operations. The caller keeps owning it and releases the handle. ValueError if taken."""
+    """Registers a group for the operations. The caller still owns it and releases the handle. ValueError if the handle
+    is taken."""
     if handle in _groups:
         raise ValueError(f"group {handle} is registered already")
     _groups[handle] = group
 
 
 def release_group(handle: int) -> None:
-    """Forgets the group; using the handle again raises KeyError."""
+    """Removes the group; using the handle again raises KeyError."""
     del _groups[handle]
 
 
 def registered_group(handle: int) -> Group | None:
-    """The group of that name, if there is one."""
+    """The group with this handle, or None."""
     return _groups.get(handle)
 
 
@@ -79,7 +81,8 @@ DEVICES = ("cpu", "cuda")
 
 @torch.library.impl("pensieve::vocabulary_embed", DEVICES)
 def _vocabulary_embed(token_ids: Tensor, weight: Tensor, group: int) -> Tensor:
-    """[T, size] of token_ids [T]; weight [rows, size] of the tokens from rank * rows on. Others' tokens get zeros."""
+    """[T, size] of token_ids [T]; weight [rows, size] of the tokens from rank * rows on. Tokens of other ranks get
+    zeros."""
     rows = len(weight)
     own = token_ids - _groups[group].rank * rows
     x = torch.nn.functional.embedding(own.clamp(0, rows - 1), weight)
@@ -112,7 +115,7 @@ def _(x: Tensor, ranks: int, group: int) -> Tensor:
 
 
 class RanksParted(RuntimeError):
-    """A rank waited for another that has ended, or that called something else."""
+    """A rank waited for another that has ended, or that made another call."""
 
 
 class _Brought(NamedTuple):
@@ -123,30 +126,30 @@ class _Brought(NamedTuple):
 class ThreadRanks:
     """A group of ranks in one process, each a thread.
 
-    A call returns when all ranks have made it. If that cannot happen any more, it raises RanksParted: nobody waits for
-    ever.
+    A call returns when all ranks have made it. If that can no longer happen, it raises RanksParted, so no rank waits
+    for ever.
     """
 
     def __init__(self, ranks: int):
         self.ranks = ranks
-        self._thread = threading.local()  # .rank, and .calls that it has made so far
+        self._thread = threading.local()  # .rank, and .calls: the number of its calls
         self._changed = threading.Condition()
-        self._meetings: dict[int, dict[int, _Brought]] = {}  # of each call not yet complete, what the ranks brought
+        self._meetings: dict[int, dict[int, _Brought]] = {}  # the ranks' values, for each call that is not complete
         self._ended: set[int] = set()
 
     @property
     def rank(self) -> int:
-        """Of the thread that asks; AttributeError if `run` did not start it."""
+        """The calling thread's rank; AttributeError if `run` did not start the thread."""
         return self._thread.rank
 
     def run(self, work: Callable[[int], Result]) -> list[Result]:
-        """work(rank) of all ranks, side by side. What one raises is raised once all have ended."""
+        """Runs work(rank) for all ranks, side by side. An exception is raised after all have ended."""
         self._meetings.clear()
         self._ended.clear()
         with ThreadPoolExecutor(self.ranks) as pool:
             running = [pool.submit(self._work_as, rank, work) for rank in range(self.ranks)]
         errors = [error for error in map(Future.exception, running) if error is not None]
-        errors.sort(key=lambda error: isinstance(error, RanksParted))  # which follows from the others
+        errors.sort(key=lambda error: isinstance(error, RanksParted))  # RanksParted follows from the others
         if errors:
             raise errors[0]
         return [done.result() for done in running]
@@ -170,12 +173,12 @@ class ThreadRanks:
                 self._changed.notify_all()
 
     def _meet(self, call: str, x: Tensor) -> list[Tensor]:
-        """What all ranks bring to their n-th call, in order of rank."""
+        """Returns all ranks' values for their n-th call, in order of rank."""
         number = self._thread.calls
         self._thread.calls += 1
         with self._changed:
             meeting = self._meetings.setdefault(number, {})
-            # A copy: others may still read it when this rank goes on and writes to x.
+            # A copy: others may still read it after this rank has gone on and changed x.
             meeting[self.rank] = _Brought(f"{call} of {list(x.shape)} {x.dtype}", x.clone())
             if len(meeting) == self.ranks:
                 del self._meetings[number]

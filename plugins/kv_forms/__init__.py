@@ -1,1 +1,1 @@
-"""How chunks are stored on the lower tiers: as they are, packed, or in fp8."""
+"""Forms of chunks on the lower tiers: unchanged, packed, or in fp8."""

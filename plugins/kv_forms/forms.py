@@ -15,7 +15,8 @@ from . import packed_reference as kv_packed_reference
 
 
 class Kernels(Protocol):
-    """On a GPU: `layers` of the pool's chunks in `slots` [n] int32 to or from `records` [n, layers, layer_bytes]."""
+    """Kernels on a GPU: copy `layers` of the pool's chunks in `slots` [n] int32 to or from `records` [n, layers,
+    layer_bytes]."""
 
     def encode(self, pool: Tensor, slots: Tensor, layers: range, records: Tensor) -> None: ...
 
@@ -26,8 +27,8 @@ class Form(NamedTuple):
     """layer_bytes  of a layer of a record, by the pool's shape (`ForwardPass.kv_shape`)
     encode, decode  the reference: chunks [n, layers, 2, kv_heads, chunk_tokens, head_dim] to records [n, layers,
                     layer_bytes] uint8, and back with the pool's shape and dtype
-    kernels         imports them: Triton comes with CUDA only
-    is_exact        whether a record ([bytes] uint8, by the pool's shape) has its chunk's KV; None: every record
+    kernels         imports the kernels: only CUDA installations have Triton
+    is_exact        returns whether a record ([bytes] uint8, by the pool's shape) has its chunk's KV; None: every record
                     has it. A record that is not exact is a failed copy, and must never be decoded for use
     """
 
@@ -61,7 +62,7 @@ PACKED = Form(
 
 
 def record_bytes(shape: tuple[int, ...], dtype: torch.dtype, form: Form | None = None) -> int:
-    """Of one chunk in a pool of `shape`, as `ForwardPass.kv_shape`: as it is on the GPU, or in that form."""
+    """Bytes of one chunk in a pool of `shape`, as `ForwardPass.kv_shape`: in the GPU's form, or in `form`."""
     if form is not None:
         return shape[1] * form.layer_bytes(shape)
     return math.prod(shape[1:]) * dtype.itemsize

@@ -1,8 +1,9 @@
-"""Chunks of KV into records of eight bits and back, on a GPU, in Triton. Twins, and the format, in `kv_fp8_reference`.
+"""Encodes chunks of KV into records of eight bits and decodes them, on a GPU, in Triton. Twins, and the format, in
+`fp8_reference`.
 
-Both run beside steps: a fixed number of programs goes over the heads in strides, each large enough to keep its
-processor busy. Codes are made by integer arithmetic, not by the conversion that only newer GPUs have, so that the bits
-are the same everywhere.
+Both run beside steps: a fixed number of programs processes the heads in strides. Each program is large enough to keep
+its multiprocessor busy. Codes are computed with integer arithmetic, not with the conversion that only newer GPUs have,
+so the bits are equal on all GPUs.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from torch import Tensor
 from .fp8_reference import SMALLEST_SCALE, layer_bytes, scales_offset
 
 PROGRAMS = 64
-"""16 keep up with a link of 55 GB/s; with more, for a shorter time, steps lose less (docs/lab/lower-tier.md)."""
+"""16 programs are as fast as a link of 55 GB/s; with more, for a shorter time, steps are delayed less
+(docs/lab/lower-tier.md)."""
 
 TILE = 16384
-"""Numbers that a program handles at once: whole heads, with a warp for 1,024 numbers."""
+"""Numbers that a program processes at once: whole heads, with a warp for 1,024 numbers."""
 
 _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
 
@@ -34,7 +36,7 @@ def encode(pool: Tensor, slots: Tensor, layers: range, records: Tensor) -> None:
 
 
 def decode(records: Tensor, slots: Tensor, layers: range, pool: Tensor) -> None:
-    """Writes records as `encode` makes them to `layers` of the pool's chunks in `slots`, which are distinct."""
+    """Writes records from `encode` to `layers` of the pool's chunks in `slots`, which are distinct."""
     _launch(_decode, pool, slots, layers, records, LARGEST=torch.finfo(pool.dtype).max)
 
 
@@ -66,8 +68,8 @@ def _launch(
 @triton.jit
 def places(task, live, slots, first, layers, LAYERS: tl.constexpr, HEADS: tl.constexpr, VALUES: tl.constexpr,
             LAYER_BYTES: tl.constexpr):  # fmt: skip
-    """A task is a head of a layer of a chunk. Where its numbers begin in the pool, its layer among the records' bytes,
-    and which head it is."""
+    """A task is one head of a layer of a chunk. Returns the start of its numbers in the pool, its layer's place in the
+    records' bytes, and its head."""
     head = task % HEADS
     piece = task // HEADS
     slot = tl.load(slots + piece // layers, mask=live, other=0).to(tl.int64)
@@ -94,9 +96,9 @@ def _encode(pool, slots, codes, scales, tasks, first, layers, LAYERS: tl.constex
         scaled = values * ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
         size = tl.minimum(tl.abs(scaled), 448.0)
         bits = size.to(tl.int32, bitcast=True)
-        # To the nearest of three bits of mantissa, ties to even; then the bias of exponents goes from 127 to 7.
+        # Rounds to three bits of mantissa, ties to even; then the bias of exponents changes from 127 to 7.
         normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-        # Below 2**-6 codes count in steps of 2**-9, which are the last bit of numbers from 2**14 on.
+        # Below 2**-6 codes are in steps of 2**-9, which is the last bit of numbers from 2**14 on.
         subnormal = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
         code = tl.where(size < 0.015625, subnormal, normal)
         code = tl.where(scaled != scaled, 0x7F, code)

@@ -1,18 +1,18 @@
 """A chunk's record in eight bits: e4m3 codes, with one scale for each layer, key or value, and head.
 
-Layer by layer, one contiguous piece a layer, so that any run of layers of a record is one piece too:
+The record stores layer by layer, each layer contiguous, so any range of layers is contiguous too:
 
     codes [2, kv_heads, chunk_tokens, head_dim] | scales [2, kv_heads] float32 | zeros up to a multiple of ALIGNMENT
 
 A number is its code times its scale. The scale is the smallest power of two that brings the largest finite number of
-its head to 448, the largest code, or below. Against 448 over the largest number itself this costs nothing: e4m3 is a
-floating format, and its relative error, 1/16 at most, does not depend on the scale but for numbers below 1/14336 of the
-largest. And it makes the round trip exact after the first time: products are exact in every dtype, so what was decoded
-is encoded to itself, by the same scale or by a larger one, when new tokens in a chunk are larger than those before.
+its head to 448, the largest code, or below. This is as precise as a scale of the largest number over 448: e4m3 is a
+floating format, and its relative error, at most 1/16, does not depend on the scale, except for numbers below 1/14336 of
+the largest. And further round trips are exact: products are exact in every dtype, so decoded numbers are encoded to
+themselves, with the same scale or with a larger one, if new tokens in a chunk are larger than the earlier ones.
 
-For the same reason the scale may see all of a chunk, though the rest of a half-filled one holds what was there before:
-another chunk's numbers, or zeros, of the same layer and head. What is not finite does not count. NaN stays NaN and an
-infinity becomes the largest code: neither changes another number.
+For the same reason the scale may be computed from all of a chunk, although the rest of a half-filled chunk contains old
+data: another chunk's numbers, or zeros, of the same layer and head. Numbers that are not finite do not count for the
+scale. NaN stays NaN and an infinity becomes the largest code; neither changes another number.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 128
-"""Bytes: a line of the GPU's cache and two of the host's, so that layers share none."""
+"""Bytes: a cache line of the GPU and two of the host, so no two layers share a line."""
 
 SMALLEST_SCALE = 32
-"""As float32 counts exponents, 2**-95: numbers so small count as zero, and none of the arithmetic is subnormal."""
+"""In float32's exponent, 2**-95: smaller numbers become zero, and no arithmetic is subnormal."""
 
 LARGEST_CODE = 448.0
 
@@ -39,13 +39,13 @@ def scales_offset(shape: tuple[int, ...]) -> int:
 
 
 def layer_bytes(shape: tuple[int, ...]) -> int:
-    """Of a layer of a coded record; shape as of a pool."""
+    """Bytes of a layer of a coded record; shape as of a pool."""
     return -(-(scales_offset(shape) + 4 * math.prod(shape[2:4])) // ALIGNMENT) * ALIGNMENT
 
 
 def encode(chunks: Tensor) -> Tensor:
-    """Records [n, layers, layer_bytes] uint8 of chunks [n, layers, 2, kv_heads, chunk_tokens, head_dim], or layers of
-    them."""
+    """Returns records [n, layers, layer_bytes] uint8 of chunks [n, layers, 2, kv_heads, chunk_tokens, head_dim], or of
+    some layers of them."""
     values = chunks.float()
     largest = torch.where(values.isfinite(), values.abs(), 0.0).amax((-2, -1), keepdim=True)
     # Adding 0x1FFFFF carries into the exponent if the mantissa is above that of 448 = 1.75 * 2**8.
@@ -61,9 +61,9 @@ def encode(chunks: Tensor) -> Tensor:
 
 
 def decode(records: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Chunks [n, layers, ...] of `dtype` from records [n, layers, layer_bytes]; shape as of a pool.
+    """Returns chunks [n, layers, ...] of `dtype` from records [n, layers, layer_bytes]; shape as of a pool.
 
-    Numbers that rounding took beyond the dtype's largest become that.
+    Numbers that rounding made larger than the dtype's largest become the largest.
     """
     count, first = math.prod(shape[2:]), scales_offset(shape)
     codes = records[..., :count].view(CODES).view(*records.shape[:2], *shape[2:])

@@ -1,7 +1,7 @@
-"""Words between a GPU and pinned host memory, carried by a kernel instead of a copy engine.
+"""Copies words between a GPU and pinned host memory with a kernel instead of a copy engine.
 
-A copy engine serves one copy after the other: a step's few kilobytes would wait behind a swap-in of hundreds of
-megabytes, and the step with them. A kernel reads and writes host memory itself, beside whatever the engines do.
+A copy engine does one copy after the other: a step's few kilobytes would wait for a swap-in of hundreds of megabytes,
+and delay the step. A kernel accesses host memory itself, while the copy engines work.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ BLOCK = 1024
 
 
 def copy_words(target: Tensor, source: Tensor) -> None:
-    """target[:] = source, both [n] int32, contiguous and from addresses that are multiples of 16; one of them may be in
-    pinned host memory, whose owner keeps it until the current stream has passed this point."""
+    """target[:] = source, both [n] int32, contiguous and at addresses that are multiples of 16. One of them may be in
+    pinned host memory; its owner must keep it until the current stream has passed this point."""
     count = source.numel()
     if target.numel() != count or target.dtype != source.dtype or source.element_size() != 4:
         raise ValueError(f"{count} words of {source.dtype} do not fit {target.numel()} of {target.dtype}")
@@ -27,5 +27,5 @@ def copy_words(target: Tensor, source: Tensor) -> None:
 def _copy_words(target, source, count, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     kept = at < count
-    # Not from a cache: the host writes there anew for every step.
+    # Not cached: the host writes new data there for every step.
     tl.store(target + at, tl.load(source + at, mask=kept, cache_modifier=".cv"), mask=kept)

@@ -1,9 +1,9 @@
-"""Chunks of bfloat16 KV into packed records and back, exactly, on a GPU, in Triton. Twins, and the format, in
-`kv_packed_reference`.
+"""Encodes chunks of bfloat16 KV into packed records and decodes them, exactly, on a GPU, in Triton. Twins, and the
+format, in `packed_reference`.
 
-As those of `kv_fp8_kernel` they run beside steps: a fixed number of programs goes over the heads in strides. All
-arithmetic is on integers. A program goes over the tokens of some heads, two at a time, those whose codes share a byte;
-a thread has the same channels of all of them, so that no two need to meet but for the ranks of a token's escapes.
+Like the kernels of `fp8_kernel` they run beside steps: a fixed number of programs processes the heads in strides. All
+arithmetic is on integers. A program processes the tokens of some heads, two at a time: those whose codes share a byte.
+A thread has the same channels of all tokens, so threads exchange data only for the ranks of a token's escapes.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from .fp8_kernel import places
 from .packed_reference import ESCAPE, ZERO, layout
 
 PROGRAMS = 64
-"""16 keep up with a link of 55 GB/s; with more, for a shorter time, steps lose less (docs/lab/lower-tier.md)."""
+"""16 programs are as fast as a link of 55 GB/s; with more, for a shorter time, steps are delayed less
+(docs/lab/lower-tier.md)."""
 
 TILE = 2048
-"""Numbers of a token that a program handles at once, of whole heads; four of each thread."""
+"""Numbers of a token that a program processes at once, of whole heads; four for each thread."""
 
 UNROLL = tl.constexpr(4)
-"""Tokens of either half that are on their way at once where little is done with them."""
+"""Tokens of each half that are loaded at once where little is computed with them."""
 
 _ZERO, _ESCAPE = tl.constexpr(ZERO), tl.constexpr(ESCAPE)
 
@@ -39,9 +40,9 @@ def encode(pool: Tensor, slots: Tensor, layers: range, records: Tensor) -> None:
 
 
 def decode(records: Tensor, slots: Tensor, layers: range, pool: Tensor) -> None:
-    """Writes records as `encode` makes them to `layers` of the pool's chunks in `slots`, which are distinct.
+    """Writes records from `encode` to `layers` of the pool's chunks in `slots`, which are distinct.
 
-    A record that does not hold makes numbers of any kind, in its own chunk.
+    A record that is not exact produces arbitrary numbers, in its own chunk only.
     """
     _launch(_decode, pool, slots, layers, records)
 
@@ -71,7 +72,8 @@ def _launch(kernel: triton.JITFunction, pool: Tensor, slots: Tensor, layers: ran
 @triton.jit
 def _code(bits, base):
     exponent = (bits >> 7) & 0xFF
-    # Unsigned: numbers are read twice, and should a token be written meanwhile, an exponent above the base escapes.
+    # Unsigned: numbers are read twice, and if a token is written in between, an exponent above the base becomes an
+    # escape.
     distance = (base - exponent).to(tl.uint32)
     return tl.where(exponent == 0, _ZERO, tl.where(distance < _ZERO, distance, _ESCAPE).to(tl.int32))
 
@@ -89,8 +91,8 @@ def _bits(low, code, base):
 
 @triton.jit
 def _quarters(tile):
-    """Four tiles, a number of each thread in every one: a whole tile that is stored to places without order would be
-    spread over the threads anew, through shared memory."""
+    """Returns four tiles, each with one number for each thread: for a whole tile stored to scattered places, the
+    compiler would redistribute the numbers among the threads through shared memory."""
     even, odd = tl.split(tl.reshape(tile, [tile.numel // 4, 2, 2]))
     zero, two = tl.split(even)
     one, three = tl.split(odd)
@@ -99,7 +101,7 @@ def _quarters(tile):
 
 @triton.jit
 def _list(lists, ranks, items, ROOM: tl.constexpr):
-    """Items to their ranks, where those are below ROOM, of lists: words, all [heads, channels]."""
+    """Stores items at their ranks in the lists, if the rank is below ROOM: words, all [heads, channels]."""
     list_0, list_1, list_2, list_3 = _quarters(lists)
     rank_0, rank_1, rank_2, rank_3 = _quarters(ranks)
     item_0, item_1, item_2, item_3 = _quarters(items)
@@ -145,7 +147,7 @@ def _encode(pool, slots, records, words, tasks, first, layers, LAYERS: tl.conste
             tl.store(low + row * CHANNELS, _low(one), mask=mask)
             tl.store(low + row * CHANNELS + NUMBERS, _low(two), mask=mask)
             tl.store(codes + row * CHANNELS, (code_one | (code_two << 4)).to(tl.uint8), mask=mask)
-            # Both halves are counted at once, each in a half of a word.
+            # Counts both halves at once, each in half of a word.
             escaped_one, escaped_two = code_one == _ESCAPE, code_two == _ESCAPE
             escaped = (tl.where(escaped_one, 1, 0) + tl.where(escaped_two, 0x10000, 0)).to(tl.uint32)
             ranks = tl.cumsum(escaped, axis=1)  # from 1 on
@@ -189,7 +191,7 @@ def _decode(pool, slots, records, words, tasks, first, layers, LAYERS: tl.conste
             two = tl.load(low + row * CHANNELS + NUMBERS, mask=mask, other=0).to(tl.int32)
             tl.store(target + row * CHANNELS, _bits(one, code & 0xF, base), mask=mask)
             tl.store(target + row * CHANNELS + NUMBERS, _bits(two, code >> 4, base), mask=mask)
-        # Over the same places, behind the barrier: leaving escapes out above would cost stores of one number each.
+        # Writes to the same places, after the barrier: skipping escapes above would need stores of single numbers.
         tl.debug_barrier()
         position = (item >> 16) & 0xFFFF
         tl.store(pool + number[:, None] + position, item.to(tl.int16), mask=listed & (position < 2 * NUMBERS))

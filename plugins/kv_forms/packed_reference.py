@@ -1,25 +1,24 @@
 """A chunk's record of bfloat16 numbers, exact, in about 12.5 bits each: exponents of a channel are close to each other.
 
-Layer by layer, one contiguous piece a layer, so that any run of layers of a record is one piece too:
+The record stores layer by layer, each layer contiguous, so any range of layers is contiguous too:
 
     lows    [2, kv_heads, chunk_tokens, head_dim] uint8: sign << 7 | mantissa
     codes   [2, kv_heads, chunk_tokens / 2, head_dim] uint8: of token t, and << 4 that of token t + chunk_tokens / 2
-    bases   [2, kv_heads, head_dim] uint8: the largest exponent of a channel, as bfloat16 counts them
+    bases   [2, kv_heads, head_dim] uint8: the largest exponent of a channel, in bfloat16's encoding
     zeros up to a multiple of 4
     escapes [2, kv_heads, E] int32: position << 16 | all 16 bits, in the order of tokens 0, chunk_tokens / 2, 1 and so
-            on, as codes pair them, then of channels; zeros behind the last
-    counts  [2, kv_heads] int32: how many numbers of a head are escapes, also if that is more than E
+    on, as codes pair them, then of channels; zeros after the last
+    counts  [2, kv_heads] int32: number of a head's escapes, even if it exceeds E
     zeros up to a multiple of ALIGNMENT
 
-A number's code is how far its exponent lies below its channel's base, 0 to 13; or 14 if its exponent is 0 (zeros and
-subnormals, which with their sign and mantissa is all of them); or 15 for what does not fit: an escape, listed with its
-position in the head, token * head_dim + channel. Infinities and NaN have an exponent like others. Of normally
-distributed numbers about 1 in 5,700 escapes, and E has room for 1 in 128. With more
-in any head the record is a failed copy: `is_exact` returns False, no reader may use the record, and the chunk is
-computed again when it is needed.
+A number's code is the distance of its exponent below its channel's base, 0 to 13; or 14 if its exponent is 0 (zeros and
+subnormals, which sign and mantissa describe completely); or 15 for all other numbers. These are escapes, listed with
+their position in the head, token * head_dim + channel. Infinities and NaN have an exponent like others. Of normally
+distributed numbers about 1 in 5,700 is an escape, and E has room for 1 in 128. With more escapes in any head the record
+is a failed copy: `is_exact` returns False, no reader may use the record, and the chunk is recomputed when it is needed.
 
-The rest of a half-filled chunk counts like its tokens: what was there before comes back too, and takes room if its
-exponents are others.
+The rest of a half-filled chunk is encoded like its tokens: its old data is restored too, and takes room if its
+exponents differ.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 128
-"""Bytes: a line of the GPU's cache and two of the host's, so that layers share none."""
+"""Bytes: a cache line of the GPU and two of the host, so no two layers share a line."""
 
 ZERO, ESCAPE = 14, 15
-"""Codes that are no distance from the base."""
+"""Codes that are not a distance from the base."""
 
 
 class Layout(NamedTuple):
-    """Of a layer of a record: where its parts begin, in bytes, its length, and E, the escapes a head has room for."""
+    """A layer of a record: the places of its parts, in bytes, its length, and E, the room for a head's escapes."""
 
     codes: int
     bases: int
@@ -52,7 +51,7 @@ class Layout(NamedTuple):
 
 @cache
 def layout(shape: tuple[int, ...]) -> Layout:
-    """shape: as of a pool. ValueError if chunks are of an odd number of tokens or a head has over 65,536 numbers."""
+    """shape: as of a pool. ValueError if a chunk's number of tokens is odd or a head has over 65,536 numbers."""
     heads, tokens, channels = math.prod(shape[2:4]), *shape[4:]
     if tokens % 2 or tokens * channels > 65536:
         raise ValueError(
@@ -67,20 +66,20 @@ def layout(shape: tuple[int, ...]) -> Layout:
 
 
 def layer_bytes(shape: tuple[int, ...]) -> int:
-    """Of a layer of a record; shape as of a pool. Errors as `layout`."""
+    """Bytes of a layer of a record; shape as of a pool. Errors as `layout`."""
     return layout(tuple(shape)).length
 
 
 def is_exact(record: np.ndarray, shape: tuple[int, ...]) -> bool:
-    """Whether a whole record [layers * layer_bytes] uint8 is exact: every head's escapes are all listed."""
+    """Returns whether a whole record [layers * layer_bytes] uint8 is exact: every head's escapes are all listed."""
     at = layout(shape)
     counts = record.reshape(shape[1], at.length)[:, at.counts : at.counts + 4 * shape[2] * shape[3]]
     return bool(counts.view(np.int32).max() <= at.room)
 
 
 def encode(chunks: Tensor) -> Tensor:
-    """Records [n, layers, layer_bytes] uint8 of bfloat16 chunks [n, layers, 2, kv_heads, chunk_tokens, head_dim], or
-    layers of them."""
+    """Returns records [n, layers, layer_bytes] uint8 of bfloat16 chunks [n, layers, 2, kv_heads, chunk_tokens,
+    head_dim], or of some layers of them."""
     if chunks.dtype != torch.bfloat16:
         raise ValueError(f"packed chunks are bfloat16, not {chunks.dtype}")
     at = layout(tuple(chunks.shape))
@@ -116,9 +115,9 @@ def encode(chunks: Tensor) -> Tensor:
 
 
 def decode(records: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Chunks [n, layers, ...] of `dtype`, bfloat16, from records [n, layers, layer_bytes]; shape as of a pool.
+    """Returns chunks [n, layers, ...] of `dtype`, bfloat16, from records [n, layers, layer_bytes]; shape as of a pool.
 
-    From records that do not hold come chunks of any content.
+    Records that are not exact produce arbitrary chunks.
     """
     if dtype != torch.bfloat16:
         raise ValueError(f"packed chunks are bfloat16, not {dtype}")

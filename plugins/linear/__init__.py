@@ -1,1 +1,1 @@
-"""Products in fp8 and norms."""
+"""Matrix products in fp8, and norms."""

@@ -1,9 +1,9 @@
-"""Projections whose weights are in FP8 (e4m3) with a scale for each output, as a torch operation:
+"""Projections with FP8 (e4m3) weights and a scale for each output, as a torch operation:
 
     torch.ops.pensieve.fp8_linear(x, weight, scale, bias) -> y   y = x (weight * scale)^T + bias
 
 On a GPU of compute capability 9.0 or newer, in bfloat16, the product itself runs in FP8: each token's activations are
-rounded to e4m3 with a scale of their own (`in_fp8`). Elsewhere weights are widened in front of an ordinary product
+rounded to e4m3 with their own scale (`in_fp8`). Elsewhere weights are converted before an ordinary product
 (`widening`), which saves memory and no time.
 """
 
@@ -18,11 +18,11 @@ from torch import Tensor
 from .fp8_format import FP8, LEAST_SCALE, MOST
 
 OLDEST_CAPABILITY = (9, 0)
-DIVISOR = 16  # of both dimensions of a weight that FP8 products take
+DIVISOR = 16  # both dimensions of a weight for FP8 products must be multiples of it
 
 
 def row_scales(x: Tensor) -> Tensor:
-    """[rows] float32 of x [rows, size]: with them the largest value of each row becomes 448."""
+    """[rows] float32 of x [rows, size]: divided by them, the largest value of each row becomes 448."""
     return (x.abs().amax(dim=1).float() / MOST).clamp_min(LEAST_SCALE)
 
 
@@ -32,7 +32,7 @@ def rounded(x: Tensor, scales: Tensor) -> Tensor:
 
 
 def widened(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """What the weights in FP8 stand for; multiplied in float32, without such a copy of them on a GPU."""
+    """The values of FP8 weights in `dtype`; the FP8 product needs no such copy of them on a GPU."""
     return weight.to(dtype).mul_(scale.unsqueeze(1))
 
 
@@ -42,7 +42,7 @@ def widening(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> T
 
 
 def in_fp8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """The product in FP8, exactly, rounded at the end: the twin of `fp8_linear_kernel.linear`."""
+    """The exact product in FP8, rounded at the end: the twin of `fp8_kernel.linear`."""
     scales = row_scales(x)
     product = rounded(x, scales).float() @ weight.float().t() * scales.unsqueeze(1) * scale
     return (product if bias is None else product + bias.float()).to(x.dtype)
@@ -57,7 +57,7 @@ def _fp8_linear_cuda(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | No
     divided = weight.shape[0] % DIVISOR == weight.shape[1] % DIVISOR == 0
     if not (divided and x.dtype == torch.bfloat16 and _capability() >= OLDEST_CAPABILITY):
         return widening(x, weight, scale, bias)
-    from . import fp8_kernel as fp8_linear_kernel  # Triton comes with CUDA only
+    from . import fp8_kernel as fp8_linear_kernel  # imported here because only CUDA installations have Triton
 
     return fp8_linear_kernel.linear(x, weight, scale, bias)
 

@@ -1,7 +1,7 @@
-"""Projections in FP8 on a GPU: activations are rounded token by token in Triton, the product is cuBLAS's or CUTLASS's.
+"""Projections in FP8 on a GPU: activations are rounded token by token in Triton, the product uses cuBLAS or CUTLASS.
 
-Of few rows, where a product's time is that of reading the weights, cuBLAS's kernel without scales by row is quicker
-than any that has them, also with a kernel behind it that scales (docs/lab/experiments.md). Twin: `fp8_linear.in_fp8`.
+With few rows a product's time is that of reading the weights. cuBLAS's kernel without scales by row is then faster than
+any with them, even with a second kernel that scales (docs/lab/experiments.md). Twin: `fp8.in_fp8`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 
 from .fp8_format import FP8, LEAST_SCALE, MOST
 
-MOST_SIZE = 32768  # of a row: all of it is in registers
+MOST_SIZE = 32768  # numbers of a row: all of them are in registers
 MOST_PROGRAMS = 8192
 MOST_SCALED_BEHIND = 256  # rows; 128 us against 133 for a layer of Llama-3-8B, and 206 against 192 at 512
 SCALED_WIDTH = 1024  # numbers of a row that a program scales
 
 
 def linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """`fp8_linear.in_fp8` of x [T, in] in bfloat16; both sizes of the weight [out, in] are multiples of 16."""
+    """`fp8.in_fp8` of x [T, in] in bfloat16; both sizes of the weight [out, in] are multiples of 16."""
     if not len(x):
         return x.new_empty(0, weight.shape[0])
     quantised, scales = quantise_rows(x)
@@ -73,11 +73,11 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton.jit(do_not_specialize=["tokens"])
 def _quantise_rows(x, row_stride, quantised, scales, tokens, size, most, least, WIDTH: tl.constexpr):
-    """One program one row at a time."""
+    """One program for one row at a time."""
     column = tl.arange(0, WIDTH)
     mask = column < size
     for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
-        place = token + tl.full((), 0, tl.int64)  # places are counted in 64 bits
+        place = token + tl.full((), 0, tl.int64)  # 64 bits for places
         row = tl.load(x + place * row_stride + column, mask=mask, other=0.0).to(tl.float32)
         scale = tl.maximum(tl.div_rn(tl.max(tl.abs(row), axis=0), most), least)
         tl.store(quantised + place * size + column, tl.div_rn(row, scale).to(quantised.dtype.element_ty), mask=mask)

@@ -1,6 +1,6 @@
 """Norms with the residual sum, and the SiLU gate, on a GPU in Triton: one read and one write of each value.
 
-Twins in `norm_reference`, rounding at the same places. Grids are bounded: programs go over rows in strides.
+Their twins in `norm_reference` round at the same places. Grids are bounded: programs process rows in strides.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MOST_SIZE = 16384  # of a row that is normalised: all of it is in registers
-TILE = 2048  # values a program handles at once where rows are short
-MOST_PROGRAMS = 8192  # enough for any GPU to be full several times over
+MOST_SIZE = 16384  # of a normalised row: all of it is in registers
+TILE = 2048  # values that a program processes at once if rows are short
+MOST_PROGRAMS = 8192  # enough to fill any GPU several times
 
 
 def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool) -> Tensor:
@@ -102,11 +102,11 @@ def _norm(x, y, weight, bias, normed, total, count, heads, row_stride, head_stri
 
 @triton.jit(do_not_specialize=["tokens"])
 def _silu_gate(x, out, tokens, width, BLOCK: tl.constexpr):
-    """One program some tokens and BLOCK columns; silu is rounded before it is multiplied."""
+    """One program for some tokens and BLOCK columns; silu is rounded before the multiplication."""
     kind = out.dtype.element_ty
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
-    stride = tl.full((), 1, tl.int64) * width  # places are counted in 64 bits
+    stride = tl.full((), 1, tl.int64) * width  # 64 bits for places
     for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
         row = x + token * stride * 2
         gate = tl.load(row + column, mask=mask, other=0.0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""Norms and the SiLU gate in plain PyTorch: what the CPU runs, and the twins of `norm_kernel`."""
+"""Norms and the SiLU gate in plain PyTorch: used on the CPU, and as twins of `norm_kernel`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool) -> Tensor:
-    """RMS norm, else layer norm, over the last dimension of x, of any shape; accumulated in float32.
+    """RMS norm, else layer norm, over the last dimension of x, which may have any shape; accumulated in float32.
 
     weight, bias [size] or None. An RMS norm rounds to x's dtype before it is weighted, and has no bias; a layer norm
-    rounds at the end. The result is new.
+    rounds at the end. Returns a new tensor.
     """
     wide = x.float()
     if rms:
@@ -28,7 +28,8 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms:
 def add_norm(
     x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool
 ) -> tuple[Tensor, Tensor]:
-    """(norm of x + y, x + y); the sum is rounded to the dtype first. x and y [T, size]; both results are new."""
+    """Returns (norm of x + y, x + y); the sum is rounded to the dtype first. x and y [T, size]; both results are
+    new."""
     total = x + y
     return norm(total, weight, bias, eps, rms), total
 

@@ -1,4 +1,5 @@
-"""Our operations as TensorRT plugins, `tensorrt.plugin.op.pensieve.*`. Imports TensorRT: import it where that is used.
+"""Our operations as TensorRT plugins, `tensorrt.plugin.op.pensieve.*`. Imports TensorRT, so import this module only
+where TensorRT is used.
 
     write_kv(qkv, rotary, slots, heads=, kv_heads=, layer=) -> q'       qkv [T, (heads + 2 kv_heads) head_dim], fused
     write_kv_unrotated(qkv, slots, heads=, kv_heads=, layer=) -> q'     q' [T, heads head_dim]
@@ -7,11 +8,11 @@
     all_reduce(x) -> x'                                                 the sum over all ranks
     all_gather(x, ranks=, columns=) -> x'                               all ranks' x, side by side, the first `columns`
 
-They call `torch.ops.pensieve` on the stream that TensorRT gives them. It calls them when a context is enqueued, in the
-thread that does so; so the pool is that of `running`, and the network knows nothing of it.
+The plugins call `torch.ops.pensieve` on the stream that TensorRT gives them. TensorRT calls them when a context is
+enqueued, in the same thread. So they take the pool from `running`, and the network contains no pool.
 """
 
-# No annotations from the future: TensorRT wants the classes themselves.
+# Without annotations from the future: TensorRT needs the classes themselves.
 
 import math
 import threading
@@ -34,13 +35,13 @@ TORCH_TYPES = {
     trt.int64: torch.int64,
 }
 
-_of_thread = threading.local()  # .pool, while it is running
+_of_thread = threading.local()  # .pool, while a block of `running` is open
 _building = False
 
 
 @contextmanager
 def running(pool: int) -> Iterator[None]:
-    """What this thread enqueues inside works on the pool of this handle. Not to be nested."""
+    """Work that this thread enqueues in the block uses the pool of this handle. Blocks must not be nested."""
     _of_thread.pool = pool
     try:
         yield
@@ -50,7 +51,8 @@ def running(pool: int) -> Iterator[None]:
 
 @contextmanager
 def building() -> Iterator[None]:
-    """TensorRT may run plugins while it builds, to time them, on inputs that mean nothing: they only clear outputs."""
+    """While this is open plugins only clear their outputs: TensorRT may run them to time them, on meaningless
+    inputs."""
     global _building
     _building = True
     try:
@@ -60,7 +62,7 @@ def building() -> Iterator[None]:
 
 
 class _Memory:
-    """Bytes on the GPU, as torch takes them over without copying."""
+    """Bytes on the GPU, in a form that torch accepts without copying."""
 
     def __init__(self, address: int, size: int):
         self.__cuda_array_interface__ = {
@@ -88,14 +90,14 @@ def on_stream(stream: int) -> AbstractContextManager[None]:
 
 
 def as_torch(x: trtp.Tensor) -> Tensor:
-    """The same memory. All our tensors are dense: TensorRT assumes linear formats of a plugin that names none."""
+    """A tensor on the same memory. All our tensors are dense: without a named format TensorRT assumes linear ones."""
     dtype = TORCH_TYPES[x.dtype]
     shape = tuple(x.shape)
     return memory_at(x.data_ptr, math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
 def _fill(outputs: tuple[trtp.Tensor], stream: int, compute: Callable[[], Tensor]) -> None:
-    """Has the one output computed, on the stream."""
+    """Computes the one output, on the stream."""
     with on_stream(stream):
         out = as_torch(outputs[0])
         if _building:

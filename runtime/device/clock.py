@@ -1,8 +1,8 @@
-"""Tells when the events of a device happened, on the host's clock.
+"""Converts the times of a device's events to the host's clock.
 
-Events know only how far apart they are, in milliseconds of single precision, and the two clocks drift. So each event's
-time is counted from one that is not long past, and what lies between the clocks is learned again every second from the
-work whose end the host was waiting for: it sees an end a little late, never early, so the least lag is the nearest.
+Events give only their distance from each other, in milliseconds of single precision, and the two clocks drift. So each
+event's time is counted from a recent event. The offset between the clocks is estimated anew every second from events
+that the host waited for: the host sees them slightly late, never early, so the smallest lag is the best estimate.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ class Event(Protocol):
 class DeviceClock:
     def __init__(self, event: Event):
         """`event` has just been waited for."""
-        self._anchor, self._anchor_s = event, 0.0  # seconds of the device, since its first event
+        self._anchor, self._anchor_s = event, 0.0  # seconds on the device since its first event
         self._offset = time.perf_counter()
         self._least, self._learned = inf, self._offset
 
     def seen(self, event: Event) -> None:
-        """To be told when the host has just seen that the event, which it was waiting for, has happened."""
+        """Records that the host, waiting for the event, has just seen it happen."""
         now = time.perf_counter()
         self._least = min(self._least, now - self._since_first(event))
         if now - self._learned > WINDOW_S:
             self._offset, self._least, self._learned = self._least, inf, now
 
     def read(self, event: Event) -> float:
-        """When the complete event happened, seconds of `time.perf_counter`."""
+        """The time of the complete event, seconds of `time.perf_counter`."""
         return self._since_first(event) + self._offset
 
     def _since_first(self, event: Event) -> float:

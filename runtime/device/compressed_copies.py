@@ -1,18 +1,19 @@
-"""Copies of a CUDA device that change their form on the way: HOST holds coded records (`kv_forms`).
+"""Copies of a CUDA device that change the form of KV on the way: HOST holds coded records (`kv_forms`).
 
 A lane that codes is two streams with a staging buffer on the GPU between them:
 
     OUT   entry: the pool's chunks are encoded into the buffer      exit: copied to HOST
     IN    entry: HOST's records are copied into the buffer          exit: decoded into the pool
 
-The buffer has two halves, so that one is filled while the other is emptied:
+The buffer has two halves. One is filled while the other is emptied:
 
     entry   fill A        fill B        fill A, once emptied ...
     exit                  empty A       empty B ...
 
-A half is emptied only after it is filled, and filled again only after it is emptied: one event for each. The lane's
-tickets and gates are marked on its exit, where the work of a copy ends; a lane that waits makes both streams wait, as
-the entry reads what others have written and the exit writes what others have read. The host waits for nothing.
+A half is emptied only after it is filled, and filled again only after it is emptied: there is one event for each. The
+lane's tickets and gates are marked on its exit, where the work of a copy ends. A lane that waits makes both streams
+wait, because the entry reads data that others have written and the exit overwrites data that others have read. The host
+waits for nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ...scheduler.plan import Lane
 from .pinned_memory import Records
 
 HALF_BYTES = 32 * 2**20
-"""Of a half of a staging buffer: 0.6 ms on the link, beside which issuing a piece takes little. A record must fit."""
+"""Bytes of a half of a staging buffer: it takes 0.6 ms on the link, much longer than issuing it. A record must fit."""
 
 CopyCall = Callable[[np.ndarray, np.ndarray, np.ndarray, int], None]
 """As `CudaRuntime.copy_batch`."""
@@ -43,11 +44,13 @@ class _Half:
 
 
 class CodedCopies:
-    """One lane's."""
+    """The copies of one lane."""
 
     def __init__(self, lane: Lane, form: Form, pool: Tensor, host: Records, stream: torch.cuda.Stream, copy: CopyCall):
-        """pool: the GPU's, still zero; host: where the coded records are; stream: the lane's, its exit."""
-        from ...plugins.kv_forms.host_copy_kernel import copy_words  # Triton comes with CUDA only
+        """pool: the GPU's, still zero; host: the addresses of the coded records; stream: the lane's, used as its
+        exit."""
+        # imported here because only CUDA installations have Triton
+        from ...plugins.kv_forms.host_copy_kernel import copy_words
 
         self._kernels, self._copy_words = form.kernels(), copy_words
         self._lane, self._pool, self._host, self._copy = lane, pool, host, copy
@@ -55,24 +58,25 @@ class CodedCopies:
         self._layer_bytes = form.layer_bytes(pool.shape)
         self._half_bytes = max(HALF_BYTES, host.record)
         self._halves = [_Half(self._half_bytes, pool.device) for _ in range(2)]
-        # Pinned buffers of slots, as large as a copy can need, and when the GPU has read each; the oldest first.
+        # Pinned buffers of slots, as large as a copy can need, each with the event after which the GPU has read it; the
+        # oldest first.
         self._uploads: deque[tuple[Tensor, Event]] = deque()
         none = np.zeros(1, np.int32)
         self._uploaded = none, self._upload(none)
         self._compile()
 
     def _compile(self) -> None:
-        """Makes the kernel's code, which no copy is to wait for: zeros are coded, or zeros decoded to zeros."""
+        """Compiles the kernels with zeros as data, so that no copy waits for the compiler."""
         records = self._halves[0].records[: self._layer_bytes].view(1, 1, -1)
-        self.entry.wait_stream(torch.cuda.current_stream())  # where pool and buffer are zeroed
+        self.entry.wait_stream(torch.cuda.current_stream())  # pool and buffer are zeroed on that stream
         with torch.cuda.stream(self.entry):
             self._code(records, self._uploaded[1], range(1))
 
     def copy(self, gpu_slots: np.ndarray, host_slots: np.ndarray, layers: range) -> None:
-        """Issues the copy of `layers` of the chunks in `take_gpu_slots` to or from `host_slots`, [n] int32 each."""
+        """Issues the copy of `layers` of the chunks in `gpu_slots` to or from `host_slots`, [n] int32 each."""
         piece = len(layers) * self._layer_bytes
         hosted = self._host.addresses(host_slots, layers.start * self._layer_bytes)
-        if gpu_slots is not self._uploaded[0]:  # a gated swap-in's layer groups have one array
+        if gpu_slots is not self._uploaded[0]:  # the layer groups of a gated swap-in share one array
             self._uploaded = gpu_slots, self._upload(gpu_slots)
         slots = self._uploaded[1]
         a_half = self._half_bytes // piece
@@ -102,7 +106,7 @@ class CodedCopies:
             half.emptied.record(self._exit)
 
     def _upload(self, slots: np.ndarray) -> Tensor:
-        """On the entry, by a kernel: the copy engine would take them only after what it is copying now."""
+        """Uploads slots on the entry, by a kernel: the copy engine would first finish the copies that it has."""
         if not self._uploads or not self._uploads[0][1].query():
             pinned = torch.empty(len(self._pool), dtype=torch.int32, pin_memory=self._pool.is_cuda)
             self._uploads.appendleft((pinned, Event()))
@@ -113,7 +117,7 @@ class CodedCopies:
             self._copy_words(uploaded, pinned[: len(slots)])
             read.record(self.entry)
         self._uploads.append((pinned, read))
-        uploaded.record_stream(self._exit)  # torch gives its memory away again behind both streams
+        uploaded.record_stream(self._exit)  # torch frees its memory only after both streams
         return uploaded
 
     def _code(self, records: Tensor, slots: Tensor, layers: range) -> None:

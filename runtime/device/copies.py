@@ -1,7 +1,7 @@
-"""Copies in order: turns a plan's copy batches and tickets into work of a device.
+"""Issues copies in order: turns a plan's copy batches and tickets into work of a device.
 
 A swap-out moves whole records. A gated swap-in moves one group of layers after the other and opens each group's gate
-behind it, so that the step computes with the first layers while the last are still on their way.
+after it, so the step computes with the first layers while the last ones are still being copied.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .protocol import Device, Ticket
 
 
 class TicketBook:
-    """One lane's plan tickets that may still be under way, and the device's tickets for them."""
+    """One lane's plan tickets that may be incomplete, with the device's tickets for them."""
 
     def __init__(self, lane: Lane):
         self.lane = lane
@@ -39,10 +39,11 @@ class TicketBook:
         self._pending[number] = ticket
 
     def find(self, number: int) -> Ticket | None:
-        """What to wait for until ticket `number` is complete; None if it is known to be."""
+        """Returns the device ticket to wait for until ticket `number` is complete; None if it is known to be
+        complete."""
         if number > self._issued:
             raise InvariantError(f"ticket {number} on lane {self.lane.name} is waited for before it is issued")
-        # A plan that was never launched leaves a gap; its ticket is complete with the one before.
+        # A plan that was never launched leaves a gap; its ticket counts as complete with the one before.
         return next((ticket for n, ticket in reversed(self._pending.items()) if n <= number), None)
 
     def prune(self, device: Device) -> None:
@@ -67,11 +68,12 @@ class Transfers:
         in_first: bool = False,
         is_exact: Callable[[int], bool] | None = None,
     ):
-        """layers, chunk_bytes: of a record in HOST; group_layers: so many layers of a gated swap-in share a gate.
+        """layers, chunk_bytes: of a record in HOST; group_layers: number of layers of a gated swap-in that share a
+        gate.
 
-        in_first: swap-outs ahead of time wait for the swap-ins issued before them (for comparison: the link has both
-        directions for itself).
-        is_exact: whether the record in a HOST slot has its chunk's KV; None: every record has it.
+        in_first: swap-outs ahead of time wait for the swap-ins issued before them (for comparison: each direction of
+        the link is independent).
+        is_exact: returns whether the record in a HOST slot has its chunk's KV; None: every record has it.
         """
         self._device = device
         self._layers = range(layers)
@@ -81,7 +83,7 @@ class Transfers:
         self._books = {lane: TicketBook(lane) for lane in Lane}
         self._copied = dict.fromkeys((Lane.IN, Lane.OUT), 0)
         self._is_exact = is_exact
-        self._unchecked: deque[tuple[int, array[int]]] = deque()  # swap-outs: their tickets and HOST slots
+        self._unchecked: deque[tuple[int, array[int]]] = deque()  # tickets and HOST slots of swap-outs
         self._gated_step = 0  # the last step whose gates are all marked
 
     @property
@@ -91,11 +93,11 @@ class Transfers:
 
     @property
     def copied_bytes(self) -> KVCounters:
-        """Bytes to go over the link, handed to the device so far."""
+        """Bytes given to the device to copy over the link, so far."""
         return KVCounters(swap_in=self._copied[Lane.IN], swap_out=self._copied[Lane.OUT])
 
     def issue(self, plan: StepPlan) -> list[Ticket]:
-        """Issues the plan's copies; returns their tickets. InvariantError for a ticket out of order."""
+        """Issues the plan's copies. Returns their tickets. InvariantError for a ticket out of order."""
         if sum(batch.gated for batch in plan.copies) > 1:
             raise InvariantError(f"step {plan.step} has more than one gated batch")
         tickets = []
@@ -111,10 +113,11 @@ class Transfers:
         return tickets
 
     def _after(self, batch: CopyBatch, plan: StepPlan) -> Tickets:
-        """What the batch waits for: only work issued before it, or lanes could wait for each other."""
+        """The tickets that the batch waits for: only of work issued before it, because lanes could otherwise
+        deadlock."""
         if not self._in_first or batch.lane is not Lane.OUT:
             return batch.after
-        # What frees room for this step is waited for by the step itself or by a swap-in into that room.
+        # The step, or a swap-in, waits for copies that free room for this step, so these must not wait for swap-ins.
         needed = max(after.swap_out for after in (plan.after, *(other.after for other in plan.copies)))
         if batch.ticket <= needed:
             return batch.after
@@ -134,10 +137,10 @@ class Transfers:
         return ticket
 
     def hold_step(self, plan: StepPlan) -> None:
-        """Makes COMPUTE wait for what the step needs beside its gates.
+        """Makes COMPUTE wait for the tickets that the step needs besides its gates.
 
-        A gate holds a step only if it is marked before the step is run: InvariantError if the plan's copies are not
-        issued yet, for the step would pass its gates at once and read what is not there.
+        A gate holds a step only if it is marked before the step is run. InvariantError if the plan's copies are not
+        issued yet: the step would pass its gates at once and read slots that are not filled.
         """
         if self._gated_step != plan.step:
             raise InvariantError(f"step {plan.step} would be launched before its gates are marked")
@@ -148,13 +151,14 @@ class Transfers:
         self._books[Lane.COMPUTE].enter(step, ticket)
 
     def completed(self) -> Tickets:
-        """The last ticket known to be complete on each lane. Raises what ended the device, if it has failed."""
+        """The last ticket known to be complete on each lane. Raises the error that ended the device, if it has
+        failed."""
         for book in self._books.values():
             book.prune(self._device)
         return Tickets(*(self._books[lane].completed for lane in Lane))
 
     def bad_copies(self) -> tuple[int, ...]:
-        """HOST slots of failed copies, among the swap-outs that `completed` has newly found complete."""
+        """HOST slots of failed copies, among the swap-outs that the last `completed` call found complete."""
         found, completed = list[int](), self._books[Lane.OUT].completed
         while self._unchecked and self._unchecked[0][0] <= completed:
             _, slots = self._unchecked.popleft()
@@ -163,7 +167,7 @@ class Transfers:
         return tuple(found)
 
     def _wait(self, lane: Lane, after: Iterable[int]) -> None:
-        """Makes the lane wait for the other lanes' tickets; its own order takes care of itself."""
+        """Makes the lane wait for the other lanes' tickets; its own order needs no wait."""
         for other, number in zip(Lane, after, strict=True):
             ticket = self._books[other].find(number)
             if other is not lane and ticket is not None:
@@ -171,7 +175,7 @@ class Transfers:
 
 
 def _arrays(batch: CopyBatch) -> tuple[np.ndarray, np.ndarray]:
-    """Sources and targets, as arrays that nobody else holds."""
+    """Sources and targets, as new arrays."""
     if len(batch.sources) != len(batch.targets):
         raise InvariantError(f"ticket {batch.ticket} on lane {batch.lane.name} copies unlike numbers of slots")
     return np.array(batch.sources, np.int32), np.array(batch.targets, np.int32)

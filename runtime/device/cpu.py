@@ -1,7 +1,7 @@
-"""The device protocol on host memory: one daemon thread a lane, so that copies and steps overlap as on a GPU.
+"""The device protocol on host memory: one daemon thread for each lane, so copies and steps overlap as on a GPU.
 
-Tests bend time with it: work is delayed and the pairs of a copy are shuffled, within what the protocol allows. What
-holds then holds on any device.
+Tests change the timing within the limits of the protocol: they delay work and shuffle the pairs of a copy. Code that
+passes them is correct on any device.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class CpuDevice:
         self._gates: dict[int, CpuTicket] = {}
         self._closed = False
         self._report: Callable[[Work], None] | None = None
-        # Each written by one lane's thread: IN's and OUT's time of copying, and COMPUTE's of waiting for them; and what
-        # IN's and OUT's copies waited to begin.
+        # Each is written by one lane's thread: the copy times of IN and OUT, the time that COMPUTE waited for them, and
+        # the waits of IN's and OUT's copies before they began.
         self._seconds = dict.fromkeys(Lane, 0.0)
         self._queued = {Lane.IN: NO_WAITS, Lane.OUT: NO_WAITS}
 
-        # The lanes' common state, under the condition. `_error` is set once and ends all lanes.
+        # The lanes' common state, used only while the condition is held. `_error` is set once and ends all lanes.
         self._changed = threading.Condition()
         self._completed = dict.fromkeys(Lane, 0)
         self._error: BaseException | None = None
@@ -72,7 +72,7 @@ class CpuDevice:
         with torch.inference_mode():
             while (task := queue.get()) is not None:
                 if self._error is not None:
-                    continue  # a ticket behind failed work never completes; whoever waits for it sees the error
+                    continue  # a ticket after failed work never completes; waiting for it raises the error
                 try:
                     task()
                 except BaseException as error:  # carried to the issuing thread, which raises it
@@ -91,7 +91,7 @@ class CpuDevice:
         self._queues[lane].put(task)
 
     def _issue_work(self, lane: Lane, task: Callable[[], None]) -> None:
-        """`_issue`, but the lane may be made to sleep first."""
+        """As `_issue`, but the lane may sleep first."""
         delay = self._disturb(lane) if self._disturb else 0.0
 
         def delayed() -> None:
@@ -120,7 +120,8 @@ class CpuDevice:
         self._issue(lane, lambda: self._await(lane, ticket))
 
     def _await(self, lane: Lane, ticket: CpuTicket) -> None:
-        """On the lane's thread. Only COMPUTE's waiting is counted: nothing is lost while copies wait for each other."""
+        """Waits on the lane's thread. Only COMPUTE's waits are counted: copies that wait for each other delay
+        nothing."""
         started = time.perf_counter()
         self.synchronize(ticket)
         if lane is Lane.COMPUTE:
@@ -144,7 +145,7 @@ class CpuDevice:
         return host_memory()
 
     def allocate_pool(self, tier: Tier, shape: tuple[int, ...], dtype: torch.dtype, form: Form | None = None) -> None:
-        # numpy's zeroed pages are not taken before they are written, so the pools made so far still count as free.
+        # numpy's zeroed pages are not allocated before they are written, so the existing pools still count as free.
         free = self.memory(tier).free - sum(pool.nbytes for pool in self._pools.values())
         record = record_bytes(shape, dtype, form)
         check_pool_fits(POOL_SETTINGS[tier], shape[0], shape[0] * record, free)
@@ -154,7 +155,7 @@ class CpuDevice:
                 self._pools[tier] = torch.from_numpy(np.zeros((shape[0], shape[1], record // shape[1]), np.uint8))
             else:
                 self._pools[tier] = torch.from_numpy(np.zeros(shape, f"i{dtype.itemsize}")).view(dtype)
-        except MemoryError as error:  # a limit of this process (ulimit -v)
+        except MemoryError as error:  # raised under a limit of this process (ulimit -v)
             message = f"{shape[0]} chunks could not be had though {free / GIB:.2f} GiB seemed free; lower it ({error})"
             raise SettingError(POOL_SETTINGS[tier], message) from error
 
@@ -188,7 +189,7 @@ class CpuDevice:
         self._issue(lane, task)
 
     def _recoding(self, lane: Lane) -> Callable[[torch.Tensor], torch.Tensor]:
-        """What makes of a tier's layers of chunks those of the other one."""
+        """Returns the function that converts layers of chunks from the source tier's form to the target tier's."""
         form, gpu = self._form, self._pools[Tier.GPU]
         if form is None:
             return lambda layers: layers

@@ -1,12 +1,12 @@
-"""The device protocol on an NVIDIA GPU: a lane is a stream (two where copies change their form: `coded_copies`), a
-ticket an event, the HOST pool page-locked memory.
+"""The device protocol on an NVIDIA GPU: a lane is a stream (two if copies change their form: `compressed_copies`), a
+ticket is an event, and the HOST pool is page-locked memory.
 
-Copies are handed to the driver by the calling thread, a thousand a call; a call takes 0.35 ms and lets other threads
-run. The same thread issues a step's copies, records its gates and launches it, one after the other, so that no step is
-launched before its gates are recorded. A thread of their own would be quicker, and would have to prove that.
+The calling thread hands copies to the driver, a thousand in a call; a call takes 0.35 ms and lets other threads run.
+The same thread issues a step's copies, records its gates and launches it, in this order, so no step is launched before
+its gates are recorded. A separate thread for copies would be faster, but this order would then need a proof.
 
-A gate is one event for as long as the device lives. A step that runs waits for the event's last record before the
-launch, inside a captured graph too (an external wait), so one graph serves steps in flight one behind the other.
+A gate is one event for the device's life. A running step waits for the event's last record before the launch, inside a
+captured graph too (an external wait). So one graph serves consecutive steps in flight.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from .protocol import ForwardPass, Memory, Ticket, TransferSeconds, Work
 from .timing import TransferTimes
 
 OVERDUE_SECONDS = 60.0
-"""No copy and no step takes nearly so long: something hangs, and waiting for it would hide where."""
+"""Seconds. No copy and no step takes nearly so long: the device hangs, and further waiting would hide the place."""
 
 CAPTURE_SECONDS = 600.0
-"""Every kernel is compiled in it, the first time on a machine."""
+"""Seconds. On a machine's first start this includes the compilation of every kernel."""
 
 POLL_SECONDS = 30e-6
 OLDEST_CAPABILITY = (8, 0)  # Ampere
 
 
 class CudaTicket(Ticket):
-    """`what`: the last work issued before it, in words."""
+    """`what`: a description of the last work issued before it."""
 
     __slots__ = ("event", "lane", "what")
 
@@ -59,7 +59,7 @@ class CudaTicket(Ticket):
 
 
 def _ends_the_device(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Whatever the method raises, every later call raises too."""
+    """After the method has raised, every later call of any method raises the same."""
 
     @functools.wraps(method)
     def guarded(self: CudaDevice, *arguments: Any, **named: Any) -> Any:
@@ -80,9 +80,9 @@ class CudaDevice:
     """The current CUDA device of torch."""
 
     def __init__(self, enforce_eager: bool = False, batched_copies: bool = True):
-        """enforce_eager: no graphs, the same steps; batched_copies: without, copies are issued one by one (for tests).
+        """enforce_eager: run the same steps without graphs; batched_copies: False issues copies one by one (for tests).
 
-        SettingError if there is no GPU that will do.
+        SettingError if there is no suitable GPU.
         """
         _check_gpu()
         self._runtime = CudaRuntime()
@@ -180,7 +180,8 @@ class CudaDevice:
         ticket.event.record(stream)
         if gate is not None:
             self._times.gated(gate, ticket.event)
-            self._gates[gate].record(stream)  # the ticket's event stays as it is, this one moves on with the next step
+            # the ticket's event stays as it is; the gate's is recorded again by each step
+            self._gates[gate].record(stream)
         return ticket
 
     @_ends_the_device
@@ -207,7 +208,8 @@ class CudaDevice:
     # The step.
 
     def load(self, engine: ForwardPass, seats: int, blocks: int, gates: tuple[int, ...], most_tokens: int) -> None:
-        from ...plugins.attention.kernel import make_work_list  # Triton comes with CUDA only
+        # imported here because only CUDA installations have Triton
+        from ...plugins.attention.kernel import make_work_list
         from ...plugins.attention.work_list import Capacity
         from ...plugins.kv_forms.host_copy_kernel import copy_words
 
@@ -222,7 +224,8 @@ class CudaDevice:
         self._work = make_work_list(capacity, heads, kv_heads, head_dim, engine.dtype)
         self._handle = register_pool(self._pool, self._pass_gate, self._work)
         for gate in gates:
-            # A gate never marked is open; and only a recorded event can be waited for inside a graph.
+            # A gate never marked is open. Inside a graph only a recorded event can be waited for, so each is recorded
+            # once.
             self._gates[gate] = torch.cuda.Event()
             self._gates[gate].record(self._streams[Lane.IN])
         with self._computing():
@@ -239,22 +242,24 @@ class CudaDevice:
         rows = max(shape.rows for shape in shapes.captured)
 
         def step(shape: Shape) -> None:
-            # Graphs overwrite each other's memory, so the logits are carried out of it.
+            # Graphs overwrite each other's memory, so the logits are copied out of it.
             self._captured_logits[: shape.rows].copy_(self._forward(shape))
 
         with give_up_after(CAPTURE_SECONDS), self._computing():  # ranks that differ wait in each other's sums
             self._captured_logits = torch.zeros(rows, self._engine.vocab_size, device="cuda")
-            for generation in (False, True):  # apart: TensorRT wants a run for each graph, of the same sizes too
+            # separately: TensorRT needs a run before each capture, with the same sizes
+            for generation in (False, True):
                 alike = [shape for shape in shapes.captured if shape.generation is generation]
                 for shape in alike:
-                    # What cannot be recorded is done now: kernels are compiled and loaded, libraries take their memory.
+                    # A run before the capture does the work that cannot be recorded: kernels are compiled and loaded,
+                    # libraries allocate memory.
                     self._buffers.idle(shape)
                     step(shape)
                 self._graphs.capture(alike, step)
             torch.cuda.synchronize()
 
     def _pass_gate(self, layer: int) -> None:
-        """Called by the engine, on COMPUTE, once for a launch or for good when it is captured."""
+        """Called by the engine, on COMPUTE: in each launch, or once while a graph is captured."""
         event = self._gates.get(layer)
         if event is None:
             return
@@ -308,7 +313,8 @@ class CudaDevice:
             self._copy_words(tokens, drawn)
             self._results.issued()
             scores = None
-            if scored is not None:  # pinned buffers of torch's cache: not given away while held here or written there
+            # pinned buffers of torch's cache: not reused while referenced here or written on that stream
+            if scored is not None:
                 scores = Scores.empty(len(scored.logprobs), scored.top_ids.shape[1], pinned=True)
                 for target, source in zip(scores, scored, strict=True):
                     target.copy_(source, non_blocking=True)
@@ -327,31 +333,31 @@ class CudaDevice:
         self._closed = True
         idle = self._finish()
         if idle:
-            self._times.read()  # whoever watches is told of the last of it
+            self._times.read()  # the watcher gets the last of the times
         if self._handle is not None:
             release_pool(self._handle)
         self._graphs.clear()
-        # Memory that a copy may still use is left to the end of the process, which is near.
+        # Memory that a copy may still use is freed by the end of the process, which is near.
         if idle and self._host is not None:
             self._host.free()
         self._coded.clear()
         self._pool = self._host = None
 
     def _finish(self) -> bool:
-        """Waits for all lanes; False if they have failed or hang."""
+        """Waits for all lanes. Returns False if they have failed or hang."""
         try:
             for stream in (*self._streams.values(), *(coded.entry for coded in self._coded.values())):
                 event = torch.cuda.Event()
                 event.record(stream)
                 if not _reached(event):
                     return False
-        except RuntimeError:  # of the driver: whoever waited for the work has seen it
+        except RuntimeError:  # a driver error that `wait` has already raised
             return False
         return True
 
 
 def _reached(event: torch.cuda.Event) -> bool:
-    """Waits for the event, but not for ever; other threads run meanwhile."""
+    """Waits for the event, OVERDUE_SECONDS at most; other threads run meanwhile."""
     deadline = time.monotonic() + OVERDUE_SECONDS
     while not event.query():
         if time.monotonic() > deadline:

@@ -1,7 +1,7 @@
-"""The few functions of the CUDA runtime that torch does not offer, and the one place that reads their status.
+"""The few functions of the CUDA runtime that torch does not offer. Their status is checked only here.
 
-They are called through cuda-python, all but the batched copy: that takes arrays of addresses as numpy makes them,
-without a Python object an entry, by ctypes from the library that torch has loaded, and other threads run meanwhile.
+They are called through cuda-python, except the batched copy. That one takes numpy arrays of addresses, without a Python
+object for each entry. It is called by ctypes in the library that torch has loaded, and other threads run meanwhile.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from cuda.bindings import runtime as cuda
 
 from ...scheduler.types import SettingError
 
-MOST_ENTRIES = 1024  # of a batched copy; with tens of thousands, drivers are known to hang
-_OLDEST = 13000  # whose cudaMemcpyBatchAsync has the signature used here
+MOST_ENTRIES = 1024  # entries of a batched copy; with tens of thousands, some drivers hang
+_OLDEST = 13000  # the first version whose cudaMemcpyBatchAsync has this signature
 _ADDRESS, _SIZE = ctypes.c_void_p, ctypes.c_size_t
 _BATCH_SIGNATURE: list[Any] = [_ADDRESS, _ADDRESS, _ADDRESS, _SIZE, _ADDRESS, _ADDRESS, _SIZE, _ADDRESS]
 _IN_STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
@@ -28,13 +28,14 @@ class CudaError(RuntimeError):
 
 
 class _CopyAttributes(ctypes.Structure):
-    """cudaMemcpyAttributes: source access order, where source and target are (type, id; 0: see for yourself), flags."""
+    """cudaMemcpyAttributes: source access order, locations of source and target as (type, id; 0: found by the driver),
+    flags."""
 
     _fields_ = [(name, ctypes.c_int) for name in ("order", "source", "source_id", "target", "target_id", "flags")]
 
 
 class CudaRuntime:
-    """Streams and events are given by their handles, memory by its address."""
+    """Functions of the runtime. Streams and events are given by their handles, memory by its address."""
 
     def __init__(self, path: str | None = None):
         """SettingError if the runtime library (by default, torch's own) is older than CUDA 13."""
@@ -46,23 +47,23 @@ class CudaRuntime:
             raise SettingError("--device", f"cuda needs a torch made for CUDA 13 or newer, not {found}")
         self._library.cudaMemcpyBatchAsync.argtypes = _BATCH_SIGNATURE
         self._attributes = _CopyAttributes(order=_IN_STREAM_ORDER)
-        self._first = np.zeros(1, np.uint64)  # the attributes hold from the first entry on
+        self._first = np.zeros(1, np.uint64)  # the attributes apply from the first entry on
 
     def use_device(self, device: int) -> None:
-        """The calling thread's GPU, as torch's is: cuda-python has a runtime of its own, which begins with GPU 0."""
+        """Sets the calling thread's GPU to torch's: cuda-python has its own runtime, which starts with GPU 0."""
         _call("cudaSetDevice", device)
 
     def allocate_pinned(self, size: int) -> int:
-        """Address of so many bytes of page-locked host memory, for `free_pinned`."""
+        """Returns the address of `size` bytes of page-locked host memory, for `free_pinned`."""
         return int(_call("cudaHostAlloc", size, 0))
 
     def free_pinned(self, address: int) -> None:
         _call("cudaFreeHost", address)
 
     def wait_external(self, stream: int, event: int) -> None:
-        """Captures a wait for the record of `event` that is the last when the graph is launched.
+        """Captures a wait for the last record of `event` before the graph's launch.
 
-        The stream must be capturing and the event have been recorded before.
+        The stream must be capturing, and the event must have been recorded before.
         """
         _call("cudaStreamWaitEvent", stream, event, cuda.cudaEventWaitExternal)
 
@@ -75,7 +76,7 @@ class CudaRuntime:
                 ctypes.addressof(self._attributes), self._first.ctypes.data, 1, stream,
             )  # fmt: skip
             if status:
-                self._library.cudaGetLastError()  # or torch finds it and blames its own next call
+                self._library.cudaGetLastError()  # otherwise torch finds it and blames its own next call
             _check("cudaMemcpyBatchAsync", status)
 
     def copy_each(self, targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray, stream: int) -> None:
@@ -86,7 +87,7 @@ class CudaRuntime:
 
 
 def _call(name: str, *arguments: Any) -> Any:
-    """What a function of cuda-python returns beside its status."""
+    """Calls a function of cuda-python. Returns its result without the status."""
     status, *values = getattr(cuda, name)(*arguments)
     _check(name, int(status))
     return values[0] if values else None
@@ -100,7 +101,7 @@ def _check(name: str, status: int) -> None:
 
 
 def _loaded_library() -> str:
-    """The file of the runtime in this process; its name varies with how torch was packaged."""
+    """The runtime library's file in this process; its name depends on torch's packaging."""
     torch.cuda.init()
     mapped = (line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines())
     for path in mapped:

@@ -11,7 +11,7 @@ from ..step.buffers import Shape
 
 
 class StepGraphs:
-    """Graphs that share their memory: they run one after the other, and what is left in it is nobody's."""
+    """Graphs that share their memory: they run one after the other, and no graph needs the previous one's contents."""
 
     def __init__(self, stream: torch.cuda.Stream):
         self._stream = stream
@@ -19,10 +19,10 @@ class StepGraphs:
         self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
 
     def capture(self, shapes: Sequence[Shape], step: Callable[[Shape], None]) -> None:
-        """Records `step(shape)`, which has run once for each, on the stream; blocks.
+        """Records `step(shape)`, which has run once for each shape, on the stream; blocks.
 
-        The largest comes first: the others fit in its memory. Other threads may meanwhile do what a capture forbids:
-        NCCL's look at events, and allocate.
+        The largest comes first, so the others fit in its memory. Other threads may meanwhile make calls that a capture
+        forbids, such as NCCL's event queries and allocations.
         """
         ordered = sorted(shapes, reverse=True)
         for done, shape in enumerate(ordered, start=1):
@@ -33,7 +33,7 @@ class StepGraphs:
             show_progress("capturing graphs", done, len(ordered))
 
     def replay(self, shape: Shape) -> bool:
-        """Launches what was recorded for the shape on the current stream; False if nothing was."""
+        """Launches the shape's graph on the current stream. Returns False if there is none."""
         graph = self._graphs.get(shape)
         if graph is None:
             return False

@@ -1,4 +1,4 @@
-"""Where the records of a KV pool are, and the HOST pool of a CUDA device: page-locked memory in pieces."""
+"""The addresses of a KV pool's records, and the HOST pool of a CUDA device: page-locked memory in pieces."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LARGEST_PIECE = 4 * GIB
 
 
 class Records(NamedTuple):
-    """A pool of `slots` records of `record` bytes, in pieces that are contiguous each and end with a whole record."""
+    """A pool of `slots` records of `record` bytes, in pieces. Each piece is contiguous and ends with a whole record."""
 
     pieces: np.ndarray
     """[pieces] uint64, their addresses"""
@@ -29,14 +29,15 @@ class Records(NamedTuple):
             raise InvariantError(f"slots {slots.min()} to {slots.max()} of a pool of {self.slots} are to be copied")
 
     def addresses(self, slots: np.ndarray, offset: int) -> np.ndarray:
-        """[n] uint64: of the byte `offset` of each slot's record. InvariantError for a slot that does not exist."""
+        """Returns [n] uint64: the address of byte `offset` of each slot's record. InvariantError for a slot that does
+        not exist."""
         self.check(slots)
         piece, index = np.divmod(slots.astype(np.int64), self.slots_a_piece)
         return self.pieces[piece] + (index * self.record + offset).astype(np.uint64)
 
 
 class PinnedMemory(Protocol):
-    """What a pool needs of `CudaRuntime`."""
+    """The methods of `CudaRuntime` that a pool uses."""
 
     def allocate_pinned(self, size: int) -> int: ...
 
@@ -46,7 +47,7 @@ class PinnedMemory(Protocol):
 class PinnedPool:
     """Page-locked host memory in pieces of at most `largest_piece` bytes, fresh from the system and thus zero.
 
-    Pinning takes 0.4 s a GiB: in pieces it can show how far it is.
+    Pinning takes 0.4 s per GiB; with pieces it can report its progress.
     """
 
     def __init__(self, memory: PinnedMemory, slots: int, record: int, largest_piece: int = LARGEST_PIECE):

@@ -1,4 +1,4 @@
-"""Times copies on their lanes, and what steps waited for them, with events of the device. Nothing here waits."""
+"""Times copies on their lanes, and the waits of steps for them, with events of the device. Nothing here waits."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ..counters import NO_WAITS, Waits
 from .clock import DeviceClock, Event
 from .protocol import TransferSeconds, Work
 
-MOST_PENDING = 256  # then those that are complete are added up, whether or not anybody asks
+MOST_PENDING = 256  # complete ones are added up at this number even without a `read`
 
 
 class Wait(NamedTuple):
-    """A step's layers from `layer` on begin behind the event."""
+    """A step's layers from `layer` on begin after the event."""
 
     layer: int
     event: Event
@@ -29,7 +29,8 @@ class _Copy(NamedTuple):
     size: int
 
     def complete(self) -> bool:
-        """The idle stream may be late: the driver lets streams share queues if there are many."""
+        """Checks both events: the idle stream may be late, because the driver lets streams share queues if there are
+        many."""
         return self.end.query() and self.issued.query()
 
 
@@ -44,10 +45,10 @@ class _Step(NamedTuple):
 
 
 class TransferTimes:
-    """To be told what is put on the streams, in the order of issue, by the thread that does it."""
+    """Called around the work that is put on the streams, in the order of issue, by the issuing thread."""
 
     def __init__(self, new_event: Callable[[], Event], streams: dict[Lane, Any], idle: Any):
-        """idle: a stream on which nothing else is ever put: an event there happens when it is recorded."""
+        """idle: a stream that carries no other work: an event there happens as soon as it is recorded."""
         self._new_event, self._streams, self._idle = new_event, streams, idle
         self._seconds = dict.fromkeys((Lane.IN, Lane.OUT), 0.0)
         self._queued = {Lane.IN: NO_WAITS, Lane.OUT: NO_WAITS}
@@ -60,7 +61,7 @@ class TransferTimes:
         self._clock: DeviceClock | None = None
 
     def watch(self, report: Callable[[Work], None], synchronize: Callable[[Any], None]) -> None:
-        """From here on `read` tells of each copy and step, and steps that wait for nothing are timed too.
+        """From now on `read` reports each copy and step, and steps that wait for nothing are timed too.
 
         synchronize: waits for an event.
         """
@@ -69,16 +70,16 @@ class TransferTimes:
         self._clock, self._report = DeviceClock(event), report
 
     def seen(self, event: Event) -> None:
-        """The host has just seen that the event, which it was waiting for, has happened."""
+        """Records that the host, waiting for the event, has just seen it happen."""
         if self._clock is not None:
             self._clock.seen(event)
 
     def loaded(self, layers: int) -> None:
-        """The engine has so many layers."""
+        """Sets the engine's number of layers."""
         self._layers = layers
 
     def copy(self, lane: Lane, size: int, issue: Callable[[], None]) -> None:
-        """Around the issuing of a copy of `size` bytes."""
+        """Calls `issue`, which issues a copy of `size` bytes, and times the copy."""
         issued = self._new_event()
         issued.record(self._idle)
         start = self._record(lane)
@@ -90,12 +91,12 @@ class TransferTimes:
         self._waits.append(Wait(layer, event))
 
     def held(self, event: Event) -> None:
-        """The next step waits for the event as a whole; told before the wait is issued."""
+        """The next step waits as a whole for the event. Called before the wait is issued."""
         self._start = self._start or self._record(Lane.COMPUTE)
         self._waits.append(Wait(0, event))
 
     def step(self, size: int, issue: Callable[[], None]) -> None:
-        """Around the issuing of a step of `size` tokens."""
+        """Calls `issue`, which issues a step of `size` tokens, and times the step."""
         if not self._waits and self._report is None:
             issue()
             return
@@ -105,12 +106,12 @@ class TransferTimes:
         self._waits, self._start = [], None
 
     def read(self) -> TransferSeconds:
-        """Of what is complete."""
+        """Returns the seconds of all complete work."""
         while self._pending and self._pending[0].complete():
             match self._pending.popleft():
                 case _Copy(lane, issued, start, end, size):
                     self._seconds[lane] += _seconds(start, end)
-                    # A lane with nothing to do may be quicker than the idle stream by some microseconds.
+                    # A lane without work may be faster than the idle stream by some microseconds.
                     waited, before = max(0.0, _seconds(issued, start)), self._queued[lane]
                     self._queued[lane] = Waits(before.seconds + waited, before.copies + 1)
                 case _Step(waits, start, end, size):
@@ -134,10 +135,10 @@ class TransferTimes:
 
 
 def exposed_seconds(total: float, layers: int, opened: Sequence[tuple[int, float]]) -> float:
-    """How much of a step's time was waiting, if its layers take equally long.
+    """Returns how much of a step's time was waiting, if its layers take equally long.
 
     opened: (first layer behind a gate, when it opened). Layer l cannot end before the gates up to it have opened, and
-    the layers behind it take their time. So one layer takes c seconds, where
+    then the remaining layers take their time. So one layer takes c seconds, where
 
         end = max(layers * c, opened[i] + (layers - layer[i]) * c for all i)
     """

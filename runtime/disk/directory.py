@@ -1,4 +1,5 @@
-"""Directories that one process has at a time, and a disk tier's own: whose records it holds."""
+"""Directories for the use of one process at a time, and the disk tier's own, which records the origin of its
+records."""
 
 from __future__ import annotations
 
@@ -23,13 +24,13 @@ ABOUT = "about.json"
 
 @dataclass(frozen=True)
 class Origin:
-    """What must be the same for KV on disk to be read again: everything that changes it, and how it is divided.
+    """Everything that must be equal for KV on disk to be read again: all that changes KV, and its division among ranks.
 
-    engine          what changes KV, as `SchedulerConfig.seed`, hexadecimal
-    chunk_tokens    of a chunk
-    chunk_bytes     of a chunk's KV in HOST memory on one rank
-    ranks, rank     how many share a chunk, and which part this is
-    version         of the records
+    engine          digest of all that changes KV, as `SchedulerConfig.seed`, hexadecimal
+    chunk_tokens    tokens of a chunk
+    chunk_bytes     bytes of a chunk's KV in HOST memory on one rank
+    ranks, rank     number of ranks that share a chunk, and the number of this one
+    version         of the record format
     """
 
     engine: str
@@ -41,12 +42,13 @@ class Origin:
 
     @property
     def digest(self) -> bytes:
-        """In the header of each record, in case the directory's word is not true."""
+        """In the header of each record, in case the directory's description is wrong."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).digest()
 
 
 def open_directory(path: Path, origin: Origin) -> Path:
-    """The rank's own folder under `path`, made if it is missing; records of any other origin are gone from it.
+    """Returns the rank's own folder under `path`, and creates it if it is missing. Records of any other origin are
+    deleted.
 
     SettingError('--disk-dir') if it cannot be used.
     """
@@ -64,14 +66,14 @@ def open_directory(path: Path, origin: Origin) -> Path:
                 file.unlink()
             if records:
                 log.warning("%s: dropped %d files of KV, which another engine or setting wrote", own, len(records))
-            _replace(about, words)  # last: whatever is found beside it is of this origin
+            _replace(about, words)  # last, so all records found next to it are of this origin
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError("--disk-dir", f"cannot use {own}: {error}") from error
     return own
 
 
 def _remove_ranks(path: Path, ranks: int) -> None:
-    """What is left of a time with more ranks."""
+    """Removes the folders of an earlier start with more ranks."""
     for folder in path.glob("rank-*"):
         number = folder.name.removeprefix("rank-")
         if number.isdecimal() and int(number) >= ranks and (folder / ABOUT).exists():
@@ -87,9 +89,9 @@ def _replace(path: Path, words: str) -> None:
 
 @contextmanager
 def locked(directory: Path, setting: str) -> Iterator[None]:
-    """While this is open no other process has the directory, which is made if it is missing.
+    """While this is open no other process can use the directory, which is created if it is missing.
 
-    The system lets go of it with the process, however that ends. SettingError names `setting` and the other process.
+    The system releases the lock when the process ends in any way. SettingError names `setting` and the other process.
     """
     path = directory / "lock"
     try:
@@ -108,7 +110,7 @@ def locked(directory: Path, setting: str) -> Iterator[None]:
             ) from None
         except OSError as error:
             raise SettingError(setting, f"cannot lock {path}: {error.strerror}") from error
-        with suppress(OSError):  # a full disk: others are kept out all the same, though not told by whom
+        with suppress(OSError):  # a full disk: the lock holds all the same, but does not name its process
             file.truncate(0)
             file.write(f"{os.getpid()}\n".encode())
         yield

@@ -1,8 +1,8 @@
-"""The files of a disk tier: fixed records in segments that are allocated whole, on first use.
+"""The files of a disk tier: records of fixed size in segments that are allocated whole, on first use.
 
-Reads and writes go past the page cache (O_DIRECT) where the file system lets them: KV is read once and kept in the HOST
-tier, a second copy in the page cache would only push out others. Every method but `close` may be called by several
-threads.
+Reads and writes bypass the page cache (O_DIRECT) where the file system allows it: KV is read once and kept in the HOST
+tier, so a second copy in the page cache would only displace others. Every method except `close` may be called by
+several threads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SEGMENT_BYTES = 2**30
 
 @dataclass(frozen=True)
 class SystemCalls:
-    """What the system is asked; tests answer in its place."""
+    """The system calls; tests replace them."""
 
     read: Callable[[int, Sequence[Any], int], int] = os.preadv
     write: Callable[[int, Sequence[Any], int], int] = os.pwritev
@@ -45,13 +45,13 @@ class Segments:
         system: SystemCalls = SystemCalls(),
         segment_bytes: int = SEGMENT_BYTES,
     ):
-        """Files beyond `slots` are deleted: no more than `slots * record` bytes are ever used. OSError."""
+        """Deletes files beyond `slots`, so at most `slots * record` bytes are used. Raises OSError."""
         self._directory, self._record, self._system = directory, record, system
         self.slots = slots
         self.slots_a_segment = max(1, segment_bytes // record)
         self._lock = threading.Lock()
-        self._open: dict[int, int] = {}  # file descriptors by segment
-        self._whole: set[int] = set()  # segments that are known to have all their room
+        self._open: dict[int, int] = {}  # by segment
+        self._whole: set[int] = set()  # segments known to be fully allocated
         self._direct = True
         used = {self._path(segment) for segment in range(-(-slots // self.slots_a_segment))}
         for path in directory.glob("*.kv"):
@@ -62,7 +62,7 @@ class Segments:
                 os.truncate(path, self._size(segment))
 
     def present(self) -> list[int]:
-        """Slots that there is a file for, ascending."""
+        """Slots within existing files, ascending."""
         slots: list[int] = []
         for first in range(0, self.slots, self.slots_a_segment):
             path = self._path(first // self.slots_a_segment)
@@ -71,35 +71,36 @@ class Segments:
         return slots
 
     def neighbours(self, slot: int, following: int) -> bool:
-        """Whether one call can go on from the first record to the second."""
+        """Returns whether one call can read or write both records, the second after the first."""
         return following == slot + 1 and following % self.slots_a_segment != 0
 
     def read(self, slot: int, buffers: Sequence[Any]) -> None:
-        """Fills the buffers, whole pages, from the slot's record on. OSError, also if there are fewer bytes."""
+        """Fills the buffers, whole pages, from the beginning of the slot's record. OSError, also if the file is too
+        short."""
         self._transfer(self._system.read, slot, buffers, make=False)
 
     def write(self, slot: int, buffers: Sequence[Any], make: bool = True) -> None:
-        """Writes the buffers, whole pages, from the slot's record on; `make`: after making the file, and all its room.
-        OSError."""
+        """Writes the buffers, whole pages, from the beginning of the slot's record. `make`: first creates and allocates
+        the file. OSError."""
         self._transfer(self._system.write, slot, buffers, make)
 
     def holds(self, slot: int) -> bool:
-        """Whether anything can have been written there: there is a file, and it reaches so far. OSError."""
+        """Returns whether the slot can ever have been written: its file exists and is long enough. OSError."""
         segment, index = divmod(slot, self.slots_a_segment)
         path = self._path(segment)
         return path.exists() and path.stat().st_size > index * self._record
 
     def flush(self, slots: Sequence[int]) -> None:
-        """Returns when what was written to these slots survives a loss of power. OSError."""
+        """Returns when the data of these slots survives a power failure. OSError."""
         for segment in sorted({slot // self.slots_a_segment for slot in slots}):
             os.fdatasync(self._descriptor(segment, make=False))
 
     def close(self) -> None:
-        """Nothing may be under way. Idempotent."""
+        """Closes the files. No call may be in progress. Idempotent."""
         while self._open:
             os.close(self._open.popitem()[1])
 
-    # -- within
+    # -- internal
 
     def _transfer(
         self, call: Callable[[int, Sequence[Any], int], int], slot: int, buffers: Sequence[Any], make: bool
@@ -111,10 +112,11 @@ class Segments:
             raise OSError(errno.EIO, f"{done} of {wanted} bytes", str(self._path(segment)))
 
     def _descriptor(self, segment: int, make: bool) -> int:
-        """FileNotFoundError if it is not there and not to be made, ENOSPC if there is no room for the whole of it."""
+        """FileNotFoundError if the file does not exist and `make` is False, ENOSPC if there is no room for all of
+        it."""
         known = self._open.get(segment)
         if known is not None and (segment in self._whole or not make):
-            return known  # without the lock: making another one may take seconds
+            return known  # without the lock: another thread may hold it for seconds to allocate a file
         with self._lock:
             if segment not in self._open:
                 flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if make else 0)
@@ -124,23 +126,25 @@ class Segments:
                 except OSError:
                     os.close(descriptor)
                     raise
-                self._open[segment] = descriptor  # only now: it is taken without the lock too
+                self._open[segment] = descriptor  # last, because other threads read it without the lock
             if make and segment not in self._whole:
                 self._allocate(self._open[segment], self._size(segment))
                 self._whole.add(segment)
             return self._open[segment]
 
     def _allocate(self, descriptor: int, size: int) -> None:
-        """Also of a file from a smaller tier, or one whose making was cut short."""
+        """Allocates the whole segment. A file from a smaller tier, or one whose allocation was interrupted, is
+        extended."""
         before = os.fstat(descriptor).st_size
         try:
             self._system.allocate(descriptor, 0, size)
         except OSError:
-            os.ftruncate(descriptor, before)  # the part that could be had would leave nothing to anybody else
+            # frees the part that was allocated: it is of no use here and the disk is full
+            os.ftruncate(descriptor, before)
             raise
 
     def _go_direct(self, descriptor: int) -> None:
-        """Some file systems refuse O_DIRECT when it is set, others when it is used."""
+        """Turns O_DIRECT on. Some file systems refuse it when it is set, others when it is used."""
         flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
         try:
             fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
@@ -162,5 +166,5 @@ class Segments:
 
 
 def aligned_buffer(size: int) -> memoryview:
-    """Zeroed bytes that begin on a page of memory, as O_DIRECT wants them."""
+    """Zeroed memory that begins on a page, as O_DIRECT requires."""
     return memoryview(mmap(-1, size))

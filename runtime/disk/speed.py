@@ -1,4 +1,4 @@
-"""How fast the disk tier's disk is, measured at each start: what it is shared with and how full it is change."""
+"""The speed of the disk tier's disk, measured at each start, because it depends on other users and on free space."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from ...scheduler.types import ChunkKey, SettingError
 from .segments import aligned_buffer
 from .store import DiskSettings, DiskStore
 
-MEASURED_BYTES = 32 * 2**20  # of one round
-ROUNDS = 3  # of which the best counts: others may use the disk now and not later
+MEASURED_BYTES = 32 * 2**20  # bytes of one round
+ROUNDS = 3  # the best one counts: other programs may use the disk only now
 
 
 class DiskSpeed(NamedTuple):
-    """Bytes of KV a second, as the disk tier itself reads and writes them."""
+    """Bytes of KV per second, as the disk tier itself reads and writes them."""
 
     read: float
     write: float
 
 
 def measure_disk(directory: Path, chunk_bytes: int) -> DiskSpeed | None:
-    """Writes and reads records in a folder that is gone afterwards, for a second or less on a solid-state disk.
+    """Writes and reads records in a temporary folder, for a second or less on a solid-state disk.
 
-    None if the disk does not take them: it is full, say. SettingError('--disk-dir') as `DiskStore`.
+    Returns None if the disk does not accept them, for example because it is full. SettingError('--disk-dir') as
+    `DiskStore`.
     """
     count = min(256, max(8, MEASURED_BYTES // chunk_bytes))
     host = np.frombuffer(aligned_buffer(count * chunk_bytes), np.uint8).reshape(count, chunk_bytes)

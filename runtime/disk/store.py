@@ -1,13 +1,13 @@
-"""One rank's disk tier: spills, promotions and erasures as plans ask for them, beside the loop and never in its way.
+"""One rank's disk tier: does the spills, promotions and erasures of plans in threads, so that the loop never waits.
 
     begin(plan)     hands work to the threads and returns
-    take()          what has ended since, each slot once
+    take()          returns the work that has ended since, each slot once
 
-Threads that read are apart from those that write, so no turn waits behind records that are being saved. Records that
-lie side by side are read and written with one call.
+Separate threads read and write, so no turn waits behind records that are being saved. Neighbouring records are read and
+written with one call.
 
-Nothing the disk does is an error: a record that cannot be written, read, or believed is reported as failed, and its
-chunk is computed again.
+A failure of the disk is not an error: a record that cannot be written, read or verified is reported as failed, and its
+chunk is recomputed.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from .segments import SEGMENT_BYTES, Segments, SystemCalls, aligned_buffer
 
 log = logging.getLogger(__name__)
 
-READERS, WRITERS = 8, 4  # threads; a solid-state disk wants several requests at once
-MERGED_BYTES = 4 * 2**20  # of one call: more makes it no faster
-COMPLAINT_SECONDS = 60.0  # the log is told of trouble no more often
+READERS, WRITERS = 8, 4  # threads; a solid-state disk is fastest with several requests at once
+MERGED_BYTES = 4 * 2**20  # bytes of one call; larger calls are not faster
+COMPLAINT_SECONDS = 60.0  # least time between two log messages about failures
 
 Work = TypeVar("Work", Spill, Promotion)
 
@@ -48,7 +48,7 @@ class DiskReport(NamedTuple):
 
 
 class DiskSettings(NamedTuple):
-    """Where the records are, how many, and of what (`Origin`, whose `chunk_bytes` the device says)."""
+    """The directory of the records, their number, and the parts of their `Origin` (the device gives `chunk_bytes`)."""
 
     directory: Path
     slots: int
@@ -60,10 +60,10 @@ class DiskSettings(NamedTuple):
 
 
 class DiskStore:
-    """One thread calls its methods."""
+    """Reads and writes records in its own threads. One thread calls its methods."""
 
     def __init__(self, settings: DiskSettings, chunk_tokens: int, host_record: Callable[[int], np.ndarray]):
-        """host_record: the bytes of a HOST slot, [bytes] uint8, as `Device.record`; called by the threads too.
+        """host_record: returns the bytes of a HOST slot, [bytes] uint8, as `Device.record`; the threads call it too.
 
         SettingError('--disk-dir') if the directory cannot be used.
         """
@@ -81,10 +81,11 @@ class DiskStore:
         self._most_merged = max(1, MERGED_BYTES // self._record)
         self._readers = ThreadPoolExecutor(READERS, "disk-read")
         self._writers = ThreadPoolExecutor(WRITERS, "disk-write")
-        self._eraser = ThreadPoolExecutor(1, "disk-erase")  # a plan waits for it, so it waits for nobody
+        # a thread of its own, because a plan waits for it
+        self._eraser = ThreadPoolExecutor(1, "disk-erase")
         self._own = threading.local()  # each thread's buffer
 
-        # Under the condition.
+        # Used only while the condition is held.
         self._changed = threading.Condition()
         self._under_way: set[int] = set()  # DISK slots
         self._report: tuple[list[int], list[int], list[int]] = ([], [], [])
@@ -92,13 +93,14 @@ class DiskStore:
         self._silent_until = 0.0
         self._error: BaseException | None = None
 
-    # -- the loop's side
+    # -- called by the loop
 
     def records(self) -> list[DiskRecord]:
-        """What is there from earlier, by headers alone: payloads are checked when they are read. Blocks.
+        """Returns the records of an earlier process. Reads headers only; payloads are checked when they are read.
+        Blocks.
 
-        What cannot be read now is erased: nobody would know of it, whoever is deleted, and the next start might find
-        it.
+        Records that cannot be read now are erased: otherwise a later deletion would miss them, and the next start might
+        find them.
         """
         now, unreadable = time.time(), list[int]()
         found = self._readers.map(lambda slot: self._look(slot, now, unreadable), self._segments.present())
@@ -107,9 +109,9 @@ class DiskStore:
         return records
 
     def erase(self, slots: Sequence[int]) -> tuple[int, ...]:
-        """On return nobody can read what these slots held, not even after a loss of power; except for those returned,
-        where the disk refused. They are not under way."""
-        page = aligned_buffer(PAGE)  # of zeros
+        """Erases the slots' records; on return they cannot be read again, even after a power failure. Returns the slots
+        that the disk refused to erase. The slots must not be in use by any work."""
+        page = aligned_buffer(PAGE)  # zeros
         written: list[int] = []
         refused: list[int] = []
         errors: list[OSError] = []
@@ -135,9 +137,11 @@ class DiskStore:
         return tuple(refused)
 
     def begin(self, plan: StepPlan) -> Future[tuple[int, ...]] | None:
-        """Begins the plan's work. The future is what `erase` says of what the plan erases; None: nothing.
+        """Begins the plan's work. The future's result is that of `erase` for the plan's `erased` slots; None if there
+        are none.
 
-        Raises what broke a thread, if that has happened, and InvariantError if a slot is under way already.
+        Raises the error that ended a thread, if there is one, and InvariantError if a slot is already in use by other
+        work.
         """
         self._raise_error()
         began = time.perf_counter()
@@ -155,16 +159,17 @@ class DiskStore:
 
     @property
     def busy(self) -> bool:
-        """Whether anything has been begun and not been taken."""
+        """True if any work has begun whose end has not been taken."""
         return bool(self._under_way or any(self._report))
 
     def wait(self, seconds: float) -> None:
-        """Returns when there is something to take, or after so many seconds."""
+        """Returns when a report can be taken, or after `seconds` seconds."""
         with self._changed:
             self._changed.wait_for(lambda: any(self._report) or self._error is not None, seconds)
 
     def take(self) -> DiskReport:
-        """What has ended since the last call. Raises what broke a thread, if that has happened."""
+        """Returns the work that has ended since the last call. Raises the error that ended a thread, if there is
+        one."""
         self._raise_error()
         with self._changed:
             spilled, promoted, failed = map(tuple, self._report)
@@ -177,12 +182,12 @@ class DiskStore:
         return self._counters
 
     def close(self) -> None:
-        """What is under way is finished, the rest is not begun. Idempotent."""
+        """Finishes work that has begun and drops the rest. Idempotent."""
         for threads in (self._readers, self._writers, self._eraser):
             threads.shutdown(cancel_futures=True)
         self._segments.close()
 
-    # -- the threads' side
+    # -- run by the threads
 
     def _guarded(self, work: Callable[[list[Work], float], None], run: list[Work], began: float) -> None:
         try:
@@ -210,14 +215,14 @@ class DiskStore:
             self._count(loading=-len(run), **loaded)
 
     def _end(self, run: Sequence[Work], done: set[int], kind: int) -> None:
-        """To be called under the condition. `kind`: where in the report those are told that went well."""
+        """Called while the condition is held. `kind`: index in the report for the slots that succeeded."""
         for work in run:
             self._under_way.discard(work.disk)
             self._report[kind if work.disk in done else 2].append(work.disk)
         self._changed.notify_all()
 
     def _one_or_all(self, runs: Iterable[list[Work]], transfer: Callable[[list[Work]], set[int]]) -> set[int]:
-        """The DISK slots that went well. Where a run fails as a whole its records are tried one by one."""
+        """Returns the DISK slots that succeeded. If a run fails as a whole, its records are tried one by one."""
         done: set[int] = set()
         for run in runs:
             try:
@@ -245,7 +250,7 @@ class DiskStore:
         return {spill.disk for spill in run}
 
     def _read(self, run: list[Promotion]) -> set[int]:
-        """Those whose record is what it should be."""
+        """Reads records. Returns the DISK slots whose record is the expected one."""
         buffers: list[Any] = []
         read = []
         for promotion, room in zip(run, self._rooms(), strict=False):
@@ -277,10 +282,10 @@ class DiskStore:
         header = read_header(page, self._origin, self._payload)
         return None if header is None else DiskRecord(slot, header.key, header.end, max(0.0, now - header.written))
 
-    # -- within
+    # -- internal
 
     def _runs(self, work: Sequence[Work]) -> list[list[Work]]:
-        """In order of slots, together what one call can move."""
+        """Sorts the work by slot and groups records that one call can move."""
         runs: list[list[Work]] = []
         for one in sorted(work, key=lambda one: one.disk):
             if runs and len(runs[-1]) < self._most_merged and self._segments.neighbours(runs[-1][-1].disk, one.disk):
@@ -290,8 +295,8 @@ class DiskStore:
         return runs
 
     def _rooms(self) -> list[np.ndarray]:
-        """Room for the records of a run, [bytes] uint8 each, this thread's own: pages of which only headers are used
-        where payloads need not be copied."""
+        """Buffers of this thread for the records of a run, [bytes] uint8 each. If payloads are transferred in place,
+        only the header pages are used."""
         if not hasattr(self._own, "rooms"):
             buffer = np.frombuffer(aligned_buffer(self._most_merged * self._record), np.uint8)
             self._own.rooms = list(buffer.reshape(self._most_merged, self._record))
@@ -300,7 +305,7 @@ class DiskStore:
 
     @staticmethod
     def _in_place(payload: np.ndarray) -> bool:
-        """Whether O_DIRECT takes these bytes where they are."""
+        """Returns whether O_DIRECT can transfer these bytes in place."""
         return payload.ctypes.data % PAGE == 0 and len(payload) % PAGE == 0
 
     def _count(self, **changes: float) -> None:
@@ -309,7 +314,7 @@ class DiskStore:
             self._counters = self._counters._replace(**values)
 
     def _trouble(self, error: OSError) -> None:
-        """The system refused. That the disk is full is said once, until it takes a record again."""
+        """Handles a refusal of the system. A full disk is logged once, until it accepts a record again."""
         self._count(errors=1)
         if error.errno != errno.ENOSPC:
             self._complain(f"the disk fails: {error}")

@@ -1,1 +1,1 @@
-"""What the HTTP server and the Triton backend share: requests, replies and the engine's client."""
+"""Shared by the HTTP server and the Triton backend: requests, replies and the engine's client."""

@@ -1,6 +1,6 @@
-"""The bodies of the OpenAI-compatible requests. What a known field asks for is either done, or refused by name.
+"""Bodies of the OpenAI-compatible requests. Each known field either has its effect or is refused by name.
 
-Types are strict (no number in a string is a number); `null` asks for nothing, as if the field were absent.
+Types are strict (a string with a number is not a number). `null` has the same effect as an absent field.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ...scheduler.types import RequestError, check_logprobs
 from .body_base import Body, ConversationId, NonEmpty
 from .chat_messages import MOST_MESSAGES, Message, NamedTool, TemplateVariables, Tool, with_effort
 
-MOST_CHOICES = MOST_TOOLS = 128  # OpenAI's
+MOST_CHOICES = MOST_TOOLS = 128  # OpenAI's limit
 
 
 class StreamOptions(Body):
@@ -32,14 +32,15 @@ class ConversationParams(Body):
 
 
 class ResponseFormat(Body):
-    """`json_schema`: OpenAI's object around a schema."""
+    """`json_schema`: OpenAI's object that contains a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: dict[str, Any] | None = None
 
 
 class StructuredOutputs(Body):
-    """vLLM's: exactly one of these. `json`: a schema, or one as text. `grammar`: in llguidance's dialect of Lark."""
+    """vLLM's field: exactly one of these. `json`: a schema, or one as text. `grammar`: in llguidance's dialect of
+    Lark."""
 
     IGNORED = frozenset({"disable_additional_properties", "disable_any_whitespace", "disable_fallback"})
     NEUTRAL: ClassVar = {"structural_tag": (), "whitespace_pattern": ()}
@@ -52,7 +53,7 @@ class StructuredOutputs(Body):
 
     @property
     def asked(self) -> dict[str, Any]:
-        """What is given, by its name in JSON."""
+        """The fields that are set, by their names in JSON."""
         values = {name.rstrip("_"): getattr(self, name) for name in type(self).model_fields}
         return {name: value for name, value in values.items() if value is not None and value is not False}
 
@@ -64,7 +65,7 @@ class StructuredOutputs(Body):
 
 
 class GenerationBody(Body):
-    """What every endpoint that generates has in common."""
+    """The fields that all generating endpoints share."""
 
     OWN = frozenset(
         {
@@ -80,7 +81,7 @@ class GenerationBody(Body):
     )
     IGNORED = frozenset(
         {
-            # OpenAI's
+            # OpenAI's fields
             "metadata",
             "prediction",
             "prompt_cache_key",
@@ -91,7 +92,7 @@ class GenerationBody(Body):
             "store",
             "user",
             "verbosity",
-            # vLLM's
+            # vLLM's fields
             "guided_decoding_backend",
             "include_reasoning",
             "media_io_kwargs",
@@ -174,33 +175,33 @@ class GenerationBody(Body):
 
     @property
     def conversation_id(self) -> str | None:
-        """Of the conversation that the turn is stored in."""
+        """The id of the conversation that the turn is stored in, or None."""
         return self.conversation.id if isinstance(self.conversation, ConversationName) else self.conversation
 
     @property
     def session(self) -> str | None:
-        """What marks requests whose KV belongs together. Nothing is stored by that name."""
+        """The name that groups requests whose KV belongs together, or None. Nothing is stored under it."""
         params = self.conversation_params
         return params.conversation_id if self.session_id is None and params is not None else self.session_id
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """For the chat template, beside messages and tools."""
+        """Variables of the chat template, besides messages and tools."""
         return {}
 
     @property
     def server_history(self) -> bool:
-        """The body holds only what is new; the rest is with the server."""
+        """True if the body contains only new messages; the server has the earlier ones."""
         return self.history == "server"
 
     @property
     def truncates(self) -> bool:
-        """The context may outgrow the model's: unless told otherwise, that of a conversation."""
+        """True if the context may outgrow the model's length: by default, if the turn belongs to a conversation."""
         return self.conversation_id is not None if self.truncation is None else self.truncation == "auto"
 
     @property
     def limit(self) -> tuple[str, int | None]:
-        """The field that limits the tokens of a reply, and its value."""
+        """The name and the value of the field that limits the tokens of a reply."""
         return "max_tokens", self.max_tokens
 
     @property
@@ -209,7 +210,7 @@ class GenerationBody(Body):
 
 
 class ChoicesBody(GenerationBody):
-    """What completions and chat completions have in common."""
+    """The fields that completions and chat completions share."""
 
     n: int = 1
     best_of: int | None = None
@@ -233,17 +234,17 @@ class ChoicesBody(GenerationBody):
 
     @property
     def reply_logprobs(self) -> int | None:
-        """How many of the likeliest tokens are reported with each of the reply; None: no log probabilities."""
+        """The number of likeliest tokens reported with each token of the reply; None: no log probabilities."""
         raise NotImplementedError
 
     @property
     def most_tool_calls(self) -> int:
-        """Tool calls that are looked for in a reply."""
+        """The most tool calls that a reply may contain."""
         return 0
 
 
 class CompletionBody(ChoicesBody):
-    """POST /v1/completions. `prompt`: text or token ids, or several of these; looked at in openai_api."""
+    """POST /v1/completions. `prompt`: text or token ids, or several of these; checked by `RequestBuilder`."""
 
     NEUTRAL: ClassVar = {
         **GenerationBody.NEUTRAL,
@@ -327,7 +328,7 @@ class ChatBody(ChoicesBody):
 
     @property
     def most_tool_calls(self) -> int:
-        """Tool calls that are looked for in a reply."""
+        """The most tool calls that a reply may contain."""
         if not self.tools or self.tool_choice == "none":
             return 0
         return MOST_TOOLS if self.parallel_tool_calls else 1
@@ -343,10 +344,10 @@ Kind = TypeVar("Kind", bound=Body)
 
 
 def parse(kind: type[Kind], body: bytes, ignored: list[str] | None = None) -> Kind:
-    """The body as this kind of request. Raises RequestError (400) that names the field.
+    """Returns the body as this kind of request. Raises RequestError (400) that names the field.
 
-    `ignored` gets the names of fields that are unknown; None: they are refused. A body as
-    long as is allowed takes seconds: it is not for the thread of an event loop.
+    `ignored` gets the names of unknown fields; None: they are refused. A body of the largest allowed size takes
+    seconds, so do not call this in the thread of an event loop.
     """
     try:
         return kind.model_validate_json(body, context=ignored)
@@ -355,7 +356,7 @@ def parse(kind: type[Kind], body: bytes, ignored: list[str] | None = None) -> Ki
 
 
 def _request_error(error: ValidationError) -> RequestError:
-    """The first field at fault, with all that is wrong with it (a union reports once for each of its members)."""
+    """An error for the first field at fault, with all its faults (a union reports one for each of its members)."""
     faults = error.errors(include_url=False)
     place = [str(part) for part in faults[0]["loc"]]
     cause = faults[0].get("ctx", {}).get("error")

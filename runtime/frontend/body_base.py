@@ -1,4 +1,5 @@
-"""A JSON object of the API: each of its fields has an effect, is known to have none, is refused or ignored by name."""
+"""A JSON object of the API. Each of its fields has an effect, is known to have none, or is refused or ignored by
+name."""
 
 from __future__ import annotations
 
@@ -12,27 +13,27 @@ from ...scheduler.types import RequestError
 
 NonEmpty = Annotated[str, StringConstraints(min_length=1)]
 ConversationId = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
-"""It stands in paths, where a character takes up to 12 bytes of a head that is limited too."""
+"""Limited because ids appear in paths, where a character takes up to 12 bytes of the request's limited head."""
 
-MOST_NAMED = 16  # ignored fields of one body
+MOST_NAMED = 16  # the most ignored fields that are named
 LONGEST_NAME = 64
 LIKE = 0.85  # difflib's ratio of "histroy" to "history" is 0.857
 
 
 class Body(BaseModel):
-    """A JSON object. A context for its validation is a list that gets the names of unknown fields; without a context
-    they are refused."""
+    """A JSON object. The context of its validation is a list that gets the names of unknown fields; without a context
+    unknown fields are refused."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
     OWN: ClassVar[frozenset[str]] = frozenset()
-    """Fields of this project: what looks like one of them, misspelt, is never ignored."""
+    """This project's own fields: unknown fields that resemble one are never ignored."""
     IGNORED: ClassVar[frozenset[str]] = frozenset()
-    """Accepted: has no effect on what this server does, whatever its value."""
+    """Accepted with any value, without effect."""
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    """Not supported: accepted with these values, which ask for nothing."""
+    """Not supported; accepted with these values, which have no effect."""
     KEEPS_NULL: ClassVar[bool] = False
-    """null says something else than nothing."""
+    """True if null differs from an absent field."""
 
     @model_validator(mode="before")
     @classmethod
@@ -55,18 +56,18 @@ class Body(BaseModel):
 
     @classmethod
     def _ignore(cls, name: str, ignored: list[str] | None) -> None:
-        """Adds the name, in letters that a header may have. Raises RequestError if it is not to be ignored."""
+        """Adds the name, in letters that a header may contain. Raises RequestError if the field must not be ignored."""
         if ignored is not None and len(ignored) >= MOST_NAMED:
             return
         near = difflib.get_close_matches(name, cls.OWN, 1, LIKE) if cls.OWN else []
         if ignored is None or near:
             hint = f"; did you mean {near[0]}?" if near else ""
             raise RequestError(400, f"{name} is not a field that this server knows{hint}", name)
-        plain = re.sub(r"[^\w.-]", "_", name[:LONGEST_NAME], flags=re.ASCII) or "_"  # no name is a name too
+        plain = re.sub(r"[^\w.-]", "_", name[:LONGEST_NAME], flags=re.ASCII) or "_"  # for an empty name
         if plain not in ignored:
             ignored.append(plain)
 
     @classmethod
     def _names(cls) -> set[str]:
-        """Of the fields, as JSON has them."""
+        """The names of the fields in JSON."""
         return {field.alias or name for name, field in cls.model_fields.items()}

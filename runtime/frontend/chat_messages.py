@@ -1,4 +1,4 @@
-"""Messages of a dialogue, tools and tool calls, as clients write them and as chat templates read them."""
+"""Messages of a dialogue, tools and tool calls: the form that clients send and the form that chat templates read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, StringConstraints, field_validator, 
 from ...scheduler.types import RequestError
 from .body_base import Body, NonEmpty
 
-MOST_MESSAGES = 16384  # of one dialogue: each is looked at where other requests wait
+MOST_MESSAGES = 16384  # of one dialogue: other requests wait while each is checked
 
 
 SET_BY_SERVER = frozenset({"add_generation_prompt", "messages", "tools"})
@@ -26,7 +26,7 @@ TemplateVariables = Annotated[dict[str, Any], AfterValidator(_settable)]
 
 
 def with_effort(variables: dict[str, Any], effort: str | None) -> dict[str, Any]:
-    """The variables of a chat template, `reasoning_effort` among them if one is asked for."""
+    """Returns the variables of a chat template, with `reasoning_effort` if the client sets one."""
     return variables if effort is None else {**variables, "reasoning_effort": effort}
 
 
@@ -36,7 +36,7 @@ class TextPart(Body):
 
 
 class MessageFunctionCall(Body):
-    IGNORED = frozenset({"parsed_arguments"})  # what the official client has read out of the arguments
+    IGNORED = frozenset({"parsed_arguments"})  # added by the official client: the parsed arguments
 
     name: NonEmpty
     arguments: str
@@ -46,7 +46,8 @@ class MessageFunctionCall(Body):
     def _an_object(cls, arguments: str) -> str:
         try:
             parsed = json.loads(arguments or "{}")
-            json.dumps(parsed, ensure_ascii=False).encode()  # half a surrogate pair cannot be tokenised
+            # raises for half a surrogate pair, which cannot be tokenized
+            json.dumps(parsed, ensure_ascii=False).encode()
         except (ValueError, RecursionError):
             parsed = None
         if not isinstance(parsed, dict):
@@ -55,7 +56,7 @@ class MessageFunctionCall(Body):
 
 
 class MessageToolCall(Body):
-    """A tool call of an earlier reply, sent back as it came."""
+    """A tool call of an earlier reply, sent back unchanged."""
 
     IGNORED = frozenset({"index"})
 
@@ -73,7 +74,7 @@ class FunctionName(Body):
 
 
 class Function(FunctionName):
-    """`parameters`: a JSON schema of an object; without it there are none."""
+    """`parameters`: a JSON schema of an object; None: no parameters."""
 
     description: str | None = None
     parameters: dict[str, Any] = Field(default_factory=dict)
@@ -92,7 +93,7 @@ class Tool(Body):
     function: Function
 
     def for_template(self) -> dict[str, Any]:
-        """As it was given."""
+        """The fields as the client sent them."""
         return self.model_dump(exclude_unset=True)
 
 
@@ -102,9 +103,9 @@ class NamedTool(Body):
 
 
 class Message(Body):
-    """One message of a dialogue; its other fields are those of a reply sent back as it came."""
+    """One message of a dialogue. Its other fields are those of a reply that is sent back unchanged."""
 
-    IGNORED = frozenset({"parsed"})  # what the official client has read out of the content
+    IGNORED = frozenset({"parsed"})  # added by the official client: the parsed content
     NEUTRAL: ClassVar = {"refusal": (), "annotations": ([],), "audio": (), "function_call": ()}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -120,7 +121,7 @@ class Message(Body):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """Arguments of tool calls as objects, which is what templates write as JSON."""
+        """The message for chat templates: arguments of tool calls are objects, which templates write as JSON."""
         content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
         message: dict[str, Any] = {"role": self.role, "content": content}
         message |= self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)

@@ -1,7 +1,7 @@
-"""The HTTP process's side of the pipe to the engine loop: requests go out, their outputs come back.
+"""The HTTP process's end of the pipe to the engine loop: sends requests, receives their outputs.
 
-Two daemon threads own the pipe, one for each direction, so that neither a full pipe nor a long step ever blocks the
-event loop. Everything else here runs on the event loop's thread.
+Two daemon threads own the pipe, one for each direction, so neither a full pipe nor a long step blocks the event loop.
+All other code here runs on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from ..observe.residency import ResidencyView
 
 
 class ClientGone(Exception):
-    """The HTTP client has hung up: nobody waits for this reply any more."""
+    """The HTTP client has hung up: its reply is no longer needed."""
 
 
 def outputs(news: Applied | StepMessage) -> Iterator[Output]:
-    """What a step brought each request, at most one output a request."""
+    """Yields a step's outputs, at most one for each request."""
     events = {event.request: event for event in news.events}
     for number in dict.fromkeys((*news.logprobs, *news.prompt_logprobs)):
         event = events.get(RequestId(number)) or Output(RequestId(number))
@@ -48,7 +48,7 @@ def outputs(news: Applied | StepMessage) -> Iterator[Output]:
         events[event.request] = replace(
             event, logprobs=(own,) if own else (), prompt_logprobs=news.prompt_logprobs.get(number, ())
         )
-    # Prompts come behind the rows that generate: from the end, so that a first token waits for no other stream's.
+    # Prompts come after the rows that generate. Going backwards, a first token is sent before other streams' tokens.
     for number, token in zip(reversed(news.requests), reversed(news.tokens), strict=True):
         request = RequestId(number)
         known = events.pop(request, None)
@@ -57,7 +57,7 @@ def outputs(news: Applied | StepMessage) -> Iterator[Output]:
 
 
 class OutputStream:
-    """What arrives for the requests of one HTTP call. Whoever submitted them closes it, whatever happened.
+    """The outputs of one HTTP call's requests. The caller of `submit` must close it in any case.
 
     A request is settled when its last output has arrived and, with `confirm`, its length is confirmed.
     """
@@ -70,7 +70,8 @@ class OutputStream:
         self._news = asyncio.Event()
 
     async def next(self) -> list[Output]:
-        """Outputs since the last call, at least one, in order of arrival. Call it while a request is unfinished.
+        """Returns the outputs since the last call, at least one, in order of arrival. Only allowed while a request is
+        unfinished.
 
         Raises RequestError if a request was refused (429 queue full, ...) or the engine has ended (500, 503), and
         ClientGone after `hang_up`.
@@ -84,22 +85,22 @@ class OutputStream:
         return outputs
 
     def finish(self, request: RequestId, tokens: int) -> None:
-        """Confirms a request with `confirm`, once: its reply is its first `tokens` tokens."""
+        """Confirms once that the reply of a request with `confirm` is its first `tokens` tokens."""
         del self._unsettled[request]
         self._client.finish(request, tokens)
 
     def hang_up(self) -> None:
-        """Whoever waits in `next` learns that the HTTP client is gone."""
+        """The HTTP client is gone: `next` raises ClientGone."""
         self.fail(ClientGone())
 
     def close(self) -> None:
-        """Aborts what is not settled. Idempotent."""
+        """Aborts requests that are not settled. Idempotent."""
         for request in self._unsettled:
             self._client.abort(request)
         self._unsettled.clear()
 
     def push(self, output: Output) -> None:
-        """For EngineClient: one more output."""
+        """Called by EngineClient with one more output."""
         request = self._unsettled.get(output.request)
         if output.finish is not None and request is not None and not request.confirm:
             del self._unsettled[request.id]
@@ -107,22 +108,24 @@ class OutputStream:
         self._news.set()
 
     def fail(self, error: Exception) -> None:
-        """For EngineClient: nothing more comes; `error` follows the outputs that are already here."""
+        """Called by EngineClient when no more outputs come; `next` raises `error` after the outputs that are already
+        here."""
         if self._error is None:
             self._error = error
         self._news.set()
 
     def refuse(self, request: RequestId, error: RequestError) -> None:
-        """For EngineClient: the loop does not serve this request, so the whole call fails."""
+        """Called by EngineClient when the loop does not serve this request: the whole call fails."""
         self._unsettled.pop(request, None)
         self.fail(error)
 
 
 @dataclass(slots=True)
 class _Open:
-    """A request whose last output has not arrived. `since`: its latest token, or its arrival; perf_counter seconds.
+    """A request whose last output has not arrived. `since`: time of its latest token, or of its arrival; perf_counter
+    seconds.
 
-    `counts`: its prompt is not that of another choice.
+    `counts`: True unless another choice of the same prompt counts the prompt already.
     """
 
     stream: OutputStream
@@ -132,9 +135,9 @@ class _Open:
 
 
 class EngineClient:
-    """Speaks with the engine loop. To be made inside a running event loop; `connection` is its own from then on.
+    """Connects to the engine loop. Must be made inside a running event loop; it owns `connection` from then on.
 
-    `closed` is set when the engine has ended and every open stream has been told why.
+    `closed` is set when the engine has ended and every open stream has got the reason.
     """
 
     def __init__(self, connection: Connection):
@@ -144,10 +147,10 @@ class EngineClient:
         self._event_loop = asyncio.get_running_loop()
         self._ids = itertools.count(1)
         self._open: dict[RequestId, _Open] = {}
-        self._fault: RequestError | None = None  # why nothing can be served any more
+        self._fault: RequestError | None = None  # the reason why no more requests are served
         self._draining = False
-        self._told = asyncio.Event()  # something of `kv_map`
-        self._forgetting: deque[asyncio.Future[bool]] = deque()  # in the order in which they will be answered
+        self._told = asyncio.Event()  # set when a part of `kv_map` arrives
+        self._forgetting: deque[asyncio.Future[bool]] = deque()  # in the order of their answers
         self._outbox: SimpleQueue[FromHTTP | None] = SimpleQueue()
         for name, work in (("engine-reader", self._read), ("engine-writer", self._write)):
             threading.Thread(target=work, args=(connection,), name=name, daemon=True).start()
@@ -165,7 +168,7 @@ class EngineClient:
         return RequestId(next(self._ids))
 
     def submit(self, requests: Sequence[Request], arrived: float) -> OutputStream:
-        """Sends the requests of one HTTP call, which `arrived` at that time (time.perf_counter's seconds).
+        """Sends the requests of one HTTP call, which arrived at time `arrived` (time.perf_counter's seconds).
 
         Raises RequestError (500, 503) if the engine has ended.
         """
@@ -178,7 +181,7 @@ class EngineClient:
         return stream
 
     def abort(self, request: RequestId) -> None:
-        """Nothing more is heard of this request. It may have ended meanwhile."""
+        """Aborts the request: no more outputs of it arrive. It may have ended meanwhile."""
         if self._open.pop(request, None) is not None:
             self.metrics.finished["abort"] += 1
         self._outbox.put(Abort(request))
@@ -188,12 +191,12 @@ class EngineClient:
         self._outbox.put(Finish(request, tokens))
 
     def refresh(self) -> None:
-        """Somebody looks at `kv_map`: it is brought up to date, at most so often."""
+        """Asks for an update of `kv_map`, unless the last one is recent. Called while the page is open."""
         if (start := self.kv_map.due(time.monotonic())) is not None:
             self._outbox.put(Look(start))
 
     async def refresh_all(self) -> None:
-        """Brings all of `kv_map` up to date. Returns at once if the engine has ended."""
+        """Returns when all of `kv_map` is up to date, or at once if the engine has ended."""
         while self.healthy:
             self._told.clear()
             self._outbox.put(Look(self.kv_map.following))
@@ -202,12 +205,12 @@ class EngineClient:
                 return
 
     def tell(self, message: Fork | Keep) -> None:
-        """What happened to a conversation; behind everything that was sent before."""
+        """Sends a change of a conversation, after everything that was sent before."""
         self._outbox.put(message)
 
     def forget(self, message: Forget) -> asyncio.Future[bool]:
-        """What was the conversation's own is to be erased. The future's result: whether nobody can read it any more;
-        False if the disk refused to erase something, or the engine has ended before it told."""
+        """Erases the conversation's own KV. The future's result: True if it cannot be read any more; False if the disk
+        refused to erase a part, or the engine ended before its answer."""
         erased: asyncio.Future[bool] = self._event_loop.create_future()
         if self._fault is not None:
             erased.set_result(False)
@@ -217,7 +220,7 @@ class EngineClient:
         return erased
 
     def _write(self, connection: Connection) -> None:
-        """Thread: sends in order, then closes the pipe. A broken pipe is the reader's to report."""
+        """Thread: sends in order, then closes the pipe. A broken pipe is reported by the reader."""
         try:
             while (message := self._outbox.get()) is not None:
                 connection.send(message)
@@ -226,7 +229,7 @@ class EngineClient:
             pass
 
     def _read(self, connection: Connection) -> None:
-        """Thread: hands each message to the event loop. However it ends, nobody is left waiting."""
+        """Thread: passes each message to the event loop. At its end all waiting calls end too."""
         message = None
         try:
             while not isinstance(message, Fatal):
@@ -283,7 +286,7 @@ class EngineClient:
         request.stream.push(output)
 
     def _fail(self, fault: RequestError) -> None:
-        """Every open request ends with `fault`, and so does every later one."""
+        """Ends every open request, and every later one, with `fault`."""
         if self._fault is None:
             self._fault = fault
         for request in self._open.values():
@@ -295,7 +298,7 @@ class EngineClient:
 
     def _forgotten(self, wholly: bool) -> None:
         erased = self._forgetting.popleft()
-        if not erased.done():  # cancelled, with whoever waited
+        if not erased.done():  # cancelled, with the call that waited for it
             erased.set_result(wholly)
 
     def _end(self) -> None:

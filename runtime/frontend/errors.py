@@ -1,4 +1,4 @@
-"""A RequestError as its client sees it: OpenAI's or Anthropic's error object, a status, and when to come back."""
+"""A RequestError in the form for clients: OpenAI's or Anthropic's error object, a status, and when to retry."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse
 
 from ...scheduler.types import INSUFFICIENT_QUOTA, RequestError
 
-RETRY_SECONDS = 1  # told to clients that come at a bad moment
+RETRY_SECONDS = 1  # sent to clients with errors that pass by themselves
 ANTHROPIC_PATH = "/v1/messages"
 ANTHROPIC_TYPES = {
     401: "authentication_error",

@@ -1,11 +1,11 @@
-"""Whether a grammar can be followed, found out in a process that can be ended.
+"""Checks in a separate process whether a grammar can be followed, because that process can be killed.
 
-Some grammars of a few hundred characters (intersections of regular expressions) compile for ever, in a call that none
-of llguidance's limits ends. So each is compiled in a child, forked for it, that may use MOST_SECONDS of a processor;
-what has compiled there compiles beside the executor too.
+Some grammars of a few hundred characters (intersections of regular expressions) compile for ever, in a call that no
+limit of llguidance ends. So each is compiled in a forked child that may use MOST_SECONDS of a processor. A grammar that
+compiles there also compiles next to the executor.
 
-`python -m pensieve.runtime.frontend.grammar_check FD SECONDS BYTES TOKENIZER VOCAB_SIZE [STOP_ID...]` is a process
-that forks: it has the tokenizer and a single thread. It ends when the pipe FD does.
+`python -m pensieve.runtime.frontend.grammar_check FD SECONDS BYTES TOKENIZER VOCAB_SIZE [STOP_ID...]` is a process that
+forks: it has the tokenizer and a single thread. It ends when the pipe FD is closed.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from ..step.grammar import STACK_BYTES, Grammars, compile_grammar
 
 MOST_GRAMMAR = 128 * 1024  # characters
 CHECKERS = 2  # processes
-MOST_SECONDS = 1.0  # of one processor, to compile: it is done twice, and others wait for it meanwhile
-MOST_BYTES = 2 * 2**30  # of memory, beside the tokenizer's
-MOST_KNOWN = 64  # grammars whose verdict is remembered
+MOST_SECONDS = 1.0  # of one processor, to compile a grammar: it is compiled twice, and others wait meanwhile
+MOST_BYTES = 2 * 2**30  # of memory, besides the tokenizer's
+MOST_KNOWN = 64  # grammars whose result is remembered
 NOT_CHECKED = "the grammar could not be checked: the system has ended that; try again"
-FINE = "fine"  # what a child says of a grammar that can be followed
+FINE = "fine"  # a child's result for a grammar that can be followed
 
 
 class Check(NamedTuple):
-    """A grammar to be checked; `param`: the field of the body to blame."""
+    """A grammar to be checked; `param`: the field of the body to name in an error."""
 
     grammar: str
     param: str
@@ -49,10 +49,11 @@ class Check(NamedTuple):
 
 
 class GrammarChecker:
-    """Checks grammars for one tokenizer. Any thread. Costs a few ms and CHECKERS processes.
+    """Checks grammars for one tokenizer. May be called by any thread. A check takes a few ms; there are CHECKERS
+    processes.
 
     Owners take turns: a free process checks one grammar of the owner that has waited longest. An owner uses at most one
-    process, even while the other is free: a check cannot be interrupted, so the next owner would have to wait for it.
+    process, even if the other is free: a check cannot be interrupted, so the next owner would have to wait for it.
     """
 
     def __init__(self, tokenizer: str, vocab_size: int, stop_ids: Sequence[int]):
@@ -66,7 +67,8 @@ class GrammarChecker:
         self._served: dict[str, deque[Check]] = {}  # of owners with a process
 
     def begin_check(self, grammar: str, param: str, owner: str) -> Future[None]:
-        """Ends with RequestError: 400 and why the grammar cannot be followed, 503 if that could not be found out.
+        """Begins a check. The future raises RequestError: 400 with the reason if the grammar cannot be followed, 503 if
+        the check failed.
 
         It may be cancelled until it has begun.
         """
@@ -86,7 +88,8 @@ class GrammarChecker:
             checked.add_done_callback(functools.partial(_pass_on, check.outcome))
 
     def _next_turn(self) -> tuple[str, Check] | None:
-        """None if no process is free, or no owner may use one. Cancelled checks are dropped."""
+        """Returns the next check and its owner, or None if no process is free or no owner may use one. Drops cancelled
+        checks."""
         with self._lock:
             while self._waiting and len(self._served) < CHECKERS:
                 owner = next(iter(self._waiting))
@@ -116,7 +119,7 @@ class GrammarChecker:
             raise RequestError(400, f"{param} {wrong}", param)
 
     def _ask(self, grammar: str) -> str:
-        process = self._free.popleft()  # there are as many as threads
+        process = self._free.popleft()  # there are as many processes as threads
         try:
             return process.verdict(grammar)
         finally:
@@ -131,14 +134,15 @@ def _pass_on(outcome: Future[None], checked: Future[None]) -> None:
 
 
 class CheckProcess:
-    """A process that checks one grammar at a time. Started again when it has been killed. ValueError as `Grammars`."""
+    """A process that checks one grammar at a time. It is started again after it was killed. ValueError as
+    `Grammars`."""
 
     def __init__(self, about: Sequence[str]):
         self._about = about
         self._start()
 
     def verdict(self, grammar: str) -> str:
-        """As `judge`. Raises RequestError (503) if it is not known."""
+        """Returns `judge`'s result. Raises RequestError (503) if there is none."""
         with contextlib.suppress(EOFError, OSError):
             return self._exchange(grammar)
         self._process.wait()  # it was killed
@@ -161,7 +165,7 @@ class CheckProcess:
         self._pipe.send(grammar)
         verdict: str | None = self._pipe.recv()
         if verdict is None:
-            raise RequestError(503, NOT_CHECKED)  # and not remembered
+            raise RequestError(503, NOT_CHECKED)  # an exception, so it is not remembered
         return verdict
 
 
@@ -172,7 +176,7 @@ def open_checker(tokenizer: str, vocab_size: int, stop_ids: Sequence[int]) -> Gr
     try:
         return GrammarChecker(tokenizer, vocab_size, stop_ids)
     except ValueError:
-        return None  # the log says so already, where the same tokenizer was opened beside the executor
+        return None  # already logged, where the same tokenizer was opened next to the executor
 
 
 def main(words: Sequence[str]) -> None:
@@ -191,7 +195,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def judge(tokenizer: llguidance.LLTokenizer, grammar: str, seconds: float, most_bytes: int) -> str | None:
-    """What is wrong with the grammar, behind its name; "" if nothing is, None if that is not known."""
+    """Returns the grammar's fault, after its name; "" if there is none, None if that is not known."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -199,7 +203,7 @@ def judge(tokenizer: llguidance.LLTokenizer, grammar: str, seconds: float, most_
             size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (size + STACK_BYTES + most_bytes,) * 2)
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends it
+            signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends the child
             threading.stack_size(STACK_BYTES)
             os.write(writing, _compile(tokenizer, grammar).encode()[:1000])
         finally:
@@ -209,14 +213,15 @@ def judge(tokenizer: llguidance.LLTokenizer, grammar: str, seconds: float, most_
         wrong = said.read()
     _, status = os.waitpid(child, 0)
     if (status == 0 and not wrong) or status == signal.SIGKILL:
-        return None  # no room for a thread, or the system had none for the process
+        return None  # no memory for a thread or a process
     if status != 0:
         return f"is too complex: it takes more than {seconds:g} s, or too much memory, to compile"
     return "" if wrong == FINE else f"cannot be followed: {wrong}"
 
 
 def _compile(tokenizer: llguidance.LLTokenizer, grammar: str) -> str:
-    """FINE, or what is wrong, by a thread of its own: llguidance needs a large stack (`Grammars`)."""
+    """Returns FINE or the grammar's fault. Compiles in a new thread, because llguidance needs a large stack
+    (`Grammars`)."""
     with ThreadPoolExecutor(1) as deep:
         return deep.submit(_compile_here, tokenizer, grammar).result()
 

@@ -1,4 +1,4 @@
-"""Log probabilities as OpenAI and vLLM write them."""
+"""Log probabilities in the forms of OpenAI and vLLM."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from ...scheduler.types import TokenLogprobs
 from ..text.tokenizer import Detokenizer, Tokenizer
 
-LEAST = -9999.0  # stands for minus infinity, which JSON does not have
+LEAST = -9999.0  # replaces minus infinity, which JSON does not have
 
 
 class LogprobsWriter:
-    """`top`: how many of the likeliest tokens were asked for; None: no log probabilities of the reply."""
+    """`top`: number of likeliest tokens to report; None: no log probabilities of the reply."""
 
     def __init__(self, tokenizer: Tokenizer | None, top: int | None, prompt_top: int | None):
         self._tokenizer, self.top, self.prompt_top = tokenizer, top, prompt_top
@@ -44,21 +44,21 @@ class LogprobsWriter:
         }
 
     def _by_text(self, pairs: Sequence[tuple[int, float]]) -> dict[str, float]:
-        """Of tokens that read alike (bytes of unfinished characters do) the first one counts."""
+        """Of tokens with equal text (such as bytes of unfinished characters) the first one counts."""
         by_text: dict[str, float] = {}
         for token, logprob in pairs:
             by_text.setdefault(self._text(token), _finite(logprob))
         return by_text
 
     def offsets(self, tokens: Sequence[int], text: str) -> list[int]:
-        """Where in their text each token begins."""
+        """The place in the text at which each token begins."""
         if self._tokenizer is None:
             return [0] * len(tokens)
         ids, places = self._tokenizer.encode_with_places(text)
         if ids == list(tokens):
             return places
         detokenizer, length, offsets = Detokenizer(self._tokenizer), 0, []
-        for token in tokens:  # of a conversation's, say: the model may have written it in other tokens
+        for token in tokens:  # for example of a conversation: the model may have used other tokens for this text
             offsets.append(length)
             said = detokenizer.push(token)
             written = self._tokenizer.written(token)
@@ -85,7 +85,7 @@ class LogprobsWriter:
         return {"token": text, "logprob": _finite(logprob), "bytes": raw}
 
     def _text(self, token: int) -> str:
-        """Without a tokenizer, and of ids that have no text, the id."""
+        """The token's text; its id if there is no tokenizer or the token has no text."""
         if self._tokenizer is None:
             return f"token_id:{token}"
         return self._tokenizer.token_bytes(token).decode("utf-8", errors="replace") or f"token_id:{token}"

@@ -1,6 +1,6 @@
-"""A span for each call, sent to an OpenTelemetry collector: counts, times and the caller's trace, never what was said.
+"""A span for each call, sent to an OpenTelemetry collector: counts, times and the caller's trace, but no text.
 
-Needs the extra `otel`, so it is imported only where `--otlp-traces-endpoint` is given.
+Needs the extra `otel`, so it is imported only with `--otlp-traces-endpoint`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .engine_client import ClientGone
 from .reply import Reply, usage
 from .request_builder import GenerationCall
 
-CLOSE_SECONDS = 2.0  # for the last spans; a collector that is down must not hold up the end
+CLOSE_SECONDS = 2.0  # for the last spans; a collector that is down must not delay the end
 SPAN = "llm_request"  # vLLM's name
 TRACE_HEADERS = (b"traceparent", b"tracestate")
 
@@ -33,9 +33,10 @@ Headers = Sequence[tuple[bytes, bytes]]  # ASGI's
 
 
 class Tracing:
-    """Ends spans on the event loop's thread; a thread of the SDK's sends them in batches and drops what is too much.
+    """Ends spans on the event loop's thread. A thread of the SDK sends them in batches and drops spans beyond its
+    limit.
 
-    The environment variables of the OpenTelemetry SDK (service name, sampler, the exporter's headers, ...) count.
+    The environment variables of the OpenTelemetry SDK (service name, sampler, the exporter's headers, ...) apply.
     """
 
     def __init__(self, endpoint: str, model: str):
@@ -43,14 +44,15 @@ class Tracing:
         self._model = model
         self._secret = secrets.token_bytes(16)
         resource = Resource.create({"service.name": "pensieve"}).merge(OTELResourceDetector().detect())
-        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # that could take half a minute
+        # its own shutdown could take half a minute
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
         self._tracer = self._provider.get_tracer("pensieve")
         self._propagator = TraceContextTextMapPropagator()
 
     @contextlib.contextmanager
     def traced(self, call: GenerationCall, headers: Headers, replies: Collection[Reply]) -> Iterator[None]:
-        """Around the answering of a call with these request headers. `replies` may be filled meanwhile."""
+        """Wraps the answering of a call with these request headers. `replies` may be filled meanwhile."""
         unfinished, failure = "error", None
         try:
             yield
@@ -64,7 +66,7 @@ class Tracing:
             self._end(call, headers, list(replies), unfinished, failure)
 
     def close(self) -> None:
-        """Sends what is left, for CLOSE_SECONDS at most. No call may be traced any more."""
+        """Sends the remaining spans, for CLOSE_SECONDS at most. No call may be traced afterwards."""
         closing = threading.Thread(target=self._provider.shutdown, name="tracing-close", daemon=True)
         closing.start()
         closing.join(CLOSE_SECONDS)
@@ -72,7 +74,7 @@ class Tracing:
     def _end(
         self, call: GenerationCall, headers: Headers, replies: list[Reply], unfinished: str, failure: str | None
     ) -> None:
-        """`unfinished`: how those replies ended that have no end of their own. `failure`: the status of a refusal."""
+        """`unfinished`: the finish reason of replies that have none. `failure`: the status of a refusal."""
         seconds, now = time.perf_counter() - call.arrived, time.time_ns()
         finishes = [reply.reason or unfinished for reply in replies] or [unfinished]
         carrier = {name.decode(): value.decode("latin-1") for name, value in headers if name in TRACE_HEADERS}
@@ -81,7 +83,7 @@ class Tracing:
         span = self._tracer.start_span(SPAN, context, SpanKind.SERVER, attributes, start_time=start)
         span.set_attribute("gen_ai.response.finish_reasons", finishes)
         if failure is None and "error" in finishes:
-            failure = "_OTHER"  # the conventions' word for it
+            failure = "_OTHER"  # the conventions' value for other errors
         if failure is not None:
             span.set_attribute("error.type", failure)
             span.set_status(StatusCode.ERROR)
@@ -95,7 +97,8 @@ class Tracing:
             "gen_ai.response.model": self._model,
         }
         if (name := call.requests[0].conversation) is not None:
-            # Tells turns of one conversation while this process lives; names chosen by users cannot be guessed from it.
+            # Groups turns of one conversation while this process lives. Names chosen by users cannot be guessed from
+            # it.
             about["gen_ai.conversation.id"] = hashlib.blake2b(
                 name.encode(), digest_size=8, key=self._secret
             ).hexdigest()
@@ -112,7 +115,7 @@ def _counts(replies: list[Reply]) -> dict[str, int]:
 
 
 def _times(call: GenerationCall, replies: list[Reply], seconds: float) -> dict[str, float]:
-    """In seconds from the call's arrival, as vLLM has them; those of a first token only if there was one."""
+    """Seconds from the call's arrival, under vLLM's names; times of a first token only if there was one."""
     times = {"gen_ai.latency.e2e": seconds}
     started = [reply for reply in replies if reply.started is not None]
     if started:

@@ -1,4 +1,4 @@
-"""A reply as it grows, and how it is written: OpenAI's completion and chat objects, whole or as a stream."""
+"""A reply while it grows, and its output forms: OpenAI's completion and chat objects, whole or as a stream."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from .errors import error_object
 from .logprobs import LogprobsWriter
 from .tool_calls import ToolCall, ToolCallParser
 
-CONTEXT_TOKENS = 8  # tokens of a prompt that can change how the reply's first token reads
+CONTEXT_TOKENS = 8  # tokens of a prompt that can change the text of the reply's first token
 
 _encode_text = json.JSONEncoder().encode
 
 
 class Piece(NamedTuple):
-    """What one output adds to a reply. `logprobs` and `offsets` (into its text) are those of `tokens`, if asked for."""
+    """One output's addition to a reply. `logprobs` and `offsets` (into its text) are those of `tokens`, if
+    requested."""
 
     text: str
     tokens: tuple[int, ...]
@@ -33,7 +34,8 @@ class Piece(NamedTuple):
 
 
 class Reply:
-    """Turns one request's outputs into text, ends it at a stop string, and confirms its length where that is asked."""
+    """Turns one request's outputs into text, ends it at a stop string, and confirms its length for requests with
+    `confirm`."""
 
     def __init__(
         self,
@@ -49,10 +51,10 @@ class Reply:
     ):
         """`matcher` needs a tokenizer and a request with `confirm`.
 
-        `continues_prompt`: the text is read as the prompt's continuation (a leading space stays), not on its own.
+        `continues_prompt`: the text is decoded as the prompt's continuation (a leading space stays), not on its own.
         `include_stop`: the text of a stop token stays, unless it is a special token.
-        `tools`: takes tool calls out of what is said.
-        `echoed`: goes before the reply's text, and offsets count from its beginning.
+        `tools`: removes tool calls from the text.
+        `echoed`: precedes the reply's text; offsets count from its beginning.
         """
         context = request.prompt[-CONTEXT_TOKENS:] if continues_prompt else ()
         self.request = request
@@ -66,8 +68,8 @@ class Reply:
         self.offsets: list[int] = []
         self.sources = Usage()
         self.queued = 0.0
-        self.truncated = 0  # leading tokens of the context that the newest token did not see, as far as known
-        self.started: float | None = None  # when the first token came, time.perf_counter's seconds
+        self.truncated = 0  # leading tokens of the context that the newest token did not see, if known
+        self.started: float | None = None  # time of the first token, time.perf_counter's seconds
         self.finish: FinishReason | None = None
         self._stream = stream
         self._detokenizer = Detokenizer(tokenizer, context) if tokenizer is not None else None
@@ -78,24 +80,24 @@ class Reply:
 
     @property
     def reason(self) -> str | None:
-        """The finish reason as the client is told."""
+        """The finish reason for the client."""
         return "tool_calls" if self.calls and self.finish is FinishReason.STOP else self.finish
 
     @property
     def stop_string(self) -> str | None:
-        """The one that ended the reply."""
+        """The stop string that ended the reply, or None."""
         return None if self._matcher is None else self._matcher.found
 
     @property
     def message(self) -> dict[str, Any]:
-        """As the chat template reads it once the client has sent it back."""
+        """The message in the form in which the chat template reads it when the client sends it back."""
         message: dict[str, Any] = {"role": "assistant", "content": "".join(self.said)}
         if self.calls:
             message["tool_calls"] = [call.for_template() for call in self.calls]
         return message
 
     def add(self, output: Output) -> Piece:
-        """Takes an output, returns what is to be said of it: nothing behind a stop string.
+        """Takes an output. Returns the piece to send, without text after a stop string.
 
         Raises RequestError (503) if the engine aborted the request.
         """
@@ -127,11 +129,11 @@ class Reply:
 
     @property
     def _stopped(self) -> bool:
-        """A stop string is complete. The engine may still be running on; its last output is waited for."""
+        """True if a stop string is complete. The engine may still be generating; its last output is waited for."""
         return self.stop_string is not None
 
     def _read(self, output: Output) -> tuple[tuple[int, ...], str]:
-        """Tokens up to the one that completes a stop string, and the text to be said with them."""
+        """Returns the tokens up to the one that completes a stop string, and the text to send with them."""
         detokenizer = self._detokenizer
         if detokenizer is None:
             self.offsets += [0] * len(output.logprobs)
@@ -151,16 +153,16 @@ class Reply:
         return output.tokens, "".join(pieces)
 
     def _is_stop_token(self, token: int, count: int) -> bool:
-        """The token that ends the reply, its `count`th, belongs to its ids, not to its text. The end itself may come
-        later: with `--save sync` once the turn is on DISK."""
+        """True if this is the `count`th token and ends the reply: it belongs to the reply's ids, not to its text. The
+        end itself may come later: with `--save sync` after the turn is on DISK."""
         return token in self.request.stop_ids and count >= self.request.min_tokens and not self._include_stop
 
 
 @dataclass(frozen=True)
 class Style:
-    """How the answer to one HTTP call is written. `token_ids`: with the ids of prompts and replies.
+    """The form of one HTTP call's answer. `token_ids`: includes the ids of prompts and replies.
 
-    `sources`: its usage says where the prompt's tokens came from. `echo`: the prompt's text goes before the reply's.
+    `sources`: usage includes the sources of the prompt's tokens. `echo`: the prompt's text precedes the reply's.
     """
 
     model: str
@@ -172,7 +174,7 @@ class Style:
 
 
 class CompletionWriter:
-    """text_completion objects. Stream events are put together by hand: there are thousands a second."""
+    """text_completion objects. Stream events are formatted by hand: there are thousands per second."""
 
     ID, WHOLE, CHUNK = "cmpl-", "text_completion", "text_completion"
 
@@ -185,14 +187,14 @@ class CompletionWriter:
         self._tail = '}],"usage":null}\n\n' if style.include_usage else "}]}\n\n"
 
     def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
-        """The answer to a call that does not stream."""
+        """The answer of a call that does not stream."""
         choices = [
             self._choice(index, reply, replies[index - reply.request.choice]) for index, reply in enumerate(replies)
         ]
         return {**self._object(self.WHOLE), "choices": choices, "usage": usage(replies, self._style.sources)}
 
     def opening(self, replies: Sequence[Reply]) -> str:
-        """The events before the first piece: here only prompts' text and ids, if asked for."""
+        """The events before the first piece: prompts' text and ids, if requested."""
         if not (self._style.token_ids or self._style.echo):
             return ""
         return "".join(
@@ -206,7 +208,7 @@ class CompletionWriter:
         return f',"prompt_token_ids":{ids},"token_ids":[]' if self._style.token_ids else ""
 
     def piece(self, index: int, piece: Piece, finish: str | None) -> str:
-        """The event for one piece of a reply, the last one with its finish; nothing if there is nothing to say."""
+        """The event for one piece of a reply, the last one with its finish reason; "" for an empty piece."""
         token_ids = self._style.token_ids
         if not (piece.text or finish or piece.logprobs or piece.calls or (token_ids and piece.tokens)):
             return ""
@@ -217,18 +219,18 @@ class CompletionWriter:
         return f'{self._head}{index},{content},"logprobs":{logprobs},"finish_reason":{reason}{ids}{self._tail}'
 
     def stored(self, replies: Sequence[Reply]) -> str | None:
-        """The body under which the answer can be asked for later: of a response only."""
+        """The stored body with which later calls get the answer; None except for a response."""
         return None
 
     def closing(self, replies: Sequence[Reply]) -> str:
-        """The events behind the last piece: usage if asked for, and the end."""
+        """The events after the last piece: usage if requested, and the end."""
         if not self._style.include_usage:
             return "data: [DONE]\n\n"
         last = {**self._object(self.CHUNK), "choices": [], "usage": usage(replies, self._style.sources)}
         return f"data: {json.dumps(last)}\n\ndata: [DONE]\n\n"
 
     def failure(self, error: RequestError) -> str:
-        """The events behind the last piece of what came to no good end."""
+        """The events after the last piece of a failed call."""
         return f"data: {json.dumps(error_object(error))}\n\ndata: [DONE]\n\n"
 
     def _object(self, kind: str) -> dict[str, Any]:
@@ -248,7 +250,7 @@ class CompletionWriter:
         return {"prompt_logprobs": writer.prompt(first.request.prompt, first.prompt_logprobs)}
 
     def _choice(self, index: int, reply: Reply, first: Reply) -> dict[str, Any]:
-        """`first`: choice 0 of the same prompt, which alone has the log probabilities of the prompt."""
+        """`first`: choice 0 of the same prompt; only it has the log probabilities of the prompt."""
         choice = {
             "index": index,
             "text": reply.echoed + "".join(reply.texts),
@@ -271,7 +273,7 @@ class CompletionWriter:
 
 
 class ChatWriter(CompletionWriter):
-    """chat.completion objects: one reply, whose prompt's ids stand beside the choice and not inside."""
+    """chat.completion objects: one reply; the prompt's ids are next to the choice and not inside."""
 
     ID, WHOLE, CHUNK = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
@@ -323,9 +325,9 @@ class ChatWriter(CompletionWriter):
 
 
 def usage(replies: Sequence[Reply], sources: bool = False) -> dict[str, Any]:
-    """OpenAI's usage object over all replies of a call; with `sources` also where the prompts' KV came from.
+    """OpenAI's usage object for all replies of a call; with `sources` also the sources of the prompts' KV.
 
-    `truncated_tokens`: there if contexts have overflown; leading tokens that the replies' ends no longer saw.
+    `truncated_tokens`: present if contexts have overflowed; leading tokens that the ends of the replies did not see.
     """
     generated = sum(len(reply.tokens) for reply in replies)
     replies = [reply for reply in replies if reply.request.choice == 0]  # the choices of a prompt share it

@@ -1,4 +1,4 @@
-"""From a checked body to requests for the engine: tokenised, with limits and defaults resolved."""
+"""Turns a checked body into requests for the engine: tokenizes it, and resolves limits and defaults."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from .logprobs import LogprobsWriter
 from .reply import ChatWriter, CompletionWriter, Style
 from .structured_output import ReplyForm, reply_form
 
-DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
-MOST_REQUESTS = 16384  # of one call: more than any queue takes, and few enough to be made at once
-MOST_BIASES = 1024  # each is written to the logits at every step
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default
+MOST_REQUESTS = 16384  # of one call: more than any queue holds, and few enough to create at once
+MOST_BIASES = 1024  # each is added to the logits in every step
 TOO_LONG = "context_length_exceeded"  # OpenAI's code
 TOOLS_IGNORED = (
     "this model's chat template does not render tools, so the model is not told of them (said once): it calls one only "
@@ -40,10 +40,10 @@ log = logging.getLogger(__name__)
 class GenerationCall:
     """A checked HTTP call: `requests` differ in their prompt only.
 
-    `echoes`: what goes before each one's reply.
-    `turn`: what its first reply is committed to. Whoever answers the call commits it and closes it.
-    `session`: the client's name for it, of which nothing is stored.
-    `keep`: what the loop is told then about the turn's KV.
+    `echoes`: text before each one's reply.
+    `turn`: the turn that its first reply is committed to. The code that answers the call commits and closes it.
+    `session`: the client's name for a series of calls; nothing is stored under it.
+    `keep`: sent to the loop then, for the turn's KV.
     """
 
     requests: tuple[Request, ...]
@@ -62,13 +62,13 @@ class GenerationCall:
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """What completions and chat completions may ask for beyond one reply.
+    """Options of completions and chat completions that responses do not have.
 
     n                   replies to each prompt
     logprobs, prompt_logprobs
-                        how many of the likeliest tokens are reported with each token of the reply, of the prompt
+                        number of likeliest tokens reported with each token of the reply, of the prompt
     grammar             as in `Sampling`
-    most_tool_calls     tool calls looked for in each reply
+    most_tool_calls     the most tool calls that a reply may contain
     """
 
     n: int = 1
@@ -79,21 +79,21 @@ class OutputOptions:
 
 
 class RequestBuilder:
-    """Turns bodies into calls for the engine that `ready` describes."""
+    """Turns bodies into calls for the engine described by `ready`."""
 
     def __init__(
         self, ready: Ready, tokenizer: Tokenizer | None, histories: TurnManager, new_id: Callable[[], RequestId]
     ):
         self._ready, self._tokenizer, self._histories, self._new_id = ready, tokenizer, histories, new_id
         self._grammars: GrammarChecker | None = None
-        self._opened = False  # when first used
+        self._opened = False  # at first use
         self._tools_checked = False
         self._opening = asyncio.Lock()
 
     async def asked(self, body: ChoicesBody, caller: Caller) -> OutputOptions:
-        """For `completion` and `chat`. Raises RequestError if the form that is asked of the reply cannot be followed
-        (400) or checked (503). May be cancelled; those may not: what has expired would not be forgotten, and threads
-        would go on behind a request that no longer counts."""
+        """Returns the options for `completion` and `chat`. Raises RequestError if the requested form of the reply
+        cannot be followed (400) or checked (503). This call may be cancelled. `completion` and `chat` may not: expired
+        conversations would not be deleted, and threads would go on after the request has stopped counting."""
         self.model(body)
         check_logprobs(body.prompt_logprobs, "prompt_logprobs")
         form = reply_form(body)
@@ -115,7 +115,7 @@ class RequestBuilder:
         caller: Caller,
         most_tokens: int = DEFAULT_COMPLETION_TOKENS,
     ) -> GenerationCall:
-        """`most_tokens`: the reply's limit where the body has none; it gives way to what the context leaves."""
+        """`most_tokens`: the reply's limit if the body has none; lowered to the room in the context."""
         if body.echo and body.logprobs is not None:
             asked = replace(asked, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
         several = _one_or_several(body.prompt)
@@ -148,8 +148,8 @@ class RequestBuilder:
         most_tokens: int | None = None,
         keep_s: float | None = None,
     ) -> GenerationCall:
-        """writer       of an agent API's answer; there a session has several dialogues, told apart by how they begin
-        most_tokens  the reply's limit where the body has none; it gives way to what the context leaves
+        """writer    writes an agent API's answer; there a session has several dialogues, told apart by their beginnings
+        most_tokens  the reply's limit if the body has none; lowered to the room in the context
         keep_s       seconds from the reply's end for which the session's KV is evicted last
         """
         caller.claim(body.n, "n")
@@ -193,7 +193,8 @@ class RequestBuilder:
         messages: list[Message],
         stored_as: str | None,
     ) -> GenerationCall:
-        """One reply that goes on from the response `previous`, kept under the id `stored_as` if one is given."""
+        """Returns the call for a reply that continues the response `previous`; it is stored under the id `stored_as`,
+        if given."""
         turn = await self._histories.open_response(
             caller.owner,
             previous=previous,
@@ -244,7 +245,8 @@ class RequestBuilder:
         return prompt
 
     def _echo(self, body: CompletionBody, prompt: str | array[int], ids: array[int]) -> str:
-        """The text as it was written, if it stands for all of the prompt's ids; else theirs, without special tokens."""
+        """The prompt's text as the client sent it, if it covers all of the prompt's ids; else the text of the ids,
+        without special tokens."""
         if not body.echo or self._tokenizer is None:
             return ""
         return prompt if isinstance(prompt, str) and not body.server_history else self._tokenizer.decode(ids)
@@ -268,12 +270,12 @@ class RequestBuilder:
         asked: OutputOptions = OutputOptions(),
         echoes: Sequence[str] = ("",),
     ) -> GenerationCall:
-        """`default`: most tokens to generate if the body has no limit and the context leaves so many; `echoes`: of each
-        prompt what goes before its replies."""
+        """`default`: the most tokens to generate if the body has no limit and the context has room; `echoes`: for each
+        prompt, the text before its replies."""
         if body.stop:
             self._need_tokenizer("stop")
         self._check_ids(body.stop_token_ids, "stop_token_ids")
-        for prompt in prompts:  # of text too: a tokenizer may have more tokens than the model
+        for prompt in prompts:  # checked for text too: a tokenizer may have more tokens than the model
             self._check_ids(prompt, "prompt")
         stop_ids = frozenset(body.stop_token_ids) | frozenset(() if body.ignore_eos else self._ready.stop_ids)
         if body.min_tokens and len(stop_ids) > MOST_BIASES:
@@ -322,11 +324,11 @@ class RequestBuilder:
         )
 
     def _max_tokens(self, prompt: int, name: str, limit: int | None, default: int, truncate: bool) -> int:
-        """Tokens to generate behind a prompt of `prompt` tokens, at most those of the body's `limit`."""
+        """Returns the tokens to generate after a prompt of `prompt` tokens, at most the body's `limit`."""
         context = self._ready.max_model_len
         if limit is not None and limit < 1:
             raise RequestError(400, f"{name} must be at least 1, not {limit}", name)
-        if limit is not None and limit > context:  # of any size: Python writes no number that is much longer
+        if limit is not None and limit > context:  # checked first, because Python refuses to print very large numbers
             raise RequestError(400, f"{name} is {limit}; the model's context holds {context}", name, TOO_LONG)
         if truncate:
             return min(default, context) if limit is None else limit
@@ -351,7 +353,7 @@ class RequestBuilder:
         return limit
 
     async def _check_form(self, form: ReplyForm, owner: str) -> None:
-        await asyncio.shield(self._open_grammars())  # for all, whoever hangs up
+        await asyncio.shield(self._open_grammars())  # for all calls, even if this client hangs up
         if self._grammars is None:
             raise RequestError(400, f"{form.param} is not supported with this model's tokenizer", form.param)
         await asyncio.wrap_future(self._grammars.begin_check(form.grammar, form.param, owner))
@@ -375,8 +377,8 @@ class RequestBuilder:
         return tuple(biases.items())
 
     def _sampling(self, body: GenerationBody, asked: OutputOptions) -> Sampling:
-        """-1 is another way to say that top-k is off, as is anything from the vocabulary's size on. A seed may be any
-        signed number of 64 bits."""
+        """A top_k of -1, or of the vocabulary's size and above, switches top-k off. A seed may be any signed number of
+        64 bits."""
         top_k = 0 if body.top_k == -1 or body.top_k >= self._ready.vocab_size else body.top_k
         seed = body.seed or 0
         if not -(2**63) <= seed < 2**63:
@@ -404,17 +406,17 @@ def check_model(name: str, ready: Ready) -> None:
 
 
 def _random_seed() -> int:
-    """Of each prompt its own: two equal prompts in one call get different replies."""
+    """Drawn for each prompt: two equal prompts in one call get different replies."""
     return random.getrandbits(63)
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """Choice 0 has the seed asked for; the others' are far from it and from those of near seeds."""
+    """Choice 0 has the given seed. Seeds of other choices are far from it and from those of near seeds."""
     return (seed + choice * 0x9E3779B97F4A7C15) % 2**63
 
 
 def kv_salt(given: str | None, owner: str) -> bytes:
-    """Requests share KV within one salt: the one given, else the owner's. No given one equals an owner's."""
+    """Requests share KV within one salt: the given one, else the owner's. A given salt never equals an owner's."""
     if given is not None:
         return b"given:" + given.encode()
     return b"owner:" + owner.encode() if owner else b""
@@ -422,7 +424,7 @@ def kv_salt(given: str | None, owner: str) -> bytes:
 
 @contextlib.contextmanager
 def closed_on_error(turn: OpenTurn | None) -> Iterator[None]:
-    """The call for this turn is made within; without a call nobody else closes the turn."""
+    """Closes the turn if its call is not made: without a call no other code closes it."""
     try:
         yield
     except BaseException:
@@ -432,7 +434,7 @@ def closed_on_error(turn: OpenTurn | None) -> Iterator[None]:
 
 
 def _one_or_several(prompt: str | list[Any]) -> list[str | list[int]]:
-    """The prompts in OpenAI's four forms: text, token ids, several of either."""
+    """Returns the prompts, given in one of OpenAI's four forms: text, token ids, or several of either."""
     if isinstance(prompt, str):
         return [prompt]
     kinds = set(map(type, prompt))

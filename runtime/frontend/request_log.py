@@ -1,4 +1,4 @@
-"""One line of the log for each call, written when it ends, however it ends: counts and times, never what was said."""
+"""Writes one log line for each call when it ends in any way: counts and times, but no text."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .engine_client import ClientGone
 from .reply import Reply, usage
 from .request_builder import GenerationCall
 
-OWNER_DIGITS = 8  # enough of a key's digest to tell owners apart
+OWNER_DIGITS = 8  # digits of a key's digest, enough to tell owners apart
 
 log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
 def logged(call: GenerationCall, owner: str, replies: Collection[Reply]) -> Iterator[None]:
-    """Around the answering of a call; `owner` as `api_keys` has it. `replies` may be filled meanwhile."""
+    """Wraps the answering of a call; `owner` as in `auth`. `replies` may be filled meanwhile."""
     unfinished, status = "error", None
     try:
         yield
@@ -34,7 +34,7 @@ def logged(call: GenerationCall, owner: str, replies: Collection[Reply]) -> Iter
 
 
 def _log(call: GenerationCall, owner: str, replies: Collection[Reply], unfinished: str, status: int | None) -> None:
-    """`unfinished`: how those replies ended that have no end of their own. Times count from the call's arrival."""
+    """`unfinished`: the finish reason of replies that have none. Times count from the call's arrival."""
     now, counts = time.perf_counter(), usage(list(replies))
     records = call.turn.records if call.turn is not None else ()
     started = [reply.started for reply in replies if reply.started is not None]

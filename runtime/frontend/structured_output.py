@@ -1,4 +1,4 @@
-"""From what a body asks of a reply's form (`response_format`, `structured_outputs`, tools) to one grammar."""
+"""Turns the fields for a reply's form (`response_format`, `structured_outputs`, tools) into one grammar."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from .tool_calls import tool_calls_rules
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
-"""vLLM's older names of the fields of `structured_outputs`."""
+"""vLLM's older names for the fields of `structured_outputs`."""
 
 
 class ReplyForm(NamedTuple):
-    """A grammar, and the field of the body to blame if it does not compile."""
+    """A grammar, and the field of the body to name if it does not compile."""
 
     param: str
     grammar: str
 
 
 def reply_form(body: ChoicesBody) -> ReplyForm | None:
-    """What the reply must follow, None if anything goes. Raises RequestError (400) if two fields ask for it."""
+    """Returns the form that the reply must have, None for any. Raises RequestError (400) if two fields set it."""
     asked = body.response_format
     schema = _schema(asked) if asked is not None else None
     given = [name for name in ("structured_outputs", *GUIDED) if getattr(body, name) is not None]
@@ -46,7 +46,7 @@ def reply_form(body: ChoicesBody) -> ReplyForm | None:
 
 
 def _with_tools(body: ChatBody, schema: dict[str, Any] | None) -> ReplyForm | None:
-    """Calls where they are required; calls or the JSON asked for where the model chooses."""
+    """Tool calls if they are required; tool calls or the requested JSON if the model may choose."""
     functions = [tool.function.model_dump(exclude_none=True) for tool in body.tools]
     if isinstance(body.tool_choice, NamedTool):
         functions = [function for function in functions if function["name"] == body.tool_choice.function.name]
@@ -60,7 +60,7 @@ def _with_tools(body: ChatBody, schema: dict[str, Any] | None) -> ReplyForm | No
 
 
 def _schema(asked: ResponseFormat) -> dict[str, Any] | None:
-    """The JSON schema that `response_format` asks for, None for plain text."""
+    """The JSON schema of `response_format`, None for plain text."""
     if asked.type == "text":
         return None
     if asked.type == "json_object":
@@ -86,7 +86,7 @@ def _grammar(form: str, value: Any, param: str) -> str:
 
 
 def _object(schema: dict[str, Any] | str, param: str) -> dict[str, Any]:
-    """The schema, which may be written as text."""
+    """Returns the schema, which may be given as text."""
     try:
         parsed = json.loads(schema) if isinstance(schema, str) else schema
     except (ValueError, RecursionError):

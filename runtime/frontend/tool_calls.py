@@ -27,32 +27,33 @@ class ToolCall(NamedTuple):
     arguments: str
 
     def as_object(self) -> dict[str, Any]:
-        """OpenAI's form."""
+        """The call in OpenAI's form."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates read it."""
+        """The call in the form that chat templates read."""
         function = {"name": self.name, "arguments": json.loads(self.arguments)}
         return {"id": self.id, "type": "function", "function": function}
 
 
 class ToolCallParser:
-    """Takes tool calls out of a growing text. What is not a well-formed call stays text; white space around calls goes.
+    """Removes tool calls from a growing text. Text that is not a well-formed call stays; white space around calls is
+    removed.
 
-    said | held: white space, the beginning of a tag, or a call that is not closed
+    returned | held: white space, the beginning of a tag, or a call that is not closed
     """
 
     def __init__(self, most: int):
-        """`most`: calls beyond so many are left out."""
+        """`most`: further calls are dropped."""
         self._most = most
         self._held = ""
         self._inside = False
-        self._searched = 0  # so many signs of what is held have no tag that counts
+        self._searched = 0  # count of the held characters that contain no tag that counts
         self._count = 0
 
     def push(self, text: str) -> tuple[str, list[ToolCall]]:
-        """More of the text. Returns what may be said, and the calls that are complete now."""
+        """Takes more of the text. Returns the text that may be sent, and the calls that are now complete."""
         self._held += text
         said: list[str] = []
         calls: list[ToolCall] = []
@@ -76,12 +77,13 @@ class ToolCallParser:
         return "".join(said), calls
 
     def end(self) -> str:
-        """The text is over: what is still held, unless it is white space behind a call."""
+        """Ends the text. Returns the held text, unless it is white space after a call."""
         rest, self._held = self._held, ""
         return "" if self._count and not rest.strip() else rest
 
     def _say(self, end: int) -> str:
-        """Takes what is held up to `end`, but for the white space before it: that goes if a call follows."""
+        """Removes and returns the held text up to `end`, without the white space before `end`, which is dropped if a
+        call follows."""
         said = self._held[:end].rstrip()
         self._held = self._held[len(said) :]
         return said
@@ -94,7 +96,8 @@ class ToolCallParser:
             arguments = call.get("arguments", {})
             if not isinstance(arguments, dict):
                 return None
-            text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)  # Python reads NaN, and 1e999 as infinity
+            # raises for NaN and infinity, which Python's JSON parser accepts (1e999)
+            text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         except (ValueError, RecursionError):
             return None
         self._count += 1
@@ -102,12 +105,12 @@ class ToolCallParser:
 
 
 def _begun(text: str) -> int:
-    """How many signs at the end of `text` may become OPEN."""
+    """How many characters at the end of `text` may be the beginning of OPEN."""
     return next((size for size in range(len(OPEN) - 1, 0, -1) if text.endswith(OPEN[:size])), 0)
 
 
 def _ends_in_string(source: str) -> bool:
-    """Whether JSON that goes on behind `source` goes on inside a string."""
+    """Returns whether the JSON text `source` ends inside a string."""
     try:
         json.loads(source)
     except json.JSONDecodeError as error:
@@ -118,13 +121,13 @@ def _ends_in_string(source: str) -> bool:
 
 
 def _sendable(text: str) -> str:
-    """Halves of surrogate pairs, which JSON may name but UTF-8 cannot carry, become question marks."""
+    """Replaces halves of surrogate pairs, which JSON may contain but UTF-8 cannot encode, by question marks."""
     return text.encode(errors="replace").decode()
 
 
 def tool_calls_rules(functions: Sequence[dict[str, Any]], several: bool) -> str:
-    """Lark rules for `calls`: calls of these functions (`name`, `parameters`: a JSON schema, without one no arguments),
-    one, or if `several` any number from one on."""
+    """Lark rules for `calls`: calls of these functions (`name`, `parameters`: a JSON schema; without one, no
+    arguments), exactly one, or with `several` one or more."""
     line = json.dumps("\n")
     rules = [
         f"calls: call ({line} call)*" if several else "calls: call",

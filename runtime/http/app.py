@@ -1,7 +1,7 @@
 """The HTTP process: OpenAI's and Anthropic's endpoints over an EngineClient.
 
-The way of a call: body -> `GenerationCall` (checked, tokenised) -> requests to the engine loop -> `Answer` writes the
-outputs, whole or as server-sent events. A client that hangs up aborts its requests.
+A call passes these stages: body -> `GenerationCall` (checked, tokenized) -> requests to the engine loop -> `Answer`
+writes the outputs, whole or as server-sent events. If the client hangs up, its requests are aborted.
 """
 
 from __future__ import annotations
@@ -53,11 +53,12 @@ EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cach
 OPEN_PATHS = frozenset({"/", "/health", "/live", "/metrics", "/ping", "/ready", "/version", "/ui/", *UI_FILES})
 """Paths that need no API key."""
 
-REQUEST_ID = "x-request-id"  # the id that the answer has, and its line of the log
+REQUEST_ID = "x-request-id"  # header with the id of the answer and of its log line
 
 
 class Answer(Response):
-    """Submits a call and writes its answer. The status is sent when the first output is here: a refusal has its own."""
+    """Submits a call and writes its answer. The status is sent with the first output, so that a refusal gets its own
+    status."""
 
     def __init__(
         self, call: GenerationCall, client: EngineClient, tokenizer: Tokenizer | None, tracing: Tracing | None
@@ -82,7 +83,7 @@ class Answer(Response):
                     self._call.turn.close()
 
     async def _answer(self, replies: dict[int, Reply], scope: Scope, receive: Receive, send: Send) -> None:
-        """`replies` is filled first. Raises ClientGone, and RequestError while no status has been sent."""
+        """Fills `replies` first. Raises ClientGone, and RequestError while no status has been sent."""
         stream = self._client.submit(self._call.requests, self._call.arrived)
         watch = asyncio.create_task(_hang_up_with_client(receive, stream))
         try:
@@ -120,7 +121,7 @@ class Answer(Response):
         }
 
     async def _send_events(self, stream: OutputStream, replies: dict[int, Reply], send: Send) -> None:
-        """Server-sent events, those of one wake-up in one write."""
+        """Sends server-sent events; those of one wake-up in one write."""
         writer = self._call.writer
         index = {request: number for number, request in enumerate(replies)}
         outputs = await stream.next()
@@ -148,7 +149,7 @@ class Answer(Response):
         await send({"type": "http.response.body", "body": "".join(events).encode()})
 
     async def _commit(self, replies: dict[int, Reply]) -> None:
-        """The first reply's turn is durable before any end is told."""
+        """Makes the first reply's turn durable before any end is sent."""
         turn = self._call.turn
         if turn is None:
             return
@@ -162,7 +163,7 @@ class Answer(Response):
 
 
 async def _unless_gone(receive: Receive, making: Coroutine[Any, Any, OutputOptions]) -> OutputOptions:
-    """ClientDisconnect if the client hangs up meanwhile: others wait for the check of its grammar."""
+    """Raises ClientDisconnect if the client hangs up meanwhile: other requests wait for the check of its grammar."""
     made, gone = asyncio.create_task(making), asyncio.create_task(_hung_up(receive))
     try:
         await asyncio.wait((made, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -192,13 +193,13 @@ def create_app(
     histories: TurnManager | None = None,
     tracing: Tracing | None = None,
 ) -> FastAPI:
-    """The application that serves the engine of `ready`; without a tokenizer only completions of token ids.
+    """Returns the application that serves the engine of `ready`; without a tokenizer only completions of token ids.
 
-    Without `histories` conversations are kept in memory. With `tracing` every call that is answered has a span.
+    Without `histories`, conversations are kept in memory. With `tracing`, every answered call has a span.
     """
     if histories is None:
         histories = TurnManager(HistoryStore(":memory:", settings.history_ttl), client.tell, client.forget, tokenizer)
-    app = FastAPI(title="Pensieve", docs_url=None, redoc_url=None)  # these pages load scripts from elsewhere
+    app = FastAPI(title="Pensieve", docs_url=None, redoc_url=None)  # these pages load scripts from other sites
     app.add_middleware(BodyLimit, most=settings.max_body_bytes)
     if not settings.strict_fields:
         app.add_middleware(IgnoredFields)
@@ -206,7 +207,7 @@ def create_app(
         app.add_middleware(ClientLimit, most=settings.max_requests_per_client)
     if settings.api_keys:
         app.add_middleware(KeyCheck, digests=settings.api_keys, open_paths=OPEN_PATHS)
-    if settings.cors_origins:  # outside of the keys: a browser asks first, without one
+    if settings.cors_origins:  # outside of the key check: a browser's preflight request has no key
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
@@ -225,12 +226,12 @@ def create_app(
     @app.exception_handler(HTTPException)
     async def refuse_route(request: HTTPRequest, error: HTTPException) -> Response:
         response = error_response(RequestError(error.status_code, error.detail), request.url.path)
-        response.headers.update(error.headers or {})  # a 405 says what is allowed
+        response.headers.update(error.headers or {})  # the allowed methods of a 405
         return response
 
     @app.exception_handler(ClientDisconnect)
     async def ignore(_: HTTPRequest, error: ClientDisconnect) -> Response:
-        return Response(status_code=400)  # in the middle of its body: nobody reads this
+        return Response(status_code=400)  # the client is gone in the middle of its body, so this is never read
 
     @app.post("/v1/completions")
     async def completions(request: HTTPRequest) -> Response:
@@ -307,7 +308,7 @@ def create_app(
 
     @app.get("/", include_in_schema=False)
     async def root() -> Response:
-        return RedirectResponse("ui")  # relative: a proxy may serve it below a path
+        return RedirectResponse("ui")  # relative, because a proxy may serve it below a path
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -1,4 +1,4 @@
-"""API keys, and the owner that each of them stands for."""
+"""API keys and their owners."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ OWNER = "pensieve.owner"
 
 
 def key_digest(key: str) -> str:
-    """What the server keeps of a key. It is the name of the key's owner, too."""
+    """The form of a key that the server keeps; also the name of the key's owner."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
 def owner_of(request: Request) -> str:
-    """The owner of what the request makes and may see; "" where no keys are needed."""
+    """The owner of the data that the request creates and may see; "" if no keys are needed."""
     return str(request.scope.get(OWNER, ""))
 
 
 class KeyCheck:
-    """ASGI middleware: every path but `open_paths` needs one of the keys, as `Authorization: Bearer KEY` or as
+    """ASGI middleware: every path except `open_paths` needs one of the keys, as `Authorization: Bearer KEY` or as
     `X-API-Key: KEY`.
 
-    The time that a comparison takes depends neither on the key given nor on which one matches.
+    The time of a comparison depends neither on the given key nor on the matching one.
     """
 
     def __init__(self, app: ASGIApp, digests: Sequence[str], open_paths: frozenset[str]):

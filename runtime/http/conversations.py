@@ -1,6 +1,6 @@
-"""Conversations as objects: make, list, look at, fork, pin, change how long they live, delete.
+"""Conversations as objects: create, list, show, fork, pin, change their lifetime, delete.
 
-All paths need the owner's key where keys are on; another owner's conversation is answered as one that does not exist.
+All paths need the owner's key if keys are used. Another owner's conversation is answered as one that does not exist.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class NewConversation(Body):
 
 
 class Lifetime(Body):
-    """POST or PATCH /v1/conversations/{id}: null is the server's default, a field left out stays as it is."""
+    """POST or PATCH /v1/conversations/{id}: null is the server's default; an absent field stays unchanged."""
 
     KEEPS_NULL: ClassVar = True
 
@@ -52,7 +52,7 @@ class Pin(Body):
 
 
 class AnyId(PathConvertor):
-    """The rest of a path, line breaks included: `path` has none, and takes "a" for "a" with one behind it."""
+    """The rest of a path, line breaks included. Starlette's `path` matches none, and ignores one at the end."""
 
     regex = "(?s:.*)"
 
@@ -80,7 +80,7 @@ class Page:
 
 
 def add_conversations(app: FastAPI, histories: TurnManager, client: EngineClient) -> None:
-    """Adds the endpoints. An id may hold slashes, so paths with more behind the id come first."""
+    """Adds the endpoints. An id may contain slashes, so paths with a part after the id come first."""
     router = APIRouter(prefix="/v1/conversations")
 
     def sized(conversation: Conversation, transcript: Transcript | None = None) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def add_conversations(app: FastAPI, histories: TurnManager, client: EngineClient
 
 
 async def parsed(kind: Any, request: Request) -> Any:
-    """The body as this kind; no body is an empty one."""
+    """Reads the body as this kind; no body is an empty one."""
     return parse(kind, await request.body() or b"{}")
 
 
@@ -147,12 +147,12 @@ def new_id() -> str:
 
 
 def by_tier(conversation: ConversationKV) -> dict[str, int]:
-    """Chunks by where they are, each in the highest tier that has it."""
+    """Chunks by tier, each in the highest tier that has it."""
     return {tier: getattr(conversation, tier) for tier in ("gpu", "host", "disk", "dropped")}
 
 
 def describe(conversation: Conversation, transcript: Transcript | None = None) -> dict[str, Any]:
-    """The conversation as its owner sees it, with the messages where `transcript` is given."""
+    """The conversation in the form for its owner, with the messages if `transcript` is given."""
     now = time.time()
     pinned = conversation.pinned_until if conversation.pinned_until > now else None
     described: dict[str, Any] = {

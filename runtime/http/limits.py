@@ -1,4 +1,4 @@
-"""ASGI middleware around every request: the limits of one client, the length of a body, the security headers."""
+"""ASGI middleware around every request: the limits of one client, the size of a body, the security headers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .auth import OWNER, owner_of
 
 CLAIM = "pensieve.claim"
 SESSION = "x-session-id"
-LONGEST_SESSION = 1000  # as of a conversation's id
+LONGEST_SESSION = 1000  # the same as for a conversation's id
 SECURITY_HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"),
@@ -31,16 +31,16 @@ def caller_of(request: Request) -> Caller:
 
 
 def client_of(scope: Scope) -> str:
-    """The owner of an API key where keys are needed (`KeyCheck` comes first), else an address."""
+    """The owner of an API key if keys are used (`KeyCheck` runs first), else an address."""
     address, _ = scope.get("client") or ("", 0)
     return str(scope.get(OWNER, address))
 
 
 class ClientLimit:
-    """At most `most` sequences of one client are open; what goes beyond is refused with 429.
+    """At most `most` sequences of one client are open; more are refused with 429.
 
-    Only what makes the engine work counts. A call counts as one sequence from its start, so a body that arrives slowly
-    counts too, and as all the sequences that its body asks for (`Caller.claim`) from there to its end.
+    Only requests that make the engine work count. A call counts as one sequence from its start, so a slow body counts
+    too. After its body is read it counts as all the sequences in it (`Caller.claim`) until its end.
     """
 
     def __init__(self, app: ASGIApp, most: int):
@@ -79,7 +79,7 @@ class ClientLimit:
 
 
 class BodyLimit:
-    """A body of more than `most` bytes is refused with 413, as soon as that is known."""
+    """Refuses a body of more than `most` bytes with 413, as soon as its size is known."""
 
     def __init__(self, app: ASGIApp, most: int):
         self._app, self._most = app, most
@@ -99,7 +99,7 @@ class BodyLimit:
             message = await receive()
             received += len(message.get("body", b""))
             if received > self._most:
-                raise self._error()  # in whoever reads the body: the application answers it as it does all refusals
+                raise self._error()  # raised where the body is read: the application answers it like all refusals
             return message
 
         await self._app(scope, counted, send)
@@ -109,7 +109,7 @@ class BodyLimit:
 
 
 class SecurityHeaders:
-    """Adds SECURITY_HEADERS to answers that do not have their own. They tell a browser to load and embed nothing."""
+    """Adds SECURITY_HEADERS to answers that do not have their own. They forbid a browser to load or embed anything."""
 
     def __init__(self, app: ASGIApp):
         self._app = app

@@ -1,4 +1,4 @@
-"""/openapi.json: what the endpoints take. They read their bodies themselves, so FastAPI does not know."""
+"""/openapi.json: the bodies of the endpoints. They read their bodies themselves, so FastAPI does not know them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OPTIONAL = frozenset({NewConversation, Lifetime, Pin})  # no body is an empty on
 
 
 def describe_bodies(app: FastAPI) -> None:
-    """Makes `app.openapi()` say them. What the document holds is worked out when somebody asks for it first."""
+    """Makes `app.openapi()` describe the bodies. The document is built on first use."""
     without_bodies = app.openapi
 
     def openapi() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The page at /ui: its files, and the state that it draws, /ui/state. It chats through the public API."""
+"""The page at /ui: its files and /ui/state, the state that it shows. It chats through the public API."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..frontend.engine_client import EngineClient
 from ..observe.metrics import Metrics
 from .auth import owner_of
 
-MOST_CONVERSATIONS = 2000  # on the map: the latest
+MOST_CONVERSATIONS = 2000  # on the map; the latest ones
 
 POLICY = "; ".join(
     (
@@ -50,11 +50,12 @@ UI_FILES = {
     "/ui" if path.name == "index.html" else f"/ui/{path.name}": File(KINDS[path.suffix], path.read_bytes())
     for path in sorted(FOLDER.iterdir())
 }
-"""By address: no path of a request ever reaches the file system."""
+"""By URL path: a request's path never reaches the file system."""
 
 
 def add_ui(app: FastAPI, client: EngineClient) -> None:
-    """Adds the page. Its files need no key, as they tell nothing; the state shows an owner their own conversations."""
+    """Adds the page. Its files need no key, because they contain no data; the state shows owners their own
+    conversations."""
 
     @app.get("/ui/state")
     async def state(request: Request) -> Response:
@@ -73,9 +74,9 @@ def _sender(file: File) -> Any:
 
 
 def _state(client: EngineClient, owner: str) -> dict[str, Any]:
-    """Counters since the start, which the page turns into rates, and (name, on the GPU, on the host, dropped, on disk)
-    of each conversation in chunks. `moves` counts chunks, too; a drop is an eviction that left no copy, as
-    `pensieve:kv_evictions` counts it."""
+    """Counters since the start, which the page turns into rates, and for each conversation (name, on the GPU, on the
+    host, dropped, on disk) in chunks. `moves` counts chunks too; a drop is an eviction that left no copy, as counted by
+    `pensieve:kv_evictions`."""
     metrics = client.metrics
     stats = metrics.stats
     return {

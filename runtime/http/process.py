@@ -1,4 +1,4 @@
-"""The HTTP process from its socket to its end: it answers probes while the engine starts, then serves the API."""
+"""The HTTP process from its socket to its end: answers probes while the engine starts, then serves the API."""
 
 from __future__ import annotations
 
@@ -30,17 +30,18 @@ from .settings import DEFAULTS, HTTPSettings
 
 log = logging.getLogger(__name__)
 
-CLOSING_SECONDS = 5  # for clients to read the end of their replies once the engine has ended
+CLOSING_SECONDS = 5  # for clients to read the end of their replies after the engine has ended
 EARLY_PROBES = {"/health": 503, "/ping": 503, "/ready": 503, "/live": 200}  # answered while the engine starts
 KEEP_ALIVE_SECONDS = 75
-"""A connection may be idle for so long. Balancers keep theirs for 60 s (nginx, AWS): they must be first to close one,
-or a request that comes at that moment is lost."""
+"""The time that a connection may be idle. Balancers keep theirs for 60 s (nginx, AWS). They must close first; otherwise
+a request that arrives at that moment is lost."""
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket, made before the model is loaded so that a taken port is known at once. Port 0: any free one.
+    """Returns a listening socket. It is made before the model is loaded, so that a taken port is reported at once. Port
+    0: any free one.
 
-    Raises SettingError. The parent closes its copy once the HTTP process has started.
+    Raises SettingError. The parent closes its copy after the HTTP process has started.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -50,16 +51,16 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         setting = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
         raise SettingError(setting, f"cannot listen on {host}:{port}: {error.strerror}") from error
-    # Connections inherit it. A token would otherwise wait until the client's kernel has acknowledged the one before, up
-    # to 40 ms; asyncio switches that off itself, but only on sockets that were made with the protocol's number.
+    # Connections inherit it. Without it a token would wait up to 40 ms until the client's kernel has acknowledged the
+    # one before. asyncio sets it too, but only on sockets that were created with the protocol's number.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
 
 def serve_http(connection: Connection, listener: socket.socket, settings: HTTPSettings = DEFAULTS) -> None:
-    """The HTTP process's main: serves from the loop's `Ready` on until the loop closes its end of `connection`.
+    """The HTTP process's main: serves from the loop's `Ready` until the loop closes its end of `connection`.
 
-    Signals are the parent's affair: it drains, then closes the pipe. By then every reply has ended; clients get
+    The parent handles signals: it drains, then closes the pipe. By then every reply has ended; clients get
     CLOSING_SECONDS to read the rest.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -76,13 +77,13 @@ async def _serve(connection: Connection, listener: socket.socket, settings: HTTP
     server = _Server(
         uvicorn.Config(
             door,
-            # uvicorn calls it to make a protocol.
+            # Called by uvicorn to make a protocol.
             http=functools.partial(PatientProtocol, most=connections, patience=settings.client_timeout),  # type: ignore[arg-type]
             h11_max_incomplete_event_size=MOST_HEAD_BYTES,
             ws="none",
             lifespan="off",
             log_config=None,
-            log_level="error",  # what clients do wrong is theirs to know
+            log_level="error",  # clients' errors are not logged
             access_log=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
@@ -102,9 +103,9 @@ async def _start_and_stop(
     settings: HTTPSettings,
     behind: contextlib.AsyncExitStack,
 ) -> None:
-    """Opens the door when the engine is ready, ends the server when the engine has ended.
+    """Opens the door when the engine is ready, and ends the server when the engine has ended.
 
-    `behind` gets what is to be closed behind the last request.
+    `behind` gets the objects to close after the last request.
     """
     try:
         ready = await asyncio.to_thread(_first_message, connection)
@@ -130,7 +131,7 @@ async def _start_and_stop(
 
 
 def _first_message(connection: Connection) -> object:
-    """None if the start failed; the parent says why."""
+    """Returns the first message, or None if the start failed; the parent reports the reason."""
     try:
         return connection.recv()
     except (EOFError, OSError):
@@ -138,7 +139,7 @@ def _first_message(connection: Connection) -> object:
 
 
 class FrontDoor:
-    """ASGI: while the engine starts, probes are answered and everybody else waits; then it is the application."""
+    """ASGI: while the engine starts, probes are answered and all other requests wait; then it is the application."""
 
     def __init__(self) -> None:
         self._app: ASGIApp | None = None
@@ -149,7 +150,7 @@ class FrontDoor:
         self._decided.set()
 
     def close(self) -> None:
-        """Nobody waits any more; an application stays what it is. Idempotent."""
+        """Ends the waiting of requests; an application that is set stays. Idempotent."""
         self._decided.set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,4 +1,4 @@
-"""Reads the bodies of requests, and tells clients and the log which of their fields were ignored."""
+"""Reads the bodies of requests, and reports ignored fields to clients and to the log."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ..frontend.bodies import Kind, parse
 
 IGNORED = "pensieve.ignored"
 HEADER = b"x-pensieve-ignored-fields"
-MOST_LOGGED = 256  # names: clients choose them
+MOST_LOGGED = 256  # names: limited because clients choose them
 
 log = logging.getLogger(__name__)
 
 
 async def read_body(kind: type[Kind], request: Request) -> Kind:
-    """The body as this kind of request. Raises RequestError (400) as `parse`; it ignores unknown fields only behind
-    `IgnoredFields`."""
+    """Returns the body as this kind of request. Raises RequestError (400) as `parse`. Unknown fields are ignored only
+    if `IgnoredFields` is active."""
     return await asyncio.to_thread(parse, kind, await request.body(), request.scope.get(IGNORED))
 
 
 class IgnoredFields:
-    """ASGI middleware: unknown fields are ignored. The header HEADER of the answer names them, and the log each name
+    """ASGI middleware: unknown fields are ignored. The answer's header HEADER names them, and each name is logged
     once."""
 
     def __init__(self, app: ASGIApp):

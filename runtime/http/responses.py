@@ -1,6 +1,6 @@
 """OpenAI's Responses API: the body of /v1/responses, the writer of its answer, and the endpoints of stored responses.
 
-A stored response is the state of a conversation that never changes: any number of later ones may go on from it.
+A stored response is the state of a conversation that never changes: any number of later responses may continue it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .auth import owner_of
 
 
 class Part(Body):
-    """A piece of a message; of a reply sent back as it came, its text counts."""
+    """A part of a message; of a reply that is sent back unchanged, only its text is used."""
 
     NEUTRAL: ClassVar = {"annotations": ([],), "logprobs": ([],)}
 
@@ -37,7 +37,7 @@ class Part(Body):
 
 
 class Item(Body):
-    """A message, as a client writes it or as it came in a response."""
+    """A message, written by a client or sent back from a response."""
 
     IGNORED = frozenset({"id", "status"})
 
@@ -51,7 +51,7 @@ class Item(Body):
 
 
 class Reasoning(Body):
-    """`effort`: for the chat template."""
+    """`effort`: passed to the chat template."""
 
     IGNORED = frozenset({"context", "generate_summary", "mode", "summary"})
 
@@ -74,7 +74,7 @@ class ResponseBody(GenerationBody):
         "context_management": ([],),
         "enable_response_messages": (False,),
         "image": (),
-        "include": ([], ["reasoning.encrypted_content"]),  # there is none
+        "include": ([], ["reasoning.encrypted_content"]),  # there is no such content
         "previous_input_messages": ([],),
         "previous_response": (),
         "prompt": (),
@@ -118,7 +118,7 @@ class ResponseBody(GenerationBody):
         return "max_output_tokens", self.max_output_tokens
 
     def messages(self) -> list[Message]:
-        """Those of the input, without instructions."""
+        """The messages of the input, without instructions."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
         return [item.message() for item in self.input]
@@ -185,7 +185,7 @@ class ResponseWriter(CompletionWriter):
         )
 
     def failure(self, error: RequestError) -> str:
-        """Of OpenAI's codes: what is the client's fault is refused before a stream begins."""
+        """Uses OpenAI's code `server_error`: a client's errors are refused before a stream begins."""
         what = {"code": "server_error", "message": error.message}
         return self._event("response.failed", response=self._response("failed") | {"error": what})
 
@@ -234,7 +234,7 @@ def _part(text: str) -> dict[str, Any]:
 
 
 async def response_call(builder: RequestBuilder, body: ResponseBody, arrived: float, caller: Caller) -> GenerationCall:
-    """Returns the call for a response. Raises RequestError for a body that cannot be followed."""
+    """Returns the call for a response. Raises RequestError for an invalid body."""
     instructions = body.instructions
     writer = ResponseWriter(Style(builder.model(body), False, False, body.return_sources), body)
     return await builder.response(

@@ -1,4 +1,4 @@
-"""What the HTTP process is told by the command line, all of it plain data: it goes to another process."""
+"""The HTTP process's settings from the command line. They are plain data, because they are sent to another process."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HTTPSettings:
-    """max_requests_per_client   sequences a client may have open, None: any number (`limits.ClientLimit`)
+    """max_requests_per_client   the most open sequences of a client, None: any number (`limits.ClientLimit`)
     max_body_bytes            a longer body is refused with 413
     max_connections           one more is answered with 503 and closed
-    cors_origins              whose web pages may use the API, "*": all; none: only the server's own
-    client_timeout            seconds a client may take to send a request or to take an answer, then it is cut off
-                              (`connections.PatientProtocol`)
+    cors_origins              origins of web pages that may use the API, "*": all; none: only the server's own
+    client_timeout            seconds that a client may take to send a request or to read an answer; then it is cut off
+                              (`connection_limits.PatientProtocol`)
     chat_template             its source, None: the engine's own
     strict_fields             unknown fields are refused, not ignored
-    api_keys                  digests of the keys (`api_keys.key_digest`) of which every call needs one; none: no keys
-    history_file              of the history store; ":memory:" keeps nothing
-    history_ttl               seconds after their last turn after which stored conversations are deleted, None: never
+    api_keys                  digests of the keys (`auth.key_digest`), one of which every call needs; none: no keys
+    history_file              of the history store; ":memory:" stores nothing
+    history_ttl               seconds after their last turn until stored conversations are deleted, None: never
     max_conversations_per_owner
-                              stored conversations an API key may have, None: any number
-    otlp_traces_endpoint      where spans go (`tracing.Tracing`), None: nowhere
-    log_format, log_level     as `logs.configure_logging` takes them
+                              the most stored conversations of an API key, None: any number
+    otlp_traces_endpoint      URL for spans (`otel.Tracing`), None: no spans
+    log_format, log_level     as in `logs.configure_logging`
     """
 
     max_requests_per_client: int | None = None

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize, as vLLM has them."""
+"""/tokenize and /detokenize, with vLLM's bodies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .request_body import read_body
 
 
 class TokenizeBody(Body):
-    """Either a plain prompt or a dialogue, which by default is the prompt of its next message."""
+    """Either a plain prompt or a dialogue, by default with the beginning of the next message."""
 
     IGNORED = frozenset({"media_io_kwargs", "mm_processor_kwargs"})
     NEUTRAL: ClassVar = {"chat_template": (), "continue_final_message": (False,)}

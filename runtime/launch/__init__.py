@@ -1,1 +1,1 @@
-"""What `pensieve serve` puts together: options, sizes, and an engine with its scheduler and service."""
+"""The parts of `pensieve serve`: options, sizes, and an engine with its scheduler and service."""

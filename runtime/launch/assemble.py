@@ -1,4 +1,4 @@
-"""Puts an engine, its device, the scheduler and the executor together, as the options say."""
+"""Makes an engine, its device, the scheduler and the executor from the options."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ log = logging.getLogger("pensieve")
 
 
 class Prepared(NamedTuple):
-    """What one rank serves with, all of it sized alike on all ranks."""
+    """The parts of one rank, with the same sizes on all ranks."""
 
     directory: Path
     device: Device
@@ -60,7 +60,7 @@ class Prepared(NamedTuple):
 
 
 class Assembled(NamedTuple):
-    """All that a loop needs."""
+    """The parts that a loop needs."""
 
     scheduler: Scheduler
     executor: Executor
@@ -70,7 +70,7 @@ class Assembled(NamedTuple):
 
 
 def assemble(settings: ServeSettings, ranks: Ranks | None = None) -> Assembled:
-    """With `ranks`, for rank 0. SettingError."""
+    """With `ranks`, called on rank 0. Raises SettingError."""
     prepared = prepare(settings) if ranks is None else prepare_rank(settings, ranks)
     directory, device, engine, config = prepared
     trace = None if settings.trace is None else TraceFile(settings.trace)
@@ -87,7 +87,7 @@ def assemble(settings: ServeSettings, ranks: Ranks | None = None) -> Assembled:
         config = replace(config, swap_out_below=propose_swap_out_below(cost, config))
     scheduler = Scheduler(config, cost)
     tokenizer = str(directory) if (directory / "tokenizer.json").exists() else ""
-    if tokenizer:  # it must be readable before anything is served
+    if tokenizer:  # it must be readable before requests are served
         template = settings.chat_template
         Tokenizer.load(tokenizer, None if template is None else read_chat_template(template))
     elif settings.chat_template is not None:
@@ -123,7 +123,7 @@ def assemble(settings: ServeSettings, ranks: Ranks | None = None) -> Assembled:
 
 
 def prepare(settings: ServeSettings) -> Prepared:
-    """SettingError for an engine of several ranks."""
+    """Raises SettingError, also for an engine of several ranks."""
     device = make_device(settings)
     directory = Path(settings.engine)
     divided = Manifest.read(directory).tensor_parallel
@@ -136,8 +136,8 @@ def prepare(settings: ServeSettings) -> Prepared:
 
 
 def prepare_rank(settings: ServeSettings, ranks: Ranks) -> Prepared:
-    """All ranks call it, side by side; a wrong setting of one rank is raised on it and on rank 0. Pools are as the
-    smallest rank's."""
+    """Called on all ranks at the same time. A wrong setting on one rank is raised on it and on rank 0. Pools have the
+    smallest rank's sizes."""
     directory = Path(settings.engine)
     device, engine = open_rank(directory, settings.device, lambda: make_device(settings), ranks)
     config = ranks.together(lambda: scheduler_config(settings, engine, device))
@@ -167,7 +167,7 @@ def make_executor(
     _, device, engine, config = prepared
     make: Callable[..., Executor] = Executor
     if ranks is not None and ranks.rank == 0:
-        from ..ranks.executor import RankedExecutor  # and MPI
+        from ..ranks.executor import RankedExecutor  # imported here because it imports MPI
 
         make = partial(RankedExecutor, ranks)
     group_layers = GROUP_LAYERS if settings.swap_in == "pipelined" else engine.manifest.layers
@@ -177,7 +177,7 @@ def make_executor(
 
 def make_device(settings: ServeSettings) -> Device:
     if settings.device == "cuda":
-        from ..device.cuda import CudaDevice  # and cuda-python, which only it needs
+        from ..device.cuda import CudaDevice  # imported here because only it needs cuda-python
 
         return CudaDevice(enforce_eager=settings.enforce_eager)
     return CpuDevice()
@@ -186,8 +186,8 @@ def make_device(settings: ServeSettings) -> Device:
 def demo_engine(state_dir: Path, device: str) -> Path:
     """Builds the demo engine on first use, in a second.
 
-    In float32, which CPUs are quickest with. It is not compiled: that takes 25 s on two idle cores and needs a C++
-    compiler, and the demo shall answer at once.
+    Its dtype is float32, the fastest on CPUs. It is not compiled: that takes 25 s on two idle cores and needs a C++
+    compiler, and the demo should answer at once.
     """
     directory = state_dir / ("demo" if device == "cpu" else f"demo-{device}")
     try:
@@ -202,7 +202,7 @@ def demo_engine(state_dir: Path, device: str) -> Path:
 
 @contextmanager
 def locked_directories(settings: ServeSettings) -> Iterator[None]:
-    """While this is open no other server has them. SettingError."""
+    """While this is open no other server can use these directories. Raises SettingError."""
     with ExitStack() as locks:
         locks.enter_context(locked(settings.state_directory, "--state-dir"))
         disk = settings.disk_directory

@@ -1,4 +1,4 @@
-"""The way to Triton's model, which listens at the socket of `--attach`. Imports little."""
+"""The connection to Triton's model, which listens at the socket of `--attach`. Imports little."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger("pensieve")
 
 @contextmanager
 def telling_model(socket_path: Path | None) -> Iterator[None]:
-    """A SettingError is also told to Triton's model, if there is one: its load fails with this text."""
+    """Passes a SettingError on to Triton's model, if there is one: its load fails with this text."""
     try:
         yield
     except SettingError as error:
@@ -29,7 +29,7 @@ def telling_model(socket_path: Path | None) -> Iterator[None]:
 
 
 def connect(socket_path: Path) -> Connection:
-    """SettingError if nothing listens there."""
+    """Connects to the socket. SettingError if nothing listens there."""
     try:
         return Client(str(socket_path), "AF_UNIX")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The work of `pensieve serve` once its options are read: in this process, or as the ranks of a divided engine."""
+"""The work of `pensieve serve` after its options are read: in this process, or as the ranks of a divided engine."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 def run(settings: ServeSettings, words: Sequence[str]) -> int:
-    """Serves as `settings` say, which `words` were parsed to; the exit status. SettingError."""
-    with interrupts_raise():  # a build cleans up
+    """Serves with `settings`, parsed from `words`. Returns the exit status. Raises SettingError."""
+    with interrupts_raise():  # a build removes its files
         settings = resolved(settings)
     ranks = Manifest.read(Path(settings.engine)).tensor_parallel
     if under_mpi():
@@ -40,12 +40,12 @@ def run(settings: ServeSettings, words: Sequence[str]) -> int:
 
 
 def settled_words(settings: ServeSettings) -> list[str]:
-    """Options that make all ranks settle on the same: the last ones count."""
+    """Options with the resolved values, the same for all ranks. They are appended, because the last ones count."""
     return [f"--engine={settings.engine}", f"--state-dir={settings.state_dir}"]
 
 
 def serve_rank(settings: ServeSettings, ranks: Ranks) -> int:
-    """As one of the processes that mpirun started: rank 0 serves, the others follow it."""
+    """Runs as one of the processes that mpirun started: rank 0 serves, the others follow it."""
     if ranks.rank == 0:
         with telling_model(settings.attach):
             return serve_clients(settings, ranks if ranks.size > 1 else None)
@@ -55,7 +55,7 @@ def serve_rank(settings: ServeSettings, ranks: Ranks) -> int:
 
 
 def serve_clients(settings: ServeSettings, ranks: Ranks | None = None) -> int:
-    """HTTP's, or with `--attach` Triton's; the exit status."""
+    """Serves HTTP, or with `--attach` Triton's model. Returns the exit status."""
     with locked_directories(settings):
         if settings.attach is None:
             return serve(settings, ranks)

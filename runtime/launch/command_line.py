@@ -1,4 +1,4 @@
-"""What all commands do alike: wrong options are answered in one line, and Ctrl-C ends in one line. Imports little."""
+"""Shared by all commands: one-line answers to wrong options and to Ctrl-C. Imports little."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
-INTERRUPTED = 130  # as the shell has it for a command that Ctrl-C ended
+INTERRUPTED = 130  # the shell's status for a command that Ctrl-C ended
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose errors are one line each. An unknown option is answered with the closest one.
+    """A parser whose errors are one line each. For an unknown option it suggests the closest one.
 
-    aliases     {another spelling of an option: our spelling}
-    elsewhere   {an option of another program, without an equal here: what to use instead}
+    aliases     {another name of an option: our name}
+    elsewhere   {an option of another program without an equal here: the suggestion}
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class CommandParser(argparse.ArgumentParser):
         for word in self.own_words(words):
             name = word.partition("=")[0]
             if name.startswith("--") and " " not in name and name not in self._known():
-                self.error(self._unknown(name))  # before an option that is missing because of it
+                self.error(self._unknown(name))  # before a missing option, which may be the misspelt one
         found, rest = self.parse_known_args(words, namespace)
         if rest:
             self.error(self._unknown(rest[0]))
@@ -48,7 +48,7 @@ class CommandParser(argparse.ArgumentParser):
         return super().parse_known_args(self.own_words(words), namespace)
 
     def own_words(self, words: Sequence[str]) -> list[str]:
-        """The words with our spelling of each option."""
+        """Replaces other names of options by ours."""
         parts = [word.partition("=") for word in words]
         return [self._aliases.get(name, name) + equals + value for name, equals, value in parts]
 
@@ -68,7 +68,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    """Prints the version, which is looked up only now."""
+    """Prints the version, which is looked up only on this option."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         show_version()
@@ -80,17 +80,17 @@ def show_version() -> None:
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """The end of a sentence about an unknown word; "" if nothing is close to it."""
+    """The end of a message about an unknown word; "" if no known word is close to it."""
     near = difflib.get_close_matches(word, known, 1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 @contextmanager
 def ending_at_once(name: str) -> Iterator[None]:
-    """While this is open, Ctrl-C ends the process with one line and without any cleaning up.
+    """While this is open, Ctrl-C ends the process with one line and without cleanup.
 
-    For imports, in the middle of which an exception may be swallowed or become another one, and for what needs no
-    cleaning up: the system takes back all that the process holds.
+    For imports, which may swallow or replace an exception, and for work that needs no cleanup: the system frees all
+    that the process holds.
     """
 
     def end(*_: object) -> None:
@@ -103,14 +103,14 @@ def ending_at_once(name: str) -> Iterator[None]:
 
 @contextmanager
 def interrupts_raise() -> Iterator[None]:
-    """While this is open, Ctrl-C raises KeyboardInterrupt: for work that cleans up behind itself."""
+    """While this is open, Ctrl-C raises KeyboardInterrupt: for work with its own cleanup."""
     with _interrupts_go_to(signal.default_int_handler):
         yield
 
 
 @contextmanager
 def _interrupts_go_to(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
-    """A process that was started with interrupts ignored, in the background of a script, goes on to ignore them."""
+    """Leaves interrupts ignored in a process that was started with them ignored, in the background of a script."""
     before = signal.getsignal(signal.SIGINT)
     if before != signal.SIG_IGN:
         signal.signal(signal.SIGINT, handler)
@@ -121,7 +121,7 @@ def _interrupts_go_to(handler: Callable[[int, FrameType | None], Any]) -> Iterat
 
 
 def run_interruptible(name: str, work: Callable[[], int]) -> int:
-    """work(), or one line and INTERRUPTED after a KeyboardInterrupt."""
+    """Returns work(), or prints one line and returns INTERRUPTED after a KeyboardInterrupt."""
     try:
         with interrupts_raise():
             return work()

@@ -1,4 +1,4 @@
-"""Options that the HTTP process is told; reads the files that some of them name."""
+"""Options of the HTTP process; reads the files that some of them name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from .settings import HISTORY_FILE, ServeSettings
 
 
 def http_settings(settings: ServeSettings) -> HTTPSettings:
-    """What the HTTP process is told; reads the files that the options name. SettingError names the flag at fault."""
+    """Returns the HTTP process's settings; reads the files that the options name. SettingError names the flag at
+    fault."""
     keys = read_api_keys(settings.api_key, settings.api_key_file)
     if settings.otlp_traces_endpoint is not None:
         check_traces_endpoint(settings.otlp_traces_endpoint)
@@ -39,7 +40,7 @@ def http_settings(settings: ServeSettings) -> HTTPSettings:
 
 
 def check_traces_endpoint(endpoint: str) -> None:
-    """SettingError if it is no URL, or nothing is installed to send spans. Whether it answers is not asked."""
+    """SettingError if it is not a URL, or no package to send spans is installed. No connection is made."""
     setting, exporter = "--otlp-traces-endpoint", "opentelemetry-exporter-otlp-proto-http"
     try:
         url = urlsplit(endpoint)
@@ -55,7 +56,7 @@ def check_traces_endpoint(endpoint: str) -> None:
 
 
 def read_api_keys(keys: Sequence[str], path: Path | None) -> Sequence[str]:
-    """Those of the command line and those of the file, whose empty lines and lines with # say nothing."""
+    """Returns the keys of the command line and of the file. The file's empty lines and lines with # are skipped."""
     if path is not None:
         try:
             lines = [line.strip() for line in path.read_text("utf-8").splitlines()]
@@ -75,5 +76,5 @@ def read_chat_template(path: Path) -> str:
         source = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError("--chat-template", f"cannot read {path}: {error}") from error
-    ChatTemplate(source, {}, "--chat-template")  # whether it parses
+    ChatTemplate(source, {}, "--chat-template")  # raises if it does not parse
     return source

@@ -1,6 +1,6 @@
 """The options of `pensieve serve`: from the command line, and from a TOML file with the same names.
 
-Where vLLM has an option of the same meaning, ours has its name, or takes it too.
+An option with the meaning of a vLLM option has its name, or accepts it too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ALIASES = {
     "--enable-prefix-caching": "--reuse",
     "--no-enable-prefix-caching": "--no-reuse",
 }
-"""Names of vLLM's options, and of `build_engine`'s, whose meaning is that of one of ours. The file has ours only."""
+"""Names of options of vLLM and of `build_engine` that have the meaning of one of ours. The file accepts only ours."""
 
 ELSEWHERE = {
     "--swap-space": "--host-kv-bytes 4GiB keeps KV in host memory",
@@ -55,18 +55,18 @@ ELSEWHERE = {
     "--pipeline-parallel-size": "--tensor-parallel-size divides a model over several GPUs",
     "-pp": "--tensor-parallel-size divides a model over several GPUs",
 }
-"""Options of vLLM that people type and that have no equal here, with what to do instead."""
+"""Frequent vLLM options without an equal here, with the suggestion for each."""
 
 COMMON = (
     "path", "config", "device", "dtype", "quantization", "tensor_parallel_size", "max_model_len", "max_num_seqs",
     "gpu_kv_bytes", "gpu_memory_utilization", "host_kv_bytes", "disk_kv_bytes", "state_dir", "host", "port",
     "served_model_name", "api_key", "help", "help_all",
 )  # fmt: skip
-"""What `--help` shows; `--help-all` shows all."""
+"""Options shown by `--help`; `--help-all` shows all."""
 
 
 def parse_options(argv: Sequence[str]) -> ServeSettings:
-    """What the flags say, else the file of `--config`, else the defaults. SettingError for wrong values."""
+    """Reads the flags, else the file of `--config`, else the defaults. SettingError for wrong values."""
     made = parser()
     path = early_options(argv).config
     if path is not None:
@@ -77,7 +77,7 @@ def parse_options(argv: Sequence[str]) -> ServeSettings:
 
 
 def settings_of(args: argparse.Namespace) -> ServeSettings:
-    """SettingError for values that cannot work."""
+    """SettingError for impossible values."""
     values: dict[str, Any] = vars(args)
     if values["engine"] is None:
         raise SettingError(
@@ -88,7 +88,8 @@ def settings_of(args: argparse.Namespace) -> ServeSettings:
 
 
 def early_options(argv: Sequence[str]) -> argparse.Namespace:
-    """`config` and `attach`, which no file sets: they are known even if other options are wrong."""
+    """Returns `config` and `attach`, which cannot be set in the file. They are known even if other options are
+    wrong."""
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--config", type=Path)
     early.add_argument("--attach", type=Path)
@@ -119,20 +120,21 @@ def parser(prog: str = "pensieve serve") -> CommandParser:
     _engine_options(made)
     _cache_options(made)
     _http_options(made)
-    lists: dict[str, list[str]] = {name: [] for name, value in DEFAULTS.items() if value == ()}  # which flags extend
+    # values that repeated flags extend
+    lists: dict[str, list[str]] = {name: [] for name, value in DEFAULTS.items() if value == ()}
     made.set_defaults(**DEFAULTS | lists, engine=None)
     return made
 
 
 class _Path(argparse.Action):
-    """PATH is `--engine`; the last one counts."""
+    """PATH is `--engine`; the last of both counts."""
 
     def __call__(self, _: argparse.ArgumentParser, namespace: argparse.Namespace, path: Any, __: Any = None) -> None:
         namespace.engine = path
 
 
 class _Help(argparse.Action):
-    """Shows COMMON only."""
+    """Shows the options in COMMON only."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         for action in parser._actions:
@@ -257,7 +259,8 @@ def _http_options(made: argparse.ArgumentParser) -> None:
 
 
 def read_file(made: argparse.ArgumentParser, path: Path) -> dict[str, Any]:
-    """The file's options, by the names of the parser's values. Numbers are text, which the parser reads as a flag's."""
+    """Returns the file's options, by the names of the parser's values. Numbers become text, which the parser reads as a
+    flag's value."""
     try:
         options = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
@@ -290,7 +293,7 @@ def read_file(made: argparse.ArgumentParser, path: Path) -> dict[str, Any]:
 
 
 def _rivals(name: str) -> set[str]:
-    """The flags of its rivals."""
+    """The flags that exclude this one."""
     return {flag(other) for rivals in RIVALS if name in rivals for other in rivals if other != name}
 
 

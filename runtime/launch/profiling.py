@@ -1,4 +1,4 @@
-"""Opens what `pensieve profile` measures: an engine in this process, or its parts on all ranks side by side."""
+"""Opens the engine for `pensieve profile`: in this process, or its parts on all ranks side by side."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Work = Callable[[StepBench, Engine, int], None]
 
 
 def run(args: argparse.Namespace, words: Sequence[str], work: Work) -> int:
-    """Calls `work` on all ranks of the engine; the exit status. `args` are `words`, parsed. SettingError."""
+    """Calls `work` on all ranks of the engine; returns the exit status. `args` are `words`, parsed. SettingError."""
     count = Manifest.read(args.engine).tensor_parallel
     if under_mpi():
         return run_rank("pensieve profile", count, partial(_on_rank, args, work))
@@ -56,13 +56,14 @@ def _on_rank(args: argparse.Namespace, work: Work, ranks: Ranks) -> int:
 def make_device(name: str) -> Device:
     if name == "cpu":
         return CpuDevice()
-    from ..device.cuda import CudaDevice  # and cuda-python, which only it needs
+    from ..device.cuda import CudaDevice  # imported here because only it needs cuda-python
 
     return CudaDevice()
 
 
 def bench_config(args: argparse.Namespace, engine: Engine, device: Device) -> SchedulerConfig:
-    """Pools as large as the batches can use, contexts as long as the GPU's holds. SettingError if nothing fits."""
+    """Returns pools as large as the batches can use, and contexts as long as the GPU's pool holds. SettingError if
+    nothing fits."""
     size, longest = args.chunk_tokens, args.max_model_len or engine.manifest.max_model_len
     if longest > engine.manifest.max_model_len:
         raise SettingError("--max-model-len", f"{longest} is more than the model's {engine.manifest.max_model_len}")

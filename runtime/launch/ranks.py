@@ -1,4 +1,4 @@
-"""What commands share that run as several ranks: they start themselves under mpirun, and each rank takes its share."""
+"""Shared by commands that run as several ranks: they start themselves under mpirun, and each rank takes its share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def take_share(device: str, ranks: Ranks) -> None:
-    """The host's cores are shared by its ranks; each has a GPU of its own, in their order. SettingError for too few."""
+    """Takes this rank's share of the host's cores, or its own GPU, by its number. SettingError for too few GPUs."""
     if device == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() // ranks.local_size))
     elif torch.cuda.device_count() < ranks.local_size:
@@ -36,8 +36,8 @@ def take_share(device: str, ranks: Ranks) -> None:
 
 
 def open_rank(directory: Path, device: str, make_device: Callable[[], Device], ranks: Ranks) -> tuple[Device, Engine]:
-    """This rank's device and its share of the engine, with the group in which it computes. All ranks call it, side by
-    side; what is wrong with one it and rank 0 raise."""
+    """Returns this rank's device and its part of the engine, with the group in which it computes. All ranks call it at
+    the same time. A fault of one rank is raised on it and on rank 0."""
     ranks.together(lambda: take_share(device, ranks))
     made = ranks.together(make_device)
     engine = ranks.together(lambda: open_engine(directory, device, ranks.rank))
@@ -47,7 +47,8 @@ def open_rank(directory: Path, device: str, make_device: Callable[[], Device], r
 
 
 def run_as_ranks(name: str, count: int, words: Sequence[str], work: Callable[[Ranks], int]) -> int:
-    """work(ranks) as one of `count` ranks, or all of them with `words` after the command's name; the exit status."""
+    """Calls work(ranks) as one of `count` ranks, or starts all of them with `words` after the command's name. Returns
+    the exit status."""
     if under_mpi():
         return run_rank(name, count, work)
     try:
@@ -58,7 +59,7 @@ def run_as_ranks(name: str, count: int, words: Sequence[str], work: Callable[[Ra
 
 
 def run_rank(name: str, count: int, work: Callable[[Ranks], int]) -> int:
-    """work(ranks) as one of the `count` processes that mpirun started. Whatever it raises ends them all."""
+    """Calls work(ranks) as one of the `count` processes that mpirun started. An exception ends them all."""
     tell_when_asked()
     die_with_mpirun()
     try:

@@ -1,4 +1,4 @@
-"""Settles what the options of `pensieve serve` leave open: an engine for a checkpoint, and where state is kept."""
+"""Resolves the open options of `pensieve serve`: the engine of a checkpoint, and the state directory."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .settings import HISTORY_FILE, ServeSettings, default_state_dir, flag
 
 log = logging.getLogger("pensieve")
 
-OWNER_FILE = "belongs-to"  # in `default_state_dir`: the name of the state directory in whose place it is used
+OWNER_FILE = "belongs-to"  # in `default_state_dir`: names the state directory that it replaces
 
 
 def resolved(settings: ServeSettings) -> ServeSettings:
-    """The settings with the directory of an engine, built if need be, and a state directory. SettingError."""
+    """Returns the settings with an engine's directory, built if needed, and a state directory. Raises SettingError."""
     if settings.engine == "demo":
         for name in ("dtype", "quantization", "tensor_parallel_size"):
             if settings.changed(name):
@@ -42,10 +42,11 @@ def resolved(settings: ServeSettings) -> ServeSettings:
 
 
 def state_directory(name: str, path: str, tokenizer: Callable[[], bytes]) -> Path:
-    """The default state directory of the engine or checkpoint at `path`: its own, so that servers do not meet.
+    """Returns the default state directory of the engine or checkpoint at `path`, one for each so that servers do not
+    collide.
 
-    An engine that is built anew keeps it. Versions before 0.2 kept all conversations in `default_state_dir` itself.
-    These go to the first engine with the same tokenizer, whose state directory that is from then on. SettingError.
+    A rebuilt engine keeps it. Versions before 0.2 stored all conversations in `default_state_dir` itself. The first
+    engine with the same tokenizer takes that directory as its own. Raises SettingError.
     """
     shared = default_state_dir()
     own = shared / f"{name}-{hashlib.sha256(path.encode()).hexdigest()[:8]}"
@@ -67,12 +68,12 @@ def state_directory(name: str, path: str, tokenizer: Callable[[], bytes]) -> Pat
 
 
 def tokenizer_digest(engine: Path) -> bytes:
-    """As `TurnManager` takes it."""
+    """The digest that `TurnManager` takes."""
     return Tokenizer.load(engine).digest() if (engine / "tokenizer.json").exists() else b""
 
 
 def _same_tokenizer(history: Path, tokenizer: Callable[[], bytes]) -> bool:
-    """Whether the conversations stored there are of this tokenizer, or none is known."""
+    """Returns whether the conversations stored there have this tokenizer, or no known one."""
     try:
         stored = stored_tokenizer(history)
     except SettingError as error:

@@ -1,4 +1,4 @@
-"""Serves what `assemble` made: the loop of this process, and the process of the clients beside it."""
+"""Serves with the parts from `assemble`: runs the loop in this process, and the clients' side in another."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ log = logging.getLogger("pensieve")
 
 ENDS = (signal.SIGTERM, signal.SIGINT, DRAIN)
 HTTP_EXIT_SECONDS = 15  # for clients to read the end of their replies
-END_SECONDS = 10.0  # for the last step, and for memory to be given back
+END_SECONDS = 10.0  # for the last step, and to free memory
 
 
 def serve(settings: ServeSettings, ranks: Ranks | None = None) -> int:
-    """Starts the HTTP process, then becomes the loop; the exit status. SettingError before anything is served."""
+    """Starts the HTTP process, then runs the loop. Returns the exit status. SettingError before anything is served."""
     http_process = http_settings(settings)
-    HistoryStore(http_process.history_file).close()  # it must be usable before anything else starts
+    HistoryStore(http_process.history_file).close()  # checks that it is usable before anything else starts
     listener = listen(settings.host, settings.port)
     host, port = listener.getsockname()[:2]
     ours, theirs = multiprocessing.Pipe()
     spawn = multiprocessing.get_context("spawn")
     http = spawn.Process(target=serve_http, args=(theirs, listener, http_process), name="http")
-    # From here on for the loop alone: mpirun and a terminal tell the HTTP process too, which inherits this mask. The
-    # process that multiprocessing starts beside it would take the mask off again.
+    # From here on the loop alone handles these signals. mpirun and a terminal send them to the HTTP process too, which
+    # inherits this mask. Started later, the process that multiprocessing starts would remove the mask.
     resource_tracker.ensure_running()
     ours_alone = [*ENDS, ASKED]
     signal.pthread_sigmask(signal.SIG_BLOCK, ours_alone)
-    http.start()  # it imports while the weights load
+    http.start()  # its imports run while the weights load
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ours_alone)
     listener.close()
     theirs.close()
@@ -62,16 +62,16 @@ def serve(settings: ServeSettings, ranks: Ranks | None = None) -> int:
         http.join(HTTP_EXIT_SECONDS)
         status = http.exitcode
         http.kill()  # it ignores other signals; after a clean end it is gone already
-    if status:  # it ended without being asked: a supervisor that restarts failed servers must see a failure
+    if status:  # it ended unexpectedly: a supervisor that restarts failed servers must see a failure
         log.error("the HTTP process has ended with status %d, and the server with it", status)
         return 1
     return 0
 
 
 def serve_attached(settings: ServeSettings, socket_path: Path, ranks: Ranks | None = None) -> None:
-    """Becomes the loop of Triton's model, which listens at `socket_path`. SettingError before anything is served."""
+    """Runs the loop of Triton's model, which listens at `socket_path`. SettingError before anything is served."""
     history = http_settings(settings)
-    HistoryStore(history.history_file).close()  # it must be usable before weights are loaded
+    HistoryStore(history.history_file).close()  # checks that it is usable before weights are loaded
     assembled = assemble(settings, ranks)
     with connect(socket_path) as connection:
         service = make_service(assembled, connection)
@@ -96,9 +96,9 @@ def make_service(assembled: Assembled, connection: Connection) -> Service:
 
 
 def follow_rank(settings: ServeSettings, ranks: Ranks) -> None:
-    """Another rank than 0, until rank 0 ends it. Signals are for rank 0: before it serves it dies of them, and mpirun
-    ends all."""
-    from ..ranks.executor import follow  # and MPI
+    """Runs a rank other than 0 until rank 0 ends it. Signals are for rank 0: before it serves they end it, and mpirun
+    ends the others."""
+    from ..ranks.executor import follow  # imported here because it imports MPI
 
     for number in ENDS:
         signal.signal(number, signal.SIG_IGN)
@@ -108,7 +108,7 @@ def follow_rank(settings: ServeSettings, ranks: Ranks) -> None:
 
 def drain_on_signals(service: Service, seconds: float) -> None:
     """The first SIGTERM, SIGINT or (passed on by mpirun) SIGUSR1 lets requests finish within `seconds`, the second ends
-    them, the third kills."""
+    them, the third kills the process."""
     patience = [0.0, seconds]
 
     def drain(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""What `pensieve serve` is told, checked as far as neither a file nor the engine is needed for it."""
+"""The settings of `pensieve serve`, checked as far as neither a file nor the engine is needed."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ RIVALS = (
     ("host_kv_chunks", "host_kv_bytes"),
     ("disk_kv_chunks", "disk_kv_bytes"),
 )
-"""Options of which one is given at most: a flag overrides its rivals in the file too."""
+"""Options of which at most one may be given: a flag overrides the others in the file too."""
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "device": DEVICES,
-    "dtype": ("auto", *DTYPES, "half", "float"),  # as vLLM spells them, too
+    "dtype": ("auto", *DTYPES, "half", "float"),  # with vLLM's names too
     "batching": BATCHING_MODES,
     "queue_order": QUEUE_ORDERS,
     "save": SAVE_MODES,
@@ -59,7 +59,7 @@ NOT_WITH_TRITON = (
     "owner_kv_bytes",
     "otlp_traces_endpoint",
 )
-"""Options that concern HTTP clients only: with `--attach` Triton serves the clients."""
+"""Options for HTTP clients only: with `--attach` Triton serves the clients."""
 
 
 AT_LEAST_ONE = (
@@ -72,16 +72,16 @@ AT_LEAST_ONE = (
 
 
 def default_state_dir() -> Path:
-    """Under which each engine has a state directory of its own, unless `--state-dir` names one."""
+    """The directory in which each engine has its own state directory, unless `--state-dir` names one."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "pensieve"
 
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """The options by name, each as `pensieve serve --help-all` describes it; sizes as text ("40GiB").
+    """The options by name, each as described by `pensieve serve --help-all`; sizes as text ("40GiB").
 
-    `state_dir` None: the engine's own (`resolve.state_directory`). Values are checked here as far as they need neither
-    a file nor the engine. SettingError names the flag at fault.
+    `state_dir` None: the engine's own (`resolve.state_directory`). Values are checked here as far as neither a file nor
+    the engine is needed. SettingError names the flag at fault.
     """
 
     engine: str
@@ -174,12 +174,12 @@ class ServeSettings:
             raise SettingError("--gpu-memory-utilization", "needs --device cuda; on a CPU, give --gpu-kv-bytes")
 
     def changed(self, name: str) -> bool:
-        """Whether the option is not at its default."""
+        """True if the option is not at its default."""
         return bool(getattr(self, name) != DEFAULTS[name])
 
     @property
     def state_directory(self) -> Path:
-        """Of a server whose `state_dir` is known."""
+        """The state directory; only allowed after it is resolved."""
         assert self.state_dir is not None
         return self.state_dir
 

@@ -1,4 +1,4 @@
-"""How large everything is that is served with: pools, contexts, the disk's room, and what it is expected to cost."""
+"""The sizes of a server: pools, contexts, the disk tier, and the expected costs."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pensieve")
 
-# What a core or two do, and one Hopper GPU, for the cost estimate of an engine that has not been measured: arithmetic,
-# copies between the tiers, and the least time of a step.
+# Speeds of one or two cores and of one Hopper GPU, for the cost estimate of an engine that has not been measured:
+# arithmetic, copies between the tiers, and the least time of a step.
 ESTIMATES = {
     "cpu": dict(flops_per_s=5e10, link_bytes_per_s=5e9, step_base_seconds=2e-3),
     "cuda": dict(flops_per_s=4e14, link_bytes_per_s=5e10, step_base_seconds=8e-3),
@@ -109,7 +109,7 @@ def refuse_idle_options(settings: ServeSettings, config: SchedulerConfig) -> Non
     )
     for idle, name, needs in (
         (no_host, "lower_tier_kv", for_host),
-        (no_host and settings.swap_out_below != 0.0, "swap_out_below", for_host),  # 0 says the same as no host memory
+        (no_host and settings.swap_out_below != 0.0, "swap_out_below", for_host),  # 0 is right without host memory
         (no_host, "swap_in", for_host),
         (no_host, "link", for_host),
         (no_disk, "disk_dir", for_disk),
@@ -123,7 +123,7 @@ def refuse_idle_options(settings: ServeSettings, config: SchedulerConfig) -> Non
 
 
 def overflow_mode(asked: str | None, manifest: Manifest) -> str:
-    """Kept KV stays valid only where positions matter as differences; a learned table also has an end."""
+    """Kept KV stays valid only with relative positions; a table of learned positions also has an end."""
     if manifest.decoder.rotary is not None:
         return asked or KEEP
     if asked == KEEP:
@@ -133,7 +133,7 @@ def overflow_mode(asked: str | None, manifest: Manifest) -> str:
 
 
 def free_gpu_bytes(settings: ServeSettings, engine: Engine, device: Device) -> int:
-    """What `--gpu-memory-utilization` leaves for KV."""
+    """The bytes that `--gpu-memory-utilization` leaves for KV."""
     context = settings.max_model_len or engine.manifest.max_model_len
     activations = activation_bytes(
         Shard(engine.manifest.decoder, engine.manifest.tensor_parallel),
@@ -153,7 +153,7 @@ def free_gpu_bytes(settings: ServeSettings, engine: Engine, device: Device) -> i
 
 
 def pool_setting(settings: ServeSettings, tier: Tier) -> str:
-    """The option that says how large a tier's pool is."""
+    """The option that sets the size of a tier's pool."""
     name = tier.name.lower()
     return f"--{name}-kv-bytes" if getattr(settings, f"{name}_kv_chunks") is None else f"--{name}-kv-chunks"
 
@@ -171,7 +171,7 @@ def kv_chunks(settings: ServeSettings, tier: Tier, default: str, record: int) ->
 
 
 def host_form(lower_tier_kv: str, chunk_tokens: int, engine: Engine) -> Form | None:
-    """Of the records in HOST."""
+    """The form of the records in HOST; None: as on the GPU."""
     if lower_tier_kv != "packed":
         return FP8 if lower_tier_kv == "fp8" else None
     if engine.dtype != torch.bfloat16:
@@ -186,7 +186,7 @@ def host_form(lower_tier_kv: str, chunk_tokens: int, engine: Engine) -> Form | N
 
 
 def disk_settings(settings: ServeSettings, config: SchedulerConfig, ranks: Ranks | None = None) -> DiskSettings | None:
-    """Where the disk tier is and what may be read from it; None without one."""
+    """The disk tier's directory and the origin of its records; None without a disk tier."""
     if not config.disk_kv_chunks:
         return None
     count, rank = (1, 0) if ranks is None else (ranks.size, ranks.rank)
@@ -194,8 +194,8 @@ def disk_settings(settings: ServeSettings, config: SchedulerConfig, ranks: Ranks
 
 
 def check_disk_holds(settings: ServeSettings, chunks: int, chunk_bytes: int, ranks: int = 1) -> None:
-    """SettingError if records of so many chunks are more than the whole disk of the directory, which is there and is
-    shared by so many ranks."""
+    """SettingError if records of so many chunks are larger than the whole disk of the directory, which exists and is
+    shared by `ranks` ranks."""
     directory = settings.disk_directory
     size, total = ranks * chunks * disk_record_bytes(chunk_bytes), shutil.disk_usage(directory).total
     if size > total:
@@ -204,7 +204,7 @@ def check_disk_holds(settings: ServeSettings, chunks: int, chunk_bytes: int, ran
 
 
 def with_disk_speed(cost: CostProfile, directory: Path, longest: int) -> CostProfile:
-    """Measured just now. Says from which speed on reading pays at all."""
+    """Returns the costs with the disk's speed, measured now. Logs the speed from which reading is worthwhile."""
     speed = measure_disk(directory, cost.chunk_bytes)
     if speed is None:
         log.warning("%s: the disk takes nothing now, so its speed is a guess", directory)
@@ -220,7 +220,8 @@ def with_disk_speed(cost: CostProfile, directory: Path, longest: int) -> CostPro
 
 
 def kv_seed(manifest: Manifest, lower_tier_kv: str) -> bytes:
-    """Engines of one fingerprint compute equal KV, and equal lower tiers keep it equally; no others share chunks."""
+    """Engines of one fingerprint compute equal KV, and equal lower tiers keep it equally. All others share no
+    chunks."""
     return bytes.fromhex(manifest.fingerprint) + (b"" if lower_tier_kv == "same" else lower_tier_kv.encode())
 
 

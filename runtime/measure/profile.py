@@ -1,15 +1,16 @@
-"""The measured profile of an engine on this hardware: taken, kept beside the engine, and read back for the scheduler.
+"""The measured profile of an engine on this hardware: measured, stored next to the engine, and read for the scheduler.
 
-What is measured: a full batch of chunks by context, a step by its tokens, generation by rows and context, copies by
-piece and direction (`measure.StepBench`). What the scheduler needs of it is a `CostProfile`.
+It measures a full batch of chunks by context, a step by its tokens, generation by rows and context, and copies by piece
+and direction (`StepBench`). The scheduler uses it as a `CostProfile`.
 
-**Attention apart from the rest.** A full batch at context l takes rest + attention(l). Attention cannot be left out of
-an engine, so the rest is what the line through the shortest and the longest context reaches at context 0: over so long
-a lever noise of a percent moves it by less than that, while the difference of two short contexts would be all noise.
-Noise on a busy machine only adds time: where a longer context is quicker, its time is taken for the shorter one too.
+**Attention and the rest.** A full batch at context l takes rest + attention(l). Attention cannot be removed from an
+engine. So the rest is extrapolated to context 0 by the line through the shortest and the longest context: with points
+so far apart, noise of a percent changes it by less than a percent, while the difference of two short contexts would be
+mostly noise. Noise on a busy machine only adds time: if a longer context is faster, its time is used for the shorter
+one too.
 
-**Divided by chunks.** A full batch keeps the device busy with arithmetic, behind which its fixed part (reading the
-weights, launching) hides; there a chunk's share of the time is its marginal cost.
+**Time of a chunk.** A full batch keeps the device busy with arithmetic, which hides its fixed part (reading the
+weights, launching). So its time divided by its chunks is a chunk's marginal cost.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 PROFILE = "profile.json"
 PIECES = (1, 2, 4, 8)
-"""Layers a copied piece; whole records beside."""
-COPIED_BYTES = 256 * 2**20  # a copy that is timed: 5 ms on a link of 50 GB/s
+"""Layers of a copied piece; whole records are measured too."""
+COPIED_BYTES = 256 * 2**20  # bytes of a timed copy: 5 ms on a link of 50 GB/s
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +59,10 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """hardware, engine (its fingerprint) and chunk_tokens say what it holds for; the rest is for the reader.
+    """`hardware`, `engine` (its fingerprint) and `chunk_tokens` tell what the profile is valid for; the other fields
+    are its measurements.
 
-    gpu_kv_chunks   of the pool that was measured in, from which `swap_out_below` follows
+    gpu_kv_chunks   of the measured pool; `swap_out_below` depends on it
     """
 
     hardware: str
@@ -78,7 +80,7 @@ class Profile:
     swap_out_below: float
 
     def save(self, directory: Path) -> Path:
-        """Writes profile.json beside the engine, whole or not at all."""
+        """Writes profile.json next to the engine, atomically."""
         path = directory / PROFILE
         aside = path.with_suffix(".writing")
         aside.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
@@ -104,7 +106,8 @@ class Profile:
 
 
 def load_profile(directory: Path, engine: Engine, chunk_tokens: int) -> CostProfile | None:
-    """The measured costs of this engine, here, with chunks of this size; None, and a line in the log, without them.
+    """Returns the measured costs of this engine on this hardware with chunks of this size. Without them returns None
+    and logs a line.
 
     SettingError for a damaged file.
     """
@@ -123,7 +126,7 @@ def load_profile(directory: Path, engine: Engine, chunk_tokens: int) -> CostProf
 
 
 def hardware(engine: Engine) -> str:
-    """What computes here."""
+    """The name of the computing hardware."""
     if engine.manifest.device == "cuda":
         return torch.cuda.get_device_name()
     names = [line.partition(":")[2].strip() for line in _lines(Path("/proc/cpuinfo")) if line.startswith("model name")]
@@ -131,7 +134,7 @@ def hardware(engine: Engine) -> str:
 
 
 def profile_engine(bench: StepBench, engine: Engine, say: Callable[[str], None]) -> Profile:
-    """Measures the bench's engine; `say` is told what is being measured."""
+    """Measures the bench's engine; calls `say` with the name of each measurement."""
     config = bench.config
     record = engine.chunk_bytes(config.chunk_tokens)
     measured = _measure(bench, engine.manifest.layers, record, say)
@@ -172,7 +175,7 @@ def _measure(bench: StepBench, layers: int, record: int, say: Callable[[str], No
 
 
 def cost_profile(measured: Measured, config: SchedulerConfig, chunk_bytes: int) -> CostProfile:
-    """What the scheduler needs of the measurement; copies count as quick as they are while both ways run."""
+    """The scheduler's costs from the measurement; copies count with their speed while both directions are busy."""
     rest, attention = split_attention(measured.full_batches)
     chunks = config.max_num_batched_tokens // config.chunk_tokens
     most_rows = measured.generation[-1][0]
@@ -193,7 +196,7 @@ def cost_profile(measured: Measured, config: SchedulerConfig, chunk_bytes: int) 
 
 
 def split_attention(points: Sequence[tuple[int, float]]) -> tuple[float, Points]:
-    """Seconds of all but attention, and (context, seconds of attention), of a batch's (context, seconds)."""
+    """Returns the seconds without attention, and (context, seconds of attention), from a batch's (context, seconds)."""
     times = _never_falling(points)
     (shortest, first), (longest, last) = times[0], times[-1]
     slope = (last - first) / (longest - shortest) if longest > shortest else 0.0
@@ -216,7 +219,7 @@ def _doubled(first: int, most: int, end: bool = False) -> list[int]:
 
 
 def _tuples(value: dict[str, Any]) -> dict[str, Any]:
-    """JSON's lists of lists as tuples of tuples."""
+    """Converts JSON's lists of lists to tuples of tuples."""
     return {
         name: tuple(tuple(point) for point in entry) if isinstance(entry, list) else entry
         for name, entry in value.items()

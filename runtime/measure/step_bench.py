@@ -1,12 +1,12 @@
-"""Times steps and copies on a device, as the service would have them run: through the executor, two steps in flight.
+"""Times steps and copies on a device in the service's way: through the executor, with two steps in flight.
 
-A batch's block tables name slots like this, R rows over a pool that may be smaller than their contexts together:
+The block tables of a batch name slots like this, for R rows and a pool that may be smaller than all their contexts:
 
     slot    0 .. seats-1          seats .. pool-1
-            last chunk of row r   all other chunks, row after row, round and round
+            last chunk of row r   all other chunks, row after row, in a cycle
 
-so that every row writes to a slot of its own and slots that rows share are only read. Rows that share are as far apart
-as the pool is large, so that no cache brings their KV quicker than the pool's memory does.
+So every row writes to its own slot, and slots that rows share are only read. Rows that share a slot are far apart, so
+no cache delivers their KV faster than the pool's memory.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from ..device.protocol import Device, ForwardPass
 from ..executor import Executor
 
 STEPS_IN_FLIGHT = 2
-UNCOUNTED = 2  # first times of a batch: kernels are compiled, caches filled
-LEAST, MOST = 7, 1000  # times that a median is taken of
+UNCOUNTED = 2  # first steps of a batch: kernels are compiled, caches filled
+LEAST, MOST = 7, 1000  # number of times for a median
 
 
 class CopyTime(NamedTuple):
-    """Seconds to copy `chunks` chunks, `layers` layers a piece, one way alone, and each way while both run."""
+    """Seconds to copy `chunks` chunks, `layers` layers in a piece, one direction alone, and each direction while both
+    run."""
 
     layers: int
     chunks: int
@@ -53,13 +54,13 @@ class HistoryTime(NamedTuple):
 
 
 class StepBench:
-    """An engine on a device, and batches made by hand.
+    """An engine on a device, with batches made by hand.
 
-    Owns the device, and closes it on leaving the `with` block; not for an exception, when lanes may wait for a rank
-    that is gone.
+    Owns the device, and closes it at the end of the `with` block; not after an exception, when lanes may wait for a
+    rank that is gone.
 
-    Every method that times something takes about `seconds`, more if a few times take longer. Of several ranks all make
-    the same calls: everything happens on all of them side by side, equally often, and the slowest one's time counts.
+    Every timing method takes about `seconds`, more if a few runs take longer. With several ranks all make the same
+    calls: every run is made on all of them side by side, equally often, and the slowest rank's time counts.
     """
 
     def __init__(
@@ -70,9 +71,10 @@ class StepBench:
         seconds: float,
         slowest: Callable[[float], float] = float,
     ):
-        """slowest: of each rank's time the most, told to all ranks, which call it together.
+        """slowest: returns the largest value of all ranks, which call it together.
 
-        SettingError if the pools are too small for one context beside the chunks that are written."""
+        SettingError if the pools are too small for one context besides the chunks that are written.
+        """
         self.seats = max(config.max_num_seqs, config.max_num_batched_tokens // config.chunk_tokens)
         if config.max_num_batched_tokens < config.chunk_tokens:
             raise SettingError("--max-num-batched-tokens", f"must hold a chunk of {config.chunk_tokens} tokens")
@@ -96,14 +98,14 @@ class StepBench:
             self._executor.close()
 
     def _fill_pool(self) -> None:
-        """Writes to every GPU slot: until then all pages of a pool may be one page of zeros, which is read quicker."""
+        """Writes to every GPU slot: before that, all pages of a pool may be one page of zeros, which is read faster."""
         hosts = self.config.host_kv_chunks
         for first in range(0, self.config.gpu_kv_chunks, hosts):
             targets = np.arange(first, min(first + hosts, self.config.gpu_kv_chunks), dtype=np.int32)
             self._device.copy(Lane.IN, np.arange(len(targets), dtype=np.int32), targets, range(self._layers))
         self._device.synchronize(self._device.mark(Lane.IN))
 
-    # Batches, and how long a step of them takes.
+    # Steps of batches, and their times.
 
     def chunks_at(self, context: int, count: int) -> float:
         """Seconds of a step that computes the last chunk of `count` contexts; nothing is sampled."""
@@ -124,7 +126,8 @@ class StepBench:
         return self._step_seconds(self._generate([context - 1] * rows))
 
     def _step_seconds(self, plan: StepPlan) -> float:
-        """Median time from one step's end to the next one's: what the host does meanwhile is hidden, or is not."""
+        """Median time from one step's end to the next one's. It contains the host's work if the device does not hide
+        it."""
         self._step_times(plan, UNCOUNTED)
         return self._median(partial(self._step_times, plan))
 
@@ -144,7 +147,7 @@ class StepBench:
         return times
 
     def _median(self, times_of: Callable[[int], list[float]]) -> float:
-        """Of a few times, and of as many more as there is time for: of equally many on all ranks."""
+        """The median of a few times, and of as many more as `seconds` allows; equally many on all ranks."""
         times = times_of(LEAST)
         fitting = int(self._seconds / self._slowest(statistics.median(times)))
         if fitting > LEAST:
@@ -152,7 +155,7 @@ class StepBench:
         return self._slowest(statistics.median(times))
 
     def _seat(self, contexts: Sequence[int]) -> None:
-        """One context a seat, from seat 0 on, in slots as drawn above."""
+        """Gives each seat from 0 on one context, in the slots described above."""
         shared = self.config.gpu_kv_chunks - self.seats
         at, rows = 0, []
         for seat, context in enumerate(contexts):
@@ -162,7 +165,7 @@ class StepBench:
         self._take_seats(rows)
 
     def _take_seats(self, rows: Sequence[Sequence[int]]) -> None:
-        """Seat s gets the slots rows[s]."""
+        """Gives seat s the slots rows[s]."""
         joins = tuple(Join(seat, _row(seat), GREEDY) for seat in range(len(rows)))
         blocks = tuple(BlockUpdate(seat, 0, tuple(slots)) for seat, slots in enumerate(rows))
         self._launch(replace(EMPTY, joins=joins, blocks=blocks))
@@ -190,7 +193,7 @@ class StepBench:
     # Copies.
 
     def copies(self, layers: int, chunks: int) -> CopyTime:
-        """Of `chunks` chunks in random slots, each way; the HOST pool must hold twice as many."""
+        """Times copies of `chunks` chunks in random slots, in each direction. The HOST pool must hold twice as many."""
         groups = [range(at, min(at + layers, self._layers)) for at in range(0, self._layers, layers)]
         slots = {}
         for pool, size in (("gpu", self.config.gpu_kv_chunks), ("host", self.config.host_kv_chunks)):
@@ -198,7 +201,8 @@ class StepBench:
             slots[pool] = {Lane.IN: chosen[:chunks], Lane.OUT: chosen[chunks:]}
 
         def copy(*lanes: Lane) -> None:
-            # In turns, as either way's pieces must not wait for the host to issue all of the other's.
+            # The directions alternate: neither direction's pieces may wait until the host has issued all of the
+            # other's.
             for group in groups:
                 for lane in lanes:
                     source, target = ("host", "gpu") if lane is Lane.IN else ("gpu", "host")
@@ -226,9 +230,9 @@ class StepBench:
     # A turn.
 
     def turn(self, history: int, prompt: int, generated: int, requests: int) -> HistoryTime:
-        """One turn of `requests` conversations at once, each once: long runs need no median.
+        """Times one turn of `requests` conversations at once, each once: long runs need no median.
 
-        SettingError if the pool does not hold all of their KV, each in slots of its own.
+        SettingError if the pool does not hold all of their KV, each in its own slots.
         """
         chunks = self.config.chunks(history + prompt + generated)
         if requests * chunks > self.config.gpu_kv_chunks:
@@ -238,11 +242,12 @@ class StepBench:
         first = [Span(seat, history, end, history, True) for seat in range(requests)]
         recomputed = self._seconds_of_run(self._pieces([span._replace(start=0, write_from=0) for span in first]))
         cached = self._seconds_of_run(self._pieces(first))
-        steps = (self._generate([end + i] * requests) for i in range(generated - 1))  # the prefill samples the first
+        # the prefill samples the first token
+        steps = (self._generate([end + i] * requests) for i in range(generated - 1))
         return HistoryTime(history, recomputed, cached, self._seconds_of_run(steps))
 
     def _pieces(self, spans: Sequence[Span]) -> Iterator[StepPlan]:
-        """Full steps, the spans in their order."""
+        """Full steps of the spans, in their order."""
         step: list[Span] = []
         room = self.config.max_num_batched_tokens
         for span in spans:

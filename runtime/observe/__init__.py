@@ -1,1 +1,1 @@
-"""Metrics, logs, traces and where KV is."""
+"""Metrics, logs, traces and the residency of KV."""

@@ -1,4 +1,4 @@
-"""`--trace FILE`: what the loop and the device did and when, as a Chrome trace, for https://ui.perfetto.dev.
+"""`--trace FILE`: the work of the loop and the device as a Chrome trace, for https://ui.perfetto.dev.
 
 One track for the loop, one for each lane of the device, and counters for the shape of the batch:
 
@@ -8,8 +8,8 @@ One track for the loop, one for each lane of the device, and counters for the sh
     swap out               |------|
     batch     rows that generate, prompt tokens; chunks swapped in and out
 
-The file is a JSON array of events, written by a thread of its own while the server runs. Without its last bracket (a
-server that was killed) it can be viewed all the same. About 10 events a step, 1.1 kB.
+The file is a JSON array of events, written by a separate thread while the server runs. It can be viewed even without
+its last bracket (after the server was killed). About 10 events for each step, 1.1 kB.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from ..device.protocol import Work
 
 log = logging.getLogger(__name__)
 
-MOST_QUEUED = 100_000  # entries that the file has not taken yet; about 20 MB
-LOOP = 0  # tracks by number, behind it the lanes
+MOST_QUEUED = 100_000  # entries that wait for the file; about 20 MB
+LOOP = 0  # number of the loop's track; the lanes' numbers follow
 TRACKS = {LOOP: "loop", **{1 + lane: f"device: {lane.name.lower()}" for lane in Lane}}
 
 
@@ -55,7 +55,7 @@ class _Batch(NamedTuple):
 
 
 class TraceFile:
-    """Written to by the loop's thread and the device's; none of its methods but `close` waits for the disk."""
+    """Filled by the loop's thread and the device's. No method except `close` waits for the disk."""
 
     def __init__(self, path: Path):
         """SettingError if the file cannot be written."""
@@ -66,25 +66,25 @@ class TraceFile:
         self._started = time.perf_counter()
         self._queue: SimpleQueue[_Part | _Batch | Work | None] = SimpleQueue()
         self._ended = False
-        self._batches: deque[_Batch] = deque()  # of steps that compute, whose forward passes are not reported yet
+        self._batches: deque[_Batch] = deque()  # of steps that compute and whose forward passes are not reported yet
         self._thread = threading.Thread(target=self._write, name="trace", daemon=True)
         self._thread.start()
 
     def part(self, name: str, start: float, end: float, step: int) -> None:
-        """A part of the loop's work, for that step; seconds of `time.perf_counter`."""
+        """Adds a part of the loop's work for that step; seconds of `time.perf_counter`."""
         self._put(_Part(name, start, end, step))
 
     def launched(self, plan: StepPlan) -> None:
-        """To be told before the device can have done any of it."""
+        """Adds the plan. Called before the device can have done any of it."""
         moved = [sum(len(batch.sources) for batch in plan.copies if batch.lane is lane) for lane in (Lane.IN, Lane.OUT)]
         self._put(_Batch(time.perf_counter(), plan.step, len(plan.generate), len(plan.token_ids), *moved))
 
     def work(self, work: Work) -> None:
-        """What `Device.watch` reports."""
+        """Adds a report of `Device.watch`."""
         self._put(work)
 
     def close(self) -> None:
-        """Writes what is queued and ends the file. Idempotent."""
+        """Writes the queued entries and ends the file. Idempotent."""
         self._end()
         self._thread.join()
 
@@ -145,7 +145,7 @@ class TraceFile:
 
 
 def _head() -> Iterator[dict[str, Any]]:
-    """What the tracks are called, and their order."""
+    """The names of the tracks, and their order."""
     process = {"ph": "M", "pid": os.getpid()}
     yield {**process, "name": "process_name", "args": {"name": "pensieve"}}
     for track, name in TRACKS.items():

@@ -1,6 +1,6 @@
-"""How both processes log: lines of text for people, or one JSON object a line for machines.
+"""Logging of both processes: lines of text for people, or one JSON object per line for machines.
 
-Fields that belong to an event travel in `extra={"fields": {...}}` of the logging call. What users say is never logged.
+The fields of an event are passed in `extra={"fields": {...}}` of the logging call. Users' text is never logged.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logging(form: str, level: str) -> None:
-    """Every logger of this process writes to standard error from here on. One of LOG_FORMATS, one of LOG_LEVELS."""
+    """Makes every logger of this process write to standard error. One of LOG_FORMATS, one of LOG_LEVELS."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
@@ -55,6 +55,7 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    """A name chosen by a client may hold spaces and line ends; a quoted one stays one word on one line."""
+    """Quotes values with spaces or line ends, such as names chosen by clients, so that each stays one word on one
+    line."""
     text = str(value)
     return text if text.isprintable() and not set(text) & {" ", '"', "="} else json.dumps(text)

@@ -1,4 +1,4 @@
-"""What the loop counts of its own work: time of a step by part, batch sizes, and how long the device was busy."""
+"""The loop's counts of its own work: seconds of a step by part, batch sizes, and the device's busy time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .chrome_trace import TraceFile
 
 
 class Stopwatch:
-    """Adds up the seconds of its `with` blocks, which do not nest. `report` is told of each: (start, end)."""
+    """Adds up the seconds of its `with` blocks, which do not nest. `report` is called with each (start, end)."""
 
     __slots__ = ("_report", "_since", "seconds")
 
@@ -39,7 +39,7 @@ class Sizes:
         self._total = 0
 
     def add(self, size: int) -> None:
-        bucket = (size - 1).bit_length()  # the least power of two that is not below the size
+        bucket = (size - 1).bit_length()  # exponent of the least power of two that is at least the size
         if bucket >= len(self._counts):
             self._counts += [0] * (bucket + 1 - len(self._counts))
         self._counts[bucket] += 1
@@ -59,12 +59,12 @@ class LoopCounters:
         self._trace = trace
         self.plan, self.launch, self.wait, self.apply, self.send = map(self._stopwatch, PARTS)
         self._steps = 0
-        self._in_flight: deque[bool] = deque()  # whether the device has anything to do, by plan
+        self._in_flight: deque[bool] = deque()  # by plan: whether the device has any work for it
         self._tokens, self._requests = Sizes(), Sizes()
         self._busy = self._busy_since = 0.0
 
     def _stopwatch(self, part: str) -> Stopwatch:
-        """Without a trace nothing but a comparison is done for it."""
+        """Without a trace, only this comparison is done for it."""
         trace = self._trace
         if trace is None:
             return Stopwatch()
@@ -78,12 +78,13 @@ class LoopCounters:
         return Stopwatch(report)
 
     def launching(self, plan: StepPlan) -> None:
-        """To be told before the plan is handed to the device."""
+        """Called before the plan is handed to the device."""
         if self._trace is not None:
             self._trace.launched(plan)
 
     def launched(self, plan: StepPlan) -> None:
-        """To be told when the plan is handed to the device. One that only awaits the disk counts as no step."""
+        """Called after the plan is handed to the device. A plan that only waits for the disk does not count as a
+        step."""
         works = bool(plan.tokens or plan.copies)
         if works and not any(self._in_flight):
             self._busy_since = time.perf_counter()
@@ -94,7 +95,7 @@ class LoopCounters:
             self._requests.add(len(plan.generate) + len({span.seat for span in plan.spans}))
 
     def finished(self) -> None:
-        """To be told when the oldest plan's result is here."""
+        """Called when the oldest plan's result is here."""
         if self._in_flight.popleft() and not any(self._in_flight):
             self._busy += time.perf_counter() - self._busy_since
 

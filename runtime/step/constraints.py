@@ -1,4 +1,4 @@
-"""The matchers of the requests with a grammar, beside the executor: what each may say next."""
+"""The grammar matchers of requests. They give the tokens that each reply may continue with."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ log = logging.getLogger(__name__)
 
 
 class GrammarMatchers:
-    """Called in the order of steps. Each request's matcher is where its applied tokens are, and is kept until the
-    request has ended: when a suspended one resumes, no step waits while a long reply is gone through again."""
+    """Called in the order of steps. A request's matcher stands after its applied tokens and is kept until the request
+    has ended. So no step waits for a long reply to be matched again when a suspended request resumes."""
 
     def __init__(self, grammars: Grammars):
         self._grammars = grammars
@@ -31,7 +31,7 @@ class GrammarMatchers:
         return self._grammars.begin(grammar)
 
     def mask(self, plan: StepPlan) -> Mask | None:
-        """Takes the plan's joins; what its samples may be, None if it has no row with a grammar."""
+        """Takes the plan's joins. Returns the tokens allowed for its samples, or None if no row has a grammar."""
         for request in plan.ended:
             self._matchers.pop(request, None)
         for join in plan.joins:
@@ -50,10 +50,10 @@ class GrammarMatchers:
         return Mask(np.array([at for at, _ in rows]), bits)
 
     def advance(self, samples: Sequence[RowId], tokens: Sequence[int]) -> tuple[RowId, ...]:
-        """A step's tokens are here. Returns the rows whose matchers have failed, at this token or already at its mask:
-        the token may not follow the grammar, and none can be drawn behind it.
+        """Advances the matchers by a step's tokens. Returns the rows whose matchers have failed at this token or at its
+        mask: the token may not follow the grammar, and none can be drawn after it.
 
-        A matcher fails at its own limits: some grammars need ever more states the longer the text is.
+        A matcher fails at its own limits: for some grammars the number of states grows with the text.
         """
         if not self._matchers:
             return ()
@@ -62,9 +62,9 @@ class GrammarMatchers:
             matcher = self._matchers.get(row.request)
             if matcher is None:
                 continue
-            matcher.consume_token(token)  # says nothing of a matcher that has failed before: that takes an end of text
+            matcher.consume_token(token)  # its result is not enough: a failed matcher accepts an end of text
             if matcher.is_error():
                 failed.append(row)
-                # The matcher's own message quotes the grammar and the reply.
+                # The matcher's own message is not logged, because it quotes the grammar and the reply.
                 log.warning("request %d ends: the matcher of its grammar has failed", row.request)
         return tuple(failed)

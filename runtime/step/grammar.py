@@ -1,8 +1,8 @@
-"""Replies that follow a grammar: what may come next, token by token, by llguidance.
+"""Replies that follow a grammar: llguidance gives the allowed tokens at each position.
 
-A grammar travels as one text (`Sampling.grammar`) and is compiled twice: for the HTTP process, which refuses what does
-not compile (`grammar_check`), and beside the executor, where each row has a matcher of its own; there before its
-request joins the queue, so that no step waits.
+A grammar is passed as one text (`Sampling.grammar`) and is compiled twice: in the HTTP process, which refuses grammars
+that do not compile (`grammar_check`), and next to the executor, where each row has its own matcher. There it is
+compiled before its request joins the queue, so no step waits.
 """
 
 from __future__ import annotations
@@ -20,51 +20,51 @@ import llguidance
 
 log = logging.getLogger(__name__)
 
-MOST_COMPILED = 64  # compiled grammars that are kept, 0.2 to 5 MB each, 20 for the longest
+MOST_COMPILED = 64  # compiled grammars that are kept, 0.2 to 5 MB each, 20 MB for the longest
 COMPILERS = 2  # threads
-STACK_BYTES = 256 * 1024**2  # address space, of which no memory is taken before it is used
+STACK_BYTES = 256 * 1024**2  # address space; memory is taken only when used
 
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON as Python and chat templates write it. Free white space would let a model write it for ever."""
+"""JSON with the spacing of Python and chat templates. With free white space a model could generate it without end."""
 
 
 def json_grammar(schema: dict[str, Any]) -> str:
-    """JSON that this schema validates."""
+    """A grammar of the JSON that this schema validates."""
     return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=JSON_STYLE)
 
 
 def regex_grammar(pattern: str) -> str:
-    """Text that the regular expression matches as a whole."""
+    """A grammar of the text that the regular expression matches as a whole."""
     return llguidance.LLMatcher.grammar_from_regex(pattern)
 
 
 def lark_grammar(source: str) -> str:
-    """Text of a context-free grammar in llguidance's dialect of Lark."""
+    """A context-free grammar in llguidance's dialect of Lark."""
     return llguidance.LLMatcher.grammar_from_lark(source)
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
-    """One of these texts."""
+    """A grammar of exactly these texts."""
     texts = (json.dumps(choice, ensure_ascii=False).replace("\x7f", "\\u007f") for choice in choices)
-    return lark_grammar("start: " + " | ".join(texts))  # whose strings may not hold a DEL as it is
+    return lark_grammar("start: " + " | ".join(texts))  # Lark strings may not contain an unescaped DEL
 
 
 def lark_json(schema: dict[str, Any]) -> str:
-    """JSON that this schema validates, as a term of a Lark grammar."""
+    """A term of a Lark grammar for the JSON that this schema validates."""
     return f"%json {json.dumps({**schema, 'x-guidance': JSON_STYLE})}"
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer. Any thread.
+    """Compiles grammars for one tokenizer. May be called by any thread.
 
-    The compiler calls itself for every rule that a rule refers to, and a chain of some thousand ends a process whose
-    stack is as small as usual. Threads of its own have one that is large enough for the longest grammar.
+    The compiler is recursive, and a chain of some thousand rules overflows a stack of the usual size, which ends the
+    process. So it runs in threads whose stacks are large enough for the longest grammar.
     """
 
     def __init__(self, tokenizer: str | Path, vocab_size: int, stop_ids: Sequence[int]):
-        """`tokenizer`: the engine's tokenizer directory. A reply that is complete ends with one of `stop_ids`.
+        """`tokenizer`: the engine's tokenizer directory. A complete reply ends with one of `stop_ids`.
 
-        Takes most of a second for a large vocabulary. Raises ValueError if tokens of such a tokenizer are not bytes.
+        Takes most of a second for a large vocabulary. Raises ValueError if this tokenizer's tokens are not bytes.
         """
         self.vocab_size = vocab_size
         self._tokenizer = self.open_tokenizer(tokenizer, vocab_size, stop_ids)
@@ -74,16 +74,18 @@ class Grammars:
 
     @staticmethod
     def open_tokenizer(tokenizer: str | Path, vocab_size: int, stop_ids: Sequence[int]) -> llguidance.LLTokenizer:
-        """Raises ValueError."""
+        """Raises ValueError if this tokenizer's tokens are not bytes."""
         path = str(Path(tokenizer) / "tokenizer.json")
         return llguidance.LLTokenizer(path, n_vocab=vocab_size, eos_token=list(stop_ids) or None)
 
     def begin(self, grammar: str) -> Future[llguidance.LLMatcher] | None:
-        """Compiles it elsewhere, for `matcher` to find; None if it is there."""
+        """Begins to compile the grammar in another thread, for `matcher` to find. Returns None if it is already
+        compiled."""
         return None if self._find(grammar) else self._compilers.submit(self._compile_and_keep, grammar)
 
     def matcher(self, grammar: str) -> llguidance.LLMatcher:
-        """At the beginning of a reply. Compiles first what is not there (any more)."""
+        """Returns a matcher at the beginning of a reply. First compiles a grammar that is not, or no longer,
+        compiled."""
         compiled = self._find(grammar) or self._compilers.submit(self._compile_and_keep, grammar).result()
         return compiled.deep_copy()  # 0.1 ms
 
@@ -104,7 +106,7 @@ class Grammars:
 
 def compile_grammar(tokenizer: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher:
     matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
-    matcher.compute_bitmask()  # much is worked out only here
+    matcher.compute_bitmask()  # the compiler does much of its work only here
     return matcher
 
 
@@ -115,7 +117,7 @@ def _deep_threads(count: int) -> ThreadPoolExecutor:
         for started in [threads.submit(all_there.wait) for _ in range(count)]:
             started.result()
     except BaseException:
-        all_there.abort()  # those that run would wait for ever for one that could not be started
+        all_there.abort()  # running threads would wait for ever for the one that could not be started
         raise
     finally:
         threading.stack_size(before)
@@ -123,7 +125,8 @@ def _deep_threads(count: int) -> ThreadPoolExecutor:
 
 
 def open_grammars(tokenizer: str, vocab_size: int, stop_ids: Sequence[int]) -> Grammars | None:
-    """As `Grammars`; None if the engine has no tokenizer (""), or one whose tokens are not bytes (said in the log)."""
+    """As `Grammars`. Returns None if the engine has no tokenizer (""), or one whose tokens are not bytes (this is
+    logged)."""
     if not tokenizer:
         return None
     try:

@@ -1,4 +1,4 @@
-"""From a plan to the arrays of a step: keeps a mirror of the seats and lays a batch out. numpy only.
+"""Turns plans into the arrays of steps: keeps a mirror of the seats and lays batches out. numpy only.
 
 The batch is laid out as in the plan: one token for each seat that generates, then the spans.
 
@@ -6,8 +6,8 @@ The batch is laid out as in the plan: one token for each seat that generates, th
     segment     0   1   2 |      3      |   4
     sampled     ^   ^   ^ |           ^ |    (a piece of a longer prompt samples nothing)
 
-No array is written again once a step has it, since a step in flight may still read it. The mirror is written at once
-and never handed out: what changed travels with the step, in its order.
+No array is changed after a step has it, because a step in flight may still read it. The mirror is changed at once and
+never passed on; changes travel with their step, in order.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ...scheduler.plan import BlockUpdate, StepPlan
 from ...scheduler.types import InvariantError
 from .sampling_inputs import Mask, SamplingInputs, SeatSampling
 
-LAST_SAMPLE = -1  # as a token id: the last sample of the token's seat, known to the device only
-NOT_WRITTEN = -1  # as a token's slot: its KV exists already, or (in the mirror) no slot was given
+LAST_SAMPLE = -1  # as a token id: the last sample of the token's seat, which only the device knows
+NOT_WRITTEN = -1  # as a token's slot: its KV exists already; in the mirror: no slot was given
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,10 +34,11 @@ class StepInputs:
     slots         [T] int32, the place of each token's KV: slot * chunk_tokens + offset, or NOT_WRITTEN
     segments      [S, 5] int32: q_start, q_len, kv_start, kv_len in the row's coordinates, seat; segment i < `generated`
                   is that of token i
-    sample_rows   [R + K] int32, into the T tokens: whose logits are wanted; sample_seats [R] int32, the seats of the
-                  sampled ones
-    sampling      what becomes of the logits
-    block_cells   [U] int32, into the flattened block table; block_slots [U] int32, the slots to put there
+    sample_rows   [R + K] int32, indices into the T tokens whose logits are computed
+    sample_seats  [R] int32, the seats of the sampled rows
+    sampling      the sampler's inputs
+    block_cells   [U] int32, into the flattened block table
+    block_slots   [U] int32, the slots to put there
     """
 
     generated: int
@@ -53,20 +54,20 @@ class StepInputs:
 
 
 class StepPacker:
-    """The seats as of the last packed plan. Plans are packed in their order, each once."""
+    """The seats after the last packed plan. Each plan is packed once, in order."""
 
     def __init__(self, seats: int, blocks: int, chunk_tokens: int):
-        """seats, blocks: shape of the block table; blocks is the most chunks a request can have."""
+        """seats, blocks: shape of the block table; blocks is the most chunks that a request can have."""
         self._chunk_tokens = chunk_tokens
         self._table = np.full((seats, blocks), NOT_WRITTEN, np.int32)
-        # By seat: the position at which its row begins, and the one that the model counts as 0.
+        # By seat: the first position of its row, and the position that the model counts as 0.
         self._starts, self._zeros = np.zeros(seats, np.int32), np.zeros(seats, np.int32)
         self._sampling = SeatSampling(seats)
 
     def pack(self, plan: StepPlan, mask: Mask | None = None) -> StepInputs:
-        """InvariantError if the plan contradicts itself or uses a chunk that its seat was never given.
+        """Packs the plan. InvariantError if the plan contradicts itself or uses a chunk that its seat was never given.
 
-        `mask`: what grammars allow the plan's samples.
+        `mask`: the tokens that grammars allow for the plan's samples.
         """
         for join in plan.joins:
             self._table[join.seat] = NOT_WRITTEN
@@ -113,7 +114,7 @@ class StepPacker:
         )
 
     def _update_blocks(self, updates: Iterable[BlockUpdate]) -> tuple[np.ndarray, np.ndarray]:
-        """Applies the updates to the mirror; returns them as (cells, slots) of the flattened table."""
+        """Applies the updates to the mirror. Returns them as (cells, slots) of the flattened table."""
         blocks = self._table.shape[1]
         cells: list[int] = []
         slots: list[int] = []
@@ -130,9 +131,10 @@ class StepPacker:
     def _check(
         self, plan: StepPlan, seats: np.ndarray, ends: np.ndarray, lengths: np.ndarray, samples: np.ndarray
     ) -> None:
-        """Each batch is complete, and each segment's chunks were given: they are given in order, so the last tells.
+        """Checks that each batch is complete, and that each segment's chunks were given. They are given in order, so
+        the check of the last one is enough.
 
-        ends: [S], coordinates behind each segment's last query.
+        ends: [S], coordinates after each segment's last query.
         """
         if len(plan.positions) != len(plan.generate) or len(plan.samples) != np.count_nonzero(samples):
             raise InvariantError(f"step {plan.step} has rows without a position, or samples without a row")
@@ -144,7 +146,7 @@ class StepPacker:
             raise InvariantError(f"step {plan.step} computes in a chunk that its seat was never given")
 
     def _places(self, seats: np.ndarray, coordinates: np.ndarray, write_from: np.ndarray) -> np.ndarray:
-        """Where the KV of each token goes (see `StepInputs.slots`); all arguments [T], the last two coordinates."""
+        """The place of each token's KV (see `StepInputs.slots`). All arguments are [T], the last two in coordinates."""
         chunks, offsets = np.divmod(coordinates, np.int32(self._chunk_tokens))
         places: np.ndarray = self._table[seats, chunks] * np.int32(self._chunk_tokens) + offsets
         places[coordinates < write_from] = NOT_WRITTEN
@@ -152,7 +154,7 @@ class StepPacker:
 
 
 def _scored(spans: np.ndarray, q_ends: np.ndarray) -> tuple[np.ndarray, Sequence[int]]:
-    """Rows of the batch [K] int32 before a known token that is scored, and their seats. spans [., 6], q_ends [.]."""
+    """Rows of the batch [K] int32 whose next, known tokens are scored, and their seats. spans [., 6], q_ends [.]."""
     rows: list[int] = []
     seats: list[int] = []
     for (seat, start, end, _, samples, scores), q_end in zip(spans.tolist(), q_ends.tolist(), strict=True):

@@ -1,9 +1,10 @@
-"""Draws tokens from logits: greedy, or temperature, top-k, min-p and top-p with a counter-based uniform number a row.
+"""Draws tokens from logits: greedy, or with temperature, top-k, min-p and top-p and a counter-based uniform number per
+row.
 
     logits -> (log probabilities) -> bias -> penalties -> grammar -> temperature -> top-k, min-p, top-p -> token
 
-The number of a draw is a pure function of (seed, position), made with integer operations that wrap alike on every
-device: a suspended request resumes exactly and no generator state exists. A row's token does not depend on its
+The number of a draw is a pure function of (seed, position), made with integer operations that wrap equally on every
+device. So a suspended request resumes exactly, and there is no generator state. A row's token does not depend on its
 neighbours.
 """
 
@@ -20,13 +21,13 @@ from ...plugins.collectives.protocol import TENSOR_PARALLEL, Group, registered_g
 from ...scheduler.types import TokenLogprobs
 from .sampling_inputs import PenaltyStart, SamplingInputs
 
-# splitmix64: the step between two states, and its mixing function's two multipliers, as signed 64-bit numbers.
+# splitmix64 as signed 64-bit numbers: the step between two states, and the two multipliers of its mixing function.
 _STEP = 0x9E3779B97F4A7C15 - 2**64
 _MULTIPLIERS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 
 
 class Scores(NamedTuple):
-    """Log probabilities of N tokens, and the W likeliest in their places; natural logarithms."""
+    """Log probabilities of N tokens, and the W likeliest tokens at their positions; natural logarithms."""
 
     logprobs: Tensor
     """[N] float32"""
@@ -39,7 +40,7 @@ class Scores(NamedTuple):
 
     @classmethod
     def empty(cls, count: int, width: int, pinned: bool = False) -> Scores:
-        """In host memory, to be filled in."""
+        """Empty columns in host memory, to be filled."""
 
         def column(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, pin_memory=pinned)
@@ -53,7 +54,7 @@ class Scores(NamedTuple):
         )
 
     def entries(self, tops: Sequence[int]) -> list[TokenLogprobs]:
-        """As plain data, each with as many of the likeliest as `tops` [N] says."""
+        """As plain data, each with the number of likeliest tokens given in `tops` [N]."""
         columns = (column.tolist() for column in self)
         return [
             TokenLogprobs(logprob, rank, tuple(ids[:top]), tuple(logprobs[:top]))
@@ -62,7 +63,7 @@ class Scores(NamedTuple):
 
 
 class Sampler:
-    """What becomes of a step's logits. Holds the penalty counts; nothing is allocated before they are used."""
+    """Samples tokens from a step's logits. Holds the penalty counts, which are allocated at first use."""
 
     def __init__(
         self,
@@ -70,13 +71,13 @@ class Sampler:
         device: torch.device | str = "cpu",
         place: Callable[[np.ndarray], Tensor] = torch.from_numpy,
     ):
-        """place: an array of a step's inputs as a tensor on `device`, without waiting for the device."""
+        """place: turns an array of a step's inputs into a tensor on `device`, without waiting for the device."""
         self._place = place
         # [places, vocab] int32: twice the occurrences in the reply, plus one if the token is in the prompt.
         self._counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
 
     def start(self, starts: tuple[PenaltyStart, ...]) -> None:
-        """Counts begin with the tokens so far."""
+        """Starts the penalty counts with the tokens so far."""
         for place, prompt, reply in starts:
             if place >= len(self._counts):
                 grown = self._counts.new_zeros(max(2 * len(self._counts), place + 1), self._counts.shape[1])
@@ -88,7 +89,7 @@ class Sampler:
             counts.scatter_add_(0, replied, torch.full_like(replied, 2, dtype=torch.int32))
 
     def sample(self, logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor, Scores | None]:
-        """Tokens [R] int64, and what the L + K rows of `inputs.scores` ask for.
+        """Returns tokens [R] int64, and the scores of the L + K rows of `inputs.scores`.
 
         logits [R + K, vocab] float32, sampled rows first; those with a bias, penalties or a mask are overwritten.
         """
@@ -101,7 +102,7 @@ class Sampler:
         return tokens, score(raw, torch.cat((tokens[rows], targets)), inputs.scores.width)
 
     def _draw(self, logits: Tensor, inputs: SamplingInputs) -> Tensor:
-        """Tokens [R]; the logits are changed in place. What is drawn counts for the next draw's penalties."""
+        """Returns tokens [R]; changes the logits in place. The drawn tokens count for the next draw's penalties."""
         if inputs.biases is not None:
             add_biases(logits, *self._tensors(inputs.biases))
         if inputs.penalties is None:
@@ -123,21 +124,21 @@ class Sampler:
 
 
 class SharedSampler:
-    """The sampler of one of several ranks: rank 0 draws and the others are told, on the stream of the step.
+    """The sampler of one of several ranks: rank 0 draws and broadcasts the tokens, on the stream of the step.
 
-    All ranks have equal logits, yet not all of what a draw depends on (grammars, penalties), and a cumulative sum on a
-    GPU promises no equal bits: two ranks that disagree once would compute different KV from there on, unnoticed.
+    All ranks have equal logits, but only rank 0 has all inputs of a draw (grammars, penalties). A cumulative sum on a
+    GPU does not guarantee equal bits either: two ranks that differ once would then compute different KV unnoticed.
     """
 
     def __init__(self, sampler: Sampler, group: Group):
         self._sampler, self._group = sampler, group
 
     def start(self, starts: tuple[PenaltyStart, ...]) -> None:
-        """As `Sampler.start`; only rank 0 has any."""
+        """As `Sampler.start`; only rank 0 has penalties."""
         self._sampler.start(starts)
 
     def sample(self, logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor, Scores | None]:
-        """As `Sampler.sample`; scores on rank 0 only."""
+        """As `Sampler.sample`; only rank 0 returns scores."""
         if self._group.rank == 0:
             tokens, scores = self._sampler.sample(logits, inputs)
         else:
@@ -151,18 +152,18 @@ def make_sampler(
     device: torch.device | str = "cpu",
     place: Callable[[np.ndarray], Tensor] = torch.from_numpy,
 ) -> Sampler | SharedSampler:
-    """What a device draws with; the arguments are those of `Sampler`."""
+    """Returns a device's sampler; the arguments are those of `Sampler`."""
     sampler, group = Sampler(vocab_size, device, place), registered_group(TENSOR_PARALLEL)
     return sampler if group is None else SharedSampler(sampler, group)
 
 
 def add_biases(logits: Tensor, rows: Tensor, tokens: Tensor, values: Tensor) -> None:
-    """In place on [R, vocab]; the arguments are those of `Biases`."""
+    """Adds biases in place on [R, vocab]; the arguments are those of `Biases`."""
     logits[rows, tokens] += values
 
 
 def penalise(logits: Tensor, counts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor) -> Tensor:
-    """Logits [P, vocab] after penalties [P] each; counts [P, vocab] as `Sampler` keeps them."""
+    """Returns logits [P, vocab] after penalties [P] each; counts [P, vocab] as in `Sampler`."""
     repetition, presence, frequency = (factor.unsqueeze(1) for factor in (repetition, presence, frequency))
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
     replied = counts >> 1
@@ -170,7 +171,8 @@ def penalise(logits: Tensor, counts: Tensor, repetition: Tensor, presence: Tenso
 
 
 def forbid(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-    """In place on [R, vocab]: what the bits do not allow gets minus infinity; the arguments are those of `Mask`."""
+    """Sets the logits of tokens that the bits do not allow to minus infinity, in place on [R, vocab]; the arguments are
+    those of `Mask`."""
     shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
     allowed = ((bits.unsqueeze(2) >> shifts) & 1).flatten(1)[:, : logits.shape[1]]
     logits[rows] = logits[rows].masked_fill(allowed == 0, -torch.inf)
@@ -194,10 +196,10 @@ def sample(
     seeds: Tensor,
     positions: Tensor,
 ) -> Tensor:
-    """Tokens [R] int64 for logits [R, vocab] float32.
+    """Returns tokens [R] int64 for logits [R, vocab] float32.
 
-    `rows` [D] int64 are drawn, as the other arguments [D] say (`Draws`, on the logits' device); the rest
-    take the largest logit, of equals the lowest id.
+    `rows` [D] int64 are drawn with the other arguments [D] (`Draws`, on the logits' device). The other rows take the
+    largest logit; among equal ones, the lowest id.
     """
     tokens = logits.argmax(dim=-1)
     if len(rows):
@@ -208,11 +210,11 @@ def sample(
 def draw(
     logits: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor, uniforms: Tensor
 ) -> Tensor:
-    """Tokens [D] int64 from logits [D, vocab] float32 by inverse CDF, likeliest token first, in float64.
+    """Returns tokens [D] int64 from logits [D, vocab] float32 by inverse CDF, likeliest token first, in float64.
 
-    temperatures [D] float64, above 0. top_ks [D] int64: logits below the k-th largest are cut (its equals stay);
-    0 is off. min_ps [D] float64: tokens less likely than this share of the likeliest one's probability are cut. top_ps
-    [D] float64: of what is left, the smallest set of likeliest tokens whose probability reaches p stays, at least one.
+    temperatures [D] float64, above 0. top_ks [D] int64: logits below the k-th largest are removed (equal ones stay); 0
+    is off. min_ps [D] float64: tokens whose probability is below this share of the likeliest one's are removed. top_ps
+    [D] float64: of the rest, the smallest set of likeliest tokens whose probability reaches p stays, at least one.
     uniforms [D] float64 in [0, 1).
     """
     ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
@@ -222,7 +224,7 @@ def draw(
     weights = scaled.exp()
     weights = weights.where((ordered >= ordered.gather(1, last_kept)) & (weights >= min_ps.unsqueeze(1)), 0.0)
 
-    # A rank stays while the ranks before it have not reached p. Weights fall, so what stays is a leading part.
+    # A rank stays while the ranks before it have not reached p. Weights fall, so a leading part stays.
     reached = weights.cumsum(dim=-1)
     stays = reached - weights < top_ps.unsqueeze(1) * reached[:, -1:]
     last = stays.sum(dim=-1, keepdim=True).clamp(min=1) - 1

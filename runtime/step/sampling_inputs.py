@@ -1,4 +1,4 @@
-"""From the seats' sampling settings to the arrays that a step's sampling takes: a mirror of the seats. numpy only."""
+"""Turns the seats' sampling settings into the arrays of a step's sampling: a mirror of the seats. numpy only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import numpy as np
 from ...scheduler.plan import Join
 
 NOT_YET = -1e30
-"""Is added to the logits of what must not be drawn. Finite: a grammar's minus infinity leaves nothing at all."""
+"""Added to the logits of tokens that must not be drawn yet. Finite, so that such a token can still be drawn if a
+grammar, with minus infinity, allows no other."""
 
 
 class Draws(NamedTuple):
@@ -30,11 +31,11 @@ class Draws(NamedTuple):
     seeds: np.ndarray
     """[D] int64"""
     positions: np.ndarray
-    """[D] int64, of the token to be drawn: which draw of its seed it is"""
+    """[D] int64, of the token to be drawn: the number of the draw with its seed"""
 
 
 class PenaltyStart(NamedTuple):
-    """A place in the table of penalty counts begins anew, with these tokens: prompt and reply so far, int64 each."""
+    """Resets a place in the table of penalty counts to these tokens: prompt and reply so far, int64 each."""
 
     place: int
     prompt: np.ndarray
@@ -55,7 +56,7 @@ class Penalties(NamedTuple):
 
 
 class Biases(NamedTuple):
-    """What is added to logits, B entries, their places distinct."""
+    """Biases added to logits, B entries, their places distinct."""
 
     rows: np.ndarray
     """[B] int64, into the R sampled rows"""
@@ -66,7 +67,7 @@ class Biases(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """The sampled rows that a grammar constrains, G of them."""
+    """The sampled rows with a grammar, G of them."""
 
     rows: np.ndarray
     """[G] int64, into the R sampled rows"""
@@ -75,24 +76,24 @@ class Mask(NamedTuple):
 
 
 class ScoreRows(NamedTuple):
-    """The rows of logits whose log probabilities are wanted: L of the sampled ones, then all K scored ones."""
+    """The rows of logits whose log probabilities are reported: L of the sampled ones, then all K scored ones."""
 
     rows: np.ndarray
     """[L] int64, into the R sampled rows"""
     targets: np.ndarray
-    """[K] int64, the known token behind each of the logits' last K rows"""
+    """[K] int64, the known next token of each of the logits' last K rows"""
     tops: np.ndarray
-    """[L + K] int64, how many of the likeliest tokens each wants"""
+    """[L + K] int64, the number of likeliest tokens to report for each"""
 
     @property
     def width(self) -> int:
-        """The most that any wants."""
+        """The largest number of `tops`."""
         return int(self.tops.max(initial=0))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingInputs:
-    """For R sampled rows and K scored ones; None where no row wants it."""
+    """For R sampled rows and K scored ones; a field is None if no row needs it."""
 
     draws: Draws
     starts: tuple[PenaltyStart, ...]
@@ -104,7 +105,7 @@ class SamplingInputs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Additions:
-    """What one row adds to logits: `tokens` [B] int64, distinct, and `values` [B] float32."""
+    """One row's additions to logits: `tokens` [B] int64, distinct, and `values` [B] float32."""
 
     tokens: np.ndarray
     values: np.ndarray
@@ -116,18 +117,19 @@ class _Additions:
 
 
 class _SeatBiases(NamedTuple):
-    """`early`: for tokens at positions before `may_end`, with the stop ids that may not be drawn there."""
+    """`early`: for positions before `may_end`, including the stop ids that may not be drawn there."""
 
     may_end: int
     early: _Additions
     late: _Additions
 
 
-NOTHING = -1  # stands for no number of log probabilities, and for no place in the table of penalty counts
+NOTHING = -1  # as a number of log probabilities: none; as a place in the table of penalty counts: no place
 
 
 class SeatSampling:
-    """How each seat samples, as of the last `join`. A row that has ended keeps its seat's until that is taken again."""
+    """The sampling settings of each seat after the last `join`. An ended row's settings stay until its seat is taken
+    again."""
 
     def __init__(self, seats: int):
         self._temperatures = np.zeros(seats)
@@ -142,11 +144,11 @@ class SeatSampling:
         self._logprobs = np.full(seats, NOTHING, np.int64)
         self._prompt_logprobs = np.full(seats, NOTHING, np.int64)
         self._biases: dict[int, _SeatBiases] = {}
-        self._added: list[tuple[int, _Additions]] = []  # with its row, in the last step while there were biases
+        self._added: list[tuple[int, _Additions]] = []  # of the last step with biases, each with its row
         self._together: Biases | None = None  # the same as arrays
 
     def join(self, joins: Iterable[Join]) -> tuple[PenaltyStart, ...]:
-        """Seats are taken; returns what the table of penalty counts begins with."""
+        """Takes the seats. Returns the starts of their penalty counts."""
         starts = []
         for join in joins:
             seat, sampling = join.seat, join.sampling
@@ -170,7 +172,7 @@ class SeatSampling:
         return tuple(starts)
 
     def _take_biases(self, join: Join) -> None:
-        """Arrays for all of the row's steps: Python takes 0.2 s to go through a thousand biases of each of 256 rows."""
+        """Makes the arrays for all of the row's steps: Python takes 0.2 s for a thousand biases of each of 256 rows."""
         self._biases.pop(join.seat, None)
         if join.sampling.logit_bias or join.stop_ids:
             biases = dict(join.sampling.logit_bias)
@@ -187,7 +189,7 @@ class SeatSampling:
         targets: Sequence[int],
         mask: Mask | None,
     ) -> SamplingInputs:
-        """seats, positions [R]: who gets a token, and its position; scored_seats, targets [K] of the scored rows."""
+        """seats, positions [R]: of the tokens to be drawn; scored_seats, targets [K]: of the scored rows."""
         return SamplingInputs(
             self._draws(seats, positions),
             starts,
@@ -220,7 +222,7 @@ class SeatSampling:
         return Penalties(rows, places[rows], *factors)
 
     def _step_biases(self, seats: np.ndarray, positions: np.ndarray) -> Biases | None:
-        """Steps that add the same to the same rows share their arrays."""
+        """Successive steps with the same biases for the same rows share their arrays."""
         added = []
         for row, (seat, position) in enumerate(zip(seats.tolist(), positions.tolist(), strict=True)):
             if (biases := self._biases.get(seat)) is not None:
@@ -239,7 +241,7 @@ class SeatSampling:
 
 
 def _put_together(added: Sequence[tuple[int, _Additions]]) -> Biases | None:
-    """`added`: with its row."""
+    """`added`: additions, each with its row."""
     rows, lengths = [row for row, _ in added], [len(additions.tokens) for _, additions in added]
     if not sum(lengths):
         return None

@@ -1,4 +1,4 @@
-"""The bytes that single tokens stand for, where decoding one alone would give a replacement sign."""
+"""The bytes of single tokens, for tokens that alone would decode to a replacement character."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import re
 import tokenizers
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>\Z")
-# How byte-level tokenizers write bytes: those that print in Latin-1 as themselves, the rest from U+0100 on.
+# The characters that byte-level tokenizers use for bytes: printable Latin-1 characters for themselves, U+0100 and up
+# for the rest.
 _PLAIN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in _PLAIN]
 _BYTES = {chr(byte): byte for byte in _PLAIN} | {chr(256 + at): byte for at, byte in enumerate(_OTHERS)}
 
 
 class TokenBytes:
-    """For one tokenizer: byte-level, or sentencepiece with its sign for a space and its byte tokens."""
+    """The bytes of one tokenizer's tokens. The tokenizer is byte-level, or sentencepiece with its space sign and byte
+    tokens."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer):
         self._tokenizer = tokenizer

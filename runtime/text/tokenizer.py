@@ -1,4 +1,4 @@
-"""Text in, text out: the tokenizer with its chat template, incremental detokenising, stop strings."""
+"""The tokenizer with its chat template, incremental detokenizing, and stop strings."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from ...scheduler.types import RequestError, SettingError
 from .token_bytes import TokenBytes
 
-REPLACEMENT = "\ufffd"  # what an incomplete or invalid UTF-8 sequence decodes to
-CONTINUED_TOKENS = 8  # tokens that can change how the text behind them reads
+REPLACEMENT = "\ufffd"  # the decoded text of an incomplete or invalid UTF-8 sequence
+CONTINUED_TOKENS = 8  # tokens that can change how the following text decodes
 TOOLS = "tool_use"  # the name of the chat template for requests with tools
 TEMPLATES = ("default", TOOLS)
-LONGEST_WINDOW = 64  # tokens that may stay undecided: only broken UTF-8, or ids without any text, take so many
+LONGEST_WINDOW = 64  # tokens that may stay undecoded: only broken UTF-8 and ids without text need so many
 
 
 class GenerationTag(Extension):
-    """{% generation %} marks what the assistant says, for training; nobody asks for that here."""
+    """{% generation %} marks the assistant's text for training. It has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's)
 
@@ -42,7 +42,7 @@ class ChatTemplate:
     """The tokenizer's own template, run in a sandbox with the helpers that Hugging Face templates expect."""
 
     def __init__(self, source: str, special_tokens: dict[str, str], setting: str = "--engine"):
-        """SettingError (of `setting`) if it does not parse."""
+        """Raises SettingError (of `setting`) if the template does not parse."""
 
         def refuse(message: str) -> None:
             raise jinja2.TemplateError(message)
@@ -67,8 +67,8 @@ class ChatTemplate:
         tools: Sequence[dict[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The dialogue, and what asks for the assistant's next message. RequestError if the template refuses, or fails
-        at what it did not expect: what it does with messages (no content, say) is Python's to complain of."""
+        """Renders the dialogue, and the prompt for the assistant's next message. Raises RequestError if the template
+        refuses, or fails on messages that it did not expect (with no content, for example)."""
         try:
             return self._template.render(
                 {
@@ -91,7 +91,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As transformers has it. Unlike jinja2's own filter this does not escape HTML: a prompt is not a web page."""
+    """As in transformers. Unlike jinja2's own filter this does not escape HTML: a prompt is not a web page."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -104,7 +104,7 @@ class Tokenizer:
         template: ChatTemplate | None = None,
         tools_template: ChatTemplate | None = None,
     ):
-        """`tools_template`: used instead of `template` where there are tools; None: they have none of their own."""
+        """`tools_template`: used instead of `template` for requests with tools; None: `template` is used."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer, self._template, self._tools_template = tokenizer, template, tools_template
@@ -113,7 +113,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: str | Path, template: str | None = None) -> Tokenizer:
-        """Reads tokenizer.json and, where they exist, its settings and chat templates. SettingError.
+        """Reads tokenizer.json and, where they exist, its settings and chat templates. Raises SettingError.
 
         `template`: the source of a chat template to use instead.
         """
@@ -125,13 +125,13 @@ class Tokenizer:
             config = _settings(directory)
             special_tokens = _special_tokens(config)
             sources = _template_sources(directory, config) if template is None else {"default": template}
-        except Exception as error:  # the library has no class of its own for a file that it does not understand
+        except Exception as error:  # the library raises this class for a file that it cannot parse
             raise SettingError("--engine", f"the tokenizer in {directory} cannot be read: {error}") from error
         templates = {name: ChatTemplate(sources[name], special_tokens) for name in TEMPLATES if name in sources}
         return cls(tokenizer, *(templates.get(name) for name in TEMPLATES))
 
     def digest(self) -> bytes:
-        """SHA-256: tokenizers of equal digest mean the same by their token ids."""
+        """SHA-256 of the tokenizer. With equal digests, token ids have the same meaning."""
         return hashlib.sha256(self._tokenizer.to_str().encode()).digest()
 
     def encode(self, text: str) -> array[int]:
@@ -139,15 +139,16 @@ class Tokenizer:
         return self._ids(text, add_special_tokens=True)
 
     def written(self, token: int) -> str:
-        """How a special token is written in a text; "" of others."""
+        """The text form of a special token; "" for other tokens."""
         return self._tokenizer.id_to_token(token) or "" if token in self.special else ""
 
     def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
-        """As `encode`, and where in the text each token begins: a space in front of it is its own."""
+        """As `encode`, and the place in the text at which each token begins. A space in front of a token belongs to
+        it."""
         (encoded,) = self._tokenizer.encode_batch([text])
         places, done = [], 0
         for start, end in encoded.offsets:
-            places.append(min(start, done) if end > start else done)  # added ones have no place of their own
+            places.append(min(start, done) if end > start else done)  # added special tokens have no place of their own
             done = max(done, end)
         return encoded.ids, places
 
@@ -158,8 +159,8 @@ class Tokenizer:
         tools: Sequence[dict[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The dialogue as the model reads it, by default up to where its next message begins. `tools` as OpenAI's;
-        `variables` are the template's own."""
+        """The dialogue as the model reads it, by default up to the beginning of its next message. `tools` in OpenAI's
+        form; `variables` are the template's own."""
         template = self._template_for_tools if tools else self._template
         if template is None:
             raise RequestError(400, "this model has no chat template; use /v1/completions", "messages")
@@ -167,7 +168,7 @@ class Tokenizer:
 
     @property
     def ignores_tools(self) -> bool:
-        """True if the chat template leaves out the tools that `render_chat` is given."""
+        """True if the chat template ignores the tools passed to `render_chat`."""
         template = self._template_for_tools
         return template is not None and not template.renders_tools
 
@@ -180,16 +181,16 @@ class Tokenizer:
         return self._ids(text, add_special_tokens=False)
 
     def _ids(self, text: str, add_special_tokens: bool) -> array[int]:
-        """A batch of one, as in `encode_behind`: only then does the library let other threads run meanwhile. A text as
-        long as a body may be would stop every stream for half a minute."""
+        """Encodes a batch of one, as `encode_behind` does: only for a batch does the library release the interpreter
+        lock. Without that, the longest possible body would stop every stream for half a minute."""
         (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return array("i", encoded.ids)
 
     def encode_behind(self, before: Sequence[int], text: str) -> array[int] | None:
-        """Token ids of `text` that goes on behind the tokens `before`; None if this tokenizer cannot begin there.
+        """Token ids of `text` as the continuation of the tokens `before`; None if this tokenizer cannot continue there.
 
-        Some put a space in front of every text they are given. It is left away by cutting the ids behind a newline,
-        and what came out is decoded to see that it is right.
+        Some tokenizers add a space in front of every text. To remove it, the text is encoded after a newline, the ids
+        are cut behind the newline, and the result is decoded to check it.
         """
         context = list(before[-CONTINUED_TOKENS:])
         said = self._tokenizer.decode(context, skip_special_tokens=False)
@@ -203,20 +204,20 @@ class Tokenizer:
         return None
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of these ids; special tokens have none."""
+        """The text of these ids; special tokens have none."""
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
     def decode_all(self, ids: Sequence[int]) -> str:
-        """As `decode`, with special tokens as they are written."""
+        """As `decode`, with the text forms of special tokens."""
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def pieces(self, ids: Sequence[int]) -> list[str | None]:
-        """Each token as the vocabulary has it; None for an id without one."""
+        """Each token's entry in the vocabulary; None for an id without one."""
         return [self._tokenizer.id_to_token(token) for token in ids]
 
 
 def _settings(directory: Path) -> dict[str, Any]:
-    """tokenizer_config.json. The special tokens of older checkpoints are those of special_tokens_map.json."""
+    """Reads tokenizer_config.json. Older checkpoints have their special tokens in special_tokens_map.json."""
     config: dict[str, Any] = {}
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         if (directory / name).is_file() and "added_tokens_decoder" not in config:
@@ -225,7 +226,7 @@ def _settings(directory: Path) -> dict[str, Any]:
 
 
 def _template_sources(directory: Path, config: dict[str, Any]) -> dict[str, str]:
-    """By name. Files come before what is configured."""
+    """Template sources by name. Files override the configuration."""
     files = {
         "default": directory / "chat_template.jinja",
         TOOLS: directory / "additional_chat_templates" / "tool_use.jinja",
@@ -240,33 +241,35 @@ def _template_sources(directory: Path, config: dict[str, Any]) -> dict[str, str]
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """bos_token and its like, this model's own too: they stand in the file as text or describe an added token."""
+    """bos_token and the other special tokens, the model's own included. The file gives each as text or as the
+    description of an added token."""
     extra = config.get("extra_special_tokens")
     roles = {**config, **(extra if isinstance(extra, dict) else {})}
     found = {role: value for role, value in roles.items() if role.endswith("_token")}
     texts = {role: value.get("content") if isinstance(value, dict) else value for role, value in found.items()}
-    return {role: text for role, text in texts.items() if isinstance(text, str)}  # add_bos_token is no token
+    # skips add_bos_token, which is not a token
+    return {role: text for role, text in texts.items() if isinstance(text, str)}
 
 
 class Detokenizer:
     """A reply's text, token by token; the pieces joined are the full decode of the reply.
 
-    A token's text can depend on its left neighbour (a sentencepiece decoder drops a leading space) and a character
-    can need several tokens. So a small window is decoded, and what is new in it is said once it is complete:
+    A token's text can depend on its left neighbour (a sentencepiece decoder drops a leading space), and a character can
+    need several tokens. So a small window is decoded, and new text is returned once it is complete:
 
-        window = | context: text already said | held: not a whole character yet |
+        window = | context: text already returned | held: not a whole character yet |
 
-    `context`: ids before the reply, whose text is not said again.
+    `context`: ids before the reply; their text is not returned again.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()):
         self._decode, self._special = tokenizer.decode, tokenizer.special
         self._window = [token for token in context if token not in self._special]
-        self._held = len(self._window)  # where the held tokens begin
+        self._held = len(self._window)  # index in the window at which the held tokens begin
         self._said = self._decode(self._window) if self._window else ""
 
     def push(self, token: int) -> str:
-        """The text that this token completes, possibly none."""
+        """Returns the text that this token completes, possibly none."""
         if token in self._special:
             return ""
         self._window.append(token)
@@ -275,8 +278,9 @@ class Detokenizer:
             return self._say_all(new)
         if not new or len(self._window) - self._held < 4:
             return ""
-        # A character has at most 4 bytes, one a token at least: what stands before the last 3 signs is broken for good
-        # (a sign stands for a byte, or for several; held tokens may have no text, as a first space has none).
+        # A character has at most 4 bytes, and each token has at least one: everything before the last 3 replacement
+        # characters is final, broken or not (one stands for a byte or for several; held tokens may have no text, for
+        # example a first space).
         # No token boundary is known to be a character boundary here, so the window stays.
         signs = len(new) - len(new.rstrip(REPLACEMENT))
         new = new[: len(new) - min(signs, 3)]
@@ -284,18 +288,18 @@ class Detokenizer:
         return new
 
     def flush(self) -> str:
-        """The rest, at the reply's end: a character that was never completed."""
+        """Returns the rest at the reply's end: a character that was never completed."""
         return self._say_all(self._unsaid())
 
     def _unsaid(self) -> str:
         text = self._decode(self._window)
         if text.startswith(self._said):
             return text[len(self._said) :]
-        # Byte-fallback decoders turn a whole run of bytes into replacement signs when a later one is invalid.
+        # Byte-fallback decoders turn a whole run of bytes into replacement characters if a later byte is invalid.
         return self._decode(self._window[self._held :])
 
     def _say_all(self, new: str) -> str:
-        """The window moves on: its held tokens become the next one's context."""
+        """Moves the window: its held tokens become the next window's context."""
         del self._window[: self._held]
         self._held = len(self._window)
         self._said = self._decode(self._window)
@@ -303,17 +307,18 @@ class Detokenizer:
 
 
 class _StopString:
-    """How much of one stop string a growing text ends with. Reads each character once (Knuth, Morris, Pratt 1977)."""
+    """The part of one stop string that a growing text ends with. Reads each character once (Knuth, Morris, Pratt
+    1977)."""
 
     def __init__(self, text: str):
         self.text = text
-        self.matched = 0  # leading characters of the stop string, with which the text read so far ends
-        # Entry n: with how many of its own leading characters (fewer than n) the stop string's first n end. As far as
-        # the text has matched: a stop string may be much longer than the reply.
+        self.matched = 0  # count of the stop string's leading characters that the text read so far ends with
+        # Entry n: how many of the stop string's leading characters (fewer than n) its first n characters end with.
+        # Computed only as far as the text has matched: a stop string may be much longer than the reply.
         self._borders = array("i", (0, 0))
 
     def read(self, piece: str) -> int | None:
-        """Goes on in the text. Returns where in the piece the first match ends, None: there is none."""
+        """Reads the next piece. Returns the place in the piece at which the first match ends, or None."""
         stop, at = self.text, 0
         while at < len(piece):
             if not self.matched and (at := piece.find(stop[0], at)) < 0:
@@ -327,7 +332,7 @@ class _StopString:
         return None
 
     def _longer(self, matched: int, sign: str) -> int:
-        """How much a text ends with that ended with so much and goes on with this character."""
+        """The new count of matched characters after `sign` follows a text that matched `matched`."""
         stop = self.text
         while matched and stop[matched] != sign:
             matched = self._borders[matched]
@@ -335,20 +340,20 @@ class _StopString:
 
 
 class StopMatcher:
-    """Finds the first stop string in a growing text; holds back what could be the beginning of one.
+    """Finds the first stop string in a growing text. Holds back text that may be the beginning of one.
 
-    Of several matches the one that ends first counts (of these the longest), so the outcome does not depend on how the
-    text is cut into tokens. A match begins in the text of tokens behind the first `min_tokens`. The time it takes is in
-    proportion to the text.
+    Of several matches, the one that ends first counts (of these the longest). So the outcome does not depend on how
+    tokens divide the text. A match may begin only in the text after the first `min_tokens` tokens. The time is
+    proportional to the text's length.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False, min_tokens: int = 0):
         """`stops`: at least one, none empty. `include`: the match itself stays in the text."""
         self._stops, self._include, self._min_tokens = [_StopString(stop) for stop in stops], include, min_tokens
-        # What is held: these pieces, but for so many characters of the first one.
+        # Held text: these pieces, without the first `_begin` characters of the first one.
         self._pieces: deque[str] = deque()
         self._begin = 0
-        self._held = 0  # characters
+        self._held = 0  # characters held
         self.tokens = 0
         self.found: str | None = None
 
@@ -357,16 +362,17 @@ class StopMatcher:
         return self.found is not None
 
     def push(self, piece: str) -> str:
-        """Takes the text of one more token, returns what may be said.
+        """Takes the text of one more token. Returns the text that may be sent.
 
-        After a match (`found` is the stop string) the text up to it has been said and `tokens` is the count of tokens
-        needed; call no more.
+        After a match, `found` is the stop string, the text before it has been returned, and `tokens` is the count of
+        tokens needed. No further call is allowed.
         """
         self.tokens += 1
         return piece if self.tokens <= self._min_tokens else self._scan(piece)
 
     def end(self, rest: str) -> str:
-        """The reply is over: takes the text left in the detokenizer, returns all that is still held unless it stops."""
+        """The reply is over: takes the rest of the detokenizer's text. Returns all held text, or the part before a stop
+        string."""
         text = self._scan(rest) if self.tokens > self._min_tokens else rest
         return text if self.matched else text + self._say(self._held)
 
@@ -383,7 +389,7 @@ class StopMatcher:
         return self._say(self._held - max(stop.matched for stop in self._stops))
 
     def _say(self, count: int) -> str:
-        """Takes so many characters of what is held."""
+        """Removes and returns the first `count` held characters."""
         said = []
         self._held -= count
         while count:

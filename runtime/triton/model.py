@@ -1,10 +1,11 @@
-"""The model that Triton Inference Server's python backend runs: the part of the HTTP process, for Triton's clients.
+"""The model that Triton Inference Server's python backend runs. For Triton's clients it takes the HTTP process's place.
 
-    execute -> read_inputs -> RequestBuilder -> EngineClient -> engine's process -> Reply -> one response a wake-up
+    execute -> read_inputs -> RequestBuilder -> EngineClient -> engine's process -> Reply -> one response for each
+    wake-up
 
-The engine's loop runs in a child process and is spoken to as by the HTTP process. Triton calls from its own thread; all
-else here happens on an event loop in a thread of ours. Bodies, prompts, histories, stop strings and texts are the HTTP
-process's own classes: nothing is decided twice.
+The engine's loop runs in a child process and gets the HTTP process's messages. Triton calls from its own thread; all
+other code here runs on an event loop in a separate thread. Bodies, prompts, histories, stop strings and texts use the
+HTTP process's classes, so both have the same rules.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
-import triton_python_backend_utils as triton  # within Triton only; filled after this import
+import triton_python_backend_utils as triton  # exists within Triton only; filled after this import
 from prometheus_client.parser import text_string_to_metric_families
 
 from ...scheduler.types import RequestError, SettingError
@@ -43,7 +44,7 @@ from .tensors import OutputOptions, Tensors, end_tensors, piece_tensors, read_in
 
 log = logging.getLogger(__name__)
 
-COMMAND = "engine_command"  # of config.pbtxt's parameters: JSON, the words of the engine's command line
+COMMAND = "engine_command"  # a parameter in config.pbtxt: JSON, the words of the engine's command line
 ENDED = "the engine's process has ended with status {}; the log says why"
 CANCEL_CHECK_S = 0.1
 METRICS_INTERVAL_S = 1.0
@@ -52,10 +53,10 @@ Result = TypeVar("Result")
 
 
 class TritonPythonModel:
-    """What the backend looks for. One instance takes any number of requests at a time."""
+    """The class that the backend looks up. One instance serves any number of requests at a time."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Starts the engine and waits until it serves. Raises TritonModelException with what is wrong."""
+        """Starts the engine and waits until it serves. Raises TritonModelException with the fault."""
         parameters = json.loads(args["model_config"])["parameters"]
         self._name, self._finalizing = args["model_name"], False
         self._process, connection = start_engine(json.loads(parameters[COMMAND]["string_value"]))
@@ -75,16 +76,16 @@ class TritonPythonModel:
         self._run(self._unload_without_engine()).add_done_callback(Future.result)  # a fault is logged
 
     def is_ready(self) -> bool:
-        """Asked for the model's readiness, by Tritons that ask models."""
+        """Answers Triton's readiness check; only some versions make it."""
         return self._desk.accepting
 
     def execute(self, requests: Sequence[Any]) -> None:
-        """Responses come through each request's sender, whenever there are any."""
+        """Responses are sent later, through each request's sender."""
         for request in requests:
             self._run(self._desk.answer(request)).add_done_callback(Future.result)  # a fault is logged
 
     def finalize(self) -> None:
-        """The engine finishes what runs, as long as it is allowed to, then all ends."""
+        """Lets the engine finish its requests within its time limit, then ends it."""
         self._finalizing = True
         self._process.terminate()
         closing = self._run(self._desk.close())
@@ -97,7 +98,7 @@ class TritonPythonModel:
         self._stop()
 
     async def _unload_without_engine(self) -> None:
-        """When the engine ends by itself the model is to be unready, where Triton's mode lets it be unloaded."""
+        """Makes the model unready if the engine ends by itself, where Triton's mode allows the model to be unloaded."""
         await self._desk.engine_ended()
         if self._finalizing:
             return
@@ -107,7 +108,7 @@ class TritonPythonModel:
             log.error("the engine has ended, and the model stays loaded: %s", error)
 
     def _greeting(self, connection: Connection) -> TritonSettings | Ready:
-        """One of the two messages in front of all others; in their place text says what is wrong."""
+        """Returns one of the two first messages. A text in its place describes a fault."""
         try:
             message: TritonSettings | Ready | str = connection.recv()
         except EOFError:
@@ -129,7 +130,7 @@ class TritonPythonModel:
 def start_engine(command: Sequence[str]) -> tuple[subprocess.Popen[bytes], Connection]:
     """Starts the engine's process and waits until it, or its rank 0, connects to a socket in a directory of this user.
 
-    The process logs where we do. Raises TritonModelException if it ends first.
+    The process logs to this process's log. Raises TritonModelException if it ends first.
     """
     with tempfile.TemporaryDirectory(prefix="pensieve-") as directory, socket.socket(socket.AF_UNIX) as listener:
         path = str(Path(directory, "engine"))
@@ -146,14 +147,14 @@ def start_engine(command: Sequence[str]) -> tuple[subprocess.Popen[bytes], Conne
 
 
 async def open_desk(connection: Connection, settings: TritonSettings, ready: Ready) -> TritonFrontend:
-    """To be called on the event loop of all that follows. SettingError if the histories cannot be used."""
+    """Called on the event loop that runs everything below. SettingError if the histories cannot be used."""
     tokenizer = Tokenizer.load(ready.tokenizer) if ready.tokenizer else None
     store = HistoryStore(settings.history_file, settings.history_ttl, settings.max_conversations_per_owner)
     return TritonFrontend(EngineClient(connection), ready, tokenizer, store, settings.chunk_tokens)
 
 
 class TritonFrontend:
-    """Takes requests, answers them, and looks after those whose clients go away. Lives on the event loop."""
+    """Takes requests, answers them, and ends those whose clients leave. Runs on the event loop."""
 
     def __init__(
         self,
@@ -172,30 +173,31 @@ class TritonFrontend:
 
     @property
     def accepting(self) -> bool:
-        """Whether the engine takes new requests. Any thread may ask."""
+        """True if the engine takes new requests. May be called by any thread."""
         return self._client.accepting
 
     async def engine_ended(self) -> None:
-        """Returns when it has, and every open request has been told."""
+        """Returns when the engine has ended and every open request has been answered."""
         await self._client.closed.wait()
 
     async def close(self) -> None:
-        """Behind the last output of the engine, which has been told to end."""
+        """Returns after the last output of the engine, which has been told to end."""
         await self.engine_ended()
-        await asyncio.gather(*filter(None, self._visits.values()), return_exceptions=True)  # turns are committed
+        # until their turns are committed
+        await asyncio.gather(*filter(None, self._visits.values()), return_exceptions=True)
         for watch in self._watches:
             watch.cancel()
         self._metrics.update(self._client.metrics.text())
         await self._histories.close()
 
     async def answer(self, request: Any) -> None:
-        """One request from its tensors to its final response, whatever happens."""
+        """Answers one request, from its tensors to its final response, also after a failure."""
         visit = TritonRequest(request)
         self._visits[visit] = asyncio.current_task()
         try:
             if visit.asks_to_stop:
                 self._cancel(visit.id)
-                raise ClientGone  # TensorRT-LLM's model answers this request as those that it ends
+                raise ClientGone  # TensorRT-LLM's model answers this request like the ones that it ends
             await self._serve(visit)
         except RequestError as error:
             visit.refuse(error.message, ERRORS.get(error.status, "INTERNAL"))
@@ -208,7 +210,7 @@ class TritonFrontend:
 
     async def _serve(self, visit: TritonRequest) -> None:
         asked = read_inputs(visit.inputs, visit.sequence)
-        caller = Caller()  # Triton does not say who its clients are, and limits them itself
+        caller = Caller()  # Triton does not tell its clients apart, and has its own limits
         options = await self._calls.asked(asked.body, caller)
         call = await self._calls.completion(asked.body, options, visit.arrived, caller)
         replies: list[Reply] = []
@@ -224,8 +226,8 @@ class TritonFrontend:
     async def _reply(
         self, visit: TritonRequest, asked: OutputOptions, call: GenerationCall, replies: list[Reply]
     ) -> None:
-        """`replies` gets the reply. With `streaming` what one wake-up brings is one response; else there is one."""
-        if visit.stopped:  # while its prompt was looked at
+        """Fills `replies` with the reply. With `streaming` each wake-up sends one response; otherwise there is one."""
+        if visit.stopped:  # stopped while its prompt was checked
             raise ClientGone
         (request,) = call.requests
         visit.stream = stream = self._client.submit([request], call.arrived)
@@ -247,7 +249,7 @@ class TritonFrontend:
                     visit.send(piece_tensors(text, tokens))
                     text, tokens = "", []
             now = time.perf_counter()
-            if call.turn is not None:  # durable before its end is told
+            if call.turn is not None:  # durable before its end is sent
                 await call.turn.commit(reply.tokens, "".join(reply.texts), None, call.requests[0].salt)
             end = end_tensors(asked, call, reply, self._chunk_tokens, now)
             visit.send(piece_tensors(text, tokens) | end, final=True)
@@ -282,11 +284,11 @@ ERRORS = {
     429: "UNAVAILABLE",
     503: "UNAVAILABLE",
 }
-"""By the status of a RequestError; all others are INTERNAL."""
+"""By the status of a RequestError; others are INTERNAL."""
 
 
 class TritonRequest:
-    """A request as Triton hands it over, and the way back to its client. `arrived`: time.perf_counter's seconds."""
+    """A request from Triton, with the sender of its responses. `arrived`: time.perf_counter's seconds."""
 
     def __init__(self, request: Any):
         self.arrived = time.perf_counter()
@@ -294,26 +296,26 @@ class TritonRequest:
         self.sequence = str(request.correlation_id() or "")
         self._request = request
         self.answered = self.stopped = False
-        self.stream: OutputStream | None = None  # once the engine has it
+        self.stream: OutputStream | None = None  # set once the engine has it
         self._sender = request.get_response_sender()
 
     @cached_property
     def inputs(self) -> dict[str, Any]:
-        """Raises whatever reading tensors does."""
+        """The input tensors by name. Exceptions of Triton's tensors are passed on."""
         return {tensor.name(): tensor.as_numpy() for tensor in self._request.inputs()}
 
     @property
     def asks_to_stop(self) -> bool:
-        """Raises RequestError (400)."""
+        """True if the request asks to stop others. Raises RequestError (400)."""
         return "stop" in self.inputs and read_value("stop", self.inputs["stop"])
 
     @property
     def cancelled(self) -> bool:
-        """Its client is gone, or does not want the answer any more."""
+        """True if its client is gone, or has cancelled the request."""
         return bool(self._sender.is_cancelled())
 
     def stop(self) -> None:
-        """Whoever serves it learns, now or when it would go to the engine, that nobody wants the answer."""
+        """Cancels the request, now or before it is sent to the engine."""
         self.stopped = True
         if self.stream is not None:
             self.stream.hang_up()
@@ -322,7 +324,7 @@ class TritonRequest:
         self._send([triton.Tensor(name, value) for name, value in tensors.items()], None, final)
 
     def refuse(self, message: str, code: str) -> None:
-        """`code`: the name of one of TritonError's."""
+        """`code`: the name of a code of TritonError."""
         self._send([], triton.TritonError(message, getattr(triton.TritonError, code)), True)
 
     def _send(self, tensors: list[Any], error: Any, final: bool) -> None:
@@ -332,9 +334,9 @@ class TritonRequest:
 
 
 class TritonMetrics:
-    """Our metrics among Triton's own, under the names that the HTTP process's /metrics gives them.
+    """Our metrics among Triton's own, under the names in the HTTP process's /metrics.
 
-    A histogram's samples are counters here: Triton cannot take over its buckets, and queries ask for them by name.
+    A histogram's samples are counters here: Triton cannot use its buckets, and queries ask for them by name.
     """
 
     def __init__(self) -> None:
@@ -343,7 +345,7 @@ class TritonMetrics:
         self._told: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
 
     def update(self, text: bytes) -> None:
-        """`text`: all metrics in Prometheus' format. Only what has changed is told to Triton."""
+        """`text`: all metrics in Prometheus' format. Only changes are passed on to Triton."""
         for family in text_string_to_metric_families(text.decode()):
             gauge = family.type == "gauge"
             for sample in family.samples:

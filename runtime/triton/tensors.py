@@ -1,6 +1,6 @@
-"""What Triton's clients send and get, tensor by tensor, and how it becomes a completion's body and a reply's tensors.
+"""The tensors of Triton's clients: reads inputs into a completion's body, and writes a reply as output tensors.
 
-Names, types and meanings are those of TensorRT-LLM's llmapi model where it has them. `input_ids`, `output_ids`,
+Names, types and meanings are those of TensorRT-LLM's llmapi model if it has them. `input_ids`, `output_ids`,
 `conversation_id`, `history` and a few sampling parameters are ours.
 """
 
@@ -23,7 +23,8 @@ DTYPES = {"STRING": np.object_, "INT32": np.int32, "INT64": np.int64, "FP32": np
 
 
 class Input(NamedTuple):
-    """`field`: where its value goes in `CompletionBody`; None: elsewhere. `several`: any number of values, not one."""
+    """`field`: the field of `CompletionBody` that gets its value; None: none. `several`: any number of values, not
+    one."""
 
     type: str
     field: str | None = None
@@ -57,7 +58,7 @@ INPUTS = {
     "return_stop_reason": Input("BOOL"),
     "return_cumulative_logprob": Input("BOOL"),
 }
-"""All are optional for Triton: what is missing is the completion body's default, or said to be missing."""
+"""All are optional for Triton. A missing one gets the completion body's default, or is refused by name."""
 
 OUTPUTS = {
     "text_output": "STRING",
@@ -81,7 +82,7 @@ Tensors = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """A request: the completion, and what goes with its last response."""
+    """A request: the completion, and the optional outputs of its last response."""
 
     body: CompletionBody
     finish_reason: bool
@@ -93,7 +94,7 @@ class OutputOptions:
 def read_inputs(tensors: Mapping[str, np.ndarray], sequence: str) -> OutputOptions:
     """`sequence`: Triton's sequence id, "" for none; it names the conversation unless `conversation_id` does.
 
-    Raises RequestError (400) for what HTTP would refuse too.
+    Raises RequestError (400) for requests that HTTP would refuse too.
     """
     if "text_input" in tensors and "input_ids" in tensors:
         raise RequestError(400, "text_input and input_ids are two prompts: send one of them", "input_ids")
@@ -117,9 +118,10 @@ def read_inputs(tensors: Mapping[str, np.ndarray], sequence: str) -> OutputOptio
 
 
 def read_value(name: str, tensor: np.ndarray) -> Any:
-    """The one value of an input (Triton has seen to that), or the list of all where there may be several.
+    """Returns the one value of an input (Triton ensures that there is one), or the list of all values if there may be
+    several.
 
-    Raises RequestError (400) for bytes that are no text.
+    Raises RequestError (400) for bytes that are not text.
     """
     kind = INPUTS[name]
     values = tensor.ravel().tolist()
@@ -132,15 +134,15 @@ def read_value(name: str, tensor: np.ndarray) -> Any:
 
 
 def piece_tensors(text: str, tokens: list[int]) -> Tensors:
-    """What a reply goes on with."""
+    """The tensors of a piece of a reply."""
     return _tensors(text_output=text.encode(), output_ids=tokens)
 
 
 def end_tensors(asked: OutputOptions, call: GenerationCall, reply: Reply, chunk_tokens: int, now: float) -> Tensors:
-    """What was asked about the whole reply. `now`: when its last token came, time.perf_counter's seconds.
+    """The requested tensors about the whole reply. `now`: time of its last token, time.perf_counter's seconds.
 
-    Blocks are chunks. Those of the prompt were reused if they had KV in some tier for all of their tokens; reused and
-    new ones together hold the KV of prompt and reply, of which the last token has none.
+    Blocks are chunks. A chunk of the prompt was reused if it had KV for all of its tokens in some tier. Reused and new
+    chunks together hold the KV of prompt and reply; the last token has none.
     """
     tensors: Tensors = {}
     if asked.finish_reason:
@@ -168,7 +170,7 @@ def end_tensors(asked: OutputOptions, call: GenerationCall, reply: Reply, chunk_
 
 
 def stop_reason(body: CompletionBody, reply: Reply) -> str | None:
-    """What of the request's own ended the reply: a stop string, or a stop token's id. None: something else did."""
+    """The request's stop string or stop token id that ended the reply; None if neither did."""
     if reply.stop_string is not None:
         return reply.stop_string
     if reply.finish is FinishReason.STOP and reply.tokens[-1] in body.stop_token_ids:

@@ -16,7 +16,8 @@ NEVER = -inf
 
 
 class OrderedSet(OrderedDict["Chunk", None]):
-    """A set in the order of insertion, cheap to look at and to take from at its front (a plain dict is not)."""
+    """A set in insertion order. Its first element is found and removed in constant time (with a plain dict it is
+    not)."""
 
     def add(self, chunk: Chunk) -> None:
         self[chunk] = None
@@ -26,7 +27,7 @@ class OrderedSet(OrderedDict["Chunk", None]):
 
 
 class ChunkSet(Protocol):
-    """A set of chunks, each of which is in one such set at most."""
+    """A set of chunks. A chunk is in at most one such set."""
 
     def add(self, chunk: Chunk) -> None: ...
 
@@ -34,7 +35,7 @@ class ChunkSet(Protocol):
 
 
 class Move:
-    """One spill or promotion that has begun. `chunk` is None once it was dropped: then both slots are the work's."""
+    """A spill or promotion in progress. `chunk` is None after the chunk was dropped: then the move owns both slots."""
 
     __slots__ = ("chunk", "disk", "host", "key", "spills")
 
@@ -57,7 +58,7 @@ class Group:
     def add(self, chunk: Chunk) -> None:
         self.chunks[chunk] = None
         if chunk.end < self._last:
-            self._sorted = False  # they mostly come in order of position
+            self._sorted = False  # chunks mostly arrive in order of position
         self._last = chunk.end
 
     def extend(self, chunks: Sequence[Chunk]) -> None:
@@ -68,7 +69,7 @@ class Group:
         self._last = chunks[-1].end
 
     def leading(self, most: int) -> list[Chunk]:
-        """The first ones by position."""
+        """The first `most` chunks by position."""
         if not self._sorted:
             self.chunks = dict.fromkeys(sorted(self.chunks, key=attrgetter("end")))
             self._sorted, self._last = True, next(reversed(self.chunks)).end
@@ -76,7 +77,7 @@ class Group:
 
 
 class Claims(NamedTuple):
-    """Conversations that claim one chunk: all, the pinned ones, and those over their owners' quotas."""
+    """Counts of the conversations that claim one chunk: all, the pinned ones, and those over their owners' quotas."""
 
     claims: int
     pins: int = 0
@@ -84,26 +85,27 @@ class Claims(NamedTuple):
 
 
 class Chunk:
-    """end             position after its last token when full
+    """end          position after its last token when full
     tokens          leading tokens whose KV is valid: all of a keyed chunk, fewer in a tail
     gpu, host, disk
                     its slot in the tier, or NO_SLOT; several may be valid at once
-    moving          work for the disk that has begun and not been reported: it has slots of its own (see `Move`)
-    users, claims   rows that hold it; conversations that reference it
-    pins            of these conversations, the pinned ones: it is evicted last, unless all are beyond their quotas
-    over_quota      of these conversations, those beyond their owners' quotas
-    past_window     it belongs to a context that has outgrown its window: without this chunk all of that context is
-                    computed anew
-    queue_place     0, or the place in the queue of the request that waits for it: it is evicted behind the chunks that
-                    no request waits for, the queue's tail first
-    copied_for_disk its copy on HOST is on its way to DISK and no reason to take its GPU slot: the first chunks written
-                    are worth most
-    loading         its swap-in is reserved but not all issued: the GPU slot holds nothing yet
-    victim_set      the set of victims it is in; victim_group: its part of that set
+    moving          disk work in progress for the chunk, not reported yet; it has slots of its own (see `Move`)
+    users, claims   rows that hold the chunk; conversations that claim it
+    pins            pinned conversations among the claims: the chunk is evicted last, unless all of the claims are over
+                    quota
+    over_quota      conversations over their owners' quotas among the claims
+    past_window     the chunk's context has outgrown its window: if this chunk is lost, the whole context is recomputed
+    queue_place     0, or the queue place of the request that waits for the chunk: it is evicted after all chunks that
+                    no request waits for, those of the last request in the queue first
+    copied_for_disk its copy on HOST is only on its way to DISK, so its GPU slot is not taken for that copy: the first
+    chunks written are the most valuable
+    loading         its GPU slot is reserved, but the swap-in is not issued for all of the row: the slot holds no data
+                    yet
+    victim_set      the set of victims that contains it; victim_group: its group in that set
     refused_by_host HOST has no room for a chunk of so low a value, or the copy there failed: the chunk is not copied
-                    when its GPU slot is needed
+    when its GPU slot is needed
     created, dropped_at
-                    when it was made, and when it was last dropped
+                    times at which it was made and last dropped
     """
 
     __slots__ = (

@@ -1,4 +1,4 @@
-"""Chunk keys: from the tokens of a context to the names under which its KV is found."""
+"""Chunk keys: names for KV, computed from the tokens of a context."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ..context_window import ContextWindow
 from ..types import ChunkKey
 
 NO_KEY = ChunkKey(b"")
-"""Stands for chunks before a context's start, which do not exist: no chunk has it."""
+"""Stands for chunks before a context's start, which do not exist. No chunk has this key."""
 
 
 def root_key(seed: bytes, chunk_tokens: int, salt: bytes) -> ChunkKey:
-    """Where a chain of keys starts: everything but the tokens that changes KV, and the salt."""
+    """The key before the first chunk: a digest of the salt and of everything except the tokens that changes KV."""
     parts = (seed, chunk_tokens.to_bytes(4, "little"), salt)
     return ChunkKey(hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).digest())
 
@@ -25,16 +25,17 @@ def chunk_key(previous: ChunkKey, tokens: array[int], start: int, end: int) -> C
 
 
 class ChunkKeys:
-    """Makes the keys of a context, listed by the index of their chunks: NO_KEYs stand before the context's start.
+    """Makes the keys of a context, listed by the index of their chunks. Before the context's start the list holds
+    NO_KEY.
 
-    `windows`: None, or how contexts overflow. It enters a key chain at the first chunk that it makes different.
+    `windows`: None, or the rules of context overflow. They enter a key chain at the first chunk whose KV they change.
     """
 
     def __init__(self, seed: bytes, chunk_tokens: int, windows: ContextWindow | None):
         self._seed, self._size, self._windows = seed, chunk_tokens, windows
 
     def extend(self, keys: list[ChunkKey], context_start: int, salt: bytes, tokens: array[int], end: int) -> None:
-        """Adds to the keys of a context (none yet, or some) those of its full chunks up to position `end`."""
+        """Extends `keys`, the keys of a context (perhaps empty), to its full chunks up to position `end`."""
         size, windows = self._size, self._windows
         begin = context_start // size
         keys += [NO_KEY] * (begin - len(keys))
@@ -46,12 +47,12 @@ class ChunkKeys:
             keys.append(chunk_key(previous, tokens, index * size, (index + 1) * size))
 
     def first(self, context_start: int, salt: bytes, tokens: array[int]) -> ChunkKey:
-        """The key of the first chunk of a context that begins at `context_start`, which `tokens` reach beyond."""
+        """The key of the first chunk of a context that begins at `context_start`; `tokens` fill at least that chunk."""
         return chunk_key(self._root(salt, context_start), tokens, context_start, context_start + self._size)
 
     def all(self, tokens: array[int], salt: bytes, shared: int = 0) -> Iterator[ChunkKey]:
-        """The keys of a log's full chunks, wherever its contexts may have begun, but for those within its first
-        `shared` tokens. Their number grows with the square of the log's length: they are made one by one."""
+        """Yields the keys of a log's full chunks for every possible context start, without those in its first `shared`
+        tokens. Their number grows with the square of the log's length, so they are made one by one."""
         size = self._size
         for context_start in range(0, self.first_seen(len(tokens)) + 1, self._windows.step if self._windows else 1):
             keys: list[ChunkKey] = []

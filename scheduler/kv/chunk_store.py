@@ -22,20 +22,20 @@ from .victim_sets import VictimSet
 
 
 class ChunkStore:
-    """Every chunk that is resident or claimed, its slots, and the sets from which victims come.
+    """Every chunk that is resident or claimed, its slots, and the sets of victims.
 
-    reclaimable     on the GPU, idle, and taken as it is: a HOST copy exists, or is not to be had
-    uncopied        on the GPU, idle, and not on HOST, or there for DISK's sake alone
+    reclaimable     idle on the GPU, and the slot is free to take: a HOST copy exists, or cannot be made
+    uncopied        idle on the GPU without a copy on HOST, or with one that is only on its way to DISK
     host_only       idle and only on HOST
     host_spare      idle on HOST, not on the GPU, with a record on DISK: its HOST slot is free to take
     disk_only       idle and only on DISK
-    busy_copied     in use on the GPU, with a copy on HOST that is worth only its making, the oldest first
-    disk_copies     on DISK and on the GPU, the latest last; beside the set of victims that the chunk is victim_set in
+    busy_copied     in use on the GPU, with a copy on HOST that saves only another copy; the oldest first
+    disk_copies     on DISK and on the GPU, the latest last; such a chunk is also in its set of victims
     pending         keys that a row is computing, with the row's epoch
-    completed       copies known to be complete on the device, and the last step that was applied
-    now             of the latest plan: drops are stamped with it
-    bad_copies      copies on HOST given up because they failed
-    dropped         chunks dropped so far; regret_tokens: of those computed again within REGRET_S
+    completed       copies known to be complete on the device, and the last applied step
+    now             time of the latest plan, seconds; drops are stamped with it
+    bad_copies      failed copies on HOST, since the start
+    dropped         chunks dropped since the start; regret_tokens: tokens of those that were recomputed within REGRET_S
     """
 
     def __init__(self, config: SchedulerConfig, policy: EvictionPolicy):
@@ -60,9 +60,10 @@ class ChunkStore:
         self._chunk_tokens = config.chunk_tokens
         self._by_key: dict[ChunkKey, Chunk] = {}
         self.find: Callable[[ChunkKey], Chunk | None] = self._by_key.get
-        """The chunk of that key if it is resident or claimed (then perhaps dropped)."""
+        """Returns the chunk of the key if it is resident or claimed (a claimed chunk may be dropped), else None."""
         self._private: dict[Chunk, None] = {}
-        self._forgotten: OrderedDict[ChunkKey, float] = OrderedDict()  # and when they were dropped
+        # keys of dropped chunks, and when they were dropped
+        self._forgotten: OrderedDict[ChunkKey, float] = OrderedDict()
         self._most_forgotten = 4 * (config.gpu_kv_chunks + config.host_kv_chunks) + config.disk_kv_chunks
         self._has_disk = config.disk_kv_chunks > 0
         self._late_host_slots: list[int] = []
@@ -71,22 +72,22 @@ class ChunkStore:
     # -- looking up
 
     def known(self, key: ChunkKey) -> bool:
-        """Computed here before, whether or not it still is anywhere."""
+        """True if the key's chunk was computed here before, even if it is in no tier now."""
         return key in self._by_key or key in self._forgotten
 
     @property
     def available(self) -> int:
-        """GPU slots that cost nothing to take."""
+        """GPU slots that can be taken without a copy or a loss."""
         return self.gpu.free + len(self.reclaimable)
 
     @property
     def obtainable(self) -> int:
-        """GPU slots that can be had at all: also those whose only copy must be moved or dropped first."""
+        """GPU slots that can be taken at all, including those whose only copy must be moved or dropped first."""
         return self.available + len(self.uncopied)
 
     def slot_counts(self) -> dict[str, dict[str, int]]:
-        """Slots by tier and by what is in them; a copy is of a chunk that is in a tier above too, one that is moving is
-        being written or read (HOST) or written (DISK)."""
+        """Slots by tier and content. `copies`: the chunk is in a higher tier too. `moving`: being written or read
+        (HOST), or written (DISK)."""
         gpu, host, host_only = self.gpu, self.host, len(self.host_only) + len(self.host_spare)
         idle = {"free": gpu.free, "reclaimable": len(self.reclaimable), "idle": len(self.uncopied)}
         counts = {
@@ -103,7 +104,7 @@ class ChunkStore:
         return counts
 
     def unconfirmed(self, chunk: Chunk) -> bool:
-        """Its only copy, on HOST, is not known to be complete and may fail."""
+        """True if the chunk's only copy, on HOST, may still fail."""
         return (
             self._copies_may_fail
             and chunk.gpu == NO_SLOT
@@ -114,17 +115,17 @@ class ChunkStore:
     # -- a chunk's life
 
     def new(self, end: int, now: float) -> Chunk:
-        """A private chunk in use, in a free GPU slot (the caller made room)."""
+        """Returns a private chunk in use, in a free GPU slot. The caller has made room."""
         chunk = Chunk(end, self.gpu.take(), now)
         chunk.users = 1
         self._private[chunk] = None
         return chunk
 
     def publish(self, chunk: Chunk, key: ChunkKey) -> Chunk:
-        """The private, now full chunk gets its key. Returns the chunk its row is to hold from now on.
+        """Gives the private, now full chunk its key. Returns the chunk that its row holds from now on.
 
-        The first owner of a key keeps it. If that one has lost its GPU slot meanwhile it takes over this chunk's;
-        otherwise this one stays private until its row leaves.
+        The first owner of a key keeps it. If that owner has lost its GPU slot, it takes over this chunk's slot;
+        otherwise this chunk stays private until its row leaves.
         """
         chunk.tokens = self._chunk_tokens
         owner = self._by_key.get(key)
@@ -146,14 +147,15 @@ class ChunkStore:
         return owner
 
     def pin(self, chunks: Iterable[Chunk]) -> None:
-        """One more row holds the chunks: they do not move."""
+        """One more row holds the chunks, so they do not move."""
         for chunk in chunks:
             chunk.users += 1
             chunk.refused_by_host = False
             self.file(chunk)
 
     def unpin(self, chunks: Iterable[Chunk], step: int, now: float) -> None:
-        """One row less holds them; `step` is the last one launched with that row and may still use their GPU slots."""
+        """One row fewer holds the chunks. `step`: the last launched step with that row; it may still use their GPU
+        slots."""
         computed = self.gpu.last[Lane.COMPUTE]
         for chunk in chunks:
             if chunk.users <= 0:
@@ -184,28 +186,30 @@ class ChunkStore:
             self._forget(chunk)
 
     def change_pins(self, chunk: Chunk, by: int) -> None:
-        """A conversation that claims the chunk begins (1) or ceases (-1) to be pinned."""
+        """`by`: 1 if a conversation that claims the chunk becomes pinned, -1 if its pin ends."""
         chunk.pins += by
         chunk.refused_by_host = False
         if not chunk.users:
             self.file(chunk)
 
     def change_over_quota(self, chunk: Chunk, by: int) -> None:
-        """A conversation that claims the chunk is beyond its owner's quota from now on (1), or no longer (-1)."""
+        """`by`: 1 if a conversation that claims the chunk goes over its owner's quota, -1 if it is within the quota
+        again."""
         chunk.over_quota += by
         chunk.refused_by_host = False
         if not chunk.users:
             self.file(chunk)
 
     def mark_past_window(self, chunk: Chunk) -> None:
-        """Its context has outgrown its window: it weighs as much as the others of it, to go with them."""
+        """The chunk's context has outgrown its window: the chunk now weighs as much as the context's others, to be
+        evicted with them."""
         if not chunk.past_window:
             chunk.past_window = True
             if not chunk.users:
                 self.file(chunk)
 
     def touch(self, chunk: Chunk, now: float, awaited: int = 0) -> None:
-        """Its conversation is active: the user has written, and waits at that place in the queue."""
+        """Its conversation is active: its user has written. `awaited`: the request's place in the queue, 0 for none."""
         chunk.last_active = max(chunk.last_active, now)
         chunk.refused_by_host = False
         if awaited and not 0 < chunk.queue_place < awaited:
@@ -213,15 +217,15 @@ class ChunkStore:
         self.file(chunk)
 
     def end_wait(self, chunks: Iterable[Chunk]) -> None:
-        """The request that awaited them has left the queue."""
+        """The request that waited for the chunks has left the queue."""
         for chunk in chunks:
             if chunk.queue_place:
                 chunk.queue_place = 0
                 self.file(chunk)
 
     def adopt(self, records: Iterable[DiskRecord], now: float) -> None:
-        """Makes chunks of the records that an earlier process left on DISK; before anything is stored. Of two records
-        with one key the first counts.
+        """Makes chunks of the records that an earlier process left on DISK. Called before anything is stored. Of two
+        records with one key the first counts.
 
         Raises InvariantError for a slot that does not exist or has two records.
         """
@@ -237,20 +241,20 @@ class ChunkStore:
             self.file(chunk)
 
     def stamp(self, now: float) -> float:
-        """`now`, but never twice the same: one stamp is one turn."""
+        """Returns `now`, moved up slightly if it is not later than the last stamp: each turn has its own stamp."""
         self._last_stamp = max(now, self._last_stamp + 1e-6)
         return self._last_stamp
 
     # -- loading from HOST
 
     def begin_loads(self, chunks: Iterable[Chunk]) -> None:
-        """Reserves a free GPU slot for each of these, which are on HOST (the caller made room)."""
+        """Reserves a free GPU slot for each of the chunks, which are on HOST. The caller has made room."""
         for chunk in chunks:
             chunk.gpu, chunk.loading = self.gpu.take(), True
 
     def loads_issued(self, chunks: Iterable[Chunk]) -> None:
-        """This plan copies the chunks to their GPU slots. A tail's HOST copy ends: the tail is about to be appended
-        to."""
+        """This plan copies the chunks to their GPU slots. A tail gives up its HOST copy, because its row will append to
+        it."""
         for chunk in chunks:
             chunk.loading = False
             if chunk.key is None:
@@ -258,7 +262,7 @@ class ChunkStore:
             self.file(chunk)
 
     def cancel_loads(self, chunks: Iterable[Chunk]) -> None:
-        """Gives the reserved GPU slots back; the chunks are filed when their row lets them go."""
+        """Returns the reserved GPU slots. The chunks enter a set of victims when their row releases them."""
         for chunk in chunks:
             chunk.loading = False
             self.gpu.give(chunk.gpu)
@@ -276,7 +280,7 @@ class ChunkStore:
             self._count_if_dropped(chunk)
 
     def reclaim_gpu(self, victims: Sequence[Chunk]) -> int:
-        """As `release_gpu` for these, which are idle and of one group. Returns how many are dropped thereby."""
+        """As `release_gpu` for idle chunks of one group. Returns how many of them are dropped."""
         for chunk in victims:
             self.gpu.give(chunk.gpu)
             chunk.gpu = NO_SLOT
@@ -295,7 +299,7 @@ class ChunkStore:
         return len(dropped)
 
     def drop_from_host(self, victims: Sequence[Chunk]) -> None:
-        """As `drop` for these, which are of one group of `host_only`."""
+        """As `drop` for chunks of one group of `host_only`."""
         for chunk in victims:
             self.host.give(chunk.host)
             chunk.host = NO_SLOT
@@ -304,8 +308,8 @@ class ChunkStore:
             self._count_if_dropped(chunk)
 
     def make_reclaimable(self, chunks: Sequence[Chunk]) -> None:
-        """The GPU slots of these, which are of one group of `uncopied`, are free to take: they have been copied, or
-        HOST has refused them."""
+        """Makes the GPU slots of the chunks, which are of one group of `uncopied`, free to take: the chunks have been
+        copied, or HOST has refused them."""
         for chunk in chunks:
             chunk.refused_by_host, chunk.copied_for_disk = chunk.host == NO_SLOT, False
         self.uncopied.move(chunks, self.reclaimable)
@@ -319,20 +323,20 @@ class ChunkStore:
             self._count_if_dropped(chunk)
 
     def copied_out(self, chunk: Chunk, host_slot: int) -> None:
-        """The chunk's copy in that slot has begun; the caller files it."""
+        """The chunk's copy to that slot has begun. The caller files the chunk."""
         chunk.host = host_slot
         if self._copies_may_fail:
             self._copied_out[host_slot] = chunk
 
     def copied_for_disk(self, chunk: Chunk, host_slot: int) -> None:
-        """The chunk's copy in that slot has begun, on its way to DISK."""
+        """The chunk's copy to that slot, on its way to DISK, has begun."""
         self.copied_out(chunk, host_slot)
         chunk.copied_for_disk = True
         self.file(chunk)
 
     def drop_bad_copies(self, host_slots: Iterable[int]) -> None:
-        """A copy to each of these HOST slots has failed: the slot's chunk loses its copy, also a later chunk, whose
-        copy has only just begun. A chunk copied to make room on the GPU is not copied again before it is used."""
+        """Drops the failed copies in these HOST slots. If a later chunk's copy to a slot has just begun, it is dropped
+        as well. A chunk that was copied to make room on the GPU is not copied again before its next use."""
         for slot in host_slots:
             chunk = self._copied_out[slot]
             if chunk.host == slot:
@@ -341,7 +345,7 @@ class ChunkStore:
                 self.release_host(chunk)
 
     def release_disk(self, chunk: Chunk) -> None:
-        """Gives up its record, which is not being read."""
+        """The chunk gives up its record, which is not being read."""
         self._release_disk_slot(chunk)
         self.file(chunk)
         self._count_if_dropped(chunk)
@@ -352,7 +356,8 @@ class ChunkStore:
         chunk.disk = NO_SLOT
 
     def release_host_late(self, chunk: Chunk) -> None:
-        """As `release_host` for a copy that this plan's swap-in still reads: nothing of this plan may take the slot."""
+        """As `release_host` for a copy that this plan's swap-in still reads. Nothing else in this plan may take the
+        slot."""
         self._late_host_slots.append(chunk.host)
         chunk.host = NO_SLOT
         self.file(chunk)
@@ -364,10 +369,10 @@ class ChunkStore:
         self._late_host_slots.clear()
 
     def drop(self, chunk: Chunk) -> None:
-        """An idle chunk leaves every tier."""
+        """Removes an idle chunk from every tier."""
         chunk.copied_for_disk = False
         move, chunk.moving = chunk.moving, None
-        if move is not None:  # until its end the work has both slots
+        if move is not None:  # the move keeps both slots until it ends
             self.disk.abandon(move)
             if move.spills:
                 chunk.host = NO_SLOT
@@ -385,8 +390,8 @@ class ChunkStore:
         self._count_if_dropped(chunk)
 
     def delete(self, key: ChunkKey) -> None:
-        """What there is of that chunk goes, unless a conversation claims it. A row that holds it keeps it on the GPU
-        and HOST; its records go at once."""
+        """Drops the key's chunk, unless a conversation claims it. If a row holds it, it stays on the GPU and HOST; its
+        records are deleted at once."""
         chunk = self.find(key)
         if chunk is not None and chunk.claims:
             return
@@ -422,7 +427,7 @@ class ChunkStore:
     # -- work for the disk
 
     def spill(self, chunk: Chunk, disk_slot: int) -> None:
-        """Begins to write the chunk's HOST copy, which is complete, into the DISK slot."""
+        """Begins to write the chunk's HOST copy, which is complete, to the DISK slot."""
         chunk.moving = self.disk.spill(chunk, disk_slot)
         self.file(chunk)
 
@@ -432,7 +437,7 @@ class ChunkStore:
         self.file(chunk)
 
     def report_disk(self, result: StepResult, now: float) -> None:
-        """Takes what the result says of the disk: chunks get the slots that have been written or read for them."""
+        """Applies the result's reports of disk work: chunks get the slots that were written or read for them."""
         for move, succeeded in self.disk.report(result, now):
             chunk = move.chunk
             if chunk is None:
@@ -453,20 +458,20 @@ class ChunkStore:
         self.file(chunk)
 
     def _promoted(self, chunk: Chunk, move: Move, succeeded: bool) -> None:
-        """After a failed read the record is given up: the chunk is dropped if it is in no other tier."""
+        """Ends a read. If it failed, the record is given up, and a chunk that is in no other tier is dropped."""
         if succeeded and chunk.host == NO_SLOT:
             chunk.host = move.host
-        else:  # not read, or computed again and copied out meanwhile
+        else:  # the read failed, or the chunk was recomputed and copied out meanwhile
             self.host.give(move.host)
         if succeeded:
             self.file(chunk)
         if not (succeeded and self.disk.wanted(move.disk, chunk)):
             self.release_disk(chunk)
 
-    # -- victims
+    # -- sets of victims
 
     def file(self, chunk: Chunk) -> None:
-        """Puts the chunk into the set its state asks for. Called after every change of it."""
+        """Puts the chunk into the set that fits its state. Called after every change of the state."""
         victim_set: ChunkSet | None = None
         if chunk.gpu == NO_SLOT:
             if not chunk.users and chunk.moving is None:
@@ -495,7 +500,7 @@ class ChunkStore:
             else:
                 self.disk_copies.discard(chunk)
 
-    # -- proof
+    # -- checks
 
     @property
     def late_host_slots(self) -> Iterable[int]:

@@ -1,4 +1,4 @@
-"""Deletions: a deleted conversation's chunks leave every tier; the client is told when the records are erased."""
+"""Deletions: a deleted conversation's chunks leave every tier; the client is answered when the records are erased."""
 
 from __future__ import annotations
 
@@ -10,42 +10,44 @@ from typing import NamedTuple
 from ..types import ChunkKey
 from .chunk_store import ChunkStore
 
-KEYS_A_STEP = 1000  # looked for in one plan: a millisecond or two
+KEYS_A_STEP = 1000  # keys looked up in one plan: a millisecond or two
 
 
 class Deletion(NamedTuple):
-    """`keys`: of the chunks still to be looked for; `refused`: `DiskTier.refused` before the deletion began."""
+    """`keys`: of the chunks still to be looked up; `refused`: the value of `DiskTier.refused` before the deletion
+    began."""
 
     keys: Iterator[ChunkKey]
     refused: int
 
 
 class Deletions:
-    """Deletions under way, in the order in which they began, which is also that of their ends."""
+    """Deletions in progress, in the order in which they began; they end in the same order."""
 
     def __init__(self, store: ChunkStore):
         self._store = store
         self._looking: deque[Deletion] = deque()
-        self._erasing: deque[tuple[Deletion, int]] = deque()  # and `DiskTier.deleted` by then
+        # with the value of `DiskTier.deleted` at the end of its lookups
+        self._erasing: deque[tuple[Deletion, int]] = deque()
 
     @property
     def looking(self) -> bool:
-        """There are keys to look for: plans are needed even if there is nothing else to do."""
+        """True if keys are still to be looked up: plans are needed even without other work."""
         return bool(self._looking)
 
     @property
     def busy(self) -> bool:
-        """Something is still to be erased."""
+        """True if anything is still to be erased."""
         return bool(self._looking or (self._erasing and self._erasing[-1][1] > self._store.disk.erased_up_to))
 
     def begin(self, keys: Iterable[ChunkKey], refused: int) -> None:
-        """Drops the chunks of these keys that no conversation claims and no row uses; of many keys a few in each plan.
-        `refused`: as `DiskTier.refused` when the deletion began."""
+        """Drops the chunks of these keys that no conversation claims and no row uses. Many keys are spread over several
+        plans. `refused`: the value of `DiskTier.refused` when the deletion began."""
         self._looking.append(Deletion(iter(keys), refused))
         self.go_on()
 
     def go_on(self) -> None:
-        """One step's share."""
+        """Does one step's share."""
         left = KEYS_A_STEP
         while self._looking and left:
             keys = list(islice(self._looking[0].keys, left))
@@ -56,8 +58,8 @@ class Deletions:
                 self._erasing.append((self._looking.popleft(), self._store.disk.deleted))
 
     def take_ended(self) -> list[bool]:
-        """For each deletion that has ended since the last call: whether all of its records are erased. False: the disk
-        refused, and something may still be there."""
+        """Returns, for each deletion that has ended since the last call, whether all of its records are erased. False:
+        the disk refused to erase one, so a record may remain."""
         disk, ended = self._store.disk, []
         while self._erasing and self._erasing[0][1] <= disk.erased_up_to:
             ended.append(self._erasing.popleft()[0].refused == disk.refused)

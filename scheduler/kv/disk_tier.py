@@ -1,13 +1,13 @@
 """The third tier: slots on DISK, and the work that fills and reads them (docs/design/disk.md).
 
-Disk work is on no lane: it begins with the plan that holds it and takes its time. Until a result reports it, its slots
-belong to it and not to the chunk:
+Disk work is on no lane: it begins with the plan that contains it and may take many steps. Until a result reports its
+end, its target slot belongs to the work and not to the chunk:
 
     spill       HOST slot (the chunk's own; may be read) -> DISK slot (the work's; the chunk's own once it is written)
-    promotion   DISK slot (the chunk's own) -> HOST slot (the work's; the chunk's own once it is read and checked)
+    promotion   DISK slot (the chunk's own) -> HOST slot (the work's; the chunk's own once it is read and verified)
 
-So whatever slots a chunk has are valid, and no device ever waits for the disk. A chunk that is dropped meanwhile leaves
-all slots to the work, which frees them at its end.
+So all slots of a chunk are valid, and the device never waits for the disk. A chunk that is dropped meanwhile leaves all
+its slots to the work, which frees them at its end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .chunk import NO_SLOT, Chunk, Move
 from .slots import SlotPool
 
 BACKOFF_S = 5.0
-"""After a write has failed nothing is spilled for so long: a full or broken disk is not asked at every step."""
+"""Seconds without new spills after a failed write: a full or broken disk is not tried in every step."""
 
 
 class SlotState(Enum):
@@ -31,7 +31,7 @@ class SlotState(Enum):
     WRITING     a spill fills it
     READING     a promotion reads it
     RELEASED    given up: this plan takes it again (its record is overwritten) or erases it
-    DELETE      given up, and a chunk that it may hold was deleted: this plan erases it
+    DELETE      given up, and it may hold a deleted chunk: this plan erases it
     ERASING     a plan erases it; free at that plan's result
     BAD         it could not be erased: never used again
     """
@@ -47,18 +47,18 @@ class SlotState(Enum):
 
 
 class DiskTier:
-    """The state of every DISK slot, the moves under way, and the disk work of the plan in the making.
+    """The state of every DISK slot, the moves in progress, and the disk work of the plan being built.
 
-    A slot whose chunk is deleted must be erased: after a loss of power only an erased record is certainly gone. Until a
-    slot is erased or overwritten it may hold records of chunks that have given it up; they may be deleted later, so
-    their keys are known.
+    The slot of a deleted chunk must be erased: after a power failure only an erased record is certainly gone. Until a
+    slot is erased or overwritten it may hold records of former chunks. These chunks may be deleted later, so their keys
+    are kept.
 
     spilled, promoted, failed_writes, failed_reads, erased
-                chunks so far
-    deleted     slots so far that must be erased because a chunk was deleted
-    refused     slots that could not be erased; one counts again whenever a chunk that it may hold is deleted
+                chunks since the start
+    deleted     slots since the start that must be erased because a chunk was deleted
+    refused     slots that could not be erased; one counts again for each deleted chunk that it may hold
     paused_until
-                nothing is spilled before
+                time before which nothing is spilled, seconds
     """
 
     def __init__(self, count: int):
@@ -69,13 +69,14 @@ class DiskTier:
         self.deleted = self.refused = 0
         self.paused_until = 0.0
         self._states = [SlotState.FREE] * count
-        self._moves: dict[int, Move] = {}  # of the slots WRITING and READING
+        self._moves: dict[int, Move] = {}  # moves of the slots WRITING and READING
         self._released: dict[int, None] = {}  # the slots RELEASED, the latest last
         self._delete: list[int] = []  # the slots DELETE
         self._erasing: deque[tuple[int, tuple[int, ...]]] = deque()  # the slots ERASING, by step
-        self._must_erase: dict[int, int] = {}  # slots in any state, numbered in the order of the deletions
+        self._must_erase: dict[int, int] = {}  # slots in any state, with the number of their deletion
         self._erase_failed: set[int] = set()  # reported before their plan's result
-        self._former_slots: dict[ChunkKey, list[int]] = {}  # that a chunk has given up and that may hold its record
+        # by key: slots that its chunk has given up and that may hold its record
+        self._former_slots: dict[ChunkKey, list[int]] = {}
         self._former_keys: dict[int, list[ChunkKey]] = {}  # the same by slot
         self._spills: list[Spill] = []
         self._promotions: list[Promotion] = []
@@ -84,17 +85,17 @@ class DiskTier:
 
     @property
     def room(self) -> int:
-        """Slots that nothing must be given up for."""
+        """Slots that can be taken without evicting a chunk."""
         return self.pool.free + len(self._released)
 
     def take(self) -> int:
-        """A slot, first one that was just given up; the caller makes sure that there is room."""
+        """Returns a slot, first one that was just given up. The caller makes sure that there is room."""
         slot = self._released.popitem()[0] if self._released else self.pool.take()
         self._states[slot] = SlotState.VALID
         return slot
 
     def release(self, slot: int, key: ChunkKey) -> None:
-        """The key's chunk gives the slot up, which may hold its record until it is erased or overwritten."""
+        """The key's chunk gives the slot up. The slot may still hold its record until it is erased or overwritten."""
         self._remember(slot, key)
         if slot in self._must_erase:
             self._states[slot] = SlotState.DELETE
@@ -108,14 +109,14 @@ class DiskTier:
         self._former_keys.setdefault(slot, []).append(key)
 
     def _forget_former(self, slot: int) -> None:
-        """The slot has been erased or overwritten."""
+        """Forgets the slot's former keys: it has been erased or overwritten."""
         for key in self._former_keys.pop(slot, ()):
             self._former_slots[key].remove(slot)
             if not self._former_slots[key]:
                 del self._former_slots[key]
 
     def delete(self, key: ChunkKey, chunk: Chunk | None) -> None:
-        """The key's chunk, if there is one, is deleted: every slot that holds, gets or may hold its record must be
+        """Deletes the key's chunk, if there is one: every slot that holds, receives or may hold its record must be
         erased."""
         slots = self._former_slots.get(key, [])
         if chunk is not None:
@@ -135,29 +136,30 @@ class DiskTier:
 
     @property
     def erased_up_to(self) -> int:
-        """Of the slots counted in `deleted`, how many are done, in their order: erased, or BAD."""
+        """How many of the slots counted in `deleted` are done (erased, or BAD), counted in their order up to the first
+        that is not."""
         return next(iter(self._must_erase.values()), self.deleted + 1) - 1
 
     def host_slots_moving(self) -> int:
-        """HOST slots that are no chunk's copy: being read into, or spilled from a chunk that is not on the GPU."""
+        """HOST slots in use by moves alone: read into, or spilled from a chunk that is not on the GPU."""
         return sum(not m.spills or m.chunk is None or m.chunk.gpu == NO_SLOT for m in self._moves.values())
 
     # -- work
 
     @property
     def outstanding(self) -> bool:
-        """Work has begun and is not reported, or is to begin with the plan in the making."""
+        """True if work is in progress, or begins with the plan being built."""
         return bool(self._moves or self._released or self._delete)
 
     def spill(self, chunk: Chunk, slot: int) -> Move:
-        """The chunk's HOST copy, which is complete, is written into the DISK slot."""
+        """Writes the chunk's HOST copy, which is complete, to the DISK slot."""
         move = self._begin(chunk, chunk.host, slot, spills=True)
         self._spills.append(Spill(chunk.host, slot, move.key, chunk.end))
         self.writing += 1
         return move
 
     def promote(self, chunk: Chunk, host: int) -> Move:
-        """The chunk's record is read into the HOST slot, which no copy on any lane uses."""
+        """Reads the chunk's record into the HOST slot, which no copy on any lane uses."""
         move = self._begin(chunk, host, chunk.disk, spills=False)
         self._promotions.append(Promotion(chunk.disk, host, move.key))
         self.reading += 1
@@ -170,12 +172,12 @@ class DiskTier:
         return move
 
     def abandon(self, move: Move) -> None:
-        """Its chunk is dropped: both slots stay taken until the work is reported."""
+        """The move's chunk is dropped. Both slots stay taken until the move is reported."""
         move.chunk = None
         self._remember(move.disk, move.key)
 
     def hand_over(self, step: int) -> tuple[tuple[Spill, ...], tuple[Promotion, ...], tuple[int, ...]]:
-        """What the plan of this step says: its spills, promotions and slots to erase."""
+        """Returns the disk work for the plan of this step: spills, promotions and slots to erase."""
         erased = (*self._delete, *self._released)
         if erased:
             self._erasing.append((step, erased))
@@ -192,8 +194,8 @@ class DiskTier:
     # -- reports
 
     def report(self, result: StepResult, now: float) -> Iterator[tuple[Move, bool]]:
-        """Frees the slots erased by the result's plan. Yields the moves that have ended, and whether each succeeded:
-        the caller files each chunk before it takes the next."""
+        """Frees the slots that the result's plan erased. Yields each move that has ended, and whether it succeeded. The
+        caller files its chunk before it takes the next."""
         self._erase_failed.update(result.erase_failed)
         while self._erasing and self._erasing[0][0] <= result.step:
             for slot in self._erasing.popleft()[1]:
@@ -239,16 +241,17 @@ class DiskTier:
         return move
 
     def wanted(self, slot: int, chunk: Chunk) -> bool:
-        """False if the chunk was deleted while a row held it and the slot was moved to or from, and no conversation has
-        claimed it anew: then its record must go."""
+        """Returns False if the record must be erased: the chunk was deleted while a row held it and the slot was being
+        written or read, and no conversation has claimed it since."""
         if chunk.claims:
             self._must_erase.pop(slot, None)
         return slot not in self._must_erase
 
-    # -- an earlier life
+    # -- records of an earlier process
 
     def take_slots(self, slots: Iterable[int]) -> None:
-        """Slots with records of an earlier process; InvariantError for one that does not exist or comes twice."""
+        """Takes slots that hold records of an earlier process. Raises InvariantError for a slot that does not exist or
+        comes twice."""
         taken: dict[int, None] = {}
         for slot in slots:
             if not 0 <= slot < self.count or slot in taken:
@@ -257,14 +260,15 @@ class DiskTier:
             self._states[slot] = SlotState.VALID
         self.pool.take_all(taken)
 
-    # -- proof
+    # -- checks
 
     def check(self, chunks: Iterable[Chunk]) -> tuple[list[int], list[int]]:
-        """The HOST and DISK slots that are taken but no chunk's. InvariantError if chunks, moves, states disagree."""
+        """Returns the HOST and DISK slots that are taken but belong to no chunk. Raises InvariantError if chunks, moves
+        and states disagree."""
         chunks = list(chunks)
         moving = {chunk.moving: chunk for chunk in chunks if chunk.moving is not None}
         host: list[int] = []
-        own: list[int] = []  # DISK slots that only their move has
+        own: list[int] = []  # DISK slots that only a move owns
         for slot, move in self._moves.items():
             chunk = move.chunk
             kept = (move.host, NO_SLOT) if move.spills else (NO_SLOT, move.disk)

@@ -1,10 +1,10 @@
-"""Which idle chunk goes first: retention values, and LRU and FIFO beside them.
+"""The order in which idle chunks are evicted: by retention value, or by LRU or FIFO for comparison.
 
 Retention value V = weight / T (Pensieve, section 4.3.1): the weight is Cost(l) times the conversations that claim the
-chunk, T the time since the conversation was last active. Values change their order as time passes, so no heap of
-values stays right. But among chunks of one weight the order is that of last activity, for ever: chunks are kept in
-classes of (nearly) equal weight, an eighth of an octave wide, and in each class in groups of one stamp, mostly those of
-one turn. The victims of one moment are found group by group, by comparing the classes' oldest groups at that moment.
+chunk, T the time since the conversation was last active. The order of values changes as time passes, so a heap of
+values becomes wrong. But among chunks of one weight the order is that of last activity, at any time. So chunks are kept
+in classes of (nearly) equal weight, an eighth of an octave wide, and in each class in groups of one stamp, mostly those
+of one turn. Victims are found group by group: the oldest groups of all classes are compared at the current time.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from .chunk import Chunk
 
 SHORTEST_IDLE_S = 1e-3  # T is at least about one step
 CLASSES_PER_OCTAVE = 8
-AWAITED_CLASS = 64 * CLASSES_PER_OCTAVE  # 2**64: no cost, and no time since the last activity, makes up for it
+AWAITED_CLASS = 64 * CLASSES_PER_OCTAVE  # 2**64: outweighs any cost and any idle time
 PINNED_CLASS = 2 * AWAITED_CLASS
 
 
 @dataclass(frozen=True, slots=True)
 class EvictionPolicy:
-    """weigh        chunks weigh Cost(l) x claims; else they all weigh the same and only their stamps decide
+    """weigh        chunks weigh Cost(l) x claims; otherwise all weigh the same and only their stamps decide
     by_age          stamps are the first computation (FIFO) instead of the last activity
-    whole           a victim takes its whole turn's chunks along, as systems that evict by conversation do
+    whole           a victim takes its whole turn's chunks along, as in systems that evict by conversation
 
-    Whatever the policy, chunks that requests in the queue wait for go after all others, the queue's tail first (the
-    exemption of CachedAttention, section 3.3.2: its window ends where the tiers are full), and those of pinned
-    conversations behind them. With `quotas`, chunks that no conversation within its owner's quota claims go first,
-    pinned or not, unless a request waits for them.
+    With every policy, chunks that requests in the queue wait for are evicted after all others, those of the last
+    request in the queue first (CachedAttention, section 3.3.2, exempts them too; its window ends where the tiers are
+    full). Chunks of pinned conversations come after those. With `quotas`, chunks that only conversations over quota
+    claim come first, pinned or not, unless a request waits for them.
 
-    Chunks of a context that has outgrown its window weigh all the same, as its last ones do: of one turn they are one
-    group, and the next context is touched when nothing is left of this one (docs/design/overflow.md).
+    Chunks of a context that has outgrown its window all weigh the same, as much as its last ones. So one turn's are one
+    group, and all of them are evicted before the next context is touched (docs/design/overflow.md).
     """
 
     cost: CostProfile
@@ -44,10 +44,10 @@ class EvictionPolicy:
     whole: bool
     quotas: bool = False
     cost_classes: dict[int, int] = field(default_factory=dict, repr=False, compare=False)
-    """Of chunks that are claimed once and not pinned, by their ends: those that have been asked for."""
+    """Weight classes of chunks with one claim and no pin, by the chunks' ends; filled on demand."""
 
     def weight_class(self, chunk: Chunk) -> int:
-        if chunk.queue_place:  # whatever it costs: among awaited chunks the place in the queue decides
+        if chunk.queue_place:  # before any cost: among awaited chunks the place in the queue decides
             return AWAITED_CLASS + PINNED_CLASS if chunk.pins else AWAITED_CLASS
         end = maxsize if chunk.past_window else chunk.end
         number = self.cost_classes.get(end)
@@ -61,11 +61,11 @@ class EvictionPolicy:
 
     def stamp(self, chunk: Chunk) -> float:
         if chunk.queue_place:
-            return -float(chunk.queue_place)  # the later in the queue, the longer ago
+            return -float(chunk.queue_place)  # a later place in the queue counts as longer idle
         return chunk.created if self.by_age else chunk.last_active
 
     def at_once(self, missing: int) -> int:
-        """How many of the victims of one value go together where so many are missing."""
+        """How many victims of one value to take at once when `missing` slots are needed."""
         return maxsize if self.whole else missing
 
     def value(self, chunk: Chunk, now: float) -> float:

@@ -1,8 +1,8 @@
 """One tier's slots: a free list, and for every slot the last work that reads or writes it.
 
-Nothing here waits. A slot may be given away while a step or a copy still uses it; its next user waits *on the
-device* for the tickets recorded here (docs/design/chunk-store.md). The free list is first in, first out,
-so that those tickets are mostly complete by then.
+Nothing here waits. A slot may be given away while a step or a copy still uses it; its next user waits *on the device*
+for the tickets recorded here (docs/design/chunk-store.md). The free list is first in, first out, so those tickets are
+mostly complete when a slot is taken again.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ class SlotPool:
         return len(self._free)
 
     def take(self) -> int:
-        """The slot that has been free for longest; the caller makes sure that there is one."""
+        """Returns the slot that has been free for longest. The caller makes sure that there is one."""
         return self._free.popleft()
 
     def give(self, slot: int) -> None:
         self._free.append(slot)
 
     def take_all(self, slots: Container[int]) -> None:
-        """These free slots, at once."""
+        """Takes all of these free slots."""
         self._free = deque(slot for slot in self._free if slot not in slots)
 
     def next_is_quiet(self, completed: Tickets) -> bool:
-        """Whether the slot that `take` would return is used by no copy that may not be complete."""
+        """True if no unconfirmed copy uses the slot that `take` would return."""
         slot = self._free[0]
         return self.last[Lane.IN][slot] <= completed.swap_in and self.last[Lane.OUT][slot] <= completed.swap_out
 
     def check(self, owned: Iterable[int]) -> None:
-        """Every slot is free or owned, once."""
+        """Checks that every slot is free or owned, once. Raises InvariantError."""
         everything = [*self._free, *owned]
         if len(everything) != self.count or len(set(everything)) != self.count:
             raise InvariantError(f"{self.count} slots, but free and owned together are {sorted(everything)}")

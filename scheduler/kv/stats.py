@@ -9,20 +9,23 @@ from ..cost import CostProfile
 from .chunk import Chunk
 
 REGRET_S = 60.0
-"""A chunk that is computed again so soon after it was dropped had better been kept."""
+"""Seconds. A chunk that is recomputed within this time of its drop should have been kept."""
 
 
 class EvictionStats:
-    """Chunks that lost a slot to others since the start.
+    """Evicted chunks since the start.
 
-    gpu_reclaimed   left the GPU, where a copy below existed already; gpu_moved: where one was made for it;
-                    gpu_dropped: where there was none and none could be made
-    host_copies     left HOST, but not the GPU; host_reclaimed: left HOST, where a record on DISK existed already;
-                    host_dropped: left HOST and were nowhere else
-    disk_copies     left DISK, but not the tiers above; disk_dropped: left DISK and were nowhere else
-    value, of_value the retention value of the latest of those that left the GPU or were dropped, and how many of them
-                    in a row had it, not in `by_value` yet: victims come in groups of one value
-    value_sum       of all their values
+    gpu_reclaimed   left the GPU, with a copy in a lower tier
+    gpu_moved       left the GPU, and a copy was made for it
+    gpu_dropped     left the GPU without a copy, and none could be made
+    host_copies     left HOST, but not the GPU
+    host_reclaimed  left HOST, with a record on DISK
+    host_dropped    left HOST and were in no other tier
+    disk_copies     left DISK, but not the tiers above
+    disk_dropped    left DISK and were in no other tier
+    value, of_value the retention value of the latest chunk that left the GPU or was dropped, and the number of such
+    chunks in a row with this value that `by_value` does not count yet: victims come in groups of one value
+    value_sum       sum of all their values
     """
 
     __slots__ = (
@@ -56,14 +59,14 @@ class EvictionStats:
         self.of_value = 0
 
     def count_evicted(self, value: float, count: int) -> None:
-        """So many more."""
+        """Counts `count` more evicted chunks of this value."""
         if value != self.value:
             self._note()
             self.value = value
         self.of_value += count
 
     def by_value(self) -> dict[int, int]:
-        """How many had a value in [2**(e-1), 2**e) when they went, by e."""
+        """Counts by e of the chunks whose value at eviction was in [2**(e-1), 2**e)."""
         self._note()
         return dict(self._values)
 
@@ -95,7 +98,7 @@ class Choice:
 class LoadOrRecomputeStats:
     """Chunks on HOST that were loaded, and those that were recomputed instead, with the predicted seconds of both ways.
 
-    Metrics set the link's real times (`pensieve:kv_link_seconds`) beside the predictions.
+    Metrics show the link's real times (`pensieve:kv_link_seconds`) next to the predictions.
     """
 
     def __init__(self, cost: CostProfile):

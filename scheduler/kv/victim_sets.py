@@ -1,4 +1,4 @@
-"""Sets of idle chunks that know their least and most valuable members at any moment (see `retention`)."""
+"""Sets of idle chunks that find their least and most valuable members at any time (see `retention`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .retention import SHORTEST_IDLE_S, EvictionPolicy, class_weight
 
 
 class _WeightClass:
-    """The groups of one weight by their stamps, which `stamps` has in ascending order: none is empty."""
+    """The groups of one weight by their stamps. `stamps` lists these in ascending order. No group is empty."""
 
     __slots__ = ("groups", "stamps", "weight")
 
@@ -22,10 +22,10 @@ class _WeightClass:
 
 
 class VictimSet:
-    """A set of chunks that finds its least or most valuable members at any moment.
+    """A set of chunks that finds its least or most valuable members at any time.
 
-    Members keep the class and stamp they were filed with: a chunk is filed anew when its claims or activity change.
-    A chunk is in one such set at most.
+    Members keep the class and stamp that they were filed with: a chunk is filed again when its claims or activity
+    change. A chunk is in at most one such set.
     """
 
     def __init__(self, policy: EvictionPolicy):
@@ -49,7 +49,7 @@ class VictimSet:
                 yield from group.chunks
 
     def add(self, chunk: Chunk) -> None:
-        """Files the chunk, anew if its class or stamp has changed."""
+        """Files the chunk, or files it again if its class or stamp has changed."""
         policy, group = self._policy, chunk.victim_group
         plain = chunk.claims <= 1 and not (chunk.pins or chunk.queue_place or chunk.past_window or policy.quotas)
         if not plain or chunk.end not in policy.cost_classes:
@@ -61,7 +61,7 @@ class VictimSet:
             if group.stamp == stamp and group.number == number:
                 return
             self.discard(chunk)
-        group = self._last  # chunks of one turn come one after the other
+        group = self._last  # chunks of one turn arrive one after the other
         if group.stamp != stamp or group.number != number or not group.chunks:
             group = self._last = self._open(number, stamp)
         group.add(chunk)
@@ -69,7 +69,8 @@ class VictimSet:
         self._count += 1
 
     def move(self, chunks: Sequence[Chunk], target: VictimSet | None) -> None:
-        """Members of one group, in the order of position, go to another set, or to none: quicker than one by one."""
+        """Moves members of one group, in order of position, to another set, or removes them (None). Faster than one by
+        one."""
         if not chunks:
             return
         group, new = chunks[0].victim_group, None
@@ -96,7 +97,7 @@ class VictimSet:
         return group
 
     def discard(self, chunk: Chunk) -> None:
-        """The chunk is a member."""
+        """Removes the chunk, which must be a member."""
         group, chunk.victim_group = chunk.victim_group, None
         assert group is not None
         del group.chunks[chunk]
@@ -112,9 +113,9 @@ class VictimSet:
             del self._classes[group.number]
 
     def extreme(self, now: float, most: bool) -> tuple[float, Group]:
-        """The lowest (or highest) V at `now` and the members that have it; the set is not empty.
+        """Returns the lowest (or highest) V at `now` and the group that has it. The set must not be empty.
 
-        Within a class that is the group with the oldest (or latest) stamp, so there is one to compare for each class.
+        In a class that is the group with the oldest (or latest) stamp, so one group of each class is compared.
         """
         end, sign = (-1, -1.0) if most else (0, 1.0)
         best, found = inf, None
@@ -128,7 +129,7 @@ class VictimSet:
 
 
 class Head:
-    """The next victims of a set at one moment, looked at again and again while the caller uses them up."""
+    """The next victims of a set at one time. The caller looks repeatedly and takes them out of the set."""
 
     def __init__(self, members: VictimSet, now: float, descending: bool = False):
         self._members = members
@@ -137,9 +138,10 @@ class Head:
         self.value = 0.0
 
     def peek(self, most: int) -> list[Chunk]:
-        """At most so many members of lowest (or highest) V, the leading ones of one group; none if the set is empty.
+        """Returns at most `most` members of the lowest (or highest) V, the leading ones of one group; none if the set
+        is empty.
 
-        Their V is then in `value`. It stays the same group until that is empty.
+        Afterwards `value` is their V. Calls return members of the same group until it is empty.
         """
         group = self._group
         if group is None or not group.chunks:

@@ -21,11 +21,11 @@ from .queue_order import QueueOrder
 from .queues import RequestQueues
 
 LINK_PIECE_S = 2e-3  # the least link time that swap-ins may use in one step
-NEVER_FULL = 2**62  # the end of a window that no context outgrows
+NEVER_FULL = 2**62  # the end of a window that never overflows
 
 
 class Admission:
-    """`choices`: counts chunks that were loaded, and those that were recomputed instead."""
+    """Lets requests join. `choices` counts chunks that were loaded, and those that were recomputed instead."""
 
     def __init__(
         self,
@@ -46,9 +46,10 @@ class Admission:
         self._epochs = 0
 
     def admit(self, batch: PlanBuilder) -> None:
-        """Rows whose history has nearly arrived take their seats, then requests join, in their order.
+        """Seats rows whose history has nearly arrived, then lets requests join, in their order.
 
-        Swap-ins that this step waits for stay under the time it takes anyway; more is loaded ahead of the seat.
+        The swap-ins that this step waits for take no longer than the step itself; further chunks are loaded before
+        their row gets a seat.
         """
         if not (self._queues.loading or self._queues.waiting):
             return
@@ -81,18 +82,19 @@ class Admission:
                 return
 
     def _look_up(self, turn: Turn, batch: PlanBuilder) -> RequestNeeds | ChunkKey:
-        """Returns the turn's needs, or the key of the chunk that it waits for. Begins to read its chunks on DISK; the
-        chunks that HOST has no room for are computed."""
+        """Returns the turn's needs, or the key of the chunk that it waits for. Begins to read its chunks on DISK;
+        chunks that do not fit on HOST are computed instead."""
         conversation = self._conversations.of(turn.request)
         if turn.from_disk is None:
             turn.from_disk = self._lookup.keys_on_disk(turn) if self._config.disk_kv_chunks else frozenset()
         needs = self._lookup.look_up(turn, conversation, len(self._queues.rows))
         if isinstance(needs, NeedsDisk):
-            # Hits of older windows get the place in the queue too: else they are evicted before the rest is read.
+            # The turn's hits get its place in the queue too; otherwise they are evicted before its chunks on DISK are
+            # read.
             self._queues.await_chunks(turn, [*needs.chunks, *needs.hits], batch.now)
             latest = None
             for chunk in needs.chunks:
-                # Once read it was given up again: HOST cannot keep it until the rest is there.
+                # False: the chunk was read and evicted again. HOST cannot keep it until the others are read.
                 begun = chunk.key not in turn.read and batch.evictor.promote(chunk, drops=True)
                 if begun is False:
                     turn.promotes = False
@@ -109,21 +111,21 @@ class Admission:
         return needs
 
     def link_chunks(self, batch: PlanBuilder) -> int:
-        """Chunks that the link copies one way while the step runs."""
+        """Returns the number of chunks that the link copies in one direction while the step runs."""
         rows = len(batch.generate)
         context = min(sum(batch.positions) // rows, self._config.max_model_len) if rows else 0
         step = self._cost.step(len(batch.token_ids), rows=rows, rows_context=context)
         return max(1, int(max(step, LINK_PIECE_S) / self._cost.load()))
 
     def _surely_too_large(self, turn: Turn) -> bool:
-        """It did not fit when it was last looked at, and there is still less room than it wanted then."""
+        """True if it did not fit at its last lookup and there is still less room than it needed then."""
         return (
             bool(self._queues.rows or self._queues.loading)
             and self._store.available + self._queues.coming_free() < turn.wanted
         )
 
     def _keep_for_later(self, turn: Turn, needs: RequestNeeds, batch: PlanBuilder) -> None:
-        """The head of the queue must wait. Its conversation is active, so its hits are evicted last."""
+        """The first request of the queue must wait. Its conversation is active, so its hits are evicted last."""
         if not turn.wanted:
             self._queues.await_chunks(turn, needs.chunks, batch.now)
         batch.wanted = turn.wanted = self._wanted(needs)
@@ -132,7 +134,7 @@ class Admission:
         return needs.new_slots + needs.idle_safe + self._config.reserved_chunks
 
     def _fits(self, needs: RequestNeeds) -> bool:
-        """All the room it needs beyond the reserve, or nothing. An empty batch ignores the reserve."""
+        """True if there is room for all its slots and the reserve. With an empty batch the reserve may be used."""
         store, needed = self._store, needs.new_slots
         if self._queues.empty:
             return store.obtainable - needs.idle_safe - needs.idle_only >= needed
@@ -141,10 +143,10 @@ class Admission:
         return store.available - needs.idle_safe >= needed
 
     def _reserve(self, turn: Turn, needs: RequestNeeds, batch: PlanBuilder) -> RunningTurn:
-        """Holds every hit, then takes a slot for every chunk that is loaded or computed."""
+        """Pins every hit, then takes a slot for every chunk that is loaded or computed."""
         store, tail = self._store, needs.tail
         if turn.tail is not None and turn.tail is not tail:
-            self._give_up_tail(turn.tail)  # another row has computed that chunk whole
+            self._give_up_tail(turn.tail)  # another row has computed the whole chunk
         store.pin(chunk for chunk in needs.chunks if chunk is not None)
         self._queues.leave_queue(turn)
         batch.evictor.take_gpu_slots(needs.new_slots)
@@ -174,7 +176,7 @@ class Admission:
         return row
 
     def _take_tail(self, turn: Turn, tail: Chunk) -> None:
-        """The tail is the row's now: it is about to be appended to, so its copy on HOST ends."""
+        """The tail now belongs to the row. The row will append to it, so the tail gives up its copy on HOST."""
         if tail is not turn.tail:
             conversation = self._conversations.of(turn.request)
             assert conversation is not None and conversation.tail is tail
@@ -189,9 +191,10 @@ class Admission:
             self._store.release_gpu(tail)
 
     def _load(self, row: RunningTurn, batch: PlanBuilder, link: int) -> int:
-        """Issues the row's swap-ins within `link` chunks; seats it if they suffice. Returns what is left of `link`.
+        """Issues the row's swap-ins, `link` chunks at most, and seats the row if these are all. Returns the rest of
+        `link`.
 
-        All chunks of a row load at once if the batch is empty otherwise: they delay no other row.
+        If the batch is empty otherwise, all chunks of the row load at once: no other row is delayed.
         """
         gated = len(row.loads) <= link or not (self._queues.rows or batch.tokens)
         lane = batch.copies.gated if gated else batch.copies.early
@@ -216,7 +219,7 @@ class Admission:
 
 
 def _join(row: RunningTurn) -> Join:
-    """With the tokens so far where the next one depends on them."""
+    """Includes the tokens so far if the next token depends on them."""
     request, tokens = row.turn.request, row.turn.tokens
     prompt, sampling = len(request.prompt), request.sampling
     may_end = prompt + request.min_tokens

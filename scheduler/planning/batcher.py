@@ -15,7 +15,7 @@ from .queues import RequestQueues
 
 
 class Batcher:
-    """Plans for the rows in their seats, in their order."""
+    """Plans for the rows in seats, in their order."""
 
     def __init__(
         self, config: SchedulerConfig, store: ChunkStore, queues: RequestQueues, windows: ContextWindow | None
@@ -41,10 +41,11 @@ class Batcher:
         batch.budget -= len(generate)
 
     def _extend(self, row: RunningTurn, batch: PlanBuilder, end: int) -> bool:
-        """Slots for the row's positions up to `end`, or as many as its window and the pool have; False: for none.
+        """Takes slots for the row's positions up to `end`, as far as its window and the pool allow. Returns False if it
+        took none.
 
-        If the pool is short a row is suspended, perhaps this one. The device is told of new chunks only if the row is
-        then planned: another row may be out of its seat before this plan is complete.
+        If the pool is short, a row is suspended, perhaps this one. The device learns of new chunks only when the row is
+        planned, because another row may lose its seat before this plan is complete.
         """
         position = row.room
         if position == row.window_end and not self._move_on(row, batch):
@@ -68,13 +69,14 @@ class Batcher:
         return True
 
     def _move_on(self, row: RunningTurn, batch: PlanBuilder) -> bool:
-        """The row has filled its window: it begins at the next window's start from now on, and the chunks before that
-        are let go.
+        """The row has filled its window. It now begins at the next window's start, and the chunks before that are
+        released.
 
-            |  let go  |   kept    |<- room
-            first      start       window_end        window_end, then
+            | released |   kept    |<- room
+            first      start       window_end        window_end after the move
 
-        Everything launched is applied first: its chunks have their keys then, and nothing in flight begins at `first`.
+        First every launched step of the row must be applied: then its chunks have their keys, and no step in flight
+        begins at `first`.
         """
         if row.launched > batch.applied:
             return False
@@ -95,7 +97,7 @@ class Batcher:
         return True
 
     def send_chunks(self, row: RunningTurn, batch: PlanBuilder, first: int) -> None:
-        """The device learns the row's chunks from number `first` on; all of them if the row begins elsewhere now."""
+        """Tells the device the row's chunks from number `first` on, or all of them if the row's start has moved."""
         if row.moved:
             start = row.first * self._config.chunk_tokens
             assert self._windows is not None
@@ -106,8 +108,8 @@ class Batcher:
             batch.blocks.append(BlockUpdate(row.seat, first, slots))
 
     def _suspend_for(self, batch: PlanBuilder) -> None:
-        """One shortage suspends one row: slots on their way free count. The last in order goes first, of the owner with
-        most seats."""
+        """Suspends one row for one shortage; slots that are about to become free count. The row is the last in order of
+        the owner with most seats."""
         batch.short += 1
         if batch.short <= self._queues.coming_free():
             return
@@ -121,12 +123,12 @@ class Batcher:
         elif len(staying) > 1:
             self._queues.suspend(last)
             self._queues.release_suspended(batch.applied, batch.now)
-        # else the others are leaving already, or wait for their reply's length to be confirmed
+        # no candidate: the others are leaving already, or wait for the confirmation of their reply's length
 
     # -- known tokens
 
     def plan_fair_spans(self, batch: PlanBuilder) -> None:
-        """As `plan_spans`; while several owners have prompts to compute, each gets an equal share of the budget.
+        """As `plan_spans`, but if several owners have prompts to compute, each gets an equal share of the budget.
 
         The rest of the budget is for requests that join, then for any row.
         """
@@ -142,7 +144,8 @@ class Batcher:
             shares[owner] -= budget - batch.budget
 
     def plan_spans(self, batch: PlanBuilder) -> None:
-        """Pieces of prompts (and of dropped history), row by row in their order, while the token budget lasts."""
+        """Plans pieces of prompts (and of dropped history), row by row in their order, until the token budget is used
+        up."""
         for row in self._rows_with_spans():
             self.take_spans(row, batch, batch.budget)
 
@@ -150,7 +153,7 @@ class Batcher:
         return [row for row in self._queues.rows if row.spans and not row.leaving]
 
     def take_spans(self, row: RunningTurn, batch: PlanBuilder, most: int) -> None:
-        """At most so many tokens of the row's spans, and of the budget."""
+        """Plans at most `most` tokens of the row's spans, within the budget."""
         least = batch.budget - most
         while row.spans and not row.leaving and (room := min(batch.room_for(row.spans[0]), batch.budget - least)) > 0:
             start, end = row.spans[0].start, row.spans[0].end

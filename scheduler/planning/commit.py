@@ -1,4 +1,4 @@
-"""Commits computed work: gives keys to full chunks and logs to turns that have ended."""
+"""Commits computed work: gives keys to full chunks and logs to conversations whose turns have ended."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ class Committer:
         self._prefetcher = prefetcher
 
     def prompt_keys(self, request: Request) -> tuple[int, list[ChunkKey]]:
-        """Where the context begins, as far as its conversation knows, and a key for each full chunk from there.
+        """Returns the context start, as known from the request's conversation, and a key for each full chunk from there
+        on.
 
-        The part that the log already knows is not hashed again.
+        The part that the conversation's log contains is not hashed again.
         """
         if not self._reuse:
             return 0, []
@@ -47,7 +48,7 @@ class Committer:
         return context_start, keys
 
     def on_computed(self, row: RunningTurn, start: int, end: int) -> None:
-        """KV of [start, end) is written: chunks that are full now get their keys."""
+        """The KV of [start, end) is written: chunks that are full now get their keys."""
         size = self._size
         for index in range(start // size, -(-end // size)):
             chunk = row.chunks[index - row.first]
@@ -60,7 +61,7 @@ class Committer:
                 chunk.tokens = max(chunk.tokens, end - index * size)
 
     def publish_full(self, row: RunningTurn, index: int) -> None:
-        """The row's chunk of that index is full. Of a generated one the key is made now."""
+        """Gives the row's full chunk of that index its key. For generated tokens the key is made here."""
         if not self._reuse:
             return
         turn, size = row.turn, self._size
@@ -74,7 +75,8 @@ class Committer:
             del self._store.pending[key]
 
     def tail(self, row: RunningTurn, reply: int) -> Chunk | None:
-        """The partly filled chunk that a log of the prompt and `reply` tokens ends with, if the row has computed it."""
+        """Returns the partly filled last chunk of a log of the prompt and `reply` tokens, or None if the row has not
+        computed it."""
         full, rest = divmod(len(row.turn.request.prompt) + reply - 1, self._size)
         place = full - row.first
         if row.turn.request.conversation is None or not self._reuse or not rest or not 0 <= place < len(row.chunks):
@@ -82,13 +84,13 @@ class Committer:
         tail = row.chunks[place]
         if tail.key is not None:
             return None
-        # All of it is computed or launched, unless the row is still at its history.
+        # All of it is computed or launched, unless the row still computes its history.
         tail.tokens = min(tail.tokens, rest) if row.spans else rest
         return tail if tail.tokens else None
 
     def commit(self, turn: Turn, row: RunningTurn | None, reply: int, tail: Chunk | None, now: float) -> None:
-        """The log gets exactly the prompt and the reply's tokens; the last of them has no KV yet, unless the reply was
-        cut."""
+        """The conversation's log becomes the prompt and the reply's tokens. The last token has no KV yet, unless the
+        reply was cut."""
         if turn.request.conversation is None:
             return
         size, count = self._size, len(turn.request.prompt) + reply

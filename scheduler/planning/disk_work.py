@@ -1,4 +1,4 @@
-"""All work for the disk beside the steps: records of an earlier process, prefetching, saving, erasing."""
+"""All disk work besides the steps: records of an earlier process, prefetching, saving, erasing."""
 
 from __future__ import annotations
 
@@ -27,40 +27,40 @@ class DiskWork:
         self._prefetcher, self._write_behind = prefetcher, write_behind
 
     def adopt(self, records: Iterable[DiskRecord], now: float) -> None:
-        """Makes chunks of the records that an earlier process left, for lookups to find; before the first request.
+        """Makes chunks of an earlier process's records, so that lookups find them. Called before the first request.
 
         Raises InvariantError for a slot that does not exist or has two records.
         """
         self._store.adopt(records, now)
 
     def keys(self, tokens: array[int], salt: bytes, shared: int = 0) -> Iterator[ChunkKey]:
-        """The keys of a log's full chunks, wherever its contexts may have begun, without those within its first
-        `shared` tokens. Their number grows with the square of the log's length: they are made one by one."""
+        """Yields the keys of a log's full chunks for every possible context start, without those in its first `shared`
+        tokens. Their number grows with the square of the log's length, so they are made one by one."""
         return self._chunk_keys.all(tokens, salt, shared)
 
     def erase(self, keys: Iterable[ChunkKey]) -> None:
-        """As `Conversations.delete`, of a conversation that has not been active since the start: drops those chunks; of
-        a long log in the next few plans."""
+        """As `Conversations.delete`, for a conversation that has not been active since the start: drops these chunks. A
+        long log takes a few plans."""
         self._deletions.begin(keys, self._store.disk.refused)
 
     def take_erased(self) -> list[bool]:
-        """For each `Conversations.delete` and `erase` that has ended since the last call, in their order: whether all
-        records that were the conversation's own are erased on all ranks. False: the disk refused."""
+        """Returns, for each `Conversations.delete` and `erase` that has ended since the last call, in their order,
+        whether all of the conversation's own records are erased on all ranks. False: the disk refused to erase one."""
         return self._deletions.take_ended()
 
     @property
     def saving(self) -> bool:
-        """Chunks are on their way to DISK, or records are still to be erased. A process that must not lose KV, nor
-        leave deleted KV behind, goes on with plans and results until this is False."""
+        """True while chunks are on their way to DISK or records are to be erased. A process that must not lose KV, or
+        must not leave deleted KV on DISK, continues with plans and results until this is False."""
         return self._write_behind.saving or self._deletions.busy
 
     @property
     def busy(self) -> bool:
-        """Work is under way, or a plan is to begin some."""
+        """True if disk work is in progress, or a plan is needed to begin some."""
         return self._store.disk.outstanding or self._write_behind.busy or self._prefetcher.busy
 
     def plan(self, batch: PlanBuilder) -> None:
-        """Adds the disk's work that begins with this plan and runs beside its step."""
+        """Adds the disk work that begins with this plan and runs beside its step."""
         self._prefetcher.plan(batch.evictor, batch.now)
         self._write_behind.plan(batch.evictor, batch.now)
         batch.spills, batch.promotions, batch.erased = self._store.disk.hand_over(batch.step)

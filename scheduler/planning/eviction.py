@@ -1,5 +1,5 @@
 """Makes room during one plan: takes GPU slots back, copies chunks out ahead of time (Pensieve, section 4.3.2), and
-finds slots on HOST and DISK for chunks that are worth more than the ones there."""
+frees slots on HOST and DISK for chunks of higher value than those there."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .plan_copies import LaneCopies, StepCopies
 
 
 class Evictor:
-    """Victims of one plan, by retention value at its one `now`."""
+    """Chooses the victims of one plan, by retention value at the plan's time."""
 
     def __init__(self, store: ChunkStore, copies: StepCopies, now: float):
         self._store = store
         self._copies = copies
         self._now = now
 
-    # Made when first used: most plans make no room.
+    # Created at first use: most plans make no room.
 
     @cached_property
     def _reclaimable(self) -> Head:
@@ -51,9 +51,10 @@ class Evictor:
     # -- GPU
 
     def take_gpu_slots(self, count: int) -> None:
-        """Makes at least `count` GPU slots free; the caller has checked that so many are obtainable.
+        """Makes at least `count` GPU slots free. The caller has checked that this many are obtainable.
 
-        First those that cost nothing, then only copies: moved to HOST by a copy that the step waits for, or dropped.
+        Takes reclaimable slots first, then those of only copies, which are moved to HOST by a copy that the step waits
+        for, or dropped.
         """
         store, evictions = self._store, self._store.evictions
         while (missing := count - store.gpu.free) > 0:
@@ -73,12 +74,14 @@ class Evictor:
             dropped = store.reclaim_gpu(victims)
             evictions.gpu_moved += moved
             evictions.gpu_dropped += dropped
-            evictions.gpu_reclaimed += len(victims) - moved - dropped  # copied for DISK, or there
+            # the others had a copy on HOST, made for DISK or found there
+            evictions.gpu_reclaimed += len(victims) - moved - dropped
 
     def swap_out_ahead(self, available: int, most: int) -> None:
-        """Copies out chunks of lowest V until `available` GPU slots cost nothing, at most `most`."""
+        """Copies out chunks of lowest V, at most `most`, until `available` GPU slots are free or reclaimable."""
         store, uncopied, saved = self._store, self._uncopied, 0
-        # `available` is read anew each time: a chunk whose copy is given up for another is no longer reclaimable.
+        # `store.available` is read anew in each pass: a chunk that loses its HOST copy to another is no longer
+        # reclaimable.
         while (missing := min(available - store.available, most - saved)) > 0:
             chunks = uncopied.peek(missing)
             if not chunks:
@@ -87,8 +90,8 @@ class Evictor:
             store.make_reclaimable(chunks)
 
     def _copy_out(self, chunks: list[Chunk], value: float, copies: LaneCopies) -> int:
-        """Copies the first of these chunks of one value to HOST, as many as get a slot there; those copied for DISK
-        have one. Returns how many."""
+        """Copies the first of these chunks of one value to HOST, as many as get a slot there; chunks copied for DISK
+        already have one. Returns how many were copied."""
         store, uncopied = self._store, [chunk for chunk in chunks if chunk.host == NO_SLOT]
         slots = self._host_slots(len(uncopied), value)
         copied = uncopied[: len(slots)]
@@ -100,11 +103,12 @@ class Evictor:
     # -- HOST
 
     def stage(self, chunk: Chunk) -> bool:
-        """Copies the chunk out on its way to DISK, if that takes nothing from HOST that is nowhere else."""
+        """Copies the chunk to HOST on its way to DISK, if no chunk that is only on HOST must be dropped for it."""
         store = self._store
         slots = self._host_slots(1, store.policy.value(chunk, self._now), drops=False)
         if slots:
-            if chunk.users:  # its slot's last step is noted when its rows let it go; what wrote it has been applied
+            # its rows note the slot's last step when they release it; the step that wrote the slot has been applied
+            if chunk.users:
                 computed = store.gpu.last[Lane.COMPUTE]
                 computed[chunk.gpu] = max(computed[chunk.gpu], store.completed.compute)
             self._copies.saves.add([chunk.gpu], slots)
@@ -112,9 +116,10 @@ class Evictor:
         return bool(slots)
 
     def promote(self, chunk: Chunk, drops: bool) -> bool | None:
-        """Begins to read the chunk from DISK; False if HOST has no room for it, None if a slot will be quiet soon.
+        """Begins to read the chunk from DISK. Returns False if HOST has no room for it, None if a slot will be unused
+        soon.
 
-        `drops`: also where HOST must drop a chunk of lower value for it.
+        `drops`: HOST may drop a chunk of lower value for it.
         """
         host = self._store.host
         if not host.free and not self._give_up_host_slots(1, self._store.policy.value(chunk, self._now), drops):
@@ -125,10 +130,10 @@ class Evictor:
         return True
 
     def _host_slots(self, count: int, value: float, drops: bool = True) -> list[int]:
-        """HOST slots for `count` chunks of that value; fewer if HOST holds too little of lower value.
+        """Returns HOST slots for `count` chunks of that value; fewer if HOST holds too little of lower value.
 
-        Given up, in this order: copies of chunks in use on the GPU; copies of idle GPU chunks that will stay there
-        longer than these; of those worth less than these, chunks that are on DISK, then (`drops`) others.
+        Evicts in this order: copies of chunks in use on the GPU; copies of idle GPU chunks that will stay there longer
+        than these; then, of lower value than these, chunks that are also on DISK; then (`drops`) others.
         """
         host = self._store.host
         while (missing := count - host.free) > 0 and self._give_up_host_slots(missing, value, drops):
@@ -136,9 +141,10 @@ class Evictor:
         return [host.take() for _ in range(min(count, host.free))]
 
     def _give_up_host_slots(self, missing: int, value: float, drops: bool) -> bool:
-        """At least one, if it can be; more than `missing` only of a whole turn."""
+        """Frees at least one HOST slot if possible; more than `missing` only when a whole turn is evicted. Returns
+        False if none."""
         store, evictions, unused = self._store, self._store.evictions, self._copies.without_host_slot_in_use
-        # Filed in order: behind one whose slot this plan uses, all are this plan's.
+        # The set is in the order of filing: after the first chunk whose slot this plan uses, all are this plan's.
         if busy := unused(islice(store.busy_copied, missing)):
             for chunk in busy:
                 store.release_host(chunk)
@@ -174,18 +180,18 @@ class Evictor:
     # -- DISK
 
     def spill(self, chunk: Chunk) -> None:
-        """Begins to write the chunk's HOST copy to DISK, unless DISK is full of chunks that are worth more."""
+        """Begins to write the chunk's HOST copy to DISK, unless DISK holds only chunks of higher value."""
         slot = self._disk_slot(self._store.policy.value(chunk, self._now))
         if slot != NO_SLOT:
             self._store.spill(chunk, slot)
 
     def spill_ahead(self, spare: int, most: int) -> bool:
         """Begins to write the chunks of lowest V that are only on HOST, until `spare` HOST slots are free to take or
-        will be; at most `most`. Drops tails, and chunks that are worth less than all on DISK.
+        will be; at most `most`. Drops tails, and chunks of lower value than all on DISK.
 
-        The slot of a chunk that is on DISK too counts as free to take, unless that chunk is worth more than the victims
-        (it was read for the queue, say): chunks of turns that have just ended could not take such a slot.
-        False if the next one's copy on HOST must be known to be complete before.
+        The slot of a chunk that is also on DISK counts as free to take, unless the chunk is worth more than the victims
+        (for example, it was read for the queue): chunks of turns that have just ended could not take that slot.
+        Returns False if the next victim's copy on HOST is not known to be complete, so the caller must try again.
         """
         store, disk = self._store, self._store.disk
         while most > 0 and store.host.free + disk.writing < spare:
@@ -205,10 +211,10 @@ class Evictor:
         return True
 
     def _disk_slot(self, value: float, for_room: bool = False) -> int:
-        """A DISK slot for a chunk of that value, or NO_SLOT if DISK holds nothing of lower value.
+        """Returns a DISK slot for a chunk of that value, or NO_SLOT if DISK holds nothing of lower value.
 
-        `for_room`: HOST wants its slot back. Then a record that is only a copy goes first, if its chunk will stay above
-        for longer: the latest copy, which is about the one of highest value.
+        `for_room`: the caller frees a HOST slot. Then a record whose chunk is also on the GPU goes first, if that chunk
+        will stay there longer: the latest one, which has about the highest value.
         """
         store, disk = self._store, self._store.disk
         if disk.room:

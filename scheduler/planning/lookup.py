@@ -1,6 +1,6 @@
-"""The needs of one request: where its chunks are, which are loaded or computed, and how many GPU slots it takes.
+"""The needs of one request: the tiers of its chunks, the chunks to load or compute, and the number of GPU slots.
 
-A lookup changes nothing. When the request is known to fit, it gets all its slots at once.
+A lookup changes no state. If the request fits, it later gets all its slots at once.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ from ..turns.conversations import Conversation, common_prefix
 from ..turns.turn import Turn
 from ..types import ChunkKey, Usage
 
-LEAST_WORK_S = 1e-6  # where a profile says that nothing costs anything
+LEAST_WORK_S = 1e-6  # used if the profile says that computing costs nothing
 
 
 @dataclass(frozen=True, slots=True)
 class RequestNeeds:
     """context_start, keys
-                  where the context begins, and its keys from there
+                  the context's start, and its keys from there on
     first         index of the chunk at which the row begins
-    chunks        from there on: a resident chunk, or None for one to be computed into a new slot; up to the end of the
-                  row's window (later chunks get their slots later)
+    chunks        from there to the end of the row's window: a resident chunk, or None for one to be computed into a new
+                  slot (later chunks get their slots later)
     spans         the tokens to compute, ascending; the last one ends with the prompt and samples
     loads         those of `chunks` that are on HOST only
-    tail          the one of `chunks` that is a tail, valid for `tail_tokens` tokens
+    tail          the tail among `chunks`, valid for `tail_tokens` tokens
     idle_safe, idle_only
-                  hits on the GPU that no row holds, with and without a copy: not obtainable once they are held
+                  hits on the GPU that no row holds, with and without a copy: once pinned, their slots are not
+                  obtainable
     new_slots     GPU slots for the chunks that are loaded or computed
-    usage         where the prompt's tokens come from, those that its last one sees
+    usage         sources of the prompt's tokens that its last position sees
     """
 
     context_start: int
@@ -75,14 +76,14 @@ class _Look:
 
 
 class NeedsDisk(NamedTuple):
-    """Chunks that are quicker read from DISK than computed, and the turn's other hits."""
+    """Chunks that are read from DISK faster than computed, and the turn's other hits."""
 
     chunks: list[Chunk]
     hits: list[Chunk | None]
 
 
 class CacheLookup:
-    """`windows`: None, or how contexts overflow."""
+    """Finds the chunks of a request. `windows`: None, or the rules of context overflow."""
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ class CacheLookup:
 
     def must_wait(self, key: ChunkKey) -> bool:
         """True while a row computes or loads that chunk, while it is read from DISK, and until its only copy, on HOST,
-        is known to be complete: waiting for it is better than computing it twice."""
+        is confirmed. Waiting for it is better than computing it twice."""
         if key in self._store.pending:
             return True
         chunk = self._store.find(key)
@@ -111,21 +112,21 @@ class CacheLookup:
         return chunk.loading or _being_read(chunk) or self._store.unconfirmed(chunk)
 
     def seen_keys(self, turn: Turn) -> list[ChunkKey]:
-        """Those of the chunks that the turn's last position sees, as far as its context start is known."""
+        """Returns the keys of the chunks that the turn's last position sees, as far as its context start is known."""
         if self._windows is None:
             return turn.keys
         return turn.keys[self._windows.start(len(turn.tokens) - 1, turn.context_start) // self._chunk_tokens :]
 
     def work(self, turn: Turn) -> float:
-        """Predicted seconds, above 0, by which a step grows that also computes what the turn's last position sees and
-        no tier holds. The step's fixed part is not the turn's: the rows that generate need it in any case."""
+        """Predicted seconds, above 0, that computing the tokens seen by the turn's last position and held by no tier
+        adds to a step. The step's fixed part does not count: rows that generate need it anyway."""
         find, keys = self._store.find, self.seen_keys(turn)
         there = sum(chunk is not None and chunk.resident for chunk in map(find, keys))
         tokens = len(turn.tokens) - (len(turn.keys) - len(keys) + there) * self._chunk_tokens
         return self._step_growth(tokens, len(turn.tokens))
 
     def work_now(self, turn: Turn, needs: RequestNeeds) -> float:
-        """As `work`, of the tokens that the turn computes if it joins with these needs."""
+        """As `work`, for the tokens that the turn computes if it joins with these needs."""
         return self._step_growth(sum(span.end - span.start for span in needs.spans), len(turn.tokens))
 
     def _step_growth(self, tokens: int, context: int) -> float:
@@ -133,14 +134,14 @@ class CacheLookup:
         return max(LEAST_WORK_S, cost.step(max(1, tokens), context=context) - cost.step_base_seconds)
 
     def readable(self, chunk: Chunk) -> bool:
-        """On DISK only, not being read yet, and dear enough to be loaded once it is on HOST."""
+        """True if the chunk is on DISK only, not being read yet, and costs more to compute than to load from HOST."""
         return _to_read(chunk) and self._cost.recompute(chunk.end) >= self._cost.load()
 
     def _to_be_read(self, chunk: Chunk, at_any_cost: bool) -> bool:
         return _to_read(chunk) if at_any_cost else self.readable(chunk)
 
     def keys_on_disk(self, turn: Turn) -> frozenset[ChunkKey]:
-        """Of the chunks that are there only, those being read included."""
+        """Returns the keys of the turn's chunks that are only on DISK, those being read included."""
         chunks = (self._store.find(key) for key in self.seen_keys(turn))
         return frozenset(
             chunk.key
@@ -155,11 +156,12 @@ class CacheLookup:
         return (1 + rows) * sum(cost.recompute(chunk.end) for chunk in chunks) >= reading
 
     def look_up(self, turn: Turn, conversation: Conversation | None, rows: int) -> RequestNeeds | NeedsDisk | ChunkKey:
-        """Returns the needs of the turn beside a batch of so many rows, or the chunks to read from DISK first, or the
-        key of the chunk that it should wait for.
+        """Returns the turn's needs in a batch with `rows` other rows, or the chunks to read from DISK first, or the key
+        of the chunk to wait for.
 
-        A context that overflows keeps the first start from which less must be computed than all that its last position
-        sees; else it begins anew. After the turn's first seat the start is settled: its reply depends on it.
+        A context that overflows keeps the first start from which fewer tokens must be computed than its last position
+        sees; else it begins a new context. After the turn's first seat its start is fixed, because the reply depends on
+        it.
         """
         windows, last = self._windows, len(turn.tokens) - 1
         if windows is None or last < windows.length:
@@ -175,7 +177,7 @@ class CacheLookup:
         return self._look(turn, conversation, rows, anew)
 
     def _keys(self, turn: Turn, context_start: int, end: int) -> list[ChunkKey]:
-        """The turn's keys from that context start, those up to position `end` at least."""
+        """The turn's keys from that context start, at least up to position `end`."""
         if context_start == turn.context_start or not self._reuse:
             return turn.keys
         keys = turn.key_chains.setdefault(context_start, [])
@@ -183,7 +185,7 @@ class CacheLookup:
         return keys
 
     def _known_start(self, turn: Turn, context_start: int) -> bool:
-        """Whether any context began there: a look at one chunk, before keys are made for all of them."""
+        """True if any context began there. This looks at one chunk, before keys are made for all of them."""
         if not self._reuse:
             return False
         key = turn.first_keys.get(context_start)
@@ -216,7 +218,7 @@ class CacheLookup:
                 continue
             if key in self._store.pending or (chunk is not None and self._coming(chunk)):
                 return key
-            # Older positions cannot be recomputed alone: the rest of their KV is read and loaded at any cost.
+            # Older positions cannot be recomputed alone, so the rest of their KV is read and loaded at any cost.
             if chunk is not None and chunk.disk >= 0 and turn.promotes and self._to_be_read(chunk, overflows):
                 on_disk.append(chunk)
             hit = chunk is not None and chunk.host >= 0 and (overflows or self._cost.recompute(chunk.end) >= load)
@@ -236,8 +238,8 @@ class CacheLookup:
         return self._needs(look, hits, known)
 
     def _first_missing(self, look: _Look, position: int) -> int:
-        """The first position from the chunk's first, `position`, on whose KV must be computed
-        (see `ContextWindow.reach`)."""
+        """Returns the first position, from `position` (a chunk's first) on, whose KV must be computed (see
+        `ContextWindow.reach`)."""
         size, count = self._chunk_tokens, len(look.turn.tokens)
         for index in range(position // size, -(-count // size)):
             if not (index < len(look.keys) and self._there(look.turn, look.keys[index])):
@@ -246,7 +248,7 @@ class CacheLookup:
         return count
 
     def _there(self, turn: Turn, key: ChunkKey) -> bool:
-        """The chunk of a context that overflows can be had without computing it."""
+        """True if this chunk of a context that overflows is available without computing it."""
         if key in self._store.pending:
             return True
         chunk = self._store.find(key)
@@ -255,7 +257,7 @@ class CacheLookup:
     def _usable_tail(
         self, turn: Turn, conversation: Conversation | None, context_start: int
     ) -> tuple[Chunk | None, int]:
-        """The private chunk the turn may append to, and how many of its tokens are the turn's."""
+        """Returns the private chunk that the turn may append to, and how many of its tokens belong to the turn."""
         if not self._reuse:
             return None, 0
         tail, common, begun = turn.tail, len(turn.tokens), turn.context_start
@@ -275,7 +277,7 @@ class CacheLookup:
         sources = {"gpu": 0, "host": 0, "disk": 0, "recomputed": 0}
         idle_safe = idle_only = 0
         had_kv = self._had_kv(look)
-        first = reached = 0  # [first, reached): the span that grows
+        first = reached = 0  # [first, reached): the span being built
         for index, chunk in enumerate(hits, look.first):
             valid = size
             if chunk is None or chunk is tail:
@@ -302,7 +304,7 @@ class CacheLookup:
         if first < reached:
             spans.append(Span(-1, first, reached, first, False))
         if tail is not None and tail.gpu < 0:
-            loads.remove(tail)  # it comes last, so it is gated: the plan that loads a tail early might evict it
+            loads.remove(tail)  # last, so it is gated: a plan that loads a tail early might evict it
             loads.append(tail)
         self._end_with_a_sample(turn, spans, hits, tail, count, sources)
         if turn.unscored:
@@ -334,7 +336,7 @@ class CacheLookup:
         count: int,
         sources: dict[str, int],
     ) -> None:
-        """The last token is computed in any case; in a keyed chunk it is not written."""
+        """Makes the last token part of a span, because it is always computed; in a keyed chunk it is not written."""
         if spans and spans[-1].end == count:
             spans[-1] = spans[-1]._replace(samples=True)
             return
@@ -345,7 +347,8 @@ class CacheLookup:
         sources["recomputed"] += 1
 
     def _had_kv(self, look: _Look) -> int:
-        """How many leading tokens have had KV in the turn's conversation or before a restart, in whatever context."""
+        """Returns how many leading tokens have had KV in the turn's conversation or before a restart, in any
+        context."""
         conversation, turn = look.conversation, look.turn
         if not self._reuse:
             return 0
@@ -365,14 +368,15 @@ def _being_read(chunk: Chunk) -> bool:
 
 
 def _source(turn: Turn, chunk: Chunk) -> str:
-    """Where the chunk was when the turn was first looked at, as far as that was DISK; else where it is."""
+    """The tier that counts as the chunk's source: DISK if it was only there at the turn's first lookup, else its tier
+    now."""
     if turn.from_disk and chunk.key in turn.from_disk:
         return "disk"
     return "gpu" if chunk.gpu >= 0 else "host"
 
 
 def _scoring(spans: deque[Span], position: int) -> deque[Span]:
-    """Every position from `position` on is computed, for its logits; what `spans` leaves out is not written.
+    """Adds every position from `position` on that `spans` leaves out: it is computed for its logits and not written.
 
     KV exists     |########|        |####|
     spans                  |--------|    |---|

@@ -1,4 +1,4 @@
-"""One step plan in the making."""
+"""One step plan while it is built."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class PlanBuilder:
         self.token_ids: array[int] = array("i")
         self.samples: list[RowId] = []
         self.scored: array[int] = array("i")
-        self.polls = False  # a copy must be known to be complete before more can be planned
-        self.short = 0  # GPU slots that running rows asked for in vain
-        self.wanted = 0  # GPU slots that the request at the queue's head asked for in vain
+        self.polls = False  # an empty plan is needed: a copy must be confirmed before more can be planned
+        self.short = 0  # GPU slots that running rows lacked
+        self.wanted = 0  # GPU slots that the first waiting request needed and did not get
         self.spills: tuple[Spill, ...] = ()
         self.promotions: tuple[Promotion, ...] = ()
         self.erased: tuple[int, ...] = ()
@@ -41,7 +41,7 @@ class PlanBuilder:
         return len(self.generate) + len(self.token_ids)
 
     def room_for(self, span: Span) -> int:
-        """How much of the span the step can still take, tokens."""
+        """Returns how many tokens of the span the step can still take."""
         return min(self.budget, MOST_SCORED - len(self.scored)) if span.scores else self.budget
 
     def freeze(self) -> StepPlan:

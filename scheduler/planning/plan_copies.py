@@ -1,4 +1,4 @@
-"""The copies of one plan, and what each must wait for."""
+"""The copies of one plan, and the work that each must wait for."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class StepCopies:
     """Collects one plan's copies in four batches, in the order in which they are issued.
 
     evictions    GPU -> HOST, now: the step needs their GPU slots
-    gated        HOST -> GPU, waited for by this step
+    gated        HOST -> GPU, this step waits for them
     early        HOST -> GPU, for a request that joins in a later step
     saves        GPU -> HOST, ahead of time
 
-    Every batch waits only for work issued before it, or no order of the lanes could save us from a deadlock, and the
-    copies of one batch run in any order. So no HOST slot that this plan reads or writes is given away again by the
-    same plan: see `without_host_slot_in_use`.
-    Two tickets a lane and step make a batch's ticket known before the batch is complete.
+    A batch waits only for work that was issued before it; otherwise the lanes could deadlock. The copies of one batch
+    run in any order. So no HOST slot that this plan reads or writes is given to another chunk by the same plan: see
+    `without_host_slot_in_use`.
+    Each lane has two tickets in a step, so a batch's ticket is known before the batch is complete.
     """
 
     def __init__(self, step: int, gpu: SlotPool, host: SlotPool):
@@ -32,7 +32,7 @@ class StepCopies:
         _, self._host_in, self._host_out = host.last
         self._after_in = self._after_out = 0  # tickets that the step waits for
 
-    # Made when first used: most steps copy nothing.
+    # Created at first use: most steps copy nothing.
 
     @cached_property
     def evictions(self) -> LaneCopies:
@@ -51,12 +51,12 @@ class StepCopies:
         return LaneCopies(Lane.OUT, self._first + 1, self._gpu, self._host)
 
     def without_host_slot_in_use(self, chunks: Iterable[Chunk]) -> list[Chunk]:
-        """Those of the chunks, all of which are on HOST, whose slots there this plan does not use."""
+        """Returns the chunks, all of them on HOST, whose HOST slots this plan does not use."""
         first, last_in, last_out = self._first, self._host_in, self._host_out
         return [chunk for chunk in chunks if last_in[chunk.host] < first and last_out[chunk.host] < first]
 
     def step_writes(self, gpu_slot: int) -> None:
-        """This step (or a later one) writes the slot: it waits for copies that still use it."""
+        """This step (or a later one) writes the slot, so it waits for copies that still use it."""
         swapped_in, swapped_out = self._gpu_in[gpu_slot], self._gpu_out[gpu_slot]
         if swapped_in > self._after_in and swapped_in != self._first:
             self._after_in = swapped_in
@@ -64,7 +64,7 @@ class StepCopies:
             self._after_out = swapped_out
 
     def step_reads(self, gpu_slots: Sequence[int]) -> None:
-        """This step uses slots that a swap-in may have filled; only this plan's gated one has gates for that."""
+        """This step uses slots that a swap-in may have filled; only this plan's gated swap-in has gates for that."""
         after, first, last = self._after_in, self._first, self._gpu_in
         for slot in gpu_slots:
             if last[slot] > after and last[slot] != first:
@@ -73,7 +73,7 @@ class StepCopies:
 
     @property
     def after(self) -> Tickets:
-        """What the step waits for, beside its gates."""
+        """The tickets that the step waits for, besides its gates."""
         return Tickets(swap_in=self._after_in, swap_out=self._after_out)
 
     def batches(self) -> tuple[CopyBatch, ...]:
@@ -89,7 +89,7 @@ class StepCopies:
 
 
 class LaneCopies:
-    """One batch in the making."""
+    """One batch while it is built."""
 
     def __init__(self, lane: Lane, ticket: int, source_pool: SlotPool, target_pool: SlotPool):
         self._lane, self._ticket = lane, ticket
@@ -104,7 +104,7 @@ class LaneCopies:
 
     def add(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies `sources[i]` to `targets[i]`."""
-        # Waits are collected now: later in this plan the slots get users that come after this batch.
+        # The tickets are collected now: users that the slots get later in this plan must come after this batch.
         for lane, source_last, target_last in self._others:
             used = (*map(source_last.__getitem__, sources), *map(target_last.__getitem__, targets))
             self._after[lane] = max(self._after[lane], *used, 0)

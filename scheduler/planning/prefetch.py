@@ -1,4 +1,4 @@
-"""Reads chunks from DISK before their requests' turns have come (CachedAttention, section 3.3.1)."""
+"""Reads chunks from DISK before their requests can join (CachedAttention, section 3.3.1)."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .eviction import Evictor
 from .lookup import CacheLookup
 from .queue_order import QueueOrder
 
-READS_AHEAD_S = 0.1  # of reading: so much is under way at most, and so long may a read that is urgent wait behind it
-LEAD_S = 1.0  # a user who is expected may come so much earlier
+READS_AHEAD_S = 0.1  # seconds of reading in progress at most; an urgent read may wait this long
+LEAD_S = 1.0  # seconds by which an expected user may come early
 
 
 class Prefetcher:
     """Prefetches for the requests in the queue, as many as HOST has room for (the paper's window C_mem / S_kv), and for
-    conversations whose clients have said when they will write.
+    conversations whose clients announced their next turn.
 
-    A prefetch takes HOST slots only from chunks that are worth less and on DISK too: it drops nothing.
+    A prefetch takes HOST slots only from chunks of lower value that are also on DISK, so it drops nothing.
     """
 
     def __init__(
@@ -44,21 +44,22 @@ class Prefetcher:
 
     @property
     def busy(self) -> bool:
-        """There are chunks to be read for conversations that are expected."""
+        """True if chunks are still to be read for expected conversations."""
         return bool(self._expected)
 
     @property
     def next_due(self) -> float:
-        """When a conversation's chunks are to be read next."""
+        """The time at which the next conversation's chunks should be read, seconds."""
         return self._conversations.expected.next
 
     def expect(self, conversation_id: str, chunks: int, at: float = inf) -> None:
-        """The conversation's next turn, which will need so many chunks, is expected at that time; or not any more."""
+        """The conversation's next turn is expected at time `at` and will need `chunks` chunks; infinity: no longer
+        expected."""
         if self._active:
             self._conversations.expected.set(conversation_id, at - LEAD_S - chunks * self._cost.read())
 
     def plan(self, evictor: Evictor, now: float) -> None:
-        """One step's share of it."""
+        """Does one step's share."""
         if not self._active:
             return
         for conversation_id in self._conversations.expected.take(now):
@@ -71,7 +72,7 @@ class Prefetcher:
             self._prefetch_expected(evictor)
 
     def _prefetch_queue(self, evictor: Evictor, now: float) -> bool:
-        """Whether all of the window is on its way: of the turns that join first."""
+        """Returns whether reading has begun for the whole window: the turns that join first."""
         window = self._window
         for turn in self._order.preferred(now):
             keys = self._lookup.seen_keys(turn)
@@ -91,7 +92,7 @@ class Prefetcher:
             self._expected.popleft()
 
     def _prefetch(self, chunk: Chunk | None, evictor: Evictor) -> bool:
-        """False if the chunk must still be read and that cannot begin now."""
+        """Returns False if the chunk must still be read and that cannot begin now."""
         if chunk is None or not self._lookup.readable(chunk):
             return True
         self._no_room = False

@@ -1,20 +1,22 @@
-"""Which waiting request joins next: owners with fewer seats first, then by response ratio, with a bound on overtaking.
+"""The order in which waiting requests join: owners with fewer seats first, then by response ratio, with a bound on
+overtaking.
 
 By response ratio (wait / predicted work of the prompt; Brinch Hansen 1971) a turn whose history is cached joins before
-one that must be computed anew. Behind it the turn would lose its chunks to what the other computes, and need computing
-itself: beyond what the tiers hold, arrival order ends with everything computed anew (docs/lab/overload.md).
+one that must be recomputed. If it waited behind that turn, the computed chunks would evict its own, and it would need
+recomputing itself: once the conversations exceed the tiers, arrival order ends with everything recomputed
+(docs/lab/overload.md).
 
-The ratio alone starves long prompts: a stream of cached turns passes them for as long as it lasts. So each request has
-an allowance. Let B be the predicted work of the requests that wait before request r when r arrives, and w(r) its own:
+The ratio alone starves long prompts: cached turns pass them as long as such turns arrive. So each request has an
+allowance. Let B be the predicted work of the requests that wait before request r when r arrives, and w(r) its own:
 
     allowance(r) = k * (B + w(r))                                  k = OVERTAKING[queue_order]
 
-A later arrival c that joins before r takes w(c) off it, and joins before r only if allowance(r) >= w(c). So later
-arrivals with at most k * (B + w(r)) seconds of predicted work join before r, and r then joins before all others.
-Work is that of the prompt (what no tier holds) and of the reply, predicted by the mean length of replies.
+A later arrival c that joins before r takes w(c) off it, and may join before r only if allowance(r) >= w(c). So later
+arrivals with at most k * (B + w(r)) seconds of predicted work join before r; then r joins before all others. Work is
+that of the prompt (the part in no tier) and of the reply, predicted by the mean length of replies.
 
-Not counted are arrivals of a more urgent priority, of an owner with fewer seats than r's, suspended requests, and those
-that join while r waits for the disk or for a chunk that another request computes.
+These do not count: arrivals of a more urgent priority, arrivals of an owner with fewer seats than r's, suspended
+requests, and requests that join while r waits for the disk or for a chunk that another request computes.
 """
 
 from __future__ import annotations
@@ -32,12 +34,12 @@ from .lookup import CacheLookup
 OVERTAKING = {"bounded-ratio": 1.0, "response-ratio": inf, "arrival": 0.0}
 """k, by `queue_order`."""
 
-FIRST_REPLY_TOKENS = 128  # the mean length of replies before any has ended
-REPLY_WEIGHT = 1 / 64  # of the latest reply in their mean length
+FIRST_REPLY_TOKENS = 128  # the mean length of replies before the first reply ends
+REPLY_WEIGHT = 1 / 64  # weight of the latest reply in the mean length
 
 
 class QueueOrder:
-    """`waiting`: the queue by `Turn.order`, which the owner of this object changes."""
+    """`waiting`: the queue by `Turn.order`. The creator of this object changes it."""
 
     def __init__(self, config: SchedulerConfig, cost: CostProfile, lookup: CacheLookup, waiting: Sequence[Turn]):
         self._cost, self._lookup, self._waiting = cost, lookup, waiting
@@ -47,7 +49,7 @@ class QueueOrder:
         self._held: Counter[str] = Counter()
 
     def arrived(self, turn: Turn) -> None:
-        """Predicts the turn's work and sets its allowance, before it is enqueued."""
+        """Predicts the turn's work and sets its allowance. Called before the turn is queued."""
         turn.work = self._lookup.work(turn)
         reply_tokens = min(turn.request.max_tokens, self._reply_tokens)
         row_seconds = self._cost.step(0, rows=self._seats, rows_context=len(turn.tokens)) / self._seats
@@ -59,18 +61,19 @@ class QueueOrder:
         self._reply_tokens += REPLY_WEIGHT * (tokens - self._reply_tokens)
 
     def preferred(self, now: float) -> list[Turn]:
-        """The queue by priority, then suspended requests first, then response ratio; owners and the bound left out."""
+        """Returns the queue by priority, then suspended requests first, then response ratio; owners and the bound are
+        left out."""
         if not self._overtaking or len(self._waiting) < 2:
             return list(self._waiting)
-        return sorted(  # hundreds of turns in a step, so without calls
+        return sorted(  # without calls, because a step sorts hundreds of turns
             self._waiting, key=lambda turn: (turn.order[0], turn.usage is None, (turn.arrived - now) / turn.work)
         )
 
     def candidates(self, rows: Sequence[RunningTurn], now: float) -> Iterator[Turn]:
-        """The requests that may join, first the one that should, each once; `rows`: those that hold seats.
+        """Yields each request that may join once, in the order in which they should. `rows`: the rows in seats.
 
-        The caller lets each join (`joins`, then out of the queue), or leaves it waiting. A suspended request that is
-        not ready ends it: no request behind it may join.
+        The caller lets each one join (it calls `joins` and removes it from the queue), or leaves it waiting. The
+        iteration ends at a suspended request that is not ready: no request behind it may join.
         """
         self._held = Counter(row.turn.request.owner for row in rows)
         tried: set[Turn] = set()
@@ -85,18 +88,20 @@ class QueueOrder:
                 yield first
 
     def may_join(self, turn: Turn, work: float) -> bool:
-        """Whether the turn, whose prompt takes `work` seconds by now, overdraws no allowance."""
+        """True if the turn, whose prompt takes `work` seconds, exceeds no allowance."""
         return self._overdue(turn, work + turn.reply_work) is None
 
     def joins(self, turn: Turn, work: float) -> None:
-        """Takes the work of the turn, which leaves the queue, off the allowances of those that it passes."""
+        """Subtracts the work of the turn, which leaves the queue, from the allowances of the requests that it
+        passes."""
         self._held[turn.request.owner] += 1
         if not turn.resumes:
             for other in self._passed(turn, inf):
                 other.allowance -= work + turn.reply_work
 
     def _by_owner(self, now: float) -> Iterator[Turn]:
-        """As `preferred`, but the requests of owners with fewer seats first; owners gain seats meanwhile."""
+        """As `preferred`, but requests of owners with fewer seats come first. The number of seats may grow
+        meanwhile."""
         preferred, held = self.preferred(now), self._held
         if len({turn.request.owner for turn in preferred}) < 2:
             yield from preferred
@@ -111,7 +116,8 @@ class QueueOrder:
                 heappush(heap, (held[turn.request.owner], place, turn))
 
     def _overdue(self, turn: Turn, work: float, tried: set[Turn] | frozenset[Turn] = frozenset()) -> Turn | None:
-        """The earliest request that must join before `turn` may, whose work is so large."""
+        """Returns the earliest request that must join before `turn`, whose work is `work` seconds; None if there is
+        none."""
         overdue = None
         while not turn.resumes:
             earlier = next((other for other in self._passed(turn, work) if other not in tried), None)
@@ -122,7 +128,7 @@ class QueueOrder:
         return overdue
 
     def _passed(self, turn: Turn, below: float) -> Iterator[Turn]:
-        """The requests on whose allowance it counts if `turn` joins now, as far as that is smaller than `below`."""
+        """Yields the requests that `turn` would pass and whose allowances are below `below` seconds."""
         held, priority, owner_seats = self._held, turn.order[0], self._held[turn.request.owner]
         for other in self._waiting:
             if other.order >= turn.order:

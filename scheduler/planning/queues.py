@@ -14,7 +14,7 @@ from ..types import RowId
 
 
 class RequestQueues:
-    """`waiting`, `loading` and `rows` (those in seats) are sorted by their `order`."""
+    """`waiting`, `loading` and `rows` (the rows in seats) are sorted by their `order`."""
 
     def __init__(self, config: SchedulerConfig, store: ChunkStore):
         self._config, self._store = config, store
@@ -42,9 +42,9 @@ class RequestQueues:
         insort(self.waiting, turn, key=lambda turn: turn.order)
 
     def await_chunks(self, turn: Turn, chunks: Sequence[Chunk | None], now: float) -> None:
-        """The turn waits in the queue: of its hits, the idle chunks are evicted last.
+        """The turn waits in the queue, so the idle chunks among its hits are evicted last.
 
-        A suspended request's chunks are not exempt from eviction.
+        This does not hold for the chunks of a suspended request.
         """
         place = 0 if turn.resumes else turn.order[1]
         for chunk in chunks:
@@ -60,7 +60,7 @@ class RequestQueues:
     # -- seats
 
     def seat_row(self, row: RunningTurn) -> None:
-        """A row that was loading; there is a free seat."""
+        """Seats a row that was loading. There must be a free seat."""
         self.loading.remove(row)
         row.seat = self.free_seats.popleft()
         insort(self.rows, row, key=lambda row: row.order)
@@ -75,9 +75,9 @@ class RequestQueues:
         row.seat = -1
 
     def release_row(self, row: RunningTurn, tail: Chunk | None, now: float) -> None:
-        """The row's chunks are free to move. Keyed ones and `tail` stay as cache, other private ones are dropped.
+        """Releases the row's chunks. Keyed ones and `tail` stay as cache, other private ones are dropped.
 
-        Its launched steps may still use the slots; the next users of the slots wait for that on the device.
+        The row's launched steps may still use the slots; the next users of the slots wait for that on the device.
         """
         self._store.cancel_loads(row.loads)
         row.loads.clear()
@@ -96,7 +96,7 @@ class RequestQueues:
     # -- suspension
 
     def suspend(self, row: RunningTurn) -> None:
-        """The row is planned no more, and leaves its seat when its launched steps are applied."""
+        """Plans the row no more. It leaves its seat when its launched steps are applied."""
         row.leaving = True
         self._leaving.append(row)
         self.suspensions += 1
@@ -105,7 +105,8 @@ class RequestQueues:
         return sum(chunk.users == 1 for row in self._leaving for chunk in row.chunks)
 
     def release_suspended(self, applied: int, now: float) -> None:
-        """Suspended rows whose every launched step is applied give their seats and chunks back and queue again."""
+        """Returns suspended rows to the queue once all their launched steps are applied; their seats and chunks become
+        free."""
         for row in [row for row in self._leaving if row.launched <= applied]:
             self.unseat(row)
             self.requeue(row, now)
@@ -121,7 +122,7 @@ class RequestQueues:
         self.enqueue(turn)
 
     def _keep_tail(self, row: RunningTurn) -> Chunk | None:
-        """The partly filled chunk that the row would append to when it comes back."""
+        """The partly filled chunk that the row would append to when it resumes."""
         if not self._config.reuse:
             return None
         size = self._config.chunk_tokens

@@ -1,6 +1,6 @@
-"""When chunks go to DISK: soon after their turn has ended, or when HOST must give them up.
+"""Writes chunks to DISK: soon after their turn has ended, or when HOST needs the room.
 
-CachedAttention saves to HOST while a turn runs (section 3.2.2), and writes to DISK what HOST evicts (3.3.2).
+CachedAttention saves to HOST while a turn runs (section 3.2.2), and writes the chunks that HOST evicts to DISK (3.3.2).
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from ..plan import Lane
 from ..types import Output, Request
 from .eviction import Evictor
 
-LINK_PIECE_S = 2e-3  # link time a step for copies on their way to DISK
-WRITES_AHEAD_S = 0.1  # of writing: so much is under way at most, and so long may a read wait behind it
-HOST_BUFFER = 1 / 16  # of HOST: free to take at once, so that promotions need not wait for spills
+LINK_PIECE_S = 2e-3  # link time in a step for copies on their way to DISK, seconds
+WRITES_AHEAD_S = 0.1  # seconds of writing in progress at most; a read may wait this long
+HOST_BUFFER = 1 / 16  # share of HOST that is kept free to take, so promotions need not wait for spills
 
 
 class WriteBehind:
-    """Write-behind, in the order in which turns end: GPU -> HOST beside the step, then HOST -> DISK.
+    """Writes behind other work, in the order in which turns end: GPU -> HOST beside the step, then HOST -> DISK.
 
-    A chunk is refused (it stays where it is) where DISK or HOST holds nothing of lower value, and while DISK is paused
-    after a failed write; then it is spilled when HOST must give it up. A chunk whose copy failed is not saved.
+    A chunk is refused (it stays where it is) if DISK or HOST holds nothing of lower value, and while DISK is paused
+    after a failed write. It is then spilled when HOST needs its slot. A chunk whose copy failed is not saved.
     """
 
     def __init__(self, config: SchedulerConfig, cost: CostProfile, store: ChunkStore):
@@ -37,29 +37,29 @@ class WriteBehind:
         self._most_writes = min(256, max(4, int(WRITES_AHEAD_S / cost.write())))
         self._queue: deque[Chunk] = deque()
         self._copied: deque[Chunk] = deque()  # to HOST, perhaps not completely
-        self._pending: dict[Chunk, None] = {}  # both of them
-        self._staged: deque[Chunk] = deque()  # copied to HOST for this alone
-        self._short = False  # of HOST slots, and copies must be complete before more can be done
+        self._pending: dict[Chunk, None] = {}  # chunks of both queues
+        self._staged: deque[Chunk] = deque()  # chunks copied to HOST only for DISK
+        self._short = False  # HOST slots are short, and a copy must be confirmed before the next spill
         self._endings: deque[tuple[Request, Output, list[Chunk]]] = deque()
 
     @property
     def busy(self) -> bool:
-        """There is work for the next plan, whether or not a request comes."""
+        """True if the next plan has work to do, even without a request."""
         return self._short or bool(self._queue or self._copied or self._staged or self._endings)
 
     @property
     def withholds(self) -> bool:
-        """Ended turns wait until their chunks are saved; then their ends are told."""
+        """True if last outputs are kept back until chunks are saved."""
         return bool(self._endings)
 
     @property
     def untold(self) -> Iterator[Request]:
-        """The requests whose ends are kept back."""
+        """The requests whose last outputs are kept back."""
         return (request for request, *_ in self._endings)
 
     @property
     def saving(self) -> bool:
-        """Chunks of ended turns are on their way to DISK, or ends are kept back until a result comes."""
+        """True if chunks of ended turns are on their way to DISK, or last outputs are kept back."""
         return bool(self._pending or self._endings) or self._store.disk.writing > 0
 
     def turn_ended(self, chunks: Iterable[Chunk | None], now: float) -> None:
@@ -72,14 +72,15 @@ class WriteBehind:
                 self._queue.append(chunk)
 
     def withhold(self, request: Request, ending: Output, chunks: Iterable[Chunk]) -> bool:
-        """With `--save sync`: keeps the turn's last event back until its chunks are on DISK or are not to be."""
+        """With `--save sync`: keeps the turn's last output back until its chunks are on DISK or are refused. Returns
+        whether it does."""
         unsettled = [chunk for chunk in chunks if not self._settled(chunk)] if self._in_time else []
         if unsettled:
             self._endings.append((request, ending, unsettled))
         return bool(unsettled)
 
     def endings(self) -> list[Output]:
-        """Takes the ends that need not be kept back any longer."""
+        """Removes and returns the last outputs that need not be kept back any longer."""
         if not self._endings:
             return []
         waiting, ended = deque[tuple[Request, Output, list[Chunk]]](), []
@@ -96,7 +97,7 @@ class WriteBehind:
         return chunk not in self._pending and chunk.moving is None
 
     def plan(self, evictor: Evictor, now: float) -> None:
-        """One step's share of it."""
+        """Does one step's share."""
         if now < self._store.disk.paused_until:
             self._decline_all()
         else:
@@ -139,8 +140,8 @@ class WriteBehind:
                 evictor.spill(chunk)
 
     def _end_staging(self) -> None:
-        """HOST gives up the copies made for DISK's sake, unless their chunks have left the GPU meanwhile or are about
-        to."""
+        """Releases HOST copies that were made only for DISK, unless their chunks have left the GPU meanwhile or are
+        about to."""
         while self._staged and self._settled(self._staged[0]):
             chunk = self._staged.popleft()
             if chunk.copied_for_disk:
@@ -148,5 +149,5 @@ class WriteBehind:
 
 
 def _unsaved(chunk: Chunk) -> bool:
-    """Somewhere above, and neither on DISK nor on its way there or from there."""
+    """True if the chunk is on the GPU or HOST, and neither on DISK nor being written or read."""
     return chunk.resident and chunk.disk == NO_SLOT and chunk.moving is None

@@ -1,10 +1,10 @@
-"""Several replicas of a server behind a router, each with a scheduler and a virtual device of its own.
+"""Several replicas of a server behind a router, each with its own scheduler and virtual device.
 
-Replicas share nothing but the clock. The router picks a replica for each request; a conversation that moves is computed
-again there. Replicas fail, drain and come back with empty caches. One replica gives the same report as `Simulator`.
+Replicas share only the clock. The router picks a replica for each request; a conversation that moves is recomputed
+there. Replicas fail, drain and return with empty caches. One replica gives the same report as `Simulator`.
 
-With more replicas than are worth simulating, some of them stand for all (`Cluster.simulated`): requests that go to the
-others take the mean time of the requests served so far, and leave nothing in any cache.
+With more replicas than can be simulated in reasonable time, some of them stand for all (`Cluster.simulated`): requests
+to the others take the mean time of the requests served so far, and leave nothing in any cache.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ DETECTION_S = 6.0
 
 
 class Event(NamedTuple):
-    """What happens to a replica at a time, seconds.
+    """A replica's event at a time, seconds.
 
     fail    its requests and its KV are lost; the router learns of it DETECTION_S later
-    drain   it gets no new requests and finishes those it has
+    drain   it gets no new requests and finishes the ones it has
     back    it serves again, with empty caches
     """
 
@@ -49,15 +49,15 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ClusterReport:
-    """What a simulation of several replicas brought.
+    """The result of a simulation of several replicas.
 
-    usage           where the prompts' tokens came from, over all measured requests
-    moved           measured requests that another replica served than the turn before
+    usage           sources of the prompts' tokens, over all measured requests
+    moved           measured requests that another replica served than the previous turn
     retried         requests that a failure cut off and that were sent again
-    ttft_*          seconds from a request to its first token; of a request sent again, from the first time
+    ttft_*          seconds from a request to its first token; for a request sent again, from its first sending
     seconds_per_token
                     mean over requests of (end of the reply - request) / tokens of the reply
-    busiest         steps' seconds of the busiest replica, over the mean of all
+    busiest         seconds of steps on the busiest replica, divided by the mean of all
     """
 
     requests: int
@@ -72,12 +72,12 @@ class ClusterReport:
 
     @property
     def hit_rate(self) -> float:
-        """Of the prompt tokens that had been computed before, the share that was not computed again."""
+        """The share of previously computed prompt tokens that was not computed again."""
         return self.usage.cached / known if (known := self.usage.cached + self.usage.recomputed) else 0.0
 
 
 class Replica(Simulator):
-    """One server: it takes requests one by one, and tells the cluster of first tokens and of ends."""
+    """One server: it takes requests one by one, and reports first tokens and ends to the cluster."""
 
     def __init__(
         self,
@@ -91,12 +91,12 @@ class Replica(Simulator):
 
     @property
     def working(self) -> bool:
-        """Whether requests or steps are open."""
+        """True if requests or steps are open."""
         return not self.scheduler.idle
 
     @property
     def open(self) -> int:
-        """Requests that it serves or that wait here."""
+        """Requests that are running or waiting here."""
         return len(self._open)
 
     @property
@@ -114,7 +114,7 @@ class Replica(Simulator):
         self.send(turn, prompt)
 
     def unfinished(self) -> list[Open]:
-        """The requests that end with it."""
+        """The requests that are cut off if the replica fails."""
         return list(self._open.values())
 
     def _take(self, applied: Applied) -> None:
@@ -129,9 +129,9 @@ class Replica(Simulator):
 
 @dataclass(slots=True)
 class _Life:
-    """A session under way.
+    """A session in progress.
 
-    replica     that served its last turn, None before that
+    replica     the replica that served its last turn, None before the first
     log         tokens of the conversation as its client knows them; None: no simulated replica has seen it
     prompt      of the turn that is being served
     """
@@ -145,7 +145,7 @@ class _Life:
 class Cluster:
     """One run over `sessions` with `replicas` servers of the same `config` and `cost`; used once.
 
-    `simulated`: so many of the replicas are simulated, the first ones; None: all. `warm_up_s`: requests that arrive
+    `simulated`: number of replicas that are simulated, the first ones; None: all. `warm_up_s`: requests that arrive
     earlier are served, but not reported. The same arguments give the same report.
     """
 
@@ -166,7 +166,7 @@ class Cluster:
         self._total, self._simulated = replicas, min(simulated or replicas, replicas)
         self._warm_up_s, self._draw = warm_up_s, random.Random(seed)
         self._lives = {session.name: _Life(session) for session in sessions}
-        # A tie is broken by the kind: a replica is back before a request of that moment is routed.
+        # Events of one time are sorted by kind: a replica is back before a request of that time is routed.
         self._due: list[tuple[float, int, int]] = [(event.at, 0, at) for at, event in enumerate(events)]
         self._events = list(events)
         self._turns: list[Open] = []
@@ -177,7 +177,7 @@ class Cluster:
         self._content = Content()
         self._generation = [0 for _ in range(replicas)]
         self._out: set[int] = set()  # replicas that get no requests
-        self._failed: dict[int, float] = {}  # by replica: when it failed
+        self._failed: dict[int, float] = {}  # by replica: time of its failure
         self._ring = self._places()
         self._replicas = {number: self._new() for number in range(self._simulated)}
         self._busy_s = [0.0 for _ in range(self._simulated)]
@@ -187,7 +187,7 @@ class Cluster:
         self._moved = self._retried = 0
 
     def run(self, until: float = math.inf) -> ClusterReport:
-        """Until every turn of every session has its reply, or the clock has reached `until`, seconds.
+        """Runs until every turn of every session has its reply, or the clock has reached `until`, seconds.
 
         Raises RequestError if no replica can serve a request.
         """
@@ -197,7 +197,7 @@ class Cluster:
             if late:
                 first, *others = sorted(replica.now for replica in late)
                 replica = next(replica for replica in late if replica.now == first)
-                # A reply that ends elsewhere brings a request no sooner than its user has thought.
+                # A reply on another replica leads to a request only after its user's thinking time.
                 reached = min(due, others[0] + self._think_s) if others else due
                 replica.play(max(reached, math.nextafter(first, math.inf)))
             elif due < until:
@@ -218,7 +218,7 @@ class Cluster:
     def _route(self, now: float, turn: Open) -> None:
         life = self._lives[turn.session.name]
         number = self._choose(life)
-        if number is None:  # all are gone: the client tries again
+        if number is None:  # no replica is there: the client tries again
             self._arrive(now + DETECTION_S, turn)
             return
         place = (number, self._generation[number])
@@ -230,7 +230,7 @@ class Cluster:
             return
         if life.prompt is None:
             life.prompt = self._prompt(turn, life)
-        if number in self._failed:  # the router does not know it yet
+        if number in self._failed:  # the router does not know of the failure yet
             self._retried += 1
             self._arrive(self._failed[number] + DETECTION_S, turn)
         else:
@@ -244,7 +244,7 @@ class Cluster:
         return known + self._content.fresh(step.history_tokens - len(known) + step.input_tokens)
 
     def _serve_elsewhere(self, now: float, turn: Open, life: _Life) -> None:
-        """On a replica that is not simulated: it takes as long as requests do on average."""
+        """Serves the turn on a replica that is not simulated: it takes the mean time of the measured requests."""
         life.prompt = None
         tokens = turn.session.turns[turn.turn].output_tokens
         per_token = sum(self._per_token) / len(self._per_token) if self._per_token else self._cost.step(0, 1, 0)
@@ -259,7 +259,8 @@ class Cluster:
             del self._lives[turn.session.name]
 
     def _began(self, turn: Open, usage: Usage, now: float) -> None:
-        """A replica knows only what it has computed itself: what others have is counted as recomputed here."""
+        """Corrects the usage: a replica knows only what it has computed itself, so tokens computed elsewhere are
+        counted as recomputed."""
         if turn.arrival >= self._warm_up_s:
             known = turn.session.turns[turn.turn].history_tokens - 1  # a reply's last token has no KV yet
             again = max(usage.recomputed, min(known - usage.cached, usage.recomputed + usage.new), 0)
@@ -307,7 +308,8 @@ class Cluster:
         return self.home(life.session.name)
 
     def _places(self) -> list[tuple[int, int]]:
-        """The consistent-hash ring: of each live replica many places, sorted. When one goes, only its sessions move."""
+        """The consistent-hash ring: many sorted places for each live replica. When one fails, only its sessions
+        move."""
         self._live = [number for number in range(self._total) if number not in self._out]
         return sorted(
             (_hash(f"{number} {self._generation[number]} {place}"), number)

@@ -1,6 +1,7 @@
-"""Generation steps by the dozen, for the simulator: the same as so many `next_plan` and `apply`.
+"""Many generation steps at once, for the simulator, with the same result as that many `next_plan` and `apply` calls.
 
-Between two chunks' ends a batch of rows that only generate does nothing but count: with few rows that is most steps.
+While no chunk fills up, a batch of rows that only generate changes nothing but counters: with few rows that is most
+steps.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ class FastForwardScheduler(Scheduler):
     """A scheduler that can skip steps in which every row generates one token and nothing else happens."""
 
     def steady_steps(self) -> int:
-        """How many steps behind the only one in flight are sure to be like it, if no request comes or leaves.
+        """How many steps after the only one in flight are sure to be like it, if no request arrives or leaves.
 
-        Such a step gives one token to each row. It takes no slot, and applying the one before it fills no chunk and
-        begins or ends no reply.
+        Such a step gives one token to each row. It takes no slot. Applying the step before it fills no chunk and begins
+        or ends no reply.
         """
         busy = bool(self._queues.waiting or self._queues.loading or self._deletions.looking)
         busy = busy or self.conversations.mortal or self.disk.busy
@@ -38,7 +39,7 @@ class FastForwardScheduler(Scheduler):
         return max(0, min(steps))
 
     def skip(self, steps: int) -> StepPlan:
-        """As `next_plan` and `apply`, so often: at least once, at most `steady_steps()` times.
+        """Has the effect of `steps` pairs of `next_plan` and `apply`: at least 1, at most `steady_steps()`.
 
         Each sample is the number of its step. Returns the plan that is then in flight.
         """

@@ -1,8 +1,8 @@
 """Replays conversations against the scheduler on a virtual clock: hit rates and latencies without a device.
 
-The scheduler is the real one, and the loop is the serving loop's: plan n+1 is made while step n runs. Only the device
-is imagined: each lane does its work in order, as fast as the cost profile says, and a step waits where its plan says.
-The same sessions and settings always give the same report.
+The scheduler is the real one, and steps are planned as in the serving loop: plan n+1 is made while step n runs. Only
+the device is simulated: each lane does its work in order, at the speed of the cost profile, and a step waits where its
+plan requires it. The same sessions and settings always give the same report.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ POLL_S = 2e-3
 
 
 class SessionTurn(NamedTuple):
-    """One request: what is kept of the conversation, what is new in the prompt, what is generated (tokens).
+    """One request: tokens kept of the conversation, new in the prompt, and generated.
 
-    think_s     seconds from the end of the previous reply to this request; of a first turn unused
+    think_s     seconds from the end of the previous reply to this request; unused in a first turn
     """
 
     history_tokens: int
@@ -38,10 +38,10 @@ class SessionTurn(NamedTuple):
 
 
 class Session(NamedTuple):
-    """One conversation: it starts at a time, and each turn follows the reply before it.
+    """One conversation: it starts at a time, and each turn follows the previous reply.
 
     system_tokens   leading tokens of the first input that all sessions with the same number share; 0: none
-    owner           whose share of seats and steps its requests use
+    owner           the owner whose share of seats and steps its requests use
     """
 
     name: str
@@ -58,9 +58,9 @@ def longest_context(sessions: Sequence[Session]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a simulation brought.
+    """The result of a simulation.
 
-    usage               where the prompts' tokens came from, over all requests
+    usage               sources of the prompts' tokens, over all requests
     full_hits           requests with a history of which nothing was computed again
     seconds             from the first session's start to the last reply's end
     busy_s              the part of it in which steps ran
@@ -88,33 +88,34 @@ class Report:
 
     @property
     def hit_rate(self) -> float:
-        """Of the prompt tokens that had been computed before, the share that was not computed again."""
+        """The share of previously computed prompt tokens that was not computed again."""
         known = self.usage.cached + self.usage.recomputed
         return self.usage.cached / known if known else 0.0
 
 
 class VirtualDevice:
-    """Takes the time that a device would, and does nothing.
+    """Takes the time that a device would take, and computes nothing.
 
-    Layers are pipelined: the swap-in that a step is gated on hides behind its compute, and only what is longer shows.
-    The disk reads and writes at the same time, each in order; what it has done is told with the next result. A plan
-    that does nothing waits for all of that, `poll_s` at most, or else for the first of it.
+    Layers are pipelined: the swap-in that gates a step overlaps the step's compute, and only the excess adds time. The
+    disk reads and writes at the same time, each in order; its finished work is reported with the next result. A plan
+    without work waits for all work in progress, `poll_s` at most, or else for the first piece of it.
     """
 
     def __init__(self, cost: CostProfile, poll_s: float = POLL_S):
         self._cost, self._poll_s = cost, poll_s
         self._free_at = [0.0 for _ in Lane]
-        self._ends: list[dict[int, float]] = [{} for _ in Lane]  # by lane: seconds at which a ticket is complete
-        self._written: deque[tuple[float, int]] = deque()  # when, and to which DISK slot
+        self._ends: list[dict[int, float]] = [{} for _ in Lane]  # by lane: seconds at which each ticket is complete
+        self._written: deque[tuple[float, int]] = deque()  # (time, DISK slot)
         self._read: deque[tuple[float, int]] = deque()
         self._disk_free_at = [0.0, 0.0]
-        self._copies: tuple[deque[tuple[float, int]], ...] = tuple(deque() for _ in Lane)  # when, ticket
+        self._copies: tuple[deque[tuple[float, int]], ...] = tuple(deque() for _ in Lane)  # (time, ticket)
         self._completed = [0 for _ in Lane]
-        self._begins: dict[int, int] = {}  # by seat: the first position that its row sees, where that is not 0
+        self._begins: dict[int, int] = {}  # by seat: the first position that its row sees, if it is not 0
         self.busy_s = 0.0
 
     def launch(self, plan: StepPlan, now: float) -> float:
-        """Issues the plan's work at `now`; returns when it is complete. Without tokens that is when its copies are."""
+        """Issues the plan's work at `now`. Returns the time at which the step is complete; without tokens, its
+        copies."""
         self._use_disk(plan, now)
         self._move_windows(plan)
         copied = gate = now
@@ -133,7 +134,7 @@ class VirtualDevice:
         return end
 
     def unseen(self, seats: Sequence[int]) -> int:
-        """Leading tokens that the rows in these seats no longer see, all together."""
+        """Leading tokens that the rows in these seats no longer see, summed."""
         return sum(self._begins.get(seat, 0) for seat in seats)
 
     def generate(self, step: int, rows: int, context: int, now: float) -> float:
@@ -161,14 +162,14 @@ class VirtualDevice:
         self._disk_free_at = [reads, writes]
 
     def _news(self, now: float) -> float:
-        """Until when a plan that does nothing waits for work under way."""
+        """The time until which a plan without work waits for work in progress."""
         under_way = [done for done in (self._read, self._written, *self._copies) if done]
         first = min((done[0][0] for done in under_way), default=now)
         last = max((done[-1][0] for done in under_way), default=now)
         return max(now, first, min(last, now + self._poll_s))
 
     def reports(self, now: float) -> tuple[Tickets, tuple[int, ...], tuple[int, ...]]:
-        """Copies complete by now; DISK slots written, and those read, since the last call."""
+        """Returns the copies complete by now, and the DISK slots written and read since the last call."""
         for lane, copies in zip(Lane, self._copies, strict=True):
             self._completed[lane] = max([self._completed[lane], *_done(copies, now)])
         return Tickets(*self._completed), tuple(_done(self._written, now)), tuple(_done(self._read, now))
@@ -190,7 +191,7 @@ class VirtualDevice:
 
 
 def _done(work: deque[tuple[float, int]], now: float) -> list[int]:
-    """What of it is done by now, taken from it."""
+    """Removes and returns the work that is done by now."""
     done = []
     while work and work[0][0] <= now:
         done.append(work.popleft()[1])
@@ -198,7 +199,7 @@ def _done(work: deque[tuple[float, int]], now: float) -> list[int]:
 
 
 class Open(NamedTuple):
-    """A request being served: turn number `turn` of its session, that came at `arrival` (seconds)."""
+    """A request in progress: turn number `turn` of its session, which arrived at `arrival` (seconds)."""
 
     session: Session
     turn: int
@@ -206,14 +207,14 @@ class Open(NamedTuple):
 
 
 class Content:
-    """The token ids of simulated prompts: negative ones, none of which two prompts share but by intention."""
+    """The token ids of simulated prompts: negative ones. Prompts share ids only where intended."""
 
     def __init__(self) -> None:
         self._id = 0
         self._systems: dict[int, array[int]] = {}
 
     def fresh(self, count: int) -> array[int]:
-        """Returns `count` tokens that no other prompt has: one id, so often. Generated tokens have ids above 0."""
+        """Returns `count` tokens that no other prompt has: one new id, repeated. Generated tokens have ids above 0."""
         self._id -= 1
         return array("i", [self._id]) * count
 
@@ -226,11 +227,13 @@ class Content:
 
 
 class Simulator:
-    """One run over `sessions`; used once. Without `skips` every step is planned and applied by itself. So it is for
-    `watch`: it is told the clock, each step's results, and the requests being served. `content` makes the prompts.
+    """One run over `sessions`; used once.
 
-    The first `warm_up` requests are served but not reported, nor is the time in which they arrive. `cost` is what the
-    scheduler believes; a `device` with other costs takes other times. With `truncate` contexts may outgrow
+    Without `skips`, every step is planned and applied on its own. The same holds with `watch`, which gets the clock,
+    each step's results, and the requests in progress. `content` makes the prompts.
+
+    The first `warm_up` requests are served but not reported, nor is the time in which they arrive. The scheduler
+    decides with `cost`; a `device` with other costs takes other times. With `truncate` contexts may outgrow
     `max_model_len`.
     Raises RequestError if the configuration cannot serve a request (too long, queue full).
     """
@@ -257,7 +260,8 @@ class Simulator:
         self._open: dict[RequestId, Open] = {}
         self._order = {session.name: order for order, session in enumerate(sessions)}
         self._content = content or Content()
-        self._logs: dict[int, array[int]] = {}  # of sessions whose users think: the scheduler's may expire meanwhile
+        # of sessions with thinking users: the scheduler's logs may expire meanwhile
+        self._logs: dict[int, array[int]] = {}
         self._requests = self._steps = self._generated = 0
         self._warm_up, self._busy_before, self._full_hits = warm_up, 0.0, 0
         self._truncate = truncate
@@ -268,12 +272,12 @@ class Simulator:
         self.skips = watch is None
 
     def run(self) -> Report:
-        """Until every turn of every session has its reply."""
+        """Runs until every turn of every session has its reply."""
         self.play(math.inf)
         return self._report()
 
     def play(self, until: float) -> None:
-        """Until every turn has its reply or the clock, seconds, has reached `until`."""
+        """Runs until every turn has its reply or the clock has reached `until`, seconds."""
         scheduler = self.scheduler
         while self.now < until and (self._arrivals or not scheduler.idle):
             if len(self._launched) == 1 and self.skips:
@@ -304,14 +308,14 @@ class Simulator:
         self.send(Open(session, index, arrival), prompt)
 
     def send(self, turn: Open, prompt: array[int]) -> None:
-        """One request joins the scheduler's queue now."""
+        """Adds one request to the scheduler's queue now."""
         session = turn.session
         if self._requests == self._warm_up:
             self._started, self._busy_before = self.now, self._device.busy_s
             self._steps = self._generated = 0
         self._requests += 1
         request = RequestId(self._requests)
-        # The user of a single turn does not come back, and its client gave no conversation id.
+        # The user of a single turn does not return, and its client gave no conversation id.
         conversation = session.name if len(session.turns) > 1 else None
         self._open[request] = turn
         tokens = session.turns[turn.turn].output_tokens
@@ -321,7 +325,8 @@ class Simulator:
     # -- results
 
     def _fast_forward(self, steps: int, until: float) -> None:
-        """At most so many turns of the loop, begun before `until`, in which only the clock and the tokens change."""
+        """Makes at most `steps` passes of the loop, begun before `until`, in which only the clock and the tokens
+        change."""
         if not steps:
             return
         plan, end = self._launched.pop()

@@ -1,4 +1,4 @@
-"""Conversation logs: the tokens of every named dialogue, and its claims on the chunks that hold their KV."""
+"""Conversation logs: the tokens of each named dialogue, and its claims on the chunks that hold their KV."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .timers import Timers
 
 
 class Log(NamedTuple):
-    """What a turn leaves to its conversation: see `Conversation`."""
+    """A turn's result for its conversation; fields as in `Conversation`."""
 
     tokens: array[int]
     context_start: int
@@ -30,20 +30,20 @@ class Log(NamedTuple):
 
 
 class Conversation:
-    """owner     whose quota it counts for
+    """owner  the owner whose quota it counts against
     salt      of the turn committed last: KV is shared within one salt only
     tokens    every token of the last committed branch; all but the last have had KV
     context_start
-              where the context begins, in which they had it (see `ContextWindow`)
-    keys      one for each full chunk of KV, as `ChunkKeys` has them
+              start of the context in which they had KV (see `ContextWindow`)
+    keys      one for each full chunk of KV, as in `ChunkKeys`
     first     index of the first chunk that the next turn's first position sees
     chunks    the chunks from there on, claimed; empty without reuse
     tail      the private chunk behind them, or None; it may have been dropped meanwhile
-    active    when it was last active
-    ttl       seconds it lives on after that
+    active    time of its last activity, seconds
+    ttl       seconds from the last activity to its expiry
     pinned    its chunks are evicted last, until `pinned_until`
     over_quota
-              it is beyond its owner's quota
+              it is over its owner's quota
     """
 
     __slots__ = (
@@ -76,7 +76,8 @@ class Conversation:
 class Conversations:
     """All conversations, by id.
 
-    expected    when the next turns' chunks are wanted on HOST, of the conversations whose clients have said so
+    expected    times at which the next turns' chunks should be on HOST, for conversations whose clients announced a
+                turn
     """
 
     def __init__(self, config: SchedulerConfig, store: ChunkStore, chunk_keys: ChunkKeys, deletions: Deletions):
@@ -85,7 +86,7 @@ class Conversations:
         self._quotas = None if config.owner_kv_chunks is None else Quotas(config.owner_kv_chunks)
         self._by_id: dict[str, Conversation] = {}
         self.expected = Timers()
-        self._due = Timers()  # no later than when they expire or cease to be pinned
+        self._due = Timers()  # at or before the time at which a conversation expires or its pin ends
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -95,24 +96,24 @@ class Conversations:
 
     @property
     def mortal(self) -> bool:
-        """Whether time alone may end a conversation or a pin."""
+        """True if a conversation or a pin may end by time alone."""
         return self.next_due < inf
 
     @property
     def next_due(self) -> float:
-        """When time alone may next end a conversation or a pin."""
+        """The next time at which a conversation or a pin may end, seconds."""
         return self._due.next
 
     def get(self, conversation_id: str) -> Conversation | None:
         return self._by_id.get(conversation_id)
 
     def of(self, request: Request) -> Conversation | None:
-        """The conversation whose KV the request may use."""
+        """Returns the conversation whose KV the request may use, or None."""
         conversation = self._by_id.get(request.conversation) if request.conversation is not None else None
         return conversation if conversation is not None and conversation.salt == request.salt else None
 
     def tokens(self, conversation_id: str) -> array[int]:
-        """The log: every token of the last committed branch. Raises RequestError (404) for an unknown id."""
+        """Returns the log: every token of the last committed branch. Raises RequestError (404) for an unknown id."""
         return self._known(conversation_id).tokens
 
     def _known(self, conversation_id: str) -> Conversation:
@@ -122,9 +123,9 @@ class Conversations:
         return conversation
 
     def commit(self, request: Request, log: Log, now: float) -> None:
-        """The turn is over: its conversation's id names this branch from now on, whatever it named before.
+        """The turn is over: from now on its conversation's id names this branch.
 
-        Chunks of the branch named before stay as unclaimed cache where the two differ.
+        Where the branch named before differs, its chunks stay as unclaimed cache.
         """
         assert request.conversation is not None
         self._set(request.conversation, request.owner, request.salt, log, now)
@@ -151,7 +152,7 @@ class Conversations:
                 self._mark(self._by_id[other], over_quota)
 
     def touch(self, request: Request, now: float) -> None:
-        """The user has written: the conversation lives on."""
+        """The user has written: the conversation is active."""
         conversation = self._by_id.get(request.conversation) if request.conversation is not None else None
         if conversation is not None:
             conversation.active = now
@@ -159,7 +160,7 @@ class Conversations:
     def fork(self, conversation_id: str, new_id: str, now: float) -> None:
         """Makes a second conversation with the same history. Full chunks are shared; the tail stays with the original.
 
-        Raises RequestError: 404 for an unknown id, 409 if the new one exists.
+        Raises RequestError: 404 for an unknown id, 409 if `new_id` exists.
         """
         source = self._known(conversation_id)
         if new_id in self._by_id:
@@ -168,15 +169,15 @@ class Conversations:
         self._set(new_id, source.owner, source.salt, log, now)
 
     def delete(self, conversation_id: str, shared: int = 0, others: Iterable[ChunkKey] = ()) -> None:
-        """Forgets the log and drops its chunks, except those that another conversation claims or a request uses, and
+        """Deletes the log and drops its chunks, except those that another conversation claims or a request uses, and
         those of its first `shared` tokens. Drops the chunks of the keys in `others` too.
 
-        `DiskWork.take_erased` tells when its records on DISK are erased. Raises RequestError (404) for an unknown id.
+        `DiskWork.take_erased` reports when its records on DISK are erased. Raises RequestError (404) for an unknown id.
         """
         conversation, refused = self._known(conversation_id), self._store.disk.refused
         tokens, salt = conversation.tokens, conversation.salt
         self._remove(conversation_id, shared // self._chunk_tokens)
-        outgrown = self._chunk_keys.first_seen(len(tokens)) > 0  # then it has KV that it does not claim
+        outgrown = self._chunk_keys.first_seen(len(tokens)) > 0  # then it also has KV that it does not claim
         self._deletions.begin(chain(self._chunk_keys.all(tokens, salt, shared) if outgrown else (), others), refused)
 
     def _remove(self, conversation_id: str, shared: int = 0) -> None:
@@ -189,12 +190,12 @@ class Conversations:
         if self._quotas is not None:
             for other, over_quota in self._quotas.remove(conversation.owner, conversation_id):
                 self._mark(self._by_id[other], over_quota)
-        for key in conversation.keys[shared:]:  # its claims end at the first chunk that was gone at its last commit
+        for key in conversation.keys[shared:]:  # claims end at the first chunk that was missing at the last commit
             self._store.delete(key)
 
     def keep(self, conversation_id: str, ttl: float | None, pinned_until: float, now: float) -> None:
-        """Claims end `ttl` seconds after the last activity (None: `conversation_ttl`). Until the time `pinned_until`
-        the conversation's full chunks are evicted after all others, unless it is over its owner's quota.
+        """Sets when the conversation's claims end: `ttl` seconds after its last activity (None: `conversation_ttl`).
+        Until the time `pinned_until` its full chunks are evicted after all others, unless it is over its owner's quota.
 
         Raises RequestError (404) for an unknown id.
         """
@@ -207,8 +208,8 @@ class Conversations:
     def expire(self, now: float, untold: Iterable[Request]) -> None:
         """Ends pins and conversations whose time is over.
 
-        `untold`: requests whose ends are kept back. Their conversations are active: a client can go on with one only
-        after its end is told.
+        `untold`: requests whose last output is kept back. Their conversations count as active: a client can continue
+        one only after it gets that output.
         """
         for request in untold:
             self.touch(request, now)
@@ -222,7 +223,8 @@ class Conversations:
             self._schedule(conversation_id, conversation)
 
     def _schedule(self, conversation_id: str, conversation: Conversation) -> None:
-        """One entry is enough while it comes early enough: later activity only moves the end away."""
+        """Keeps one timer for each conversation, at or before its due time: later activity only moves that time
+        back."""
         due = conversation.active + conversation.ttl
         if conversation.pinned:
             due = min(due, conversation.pinned_until)
@@ -242,7 +244,7 @@ class Conversations:
                 self._store.change_over_quota(chunk, 1 if over_quota else -1)
 
     def claims(self) -> dict[Chunk, Claims]:
-        """By chunk, counted afresh (for `check`)."""
+        """Claims by chunk, counted anew (for `check`)."""
         counted: dict[Chunk, Claims] = {}
         for conversation in self._by_id.values():
             for chunk in conversation.chunks:
@@ -251,7 +253,8 @@ class Conversations:
         return counted
 
     def residency(self, start: int, most: int) -> Residency:
-        """Where conversations' chunks are, from conversation number `start` on. Cost: about `most` chunks."""
+        """Returns the tiers of conversations' chunks, from conversation number `start` on. Cost: about `most`
+        chunks."""
         found: list[ConversationKV] = []
         for conversation_id, conversation in islice(self._by_id.items(), start, None):
             if most <= 0:
@@ -261,7 +264,7 @@ class Conversations:
         return Residency(self._chunk_tokens, found, 0, start)
 
     def _release(self, conversation: Conversation, kept: int = 0) -> None:
-        """Gives up the claims behind the first `kept` chunks, and the tail."""
+        """Gives up the claims after the first `kept` chunks, and the tail."""
         for chunk in conversation.chunks[kept:]:
             if conversation.pinned:
                 self._store.change_pins(chunk, -1)
@@ -286,7 +289,7 @@ def _whereabouts(conversation_id: str, conversation: Conversation) -> Conversati
 
 
 def common_prefix(left: array[int], right: array[int]) -> int:
-    """How many leading tokens are equal."""
+    """Returns how many leading tokens are equal."""
     size = min(len(left), len(right))
     if left[:size] == right[:size]:
         return size

@@ -13,28 +13,28 @@ from collections.abc import Iterator
 
 
 class _Share:
-    """One owner's: chunks by conversation."""
+    """One owner's chunks, by conversation."""
 
     __slots__ = ("over_quota", "taken", "within")
 
     def __init__(self) -> None:
         self.over_quota: OrderedDict[str, int] = OrderedDict()
         self.within: OrderedDict[str, int] = OrderedDict()
-        self.taken = 0  # chunks within
+        self.taken = 0  # chunks of the conversations within the quota
 
 
 class Quotas:
-    """`most`: chunks of an owner's conversations that are within its quota; one that is larger by itself never is."""
+    """`most`: the quota in chunks. A conversation that is larger by itself is always over quota."""
 
     def __init__(self, most: int):
         self._most = most
         self._shares: dict[str, _Share] = {}
 
     def put(self, owner: str, conversation: str, chunks: int) -> Iterator[tuple[str, bool]]:
-        """A turn of the conversation has just ended: it is the owner's latest.
+        """A turn of the conversation has just ended: it is now the owner's latest.
 
-        Yields (conversation, whether it is over quota from now on) for the others of which that changes, and for this
-        one if it is over quota.
+        Yields (conversation, True if it is over quota from now on) for the other conversations for which that changes,
+        and for this one if it is over quota.
         """
         share = self._shares.setdefault(owner, _Share())
         share.over_quota.pop(conversation, None)
@@ -48,7 +48,7 @@ class Quotas:
         yield from self._let_in(share)
 
     def remove(self, owner: str, conversation: str) -> Iterator[tuple[str, bool]]:
-        """The conversation is gone. Yields as `put`."""
+        """Removes the conversation. Yields as `put`."""
         share = self._shares[owner]
         share.taken -= share.within.pop(conversation, 0)
         share.over_quota.pop(conversation, None)

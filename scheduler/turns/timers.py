@@ -1,4 +1,4 @@
-"""When time alone makes something happen to a conversation."""
+"""Timers of conversations, by name."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from math import inf
 
-SPARE = 64  # entries that are not worth tidying up
+SPARE = 64  # outdated entries that are not worth a cleanup
 
 
 class Timers:
-    """One time for each name that has one.
+    """At most one time for each name.
 
-    A heap, in which a name that was given another time, or none, leaves its entry behind; when most entries are of that
-    kind they go, so clients that name times far off and never come back do not fill it.
+    A heap. A name whose time is changed or removed leaves its old entry behind. When most entries are outdated they are
+    removed. So clients that set many far times and never return do not fill the heap.
     """
 
     def __init__(self) -> None:
@@ -21,20 +21,20 @@ class Timers:
         self._heap: list[tuple[float, str]] = []
 
     def __len__(self) -> int:
-        """Entries, those left behind included."""
+        """Entries, outdated ones included."""
         return len(self._heap)
 
     @property
     def next(self) -> float:
-        """No time is earlier; infinity if there is none."""
+        """A lower bound of all times; infinity if there is none."""
         return self._heap[0][0] if self._heap else inf
 
     def time(self, name: str) -> float:
-        """Infinity if it has none."""
+        """The name's time; infinity if it has none."""
         return self._times.get(name, inf)
 
     def set(self, name: str, time: float) -> None:
-        """Instead of the time it had. Infinity: none."""
+        """Replaces the name's time. Infinity: none."""
         self._times.pop(name, None)
         if time < inf:
             self._times[name] = time
@@ -44,7 +44,7 @@ class Timers:
             heapify(self._heap)
 
     def take(self, now: float) -> Iterator[str]:
-        """Names whose time has come, which have none from then on, by time; `set` may be called meanwhile."""
+        """Removes and yields the names whose time has come, in order of time. `set` may be called meanwhile."""
         while self._heap and self._heap[0][0] <= now:
             time, name = heappop(self._heap)
             if self._times.get(name) == time:

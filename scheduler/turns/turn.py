@@ -1,4 +1,4 @@
-"""A request on its way: `Turn` for its whole life, `RunningTurn` for one stay in a seat."""
+"""A request in progress: `Turn` for its whole life, `RunningTurn` for one stay in a seat."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from ..types import ChunkKey, Request, RowId, Usage
 
 
 class Turn:
-    """tokens        the prompt and every applied token of the reply
+    """tokens     the prompt and every applied token of the reply
     context_start the position at which its context begins: nothing before it exists (see `ContextWindow`)
-    keys          one for each full chunk of `tokens`, as `ChunkKeys` has them
+    keys          one for each full chunk of `tokens`, as in `ChunkKeys`
     key_chains    keys from other context starts, as far as they have been tried
-    first_keys    the first chunk's key from each other context start that has been looked at
-    order         its place in the queue, kept for life: (priority, number of its arrival), the smaller the sooner
-    arrived       when it came; seconds, as the next one
-    work          predicted seconds by which a step grows with what of its prompt is in no tier
-    reply_work    predicted seconds by which the steps of its reply grow, all together
+    first_keys    the first chunk's key for each other context start that has been tried
+    order         its permanent place in the queue: (priority, number of its arrival), the smallest first
+    arrived       time of its arrival, seconds
+    work          predicted seconds that computing the part of its prompt in no tier adds to a step
+    reply_work    predicted seconds that its reply adds to all steps together
     allowance     predicted seconds of later arrivals' work that may still join before it (see `queue_order`)
-    queued        how long it waited for its first seat
+    queued        seconds that it waited for its first seat
     tail          while suspended: a private, partly filled chunk left by its last stay, perhaps dropped meanwhile
     scored        prompt positions whose log probabilities have been reported
-    wanted        GPU slots that it asked for in vain when it was last looked at
-    waiting_for   the key that a running row is computing or loading, that is being read from DISK, or whose copy on
-                  HOST may turn out to be none, as last seen
+    wanted        GPU slots that it needed at its last lookup, if it did not get them; else 0
+    waiting_for   key of the chunk that it waits for, as last seen: a running row computes or loads it, it is being read
+                  from DISK, or its copy on HOST is not confirmed
     awaited       chunks that are evicted late because it waits for them
-    from_disk     keys of its chunks that were on DISK only when it was first looked at, None before
-    promotes      its chunks on DISK are worth waiting for; without room for them they are computed
+    from_disk     keys of its chunks that were only on DISK at its first lookup; None before
+    promotes      its chunks on DISK are worth waiting for; if HOST has no room for them, False: they are computed
     read          keys of chunks whose reading from DISK has begun since it joined the queue: none is read twice
     prefetched    its chunks on DISK have been looked for ahead of its turn
     """
@@ -92,26 +92,27 @@ class Turn:
 
     @property
     def unscored(self) -> bool:
-        """Log probabilities of the prompt are still to be reported (the last position has no token behind it)."""
+        """True if log probabilities of the prompt are still to be reported (the last position has no next prompt
+        token)."""
         return self.request.prompt_logprobs is not None and self.scored < len(self.request.prompt) - 1
 
 
 class RunningTurn:
-    """first         index of the chunk at which the row begins: what is before it is not seen
-    chunks        from there on, all pinned, all with a GPU slot
+    """first      index of the chunk at which the row begins: earlier chunks are not seen
+    chunks        the chunks from there on, all pinned, all with a GPU slot
     spans         known tokens still to be planned, ascending (seat not yet filled in)
     position      the next position to generate from, once no spans are left
     last_position
-                  the last one that is ever computed: its sample is the last token allowed
+                  the last position that is ever computed: its sample is the last token allowed
     begin, end    token counts with the first token of the reply, and with the last one allowed
-    window_end    the first position that sees less than the whole row
+    window_end    the first position that does not see the whole row
     room          the first position that cannot be computed yet: it has no slot, or is at `window_end`
     moved         the row begins at another chunk than the device knows
     loads         chunks whose swap-in has not been issued
     launched      the last step planned with this row
-    leaving       suspended: planned no more, released when its last launched step is applied
+    leaving       suspended: not planned any more; released when its last launched step is applied
     pending       keys that this row is the first to compute
-    constrained   a grammar decides what may come next, so a token must be applied before the next one is planned
+    constrained   a grammar limits the next token, so each token must be applied before the next one is planned
     """
 
     __slots__ = (
@@ -174,7 +175,7 @@ class RunningTurn:
 
     @property
     def awaits_token(self) -> bool:
-        """The token at the row's position is drawn but not applied."""
+        """True if the token at the row's position is drawn but not applied."""
         return self.position >= len(self.turn.tokens)
 
 

@@ -1,8 +1,8 @@
-"""Clients of a completions endpoint, in several processes, that play conversations and time what comes back.
+"""Clients of a completions endpoint, in several processes, that play conversations and time the answers.
 
-Everything is counted at the moment at which it happens, and only inside the measured window: a request when it is sent,
-a first token, a gap between two events, a token when it comes, a whole reply when it ends. So nothing is cut off at the
-window's edges, and an overloaded server is not flattered by leaving out what never ended.
+Every event is counted when it happens, and only inside the measured window: a request when it is sent, a first token, a
+gap between two events, a token when it arrives, a whole reply when it ends. So the window's edges cut nothing off, and
+an overloaded server does not look better because its unfinished replies are left out.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from .workload import Arrival, Words
 CONNECT_SECONDS = 10
 KEEPALIVE_SECONDS = 2  # less than servers' (5 s): a connection is not used while the server closes it
 START_SECONDS = 0.2  # for the word to reach every process
-PATIENCE_SECONDS = 60  # for a process to import its modules, or to say what it measured
+PATIENCE_SECONDS = 60  # for a process to import its modules, or to return its measurements
 
 clock = time.monotonic  # the same in all processes of a machine
 
 
 class Target(NamedTuple):
-    """The server and how it is asked.
+    """The server and its request settings.
 
     conversations  bodies name their conversation (Pensieve's fields)
     timeout_s      most seconds between two pieces of an answer
-    tokenizer      file of one, for servers that do not return token ids
+    tokenizer      a tokenizer file, for servers that do not return token ids
     """
 
     url: str
@@ -56,15 +56,15 @@ class Window(NamedTuple):
 
 @dataclass(slots=True)
 class Tally:
-    """What happened inside the window. Times in seconds.
+    """Counts inside the window. Times in seconds.
 
-    prompt_tokens     of the requests whose first token came
-    cached_tokens     of the replies that ended, where the server tells (`cached_known` of them)
+    prompt_tokens     of the requests whose first token has arrived
+    cached_tokens     of the replies that ended, if the server reports it (`cached_known` replies)
     per_token         of each reply that ended: from request to end, over its tokens
-    gaps              between two events of a reply that bring tokens
+    gaps              between two events of a reply with tokens
     open_at_start, open_at_end
-                      requests being served then
-    busy              share of a core that the busiest client process used: near 1 it measures itself
+                      open requests at these times
+    busy              share of a core that the busiest client process used: near 1 the client measures its own limit
     """
 
     sent: int = 0
@@ -90,7 +90,7 @@ class Tally:
 
 
 class Failed(Exception):
-    """A request came to nothing; the message is its kind."""
+    """A request has failed; the message is the kind of failure."""
 
 
 class Reply:
@@ -105,8 +105,8 @@ class Reply:
         self._rest = b""
 
     def read(self, data: bytes) -> list[int]:
-        """Takes a piece of the answer's bytes; returns how many tokens each of its events brought, but for those
-        that brought none. Raises Failed."""
+        """Takes a piece of the answer's bytes; returns the token count of each of its events that has tokens. Raises
+        Failed."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         brought = []
         for line in lines:
@@ -162,7 +162,7 @@ class Client:
         self._conversations: set[asyncio.Task[None]] = set()
 
     async def run(self, arrivals: Sequence[Arrival]) -> Tally:
-        """Plays them until the window ends; what is open then is cut off."""
+        """Plays the conversations until the window ends; requests that are open then are cut off."""
         async with open_session(self._target) as self._session:
             measured = asyncio.create_task(self._measure_itself())
             coming = asyncio.create_task(self._receive(arrivals))
@@ -194,7 +194,7 @@ class Client:
         self.tally.busy = (time.process_time() - used) / (self._end - self._begin)
 
     async def _play(self, arrival: Arrival) -> None:
-        """One turn after the other. A failure ends the conversation: its user goes away."""
+        """Plays one turn after the other. A failure ends the conversation: its user leaves."""
         turns = arrival.dialogue.turns
         prompt = self._words.history(arrival)
         for index in range(arrival.turn, len(turns)):
@@ -296,7 +296,8 @@ def body(target: Target, prompt: list[int], max_tokens: int, conversation: str) 
 
 
 def load_encode(tokenizer: str | None) -> Encode | None:
-    """Text to token ids, by a tokenizer.json, without special tokens. Raises what the tokenizers library raises."""
+    """Returns a function from text to token ids with a tokenizer.json, without special tokens. Raises the tokenizers
+    library's errors."""
     if tokenizer is None:
         return None
     import tokenizers  # text alone needs it
@@ -313,9 +314,9 @@ async def _until(moment: float) -> None:
 
 
 class Load:
-    """A run in several processes. Use as a context manager: leaving it ends what still runs.
+    """A run in several processes. A context manager that ends them on exit.
 
-    `start` is the run's start by `clock`. The processes begin together: each has its imports behind it.
+    `start` is the run's start by `clock`. The processes begin together, after their imports.
     """
 
     def __init__(self, target: Target, arrivals: Sequence[Arrival], words: Words, window: Window, processes: int):
@@ -350,7 +351,8 @@ class Load:
             worker.join()
 
     def result(self) -> Tally:
-        """What all of them measured, once the window has ended. Raises ChildProcessError if one of them is lost."""
+        """The sum of all processes' counts, after the window has ended. Raises ChildProcessError if a process is
+        lost."""
         whole = Tally()
         for pipe in self._pipes:
             whole.add(_receive(pipe, max(0.0, self.start + self._window.end - clock()) + PATIENCE_SECONDS))

@@ -1,12 +1,12 @@
-"""bench.scheduler: what one step costs on the host: planning, packing and applying it, on one core, without a device.
+"""bench.scheduler: the host's time for one step: planning, packing and applying it, on one core, without a device.
 
 A scheduler is filled through normal operation with made-up samples: about 200,000 chunks known (30,000 GPU slots,
-170,000 HOST slots, all taken) and 256 seats. Two kinds of steps are then measured, each planned before the one before
-it is applied, as the serving loop does:
+170,000 HOST slots, all taken) and 256 seats. Two kinds of steps are then measured, each planned before the previous one
+is applied, as in the serving loop:
 
-    plain     every seat generates; chunk boundaries are crossed, and chunks copied out ahead of time, as they come
-    heavy     nearly all seats generate while conversations come back from HOST: at least 100 swap-ins, and 200 victims
-              (GPU slots taken back and chunks copied out; what HOST drops for them comes on top)
+    plain     every seat generates; sometimes chunks fill up, and chunks are copied out ahead of time
+    heavy     nearly all seats generate while conversations return from HOST: at least 100 swap-ins, and 200 victims
+              (GPU slots taken back and chunks copied out; HOST drops further chunks for them)
     heaviest  as heavy, and a prompt of 3,200 tokens joins in the same step
 """
 
@@ -41,7 +41,7 @@ STEP_S = 0.02  # on the scheduler's clock
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How much is known, how many steps are measured, and what makes one of them heavy."""
+    """The number of known chunks and of measured steps, and the definition of a heavy step."""
 
     gpu_chunks: int = 30_000
     host_chunks: int = 170_000
@@ -54,7 +54,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Seconds by phase, and what was in the step."""
+    """Seconds by phase, and the contents of the step."""
 
     seconds: tuple[float, float, float]
     generate: int
@@ -182,7 +182,7 @@ class StepBench:
 
 
 def summary(steps: Sequence[Step]) -> dict[str, float]:
-    """Median and 99th percentile by phase, milliseconds; means of what the steps held."""
+    """Median and 99th percentile by phase, milliseconds; means of the steps' contents."""
     rows = [(*step.seconds, step.total) for step in steps]
     found: dict[str, float] = {"steps": len(steps)}
     for name, column in zip(PHASES, zip(*rows, strict=True), strict=True):
@@ -216,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     slots = bench.scheduler.stats().slots
     print(f"filled in {time.perf_counter() - start:.1f} s; {slots}")
     gc.collect()
-    gc.freeze()  # collections meanwhile look at what the steps made, not at the filled scheduler
+    gc.freeze()  # later collections examine the steps' objects only, not the filled scheduler
 
     results = {}
     kinds = {

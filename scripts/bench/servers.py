@@ -27,7 +27,7 @@ PIECE = 4 * GIB
 
 
 def run(name: str, *words: object, seconds: float | None = None) -> None:
-    """One of our commands; CalledProcessError if it fails, TimeoutExpired if it takes longer."""
+    """Runs one of our commands; CalledProcessError if it fails, TimeoutExpired if it takes longer."""
     command = [sys.executable, "-m", f"pensieve.scripts.{name}", *map(str, words)]
     with _started(command) as process:
         if status := process.wait(seconds):
@@ -66,7 +66,7 @@ def tell_end(log: Path, error: Exception) -> None:
 
 
 def use_memory(size: int) -> None:
-    """Touches memory until so many bytes are free: some virtual machines are given it as they use it."""
+    """Touches memory until `size` bytes are free: some virtual machines get memory only when they use it."""
     held: list[np.ndarray] = []
     patience = 10
     while (free := host_memory().free) + len(held) * PIECE < size and patience:
@@ -80,7 +80,7 @@ def use_memory(size: int) -> None:
 
 @contextmanager
 def _started(command: Sequence[str], **how: object) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in a group of its own, of which nothing is left behind the block."""
+    """Yields a process in its own group; ends the whole group after the block."""
     process = subprocess.Popen(command, start_new_session=True, **how)  # type: ignore[call-overload]
     try:
         yield process
@@ -95,7 +95,7 @@ def _started(command: Sequence[str], **how: object) -> Iterator[subprocess.Popen
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Returns once the group is gone: until then its processes may have their memory."""
+    """Returns when the group is gone: until then its processes may hold memory."""
     until = time.monotonic() + KILL_SECONDS
     with contextlib.suppress(ProcessLookupError):
         while time.monotonic() < until:

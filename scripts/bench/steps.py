@@ -3,13 +3,14 @@
     copies     the link: swap-ins in pieces of 1, 2, 4, 8 and all layers, swap-outs, alone and both ways at once
     returning  a turn whose history is on HOST only, alone and beside rows that generate; with its swap-in pipelined
                layer group by layer group, and with all of it first
-    gaps       how long the GPU idles between steps, and what each step costs the host
+    gaps       how long the GPU idles between steps, and the host's time for each step
 
     build_engine --random-weights --config config.json --set max_position_embeddings=16384 --device cuda --output DIR
     python -m pensieve.scripts.bench.steps --engine DIR --device cuda
 
-The engine is loaded once, and its graphs captured once: the parts run one after the other on one device, each with a
-scheduler of its own whose GPU cache is as small as makes it happen. Prompts are random token ids, sampling is greedy.
+The engine is loaded once, and its graphs are captured once: the parts run one after the other on one device, each with
+its own scheduler, whose GPU cache is small enough for the measured case. Prompts are random token ids, sampling is
+greedy.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ COUNTS = {
 }
 """Options: default, and in words."""
 
-QUIET_STEPS = 20  # before each turn, beside which the steps during the turn are seen
-TURN_STEPS = 20  # the most that a turn is expected to take
+QUIET_STEPS = 20  # before each turn, to compare the steps during the turn with
+TURN_STEPS = 20  # the most expected steps of a turn
 UNMEASURED_STEPS = 8  # of rows while gaps are measured: before all have begun, and in flight at the end
 POINT_SECONDS = 0.05  # to measure each cost of a step, each copy
 
@@ -99,14 +100,14 @@ class Sizes:
 
         alone = max(chunks(args.history + args.new_tokens) + SPARE_CHUNKS, chunks(self.longest))
         self.returning = {0: alone, args.rows: alone + args.rows * chunks(row_end)}
-        # While one of them returns, the others leave nothing of it on the GPU.
+        # While one history returns, the others leave none of its chunks on the GPU.
         idle = {rows: pool - rows * chunks(args.row_context) for rows, pool in self.returning.items()}
         self.histories = {rows: 2 + pool // self.history for rows, pool in idle.items()}
         self.gaps = max(args.gap_rows * chunks(gap_end), chunks(self.longest))
         self.measuring = max(self.seats + chunks(self.longest), 2 * self.history)
         wanted = {"copies": self.measuring, "returning": max(self.returning.values()), "gaps": self.gaps}
         self.gpu = max(self.measuring, *(wanted[part] for part in args.parts))
-        # A turn adds a chunk or two; and a quarter of HOST is for copies made ahead.
+        # A turn adds a chunk or two. A quarter of HOST is for copies made ahead of time.
         turns = (
             max(self.histories.values()) * self.history
             + 4 * chunks(args.new_tokens) * (args.repeats + 1)
@@ -115,7 +116,7 @@ class Sizes:
         self.host = max(4 * (alone + SPARE_CHUNKS), turns)
 
     def config(self, args: argparse.Namespace) -> SchedulerConfig:
-        """Of the pools that are made; parts have smaller GPU caches. Whatever is idle is copied out ahead of time."""
+        """The settings of the pools; parts have smaller GPU caches. All idle chunks are copied out ahead of time."""
         return SchedulerConfig(
             gpu_kv_chunks=self.gpu,
             host_kv_chunks=self.host,
@@ -123,7 +124,7 @@ class Sizes:
             max_num_seqs=self.seats,
             max_num_batched_tokens=args.max_num_batched_tokens,
             chunk_tokens=args.chunk_tokens,
-            eviction="lru",  # of a history that others have displaced nothing is left on the GPU
+            eviction="lru",  # a displaced history leaves no chunk on the GPU
             swap_out_below=1.0,
             generation_reserve=0.0,
         )
@@ -135,8 +136,8 @@ class Sizes:
 def measure_costs(
     device: Timed, engine: Engine, config: SchedulerConfig, history: int, rows: int, pieces: Iterable[int]
 ) -> tuple[CostProfile, tuple[CopyTime, ...]]:
-    """What the scheduler goes by, measured at few points: contexts of one and of `history` chunks, `rows` rows that
-    generate; and copies of a history, by layers a piece, of whole records in the last place."""
+    """The scheduler's costs, measured at few points: contexts of one and of `history` chunks, `rows` rows that
+    generate; and copies of a history, by layers in a piece, whole records last."""
     size, batch, layers = config.chunk_tokens, config.max_num_batched_tokens, engine.manifest.layers
     with StepBench(device, engine, config, POINT_SECONDS) as bench:
         copies = tuple(bench.copies(piece, history) for piece in sorted({*pieces, layers}))
@@ -160,9 +161,9 @@ def link_speeds(copies: Sequence[CopyTime], record: int) -> list[dict[str, float
 
 
 class MeasuredTurn(NamedTuple):
-    """first_token   seconds from its arrival between two steps, as the loop takes requests in
+    """first_token   seconds from its arrival between two steps, as in the loop
     step          seconds of the step that computed it, on the device
-    swap_in       seconds from the beginning of its first copy to the end of its last one
+    swap_in       seconds from the start of its first copy to the end of its last one
     others        inter-token latencies of the other rows meanwhile, seconds
     """
 
@@ -248,7 +249,8 @@ class Returning:
 def measure_returning(
     device: Timed, make_loop: Callable[..., Loop], layers: int, sizes: Sizes, args: argparse.Namespace, link: CopyTime
 ) -> dict[str, Any]:
-    """By way of swapping in and by rows beside; `ratio` is the time to first token over the copy's or the compute's."""
+    """Results by kind of swap-in and by other rows; `ratio` is the time to first token over the copy's or the
+    compute's."""
     copy = link.swap_in * sizes.history / link.chunks
     found: dict[str, Any] = {"copy_s": copy, "link_gb_per_s": link.chunks * sizes.record / 1e9 / link.swap_in}
     for way, group_layers in (("pipelined", GROUP_LAYERS), ("first", layers)):
@@ -262,7 +264,7 @@ def measure_returning(
 
 
 def measure_gaps(device: Timed, loop: Loop, sizes: Sizes, args: argparse.Namespace) -> dict[str, float]:
-    """Rows whose contexts are `gap_context` long in the middle of the steps that are measured."""
+    """Measures rows whose contexts are `gap_context` tokens long in the middle of the measured steps."""
     for row in range(args.gap_rows):
         loop.add(loop.random_ids(sizes.gap_start + row % args.chunk_tokens), sizes.gap_tokens)
     loop.run_until(lambda: all(row.usage for row in loop.answers.values()))
@@ -317,7 +319,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def measure(device: Timed, engine: Engine, sizes: Sizes, args: argparse.Namespace) -> None:
-    """The parts, each of which prints a table and a line of JSON."""
+    """Runs the parts, each of which prints a table and a line of JSON."""
     config, layers = sizes.config(args), engine.manifest.layers
     pieces = {piece for piece in PIECES if piece < layers} if "copies" in args.parts else {min(GROUP_LAYERS, layers)}
     measuring = replace(config, gpu_kv_chunks=sizes.measuring)

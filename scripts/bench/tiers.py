@@ -1,17 +1,17 @@
-"""bench.tiers: a turn's first token by where its history is, and what loading and saving KV cost.
+"""bench.tiers: a turn's first token by its history's tier, and the cost of loading and saving KV.
 
     tiers    the history on the GPU, on HOST, on DISK, recomputed, and as the engine chooses; the disk speed at which
              reading and recomputing take equally long
-    sweep    reading, recomputing and the engine's choice on disks around that speed, which are made of memory
-    preload  the swap-in whole before the step, or layer group by layer group beside it, by how many tokens are new
+    sweep    reading, recomputing and the engine's choice on disks around that speed, which are simulated in memory
+    preload  the swap-in whole before the step, or layer group by layer group beside it, by the number of new tokens
     saving   turns under `--save off`, `async` and `sync`
 
     build_engine --random-weights --config config.json --set max_position_embeddings=16384 --device cuda --output DIR
     python -m pensieve.scripts.bench.tiers --engine DIR --device cuda --disk-dir /a/local/disk
 
-The last two are what CachedAttention (Gao et al., USENIX ATC 2024) measures in its section on overlapped access to KV.
-The engine is loaded and measured once. Prompts are random token ids, sampling is greedy, nothing is prefetched.
-How to read it: docs/measured/disk.md.
+CachedAttention (Gao et al., USENIX ATC 2024) measures the last two in its section on overlapped access to KV. The
+engine is loaded and measured once. Prompts are random token ids, sampling is greedy, prefetching is off. The results
+are explained in docs/measured/disk.md.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ FOUND = 0.9  # of a history's tokens must have been where they were to be: a chu
 
 
 class MemoryDisk:
-    """Answers in the system's place: what is written stays in memory and is read at `bytes_per_s`, as by one device
-    that serves one call after the other."""
+    """Replaces the system calls: data stays in memory and is read at `bytes_per_s`, as by one device that serves one
+    call after the other."""
 
     def __init__(self) -> None:
         self.bytes_per_s = inf
@@ -73,7 +73,7 @@ class MemoryDisk:
         self._free_at = 0.0
 
     def _allocate(self, descriptor: int, offset: int, size: int) -> None:
-        os.ftruncate(descriptor, offset + size)  # takes no room on the disk that the file is on
+        os.ftruncate(descriptor, offset + size)  # takes no room on the file's disk
         self._files.setdefault(os.fstat(descriptor).st_ino, np.zeros(offset + size, np.uint8))
 
     def _write(self, descriptor: int, buffers: Sequence[Any], offset: int) -> int:
@@ -116,11 +116,11 @@ BELIEFS: Mapping[str, Callable[[CostProfile], CostProfile]] = {
     "recompute": never_load,
     "chosen": as_measured,
 }
-"""How a scheduler is made to go one way at any price."""
+"""Settings that force the scheduler's choice."""
 
 
 class Disk(NamedTuple):
-    """Where files of KV are, and who answers for the system."""
+    """The directory of KV files, and the system calls in use."""
 
     directory: Path
     calls: SystemCalls = SystemCalls()
@@ -134,7 +134,7 @@ class Turn(NamedTuple):
 
 
 def quickest(turns: Sequence[Turn]) -> float:
-    """Seconds of the quickest turn but the first: whoever else uses the machine only adds time."""
+    """Seconds of the fastest turn without the first: other users of the machine only add time."""
     return min(turn.seconds for turn in turns[1:])
 
 
@@ -161,9 +161,10 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True)
 class Tiers:
-    """One device and engine, and the caches for turns: the GPU's holds one history and what is new, HOST all of them.
+    """One device and engine, and the caches for turns: the GPU's holds one history and the new tokens, HOST all
+    histories.
 
-    histories     token ids, whole chunks of them, one history a turn: the first one warms up
+    histories     token ids, in whole chunks, one history for each turn: the first one warms up
     """
 
     device: Timed
@@ -174,14 +175,14 @@ class Tiers:
 
     @property
     def tokens(self) -> int:
-        """Of a history: whole chunks."""
+        """Tokens of a history: whole chunks."""
         return len(self.histories[0])
 
     @contextmanager
     def loop(
         self, cost: CostProfile, disk: Disk | None = None, group_layers: int = GROUP_LAYERS, **how: Any
     ) -> Iterator[Loop]:
-        """disk: with this one, and what earlier loops have left there; how: as `SchedulerConfig` has it."""
+        """disk: used with the files that earlier loops left there; how: fields of `SchedulerConfig`."""
         settings, slots = None, self.config.disk_kv_chunks if disk else 0
         if disk is not None:
             settings = DiskSettings(disk.directory, slots, self.engine.manifest.fingerprint, system=disk.calls)
@@ -200,7 +201,7 @@ class Tiers:
             loop.drain()
 
     def recomputed(self, new: int) -> float:
-        """Seconds to the first token with nothing reused."""
+        """Seconds to the first token without reuse."""
         with self.loop(self.cost, reuse=False) as loop:
             turns = [ask(loop, history + loop.random_ids(new), "new", self.tokens) for history in self.histories]
         return quickest(turns)
@@ -221,14 +222,14 @@ class Tiers:
         return host, ask(loop, history + loop.random_ids(new), "gpu", self.tokens)
 
     def write(self, disk: Disk) -> None:
-        """All histories are in the files of that disk from here on, and nowhere else."""
+        """Writes all histories to files of that disk; afterwards they are in no other tier."""
         with self.loop(self.cost, disk, save="async") as loop:
             self.fill(loop)
 
     def from_disk(self, disk: Disk, cost: CostProfile, belief: str, new: int) -> tuple[float, float]:
-        """Seconds to the first token, and which share of the history was read. Before, it is on DISK and nowhere else.
+        """Seconds to the first token, and the share of the history that was read. Before, the history is on DISK only.
 
-        `cost` says how fast the disk is.
+        `cost` contains the disk's speed.
         """
         tier = {"load": "disk", "recompute": "recomputed", "chosen": None}[belief]
         with self.loop(BELIEFS[belief](cost), disk, save="off", prefetch=False) as loop:
@@ -237,15 +238,15 @@ class Tiers:
         return quickest(turns), read
 
     def saving(self, disk: Disk, gpu_kv_chunks: int, save: str, load: Load) -> dict[str, float]:
-        """Turns whose KV is saved in that way:
+        """Measures turns with this `--save` setting:
 
-        seconds            until the last turn's end was told
+        seconds            until the last turn's end was sent
         tokens_per_s       of prompts and replies
         first_token_s, turn_s
                            medians, from a turn's beginning
         between_tokens_p99_s
                            of rows that generate
-        until_saved_s      from the last turn's end until all that is to be saved is on DISK
+        until_saved_s      from the last turn's end until all its KV is on DISK
         saved              chunks
         """
         with self.loop(self.cost, disk, save=save, gpu_kv_chunks=gpu_kv_chunks) as loop:
@@ -271,7 +272,7 @@ class Tiers:
 
 PARTS = ("tiers", "sweep", "preload", "saving")
 SPEEDS = (0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0)  # of the break-even
-NEW_TOKENS = (1, 4, 16)  # times --new-tokens, of turns whose swap-in is timed
+NEW_TOKENS = (1, 4, 16)  # multiples of --new-tokens, for turns whose swap-in is timed
 TARGET = 1.1  # the choice's time over the better way's
 COUNTS = {
     "history": (8192, "tokens of KV that a turn finds"),
@@ -308,8 +309,8 @@ class Sizes:
         self.disk = max(self.kept, (args.turns + 1) * saved)
 
     def config(self, args: argparse.Namespace) -> SchedulerConfig:
-        """Least recently used goes first: of a history that another one has displaced nothing is left on the GPU. A
-        sixteenth of HOST is kept free when there is a disk."""
+        """Eviction is least recently used, so a displaced history leaves no chunk on the GPU. With a disk a sixteenth
+        of HOST is kept free."""
         return SchedulerConfig(
             gpu_kv_chunks=self.gpu,
             host_kv_chunks=max(2 * self.history, self.kept * 9 // 8),
@@ -328,8 +329,8 @@ class Sizes:
 
 
 def measure_tiers(tiers: Tiers, disk: Disk, new: int) -> dict[str, Any]:
-    """Seconds to the first token by tier, and which share of the history the engine chose to read; the break-even from
-    them, and as predicted."""
+    """Seconds to the first token by tier, the share of the history that the engine chose to read, and the measured and
+    the predicted break-even."""
     cost, chunks = tiers.cost, tiers.tokens // tiers.config.chunk_tokens
     (memory,) = tiers.from_memory([new])
     tiers.write(disk)
@@ -411,7 +412,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def prepare(device: Timed, engine: Engine, sizes: Sizes, args: argparse.Namespace, directory: Path) -> Tiers:
-    """What the scheduler goes by, measured; the histories."""
+    """Measures the scheduler's costs and makes the histories."""
     config = sizes.config(args)
     pieces = [min(GROUP_LAYERS, engine.manifest.layers)]
     cost, _ = measure_costs(device, engine, config, sizes.history, args.rows, pieces)
@@ -426,7 +427,7 @@ def prepare(device: Timed, engine: Engine, sizes: Sizes, args: argparse.Namespac
 
 
 def measure(tiers: Tiers, sizes: Sizes, args: argparse.Namespace, directory: Path) -> None:
-    """The parts, each of which prints a table and a line of JSON."""
+    """Runs the parts, each of which prints a table and a line of JSON."""
     manifest, cost = tiers.engine.manifest, tiers.cost
     speeds = [f"{speed / 1e9:.3f}" for speed in (cost.disk_read_bytes_per_s, cost.disk_write_bytes_per_s)]
     print(f"{hardware(tiers.engine)}; {manifest.layers} layers, {manifest.dtype}, chunks of {cost.chunk_bytes} bytes")

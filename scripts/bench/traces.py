@@ -1,14 +1,15 @@
-"""Conversations to be played against a server, from every form of trace that is read here.
+"""Reads conversations to be played against a server, from several forms of traces.
 
 * lengths, one request a line: see `traces.py`
 * text, one conversation a line: `conversation`, `messages: [{role, content}]`
 * Mooncake, one request a line: `timestamp` (ms), `input_length`, `output_length`, `hash_ids` (a block of 512 tokens
-  each, the last one shorter). Requests with equal ids have equal tokens there; nothing says who continues whom.
-* vLLM's `benchmarks/multi_turn` (.json): a list of `{id, messages}`, or its settings for making conversations up
+  each, the last one shorter). Requests with equal ids have equal tokens; the trace does not tell which request
+  continues which.
+* vLLM's `benchmarks/multi_turn` (.json): a list of `{id, messages}`, or its settings for generated conversations
   (`"filetype": "generate_conversations"`)
 
-Text is turned into token ids message by message: a chat template's marks between them are left out. Where a form has
-no think times they are drawn, exponential.
+Text is turned into token ids message by message, without a chat template's marks between them. If a form has no think
+times they are drawn from an exponential distribution.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ CHATS = {
 }
 
 TURN_COUNTS = ("geometric", "uniform")
-"""How the turns of synthetic conversations spread around their mean. Geometric is memoryless, and of ShareGPT's mean
-one turn in seven is behind ten or more others; uniform is from 1 to twice the mean, and prompts are a third shorter."""
+"""Distributions of the number of turns of synthetic conversations around its mean. Geometric is memoryless, and with
+ShareGPT's mean one turn in seven follows ten or more others; uniform is from 1 to twice the mean, and prompts are a
+third shorter."""
 
 
 def synthetic(
@@ -161,17 +163,17 @@ def _check_turn(line: Line, before: Sequence[Line], where: str) -> None:
 
 
 BLOCK_TOKENS = 512  # Mooncake's
-MEDIAN_RATIO = 0.85  # of a lognormal that vLLM's settings give by its average alone
-HEAD_TOKENS = 4  # made up, in front of text: without them a second pass would find the first one's KV
+MEDIAN_RATIO = 0.85  # of a lognormal that vLLM's settings describe only by its average
+HEAD_TOKENS = 4  # made up, before text: without them a second pass would reuse the first one's KV
 
 Encode = Callable[[str], Sequence[int]]
 
 
 class MadeUp(NamedTuple):
-    """So many tokens that mean nothing.
+    """A number of tokens without meaning.
 
-    key       equal keys have equal tokens, in all conversations of a run; None: nobody else has them
-    per_pass  not if they are of different passes over the trace
+    key       equal keys have equal tokens, in all conversations of a run; None: unique tokens
+    per_pass  tokens differ between passes over the trace
     """
 
     tokens: int
@@ -185,8 +187,8 @@ Piece = MadeUp | array  # the array holds the token ids of a text
 class Dialogue(NamedTuple):
     """A conversation to be played.
 
-    start_s   by the trace's own clock; None: it has none
-    inputs    of each turn the pieces of what is new in its prompt, `input_tokens` together
+    start_s   by the trace's clock; None: it has none
+    inputs    for each turn the new pieces of its prompt, together `input_tokens`
     """
 
     name: str
@@ -196,9 +198,9 @@ class Dialogue(NamedTuple):
 
 
 def read_dialogues(path: Path, *, encode: Encode | None, think_s: float, seed: int) -> list[Dialogue]:
-    """The trace's conversations. `encode` is needed for text, `think_s` (mean, seconds) where the trace has no times.
+    """The trace's conversations. `encode` is needed for text, `think_s` (mean, seconds) if the trace has no times.
 
-    SettingError names the file and place that cannot be read, or `--tokenizer` where it is needed.
+    SettingError names the file and place that cannot be read, or `--tokenizer` if it is missing.
     """
     draw = random.Random(seed)
     if ".json" in path.suffixes:
@@ -213,7 +215,7 @@ def read_dialogues(path: Path, *, encode: Encode | None, think_s: float, seed: i
 
 
 def made_up(session: Session, start_s: float | None = None) -> Dialogue:
-    """A conversation of which only lengths are known."""
+    """A conversation with given lengths and made-up tokens."""
     first = session.turns[0].input_tokens
     opening = (MadeUp(session.system_tokens, f"system {session.system_tokens}"),) if session.system_tokens else ()
     rest = (MadeUp(first - session.system_tokens),) if first > session.system_tokens else ()
@@ -257,7 +259,7 @@ def _texts(
         if not isinstance(value, dict) or name not in value or not isinstance(value.get("messages"), list):
             raise SettingError("--trace", f"{where}: needs an object with {name} and messages")
         turns, inputs = _spoken(value["messages"], where, encode, think_s, draw)
-        if turns:  # there is a reply to ask for
+        if turns:  # there is a reply to generate
             dialogues.append(Dialogue(str(value[name]), None, tuple(turns), tuple(inputs)))
     return dialogues
 
@@ -265,9 +267,9 @@ def _texts(
 def _spoken(
     messages: Sequence[Any], where: str, encode: Encode, think_s: float, draw: random.Random
 ) -> tuple[list[SessionTurn], list[tuple[Piece, ...]]]:
-    """A turn is what is said before an assistant's message, and that message's length. The rest is left out.
+    """A turn is the text before an assistant's message, with that message's length. The rest is left out.
 
-    Somebody thinks before it is said, unless it is a tool's answer alone, which is there at once.
+    A user's text follows a think time; the answer of a tool alone comes at once.
     """
     turns: list[SessionTurn] = []
     inputs: list[tuple[Piece, ...]] = []
@@ -288,7 +290,7 @@ def _spoken(
 
 
 def _text(message: Any, where: str) -> str:
-    """What a message says; a tool call says its JSON. An empty one is a line: its turn was a request all the same."""
+    """The text of a message; a tool call's JSON. An empty message becomes a line: its turn was a request too."""
     if isinstance(message, dict) and isinstance(message.get("role"), str):
         content, calls = message.get("content"), message.get("tool_calls")
         if isinstance(content, str) or (content is None and calls):

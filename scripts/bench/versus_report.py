@@ -40,7 +40,7 @@ def read_records(paths: Sequence[Path]) -> list[Record]:
 
 
 def write_report(records: Sequence[Record], page: Path | None, picture: Path | None) -> str:
-    """The table, also between the marks of `page` (which is made if there is none), and the plot in `picture`."""
+    """Returns the table. Also writes it between the marks of `page` (created if missing), and the plot to `picture`."""
     text = "\n".join(_tables(records))
     if page is not None:
         before, after = "", ""
@@ -56,7 +56,7 @@ def write_report(records: Sequence[Record], page: Path | None, picture: Path | N
 
 
 def _tables(records: Sequence[Record]) -> list[str]:
-    """A workload's runs, then its rows by run and rate: what stands in one run may be compared."""
+    """A workload's runs, then its rows by run and rate: only results of one run may be compared."""
     lines = []
     for workload in dict.fromkeys(record["workload"] for record in records):
         rows = [record for record in records if record["workload"] == workload]

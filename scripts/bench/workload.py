@@ -1,4 +1,4 @@
-"""When conversations come and what they say: the load that `bench_serving` puts on a server, without the server."""
+"""Arrivals and contents of conversations: the load that `bench_serving` puts on a server, without the server."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .traces import Dialogue, MadeUp
 
 
 class Arrival(NamedTuple):
-    """A conversation comes, or is in the middle of its life when the run starts.
+    """A conversation that starts during the run, or is already in progress at the run's start.
 
     at      seconds after the run's start at which its first request is sent
     number  of the pass over the workload: a conversation is played once in each
-    turn    that the first request belongs to; the turns before are history
+    turn    of the first request; earlier turns are history
     done    tokens of that turn's reply that are history too
     """
 
@@ -28,7 +28,8 @@ class Arrival(NamedTuple):
 
 
 def fitting(dialogues: Sequence[Dialogue], max_context: int) -> list[Dialogue]:
-    """Conversations end before the turn that would not fit; those whose first one does not are left out."""
+    """Conversations, cut before the first turn that does not fit. A conversation whose first turn does not fit is
+    dropped."""
     cut = []
     for dialogue in dialogues:
         turns = len(dialogue.turns)
@@ -66,14 +67,15 @@ def plan_arrivals(
     ramp_s: float = 0.0,
     from_empty: bool = False,
 ) -> list[Arrival]:
-    """All arrivals of a run of `seconds`, in order of `at`; `rate` is conversations a second.
+    """All arrivals of a run of `seconds`, in order of `at`; `rate` is conversations per second.
 
-    With a clock of its own the trace is replayed from its start, and whole conversations are dropped to lower its rate.
-    Without one conversations start as a Poisson process that has been going on for ever: those that are not over at the
-    run's start are joined in the middle, replies taken to cost `seconds_per_token`. Each of these sends its whole
-    history at once, so that the server is buried under prompts that it would know by now. With `ramp_s` every
-    conversation, old and new, is there from a moment of those seconds on, wherever it is then: the load grows evenly to
-    what was asked for, and stays there. With `from_empty` nothing has been going on: the load grows for a lifetime.
+    A trace with its own clock is replayed from its start, and whole conversations are dropped to lower its rate.
+    Otherwise conversations start as a Poisson process that has been running for ever: conversations that are still open
+    at the run's start are joined in the middle, with `seconds_per_token` as the assumed time of replies. Each of these
+    sends its whole history at once, so the server starts with many prompts that it would normally have in its cache.
+    With `ramp_s` conversations, old and new, join at random times in these seconds, wherever they are then: the load
+    grows evenly to `rate`, and stays there. With `from_empty` no conversation is open at the start: the load grows
+    during a conversation's lifetime.
     """
     draw = random.Random(seed)
     native = clock_rate(dialogues)
@@ -120,7 +122,8 @@ def lifetime(dialogue: Dialogue, seconds_per_token: float) -> float:
 
 
 def join(dialogue: Dialogue, number: int, start: float, seconds_per_token: float) -> Arrival | None:
-    """Where a conversation is at 0 that began at `start`; None if it is over. Begun later, it is at its beginning."""
+    """The state at time 0 of a conversation that began at `start`; None if it is over. A later start means its
+    beginning."""
     now = start
     for index, turn in enumerate(dialogue.turns):
         now += turn.think_s if index else 0.0
@@ -134,9 +137,9 @@ def join(dialogue: Dialogue, number: int, start: float, seconds_per_token: float
 
 
 class Words:
-    """Token ids of what is said, the same for the same `salt`. Runs of different salts have nothing in common.
+    """Token ids of the conversations, equal for equal `salt`. Runs with different salts share nothing.
 
-    Text excepted: its ids are what they are, only the head in front of it differs.
+    The ids of a trace's text are fixed; only the head before it differs.
     """
 
     def __init__(self, vocabulary: int, salt: str):
@@ -157,7 +160,8 @@ class Words:
         return said
 
     def history(self, arrival: Arrival) -> list[int]:
-        """The prompt of the first request: the log of the turns before, replies made up, with this turn's input."""
+        """The prompt of the first request: the log of the earlier turns, with made-up replies, and this turn's
+        input."""
         log: list[int] = []
         for turn in range(arrival.turn + 1):
             lengths = arrival.dialogue.turns[turn]

@@ -1,4 +1,4 @@
-"""check.house: counts what docs/design/house.md has goals for, and prints its table.
+"""check.house: counts the figures that docs/design/house.md has goals for, and prints its table.
 
 python -m pensieve.scripts.check.house
 

@@ -183,9 +183,9 @@ class RandomContent(Content):
 
 
 class Replay(Simulator):
-    """The same run on a real device: time passes as it does, and tokens are drawn and computed.
+    """The same run on a real device, in real time: tokens are computed and sampled.
 
-    Whoever made the executor closes it. `busy_s` is what the steps should have taken.
+    The creator of the executor closes it. `busy_s` is the predicted time of the steps.
     """
 
     def __init__(

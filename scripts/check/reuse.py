@@ -133,7 +133,7 @@ class Sizes:
         self.host = (self.histories + 3) * self.prompt + self.rows
         self.flood = -(-(self.gpu + self.host) // (tokens // size)) + 1
         # Beside prompt and rows with their first tokens there is room for one short history and its turn. While the
-        # prompt is answered each row grows by two chunks, which is more: somebody must go.
+        # prompt is answered each row grows by two chunks, which do not fit: one request must be suspended.
         self.short_history = 4 * size
         begun = ROWS * self.chunks(self.row_prompt + 1)
         self.tight = self.chunks(tokens) + begun + self.chunks(self.short_history) + 4

@@ -42,7 +42,7 @@ START_SECONDS = 120.0
 
 
 class Wrong(Exception):
-    """Something that must never be: what the soak is for."""
+    """A result that must never occur: the soak looks for it."""
 
 
 class Life:
@@ -124,7 +124,7 @@ CLIENTS = 4
 CONVERSATIONS_EACH = 6  # more than the three tiers hold
 UNDECIDED = 1e-3  # a smaller gap between the reference's logits decides nothing
 QUIET_SECONDS = 2.5  # without a request the loop has checked its books by then
-SETTLE_SECONDS = 30.0  # more, on a busy machine, until nobody's slots are taken
+SETTLE_SECONDS = 30.0  # more, on a busy machine, until all slots are free
 WARM_UP_SECONDS = 45.0  # of a life, before memory counts
 MORE_MEMORY = 48 * 2**20  # bytes that a process may grow by afterwards
 MORE_FILES = 16
@@ -155,7 +155,7 @@ class Reference:
 
 @dataclass
 class Conversation:
-    """`known`: the server's log is ours; it is not sure after a turn whose end we have not heard."""
+    """`known`: the server's log equals the client's; unsure after a turn whose end did not arrive."""
 
     name: str
     log: list[int] = field(default_factory=list)

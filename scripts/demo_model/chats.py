@@ -25,7 +25,7 @@ class Words:
 
 
 def _blocks(name: str) -> list[str]:
-    """Of a text file: blank lines are between them."""
+    """The blocks of a text file, separated by blank lines."""
     return Path(__file__).with_name(name).read_text(encoding="utf-8").strip().split("\n\n")
 
 
@@ -35,7 +35,7 @@ def _parts(name: str) -> list[list[list[str]]]:
 
 
 def _titled(name: str) -> dict[str, str]:
-    """The blocks of a file by what stands before their colon."""
+    """The blocks of a file by the text before their colon."""
     return {title: text.strip() for title, text in (block.split(":", 1) for block in _blocks(name))}
 
 
@@ -48,7 +48,7 @@ SAID = {
 SMALL_TALK = _parts("small_talk.txt")
 """Questions, and the answers to any of them."""
 REMEMBER = _parts("remember.txt")
-"""What the user says, the reply, the later question, its answer, and the words that can stand in the gap."""
+"""The user's statement, the reply, the later question, its answer, and the words that fill the gap."""
 HARM = SAID["harm"]
 
 SYSTEM = (
@@ -72,7 +72,7 @@ SUMS: dict[str, Callable[[int, int], int]] = {"plus": int.__add__, "minus": int.
 
 
 def written_chats(words: Words, seed: int) -> Iterator[Chat]:
-    """Chats without end: one to about ten exchanges. In some, the user tells something and asks for it later."""
+    """Chats without end: one to about ten exchanges. In some, the user mentions a fact and asks for it later."""
     rng = random.Random(seed)
     while True:
         chat: Chat = []
@@ -99,7 +99,7 @@ def _say(chat: Chat, question: str, answer: str) -> None:
 
 
 def _topic(chat: Chat, rng: random.Random) -> None:
-    """A question about a topic and, half of the time, requests for more until nothing is left to say."""
+    """A question about a topic and, half of the time, requests for more until all facts are told."""
     name = rng.choice(list(TOPICS))
     facts = list(TOPICS[name])
     rng.shuffle(facts)
@@ -130,7 +130,7 @@ def _story(chat: Chat, rng: random.Random) -> None:
 
 
 def _remembered(rng: random.Random) -> tuple[Exchange, Exchange]:
-    """Something the user tells, and the exchange later in the chat that asks for it."""
+    """A fact that the user mentions, and the exchange later in the chat that asks for it."""
     tell, reply, ask, (answer,), (values,) = rng.choice(REMEMBER)
     value = rng.choice(values.split())
     reply_text = rng.choice(reply).format(value)

@@ -165,7 +165,7 @@ class Corpus:
         self.separator = self.token_id(END_OF_TEXT)
 
     def token_id(self, text: str) -> int:
-        """Of a special token."""
+        """The id of a special token."""
         token = self.tokenizer.token_to_id(text)
         assert token is not None
         return token
@@ -174,7 +174,7 @@ class Corpus:
         return [encoding.ids for encoding in self.tokenizer.encode_batch([render(chat) for chat in chats])]
 
     def packed(self, chats: list[Ids], length: int) -> list[Ids]:
-        """Chats one behind the other, an end-of-text token between two, cut into whole rows of `length` tokens.
+        """Chats joined with an end-of-text token between two, cut into whole rows of `length` tokens.
 
         Raises SettingError if they do not fill one row.
         """
@@ -187,7 +187,7 @@ class Corpus:
 class Rows:
     """Endless training rows that begin with a chat, as a request does.
 
-    Between two chats stands an end-of-text token, or nothing at all: then they are one long chat that changes its
+    Two chats are separated by an end-of-text token, or not at all: then they are one long chat that changes its
     subject, so that late positions are learned too.
     """
 
@@ -211,7 +211,8 @@ class Rows:
         return row[:length]
 
     def _chat(self) -> Ids:
-        """A chat of a source drawn so that `shares` are of tokens; a source's chats come in a new order each time."""
+        """Draws a chat. Sources are drawn so that `shares` are shares of tokens; a source's chats come in a new order
+        each time."""
         source = self.rng.choices(list(self.waiting), self.odds)[0]
         if not self.waiting[source]:
             self.waiting[source] = self.rng.sample(self.corpus.train[source], len(self.corpus.train[source]))
