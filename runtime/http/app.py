@@ -39,7 +39,8 @@ from ..text.tokenizer import StopMatcher, Tokenizer
 from .auth import OWNER, KeyCheck
 from .conversations import add_conversations
 from .limits import BodyLimit, ClientLimit, SecurityHeaders, caller_of
-from .messages import MessageBody, MessageWriter, PromptBody
+from .message_writer import MessageWriter
+from .messages import MessageBody, PromptBody
 from .openapi import describe_bodies
 from .page import UI_FILES, add_ui
 from .request_body import IgnoredFields, read_body
