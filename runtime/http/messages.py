@@ -54,7 +54,7 @@ class TextBlock(Body):
 
 
 class ThinkingBlock(Body):
-    """Of an earlier reply. It is not shown to the model again."""
+    """Of an earlier reply, which another server gave: this one writes none. It is not shown to the model."""
 
     IGNORED = frozenset({"thinking", "signature", "data"})
 
