@@ -123,7 +123,7 @@ class Ready:
     """The loop serves. `stop_ids`: end-of-sequence tokens; `tokenizer`: the engine's tokenizer directory.
 
     `model` is the name in replies; requests may use `aliases` as well. `overflow`: contexts may outgrow `max_model_len`
-    if their requests allow it.
+    if their requests allow it. The GPU's pool holds `gpu_kv_chunks` chunks of `chunk_tokens` tokens.
     """
 
     model: str
@@ -131,6 +131,8 @@ class Ready:
     vocab_size: int
     stop_ids: tuple[int, ...]
     tokenizer: str
+    chunk_tokens: int
+    gpu_kv_chunks: int
     aliases: tuple[str, ...] = ()
     overflow: bool = True
 
@@ -141,7 +143,6 @@ class TritonSettings:
 
     history_file, history_ttl, max_conversations_per_owner, log_format, log_level
                     as in `HTTPSettings`
-    chunk_tokens    the KV cache's block size in the terms of Triton's clients
     end_seconds     the longest time from SIGTERM to the end of the engine's process
     """
 
@@ -150,7 +151,6 @@ class TritonSettings:
     max_conversations_per_owner: int | None
     log_format: str
     log_level: str
-    chunk_tokens: int
     end_seconds: float
 
 

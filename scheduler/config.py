@@ -27,6 +27,8 @@ class SchedulerConfig:
     queue_timeout                   seconds that a request may wait for its first seat before it is refused with 503
     owner_kv_chunks                 quota, in chunks, of each owner: chunks beyond it are evicted first; None: no quotas
     conversation_ttl                seconds after its last activity for which a conversation claims its KV
+    log_chunks                      chunks in the logs of all conversations; while there are more, the conversation that
+                                    is idle longest is forgotten: its KV stays in the cache, unclaimed
     swap_out_below                  share of the GPU's slots: while fewer are free or reclaimable, chunks are copied out
                                     ahead of time; capped at a quarter of HOST's slots
     generation_reserve              share of the GPU's slots: new requests join only while more are free or reclaimable
@@ -55,6 +57,7 @@ class SchedulerConfig:
     queue_timeout: float | None = None
     owner_kv_chunks: int | None = None
     conversation_ttl: float = inf
+    log_chunks: float = inf
     eviction: str = "retention"
     swap_out_below: float = 0.25
     generation_reserve: float = 0.10
@@ -89,6 +92,7 @@ class SchedulerConfig:
         patience = self.queue_timeout
         need(patience is None or 0.0 < patience < inf, "queue_timeout", f"must be more than 0 seconds, not {patience}")
         need(self.conversation_ttl > 0.0, "conversation_ttl", f"must be more than 0 s, not {self.conversation_ttl}")
+        need(self.log_chunks > 0, "log_chunks", f"must be more than 0, not {self.log_chunks}")
         for name in ("swap_out_below", "generation_reserve"):
             need(0.0 <= getattr(self, name) <= 1.0, name, f"must be between 0 and 1, not {getattr(self, name)}")
         ratio = self.overflow_ratio

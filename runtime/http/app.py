@@ -34,11 +34,13 @@ from ..frontend.request_builder import GenerationCall, OutputOptions, RequestBui
 from ..frontend.request_log import logged
 from ..frontend.tool_calls import ToolCallParser
 from ..messages import Ready
+from ..observe.vllm_metrics import VllmMetrics
 from ..text.tokenizer import StopMatcher, Tokenizer
 from .auth import OWNER, KeyCheck
 from .conversations import add_conversations
 from .limits import BodyLimit, ClientLimit, SecurityHeaders, caller_of
-from .messages import MessageBody, MessageWriter, PromptBody
+from .message_writer import MessageWriter
+from .messages import MessageBody, PromptBody
 from .openapi import describe_bodies
 from .page import UI_FILES, add_ui
 from .request_body import IgnoredFields, read_body
@@ -218,6 +220,7 @@ def create_app(
     app.add_middleware(SecurityHeaders)
     calls = RequestBuilder(ready, tokenizer, histories, client.new_id)
     created = int(time.time())
+    vllm_metrics = VllmMetrics(client.metrics, ready.model, ready.chunk_tokens, ready.gpu_kv_chunks)
 
     @app.exception_handler(RequestError)
     async def refuse(request: HTTPRequest, error: RequestError) -> Response:
@@ -312,7 +315,7 @@ def create_app(
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(client.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        return Response(client.metrics.text() + vllm_metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     describe_bodies(app)
     return app

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: the bodies of /v1/messages and /v1/messages/count_tokens, and the writer of an answer.
+"""Anthropic's Messages API: the bodies of /v1/messages and /v1/messages/count_tokens.
 
 A body becomes a `ChatBody`: text blocks become text, `tool_use` and `tool_result` blocks become tool calls and messages
 of tools, as chat templates read them.
@@ -7,13 +7,13 @@ of tools, as chat templates read them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from ...scheduler.types import FinishReason, RequestError
+from ...scheduler.types import RequestError
 from ..frontend.bodies import ChatBody, ResponseFormat
 from ..frontend.body_base import Body, NonEmpty
 from ..frontend.chat_messages import (
@@ -26,9 +26,6 @@ from ..frontend.chat_messages import (
     NamedTool,
 )
 from ..frontend.chat_messages import Tool as ChatTool
-from ..frontend.errors import anthropic_error_object
-from ..frontend.reply import CompletionWriter, Piece, Reply, Style
-from ..frontend.tool_calls import ToolCall
 
 BILLING = "x-anthropic-billing-header:"
 """Claude Code begins its system prompt with a line that begins so. The line is the client's account and no text for the
@@ -57,7 +54,7 @@ class TextBlock(Body):
 
 
 class ThinkingBlock(Body):
-    """Of an earlier reply. It is not shown to the model again."""
+    """Of an earlier reply, which another server gave: this one writes none. It is not shown to the model."""
 
     IGNORED = frozenset({"thinking", "signature", "data"})
 
@@ -340,115 +337,3 @@ def _session_in(user_id: str) -> str | None:
         return user_id.partition("_session_")[2] or None
     name = found.get("session_id") if isinstance(found, dict) else None
     return name if isinstance(name, str) else None
-
-
-class MessageWriter(CompletionWriter):
-    """message objects, whole or as the documented events: blocks of text and of tool calls, in the order in which they
-    were said."""
-
-    ID = "msg_"
-
-    def __init__(self, style: Style, most_tokens: int):
-        """`most_tokens`: the limit that the body has; the request's is lower where the context ends before it."""
-        super().__init__(style)
-        self._most_tokens = most_tokens
-        self._reply: Reply | None = None
-        self._begun = False
-        self._blocks = 0  # blocks that have ended
-        self._in_text = False
-
-    def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
-        (reply,) = replies
-        said = "".join(reply.said)
-        texts = [_text_block(said)] if said else []
-        return self._message(reply, [*texts, *map(_call_block, reply.calls)], **self._end(reply))
-
-    def opening(self, replies: Sequence[Reply]) -> str:
-        """None yet: the first event says where the prompt came from, which is known with the first output."""
-        (self._reply,) = replies
-        return ""
-
-    def piece(self, index: int, piece: Piece, finish: str | None) -> str:
-        events: list[str] = []
-        if not self._begun:
-            self._begun = True
-            events += (_event("message_start", message=self._started()), _event("ping"))
-        if piece.text:
-            if not self._in_text:
-                self._in_text = True
-                events.append(self._start(_text_block("")))
-            events.append(self._delta({"type": "text_delta", "text": piece.text}))
-        for call in piece.calls:
-            events += (
-                self._stop_text(),
-                self._start({**_call_block(call), "input": {}}),
-                self._delta({"type": "input_json_delta", "partial_json": call.arguments}),
-                self._stop(),
-            )
-        return "".join(events)
-
-    def closing(self, replies: Sequence[Reply]) -> str:
-        (reply,) = replies
-        last = _event("message_delta", delta=self._end(reply), usage=_usage(reply))
-        return self._stop_text() + last + _event("message_stop")
-
-    def failure(self, error: RequestError) -> str:
-        return _event("error", **anthropic_error_object(error))
-
-    def _started(self) -> dict[str, Any]:
-        assert self._reply is not None
-        return self._message(self._reply, [], stop_reason=None, stop_sequence=None)
-
-    def _start(self, block: dict[str, Any]) -> str:
-        return _event("content_block_start", index=self._blocks, content_block=block)
-
-    def _delta(self, delta: dict[str, Any]) -> str:
-        return _event("content_block_delta", index=self._blocks, delta=delta)
-
-    def _stop(self) -> str:
-        self._blocks += 1
-        return _event("content_block_stop", index=self._blocks - 1)
-
-    def _stop_text(self) -> str:
-        if not self._in_text:
-            return ""
-        self._in_text = False
-        return self._stop()
-
-    def _message(self, reply: Reply, content: list[dict[str, Any]], **end: str | None) -> dict[str, Any]:
-        about = {"id": self.id, "type": "message", "role": "assistant", "model": self._style.model}
-        return {**about, "content": content, **end, "usage": _usage(reply)}
-
-    def _end(self, reply: Reply) -> dict[str, str | None]:
-        """Why the reply ended."""
-        if reply.stop_string is not None and not reply.calls:
-            return {"stop_reason": "stop_sequence", "stop_sequence": reply.stop_string}
-        reason = "tool_use" if reply.calls else "end_turn"
-        if reply.finish is FinishReason.LENGTH:
-            full = reply.request.max_tokens < self._most_tokens
-            reason = "model_context_window_exceeded" if full else "max_tokens"
-        return {"stop_reason": reason, "stop_sequence": None}
-
-
-def _text_block(text: str) -> dict[str, Any]:
-    return {"type": "text", "text": text}
-
-
-def _call_block(call: ToolCall) -> dict[str, Any]:
-    return {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
-
-
-def _usage(reply: Reply) -> dict[str, int]:
-    """Each token of the prompt counts once. All of it is cached without a charge, so none is counted as created."""
-    cached = reply.sources.cached
-    return {
-        "input_tokens": len(reply.request.prompt) - cached,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": cached,
-        "output_tokens": len(reply.tokens),
-    }
-
-
-def _event(event_kind: str, **fields: Any) -> str:
-    data = json.dumps({"type": event_kind, **fields}, separators=(",", ":"))
-    return f"event: {event_kind}\ndata: {data}\n\n"

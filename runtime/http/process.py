@@ -49,8 +49,10 @@ def listen(host: str, port: int) -> socket.socket:
     except OverflowError as error:
         raise SettingError("--port", f"must be between 0 and 65535, not {port}") from error
     except OSError as error:
-        setting = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
-        raise SettingError(setting, f"cannot listen on {host}:{port}: {error.strerror}") from error
+        message = f"cannot listen on {host}:{port}: {error.strerror}"
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            raise SettingError("--port", f"{message}; take another port, or 0 for any free one") from error
+        raise SettingError("--host", message) from error
     # Connections inherit it. Without it a token would wait up to 40 ms until the client's kernel has acknowledged the
     # one before. asyncio sets it too, but only on sockets that were created with the protocol's number.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -106,6 +106,8 @@ def assemble(settings: ServeSettings, ranks: Ranks | None = None) -> Assembled:
         vocab_size=engine.manifest.vocab_size,
         stop_ids=engine.manifest.stop_ids,
         tokenizer=tokenizer,
+        chunk_tokens=config.chunk_tokens,
+        gpu_kv_chunks=config.gpu_kv_chunks,
     )
     if disk is not None:
         log.info("disk cache %d chunks in %s, %d of them from earlier", disk.slots, disk.directory, len(records))

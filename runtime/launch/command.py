@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...builder.manifest import Manifest
+from ..http.process import listen
 from ..ranks.launch import run_ranks, under_mpi
 from ..system import tell_when_asked
 from .assemble import locked_directories
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 def run(settings: ServeSettings, words: Sequence[str]) -> int:
     """Serves with `settings`, parsed from `words`. Returns the exit status. Raises SettingError."""
+    if settings.attach is None and not under_mpi():
+        listen(settings.host, settings.port).close()  # a taken port is known before a build, which takes minutes
     with interrupts_raise():  # a build removes its files
         settings = resolved(settings)
     ranks = Manifest.read(Path(settings.engine)).tensor_parallel

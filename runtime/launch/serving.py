@@ -82,7 +82,6 @@ def serve_attached(settings: ServeSettings, socket_path: Path, ranks: Ranks | No
                 max_conversations_per_owner=history.max_conversations_per_owner,
                 log_format=history.log_format,
                 log_level=history.log_level,
-                chunk_tokens=settings.chunk_tokens,
                 end_seconds=settings.shutdown_timeout + END_SECONDS,
             )
         )

@@ -39,6 +39,10 @@ ESTIMATES = {
     "cuda": dict(flops_per_s=4e14, link_bytes_per_s=5e10, step_base_seconds=8e-3),
 }
 
+# Chunks in the logs of conversations for each chunk of KV that the tiers hold. A chunk in a log takes 150 to 500 bytes,
+# a chunk of KV about a megabyte. Agents share long prompts, so logs of sessions are many times larger than their KV.
+LOGGED_FOR_EACH_HELD = 32
+
 
 def scheduler_config(settings: ServeSettings, engine: Engine, device: Device) -> SchedulerConfig:
     """SettingError names the flag at fault."""
@@ -75,6 +79,7 @@ def scheduler_config(settings: ServeSettings, engine: Engine, device: Device) ->
         queue_order=settings.queue_order,
         queue_timeout=settings.queue_timeout,
         conversation_ttl=settings.conversation_ttl,
+        log_chunks=LOGGED_FOR_EACH_HELD * (gpu_chunks + host_chunks + disk_chunks),
         overflow=overflow_mode(settings.overflow, engine.manifest),
         overflow_ratio=settings.overflow_ratio,
         reuse=settings.reuse,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
@@ -190,6 +190,10 @@ class Metrics(Collector):
         yield CounterMetricFamily("pensieve:gpu_seconds", "Time with work on the device", value=loop.busy)
         yield _sizes("pensieve:iteration_tokens_total", "Tokens of a step", loop.tokens, MOST_STEP_TOKENS)
         yield _sizes("pensieve:iteration_requests", "Requests of a step", loop.requests, MOST_STEP_REQUESTS)
+
+    def families(self) -> Iterable[Metric]:
+        """All metrics, as they are now."""
+        return self._registry.collect()
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""

@@ -150,21 +150,14 @@ async def open_desk(connection: Connection, settings: TritonSettings, ready: Rea
     """Called on the event loop that runs everything below. SettingError if the histories cannot be used."""
     tokenizer = Tokenizer.load(ready.tokenizer) if ready.tokenizer else None
     store = HistoryStore(settings.history_file, settings.history_ttl, settings.max_conversations_per_owner)
-    return TritonFrontend(EngineClient(connection), ready, tokenizer, store, settings.chunk_tokens)
+    return TritonFrontend(EngineClient(connection), ready, tokenizer, store)
 
 
 class TritonFrontend:
     """Takes requests, answers them, and ends those whose clients leave. Runs on the event loop."""
 
-    def __init__(
-        self,
-        client: EngineClient,
-        ready: Ready,
-        tokenizer: Tokenizer | None,
-        store: HistoryStore,
-        chunk_tokens: int,
-    ):
-        self._client, self._tokenizer, self._chunk_tokens = client, tokenizer, chunk_tokens
+    def __init__(self, client: EngineClient, ready: Ready, tokenizer: Tokenizer | None, store: HistoryStore):
+        self._client, self._tokenizer, self._chunk_tokens = client, tokenizer, ready.chunk_tokens
         self._histories = TurnManager(store, client.tell, client.forget, tokenizer)
         self._calls = RequestBuilder(ready, tokenizer, self._histories, client.new_id)
         self._visits: dict[TritonRequest, asyncio.Task[None] | None] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Iterable
 from itertools import chain, islice
 from math import inf
@@ -84,7 +85,9 @@ class Conversations:
         self._store, self._chunk_keys, self._deletions = store, chunk_keys, deletions
         self._chunk_tokens, self._ttl = config.chunk_tokens, config.conversation_ttl
         self._quotas = None if config.owner_kv_chunks is None else Quotas(config.owner_kv_chunks)
+        self._most_logged, self._logged = config.log_chunks, 0
         self._by_id: dict[str, Conversation] = {}
+        self._by_activity: OrderedDict[str, None] = OrderedDict()  # ids, the longest idle first
         self.expected = Timers()
         self._due = Timers()  # at or before the time at which a conversation expires or its pin ends
 
@@ -143,7 +146,9 @@ class Conversations:
             if conversation.pinned:
                 self._store.change_pins(chunk, 1)
         self._release(conversation, shared)
-        conversation.salt, conversation.active = salt, now
+        conversation.salt = salt
+        self._be_active(conversation_id, now)
+        self._logged += self._log_size(log.tokens) - self._log_size(conversation.tokens)
         conversation.tokens, conversation.context_start, conversation.keys, conversation.first = log[:4]
         conversation.chunks, conversation.tail = log.chunks, log.tail
         self._schedule(conversation_id, conversation)
@@ -153,9 +158,17 @@ class Conversations:
 
     def touch(self, request: Request, now: float) -> None:
         """The user has written: the conversation is active."""
-        conversation = self._by_id.get(request.conversation) if request.conversation is not None else None
-        if conversation is not None:
-            conversation.active = now
+        if request.conversation is not None and request.conversation in self._by_id:
+            self._be_active(request.conversation, now)
+
+    def _be_active(self, conversation_id: str, now: float) -> None:
+        self._by_id[conversation_id].active = now
+        self._by_activity[conversation_id] = None
+        self._by_activity.move_to_end(conversation_id)
+
+    def _log_size(self, tokens: array[int]) -> int:
+        """Chunks of the log, and one more: each conversation takes memory, however short its log is."""
+        return len(tokens) // self._chunk_tokens + 1 if tokens else 0
 
     def fork(self, conversation_id: str, new_id: str, now: float) -> None:
         """Makes a second conversation with the same history. Full chunks are shared; the tail stays with the original.
@@ -182,7 +195,14 @@ class Conversations:
 
     def _remove(self, conversation_id: str, shared: int = 0) -> None:
         """Drops the log, its tail, and the chunks that no other conversation claims, except the first `shared`."""
+        for key in self._forget(conversation_id)[shared:]:  # claims end at the first chunk gone at the last commit
+            self._store.delete(key)
+
+    def _forget(self, conversation_id: str) -> list[ChunkKey]:
+        """Drops the log and its tail. Returns the keys of its other chunks, which stay as cache."""
         conversation = self._by_id.pop(conversation_id)
+        del self._by_activity[conversation_id]
+        self._logged -= self._log_size(conversation.tokens)
         self._due.set(conversation_id, inf)
         self.expected.set(conversation_id, inf)
         self._mark(conversation, over_quota=False)
@@ -190,8 +210,7 @@ class Conversations:
         if self._quotas is not None:
             for other, over_quota in self._quotas.remove(conversation.owner, conversation_id):
                 self._mark(self._by_id[other], over_quota)
-        for key in conversation.keys[shared:]:  # claims end at the first chunk that was missing at the last commit
-            self._store.delete(key)
+        return conversation.keys
 
     def keep(self, conversation_id: str, ttl: float | None, pinned_until: float, now: float) -> None:
         """Sets when the conversation's claims end: `ttl` seconds after its last activity (None: `conversation_ttl`).
@@ -206,7 +225,7 @@ class Conversations:
         self._schedule(conversation_id, conversation)
 
     def expire(self, now: float, untold: Iterable[Request]) -> None:
-        """Ends pins and conversations whose time is over.
+        """Ends pins and conversations whose time is over, and forgets the longest idle while logs are too large.
 
         `untold`: requests whose last output is kept back. Their conversations count as active: a client can continue
         one only after it gets that output.
@@ -221,6 +240,8 @@ class Conversations:
             if conversation.pinned_until <= now:
                 self._pin(conversation, False)
             self._schedule(conversation_id, conversation)
+        while self._logged > self._most_logged and len(self._by_id) > 1:
+            self._forget(next(iter(self._by_activity)))
 
     def _schedule(self, conversation_id: str, conversation: Conversation) -> None:
         """Keeps one timer for each conversation, at or before its due time: later activity only moves that time

@@ -122,6 +122,29 @@ def test_a_streamed_chat_of_three_turns_with_tools(server: Server) -> None:
     assert replies[2].usage.cache_read_input_tokens > 0
 
 
+def test_thinking_of_earlier_replies_is_accepted(server: Server) -> None:
+    """Agents send it back unchanged, also before a tool's result, as the only block, and in what is counted."""
+    thinking = {"type": "thinking", "thinking": "The user asks for weather.", "signature": "c2lnbmVk"}
+    redacted = {"type": "redacted_thinking", "data": "ZW5jcnlwdGVk"}
+    use = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Oslo", "days": 1}}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "sunny"}
+    messages = [
+        *user("The weather in Oslo?"),
+        {"role": "assistant", "content": [thinking, redacted, {"type": "text", "text": "I look."}, use]},
+        *user([result]),
+        {"role": "assistant", "content": [redacted]},
+        *user("And tomorrow?"),
+    ]
+    ask: dict[str, Any] = dict(model=server.model, messages=messages, tools=[WEATHER])
+    counted = server.anthropic.messages.count_tokens(**ask).input_tokens
+    ask |= {"max_tokens": 1100, "thinking": {"type": "enabled", "budget_tokens": 1024}}
+    whole = server.anthropic.messages.create(**ask)
+    betas = ["interleaved-thinking-2025-05-14"]
+    with server.anthropic.beta.messages.stream(**ask, betas=betas) as stream:
+        streamed = stream.get_final_message()
+    assert prompt_tokens(whole) == prompt_tokens(streamed) == counted > 0
+
+
 def test_what_claude_code_sends_is_understood(server: Server) -> None:
     """Fields that agents send beside the documented ones do no harm."""
     reminders: Sequence[dict[str, Any]] = [

@@ -16,6 +16,7 @@ import yaml
 
 from pensieve.runtime.launch.options import parser
 from pensieve.runtime.observe.metrics import Metrics
+from pensieve.runtime.observe.vllm_metrics import COPIED, VllmMetrics
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -59,6 +60,14 @@ def test_the_metrics_of_the_documentation_exist() -> None:
     names = {"pensieve:" + name for row in rows[2:] for name in re.findall(r"`(\w+)[`{]", row)}
     families = known_metrics() | {name.removesuffix("_bucket") for name in known_metrics()}
     assert len(names) > 20 and names <= families
+
+
+def test_the_documentation_lists_vllms_names() -> None:
+    _, _, section = (ROOT / "docs" / "use" / "operations.md").read_text().partition("### Under vLLM's names")
+    cells = re.findall(r"^\| `(vllm:\w+)[^|]*\| (?:`(pensieve:\w+)|-)", section.partition("###")[0], re.MULTILINE)
+    copied = {name.removesuffix("_total"): ours.removesuffix("_total") for name, ours in cells}
+    names = {family.name for family in VllmMetrics(Metrics(), "tea", 32, 200).collect()}
+    assert copied.keys() == names and COPIED.items() <= copied.items()
 
 
 def test_panels_do_not_overlap() -> None:

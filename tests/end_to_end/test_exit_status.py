@@ -48,7 +48,7 @@ def serve_nothing(tmp_path, monkeypatch, exitcode=0, start=lambda: None):
     """What `serve` returns beside such an HTTP process."""
     process = SimpleNamespace(start=start, join=lambda seconds: None, kill=lambda: None, exitcode=exitcode)
     monkeypatch.setattr(multiprocessing.get_context("spawn"), "Process", lambda **_: process, raising=False)
-    ready = Ready(model="demo", max_model_len=9, vocab_size=9, stop_ids=(), tokenizer="")
+    ready = Ready("demo", 9, 9, (), "", 32, 9)
     service = SimpleNamespace(run=lambda ready: None)
     monkeypatch.setattr(serving, "assemble", lambda *_: SimpleNamespace(ready=ready))
     monkeypatch.setattr(serving, "make_service", lambda *_: service)

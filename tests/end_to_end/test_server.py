@@ -7,11 +7,15 @@ import json
 import signal
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from pensieve.runtime.observe.vllm_metrics import COPIED
 
 from .server import HTTP, Hog, Server
 
@@ -140,6 +144,33 @@ def test_metrics_count_every_prompt_token_once(server):
     before = sum(server.metric(source) for source in sources)
     server.post("/v1/completions", prompt=[33] * 77, max_tokens=3, ignore_eos=True)
     assert sum(server.metric(source) for source in sources) - before == 77
+
+
+def test_metrics_are_told_under_vllms_names_too(server):
+    """Of one scrape: all are there, for the one engine, and equal ours, of which some have more labels."""
+    chat = [{"role": "user", "content": "Tell me about rain."}]
+    assert server.post("/v1/chat/completions", messages=chat, max_tokens=5).status_code == 200
+    text = HTTP.get(f"{server.url}/metrics").text
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+
+    def values(name, *kept):
+        """By suffix and the labels that are kept, summed over the others."""
+        found = Counter()
+        for sample in families[name].samples:
+            found[sample.name.removeprefix(name), *(sample.labels.get(label) for label in kept)] += sample.value
+        return found
+
+    for name, ours in COPIED.items():
+        assert values(name, "le") == values(ours, "le"), name
+        for sample in families[name].samples:
+            assert sample.labels.keys() - {"le"} == {"model_name", "engine"}
+            assert (sample.labels["model_name"], sample.labels["engine"]) == ("demo", "0")
+    for name in ("vllm:prompt_tokens", "vllm:time_to_first_token_seconds", "vllm:request_queue_time_seconds"):
+        assert max(values(name).values()) > 0
+    ended, told = values("pensieve:requests", "finish"), values("vllm:request_success", "finished_reason")
+    assert all(told[place] == ended[place] for place in told) and told["_total", "length"] > 0
+    (cache,) = families["vllm:cache_config_info"].samples
+    assert (cache.labels, cache.value) == ({"block_size": "32", "num_gpu_blocks": "200", "engine": "0"}, 1)
 
 
 def test_sigterm_finishes_running_requests(tmp_path):

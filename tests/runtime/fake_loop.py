@@ -84,7 +84,7 @@ def save_tokenizer(directory: Path) -> Path:
 
 
 def ready(tokenizer: str = "", max_model_len: int = 256) -> Ready:
-    return Ready("fake", max_model_len, 260, (EOS,), tokenizer)
+    return Ready("fake", max_model_len, 260, (EOS,), tokenizer, 32, 100)
 
 
 MOST_SEEN = 2000  # tokens of a prompt; of longer ones the rest is truncated

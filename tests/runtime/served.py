@@ -41,10 +41,10 @@ def odd_ready() -> Ready:
 class Served:
     """`http` speaks to an application in this process; `loop` is its engine, `store` its file of histories."""
 
-    def __init__(self, directory: Path, path: str | Path, keys: tuple[str, ...], **loop: Any):
+    def __init__(self, directory: Path, path: str | Path, keys: tuple[str, ...], strict: bool = False, **loop: Any):
         self.loop = FakeLoop(**dict(answers=spell) | loop)
         client = EngineClient(self.loop.client_end)
-        settings = HTTPSettings(api_keys=tuple(map(key_digest, keys)))
+        settings = HTTPSettings(api_keys=tuple(map(key_digest, keys)), strict_fields=strict)
         tokenizer = Tokenizer.load(directory)
         self.store = HistoryStore(path)
         self.histories = TurnManager(self.store, client.tell, client.forget, tokenizer)
@@ -80,8 +80,10 @@ def serve(tmp_path: Path) -> Callable[..., Any]:
     directory = save_merging(tmp_path)
 
     @contextlib.asynccontextmanager
-    async def served(path: str | Path = ":memory:", keys: tuple[str, ...] = (), **loop: Any) -> AsyncIterator[Served]:
-        made = Served(directory, path, keys, **loop)
+    async def served(
+        path: str | Path = ":memory:", keys: tuple[str, ...] = (), strict: bool = False, **loop: Any
+    ) -> AsyncIterator[Served]:
+        made = Served(directory, path, keys, strict, **loop)
         try:
             async with made.http:
                 yield made

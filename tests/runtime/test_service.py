@@ -265,5 +265,5 @@ def test_who_comes_while_the_plan_can_wait_is_in_it(service: Service, scheduler:
     service = Service(service._scheduler, executor, ours, pace)
     scheduler.next_plan, scheduler.in_flight, scheduler.expire = next_plan, 0, lambda now: []
     began = time.monotonic()
-    service.run(Ready("", (), False, 1, 1, (), ""))
+    service.run(Ready("", 1, 1, (), "", 32, 1))
     assert scheduler.asked == [("add", 1), "plan"] and time.monotonic() - began < 60

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter, deque
 from dataclasses import replace
+from math import inf
 from random import Random
 
 from pensieve.scheduler.config import SchedulerConfig
@@ -172,6 +173,14 @@ class Harness:
                 assert name not in self.scheduler.conversations
                 del self.logs[name], self.lives[name]
                 self.counts["expired"] += 1
+        if self.config.log_chunks < inf:
+            known = [name for name in self.logs if name in self.scheduler.conversations]
+            sizes = [len(self.logs[name]) // self.config.chunk_tokens + 1 for name in known]
+            assert len(known) <= 1 or sum(sizes) <= self.config.log_chunks
+            for name in self.logs.keys() - set(known):
+                del self.logs[name]
+                self.lives.pop(name, None)
+                self.counts["forgotten"] += 1
 
     def delete(self, name):
         self.scheduler.conversations.delete(name)

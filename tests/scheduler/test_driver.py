@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import product
+from math import inf
 
 import pytest
 
@@ -39,6 +40,7 @@ def runs():
             "save": ("async", "off", "sync", "async")[number // 3 % 4],
             "prefetch": number % 5 != 0,
             "copies_may_fail": number % 4 == number // 4 % 4,
+            "log_chunks": (inf, 60)[number // 2 % 2],
         }
 
 
@@ -84,7 +86,7 @@ def test_random_operations(run, totals):
             "restarts",
             "failed_copies",
         ),
-        *("branches", "forks", "deletes", "pins", "expired", "refused 429", "refused 400"),
+        *("branches", "forks", "deletes", "pins", "expired", "forgotten", "refused 429", "refused 400"),
         *(f"aborted {state}" for state in STATES),
         *(f"finished {state}" for state in STATES if state != "waiting"),  # a waiting turn has no reply yet
     ],

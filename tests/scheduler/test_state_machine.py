@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -31,6 +33,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         save=st.sampled_from(SAVE_MODES),
         prefetch=st.booleans(),
         copies_may_fail=st.booleans(),
+        log_chunks=st.sampled_from((inf, 20)),
         overflow=st.sampled_from(OVERFLOW_MODES),
         overflow_ratio=st.sampled_from((0.5, 0.2)),
     )

@@ -224,6 +224,25 @@ def test_what_the_model_reads(serve: Any) -> None:
     run(work())
 
 
+def test_thinking_is_left_out_of_what_the_model_reads(serve: Any) -> None:
+    """With `--strict-fields` too: no part of these blocks is an unknown field."""
+
+    async def work() -> None:
+        async with serve(strict=True) as server:
+            thinking = {"type": "thinking", "thinking": "hm", "signature": "s"}
+            redacted = {"type": "redacted_thinking", "data": "d"}
+            await send(server, "x", [thinking, redacted, {"type": "text", "text": "Yes."}], "y")
+            with_thinking = await read(server)
+            await send(server, "x", "Yes.", "y")
+            assert await read(server) == with_thinking
+            await send(server, "x", [redacted], "y")
+            await send(server, "x", "", "y")
+            alone, empty = server.requests[-2:]
+            assert alone.prompt == empty.prompt
+
+    run(work())
+
+
 def test_a_reply_sent_back_keeps_its_tokens(serve: Any) -> None:
     """The stored ids stand for its text, though tokenising that would give others."""
 

@@ -305,6 +305,11 @@ def test_packed_kv_is_for_bfloat16_and_counts_only_once_it_is_there():
         config(LLAMA_8B, "--chunk-tokens", "31")
 
 
+def test_the_logs_of_conversations_are_limited_by_the_size_of_the_tiers():
+    options = ["--engine", "some", "--gpu-kv-chunks", "700", "--host-kv-chunks", "200", "--disk-kv-chunks", "100"]
+    assert scheduler_config(parse_options(options), LLAMA_8B, H200).log_chunks == 32 * 1000
+
+
 def disk_config(*flags):
     args = parse_options(["--engine", "some", "--gpu-kv-bytes", "40GiB", "--state-dir", "state", *flags])
     config = scheduler_config(args, LLAMA_8B, H200)

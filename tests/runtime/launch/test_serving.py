@@ -1,7 +1,8 @@
-"""How `pensieve serve --attach` comes to Triton's model, without Triton and without MPI."""
+"""How `pensieve serve` begins: refusals before anything is built, and how `--attach` comes to Triton's model."""
 
 from __future__ import annotations
 
+import socket
 from multiprocessing.connection import Listener
 
 import pytest
@@ -12,6 +13,7 @@ from pensieve.runtime.launch.attached import telling_model
 from pensieve.runtime.ranks import launch as ranks_launch
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts import serve as serve_module
+from tests.models import tiny_checkpoint
 
 
 @pytest.fixture
@@ -51,3 +53,20 @@ def test_a_setting_that_cannot_be_told_is_raised_all_the_same(tmp_path, caplog):
     with pytest.raises(SettingError, match=r"^--engine: is wrong"), telling_model(tmp_path / "none"):
         raise SettingError("--engine", "is wrong")
     assert "cannot connect to" in caplog.text
+
+
+@pytest.mark.parametrize("engine", ["checkpoint", "demo"])
+def test_a_taken_port_is_noticed_before_anything_is_built(engine, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    if engine == "checkpoint":
+        engine = tmp_path / "my-llama"
+        tiny_checkpoint("llama", engine)
+        capsys.readouterr()  # how far that is
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert serve_module.main([str(engine), "--port", str(port)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"--port: cannot listen on 127.0.0.1:{port}: Address already in use" in line
+    assert "take another port, or 0 for any free one" in line
+    assert not (tmp_path / "state").exists() and not (tmp_path / "cache").exists()

@@ -35,8 +35,8 @@ assert attach == "--attach"
 made = socket.socket(socket.AF_UNIX)
 made.connect(path)
 wire = Connection(made.detach())
-wire.send(TritonSettings(history, None, None, "text", "info", 32, 10.0))
-wire.send(Ready("fake", 100, 260, (2,), ""))
+wire.send(TritonSettings(history, None, None, "text", "info", 10.0))
+wire.send(Ready("fake", 100, 260, (2,), "", 32, 100))
 time.sleep(600)
 """
 
@@ -116,7 +116,7 @@ async def desk_before(loop, directory):
     """A desk whose engine is played by hand, which ends with it."""
     directory, client = save_tokenizer(directory), EngineClient(loop.client_end)
     store = HistoryStore(directory / "history.sqlite", None)
-    desk = sys.modules[NAME].TritonFrontend(client, ready(), Tokenizer.load(directory), store, 32)
+    desk = sys.modules[NAME].TritonFrontend(client, ready(), Tokenizer.load(directory), store)
     yield desk
     loop.close()
     await desk.close()

@@ -199,6 +199,60 @@ def test_a_turn_that_outlives_its_conversation_begins_it_anew():
     harness.check()
 
 
+def test_beyond_so_many_logged_chunks_the_longest_idle_conversation_is_forgotten():
+    """Its KV stays as cache: the same prompt finds it, but nothing claims it."""
+    harness = Harness(log_chunks=12)  # a log of 20 tokens counts as 6
+    harness.turn(range(18), 2, "a")
+    harness.turn(range(20, 38), 2, "b")
+    harness.launch()
+    assert harness.scheduler.stats().conversations == 2
+    log, chunks, tail = harness.logs["a"], conversation(harness, "a").chunks, conversation(harness, "a").tail
+    harness.turn(range(40, 58), 2, "c")
+    harness.launch()
+    assert set(harness.logs) == {"b", "c"} and harness.counts["forgotten"] == 1
+    assert {chunk.claims for chunk in chunks} == {0} and all(chunk.resident for chunk in chunks)
+    assert not tail.resident, "no prompt can find an unfilled chunk without its conversation"
+    harness.check()
+    assert harness.turn([*log, 1], 1, "a")["gpu"] == 16
+    harness.drain()
+
+
+def test_a_request_keeps_its_conversation_from_being_the_longest_idle():
+    harness = Harness(log_chunks=12)
+    harness.turn(range(18), 2, "a")
+    harness.turn(range(20, 38), 2, "b")
+    request = harness.submit([*harness.logs["a"], 1], 9, "a")
+    harness.turn(range(40, 58), 2, "c")
+    harness.tick()
+    assert request in harness.open and "a" in harness.logs and "b" not in harness.logs
+    harness.run(request)
+    harness.launch()
+    assert set(harness.logs) == {"a"}, "of 30 tokens now"
+    harness.drain()
+
+
+def test_a_conversation_that_alone_has_too_many_logged_chunks_stays():
+    harness = Harness(log_chunks=2)
+    harness.turn(range(18), 2, "a")
+    harness.launch()
+    assert set(harness.logs) == {"a"}
+    harness.drain()
+
+
+def test_a_fork_counts_and_a_deleted_conversation_does_not():
+    harness = Harness(log_chunks=12)
+    harness.turn(range(18), 2, "a")
+    harness.fork("a", "b")
+    harness.delete("a")
+    harness.turn(range(40, 58), 2, "c")
+    harness.launch()
+    assert set(harness.logs) == {"b", "c"}
+    harness.fork("c", "d")
+    harness.launch()
+    assert set(harness.logs) == {"c", "d"}
+    harness.drain()
+
+
 @pytest.mark.parametrize("eviction", ["retention", "lru", "fifo", "lru-conversation"])
 def test_a_pinned_conversation_is_evicted_last_until_the_pin_ends(eviction):
     harness = Harness(eviction=eviction, host_kv_chunks=0)
