@@ -25,10 +25,10 @@ from ..scheduler.types import InvariantError, Output, RequestError, RequestId, S
 from .conversations.store import HistoryStore
 from .conversations.turns import TurnManager
 from .frontend.bodies import ChatBody, CompletionBody
-from .frontend.caller import Caller
+from .frontend.calls import Caller, GenerationCall
 from .frontend.engine_client import outputs
 from .frontend.reply import Reply
-from .frontend.request_builder import GenerationCall, RequestBuilder
+from .frontend.request_builder import RequestBuilder
 from .launch.assemble import assemble, locked_directories
 from .launch.http_options import read_chat_template
 from .launch.settings import HISTORY_FILE

@@ -27,11 +27,11 @@ from ...scheduler.types import RequestError
 from ..conversations.store import HistoryStore
 from ..conversations.turns import TurnManager
 from ..frontend.bodies import ChatBody, CompletionBody
+from ..frontend.calls import GenerationCall, OutputOptions, logged
 from ..frontend.engine_client import ClientGone, EngineClient, OutputStream
 from ..frontend.errors import error_response
 from ..frontend.reply import Reply, Style
-from ..frontend.request_builder import GenerationCall, OutputOptions, RequestBuilder, check_model
-from ..frontend.request_log import logged
+from ..frontend.request_builder import RequestBuilder, check_model
 from ..frontend.tool_calls import ToolCallParser
 from ..messages import Ready
 from ..text.tokenizer import StopMatcher, Tokenizer

@@ -31,11 +31,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from ...scheduler.types import RequestError, SettingError
 from ..conversations.store import HistoryStore
 from ..conversations.turns import TurnManager
-from ..frontend.caller import Caller
+from ..frontend.calls import Caller, GenerationCall, logged
 from ..frontend.engine_client import ClientGone, EngineClient, OutputStream
 from ..frontend.reply import Reply
-from ..frontend.request_builder import GenerationCall, RequestBuilder
-from ..frontend.request_log import logged
+from ..frontend.request_builder import RequestBuilder
 from ..messages import Ready, TritonSettings
 from ..observe.logs import configure_logging
 from ..text.tokenizer import StopMatcher, Tokenizer

@@ -15,8 +15,8 @@ import numpy as np
 
 from ...scheduler.types import FinishReason, RequestError
 from ..frontend.bodies import CompletionBody, parse
+from ..frontend.calls import GenerationCall
 from ..frontend.reply import Reply
-from ..frontend.request_builder import GenerationCall
 
 DTYPES = {"STRING": np.object_, "INT32": np.int32, "INT64": np.int64, "FP32": np.float32}
 """numpy's types of the outputs; strings are bytes."""

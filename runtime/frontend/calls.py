@@ -1,0 +1,143 @@
+"""A call: the client that makes it, what it asks for, how it ends, and its line of the log.
+
+The line is written when the call ends, however it ends: counts and times, never what was said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from ...scheduler.types import Request, RequestError
+from ..conversations.turns import OpenTurn
+from ..messages import Keep
+from .engine_client import ClientGone
+from .reply import CompletionWriter, Reply, usage
+
+OWNER_DIGITS = 8  # enough of a key's digest to tell owners apart
+
+log = logging.getLogger(__name__)
+
+Claim = Callable[[int, str], None]
+"""Counts so many sequences for a call, instead of the one that it counts as from its start.
+
+Raises RequestError: 400, which names the body's field, if the limit is lower; 429 if the client has others open.
+"""
+
+
+def claim_any(sequences: int, param: str) -> None:
+    """There is no limit."""
+
+
+@dataclass(frozen=True)
+class Caller:
+    """The client that makes a call.
+
+    owner   owns what the call stores, and sees no other's; "" where no keys are needed
+    share   owner of the requests for the engine: the key's owner, or without keys the client's address
+    claim   as `Claim`
+    session the name that the client gives to a run of its calls, None: it gives none. Their KV is kept as that of a
+            conversation, but nothing is stored.
+    """
+
+    owner: str = ""
+    share: str = ""
+    claim: Claim = claim_any
+    session: str | None = None
+
+
+@dataclass(frozen=True)
+class GenerationCall:
+    """A checked HTTP call: `requests` differ in their prompt only.
+
+    `echoes`: what goes before each one's reply.
+    `turn`: what its first reply is committed to. Whoever answers the call commits it and closes it.
+    `session`: the client's name for it, of which nothing is stored.
+    `keep`: what the loop is told then about the turn's KV.
+    """
+
+    requests: tuple[Request, ...]
+    echoes: tuple[str, ...]
+    writer: CompletionWriter
+    stream: bool
+    chat: bool
+    stops: tuple[str, ...]
+    include_stop: bool
+    arrived: float
+    most_tool_calls: int = 0
+    turn: OpenTurn | None = None
+    session: str | None = None
+    keep: Keep | None = None
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """What completions and chat completions may ask for beyond one reply.
+
+    n                   replies to each prompt
+    logprobs, prompt_logprobs
+                        how many of the likeliest tokens are reported with each token of the reply, of the prompt
+    grammar             as in `Sampling`
+    most_tool_calls     tool calls looked for in each reply
+    """
+
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    grammar: str | None = None
+    most_tool_calls: int = 0
+
+
+ONE_REPLY = OutputOptions()
+
+
+@contextlib.contextmanager
+def watched(tell_end: Callable[[str, int | None], None]) -> Iterator[None]:
+    """Around the answering of a call: tells how replies ended that have no end of their own ("error", "abort" or
+    "refused"), and the status of a refusal."""
+    unfinished, status = "error", None
+    try:
+        yield
+    except ClientGone:
+        unfinished = "abort"
+        raise
+    except RequestError as error:
+        unfinished, status = "refused", error.status
+        raise
+    finally:
+        tell_end(unfinished, status)
+
+
+def logged(call: GenerationCall, owner: str, replies: Collection[Reply]) -> contextlib.AbstractContextManager[None]:
+    """As `watched`; `owner` as `auth` has it. `replies` may be filled meanwhile."""
+    return watched(partial(_log, call, owner, replies))
+
+
+def _log(call: GenerationCall, owner: str, replies: Collection[Reply], unfinished: str, status: int | None) -> None:
+    """Times count from the call's arrival."""
+    now, counts = time.perf_counter(), usage(list(replies))
+    records = call.turn.records if call.turn is not None else ()
+    started = [reply.started for reply in replies if reply.started is not None]
+    fields = {
+        "id": call.writer.id,
+        "owner": owner[:OWNER_DIGITS] or None,
+        "conversation": records[0].name.id if records else None,
+        "session": call.session,
+        "prompt_tokens": counts["prompt_tokens"],
+        "cached_tokens": counts["prompt_tokens_details"]["cached_tokens"],
+        "generated_tokens": counts["completion_tokens"],
+        "finish": ",".join(dict.fromkeys(reply.finish or unfinished for reply in replies)) or unfinished,
+        "status": status,
+        "queue_ms": _milliseconds(max((reply.queued for reply in replies), default=0.0)),
+        "ttft_ms": _milliseconds(min(started) - call.arrived) if started else None,
+        "total_ms": _milliseconds(now - call.arrived),
+    }
+    log.info("request", extra={"fields": fields})
+
+
+def _milliseconds(seconds: float) -> float:
+    return round(seconds * 1e3, 1)
