@@ -23,7 +23,6 @@ import re
 import secrets
 import shlex
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -320,6 +319,8 @@ def measure_machine(device: str) -> dict[str, Any]:
     """What computes here; of a GPU also its link (GB/s, one way at a time) and a bf16 product of 8192^3 (TFLOP/s)."""
     import torch  # the process that measures alone needs it
 
+    from .bench.gpu_times import median_seconds
+
     machine = {"name": platform.processor() or platform.machine(), "cores": os.cpu_count()}
     if device == "cpu":
         return machine
@@ -329,15 +330,7 @@ def measure_machine(device: str) -> dict[str, Any]:
     a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
 
     def seconds(work: Callable[[], object]) -> float:
-        times = []
-        for _ in range(12):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            work()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(start.elapsed_time(end) / 1e3)
-        return statistics.median(times[2:])
+        return median_seconds(work, repeats=10, before=torch.cuda.synchronize)
 
     return {
         **machine,
