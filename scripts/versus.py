@@ -37,6 +37,7 @@ from ..runtime.launch.settings import default_state_dir
 from ..scheduler.types import SettingError
 from .bench.servers import PIECE, READY, SERVE, run, serving, tell_end, use_memory
 from .bench.versus_report import read_records, write_report
+from .command import exit_status
 
 SHAPES = Path(__file__).parent / "shapes"
 START_SECONDS = 300.0  # longest start of a server
@@ -136,15 +137,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0; 1 if not all was measured, 2 for a wrong option, 130 after Ctrl-C."""
     args = parser().parse_args(argv)
     try:
-        if args.report:
-            print(write_report(read_records(args.report), args.page, args.plot))
-            return 0
-        return Versus(args).run()
-    except SettingError as error:
-        print(f"versus: {error}", file=sys.stderr)
-        return 2
+        return exit_status("versus", lambda: tell(args) if args.report else Versus(args).run())
     except KeyboardInterrupt:
         return 130
+
+
+def tell(args: argparse.Namespace) -> None:
+    print(write_report(read_records(args.report), args.page, args.plot))
 
 
 class Server(NamedTuple):

@@ -32,6 +32,7 @@ from ...runtime.launch.ranks import run_as_ranks, take_share
 from ...scheduler.config import SchedulerConfig
 from ...scheduler.types import SettingError
 from ..bench.loop import Answer
+from ..command import check_least, exit_status
 from .reuse import FLOAT32_TOLERANCE, Asker, Exact, differences, eager_device
 
 if TYPE_CHECKING:
@@ -54,16 +55,15 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     args = parser().parse_args(words)
-    try:
+
+    def run() -> int:
         counts = {Manifest.read(directory).tensor_parallel for directory in args.engine}
         if len(counts) > 1 or min(counts) < 2:
             raise SettingError("--engine", f"all need as many ranks, and at least 2, not {sorted(counts)}")
-        if args.prompts < 1 or args.tokens < 1:
-            raise SettingError("--tokens" if args.prompts else "--prompts", "must be at least 1")
-    except SettingError as error:
-        print(f"check.ranks: {error}", file=sys.stderr)
-        return 2
-    return run_as_ranks("check.ranks", counts.pop(), words, partial(check, args))
+        check_least(args, prompts=1, tokens=1)
+        return run_as_ranks("check.ranks", counts.pop(), words, partial(check, args))
+
+    return exit_status("check.ranks", run)
 
 
 def check(args: argparse.Namespace, ranks: Ranks) -> int:
