@@ -8,15 +8,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from ...scheduler.types import Request, RequestError
 from ..conversations.turns import OpenTurn
 from ..messages import Keep
-from .engine_client import ClientGone
+from ..observe.metrics import Metrics
+from ..text.tokenizer import StopMatcher, Tokenizer
+from .engine_client import ClientGone, OutputStream
 from .reply import CompletionWriter, Reply, usage
+from .tool_calls import ToolCallParser
 
 OWNER_DIGITS = 8  # enough of a key's digest to tell owners apart
 
@@ -73,6 +76,30 @@ class GenerationCall:
     session: str | None = None
     keep: Keep | None = None
 
+    def replies(self, stream: OutputStream, tokenizer: Tokenizer | None) -> list[Reply]:
+        """Returns an empty reply to each request, in their order. `stream` is told where a reply ends."""
+        return [
+            Reply(
+                request,
+                stream,
+                tokenizer,
+                StopMatcher(self.stops, self.include_stop, request.min_tokens) if self.stops else None,
+                continues_prompt=not self.chat,
+                include_stop=self.include_stop,
+                tools=ToolCallParser(self.most_tool_calls) if self.most_tool_calls else None,
+                echoed=echoed,
+            )
+            for request, echoed in zip(self.requests, self.echoes, strict=True)
+        ]
+
+    async def commit(self, replies: Sequence[Reply]) -> None:
+        """Makes the first reply's turn durable, if there is a turn. To be called before any end is told."""
+        if self.turn is not None:
+            first = replies[0]
+            answer = first.message if self.chat else None
+            text, stored = "".join(first.texts), self.writer.stored(replies)
+            await self.turn.commit(first.tokens, text, answer, first.request.salt, stored)
+
 
 @dataclass(frozen=True)
 class OutputOptions:
@@ -112,9 +139,18 @@ def watched(tell_end: Callable[[str, int | None], None]) -> Iterator[None]:
         tell_end(unfinished, status)
 
 
-def logged(call: GenerationCall, owner: str, replies: Collection[Reply]) -> contextlib.AbstractContextManager[None]:
-    """As `watched`; `owner` as `auth` has it. `replies` may be filled meanwhile."""
-    return watched(partial(_log, call, owner, replies))
+@contextlib.contextmanager
+def answering(call: GenerationCall, owner: str, replies: Collection[Reply], metrics: Metrics) -> Iterator[None]:
+    """Around the answering of a call: at its end it is counted, logged, and its turn closed. `owner` as `auth` has it.
+    `replies` may be filled meanwhile."""
+    with watched(partial(_log, call, owner, replies)):
+        try:
+            yield
+        finally:
+            queued = [reply.queued for reply in replies if reply.started is not None]
+            metrics.ended(time.perf_counter() - call.arrived, queued)
+            if call.turn is not None:
+                call.turn.close()
 
 
 def _log(call: GenerationCall, owner: str, replies: Collection[Reply], unfinished: str, status: int | None) -> None:

@@ -80,7 +80,7 @@ Tensors = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
-class OutputOptions:
+class TritonInputs:
     """A request: the completion, and what goes with its last response."""
 
     body: CompletionBody
@@ -90,7 +90,7 @@ class OutputOptions:
     perf_metrics: bool
 
 
-def read_inputs(tensors: Mapping[str, np.ndarray], sequence: str) -> OutputOptions:
+def read_inputs(tensors: Mapping[str, np.ndarray], sequence: str) -> TritonInputs:
     """`sequence`: Triton's sequence id, "" for none; it names the conversation unless `conversation_id` does.
 
     Raises RequestError (400) for what HTTP would refuse too.
@@ -107,7 +107,7 @@ def read_inputs(tensors: Mapping[str, np.ndarray], sequence: str) -> OutputOptio
     if with_logprob:
         fields["logprobs"] = 0
     fields["echo"] = not values.get("sampling_param_exclude_input_from_output", True)
-    return OutputOptions(
+    return TritonInputs(
         body=parse(CompletionBody, json.dumps(fields).encode()),
         finish_reason=values.get("return_finish_reason", False),
         stop_reason=values.get("return_stop_reason", False),
@@ -136,7 +136,7 @@ def piece_tensors(text: str, tokens: list[int]) -> Tensors:
     return _tensors(text_output=text.encode(), output_ids=tokens)
 
 
-def end_tensors(asked: OutputOptions, call: GenerationCall, reply: Reply, chunk_tokens: int, now: float) -> Tensors:
+def end_tensors(asked: TritonInputs, call: GenerationCall, reply: Reply, chunk_tokens: int, now: float) -> Tensors:
     """What was asked about the whole reply. `now`: when its last token came, time.perf_counter's seconds.
 
     Blocks are chunks. Those of the prompt were reused if they had KV in some tier for all of their tokens; reused and
