@@ -37,7 +37,7 @@ from .messages import Forget, Fork, Keep
 from .offline.outputs import CompletionOutput, Logprob, RequestOutput, request_output
 from .offline.params import SamplingParams, body_of
 from .offline.settings import model_engine, read_settings
-from .service import STUCK, forget
+from .service import STUCK, change_conversation, forget
 from .text.tokenizer import Tokenizer
 
 __all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
@@ -324,9 +324,7 @@ class LLM:
 
     def _tell(self, message: Fork | Keep) -> None:
         """A stored conversation has claims of its own."""
-        now = self._loop.clock()
-        if isinstance(message, Keep) and message.conversation in self._scheduler.conversations:
-            self._scheduler.conversations.keep(message.conversation, message.ttl, now + message.pinned, now)
+        change_conversation(self._scheduler, message, self._loop.clock())
 
     def _forget(self, message: Forget) -> asyncio.Future[bool]:
         """A stored conversation has expired."""

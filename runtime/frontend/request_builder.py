@@ -165,8 +165,7 @@ class RequestBuilder:
 
     def model(self, body: GenerationBody) -> str:
         """Returns the name of the model that answers. Raises RequestError if the body names another one."""
-        if body.model is not None:
-            check_model(body.model, self._ready)
+        check_model(body.model, self._ready)
         return self._ready.model
 
     def _style(self, body: ChoicesBody, asked: OutputOptions) -> Style:
@@ -353,9 +352,9 @@ class RequestBuilder:
         )
 
 
-def check_model(name: str, ready: Ready) -> None:
-    """Raises RequestError (404, as OpenAI) if no model of that name is served here."""
-    if name not in (ready.model, *ready.aliases):
+def check_model(name: str | None, ready: Ready) -> None:
+    """Raises RequestError (404, as OpenAI) if no model of that name is served here. None is any model."""
+    if name not in (None, ready.model, *ready.aliases):
         message = f"model {name!r} is not served here; {ready.model!r} is"
         raise RequestError(404, message, "model", "model_not_found")
 
