@@ -25,10 +25,10 @@ from ..scheduler.types import InvariantError, Output, RequestError, RequestId, S
 from .conversations.store import HistoryStore
 from .conversations.turns import TurnManager
 from .frontend.bodies import ChatBody, CompletionBody
-from .frontend.caller import Caller
+from .frontend.calls import Caller, GenerationCall
 from .frontend.engine_client import outputs
 from .frontend.reply import Reply
-from .frontend.request_builder import GenerationCall, RequestBuilder
+from .frontend.request_builder import RequestBuilder
 from .launch.assemble import assemble, locked_directories
 from .launch.http_options import read_chat_template
 from .launch.settings import HISTORY_FILE
@@ -37,8 +37,8 @@ from .messages import Forget, Fork, Keep
 from .offline.outputs import CompletionOutput, Logprob, RequestOutput, request_output
 from .offline.params import SamplingParams, body_of
 from .offline.settings import model_engine, read_settings
-from .service import STUCK, forget
-from .text.tokenizer import StopMatcher, Tokenizer
+from .service import STUCK, change_conversation, forget
+from .text.tokenizer import Tokenizer
 
 __all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
 
@@ -254,8 +254,8 @@ class LLM:
                 while waiting and (not self._jobs or len(self._jobs) + len(waiting[0].call.requests) <= self._most):
                     self._submit(waiting.popleft())
                 for job in self._step():
-                    if job.ended:
-                        self._commit(job)
+                    if job.ended and job.call.turn is not None:
+                        self._wait(job.call.commit(job.replies))
                     if grown or job.ended:
                         yield request_output(job.number, job.prompt, job.replies, self._tokenizer)
         finally:
@@ -265,21 +265,11 @@ class LLM:
             _close_turns(jobs)
 
     def _submit(self, job: _Job) -> None:
-        call = job.call
-        for request in call.requests:
-            grammar = request.sampling.grammar
+        job.replies = job.call.replies(self, self._tokenizer)  # type: ignore[arg-type]  # replies need `finish`
+        for reply in job.replies:
+            request, grammar = reply.request, reply.request.sampling.grammar
             if grammar is not None and (compiling := self._executor.begin_grammar(grammar)) is not None:
                 compiling.result()
-            matcher = StopMatcher(call.stops, call.include_stop, request.min_tokens) if call.stops else None
-            reply = Reply(
-                request,
-                self,  # type: ignore[arg-type]  # it needs `finish`
-                self._tokenizer,
-                matcher,
-                continues_prompt=not call.chat,
-                include_stop=call.include_stop,
-            )
-            job.replies.append(reply)
             self._scheduler.add(request, self._loop.clock())
             self._jobs[request.id] = job, reply
 
@@ -321,12 +311,6 @@ class LLM:
         if ended is not None:
             self._late.append(ended)
 
-    def _commit(self, job: _Job) -> None:
-        turn, first = job.call.turn, job.replies[0]
-        if turn is not None:
-            answer = first.message if job.call.chat else None
-            self._wait(turn.commit(first.tokens, "".join(first.texts), answer, first.request.salt))
-
     def _save(self) -> None:
         """Waits until KV is saved to the disk."""
         until = self._loop.clock() + CLOSING_SECONDS
@@ -340,9 +324,7 @@ class LLM:
 
     def _tell(self, message: Fork | Keep) -> None:
         """Applies a `Keep` if the scheduler knows the conversation. A `Fork` changes nothing here."""
-        now = self._loop.clock()
-        if isinstance(message, Keep) and message.conversation in self._scheduler.conversations:
-            self._scheduler.conversations.keep(message.conversation, message.ttl, now + message.pinned, now)
+        change_conversation(self._scheduler, message, self._loop.clock())
 
     def _forget(self, message: Forget) -> asyncio.Future[bool]:
         """Begins to erase the KV of an expired conversation. The future's result: True if all of it is erased."""

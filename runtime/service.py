@@ -209,7 +209,7 @@ class Service:
                 forget(self._scheduler, message)
                 self._tell_erased()
             case Fork() | Keep():
-                self._change_conversation(message, now)
+                change_conversation(self._scheduler, message, now)
             case Look(start):
                 self._outbox.put(self._scheduler.conversations.residency(start, LOOKED_AT))
                 self._send(Applied())
@@ -239,18 +239,6 @@ class Service:
     def _tell_erased(self) -> None:
         for wholly in self._scheduler.disk.take_erased():
             self._outbox.put(Erased(wholly))
-
-    def _change_conversation(self, message: Fork | Keep, now: float) -> None:
-        """Applies the change if the scheduler knows the conversation. The history store knows all conversations, the
-        scheduler only those that have been active since the start."""
-        if message.conversation not in self._scheduler.conversations:
-            return
-        match message:
-            case Fork(conversation, new):
-                if new not in self._scheduler.conversations:
-                    self._scheduler.conversations.fork(conversation, new, now)
-            case Keep(conversation, ttl, pinned):
-                self._scheduler.conversations.keep(conversation, ttl, now + pinned, now)
 
     def _log_drain(self, seconds: float) -> None:
         replies = len(self._compiling) + len(self._scheduler.open_requests())
@@ -294,6 +282,20 @@ class Service:
         if applied.logprobs or applied.prompt_logprobs:
             message = replace(message, logprobs=applied.logprobs, prompt_logprobs=applied.prompt_logprobs)
         self._outbox.put(message)
+
+
+def change_conversation(scheduler: Scheduler, message: Fork | Keep, now: float) -> None:
+    """Applies the change if the scheduler knows the conversation. The history store knows all conversations, the
+    scheduler only those that have been active since the start."""
+    known = scheduler.conversations
+    if message.conversation not in known:
+        return
+    match message:
+        case Fork(conversation, new):
+            if new not in known:
+                known.fork(conversation, new, now)
+        case Keep(conversation, ttl, pinned):
+            known.keep(conversation, ttl, now + pinned, now)
 
 
 def forget(scheduler: Scheduler, message: Forget) -> None:

@@ -321,12 +321,11 @@ def source_metric(source: str) -> str:
 
 
 def read_metrics(server: Server) -> dict[str, float]:
-    """Samples of /metrics by name with labels; none if the server has no such page, or is gone."""
+    """As `Server.metrics`; none if the server has no such page, or is gone."""
     try:
-        lines = [line for line in server.text("/metrics").splitlines() if line and not line.startswith("#")]
+        return server.metrics()
     except (ServerError, UnicodeDecodeError):
         return {}
-    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 
 
 def _sleep_until(moment: float) -> None:

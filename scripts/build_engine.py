@@ -7,13 +7,13 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..builder.choices import BACKENDS, DEFAULT_BACKEND, DEVICES, DTYPES, WEIGHTS
 from ..runtime.launch.command_line import CommandParser, ending_at_once, run_interruptible
 from ..scheduler.types import SettingError
 from . import profile_engine
+from .command import exit_status
 
 if TYPE_CHECKING:
     from ..builder.build import Built
@@ -125,17 +125,13 @@ def describe(compiled: Compiled) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    return run_interruptible("build_engine", partial(make, args))
+    return run_interruptible("build_engine", lambda: exit_status("build_engine", lambda: make(args)))
 
 
 def make(args: argparse.Namespace) -> int:
-    """Builds and tells; the exit status."""
+    """Builds and tells; the exit status. Raises SettingError."""
     start = time.perf_counter()
-    try:
-        built = build(args)
-    except SettingError as error:
-        print(f"build_engine: {error}", file=sys.stderr)
-        return 2
+    built = build(args)
     seconds = time.perf_counter() - start
     manifest = built.manifest
     each = "" if manifest.tensor_parallel == 1 else f" on each of {manifest.tensor_parallel} ranks"

@@ -42,7 +42,9 @@ class ServerError(Exception):
 class Server:
     """The HTTP API. A connection for each request: closing it is how a reply is stopped."""
 
-    def __init__(self, url: str, api_key: str | None):
+    def __init__(self, url: str, api_key: str | None, read_seconds: float | None = None):
+        """`read_seconds`: the longest wait for a piece of an answer (default: a reply takes as long as it takes)."""
+        self._read_seconds = read_seconds
         self.url = url.rstrip("/").removesuffix("/v1")
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -63,6 +65,11 @@ class Server:
         with self._answer("GET", path, None) as response:
             return response.read().decode()
 
+    def metrics(self) -> dict[str, float]:
+        """Samples of /metrics, by name with labels."""
+        lines = [line for line in self.text("/metrics").splitlines() if line and not line.startswith("#")]
+        return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
     def events(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
         """The objects of a stream. Whoever closes this generator early stops the reply."""
         with self._answer("POST", path, body) as response:
@@ -78,7 +85,7 @@ class Server:
         connection = self._connect()
         try:
             connection.request(method, self._path + path, None if body is None else json.dumps(body), self._headers)
-            connection.sock.settimeout(None)  # a reply takes as long as it takes
+            connection.sock.settimeout(self._read_seconds)
             response = connection.getresponse()
             if response.status >= 400:
                 raise ServerError(_reason(response), response.status)

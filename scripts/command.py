@@ -7,16 +7,18 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from ..scheduler.types import SettingError
 
+Number = TypeVar("Number", int, float)
 
-def exit_status(prog: str, work: Callable[[], int | None]) -> int:
-    """What `work` returns (None: 0); 2 after a SettingError, which is told in one line."""
+
+def exit_status(prog: str, work: Callable[[], int | None], wrong: tuple[type[Exception], ...] = (SettingError,)) -> int:
+    """What `work` returns (None: 0); 2 after one of the errors `wrong`, which is told in one line."""
     try:
         return work() or 0
-    except SettingError as error:
+    except wrong as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 2
 
@@ -39,6 +41,14 @@ def check_least(args: argparse.Namespace, **least: float) -> None:
 
 def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
+
+
+def numbers(text: str, option: str, kind: type[Number]) -> list[Number]:
+    """Of a text with commas between. SettingError."""
+    try:
+        return [kind(number) for number in text.split(",")]
+    except ValueError:
+        raise SettingError(option, f"must be numbers with commas between, not {text!r}") from None
 
 
 # Tables.

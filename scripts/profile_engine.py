@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..builder.choices import DEVICES
 from ..runtime.launch.command_line import CommandParser, ending_at_once, run_interruptible
-from ..scheduler.types import SettingError
+from .command import check_above_0, exit_status
 from .figures import pyplot
 
 if TYPE_CHECKING:
@@ -50,22 +50,20 @@ def parser() -> CommandParser:
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     args = parser().parse_args(words)
-    try:
+
+    def run() -> int:
         check(args)
         with ending_at_once("pensieve profile"):
             from ..runtime.launch import profiling  # and torch
 
         return profiling.run(args, words, partial(work, args))
-    except SettingError as error:
-        print(f"pensieve profile: {error}", file=sys.stderr)
-        return 2
+
+    return exit_status("pensieve profile", run)
 
 
 def check(args: argparse.Namespace) -> None:
     """Raises SettingError for numbers that cannot be, or figures that cannot be drawn."""
-    for name in ("chunk_tokens", "max_num_seqs", "max_num_batched_tokens", "seconds"):
-        if not getattr(args, name) > 0:
-            raise SettingError(f"--{name.replace('_', '-')}", f"must be above 0, not {getattr(args, name)}")
+    check_above_0(args, ("chunk_tokens", "max_num_seqs", "max_num_batched_tokens", "seconds"))
     if args.plots is not None:
         pyplot("--plots")  # known to be there before anything is measured
 

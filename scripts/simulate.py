@@ -19,7 +19,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..runtime.launch.command_line import CommandParser
@@ -31,16 +30,10 @@ from ..scheduler.types import SettingError
 from .bench.models import MODELS
 from .bench.traces import CHATS, read_trace, synthetic
 from .command import check_above_0, check_least, exit_status, result_line, title_line
-from .simulated_cluster import (
-    add_cluster_options,
-    cluster_json,
-    cluster_line,
-    cluster_titles,
-    plan_cluster,
-    simulate_cluster,
-)
+from .simulated_cluster import COLUMNS as CLUSTER_COLUMNS
+from .simulated_cluster import add_cluster_options, cluster_json, cluster_line, plan_cluster, simulate_cluster
 from .simulated_load import COLUMNS as LOAD_COLUMNS
-from .simulated_load import add_load_options, plan_load, simulate_load
+from .simulated_load import add_load_options, add_workload, config_of, plan_load, simulate_load
 
 POSITIVE = (
     *("sessions_per_s", "think_s", "flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "chunk_tokens"),
@@ -82,9 +75,7 @@ def parser(preset: str = "trace") -> CommandParser:
 
 def add_trace_options(made: argparse.ArgumentParser) -> None:
     option = made.add_argument
-    workload = made.add_mutually_exclusive_group(required=True)
-    workload.add_argument("--trace", type=Path, metavar="FILE", help="JSON lines of request lengths (.gz or plain)")
-    workload.add_argument("--synthetic", choices=CHATS, help="conversations with the means of a data set")
+    add_workload(made)
     option("--sessions", type=int, metavar="N", help="so many conversations (default: all of a trace, 1000 synthetic)")
     option("--sessions-per-s", type=float, default=0.1, metavar="RATE", help="starts a second (default %(default)s)")
     option("--seed", type=int, default=0, metavar="N", help="of starts and synthetic lengths (default %(default)s)")
@@ -149,7 +140,7 @@ def cluster_lines(args: argparse.Namespace) -> Iterator[str]:
     speeds = args.flops_per_s, args.memory_bytes_per_s, args.link_bytes_per_s
     runs = plan_cluster(args, lambda longest: model.cost(args.chunk_tokens, longest, *speeds))
     if not args.json:
-        yield cluster_titles()
+        yield title_line(CLUSTER_COLUMNS)
     for run, found in in_processes(simulate_cluster, runs, args.jobs):
         yield cluster_json(run, found) if args.json else cluster_line(run, found)
 
@@ -174,7 +165,6 @@ def plan_runs(args: argparse.Namespace) -> list[Run]:
         disk_write_bytes_per_s=args.disk_write_bytes_per_s,
     )
     policies = EVICTION_POLICIES if args.eviction == "all" else args.eviction.split(",")
-    gpu_bytes = parse_bytes(args.gpu_kv_bytes, "--gpu-kv-bytes")
     host_sizes = [parse_bytes(size, "--host-kv-bytes") for size in args.host_kv_bytes.split(",")]
     disk_sizes = [parse_bytes(size, "--disk-kv-bytes") for size in args.disk_kv_bytes.split(",")]
     for name, default in (("save", "async"), ("prefetch", "on")):
@@ -187,16 +177,12 @@ def plan_runs(args: argparse.Namespace) -> list[Run]:
         Run(
             host_bytes,
             disk_bytes,
-            SchedulerConfig(
-                gpu_kv_chunks=gpu_bytes // cost.chunk_bytes,
+            config_of(
+                args,
+                sessions,
+                cost,
                 host_kv_chunks=host_bytes // cost.chunk_bytes,
-                max_model_len=longest_context(sessions),
-                max_num_seqs=args.max_num_seqs,
-                max_num_batched_tokens=args.max_num_batched_tokens,
-                chunk_tokens=args.chunk_tokens,
-                max_queue=len(sessions),
                 eviction=policy,
-                queue_order=args.queue_order,
                 disk_kv_chunks=disk_bytes // cost.chunk_bytes,
                 save=args.save,
                 prefetch=args.prefetch == "on",

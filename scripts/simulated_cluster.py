@@ -14,7 +14,6 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import product
-from pathlib import Path
 from typing import NamedTuple
 
 from ..runtime.launch.options import parse_bytes
@@ -26,9 +25,11 @@ from ..scheduler.types import SettingError
 from .bench.models import MODELS
 from .bench.traces import CHATS, made_up, read_trace, synthetic
 from .bench.workload import plan_arrivals
-from .simulated_load import POOL, SECONDS_PER_TOKEN, joined
+from .command import numbers, result_line
+from .simulated_load import POOL, SECONDS_PER_TOKEN, add_workload, config_of, joined
 
 KINDS = ("fail", "drain", "back")
+SETTING = ("replicas", "routing", "seed")
 
 
 class ClusterRun(NamedTuple):
@@ -53,9 +54,7 @@ def add_cluster_options(made: argparse.ArgumentParser) -> None:
     option("--simulated", type=int, metavar="N", help="replicas that stand for all (default: all are simulated)")
     option("--event", action="append", default=[], metavar="S:REPLICA:KIND",
            help=f"after S seconds one of {', '.join(KINDS)}; replicas count from 0; may be repeated")  # fmt: skip
-    workload = made.add_mutually_exclusive_group(required=True)
-    workload.add_argument("--trace", type=Path, metavar="FILE", help="JSON lines of request lengths (.gz or plain)")
-    workload.add_argument("--synthetic", choices=CHATS, help="conversations with the means of a data set")
+    add_workload(made)
     option("--sessions-per-s", type=float, default=0.1, metavar="RATE", help="a replica (default %(default)s)")
     option("--seconds", type=float, default=300.0, metavar="S", help="of arrivals (default %(default)s)")
     option("--warm-up-s", type=float, default=150.0, metavar="S",
@@ -69,30 +68,22 @@ def add_cluster_options(made: argparse.ArgumentParser) -> None:
 
 def plan_cluster(args: argparse.Namespace, cost_of: Callable[[int], CostProfile]) -> list[ClusterRun]:
     """`cost_of`: what steps and copies cost, for contexts up to so many tokens. Raises SettingError."""
-    numbers = _numbers(args.replicas, "--replicas")
+    replicas = numbers(args.replicas, "--replicas", int)
     routings = ROUTINGS if args.routing == "all" else tuple(args.routing.split(","))
     if unknown := [name for name in routings if name not in ROUTINGS]:
         raise SettingError("--routing", f"is all, or of {', '.join(ROUTINGS)}, not {unknown[0]!r}")
     if not 0 <= args.warm_up_s < args.seconds:
         raise SettingError("--warm-up-s", f"must be below --seconds ({args.seconds:g}), not {args.warm_up_s:g}")
-    if min(numbers) < 1 or (args.simulated is not None and args.simulated < 1):
+    if min(replicas) < 1 or (args.simulated is not None and args.simulated < 1):
         raise SettingError("--replicas, --simulated", "must be at least 1")
     events = tuple(sorted(_event(text) for text in args.event))
-    _check_events(events, min(numbers), args.simulated)
+    _check_events(events, min(replicas), args.simulated)
     runs = []
-    for number, seed in product(numbers, _numbers(args.seeds, "--seeds")):
+    for number, seed in product(replicas, numbers(args.seeds, "--seeds", int)):
         sessions = _sessions(args, number, seed)
         cost = cost_of(longest_context(sessions))
-        config = SchedulerConfig(
-            gpu_kv_chunks=parse_bytes(args.gpu_kv_bytes, "--gpu-kv-bytes") // cost.chunk_bytes,
-            host_kv_chunks=parse_bytes(args.host_kv_bytes, "--host-kv-bytes") // cost.chunk_bytes,
-            max_model_len=longest_context(sessions),
-            max_num_seqs=args.max_num_seqs,
-            max_num_batched_tokens=args.max_num_batched_tokens,
-            chunk_tokens=args.chunk_tokens,
-            max_queue=len(sessions),
-            queue_order=args.queue_order,
-        )
+        host_kv_chunks = parse_bytes(args.host_kv_bytes, "--host-kv-bytes") // cost.chunk_bytes
+        config = config_of(args, sessions, cost, host_kv_chunks=host_kv_chunks)
         runs += [
             ClusterRun(
                 *(number, routing, args.simulated, seed, config, cost, sessions),
@@ -101,13 +92,6 @@ def plan_cluster(args: argparse.Namespace, cost_of: Callable[[int], CostProfile]
             for routing in routings
         ]
     return runs
-
-
-def _numbers(text: str, option: str) -> list[int]:
-    try:
-        return [int(number) for number in text.split(",")]
-    except ValueError:
-        raise SettingError(option, f"whole numbers with commas between, not {text!r}") from None
 
 
 def _event(text: str) -> Event:
@@ -173,47 +157,28 @@ def simulate_cluster(run: ClusterRun) -> ClusterReport:
 
 
 COLUMNS = {
-    "replicas": 8,
-    "routing": 17,
-    "seed": 4,
-    "requests": 9,
-    "hit %": 6,
-    "TTFT p50 s": 10,
-    "p95 s": 8,
-    "p99 s": 8,
-    "ms/token": 8,
-    "busiest": 7,
-    "moved %": 7,
-    "retried": 7,
+    "replicas": ("replicas", "8"),
+    "routing": ("routing", ">17"),
+    "seed": ("seed", "4"),
+    "requests": ("requests", "9,"),
+    "hit_percent": ("hit %", "6.1f"),
+    "ttft_p50": ("TTFT p50 s", "10.3f"),
+    "ttft_p95": ("p95 s", "8.3f"),
+    "ttft_p99": ("p99 s", "8.3f"),
+    "ms_per_token": ("ms/token", "8.1f"),
+    "busiest": ("busiest", "7.2f"),
+    "moved_percent": ("moved %", "7.1f"),
+    "retried": ("retried", "7"),
 }
-"""Titles and widths. busiest: of the replicas, seconds in steps over the mean; moved: served elsewhere than before."""
-
-
-def cluster_titles() -> str:
-    return _line(*COLUMNS)
+"""busiest: of the replicas, seconds in steps over the mean; moved: served elsewhere than before."""
 
 
 def cluster_line(run: ClusterRun, found: ClusterReport) -> str:
-    return _line(
-        f"{run.replicas}",
-        run.routing,
-        f"{run.seed}",
-        f"{found.requests:,}",
-        f"{100 * found.hit_rate:.1f}",
-        f"{found.ttft_p50:.3f}",
-        f"{found.ttft_p95:.3f}",
-        f"{found.ttft_p99:.3f}",
-        f"{1e3 * found.seconds_per_token:.1f}",
-        f"{found.busiest:.2f}",
-        f"{100 * found.moved / found.requests:.1f}",
-        f"{found.retried}",
-    )
+    rates = {"hit_percent": 100 * found.hit_rate, "moved_percent": 100 * found.moved / found.requests}
+    rates["ms_per_token"] = 1e3 * found.seconds_per_token
+    return result_line(COLUMNS, asdict(found) | rates | {name: getattr(run, name) for name in SETTING})
 
 
 def cluster_json(run: ClusterRun, found: ClusterReport) -> str:
-    setting = {"replicas": run.replicas, "routing": run.routing, "simulated": run.simulated, "seed": run.seed}
+    setting = {name: getattr(run, name) for name in (*SETTING, "simulated")}
     return json.dumps({"bench": "simulate_cluster", **setting, **asdict(found), "hit_rate": found.hit_rate})
-
-
-def _line(*cells: str) -> str:
-    return "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, COLUMNS.values(), strict=True))

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import argparse
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import product
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from ..runtime.launch.options import parse_bytes
 from ..scheduler.config import SchedulerConfig
@@ -23,6 +24,7 @@ from ..scheduler.types import Applied, RequestId, SettingError, Usage
 from .bench.models import MODELS
 from .bench.traces import CHATS, TURN_COUNTS, made_up, synthetic
 from .bench.workload import Arrival, plan_arrivals
+from .command import numbers
 
 MODEL = MODELS["llama-2-13b-gqa"]
 LINK_BYTES_PER_S = 48.5e9  # each way, both at work
@@ -87,6 +89,27 @@ def joined(arrival: Arrival, name: str) -> Session:
     return Session(name, arrival.at, (SessionTurn(0, known, first.output_tokens - arrival.done), *later))
 
 
+def add_workload(made: argparse.ArgumentParser) -> None:
+    """Of the simulators that replay a trace as well."""
+    workload = made.add_mutually_exclusive_group(required=True)
+    workload.add_argument("--trace", type=Path, metavar="FILE", help="JSON lines of request lengths (.gz or plain)")
+    workload.add_argument("--synthetic", choices=CHATS, help="conversations with the means of a data set")
+
+
+def config_of(args: argparse.Namespace, sessions: Sequence[Session], cost: CostProfile, **how: Any) -> SchedulerConfig:
+    """From the options that all simulators have, and `how`, as `SchedulerConfig` has it. SettingError."""
+    return SchedulerConfig(
+        gpu_kv_chunks=parse_bytes(args.gpu_kv_bytes, "--gpu-kv-bytes") // cost.chunk_bytes,
+        max_model_len=longest_context(sessions),
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        chunk_tokens=args.chunk_tokens,
+        max_queue=len(sessions),
+        queue_order=args.queue_order,
+        **how,
+    )
+
+
 class LoadRun(NamedTuple):
     """One line of the table. `cost`: of chunks as they are on HOST."""
 
@@ -107,18 +130,9 @@ def run_of(args: argparse.Namespace, rate: float, seed: int) -> LoadRun:
     sessions = sessions_of(args, rate, seed)
     if not sessions:
         raise SettingError("--rate", f"at {rate:g} conversations/s none comes in {args.seconds:g} s")
-    config = SchedulerConfig(
-        gpu_kv_chunks=parse_bytes(args.gpu_kv_bytes, "--gpu-kv-bytes") // cost.chunk_bytes,
-        host_kv_chunks=parse_bytes(args.host_kv_bytes, "--host-kv-bytes") // lower.chunk_bytes,
-        max_model_len=longest_context(sessions),
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        chunk_tokens=args.chunk_tokens,
-        max_queue=len(sessions),
-        swap_out_below=args.swap_out_below,
-        generation_reserve=args.generation_reserve,
-        queue_order=args.queue_order,
-    )
+    how = {"swap_out_below": args.swap_out_below, "generation_reserve": args.generation_reserve}
+    host_kv_chunks = parse_bytes(args.host_kv_bytes, "--host-kv-bytes") // lower.chunk_bytes
+    config = config_of(args, sessions, cost, host_kv_chunks=host_kv_chunks, **how)
     return LoadRun(rate, seed, config, lower, sessions, args.seconds, args.measure_s, args.think_s)
 
 
@@ -173,10 +187,10 @@ def simulate_load(run: LoadRun) -> dict[str, float] | None:
     tally = Tally(run.seconds - run.measure_s)
     simulator = Simulator(run.config, run.cost, run.sessions, watch=tally.watch)
     simulator.play(run.seconds)
-    return numbers(run, tally, simulator) if tally.latency else None
+    return line_of(run, tally, simulator) if tally.latency else None
 
 
-def numbers(run: LoadRun, tally: Tally, simulator: Simulator) -> dict[str, float]:
+def line_of(run: LoadRun, tally: Tally, simulator: Simulator) -> dict[str, float]:
     """`needs_gb`: the KV of what is served, and of those who think and will be back, were none of it lost, GB."""
     ended, stats = len(tally.latency), simulator.scheduler.stats()
     prompts = {item.name: sum(getattr(usage, item.name) for usage in tally.usage) for item in fields(Usage)}
@@ -224,11 +238,7 @@ def plan_load(args: argparse.Namespace) -> list[LoadRun]:
     """Raises SettingError."""
     if args.measure_s > args.seconds:
         raise SettingError("--measure-s", f"is part of --seconds ({args.seconds:g}), not {args.measure_s:g}")
-    try:
-        rates = [float(text) for text in args.rate.split(",")]
-        seeds = [int(text) for text in args.seeds.split(",")]
-    except ValueError as error:
-        raise SettingError("--rate, --seeds", f"numbers with commas between: {error}") from error
+    rates, seeds = numbers(args.rate, "--rate", float), numbers(args.seeds, "--seeds", int)
     if min(rates) <= 0:
         raise SettingError("--rate", f"must be above 0, not {args.rate}")
     return [run_of(args, rate, seed) for rate, seed in product(rates, seeds)]

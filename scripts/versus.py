@@ -23,7 +23,6 @@ import re
 import secrets
 import shlex
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -38,6 +37,7 @@ from ..runtime.launch.settings import default_state_dir
 from ..scheduler.types import SettingError
 from .bench.servers import PIECE, READY, SERVE, run, serving, tell_end, use_memory
 from .bench.versus_report import read_records, write_report
+from .command import exit_status
 
 SHAPES = Path(__file__).parent / "shapes"
 START_SECONDS = 300.0  # longest start of a server
@@ -138,15 +138,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0; 1 if not all was measured, 2 for a wrong option, 130 after Ctrl-C."""
     args = parser().parse_args(argv)
     try:
-        if args.report:
-            print(write_report(read_records(args.report), args.page, args.plot))
-            return 0
-        return Versus(args).run()
-    except SettingError as error:
-        print(f"versus: {error}", file=sys.stderr)
-        return 2
+        return exit_status("versus", lambda: tell(args) if args.report else Versus(args).run())
     except KeyboardInterrupt:
         return 130
+
+
+def tell(args: argparse.Namespace) -> None:
+    print(write_report(read_records(args.report), args.page, args.plot))
 
 
 class Server(NamedTuple):
@@ -321,6 +319,8 @@ def measure_machine(device: str) -> dict[str, Any]:
     """What computes here; of a GPU also its link (GB/s, one way at a time) and a bf16 product of 8192^3 (TFLOP/s)."""
     import torch  # the process that measures alone needs it
 
+    from .bench.gpu_times import median_seconds
+
     machine = {"name": platform.processor() or platform.machine(), "cores": os.cpu_count()}
     if device == "cpu":
         return machine
@@ -330,15 +330,7 @@ def measure_machine(device: str) -> dict[str, Any]:
     a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
 
     def seconds(work: Callable[[], object]) -> float:
-        times = []
-        for _ in range(12):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            work()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(start.elapsed_time(end) / 1e3)
-        return statistics.median(times[2:])
+        return median_seconds(work, repeats=10, before=torch.cuda.synchronize)
 
     return {
         **machine,

@@ -66,7 +66,7 @@ class StoredTurn:
         """`whole.messages` begin with the parent's."""
         before = parent.transcript() if parent is not None else Transcript((), array("i"), "", 0)
         kept = common_prefix(before.tokens, whole.tokens)
-        text_kept = common_text(before.text, whole.text)
+        text_kept = common_prefix(before.text, whole.text)
         return cls(
             parent,
             whole.messages[len(before.messages) :],
@@ -135,20 +135,6 @@ class TextPieces:
         return "".join(self._pieces)
 
 
-def common_text(left: str, right: str) -> int:
-    """How many leading characters are equal."""
-    low, high = 0, min(len(left), len(right))
-    if left[:high] == right[:high]:
-        return high
-    while high - low > 1:  # left[:low] == right[:low], left[:high] != right[:high]
-        middle = (low + high) // 2
-        if left[low:middle] == right[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
 def spliced(tokenizer: Tokenizer, text: str, turn: StoredTurn | None) -> array[int] | None:
     """Token ids of a prompt: stored ids for the longest stored text it begins with, the rest tokenised.
 
@@ -172,7 +158,7 @@ def _fitting(turn: StoredTurn | None, text: str) -> list[StoredTurn]:
     found, equal = [], 0  # leading characters that the text has in common with that of the turn
     for past in reversed(list(turn.lineage()) if turn is not None else ()):
         if equal >= past.text_kept:
-            equal = past.text_kept + common_text(past.text, text[past.text_kept : past.text_kept + len(past.text)])
+            equal = past.text_kept + common_prefix(past.text, text[past.text_kept : past.text_kept + len(past.text)])
         if equal == past.text_kept + len(past.text) and past.inside > 0:
             found.append(past)
     return found[::-1]

@@ -244,7 +244,7 @@ class ChoicesBody(GenerationBody):
 
 
 class CompletionBody(ChoicesBody):
-    """POST /v1/completions. `prompt`: text or token ids, or several of these; checked by `RequestBuilder`."""
+    """POST /v1/completions. `prompt`: text or token ids, or several of these; `prompts` checks it."""
 
     NEUTRAL: ClassVar = {
         **GenerationBody.NEUTRAL,
@@ -266,6 +266,22 @@ class CompletionBody(ChoicesBody):
     @property
     def reply_logprobs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Text, token ids, or several of either. Raises RequestError if the prompt is none of these."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        kinds = set(map(type, prompt))
+        if kinds == {int}:
+            return [prompt]
+        if not prompt or [] in prompt or "" in prompt:
+            raise RequestError(400, "the prompt is empty", "prompt")
+        if kinds == {str} or (kinds == {list} and all(set(map(type, ids)) == {int} for ids in prompt)):
+            return prompt
+        forms = "text, a list of token ids, or a list of several of one of these"
+        raise RequestError(400, f"prompt: must be {forms}", "prompt")
 
 
 class ChatBody(ChoicesBody):

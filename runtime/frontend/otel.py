@@ -5,12 +5,12 @@ Needs the extra `otel`, so it is imported only with `--otlp-traces-endpoint`.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import secrets
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
@@ -19,11 +19,9 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from ...scheduler.types import RequestError
 from ..observe.metrics import SOURCES
-from .engine_client import ClientGone
+from .calls import GenerationCall, watched
 from .reply import Reply, usage
-from .request_builder import GenerationCall
 
 CLOSE_SECONDS = 2.0  # for the last spans; a collector that is down must not delay the end
 SPAN = "llm_request"  # vLLM's name
@@ -50,20 +48,11 @@ class Tracing:
         self._tracer = self._provider.get_tracer("pensieve")
         self._propagator = TraceContextTextMapPropagator()
 
-    @contextlib.contextmanager
-    def traced(self, call: GenerationCall, headers: Headers, replies: Collection[Reply]) -> Iterator[None]:
-        """Wraps the answering of a call with these request headers. `replies` may be filled meanwhile."""
-        unfinished, failure = "error", None
-        try:
-            yield
-        except ClientGone:
-            unfinished = "abort"
-            raise
-        except RequestError as error:
-            unfinished, failure = "refused", str(error.status)
-            raise
-        finally:
-            self._end(call, headers, list(replies), unfinished, failure)
+    def traced(
+        self, call: GenerationCall, headers: Headers, replies: Collection[Reply]
+    ) -> AbstractContextManager[None]:
+        """As `watched`, for a call with these request headers. `replies` may be filled meanwhile."""
+        return watched(lambda unfinished, status: self._end(call, headers, list(replies), unfinished, status))
 
     def close(self) -> None:
         """Sends the remaining spans, for CLOSE_SECONDS at most. No call may be traced afterwards."""
@@ -72,9 +61,9 @@ class Tracing:
         closing.join(CLOSE_SECONDS)
 
     def _end(
-        self, call: GenerationCall, headers: Headers, replies: list[Reply], unfinished: str, failure: str | None
+        self, call: GenerationCall, headers: Headers, replies: list[Reply], unfinished: str, status: int | None
     ) -> None:
-        """`unfinished`: the finish reason of replies that have none. `failure`: the status of a refusal."""
+        """`unfinished` and `status`: as `watched` passes them."""
         seconds, now = time.perf_counter() - call.arrived, time.time_ns()
         finishes = [reply.reason or unfinished for reply in replies] or [unfinished]
         carrier = {name.decode(): value.decode("latin-1") for name, value in headers if name in TRACE_HEADERS}
@@ -82,6 +71,7 @@ class Tracing:
         context, start = self._propagator.extract(carrier), now - round(seconds * 1e9)
         span = self._tracer.start_span(SPAN, context, SpanKind.SERVER, attributes, start_time=start)
         span.set_attribute("gen_ai.response.finish_reasons", finishes)
+        failure = None if status is None else str(status)
         if failure is None and "error" in finishes:
             failure = "_OTHER"  # the conventions' value for other errors
         if failure is not None:

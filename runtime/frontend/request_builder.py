@@ -8,9 +8,8 @@ import logging
 import random
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from ...scheduler.types import Request, RequestError, RequestId, Sampling, check_logprobs
 from ..conversations.transcript import Message
@@ -18,7 +17,7 @@ from ..conversations.turns import OpenTurn, TurnManager, session_name
 from ..messages import Keep, Ready
 from ..text.tokenizer import Tokenizer
 from .bodies import ChatBody, ChoicesBody, CompletionBody, GenerationBody
-from .caller import Caller
+from .calls import ONE_REPLY, Caller, GenerationCall, OutputOptions
 from .grammar_check import GrammarChecker, open_checker
 from .logprobs import LogprobsWriter
 from .reply import ChatWriter, CompletionWriter, Style
@@ -34,48 +33,6 @@ TOOLS_IGNORED = (
 )
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class GenerationCall:
-    """A checked HTTP call: `requests` differ in their prompt only.
-
-    `echoes`: text before each one's reply.
-    `turn`: the turn that its first reply is committed to. The code that answers the call commits and closes it.
-    `session`: the client's name for a series of calls; nothing is stored under it.
-    `keep`: sent to the loop then, for the turn's KV.
-    """
-
-    requests: tuple[Request, ...]
-    echoes: tuple[str, ...]
-    writer: CompletionWriter
-    stream: bool
-    chat: bool
-    stops: tuple[str, ...]
-    include_stop: bool
-    arrived: float
-    most_tool_calls: int = 0
-    turn: OpenTurn | None = None
-    session: str | None = None
-    keep: Keep | None = None
-
-
-@dataclass(frozen=True)
-class OutputOptions:
-    """Options of completions and chat completions that responses do not have.
-
-    n                   replies to each prompt
-    logprobs, prompt_logprobs
-                        number of likeliest tokens reported with each token of the reply, of the prompt
-    grammar             as in `Sampling`
-    most_tool_calls     the most tool calls that a reply may contain
-    """
-
-    n: int = 1
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    grammar: str | None = None
-    most_tool_calls: int = 0
 
 
 class RequestBuilder:
@@ -118,7 +75,7 @@ class RequestBuilder:
         """`most_tokens`: the reply's limit if the body has none; lowered to the room in the context."""
         if body.echo and body.logprobs is not None:
             asked = replace(asked, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
-        several = _one_or_several(body.prompt)
+        several = body.prompts
         if len(several) * body.n > MOST_REQUESTS:
             message = f"{len(several)} prompts with n = {body.n} are more than {MOST_REQUESTS} replies in one request"
             raise RequestError(400, message, "prompt")
@@ -209,8 +166,7 @@ class RequestBuilder:
 
     def model(self, body: GenerationBody) -> str:
         """Returns the name of the model that answers. Raises RequestError if the body names another one."""
-        if body.model is not None:
-            check_model(body.model, self._ready)
+        check_model(body.model, self._ready)
         return self._ready.model
 
     def _style(self, body: ChoicesBody, asked: OutputOptions) -> Style:
@@ -267,7 +223,7 @@ class RequestBuilder:
         arrived: float,
         caller: Caller,
         turn: OpenTurn | None,
-        asked: OutputOptions = OutputOptions(),
+        asked: OutputOptions = ONE_REPLY,
         echoes: Sequence[str] = ("",),
     ) -> GenerationCall:
         """`default`: the most tokens to generate if the body has no limit and the context has room; `echoes`: for each
@@ -398,9 +354,9 @@ class RequestBuilder:
         )
 
 
-def check_model(name: str, ready: Ready) -> None:
-    """Raises RequestError (404, as OpenAI) if no model of that name is served here."""
-    if name not in (ready.model, *ready.aliases):
+def check_model(name: str | None, ready: Ready) -> None:
+    """Raises RequestError (404, as OpenAI) if no model of that name is served here. None is any model."""
+    if name not in (None, ready.model, *ready.aliases):
         message = f"model {name!r} is not served here; {ready.model!r} is"
         raise RequestError(404, message, "model", "model_not_found")
 
@@ -431,17 +387,3 @@ def closed_on_error(turn: OpenTurn | None) -> Iterator[None]:
         if turn is not None:
             turn.close()
         raise
-
-
-def _one_or_several(prompt: str | list[Any]) -> list[str | list[int]]:
-    """Returns the prompts, given in one of OpenAI's four forms: text, token ids, or several of either."""
-    if isinstance(prompt, str):
-        return [prompt]
-    kinds = set(map(type, prompt))
-    if kinds == {int}:
-        return [prompt]
-    if not prompt or [] in prompt or "" in prompt:
-        raise RequestError(400, "the prompt is empty", "prompt")
-    if kinds == {str} or (kinds == {list} and all(set(map(type, ids)) == {int} for ids in prompt)):
-        return prompt
-    raise RequestError(400, "prompt: must be text, a list of token ids, or a list of several of one of these", "prompt")

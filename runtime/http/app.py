@@ -27,15 +27,14 @@ from ...scheduler.types import RequestError
 from ..conversations.store import HistoryStore
 from ..conversations.turns import TurnManager
 from ..frontend.bodies import ChatBody, CompletionBody
+from ..frontend.calls import GenerationCall, OutputOptions, answering
 from ..frontend.engine_client import ClientGone, EngineClient, OutputStream
 from ..frontend.errors import error_response
 from ..frontend.reply import Reply, Style
-from ..frontend.request_builder import GenerationCall, OutputOptions, RequestBuilder, check_model
-from ..frontend.request_log import logged
-from ..frontend.tool_calls import ToolCallParser
+from ..frontend.request_builder import RequestBuilder, check_model
 from ..messages import Ready
 from ..observe.vllm_metrics import VllmMetrics
-from ..text.tokenizer import StopMatcher, Tokenizer
+from ..text.tokenizer import Tokenizer
 from .auth import OWNER, KeyCheck
 from .conversations import add_conversations
 from .limits import BodyLimit, ClientLimit, SecurityHeaders, caller_of
@@ -70,26 +69,20 @@ class Answer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         replies: dict[int, Reply] = {}
-        metrics = self._client.metrics
+        owner, metrics = scope.get(OWNER, ""), self._client.metrics
         with contextlib.ExitStack() as around:
             around.enter_context(contextlib.suppress(ClientGone))
             if self._tracing is not None:
                 around.enter_context(self._tracing.traced(self._call, scope["headers"], replies.values()))
-            around.enter_context(logged(self._call, scope.get(OWNER, ""), replies.values()))
-            try:
-                await self._answer(replies, scope, receive, send)
-            finally:
-                queued = [reply.queued for reply in replies.values() if reply.started is not None]
-                metrics.ended(time.perf_counter() - self._call.arrived, queued)
-                if self._call.turn is not None:
-                    self._call.turn.close()
+            around.enter_context(answering(self._call, owner, replies.values(), metrics))
+            await self._answer(replies, scope, receive, send)
 
     async def _answer(self, replies: dict[int, Reply], scope: Scope, receive: Receive, send: Send) -> None:
         """Fills `replies` first. Raises ClientGone, and RequestError while no status has been sent."""
         stream = self._client.submit(self._call.requests, self._call.arrived)
         watch = asyncio.create_task(_hang_up_with_client(receive, stream))
         try:
-            replies |= self._replies(stream)
+            replies |= {reply.request.id: reply for reply in self._call.replies(stream, self._tokenizer)}
             if self._call.stream:
                 await self._send_events(stream, replies, send)
             else:
@@ -105,22 +98,6 @@ class Answer(Response):
         finally:
             watch.cancel()
             stream.close()
-
-    def _replies(self, stream: OutputStream) -> dict[int, Reply]:
-        call = self._call
-        return {
-            request.id: Reply(
-                request,
-                stream,
-                self._tokenizer,
-                StopMatcher(call.stops, call.include_stop, request.min_tokens) if call.stops else None,
-                continues_prompt=not call.chat,
-                include_stop=call.include_stop,
-                tools=ToolCallParser(call.most_tool_calls) if call.most_tool_calls else None,
-                echoed=echoed,
-            )
-            for request, echoed in zip(call.requests, call.echoes, strict=True)
-        }
 
     async def _send_events(self, stream: OutputStream, replies: dict[int, Reply], send: Send) -> None:
         """Sends server-sent events; those of one wake-up in one write."""
@@ -152,14 +129,7 @@ class Answer(Response):
 
     async def _commit(self, replies: dict[int, Reply]) -> None:
         """Makes the first reply's turn durable before any end is sent."""
-        turn = self._call.turn
-        if turn is None:
-            return
-        reply = next(iter(replies.values()))
-        text = "".join(reply.texts)
-        answer = reply.message if self._call.chat else None
-        salt = self._call.requests[0].salt
-        await turn.commit(reply.tokens, text, answer, salt, self._call.writer.stored(list(replies.values())))
+        await self._call.commit(list(replies.values()))
         if self._call.keep is not None:
             self._client.tell(self._call.keep)
 

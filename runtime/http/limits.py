@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...scheduler.types import RequestError
-from ..frontend.caller import Caller, claim_any
+from ..frontend.calls import Caller, claim_any
 from ..frontend.errors import error_response
 from .auth import OWNER, owner_of
 

@@ -19,10 +19,10 @@ from ..conversations.transcript import Message
 from ..conversations.turns import TurnManager
 from ..frontend.bodies import GenerationBody
 from ..frontend.body_base import Body, NonEmpty
-from ..frontend.caller import Caller
+from ..frontend.calls import Caller, GenerationCall
 from ..frontend.chat_messages import MOST_MESSAGES, TemplateVariables, with_effort
 from ..frontend.reply import CompletionWriter, Piece, Reply, Style, usage
-from ..frontend.request_builder import GenerationCall, RequestBuilder
+from ..frontend.request_builder import RequestBuilder
 from ..frontend.structured_output import GUIDED
 from .auth import owner_of
 

@@ -52,14 +52,10 @@ def add_tokenize(app: FastAPI, ready: Ready, tokenizer: Tokenizer | None) -> Non
             raise RequestError(400, "this engine has no tokenizer")
         return tokenizer
 
-    def check(model: str | None) -> None:
-        if model is not None:
-            check_model(model, ready)
-
     @app.post("/tokenize")
     async def tokenize(request: Request) -> dict[str, Any]:
         body = await read_body(TokenizeBody, request)
-        check(body.model)
+        check_model(body.model, ready)
         tokens = await asyncio.to_thread(_tokens, needed(), body)
         strings = {"token_strs": needed().pieces(tokens)} if body.return_token_strs else {}
         return {"count": len(tokens), "max_model_len": ready.max_model_len, "tokens": tokens, **strings}
@@ -67,7 +63,7 @@ def add_tokenize(app: FastAPI, ready: Ready, tokenizer: Tokenizer | None) -> Non
     @app.post("/detokenize")
     async def detokenize(request: Request) -> dict[str, str]:
         body = await read_body(DetokenizeBody, request)
-        check(body.model)
+        check_model(body.model, ready)
         if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < ready.vocab_size:
             raise RequestError(400, f"token ids are from 0 to {ready.vocab_size - 1}", "tokens")
         return {"prompt": await asyncio.to_thread(needed().decode_all, body.tokens)}

@@ -126,7 +126,7 @@ def assemble(settings: ServeSettings, ranks: Ranks | None = None) -> Assembled:
 
 def prepare(settings: ServeSettings) -> Prepared:
     """Raises SettingError, also for an engine of several ranks."""
-    device = make_device(settings)
+    device = make_device(settings.device, settings.enforce_eager)
     directory = Path(settings.engine)
     divided = Manifest.read(directory).tensor_parallel
     if divided != 1:
@@ -141,7 +141,9 @@ def prepare_rank(settings: ServeSettings, ranks: Ranks) -> Prepared:
     """Called on all ranks at the same time. A wrong setting on one rank is raised on it and on rank 0. Pools have the
     smallest rank's sizes."""
     directory = Path(settings.engine)
-    device, engine = open_rank(directory, settings.device, lambda: make_device(settings), ranks)
+    device, engine = open_rank(
+        directory, settings.device, partial(make_device, settings.device, settings.enforce_eager), ranks
+    )
     config = ranks.together(lambda: scheduler_config(settings, engine, device))
     gpu, host, disk, longest = ranks.smallest(
         config.gpu_kv_chunks, config.host_kv_chunks, config.disk_kv_chunks, config.max_model_len
@@ -177,12 +179,12 @@ def make_executor(
     return make(device, engine, config, group_layers, grammars, settings.link == "in-first", form, disk)
 
 
-def make_device(settings: ServeSettings) -> Device:
-    if settings.device == "cuda":
-        from ..device.cuda import CudaDevice  # imported here because only it needs cuda-python
+def make_device(name: str, enforce_eager: bool = False) -> Device:
+    if name == "cpu":
+        return CpuDevice()
+    from ..device.cuda import CudaDevice  # imported here because only it needs cuda-python
 
-        return CudaDevice(enforce_eager=settings.enforce_eager)
-    return CpuDevice()
+    return CudaDevice(enforce_eager=enforce_eager)
 
 
 def demo_engine(state_dir: Path, device: str) -> Path:

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 from ...builder.manifest import Manifest
 from ...scheduler.config import SchedulerConfig
 from ...scheduler.types import SettingError, Tier
-from ..device.cpu import CpuDevice
 from ..device.protocol import Device
 from ..engine import Engine, open_engine
 from ..measure.profile import COPIED_BYTES
 from ..measure.step_bench import StepBench
 from ..ranks.launch import run_ranks, under_mpi
+from .assemble import make_device
 from .options import parse_bytes
 from .ranks import open_rank, run_rank
 
@@ -51,14 +51,6 @@ def _on_rank(args: argparse.Namespace, work: Work, ranks: Ranks) -> int:
     with ranks.together(lambda: StepBench(device, engine, config, args.seconds, ranks.slowest)) as bench:
         work(bench, engine, ranks.rank)
     return 0
-
-
-def make_device(name: str) -> Device:
-    if name == "cpu":
-        return CpuDevice()
-    from ..device.cuda import CudaDevice  # imported here because only it needs cuda-python
-
-    return CudaDevice()
 
 
 def bench_config(args: argparse.Namespace, engine: Engine, device: Device) -> SchedulerConfig:

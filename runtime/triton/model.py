@@ -32,15 +32,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from ...scheduler.types import RequestError, SettingError
 from ..conversations.store import HistoryStore
 from ..conversations.turns import TurnManager
-from ..frontend.caller import Caller
+from ..frontend.calls import Caller, GenerationCall, answering
 from ..frontend.engine_client import ClientGone, EngineClient, OutputStream
 from ..frontend.reply import Reply
-from ..frontend.request_builder import GenerationCall, RequestBuilder
-from ..frontend.request_log import logged
+from ..frontend.request_builder import RequestBuilder
 from ..messages import Ready, TritonSettings
 from ..observe.logs import configure_logging
-from ..text.tokenizer import StopMatcher, Tokenizer
-from .tensors import OutputOptions, Tensors, end_tensors, piece_tensors, read_inputs, read_value
+from ..text.tokenizer import Tokenizer
+from .tensors import Tensors, TritonInputs, end_tensors, piece_tensors, read_inputs, read_value
 
 log = logging.getLogger(__name__)
 
@@ -207,17 +206,11 @@ class TritonFrontend:
         options = await self._calls.asked(asked.body, caller)
         call = await self._calls.completion(asked.body, options, visit.arrived, caller)
         replies: list[Reply] = []
-        try:
-            with logged(call, "", replies):
-                await self._reply(visit, asked, call, replies)
-        finally:
-            queued = [reply.queued for reply in replies if reply.started is not None]
-            self._client.metrics.ended(time.perf_counter() - call.arrived, queued)
-            if call.turn is not None:
-                call.turn.close()
+        with answering(call, "", replies, self._client.metrics):
+            await self._reply(visit, asked, call, replies)
 
     async def _reply(
-        self, visit: TritonRequest, asked: OutputOptions, call: GenerationCall, replies: list[Reply]
+        self, visit: TritonRequest, asked: TritonInputs, call: GenerationCall, replies: list[Reply]
     ) -> None:
         """Fills `replies` with the reply. With `streaming` each wake-up sends one response; otherwise there is one."""
         if visit.stopped:  # stopped while its prompt was checked
@@ -225,10 +218,8 @@ class TritonFrontend:
         (request,) = call.requests
         visit.stream = stream = self._client.submit([request], call.arrived)
         try:
-            matcher = StopMatcher(call.stops, call.include_stop, request.min_tokens) if call.stops else None
-            (echoed,) = call.echoes
-            reply = Reply(request, stream, self._tokenizer, matcher, continues_prompt=True, echoed=echoed)
-            replies.append(reply)
+            replies += call.replies(stream, self._tokenizer)
+            (reply,) = replies
             text = reply.echoed
             tokens: list[int] = []
             while True:
@@ -242,8 +233,7 @@ class TritonFrontend:
                     visit.send(piece_tensors(text, tokens))
                     text, tokens = "", []
             now = time.perf_counter()
-            if call.turn is not None:  # durable before its end is sent
-                await call.turn.commit(reply.tokens, "".join(reply.texts), None, call.requests[0].salt)
+            await call.commit(replies)
             end = end_tensors(asked, call, reply, self._chunk_tokens, now)
             visit.send(piece_tensors(text, tokens) | end, final=True)
         finally:

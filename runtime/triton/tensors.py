@@ -15,8 +15,8 @@ import numpy as np
 
 from ...scheduler.types import FinishReason, RequestError
 from ..frontend.bodies import CompletionBody, parse
+from ..frontend.calls import GenerationCall
 from ..frontend.reply import Reply
-from ..frontend.request_builder import GenerationCall
 
 DTYPES = {"STRING": np.object_, "INT32": np.int32, "INT64": np.int64, "FP32": np.float32}
 """numpy's types of the outputs; strings are bytes."""
@@ -81,7 +81,7 @@ Tensors = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
-class OutputOptions:
+class TritonInputs:
     """A request: the completion, and the optional outputs of its last response."""
 
     body: CompletionBody
@@ -91,7 +91,7 @@ class OutputOptions:
     perf_metrics: bool
 
 
-def read_inputs(tensors: Mapping[str, np.ndarray], sequence: str) -> OutputOptions:
+def read_inputs(tensors: Mapping[str, np.ndarray], sequence: str) -> TritonInputs:
     """`sequence`: Triton's sequence id, "" for none; it names the conversation unless `conversation_id` does.
 
     Raises RequestError (400) for requests that HTTP would refuse too.
@@ -108,7 +108,7 @@ def read_inputs(tensors: Mapping[str, np.ndarray], sequence: str) -> OutputOptio
     if with_logprob:
         fields["logprobs"] = 0
     fields["echo"] = not values.get("sampling_param_exclude_input_from_output", True)
-    return OutputOptions(
+    return TritonInputs(
         body=parse(CompletionBody, json.dumps(fields).encode()),
         finish_reason=values.get("return_finish_reason", False),
         stop_reason=values.get("return_stop_reason", False),
@@ -138,7 +138,7 @@ def piece_tensors(text: str, tokens: list[int]) -> Tensors:
     return _tensors(text_output=text.encode(), output_ids=tokens)
 
 
-def end_tensors(asked: OutputOptions, call: GenerationCall, reply: Reply, chunk_tokens: int, now: float) -> Tensors:
+def end_tensors(asked: TritonInputs, call: GenerationCall, reply: Reply, chunk_tokens: int, now: float) -> Tensors:
     """The requested tensors about the whole reply. `now`: time of its last token, time.perf_counter's seconds.
 
     Blocks are chunks. A chunk of the prompt was reused if it had KV for all of its tokens in some tier. Reused and new

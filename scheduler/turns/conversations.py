@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from itertools import chain, islice
 from math import inf
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ..config import SchedulerConfig
 from ..kv.chunk import NO_SLOT, Chunk, Claims
@@ -17,6 +17,8 @@ from ..kv.deletion import Deletions
 from ..types import ChunkKey, ConversationKV, Request, RequestError, Residency
 from .quotas import Quotas
 from .timers import Timers
+
+Run = TypeVar("Run", "array[int]", str)
 
 
 class Log(NamedTuple):
@@ -309,8 +311,8 @@ def _whereabouts(conversation_id: str, conversation: Conversation) -> Conversati
     return ConversationKV(conversation_id, gpu, host, visible - gpu - host - disk, disk)
 
 
-def common_prefix(left: array[int], right: array[int]) -> int:
-    """Returns how many leading tokens are equal."""
+def common_prefix(left: Run, right: Run) -> int:
+    """Returns how many leading tokens or characters are equal."""
     size = min(len(left), len(right))
     if left[:size] == right[:size]:
         return size

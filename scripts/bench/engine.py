@@ -45,7 +45,8 @@ from ...scheduler.config import SchedulerConfig
 from ...scheduler.cost import CostProfile, analytic_profile
 from ...scheduler.plan import StepPlan
 from ...scheduler.sim.simulator import Simulator, VirtualDevice, longest_context
-from ...scheduler.types import SettingError
+from ..command import exit_status
+from .gpu_times import captured
 from .traces import CHATS, synthetic
 
 CHUNK = 32
@@ -350,14 +351,10 @@ def step_of(engine: Engine, pool: Tensor, requests: int, new: int, context: int 
 
 def captured_ms(step: Callable[[], Tensor]) -> float:
     """Median time of one captured step, one behind the other."""
-    step()  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    replay = captured(step)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS)]
     for event in events:
-        graph.replay()
+        replay()
         event.record()
     torch.cuda.synchronize()
     return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events[3:]))
@@ -404,13 +401,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    try:
-        found = compare(args) if args.way == "compare" else bench_gpu(args)
-    except SettingError as error:
-        print(f"bench.engine: {error}", file=sys.stderr)
-        return 2
-    print(json.dumps(found))
-    return 0
+    work = compare if args.way == "compare" else bench_gpu
+    return exit_status("bench.engine", lambda: print(json.dumps(work(args))))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import argparse
 import itertools
 import json
 import random
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,6 +23,7 @@ from torch import Tensor
 from ...plugins.attention import kernel as attention_kernel
 from ...plugins.attention.work_list import Capacity, WorkList
 from ..figures import pyplot
+from .gpu_times import captured, median_seconds
 
 CHUNK, HEAD_DIM, LAYERS = 32, 128, 4
 SCALE = HEAD_DIM**-0.5
@@ -126,28 +126,9 @@ class Batch:
         return ragged
 
 
-def graph_of(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    run()  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
-
-
 def microseconds(run: Callable[[], object], flush: Tensor, repeats: int = 25) -> float:
     """Median time of one captured run, each with a cold L2; the launch itself hides behind the flush."""
-    graph = graph_of(run)
-    times = []
-    for _ in range(repeats + 3):
-        flush.zero_()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        times.append((start, end))
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) * 1000 for start, end in times[3:])
+    return 1e6 * median_seconds(captured(run), repeats, before=flush.zero_)
 
 
 def ceilings(flush: Tensor) -> dict[str, float]:

@@ -213,7 +213,7 @@ class Loop:
         self.steps: list[Step] = []
 
     def random_ids(self, count: int) -> array[int]:
-        return array("i", self._dice.integers(0, self._vocab_size, count, np.int32).tobytes())
+        return random_ids(self._dice, self._vocab_size, count)
 
     def add(self, prompt: array[int], max_tokens: int, sampling: Sampling = GREEDY, priority: int = 0) -> Answer:
         request = RequestId(len(self.answers) + 1)
@@ -281,6 +281,10 @@ class Loop:
         if (least := min((step.rows for step in self.steps[first:]), default=rows)) < rows:
             raise InvariantError(f"{rows} rows were to generate throughout, and once only {least} did")
         return self.steps[first:]
+
+
+def random_ids(dice: np.random.Generator, vocab_size: int, count: int) -> array[int]:
+    return array("i", dice.integers(0, vocab_size, count, np.int32).tobytes())
 
 
 def intervals(steps: Sequence[Step]) -> list[float]:

@@ -31,6 +31,7 @@ from torch import Tensor
 from ...runtime.launch.ranks import run_as_ranks, take_share
 from ...scheduler.plan import BlockUpdate, CopyBatch, Join, Lane, Span, StepPlan, StepResult, Tickets
 from ...scheduler.types import GREEDY, RequestId, RowId
+from ..command import check_least, exit_status
 
 if TYPE_CHECKING:
     from ...runtime.ranks.executor import Reports
@@ -65,12 +66,13 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     args = parser().parse_args(words)
-    for name in ("ranks", "width"):
-        if getattr(args, name, 1) < 1:
-            print(f"bench.ranks: --{name}: must be at least 1", file=sys.stderr)
-            return 2
     work = bench_sums if args.part == "sums" else bench_plans
-    return run_as_ranks("bench.ranks", args.ranks, words, partial(work, args))
+
+    def run() -> int:
+        check_least(args, ranks=1, width=1)
+        return run_as_ranks("bench.ranks", args.ranks, words, partial(work, args))
+
+    return exit_status("bench.ranks", run)
 
 
 # Sums.

@@ -38,6 +38,7 @@ from ...plugins.torch_ops import register_pool, release_pool
 from ...runtime.engine import Engine, open_engine
 from ...scheduler.context_window import KEEP, OVERFLOW_MODES, RECOMPUTE, ContextWindow
 from ...scheduler.types import SettingError
+from ..command import exit_status
 from ..demo_model.data import END_OF_TEXT, TURN_START, Ids, read_chats, render, split
 
 CHUNK = 32
@@ -285,12 +286,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    try:
-        (measure_fp8 if args.part == "fp8" else measure_overflow)(args)
-    except (SettingError, OSError) as error:
-        print(f"check.quality: {error}", file=sys.stderr)
-        return 2
-    return 0
+    work = measure_fp8 if args.part == "fp8" else measure_overflow
+    return exit_status("check.quality", lambda: work(args), (SettingError, OSError))
 
 
 if __name__ == "__main__":

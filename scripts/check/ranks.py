@@ -27,12 +27,13 @@ from ...plugins.collectives.protocol import TENSOR_PARALLEL, Group, register_gro
 from ...runtime.device.protocol import Device, ForwardPass
 from ...runtime.engine import open_engine
 from ...runtime.executor import Executor
-from ...runtime.launch.profiling import make_device
+from ...runtime.launch.assemble import make_device
 from ...runtime.launch.ranks import run_as_ranks, take_share
 from ...scheduler.config import SchedulerConfig
 from ...scheduler.types import SettingError
-from ..bench.loop import Answer
-from .reuse import FLOAT32_TOLERANCE, Asker, Exact, differences, eager_device
+from ..bench.loop import Answer, random_ids
+from ..command import check_least, exit_status
+from .reuse import FLOAT32_TOLERANCE, Asker, Exact, differences
 
 if TYPE_CHECKING:
     from ...runtime.ranks.mpi import Ranks
@@ -54,16 +55,15 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     args = parser().parse_args(words)
-    try:
+
+    def run() -> int:
         counts = {Manifest.read(directory).tensor_parallel for directory in args.engine}
         if len(counts) > 1 or min(counts) < 2:
             raise SettingError("--engine", f"all need as many ranks, and at least 2, not {sorted(counts)}")
-        if args.prompts < 1 or args.tokens < 1:
-            raise SettingError("--tokens" if args.prompts else "--prompts", "must be at least 1")
-    except SettingError as error:
-        print(f"check.ranks: {error}", file=sys.stderr)
-        return 2
-    return run_as_ranks("check.ranks", counts.pop(), words, partial(check, args))
+        check_least(args, prompts=1, tokens=1)
+        return run_as_ranks("check.ranks", counts.pop(), words, partial(check, args))
+
+    return exit_status("check.ranks", run)
 
 
 def check(args: argparse.Namespace, ranks: Ranks) -> int:
@@ -92,7 +92,7 @@ def plan_prompts(args: argparse.Namespace, manifest: Manifest) -> tuple[Schedule
         raise SettingError("--tokens", f"needs contexts of {longest} tokens, the model's are {manifest.max_model_len}")
     dice = np.random.default_rng(args.seed)
     lengths = np.linspace(1, args.tokens, args.prompts).astype(int)
-    prompts = [array("i", dice.integers(0, manifest.vocab_size, length, np.int32).tobytes()) for length in lengths]
+    prompts = [random_ids(dice, manifest.vocab_size, length) for length in lengths]
     chunks = sum(-(-(length + REPLY) // 32) + 1 for length in lengths.tolist())
     return SchedulerConfig(gpu_kv_chunks=2 * chunks, host_kv_chunks=1, max_model_len=longest), prompts
 
@@ -117,7 +117,11 @@ def ask_whole(
     """One device's answers, in the engine's precision and in float32; its memory is free again afterwards."""
     told = []
     for dtype in (getattr(torch, manifest.dtype), torch.float32):
-        told.append(ask_all(eager_device(manifest.device), Exact(directory, manifest, dtype), config, prompts))
+        told.append(
+            ask_all(
+                make_device(manifest.device, enforce_eager=True), Exact(directory, manifest, dtype), config, prompts
+            )
+        )
         if manifest.device == "cuda":
             torch.cuda.empty_cache()
     one, exact = told

@@ -42,6 +42,7 @@ from ...scheduler.plan import StepPlan, StepResult
 from ...scheduler.sim.simulator import Content, Report, Session, Simulator, VirtualDevice
 from ...scheduler.types import SettingError, Usage
 from ..bench.traces import ChatStatistics, synthetic
+from ..command import check_above_0, check_least, exit_status
 
 CHAT = ChatStatistics(turns=5.75, input_tokens=20.2, output_tokens=42.2)
 WINDOW, CHUNK_TOKENS = 512, 16
@@ -84,11 +85,11 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     torch.set_num_threads(1)  # what is measured and what is served then compute alike
-    try:
-        real, simulated = replay(args)
-    except SettingError as error:
-        print(f"replay: {error}", file=sys.stderr)
-        return 2
+    return exit_status("replay", lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> int:
+    real, simulated = replay(args)
     apart = max(abs(a - b) for a, b in zip(shares(real.usage), shares(simulated.usage), strict=True))
     if args.json:
         print(json.dumps({"bench": "replay", "real": asdict(real), "simulated": asdict(simulated), "points": apart}))
@@ -110,11 +111,8 @@ def shares(usage: Usage) -> tuple[float, ...]:
 
 def replay(args: argparse.Namespace) -> tuple[Report, Report]:
     """The real run and the simulated one. Raises SettingError."""
-    if args.sessions < 1:
-        raise SettingError("--sessions", f"must be at least 1, not {args.sessions}")
-    for name in ("sessions_per_s", "think_s"):
-        if not getattr(args, name) > 0:
-            raise SettingError(f"--{name.replace('_', '-')}", f"must be above 0, not {getattr(args, name)}")
+    check_least(args, sessions=1)
+    check_above_0(args, ("sessions_per_s", "think_s"))
     sessions = synthetic(
         CHAT,
         conversations=args.sessions,

@@ -28,10 +28,10 @@ from ...builder.parity import whole_weights
 from ...builder.random_weights import random_weights
 from ...builder.weights import load_weights
 from ...plugins.kv_forms.forms import Form
-from ...runtime.device.cpu import CpuDevice
 from ...runtime.device.protocol import Device, ForwardPass
 from ...runtime.engine import Engine, open_engine
 from ...runtime.executor import Executor
+from ...runtime.launch import assemble
 from ...runtime.launch.sizing import host_form
 from ...scheduler.config import SchedulerConfig
 from ...scheduler.cost import CostProfile
@@ -42,7 +42,7 @@ from ...scheduler.types import (
     SettingError,
     TokenLogprobs,
 )
-from ..bench.loop import Answer, Loop, make_device
+from ..bench.loop import Answer, Loop, make_device, random_ids
 from ..command import check_least, exit_status, table
 
 SOURCES = ("gpu", "host", "recomputed", "new")
@@ -330,20 +330,12 @@ def whole_of(directory: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
     return random_weights(manifest.decoder, getattr(torch, manifest.dtype), manifest.device, seed)
 
 
-def eager_device(name: str) -> Device:
-    """Without graphs: it is not used for long."""
-    if name == "cpu":
-        return CpuDevice()
-    from ...runtime.device.cuda import CudaDevice  # Triton comes with CUDA only
-
-    return CudaDevice(enforce_eager=True)
-
-
 def in_float32(directory: Path, manifest: Manifest, sizes: Sizes, prompts: Sequence[array[int]]) -> list[Answer]:
     """The first token of each prompt by the same weights; the memory is free again afterwards."""
     longest = sizes.tokens + 1
     config = replace(sizes.config(longest), gpu_kv_chunks=sizes.prompt + 1, host_kv_chunks=1, reuse=False)
-    asker = Asker(eager_device(manifest.device), Exact(directory, manifest), config, sizes.size, 0)
+    device = assemble.make_device(manifest.device, enforce_eager=True)  # it is not used for long
+    asker = Asker(device, Exact(directory, manifest), config, sizes.size, 0)
     try:
         return [asker.ask(prompt, 1) for prompt in prompts]
     finally:
@@ -361,7 +353,7 @@ def measure(
     # Lengths differ, and none is a multiple of the chunk size.
     lengths = [tokens // size * size + 1 + number % (size - 1) for number in range(repetitions)]
     sizes = Sizes(max(lengths), size)
-    prompts = [array("i", dice.integers(0, engine.vocab_size, length, np.int32).tobytes()) for length in lengths]
+    prompts = [random_ids(dice, engine.vocab_size, length) for length in lengths]
     longest = sizes.tokens + max(sizes.long_reply, size + 1)
     if longest > engine.manifest.max_model_len:
         raise SettingError(

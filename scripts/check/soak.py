@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import http.client
 import json
 import os
 import random
@@ -26,19 +25,22 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import torch
 
 from ...builder.checkpoints.hugging_face import DEMO_CHECKPOINT
 from ...runtime.system import descendants, running
+from ..chat import Server, ServerError
+from ..command import flag
 
 START_SECONDS = 120.0
+ANSWER_SECONDS = 120.0
 
 
 class Wrong(Exception):
@@ -55,29 +57,19 @@ class Life:
         offset = self.log.stat().st_size
         self.process = subprocess.Popen([*command, "--state-dir", str(state), *options], stderr=self._file)
         until = time.monotonic() + START_SECONDS
-        self.url = ""
         while time.monotonic() < until and self.process.poll() is None:
             with self.log.open() as lines:
                 lines.seek(offset)
                 found = re.search(r"serving (\S+) on (http://\S+)", lines.read())
             if found:
-                self.model, self.url = found[1], found[2]
-                with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/ready", timeout=5):
+                self.model, self.server = found[1], Server(found[2], None, ANSWER_SECONDS)
+                with contextlib.suppress(ServerError):
+                    self.server.text("/ready")
                     break
             time.sleep(0.1)
         else:
             raise Wrong(f"the server did not start; see {self.log}")
         self.processes = [self.process.pid, *descendants(self.process.pid)]
-
-    @property
-    def address(self) -> tuple[str, int]:
-        host, port = self.url.removeprefix("http://").split(":")
-        return host, int(port)
-
-    def metrics(self) -> dict[str, float]:
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
-            lines = [line for line in answer.read().decode().splitlines() if not line.startswith("#")]
-        return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 
     def memory(self) -> int:
         """Bytes resident, of all its processes."""
@@ -190,15 +182,15 @@ class Client:
     def _step(self, place: int) -> None:
         try:
             self._turn_or_end(place)
-        except (OSError, http.client.HTTPException):
-            self._soak.count("cut off")
-            time.sleep(0.2)  # there is no server just now
+        except ServerError as error:
+            self._soak.count(f"status {error.status}" if error.status else "cut off")
+            time.sleep(0.2)  # there is no server just now, or it is about to end
 
     def _turn_or_end(self, place: int) -> None:
         conversation = self._conversations[place]
         if len(conversation.log) > LONGEST - 120:
             self._conversations[place] = self._new()
-            self._ask("DELETE", f"/v1/conversations/{conversation.name.replace(' ', '%20')}")
+            self._soak.life.server.ask("DELETE", f"/v1/conversations/{quote(conversation.name)}")
             self._soak.count("deleted")
             return
         chance = self._random
@@ -223,14 +215,13 @@ class Client:
             self._hang_up(body)
             return
         known, conversation.known = conversation.known, False
-        status, answer = self._ask("POST", "/v1/completions", body)
-        if status != 200:  # it is about to end: the turn is not committed, or we cannot know
-            conversation.known = known and status == 503
-            self._soak.count(f"status {status}")
-            if status not in (500, 503):
-                raise Wrong(f"status {status}: {answer}")
-            time.sleep(0.1)
-            return
+        try:
+            answer = self._soak.life.server.ask("POST", "/v1/completions", body)
+        except ServerError as error:
+            conversation.known = known and error.status == 503  # the turn is not committed; otherwise we cannot know
+            if error.status not in (0, 500, 503):
+                raise Wrong(f"status {error.status}: {error}") from error
+            raise
         tokens = [*log, *new, *answer["choices"][0]["token_ids"]]
         self._soak.reference.check(tokens, len(log) + len(new))
         if answer["usage"]["prompt_tokens"] != len(log) + len(new):
@@ -239,20 +230,11 @@ class Client:
         conversation.log, conversation.known = tokens, True
         self._soak.took(answer["usage"]["prompt_tokens_details"], body["max_tokens"], branched)
 
-    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
-        connection = http.client.HTTPConnection(*self._soak.life.address, timeout=120)
-        with contextlib.closing(connection):
-            connection.request(method, path, json.dumps(body) if body else None, {"content-type": "application/json"})
-            answer = connection.getresponse()
-            return answer.status, json.loads(answer.read())
-
     def _hang_up(self, body: dict[str, Any]) -> None:
         """In the middle of a streamed reply."""
-        connection = http.client.HTTPConnection(*self._soak.life.address, timeout=120)
-        with contextlib.closing(connection):
-            words = json.dumps(body | {"stream": True, "max_tokens": 64})
-            connection.request("POST", "/v1/completions", words, {"content-type": "application/json"})
-            connection.getresponse().read(200)
+        reply = self._soak.life.server.events("/v1/completions", body | {"stream": True, "max_tokens": 64})
+        with contextlib.closing(reply):
+            next(reply, None)
         self._soak.count("hung up")
 
 
@@ -348,10 +330,10 @@ class Soak:
             time.sleep(0.05)
         self._raise_fault()
         time.sleep(QUIET_SECONDS)
-        found, until = self.life.metrics(), time.monotonic() + SETTLE_SECONDS
+        found, until = self.life.server.metrics(), time.monotonic() + SETTLE_SECONDS
         while (taken := _taken(found)) and time.monotonic() < until:
             time.sleep(0.1)
-            found = self.life.metrics()
+            found = self.life.server.metrics()
         if taken:
             raise Wrong(f"slots that nobody uses are taken: {taken}")
         self.counts["rejected records"] += int(found['pensieve:kv_disk_faults_total{kind="rejected"}'])
@@ -393,7 +375,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes = dict(
         chunk_tokens=CHUNK_TOKENS, gpu_kv_chunks=GPU_CHUNKS, host_kv_chunks=HOST_CHUNKS, disk_kv_chunks=DISK_CHUNKS
     )
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in sizes.items()]
+    options = [f"{flag(name)}={value}" for name, value in sizes.items()]
     options += [f"--max-model-len={LONGEST}", "--max-num-seqs=8", *args.options]
     torch.set_num_threads(1)
     soak = Soak(Reference(args.checkpoint), args.seed)

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel
 
 from ...scheduler.types import SettingError
+from ..command import exit_status
 from .data import CHAT_TEMPLATE, END_OF_TEXT, TURN_END, VOCABULARY, Corpus, Ids, Rows
 
 KINDS = ("llama", "opt")
@@ -231,16 +232,15 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    try:
-        corpus = Corpus(args.chats, args.wordnet, args.seed)
-        sizes = {name: sum(map(len, chats)) for name, chats in corpus.train.items()}
-        print(f"training tokens: {sizes}", flush=True)
-        for kind in args.models:
-            make(kind, corpus, args)
-    except (SettingError, FileNotFoundError) as error:
-        print(f"demo_model.train: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_status("demo_model.train", lambda: run(args), (SettingError, FileNotFoundError))
+
+
+def run(args: argparse.Namespace) -> None:
+    corpus = Corpus(args.chats, args.wordnet, args.seed)
+    sizes = {name: sum(map(len, chats)) for name, chats in corpus.train.items()}
+    print(f"training tokens: {sizes}", flush=True)
+    for kind in args.models:
+        make(kind, corpus, args)
 
 
 if __name__ == "__main__":

@@ -379,7 +379,7 @@ def test_whoever_waits_for_a_start_that_fails_is_told() -> None:
 
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[dict[str, Any]]]]:
-    with caplog.at_level(logging.INFO, "pensieve.runtime.frontend.request_log"):
+    with caplog.at_level(logging.INFO, "pensieve.runtime.frontend.calls"):
         yield lambda: [record.fields for record in caplog.records if record.msg == "request"]
 
 

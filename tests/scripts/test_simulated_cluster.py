@@ -1,6 +1,7 @@
 """The command: a line for each number of replicas and each routing; wrong settings are named."""
 
 import json
+import re
 
 import pytest
 
@@ -22,7 +23,8 @@ def test_every_cluster_with_every_routing_has_a_line(capsys):
         ["2", "session"],
         ["2", "random"],
     ]
-    assert {len(text) for text in (titles, *lines)} == {sum(COLUMNS.values()) + 2 * (len(COLUMNS) - 1)}
+    widths = (max(len(title), int(re.findall(r"\d+", form)[0])) for title, form in COLUMNS.values())
+    assert {len(text) for text in (titles, *lines)} == {sum(widths) + 2 * (len(COLUMNS) - 1)}
 
 
 def test_lines_for_machines(capsys):

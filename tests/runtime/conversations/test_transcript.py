@@ -17,13 +17,13 @@ from pensieve.runtime.conversations.transcript import (
     TextPieces,
     Transcript,
     common_beginning,
-    common_text,
     known_tokens,
     spliced,
     title_of,
     tokens_inside,
 )
 from pensieve.runtime.text.tokenizer import ChatTemplate, Tokenizer
+from pensieve.scheduler.turns.conversations import common_prefix
 
 from ..odd_tokenizer import (
     PLAIN_TEMPLATE,
@@ -194,7 +194,7 @@ def test_random_branches_put_together_are_what_was_committed():
         assert turns[-1].transcript() == whole
 
 
-def test_common_text_and_text_pieces_are_those_of_plain_strings():
+def test_the_common_prefix_of_texts_and_text_pieces_are_those_of_plain_strings():
     draw = random.Random(7)
     for _ in range(500):
         left = "".join(draw.choice("ab") for _ in range(draw.randrange(12)))
@@ -202,7 +202,7 @@ def test_common_text_and_text_pieces_are_those_of_plain_strings():
         plain = 0
         while plain < min(len(left), len(right)) and left[plain] == right[plain]:
             plain += 1
-        assert common_text(left, right) == common_text(right, left) == plain
+        assert common_prefix(left, right) == common_prefix(right, left) == plain
     pieces, text = TextPieces(), ""
     for _ in range(500):
         kept, piece = draw.randrange(len(text) + 1), draw.choice(("", "x", "yz", "long piece"))
