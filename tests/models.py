@@ -58,7 +58,7 @@ def save_random(config: PretrainedConfig, directory: Path, seed: int = 0, **opti
 class ScatteredRunner:
     """Runs a forward pass over several requests whose chunks lie in random slots of a pool full of NaN.
 
-    `logits[seat][position]` holds what the last step that computed the position gave.
+    `logits[seat][position]` is the result of the last step that computed the position.
     """
 
     def __init__(

@@ -39,9 +39,8 @@ class Server:
 
     @cached_property
     def client(self) -> Any:
-        """An `openai.OpenAI`, whose overloads do not take options from a dict. It does not try again: what the server
-        answers is what counts.
-        """
+        """An `openai.OpenAI`, typed as Any because its overloads do not take options from a dict. It does not retry:
+        the server's first answer counts."""
         return openai.OpenAI(base_url=self.url, api_key=self.api_key, max_retries=0, timeout=60)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What users of the OpenAI API expect of log probabilities, structured output and tool calls."""
+"""The behaviour that users of the OpenAI API expect of log probabilities, structured output and tool calls."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_required_tool_is_called(server: Server) -> None:
 
 
 def test_a_tool_is_called_or_not_if_the_model_may_choose(server: Server) -> None:
-    """auto: text or calls, and the finish reason says which; none: text."""
+    """auto: text or calls, as shown by the finish reason; none: text."""
     for choice in ("auto", "none"):
         answer = server.chat(tools=[WEATHER], tool_choice=choice).choices[0]
         assert (answer.finish_reason == "tool_calls") == bool(answer.message.tool_calls)

@@ -1,4 +1,4 @@
-"""The disk tier of a server of two ranks: kills, what a deletion leaves, records that only one of them has lost."""
+"""The disk tier of a server of two ranks: kills, deletions, and records that only one rank has lost."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Files:
         self.record = record_bytes(origin.chunk_bytes)
 
     def records(self):
-        """By slot, where a whole header is; everywhere else there is nothing but zeros."""
+        """By slot, the places with a whole header; everywhere else there must be zeros."""
         found, content = {}, self.file.read_bytes()
         for slot in range(len(content) // self.record):
             page = content[slot * self.record :][:PAGE]
@@ -105,7 +105,7 @@ def test_a_deletion_is_answered_when_no_rank_has_a_record(engine, tmp_path):
 
 
 def test_what_one_rank_has_lost_is_lost_to_all(engine, reference, tmp_path):
-    """One record whose header is gone, another one whose payload was torn; both on rank 1 alone."""
+    """One record without its header and one with a torn payload, both on rank 1 alone."""
     with Server(tmp_path, *CACHE, engine=engine) as server:
         log, _ = turn(server, prompt(1), conversation="c")
         assert server.stop() == 0

@@ -1,4 +1,4 @@
-"""The disk tier of a real server: what outlives SIGTERM and SIGKILL, and what must not."""
+"""The disk tier of a real server: the data that must survive SIGTERM and SIGKILL, and the data that must not."""
 
 from __future__ import annotations
 

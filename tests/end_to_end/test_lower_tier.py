@@ -1,5 +1,5 @@
-"""`--lower-tier-kv`: with fp8 what comes back from HOST is rounded, with packed nothing is, and everything else is as
-ever."""
+"""`--lower-tier-kv`: with fp8 the KV from HOST is rounded, with packed it is exact; all other behaviour is
+unchanged."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def greedy(engine: TinyEngine, pool: torch.Tensor, start: int, known: list[int],
 
 
 def test_a_reloaded_conversation_goes_on_from_its_codes():
-    """A GPU hit is exact; a reload is what computing on with coded chunks gives; the next reload is the same."""
+    """A GPU hit is exact. A reload gives the results of computing with coded chunks, and so does the next reload."""
     engine = TinyEngine("llama")
     prompt = [*HISTORY, *QUESTION]
     pool = torch.zeros(engine.kv_shape(12, CHUNK))

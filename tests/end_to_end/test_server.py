@@ -108,7 +108,7 @@ def test_a_client_that_hangs_up_aborts_its_request(server):
 
 
 def test_a_full_queue_refuses_with_retry_after(server):
-    """Four run, eight wait, the rest hear 429; nobody hangs."""
+    """Four run, eight wait, the rest get 429; no request hangs."""
 
     def ask(number):
         return server.post("/v1/completions", prompt=[number] * 30, max_tokens=15, ignore_eos=True)
@@ -219,7 +219,8 @@ def wait_for(condition, seconds=120):
 
 
 def test_a_conversation_outgrows_the_context(server):
-    """Its oldest tokens are no longer seen, and the reply says so; the next turn finds what still is."""
+    """Its oldest tokens are no longer seen, and the reply reports that; the next turn finds the KV of the visible
+    tokens."""
     prompt = [40 + number % 900 for number in range(2100)]
     body = dict(max_tokens=8, ignore_eos=True, return_token_ids=True)
     assert server.post("/v1/completions", prompt=prompt, **body).status_code == 400

@@ -42,7 +42,7 @@ def triton(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def http(tmp_path_factory):
-    """`pensieve serve`, on its way but not awaited: whoever needs it enters it."""
+    """`pensieve serve`, starting but not awaited: a test that needs it enters it."""
     server = Server(tmp_path_factory.mktemp("http"), *CACHE)
     yield server
     server.process.kill()
@@ -149,7 +149,7 @@ def by_text(server, turn, replies):
 
 
 def in_turns(first, second):
-    """Calls both, `TURNS` times, each with what it returned before; neither begins a turn before the other does."""
+    """Calls both `TURNS` times, each with its previous return value; neither begins a turn before the other does."""
     together = threading.Barrier(2, timeout=SECONDS)
 
     def play(one):
@@ -186,7 +186,7 @@ def test_two_clients_get_the_tokens_of_the_http_server(http, triton):
 
 @needs_triton
 def test_many_requests_are_in_flight_at_once(triton):
-    """Of one instance, over one stream; responses carry their request's id."""
+    """With one instance and one stream; responses carry their request's id."""
     with Client(triton) as client:
         for number in range(12):
             client.send(str(number), input_ids=[40 + number] * 8, sampling_param_max_tokens=9 + number, **GREEDY)

@@ -1,4 +1,4 @@
-"""HOST in another form on a GPU: copies are what its reference says, in order, past every delay, at link speed."""
+"""HOST in another form on a GPU: copies equal the reference's, in order, with any delays, at link speed."""
 
 import functools
 import random
@@ -37,7 +37,7 @@ HOST_SLOTS = 35
 
 @pytest.fixture
 def closing():
-    """Closes what it is given, at the end."""
+    """Closes the objects passed to it, at the end."""
     made = []
     yield lambda one: made.append(one) or one
     for one in made:
@@ -55,7 +55,7 @@ class HeldUpTwice(HeldUp):
 
 
 def pools(device: CudaDevice, form=FP8, dtype=torch.float32) -> tuple[torch.Tensor, ...]:
-    """Makes both pools; returns what is in them: random chunks, and records of others."""
+    """Makes both pools; returns their contents: random chunks, and records of others."""
     device.allocate_pool(Tier.GPU, SHAPE, dtype)
     device.allocate_pool(Tier.HOST, (HOST_SLOTS, *SHAPE[1:]), dtype, form)
     torch.cuda.synchronize()
@@ -81,7 +81,7 @@ def slots(*numbers: int) -> np.ndarray:
 @pytest.mark.parametrize("batched", [True, False], ids=["batched", "one by one"])
 @pytest.mark.parametrize(("form", "dtype"), FORMS)
 def test_random_copies_equal_the_references(closing, monkeypatch, form, dtype, batched):
-    """Through halves of four records, from pieces of six, nobody waiting between."""
+    """Through halves of four records, from pieces of six, without waits in between."""
     record = record_bytes(SHAPE, dtype, form)
     monkeypatch.setattr(cuda_device, "PinnedPool", functools.partial(PinnedPool, largest_piece=6 * record))
     monkeypatch.setattr(coded_copies, "HALF_BYTES", 4 * record)

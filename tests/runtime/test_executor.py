@@ -110,7 +110,7 @@ def test_a_prompt_in_pieces_samples_with_the_last(executors):
 
 
 def test_draws_are_a_function_of_seed_and_position(executors):
-    """A request that computes its context anew in another seat, beside others, goes on as it would have."""
+    """A request that recomputes its context in another seat, beside others, continues with the same tokens."""
     hot = Sampling(temperature=50.0, top_k=0, top_p=1.0, seed=11)
 
     def continued(executor: Executor, seat: int, prompt: list[int], count: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""The loop's own decisions, with a scheduler and an executor that are told what to say."""
+"""The loop's own decisions, with a scheduler and an executor whose answers are given."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pensieve.scheduler.types import Applied, FinishReason, Output, Request, Req
 
 
 class Scheduler(SimpleNamespace):
-    """Has `known` conversations; everything that is asked of it is noted in `asked`."""
+    """Has `known` conversations; `asked` records all calls."""
 
     def __init__(self, **answers: Any):
         super().__init__(asked=[], known={}, erased=[], next_plan=lambda now: None, in_flight=1, **answers)
@@ -101,7 +101,7 @@ def service(scheduler: Scheduler, compiling: list[Future[None]]) -> Service:
 def test_an_end_that_was_kept_back_is_sent_though_no_token_comes_with_it(
     service: Service, scheduler: Scheduler
 ) -> None:
-    """With `--save sync` a turn's last event follows its tokens by as long as the disk takes."""
+    """With `--save sync` the disk's time passes between a turn's tokens and its last event."""
     end = Output(RequestId(5), finish=FinishReason.LENGTH)
     scheduler.apply = lambda result, now: Applied(events=[end])
     service._stats_due = time.monotonic() + 60
@@ -231,7 +231,7 @@ def test_a_grammar_is_compiled_before_its_request_is_added_and_nobody_waits_mean
 def test_a_request_whose_grammar_is_being_compiled_is_open(
     service: Service, scheduler: Scheduler, compiling: list[Future[None]]
 ) -> None:
-    """Draining lets it run; at the end of the grace time it is told."""
+    """Draining lets it run; it is refused at the end of the grace time."""
     submit(service, 7, "new")
     service._take(Drain(60.0))
     assert not service._drained()

@@ -1,4 +1,4 @@
-"""Ends that must come: of waiting for the disk, of hints, of turns that are kept back, and of what is deleted."""
+"""Waits that must end: for the disk, for prefetches, for outputs that are kept back, and for deletions."""
 
 from array import array
 
@@ -176,8 +176,8 @@ def test_keys_made_one_by_one_are_those_of_whole_chains(shared):
 
 
 def test_a_deletion_has_ended_when_its_records_are_erased():
-    """Also if a spill might have taken the slot: what is overwritten, and not flushed, comes back after a loss of
-    power."""
+    """Also if a spill might have taken the slot: a record that is overwritten without a flush returns after a power
+    failure."""
     harness = Harness(disk_kv_chunks=8, host_kv_chunks=8)
     harness.turn(range(16), 4, "a")
     rest(harness)

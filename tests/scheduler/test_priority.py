@@ -1,4 +1,4 @@
-"""Who is served first: smaller priorities, then earlier arrivals; and who waits too long."""
+"""The order of service: smaller priorities, then earlier arrivals; and requests that wait too long."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_smaller_priorities_are_served_first_equal_ones_by_arrival():
 
 
 def test_a_seat_is_not_taken_back():
-    """Priorities order the queue; nobody is suspended for them alone."""
+    """Priorities order the queue; they alone suspend no request."""
     harness = Harness(**ONE_SEAT)
     running = harness.submit([1], 4, priority=9)
     harness.tick()

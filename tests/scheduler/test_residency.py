@@ -1,4 +1,4 @@
-"""Where conversations' chunks are, told in stretches."""
+"""The tiers of conversations' chunks, reported in ranges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that wait for their last token, prompts that are scored, and what a seat is told of tokens."""
+"""Rows that wait for their last token, prompts that are scored, and the tokens that a seat gets."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_scoring_spans_cover_all_that_is_left_and_write_what_they_did(position):
 
 
 def test_a_prompt_is_scored_in_pieces_once_each_token():
-    """With the prompt not known, then known whole: the pieces stay small and nothing known is written again."""
+    """With the prompt not cached, then fully cached: the pieces stay small and no cached chunk is written again."""
     made = scheduler()
     for number, choice in ((1, 0), (2, 1)):
         made.add(request(number, 700, conversation="c", prompt_logprobs=0, choice=choice), 0.0)
@@ -183,7 +183,7 @@ def test_a_resumed_seat_is_told_its_reply():
 
 
 def test_the_device_is_told_once_of_each_constrained_request_that_will_not_come_back():
-    """Not of one that is suspended: its matcher is needed again."""
+    """A suspended request is not reported: its matcher is needed again."""
     made = scheduler(gpu_kv_chunks=9, host_kv_chunks=5, max_model_len=120, max_num_seqs=5, generation_reserve=0.0)
     for number in range(1, 6):
         kind = Sampling() if number == 5 else GRAMMAR

@@ -106,7 +106,7 @@ class Terminal:
         self.pid, self._file = pty.fork()
         if self.pid == 0:
             os.environ["TERM"] = "dumb"
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # who runs the tests in the background has it ignored
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # it is ignored if the tests run in the background
             os.execv(sys.executable, [*CHAT, *options])
         self._seen = ""
 
@@ -114,7 +114,7 @@ class Terminal:
         os.write(self._file, text.encode())
 
     def expect(self, pattern, seconds=30):
-        """Reads until the pattern shows; what came before the end of its match is not seen again."""
+        """Reads until the pattern matches; text up to the end of the match is not read again."""
         until = time.monotonic() + seconds
         while not (match := re.search(pattern, self._seen)):
             ready, _, _ = select.select([self._file], [], [], max(0.0, until - time.monotonic()))

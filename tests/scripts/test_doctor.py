@@ -1,4 +1,4 @@
-"""`pensieve doctor`: it tells what is missing and what to do, and never falls over what it finds."""
+"""`pensieve doctor`: it reports missing parts with advice, and no finding makes it fail."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The command: lines of what happened in the run's last seconds; who is served first under more load than there is room
-for; wrong settings are named."""
+"""The command: a line for each run's last seconds; the order of service under overload; wrong settings are named."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The lock of a build: one at a time, whoever dies."""
+"""The lock of a build: one holder at a time, even if a holder dies."""
 
 import multiprocessing
 import os

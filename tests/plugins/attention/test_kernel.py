@@ -1,4 +1,4 @@
-"""The attention kernel: as exact as plain attention in its precision, and deaf to what else is in the step."""
+"""The attention kernel: as exact as plain attention in its precision, and independent of the rest of the step."""
 
 import random
 from unittest.mock import MagicMock

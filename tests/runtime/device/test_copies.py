@@ -15,7 +15,7 @@ class NullTicket(Ticket):
 
 
 class NullDevice:
-    """Writes down what it is told; a lane's work is done once the test says so."""
+    """Records its calls; a lane's work is done when the test says so."""
 
     def __init__(self):
         self.calls = []
@@ -65,7 +65,7 @@ def test_whole_records_out_and_ungated_in(transfers, device):
 
 
 def test_swap_outs_are_looked_at_once_they_are_complete(device):
-    """Each record once, with the ticket that says so."""
+    """Each record once, with the ticket that confirms it."""
     looked = []
     transfers = Transfers(device, 5, 2, 100, is_exact=lambda slot: looked.append(slot) or slot % 2 == 0)
     transfers.issue(
@@ -108,7 +108,7 @@ def test_a_lane_waits_for_the_others_only_and_not_for_what_is_complete(transfers
 
 
 def test_hazard_gate_not_yet_recorded(transfers, device):
-    """A step that runs before its gates are marked would pass them at once and read what is not there."""
+    """A step that runs before its gates are marked would pass them at once and read slots that are not filled."""
     step(transfers, device, 1)
     gated = plan(2, copies=[copy(Lane.IN, 1, {0: 0}, gated=True)])
     with pytest.raises(InvariantError, match="step 2 would be launched before its gates are marked"):

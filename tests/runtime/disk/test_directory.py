@@ -90,7 +90,7 @@ def test_folders_of_ranks_that_are_no_more_go_too(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_keeps_nobody_from_a_directory(tmp_path: Path) -> None:
-    """Who has it cannot be written down, and that is all: what else needs the disk says so itself."""
+    """The lock's owner cannot be written down. Other users of the disk report the full disk themselves."""
     (tmp_path / "lock").symlink_to("/dev/full")
     with locked(tmp_path, "--state-dir"):
         pass

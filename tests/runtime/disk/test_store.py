@@ -184,7 +184,7 @@ def test_a_flipped_bit_anywhere_fails_the_record_alone(tier, offset, caplog):
 
 @pytest.mark.parametrize("whole", [0, PAGE, 2 * PAGE])
 def test_a_torn_write_is_found(tmp_path, whole):
-    """The process was killed when so many bytes of the second record in the slot were written."""
+    """The process was killed after this many bytes of the second record in the slot were written."""
     payload = 3 * PAGE
 
     def write(file, buffers, offset):
@@ -202,7 +202,7 @@ def test_a_torn_write_is_found(tmp_path, whole):
         tier.finished()
     with Tier(tmp_path, payload) as tier:
         (record,) = tier.store.records()
-        if whole:  # the new header stands before the old payload
+        if whole:  # the new header precedes the old payload
             assert record.key == key(7) and tier.load([6], [key(7)]).failed == (6,)
         else:
             assert record.key == key(6) and tier.load([6]).promoted == (6,)
@@ -224,7 +224,7 @@ def test_a_slot_that_was_never_written_fails(tier):
 
 
 def failing(number, when=lambda offset: True):
-    """Calls that raise the error number where `when` says so."""
+    """Calls that raise this error number if `when` returns True."""
 
     def refuse(call):
         def wrapped(file, buffers, offset):
@@ -383,7 +383,7 @@ def test_a_file_system_without_direct_transfers(tmp_path, monkeypatch, caplog):
 
 
 def test_nobody_reads_while_direct_transfers_are_tried(tmp_path, monkeypatch):
-    """Where they are refused only when used. A read that failed so at the start would cost the record."""
+    """Where they are refused only when used. A read that failed at the start would lose the record."""
 
     def refuse(file, *_):
         if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
@@ -482,7 +482,7 @@ def test_an_erasure_that_fails_is_said(tmp_path, caplog):
 
 
 def test_an_erasure_takes_no_room(tmp_path):
-    """The file is of a smaller tier, and the disk is full: what is there can be overwritten all the same."""
+    """The file is of a smaller tier and the disk is full: existing records can still be overwritten."""
 
     def full(file, offset, size):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -508,7 +508,7 @@ def test_a_file_system_that_has_given_up_refuses_an_erasure_and_breaks_nothing(t
 
 
 def test_a_record_that_cannot_be_read_at_the_start_is_erased(tmp_path):
-    """Its slot is free: nobody would know of it, whoever is deleted, and the next start might find it."""
+    """Its slot is free: a later deletion would miss the record, and the next start might find it."""
     record = record_bytes(3000)
     read = failing(errno.EIO, lambda offset: offset == record)(os.preadv)
     with Tier(tmp_path) as tier:

@@ -1,4 +1,4 @@
-"""What the HTTP process says and hears over its pipe; this end of it is held by the test."""
+"""The HTTP process's messages over its pipe; the test holds the loop's end."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_closing_aborts_what_is_not_settled(confirm: bool, ended: bool, finished
         while (message := await asyncio.to_thread(here.recv)) != Submit(barrier):
             heard.append(message)
         assert [type(message) for message in heard] == said
-        here.send(step_message(Output(asked.id, (6,))))  # it was under way: nobody minds
+        here.send(step_message(Output(asked.id, (6,))))  # it was under way when the request was aborted, and is ignored
 
     run(work)
 

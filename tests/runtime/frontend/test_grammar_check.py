@@ -1,4 +1,4 @@
-"""Which grammars are refused, and what it takes: never more than a second, and never a process of the server's."""
+"""Which grammars are refused, and the cost of a check: at most a second, and no process of the server's."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_process_that_has_been_killed_is_started_again(checker: GrammarChecker
 
 
 def test_an_accident_is_not_the_grammar_s_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody kills what compiles it, as a system without memory does: it may be tried again."""
+    """The compiling process is killed, as by a system without free memory: the check may be tried again."""
     monkeypatch.setattr(grammar_check, "MOST_SECONDS", 600.0)
     checker = GrammarChecker(save_tokenizer(tmp_path), 260, (EOS,))
     helpers = processes(checker)
@@ -149,7 +149,7 @@ def test_its_process_ends_with_ours(tmp_path: Path) -> None:
 
 
 class Work:
-    """In place of what the processes do: a check goes on until it is ended. Grammars begin with their owners' names."""
+    """Replaces the processes: a check runs until it is ended. Grammars begin with their owners' names."""
 
     def __init__(self, checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch):
         self._checker = checker
@@ -177,7 +177,7 @@ class Work:
         self._outcomes[grammar].result(60)
 
     def expect(self, grammar: str) -> None:
-        """It is the only one whose check has begun since the last call."""
+        """Checks that it is the only grammar whose check has begun since the last call."""
         self._expected.append(grammar)
         eventually(lambda: len(self._begun) >= len(self._expected))
         assert self._begun == self._expected

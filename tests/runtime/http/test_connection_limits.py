@@ -34,7 +34,7 @@ MOST = 12
 
 @contextlib.contextmanager
 def stderr_in(path: Path) -> Iterator[None]:
-    """Of processes that are started meanwhile."""
+    """The stderr of processes that are started meanwhile goes to the file."""
     ours = os.dup(2)
     with path.open("wb") as file:
         os.dup2(file.fileno(), 2)
@@ -181,7 +181,7 @@ async def until(happened: Callable[[], object]) -> None:
 
 
 def test_nor_is_the_end_of_a_last_answer_waited_for_for_ever() -> None:
-    """It has gone from the application and fits into what is kept of it, so that nothing else waits."""
+    """The application has sent it and it fits into the buffers, so nothing else waits."""
 
     async def work() -> None:
         async with connected(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n") as (_, protocol):
@@ -316,7 +316,8 @@ def test_what_is_no_body_behind_an_answer_ends_the_connection_quietly(server: Se
 
 @pytest.mark.parametrize("behind", [b"\r\n", b"\x00\r\n\r\n", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"])
 def test_what_comes_behind_a_connections_last_request_costs_no_answer(impatient: Server, behind: bytes) -> None:
-    """Of an answer that has begun, and of one that has not; neither ends before all of that has come."""
+    """Both for an answer that has begun and for one that has not; neither ends before all of the further bytes have
+    come."""
     for stream, end in ((True, b"data: [DONE]"), (False, b'"total_tokens":')):
         body = json.dumps({"prompt": "x", "max_tokens": 40, "stream": stream}).encode()
         with impatient.connect() as wire, contextlib.ExitStack() as pause:

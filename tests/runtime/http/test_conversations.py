@@ -110,11 +110,11 @@ def test_completions_go_on_behind_the_log(serve: Any) -> None:
 
 
 def test_completions_go_on_behind_the_log_without_a_space_between() -> None:
-    """Of a tokenizer that puts one in front of every text."""
+    """With a tokenizer that adds one in front of every text."""
 
     async def work() -> None:
         speaker = Tokenizer(spaced_tokenizer())
-        loop: Any = None  # nothing is said to it
+        loop: Any = None  # gets no messages
         turns = TurnManager(HistoryStore(":memory:"), loop, loop, speaker)
         first = await turns.open_completion("", "c", "hello: a")
         await first.commit(speaker.encode("b"), " b", None, b"")

@@ -1,4 +1,4 @@
-"""What clients of OpenAI's and vLLM's servers take for granted."""
+"""Behaviour that clients of OpenAI's and vLLM's servers depend on."""
 
 from __future__ import annotations
 

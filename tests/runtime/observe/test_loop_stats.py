@@ -1,4 +1,4 @@
-"""What the loop counts of its steps, and what devices measure of copies."""
+"""The loop's counts of its steps, and the devices' measurements of copies."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_device_is_busy_while_anything_is_in_flight(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("hidden", [True, False])
 def test_the_cpu_device_measures_what_a_step_waits_for(hidden: bool) -> None:
-    """A slow swap-in ahead of a step that waits for it is exposed; one that nobody waits for is hidden."""
+    """A slow swap-in before a step that waits for it is exposed; one that no step waits for is hidden."""
     device = CpuDevice(disturb=lambda lane: COPY_S if lane is Lane.IN else 0.0)
     engine = FakeEngine(3)
     for tier in (Tier.GPU, Tier.HOST):
@@ -165,7 +165,7 @@ def test_events_time_copies_and_the_steps_behind_them() -> None:
 
 
 def test_a_copy_on_an_idle_lane_has_not_waited() -> None:
-    """Of two events recorded one behind the other on two idle streams either may be the first."""
+    """Of two events recorded one after the other on two idle streams either may happen first."""
     clock = Clock()
     times = TransferTimes(clock.event, {Lane.COMPUTE: "compute", Lane.IN: "in", Lane.OUT: "out"}, "idle")
     for at in (0.0, 8.0):

@@ -1,4 +1,4 @@
-"""What the page's map knows: stretches of answers, and whose they are."""
+"""The state behind the page's map: ranges of answers, and the owners of conversations."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_conversation_is_found_by_the_loop_s_name() -> None:
 
 
 def test_two_who_look_at_once_lose_nobody() -> None:
-    """Each asks for every stretch, so each is told twice."""
+    """Each page asks for every range, so each range arrives twice."""
     found = ResidencyView()
     for stretch in (Residency(32, [entry("a")], 1), Residency(32, [entry("b")], 0, start=1)):
         found.take(stretch)

@@ -122,7 +122,7 @@ def test_a_plain_generation_step_packs_quickly():
 
 @pytest.mark.parametrize(("zero", "told"), [(0, [9, 8, 9, 10]), (8, [1, 0, 1, 2]), (4, [5, 4, 5, 6])])
 def test_a_row_that_begins_in_the_middle_of_a_context(packer, zero, told):
-    """Coordinates count from the row's first position, what the model is told from `zero`."""
+    """Coordinates count from the row's first position, the model's positions from `zero`."""
     origins = [(1, 8, zero), (3, 8, zero)]
     inputs = packer.pack(
         plan(

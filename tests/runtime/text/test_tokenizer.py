@@ -23,7 +23,7 @@ TEXT = "Grüße, 世界! 👩‍👩‍👧 e\u0301 naïve — 😀😀 end"
 
 
 def sentencepiece_like() -> tokenizers.Tokenizer:
-    """As Llama 2: signs with a leading ▁, bytes for what the vocabulary lacks."""
+    """Like Llama 2's: words with a leading ▁, bytes for characters that the vocabulary lacks."""
     words = ["<unk>", "<s>", "</s>", "▁", "▁Hello", "▁world", "Hello", "world", "ü", "!"]
     vocabulary = {word: at for at, word in enumerate(words)}
     vocabulary |= {f"<0x{byte:02X}>": len(words) + byte for byte in range(256)}
@@ -174,7 +174,8 @@ def test_the_outcome_does_not_depend_on_how_text_is_cut(seed: int) -> None:
 
 
 def matcher_twin(stops: list[str], said: list[str], include: bool) -> list[str]:
-    """What each piece lets be said, from the whole text each time; the last one completes a stop string."""
+    """The text that each piece releases, computed from the whole text each time; the last piece completes a stop
+    string."""
     text, done, outcome = "", 0, []
     for piece in said:
         text += piece
@@ -206,7 +207,7 @@ def test_every_piece_is_said_as_soon_as_it_may_be(seed: int) -> None:
 
 
 class Watched(str):
-    """Counts its characters that are looked at, compared or copied, and those that are put before it."""
+    """Counts its characters that are read, compared or copied, and those that are put before it."""
 
     seen = 0
 

@@ -1,4 +1,4 @@
-"""Triton's model beside a stand-in for the python backend: what becomes of it when its engine ends."""
+"""Triton's model with a stand-in for the python backend: its state after its engine ends."""
 
 from __future__ import annotations
 

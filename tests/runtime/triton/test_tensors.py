@@ -112,7 +112,8 @@ class Call:
 
 
 def told(inputs, tokens, finish):
-    """What the last response says of a reply of these tokens, which the engine ended so, to a prompt of 9 tokens."""
+    """The last response's stop and finish reasons for a reply of these tokens, ended by the engine, to a prompt of 9
+    tokens."""
     wanted = asked(text_input=b"x", return_stop_reason=True, return_finish_reason=True, **inputs)
     stops, ids = wanted.body.stop, frozenset([EOS, *wanted.body.stop_token_ids])
     request = Request(RequestId(1), [5] * 9, 8, stop_ids=ids, confirm=bool(stops))

@@ -1,5 +1,5 @@
-"""The third tier: what is written when, what is read when, what is never read again. The device model underneath checks
-every slot and every token; the tests add what must be true besides."""
+"""The third tier: the order of writes, the order of reads, and records that are never read again. The device model
+below checks every slot and every token; the tests check further conditions."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def test_a_chunk_is_written_only_when_its_copy_out_is_known_to_be_complete():
 
 
 def test_what_is_on_host_already_does_not_wait_for_the_links_share():
-    """A step copies one chunk out. Were those that need no copy counted too, the queue would only grow where turns end
-    faster than that, and what is saved last is gone by then."""
+    """A step copies one chunk out. If chunks that need no copy counted too, the queue would grow whenever turns end
+    faster than that, and the chunks saved last would be gone by then."""
     harness = SlowDisk(chunks_a_step=1, **DISK)
     harness.turn(range(18), 2, "a")
     for chunk in chunks_of(harness):

@@ -1,4 +1,4 @@
-"""Victims come by ascending retention value at the moment of asking, whatever happened to them before."""
+"""Victims come by ascending retention value at the time of the call, with any history."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_an_idle_time_is_at_least_one_step():
 
 
 def test_of_contexts_that_outgrew_their_windows_one_goes_before_the_next_is_touched():
-    """With one chunk of it lost the others are of no use."""
+    """If one of its chunks is lost, the others are useless."""
     victims = VictimSet(RETENTION)
     old, young = ([a_chunk(end=4 * n, active=active) for n in range(1, 9)] for active in (1.0, 1.1))
     for chunk in (*old, *young):

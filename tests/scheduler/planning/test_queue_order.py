@@ -42,7 +42,7 @@ def names(turns):
 
 
 def test_a_longer_wait_makes_up_for_more_work():
-    """Ten times the work: passed by those that have waited a tenth as long."""
+    """With ten times the work, it is passed by requests that have waited a tenth as long."""
     waiting, order = queue({"heavy": (0.0, 1.0), "light": (9.5, 0.1), "lighter": (9.95, 0.1), "urgent": (9.99, 5.0)})
     assert names(order.candidates([], 9.9)) == ["urgent", "heavy", "light", "lighter"]
     assert names(order.candidates([], 10.6)) == ["urgent", "light", "heavy", "lighter"]
@@ -52,7 +52,7 @@ def test_a_longer_wait_makes_up_for_more_work():
 
 
 def test_a_request_is_passed_until_its_allowance_is_used_up():
-    """Each light turn that joins takes its work off what the heavy one allows."""
+    """Each light turn that joins is subtracted from the heavy one's allowance."""
     waiting, order = queue({"heavy": (0.0, 1.0)} | {f"light {n}": (8.0, 0.1) for n in range(5)})
     waiting[0].allowance = 0.25
     joined = []
@@ -65,7 +65,7 @@ def test_a_request_is_passed_until_its_allowance_is_used_up():
 
 
 def test_a_prompt_that_has_become_longer_is_held_to_the_bound():
-    """Chunks that a turn would have found are gone when it is looked at: its work then is what counts."""
+    """The turn's cached chunks are gone at its lookup: its work at that time counts."""
     waiting, order = queue({"heavy": (0.0, 1.0), "light": (8.0, 0.1)})
     waiting[0].allowance = 0.5
     assert next(order.candidates([], 10.0)) is waiting[1]
@@ -118,7 +118,7 @@ def test_a_long_prompt_among_short_turns_waits_at_most_three_times_as_long_as_by
 
 
 class Bound:
-    """What joins before each request that waits, counted beside the scheduler."""
+    """The work that joins before each waiting request, counted independently of the scheduler."""
 
     def __init__(self, scheduler):
         self.scheduler, self.order = scheduler, scheduler._order

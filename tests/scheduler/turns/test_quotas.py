@@ -87,7 +87,7 @@ def test_books_agree_whatever_owners_do():
 
 
 def test_who_just_fills_its_quota_changes_nothing():
-    """Every change that is told files all of a conversation's chunks anew."""
+    """Each reported change would file all of a conversation's chunks again."""
     quotas = Quotas(8)
     assert list(quotas.put("o", "a", 3)) == list(quotas.put("o", "b", 5)) == []
     assert list(quotas.put("o", "c", 1)) == [("a", True)]

@@ -1,4 +1,4 @@
-"""The load: arrivals, conversations joined in the middle of their lives, and what they say."""
+"""The load: arrivals, conversations that are joined in progress, and their contents."""
 
 from array import array
 from random import Random
@@ -35,7 +35,7 @@ def plan(rate=4.0, seconds=60.0, seed=0, dialogues=CHATTERS, **start):
 
 
 def rest(arrival):
-    """Seconds from its first request to its end, if replies take what was expected."""
+    """Seconds from its first request to its end, if replies take the expected time."""
     turns = arrival.dialogue.turns[arrival.turn :]
     thought = sum(turn.think_s for turn in turns[1:])
     return thought + PER_TOKEN * (sum(turn.output_tokens for turn in turns) - arrival.done)

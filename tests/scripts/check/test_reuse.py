@@ -1,4 +1,4 @@
-"""check.reuse on the CPU: every way comes about, all agree, and what does not agree fails."""
+"""check.reuse on the CPU: every way occurs, all agree, and a difference fails."""
 
 import json
 from math import inf
