@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(autouse=True)
-def the_same_numbers_after_whatever_came_before():
+def the_same_random_numbers_in_every_test():
     """Tests share processes by chance; their random numbers from torch must not depend on it."""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)

@@ -104,7 +104,7 @@ def test_a_deletion_is_answered_when_no_rank_has_a_record(engine, tmp_path):
     assert not any(key in kept[0].values() for files in ranks for key in files.records().values())
 
 
-def test_what_one_rank_has_lost_is_lost_to_all(engine, reference, tmp_path):
+def test_a_record_that_one_rank_has_lost_is_lost_to_all(engine, reference, tmp_path):
     """One record without its header and one with a torn payload, both on rank 1 alone."""
     with Server(tmp_path, *CACHE, engine=engine) as server:
         log, _ = turn(server, prompt(1), conversation="c")

@@ -88,7 +88,7 @@ def test_no_reply_is_from_a_copy_that_is_none(disturbed, seed):
 
 
 @pytest.mark.parametrize("save", SAVE_MODES)
-def test_nor_from_its_record_on_disk(tmp_path, save):
+def test_a_failed_copy_is_not_used_from_its_record_on_disk(tmp_path, save):
     disk = DiskSettings(tmp_path, 80, "ab")
     pools = dict(gpu_kv_chunks=27, host_kv_chunks=14, disk_kv_chunks=80)
     chatter = failing_form_chatter(5, disk=disk, save=save, **pools)

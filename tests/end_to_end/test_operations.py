@@ -81,7 +81,7 @@ def test_smaller_priorities_are_served_first(server):
     assert ended() == [43, 42, 41]
 
 
-def test_whoever_waits_too_long_is_sent_away(server):
+def test_a_request_that_waits_too_long_is_refused(server):
     with Hog(server, 2900):
         started = time.monotonic()
         response = ask(server, 44)

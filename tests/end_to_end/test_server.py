@@ -48,7 +48,7 @@ def test_a_whole_history_without_an_id_is_reused_too(server):
     assert turn["usage"]["prompt_tokens_details"]["cached_tokens"] == 128
 
 
-def test_equal_requests_give_equal_replies_whatever_is_cached(server):
+def test_equal_requests_give_equal_replies_with_any_cache(server):
     body = dict(prompt=list(range(30, 130)), max_tokens=12, ignore_eos=True, return_token_ids=True)
     greedy = [server.post("/v1/completions", temperature=0, **body).json()["choices"][0]["token_ids"] for _ in range(3)]
     seeded = [server.post("/v1/completions", seed=11, **body).json()["choices"][0]["token_ids"] for _ in range(2)]
@@ -182,7 +182,7 @@ def test_sigterm_finishes_running_requests(tmp_path):
         assert server.process.wait(60) == 0
 
 
-def test_sigterm_ends_whoever_outlasts_the_grace(tmp_path):
+def test_sigterm_ends_requests_that_outlast_the_grace(tmp_path):
     with Server(tmp_path, "--shutdown-timeout", 0.5) as server:
         answers = []
         body = dict(prompt=[40] * 10, max_tokens=3000, ignore_eos=True)

@@ -319,7 +319,7 @@ def test_a_wrong_option_writes_nothing_and_is_named(tmp_path, capsys, options, s
     assert list(tmp_path.iterdir()) == []
 
 
-def test_paths_hold_in_whatever_directory_the_server_runs(tmp_path, monkeypatch):
+def test_paths_hold_in_any_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "built").mkdir()
     given = {"engine": "built", "state-dir": "state", "disk-dir": "kv", "trace": "steps.json"}

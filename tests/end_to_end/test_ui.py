@@ -371,7 +371,7 @@ def test_an_empty_page_says_what_to_do(server, browser, size):
 
 @SIZES
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nothing_serious_keeps_anybody_from_using_it(server, browser, size, scheme):
+def test_the_page_has_no_serious_accessibility_fault(server, browser, size, scheme):
     """By axe-core's rules, whose script is allowed past the page's policy. The page shows a reply with all elements, an
     error, and on a phone each panel."""
     words = "# Tea\n\n* [one](https://example.org)\n\n```py\nx = 1\n```\n\n| a | b |\n|---|---|\n| 1 | `2` |\n\n> said"

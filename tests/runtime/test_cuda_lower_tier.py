@@ -175,7 +175,7 @@ def test_hazard_gates_hold_steps_until_layers_are_decoded(closing, kind, eager):
 
 @on_gpu
 @pytest.mark.parametrize("kind", KINDS)
-def test_equal_plans_bring_equal_tokens_whatever_is_late(closing, monkeypatch, kind):
+def test_equal_plans_bring_equal_tokens_with_any_delay(closing, monkeypatch, kind):
     """Plans of random conversations on the CPU, with everything in them; twice, once with delays."""
     conversation, plans, _ = record_plans(kind, 4, monkeypatch)
     dice = random.Random(4)

@@ -235,7 +235,7 @@ class Broken(FakeEngine):
 
 
 @pytest.mark.parametrize("lane", list(Lane))
-def test_hazard_one_lane_raises_and_nobody_hangs(executors, lane):
+def test_hazard_one_lane_raises_and_no_other_hangs(executors, lane):
     before = threading.enumerate()
     executor = executors(engine=Broken(LAYERS) if lane is Lane.COMPUTE else None)
     go_on = hold(executor._device, lane)

@@ -361,7 +361,7 @@ def test_while_the_engine_starts_probes_are_answered_and_requests_wait() -> None
     assert probes == [503, 503, 503, 200, 200, 200, 200, 200] and response.is_success
 
 
-def test_whoever_waits_for_a_start_that_fails_is_told() -> None:
+def test_requests_that_wait_for_a_failing_start_are_answered() -> None:
     async def main() -> httpx.Response:
         door = FrontDoor()
         async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://test") as http:

@@ -136,7 +136,7 @@ def test_saving_ends_with_the_grace_time(service: Service, scheduler: Scheduler,
     assert service._drained() and "before all KV was saved" in caplog.text
 
 
-def test_what_is_deleted_is_erased_whether_or_not_it_has_been_active(service: Service, scheduler: Scheduler) -> None:
+def test_a_deletion_erases_active_and_inactive_conversations(service: Service, scheduler: Scheduler) -> None:
     tokens = array("i", range(14))
     scheduler.known = {"active": tokens, "raced": array("i", [0, 1, 2, 3, 9, 9])}
     service._take(Forget("active", tokens, 0, b"s"))
@@ -210,7 +210,7 @@ def submit(service: Service, number: int, grammar: str | None = None) -> None:
     service._take(Submit(request))
 
 
-def test_a_grammar_is_compiled_before_its_request_is_added_and_nobody_waits_meanwhile(
+def test_a_grammar_is_compiled_before_its_request_is_added_without_delaying_others(
     service: Service, scheduler: Scheduler, compiling: list[Future[None]]
 ) -> None:
     for number, grammar in enumerate(("new", None, "other", "known", "third")):
@@ -242,7 +242,7 @@ def test_a_request_whose_grammar_is_being_compiled_is_open(
     assert isinstance(said[2], StepMessage) and said[2].events == (Output(RequestId(7), finish=FinishReason.ABORT),)
 
 
-def test_who_comes_while_the_plan_can_wait_is_in_it(service: Service, scheduler: Scheduler) -> None:
+def test_a_request_that_comes_while_the_plan_can_wait_is_in_it(service: Service, scheduler: Scheduler) -> None:
     def next_plan(now: float) -> None:
         scheduler.asked.append("plan")
         service._inbox.put(Drain(0.0))

@@ -128,7 +128,7 @@ def test_seats_bound_the_batch():
     harness.drain()
 
 
-def test_a_long_history_loads_ahead_of_its_seat_and_stalls_nobody():
+def test_a_long_history_loads_ahead_of_its_seat_and_stalls_no_row():
     """Per step no more is loaded than the link carries meanwhile; the running request gets its token in every step."""
     harness = Harness(chunks_a_step=1, host_kv_chunks=32)
     harness.turn(range(50), 2, "a")
@@ -250,7 +250,7 @@ def test_separate_batching_never_mixes_and_puts_prompts_first():
 
 @pytest.mark.parametrize("batching", ["unified", "separate"])
 @pytest.mark.parametrize("host", [0, 16])
-def test_nobody_starves_while_newcomers_keep_coming(batching, host):
+def test_no_request_starves_while_new_ones_keep_coming(batching, host):
     """A long request, suspended again and again by its elders, beside an endless stream of short ones."""
     harness = Harness(**TIGHT, batching=batching, host_kv_chunks=host, max_num_seqs=4)
     long_ones = [harness.submit(range(100 * n, 100 * n + 20), 40, f"c{n}") for n in range(3)]

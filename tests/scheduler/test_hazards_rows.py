@@ -113,7 +113,7 @@ def test_an_abort_of_a_suspended_request_drops_its_tail():
     harness.drain()
 
 
-def test_a_tail_that_somebody_else_completed_is_not_left_behind(monkeypatch):
+def test_a_tail_that_another_row_completed_is_not_left_behind(monkeypatch):
     """A client sends its history with the reply that is still being generated, and is suspended in mid-chunk. The other
     row completes the same chunk, so the returning row holds that chunk. Its own chunk is then unused."""
     harness = Harness(max_num_seqs=2, max_num_batched_tokens=12)
@@ -349,7 +349,7 @@ def test_a_suspended_request_that_waits_for_a_key_lets_no_later_arrival_pass(mon
     harness.drain()
 
 
-def test_who_waits_for_a_key_is_released_when_its_row_is_aborted():
+def test_a_request_that_waits_for_a_key_is_released_when_its_row_is_aborted():
     harness = Harness(max_num_batched_tokens=12)
     first = harness.submit(range(30), 2)
     second = harness.submit([*range(30), 77], 2)

@@ -22,7 +22,7 @@ from torch import Tensor
 from .base import ALIGNMENT, STREAM, TORCH_TYPES, TWINS, Refused, Twin, Weights, allow, memory, real, values_at
 from .network import ELEMENTWISE, ET, REGISTRY, Dimension, DimsExprs, INetworkDefinition, ITensor, PluginCall
 
-__all__ = ["ELEMENTWISE", "ET", "PluginCall", "Refused"]  # the other names are those of the module
+__all__ = ["ELEMENTWISE", "ET", "PluginCall", "Refused"]  # re-exported for tests
 
 Ranges = dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
 

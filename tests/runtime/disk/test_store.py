@@ -382,7 +382,7 @@ def test_a_file_system_without_direct_transfers(tmp_path, monkeypatch, caplog):
         assert caplog.text.count("page cache") == 1
 
 
-def test_nobody_reads_while_direct_transfers_are_tried(tmp_path, monkeypatch):
+def test_no_read_runs_while_direct_transfers_are_tried(tmp_path, monkeypatch):
     """Where they are refused only when used. A read that failed at the start would lose the record."""
 
     def refuse(file, *_):
@@ -449,7 +449,7 @@ def test_an_erasure_does_not_wait_behind_slow_reads_and_writes(tmp_path):
         assert 2 not in [record.slot for record in tier.store.records()]
 
 
-def test_a_slot_under_way_is_nobody_else_s(tmp_path):
+def test_a_slot_in_use_by_work_is_refused(tmp_path):
     gate = threading.Event()
 
     def write(file, buffers, offset):

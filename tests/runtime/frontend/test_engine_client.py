@@ -124,7 +124,7 @@ def test_closing_aborts_what_is_not_settled(confirm: bool, ended: bool, finished
     run(work)
 
 
-def test_a_loop_that_does_not_listen_blocks_nobody() -> None:
+def test_a_loop_that_does_not_listen_blocks_no_request() -> None:
     """Many long prompts exceed any pipe's buffer."""
 
     async def work(client: EngineClient, here: Connection) -> None:

@@ -51,7 +51,7 @@ def kill(checker: GrammarChecker) -> None:
         lark_grammar('start: "a" start "b" | ""'),
     ],
 )
-def test_what_can_be_followed(checker: GrammarChecker, grammar: str) -> None:
+def test_these_grammars_can_be_followed(checker: GrammarChecker, grammar: str) -> None:
     check(checker, grammar)
 
 
@@ -110,7 +110,9 @@ def test_an_accident_is_not_the_grammar_s_fault(tmp_path: Path, monkeypatch: pyt
         assert caught.value.status == 503
 
 
-def test_nor_is_what_does_not_start_again(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checker_that_cannot_start_again_is_not_the_grammar_s_fault(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def start(_: CheckProcess) -> None:
         raise BlockingIOError("no more processes")
 

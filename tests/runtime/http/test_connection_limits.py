@@ -121,7 +121,7 @@ def test_a_client_that_stops_sending_is_cut_off(impatient: Server, sent: bytes) 
     assert time.monotonic() - began > PATIENCE_S * 0.8
 
 
-def test_nor_does_a_request_stop_behind_another_one(impatient: Server) -> None:
+def test_a_request_behind_another_one_may_not_stop_either(impatient: Server) -> None:
     """All of it comes in one piece, so nothing comes any more once the first is answered."""
     with impatient.connect() as wire:
         wire.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" + HEAD + b"Content-Length: 50\r\n\r\n{")
@@ -180,7 +180,7 @@ async def until(happened: Callable[[], object]) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_nor_is_the_end_of_a_last_answer_waited_for_for_ever() -> None:
+def test_the_wait_for_the_end_of_a_last_answer_is_limited() -> None:
     """The application has sent it and it fits into the buffers, so nothing else waits."""
 
     async def work() -> None:
@@ -190,7 +190,7 @@ def test_nor_is_the_end_of_a_last_answer_waited_for_for_ever() -> None:
     asyncio.run(work())
 
 
-def test_who_takes_a_last_answer_slowly_has_time_for_its_end() -> None:
+def test_a_slow_reader_of_a_last_answer_has_time_for_its_end() -> None:
     """From the moment at which most of it is gone."""
 
     async def work() -> None:
@@ -249,9 +249,7 @@ def test_a_body_that_comes_behind_its_answer_leaves_no_limit(impatient: Server) 
 
 
 @pytest.mark.parametrize("header", [b"", b"Upgrade: h2c\r\n"])
-def test_a_client_that_hangs_up_is_noticed_whatever_it_has_sent_behind_its_request(
-    server: Server, header: bytes
-) -> None:
+def test_a_client_that_hangs_up_is_noticed_after_any_further_bytes(server: Server, header: bytes) -> None:
     body = b'{"prompt": "x", "max_tokens": 50}'
     aborted, submitted = len(server.loop.said(Abort)), len(server.loop.said(Submit))
     with contextlib.ExitStack() as pause:
@@ -303,7 +301,7 @@ def test_half_a_request_is_no_error_of_the_server(server: Server) -> None:
 
 
 @pytest.mark.parametrize("path, status", [("/nothing", 404), ("/health", 405)])
-def test_what_is_no_body_behind_an_answer_ends_the_connection_quietly(server: Server, path: str, status: int) -> None:
+def test_a_broken_body_after_the_answer_ends_the_connection_quietly(server: Server, path: str, status: int) -> None:
     """The answer did not wait for the body; there is no second one to the same request."""
     with server.connect() as wire:
         wire.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello".encode())

@@ -236,7 +236,7 @@ def test_every_name_that_is_taken_can_be_asked_for(serve: Any) -> None:
     run(work())
 
 
-def test_a_deletion_is_answered_when_nobody_can_read_it_any_more(serve: Any) -> None:
+def test_a_deletion_is_answered_when_its_data_cannot_be_read_any_more(serve: Any) -> None:
     async def work() -> None:
         async with serve() as server:
             for name in ("a", "b", "c"):

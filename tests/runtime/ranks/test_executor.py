@@ -45,7 +45,7 @@ PROMPT = [5, 9, 2, 44, 7, 8, 30, 61]
 LAYERS = 5
 
 
-def test_a_plan_arrives_as_it_was_sent_but_for_who_is_sampled_and_how():
+def test_a_plan_arrives_as_it_was_sent_without_its_sampling():
     copies = CopyBatch(Lane.IN, 3, array("i", [1, 2]), array("i", [3, 4]), Tickets(1, 2, 3), gated=True)
     row = RowId(RequestId(7), 9)
     sent = StepPlan(
@@ -239,7 +239,7 @@ def turn():
     return [first, plan(2, generate={0: 8}, copies=[out]), *(plan(n, generate={0: 6 + n}) for n in (3, 4))]
 
 
-def test_another_rank_does_what_rank_0_does_and_ends_with_it(monkeypatch):
+def test_another_rank_executes_rank_0_s_plans_and_ends_with_it(monkeypatch):
     looks = []
     monkeypatch.setattr(garbage, "DUE", 0)
     monkeypatch.setattr(

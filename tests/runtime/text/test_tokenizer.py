@@ -147,7 +147,7 @@ def test_a_stop_string_may_stay_in_the_text() -> None:
     assert match(["END"], ["abcE", "NDxyz"], include=True) == ("abcEND", 2)
 
 
-def test_what_may_begin_a_stop_string_is_held_back() -> None:
+def test_a_possible_beginning_of_a_stop_string_is_held_back() -> None:
     matcher = StopMatcher(["stop"])
     assert [matcher.push(piece) for piece in ("a s", "t", "x", "sto")] == ["a ", "", "stx", ""]
     assert matcher.end("") == "sto"

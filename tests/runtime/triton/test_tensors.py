@@ -137,7 +137,7 @@ def told(inputs, tokens, finish):
     ],
     ids=["string", "token", "end of sequence", "length", "no match"],
 )
-def test_what_stopped_a_reply_is_told_if_it_was_the_request_s_own(inputs, tokens, finish, reason):
+def test_the_stop_reason_is_the_request_s_own_stop(inputs, tokens, finish, reason):
     end = told(inputs, tokens, finish)
     assert end.get("stop_reason") == reason
     assert end["finish_reason"] == (b"length" if finish is FinishReason.LENGTH and reason is None else b"stop")

@@ -26,7 +26,7 @@ def test_the_first_owner_of_a_key_keeps_it():
     check(store, held=[first])
 
 
-def test_a_dropped_owner_takes_over_the_slot_of_who_computed_it_again():
+def test_a_dropped_owner_takes_over_the_slot_of_the_recomputed_chunk():
     """A conversation claims the dropped chunk; the recomputed KV becomes that chunk's, claim and all."""
     store, key = a_store(), fresh_key()
     owner = idle(store, now=1.0, key=key, claims=1)
@@ -154,12 +154,12 @@ def unfreed(store, chunk):
     store.gpu.take()
 
 
-def kept_for_nobody(store, chunk):
+def kept_for_no_conversation(store, chunk):
     store._private[Chunk(SIZE, NO_SLOT, 0.0)] = None
 
 
 @pytest.mark.parametrize(
-    "damage", [lost_slot, double_slot, foreign_key, unfiled, misfiled, filed_ghost, unfreed, kept_for_nobody]
+    "damage", [lost_slot, double_slot, foreign_key, unfiled, misfiled, filed_ghost, unfreed, kept_for_no_conversation]
 )
 def test_check_notices(damage):
     store = a_store()

@@ -146,7 +146,7 @@ def test_a_failed_write_stops_spilling_for_some_seconds_and_the_turn_ends_all_th
     harness.drain()
 
 
-def test_a_swap_in_may_read_a_slot_that_is_being_spilled_and_nobody_may_take_it():
+def test_a_swap_in_may_read_a_slot_that_is_being_spilled_and_no_chunk_may_take_it():
     harness = SlowDisk(**DISK | {"host_kv_chunks": 4})
     harness.turn(range(16), 1, "a")
     while len(harness.device.work) < 3:
@@ -248,7 +248,7 @@ def test_what_is_read_ahead_of_its_turn_counts_as_found_on_host(prefetch):
 
 
 @pytest.mark.parametrize("order", ["bounded-ratio", "arrival"])
-def test_who_joins_first_is_read_ahead_of_first(order):
+def test_the_request_that_joins_first_is_prefetched_first(order):
     """One seat, taken, and room on HOST for one history: a short turn is to pass a long one that came before it."""
     harness = Harness(**DISK | {"max_num_seqs": 1, "host_kv_chunks": 9, "queue_order": order})
     prompts = {name: only_on_disk(harness, name, first=first) for name, first in (("long", 0), ("short", 100))}
