@@ -71,7 +71,7 @@ class Server:
         return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 
     def events(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
-        """The objects of a stream. Whoever closes this generator early stops the reply."""
+        """Yields the objects of a stream. Closing this generator early stops the reply."""
         with self._answer("POST", path, body) as response:
             for line in response:
                 if line.startswith(b"data: {"):

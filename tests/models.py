@@ -75,7 +75,7 @@ class ScatteredRunner:
         self.logits: list[dict[int, Tensor]] = [{} for _ in prompts]
 
     def drop(self, seat: int, block: int) -> None:
-        """Loses a chunk: its slot is overwritten and the seat gets another, which holds nothing."""
+        """Loses a chunk: its slot is overwritten and the seat gets another, empty one."""
         self.pool[self.block_table[seat, block]] = float("nan")
         self.block_table[seat, block] = self.free.pop()
 

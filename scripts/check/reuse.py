@@ -303,7 +303,7 @@ def ask_suspended(asker: Asker, sizes: Sizes, prompts: Sequence[array[int]], tel
 
 
 class Exact:
-    """The eager decoder in float32, of an engine's weights whatever its backend and ranks; a `ForwardPass`."""
+    """The eager decoder in float32 with an engine's weights, for any backend and ranks; a `ForwardPass`."""
 
     def __init__(self, directory: Path, manifest: Manifest, dtype: torch.dtype = torch.float32):
         """dtype: another one, for comparison."""

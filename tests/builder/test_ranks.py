@@ -98,7 +98,7 @@ def test_the_ranks_of_a_random_engine_are_one_rank_s(tmp_path):
 
 
 def test_a_legacy_checkpoint_s_ranks_are_cut_as_hugging_face_s(tmp_path):
-    """Whatever the number of its own."""
+    """With any number of ranks in the checkpoint."""
     save_random(LEGACY_CONFIGS["llama"], tmp_path / "hf")
     write_legacy(tmp_path / "hf", tmp_path / "legacy", LEGACY_CONFIGS["llama"], 2)
     hf = build_engine(tmp_path / "hf", tmp_path / "engine", tensor_parallel=4).manifest.parts.weights

@@ -110,7 +110,7 @@ def test_a_streamed_stop_string_is_never_seen(server: Server) -> None:
 
 
 def test_temperature_zero_repeats_itself(server: Server) -> None:
-    """Whatever the seed."""
+    """With any seed."""
     assert len({server.chat(temperature=0, seed=seed).choices[0].message.content for seed in (1, 2, 3)}) == 1
 
 
@@ -177,7 +177,7 @@ def test_frequency_penalty_spreads_tokens(server: Server) -> None:
 
 
 def test_presence_penalty_asks_for_other_tokens(server: Server) -> None:
-    """Among favoured tokens more different ones are said with it than against it."""
+    """It makes the text use more of the favoured tokens than without it."""
 
     def kinds(penalty: float) -> int:
         bias = {str(token): 100 for token in range(70, 90)}

@@ -39,7 +39,7 @@ def reference():
 
 
 def turn(server, prompt, **body):
-    """The log behind it, and where its prompt came from."""
+    """Returns the log after the turn, and the sources of its prompt."""
     body = dict(prompt=prompt, max_tokens=9, ignore_eos=True, return_token_ids=True, return_sources=True) | body
     answer = server.post("/v1/completions", model="engine", temperature=0, **body).json()
     return prompt + answer["choices"][0]["token_ids"], answer["usage"]["prompt_tokens_details"]
@@ -86,7 +86,7 @@ def kill(server):
 
 
 def test_a_deletion_is_answered_when_no_rank_has_a_record(engine, tmp_path):
-    """Whatever happens behind the answer."""
+    """Also if the server fails right after the answer."""
     with Server(tmp_path, *CACHE, engine=engine) as server:
         turn(server, prompt(1), conversation="kept")
         ranks = [Files(tmp_path, rank) for rank in (0, 1)]

@@ -70,7 +70,7 @@ def test_a_server_whose_http_process_is_killed_says_so(tmp_path):
 
 @pytest.mark.slow
 def test_a_server_whose_http_process_hangs_ends_when_told_to(tmp_path):
-    """Though the pipe between them is full."""
+    """The pipe between them is full."""
     with Server(tmp_path, "--shutdown-timeout", 1) as server:
         (http,) = [child for child in descendants(server.process.pid) if b"spawn_main" in command_line(child)]
         body = dict(model="demo", prompt=[5] * 4, max_tokens=1500, ignore_eos=True, stream=True, logprobs=20)

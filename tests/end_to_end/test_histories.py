@@ -1,4 +1,4 @@
-"""Conversations on a real server: nothing lost to re-tokenising, restarts of every kind, tenants apart."""
+"""Conversations on a real server: no cache lost to tokenizing again, restarts of every kind, separate tenants."""
 
 from __future__ import annotations
 

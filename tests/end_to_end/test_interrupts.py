@@ -24,7 +24,7 @@ BUILD = [sys.executable, "-m", "pensieve.scripts.build_engine"]
 
 
 class Command:
-    """A command in a process group of its own, as a shell has it in the foreground; `lines`: its stderr so far."""
+    """A command in its own process group, like a shell's foreground job; `lines`: its stderr so far."""
 
     def __init__(self, *words, flags=()):
         program, *rest = words

@@ -110,7 +110,7 @@ def displace(player: Player) -> None:
 
 
 def greedy(engine: TinyEngine, pool: torch.Tensor, start: int, known: list[int], count: int) -> list[int]:
-    """`count` tokens behind the known ones, of which those from `start` on are computed into the pool."""
+    """Generates `count` tokens after the known ones; those from `start` on are computed into the pool."""
     handle = register_pool(pool)
     table = torch.arange(len(pool), dtype=torch.int32).view(1, -1)
     context, tokens = start, list(known)

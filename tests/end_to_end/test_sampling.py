@@ -90,7 +90,7 @@ def reference_logits(reference, tokens) -> np.ndarray:
 
 
 def reference_logprobs(reference, tokens) -> np.ndarray:
-    """[position, vocab]: of the token behind each position."""
+    """[position, vocab]: of the next token at each position."""
     logits = reference_logits(reference, tokens)
     return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
 
@@ -149,7 +149,7 @@ def test_penalties_are_what_they_are_defined_as(model, sampling):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_stop_ids_are_not_drawn_among_the_first_min_tokens(model, grammars, temperature):
-    """However much the client favours one. A grammar that is complete goes on with nothing but its end all the same."""
+    """Even if the client favours one. A complete grammar still allows only its end."""
     eager = Sampling(temperature, seed=1, logit_bias=((EOS, 100.0), (7, 90.0), (9, 60.0)), frequency_penalty=0.1)
     done = Sampling(temperature, seed=1, grammar=json_grammar({"enum": [7]}))
     stops = frozenset({EOS, 7})

@@ -125,7 +125,7 @@ def test_a_full_queue_refuses_with_retry_after(server):
 
 
 def test_concurrent_conversations_swap_and_stay_right(server):
-    """More history than the GPU cache holds; each reply equals the one that nothing cached would give."""
+    """More history than the GPU cache holds; each reply equals the one without a cache."""
     histories = {name: [40 + name] * 3 for name in range(12)}
     for _ in range(4):
         for name, history in histories.items():

@@ -36,7 +36,7 @@ def triton(tmp_path_factory):
     options = ("--engine", "demo", "--state-dir", directory / "state", *CACHE)
     with TritonServer(directory, *options, broken=BROKEN) as running:
         yield running
-        # 1: Triton 24.10 at times never tells the model to unload after a client cancelled as its reply ended.
+        # 1: Triton 24.10 sometimes does not unload the model after a client cancelled just when its reply ended.
         assert running.stop() in (0, 1), running.log
 
 
@@ -120,7 +120,7 @@ def events(server, **inputs):
 
 
 def by_ids(server, turn, history):
-    """A turn over gRPC with the whole history as ids; seeded sampling. Returns the history behind it."""
+    """A turn over gRPC with the whole history as ids; seeded sampling. Returns the history after it."""
     prompt = [*history, *range(40 + turn, 60 + turn)]
     with Client(server) as client:
         client.send(

@@ -20,7 +20,7 @@ from pensieve.scheduler.types import SettingError
 
 
 def check_sums(ranks):
-    """MpiRanks, called by a thread of its own as a device does, against its twin. The same bits everywhere."""
+    """MpiRanks, called by its own thread as on a device, against its twin. The bits are equal on all ranks."""
     group = ranks.open_group("cpu", torch.float32)
     for dtype in (torch.float32, torch.bfloat16):
         generator = torch.Generator().manual_seed(1)

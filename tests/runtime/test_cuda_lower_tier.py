@@ -112,7 +112,7 @@ def test_random_copies_equal_the_references(closing, monkeypatch, form, dtype, b
 
 @on_gpu
 def test_issuing_waits_for_nothing_and_lanes_wait_for_each_other(closing, monkeypatch):
-    """Out, in again elsewhere, and out from there, each behind the one before, with every stream late."""
+    """Out, in again to other slots, and out from there, each after the one before, with every stream late."""
     monkeypatch.setattr(coded_copies, "HALF_BYTES", 2 * record_bytes(SHAPE, torch.float32, FP8))
     device = closing(HeldUpTwice(lambda lane: 0.02))
     on_gpu, _ = pools(device)

@@ -59,7 +59,7 @@ def first_turn(step: int = 1, seat: int = 0, slots: tuple[int, ...] = (0, 1, 2),
 
 
 def second_turn(step: int, seat: int, slots: tuple[int, ...], **more) -> StepPlan:
-    """Another two tokens behind PROMPT, whose two chunks are in the first two slots."""
+    """Another two tokens after PROMPT, whose two chunks are in the first two slots."""
     new = span(seat, len(PROMPT), len(PROMPT) + 2)
     return plan(step, joins=[join(seat)], blocks=[(seat, 0, slots)], spans=[new], token_ids=[3, 4], **more)
 
@@ -385,7 +385,7 @@ def key(number: int) -> ChunkKey:
 
 
 def disk_work(executor: Executor, step: int, **work) -> tuple[list[int], list[int], list[int]]:
-    """(spilled, promoted, failed) of a plan with this work and of those behind it, until all is reported."""
+    """(spilled, promoted, failed) of a plan with this work and of the next ones, until all is reported."""
     got: tuple[list[int], list[int], list[int]] = ([], [], [])
     executor.launch(replace(plan(step), **work))
     while sum(map(len, got)) < sum(map(len, work.values())):

@@ -65,7 +65,7 @@ def test_it_is_looked_for_once_there_may_be_some_and_there_is_time(collector: Ga
 
 
 def grown_old(collector: GarbageCollector) -> weakref.ref[Ring]:
-    """Lost, behind a look at it."""
+    """An object that has survived a collection and is now garbage."""
     old = Ring()
     collector.collect_new()
     return weakref.ref(old)

@@ -104,7 +104,7 @@ async def complete(running: Running, grammar: str | None = None, **body: Any) ->
 
 
 async def is_unchanged(running: Running) -> None:
-    """The books agree, nothing is left over, and the next request is served."""
+    """The state is consistent, no request is left, and the next one is served."""
     answer = await complete(running, max_tokens=3, return_token_ids=True)
     assert answer.json()["choices"][0]["token_ids"] == reply(PROMPT, 3, LAYERS)
 

@@ -41,7 +41,7 @@ def test_no_page_that_loads_scripts_from_elsewhere(ask: Callable[..., Any]) -> N
 
 
 def test_no_path_from_a_request_to_the_file_system(ask: Callable[..., Any]) -> None:
-    """Whatever a request calls its conversation, model or page, no file is opened."""
+    """With any name of a conversation, a model or a page, no file is opened."""
     opened: list[str] = []
     watching = False
 

@@ -112,7 +112,7 @@ def test_an_end_that_was_kept_back_is_sent_though_no_token_comes_with_it(
 
 
 def test_a_client_whose_reply_is_stuck_is_told_at_once(service: Service, scheduler: Scheduler) -> None:
-    """Nothing else may come with it: the row was alone, and its token does not count."""
+    """The result may bring nothing else: the row was alone, and its token does not count."""
     scheduler.apply = lambda result, now: Applied(stuck=[RequestId(5)])
     service._stats_due = time.monotonic() + 60
     service._counters.launched(SimpleNamespace(tokens=1, generate=(0,), spans=(), copies=()))
@@ -162,7 +162,7 @@ def test_a_deletion_erases_active_and_inactive_conversations(service: Service, s
 
 
 def test_a_deletion_that_ends_without_a_step_is_told(service: Service, scheduler: Scheduler) -> None:
-    """The last keys of a long log are looked for as a plan is made; if nothing is to be done then, no result comes."""
+    """The last keys of a long log are looked up while a plan is made; if there is no other work, no result follows."""
 
     def next_plan(now: float) -> None:
         scheduler.erased = [True]
@@ -189,7 +189,7 @@ def test_it_sleeps_no_longer_than_a_clock_can(service: Service, scheduler: Sched
 
 
 def test_a_signal_that_comes_just_before_a_wait_is_heard_soon(service: Service, scheduler: Scheduler) -> None:
-    """It does not break that wait off, and its handler runs behind it."""
+    """The signal does not interrupt the wait; its handler runs after it."""
     waits: list[float | None] = []
 
     def get(timeout: float | None) -> Drain:

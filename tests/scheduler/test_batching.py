@@ -152,7 +152,7 @@ def test_a_long_history_loads_ahead_of_its_seat_and_stalls_no_row():
 
 
 def test_one_shortage_suspends_the_latest_arrival_alone():
-    """Three rows of 5 chunks fill 15 of 16. The last one free goes to the oldest; then one leaves, not two."""
+    """Three rows of 5 chunks fill 15 of 16. The last one free goes to the oldest; then one row leaves, not two."""
     harness = Harness(**TIGHT, max_num_seqs=3)
     requests = [harness.submit(range(100 * n, 100 * n + 17), 20, f"c{n}") for n in range(3)]
     harness.run_until(lambda: harness.scheduler.stats().suspensions)
@@ -251,7 +251,7 @@ def test_separate_batching_never_mixes_and_puts_prompts_first():
 @pytest.mark.parametrize("batching", ["unified", "separate"])
 @pytest.mark.parametrize("host", [0, 16])
 def test_no_request_starves_while_new_ones_keep_coming(batching, host):
-    """A long request, suspended again and again by its elders, beside an endless stream of short ones."""
+    """A long request, often suspended by older ones, with an endless stream of short ones."""
     harness = Harness(**TIGHT, batching=batching, host_kv_chunks=host, max_num_seqs=4)
     long_ones = [harness.submit(range(100 * n, 100 * n + 20), 40, f"c{n}") for n in range(3)]
     for number in range(600):

@@ -20,7 +20,8 @@ from .stories import TIGHT, loading_early, off_gpu, suspended
 
 
 def test_a_row_that_ended_runs_once_more_and_is_freed_once():
-    """Three steps are in flight when the first brings the stop id; the row's slots are free, once, behind the third."""
+    """Three steps are in flight when the first one brings the stop id; the row's slots are freed once, after the
+    third."""
     harness = Harness()
     prompt = list(range(15))
     stop = next_token(prompt)
@@ -102,7 +103,7 @@ def test_a_reply_cut_while_its_history_is_loading(monkeypatch, kept):
 
 
 def test_an_abort_of_a_suspended_request_drops_its_tail():
-    """Nobody could ever use it again."""
+    """It could never be used again."""
     harness = Harness(**TIGHT)
     younger = suspended(harness)
     (turn,) = harness.scheduler._queues.waiting

@@ -44,7 +44,7 @@ class Uses:
 
 @pytest.mark.parametrize(("first", "second"), list(permutations(Lane, 2)))
 def test_a_slot_changes_hands_only_behind_its_last_use(first, second):
-    """Whatever touched the slot last, work of another lane that gets the slot waits for exactly that."""
+    """After any last use of the slot, work on another lane that gets the slot waits for exactly that use."""
     uses = Uses()
     ticket, _ = uses.use(first)
     _, after = uses.use(second)

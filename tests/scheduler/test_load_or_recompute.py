@@ -158,7 +158,7 @@ def test_what_is_loaded_before_a_row_joins_is_the_papers_read_buffer(history, ro
     buffer = cost.link_bytes_per_s * (history / SIZE * cost.load() - step)
     assert max(0.0, buffer) <= before < max(0.0, buffer) + 2 * cost.link_bytes_per_s * step
     assert sum(len(batch.sources) for batch in copies) == history / SIZE
-    # Nobody waited for it: rows that generate did so in every step meanwhile.
+    # It caused no wait: rows that generate ran in every step meanwhile.
     first = next(plan.step for plan in plans if plan.copies and plan.copies[0].lane is Lane.IN)
     assert all(len(plan.generate) == rows for plan in plans if first <= plan.step <= joined.step)
 

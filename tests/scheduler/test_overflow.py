@@ -61,7 +61,8 @@ def test_without_kept_kv_a_window_is_computed_anew_at_each_step():
 
 @pytest.mark.parametrize("batching", BATCHING_MODES)
 def test_a_reply_alone_goes_on_in_its_next_window_though_nothing_else_happens(batching):
-    """Queued again in a plan of generation, behind the look at the queue, it was left there until a message came."""
+    """It was queued again in a plan of generation, after the queue had been checked, and stayed there until a message
+    came."""
     harness = a_harness(overflow=RECOMPUTE, batching=batching)
     harness.submit(range(WINDOW - 4), 12, truncate=True)
     while harness.open:
@@ -147,7 +148,7 @@ def test_a_newer_chunk_that_is_lost_is_computed_alone():
 @pytest.mark.parametrize("mode", OVERFLOW_MODES)
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_reply_suspended_beyond_its_window_goes_on_as_it_would_have(mode, lost):
-    """Its base is settled: with all of it lost it is computed again from there, window by window."""
+    """Its base is fixed: with all of it lost it is recomputed from there, window by window."""
     harness = a_harness(overflow=mode, gpu_kv_chunks=26, host_kv_chunks=40)
     for number, length in enumerate((6, 5, 4)):
         harness.submit(range(number, number + length), 32, truncate=True)

@@ -68,7 +68,7 @@ def test_a_constrained_row_joins_a_step_only_after_its_last_token_is_applied():
 
 @pytest.mark.parametrize("confirm", [False, True])
 def test_a_stuck_row_ends_without_its_token_and_without_a_commit(confirm: bool):
-    """Even if the token would be its last one. The other row, and its own KV as cache, are as before."""
+    """Even if the token would be its last one. The other row, and its own KV as cache, are unchanged."""
     made = scheduler()
     for number in (1, 2):
         asked = request(number, 40, 2, sampling=GRAMMAR, conversation=f"c{number}", confirm=confirm)

@@ -1,4 +1,4 @@
-"""When the next step is planned, on a clock of its own: late enough to be worth it, early enough for the device."""
+"""The time of the next plan, with a simulated clock: late enough to be useful, early enough for the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HOST_S = 0.001  # to plan and launch a step
 
 
 class Loop:
-    """A loop and its device: `real` tells a plan's seconds. A request waits at all times."""
+    """A loop and its device: `real` gives a plan's seconds. A request waits at all times."""
 
     def __init__(self, real: Callable[[float], float], host: Callable[[], float] = lambda: HOST_S):
         self.pace, self.real, self.host = StepTiming(COST), real, host

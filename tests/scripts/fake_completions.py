@@ -68,7 +68,7 @@ class CompletionsHandler(Handler):
         for index in range(wanted):
             time.sleep(self.server.gap_s if index else self.server.first_s)
             if fail == "drop" and index == 2:
-                return  # neither usage nor [DONE]: HTTP/1.0 ends a body by hanging up
+                return  # without usage and [DONE]: HTTP/1.0 ends a body by closing the connection
             choice = {"index": 0, "text": "é"} | ({"token_ids": [900 + index]} if self.server.ids else {})
             self._write({"choices": [choice], "usage": None})
         usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": wanted}

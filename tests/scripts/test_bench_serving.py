@@ -71,7 +71,7 @@ def bench(tmp_path, capsys):
     return run
 
 
-LONGER = (1, 8, 40)  # times a short while: on a busy machine nothing may end in that
+LONGER = (1, 8, 40)  # multiples of a short time: on a busy machine no request may end in it
 
 
 def everything_seen(made):

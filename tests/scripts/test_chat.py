@@ -100,7 +100,7 @@ def test_no_server(url, message):
 
 
 class Terminal:
-    """The chat in a terminal of its own."""
+    """The chat in its own terminal."""
 
     def __init__(self, *options):
         self.pid, self._file = pty.fork()
@@ -124,10 +124,10 @@ class Terminal:
         return match[0]
 
     def leave(self, key, seconds=30):
-        """Presses the key, and more until the chat has ended; its exit status.
+        """Presses the key until the chat has ended; returns its exit status.
 
-        Once would do but for a gap in Python's readline: a signal between the prompt and the wait behind it is only
-        seen with the next key. A second signal might hit an interpreter that is ending.
+        One key would be enough, except for a gap in Python's readline: a signal between the prompt and the next wait is
+        only seen with the next key. A second signal might hit an interpreter that is ending.
         """
         until = time.monotonic() + seconds
         while time.monotonic() < until:

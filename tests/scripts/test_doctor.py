@@ -35,7 +35,7 @@ def found(device: str, state: Path) -> dict[str, Finding]:
 
 
 def test_a_machine_without_anything_is_told_everything(bare: Path) -> None:
-    """Without a GPU, problems where one is to be used."""
+    """Without a GPU, problems are reported only where one is required."""
     findings = found("cuda", bare)
     assert findings["driver"].level is Level.PROBLEM and "nvidia-smi is not there" in findings["driver"].found
     assert findings["compiler"].level is findings["mpi"].level is Level.OPTIONAL

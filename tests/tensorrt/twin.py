@@ -250,7 +250,7 @@ class Refitter(Twin, stands_for="Refitter"):
 
 @contextmanager
 def install() -> Iterator[ModuleType]:
-    """The module `tensorrt` is the twin as long as this lasts; nothing of ours that imports it stays loaded after."""
+    """While this is open the module `tensorrt` is the twin; our modules that import it are unloaded afterwards."""
     module = ModuleType("tensorrt")
     vars(module).update({name: value for name, value in vars(real).items() if not name.startswith("__")})
     module.__version__ = real.__version__

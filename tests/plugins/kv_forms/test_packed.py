@@ -218,7 +218,7 @@ def test_few_programs_do_all_and_no_tasks_do_nothing(monkeypatch):
 @needs_kernels
 @pytest.mark.parametrize("tokens, channels", [(256, 256), (2, 32768)])
 def test_the_kernels_at_the_largest_head(tokens, channels):
-    """All positions of 16 bits, and a half of nothing but escapes."""
+    """Positions need all 16 bits, and half of the numbers are escapes."""
     from pensieve.plugins.kv_forms import packed_kernel as kv_packed_kernel
 
     pool = torch.ones(1, 1, 2, 1, tokens, channels, dtype=torch.bfloat16)

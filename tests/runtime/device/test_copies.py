@@ -141,7 +141,7 @@ def test_with_in_first_copies_ahead_of_time_wait_for_the_swap_ins_before_them(de
 
 
 def test_with_in_first_evictions_wait_for_nothing_more(device):
-    """Those whose room the step needs, or a swap-in of the same plan."""
+    """Evictions that the step, or a swap-in of the same plan, needs."""
     transfers = Transfers(device, layers=5, group_layers=5, chunk_bytes=100, in_first=True)
     transfers.issue(plan(1, copies=[copy(Lane.IN, 1, {5: 6})]))
     transfers.issue(plan(2, copies=[copy(Lane.OUT, 1, {0: 0})], after=Tickets(0, 0, 1)))

@@ -189,7 +189,7 @@ def test_a_lane_keeps_its_order_and_waits_for_other_lanes(closing):
     assert time.perf_counter() - begin > 0.15
     assert device.ready(first) and device.ready(second)
     waited = device.transfer_seconds()
-    assert waited.queued_in.copies == 2 and waited.queued_in.seconds > 0.2  # 0.1 s, and as much again behind the first
+    assert waited.queued_in.copies == 2 and waited.queued_in.seconds > 0.2  # 0.1 s, and twice that for the second
     assert waited.queued_out.copies == 1 and waited.queued_out.seconds > 0.15
     on_device, host = contents(device)
     assert np.array_equal(on_device[0], on_host[1]) and np.array_equal(host[1], on_host[1])
@@ -376,7 +376,8 @@ WISHES = {
 @on_gpu
 @pytest.mark.parametrize("wish", WISHES)
 def test_hazard_a_step_in_flight_keeps_its_inputs(closing, wish):
-    """Steps are held up, so that those behind are uploaded long before: tokens are the CPU's. Nothing waits."""
+    """Steps are delayed, so later ones are uploaded long before they run: tokens equal the CPU's. The host never
+    waits."""
     plans = generation(12, WISHES[wish])
     twin = closing(executor_on(CpuDevice(), TinyEngine("llama")))
     executor = closing(executor_on(HeldUp(delay(Lane.COMPUTE, seconds=0.02)), TinyEngine("llama", "cuda")))

@@ -494,7 +494,7 @@ def test_an_erasure_takes_no_room(tmp_path):
 
 
 def test_a_file_system_that_has_given_up_refuses_an_erasure_and_breaks_nothing(tmp_path, monkeypatch):
-    """XFS then answers every question with EIO."""
+    """XFS then answers every call with EIO."""
 
     def refused(path, **_):
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
@@ -531,7 +531,7 @@ def test_a_directory_that_cannot_be_used_is_a_wrong_setting(tmp_path):
 
 
 def test_an_erasure_is_done_when_every_file_is_flushed_behind_its_writes(tmp_path, monkeypatch):
-    """A loss of power would bring back records of any file that is not flushed."""
+    """A power failure would restore records of any file that is not flushed."""
     calls, flush = [], os.fdatasync
 
     def write(file, buffers, offset):
@@ -551,7 +551,7 @@ def test_an_erasure_is_done_when_every_file_is_flushed_behind_its_writes(tmp_pat
 
 
 def test_an_erasure_makes_no_file_longer(tmp_path):
-    """The file of a smaller tier ends where the slot would begin: nothing was ever written there."""
+    """The file of a smaller tier ends where the slot would begin: it was never written."""
     with Tier(tmp_path, slots=3) as tier:
         tier.save(range(3))
     with Tier(tmp_path) as tier:

@@ -59,14 +59,14 @@ def test_counts_and_times_of_a_request() -> None:
         assert found['pensieve:prompt_tokens_total{source="gpu"}'] == 2
         assert found['pensieve:requests_total{finish="stop"}'] == 1
         assert found['pensieve:requests_total{finish="refused"}'] == 1
-        assert found["pensieve:num_requests_running"] == 2  # the latest that was said
+        assert found["pensieve:num_requests_running"] == 2  # the latest message's value
         assert found['pensieve:kv_copied_bytes_total{direction="swap_out"}'] == 2
 
     run(work)
 
 
 def test_a_first_token_is_told_before_those_of_rows_that_generate() -> None:
-    """A step's plan has the prompts last; their clients wait for the longest."""
+    """A plan has the prompts last; their clients have waited the longest."""
 
     async def work(client: EngineClient, here: Connection) -> None:
         old, new = request(client), request(client)

@@ -33,7 +33,7 @@ def check(checker: GrammarChecker, grammar: str, param: str = "structured_output
 
 
 def processes(checker: GrammarChecker) -> list[int]:
-    """Those that check; `checker` has nothing to do."""
+    """The checking processes; `checker` must be idle."""
     return [process._process.pid for process in checker._free]
 
 

@@ -179,7 +179,7 @@ def test_off_nothing_of_opentelemetry_is_imported() -> None:
 
 
 def test_a_collector_that_takes_no_spans_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The SDK by itself would try for ten seconds."""
+    """The SDK by itself would retry for ten seconds."""
     monkeypatch.setattr(tracing, "CLOSE_SECONDS", 0.2)
     with contextlib.closing(listen("127.0.0.1", 0)) as silent:  # accepts connections and never answers
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces"
@@ -188,7 +188,7 @@ def test_a_collector_that_takes_no_spans_holds_nothing_up(monkeypatch: pytest.Mo
 
 
 def serve_until_spans_arrive(*arguments: Any) -> None:
-    """`serve_http` with `collector`'s patience, in a process of its own."""
+    """`serve_http` with `collector`'s time limit, in a separate process."""
     tracing.CLOSE_SECONDS = 60.0
     serve_http(*arguments)
 

@@ -1,4 +1,4 @@
-"""Tool calls are found in a text however it is cut, and a grammar for them lets nothing else through."""
+"""Tool calls are found in a text with any division into pieces, and a grammar for them allows only valid calls."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_the_grammar_allows_calls_of_the_tools_only(grammars: Grammars, several:
     for text, allowed in (
         (call("a", x=1), True),
         (call("b"), True),
-        (call("b", anything=[1, 2]), False),  # without parameters there is nothing to give
+        (call("b", anything=[1, 2]), False),  # without parameters no argument is allowed
         (call("a", x=1) + "\n" + call("b"), several),
         (call("a"), False),
         (call("a", x="1"), False),

@@ -66,7 +66,7 @@ class Server:
         return socket.create_connection(self.address, timeout=60)
 
     def check(self) -> None:
-        """It answers, and nothing so far was its own fault."""
+        """The server answers, and has logged no error of its own."""
         eventually(lambda: httpx.get(f"{self.url}/health", timeout=60).is_success)
         assert "Traceback" not in self._log.read_text()
 
@@ -122,7 +122,7 @@ def test_a_client_that_stops_sending_is_cut_off(impatient: Server, sent: bytes) 
 
 
 def test_a_request_behind_another_one_may_not_stop_either(impatient: Server) -> None:
-    """All of it comes in one piece, so nothing comes any more once the first is answered."""
+    """All of it comes in one piece, so no further bytes arrive after the first answer."""
     with impatient.connect() as wire:
         wire.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" + HEAD + b"Content-Length: 50\r\n\r\n{")
         assert received(wire).startswith(b"HTTP/1.1 200 ")
@@ -141,7 +141,7 @@ def test_drop_by_drop_is_no_better(impatient: Server) -> None:
 
 
 def test_a_client_that_does_not_listen_is_cut_off_and_its_request_aborted(impatient: Server) -> None:
-    """Small buffers, and long events of which nothing is read."""
+    """Small buffers, and long events that the client does not read."""
     body = {"prompt": [9] * 4, "max_tokens": 9000, "ignore_eos": True, "stream": True, "logprobs": 20, "n": 40}
     text = json.dumps(body).encode()
     aborted = len(impatient.loop.said(Abort))
@@ -216,7 +216,7 @@ def test_a_connection_whose_late_body_has_come_is_closed_when_nothing_more_does(
 
 
 def test_nothing_is_kept_of_a_connection_that_breaks() -> None:
-    """It is closed with something unread, which its other end sees as an error."""
+    """It is closed with unread bytes, which its other end sees as an error."""
 
     async def work() -> None:
         async with connected(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + HEAD) as (client, protocol):
@@ -229,7 +229,7 @@ def test_nothing_is_kept_of_a_connection_that_breaks() -> None:
 
 
 def test_a_body_that_comes_behind_its_answer_leaves_no_limit(impatient: Server) -> None:
-    """A connection that waits for its next request may do so for as long as any."""
+    """A connection that waits for its next request may do so as long as any other."""
 
     def is_served_later() -> bool:
         with impatient.connect() as wire:
@@ -278,7 +278,7 @@ def test_so_many_connections_and_no_more(impatient: Server) -> None:
 
 
 def test_a_quick_client_notices_nothing(impatient: Server) -> None:
-    """Longer than everybody's patience, on one connection."""
+    """It lasts longer than all time limits, on one connection."""
     with httpx.Client(base_url=impatient.url, timeout=60) as http:
         for _ in range(2):
             assert http.post("/v1/completions", json={"prompt": "x", "max_tokens": 60}).is_success
@@ -294,7 +294,7 @@ def test_a_long_head_is_refused(server: Server) -> None:
 def test_half_a_request_is_no_error_of_the_server(server: Server) -> None:
     with server.connect() as wire:
         wire.sendall(HEAD + b"Content-Length: 50\r\n\r\n{")
-    with server.connect() as wire:  # something else behind a request that is being answered
+    with server.connect() as wire:  # other bytes after a request that is being answered
         wire.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n\x00\x00\r\n\r\n" * 3)
         received(wire)
     server.check()

@@ -340,7 +340,8 @@ def test_an_aborted_turn_is_not_stored(serve: Any) -> None:
 def test_a_conversation_does_not_expire_while_a_turn_of_it_runs(
     serve: Any, monkeypatch: pytest.MonkeyPatch, history: str
 ) -> None:
-    """Nor is it made anew without its settings; its TTL begins again at the turn's end, or is over if there is none."""
+    """Nor is it created again without its settings. Its TTL starts again at the turn's end, or ends if there is
+    none."""
     clock = [1_000_000.0]
     monkeypatch.setattr(histories, "time", SimpleNamespace(time=lambda: clock[0]))
 
@@ -381,7 +382,7 @@ def test_a_conversation_does_not_expire_while_a_turn_of_it_runs(
 
 
 def test_a_key_may_store_so_many_conversations(serve: Any) -> None:
-    """What is there already goes on; what would be one more is refused before anything is computed."""
+    """Existing ones continue; one more is refused before any computation."""
 
     async def work() -> None:
         async with serve(keys=("one", "two")) as server:
@@ -409,7 +410,8 @@ def test_a_key_may_store_so_many_conversations(serve: Any) -> None:
 
 
 def test_a_turn_that_was_let_in_is_stored(serve: Any) -> None:
-    """Whatever was stored meanwhile: its reply is computed, and of a response's two records one was written."""
+    """Even if others were stored meanwhile: its reply is computed, and one of a response's two records is already
+    written."""
 
     async def work() -> None:
         async with serve() as server:

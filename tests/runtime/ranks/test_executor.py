@@ -146,7 +146,7 @@ def test_a_record_from_earlier_is_there_if_all_ranks_have_their_part_of_it():
 
 
 class Gathered:
-    """Two ranks that gather, each in a thread of its own."""
+    """Two ranks that gather, each in its own thread."""
 
     def __init__(self):
         self._met = threading.Barrier(2)
@@ -301,7 +301,7 @@ def test_a_rank_that_does_not_report_is_not_waited_for(leader, monkeypatch):
 
 
 def test_what_is_erased_is_so_on_every_rank_before_its_plan_is_done(tmp_path, monkeypatch):
-    """Rank 1 is a step behind: for any other plan that would do."""
+    """Rank 1 is a step behind, which any other plan would allow."""
     pipes, disk = Pipes(), DiskSettings(tmp_path, slots=4, engine="ab")
     executor = RankedExecutor(pipes, CpuDevice(), FakeEngine(LAYERS), CONFIG, disk=disk)
     executor.launch(plan(1))

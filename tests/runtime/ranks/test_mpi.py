@@ -57,7 +57,7 @@ def test_a_rank_that_is_stopped_is_not_sent_to_for_ever():
     ],
 )
 def test_ranks_that_meet_do_not_wait_for_ever(what, message):
-    """For one that is stopped, before it comes or while it speaks; nor at all for one that has failed."""
+    """Not for a rank that is stopped, before it comes or while it sends, and not at all for one that has failed."""
     began, apart = time.monotonic(), variables(3) | {"OMPI_MCA_btl": "tcp,self"}  # as if on hosts of their own
     ended = subprocess.run(command(3, PROGRAM, what), env=apart, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 1

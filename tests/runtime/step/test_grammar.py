@@ -168,7 +168,7 @@ ENTANGLED = lark_grammar("start: X\nX: /[ab]*a[ab]{60}c/ & /[ab]*b[ab]{61}c/ & /
 
 
 def test_a_matcher_that_fails_at_a_token_or_at_its_mask_is_told(grammars: Grammars) -> None:
-    """Others go on. A matcher without a way on allows an end of text, which is none."""
+    """Others continue. A matcher that cannot continue allows an end of text, which is not a valid end."""
     constraints, digits = GrammarMatchers(grammars), constrained(regex_grammar("[0-9]*"))
     joins = [join(0, digits), join(1, digits), join(2, constrained(ENTANGLED)), join(3)]
     constraints.mask(plan(1, joins=joins, spans=[span(seat, 0, 3) for seat in range(4)]))

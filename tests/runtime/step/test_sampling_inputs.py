@@ -208,7 +208,7 @@ def test_biases_are_read_once_when_their_row_joins():
 
 
 def test_scores_of_samples_and_of_prompts():
-    """Scored rows lie behind the sampled ones; the rows before a sampled position score nothing there."""
+    """Scored rows come after the sampled ones; the rows before a sampled position score nothing there."""
     packer = StepPacker(4, 2, 8)
     joins = [join(0, Sampling(logprobs=2)), join(1)._replace(prompt_logprobs=1), join(2)]
     spans = [span(0, 0, 3), Span(1, 0, 4, 0, False, True), span(2, 0, 2)]

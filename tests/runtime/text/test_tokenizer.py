@@ -1,4 +1,4 @@
-"""Detokenising loses and breaks nothing; stop strings are found wherever the tokens cut them."""
+"""Detokenizing keeps the text complete; stop strings are found at any division into tokens."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_sentencepiece_spaces_and_bytes() -> None:
 
 
 def test_a_reply_that_begins_with_a_character_in_bytes() -> None:
-    """Behind the space that a reply begins with, which has no text of its own there."""
+    """After the reply's leading space, which has no text of its own there."""
     backend = sentencepiece_like()
     words = [backend.token_to_id("▁"), *(backend.token_to_id(f"<0x{byte:02X}>") for byte in "😀é".encode())]
     assert pieces(Tokenizer(backend), words) == ["", "", "", "", "😀", "", "é", ""]

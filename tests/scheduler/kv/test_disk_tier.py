@@ -20,7 +20,7 @@ DISK = TIGHT | {"host_kv_chunks": 16, "disk_kv_chunks": 64}
 
 
 def settle(harness):
-    """Until nothing is on its way to or from DISK."""
+    """Runs until no chunk is on its way to or from DISK."""
     while harness.scheduler.disk.busy:
         harness.tick()
 

@@ -47,7 +47,7 @@ def test_a_chunk_on_host_of_lower_value_makes_room_for_one_of_higher():
 
 
 def test_a_copy_of_a_chunk_in_use_is_given_up_first():
-    """It is safe on the GPU for as long as its row runs, and worth only its making."""
+    """It is safe on the GPU as long as its row runs, and saves only another copy."""
     store = a_store(gpu=3, host=2)
     busy = idle(store, now=9.0, copied=True)
     store.pin([busy])
@@ -211,7 +211,7 @@ def test_a_failed_copy_is_given_up_in_its_own_slot_alone():
 
 
 def test_nothing_gives_way_to_what_is_worth_the_same():
-    """A copy would be made, and as much would be lost by it as is saved."""
+    """A copy would be made, and the loss would equal the gain."""
     store = a_store(gpu=2, host=1)
     kept, refused_by_host = idle(store, now=1.0, on_gpu=False), idle(store, now=1.0)
     copies, evictor = an_evictor(store, now=10.0)

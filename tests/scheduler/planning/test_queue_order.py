@@ -1,4 +1,5 @@
-"""Which waiting request joins next: by response ratio, with a bound on overtaking, and fairly between owners."""
+"""The order in which waiting requests join: by response ratio, with a bound on overtaking, and fairly between
+owners."""
 
 from __future__ import annotations
 
@@ -244,7 +245,7 @@ def test_owners_in_turn_draw_no_more_than_their_shares_of_seats():
 
 
 def seconds_beside(others, rows):
-    """(until its first seat, until its reply's end) of another owner's request that comes after 3 s."""
+    """Seconds (until its first seat, until its reply's end) of another owner's request that comes after 3 s."""
     config = replace(CROWD, max_num_seqs=rows, max_num_batched_tokens=512, gpu_kv_chunks=4096, max_queue=1024)
     other = Session("other", 3.0, (SessionTurn(0, 200, 50),), owner="b")
     found = []
@@ -260,7 +261,7 @@ def seconds_beside(others, rows):
 
 
 def test_a_flood_of_prompts_delays_another_owner_no_more_than_an_ordinary_client_twice():
-    """1,000 prompts at once, beside a client that has as many requests running and sends the next when one ends."""
+    """1,000 prompts at once, compared with a client that keeps as many requests running."""
     flood = [Session(f"{n}", 0.0, (SessionTurn(0, 200, 50),), owner="a") for n in range(1000)]
     client = [Session(f"{n}", 0.0, (SessionTurn(0, 200, 50),) * 40, owner="a") for n in range(63)]
     _, beside_a_client = seconds_beside(client, rows=64)

@@ -1,4 +1,4 @@
-"""Owners' quotas: whose KV goes first when the tiers are full."""
+"""Owners' quotas: the order of owners in which KV is evicted when the tiers are full."""
 
 from __future__ import annotations
 
