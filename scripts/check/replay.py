@@ -1,5 +1,4 @@
-"""replay: compares the sources of prompts' tokens on a real device and on the virtual clock, for the same
-conversations.
+"""replay: compares a real run with a simulated one of the same conversations, by the sources of prompts' tokens.
 
     python -m pensieve.scripts.check.replay
 
