@@ -84,7 +84,7 @@ class SchedulerConfig:
         need(
             self.host_kv_chunks > 0 or not self.disk_kv_chunks,
             "disk_kv_chunks",
-            "needs --host-kv-chunks above 0: whatever goes to disk or comes from there passes through host memory",
+            "needs --host-kv-chunks above 0: all KV to and from the disk passes through host memory",
         )
         quota = self.owner_kv_chunks
         need(quota is None or quota >= 1, "owner_kv_bytes", "must be enough for one chunk")

@@ -299,9 +299,10 @@ class Scheduler:
     # -- internal
 
     def _touch(self, turn: Turn, now: float) -> None:
-        """Marks the conversation as active, because its user has written. Its chunks become the last victims.
+        """Marks the conversation as active, because its user has written. If requests wait, its chunks become the last
+        victims.
 
-        Does nothing if no request waits: the next plan then pins the chunks, or marks them if the request does not fit.
+        Otherwise the next plan pins the chunks, or marks them if the request does not fit.
         """
         self.conversations.touch(turn.request, now)
         if not self._queues.waiting:

@@ -99,7 +99,7 @@ def build(args: argparse.Namespace) -> Built:
 
 
 def overrides(settings: list[str]) -> dict[str, Any]:
-    """{key: value} of KEY=JSON; SettingError if one is not of that form, or a key comes twice."""
+    """Parses {key: value} from KEY=JSON; SettingError for a text of another form, or a repeated key."""
     values: dict[str, Any] = {}
     for setting in settings:
         key, equals, text = setting.partition("=")
@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make(args: argparse.Namespace) -> int:
-    """Builds and tells; the exit status. Raises SettingError."""
+    """Builds the engine and prints the result; returns the exit status. Raises SettingError."""
     start = time.perf_counter()
     built = build(args)
     seconds = time.perf_counter() - start

@@ -32,7 +32,8 @@ HELP = """\
 
 
 class ServerError(Exception):
-    """The server refuses, or is not there; the message is for the user. `status`: of its answer, 0 if there is none."""
+    """The server refuses, or cannot be reached; the message is for the user. `status`: of its answer, 0 if there is
+    none."""
 
     def __init__(self, message: str, status: int = 0):
         super().__init__(message)
@@ -40,10 +41,10 @@ class ServerError(Exception):
 
 
 class Server:
-    """The HTTP API. A connection for each request: closing it is how a reply is stopped."""
+    """The HTTP API. Each request has its own connection: closing it stops a reply."""
 
     def __init__(self, url: str, api_key: str | None, read_seconds: float | None = None):
-        """`read_seconds`: the longest wait for a piece of an answer (default: a reply takes as long as it takes)."""
+        """`read_seconds`: the longest wait for a piece of an answer (default: no limit)."""
         self._read_seconds = read_seconds
         self.url = url.rstrip("/").removesuffix("/v1")
         parts = urlsplit(self.url)
@@ -57,7 +58,7 @@ class Server:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The JSON that the server answers."""
+        """Returns the JSON of the server's answer."""
         with self._answer(method, path, body) as response:
             return json.loads(response.read())
 
@@ -71,7 +72,7 @@ class Server:
         return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 
     def events(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
-        """The objects of a stream. Whoever closes this generator early stops the reply."""
+        """Yields the objects of a stream. Closing this generator early stops the reply."""
         with self._answer("POST", path, body) as response:
             for line in response:
                 if line.startswith(b"data: {"):
@@ -106,7 +107,7 @@ def _reason(response: http.client.HTTPResponse) -> str:
 
 @dataclass(slots=True)
 class Turn:
-    """What a reply took: tokens by source, tokens generated, and seconds."""
+    """Figures of a reply: tokens by source, tokens generated, and seconds."""
 
     sources: dict[str, int] = field(default_factory=dict)
     generated: int = 0
@@ -135,7 +136,7 @@ class Chat:
         self._go_to(options.conversation)
 
     def run(self, lines: Iterator[str]) -> int:
-        """Takes lines until they end. Returns how many could not be served."""
+        """Takes lines until they end. Returns how many failed."""
         failures = 0
         for line in lines:
             try:
@@ -149,7 +150,7 @@ class Chat:
         return failures
 
     def take(self, line: str) -> bool:
-        """One line: a command or something to say. False: the user leaves."""
+        """Takes one line: a command or a message. Returns False if the user leaves."""
         if line.startswith("/"):
             name, _, argument = line[1:].partition(" ")
             if name in ("quit", "exit"):
@@ -164,7 +165,7 @@ class Chat:
         return True
 
     def say(self, text: str) -> None:
-        """Asks and shows the reply as it comes; Ctrl-C stops it."""
+        """Sends the message and shows the reply as it arrives; Ctrl-C stops it."""
         body = {
             "model": self._model,
             "messages": [{"role": "user", "content": text}],
@@ -203,7 +204,7 @@ class Chat:
         return text.join(self._dim)
 
     def _go_to(self, name: str | None) -> None:
-        """The conversation of that name, which may be stored on the server, or a new one."""
+        """Switches to the conversation of that name, which may be stored on the server, or to a new one."""
         self._stored = self._exists(name) if name else False
         self.conversation = name or new_name()
 
@@ -270,7 +271,7 @@ def new_name() -> str:
 
 
 def typed_lines(chat: Chat) -> Iterator[str]:
-    """What the user types, with a prompt, until Ctrl-D or Ctrl-C."""
+    """Yields the user's lines, with a prompt, until Ctrl-D or Ctrl-C."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (line editing, where Python has it)
     with contextlib.suppress(EOFError, KeyboardInterrupt):

@@ -191,7 +191,7 @@ def simulate_load(run: LoadRun) -> dict[str, float] | None:
 
 
 def line_of(run: LoadRun, tally: Tally, simulator: Simulator) -> dict[str, float]:
-    """`needs_gb`: the KV of what is served, and of those who think and will be back, were none of it lost, GB."""
+    """`needs_gb`: the KV of running requests and of users who will return, if none of it were lost, GB."""
     ended, stats = len(tally.latency), simulator.scheduler.stats()
     prompts = {item.name: sum(getattr(usage, item.name) for usage in tally.usage) for item in fields(Usage)}
     per_token = [seconds / tokens for seconds, tokens in zip(tally.latency, tally.tokens, strict=True)]

@@ -1,6 +1,6 @@
-"""Compiled engines of tiny models: each is compiled once a test run, whichever process asks first.
+"""Compiled engines of tiny models: each is compiled once in a test run, by the process that needs it first.
 
-Tests that compile skip where there is no C++ compiler.
+Tests that compile are skipped without a C++ compiler.
 """
 
 from __future__ import annotations

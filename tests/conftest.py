@@ -40,7 +40,7 @@ _PLACES = {name: place for place, name in enumerate(LONG_FILES)}
 
 
 def pytest_addoption(parser):
-    """Of tests that can be run against a server that runs already: tests/conformance and tests/fuzz."""
+    """Options of tests that can use a running server: tests/conformance and tests/fuzz."""
     group = parser.getgroup("a running server")
     group.addoption("--url", help="its address, as http://127.0.0.1:8000 (default: a server of the demo engine)")
     group.addoption("--model", default="demo", help="the name that it serves (default %(default)s)")
@@ -57,8 +57,8 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(autouse=True)
-def the_same_numbers_after_whatever_came_before():
-    """Which tests share a process is luck; what a test draws from torch is not."""
+def the_same_random_numbers_in_every_test():
+    """Tests share processes by chance; their random numbers from torch must not depend on it."""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
 

@@ -58,7 +58,7 @@ def save_random(config: PretrainedConfig, directory: Path, seed: int = 0, **opti
 class ScatteredRunner:
     """Runs a forward pass over several requests whose chunks lie in random slots of a pool full of NaN.
 
-    `logits[seat][position]` holds what the last step that computed the position gave.
+    `logits[seat][position]` is the result of the last step that computed the position.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ScatteredRunner:
         self.logits: list[dict[int, Tensor]] = [{} for _ in prompts]
 
     def drop(self, seat: int, block: int) -> None:
-        """Loses a chunk: its slot is overwritten and the seat gets another, which holds nothing."""
+        """Loses a chunk: its slot is overwritten and the seat gets another, empty one."""
         self.pool[self.block_table[seat, block]] = float("nan")
         self.block_table[seat, block] = self.free.pop()
 

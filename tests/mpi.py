@@ -13,7 +13,7 @@ SCRATCH = tempfile.TemporaryDirectory(prefix="pensieve-mpi-", ignore_cleanup_err
 
 
 def command(ranks, module, *arguments):
-    """`python -m module arguments` on so many ranks."""
+    """The command `python -m module arguments` on this number of ranks."""
     return [find_mpirun(), "-n", str(ranks), sys.executable, "-m", module, *map(str, arguments)]
 
 
@@ -22,7 +22,7 @@ def variables(ranks):
 
 
 def run_ranks(ranks, module, *arguments, seconds=600):
-    """What it says, once it has ended well."""
+    """Runs the command; returns its output after a successful end."""
     ended = subprocess.run(
         command(ranks, module, *arguments), env=variables(ranks), capture_output=True, text=True, timeout=seconds
     )

@@ -1,4 +1,4 @@
-"""What the documentation names exists: options, files, scripts, headings."""
+"""Names in the documentation exist: options, files, scripts, headings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pensieve.scripts.check.house import lines, reading_path
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
-CURRENT = [page for page in PAGES if ROOT / "docs" / "lab" not in page.parents]  # a dated page may name what is gone
+CURRENT = [page for page in PAGES if ROOT / "docs" / "lab" not in page.parents]  # a dated page may name removed files
 MOST_LINES = {"README.md": 150, "BENCHMARKS.md": 300}
 ROOMS = ("builder", "plugins", "runtime", "scheduler", "scripts")
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9_-]*")
@@ -98,7 +98,7 @@ def links(page: Path) -> set[Path]:
 
 
 def test_the_index_leads_to_every_page():
-    """By one link, or from BENCHMARKS.md or a folder's page that the index links to."""
+    """By one link, or from BENCHMARKS.md or the page of a folder in the index."""
     index = ROOT / "docs" / "README.md"
     linked = links(index) | links(ROOT / "BENCHMARKS.md") | links(ROOT / "docs" / "lab" / "README.md")
     assert not [page for page in PAGES if page.parent != ROOT and page != index and page not in linked]
@@ -129,7 +129,7 @@ def test_every_page_that_the_code_names_exists():
 
 
 def test_the_reading_path_is_short():
-    """Its files exist, and together they have at most so many lines as its page says."""
+    """Its files exist, and together they have at most as many lines as its page says."""
     files = reading_path()
     assert len(files) > 20
     assert lines(files) <= 6000

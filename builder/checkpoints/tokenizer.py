@@ -134,7 +134,7 @@ def _tokens_with_roles(settings: dict[str, Any]) -> list[AddedToken]:
         value
         for key, value in settings.items()
         if key.endswith("_token")  # add_bos_token is not a token
-        and (isinstance(value, str) or key in ROLES or _says_what_it_is(value))
+        and (isinstance(value, str) or key in ROLES or _describes_token(value))
     ]
     for key in ("additional_special_tokens", "extra_special_tokens"):
         several = settings.get(key) or ()
@@ -148,7 +148,7 @@ def _tokens_with_roles(settings: dict[str, Any]) -> list[AddedToken]:
     ]
 
 
-def _says_what_it_is(value: Any) -> bool:
+def _describes_token(value: Any) -> bool:
     return isinstance(value, dict) and value.get("__type") == "AddedToken"
 
 

@@ -37,7 +37,7 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_what_asks_for_nothing(cls, data: Any, info: ValidationInfo) -> Any:
+    def _drop_fields_without_effect(cls, data: Any, info: ValidationInfo) -> Any:
         if not isinstance(data, dict):
             return data
         kept, known = {}, cls._names()

@@ -13,13 +13,13 @@ from ..frontend.tool_calls import ToolCall
 
 
 class MessageWriter(CompletionWriter):
-    """message objects, whole or as the documented events: blocks of text and of tool calls, in the order in which they
-    were said."""
+    """message objects, whole or as the documented events: blocks of text and of tool calls, in the order of the
+    reply."""
 
     ID = "msg_"
 
     def __init__(self, style: Style, most_tokens: int):
-        """`most_tokens`: the limit that the body has; the request's is lower where the context ends before it."""
+        """`most_tokens`: the body's limit; the request's is lower if the context ends before it."""
         super().__init__(style)
         self._most_tokens = most_tokens
         self._reply: Reply | None = None
@@ -34,7 +34,7 @@ class MessageWriter(CompletionWriter):
         return self._message(reply, [*texts, *map(_call_block, reply.calls)], **self._end(reply))
 
     def opening(self, replies: Sequence[Reply]) -> str:
-        """None yet: the first event says where the prompt came from, which is known with the first output."""
+        """None: the first event contains the sources of the prompt, which arrive with the first output."""
         (self._reply,) = replies
         return ""
 
@@ -90,7 +90,7 @@ class MessageWriter(CompletionWriter):
         return {**about, "content": content, **end, "usage": _usage(reply)}
 
     def _end(self, reply: Reply) -> dict[str, str | None]:
-        """Why the reply ended."""
+        """The reply's stop reason."""
         if reply.stop_string is not None and not reply.calls:
             return {"stop_reason": "stop_sequence", "stop_sequence": reply.stop_string}
         reason = "tool_use" if reply.calls else "end_turn"
@@ -109,7 +109,7 @@ def _call_block(call: ToolCall) -> dict[str, Any]:
 
 
 def _usage(reply: Reply) -> dict[str, int]:
-    """Each token of the prompt counts once. All of it is cached without a charge, so none is counted as created."""
+    """Each token of the prompt counts once. Caching has no charge, so no token counts as created."""
     cached = reply.sources.cached
     return {
         "input_tokens": len(reply.request.prompt) - cached,

@@ -28,8 +28,8 @@ from ..frontend.chat_messages import (
 from ..frontend.chat_messages import Tool as ChatTool
 
 BILLING = "x-anthropic-billing-header:"
-"""Claude Code begins its system prompt with a line that begins so. The line is the client's account and no text for the
-model. It differs from request to request: with it two prompts would never have a beginning in common."""
+"""The beginning of the first line of Claude Code's system prompt. The line identifies the client's account and is not
+for the model. It differs in each request, so with it two prompts would never share a prefix."""
 
 MOST_STOPS = 16
 SESSION_HEADERS = ("x-session-id", "x-claude-code-session-id")
@@ -37,7 +37,7 @@ KEEP_S = {"5m": 300.0, "1h": 3600.0}
 
 
 class CacheControl(Body):
-    """A wish that the prompt up to here be kept."""
+    """A request to keep the prompt up to here."""
 
     IGNORED = frozenset({"scope"})
 
@@ -54,7 +54,7 @@ class TextBlock(Body):
 
 
 class ThinkingBlock(Body):
-    """Of an earlier reply, which another server gave: this one writes none. It is not shown to the model."""
+    """Thinking in an earlier reply of another server: this server writes none. It is not shown to the model."""
 
     IGNORED = frozenset({"thinking", "signature", "data"})
 
@@ -73,13 +73,13 @@ class ToolUseBlock(Body):
     cache_control: CacheControl | None = None
 
     def call(self) -> MessageToolCall:
-        """As OpenAI has it."""
+        """The call in OpenAI's form."""
         function = MessageFunctionCall(name=self.name, arguments=json.dumps(self.input))
         return MessageToolCall(id=self.id, function=function)
 
 
 def _blocks(content: Any, *kinds: str) -> Any:
-    """Text alone is one block of text. Raises RequestError for a block of another kind than these."""
+    """Text alone becomes one block of text. Raises RequestError for a block of another kind than these."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     for block in content if isinstance(content, list) else ():
@@ -112,7 +112,7 @@ def _without_billing(text: str) -> str:
 
 
 class ToolResultBlock(Body):
-    """`is_error`: models read of an error in the content."""
+    """`is_error` has no effect: the content tells the model of an error."""
 
     IGNORED = frozenset({"is_error", "toolset_name"})
 
@@ -136,7 +136,7 @@ class UserMessage(Body):
     ]
 
     def messages(self) -> list[Message]:
-        """One for each result of a tool, one for the text between them."""
+        """One message for each result of a tool, and one for the text between them."""
         found: list[Message] = []
         for _, blocks in groupby(self.content, key=type):
             run = list(blocks)
@@ -147,7 +147,7 @@ class UserMessage(Body):
 
 
 class AssistantMessage(Body):
-    """An earlier reply. The text of its blocks is put together as it was said."""
+    """An earlier reply. The texts of its blocks are joined to the original text."""
 
     role: Literal["assistant"]
     content: Annotated[
@@ -187,14 +187,15 @@ class ToolDefinition(Body):
         return schema
 
     def for_chat(self) -> ChatTool:
-        """As OpenAI has it. It is checked already, and its name may be longer than OpenAI's."""
+        """The tool in OpenAI's form. It is already checked, and its name may be longer than OpenAI's limit."""
         about = {"name": self.name, "description": self.description, "parameters": self.input_schema}
         given: dict[str, Any] = {name: value for name, value in about.items() if value is not None}
         return ChatTool.model_construct(type="function", function=Function.model_construct(**given))
 
 
 def _own_tools(tools: Any) -> Any:
-    """Raises RequestError for a tool that Anthropic's servers run, or whose schema only its models know."""
+    """Raises RequestError for a tool that Anthropic's servers run, or with a schema that only Anthropic's models
+    know."""
     for tool in tools if isinstance(tools, list) else ():
         if isinstance(tool, dict) and tool.get("type") not in (None, "custom"):
             raise RequestError(400, f"tools of type {tool['type']} are not supported by this server")
@@ -207,7 +208,7 @@ class ToolChoice(Body):
     disable_parallel_tool_use: bool = False
 
     def for_chat(self) -> Literal["none", "auto", "required"] | NamedTool:
-        """As OpenAI has it."""
+        """The choice in OpenAI's form."""
         match self.type:
             case "tool":
                 function = FunctionName.model_construct(name=self.name)
@@ -233,7 +234,7 @@ class OutputConfig(Body):
 
 
 class PromptBody(Body):
-    """POST /v1/messages/count_tokens: what the model reads."""
+    """POST /v1/messages/count_tokens: the model's input."""
 
     IGNORED = frozenset(
         {
@@ -277,7 +278,7 @@ class PromptBody(Body):
         return self
 
     def chat(self) -> ChatBody:
-        """The same for the chat's endpoint. It is checked already: limits that only OpenAI has do not hold."""
+        """The same body for the chat endpoint. It is already checked: limits that only OpenAI has do not apply."""
         return ChatBody.model_construct(**self._chat_fields())
 
     def _chat_fields(self) -> dict[str, Any]:
@@ -310,14 +311,14 @@ class MessageBody(PromptBody):
 
     @property
     def keep_s(self) -> float | None:
-        """Seconds for which the prompt is to be kept: the longest that a marker asks for."""
+        """Seconds for which the prompt should be kept: the longest time of its markers."""
         contents = (block for message in self.messages for block in message.content)
         marks = [getattr(part, "cache_control", None) for part in (self, *self.system, *self.tools, *contents)]
         return max((KEEP_S[mark.ttl] for mark in marks if mark is not None), default=None)
 
     def session(self, headers: Mapping[str, str]) -> str | None:
-        """The name of the run that the call belongs to: as a header has it, or as Claude Code writes it into
-        `metadata.user_id`. A marker alone asks for the keeping of a run without a name."""
+        """The name of the session that the call belongs to: from a header, or in Claude Code's form in
+        `metadata.user_id`. With a marker alone a session without a name is kept."""
         named = next((headers[name] for name in SESSION_HEADERS if name in headers), None)
         user = self.metadata.user_id if self.metadata is not None else None
         if named is None and user is not None:
@@ -330,7 +331,7 @@ class MessageBody(PromptBody):
 
 
 def _session_in(user_id: str) -> str | None:
-    """`{"session_id": NAME, ...}`, or of older versions `..._session_NAME`."""
+    """From `{"session_id": NAME, ...}`, or in older versions `..._session_NAME`."""
     try:
         found = json.loads(user_id)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""What /metrics says: engine figures of the latest step, and what the HTTP process itself counts and times."""
+"""The contents of /metrics: engine figures of the latest step, and the HTTP process's own counts and times."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.
 LATENCY_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 INTER_TOKEN_BUCKETS = (0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.1, 0.2, 0.5, 1, 2.5)
 
-# The last powers of two that have a bucket of their own.
+# The last powers of two with their own bucket.
 MOST_STEP_TOKENS = 14
 MOST_STEP_REQUESTS = 10
 EVICTION_VALUES = range(-24, 6, 2)
 
 
 class Metrics(Collector):
-    """Written by one thread, the event loop's; read whole at each scrape.
+    """Written by one thread, the event loop's; read as a whole at each scrape.
 
-    `stats`, `copied`, `disk` and `loop` are the loop's latest, already counted since the start. `generation_tokens`
-    counts tokens as they arrive, those that run on behind a stop string included. Names are vLLM's where the meaning
-    is.
+    `stats`, `copied`, `disk` and `loop` are the loop's latest counts since its start. `generation_tokens` counts tokens
+    as they arrive, including those generated after a stop string. A metric with the meaning of a vLLM metric has its
+    name.
     """
 
     def __init__(self) -> None:
@@ -78,13 +78,13 @@ class Metrics(Collector):
             self.prompt_tokens[source] += getattr(usage, source)
 
     def ended(self, seconds: float, queued: Sequence[float]) -> None:
-        """A call has taken so long; its requests waited so long for their seats."""
+        """Records a call's seconds, and the seconds that its requests waited for their seats."""
         self.request_latency.observe(seconds)
         for wait in queued:
             self.request_queue_time.observe(wait)
 
     def collect(self) -> Iterator[Metric]:
-        """One family after the other, as prometheus-client asks for them."""
+        """Yields the families, as required by prometheus-client."""
         prompt = CounterMetricFamily(
             "pensieve:prompt_tokens", "Prompt tokens by where their KV came from", labels=["source"]
         )
@@ -105,7 +105,7 @@ class Metrics(Collector):
         yield from self._steps()
 
     def _cache(self) -> Iterator[Metric]:
-        """What the scheduler's stats say."""
+        """The scheduler's statistics."""
         stats = self.stats
         yield CounterMetricFamily(
             "pensieve:suspensions", "Running requests set aside for want of GPU slots", value=stats.suspensions
@@ -150,7 +150,7 @@ class Metrics(Collector):
         )
 
     def _disk(self) -> Iterator[Metric]:
-        """What the disk tier says of itself; zeros without one."""
+        """The disk tier's counts; zeros without one."""
         disk = self.disk
         for name, text, saved, loaded in (
             ("records", "Chunks written to disk and read from it", disk.saved, disk.loaded),
@@ -169,7 +169,7 @@ class Metrics(Collector):
         yield GaugeMetricFamily("pensieve:kv_disk_full", "1 while nothing is saved for want of room", value=disk.full)
 
     def _steps(self) -> Iterator[Metric]:
-        """What the loop says of its steps and copies."""
+        """The loop's counts of its steps and copies."""
         loop = self.loop
         yield _counters("pensieve:kv_copied_bytes", "Bytes of KV copied", "direction", self.copied._asdict())
         link = {"swap_in": loop.swap_in, "swap_out": loop.swap_out}
@@ -237,6 +237,6 @@ def _choices(stats: SchedulerStats) -> Iterator[Metric]:
 
 
 def _buckets(counts: Mapping[int, int], exponents: range) -> list[tuple[str, float]]:
-    """Cumulative, the bounds of `counts` and of the buckets being powers of two."""
+    """Cumulative counts; the bounds of `counts` and of the buckets are powers of two."""
     buckets = [(str(2.0**end), sum(n for at, n in counts.items() if at <= end)) for end in exponents]
     return [*buckets, ("+Inf", sum(counts.values()))]

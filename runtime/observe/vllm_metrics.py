@@ -1,4 +1,4 @@
-"""Metrics under vLLM's names, for routers and dashboards that know vLLM: copies of ours, made at each scrape."""
+"""Metrics under vLLM's names, for routers and dashboards made for vLLM: copies of ours, made at each scrape."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ ENGINE = "0"  # vLLM numbers the engines of one server; here there is one
 
 
 class VllmMetrics(Collector):
-    """`metrics` once more, without counts of its own. Labels that only ours have are summed over.
+    """Copies of `metrics`, without own counts. Labels that only our metrics have are summed over.
 
     model          the label `model_name`
-    chunk_tokens   tokens of a chunk, which vLLM calls a block
-    gpu_kv_chunks  chunks that the GPU's pool holds
+    chunk_tokens   tokens of a chunk, vLLM's block
+    gpu_kv_chunks  chunks in the GPU's pool
     """
 
     def __init__(self, metrics: Metrics, model: str, chunk_tokens: int, gpu_kv_chunks: int):

@@ -1,1 +1,1 @@
-"""What the offline API takes and gives."""
+"""Parameters, settings and outputs of the offline API."""

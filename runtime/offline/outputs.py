@@ -21,8 +21,7 @@ class Logprob:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One reply, as far as it is there. `finish_reason` None: it goes on. `stop_reason`: the stop string that ended
-    it."""
+    """One reply so far. `finish_reason` None: it is not finished. `stop_reason`: the stop string that ended it."""
 
     index: int
     text: str
@@ -34,8 +33,8 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A prompt and its replies. `usage`: where the KV of the prompt's tokens came from; `num_cached_tokens` of them
-    were not computed."""
+    """A prompt and its replies. `usage`: the sources of the KV of the prompt's tokens; `num_cached_tokens`: those not
+    computed."""
 
     request_id: str
     prompt: str | None
@@ -53,7 +52,7 @@ class RequestOutput:
 def request_output(
     number: int, prompt: str | None, replies: Sequence[Reply], tokenizer: Tokenizer | None
 ) -> RequestOutput:
-    """The replies to one prompt, as far as they are there. number: the prompt's, among those of one call."""
+    """Returns the replies to one prompt so far. number: the prompt's, among those of one call."""
     first = replies[0]
     request = first.request
     ids = request.prompt.tolist()

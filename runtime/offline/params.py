@@ -1,4 +1,4 @@
-"""How replies of the offline API are sampled, in vLLM's words."""
+"""Sampling parameters of the offline API, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ..frontend.bodies import ChatBody, CompletionBody, parse
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How replies are sampled; fields and meanings are vLLM's. RequestError (a ValueError) names a wrong field.
+    """Sampling parameters of replies; fields and meanings are vLLM's. RequestError (a ValueError) names a wrong field.
 
     n                   replies to each prompt
-    max_tokens          most tokens of a reply, which also ends where the context does (None: only there)
+    max_tokens          most tokens of a reply; None: up to the end of the context
     temperature         0 is greedy
     logprobs, prompt_logprobs
-                        how many of the likeliest tokens are reported with each token of the reply, of the prompt
+                        number of likeliest tokens reported with each token of the reply, of the prompt
     structured_outputs  one of json, json_object, regex, choice, grammar, as in the HTTP API
     """
 

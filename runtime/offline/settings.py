@@ -1,4 +1,4 @@
-"""The offline API's settings: those of `pensieve serve`, and how the engine is built."""
+"""The offline API's settings: those of `pensieve serve`, and the build settings of the engine."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ OPTIONS = frozenset(
 
 
 def read_settings(engine: str | Path, state_dir: str | Path | None, options: Mapping[str, Any]) -> ServeSettings:
-    """As `pensieve serve` would parse them. TypeError for an unknown one, SettingError for a wrong one."""
+    """Parses the options like `pensieve serve`. TypeError for an unknown one, SettingError for a wrong one."""
     if unknown := options.keys() - OPTIONS:
         raise TypeError(f"LLM takes no option {sorted(unknown)[0]!r}; it takes {', '.join(sorted(OPTIONS))}")
     words = [f"--engine={engine}"]
@@ -78,7 +78,7 @@ def read_settings(engine: str | Path, state_dir: str | Path | None, options: Map
 def model_engine(
     model: str | Path, *, dtype: str | None, quantization: str | None, backend: str | None, device: str
 ) -> Path:
-    """The engine's directory, which is built first for "demo" and for a checkpoint. SettingError."""
+    """Returns the engine's directory; it is built first for "demo" and for a checkpoint. SettingError."""
     if model == DEMO:
-        model, dtype = DEMO_CHECKPOINT, dtype or "float32"  # which CPUs are quickest with
+        model, dtype = DEMO_CHECKPOINT, dtype or "float32"  # the fastest dtype on CPUs
     return engine_for(model, dtype=dtype, quantization=quantization, backend=backend, device=device)

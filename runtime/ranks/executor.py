@@ -23,7 +23,7 @@ from ..gc_control import GarbageCollector
 from ..system import give_up_after
 from .mpi import FAREWELL_SECONDS, OVERDUE_SECONDS, RankFailed, Ranks, pause, wait_until
 
-NOBODY = RowId(RequestId(0), 0)
+NO_ROW = RowId(RequestId(0), 0)
 
 # Rank 0 samples, so sampling settings are not sent. The rows with prompt log probabilities are sent, because all ranks
 # compute their logits.
@@ -41,8 +41,8 @@ def unpack(packed: bytes) -> StepPlan:
     values, joins, samples = pickle.loads(packed)
     return StepPlan(
         **dict(zip(_SENT, values, strict=True)),
-        joins=tuple(Join(seat, NOBODY, GREEDY, prompt_logprobs=wanted) for seat, wanted in joins),
-        samples=(NOBODY,) * samples,
+        joins=tuple(Join(seat, NO_ROW, GREEDY, prompt_logprobs=wanted) for seat, wanted in joins),
+        samples=(NO_ROW,) * samples,
     )
 
 

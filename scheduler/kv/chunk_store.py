@@ -86,8 +86,8 @@ class ChunkStore:
         return self.available + len(self.uncopied)
 
     def slot_counts(self) -> dict[str, dict[str, int]]:
-        """Slots by tier and content. `copies`: the chunk is in a higher tier too. `moving`: being written or read
-        (HOST), or written (DISK)."""
+        """Slots by tier and content. `copy`: the chunk is in a higher tier too. `moving`: being written or read (HOST),
+        or written (DISK)."""
         gpu, host, host_only = self.gpu, self.host, len(self.host_only) + len(self.host_spare)
         idle = {"free": gpu.free, "reclaimable": len(self.reclaimable), "idle": len(self.uncopied)}
         counts = {

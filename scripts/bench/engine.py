@@ -1,19 +1,20 @@
-"""bench.engine: a compiled forward pass beside the reference's; and engines of large models on a GPU.
+"""bench.engine: times a compiled forward pass against the reference's, and engines of large models on a GPU.
 
     python -m pensieve.scripts.bench.engine compare [--checkpoint DIR] [--dtype float32] [--threads 1]
     python -m pensieve.scripts.bench.engine gpu [--shapes llama-3-8b llama-2-13b] [--weights same fp8]
 
-compare: the time outside attention, which both engines share. Batches of one new token a request, or one prompt, of
-which medians are printed; then all steps of a chat load, each once.
+compare: the time outside attention, which both engines share. Prints medians of batches with one new token for each
+request, or with one prompt; then runs all steps of a chat load, each once.
 
 gpu: for each shape, with random bf16 weights, an eager and a compiled engine are built, opened one after the other and
 run: a prompt that fills the largest step, then captured generation. Printed for each:
 
     build, load        seconds; of a compiled engine also its compiler's
-    loading            peak GPU memory while it was opened beyond the weights' own bytes (random weights are made one
+    loading            peak GPU memory while it was opened, besides the weights' own bytes (random weights are made one
                        tensor at a time, so a tensor or two)
-    running            peak GPU memory while steps ran beyond weights and KV pool: activations, a step's logits, graphs
-    generation         ms a step, and the share of the floor: weights and KV bytes at 4.25 TB/s
+    running            peak GPU memory while steps ran, besides weights and KV pool: activations, a step's logits,
+                       graphs
+    generation         ms for a step, and the share of the minimum: weights and KV bytes at 4.25 TB/s
 
 The last line is JSON.
 """
@@ -60,7 +61,7 @@ class Part(NamedTuple):
     samples: bool = True
 
 
-CONTEXT = 128  # tokens of a row that generates: short, as the time of attention is taken off, not its noise
+CONTEXT = 128  # tokens of a row that generates: short, because attention's time is subtracted but its noise is not
 BATCHES = {
     "1 row generates": [Part(1, CONTEXT)],
     "4 rows generate": [Part(1, CONTEXT)] * 4,
@@ -94,7 +95,7 @@ class Spent:
 
 
 class Row(NamedTuple):
-    """Milliseconds a step: outside attention, and all of it."""
+    """Milliseconds of a step: outside attention, and in all."""
 
     batch: str
     reference: float
@@ -108,12 +109,13 @@ class Row(NamedTuple):
 
 
 def arguments(requests: int, new: int, vocab: int, context: int = CONTEXT) -> list[torch.Tensor]:
-    """Of `Engine.forward` but the pool: each request computes the end of its context, and samples at the last."""
+    """Arguments of `Engine.forward` without the pool: each request computes the end of its context, and samples its
+    last token."""
     return arguments_of([Part(new, max(context, new))] * requests, vocab)
 
 
 def arguments_of(parts: Sequence[Part], vocab: int) -> list[torch.Tensor]:
-    """As `arguments`, each request its own part; chunks are those of the pool's first slots, in order."""
+    """As `arguments`, with its own part for each request; chunks are those of the pool's first slots, in order."""
     blocks = [-(-part.context // CHUNK) for part in parts]
     table = torch.zeros(len(parts), max(blocks), dtype=torch.int64)
     positions, slots, segments, rows = [], [], [], []
@@ -162,7 +164,7 @@ class StepBench:
         return Row(name, *map(statistics.median, zip(*times[UNCOUNTED:], strict=True)))
 
     def chats(self, steps: Sequence[Sequence[Part]]) -> Row:
-        """Means over the steps, each as it comes, so what the first of a shape costs is in them."""
+        """Means over the steps, each run once, so the first-run cost of each shape is included."""
         times = [self.step(arguments_of(step, self.vocab)) for step in steps]
         return Row(f"{len(steps)} steps of chats", *map(statistics.fmean, zip(*times, strict=True)))
 
@@ -195,7 +197,7 @@ def chat_steps(users: int = 8, turns: int = 2, seed: int = 0) -> list[tuple[Part
         chunk_tokens=CHUNK,
         generation_reserve=0.0,
     )
-    cost = analytic_profile(  # only the 5 ms of a step count: nothing is evicted, loaded or recomputed
+    cost = analytic_profile(  # only a step's 5 ms matter: no chunk is evicted, loaded or recomputed
         chunk_tokens=CHUNK,
         parameters=5_000_000,
         layers=6,
@@ -256,7 +258,7 @@ REPEATS = 30
 
 
 class GpuRow(NamedTuple):
-    """Seconds, bytes, and milliseconds a step of GENERATION in its order."""
+    """Seconds, bytes, and milliseconds of a step for each of GENERATION, in its order."""
 
     shape: str
     backend: str
@@ -313,7 +315,8 @@ def floor_ms(engine: Engine, rows: int, context: int) -> float:
 
 @torch.inference_mode()
 def run(engine: Engine, before: int) -> tuple[int, int, list[float]]:
-    """(Bytes of the pool, peak bytes beyond those allocated before the engine was, milliseconds of each generation)."""
+    """Returns (bytes of the pool, peak bytes besides those allocated before the engine, milliseconds of each
+    generation)."""
     slots = POOL_BYTES // engine.chunk_bytes(CHUNK)
     pool = torch.zeros(engine.kv_shape(slots, CHUNK), dtype=engine.dtype, device="cuda")
     torch.cuda.reset_peak_memory_stats()
@@ -324,8 +327,8 @@ def run(engine: Engine, before: int) -> tuple[int, int, list[float]]:
 
 
 def step_of(engine: Engine, pool: Tensor, requests: int, new: int, context: int = 0) -> Callable[..., Any]:
-    """how -> how(step), while the pool is registered."""
-    from ...plugins.attention.kernel import make_work_list  # Triton comes with CUDA only
+    """Returns a function that calls how(step) while the pool is registered."""
+    from ...plugins.attention.kernel import make_work_list  # imported here because only CUDA installations have Triton
     from ...plugins.attention.work_list import Capacity
 
     batch = [part.cuda() for part in arguments(requests, new, engine.vocab_size, context)]
@@ -337,7 +340,7 @@ def step_of(engine: Engine, pool: Tensor, requests: int, new: int, context: int 
         handle = register_pool(pool, work=work)
 
         def step() -> Tensor:
-            work.build(batch[3], longest=new)  # as the device tells it
+            work.build(batch[3], longest=new)  # like a device
             return engine.forward(*batch, handle)  # type: ignore[arg-type, call-arg]
 
         try:
@@ -350,7 +353,7 @@ def step_of(engine: Engine, pool: Tensor, requests: int, new: int, context: int 
 
 
 def captured_ms(step: Callable[[], Tensor]) -> float:
-    """Median time of one captured step, one behind the other."""
+    """Median time of captured steps that run one after the other."""
     replay = captured(step)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS)]
     for event in events:

@@ -1,4 +1,4 @@
-"""Times of work on a GPU, by its own events."""
+"""Times of work on a GPU, measured by its own events."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def captured(work: Callable[[], object]) -> Callable[[], None]:
 
 
 def median_seconds(work: Callable[[], object], repeats: int, before: Callable[[], object] = lambda: None) -> float:
-    """Of one call of `work`. What `before` does in front of each one is not counted."""
+    """Of one call of `work`. The time of `before`, called before each one, is not counted."""
     times = []
     for _ in range(UNCOUNTED + repeats):
         before()

@@ -1,6 +1,6 @@
-"""What the benchmarks of steps and tiers run on: a device that keeps times, and the service's loop without messages.
+"""The base of the benchmarks of steps and tiers: a device that keeps times, and the service's loop without messages.
 
-And what their commands share: counts as options, parts, the engine loaded once, lines and JSON of each part.
+Also shared by their commands: counts as options, parts, the engine loaded once, lines and JSON of each part.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ _Device: Any = object  # of the class that mixes it in
 
 
 class Timed(_Device):
-    """A mixin of devices: keeps when copies in and steps began and ended, on the device's own clock.
+    """A mixin of devices: records when copies in and steps began and ended, on the device's own clock.
 
-    Several executors may use it one after the other: pools are made and the engine is loaded by the first one alone,
-    which must have the largest pools and the smallest layer groups. `end`, not `close`, ends it. A later executor that
-    uses fewer gates marks but those; the others stay as they were left, open.
+    Several executors may use it one after the other. Only the first one makes the pools and loads the engine, so it
+    must have the largest pools and the smallest layer groups. It is ended by `end`, not by `close`. A later executor
+    with fewer gates marks only those; the others stay open.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Timed(_Device):
         self.copies_in: list[tuple[Any, Any]] = []
         self.steps: list[tuple[Any, Any]] = []
         self.late = 0
-        """Steps that were wholly issued only after the one before had ended: the device may have waited within them."""
+        """Steps that were issued only after the previous one had ended: the device may have waited."""
 
     def stamp(self, lane: Lane) -> Any:
         """Takes the time at this point of the lane's order."""
@@ -80,11 +80,11 @@ class Timed(_Device):
         raise NotImplementedError
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Between two stamps that are passed."""
+        """Seconds between two stamps that are passed."""
         raise NotImplementedError
 
     def start_recording(self) -> None:
-        """Forgets what is recorded, and records from here on."""
+        """Drops all records, and starts recording."""
         self.recording, self.late = True, 0
         self.copies_in, self.steps = [], []
 
@@ -114,7 +114,7 @@ class Timed(_Device):
         self._open = self._start
 
     def mark(self, lane: Lane, gate: int | None = None) -> Any:
-        # `sample` ends with a mark; a stamp behind it might not be passed yet when the step is known to be complete.
+        # `sample` ends with a mark. A stamp after it might not be passed when the step is known to be complete.
         if lane is Lane.COMPUTE and self._open is not None:
             self.late += bool(self.steps) and self.passed(self.steps[-1][1])
             self.steps.append((self._open, self.stamp(lane)))
@@ -122,7 +122,7 @@ class Timed(_Device):
         return super().mark(lane, gate)
 
     def close(self) -> None:
-        """Nothing: other executors follow."""
+        """Has no effect: other executors follow."""
 
     def end(self) -> None:
         super().close()
@@ -166,7 +166,8 @@ def make_device(name: str) -> Timed:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Seconds of the host's work on a pass of the loop, when its result was applied, and rows that got a token."""
+    """Seconds of the host's work in a pass of the loop, the time when its result was applied, and rows that got a
+    token."""
 
     plan: float
     launch: float
@@ -178,9 +179,9 @@ class Step:
 
 @dataclass(slots=True)
 class Answer:
-    """A reply as far as it has come. `usage` comes with the first token.
+    """A reply so far. `usage` comes with the first token.
 
-    began, ended    when its first token and its end were there, by `time.perf_counter`
+    began, ended    times of its first token and of its end, by `time.perf_counter`
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -203,7 +204,7 @@ class Loop:
         seed: int = 0,
         make_executor: Callable[[Device, ForwardPass, SchedulerConfig], Executor] = Executor,
     ):
-        """What an earlier executor left on the disk is found again, as after a restart."""
+        """Finds the records of an earlier executor on the disk, as after a restart."""
         self.config, self.device = config, device
         self.scheduler, self.executor = Scheduler(config, cost), make_executor(device, engine, config)
         self.scheduler.disk.adopt(self.executor.disk_records(), time.monotonic())
@@ -222,7 +223,7 @@ class Loop:
         return answer
 
     def step(self) -> bool:
-        """One pass; False if there was nothing to do."""
+        """Makes one pass; returns False if there was nothing to do."""
         before = self._seconds()
         applied = self._loop.step()
         if applied is None:
@@ -243,7 +244,7 @@ class Loop:
         return True
 
     def _seconds(self) -> list[float]:
-        """Of all steps so far: planning, launching, waiting, applying."""
+        """Seconds of all steps so far: planning, launching, waiting, applying."""
         counters = self._loop.counters
         return [part.seconds for part in (counters.plan, counters.launch, counters.wait, counters.apply)]
 
@@ -259,19 +260,19 @@ class Loop:
         self.drain()
 
     def drain(self) -> None:
-        """Until nothing is left to do, on any lane."""
+        """Runs until no work is left, on any lane."""
         while self.step():
             pass
         for lane in Lane:
             self.device.synchronize(self.device.mark(lane))
 
     def close(self) -> None:
-        """Ends the executor once nothing is left to do."""
+        """Closes the executor when no work is left."""
         self.drain()
         self.executor.close()
 
     def steady(self, rows: int, steps: int) -> list[Step]:
-        """So many steps more, in each of which `rows` rows get a token."""
+        """Runs `steps` more steps, in each of which `rows` rows get a token."""
         first = len(self.steps)
         self.run_until(lambda: len(self.steps) == first + steps)
         return self.checked(first, rows)
@@ -288,7 +289,7 @@ def random_ids(dice: np.random.Generator, vocab_size: int, count: int) -> array[
 
 
 def intervals(steps: Sequence[Step]) -> list[float]:
-    """Seconds from each step to the next: every row that generates in both waits so long for its token."""
+    """Seconds from each step to the next: the wait for a token of every row that generates in both."""
     return [after.at - before.at for before, after in pairwise(steps)]
 
 
@@ -313,7 +314,8 @@ def check_context(longest: int, engine: Engine) -> None:
 
 
 def parts_type(parts: Sequence[str], needed: Mapping[str, str] | None = None) -> Callable[[str], tuple[str, ...]]:
-    """The type of an option that lists some of the parts; they come in their own order. `needed`: by part, another."""
+    """The type of an option that lists some of the parts; returns them in their own order. `needed`: by part, another
+    part."""
 
     def read(text: str) -> tuple[str, ...]:
         named = text.split(",")
@@ -327,12 +329,12 @@ def parts_type(parts: Sequence[str], needed: Mapping[str, str] | None = None) ->
 
 @contextmanager
 def loaded(name: str, engine: Engine, config: SchedulerConfig) -> Iterator[Timed]:
-    """A device with pools and the engine loaded, once for all executors that follow."""
+    """A device with pools and a loaded engine, used by all executors that follow."""
     device = make_device(name)
     try:
         Executor(device, engine, config)
         gc.collect()
-        gc.freeze()  # collections do not look at the engine again, nor do they in `pensieve serve`
+        gc.freeze()  # collections skip the engine, as in `pensieve serve`
         yield device
     finally:
         gc.unfreeze()

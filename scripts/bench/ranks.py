@@ -1,15 +1,15 @@
-"""bench.ranks: what a sum over all ranks takes, and what sending each step's plan to the other ranks costs.
+"""bench.ranks: times a sum over all ranks, and the sending of each step's plan to the other ranks.
 
     python -m pensieve.scripts.bench.ranks sums --device cuda --ranks 4
     python -m pensieve.scripts.bench.ranks plans --ranks 4 --rows 256
 
-sums: by tokens and way. On GPUs the sums are in a CUDA graph, one behind the other, as in an engine: NCCL, one shot,
-and `auto`, which is what engines use; `--ways two_shot` is a candidate for sizes between. Every sum is compared with
-float32's, its bits with rank 0's; one that is off makes the exit status 1.
+sums: by tokens and method. On GPUs the sums are in a CUDA graph, one after the other, as in an engine: NCCL, one shot,
+and `auto`, the choice of engines; `--ways two_shot` is a candidate for sizes between. Every sum is compared with
+float32's, and its bits with rank 0's; a wrong one makes the exit status 1.
 
-plans: of a batch that generates, and of one with two new prompts and copies beside it, at the pace of real steps:
-packed and sent, received and unpacked, reported, and the reports merged. Each part's time is told on the clock that all
-processes of a host share, and as the thread's own on a processor, which other programs there change less.
+plans: of a batch that generates, and of one with two new prompts and copies, at the pace of real steps: packed and
+sent, received and unpacked, reported, and the reports merged. Each part is timed on the clock that all processes of a
+host share, and by the thread's processor time, which other programs on the machine affect less.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 SUMS = 40  # in a graph
 REPLAYS = 20
-LARGEST = {"one_shot": 2**22, "two_shot": 2**24}  # bytes, above which it is not tried
+LARGEST = {"one_shot": 2**22, "two_shot": 2**24}  # bytes; larger sums are not tried
 WAYS = ("nccl", "one_shot", "auto", "two_shot")
 CHUNK, CONTEXT, PROMPT, COPIED = 32, 1000, 400, 64
 DEADLINE_SECONDS = 60.0
@@ -103,7 +103,7 @@ def bench_sums(args: argparse.Namespace, ranks: Ranks) -> int:
 
 
 def cuda_ways(ranks: Ranks, dtype: torch.dtype, names: Sequence[str]) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Those of the names that these ranks and this dtype have."""
+    """The methods among the names that these ranks and this dtype support."""
     from ...plugins.collectives.cuda import ONE_SHOT_BYTES
 
     group = ranks.open_cuda_group(dtype, one_shot_bytes=max(LARGEST.values()))
@@ -120,14 +120,15 @@ def cuda_ways(ranks: Ranks, dtype: torch.dtype, names: Sequence[str]) -> dict[st
 
 
 def two_shot(shared: Tensor, group: str, x: Tensor) -> Tensor:
-    """Each rank adds up a part of the numbers, then all read all parts; the kernels of all ranks end together."""
+    """Each rank adds a part of the numbers, then all read all parts; the kernels of all ranks end together."""
     place = shared[: x.numel()].view(x.shape)
     place.copy_(x)
     return torch.ops.symm_mem.two_shot_all_reduce_out(place, "sum", group, torch.empty_like(x))
 
 
 def problems(ranks: Ranks, total: Tensor, exact: Tensor, what: str) -> list[str]:
-    """The same on all ranks: whether one has other bits than rank 0, or is off by more than its roundings."""
+    """Returns, equal on all ranks, the ranks whose bits differ from rank 0's or whose error exceeds that of
+    roundings."""
     digest = hashlib.sha256(total.view(torch.uint8).numpy().tobytes()).hexdigest()
     error = float((total.float() - exact).norm() / exact.norm())
     # Each of ranks - 1 additions rounds once, by at most half a unit; norms average over all numbers.
@@ -143,7 +144,7 @@ def problems(ranks: Ranks, total: Tensor, exact: Tensor, what: str) -> list[str]
 
 
 def in_a_graph(add: Callable[[], Tensor]) -> float:
-    """Seconds of one, of many in a graph: the best of a few replays."""
+    """Seconds of one of many in a graph: the best of a few replays."""
     stream = torch.cuda.Stream()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
@@ -227,7 +228,8 @@ def bench_plans(args: argparse.Namespace, ranks: Ranks) -> int:
 
 
 def follow(ranks: Ranks) -> None:
-    """Reports each step, with when its plan was unpacked and what that, and the report before, took."""
+    """Reports each step, with the time at which its plan was unpacked, and the seconds of that and of the previous
+    report."""
     from ...runtime.ranks.executor import report_of, unpack
     from ...runtime.ranks.mpi import pause
 
@@ -269,7 +271,7 @@ class Clock:
 
 
 class Times(NamedTuple):
-    """Of one step; of several ranks' times the most."""
+    """Times of one step; the largest of several ranks' times."""
 
     sending: Spent
     unpacking: Spent
@@ -300,7 +302,7 @@ def measure(args: argparse.Namespace, ranks: Ranks, name: str, plans: Sequence[S
 
 
 def one_step(ranks: Ranks, reports: Reports, plan: StepPlan) -> tuple[Times, int]:
-    """What it took, and the bytes of the packed plan."""
+    """Runs one step; returns its times, and the bytes of the packed plan."""
     from ...runtime.ranks.executor import pack
     from ...runtime.ranks.mpi import RankFailed
 
@@ -337,7 +339,7 @@ def most(spent: Sequence[Spent]) -> Spent:
 
 
 def percentiles(nanoseconds: Sequence[int]) -> dict[str, float]:
-    """Of a list of at least two, in microseconds."""
+    """Percentiles of a list of at least two, in microseconds."""
     cuts = statistics.quantiles(nanoseconds, n=100, method="inclusive")
     return {"p50": round(cuts[49] / 1e3, 1), "p99": round(cuts[98] / 1e3, 1)}
 

@@ -42,7 +42,7 @@ def modules() -> dict[str, Path]:
 
 
 def import_graph() -> dict[str, set[str]]:
-    """By module, the project's modules that it imports, also under TYPE_CHECKING and in functions."""
+    """For each module, the project's modules that it imports, also under TYPE_CHECKING and in functions."""
     files = modules()
     return {name: _imports(name, path) & files.keys() for name, path in files.items()}
 

@@ -1,17 +1,17 @@
-"""check.quality: what changed KV costs a model: a history in eight bits, or a context that is truncated.
+"""check.quality: measures the error of changed KV: a history in eight bits, or a truncated context.
 
     python -m pensieve.scripts.check.quality fp8 --chats FILE ...
     python -m pensieve.scripts.check.quality overflow --engine DIR --chats FILE ...
 
-fp8: what `--lower-tier-kv fp8` costs, behind histories that come back from the lower tier. Of each chat everything
-before the last user's message is history: its whole chunks are coded and decoded once, as a swap-out and a swap-in
-would. Behind it the last message and its reply are computed, known token by known token, and a reply is generated, with
-the history as it was and as it came back. The first is what the second is compared with; as a yardstick, so is the same
-engine computing in bfloat16, nothing coded. On the CPU, in float32; prints a table and one line of JSON.
+fp8: the error of `--lower-tier-kv fp8` after a history returns from the lower tier. In each chat, everything before the
+last user's message is history: its whole chunks are encoded and decoded once, as by a swap-out and a swap-in. Then the
+last message and its reply are computed, known token by known token, and a reply is generated, with the original and
+with the decoded history. The second is compared with the first. For scale, so is the same engine in bfloat16, without
+coding. On the CPU, in float32; prints a table and one line of JSON.
 
-overflow: held-out chats, one behind the other, are read in rows longer than the context. Perplexity is that of the
-tokens behind the first truncation, with each way of `--overflow` (CachedAttention, USENIX ATC 2024, table 1). The
-engine computes it, over one KV pool that keeps or forgets as the server's would.
+overflow: held-out chats, one after the other, are read in rows longer than the context. The perplexity is that of the
+tokens after the first truncation, with each mode of `--overflow` (CachedAttention, USENIX ATC 2024, table 1). The
+engine computes it with one KV pool, which keeps or drops KV like the server's.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Turn(NamedTuple):
 
 @dataclass
 class Quality:
-    """Sums over turns, of what was computed in some way, against the exact history in float32.
+    """Sums over turns of one kind of computation, compared with the exact history in float32.
 
-    equal_tokens: of greedy replies, before the first that differs.
+    equal_tokens: tokens of greedy replies before the first difference.
     """
 
     model: str
@@ -108,7 +108,7 @@ HEADER = """| model | history | error of logits | KL divergence, nats | perplexi
 
 
 class Context:
-    """One request's KV on an engine, in the slots 0, 1, 2 ... of a pool of its own."""
+    """One request's KV on an engine, in the slots 0, 1, 2 ... of its own pool."""
 
     def __init__(self, engine: Engine, tokens: int):
         self._engine = engine
@@ -116,8 +116,8 @@ class Context:
         self._table = torch.arange(len(self.pool), dtype=torch.int32).view(1, -1)
 
     def compute(self, tokens: Sequence[int], start: int, seen: int = 0, zero: int = 0) -> Tensor:
-        """Logits [n, vocab] behind each of `tokens`, which stand at `start` and on and see from `seen` on; the model
-        counts positions from `zero`."""
+        """Returns logits [n, vocab] of the next token after each of `tokens`, which are at `start` and on and see from
+        `seen` on; the model counts positions from `zero`."""
         count, end = len(tokens), start + len(tokens)
         own = torch.arange(start, end, dtype=torch.int32)
         segments = torch.tensor([[0, count, seen, end, 0]], dtype=torch.int32)
@@ -130,7 +130,7 @@ class Context:
             release_pool(handle)
 
     def copied(self, chunks: int, coded: bool) -> Context:
-        """The same, its first chunks as they come back from a lower tier."""
+        """A copy; its first `chunks` chunks are in the form in which they return from a lower tier."""
         other = Context(self._engine, self.pool.shape[0] * CHUNK)
         other.pool.copy_(self.pool)
         if coded:
@@ -138,7 +138,7 @@ class Context:
         return other
 
     def reply(self, prompt: list[int], start: int, most: int) -> list[int]:
-        """Greedy, behind the prompt, of which what stands before `start` is computed already."""
+        """A greedy reply to the prompt, whose KV before `start` is already computed."""
         tokens = list(prompt)
         while len(tokens) < len(prompt) + most:
             logits = self.compute(tokens[start:], start)[-1]
@@ -165,7 +165,8 @@ def read_turns(files: list[Path], tokenizer: Tokenizer, longest: int, most: int)
 
 
 def measure(model: str, engines: tuple[Engine, Engine], turns: list[Turn], most: int) -> list[Quality]:
-    """engines: in float32 and in bfloat16. The exact one first; of each turn's reply at most `most` tokens."""
+    """engines: in float32 and in bfloat16. Returns the exact result first; uses at most `most` tokens of each turn's
+    reply."""
     exact, yardstick = engines
     results = [Quality(model, way) for way in ("exact", "fp8", "exact, bfloat16")]
     for turn in turns:
@@ -206,7 +207,7 @@ def measure_fp8(args: argparse.Namespace) -> None:
 
 
 def held_out_rows(path: Path, tokenizer: Tokenizer, length: int) -> list[Ids]:
-    """The file's held-out chats one behind the other, cut into whole rows. SettingError if they do not fill one."""
+    """The file's held-out chats, joined and cut into whole rows. SettingError if they do not fill one."""
     _, chats = split(list(read_chats(path)))
     encodings = tokenizer.encode_batch([render(chat) + END_OF_TEXT for chat in chats])
     flat = [token for encoding in encodings for token in encoding.ids]
@@ -216,7 +217,8 @@ def held_out_rows(path: Path, tokenizer: Tokenizer, length: int) -> list[Ids]:
 
 
 def stretches(windows: ContextWindow, count: int) -> Iterator[tuple[int, int]]:
-    """Positions [start, end) that see from the same one on, up to `count`; the first ones see everything."""
+    """Ranges of positions [start, end) that see from the same position on, up to `count`; the first range sees
+    everything."""
     start, end = 0, windows.length
     while start < count:
         yield start, min(end, count)
@@ -224,7 +226,7 @@ def stretches(windows: ContextWindow, count: int) -> Iterator[tuple[int, int]]:
 
 
 def truncated_loss(context: Context, row: Ids, windows: ContextWindow) -> float:
-    """Of the tokens whose predecessors see less than everything: the sum of their negative log probabilities."""
+    """The sum of the negative log probabilities of the tokens whose predecessors do not see the whole context."""
     total = 0.0
     for start, end in stretches(windows, len(row) - 1):
         seen = windows.start(start)
@@ -237,7 +239,7 @@ def truncated_loss(context: Context, row: Ids, windows: ContextWindow) -> float:
 
 
 def perplexities(engine: Engine, rows: Sequence[Ids], length: int, step: int) -> dict[str, float]:
-    """By the way of overflow; none that the engine's positions do not allow."""
+    """Perplexities by overflow mode; modes that the engine's positions do not allow are left out."""
     context = Context(engine, len(rows[0]))
     counted = len(rows) * (len(rows[0]) - 1 - length)
     result = {}

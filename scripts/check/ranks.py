@@ -1,11 +1,11 @@
-"""check.ranks: engines of several ranks say what one device says of the same weights.
+"""check.ranks: engines of several ranks give the results of one device with the same weights.
 
 python -m pensieve.scripts.check.ranks --device cuda --engine DIR [DIR ...]
 
-Random prompts are asked of the ranks as they serve (over MPI, in CUDA graphs, rank 0 drawing), and of one device with
-all the weights in the engine's precision and in float32. The log probabilities of each first token, of the tokens
-behind it while the replies are equal, and of the 20 likeliest, may be twice as far from float32's as the one device's,
-or 1e-4 in a float32 engine. Rank 0's device must hold the whole model in float32.
+Random prompts go to the ranks in their serving mode (over MPI, in CUDA graphs, rank 0 samples), and to one device with
+all the weights in the engine's precision and in float32. The log probabilities of each first token, of the further
+tokens while the replies are equal, and of the 20 likeliest, may differ from float32's by twice the one device's
+difference, or by 1e-4 in a float32 engine. Rank 0's device must hold the whole model in float32.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check(args: argparse.Namespace, ranks: Ranks) -> int:
-    """One rank's part of it; rank 0 says what was found."""
+    """Does one rank's part; rank 0 prints the result."""
     ranks.together(lambda: take_share(args.device, ranks))
     group: Group | None = None
     status = 0
@@ -86,7 +86,7 @@ def check(args: argparse.Namespace, ranks: Ranks) -> int:
 
 
 def plan_prompts(args: argparse.Namespace, manifest: Manifest) -> tuple[SchedulerConfig, list[array[int]]]:
-    """Of all lengths up to the longest, which is as long as asked for."""
+    """Prompts of all lengths up to the requested one."""
     longest = args.tokens + REPLY
     if longest > manifest.max_model_len:
         raise SettingError("--tokens", f"needs contexts of {longest} tokens, the model's are {manifest.max_model_len}")
@@ -114,7 +114,7 @@ def ask_all(
 def ask_whole(
     directory: Path, manifest: Manifest, config: SchedulerConfig, prompts: Sequence[array[int]]
 ) -> tuple[list[Answer], list[Answer]]:
-    """One device's answers, in the engine's precision and in float32; its memory is free again afterwards."""
+    """One device's answers, in the engine's precision and in float32; frees its memory afterwards."""
     told = []
     for dtype in (getattr(torch, manifest.dtype), torch.float32):
         told.append(
@@ -131,8 +131,8 @@ def ask_whole(
 def ask_ranks(
     args: argparse.Namespace, ranks: Ranks, directory: Path, config: SchedulerConfig, prompts: Sequence[array[int]]
 ) -> list[Answer]:
-    """The ranks' answers, on rank 0; none elsewhere."""
-    from ...runtime.ranks.executor import RankedExecutor, follow  # and MPI
+    """The ranks' answers, on rank 0; an empty list on others."""
+    from ...runtime.ranks.executor import RankedExecutor, follow  # imported here because it imports MPI
 
     engine = ranks.together(lambda: open_engine(directory, args.device, ranks.rank))
     device = make_device(args.device)
@@ -143,10 +143,10 @@ def ask_ranks(
 
 
 def judge(directory: Path, manifest: Manifest, answers: list[Answer], one: list[Answer], exact: list[Answer]) -> int:
-    """Prints a line of text and one of JSON; 1 if the ranks are too far off."""
+    """Prints a line of text and one of JSON; returns 1 if the ranks differ too much."""
     ours, theirs = off(answers, exact), off(one, exact)
     tolerance = FLOAT32_TOLERANCE if manifest.dtype == "float32" else 2 * float(np.max(theirs))
-    worst = float(np.max(ours))  # not a number is the worst
+    worst = float(np.max(ours))  # NaN counts as the largest
     passed = worst <= tolerance
     print(
         f"{'PASS' if passed else 'FAIL'} {directory}: {manifest.tensor_parallel} ranks, {len(ours)} log probabilities "
@@ -161,7 +161,7 @@ def judge(directory: Path, manifest: Manifest, answers: list[Answer], one: list[
 
 
 def off(answers: list[Answer], exact: list[Answer]) -> list[float]:
-    """Differences of log probabilities, of each reply up to where it leaves the exact one's path."""
+    """Differences of log probabilities, up to the first token at which a reply differs from the exact one."""
     found = []
     for answer, right in zip(answers, exact, strict=True):
         steps = zip(answer.tokens, answer.logprobs, right.tokens, right.logprobs, strict=True)

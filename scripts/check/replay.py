@@ -1,13 +1,13 @@
-"""replay: the same conversations on a real device and on the virtual clock: where their prompts' tokens came from.
+"""replay: compares a real run with a simulated one of the same conversations, by the sources of prompts' tokens.
 
     python -m pensieve.scripts.check.replay
 
-CachedAttention's workload in small: an eighth of its lengths, think times of seconds, and tiers that are to the working
-set about what its GPUs, 128 GB of host memory and 2 TB of disk are (`paper`). The real run is the serving
-loop without HTTP: scheduler, executor, CPU device and disk store. The simulator is given the same sessions and
-settings, and what steps, copies and the disk cost here: measured just before, and to each step is added what steps
-took longer on average in the real run, where the loop and others share the machine. Exit status 1 if the two differ by
-more than 3 points.
+CachedAttention's workload in small: an eighth of its lengths, think times of seconds, and tiers whose ratio to the
+working set is about that of its GPUs, 128 GB of host memory and 2 TB of disk (`paper`). The real run is the serving
+loop without HTTP: scheduler, executor, CPU device and disk store. The simulator gets the same sessions and settings,
+and the costs of steps, copies and the disk on this machine. These are measured just before. Each step's cost is raised
+by the mean excess in the real run, where the loop and others share the machine. Exit status 1 if the two differ by more
+than 3 points.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from ..command import check_above_0, check_least, exit_status
 
 CHAT = ChatStatistics(turns=5.75, input_tokens=20.2, output_tokens=42.2)
 WINDOW, CHUNK_TOKENS = 512, 16
-TTL_THINKS = 12  # a conversation's KV lives so many mean think times, as in `paper`
+TTL_THINKS = 12  # a conversation's KV lives this many mean think times, as in `paper`
 WITHIN = 3.0  # points
 SMALL_MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -84,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    torch.set_num_threads(1)  # what is measured and what is served then compute alike
+    torch.set_num_threads(1)  # so that measurement and serving compute alike
     return exit_status("replay", lambda: run(args))
 
 
@@ -152,7 +152,7 @@ def small_engine(directory: Path) -> Path:
 
 
 def measured_cost(engine: Engine, config: SchedulerConfig, directory: Path) -> CostProfile:
-    """Of steps and copies as `pensieve profile`, of the disk as `pensieve serve`."""
+    """Costs of steps and copies measured like `pensieve profile`, of the disk like `pensieve serve`."""
     pools: dict[str, Any] = dict(
         gpu_kv_chunks=2 * config.chunks(WINDOW) + config.gpu_kv_chunks, host_kv_chunks=64, disk_kv_chunks=0
     )
@@ -165,12 +165,12 @@ def measured_cost(engine: Engine, config: SchedulerConfig, directory: Path) -> C
 
 
 def slowed(cost: CostProfile, seconds: float) -> CostProfile:
-    """Each step takes so much longer, or shorter."""
+    """Each step takes `seconds` seconds more (or less)."""
     return replace(cost, steps=tuple((tokens, max(0.0, took + seconds)) for tokens, took in cost.steps))
 
 
 class RandomContent(Content):
-    """Token ids that a model has."""
+    """Token ids in the model's vocabulary."""
 
     def __init__(self, vocab_size: int):
         super().__init__()
@@ -200,7 +200,7 @@ class Replay(Simulator):
 
     @property
     def delay_s(self) -> float:
-        """How much longer than they should the steps took on average."""
+        """The mean difference between the real and the predicted seconds of a step."""
         return (self._took - self._device.busy_s) / self._steps
 
     def run(self) -> Report:
@@ -224,7 +224,7 @@ class Replay(Simulator):
         scheduler.check()
         return self._report()
 
-    # -- the loop's executor: the real one, and the virtual device beside it
+    # -- the loop's executor: the real one, with the virtual device for the prediction
 
     def launch(self, plan: StepPlan) -> None:
         self._executor.launch(plan)

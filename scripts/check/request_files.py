@@ -1,7 +1,8 @@
-"""The files in which a function runs from a chat's arrival at the socket to the first call of the attention kernel.
+"""The files with a function that runs between a chat's arrival at the socket and the first call of the attention
+kernel.
 
-A server of the demo model runs in this process: the loop and a client have threads. Python's profiling hook notes the
-file of each function that is called meanwhile, in all threads, so work beside the request counts too: timers, counters.
+A server of the demo model runs in this process: the loop and a client have threads. Python's profiling hook records the
+file of each function that is called meanwhile, in all threads, so other work such as timers and counters counts too.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""check.reuse: a prompt's next tokens are equally likely however its KV came about, on a real engine.
+"""check.reuse: a prompt's next tokens are equally likely with KV from any source, on a real engine.
 
-Random prompts are asked cold, and again when their KV is on the GPU, on HOST, partly recomputed, wholly dropped and
-recomputed, and with their reply suspended in the middle; all the time other rows generate and other histories are
-copied in and out. The log probabilities of the first token and the top 20 are held against the same weights in float32.
-No way may be further off than twice the cold one's most, or 1e-4 from cold in a float32 engine.
+Random prompts run cold, and again when their KV is on the GPU, on HOST, partly recomputed, fully dropped and
+recomputed, and with their reply suspended in the middle. Meanwhile other rows generate, and other histories are copied
+in and out. The log probabilities of the first token and the top 20 are compared with the same weights in float32. No
+way may differ by more than twice the cold one's largest difference, or by 1e-4 from cold in a float32 engine.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ FLOAT32_TOLERANCE = 1e-4
 
 
 def differences(one: TokenLogprobs, token: int, other: TokenLogprobs, other_token: int) -> list[float]:
-    """Of the log probabilities of every token that both tell."""
+    """Differences of the log probabilities of all tokens that both contain."""
     here, there = _by_id(one, token), _by_id(other, other_token)
     return [abs(here[each] - there[each]) for each in here if each in there]
 
@@ -61,9 +61,10 @@ def _by_id(told: TokenLogprobs, token: int) -> dict[int, float]:
 
 @dataclass(slots=True)
 class Way:
-    """Of all its answers: tokens by source, differences of log probabilities, replies that leave the cold one's path.
+    """Results of one way: tokens by source, differences of log probabilities, replies that differ from the cold one.
 
-    `gaps`: between the two tokens where a reply leaves it, as the runs see them; infinite if one does not see both.
+    `gaps`: between the probabilities of the two tokens at which a reply first differs; infinite if one run lacks one of
+    them.
     """
 
     count: int = 0
@@ -82,7 +83,7 @@ class Way:
             self.to_cold += differences(told, token, cold_told, cold_token)
             if token != cold_token:
                 self.gaps.append(max(_gap(told, token, cold_token), _gap(cold_told, cold_token, token)))
-                return  # from here on they answer different texts
+                return  # the texts differ from here on
 
     def summary(self) -> dict[str, float | int]:
         return {
@@ -107,20 +108,20 @@ def judge(ways: dict[str, Way], float32: bool) -> tuple[float, list[str]]:
     failed = []
     for name, way in ways.items():
         errors = [*way.to_float32, *way.gaps, *(way.to_cold if float32 else [])]
-        if not np.max(errors) <= tolerance:  # nor does it hold for what is no number
+        if not np.max(errors) <= tolerance:  # also true for NaN
             failed.append(name)
     return tolerance, failed
 
 
 WAYS = ("cold", "gpu", "host", "partly", "recomputed", "suspended")
 SCORED = Sampling(logprobs=MOST_LOGPROBS)
-ROWS = 8  # that generate beside the prompt
+ROWS = 8  # rows that generate beside the prompt
 SHORT_REPLY = 4
-LOAD_S = 2e-5  # what loading a chunk is said to cost; recomputing costs as much at a context that is chosen
+LOAD_S = 2e-5  # assumed cost of loading a chunk; recomputing costs as much at a chosen context
 
 
 class Sizes:
-    """Chunks, of everything that is in the pools; `tokens`: the longest prompt's."""
+    """Sizes of the pools in chunks; `tokens`: the longest prompt's."""
 
     def __init__(self, tokens: int, size: int):
         self.size, self.tokens = size, tokens
@@ -129,7 +130,8 @@ class Sizes:
         self.prompt = self.chunks(tokens + self.long_reply) + 1
         self.rows = ROWS * (self.chunks(self.row_prompt + self.row_reply) + 1)
         self.gpu = 3 * self.prompt + self.rows
-        self.histories = self.gpu // (tokens // size) + 3  # push all else off the GPU, the first of them too
+        # these evict all else from the GPU, even the first of themselves
+        self.histories = self.gpu // (tokens // size) + 3
         self.host = (self.histories + 3) * self.prompt + self.rows
         self.flood = -(-(self.gpu + self.host) // (tokens // size)) + 1
         # Beside prompt and rows with their first tokens there is room for one short history and its turn. While the
@@ -142,7 +144,7 @@ class Sizes:
         return -(-tokens // self.size)
 
     def config(self, max_model_len: int) -> SchedulerConfig:
-        """Least recently used goes first: what is asked in turn is never found where it was."""
+        """Eviction is least recently used, so prompts run in turn are never found in the tier where they were."""
         return SchedulerConfig(
             gpu_kv_chunks=self.gpu,
             host_kv_chunks=self.host,
@@ -157,7 +159,7 @@ class Sizes:
 
 
 class Asker(Loop):
-    """The loop beside which something is tended to, with prompts asked one at a time."""
+    """A loop for prompts one at a time; `tend` is called in each pass to keep other work going."""
 
     def __init__(
         self,
@@ -184,7 +186,8 @@ class Asker(Loop):
         return answer
 
     def begin(self, prompt: array[int], tokens: int) -> Answer:
-        """With log probabilities. The least urgent of all: if a row must be suspended, it is this one."""
+        """Runs the prompt with log probabilities. It has the lowest priority: if a row must be suspended, it is this
+        one."""
         return self.add(prompt, tokens, SCORED, priority=1)
 
     def ask_and_be_suspended(self, prompt: array[int], tokens: int) -> Answer:
@@ -198,7 +201,7 @@ class Asker(Loop):
         return answer
 
     def end(self) -> None:
-        """Finishes what runs. InvariantError if nothing was copied meanwhile."""
+        """Finishes all requests. InvariantError if no chunk was copied meanwhile."""
         self.tend = lambda: None
         self.drain()
         self.scheduler.check()
@@ -208,7 +211,7 @@ class Asker(Loop):
 
 
 class Others:
-    """Rows that generate and histories that are asked in turn, for ever; set as an `Asker`'s `tend`."""
+    """Rows that generate and histories that run in turn, for ever; set as an `Asker`'s `tend`."""
 
     def __init__(self, asker: Asker, sizes: Sizes, history: int):
         self._asker, self._sizes = asker, sizes
@@ -217,7 +220,7 @@ class Others:
         self._turn: Answer | None = None
         self.turns = 0
         self.renew = True
-        """Whether rows that have ended are replaced."""
+        """True if rows that have ended are replaced."""
 
     def __call__(self) -> None:
         asker, sizes = self._asker, self._sizes
@@ -235,7 +238,7 @@ class Others:
         self._asker.run_until(lambda: self.turns >= end)
 
     def all_rows(self) -> None:
-        """Until `ROWS` new rows generate."""
+        """Runs until `ROWS` new rows generate."""
         self.renew = False
         self._asker.run_until(lambda: not self._rows)
         self.renew = True
@@ -251,7 +254,7 @@ Told = Callable[[str, int, Answer], None]
 
 
 def found(way: str, answer: Answer, prompt: array[int], size: int) -> None:
-    """InvariantError if the prompt's KV did not come about in that way."""
+    """InvariantError if the prompt's KV has other sources than in this way."""
     usage, full = answer.usage, len(prompt) // size * size
     assert usage is not None  # with the first token
     right = {
@@ -267,7 +270,7 @@ def found(way: str, answer: Answer, prompt: array[int], size: int) -> None:
 
 
 def ask_again(asker: Asker, sizes: Sizes, prompts: Sequence[array[int]], tell: Told) -> None:
-    """Cold, on the GPU, on HOST; and when all are asked, dropped by a flood of other prompts."""
+    """Runs the prompts cold, on the GPU, on HOST; and at the end dropped by many other prompts."""
     asker.tend = others = Others(asker, sizes, sizes.tokens)
     others.turn(sizes.histories + 1)
     for number, prompt in enumerate(prompts):
@@ -283,7 +286,7 @@ def ask_again(asker: Asker, sizes: Sizes, prompts: Sequence[array[int]], tell: T
 
 
 def ask_partly(asker: Asker, sizes: Sizes, prompts: Sequence[array[int]], tell: Told) -> None:
-    """On HOST, where the leading half is sooner recomputed than loaded: the spans of a prompt are disjoint."""
+    """On HOST, with a leading half that is faster recomputed than loaded: the spans of a prompt are disjoint."""
     asker.tend = others = Others(asker, sizes, sizes.tokens)
     others.turn(sizes.histories + 1)
     for number, prompt in enumerate(prompts):
@@ -294,7 +297,7 @@ def ask_partly(asker: Asker, sizes: Sizes, prompts: Sequence[array[int]], tell: 
 
 
 def ask_suspended(asker: Asker, sizes: Sizes, prompts: Sequence[array[int]], tell: Told) -> None:
-    """The GPU holds the prompt and the rows as they begin; as they grow, it has to go until they end."""
+    """The GPU holds the prompt and the rows at their start. As the rows grow, the prompt must leave until they end."""
     asker.tend = others = Others(asker, sizes, sizes.short_history)
     for number, prompt in enumerate(prompts):
         others.all_rows()
@@ -303,7 +306,7 @@ def ask_suspended(asker: Asker, sizes: Sizes, prompts: Sequence[array[int]], tel
 
 
 class Exact:
-    """The eager decoder in float32, of an engine's weights whatever its backend and ranks; a `ForwardPass`."""
+    """The eager decoder in float32 with an engine's weights, for any backend and ranks; a `ForwardPass`."""
 
     def __init__(self, directory: Path, manifest: Manifest, dtype: torch.dtype = torch.float32):
         """dtype: another one, for comparison."""
@@ -331,10 +334,10 @@ def whole_of(directory: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
 
 
 def in_float32(directory: Path, manifest: Manifest, sizes: Sizes, prompts: Sequence[array[int]]) -> list[Answer]:
-    """The first token of each prompt by the same weights; the memory is free again afterwards."""
+    """The first token of each prompt with the same weights; frees the memory afterwards."""
     longest = sizes.tokens + 1
     config = replace(sizes.config(longest), gpu_kv_chunks=sizes.prompt + 1, host_kv_chunks=1, reuse=False)
-    device = assemble.make_device(manifest.device, enforce_eager=True)  # it is not used for long
+    device = assemble.make_device(manifest.device, enforce_eager=True)  # used only for a short time
     asker = Asker(device, Exact(directory, manifest), config, sizes.size, 0)
     try:
         return [asker.ask(prompt, 1) for prompt in prompts]
@@ -348,7 +351,7 @@ def in_float32(directory: Path, manifest: Manifest, sizes: Sizes, prompts: Seque
 def measure(
     directory: Path, engine: Engine, tokens: int, repetitions: int, seed: int, size: int, form: Form | None = None
 ) -> dict[str, Way]:
-    """Asks in every way, with HOST in that form. InvariantError if a way did not come about."""
+    """Runs every way, with HOST in that form. InvariantError if a way did not occur."""
     dice = np.random.default_rng(seed)
     # Lengths differ, and none is a multiple of the chunk size.
     lengths = [tokens // size * size + 1 + number % (size - 1) for number in range(repetitions)]
@@ -403,7 +406,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """1 if a way is too far off. Raises SettingError."""
+    """Returns 1 if a way differs too much. Raises SettingError."""
     started = time.perf_counter()
     check_least(args, chunk_tokens=2, tokens=8 * args.chunk_tokens, repetitions=1, seed=0)
     engine = open_engine(args.engine, args.device)

@@ -1,12 +1,12 @@
-"""soak: a server with three small tiers, random conversations, and random kills, for as long as you like.
+"""soak: a server with three small tiers, random conversations, and random kills, for any length of time.
 
     python -m pensieve.scripts.check.soak --minutes 30
 
 Clients hold random conversations with `pensieve serve` (whole histories, server histories, branches, hang-ups,
-deletions) while it is killed (SIGKILL: all of its processes, or only the first) or ended (SIGTERM) at random moments
-and started again on the same directory. Every token is compared with plain transformers' greedy choice over the same
-context. Nothing may leak: memory, file descriptors, slots, processes, bytes of files. Ends with one JSON line; exit
-status 1 if anything was wrong.
+deletions). Meanwhile it is killed (SIGKILL: all of its processes, or only the first) or ended (SIGTERM) at random
+times, and started again on the same directory. Every token is compared with plain transformers' greedy choice for the
+same context. Memory, file descriptors, slots, processes and bytes of files must not leak. Ends with one JSON line; exit
+status 1 after a fault.
 
 Needs transformers (the extra `test`).
 """
@@ -72,7 +72,7 @@ class Life:
         self.processes = [self.process.pid, *descendants(self.process.pid)]
 
     def memory(self) -> int:
-        """Bytes resident, of all its processes."""
+        """Resident bytes of all its processes."""
         return sum(_status(process, "VmRSS:") * 1024 for process in self.processes)
 
     def files(self) -> int:
@@ -81,18 +81,18 @@ class Life:
     def kill(self, everything: bool) -> None:
         """All of its processes, or only the first: then the others must end by themselves."""
         for process in reversed(self.processes if everything else self.processes[:1]):
-            with contextlib.suppress(ProcessLookupError):  # it cannot be without the one just killed
+            with contextlib.suppress(ProcessLookupError):  # it may have ended with the process just killed
                 os.kill(process, signal.SIGKILL)
         self._ended()
 
     def end(self) -> None:
-        """Wrong if SIGTERM does not end it cleanly."""
+        """Raises Wrong if SIGTERM does not end it cleanly."""
         self.process.send_signal(signal.SIGTERM)
         if status := self._ended():
             raise Wrong(f"the server ended with status {status}; see {self.log}")
 
     def _ended(self) -> int:
-        """Its exit status. Wrong if any of its processes is left."""
+        """Returns its exit status. Raises Wrong if any of its processes is left."""
         status = self.process.wait(90)
         self._file.close()
         until = time.monotonic() + 30
@@ -115,7 +115,7 @@ LONGEST = 640  # tokens; then a conversation is deleted, and another one begins
 CLIENTS = 4
 CONVERSATIONS_EACH = 6  # more than the three tiers hold
 UNDECIDED = 1e-3  # a smaller gap between the reference's logits decides nothing
-QUIET_SECONDS = 2.5  # without a request the loop has checked its books by then
+QUIET_SECONDS = 2.5  # without requests for this long the loop has checked its state
 SETTLE_SECONDS = 30.0  # more, on a busy machine, until all slots are free
 WARM_UP_SECONDS = 45.0  # of a life, before memory counts
 MORE_MEMORY = 48 * 2**20  # bytes that a process may grow by afterwards
@@ -135,7 +135,7 @@ class Reference:
 
     @torch.inference_mode()
     def check(self, tokens: Sequence[int], start: int) -> None:
-        """Wrong unless every token from `start` on is the greedy choice behind those before it."""
+        """Raises Wrong unless every token from `start` on is the greedy choice after the tokens before it."""
         with self._lock:
             logits = self._model(torch.tensor([tokens[:-1]])).logits[0, start - 1 :]
         gaps = logits.max(dim=-1).values - logits.gather(1, torch.tensor(tokens[start:])[:, None])[:, 0]
@@ -184,7 +184,7 @@ class Client:
             self._turn_or_end(place)
         except ServerError as error:
             self._soak.count(f"status {error.status}" if error.status else "cut off")
-            time.sleep(0.2)  # there is no server just now, or it is about to end
+            time.sleep(0.2)  # the server is down, or about to end
 
     def _turn_or_end(self, place: int) -> None:
         conversation = self._conversations[place]
@@ -218,7 +218,7 @@ class Client:
         try:
             answer = self._soak.life.server.ask("POST", "/v1/completions", body)
         except ServerError as error:
-            conversation.known = known and error.status == 503  # the turn is not committed; otherwise we cannot know
+            conversation.known = known and error.status == 503  # the turn is not committed; otherwise that is unknown
             if error.status not in (0, 500, 503):
                 raise Wrong(f"status {error.status}: {error}") from error
             raise
@@ -231,7 +231,7 @@ class Client:
         self._soak.took(answer["usage"]["prompt_tokens_details"], body["max_tokens"], branched)
 
     def _hang_up(self, body: dict[str, Any]) -> None:
-        """In the middle of a streamed reply."""
+        """Hangs up in the middle of a streamed reply."""
         reply = self._soak.life.server.events("/v1/completions", body | {"stream": True, "max_tokens": 64})
         with contextlib.closing(reply):
             next(reply, None)
@@ -277,7 +277,7 @@ class Soak:
     # -- the whole
 
     def run(self, state: Path, seconds: float, lives: int, engine: str, options: Sequence[str]) -> dict[str, Any]:
-        """So many lives, which serve for `seconds` together. Raises Wrong, or what broke a client."""
+        """Runs `lives` lives, which serve for `seconds` together. Raises Wrong, or the error of a client."""
         clients = [Client(self, number) for number in range(CLIENTS)]
         history, growth = [], [0]
         for client in clients:
@@ -294,7 +294,7 @@ class Soak:
             self.over.set()
             for client in clients:
                 client.thread.join(150)
-            with contextlib.suppress(AttributeError):  # if none has begun
+            with contextlib.suppress(AttributeError):  # no life has begun
                 self.life.process.kill()
                 self.life.process.wait()
         self._raise_fault()
@@ -303,7 +303,7 @@ class Soak:
         return {"memory_growth": max(growth), "history_bytes": history[-1], **self.counts}
 
     def _live(self, seconds: float) -> int:
-        """Returns by how many bytes its processes grew after they had warmed up."""
+        """Returns the bytes by which its processes grew after they had warmed up."""
         self.running.set()
         began, before, files = time.monotonic(), 0, self.life.files()
         while (now := time.monotonic()) < began + seconds and not self.over.is_set():

@@ -1,8 +1,9 @@
-"""Chats written for the demo model, endless and always the same for a seed: small talk, plain facts, tiny stories.
+"""Chats written for the demo model, without end and equal for equal seeds: small talk, plain facts, tiny stories.
 
-They give a model of a few million parameters what public chats of a few megabytes cannot: the same short, plain
-sentences in many orders, follow-up questions, and replies that end. Requests about any word take it from a dictionary,
-so that the model learns to take up a word that it hardly knows. The sentences are in the text files beside this one.
+A model of a few million parameters cannot learn this from public chats of a few megabytes: the same short, plain
+sentences in many orders, follow-up questions, and replies that end. Requests with random words take them from a
+dictionary, so that the model learns to repeat a word that it hardly knows. The sentences are in text files in this
+folder.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the demo models learn from: reads chats, splits off the held-out ones, makes the tokenizer, fills rows."""
+"""The demo models' training data: reads chats, splits off the held-out ones, makes the tokenizer, fills rows."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ Ids = list[int]
 
 
 def read_chats(path: Path) -> Iterator[Named]:
-    """Conversations of a gzipped JSON-lines file, `{conversation, messages: [{role, content}]}` a line.
+    """Conversations of a gzipped JSON-lines file, each line `{conversation, messages: [{role, content}]}`.
 
-    Only what users and assistants say is kept; consecutive messages of one role, between which a tool was called,
-    become one.
+    Only messages of users and assistants are kept; consecutive messages of one role, with a tool call in between, are
+    joined.
     """
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         for line in lines:
@@ -76,7 +76,7 @@ def read_wordnet(directory: Path) -> Iterator[Entry]:
     for part in ("noun", "verb", "adj", "adv"):
         for line in (directory / f"data.{part}").read_text(encoding="latin-1").splitlines():
             fields, _, gloss = line.partition(" | ")
-            if line.startswith(" ") or not gloss:  # the licence stands in front
+            if line.startswith(" ") or not gloss:  # the licence is at the beginning
                 continue
             _, _, kind, _, word, *_ = fields.split()
             word = re.sub(r"\(.*\)$", "", word)
@@ -125,7 +125,7 @@ def split(named: list[Named]) -> tuple[list[Chat], list[Chat]]:
 
 
 def render(chat: Chat) -> str:
-    """What CHAT_TEMPLATE makes of a finished chat."""
+    """The text that CHAT_TEMPLATE gives for a finished chat."""
     return "".join(f"{TURN_START}{message['role']}\n{message['content']}{TURN_END}\n" for message in chat)
 
 

@@ -60,7 +60,7 @@ def make_model(kind: str, stop: list[int]) -> PreTrainedModel:
 
 
 def add_dropout(model: PreTrainedModel, share: float) -> None:
-    """Drops `share` of what attention and MLP add to the residual stream (Llama has no such setting)."""
+    """Drops `share` of the output of attention and MLP into the residual stream (Llama has no such setting)."""
 
     def drop(module: nn.Module, _: tuple[Tensor, ...], output: Tensor) -> Tensor:
         return F.dropout(output, share, module.training)
@@ -97,7 +97,7 @@ def token_loss(model: nn.Module, ids: Tensor) -> Tensor:
 
 @torch.no_grad()
 def mean_loss(model: nn.Module, rows: list[Ids], device: torch.device) -> float:
-    """Of all rows, which have equal lengths, without dropout; four at a time to spare memory."""
+    """Mean loss of all rows, which have equal lengths, without dropout; four at a time to save memory."""
     model.eval()
     batches = [rows[start : start + 4] for start in range(0, len(rows), 4)]
     total = sum(token_loss(model, torch.tensor(batch, device=device)).item() * len(batch) for batch in batches)
@@ -157,7 +157,7 @@ def train(kind: str, corpus: Corpus, args: argparse.Namespace) -> PreTrainedMode
 
 
 def perplexities(model: PreTrainedModel, corpus: Corpus, args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Per source: perplexity a token on the held-out chats and on about as many training chats."""
+    """By source: perplexity per token on the held-out chats and on about as many training chats."""
     result: dict[str, dict[str, float]] = {}
     for name, away in corpus.held_out.items():
         result[name] = {}

@@ -1,4 +1,4 @@
-"""Building an engine directory: what is in it, when it is replaced, and that nothing half made is ever published."""
+"""Building an engine directory: its contents, when it is replaced, and that no unfinished engine is ever published."""
 
 import errno
 import json

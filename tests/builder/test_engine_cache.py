@@ -57,7 +57,7 @@ def engines():
 
 
 def left_over():
-    """What is neither an engine's directory nor a record."""
+    """Files that are neither in an engine's directory nor records."""
     return [*cache_directory().rglob(".*"), *cache_directory().glob("*.lock")]
 
 

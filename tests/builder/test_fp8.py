@@ -1,4 +1,4 @@
-"""Weights rounded to FP8 when an engine is built: what is stored, what it costs, and that shards are one model."""
+"""Weights rounded to FP8 when an engine is built: the stored tensors, the error, and that shards are one model."""
 
 import json
 from functools import partial

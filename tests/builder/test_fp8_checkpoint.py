@@ -1,4 +1,4 @@
-"""Checkpoints whose projections are in FP8 already: the layouts that are read, and what is refused by name."""
+"""Checkpoints with FP8 projections: the layouts that are read, and the settings that are refused by name."""
 
 import json
 
@@ -36,7 +36,7 @@ COMPRESSED = {
 }
 FBGEMM = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
 STATIC = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
-LAYOUTS = {  # quantization_config, shape of a scale for so many rows, its dtype, what else there is
+LAYOUTS = {  # quantization_config, shape of a scale for so many rows, its dtype, further tensors
     "a scale an output": (COMPRESSED, lambda rows: (rows, 1), torch.bfloat16, ()),
     "fbgemm": (FBGEMM, lambda rows: (rows, 1), torch.float32, ("input_scale_ub",)),
     "a scale a tensor": (STATIC, lambda rows: (), torch.float32, ("input_scale",)),
@@ -46,7 +46,7 @@ LAYER = "model.layers.1.self_attn.q_proj"
 
 
 def quantised_checkpoint(directory, layout="a scale an output", keep=()):
-    """A tiny Llama in FP8 but for the modules in `keep`; returns what its tensors stand for, under their names."""
+    """A tiny Llama in FP8 except the modules in `keep`; returns the values of its tensors, by name."""
     tiny_checkpoint("llama", directory)
     settings, shape, dtype, more = LAYOUTS[layout]
     tensors, meant = {}, {}
@@ -56,7 +56,7 @@ def quantised_checkpoint(directory, layout="a scale an output", keep=()):
         if "_proj" not in name or module.endswith(keep):
             continue
         stored = shape(len(tensor))
-        alike = tensor if len(stored) == 2 else tensor.view(1, -1)  # what has one scale
+        alike = tensor if len(stored) == 2 else tensor.view(1, -1)  # the tensors that share one scale
         scale = (1.01 * row_scales(alike)).to(dtype)  # none is too small, though the dtype rounds it
         each = scale.float().expand(len(tensor))
         tensors[name], tensors[f"{name}_scale"] = rounded(tensor, each), scale.reshape(stored)

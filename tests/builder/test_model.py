@@ -1,4 +1,4 @@
-"""The decoder gives the logits of transformers' own models, whatever the pieces, slots and neighbours."""
+"""The decoder gives the logits of transformers' models, with any division into pieces, slots and other requests."""
 
 import pytest
 import torch

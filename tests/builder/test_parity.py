@@ -1,4 +1,4 @@
-"""Parity: what the batches contain, and that an engine that is off is refused."""
+"""Parity: the contents of the batches, and that an engine with wrong results is refused."""
 
 import pytest
 import torch
@@ -73,7 +73,7 @@ def test_wrong_logits_are_refused(dtype, by):
 
 
 def test_wrong_kv_is_refused_though_the_logits_are_right():
-    """Keys and values of positions that nobody asks for again."""
+    """Keys and values of positions that no later step reads."""
     forward, weights = decoder(torch.float32)
     other = Decoder.from_weights(CONFIG, {name: tensor * 1.01 for name, tensor in weights.items()})
 

@@ -64,7 +64,7 @@ def logits_of(engine):
 
 
 def logits_of_ranks(directory):
-    """What each rank of an engine says."""
+    """The logits of each rank of an engine."""
     ranks = Manifest.read(directory).tensor_parallel
     engines = [open_engine(directory, rank=rank) for rank in range(ranks)]
     group = ThreadRanks(ranks)
@@ -98,7 +98,7 @@ def test_the_ranks_of_a_random_engine_are_one_rank_s(tmp_path):
 
 
 def test_a_legacy_checkpoint_s_ranks_are_cut_as_hugging_face_s(tmp_path):
-    """Whatever the number of its own."""
+    """With any number of ranks in the checkpoint."""
     save_random(LEGACY_CONFIGS["llama"], tmp_path / "hf")
     write_legacy(tmp_path / "hf", tmp_path / "legacy", LEGACY_CONFIGS["llama"], 2)
     hf = build_engine(tmp_path / "hf", tmp_path / "engine", tensor_parallel=4).manifest.parts.weights
@@ -110,7 +110,7 @@ def test_a_legacy_checkpoint_s_ranks_are_cut_as_hugging_face_s(tmp_path):
 @pytest.mark.slow
 @needs_compiler
 def test_one_package_serves_all_ranks(tmp_path):
-    """Of a single layer, which has all there is and compiles sooner."""
+    """With a single layer, which contains every operation and compiles faster."""
     config = tmp_path / "config.json"
     config.write_text(json.dumps(LLAMA | {"num_hidden_layers": 1}))
     build_random_engine(config, tmp_path / "one")

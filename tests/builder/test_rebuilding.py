@@ -1,4 +1,4 @@
-"""Building where something is already: an engine that was damaged, what a killed build left, a link, another build."""
+"""Building over existing files: a damaged engine, the rest of a killed build, a link, another build."""
 
 import errno
 import json
@@ -49,7 +49,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_an_engine_that_cannot_be_opened_any_more_is_built_again(damage, checkpoint, tmp_path):
-    """As the refusal says: "build the engine again"."""
+    """As the refusal advises: "build the engine again"."""
     engine = tmp_path / "engine"
     build_engine(checkpoint, engine)
     damage(engine)
@@ -131,7 +131,7 @@ def test_the_root_of_all_is_no_place_for_an_engine(checkpoint):
     ],
 )
 def test_what_the_system_refuses_is_said_in_a_line(number, said, checkpoint, tmp_path, monkeypatch):
-    """A quota, what another user's build of the same directory has left, or a limit of the file system or the user."""
+    """A quota, files of another user's build of the same directory, or a limit of the file system or the user."""
 
     def refuse(*_, **__):
         raise OSError(number, os.strerror(number), ".engine.lock")

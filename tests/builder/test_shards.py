@@ -53,7 +53,7 @@ def one_thread():
 
 @pytest.fixture(params=[2, 4])
 def group(request):
-    """So many ranks on threads, registered."""
+    """A registered group of this many ranks on threads."""
     made = ThreadRanks(request.param)
     register_group(TENSOR_PARALLEL, made)
     yield made
@@ -71,7 +71,7 @@ def kv_shape(config, ranks):
 
 @torch.inference_mode()
 def logits(forward, kv_shape, prompts, dtype):
-    """Of all positions of all prompts, computed in STEPS over a pool of its own."""
+    """Logits of all positions of all prompts, computed in STEPS over a new pool."""
     runner = ScatteredRunner(forward, kv_shape, prompts, dtype)
     for spans in STEPS:
         runner.step(*spans)
@@ -83,7 +83,7 @@ def logits_of_one(config, weights, prompts, dtype):
 
 
 def logits_of_all(group, config, weights_of, prompts, dtype):
-    """What each rank says, from weights_of(rank)."""
+    """The logits of each rank, with weights from weights_of(rank)."""
 
     def work(rank):
         decoder = Decoder.from_weights(config, weights_of(rank), group.ranks)

@@ -1,4 +1,4 @@
-"""A server as these tests see it: through the official client, or raw where that is in the way."""
+"""A server for these tests: through the official client, or raw where the client is in the way."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Refusal = TypeVar("Refusal", bound=openai.APIError | anthropic.APIError)
 
 @dataclass(frozen=True)
 class Server:
-    """`url` ends in /v1. `shows_all`: a test that finds no occasion on it fails instead of being skipped."""
+    """`url` ends in /v1. `shows_all`: a test that does not apply to it fails instead of being skipped."""
 
     url: str
     model: str
@@ -32,16 +32,15 @@ class Server:
     shows_all: bool = False
 
     def skip(self, reason: str) -> NoReturn:
-        """Ends a test for which this server gives no occasion."""
+        """Ends a test that does not apply to this server."""
         if self.shows_all:
             pytest.fail(f"skipped: {reason}")
         pytest.skip(reason)
 
     @cached_property
     def client(self) -> Any:
-        """An `openai.OpenAI`, whose overloads do not take options from a dict. It does not try again: what the server
-        answers is what counts.
-        """
+        """An `openai.OpenAI`, typed as Any because its overloads do not take options from a dict. It does not retry:
+        the server's first answer counts."""
         return openai.OpenAI(base_url=self.url, api_key=self.api_key, max_retries=0, timeout=60)
 
     @cached_property
@@ -71,7 +70,7 @@ class Server:
         return self.client.responses.create(model=self.model, **options)
 
     def refuses(self, kind: type[Refusal], ask: Callable[[], Any]) -> Refusal:
-        """The error of this kind that asking ends in; its message must say something."""
+        """Returns the error of this kind that `ask` raises; its message must not be empty."""
         try:
             answer = ask()
         except kind as error:

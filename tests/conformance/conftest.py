@@ -1,9 +1,9 @@
-"""Does a server behave as users of the OpenAI API expect? Asks it, through the official client, one thing at a time.
+"""Checks that a server behaves as users of the OpenAI API expect. Uses the official client; each test checks one thing.
 
     python -m pytest tests/conformance --url http://127.0.0.1:8000/v1 --model demo [--api-key KEY]
 
-Works with any OpenAI-compatible server that no other client uses meanwhile; a test for which the server gives no
-occasion is skipped and says why. Without `--url` a server of the demo engine is started, on which nothing is skipped.
+Works with any OpenAI-compatible server that no other client uses meanwhile. A test that does not apply to the server is
+skipped with the reason. Without `--url` a server of the demo engine is started, for which no test is skipped.
 """
 
 from __future__ import annotations

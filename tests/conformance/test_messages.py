@@ -1,4 +1,4 @@
-"""What users of the Anthropic API, and agents that speak it, expect of a server."""
+"""The behaviour that users of the Anthropic API, and agents that use it, expect of a server."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def prompt_tokens(message: Any) -> int:
 
 
 def results(message: Any) -> list[dict[str, Any]]:
-    """Of each tool that the message uses."""
+    """A result for each tool use in the message."""
     uses = [block for block in message.content if block.type == "tool_use"]
     return [{"type": "tool_result", "tool_use_id": use.id, "content": "sunny"} for use in uses]
 
@@ -42,7 +42,7 @@ def text(message: Any) -> str:
 
 
 def test_a_message_is_whole(server: Server) -> None:
-    """Of the documented type, with text, a reason for its end, and usage."""
+    """It has the documented type, text, a stop reason, and usage."""
     message = server.message(max_tokens=100, **GREEDY)
     assert (message.type, message.role, message.model) == ("message", "assistant", server.model) and message.id
     assert [block.type for block in message.content] == ["text"] and text(message)
@@ -51,7 +51,7 @@ def test_a_message_is_whole(server: Server) -> None:
 
 
 def test_a_streamed_message_is_the_same(server: Server) -> None:
-    """Its events come in the documented order, its text is what the whole one has."""
+    """Its events come in the documented order, and its text is that of the whole message."""
     whole = server.message(max_tokens=30, **GREEDY)
     events = list(server.message(max_tokens=30, **GREEDY, stream=True))
     kinds = [event.type for event in events if event.type != "ping"]
@@ -80,7 +80,7 @@ def test_a_stop_sequence_ends_a_message(server: Server) -> None:
 
 
 def test_tokens_are_counted_as_a_message_has_them(server: Server) -> None:
-    """count_tokens gives what usage says of the whole prompt."""
+    """count_tokens equals the prompt's tokens in usage."""
     ask: dict[str, Any] = dict(system=SYSTEM, messages=user("Tell me about tea."), tools=[WEATHER])
     counted = server.anthropic.messages.count_tokens(model=server.model, **ask)
     assert counted.input_tokens == prompt_tokens(server.message(**ask))
@@ -194,7 +194,7 @@ def test_another_key_is_refused(server: Server) -> None:
 
 
 def test_a_bad_request_is_refused(server: Server) -> None:
-    """BadRequestError that says what is wrong."""
+    """BadRequestError that names the fault."""
     for wrong in ({"max_tokens": -1}, {"messages": []}, {"tool_choice": {"type": "tool", "name": "none"}}):
         error = server.refuses(anthropic.BadRequestError, lambda wrong=wrong: server.message(**wrong))
         assert error.body["error"]["type"] == "invalid_request_error"

@@ -1,4 +1,4 @@
-"""What users of the OpenAI API expect of log probabilities, structured output and tool calls."""
+"""The behaviour that users of the OpenAI API expect of log probabilities, structured output and tool calls."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Animal(BaseModel):
 
 
 def test_chat_logprobs_describe_the_text(server: Server) -> None:
-    """An entry a token: bytes that join to the text, as many likeliest ones as asked for, in order."""
+    """An entry for each token: bytes that join to the text, as many likeliest ones as requested, in order."""
     choice = server.chat(temperature=0, logprobs=True, top_logprobs=3).choices[0]
     content = choice.logprobs.content
     assert b"".join(bytes(entry.bytes or ()) for entry in content).decode() == choice.message.content
@@ -68,7 +68,7 @@ def test_completion_logprobs_have_lists_of_equal_length(server: Server) -> None:
 
 
 def test_a_json_schema_is_followed(server: Server) -> None:
-    """Whatever is sampled, the answer is JSON of the schema."""
+    """With any sampling, the answer is JSON of the schema."""
     properties = {"city": {"enum": ["Oslo", "Rome"]}, "warm": {"type": "boolean"}}
     schema = {"type": "object", "properties": properties, "required": ["city", "warm"], "additionalProperties": False}
     for seed in range(2):
@@ -121,7 +121,7 @@ def test_a_required_tool_is_called(server: Server) -> None:
 
 
 def test_a_tool_is_called_or_not_if_the_model_may_choose(server: Server) -> None:
-    """auto: text or calls, and the finish reason says which; none: text."""
+    """auto: text or calls, as shown by the finish reason; none: text."""
     for choice in ("auto", "none"):
         answer = server.chat(tools=[WEATHER], tool_choice=choice).choices[0]
         assert (answer.finish_reason == "tool_calls") == bool(answer.message.tool_calls)
@@ -142,7 +142,7 @@ def test_a_streamed_tool_call_is_put_together(server: Server) -> None:
 
 
 def test_a_tool_result_is_answered(server: Server) -> None:
-    """The message with the calls goes back as the client has it, results behind it, and text comes."""
+    """The message with the calls is sent back unchanged, with results after it, and text follows."""
     question = user("The weather in Oslo?")
     ask: dict[str, Any] = dict(tools=[WEATHER], parallel_tool_calls=False)
     message = server.chat(messages=question, tool_choice="required", max_tokens=100, **ask).choices[0].message

@@ -1,4 +1,5 @@
-"""What users of the OpenAI API expect of a server: errors of their own kind, time-outs, many at once, stored turns."""
+"""The behaviour that users of the OpenAI API expect of a server: error classes, time-outs, concurrency, stored
+turns."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def test_a_session_stores_nothing(server: Server) -> None:
 
 
 def test_a_served_server_is_healthy(server: Server) -> None:
-    """/health is what start scripts wait for."""
+    """Start scripts wait for /health."""
     assert server.raw("/health")[0] == 200
 
 
@@ -69,7 +70,7 @@ def test_no_messages_are_refused(server: Server) -> None:
 
 
 def test_wrong_types_are_refused(server: Server) -> None:
-    """BadRequestError that names the parameter: no guess at what was meant."""
+    """BadRequestError that names the parameter: the value is not guessed."""
     wrong: list[dict[str, Any]] = [{"max_tokens": "many"}, {"stop": 5}, {"n": 1.5}, {"messages": "hello"}]
     for options in wrong:
         error = server.refuses(openai.BadRequestError, partial(server.chat, **options))
@@ -155,7 +156,7 @@ def test_a_closed_stream_is_given_up(server: Server) -> None:
 
 
 def test_many_chats_at_once_do_not_mix(server: Server) -> None:
-    """Ten at once through AsyncOpenAI get what each would get alone."""
+    """Ten concurrent requests through AsyncOpenAI get the same replies as one by one."""
     questions = [f"What is number {number} good for?" for number in range(10)]
 
     async def together() -> list[str]:
@@ -210,7 +211,7 @@ def test_a_response_is_streamed(server: Server) -> None:
 
 
 def test_a_response_goes_on_from_another(server: Server) -> None:
-    """previous_response_id: what was said before is part of the prompt."""
+    """previous_response_id: the earlier dialogue is part of the prompt."""
     first = server.respond(LONG_PROMPT)
     second = server.respond("Go on.", previous_response_id=first.id)
     assert second.previous_response_id == first.id
@@ -220,7 +221,7 @@ def test_a_response_goes_on_from_another(server: Server) -> None:
 
 
 def test_a_response_is_sent_back_as_input(server: Server) -> None:
-    """Whoever keeps the history himself puts `output` behind his input, and instructions before all of it."""
+    """A client that keeps the history appends `output` to its input, and puts instructions first."""
     question, ask = user("Tell me about tea."), dict(model=server.model, max_output_tokens=16)
     first = server.client.responses.create(input=question, store=False, **ask)
     again = [*question, *first.output, *user("Go on.")]
@@ -250,7 +251,7 @@ def test_a_second_turn_is_cached(server: Server) -> None:
 
 
 def test_a_conversation_keeps_its_history(server: Server) -> None:
-    """As an extension: a chat names a conversation, sends what is new only, and what is cached grows."""
+    """An extension: a chat names a conversation and sends only new messages, and the number of cached tokens grows."""
     name = f"check-{uuid.uuid4().hex}"
     if server.raw("/v1/conversations")[0] != 200:
         server.skip("the server has no conversations")

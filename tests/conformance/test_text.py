@@ -1,4 +1,4 @@
-"""What users of the OpenAI API expect of text: whole and streamed, how it ends, how it is sampled."""
+"""The behaviour that users of the OpenAI API expect of text: whole and streamed, its end, its sampling."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def test_a_stream_begins_with_the_role(server: Server) -> None:
 
 
 def test_a_stream_ends_with_usage_if_asked(server: Server) -> None:
-    """With include_usage the last chunk has no choices and the usage, the others have none; without, none has."""
+    """With include_usage the last chunk has the usage and no choices, and the others have no usage; without, none
+    has."""
     *chunks, last = server.chat(stream=True, temperature=0, stream_options={"include_usage": True})
     assert last.choices == [] and all(chunk.usage is None and chunk.choices for chunk in chunks)
     assert last.usage.completion_tokens == server.chat(temperature=0).usage.completion_tokens
@@ -81,7 +82,7 @@ def test_a_stop_string_ends_the_text(server: Server) -> None:
 
 
 def test_the_first_of_several_stop_strings_counts(server: Server) -> None:
-    """Up to four are allowed; whichever comes first ends the text."""
+    """Up to four are allowed; the first match ends the text."""
     text = server.chat(LONG, temperature=0).choices[0].message.content
     stops = ["never said", text[-5:], text[8:12]]
     choice = server.chat(LONG, temperature=0, stop=stops).choices[0]
@@ -109,7 +110,7 @@ def test_a_streamed_stop_string_is_never_seen(server: Server) -> None:
 
 
 def test_temperature_zero_repeats_itself(server: Server) -> None:
-    """Whatever the seed."""
+    """With any seed."""
     assert len({server.chat(temperature=0, seed=seed).choices[0].message.content for seed in (1, 2, 3)}) == 1
 
 
@@ -139,7 +140,7 @@ def test_several_choices_of_one_prompt(server: Server) -> None:
 
 
 def test_several_choices_are_streamed_side_by_side(server: Server) -> None:
-    """Each chunk says which choice it belongs to; each choice has its role and its end."""
+    """Each chunk names its choice; each choice has its role and its end."""
     options = dict(n=2, temperature=1.2, seed=5)
     chunks = list(server.chat(LONG, **options, stream=True))
     assert texts(chunks, 2) == [choice.message.content for choice in server.chat(LONG, **options).choices]
@@ -155,7 +156,7 @@ def test_logit_bias_forces_a_token(server: Server) -> None:
 
 
 def test_logit_bias_bans_a_token(server: Server) -> None:
-    """-100 takes away what would have been said."""
+    """-100 removes the token that would have been chosen."""
     extra = {"extra_body": {"return_token_ids": True}}
     ids = getattr(server.complete(temperature=0, max_tokens=1, **extra).choices[0], "token_ids", None)
     if ids is None:
@@ -165,7 +166,7 @@ def test_logit_bias_bans_a_token(server: Server) -> None:
 
 
 def test_frequency_penalty_spreads_tokens(server: Server) -> None:
-    """Of two favoured tokens, the likelier one does not come all the time."""
+    """Of two favoured tokens, the likelier one is not chosen every time."""
 
     def most_common(penalty: float) -> int:
         bias = {"70": 100, "71": 100}
@@ -176,7 +177,7 @@ def test_frequency_penalty_spreads_tokens(server: Server) -> None:
 
 
 def test_presence_penalty_asks_for_other_tokens(server: Server) -> None:
-    """Among favoured tokens more different ones are said with it than against it."""
+    """It makes the text use more of the favoured tokens than without it."""
 
     def kinds(penalty: float) -> int:
         bias = {str(token): 100 for token in range(70, 90)}

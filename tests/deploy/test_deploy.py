@@ -46,7 +46,7 @@ def test_every_metric_that_is_asked_for_exists(place: str, expression: str) -> N
 
 
 def test_the_dashboard_shows_most_of_what_there_is() -> None:
-    """What it leaves out is in what it shows, or is for a closer look."""
+    """Metrics that it leaves out are part of shown ones, or are for closer inspection."""
     shown = {name for _, expression in expressions() for name in NAME.findall(expression)}
     known = known_metrics()
     histograms = {name.removesuffix("_bucket") for name in known if name.endswith("_bucket")}

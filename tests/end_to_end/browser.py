@@ -1,4 +1,4 @@
-"""A real Chromium for the page: contexts of a size and a colour scheme, and visitors who keep the server busy."""
+"""A real Chromium for the page: contexts of a size and a colour scheme, and visitors that keep the server busy."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def context_of(browser, size, scheme="light", **options):
 
 
 class VisitedServer(Server):
-    """Visitors talk with it, each about their own subject. `key`: what they send, None: nothing."""
+    """A server with visitors that chat, each about another subject. `key`: the visitors' API key, None: none."""
 
     key = None
 

@@ -25,7 +25,7 @@ from pensieve.scheduler.types import Request
 
 UNDECIDED = 1e-3
 
-# Replies outgrow what was kept free for them, in a pool of 29 chunks: a dozen suspensions and more in fifty turns.
+# Replies outgrow the slots reserved for them, in a pool of 29 chunks: a dozen suspensions and more in fifty turns.
 TIGHT = dict(generation_reserve=0.0, longest=110, longest_reply=60)
 
 
@@ -98,7 +98,7 @@ class Chatter:
         self.openings = [[self._token() for _ in range(n)] for n in openings]
 
     def _begin(self):
-        """A process with nothing but what is on disk."""
+        """Starts a process that has only the disk's contents."""
         delays = random.Random(self._seed + 1)
         device = CpuDevice(
             disturb=(lambda lane: delays.choice((0.0, 0.0, 0.002, 0.006))) if self._disturbed else None,
@@ -114,7 +114,7 @@ class Chatter:
         self.open: dict[int, Open] = {}
 
     def restart(self):
-        """In the middle of whatever is going on: open turns are lost, and what is in memory."""
+        """Restarts at any time: open turns and the contents of memory are lost."""
         self.executor.close()
         self._begin()
         self.counts["restarted"] += 1
@@ -160,8 +160,8 @@ class Chatter:
     # -- the loop
 
     def run(self, turns, restarts=0, until=lambda counts: True):
-        """`restarts`: so many times, at random moments. `until`: what is rare has happened; as long as it has not there
-        are more turns, at most ten times as many."""
+        """`restarts`: number of restarts at random times. `until`: returns whether the rare events have happened; until
+        then there are more turns, at most ten times as many."""
 
         def more():
             return self.requests < turns or (self.requests < 10 * turns and not until(self.counts))

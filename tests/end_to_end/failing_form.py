@@ -27,4 +27,4 @@ def kernels():
 
 
 FAILING_FORM = Form(lambda shape: math.prod(shape[2:]) * 4 + 4, encode, decode, kernels, is_exact)
-"""Of chunks of float32."""
+"""For chunks of float32."""

@@ -1,7 +1,7 @@
 """Makes the page's pictures for the documentation: python -m tests.end_to_end.page_shots docs/figures
 
-Screenshots of a desktop and a phone, light and dark, and an animation of a user who comes back. The demo model says
-what is in them. It needs Chromium and the extras `test` and `bench`.
+Screenshots of a desktop and a phone, light and dark, and an animation of a user who returns. The demo model writes the
+replies in them. It needs Chromium and the extras `test` and `bench`.
 """
 
 from __future__ import annotations

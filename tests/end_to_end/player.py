@@ -1,4 +1,4 @@
-"""Plays requests through scheduler, executor and a real engine, as the serving loop does, and keeps what they got."""
+"""Plays requests through scheduler, executor and a real engine like the serving loop, and keeps their outputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .chatter import slow_link_profile
 
 @dataclass
 class Heard:
-    """What one request got."""
+    """The outputs of one request."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list = field(default_factory=list)
@@ -29,7 +29,7 @@ class Heard:
 
 
 class Player:
-    """With `disturbed`, copies and steps are delayed at random and the copies of a batch shuffled."""
+    """With `disturbed`, copies and steps are delayed at random and the copies of a batch are shuffled."""
 
     def __init__(self, engine, grammars=None, *, disturbed=False, host_form=None, **settings):
         defaults = dict(

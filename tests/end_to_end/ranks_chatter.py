@@ -1,9 +1,9 @@
 """One rank of random conversations over an engine of several ranks: run by mpirun, with a checkpoint, its engine and a
-JSON list of the keyword arguments of one `Chatter` after the other. Rank 0 prints what has happened, as JSON.
+JSON list of the keyword arguments of successive `Chatter` objects. Rank 0 prints the counts of events as JSON.
 
-`slow`: this rank's copies and steps are delayed at random, the others' are not. `bad_disk`: this rank's disk lies, the
-others' do not. `failing_copies`: some copies to this rank's HOST fail, and none of the others'. `restarts`: all ranks
-begin anew so often, at random moments.
+`slow`: only this rank's copies and steps are delayed at random. `bad_disk`: only this rank's disk returns wrong data.
+`failing_copies`: some copies to HOST fail on this rank only. `restarts`: number of restarts of all ranks at random
+times.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main(checkpoint, directory, runs):
 def chat(
     ranks, engine, reference, directory, *, turns, restarts=0, slow=None, bad_disk=None, failing_copies=None, **settings
 ):
-    """One `Chatter`; what happened, on rank 0."""
+    """Runs one `Chatter`; returns the counts of events on rank 0."""
     if slow is not None:
         settings["disturbed"] = ranks.rank == slow
     if failing_copies is not None:
@@ -81,7 +81,7 @@ def chat(
 
 
 def lead(ranks, *arguments, **settings):
-    """Rank 0's executor, once nothing is on its way of what was reported to the one before."""
+    """Rank 0's executor, made after all reports to the previous one have arrived."""
     ranks.gather(None)
     deque(ranks.reports(), maxlen=0)
     return RankedExecutor(ranks, *arguments, **settings)

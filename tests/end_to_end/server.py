@@ -12,8 +12,8 @@ from collections import deque
 
 import httpx
 
-# For all requests, whichever thread makes them: a client of its own for each would read the machine's certificates
-# every time, for 25 ms. No connection is kept: no request meets one that its server is about to close.
+# Used for the requests of all threads: a new client reads the machine's certificates, which takes 25 ms. Connections
+# are not kept, so no request uses one that its server is about to close.
 HTTP = httpx.Client(timeout=120, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0))
 
 
@@ -78,7 +78,7 @@ class Server:
         return self.metrics(name)[0]
 
     def metrics(self, *names):
-        """Of several at the same moment."""
+        """The values of several metrics at the same time."""
         lines = HTTP.get(f"{self.url}/metrics", timeout=30).text.splitlines()
         values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
         return [float(values[name]) for name in names]

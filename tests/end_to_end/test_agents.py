@@ -66,9 +66,9 @@ def agent(tmp_path_factory):
 
 
 class Session:
-    """Sends turns as Claude Code does, and checks what each one finds in the cache.
+    """Sends turns like Claude Code, and checks how much each one finds in the cache.
 
-    The first line of the system prompt is another one in each request. Markers move to the end of the dialogue.
+    The first line of the system prompt differs in each request. Markers move to the end of the dialogue.
     """
 
     def __init__(self, client, name, system):
@@ -104,8 +104,8 @@ class Session:
 
 @pytest.mark.slow
 def test_a_recorded_coding_session_loses_no_cache(agent):
-    """The client sends recorded replies, which are not what this model said: all full chunks of a turn's prompt are
-    found by the next turn."""
+    """The client sends recorded replies, which this model did not generate: the next turn finds all full chunks of a
+    turn's prompt."""
     turns = 0
     for line in recorded("miniswe_text.jsonl.gz")[:2]:
         session = Session(agent, line["conversation"], "You are a careful engineer. " * 10)
@@ -171,5 +171,5 @@ def count_tokens(client, session, messages):
 
 
 def said(words, start):
-    """A text of so many words."""
+    """A text of `words` words."""
     return " ".join(WORDS[(start + at * 4) % len(WORDS)] for at in range(words))

@@ -1,7 +1,8 @@
-"""Disk reload = cold: replies are those of plain transformers through spills, restarts, and a disk that lies.
+"""Disk reload = cold: replies are those of plain transformers through spills, restarts, and a disk that returns wrong
+data.
 
-Pools are so small that spilling never stops. The system's calls fail on purpose; what a record must survive is in
-`tests/runtime/disk/test_store.py`, here it is seen that no wrong token comes of it.
+Pools are so small that spilling never stops. The system's calls fail on purpose. `tests/runtime/disk/test_store.py`
+checks the records themselves; this file checks that no wrong token follows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The disk tier of a server of two ranks: kills, what a deletion leaves, records that only one of them has lost."""
+"""The disk tier of a server of two ranks: kills, deletions, and records that only one rank has lost."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def reference():
 
 
 def turn(server, prompt, **body):
-    """The log behind it, and where its prompt came from."""
+    """Returns the log after the turn, and the sources of its prompt."""
     body = dict(prompt=prompt, max_tokens=9, ignore_eos=True, return_token_ids=True, return_sources=True) | body
     answer = server.post("/v1/completions", model="engine", temperature=0, **body).json()
     return prompt + answer["choices"][0]["token_ids"], answer["usage"]["prompt_tokens_details"]
@@ -59,7 +59,7 @@ class Files:
         self.record = record_bytes(origin.chunk_bytes)
 
     def records(self):
-        """By slot, where a whole header is; everywhere else there is nothing but zeros."""
+        """By slot, the places with a whole header; everywhere else there must be zeros."""
         found, content = {}, self.file.read_bytes()
         for slot in range(len(content) // self.record):
             page = content[slot * self.record :][:PAGE]
@@ -86,7 +86,7 @@ def kill(server):
 
 
 def test_a_deletion_is_answered_when_no_rank_has_a_record(engine, tmp_path):
-    """Whatever happens behind the answer."""
+    """Also if the server fails right after the answer."""
     with Server(tmp_path, *CACHE, engine=engine) as server:
         turn(server, prompt(1), conversation="kept")
         ranks = [Files(tmp_path, rank) for rank in (0, 1)]
@@ -104,8 +104,8 @@ def test_a_deletion_is_answered_when_no_rank_has_a_record(engine, tmp_path):
     assert not any(key in kept[0].values() for files in ranks for key in files.records().values())
 
 
-def test_what_one_rank_has_lost_is_lost_to_all(engine, reference, tmp_path):
-    """One record whose header is gone, another one whose payload was torn; both on rank 1 alone."""
+def test_a_record_that_one_rank_has_lost_is_lost_to_all(engine, reference, tmp_path):
+    """One record without its header and one with a torn payload, both on rank 1 alone."""
     with Server(tmp_path, *CACHE, engine=engine) as server:
         log, _ = turn(server, prompt(1), conversation="c")
         assert server.stop() == 0

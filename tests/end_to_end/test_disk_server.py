@@ -1,4 +1,4 @@
-"""The disk tier of a real server: what outlives SIGTERM and SIGKILL, and what must not."""
+"""The disk tier of a real server: the data that must survive SIGTERM and SIGKILL, and the data that must not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ON_DISK = 'pensieve:kv_slots{state="idle",tier="disk"}'
 
 
 def turn(server, prompt, **body):
-    """The log behind it, and where its prompt came from."""
+    """Returns the log after the turn, and the sources of its prompt."""
     body = dict(prompt=prompt, max_tokens=9, ignore_eos=True, return_token_ids=True, return_sources=True) | body
     answer = server.post("/v1/completions", **body).json()
     return prompt + answer["choices"][0]["token_ids"], answer["usage"]["prompt_tokens_details"]

@@ -1,7 +1,7 @@
 """The commands of README.md and docs/use/ run as printed: without a GPU, on a server of the demo model.
 
-Each fenced block of a shell, of Python or of a terminal session is run, or `NOT_RUN` says why not. A page is run from
-its first block to its last, in a directory of its own that looks like the repository's root. Only addresses and ports
+Each fenced block of a shell, of Python or of a terminal session is run, or `NOT_RUN` gives the reason. A page is run
+from its first block to its last, in its own directory that looks like the repository's root. Only addresses and ports
 change, and commands that test for ten minutes do so for a few seconds.
 """
 
@@ -74,7 +74,7 @@ def server(tmp_path_factory):
 
 
 class Reader:
-    """Does what a page says, in a directory with links to all that the repository's root has."""
+    """Runs the commands of a page in a directory with links to all files of the repository's root."""
 
     def __init__(self, directory: Path, server: Server, stack: ExitStack):
         self._directory, self._url, self._stack = directory, server.url, stack

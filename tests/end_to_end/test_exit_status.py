@@ -1,4 +1,5 @@
-"""How `pensieve serve` ends: whoever restarts servers that fail (systemd's Restart=on-failure) goes by its status."""
+"""The exit status of `pensieve serve`: supervisors that restart failed servers depend on it (systemd's
+Restart=on-failure)."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def test_a_server_fails_with_its_http_process(http_exit, status, tmp_path, monke
 
 
 def test_no_signal_is_lost_while_the_http_process_is_started(tmp_path, monkeypatch):
-    """Which is not to hear of what mpirun passes on to rank 0."""
+    """The HTTP process must not receive the signal that mpirun passes on to rank 0."""
     heard = []
     before = signal.signal(DRAIN, lambda *_: heard.append(DRAIN))
     try:
@@ -45,7 +46,7 @@ def test_no_signal_is_lost_while_the_http_process_is_started(tmp_path, monkeypat
 
 
 def serve_nothing(tmp_path, monkeypatch, exitcode=0, start=lambda: None):
-    """What `serve` returns beside such an HTTP process."""
+    """The return value of `serve` with such an HTTP process."""
     process = SimpleNamespace(start=start, join=lambda seconds: None, kill=lambda: None, exitcode=exitcode)
     monkeypatch.setattr(multiprocessing.get_context("spawn"), "Process", lambda **_: process, raising=False)
     ready = Ready("demo", 9, 9, (), "", 32, 9)
@@ -69,7 +70,7 @@ def test_a_server_whose_http_process_is_killed_says_so(tmp_path):
 
 @pytest.mark.slow
 def test_a_server_whose_http_process_hangs_ends_when_told_to(tmp_path):
-    """Though the pipe between them is full."""
+    """The pipe between them is full."""
     with Server(tmp_path, "--shutdown-timeout", 1) as server:
         (http,) = [child for child in descendants(server.process.pid) if b"spawn_main" in command_line(child)]
         body = dict(model="demo", prompt=[5] * 4, max_tokens=1500, ignore_eos=True, stream=True, logprobs=20)

@@ -1,4 +1,4 @@
-"""Conversations on a real server: nothing lost to re-tokenising, restarts of every kind, tenants apart."""
+"""Conversations on a real server: no cache lost to tokenizing again, restarts of every kind, separate tenants."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TURNS, CONVERSATIONS, CLIENTS = 3, 100, 16
 
 @pytest.fixture(scope="module")
 def questions():
-    """What the users of 50 dialogues write, turn by turn, shortened."""
+    """The users' messages of 50 dialogues, turn by turn, shortened."""
     if not DIALOGUES.exists():
         pytest.skip(f"{DIALOGUES} is not here")
     with gzip.open(DIALOGUES, "rt", encoding="utf-8") as lines:
@@ -45,7 +45,8 @@ def questions():
 
 @pytest.fixture(scope="module")
 def babbler(tmp_path_factory):
-    """An engine whose replies are random ids of a vocabulary with merges: hardly any is what its text would give."""
+    """An engine whose replies are random ids of a vocabulary with merges: their text rarely tokenizes to the same
+    ids."""
     directory = tmp_path_factory.mktemp("babbler")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -77,7 +78,7 @@ def ask(server, model, messages, **body):
 
 @pytest.mark.parametrize("named", [False, True])
 def test_whole_history_clients_lose_no_cache_to_tokenising(server, questions, named):
-    """Every full chunk of what a conversation has computed is reused, in 50 of them, whatever ids were generated."""
+    """Every full chunk that a conversation has computed is reused, in 50 conversations, with any generated ids."""
     differs = []
 
     def talk(number):
@@ -137,7 +138,7 @@ class Clients:
             list(pool.map(lambda number: self._talk(server, number, until), range(CONVERSATIONS)))
 
     def _talk(self, server, number, until):
-        """Where this conversation stands is what the server says, not what the client believes."""
+        """The server's state of the conversation counts, not the client's."""
         try:
             path = f"{server.url}/v1/conversations/c{number}"
             stored = HTTP.get(path, timeout=60)

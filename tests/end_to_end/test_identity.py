@@ -1,6 +1,6 @@
-"""Cold = GPU hit = host reload = recomputed: replies are those of plain transformers, whatever the cache went through.
+"""Cold = GPU hit = host reload = recomputed: replies are those of plain transformers with any state of the cache.
 
-Pools are so small that everything happens: the test counts that it did.
+Pools are so small that every event happens; the test counts the events.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EVENTS = ("gpu", "host", "recomputed", "new", "disjoint", "suspended", "dropped"
 
 @pytest.fixture(scope="module", params=MODELS)
 def model(request, tmp_path_factory):
-    """(engine, reference, what has happened so far)."""
+    """(engine, reference, counts of events so far)."""
     torch.set_num_threads(1)
     directory = tmp_path_factory.mktemp(request.param)
     reference = tiny_checkpoint(request.param, directory / "checkpoint")
@@ -37,7 +37,8 @@ def model(request, tmp_path_factory):
 @pytest.mark.parametrize("batching", ["unified", "separate"])
 @pytest.mark.parametrize("eviction", POLICIES)
 def test_replies_are_those_of_transformers(model, eviction, batching, disturbed):
-    """With ids and without; disturbed: copies and steps are delayed at random and the copies of a batch shuffled."""
+    """With and without ids; disturbed: copies and steps are delayed at random and the copies of a batch are
+    shuffled."""
     engine, reference, happened = model
     seed = 10 * POLICIES.index(eviction) + 2 * (batching == "separate") + disturbed
     chatter = Chatter(

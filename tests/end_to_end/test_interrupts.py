@@ -1,4 +1,4 @@
-"""Ctrl-C ends every command with one line, whatever it is at. Signals are sent once what they interrupt has begun."""
+"""Ctrl-C ends every command with one line, at any time. Signals are sent once the work to interrupt has begun."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BUILD = [sys.executable, "-m", "pensieve.scripts.build_engine"]
 
 
 class Command:
-    """A command in a process group of its own, as a shell has it in the foreground; `lines`: its stderr so far."""
+    """A command in its own process group, like a shell's foreground job; `lines`: its stderr so far."""
 
     def __init__(self, *words, flags=()):
         program, *rest = words
@@ -53,7 +53,7 @@ class Command:
         os.killpg(self.process.pid, signal.SIGINT)
 
     def status(self):
-        """Of its end, once all its processes are gone."""
+        """The exit status, once all its processes are gone."""
         status = self.process.wait(60)
         wait_for(lambda: not any(map(running, self._started)))
         self._reader.join(10)
@@ -63,7 +63,7 @@ class Command:
 
 @pytest.fixture
 def template(tmp_path):
-    """A file that is read no faster than the test writes it: who opens it to read waits."""
+    """A file that is read no faster than the test writes it: opening it for reading blocks."""
     path = tmp_path / "template"
     os.mkfifo(path)
     return path
@@ -71,8 +71,8 @@ def template(tmp_path):
 
 @contextmanager
 def read_at_last(path, times):
-    """Open once the file is being read for so many times. That reading ends with this block: Python hears a signal that
-    comes just before it waits only after the wait."""
+    """Open once the file is being read for the `times`-th time. That read ends with this block: Python handles a signal
+    that comes just before it waits only after the wait."""
     for _ in range(times - 1):
         with path.open("w") as file:
             file.write("{{ messages }}")

@@ -1,5 +1,5 @@
-"""`--lower-tier-kv`: with fp8 what comes back from HOST is rounded, with packed nothing is, and everything else is as
-ever."""
+"""`--lower-tier-kv`: with fp8 the KV from HOST is rounded, with packed it is exact; all other behaviour is
+unchanged."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_no_reply_is_from_a_copy_that_is_none(disturbed, seed):
 
 
 @pytest.mark.parametrize("save", SAVE_MODES)
-def test_nor_from_its_record_on_disk(tmp_path, save):
+def test_a_failed_copy_is_not_used_from_its_record_on_disk(tmp_path, save):
     disk = DiskSettings(tmp_path, 80, "ab")
     pools = dict(gpu_kv_chunks=27, host_kv_chunks=14, disk_kv_chunks=80)
     chatter = failing_form_chatter(5, disk=disk, save=save, **pools)
@@ -110,7 +110,7 @@ def displace(player: Player) -> None:
 
 
 def greedy(engine: TinyEngine, pool: torch.Tensor, start: int, known: list[int], count: int) -> list[int]:
-    """`count` tokens behind the known ones, of which those from `start` on are computed into the pool."""
+    """Generates `count` tokens after the known ones; those from `start` on are computed into the pool."""
     handle = register_pool(pool)
     table = torch.arange(len(pool), dtype=torch.int32).view(1, -1)
     context, tokens = start, list(known)
@@ -127,7 +127,7 @@ def greedy(engine: TinyEngine, pool: torch.Tensor, start: int, known: list[int],
 
 
 def test_a_reloaded_conversation_goes_on_from_its_codes():
-    """A GPU hit is exact; a reload is what computing on with coded chunks gives; the next reload is the same."""
+    """A GPU hit is exact. A reload gives the results of computing with coded chunks, and so does the next reload."""
     engine = TinyEngine("llama")
     prompt = [*HISTORY, *QUESTION]
     pool = torch.zeros(engine.kv_shape(12, CHUNK))

@@ -1,4 +1,4 @@
-"""What operators rely on, with a real server: its configuration file, limits, priorities, log, readiness, drain."""
+"""Operations of a real server: its configuration file, limits, priorities, log, readiness, drain."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RUNNING = "pensieve:num_requests_running"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """One seat: whoever comes second waits."""
+    """A server with one seat, so a second request waits."""
     directory = tmp_path_factory.mktemp("state")
     (directory / "serve.toml").write_text(CONFIG)
     options = ["--config", directory / "serve.toml", "--max-model-len", 3000, "--trace", directory / "trace.json"]
@@ -58,7 +58,7 @@ def test_the_configuration_file_counts_and_flags_override_it(server):
 
 
 def test_smaller_priorities_are_served_first(server):
-    """In the server's log: its clients' threads may hear of their ends in another order."""
+    """As shown by the server's log: the clients' threads may see the ends in another order."""
     numbers = {}
 
     def one(number, priority):
@@ -69,7 +69,7 @@ def test_smaller_priorities_are_served_first(server):
     def ended():
         return [numbers[line["id"]] for line in log_lines(server, "request") if line["id"] in numbers]
 
-    for _ in range(10):  # who waits too long is sent away, as on a machine that stands still for seconds: then again
+    for _ in range(10):  # on a paused machine the request may be refused for its time-out: then again
         numbers.clear()
         with ThreadPoolExecutor(3) as pool, Hog(server, 2900):
             asked = [pool.submit(one, *each) for each in ((41, 5), (42, 0), (43, -1))]
@@ -81,7 +81,7 @@ def test_smaller_priorities_are_served_first(server):
     assert ended() == [43, 42, 41]
 
 
-def test_whoever_waits_too_long_is_sent_away(server):
+def test_a_request_that_waits_too_long_is_refused(server):
     with Hog(server, 2900):
         started = time.monotonic()
         response = ask(server, 44)
@@ -95,7 +95,7 @@ def test_limits_of_a_client_and_of_a_body(server):
         status = ask(server, number).status_code
         return status, time.monotonic()
 
-    for _ in range(10):  # who is refused must have come before anybody else had waited too long
+    for _ in range(10):  # the refused request must have come before another one's time-out
         began = time.monotonic()
         with Hog(server, 2900), ThreadPoolExecutor(9) as pool:
             answers = sorted(pool.map(one, range(50, 59)))
@@ -117,7 +117,7 @@ def test_a_request_is_one_line_of_the_log(server):
 
 
 def chat(server, *lines):
-    """`pensieve chat` after these lines: what it wrote, and the sources of each reply."""
+    """Runs `pensieve chat` with these lines; returns its output, and the sources of each reply."""
     command = [sys.executable, "-m", "pensieve.scripts.pensieve", "chat", "--url", server.url, "--max-tokens", "40"]
     text = "".join(f"{line}\n" for line in lines)
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What replies can be asked to be, from a real server of the demo engine through the official client."""
+"""The output options of replies, with a real server of the demo engine and the official client."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Conversations that outgrow the context: replies are those of a full forward pass that sees just what they may see.
+"""Conversations that outgrow the context: replies are those of a full forward pass over exactly the visible tokens.
 
-Once in a while everything is lost or suspended, and contexts begin anew: the oracle begins where they do.
+Sometimes all KV is lost or requests are suspended, and contexts begin again: the reference begins at the same
+positions.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def test_replies_are_those_of_a_pass_with_the_same_visibility(models, kind, over
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "overflow"), RUNS)
 def test_replies_over_many_windows(models, kind, overflow, tmp_path):
-    """With ids and without, pools tight and ample, a disk, windows that end within a chunk, and other ratios."""
+    """With and without ids, pools small and large, a disk, windows that end within a chunk, and other ratios."""
     happened = Counter()
     for seed in range(3):
         for ids in (0.0, 0.7, 1.0):

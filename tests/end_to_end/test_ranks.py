@@ -1,4 +1,4 @@
-"""Ranks over a real MPI, on the CPU: replies are those of plain transformers, and nobody waits for ever."""
+"""Ranks over a real MPI, on the CPU: replies are those of plain transformers, and no rank waits for ever."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def engine(tmp_path_factory):
 
 
 def chat(engine, *runs):
-    """What has happened; every reply was right."""
+    """Runs the conversations; returns the counts of events. Every reply was right."""
     return json.loads(run_ranks(2, "tests.end_to_end.ranks_chatter", *engine, json.dumps(runs)))
 
 
@@ -54,7 +54,7 @@ def test_two_ranks_reply_as_transformers(engine):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "opt"])
-def test_two_ranks_reply_as_transformers_whatever_happens(kind, engine):
+def test_two_ranks_reply_as_transformers_in_every_state(kind, engine):
     """Copies and steps delayed on all ranks, on one, on none; hosts of all sizes."""
     runs = [dict(seed=seed, turns=50, gpu_kv_chunks=29, disturbed=bool(seed % 2)) for seed in range(4)]
     runs += [dict(seed=7, turns=50, gpu_kv_chunks=29, host_kv_chunks=host, slow=1) for host in (0, 30, 200)]
@@ -72,7 +72,7 @@ DISK = dict(gpu_kv_chunks=29, host_kv_chunks=14, disk_kv_chunks=60, turns=80, re
 
 @pytest.mark.slow
 def test_two_ranks_reply_as_transformers_across_restarts(engine):
-    """Spilling never stops; what some ranks had written and others not is lost to all."""
+    """Spilling never stops; records that only some ranks have written are lost to all."""
     counts = chat(engine("llama"), dict(seed=20, **DISK), dict(seed=21, slow=1, **DISK))
     assert counts["disk"] > 0 and counts["restarted"] == 10, counts
 
@@ -80,7 +80,7 @@ def test_two_ranks_reply_as_transformers_across_restarts(engine):
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_rank_with_a_disk_that_lies(rank, engine):
-    """Torn, flipped and misdirected records, refusals: what one rank has lost is dropped everywhere."""
+    """Torn, flipped and misdirected records, refusals: records that one rank has lost are dropped on all."""
     counts = chat(engine("llama"), dict(seed=22 + rank, bad_disk=rank, **DISK))
     print(counts)
     assert counts["disk"] > 0 and counts["restarted"] == 5, counts
@@ -90,7 +90,7 @@ def test_one_rank_with_a_disk_that_lies(rank, engine):
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_rank_whose_host_does_not_hold_everything(rank, engine):
-    """No rank computes with what is no copy on one."""
+    """A copy that failed on one rank is used on none."""
     run = dict(gpu_kv_chunks=27, turns=50, slow=1, failing_copies=rank)
     counts = chat(engine("llama"), dict(seed=30, **run), dict(seed=31, **run))
     assert counts["host"] > 0 and counts["failed_copies"] > 20, counts
@@ -121,7 +121,7 @@ def test_the_server_starts_its_ranks_and_ends_them(engine, tmp_path):
 
 @pytest.mark.slow
 def test_ranks_say_where_their_threads_are_and_go_on(engine, tmp_path):
-    """Asked by way of who has started them: mpirun tells rank 0's HTTP process too."""
+    """The signal goes to the launching process; mpirun sends it to rank 0's HTTP process too."""
     with Server(tmp_path, engine=engine("llama")[1]) as server:
         server.process.send_signal(signal.SIGUSR2)
         wait_for(lambda: any("in run_rank" in line for line in server.log))
@@ -148,7 +148,8 @@ def test_a_rank_that_fails_ends_all(fault, engine, tmp_path):
 
 @pytest.mark.slow
 def test_rank_0_is_given_up_in_the_middle_of_a_step(engine, tmp_path):
-    """By the others, who have launched the step too. Whether it can still tell its client is up to mpirun."""
+    """The other ranks give it up; they have launched the step too. Whether it can still tell its client depends on
+    mpirun."""
     words = command(2, "tests.end_to_end.ranks_faults", "leader")
     with Server(tmp_path, engine=engine("llama")[1], command=words, environment=variables(2)) as server:
         with suppress(httpx.TransportError):
@@ -194,7 +195,7 @@ def test_a_rank_that_does_not_end_is_given_up(engine, tmp_path):
 
 @pytest.mark.slow
 def test_no_rank_outlives_its_mpirun(engine, tmp_path):
-    """Though nobody asks anything of rank 0, which would notice in a step."""
+    """No request is sent to rank 0, which would notice the end within a step."""
     with Server(tmp_path, engine=engine("llama")[1]) as server:
         mpirun, *others = descendants(server.process.pid)
         assert len(others) >= 3  # two ranks and the HTTP process

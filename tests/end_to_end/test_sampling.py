@@ -1,4 +1,4 @@
-"""Penalties, log probabilities, grammars and choices: the same whatever the cache and the batch went through."""
+"""Penalties, log probabilities, grammars and choices: equal results with any state of the cache and the batch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TINY_POOL = dict(gpu_kv_chunks=28, host_kv_chunks=16, disturbed=True)
 
 
 def check_animal(text: str) -> None:
-    """By hand what SCHEMA says."""
+    """Checks by hand that the text follows SCHEMA."""
     animal = json.loads(text)
     assert list(animal) == ["count", "kind", "size", "tags", "owner"]
     assert type(animal["count"]) is int and -50 <= animal["count"] <= 1000
@@ -90,7 +90,7 @@ def reference_logits(reference, tokens) -> np.ndarray:
 
 
 def reference_logprobs(reference, tokens) -> np.ndarray:
-    """[position, vocab]: of the token behind each position."""
+    """[position, vocab]: of the next token at each position."""
     logits = reference_logits(reference, tokens)
     return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
 
@@ -149,7 +149,7 @@ def test_penalties_are_what_they_are_defined_as(model, sampling):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_stop_ids_are_not_drawn_among_the_first_min_tokens(model, grammars, temperature):
-    """However much the client favours one. A grammar that is complete goes on with nothing but its end all the same."""
+    """Even if the client favours one. A complete grammar still allows only its end."""
     eager = Sampling(temperature, seed=1, logit_bias=((EOS, 100.0), (7, 90.0), (9, 60.0)), frequency_penalty=0.1)
     done = Sampling(temperature, seed=1, grammar=json_grammar({"enum": [7]}))
     stops = frozenset({EOS, 7})
@@ -165,7 +165,7 @@ def test_stop_ids_are_not_drawn_among_the_first_min_tokens(model, grammars, temp
     assert complete.tokens == [*ascii_tokenizer().encode("7").ids, EOS, EOS, EOS]
 
 
-# The same, whatever happens
+# -- equal results in every case
 
 
 def mixture(player, grammar):
@@ -194,7 +194,7 @@ def mixture(player, grammar):
 
 @pytest.fixture(scope="module")
 def alone(model, grammars):
-    """What each of the mixture gets when nobody else is there."""
+    """The outputs of each request of the mixture without other requests."""
     with Player(model[0], grammars) as player:
         return [player.play(request)[0] for request in mixture(player, json_grammar(SCHEMA))]
 
@@ -246,7 +246,7 @@ def test_json_always_validates(model, grammars):
 
 
 def test_a_complete_reply_goes_on_with_nothing_but_its_end(model, grammars):
-    """Where the end is ignored (ignore_eos, min_tokens) it repeats."""
+    """If the end is ignored (ignore_eos, min_tokens), it repeats."""
     sampling = Sampling(temperature=1.0, grammar=json_grammar({"enum": [7]}))
     with Player(model[0], grammars) as player:
         (heard,) = player.play(player.request(prompt(1, 9), 6, sampling=sampling))
@@ -257,7 +257,7 @@ def test_a_complete_reply_goes_on_with_nothing_but_its_end(model, grammars):
 
 
 def test_logprobs_are_those_of_the_model_itself(model):
-    """Of the raw distribution: neither temperature nor penalties nor bias change them."""
+    """They are those of the raw distribution: temperature, penalties and bias do not change them."""
     engine, reference = model
     tokens = prompt(2, 30)
     samplings = [

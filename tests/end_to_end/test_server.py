@@ -48,7 +48,7 @@ def test_a_whole_history_without_an_id_is_reused_too(server):
     assert turn["usage"]["prompt_tokens_details"]["cached_tokens"] == 128
 
 
-def test_equal_requests_give_equal_replies_whatever_is_cached(server):
+def test_equal_requests_give_equal_replies_with_any_cache(server):
     body = dict(prompt=list(range(30, 130)), max_tokens=12, ignore_eos=True, return_token_ids=True)
     greedy = [server.post("/v1/completions", temperature=0, **body).json()["choices"][0]["token_ids"] for _ in range(3)]
     seeded = [server.post("/v1/completions", seed=11, **body).json()["choices"][0]["token_ids"] for _ in range(2)]
@@ -108,7 +108,7 @@ def test_a_client_that_hangs_up_aborts_its_request(server):
 
 
 def test_a_full_queue_refuses_with_retry_after(server):
-    """Four run, eight wait, the rest hear 429; nobody hangs."""
+    """Four run, eight wait, the rest get 429; no request hangs."""
 
     def ask(number):
         return server.post("/v1/completions", prompt=[number] * 30, max_tokens=15, ignore_eos=True)
@@ -125,7 +125,7 @@ def test_a_full_queue_refuses_with_retry_after(server):
 
 
 def test_concurrent_conversations_swap_and_stay_right(server):
-    """More history than the GPU cache holds; each reply equals the one that nothing cached would give."""
+    """More history than the GPU cache holds; each reply equals the one without a cache."""
     histories = {name: [40 + name] * 3 for name in range(12)}
     for _ in range(4):
         for name, history in histories.items():
@@ -182,7 +182,7 @@ def test_sigterm_finishes_running_requests(tmp_path):
         assert server.process.wait(60) == 0
 
 
-def test_sigterm_ends_whoever_outlasts_the_grace(tmp_path):
+def test_sigterm_ends_requests_that_outlast_the_grace(tmp_path):
     with Server(tmp_path, "--shutdown-timeout", 0.5) as server:
         answers = []
         body = dict(prompt=[40] * 10, max_tokens=3000, ignore_eos=True)
@@ -219,7 +219,8 @@ def wait_for(condition, seconds=120):
 
 
 def test_a_conversation_outgrows_the_context(server):
-    """Its oldest tokens are no longer seen, and the reply says so; the next turn finds what still is."""
+    """Its oldest tokens are no longer seen, and the reply reports that; the next turn finds the KV of the visible
+    tokens."""
     prompt = [40 + number % 900 for number in range(2100)]
     body = dict(max_tokens=8, ignore_eos=True, return_token_ids=True)
     assert server.post("/v1/completions", prompt=prompt, **body).status_code == 400

@@ -36,13 +36,13 @@ def triton(tmp_path_factory):
     options = ("--engine", "demo", "--state-dir", directory / "state", *CACHE)
     with TritonServer(directory, *options, broken=BROKEN) as running:
         yield running
-        # 1: Triton 24.10 at times never tells the model to unload after a client cancelled as its reply ended.
+        # 1: Triton 24.10 sometimes does not unload the model after a client cancelled just when its reply ended.
         assert running.stop() in (0, 1), running.log
 
 
 @pytest.fixture(scope="module")
 def http(tmp_path_factory):
-    """`pensieve serve`, on its way but not awaited: whoever needs it enters it."""
+    """`pensieve serve`, starting but not awaited: a test that needs it enters it."""
     server = Server(tmp_path_factory.mktemp("http"), *CACHE)
     yield server
     server.process.kill()
@@ -120,7 +120,7 @@ def events(server, **inputs):
 
 
 def by_ids(server, turn, history):
-    """A turn over gRPC with the whole history as ids; seeded sampling. Returns the history behind it."""
+    """A turn over gRPC with the whole history as ids; seeded sampling. Returns the history after it."""
     prompt = [*history, *range(40 + turn, 60 + turn)]
     with Client(server) as client:
         client.send(
@@ -149,7 +149,7 @@ def by_text(server, turn, replies):
 
 
 def in_turns(first, second):
-    """Calls both, `TURNS` times, each with what it returned before; neither begins a turn before the other does."""
+    """Calls both `TURNS` times, each with its previous return value; neither begins a turn before the other does."""
     together = threading.Barrier(2, timeout=SECONDS)
 
     def play(one):
@@ -186,7 +186,7 @@ def test_two_clients_get_the_tokens_of_the_http_server(http, triton):
 
 @needs_triton
 def test_many_requests_are_in_flight_at_once(triton):
-    """Of one instance, over one stream; responses carry their request's id."""
+    """With one instance and one stream; responses carry their request's id."""
     with Client(triton) as client:
         for number in range(12):
             client.send(str(number), input_ids=[40 + number] * 8, sampling_param_max_tokens=9 + number, **GREEDY)
@@ -319,7 +319,7 @@ def test_a_wrong_option_writes_nothing_and_is_named(tmp_path, capsys, options, s
     assert list(tmp_path.iterdir()) == []
 
 
-def test_paths_hold_in_whatever_directory_the_server_runs(tmp_path, monkeypatch):
+def test_paths_hold_in_any_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "built").mkdir()
     given = {"engine": "built", "state-dir": "state", "disk-dir": "kv", "trace": "steps.json"}

@@ -36,7 +36,7 @@ def engine(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def running(engine, tmp_path_factory):
-    """The server; whatever becomes of it, none of the ranks is left behind, nor who starts them."""
+    """The server; at its end in any way no rank and no launching process is left behind."""
     directory = tmp_path_factory.mktemp("triton")
     options = ("--engine", engine, "--state-dir", directory / "state", *CACHE)
     with pytest.MonkeyPatch.context() as patch:
@@ -77,7 +77,8 @@ def streaming(triton):
 
 
 def test_unloading_lets_replies_end_and_leaves_no_process(triton, engine):
-    assert len(processes_of(engine)) == 1 + 2 + 1  # who starts them, mpirun, which names them too, and the ranks
+    # the launching process, mpirun (which names the engine too), and the ranks
+    assert len(processes_of(engine)) == 1 + 2 + 1
     with streaming(triton) as lines:
         unloaded = HTTP.post(f"{triton.url}/v2/repository/models/pensieve/unload", json={}, timeout=60)
         assert unloaded.status_code == 200

@@ -184,7 +184,7 @@ def test_what_another_client_begins_is_listed_while_the_page_is_open(server, bro
 
 
 def test_a_server_that_was_restarted_has_no_negative_rates(server, browser):
-    """Its counters begin anew. The page gets no third answer: it stands still then."""
+    """Its counters begin at zero. The page gets no third answer, so it stands still then."""
     with opened(browser, server.url, show=False) as page:
         states = []
 
@@ -371,9 +371,9 @@ def test_an_empty_page_says_what_to_do(server, browser, size):
 
 @SIZES
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nothing_serious_keeps_anybody_from_using_it(server, browser, size, scheme):
-    """By axe-core's rules, whose script is let in past the page's policy. The page shows a reply that has everything,
-    an error, and on a phone each panel."""
+def test_the_page_has_no_serious_accessibility_fault(server, browser, size, scheme):
+    """By axe-core's rules, whose script is allowed past the page's policy. The page shows a reply with all elements, an
+    error, and on a phone each panel."""
     words = "# Tea\n\n* [one](https://example.org)\n\n```py\nx = 1\n```\n\n| a | b |\n|---|---|\n| 1 | `2` |\n\n> said"
     usage = dict(prompt_tokens_details=dict(gpu=40, host=20, disk=9, recomputed=30, new=8), completion_tokens=9)
     chunks = [{"choices": [{"index": 0, "delta": {"content": words}}]}, {"choices": [], "usage": usage}]

@@ -32,17 +32,17 @@ TRITON = PACKAGES / "pytriton" / "tritonserver"
 STUB = TRITON / "python_backend_stubs" / "{}.{}".format(*sys.version_info) / "triton_python_backend_stub"
 NOTHING: Mapping[str, str] = MappingProxyType({})
 TRIALS = 3
-"""A port that was free a moment ago may be taken. And if a model's process is not heard of for a second while it loads,
-as on a machine that stands still, tritonserver gives it up and waits for ever for its end."""
+"""A free port may be taken a moment later. And if a model's process sends nothing for a second while it loads, as on a
+paused machine, tritonserver gives it up and waits for ever for its end."""
 
 needs_triton = pytest.mark.skipif(not STUB.exists(), reason=f"no tritonserver in {PACKAGES}: run `make triton-server`")
 
 
 class TritonServer:
-    """Use as a context manager. `grpc` is host:port, `url` and `metrics_url` are HTTP addresses.
+    """A context manager. `grpc` is host:port, `url` and `metrics_url` are HTTP addresses.
 
-    `broken`: models beside the one that works, by name; what stands for their engine's process is a Python program.
-    `flags`: more of tritonserver's own.
+    `broken`: further models by name, each with a Python program in place of its engine's process.
+    `flags`: further flags of tritonserver.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class TritonServer:
 
     @property
     def ready(self) -> bool:
-        """Whether the model is."""
+        """Whether the model is ready."""
         return HTTP.get(f"{self.url}/v2/models/pensieve/ready", timeout=30).status_code == 200
 
     def why_not_loaded(self, model: str) -> str:

@@ -1,8 +1,8 @@
-"""Bytes that no client should send, over raw sockets, and what they leave behind.
+"""Bytes that no client should send, over raw sockets, and checks of the server's state afterwards.
 
-Random bytes, requests with something broken in them, bodies that are nearly right, requests in pieces, hang-ups.
-Nothing may bring an answer of 500, keep a whole request waiting, or leave anything behind: open requests, slots, file
-descriptors, memory. Case n of a seed is always the same bytes.
+Random bytes, requests with broken parts, bodies that are nearly right, requests in pieces, hang-ups. No case may get an
+answer of 500, keep a whole request waiting, or leave open requests, slots, file descriptors or memory behind. Case n of
+a seed always has the same bytes.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from urllib.parse import urlsplit
 
 ANSWER_S = 20.0  # for a whole request
 PIECE_S = 0.15  # for an answer to something else: most of it is no request, and the server waits for the rest
-SETTLE_S = 30.0  # for what was begun to end, after the last case
+SETTLE_S = 30.0  # after the last case, for its work to end
 WARM_UP = 0.2  # share of the time after which memory and files are looked at first
-MORE_FILES = 8  # clients of the check itself, and what Python opens when it likes
+MORE_FILES = 8  # of the check's own clients, and of Python
 MORE_MEMORY = 64 * 2**20  # bytes, for caches that fill slowly
 STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")
 ALLOWED_5XX = {501, 503}
@@ -143,7 +143,7 @@ def _mutated(chance: random.Random, text: bytes) -> bytes:
 
 @dataclass
 class Findings:
-    """Of all threads, under `lock`. `faults`: (case, what was wrong with it)."""
+    """Filled by all threads, under `lock`. `faults`: (case, description of its fault)."""
 
     statuses: Counter[str] = field(default_factory=Counter)
     faults: list[tuple[int, str]] = field(default_factory=list)
@@ -159,7 +159,7 @@ class Findings:
 
 
 def send(case: Case, host: str, port: int) -> tuple[list[int], str | None]:
-    """The statuses that came back, and what is wrong with that."""
+    """Sends the case. Returns the received statuses, and the fault or None."""
     received = b""
     with socket.create_connection((host, port), timeout=ANSWER_S) as wire:
         try:
@@ -185,7 +185,7 @@ def send(case: Case, host: str, port: int) -> tuple[list[int], str | None]:
 
 
 def fuzz(url: str, seconds: float, seed: int, workers: int, pids: Sequence[int]) -> Findings:
-    """Sends cases until the time is up, then looks for what is left behind."""
+    """Sends cases until the time is up, then checks that the server has no remains."""
     host, port = address(url)
     findings, numbers, ends = Findings(), itertools.count(), time.monotonic() + seconds
 
@@ -207,7 +207,7 @@ def fuzz(url: str, seconds: float, seed: int, workers: int, pids: Sequence[int])
 
 
 def _unfinished(url: str) -> Iterator[str]:
-    """Waits for the server to be idle; says what is still there in the end."""
+    """Waits for the server to be idle; yields the remains at the end."""
     until, left = time.monotonic() + SETTLE_S, {"metrics": 1.0}
     while left and time.monotonic() < until:
         time.sleep(0.3)
@@ -218,7 +218,7 @@ def _unfinished(url: str) -> Iterator[str]:
 
 
 def _gauges(url: str) -> dict[str, float]:
-    """What is 0 in an idle server."""
+    """The gauges that are 0 in an idle server."""
     idle = ("num_requests_running", "num_requests_waiting", 'kv_slots{tier="gpu",state="in_use"}')
     with urllib.request.urlopen(f"{url}/metrics", timeout=ANSWER_S) as answer:
         lines = dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if line[0] != "#")

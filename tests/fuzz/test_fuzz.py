@@ -1,4 +1,4 @@
-"""Sends what no client should, to an HTTP process over a loop that is played, or to a server that runs already.
+"""Sends wrong input to an HTTP process with a simulated loop, or to a running server.
 
     python -m pytest tests/fuzz --url http://127.0.0.1:8000 --seconds 600 --seed 42 --pid PID
 

@@ -1,7 +1,7 @@
-"""What the kernel tests share: where they run, random batches over scattered chunks, dense attention to compare with.
+"""Shared by the kernel tests: their device, random batches over scattered chunks, dense attention for comparison.
 
-Kernels run on a GPU if there is one, else in Triton's interpreter, which must be asked for before Triton is imported:
-`test_in_the_interpreter` then runs the tests once more in a process of their own.
+Kernels run on a GPU if there is one, else in Triton's interpreter, which must be enabled before Triton is imported:
+`test_in_the_interpreter` runs the tests once more in a separate process.
 """
 
 import os

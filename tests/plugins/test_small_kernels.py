@@ -24,7 +24,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
 
 
 def check(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> float:
-    """The largest difference between what the GPU and the CPU make of one step."""
+    """The largest difference between the GPU's and the CPU's results of one step."""
     dice = torch.Generator().manual_seed(heads)
 
     def draw(*shape: int) -> torch.Tensor:

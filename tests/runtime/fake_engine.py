@@ -19,7 +19,7 @@ VOCAB = 97
 
 
 def next_token(context: Sequence[int], layers: int, largest: int = 61) -> int:
-    """What FakeEngine answers to a context."""
+    """FakeEngine's token for a context."""
     digests = (
         (token * 31 + at * 17 + layer * 7) % largest for at, token in enumerate(context) for layer in range(layers)
     )

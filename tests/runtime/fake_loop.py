@@ -115,7 +115,7 @@ def eventually(happened: Callable[[], object], seconds: float = 60) -> None:
 
 
 def step_message(*outputs: Output, **others: Any) -> StepMessage:
-    """As the loop says it: tokens in two arrays, the rest as events."""
+    """The loop's message: tokens in two arrays, the rest as events."""
     others |= {
         name: {output.request: entries for output in outputs if (entries := getattr(output, name))}
         for name in ("logprobs", "prompt_logprobs")
@@ -132,15 +132,15 @@ def step_message(*outputs: Output, **others: Any) -> StepMessage:
 
 
 class FakeLoop:
-    """Serves in a thread: each running request gets one token a step.
+    """Serves in a thread: each running request gets one token in each step.
 
-    step_seconds    how long a step takes
+    step_seconds    seconds of a step
     queue           requests that may be open at once; more are refused with 429
-    dies_with       Fatal is said once so many requests run and have each got a token
-    log             what was said by the HTTP side, in order
-    confirmed       token counts by request, as `Finish` said
-    erases_wholly   what is answered to deletions; None: nothing
-    pauses_behind   so many tokens of a reply: as `pause`, once
+    dies_with       Fatal is sent once this many requests run and each has got a token
+    log             the HTTP side's messages, in order
+    confirmed       token counts by request, from `Finish`
+    erases_wholly   the answer to deletions; None: no answer
+    pauses_behind   after this many tokens of a reply, pauses once like `pause`
     """
 
     def __init__(
@@ -159,9 +159,9 @@ class FakeLoop:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends as the real loop does, whoever is still served: says no more, but hears the other side out.
+        """Ends like the real loop, even with open requests: sends nothing more, but receives the other side's messages.
 
-        The log is whole once that side has closed its end too and `join` has returned.
+        The log is complete once that side has closed its end too and `join` has returned.
         """
         self._ended.set()
 
@@ -169,7 +169,7 @@ class FakeLoop:
         self._thread.join()
 
     def pause(self) -> None:
-        """Hears requests and takes them, and gives nobody a token until `go_on`: what is open stays open."""
+        """Accepts requests, but sends no tokens until `go_on`: open requests stay open."""
         self._paused.set()
 
     def go_on(self) -> None:
@@ -179,7 +179,7 @@ class FakeLoop:
         self._pipe.send(message)
 
     def said(self, kind: type, at_least: int = 0) -> list[object]:
-        """The messages of that kind so far, once there are `at_least` so many (they arrive by a thread)."""
+        """The messages of this kind so far, once there are at least `at_least` (they arrive by a thread)."""
         until = time.monotonic() + 60
         while len(found := [message for message in self.log if isinstance(message, kind)]) < at_least:
             assert time.monotonic() < until, f"only {len(found)} of {at_least} {kind.__name__} arrived"

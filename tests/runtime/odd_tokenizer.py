@@ -53,7 +53,7 @@ def save_merging(directory: Path, template: str = TEMPLATE) -> Path:
 
 
 def byte_by_byte(text: str) -> list[int]:
-    """One token a byte: never what the tokenizer makes of a text with merges."""
+    """One token for each byte: never the tokenizer's own result for a text with merges."""
     tokenizer = merging_tokenizer()
     pieces = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
     return [tokenizer.token_to_id(sign) for piece, _ in pieces for sign in piece]

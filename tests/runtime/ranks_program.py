@@ -1,4 +1,4 @@
-"""Each of three ranks agrees, adds up and is told; what is wrong raises. Run by mpirun; rank 0 says what it found."""
+"""Each of three ranks agrees, adds up and gets messages; a fault raises. Run by mpirun; rank 0 prints the results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pensieve.scheduler.types import SettingError
 
 
 def check_sums(ranks):
-    """MpiRanks, called by a thread of its own as a device does, against its twin. The same bits everywhere."""
+    """MpiRanks, called by its own thread as on a device, against its twin. The bits are equal on all ranks."""
     group = ranks.open_group("cpu", torch.float32)
     for dtype in (torch.float32, torch.bfloat16):
         generator = torch.Generator().manual_seed(1)
@@ -49,13 +49,13 @@ def check_sums(ranks):
 
 
 def check_messages(ranks, directory):
-    """Longer than what MPI takes off a sender's hands before anybody receives it; reports cross plans."""
+    """Longer than the messages that MPI takes before they are received; reports cross plans."""
     plan, report = bytes(range(256)) * 4096, bytes(1 << 20)
     there = [directory / str(rank) for rank in range(1, ranks.size)]
     if ranks.rank == 0:
         for _ in range(3):
             ranks.send(plan)
-        # Sent means received, whatever rank 0 does next: it may wait for the others without a call of MPI.
+        # A plan that is sent has been received: rank 0 may wait for the others without a further call of MPI.
         deadline = time.monotonic() + 100
         while not all(file.exists() for file in there):
             assert time.monotonic() < deadline, "a plan was not received until rank 0 called MPI again"
@@ -93,7 +93,7 @@ def refuse(ranks, what):
             os.kill(os.getpid(), signal.SIGSTOP)
 
     def stop_in_the_middle():
-        """Of a message that goes on only while its sender calls MPI."""
+        """Stops in the middle of a message that continues only while its sender calls MPI."""
         stop(None)
         if ranks.rank == 1:
             ranks._send(bytes(1 << 24), [0], runtime_ranks.VALUE)
@@ -112,7 +112,7 @@ def refuse(ranks, what):
             time.sleep(60)
 
     def send_plans():
-        """Longer than what MPI takes off the sender's hands before anybody receives it."""
+        """Longer than the messages that MPI takes before they are received."""
         stop(1)
         while ranks.rank:
             ranks.receive()
@@ -124,7 +124,7 @@ def refuse(ranks, what):
         if ranks.rank:
             time.sleep(ranks.rank - 1)
             ranks.fail(ValueError("long " * 2**18 + "\udcff"))
-        time.sleep(0.5)  # what rank 1 has freed meanwhile is gone
+        time.sleep(0.5)  # memory that rank 1 has freed meanwhile is gone
         try:
             while True:
                 deque(ranks.reports())

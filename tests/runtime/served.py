@@ -1,4 +1,4 @@
-"""The application over a loop played by hand, with a tokenizer whose replies are not what tokenising them gives."""
+"""The application with a simulated loop, and a tokenizer that does not give a reply's ids for its text."""
 
 from __future__ import annotations
 

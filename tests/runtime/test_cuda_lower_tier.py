@@ -1,4 +1,4 @@
-"""HOST in another form on a GPU: copies are what its reference says, in order, past every delay, at link speed."""
+"""HOST in another form on a GPU: copies equal the reference's, in order, with any delays, at link speed."""
 
 import functools
 import random
@@ -37,7 +37,7 @@ HOST_SLOTS = 35
 
 @pytest.fixture
 def closing():
-    """Closes what it is given, at the end."""
+    """Closes the objects passed to it, at the end."""
     made = []
     yield lambda one: made.append(one) or one
     for one in made:
@@ -55,7 +55,7 @@ class HeldUpTwice(HeldUp):
 
 
 def pools(device: CudaDevice, form=FP8, dtype=torch.float32) -> tuple[torch.Tensor, ...]:
-    """Makes both pools; returns what is in them: random chunks, and records of others."""
+    """Makes both pools; returns their contents: random chunks, and records of others."""
     device.allocate_pool(Tier.GPU, SHAPE, dtype)
     device.allocate_pool(Tier.HOST, (HOST_SLOTS, *SHAPE[1:]), dtype, form)
     torch.cuda.synchronize()
@@ -81,7 +81,7 @@ def slots(*numbers: int) -> np.ndarray:
 @pytest.mark.parametrize("batched", [True, False], ids=["batched", "one by one"])
 @pytest.mark.parametrize(("form", "dtype"), FORMS)
 def test_random_copies_equal_the_references(closing, monkeypatch, form, dtype, batched):
-    """Through halves of four records, from pieces of six, nobody waiting between."""
+    """Through halves of four records, from pieces of six, without waits in between."""
     record = record_bytes(SHAPE, dtype, form)
     monkeypatch.setattr(cuda_device, "PinnedPool", functools.partial(PinnedPool, largest_piece=6 * record))
     monkeypatch.setattr(coded_copies, "HALF_BYTES", 4 * record)
@@ -112,7 +112,7 @@ def test_random_copies_equal_the_references(closing, monkeypatch, form, dtype, b
 
 @on_gpu
 def test_issuing_waits_for_nothing_and_lanes_wait_for_each_other(closing, monkeypatch):
-    """Out, in again elsewhere, and out from there, each behind the one before, with every stream late."""
+    """Out, in again to other slots, and out from there, each after the one before, with every stream late."""
     monkeypatch.setattr(coded_copies, "HALF_BYTES", 2 * record_bytes(SHAPE, torch.float32, FP8))
     device = closing(HeldUpTwice(lambda lane: 0.02))
     on_gpu, _ = pools(device)
@@ -175,7 +175,7 @@ def test_hazard_gates_hold_steps_until_layers_are_decoded(closing, kind, eager):
 
 @on_gpu
 @pytest.mark.parametrize("kind", KINDS)
-def test_equal_plans_bring_equal_tokens_whatever_is_late(closing, monkeypatch, kind):
+def test_equal_plans_bring_equal_tokens_with_any_delay(closing, monkeypatch, kind):
     """Plans of random conversations on the CPU, with everything in them; twice, once with delays."""
     conversation, plans, _ = record_plans(kind, 4, monkeypatch)
     dice = random.Random(4)

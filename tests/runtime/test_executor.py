@@ -59,7 +59,7 @@ def first_turn(step: int = 1, seat: int = 0, slots: tuple[int, ...] = (0, 1, 2),
 
 
 def second_turn(step: int, seat: int, slots: tuple[int, ...], **more) -> StepPlan:
-    """Another two tokens behind PROMPT, whose two chunks are in the first two slots."""
+    """Another two tokens after PROMPT, whose two chunks are in the first two slots."""
     new = span(seat, len(PROMPT), len(PROMPT) + 2)
     return plan(step, joins=[join(seat)], blocks=[(seat, 0, slots)], spans=[new], token_ids=[3, 4], **more)
 
@@ -110,7 +110,7 @@ def test_a_prompt_in_pieces_samples_with_the_last(executors):
 
 
 def test_draws_are_a_function_of_seed_and_position(executors):
-    """A request that computes its context anew in another seat, beside others, goes on as it would have."""
+    """A request that recomputes its context in another seat, beside others, continues with the same tokens."""
     hot = Sampling(temperature=50.0, top_k=0, top_p=1.0, seed=11)
 
     def continued(executor: Executor, seat: int, prompt: list[int], count: int) -> list[int]:
@@ -235,7 +235,7 @@ class Broken(FakeEngine):
 
 
 @pytest.mark.parametrize("lane", list(Lane))
-def test_hazard_one_lane_raises_and_nobody_hangs(executors, lane):
+def test_hazard_one_lane_raises_and_no_other_hangs(executors, lane):
     before = threading.enumerate()
     executor = executors(engine=Broken(LAYERS) if lane is Lane.COMPUTE else None)
     go_on = hold(executor._device, lane)
@@ -385,7 +385,7 @@ def key(number: int) -> ChunkKey:
 
 
 def disk_work(executor: Executor, step: int, **work) -> tuple[list[int], list[int], list[int]]:
-    """(spilled, promoted, failed) of a plan with this work and of those behind it, until all is reported."""
+    """(spilled, promoted, failed) of a plan with this work and of the next ones, until all is reported."""
     got: tuple[list[int], list[int], list[int]] = ([], [], [])
     executor.launch(replace(plan(step), **work))
     while sum(map(len, got)) < sum(map(len, work.values())):

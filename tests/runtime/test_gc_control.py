@@ -42,7 +42,7 @@ def test_pythons_own_collector_is_off_inside_only() -> None:
     assert gc.isenabled() and not gc.get_freeze_count()
 
 
-def test_who_had_switched_it_off_finds_it_off() -> None:
+def test_a_collector_that_was_off_before_stays_off() -> None:
     gc.disable()
     try:
         with GarbageCollector():
@@ -65,13 +65,13 @@ def test_it_is_looked_for_once_there_may_be_some_and_there_is_time(collector: Ga
 
 
 def grown_old(collector: GarbageCollector) -> weakref.ref[Ring]:
-    """Lost, behind a look at it."""
+    """An object that has survived a collection and is now garbage."""
     old = Ring()
     collector.collect_new()
     return weakref.ref(old)
 
 
-def test_what_is_old_is_looked_at_when_nobody_waits_and_much_is_new(collector: GarbageCollector) -> None:
+def test_old_objects_are_examined_without_waiting_requests_if_many_are_new(collector: GarbageCollector) -> None:
     lost = grown_old(collector)
     kept = objects(DUE_OBJECTS)
     collector.collect_new()
@@ -86,7 +86,7 @@ def test_what_is_old_is_looked_at_when_nobody_waits_and_much_is_new(collector: G
     assert lost(), "next to nothing has been made"
 
 
-def test_what_is_old_is_looked_at_in_the_end_though_somebody_always_waits(
+def test_old_objects_are_examined_in_the_end_though_requests_always_wait(
     collector: GarbageCollector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost = grown_old(collector)

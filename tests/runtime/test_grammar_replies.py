@@ -42,12 +42,11 @@ def ambiguous(secret: str = "b") -> str:
 
 
 ENTANGLED = 'start: "xx" X\nX: /[ab]*a[ab]{60}c/ & /[ab]*b[ab]{61}c/ & /[ab]*a[ab]{63}c/'
-"""Whose third lexeme has more states than llguidance builds: it gives up when it looks for what may come next."""
+"""Its third lexeme has more states than llguidance builds: it gives up when it looks for the allowed tokens."""
 
 
 class LetterEngine(FakeEngine):
-    """With the vocabulary of a tokenizer of bytes. Where a grammar forbids what the context asks for, it says the first
-    that is allowed."""
+    """With a byte tokenizer's vocabulary. If a grammar forbids the context's token, it gives the first allowed one."""
 
     vocab_size = LETTERS
 
@@ -105,7 +104,7 @@ async def complete(running: Running, grammar: str | None = None, **body: Any) ->
 
 
 async def is_unchanged(running: Running) -> None:
-    """The books agree, nothing is left over, and the next request is served."""
+    """The state is consistent, no request is left, and the next one is served."""
     answer = await complete(running, max_tokens=3, return_token_ids=True)
     assert answer.json()["choices"][0]["token_ids"] == reply(PROMPT, 3, LAYERS)
 
@@ -162,7 +161,7 @@ def test_all_choices_of_a_call_fail_together(tokenizer_directory: Path) -> None:
 
 
 def begin_together(scheduler: Scheduler, count: int) -> None:
-    """Nothing is planned before so many requests are there."""
+    """Makes no plan before `count` requests are there."""
     next_plan = scheduler.next_plan
 
     def wait_for_all(now: float) -> StepPlan | None:
@@ -191,7 +190,7 @@ def test_replies_that_are_suspended_go_on_where_they_were(tokenizer_directory: P
 def test_nothing_that_users_say_is_logged(
     tokenizer_directory: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Not the prompt, nor the grammar or reply, whether the reply comes to a good end or not."""
+    """Neither the prompt nor the grammar nor the reply, with or without a failure."""
     caplog.set_level(logging.DEBUG)
     prompt, grammar, said = "prompt-marker", "grammar-marker", "reply-marker"
 

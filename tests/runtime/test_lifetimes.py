@@ -1,6 +1,7 @@
-"""What others still read or write is left alone: buffers in turn, slots until they are erased, pools until threads end.
+"""Data that others still read or write is not touched: buffers in turn, slots until they are erased, pools until
+threads end.
 
-Each fails when the wait that it is about is taken away.
+Each test fails if the wait that it checks is removed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ KEY = ChunkKey(b"k" * 32)
 
 
 class FakeEvent:
-    """A device that has passed nothing: whoever needs it to have passed must wait."""
+    """An event that the device has not passed: work that depends on it must wait."""
 
     made: ClassVar[list[FakeEvent]] = []
 
@@ -89,7 +90,7 @@ def spill(executor: Executor, slot: int) -> int:
 
 
 def test_a_plan_that_erases_is_done_when_that_is_done(executors):
-    """Its slots are free then: what is written there next must not be erased, and what was there not be read."""
+    """Then its slots are free: later data in them must not be erased, and earlier data not be read."""
     gate, began = threading.Event(), threading.Event()
 
     def slow(file, buffers, offset):
@@ -127,7 +128,7 @@ def test_what_is_erased_is_flushed(executors, monkeypatch):
 
 
 def test_what_cannot_be_flushed_is_not_erased(executors, monkeypatch):
-    """Its slot is not to be used again, and whoever deleted it is to be told."""
+    """Its slot is not to be used again, and the deletion reports the failure."""
 
     def fail(file):
         raise OSError(5, "input/output error")

@@ -162,7 +162,7 @@ def test_progress_is_told(llm, capsys):
 
 
 def test_no_lane_outlives_python(cache):
-    """Of an LLM that is not closed; handlers run in the reverse order of their registration."""
+    """With an LLM that is not closed; handlers run in the reverse order of their registration."""
     code = f"""
 import atexit, threading
 atexit.register(lambda: print([thread.name for thread in threading.enumerate() if thread.name.startswith("lane")]))

@@ -14,7 +14,7 @@ from pensieve.scripts.check.house import ROOMS, planners
 
 
 class Notes:
-    """An executor that samples token 7 and keeps what it was asked for."""
+    """An executor that samples token 7 and records its calls."""
 
     def __init__(self):
         self.launched, self.calls = [], []

@@ -1,4 +1,4 @@
-"""HOST in another form on the CPU device: what is copied is what its reference says, whole or layer by layer."""
+"""HOST in another form on the CPU device: copies equal the reference's, whole or layer by layer."""
 
 import random
 
@@ -26,7 +26,7 @@ FORMS = [
 
 @pytest.fixture
 def closing():
-    """Closes what it is given, at the end."""
+    """Closes the objects passed to it, at the end."""
     made = []
     yield lambda one: made.append(one) or one
     for one in made:

@@ -1,4 +1,4 @@
-"""What the official client reads besides the answer: codes of errors, ids of requests, fields that it adds itself."""
+"""Details that the official client reads: codes of errors, ids of requests, and fields that it adds itself."""
 
 from __future__ import annotations
 

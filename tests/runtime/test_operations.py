@@ -1,4 +1,4 @@
-"""What operators see of the HTTP process: limits, readiness, one line of the log a request, sources, model names."""
+"""The operators' view of the HTTP process: limits, readiness, one log line for each request, sources, model names."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_a_client_is_a_keys_owner_or_an_address(keys: bool, refused: list[str]) 
 
 @pytest.mark.parametrize("keys", [False, True])
 def test_requests_name_the_owner_of_the_key_or_an_address(tokenizer_directory: Path, keys: bool) -> None:
-    """Without keys conversations are everybody's all the same, whatever address their turns come from."""
+    """Without keys conversations belong to everybody, from any address."""
     loop = FakeLoop()
 
     async def work(http: httpx.AsyncClient) -> list[str]:
@@ -361,7 +361,7 @@ def test_while_the_engine_starts_probes_are_answered_and_requests_wait() -> None
     assert probes == [503, 503, 503, 200, 200, 200, 200, 200] and response.is_success
 
 
-def test_whoever_waits_for_a_start_that_fails_is_told() -> None:
+def test_requests_that_wait_for_a_failing_start_are_answered() -> None:
     async def main() -> httpx.Response:
         door = FrontDoor()
         async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://test") as http:

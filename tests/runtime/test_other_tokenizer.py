@@ -1,4 +1,4 @@
-"""An engine with another tokenizer goes on with what was said, and never with the other one's token ids."""
+"""An engine with another tokenizer continues the text, and never uses the other one's token ids."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HELLO, ANSWER, AGAIN = ({"role": role, "content": x} for role, x in (("user", "a
 def serve(tmp_path: Path) -> Callable[..., None]:
     def serve(tokenizer: Tokenizer | None, work: Callable[[TurnManager], Awaitable[None]]) -> None:
         async def between() -> None:
-            loop: Any = None  # nothing is said to it
+            loop: Any = None  # gets no messages
             histories = TurnManager(HistoryStore(tmp_path / "file"), loop, loop, tokenizer)
             try:
                 await work(histories)

@@ -1,4 +1,4 @@
-"""What every answer tells a browser, what /openapi.json tells a program, and what a request can never reach."""
+"""The headers of every answer, the contents of /openapi.json, and paths that no request can reach."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_no_page_that_loads_scripts_from_elsewhere(ask: Callable[..., Any]) -> N
 
 
 def test_no_path_from_a_request_to_the_file_system(ask: Callable[..., Any]) -> None:
-    """Whatever a request calls its conversation, model or page, no file is opened."""
+    """With any name of a conversation, a model or a page, no file is opened."""
     opened: list[str] = []
     watching = False
 
@@ -53,7 +53,8 @@ def test_no_path_from_a_request_to_the_file_system(ask: Callable[..., Any]) -> N
 
     async def try_all(http: httpx.AsyncClient) -> None:
         nonlocal watching
-        await http.post("/v1/completions", json={"prompt": "x", "conversation": "first"})  # what is loaded once, is
+        # loads lazily loaded parts before the check
+        await http.post("/v1/completions", json={"prompt": "x", "conversation": "first"})
         watching = True
         for place in PLACES:
             for path in TRAVERSALS:

@@ -1,4 +1,4 @@
-"""The loop's own decisions, with a scheduler and an executor that are told what to say."""
+"""The loop's own decisions, with a scheduler and an executor whose answers are given."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pensieve.scheduler.types import Applied, FinishReason, Output, Request, Req
 
 
 class Scheduler(SimpleNamespace):
-    """Has `known` conversations; everything that is asked of it is noted in `asked`."""
+    """Has `known` conversations; `asked` records all calls."""
 
     def __init__(self, **answers: Any):
         super().__init__(asked=[], known={}, erased=[], next_plan=lambda now: None, in_flight=1, **answers)
@@ -101,7 +101,7 @@ def service(scheduler: Scheduler, compiling: list[Future[None]]) -> Service:
 def test_an_end_that_was_kept_back_is_sent_though_no_token_comes_with_it(
     service: Service, scheduler: Scheduler
 ) -> None:
-    """With `--save sync` a turn's last event follows its tokens by as long as the disk takes."""
+    """With `--save sync` the disk's time passes between a turn's tokens and its last event."""
     end = Output(RequestId(5), finish=FinishReason.LENGTH)
     scheduler.apply = lambda result, now: Applied(events=[end])
     service._stats_due = time.monotonic() + 60
@@ -112,7 +112,7 @@ def test_an_end_that_was_kept_back_is_sent_though_no_token_comes_with_it(
 
 
 def test_a_client_whose_reply_is_stuck_is_told_at_once(service: Service, scheduler: Scheduler) -> None:
-    """Nothing else may come with it: the row was alone, and its token does not count."""
+    """The result may bring nothing else: the row was alone, and its token does not count."""
     scheduler.apply = lambda result, now: Applied(stuck=[RequestId(5)])
     service._stats_due = time.monotonic() + 60
     service._counters.launched(SimpleNamespace(tokens=1, generate=(0,), spans=(), copies=()))
@@ -136,7 +136,7 @@ def test_saving_ends_with_the_grace_time(service: Service, scheduler: Scheduler,
     assert service._drained() and "before all KV was saved" in caplog.text
 
 
-def test_what_is_deleted_is_erased_whether_or_not_it_has_been_active(service: Service, scheduler: Scheduler) -> None:
+def test_a_deletion_erases_active_and_inactive_conversations(service: Service, scheduler: Scheduler) -> None:
     tokens = array("i", range(14))
     scheduler.known = {"active": tokens, "raced": array("i", [0, 1, 2, 3, 9, 9])}
     service._take(Forget("active", tokens, 0, b"s"))
@@ -162,7 +162,7 @@ def test_what_is_deleted_is_erased_whether_or_not_it_has_been_active(service: Se
 
 
 def test_a_deletion_that_ends_without_a_step_is_told(service: Service, scheduler: Scheduler) -> None:
-    """The last keys of a long log are looked for as a plan is made; if nothing is to be done then, no result comes."""
+    """The last keys of a long log are looked up while a plan is made; if there is no other work, no result follows."""
 
     def next_plan(now: float) -> None:
         scheduler.erased = [True]
@@ -189,7 +189,7 @@ def test_it_sleeps_no_longer_than_a_clock_can(service: Service, scheduler: Sched
 
 
 def test_a_signal_that_comes_just_before_a_wait_is_heard_soon(service: Service, scheduler: Scheduler) -> None:
-    """It does not break that wait off, and its handler runs behind it."""
+    """The signal does not interrupt the wait; its handler runs after it."""
     waits: list[float | None] = []
 
     def get(timeout: float | None) -> Drain:
@@ -210,7 +210,7 @@ def submit(service: Service, number: int, grammar: str | None = None) -> None:
     service._take(Submit(request))
 
 
-def test_a_grammar_is_compiled_before_its_request_is_added_and_nobody_waits_meanwhile(
+def test_a_grammar_is_compiled_before_its_request_is_added_without_delaying_others(
     service: Service, scheduler: Scheduler, compiling: list[Future[None]]
 ) -> None:
     for number, grammar in enumerate(("new", None, "other", "known", "third")):
@@ -231,7 +231,7 @@ def test_a_grammar_is_compiled_before_its_request_is_added_and_nobody_waits_mean
 def test_a_request_whose_grammar_is_being_compiled_is_open(
     service: Service, scheduler: Scheduler, compiling: list[Future[None]]
 ) -> None:
-    """Draining lets it run; at the end of the grace time it is told."""
+    """Draining lets it run; it is refused at the end of the grace time."""
     submit(service, 7, "new")
     service._take(Drain(60.0))
     assert not service._drained()
@@ -242,7 +242,7 @@ def test_a_request_whose_grammar_is_being_compiled_is_open(
     assert isinstance(said[2], StepMessage) and said[2].events == (Output(RequestId(7), finish=FinishReason.ABORT),)
 
 
-def test_who_comes_while_the_plan_can_wait_is_in_it(service: Service, scheduler: Scheduler) -> None:
+def test_a_request_that_comes_while_the_plan_can_wait_is_in_it(service: Service, scheduler: Scheduler) -> None:
     def next_plan(now: float) -> None:
         scheduler.asked.append("plan")
         service._inbox.put(Drain(0.0))

@@ -1,4 +1,4 @@
-"""Which requests may outgrow the context, what the others are told, and how a reply says that it happened."""
+"""The requests that may outgrow the context, the answers to the others, and the report of it in a reply."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ CONFIGS = {
 
 
 class TinyEngine:
-    """Equal weights for equal kinds, whatever the device; large enough for logits that are well spread."""
+    """Equal weights for equal kinds on every device; large enough for well spread logits."""
 
     dtype = torch.float32
 

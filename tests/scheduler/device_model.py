@@ -1,12 +1,11 @@
-"""A model of the device that executes plans and proves their ordering.
+"""A model of the device that executes plans and checks their ordering.
 
-It keeps, for every slot, what is in it (which token ids, at which positions) and which pieces of work have used it,
-and for every piece of work what is known to be complete before it begins (vector clocks over the three lanes). So it
-catches a slot read before it is written or rewritten while it is read, and a row that would see another's KV.
+It keeps for every slot its contents (token ids and positions) and the work that has used it, and for every piece of
+work the work that is known to be complete before it begins (vector clocks over the three lanes). So it detects a slot
+that is read before it is written, or rewritten while it is read, and a row that would see another's KV.
 
-Disk work is on no lane: it begins when its plan is launched and ends when the test says so (`finish`). Whatever used
-its HOST slot before must be complete by what the scheduler has been told (`known`), and nobody touches its slots
-meanwhile.
+Disk work is on no lane: it begins when its plan is launched and ends when the test says so (`finish`). Earlier uses of
+its HOST slot must be complete according to the results so far (`known`), and no other work may use its slots meanwhile.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class DeviceModel:
         self.pools = {"gpu": [{} for _ in range(gpu_slots)], "host": [{} for _ in range(host_slots)]}
         self.last_writer = {}  # (tier, slot) -> (lane, ticket)
         self.users = defaultdict(dict)  # (tier, slot) -> {lane: ticket} since the last writer
-        self.clock = {lane: Tickets() for lane in Lane}  # what is complete when the lane's newest work begins
+        self.clock = {lane: Tickets() for lane in Lane}  # work that is complete when the lane's newest work begins
         self.begun = {lane: ([], []) for lane in Lane}  # tickets and their clocks
         self.issued = Tickets()
         self.tables, self.rows, self.last_token = {}, {}, {}
@@ -130,7 +129,7 @@ class DeviceModel:
                 self.failed_copies.append((batch.ticket, b))
 
     def newly_failed_copies(self, completed):
-        """HOST slots, of the copies out up to that ticket which have not been told yet."""
+        """HOST slots of failed copies out up to that ticket that have not been reported yet."""
         told = tuple(slot for ticket, slot in self.failed_copies if ticket <= completed)
         self.failed_copies = [(ticket, slot) for ticket, slot in self.failed_copies if ticket > completed]
         return told
@@ -211,15 +210,16 @@ class DeviceModel:
             seen += self.pools["gpu"][slot][offset][1]
 
     def _attend(self, seat, start, known, step):
-        """Reads all KV up to the last of the `known` tokens at `start`: each must follow from what it saw, as far as
-        that is still in the row."""
+        """Reads all KV up to the last of the `known` tokens at `start`: each must follow from the tokens that it saw,
+        as far as they are still in the row."""
         origin, zero = self.origins[seat]
         end = start - origin + len(known)
         for slot in self.tables[seat][: -(-end // self.chunk_tokens)]:
             if self.last_writer.get(("gpu", slot)) != (Lane.COMPUTE, step):
                 self._reads(Lane.COMPUTE, step, ("gpu", slot))
         whole = not origin or self.windows.mode == RECOMPUTE
-        first = 0 if whole else self.windows.length - self.windows.step  # what is before it saw more than the row has
+        # earlier positions saw more than the row contains
+        first = 0 if whole else self.windows.length - self.windows.step
         seen = value = 0
         for coordinate, (token, value) in enumerate(self._row(seat, end)):
             position = origin + coordinate
@@ -231,19 +231,19 @@ class DeviceModel:
         return value
 
     def _row(self, seat, count):
-        """What is at the row's first `count` places."""
+        """The contents of the row's first `count` places."""
         size = self.chunk_tokens
         contents = [self.pools["gpu"][slot] for slot in self.tables[seat][: -(-count // size)]]
         return [contents[place // size][place % size] for place in range(count)]
 
 
 def mix(seen, token, position):
-    """KV of a token: depends on everything that it sees, and on the position that it is told."""
+    """KV of a token: depends on everything that it sees, and on its position for the model."""
     return hash((seen, token, position)) & 0xFFFFFFFF
 
 
 def next_token(tokens, windows=None, base=0, vocabulary=97):
-    """What the model says after `tokens`, if nothing before `base` exists."""
+    """The model's next token after `tokens`, if nothing before `base` exists."""
     if windows is not None and windows.mode == RECOMPUTE:
         base = windows.start(len(tokens) - 1)
     sums, value = [0], 0

@@ -137,7 +137,8 @@ class Driver(Harness):
             self.keep(self.random.choice(list(self.logs)), ttl, self.now + (pinned or 0.0))
 
     def stow(self):
-        """Idle chunks are on HOST only, as after a rush of others: who comes back loads all its history."""
+        """Moves idle chunks to HOST only, as after many other requests: a returning conversation loads all its
+        history."""
         store = self.scheduler._store
         for chunk in [chunk for chunk in store.uncopied if not chunk.copied_for_disk][: store.host.free]:
             self.place(chunk, "host")

@@ -102,7 +102,8 @@ class Harness:
         return request_id
 
     def state(self, request_id):
-        """Where the open request is: waiting, suspended, loading, resuming (its history), running, leaving or held."""
+        """The state of the open request: waiting, suspended, loading, resuming (its history), running, leaving or
+        held."""
         queues = self.scheduler._queues
         if request_id in self.held:
             return "held"
@@ -167,7 +168,7 @@ class Harness:
         return None if conversation is None else conversation.active
 
     def _expire(self):
-        """What the scheduler must have forgotten by now."""
+        """Removes the conversations that the scheduler must have forgotten by now."""
         for name, (active, ttl) in list(self.lives.items()):
             if (self._committed(name) or active) + ttl <= self.now:
                 assert name not in self.scheduler.conversations
@@ -212,7 +213,7 @@ class Harness:
     # -- lives
 
     def restart(self, outcomes=()):
-        """The process is gone and comes again: what was being written is torn, but for `outcomes` (DISK slots)."""
+        """Restarts the process: writes in progress are torn, except those of `outcomes` (DISK slots)."""
         for slot in list(self.device.work):
             self.device.finish(slot, slot in outcomes)
         records = [DiskRecord(slot, key, end, 1.0) for slot, (key, end, _) in self.device.disk.items()]
@@ -304,11 +305,11 @@ class Harness:
             assert turn.context_start == base
 
     def reports(self):
-        """What became of disk work: all of it succeeds, at once."""
+        """The reports of disk work: all of it succeeds, at once."""
         return self.report([(slot, True) for slot in self.device.work])
 
     def completes(self):
-        """Whether a result tells that the copies issued before it are complete."""
+        """Whether a result confirms the copies issued before it."""
         return True
 
     def report(self, outcomes):
@@ -339,7 +340,7 @@ class Harness:
         if name is not None:
             old, new = self.logs.get(name, array("i")), request.prompt + array("i", reply[:tokens])
             self.counts["branches"] += old != new[: len(old)]
-            # Of two turns that are kept back the one committed last need not end last.
+            # If the ends of two turns are kept back, the turn committed last need not end last.
             self.logs[name] = new if self.config.save != "sync" else self.scheduler.conversations.tokens(name)
             self._active(name)
         self.counts["ended"] += 1
@@ -384,7 +385,8 @@ class Harness:
             assert self.scheduler.conversations.tokens(name) == log
 
     def drain(self):
-        """Everything open ends within a bounded number of steps (nobody starves) and nothing is left behind."""
+        """Ends all open requests within a bounded number of steps (so none starves), and checks that nothing is left
+        behind."""
         for _ in range(10_000):
             for request_id in list(self.held):
                 self.finish(request_id, len(self.reply(request_id)))

@@ -1,4 +1,4 @@
-"""Chunk stores made by hand, for tests of what works on them."""
+"""Chunk stores made by hand, for tests of the code that uses them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def in_use(store, end=SIZE, now=0.0, key=None):
 
 
 def idle(store, end=SIZE, now=0.0, key=None, copied=False, on_gpu=True, claims=0):
-    """A full keyed chunk that nobody holds, last active at `now`; `copied`: also on HOST."""
+    """A full keyed chunk that no row holds, last active at `now`; `copied`: also on HOST."""
     chunk = in_use(store, end, now, key)
     if copied or not on_gpu:
         chunk.host = store.host.take()

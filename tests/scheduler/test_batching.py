@@ -1,4 +1,4 @@
-"""Who is in the batch: joining, suspending, resuming, loading ahead, the two modes; and that nobody starves."""
+"""The batch: joining, suspending, resuming, loading ahead, the two modes; and that no request starves."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def test_new_requests_leave_the_reserve_free():
 
 
 def test_a_hit_is_not_counted_as_room():
-    """A held reply keeps 8 of 16 slots. The history of 6 chunks is there, idle; with 3 more it would be all there is
-    and one too many: what it hits cannot be taken for it as well."""
+    """A held reply keeps 8 of 16 slots. The history of 6 chunks is there, idle; with 3 more all slots would be needed
+    and one more: the slots of hits cannot be taken for the same request."""
     harness = Harness(**TIGHT)
     harness.turn(range(23), 2, "a")
     held = harness.submit(range(200, 230), 3, confirm=True)
@@ -128,7 +128,7 @@ def test_seats_bound_the_batch():
     harness.drain()
 
 
-def test_a_long_history_loads_ahead_of_its_seat_and_stalls_nobody():
+def test_a_long_history_loads_ahead_of_its_seat_and_stalls_no_row():
     """Per step no more is loaded than the link carries meanwhile; the running request gets its token in every step."""
     harness = Harness(chunks_a_step=1, host_kv_chunks=32)
     harness.turn(range(50), 2, "a")
@@ -152,7 +152,7 @@ def test_a_long_history_loads_ahead_of_its_seat_and_stalls_nobody():
 
 
 def test_one_shortage_suspends_the_latest_arrival_alone():
-    """Three rows of 5 chunks fill 15 of 16. The last one free goes to the oldest; then one leaves, not two."""
+    """Three rows of 5 chunks fill 15 of 16. The last one free goes to the oldest; then one row leaves, not two."""
     harness = Harness(**TIGHT, max_num_seqs=3)
     requests = [harness.submit(range(100 * n, 100 * n + 17), 20, f"c{n}") for n in range(3)]
     harness.run_until(lambda: harness.scheduler.stats().suspensions)
@@ -165,7 +165,7 @@ def test_one_shortage_suspends_the_latest_arrival_alone():
 
 
 def test_suspended_slots_on_their_way_free_count():
-    """With steps in flight the leaving row's slots come later. Until then nobody else is suspended for them."""
+    """With steps in flight the leaving row's slots come later. Until then no other row is suspended for them."""
     harness = Harness(**TIGHT, max_num_seqs=3)
     requests = [harness.submit(range(100 * n, 100 * n + 17), 20, f"c{n}") for n in range(3)]
     harness.launch()
@@ -250,8 +250,8 @@ def test_separate_batching_never_mixes_and_puts_prompts_first():
 
 @pytest.mark.parametrize("batching", ["unified", "separate"])
 @pytest.mark.parametrize("host", [0, 16])
-def test_nobody_starves_while_newcomers_keep_coming(batching, host):
-    """A long request, suspended again and again by its elders, beside an endless stream of short ones."""
+def test_no_request_starves_while_new_ones_keep_coming(batching, host):
+    """A long request, often suspended by older ones, with an endless stream of short ones."""
     harness = Harness(**TIGHT, batching=batching, host_kv_chunks=host, max_num_seqs=4)
     long_ones = [harness.submit(range(100 * n, 100 * n + 20), 40, f"c{n}") for n in range(3)]
     for number in range(600):
@@ -329,7 +329,7 @@ def test_results_come_in_the_order_of_their_plans():
         harness.apply()
 
 
-# -- what others may know
+# -- state for callers
 
 
 def test_stats_add_up():
@@ -381,7 +381,7 @@ def test_a_suspended_row_keeps_its_seat_until_its_launched_steps_are_applied():
 
 
 def test_slots_on_their_way_free_are_no_room_yet():
-    """They count against what others will ask for, not as slots that hits beside them could be taken for."""
+    """They count against the needs of other requests, not as slots that are free besides hits."""
     harness = Harness(**TIGHT)
     harness.turn(range(23), 2, "a")
     harness.submit(range(200, 210), 20)

@@ -1,4 +1,4 @@
-"""What a position sees, and under which keys its KV is found."""
+"""The positions that a position sees, and the keys of its KV."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def test_the_model_counts_positions_from_zero_where_kv_is_kept():
         ({39, 40, 25}, 16),  # 25 saw from 16 on
         ({39, 25, 17}, 8),
         ({39, 25, 17, 9}, 0),
-        ({5, 40}, 32),  # nobody needs 5
+        ({5, 40}, 32),  # no position needs 5
     ],
 )
 def test_the_reach_of_what_is_missing(missing, start):
-    """`start(40)` is 32: each missing position asks for what it saw, and that for what it saw."""
+    """`start(40)` is 32: each missing position needs the positions that it saw, and those need theirs."""
     reach = ContextWindow(16, 8).reach(40, 0, lambda first: min((p for p in missing if p >= first), default=41))
     assert reach == start
 

@@ -135,7 +135,7 @@ POOL = SchedulerConfig(
 
 
 def mark(save_s, step_s=1.0, config=POOL):
-    """Of a model that takes `step_s` for a full step, and to generate."""
+    """The mark of a model that takes `step_s` for a full step, and for generating."""
     cost = CostProfile(4, step_s / 16, ((4, 0.0),), 0.0, 1000, 1e9, ((1, step_s), (64, step_s)), (), 1000 / save_s)
     return propose_swap_out_below(cost, config)
 

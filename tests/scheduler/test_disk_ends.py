@@ -1,4 +1,4 @@
-"""Ends that must come: of waiting for the disk, of hints, of turns that are kept back, and of what is deleted."""
+"""Waits that must end: for the disk, for prefetches, for outputs that are kept back, and for deletions."""
 
 from array import array
 
@@ -40,7 +40,7 @@ def test_an_end_that_is_kept_back_counts_as_saving():
 
 
 def test_a_conversations_time_begins_when_its_end_is_told():
-    """Nobody can go on with a conversation whose end is kept back, for however long the disk takes."""
+    """A conversation whose end is kept back cannot be continued, even if the disk takes long."""
     harness = SlowDisk(disk_kv_chunks=60, save="sync", conversation_ttl=100.0)
     request = harness.submit(range(20), 4, "c")
     for _ in range(20):
@@ -148,7 +148,7 @@ def test_a_deletion_reaches_what_lies_behind_a_hole():
 
 
 def test_keys_of_a_log_that_outgrew_its_context_are_looked_for_a_few_at_a_time():
-    """Their number is the square of the log's length: neither the loop nor memory is to notice."""
+    """Their number is the square of the log's length, which must burden neither the loop nor memory."""
     config = SchedulerConfig(64, 16, 64, chunk_tokens=4, disk_kv_chunks=32, overflow="keep")
     scheduler = Scheduler(config, profile())
     log = array("i", range(4000))
@@ -176,8 +176,8 @@ def test_keys_made_one_by_one_are_those_of_whole_chains(shared):
 
 
 def test_a_deletion_has_ended_when_its_records_are_erased():
-    """Also if a spill might have taken the slot: what is overwritten, and not flushed, comes back after a loss of
-    power."""
+    """Also if a spill might have taken the slot: a record that is overwritten without a flush returns after a power
+    failure."""
     harness = Harness(disk_kv_chunks=8, host_kv_chunks=8)
     harness.turn(range(16), 4, "a")
     rest(harness)

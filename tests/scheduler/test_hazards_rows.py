@@ -1,6 +1,6 @@
-"""Hazards (docs/design/hazards.md) that concern rows, keys and conversations, each a short story of what goes wrong.
+"""Hazards (docs/design/hazards.md) of rows, keys and conversations, each a short story of a possible failure.
 
-The device model underneath checks every read, write, wait and token; the tests add what must be true besides.
+The device model below checks every read, write, wait and token; the tests check further conditions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from .stories import TIGHT, loading_early, off_gpu, suspended
 
 
 def test_a_row_that_ended_runs_once_more_and_is_freed_once():
-    """Three steps are in flight when the first brings the stop id; the row's slots are free, once, behind the third."""
+    """Three steps are in flight when the first one brings the stop id; the row's slots are freed once, after the
+    third."""
     harness = Harness()
     prompt = list(range(15))
     stop = next_token(prompt)
@@ -52,8 +53,8 @@ def test_a_resumed_row_gets_a_new_epoch_and_all_its_slots_anew():
 
 
 def test_a_reply_cut_while_its_dropped_history_is_recomputed_leaves_no_false_tail():
-    """Suspended, dropped, resumed: then a stop string ends it before its tail is computed again. The tail's slot holds
-    what somebody else left there."""
+    """Suspended, dropped, resumed: then a stop string ends it before its tail is computed again. The tail's slot
+    contains another request's data."""
     harness = Harness(**TIGHT | {"host_kv_chunks": 0, "max_num_batched_tokens": 4})
     older = harness.submit(range(20), 44, "old")
     younger = harness.submit(range(40, 60), 30, "young", confirm=True)
@@ -102,7 +103,7 @@ def test_a_reply_cut_while_its_history_is_loading(monkeypatch, kept):
 
 
 def test_an_abort_of_a_suspended_request_drops_its_tail():
-    """Nobody could ever use it again."""
+    """It could never be used again."""
     harness = Harness(**TIGHT)
     younger = suspended(harness)
     (turn,) = harness.scheduler._queues.waiting
@@ -113,9 +114,9 @@ def test_an_abort_of_a_suspended_request_drops_its_tail():
     harness.drain()
 
 
-def test_a_tail_that_somebody_else_completed_is_not_left_behind(monkeypatch):
-    """A client sends its history with the reply that is still being generated, and is suspended in mid-chunk; the
-    other row completes the same chunk, so the returning row holds that one. Its own is nobody's any more."""
+def test_a_tail_that_another_row_completed_is_not_left_behind(monkeypatch):
+    """A client sends its history with the reply that is still being generated, and is suspended in mid-chunk. The other
+    row completes the same chunk, so the returning row holds that chunk. Its own chunk is then unused."""
     harness = Harness(max_num_seqs=2, max_num_batched_tokens=12)
     older = harness.submit(range(28), 28)
     reply = []
@@ -140,7 +141,7 @@ def test_a_tail_that_somebody_else_completed_is_not_left_behind(monkeypatch):
 
 @pytest.mark.parametrize("reached", ["gated", "early", "unissued"])
 def test_an_abort_with_a_swap_in_in_flight(reached):
-    """The client leaves while its history is on the way. The slots are free at once; who takes them waits."""
+    """The client leaves while its history is being copied. The slots are free at once; their next user waits."""
     harness = Harness(chunks_a_step=1, **TIGHT)
     if reached == "gated":
         request = harness.submit(off_gpu(harness), 4, "a")
@@ -326,8 +327,8 @@ def test_a_chunk_that_is_still_loading_is_waited_for():
 
 
 def test_a_suspended_request_that_waits_for_a_key_lets_no_later_arrival_pass(monkeypatch):
-    """Two requests of one document are suspended and their chunks dropped. The elder computes it anew, the younger
-    waits for that; a newcomer, small enough to fit, stays behind it."""
+    """Two requests of one document are suspended and their chunks dropped. The older one recomputes it, the younger one
+    waits for that. A new request, small enough to fit, stays behind it."""
     harness = Harness(max_num_batched_tokens=6)
     elder = harness.submit(range(20), 20)
     younger = harness.submit([*range(20), 70], 20)
@@ -349,7 +350,7 @@ def test_a_suspended_request_that_waits_for_a_key_lets_no_later_arrival_pass(mon
     harness.drain()
 
 
-def test_who_waits_for_a_key_is_released_when_its_row_is_aborted():
+def test_a_request_that_waits_for_a_key_is_released_when_its_row_is_aborted():
     harness = Harness(max_num_batched_tokens=12)
     first = harness.submit(range(30), 2)
     second = harness.submit([*range(30), 77], 2)

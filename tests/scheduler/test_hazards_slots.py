@@ -1,6 +1,6 @@
-"""Hazards (docs/design/hazards.md) that concern slots, copies and tails, each a short story of what could go wrong.
+"""Hazards (docs/design/hazards.md) of slots, copies and tails, each a short story of a possible failure.
 
-The device model underneath checks every read, write, wait and token; the tests add what must be true besides.
+The device model below checks every read, write, wait and token; the tests check further conditions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Uses:
         self.step = 0
 
     def use(self, lane):
-        """The lane's work of the next plan on GPU slot 0 (and HOST slot 0). Returns (its ticket, what it waits for)."""
+        """The lane's work of the next plan on GPU slot 0 (and HOST slot 0). Returns (its ticket, the tickets that it
+        waits for)."""
         self.step += 1
         copies = StepCopies(self.step, self.gpu, self.host)
         if lane == Lane.COMPUTE:
@@ -43,7 +44,7 @@ class Uses:
 
 @pytest.mark.parametrize(("first", "second"), list(permutations(Lane, 2)))
 def test_a_slot_changes_hands_only_behind_its_last_use(first, second):
-    """Whatever touched the slot last, work of another lane that gets the slot waits for exactly that."""
+    """After any last use of the slot, work on another lane that gets the slot waits for exactly that use."""
     uses = Uses()
     ticket, _ = uses.use(first)
     _, after = uses.use(second)
@@ -99,9 +100,9 @@ def test_a_swap_in_waits_for_the_swap_out_of_the_same_chunk():
 
 
 def test_one_plan_never_uses_a_host_slot_twice():
-    """Copies of one batch run in any order, so a HOST slot that a plan reads is nobody's target in that plan.
+    """Copies of one batch run in any order, so a HOST slot that a plan reads is not a target in that plan.
 
-    HOST is as small as the history that is being loaded, and a large request wants room: its victims must wait, even
+    HOST is as small as the history that is being loaded, and a large request needs room: its victims must wait, even
     for the slot of the tail, whose copy ends with this very swap-in.
     """
     harness = Harness(**TIGHT | {"host_kv_chunks": 5})
@@ -167,7 +168,7 @@ def test_the_tail_is_loaded_last_and_so_is_gated():
 
 
 def test_a_host_copy_of_a_tail_ends_when_the_tail_grows():
-    """Its copy lacks the new tokens; whoever found it later would read what was never written."""
+    """Its copy lacks the new tokens; a later user of the copy would read tokens that were never written."""
     harness = Harness(**TIGHT | {"swap_out_below": 1.0, "host_kv_chunks": 64})
     harness.turn(range(17), 2, "a")
     tail = harness.scheduler.conversations.get("a").tail

@@ -1,9 +1,9 @@
-"""A turn's history is loaded or computed again: the better way of both is never better by much than what was chosen.
-And what loading hides behind, against CachedAttention's read buffer.
+"""A turn's history is loaded or recomputed: the chosen way is never much slower than the better one. And the overlap of
+loading with compute, compared with CachedAttention's read buffer.
 
-On a virtual clock, with the costs of a Llama-3-8B as measured on an H200 (docs/measured/steps.md), for disks and links
-around the speed at which both ways take equally long. A scheduler that is to go one way at any price is told costs
-that the device does not have.
+On a virtual clock, with the costs of a Llama-3-8B measured on an H200 (docs/measured/steps.md), for disks and links
+around the speed at which both ways take equally long. To force one way, the scheduler gets costs that the device does
+not have.
 """
 
 from array import array
@@ -55,8 +55,8 @@ WAYS = (always_load, never_load, as_it_is)
 
 
 class Served(NamedTuple):
-    """Seconds from a turn's arrival to its first token, and from each request's to its end, summed; where the turn's
-    history came from; what was planned."""
+    """Seconds from a turn's arrival to its first token, and from each request's to its end, summed; the sources of the
+    turn's history; the plans."""
 
     first_token: float
     total: float
@@ -98,7 +98,7 @@ def serve(cost, belief, history, rows=0, reply=1):
 
 
 def all_ways(cost, history, **load):
-    """By loading all of it, by computing all of it, and as it is chosen."""
+    """Results of loading all of it, of computing all of it, and of the scheduler's choice."""
     loaded, computed, chosen = (serve(cost, belief, history, **load) for belief in WAYS)
     assert loaded.usage.disk == history and computed.usage.recomputed == history
     return loaded, computed, chosen
@@ -121,7 +121,7 @@ def test_no_first_token_comes_later_than_by_the_better_way(history, tier):
 
 
 def test_beside_rows_it_is_the_delay_of_all_that_counts():
-    """Who reads a disk waits alone; who computes holds up every row, as far as it has not ended meanwhile."""
+    """A request that reads a disk waits alone; one that computes delays every row that has not ended meanwhile."""
     rows, history = 8, 2048
     for times in (0.5 / (1 + rows), 0.8 / (1 + rows), 1.25 / (1 + rows), 0.5):
         cost = replace(H200, disk_read_bytes_per_s=times * H200.break_even_disk(history))
@@ -143,10 +143,11 @@ def test_what_is_measured_wrongly_costs_no_more_than_the_error():
 @pytest.mark.parametrize("history", [2048, 8192, 32_768])
 @pytest.mark.parametrize("rows", [4, 32])
 def test_what_is_loaded_before_a_row_joins_is_the_papers_read_buffer(history, rows):
-    """CachedAttention, section 3.2.1: S_buf = B (T_load L_hist - T_pref L_new), what a step is too short to hide.
+    """CachedAttention, section 3.2.1: S_buf = B (T_load L_hist - T_pref L_new), the part of the copy that a step is too
+    short to hide.
 
-    T_pref L_new is the step that the row joins. Its own tokens count for nothing in it, and a step's copies are whole
-    chunks: so more is loaded before, by less than what the link copies in two steps.
+    T_pref L_new is the step that the row joins. Its own tokens are negligible in it, and a step's copies are whole
+    chunks. So more is loaded before, by less than the link copies in two steps.
     """
     cost = replace(H200, disk_read_bytes_per_s=INSTANTLY)
     plans = serve(cost, always_load, history, rows, reply=300).plans
@@ -157,15 +158,16 @@ def test_what_is_loaded_before_a_row_joins_is_the_papers_read_buffer(history, ro
     buffer = cost.link_bytes_per_s * (history / SIZE * cost.load() - step)
     assert max(0.0, buffer) <= before < max(0.0, buffer) + 2 * cost.link_bytes_per_s * step
     assert sum(len(batch.sources) for batch in copies) == history / SIZE
-    # Nobody waited for it: rows that generate did so in every step meanwhile.
+    # It caused no wait: rows that generate ran in every step meanwhile.
     first = next(plan.step for plan in plans if plan.copies and plan.copies[0].lane is Lane.IN)
     assert all(len(plan.generate) == rows for plan in plans if first <= plan.step <= joined.step)
 
 
 @pytest.mark.slow
 def test_a_read_buffer_for_the_queue_would_gain_next_to_nothing():
-    """All seats are taken, so histories of those who wait stay on HOST. A link that takes no time bounds what loading
-    them earlier could gain: a wait shorter by one history's copy, and the seats that are empty during the copy."""
+    """All seats are taken, so histories of waiting requests stay on HOST. A link that takes no time gives the bound
+    of what earlier loading could gain: a wait shorter by one history's copy, and the seats that are empty during the
+    copy."""
     seats, sessions, rate = 16, 200, 25.0
     config = SchedulerConfig(
         gpu_kv_chunks=(seats + 3) * 300, host_kv_chunks=sessions * 270, max_model_len=9000, max_num_seqs=seats

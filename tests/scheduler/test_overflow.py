@@ -1,4 +1,4 @@
-"""Contexts that outgrow the model's: what is kept, what begins anew, and that every reply is right all the same."""
+"""Contexts that outgrow the model's: the KV that is kept, contexts that begin again, and right replies in all cases."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def a_harness(**settings):
 
 
 def talk(harness, name, turns, new=3, reply=6):
-    """A conversation of so many turns; returns the usage of each."""
+    """A conversation of `turns` turns; returns the usage of each."""
     usages = []
     for turn in range(turns):
         prompt = [*harness.logs.get(name, []), *range(50 + turn, 50 + turn + new)]
@@ -61,7 +61,8 @@ def test_without_kept_kv_a_window_is_computed_anew_at_each_step():
 
 @pytest.mark.parametrize("batching", BATCHING_MODES)
 def test_a_reply_alone_goes_on_in_its_next_window_though_nothing_else_happens(batching):
-    """Queued again in a plan of generation, behind the look at the queue, it was left there until a message came."""
+    """It was queued again in a plan of generation, after the queue had been checked, and stayed there until a message
+    came."""
     harness = a_harness(overflow=RECOMPUTE, batching=batching)
     harness.submit(range(WINDOW - 4), 12, truncate=True)
     while harness.open:
@@ -77,7 +78,8 @@ def test_a_client_without_an_id_finds_the_same_chunks():
 
 
 def test_both_find_what_began_at_another_base():
-    """A prompt longer than all windows begins anew; the id remembers where, without one each base is tried."""
+    """A prompt longer than all windows begins a new context; the id remembers its start, without one each base is
+    tried."""
     harness = a_harness()
     prompt = list(range(100))
     assert harness.turn(prompt, 6, "a", truncate=True) == {"new": 100 - 80}
@@ -121,7 +123,7 @@ def test_what_only_older_positions_saw_is_not_claimed():
 
 @pytest.mark.parametrize("host", [0, 40])
 def test_an_older_windows_chunk_that_is_lost_costs_the_visible_context(host):
-    """It cannot be computed alone: what it saw is gone as well."""
+    """It cannot be recomputed alone, because the positions that it saw are gone as well."""
     harness = a_harness(host_kv_chunks=host)
     talk(harness, "a", 12)
     seen = harness.scheduler.conversations.get("a").chunks
@@ -146,7 +148,7 @@ def test_a_newer_chunk_that_is_lost_is_computed_alone():
 @pytest.mark.parametrize("mode", OVERFLOW_MODES)
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_reply_suspended_beyond_its_window_goes_on_as_it_would_have(mode, lost):
-    """Its base is settled: with all of it lost it is computed again from there, window by window."""
+    """Its base is fixed: with all of it lost it is recomputed from there, window by window."""
     harness = a_harness(overflow=mode, gpu_kv_chunks=26, host_kv_chunks=40)
     for number, length in enumerate((6, 5, 4)):
         harness.submit(range(number, number + length), 32, truncate=True)
@@ -199,7 +201,7 @@ def test_contexts_too_short_to_move_on_are_refused():
 
 @pytest.mark.parametrize("mode", OVERFLOW_MODES)
 def test_nothing_is_left_of_a_deleted_conversation(mode):
-    """Nor what only its older positions saw, and nobody claims."""
+    """This includes KV that only older positions saw and that no conversation claims."""
     harness = a_harness(overflow=mode, host_kv_chunks=0)
     harness.turn(range(90), 6, "a", truncate=True)
     talk(harness, "a", 8)
@@ -209,7 +211,7 @@ def test_nothing_is_left_of_a_deleted_conversation(mode):
 
 
 def test_chunks_on_disk_serve_contexts_that_overflow():
-    """They are read whatever it costs: they cannot be computed alone."""
+    """They are read at any cost, because they cannot be recomputed alone."""
     harness = a_harness(host_kv_chunks=8, disk_kv_chunks=80, gpu_kv_chunks=10)
     for _ in range(3):
         for name in ("a", "b", "c"):

@@ -1,4 +1,4 @@
-"""Who is served first: smaller priorities, then earlier arrivals; and who waits too long."""
+"""The order of service: smaller priorities, then earlier arrivals; and requests that wait too long."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_smaller_priorities_are_served_first_equal_ones_by_arrival():
 
 
 def test_a_seat_is_not_taken_back():
-    """Priorities order the queue; nobody is suspended for them alone."""
+    """Priorities order the queue; they alone suspend no request."""
     harness = Harness(**ONE_SEAT)
     running = harness.submit([1], 4, priority=9)
     harness.tick()
@@ -56,7 +56,7 @@ def test_a_shortage_suspends_the_lowest_priority_then_the_latest_arrival(priorit
     harness.drain()
 
 
-def test_whoever_is_before_a_suspended_request_joins_and_whoever_is_behind_waits():
+def test_requests_before_a_suspended_one_join_and_those_behind_it_wait():
     harness = Harness(**TIGHT, max_num_seqs=3)
     harness.submit(range(20), 40, "a")
     second = harness.submit(range(100, 120), 30, "b")
@@ -69,7 +69,7 @@ def test_whoever_is_before_a_suspended_request_joins_and_whoever_is_behind_waits
     harness.drain()
 
 
-def test_nobody_starves_behind_those_of_equal_or_lower_priority():
+def test_no_request_starves_behind_equal_or_lower_priorities():
     harness = Harness(**TIGHT, max_num_seqs=4)
     long_ones = [harness.submit(range(100 * n, 100 * n + 20), 40, f"c{n}", priority=2) for n in range(3)]
     for number in range(600):
@@ -86,7 +86,7 @@ def test_nobody_starves_behind_those_of_equal_or_lower_priority():
 # -- waiting too long
 
 
-def test_whoever_has_no_seat_in_time_is_sent_away():
+def test_a_request_without_a_seat_in_time_is_refused():
     harness = Harness(**ONE_SEAT, queue_timeout=1.0)
     scheduler = harness.scheduler
     running = harness.submit([1], 40, "a")
@@ -129,7 +129,7 @@ def test_one_that_left_is_not_taken_for_a_later_one_of_its_id():
     harness.drain()
 
 
-def test_nobody_is_sent_away_unless_asked_for():
+def test_no_request_is_refused_without_a_time_out():
     harness = Harness(**ONE_SEAT)
     harness.submit([1], 4)
     harness.submit([2], 4)

@@ -1,4 +1,4 @@
-"""Where conversations' chunks are, told in stretches."""
+"""The tiers of conversations' chunks, reported in ranges."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from .harness import Harness
 
 
 def told(harness, most=1000):
-    """All stretches, one after the other."""
+    """All ranges, one after the other."""
     found, start = [], 0
     while True:
         chunk_tokens, entries, following, begun = harness.scheduler.conversations.residency(start, most)

@@ -1,4 +1,4 @@
-"""Rows that wait for their last token, prompts that are scored, and what a seat is told of tokens."""
+"""Rows that wait for their last token, prompts that are scored, and the tokens that a seat gets."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_constrained_row_joins_a_step_only_after_its_last_token_is_applied():
 
 @pytest.mark.parametrize("confirm", [False, True])
 def test_a_stuck_row_ends_without_its_token_and_without_a_commit(confirm: bool):
-    """Even if the token would be its last one. The other row, and its own KV as cache, are as before."""
+    """Even if the token would be its last one. The other row, and its own KV as cache, are unchanged."""
     made = scheduler()
     for number in (1, 2):
         asked = request(number, 40, 2, sampling=GRAMMAR, conversation=f"c{number}", confirm=confirm)
@@ -129,7 +129,7 @@ def test_scoring_spans_cover_all_that_is_left_and_write_what_they_did(position):
 
 
 def test_a_prompt_is_scored_in_pieces_once_each_token():
-    """With the prompt not known, then known whole: the pieces stay small and nothing known is written again."""
+    """With the prompt not cached, then fully cached: the pieces stay small and no cached chunk is written again."""
     made = scheduler()
     for number, choice in ((1, 0), (2, 1)):
         made.add(request(number, 700, conversation="c", prompt_logprobs=0, choice=choice), 0.0)
@@ -183,7 +183,7 @@ def test_a_resumed_seat_is_told_its_reply():
 
 
 def test_the_device_is_told_once_of_each_constrained_request_that_will_not_come_back():
-    """Not of one that is suspended: its matcher is needed again."""
+    """A suspended request is not reported: its matcher is needed again."""
     made = scheduler(gpu_kv_chunks=9, host_kv_chunks=5, max_model_len=120, max_num_seqs=5, generation_reserve=0.0)
     for number in range(1, 6):
         kind = Sampling() if number == 5 else GRAMMAR

@@ -154,8 +154,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 class SlowDisk(Harness):
-    """done      what is reported of disk work next: DISK slot -> whether it went well
-    in_time   everything is done at once
+    """done   the next reports of disk work: DISK slot -> whether it succeeded
+    in_time   all work is done at once
     """
 
     def __init__(self, **settings):

@@ -1,4 +1,4 @@
-"""When the next step is planned, on a clock of its own: late enough to be worth it, early enough for the device."""
+"""The time of the next plan, with a simulated clock: late enough to be useful, early enough for the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HOST_S = 0.001  # to plan and launch a step
 
 
 class Loop:
-    """A loop and its device: `real` tells a plan's seconds. A request waits at all times."""
+    """A loop and its device: `real` gives a plan's seconds. A request waits at all times."""
 
     def __init__(self, real: Callable[[float], float], host: Callable[[], float] = lambda: HOST_S):
         self.pace, self.real, self.host = StepTiming(COST), real, host
@@ -49,7 +49,7 @@ def mean(values: list[float]) -> float:
 
 
 def test_a_step_is_open_until_shortly_before_it_begins() -> None:
-    loop = Loop(lambda seconds: 2 * seconds)  # slower than the profile says
+    loop = Loop(lambda seconds: 2 * seconds)  # slower than in the profile
     for _ in range(400):
         loop.step()
     before = loop.idle
@@ -67,7 +67,7 @@ def test_at_first_nothing_is_known_and_nothing_is_risked() -> None:
 
 
 def test_steps_that_vary_leave_the_device_busy() -> None:
-    """Also where the profile is wrong by half of what tokens cost."""
+    """Also if the profile's cost of tokens is wrong by half."""
     dice = random.Random(1)
     loop = Loop(lambda seconds: (seconds + 0.005) / 2 * dice.uniform(0.95, 1.05), lambda: HOST_S * dice.uniform(0.5, 2))
     for _ in range(4000):
@@ -89,7 +89,7 @@ def test_a_host_that_hesitates_now_and_then_is_given_more_time() -> None:
 
 
 def test_rare_pauses_of_the_host_do_not_close_every_plan_early() -> None:
-    """One in 200 is late: less is lost than by all who would have to wait for the longest pause."""
+    """One in 200 is late: that costs less than if all plans waited for the longest pause."""
     dice = random.Random(3)
     loop = Loop(lambda seconds: 2 * seconds, lambda: HOST_S + (0.005 if dice.random() < 0.005 else 0.0))
     for _ in range(10_000):

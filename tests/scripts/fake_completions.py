@@ -1,4 +1,4 @@
-"""A completions endpoint whose delays are known: the client's figures can be told beforehand."""
+"""A completions endpoint with known delays, so the client's figures are known too."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ SOURCES = ("gpu", "host", "disk", "recomputed", "new")
 
 
 class CompletionsServer(FakeServer):
-    """Use as a context manager. A reply is the ids 900, 901, ...: the first after `first_s`, each next after `gap_s`.
+    """A context manager. A reply is the ids 900, 901, ...: the first after `first_s`, each next after `gap_s`.
 
-    fail   what happens instead, from request `fail_after` on: a status, "drop" (hangs up after two tokens), "error" (an
-           event says so), "silent" (no answer), "short" (a token too few)
-    ids    False: as a server that does not know `return_token_ids`
+    fail   the failure, from request `fail_after` on: a status, "drop" (hangs up after two tokens), "error" (sent in an
+           event), "silent" (no answer), "short" (a token too few)
+    ids    False: like a server that does not know `return_token_ids`
     """
 
     request_queue_size = 128
@@ -31,7 +31,7 @@ class CompletionsServer(FakeServer):
         """Clients hang up at a run's end."""
 
     def take(self, body):
-        """What is to go wrong with this request."""
+        """The failure of this request, or None."""
         with self._lock:
             self.bodies.append(body)
             self.prompt_tokens += len(body["prompt"])
@@ -68,7 +68,7 @@ class CompletionsHandler(Handler):
         for index in range(wanted):
             time.sleep(self.server.gap_s if index else self.server.first_s)
             if fail == "drop" and index == 2:
-                return  # neither usage nor [DONE]: HTTP/1.0 ends a body by hanging up
+                return  # without usage and [DONE]: HTTP/1.0 ends a body by closing the connection
             choice = {"index": 0, "text": "é"} | ({"token_ids": [900 + index]} if self.server.ids else {})
             self._write({"choices": [choice], "usage": None})
         usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": wanted}

@@ -1,4 +1,4 @@
-"""A server for the terminal chat: it keeps conversations as lists of messages and answers with what was said."""
+"""A server for the terminal chat: it keeps conversations as lists of messages and repeats the user's text."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 
 class FakeServer(ThreadingHTTPServer):
-    """Use as a context manager. `conversations`: id -> messages, by creation; `bodies`: every body that came.
+    """A context manager. `conversations`: id -> messages, by creation; `bodies`: all received bodies.
 
-    A message that says "wait" is answered without end: `stopped` is set when the client hangs up.
+    The message "wait" gets an endless answer: `stopped` is set when the client hangs up.
     """
 
     daemon_threads = True

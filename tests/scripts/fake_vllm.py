@@ -1,4 +1,4 @@
-"""vLLM's server as far as `versus` knows it: a process that has another one, on the port that it is told."""
+"""The parts of vLLM's server that `versus` uses: a process with a child, on the given port."""
 
 from __future__ import annotations
 

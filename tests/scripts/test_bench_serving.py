@@ -1,4 +1,4 @@
-"""What the client measures of servers whose delays are known, of a real one, and of those that fail."""
+"""The client's measurements of servers with known delays, of a real one, and of failing ones."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ TWO_TURNS = Dialogue(
 
 
 def play(monkeypatch, arrivals, requests, *clients):
-    """The clients' tallies, measured from the first moment until so many requests of each have ended, well or not."""
+    """The clients' tallies, measured from the first moment until `requests` requests of each have ended or failed."""
 
     def ended(tally):
         return tally.completed + tally.errors.total() >= requests
@@ -56,7 +56,7 @@ def client(server, **target):
 
 @pytest.fixture
 def bench(tmp_path, capsys):
-    """Runs the command against a server; returns its JSON lines and what it printed."""
+    """Runs the command against a server; returns its JSON lines and its output."""
     rows = [{"conversation": "a", "turn": index, **turn._asdict()} for index, turn in enumerate(TWO_TURNS.turns)]
     trace = tmp_path / "trace.jsonl"
     trace.write_text("\n".join(map(json.dumps, rows)))
@@ -71,7 +71,7 @@ def bench(tmp_path, capsys):
     return run
 
 
-LONGER = (1, 8, 40)  # times a short while: on a busy machine nothing may end in that
+LONGER = (1, 8, 40)  # multiples of a short time: on a busy machine no request may end in it
 
 
 def everything_seen(made):
@@ -92,7 +92,7 @@ def test_known_delays_are_what_is_measured(bench):
     assert (100 + 10 * 20) / REPLY <= made["ms_per_token_mean"] < 2000
     assert made["offered_per_s"] == pytest.approx(8 * 2)
     assert made["sources"]["new"] > 0 and made["cached_tokens"] == 3 * round(seconds * made["completed_per_s"])
-    assert made["gpu_seconds"] == 0.0 and made["dollars"] == 0.0  # the server's counter stands still
+    assert made["gpu_seconds"] == 0.0 and made["dollars"] == 0.0  # the server's counter does not change
     assert "new 100.0%" in said.out and "fake at http" in said.out
     assert all(set(body) == VLLM_FIELDS for body in server.bodies)
 
@@ -135,7 +135,7 @@ def test_failures_are_counted_by_kind_and_end_their_conversation(monkeypatch):
 
 def test_a_server_that_dies_is_counted_and_ends_nothing():
     dialogue = Dialogue("d", None, (SessionTurn(0, 5, 400),), ((MadeUp(5),),))
-    for times in LONGER:  # who comes late finds no server, or too late a one that still listens
+    for times in LONGER:  # a late client finds no server, or one that still listens too late
         arrivals = [Arrival(times * index / 20, dialogue, index) for index in range(20)]
         window = Window(0.0, times * 2.0)
         with (
@@ -144,7 +144,7 @@ def test_a_server_that_dies_is_counted_and_ends_nothing():
         ):
             time.sleep(max(0.0, load.start + times * 0.5 - bench_clients.clock()))
             server.shutdown()
-            server.server_close()  # nobody listens any more; what is open goes on
+            server.server_close()  # closes the listening socket; open connections continue
             tally = load.result()
         if tally.sent == 20 and min(tally.errors["cannot connect"], tally.open_at_end) > 3:
             break

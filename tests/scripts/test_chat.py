@@ -100,13 +100,13 @@ def test_no_server(url, message):
 
 
 class Terminal:
-    """The chat in a terminal of its own."""
+    """The chat in its own terminal."""
 
     def __init__(self, *options):
         self.pid, self._file = pty.fork()
         if self.pid == 0:
             os.environ["TERM"] = "dumb"
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # who runs the tests in the background has it ignored
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # it is ignored if the tests run in the background
             os.execv(sys.executable, [*CHAT, *options])
         self._seen = ""
 
@@ -114,7 +114,7 @@ class Terminal:
         os.write(self._file, text.encode())
 
     def expect(self, pattern, seconds=30):
-        """Reads until the pattern shows; what came before the end of its match is not seen again."""
+        """Reads until the pattern matches; text up to the end of the match is not read again."""
         until = time.monotonic() + seconds
         while not (match := re.search(pattern, self._seen)):
             ready, _, _ = select.select([self._file], [], [], max(0.0, until - time.monotonic()))
@@ -124,10 +124,10 @@ class Terminal:
         return match[0]
 
     def leave(self, key, seconds=30):
-        """Presses the key, and more until the chat has ended; its exit status.
+        """Presses the key until the chat has ended; returns its exit status.
 
-        Once would do but for a gap in Python's readline: a signal between the prompt and the wait behind it is only
-        seen with the next key. A second signal might hit an interpreter that is ending.
+        One key would be enough, except for a gap in Python's readline: a signal between the prompt and the next wait is
+        only seen with the next key. A second signal might hit an interpreter that is ending.
         """
         until = time.monotonic() + seconds
         while time.monotonic() < until:

@@ -1,4 +1,4 @@
-"""What commands share: exit statuses, bounds and tables."""
+"""Functions shared by commands: exit statuses, bounds and tables."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ MOST_SECONDS = 3.0  # of a processor; about 0.1 are needed
 
 
 def answer(program: str, *words: str) -> tuple[subprocess.CompletedProcess[str], set[str], float]:
-    """What it says, the modules that it imported, and the seconds that it took of a processor."""
+    """Its output, the modules that it imported, and its processor seconds."""
     module, first = PROGRAMS[program]
     before = sum(os.times()[2:4])
     done = subprocess.run([sys.executable, "-c", PROBE, module, *first, *words], capture_output=True, text=True)
@@ -42,7 +42,7 @@ def answer(program: str, *words: str) -> tuple[subprocess.CompletedProcess[str],
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("word", ["--help", "--version", "--hlep"])
 def test_questions_are_answered_at_once(program: str, word: str) -> None:
-    """Without what takes seconds to import."""
+    """Without imports that take seconds."""
     done, imported, seconds = answer(program, word)
     assert not imported & HEAVY
     assert seconds < MOST_SECONDS

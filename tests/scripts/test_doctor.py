@@ -1,4 +1,4 @@
-"""`pensieve doctor`: it tells what is missing and what to do, and never falls over what it finds."""
+"""`pensieve doctor`: it reports missing parts with advice, and no finding makes it fail."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def found(device: str, state: Path) -> dict[str, Finding]:
 
 
 def test_a_machine_without_anything_is_told_everything(bare: Path) -> None:
-    """Without a GPU, problems where one is to be used."""
+    """Without a GPU, problems are reported only where one is required."""
     findings = found("cuda", bare)
     assert findings["driver"].level is Level.PROBLEM and "nvidia-smi is not there" in findings["driver"].found
     assert findings["compiler"].level is findings["mpi"].level is Level.OPTIONAL

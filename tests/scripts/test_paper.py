@@ -1,4 +1,4 @@
-"""The paper's evaluation in small: what is run, what is printed, what is not run again."""
+"""The paper's evaluation in small: the runs, the output, and the cases that are not run again."""
 
 from __future__ import annotations
 

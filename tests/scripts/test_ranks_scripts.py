@@ -1,4 +1,4 @@
-"""The commands that run as several ranks start them by themselves, and say what they found."""
+"""The commands that run as several ranks start the ranks themselves, and print their results."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The command: lines of what happened in the run's last seconds; who is served first under more load than there is room
-for; wrong settings are named."""
+"""The command: a line for each run's last seconds; the order of service under overload; wrong settings are named."""
 
 import json
 
@@ -34,7 +33,7 @@ def runs(capsys, *options):
 
 
 @pytest.mark.slow
-def test_recomputations_do_not_push_out_what_hits_behind_them_need(capsys):
+def test_recomputations_do_not_evict_the_hits_of_later_requests(capsys):
     """More load than the tiers hold: by response ratio more is done, and most turns wait less."""
     options = ["--rate", "2", "--think-s", "5", "--start", "middle", "--ramp-s", "5"]
     options += ["--seconds", "90", "--measure-s", "60"]

@@ -25,7 +25,7 @@ RUN = [sys.executable, "-m", "pensieve.scripts.versus"]
 
 @pytest.fixture
 def options(tmp_path):
-    """Of a run on the CPU, of windows that are soon over."""
+    """Options of a run on the CPU, with short windows."""
     shape = tmp_path / "shape.json"
     shape.write_text(json.dumps(LLAMA_SHAPE | {"architectures": ["LlamaForCausalLM"]}))
     words = ["--device", "cpu", "--shape", shape, "--vllm", make_site(tmp_path / "site"), "--work", tmp_path / "work"]
@@ -46,7 +46,7 @@ def options(tmp_path):
 
 
 def started(tmp_path):
-    """Of each fake vLLM its words and the number of its process."""
+    """For each fake vLLM its words and the number of its process."""
     return [json.loads(line) for line in (tmp_path / "site" / "started").read_text().splitlines()]
 
 
@@ -167,7 +167,7 @@ def test_pensieve_and_vllm_in_one_run(options, tmp_path):
     assert json.loads((model / "config.json").read_text())["max_position_embeddings"] == 16384
 
 
-# -- what is told of it
+# -- the report
 
 
 def record(server, rate, run="a1", workload="chats", **result):

@@ -1,4 +1,4 @@
-"""What twins of the bindings' classes have in common; and memory, given by its address."""
+"""Shared by the twins of the bindings' classes; and memory, given by its address."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""NVIDIA's Python bindings of TensorRT without TensorRT, and the signatures of what is in them.
+"""NVIDIA's Python bindings of TensorRT without TensorRT, and the signatures in them.
 
-The bindings import once three libraries are there that export nine C functions. Here these return null, so that nothing
+The bindings can be imported if three libraries exist that export nine C functions. Here these return null, so no object
 can be made; but classes, enumerations and signatures, which are in the docstrings, are the real ones.
 """
 
@@ -114,7 +114,7 @@ PLAIN = {
 
 
 def fits(value: Any, type_name: str, classes: dict[str, type]) -> bool:
-    """Whether pybind11 would take the value; `classes` stand for those of the bindings."""
+    """Returns whether pybind11 would accept the value; `classes` replace those of the bindings."""
     if type_name in PLAIN:
         return isinstance(value, PLAIN[type_name]) and not (type_name == "typing.SupportsInt" and value is True)
     if item := re.fullmatch(r"collections\.abc\.Sequence\[(.*)\]", type_name):

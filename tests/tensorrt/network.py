@@ -1,4 +1,4 @@
-"""Networks layer by layer: what TensorRT documents of each, and what it would refuse."""
+"""Networks layer by layer: TensorRT's documented behaviour of each, and its refusals."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class ConcatenationLayer(Layer, stands_for="IConcatenationLayer"):
 
 
 class Dimension:
-    """A dimension known at run time only: nobody may ask for its value."""
+    """A dimension known at run time only: reading its value is an error."""
 
     def __init__(self, size: int):
         self._size = size
@@ -127,7 +127,7 @@ _shapes_lock = threading.Lock()  # the bindings keep the builder of dimensions i
 
 
 class PluginCall:
-    """A plugin in a network, as it comes out of a plan: made anew from those fields that are serialised."""
+    """A plugin in a network, as loaded from a plan: rebuilt from its serialised fields."""
 
     def __init__(self, plugin: Any):
         self._plugin = plugin

@@ -1,7 +1,7 @@
-"""A TensorRT in plain PyTorch on the CPU, which does what TensorRT documents and refuses what it would refuse.
+"""A TensorRT in plain PyTorch on the CPU, with TensorRT's documented behaviour and refusals.
 
-`install` puts it in the place of the module `tensorrt`: enumerations, plain data and the whole of `tensorrt.plugin` are
-NVIDIA's bindings; builders, networks, engines and contexts are twins, whose every call and assignment is checked
+`install` puts it in the place of the module `tensorrt`. Enumerations, plain data and the whole of `tensorrt.plugin` are
+NVIDIA's bindings. Builders, networks, engines and contexts are twins; each of their calls and assignments is checked
 against the signatures of the bindings. Streams are numbers, device memory is memory.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from .base import ALIGNMENT, STREAM, TORCH_TYPES, TWINS, Refused, Twin, Weights, allow, memory, real, values_at
 from .network import ELEMENTWISE, ET, REGISTRY, Dimension, DimsExprs, INetworkDefinition, ITensor, PluginCall
 
-__all__ = ["ELEMENTWISE", "ET", "PluginCall", "Refused"]  # for tests, beside what is here
+__all__ = ["ELEMENTWISE", "ET", "PluginCall", "Refused"]  # re-exported for tests
 
 Ranges = dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
 
@@ -82,7 +82,7 @@ class IBuilderConfig(Twin, stands_for="IBuilderConfig"):
 
 
 class Plan:
-    """A built network: constants are copied out of the caller's memory; what can be refitted is left out."""
+    """A built network: constants are copied out of the caller's memory; weights that can be refitted are left out."""
 
     def __init__(self, network: INetworkDefinition, config: IBuilderConfig):
         flags = config._flags
@@ -250,7 +250,7 @@ class Refitter(Twin, stands_for="Refitter"):
 
 @contextmanager
 def install() -> Iterator[ModuleType]:
-    """The module `tensorrt` is the twin as long as this lasts; nothing of ours that imports it stays loaded after."""
+    """While this is open the module `tensorrt` is the twin; our modules that import it are unloaded afterwards."""
     module = ModuleType("tensorrt")
     vars(module).update({name: value for name, value in vars(real).items() if not name.startswith("__")})
     module.__version__ = real.__version__
@@ -273,7 +273,7 @@ def install() -> Iterator[ModuleType]:
 
 @contextmanager
 def as_on_a_gpu(plugins: ModuleType) -> Iterator[None]:
-    """What `tensorrt_plugins` asks of CUDA, of the CPU: memory is memory, and there is one stream."""
+    """Lets `tensorrt.plugins` run on the CPU: device memory is host memory, and there is one stream."""
 
     def on_stream(stream: int) -> Any:
         assert stream == STREAM

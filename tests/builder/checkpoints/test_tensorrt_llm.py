@@ -1,4 +1,4 @@
-"""TensorRT-LLM's legacy checkpoints: what a Hugging Face one becomes there comes back as the same engine."""
+"""TensorRT-LLM's legacy checkpoints: a Hugging Face checkpoint converted to this format gives the same engine."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def qkv_of(tensors, name, config, ranks, rank, kind):
 
 
 def padded(tensor, ranks):
-    """With rows of zeros up to a multiple of the ranks."""
+    """Pads with rows of zeros up to a multiple of the ranks."""
     return torch.cat((tensor, tensor.new_zeros(-len(tensor) % ranks, tensor.shape[1])))
 
 
 def write_legacy(source, target, config, ranks, first_generation=False, parallel_embedding=False, shared_head=False):
-    """What their converter makes of the checkpoint in `source`, for so many ranks."""
+    """Writes the output of TensorRT-LLM's converter for the checkpoint in `source` and this number of ranks."""
     tensors = load_file(source / "model.safetensors")
     target.mkdir()
     for rank in range(ranks):

@@ -79,7 +79,7 @@ IN_JSON = AddedToken("<a>", special=True)
 
 @pytest.fixture
 def with_json(tmp_path):
-    """A checkpoint with a tokenizer.json, and what writes the added tokens of its tokenizer_config.json."""
+    """A checkpoint with a tokenizer.json, and a function that writes the added tokens of its tokenizer_config.json."""
     tokenizer = Tokenizer(models.WordLevel(WORDS, unk_token="x"))
     tokenizer.add_tokens([IN_JSON])
     directory = tmp_path / "with_json"
@@ -138,14 +138,14 @@ def test_tokens_that_cannot_be_added_as_the_settings_say_are_refused(added, name
             "eos_token": "</s>",
             "some_token": {"id": 3},
             "image_token": {"content": "<a>"},
-        },  # none says that it is one
+        },  # no entry marks it as a token
         {"eos_token": "</s>", "image_token": {"__type": "AddedToken", "content": "<a>", **FLAGS}},
     ],
 )
 def test_tokens_with_a_role_are_not_cut_up(name, roles, with_json, tmp_path):
     checkpoint = with_json({})
     (checkpoint / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    if name == "special_tokens_map.json":  # which says nothing of types
+    if name == "special_tokens_map.json":  # this file has no types
         roles = {role: _without_type(value) for role, value in roles.items()}
     (checkpoint / name).write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **roles}))
     theirs, ours = PreTrainedTokenizerFast.from_pretrained(checkpoint), made(checkpoint, tmp_path, opt=False)

@@ -1,4 +1,4 @@
-"""Compiled decoders: what the compiler gets, and that the package computes the same for any batch, pool and weights."""
+"""Compiled decoders: the compiler's input, and equal results of the package for any batch, pool and weights."""
 
 import pytest
 import torch
@@ -91,7 +91,7 @@ def test_pools_of_one_process_do_not_mix(compiled):
 
 
 def test_the_weights_are_not_copied(compiled):
-    """Changed where they are, they change what the package computes."""
+    """Changing the weights in place changes the package's results."""
     directory, _ = compiled
     config = Manifest.read(directory).decoder
     stored = {name: tensor.clone() for name, tensor in load_weights(directory / WEIGHTS).items()}
@@ -130,7 +130,7 @@ def test_on_a_gpu_captured_steps_are_as_near_to_float32_as_the_reference(kind, t
 
 
 def logits_and_kv(forward, config, batches, dtype, how=lambda step: step()):
-    """Of all steps; both float32. how(step): runs a step and returns its logits."""
+    """Results of all steps; both float32. how(step): runs a step and returns its logits."""
     shape = (batches[0].block_table.numel(), config.layers, 2, config.kv_heads, 16, config.head_dim)
     pool = torch.zeros(shape, dtype=dtype, device="cuda")
     logits = []
@@ -147,7 +147,7 @@ def logits_and_kv(forward, config, batches, dtype, how=lambda step: step()):
 
 
 def captured(step):
-    step()  # what cannot be captured happens now
+    step()  # work that cannot be captured happens now
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

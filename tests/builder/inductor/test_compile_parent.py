@@ -1,4 +1,4 @@
-"""Compiling in a process of its own: whatever happens there, the build says why and leaves nothing behind."""
+"""Compiling in a separate process: after any failure there, the build reports the reason and leaves no files behind."""
 
 import errno
 import hashlib
@@ -37,7 +37,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def child(tmp_path, monkeypatch):
-    """Makes what is run in place of Python a shell script; $3 is the directory of the engine in the making."""
+    """Runs a shell script in place of Python; $3 is the directory of the unfinished engine."""
     (tmp_path / "bin").mkdir()
 
     def write(script):

@@ -1,4 +1,4 @@
-"""What code was compiled for, and what keeps it from running elsewhere."""
+"""The target of compiled code, and the reasons why it cannot run elsewhere."""
 
 import platform
 

@@ -1,4 +1,4 @@
-"""The lock of a build: one at a time, whoever dies."""
+"""The lock of a build: one holder at a time, even if a holder dies."""
 
 import multiprocessing
 import os
@@ -48,7 +48,7 @@ def test_many_threads_never_hold_it_together(tmp_path):
     assert most == [1] * 200 and not (tmp_path / "lock").exists()
 
 
-def test_a_process_that_is_killed_holds_nobody_up(tmp_path):
+def test_a_killed_process_delays_no_other_build(tmp_path):
     context = multiprocessing.get_context("spawn")
     held, release = context.Event(), context.Event()
     process = context.Process(target=hold, args=(tmp_path / "lock", held, release))

@@ -1,4 +1,4 @@
-"""Decoders as TensorRT networks, built and run by a TensorRT in PyTorch: the same logits, whatever the batch."""
+"""Decoders as TensorRT networks, built and run by a TensorRT twin in PyTorch: the same logits for any batch."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def packed(ours, directory, config, weights, ranks=1):
 
 @torch.inference_mode()
 def logits(forward, config, prompts, dtype, ranks=1):
-    """Of all positions of all prompts, computed in STEPS over a pool of its own."""
+    """Logits of all positions of all prompts, computed in STEPS over a new pool."""
     shape = (64, config.layers, 2, Shard(config, ranks).kv_heads, 4, config.head_dim)
     runner = ScatteredRunner(forward, shape, prompts, dtype)
     for spans in STEPS:

@@ -1,4 +1,4 @@
-"""The attention kernel: as exact as plain attention in its precision, and deaf to what else is in the step."""
+"""The attention kernel: as exact as plain attention in its precision, and independent of the rest of the step."""
 
 import random
 from unittest.mock import MagicMock
@@ -85,7 +85,7 @@ def test_block_tables_in_any_order(table):
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_is_the_same_bits_whatever_its_neighbours(dtype):
+def test_a_row_has_the_same_bits_with_any_neighbours(dtype):
     q, segments, block_table, pool = random_batch(5, 4, 1, 128 if CUDA else 16, dtype, LENGTHS)
     together = attend(q, segments, block_table, pool)
     for segment in segments if CUDA else segments[::3]:

@@ -1,4 +1,4 @@
-"""The kernel that writes KV does what its reference does, to the bit."""
+"""The kernel that writes KV gives its reference's results, bit for bit."""
 
 import pytest
 import torch

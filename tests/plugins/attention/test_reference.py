@@ -74,7 +74,7 @@ def test_a_batch_of_padding_only_and_segments_without_queries():
 
 
 def test_a_query_sees_the_keys_from_kv_start_to_its_own():
-    """With equal scores the result is the mean of the values seen: computable by hand."""
+    """With equal scores the result is the mean of the visible values, which can be computed by hand."""
     pool = torch.zeros(3, 1, 2, 1, 4, 1)
     table = torch.tensor([[2, 0, 1]], dtype=torch.int32)
     for coordinate in range(12):

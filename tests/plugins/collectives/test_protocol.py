@@ -1,4 +1,5 @@
-"""Collectives as torch operations, and ranks on the threads of one process: sums, order, and nobody left waiting."""
+"""Collectives as torch operations, and ranks on the threads of one process: sums, order, and no rank that waits for
+ever."""
 
 import time
 

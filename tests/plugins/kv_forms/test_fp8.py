@@ -1,4 +1,5 @@
-"""Chunks in eight bits: what the round trip costs, what it leaves alone, and that the kernels are their reference."""
+"""Chunks in eight bits: the error of a round trip, the numbers that it keeps, and equal results of kernels and
+reference."""
 
 import math
 
@@ -42,7 +43,8 @@ def test_a_layer_is_one_aligned_piece_and_records_are_about_half(shape):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_error_is_a_sixteenth_at_most(shape, dtype):
-    """Of a number; of those below 1/14336 of their head's largest, which are subnormal, half of their last bit."""
+    """At most 1/16 of a number; of numbers below 1/14336 of their head's largest, which are subnormal, half of the last
+    bit."""
     pool = random_pool(shape, dtype).double()
     largest = pool.abs().amax((-2, -1), keepdim=True)
     error = (round_trip(pool.to(dtype)).double() - pool).abs()
@@ -116,7 +118,7 @@ def test_powers_of_two_are_no_worse_than_the_largest_number_over_the_largest_cod
 
 
 def special(shape, dtype):
-    """Every exponent, ties between codes, and what is not finite."""
+    """Every exponent, ties between codes, infinities and NaN."""
     pool = random_pool(shape, dtype, seed=3)
     codes = torch.arange(256, dtype=torch.uint8).view(CODES).float()
     ties = (codes + codes.roll(1)) / 2

@@ -12,7 +12,7 @@ from pensieve.plugins.kv_forms.host_copy_kernel import BLOCK, copy_words
 @needs_kernels
 @pytest.mark.parametrize("count", [0, 1, 5, BLOCK, 3 * BLOCK + 17])
 def test_there_and_back(count):
-    """On a GPU from and to pinned memory; the words behind stay as they were."""
+    """On a GPU from and to pinned memory; the words after them stay unchanged."""
     generator = torch.Generator().manual_seed(count)
     source = torch.randint(-(2**31), 2**31 - 1, (count,), generator=generator, dtype=torch.int32)
     target = torch.full((count + 8,), 7, dtype=torch.int32)

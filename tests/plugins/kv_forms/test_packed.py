@@ -1,4 +1,4 @@
-"""Exact chunks of about 12.5 bits a number: nothing is lost, what does not hold says so, and that the kernels are their
+"""Exact chunks of about 12.5 bits per number: no loss, failed copies are reported, and kernels equal their
 reference."""
 
 import math
@@ -28,7 +28,7 @@ def random_pool(shape, seed=0, device="cpu"):
 
 
 def odd_pool(shape, seed=0):
-    """With subnormals, signed zeros and what is not finite too, in a channel of their own."""
+    """With subnormals, signed zeros, infinities and NaN too, in their own channel."""
     pool = random_pool(shape, seed)
     own = pool[-1, -1, -1, -1].view(torch.int16)
     own[:, 0] = torch.tensor(ODDITIES, dtype=torch.bfloat16).view(torch.int16).repeat(len(own))[: len(own)]
@@ -80,7 +80,7 @@ def test_nothing_is_lost(shape):
 
 
 def test_every_number_there_is():
-    """All 65,536, those that are alike in sign and exponent in a channel of their own."""
+    """All 65,536, with one channel for each sign and exponent."""
     pool = torch.arange(65536).short().view(1, 1, 2, 1, 256, 128).transpose(-1, -2)
     pool = pool.reshape(1, 1, 2, 1, 128, 256).contiguous().view(torch.bfloat16)
     assert torch.equal(bits(round_trip(pool)), bits(pool))
@@ -148,7 +148,7 @@ def slots_of(*numbers):
 
 
 def used_records(shape, count, layers):
-    """As a pinned buffer is: padding zero, all else what was there before."""
+    """As in a reused pinned buffer: padding is zero, all else is old data."""
     at, heads = layout(shape), math.prod(shape[2:4])
     records = torch.randint(1, 256, (count, layers, at.length), generator=torch.Generator().manual_seed(0)).byte()
     records[..., at.bases + heads * shape[5] : at.escapes] = 0
@@ -218,7 +218,7 @@ def test_few_programs_do_all_and_no_tasks_do_nothing(monkeypatch):
 @needs_kernels
 @pytest.mark.parametrize("tokens, channels", [(256, 256), (2, 32768)])
 def test_the_kernels_at_the_largest_head(tokens, channels):
-    """All positions of 16 bits, and a half of nothing but escapes."""
+    """Positions need all 16 bits, and half of the numbers are escapes."""
     from pensieve.plugins.kv_forms import packed_kernel as kv_packed_kernel
 
     pool = torch.ones(1, 1, 2, 1, tokens, channels, dtype=torch.bfloat16)

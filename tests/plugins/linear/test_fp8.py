@@ -1,4 +1,5 @@
-"""Projections in FP8: what rounding keeps, the operation everywhere, and the GPU's product beside its twin."""
+"""Projections in FP8: the precision of rounding, the operation on every device, and the GPU's product against its
+twin."""
 
 import pytest
 import torch
@@ -65,7 +66,7 @@ def test_rows_are_rounded_as_the_twin_does():
         values, scales = quantise_rows(x)
         torch.testing.assert_close(scales, row_scales(x), rtol=1e-6, atol=0)
         expected = rounded(x, scales).float()
-        if CUDA:  # the interpreter halves what rounds up to a power of two
+        if CUDA:  # the interpreter halves numbers that round up to a power of two
             torch.testing.assert_close(values.float(), expected, rtol=0.13, atol=2**-8)  # one step
         differ = (values.float() != expected).float().mean()
         assert not tokens or differ < (0.001 if CUDA else 0.05)

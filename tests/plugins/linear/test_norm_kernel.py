@@ -1,4 +1,4 @@
-"""Norms and the SiLU gate: one pass gives what plain PyTorch gives."""
+"""Norms and the SiLU gate: one pass gives the results of plain PyTorch."""
 
 import pytest
 import torch

@@ -39,11 +39,11 @@ class Event:
 
 
 class Stream:
-    """Does one piece of work after the other, when it is told to; a wait is work that cannot be done yet."""
+    """Does one piece of work after the other, on command; a wait is work that cannot be done yet."""
 
     def __init__(self, streams):
         self.work = deque()
-        self.cuda_stream = self  # what stands in for the driver wants no handle
+        self.cuda_stream = self  # the driver's stand-in needs no handle
         streams.append(self)
 
     def wait_event(self, event):
@@ -123,7 +123,7 @@ def copy_batch(targets, sources, sizes, stream):
 
 
 def random_copies(streams, seed):
-    """Whether both pools end as numpy's would, after copies of either lane that wait for all of the other's."""
+    """Returns whether both pools end like numpy's, after copies on each lane that wait for all of the other's."""
     dice = random.Random(seed)
     host = PinnedPool(HostMemory(), HOST_SLOTS, RECORD, largest_piece=7 * RECORD)
     pool = torch.zeros(SHAPE)
@@ -165,7 +165,7 @@ def test_any_order_that_events_allow_is_right(streams):
 
 @pytest.mark.parametrize("ignored", ["emptied", "filled"])
 def test_the_order_is_what_makes_it_right(streams, monkeypatch, ignored):
-    """The test above has teeth: without waiting for the one or the other event of a half, what is copied is wrong."""
+    """Shows that the test above can fail: without the wait for one of a half's events, the copied data is wrong."""
     wait_event, make_half, events = Stream.wait_event, coded_copies._Half.__init__, []
 
     def remember(half, *arguments):

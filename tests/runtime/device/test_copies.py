@@ -15,7 +15,7 @@ class NullTicket(Ticket):
 
 
 class NullDevice:
-    """Writes down what it is told; a lane's work is done once the test says so."""
+    """Records its calls; a lane's work is done when the test says so."""
 
     def __init__(self):
         self.calls = []
@@ -65,7 +65,7 @@ def test_whole_records_out_and_ungated_in(transfers, device):
 
 
 def test_swap_outs_are_looked_at_once_they_are_complete(device):
-    """Each record once, with the ticket that says so."""
+    """Each record once, with the ticket that confirms it."""
     looked = []
     transfers = Transfers(device, 5, 2, 100, is_exact=lambda slot: looked.append(slot) or slot % 2 == 0)
     transfers.issue(
@@ -108,7 +108,7 @@ def test_a_lane_waits_for_the_others_only_and_not_for_what_is_complete(transfers
 
 
 def test_hazard_gate_not_yet_recorded(transfers, device):
-    """A step that runs before its gates are marked would pass them at once and read what is not there."""
+    """A step that runs before its gates are marked would pass them at once and read slots that are not filled."""
     step(transfers, device, 1)
     gated = plan(2, copies=[copy(Lane.IN, 1, {0: 0}, gated=True)])
     with pytest.raises(InvariantError, match="step 2 would be launched before its gates are marked"):
@@ -141,7 +141,7 @@ def test_with_in_first_copies_ahead_of_time_wait_for_the_swap_ins_before_them(de
 
 
 def test_with_in_first_evictions_wait_for_nothing_more(device):
-    """Those whose room the step needs, or a swap-in of the same plan."""
+    """Evictions that the step, or a swap-in of the same plan, needs."""
     transfers = Transfers(device, layers=5, group_layers=5, chunk_bytes=100, in_first=True)
     transfers.issue(plan(1, copies=[copy(Lane.IN, 1, {5: 6})]))
     transfers.issue(plan(2, copies=[copy(Lane.OUT, 1, {0: 0})], after=Tickets(0, 0, 1)))

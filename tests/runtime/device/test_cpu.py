@@ -55,7 +55,7 @@ def delay(slow: Lane, seconds: float = 0.05):
 
 
 def chunk(device: CpuDevice, tier: Tier, slot: int) -> list[float]:
-    """What is in the slot, layer by layer; every layer must hold one value."""
+    """The slot's contents, layer by layer; every layer must hold one value."""
     record = device._pools[tier][slot].flatten(1)
     assert torch.equal(record, record[:, :1].expand_as(record))
     return record[:, 0].tolist()
@@ -188,7 +188,7 @@ def test_what_a_lane_raises_reaches_every_waiter_and_issuer(devices):
         with pytest.raises(RuntimeError) as raised:
             failing()
         assert raised.value is Broken.error
-    assert chunk(device, Tier.HOST, 0) == [100.0] * 3  # what waited for the failed step was not done
+    assert chunk(device, Tier.HOST, 0) == [100.0] * 3  # work that waited for the failed step was not done
 
 
 def test_close_finishes_work_ends_the_threads_and_is_idempotent(devices):
@@ -215,7 +215,7 @@ def test_a_pool_that_does_not_fit_names_its_setting():
 
 
 def test_a_pool_that_the_process_may_not_have_names_its_setting(monkeypatch):
-    """A limit of the process (ulimit -v) is less than what the host has free."""
+    """A limit of the process (ulimit -v) is below the host's free memory."""
     monkeypatch.setattr(CpuDevice, "memory", lambda *_: Memory(2**62, 2**62))
     device = CpuDevice()
     with pytest.raises(SettingError, match=r"--host-kv-chunks: .* could not be had"):

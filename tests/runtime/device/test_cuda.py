@@ -66,7 +66,7 @@ def test_without_a_gpu_the_setting_is_named():
 
 @functools.cache
 def cycles_a_second() -> float:
-    """Of the spinning kernel."""
+    """Clock cycles of the spinning kernel per second."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(1_000_000)
     begin.record()
@@ -104,7 +104,7 @@ def delay(*slow: Lane, seconds: float = 0.05):
 
 @pytest.fixture
 def closing():
-    """Closes what it is given, at the end."""
+    """Closes the objects passed to it, at the end."""
     made = []
     yield lambda one: made.append(one) or one
     for one in made:
@@ -115,7 +115,7 @@ def closing():
 
 
 def pools(device: CudaDevice, shape=(50, 3, 2, 1, 4, 16), host_slots=35) -> tuple[torch.Tensor, np.ndarray]:
-    """Makes both pools, full of distinct numbers; returns what is in them."""
+    """Makes both pools, full of distinct numbers; returns their contents."""
     device.allocate_pool(Tier.GPU, shape, torch.float32)
     device.allocate_pool(Tier.HOST, (host_slots, *shape[1:]), torch.float32)
     on_device = torch.randn(shape)
@@ -189,7 +189,7 @@ def test_a_lane_keeps_its_order_and_waits_for_other_lanes(closing):
     assert time.perf_counter() - begin > 0.15
     assert device.ready(first) and device.ready(second)
     waited = device.transfer_seconds()
-    assert waited.queued_in.copies == 2 and waited.queued_in.seconds > 0.2  # 0.1 s, and as much again behind the first
+    assert waited.queued_in.copies == 2 and waited.queued_in.seconds > 0.2  # 0.1 s, and twice that for the second
     assert waited.queued_out.copies == 1 and waited.queued_out.seconds > 0.15
     on_device, host = contents(device)
     assert np.array_equal(on_device[0], on_host[1]) and np.array_equal(host[1], on_host[1])
@@ -237,7 +237,7 @@ def test_closing_gives_everything_back():
         device.mark(Lane.OUT)
 
 
-# Steps. What a plan brings is compared with what the CPU device brings.
+# Steps. The results of plans are compared with the CPU device's.
 
 
 def executor_on(device: Device, engine: TinyEngine, host_form=None, **settings) -> Executor:
@@ -253,7 +253,7 @@ def executor_on(device: Device, engine: TinyEngine, host_form=None, **settings) 
 
 
 def run(executor: Executor, plans, in_flight=1) -> list[tuple[int, ...]]:
-    """The tokens of each plan; up to so many are in flight at once."""
+    """The tokens of each plan; at most `in_flight` plans are in flight at once."""
     tokens, launched = [], 0
     for step in plans:
         if launched == in_flight:
@@ -376,13 +376,14 @@ WISHES = {
 @on_gpu
 @pytest.mark.parametrize("wish", WISHES)
 def test_hazard_a_step_in_flight_keeps_its_inputs(closing, wish):
-    """Steps are held up, so that those behind are uploaded long before: tokens are the CPU's. Nothing waits."""
+    """Steps are delayed, so later ones are uploaded long before they run: tokens equal the CPU's. The host never
+    waits."""
     plans = generation(12, WISHES[wish])
     twin = closing(executor_on(CpuDevice(), TinyEngine("llama")))
     executor = closing(executor_on(HeldUp(delay(Lane.COMPUTE, seconds=0.02)), TinyEngine("llama", "cuda")))
     wanted = run(twin, plans)
     got = run(executor, plans[:6], in_flight=MAX_IN_FLIGHT)
-    torch.cuda.set_sync_debug_mode("error")  # whatever makes the host wait for the device raises
+    torch.cuda.set_sync_debug_mode("error")  # any call that makes the host wait for the device raises
     try:
         got += run(executor, plans[6:], in_flight=MAX_IN_FLIGHT)
     finally:

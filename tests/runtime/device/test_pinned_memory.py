@@ -1,4 +1,5 @@
-"""Addresses of records, and copies between pools, on memory of this process: what CUDA is told without CUDA."""
+"""Addresses of records, and copies between pools, on memory of this process: the arguments of CUDA calls, without
+CUDA."""
 
 import ctypes
 import random

@@ -27,7 +27,7 @@ with locked(Path(sys.argv[1]), "--state-dir"):
 """
 
 
-def test_a_second_process_is_told_who_has_the_directory(tmp_path: Path) -> None:
+def test_a_second_process_is_told_which_process_has_the_directory(tmp_path: Path) -> None:
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "state")], **pipes) as other:
         assert other.stdout is not None and other.stdout.readline() == b"locked\n"
@@ -89,8 +89,8 @@ def test_folders_of_ranks_that_are_no_more_go_too(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0", "rank-old"]
 
 
-def test_a_full_disk_keeps_nobody_from_a_directory(tmp_path: Path) -> None:
-    """Who has it cannot be written down, and that is all: what else needs the disk says so itself."""
+def test_a_directory_can_be_locked_on_a_full_disk(tmp_path: Path) -> None:
+    """The lock's owner cannot be written down. Other users of the disk report the full disk themselves."""
     (tmp_path / "lock").symlink_to("/dev/full")
     with locked(tmp_path, "--state-dir"):
         pass

@@ -184,7 +184,7 @@ def test_a_flipped_bit_anywhere_fails_the_record_alone(tier, offset, caplog):
 
 @pytest.mark.parametrize("whole", [0, PAGE, 2 * PAGE])
 def test_a_torn_write_is_found(tmp_path, whole):
-    """The process was killed when so many bytes of the second record in the slot were written."""
+    """The process was killed after this many bytes of the second record in the slot were written."""
     payload = 3 * PAGE
 
     def write(file, buffers, offset):
@@ -202,7 +202,7 @@ def test_a_torn_write_is_found(tmp_path, whole):
         tier.finished()
     with Tier(tmp_path, payload) as tier:
         (record,) = tier.store.records()
-        if whole:  # the new header stands before the old payload
+        if whole:  # the new header precedes the old payload
             assert record.key == key(7) and tier.load([6], [key(7)]).failed == (6,)
         else:
             assert record.key == key(6) and tier.load([6]).promoted == (6,)
@@ -224,7 +224,7 @@ def test_a_slot_that_was_never_written_fails(tier):
 
 
 def failing(number, when=lambda offset: True):
-    """Calls that raise the error number where `when` says so."""
+    """Calls that raise this error number if `when` returns True."""
 
     def refuse(call):
         def wrapped(file, buffers, offset):
@@ -382,8 +382,8 @@ def test_a_file_system_without_direct_transfers(tmp_path, monkeypatch, caplog):
         assert caplog.text.count("page cache") == 1
 
 
-def test_nobody_reads_while_direct_transfers_are_tried(tmp_path, monkeypatch):
-    """Where they are refused only when used. A read that failed so at the start would cost the record."""
+def test_no_read_runs_while_direct_transfers_are_tried(tmp_path, monkeypatch):
+    """Where they are refused only when used. A read that failed at the start would lose the record."""
 
     def refuse(file, *_):
         if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
@@ -449,7 +449,7 @@ def test_an_erasure_does_not_wait_behind_slow_reads_and_writes(tmp_path):
         assert 2 not in [record.slot for record in tier.store.records()]
 
 
-def test_a_slot_under_way_is_nobody_else_s(tmp_path):
+def test_a_slot_in_use_by_work_is_refused(tmp_path):
     gate = threading.Event()
 
     def write(file, buffers, offset):
@@ -482,7 +482,7 @@ def test_an_erasure_that_fails_is_said(tmp_path, caplog):
 
 
 def test_an_erasure_takes_no_room(tmp_path):
-    """The file is of a smaller tier, and the disk is full: what is there can be overwritten all the same."""
+    """The file is of a smaller tier and the disk is full: existing records can still be overwritten."""
 
     def full(file, offset, size):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -494,7 +494,7 @@ def test_an_erasure_takes_no_room(tmp_path):
 
 
 def test_a_file_system_that_has_given_up_refuses_an_erasure_and_breaks_nothing(tmp_path, monkeypatch):
-    """XFS then answers every question with EIO."""
+    """XFS then answers every call with EIO."""
 
     def refused(path, **_):
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
@@ -508,7 +508,7 @@ def test_a_file_system_that_has_given_up_refuses_an_erasure_and_breaks_nothing(t
 
 
 def test_a_record_that_cannot_be_read_at_the_start_is_erased(tmp_path):
-    """Its slot is free: nobody would know of it, whoever is deleted, and the next start might find it."""
+    """Its slot is free: a later deletion would miss the record, and the next start might find it."""
     record = record_bytes(3000)
     read = failing(errno.EIO, lambda offset: offset == record)(os.preadv)
     with Tier(tmp_path) as tier:
@@ -531,7 +531,7 @@ def test_a_directory_that_cannot_be_used_is_a_wrong_setting(tmp_path):
 
 
 def test_an_erasure_is_done_when_every_file_is_flushed_behind_its_writes(tmp_path, monkeypatch):
-    """A loss of power would bring back records of any file that is not flushed."""
+    """A power failure would restore records of any file that is not flushed."""
     calls, flush = [], os.fdatasync
 
     def write(file, buffers, offset):
@@ -551,7 +551,7 @@ def test_an_erasure_is_done_when_every_file_is_flushed_behind_its_writes(tmp_pat
 
 
 def test_an_erasure_makes_no_file_longer(tmp_path):
-    """The file of a smaller tier ends where the slot would begin: nothing was ever written there."""
+    """The file of a smaller tier ends where the slot would begin: it was never written."""
     with Tier(tmp_path, slots=3) as tier:
         tier.save(range(3))
     with Tier(tmp_path) as tier:

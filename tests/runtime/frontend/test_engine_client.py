@@ -1,4 +1,4 @@
-"""What the HTTP process says and hears over its pipe; this end of it is held by the test."""
+"""The HTTP process's messages over its pipe; the test holds the loop's end."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def test_counts_and_times_of_a_request() -> None:
         assert found['pensieve:prompt_tokens_total{source="gpu"}'] == 2
         assert found['pensieve:requests_total{finish="stop"}'] == 1
         assert found['pensieve:requests_total{finish="refused"}'] == 1
-        assert found["pensieve:num_requests_running"] == 2  # the latest that was said
+        assert found["pensieve:num_requests_running"] == 2  # the latest message's value
         assert found['pensieve:kv_copied_bytes_total{direction="swap_out"}'] == 2
 
     run(work)
 
 
 def test_a_first_token_is_told_before_those_of_rows_that_generate() -> None:
-    """A step's plan has the prompts last; their clients wait for the longest."""
+    """A plan has the prompts last; their clients have waited the longest."""
 
     async def work(client: EngineClient, here: Connection) -> None:
         old, new = request(client), request(client)
@@ -119,12 +119,12 @@ def test_closing_aborts_what_is_not_settled(confirm: bool, ended: bool, finished
         while (message := await asyncio.to_thread(here.recv)) != Submit(barrier):
             heard.append(message)
         assert [type(message) for message in heard] == said
-        here.send(step_message(Output(asked.id, (6,))))  # it was under way: nobody minds
+        here.send(step_message(Output(asked.id, (6,))))  # it was under way when the request was aborted, and is ignored
 
     run(work)
 
 
-def test_a_loop_that_does_not_listen_blocks_nobody() -> None:
+def test_a_loop_that_does_not_listen_blocks_no_request() -> None:
     """Many long prompts exceed any pipe's buffer."""
 
     async def work(client: EngineClient, here: Connection) -> None:

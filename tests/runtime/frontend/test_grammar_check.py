@@ -1,4 +1,4 @@
-"""Which grammars are refused, and what it takes: never more than a second, and never a process of the server's."""
+"""Which grammars are refused, and the cost of a check: at most a second, and no process of the server's."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check(checker: GrammarChecker, grammar: str, param: str = "structured_output
 
 
 def processes(checker: GrammarChecker) -> list[int]:
-    """Those that check; `checker` has nothing to do."""
+    """The checking processes; `checker` must be idle."""
     return [process._process.pid for process in checker._free]
 
 
@@ -51,7 +51,7 @@ def kill(checker: GrammarChecker) -> None:
         lark_grammar('start: "a" start "b" | ""'),
     ],
 )
-def test_what_can_be_followed(checker: GrammarChecker, grammar: str) -> None:
+def test_these_grammars_can_be_followed(checker: GrammarChecker, grammar: str) -> None:
     check(checker, grammar)
 
 
@@ -97,7 +97,7 @@ def test_a_process_that_has_been_killed_is_started_again(checker: GrammarChecker
 
 
 def test_an_accident_is_not_the_grammar_s_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody kills what compiles it, as a system without memory does: it may be tried again."""
+    """The compiling process is killed, as by a system without free memory: the check may be tried again."""
     monkeypatch.setattr(grammar_check, "MOST_SECONDS", 600.0)
     checker = GrammarChecker(save_tokenizer(tmp_path), 260, (EOS,))
     helpers = processes(checker)
@@ -110,7 +110,9 @@ def test_an_accident_is_not_the_grammar_s_fault(tmp_path: Path, monkeypatch: pyt
         assert caught.value.status == 503
 
 
-def test_nor_is_what_does_not_start_again(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checker_that_cannot_start_again_is_not_the_grammar_s_fault(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def start(_: CheckProcess) -> None:
         raise BlockingIOError("no more processes")
 
@@ -149,7 +151,7 @@ def test_its_process_ends_with_ours(tmp_path: Path) -> None:
 
 
 class Work:
-    """In place of what the processes do: a check goes on until it is ended. Grammars begin with their owners' names."""
+    """Replaces the processes: a check runs until it is ended. Grammars begin with their owners' names."""
 
     def __init__(self, checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch):
         self._checker = checker
@@ -177,7 +179,7 @@ class Work:
         self._outcomes[grammar].result(60)
 
     def expect(self, grammar: str) -> None:
-        """It is the only one whose check has begun since the last call."""
+        """Checks that it is the only grammar whose check has begun since the last call."""
         self._expected.append(grammar)
         eventually(lambda: len(self._begun) >= len(self._expected))
         assert self._begun == self._expected

@@ -44,7 +44,7 @@ UNSET, ERROR = 0, 2  # of a span's status
 
 
 class Collector:
-    """A collector's HTTP side at `url`. `spans`: what has arrived, `services` by whom it was sent."""
+    """A collector's HTTP side at `url`. `spans`: received spans, `services`: their senders."""
 
     def __init__(self) -> None:
         self.spans: list[Any] = []
@@ -87,7 +87,7 @@ def attributes(of: Any) -> dict[str, Any]:
 
 
 def trace(url: str, loop: FakeLoop, work: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> tuple[Any, float]:
-    """What `work` returned, and the seconds that the last spans took."""
+    """Returns the result of `work`, and the seconds that the last spans took."""
 
     async def main() -> Any:
         client = EngineClient(loop.client_end)
@@ -179,16 +179,16 @@ def test_off_nothing_of_opentelemetry_is_imported() -> None:
 
 
 def test_a_collector_that_takes_no_spans_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The SDK by itself would try for ten seconds."""
+    """The SDK by itself would retry for ten seconds."""
     monkeypatch.setattr(tracing, "CLOSE_SECONDS", 0.2)
-    with contextlib.closing(listen("127.0.0.1", 0)) as silent:  # it lets clients connect and says nothing
+    with contextlib.closing(listen("127.0.0.1", 0)) as silent:  # accepts connections and never answers
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces"
         answer, seconds = trace(url, FakeLoop(), complete)
     assert answer.is_success and seconds < 8
 
 
 def serve_until_spans_arrive(*arguments: Any) -> None:
-    """`serve_http` with `collector`'s patience, in a process of its own."""
+    """`serve_http` with `collector`'s time limit, in a separate process."""
     tracing.CLOSE_SECONDS = 60.0
     serve_http(*arguments)
 

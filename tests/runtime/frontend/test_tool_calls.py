@@ -1,4 +1,4 @@
-"""Tool calls are found in a text however it is cut, and a grammar for them lets nothing else through."""
+"""Tool calls are found in a text with any division into pieces, and a grammar for them allows only valid calls."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_calls_beyond_the_most_are_left_out() -> None:
     assert parsed(call("a", x=1) + call("b"), most=1) == ("", [A])
 
 
-def test_what_cannot_be_parsed_or_sent_does_no_harm() -> None:
+def test_calls_that_cannot_be_parsed_or_sent_do_no_harm() -> None:
     deep = f'{OPEN}{{"name": "a", "arguments": {"[" * 100_000}{CLOSE}'
     assert parsed(deep) == (deep, [])
     ((_, arguments),) = parsed(f'{OPEN}{{"name": "a", "arguments": {{"x": "\\ud83d"}}}}{CLOSE}')[1]
@@ -100,13 +100,13 @@ def test_much_white_space_does_not_stop_the_process() -> None:
     assert time.thread_time() - began < 1
 
 
-def test_what_is_no_call_stays_as_it_was_written() -> None:
+def test_text_that_is_no_call_stays_unchanged() -> None:
     for text in (f"see \n {OPEN}this{CLOSE} tag", f"{call('a')} see {OPEN}this{CLOSE}\n\ntag"):
         got, _ = parsed(text)
         assert text.endswith(got) and f" {OPEN}this{CLOSE}" in got, got
 
 
-def test_arguments_are_json_whatever_they_hold() -> None:
+def test_arguments_of_any_content_are_json() -> None:
     arguments = {"text": 'é "</tool>" \n', "list": [1, None], "deep": {"a": {"b": True}}}
     assert parsed(call("a", **arguments)) == ("", [("a", arguments)])
 
@@ -128,7 +128,7 @@ def test_the_grammar_allows_calls_of_the_tools_only(grammars: Grammars, several:
     for text, allowed in (
         (call("a", x=1), True),
         (call("b"), True),
-        (call("b", anything=[1, 2]), False),  # without parameters there is nothing to give
+        (call("b", anything=[1, 2]), False),  # without parameters no argument is allowed
         (call("a", x=1) + "\n" + call("b"), several),
         (call("a"), False),
         (call("a", x="1"), False),

@@ -194,7 +194,7 @@ def test_the_text_of_a_stop_token_is_left_out(ask: Callable[..., Any]) -> None:
 
 
 class LateEnds(FakeLoop):
-    """An end comes a step behind the last token, as with `--save sync`."""
+    """The end comes a step after the last token, as with `--save sync`."""
 
     ends: tuple[Output, ...] = ()
 
@@ -511,7 +511,7 @@ class Checker:
 def test_a_grammar_is_not_checked_for_a_client_that_has_gone(
     ask: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or others of its owner would wait for it: they are checked one after another."""
+    """Otherwise others of its owner would wait for it: they are checked one after another."""
     checker = Checker()
     monkeypatch.setattr(calls, "open_checker", lambda *_: checker)
 

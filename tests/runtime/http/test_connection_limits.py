@@ -34,7 +34,7 @@ MOST = 12
 
 @contextlib.contextmanager
 def stderr_in(path: Path) -> Iterator[None]:
-    """Of processes that are started meanwhile."""
+    """The stderr of processes that are started meanwhile goes to the file."""
     ours = os.dup(2)
     with path.open("wb") as file:
         os.dup2(file.fileno(), 2)
@@ -66,7 +66,7 @@ class Server:
         return socket.create_connection(self.address, timeout=60)
 
     def check(self) -> None:
-        """It answers, and nothing so far was its own fault."""
+        """The server answers, and has logged no error of its own."""
         eventually(lambda: httpx.get(f"{self.url}/health", timeout=60).is_success)
         assert "Traceback" not in self._log.read_text()
 
@@ -121,8 +121,8 @@ def test_a_client_that_stops_sending_is_cut_off(impatient: Server, sent: bytes) 
     assert time.monotonic() - began > PATIENCE_S * 0.8
 
 
-def test_nor_does_a_request_stop_behind_another_one(impatient: Server) -> None:
-    """All of it comes in one piece, so nothing comes any more once the first is answered."""
+def test_a_request_behind_another_one_may_not_stop_either(impatient: Server) -> None:
+    """All of it comes in one piece, so no further bytes arrive after the first answer."""
     with impatient.connect() as wire:
         wire.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" + HEAD + b"Content-Length: 50\r\n\r\n{")
         assert received(wire).startswith(b"HTTP/1.1 200 ")
@@ -141,7 +141,7 @@ def test_drop_by_drop_is_no_better(impatient: Server) -> None:
 
 
 def test_a_client_that_does_not_listen_is_cut_off_and_its_request_aborted(impatient: Server) -> None:
-    """Small buffers, and long events of which nothing is read."""
+    """Small buffers, and long events that the client does not read."""
     body = {"prompt": [9] * 4, "max_tokens": 9000, "ignore_eos": True, "stream": True, "logprobs": 20, "n": 40}
     text = json.dumps(body).encode()
     aborted = len(impatient.loop.said(Abort))
@@ -180,8 +180,8 @@ async def until(happened: Callable[[], object]) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_nor_is_the_end_of_a_last_answer_waited_for_for_ever() -> None:
-    """It has gone from the application and fits into what is kept of it, so that nothing else waits."""
+def test_the_wait_for_the_end_of_a_last_answer_is_limited() -> None:
+    """The application has sent it and it fits into the buffers, so nothing else waits."""
 
     async def work() -> None:
         async with connected(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n") as (_, protocol):
@@ -190,7 +190,7 @@ def test_nor_is_the_end_of_a_last_answer_waited_for_for_ever() -> None:
     asyncio.run(work())
 
 
-def test_who_takes_a_last_answer_slowly_has_time_for_its_end() -> None:
+def test_a_slow_reader_of_a_last_answer_has_time_for_its_end() -> None:
     """From the moment at which most of it is gone."""
 
     async def work() -> None:
@@ -216,7 +216,7 @@ def test_a_connection_whose_late_body_has_come_is_closed_when_nothing_more_does(
 
 
 def test_nothing_is_kept_of_a_connection_that_breaks() -> None:
-    """It is closed with something unread, which its other end sees as an error."""
+    """It is closed with unread bytes, which its other end sees as an error."""
 
     async def work() -> None:
         async with connected(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + HEAD) as (client, protocol):
@@ -229,7 +229,7 @@ def test_nothing_is_kept_of_a_connection_that_breaks() -> None:
 
 
 def test_a_body_that_comes_behind_its_answer_leaves_no_limit(impatient: Server) -> None:
-    """A connection that waits for its next request may do so for as long as any."""
+    """A connection that waits for its next request may do so as long as any other."""
 
     def is_served_later() -> bool:
         with impatient.connect() as wire:
@@ -249,9 +249,7 @@ def test_a_body_that_comes_behind_its_answer_leaves_no_limit(impatient: Server) 
 
 
 @pytest.mark.parametrize("header", [b"", b"Upgrade: h2c\r\n"])
-def test_a_client_that_hangs_up_is_noticed_whatever_it_has_sent_behind_its_request(
-    server: Server, header: bytes
-) -> None:
+def test_a_client_that_hangs_up_is_noticed_after_any_further_bytes(server: Server, header: bytes) -> None:
     body = b'{"prompt": "x", "max_tokens": 50}'
     aborted, submitted = len(server.loop.said(Abort)), len(server.loop.said(Submit))
     with contextlib.ExitStack() as pause:
@@ -280,7 +278,7 @@ def test_so_many_connections_and_no_more(impatient: Server) -> None:
 
 
 def test_a_quick_client_notices_nothing(impatient: Server) -> None:
-    """Longer than everybody's patience, on one connection."""
+    """It lasts longer than all time limits, on one connection."""
     with httpx.Client(base_url=impatient.url, timeout=60) as http:
         for _ in range(2):
             assert http.post("/v1/completions", json={"prompt": "x", "max_tokens": 60}).is_success
@@ -296,14 +294,14 @@ def test_a_long_head_is_refused(server: Server) -> None:
 def test_half_a_request_is_no_error_of_the_server(server: Server) -> None:
     with server.connect() as wire:
         wire.sendall(HEAD + b"Content-Length: 50\r\n\r\n{")
-    with server.connect() as wire:  # something else behind a request that is being answered
+    with server.connect() as wire:  # other bytes after a request that is being answered
         wire.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n\x00\x00\r\n\r\n" * 3)
         received(wire)
     server.check()
 
 
 @pytest.mark.parametrize("path, status", [("/nothing", 404), ("/health", 405)])
-def test_what_is_no_body_behind_an_answer_ends_the_connection_quietly(server: Server, path: str, status: int) -> None:
+def test_a_broken_body_after_the_answer_ends_the_connection_quietly(server: Server, path: str, status: int) -> None:
     """The answer did not wait for the body; there is no second one to the same request."""
     with server.connect() as wire:
         wire.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello".encode())
@@ -316,7 +314,8 @@ def test_what_is_no_body_behind_an_answer_ends_the_connection_quietly(server: Se
 
 @pytest.mark.parametrize("behind", [b"\r\n", b"\x00\r\n\r\n", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"])
 def test_what_comes_behind_a_connections_last_request_costs_no_answer(impatient: Server, behind: bytes) -> None:
-    """Of an answer that has begun, and of one that has not; neither ends before all of that has come."""
+    """Both for an answer that has begun and for one that has not; neither ends before all of the further bytes have
+    come."""
     for stream, end in ((True, b"data: [DONE]"), (False, b'"total_tokens":')):
         body = json.dumps({"prompt": "x", "max_tokens": 40, "stream": stream}).encode()
         with impatient.connect() as wire, contextlib.ExitStack() as pause:

@@ -110,11 +110,11 @@ def test_completions_go_on_behind_the_log(serve: Any) -> None:
 
 
 def test_completions_go_on_behind_the_log_without_a_space_between() -> None:
-    """Of a tokenizer that puts one in front of every text."""
+    """With a tokenizer that adds one in front of every text."""
 
     async def work() -> None:
         speaker = Tokenizer(spaced_tokenizer())
-        loop: Any = None  # nothing is said to it
+        loop: Any = None  # gets no messages
         turns = TurnManager(HistoryStore(":memory:"), loop, loop, speaker)
         first = await turns.open_completion("", "c", "hello: a")
         await first.commit(speaker.encode("b"), " b", None, b"")
@@ -236,7 +236,7 @@ def test_every_name_that_is_taken_can_be_asked_for(serve: Any) -> None:
     run(work())
 
 
-def test_a_deletion_is_answered_when_nobody_can_read_it_any_more(serve: Any) -> None:
+def test_a_deletion_is_answered_when_its_data_cannot_be_read_any_more(serve: Any) -> None:
     async def work() -> None:
         async with serve() as server:
             for name in ("a", "b", "c"):
@@ -340,7 +340,8 @@ def test_an_aborted_turn_is_not_stored(serve: Any) -> None:
 def test_a_conversation_does_not_expire_while_a_turn_of_it_runs(
     serve: Any, monkeypatch: pytest.MonkeyPatch, history: str
 ) -> None:
-    """Nor is it made anew without its settings; its TTL begins again at the turn's end, or is over if there is none."""
+    """Nor is it created again without its settings. Its TTL starts again at the turn's end, or ends if there is
+    none."""
     clock = [1_000_000.0]
     monkeypatch.setattr(histories, "time", SimpleNamespace(time=lambda: clock[0]))
 
@@ -381,7 +382,7 @@ def test_a_conversation_does_not_expire_while_a_turn_of_it_runs(
 
 
 def test_a_key_may_store_so_many_conversations(serve: Any) -> None:
-    """What is there already goes on; what would be one more is refused before anything is computed."""
+    """Existing ones continue; one more is refused before any computation."""
 
     async def work() -> None:
         async with serve(keys=("one", "two")) as server:
@@ -409,7 +410,8 @@ def test_a_key_may_store_so_many_conversations(serve: Any) -> None:
 
 
 def test_a_turn_that_was_let_in_is_stored(serve: Any) -> None:
-    """Whatever was stored meanwhile: its reply is computed, and of a response's two records one was written."""
+    """Even if others were stored meanwhile: its reply is computed, and one of a response's two records is already
+    written."""
 
     async def work() -> None:
         async with serve() as server:

@@ -1,4 +1,4 @@
-"""What clients of OpenAI's and vLLM's servers take for granted."""
+"""Behaviour that clients of OpenAI's and vLLM's servers depend on."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_refusals_name_ignored_fields_too(ask: Callable[..., Any]) -> None:
     assert answer.status_code == 400 and answer.headers[IGNORED] == "temprature"
 
 
-def test_the_header_is_short_and_plain_whatever_the_names_are(ask: Callable[..., Any]) -> None:
+def test_the_header_is_short_and_plain_for_any_names(ask: Callable[..., Any]) -> None:
     odd = {"a\r\nset-cookie: b": 1, "\u96ea,": 1, "n" * 1000: 1}
     many = {f"field {number}": 1 for number in range(1000)}
     assert ask(post(COMPLETION, prompt="x", **odd)).headers[IGNORED] == f"a__set-cookie__b, __, {'n' * 64}"

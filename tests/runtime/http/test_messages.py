@@ -1,4 +1,4 @@
-"""Anthropic's Messages API over a loop played by hand: forms, streams, errors, what the model reads."""
+"""Anthropic's Messages API over a simulated loop: forms, streams, errors, the model's input."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_tool_is_used(serve: Any) -> None:
 
 
 def test_text_behind_a_tool_call_is_a_block_of_its_own(serve: Any) -> None:
-    """Sent back, the blocks are the reply as it was: nothing of it is tokenised again."""
+    """When the blocks are sent back, they equal the reply: no part is tokenized again."""
 
     async def work() -> None:
         async with serve(answers=says(f"One.{CALL}Two.")) as server:
@@ -335,7 +335,7 @@ def test_an_engine_that_ends_is_overloaded_or_broken(serve: Any) -> None:
 
 
 def test_a_key_may_come_as_x_api_key(serve: Any) -> None:
-    """On all paths; beside it an agent may send a Bearer that is none of ours."""
+    """On all paths; an agent may also send a Bearer token that is not one of the server's keys."""
 
     async def work() -> None:
         async with serve(keys=("one", "two")) as server:
@@ -365,7 +365,7 @@ MARK = {"cache_control": {"type": "ephemeral"}}
     ],
 )
 def test_the_dialogues_of_a_session_are_told_apart(serve: Any, headers: dict[str, str], fields: Any) -> None:
-    """The loop knows each as a conversation; the store knows nothing of them."""
+    """The loop knows each as a conversation; the store does not know them."""
 
     async def work() -> None:
         async with serve(keys=("one", "two")) as server:

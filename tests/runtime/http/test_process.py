@@ -140,7 +140,7 @@ def test_a_connection_may_be_idle_for_longer_than_balancers_keep_it(server: Serv
 
 
 def test_the_process_does_without_torch() -> None:
-    """It starts in a moment and stays small beside the engine's process."""
+    """It starts at once and stays small compared with the engine's process."""
     look = "import sys, pensieve.runtime.http.process; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", look]).returncode == 0
 

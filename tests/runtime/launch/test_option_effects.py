@@ -29,7 +29,7 @@ DISK, CUDA, KEY, NO_HOST = "--disk-kv-chunks 9", "--device cuda", "--api-key one
 
 
 class Effect(NamedTuple):
-    """With `flags` what is `seen` is another than without, in both cases beside other options."""
+    """`flags` change the value of `seen`; in both cases other options are set too."""
 
     flags: str
     seen: str
@@ -37,7 +37,7 @@ class Effect(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """`flags` stop the start, and the message says why: `needs`."""
+    """`flags` stop the start, and the message contains `needs`."""
 
     flags: str
     needs: str
@@ -191,7 +191,7 @@ def engine(tmp_path_factory):
 
 @pytest.fixture
 def files(tmp_path, engine):
-    """What the cases name."""
+    """The files that the cases name."""
     (tmp_path / "queue.toml").write_text("max-queue = 9")
     (tmp_path / "chat.jinja").write_text("{{ messages }}")
     (tmp_path / "keys").write_text("one")
@@ -205,11 +205,10 @@ def files(tmp_path, engine):
 
 @pytest.fixture
 def served(files, engine, monkeypatch):
-    """served(words): what `pensieve serve` with these words would serve with, by "section.name". SystemExit if it does
-    not start, with what it says on stderr.
+    """served(words): the settings that `pensieve serve` would serve with, by "section.name". SystemExit if it does not
+    start, with its message on stderr.
 
-    The program is the real one up to what costs time: GPU, pools, processes and the loop only write down what they are
-    given.
+    The program is the real one except for slow parts: GPU, pools, processes and the loop only record their arguments.
     """
     found: dict[str, object] = {}
 
@@ -290,13 +289,13 @@ def served(files, engine, monkeypatch):
 
 
 def words(case, files):
-    """Of the other options, and of the case's own."""
+    """The words of the other options, and of the case's own."""
     return [text.replace("FILES", str(files)).split() for text in (case.beside, case.flags)]
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_an_option_has_an_effect_or_is_refused(name, served, files, capsys):
-    """An option that is new here needs its cases: what it changes, and beside which others it can change nothing."""
+    """A new option needs its cases: the setting that it changes, and the options with which it would change nothing."""
     flags = OPTIONS[name].option_strings
     assert any(isinstance(case, Effect) for case in CASES[name])
     for case in CASES[name]:

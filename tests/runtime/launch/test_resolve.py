@@ -1,4 +1,4 @@
-"""Which engine is served and where its state is kept, if the options do not say."""
+"""The engine that is served and its state directory, if the options leave them open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How `pensieve serve` begins: refusals before anything is built, and how `--attach` comes to Triton's model."""
+"""The start of `pensieve serve`: refusals before anything is built, and `--attach`'s connection to Triton's model."""
 
 from __future__ import annotations
 

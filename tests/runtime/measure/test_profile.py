@@ -88,7 +88,7 @@ def profile(engine):
         return profile_engine(bench, engine, say=lambda what: None)
 
 
-# What is measured.
+# The measurements.
 
 
 def test_every_figure_is_there_and_finite(profile):
@@ -122,7 +122,7 @@ def test_the_simulator_runs_with_measured_costs(profile):
     assert report.requests == 16 and 0 < report.ttft_p50 < report.seconds
 
 
-# Batches: whatever is written is written by one row alone, and nobody else reads it.
+# Batches: each slot is written by one row only, and no other row reads it.
 
 
 class Recorder(CpuDevice):
@@ -218,7 +218,7 @@ def test_attention_is_parted_from_the_rest():
     rest, attention = split_attention([(32, 5.32), (64, 5.64), (128, 6.28), (1024, 15.24)])
     assert rest == pytest.approx(5.0)
     assert attention == tuple((context, pytest.approx(context / 100)) for context in (32, 64, 128, 1024))
-    # One disturbed time: what is longer was quicker.
+    # One disturbed time: a longer context was faster.
     rest, attention = split_attention([(32, 5.32), (64, 9.0), (128, 6.28), (1024, 15.24)])
     assert rest == pytest.approx(5.0) and attention[1] == (64, pytest.approx(1.28))
     assert split_attention([(32, 5.0)]) == (5.0, ((32, 0.0),))

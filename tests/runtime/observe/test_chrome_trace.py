@@ -1,4 +1,4 @@
-"""The trace: what the loop and the device report ends up as events that a viewer shows in their places."""
+"""The trace: reports of the loop and the device become events that a viewer shows in their places."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(caplog: pytest.LogCaptureFi
 def test_a_slow_disk_ends_the_trace_before_it_fills_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A pipe that nobody reads from takes 64 KiB. What was queued until then is written when it is read."""
+    """A pipe without a reader takes 64 KiB. Entries queued until then are written when it is read."""
     monkeypatch.setattr(trace_file, "MOST_QUEUED", 10)
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
@@ -133,8 +133,8 @@ def test_a_slow_disk_ends_the_trace_before_it_fills_the_memory(
 
 
 def test_events_are_placed_on_the_clock_of_the_host_though_the_clocks_drift(host: Timepiece) -> None:
-    """The device's clock is 100 ppm fast; the host sees each end 20 us late, or much later. Ten minutes on, an event
-    is where it belongs within what drifts in two windows."""
+    """The device's clock is 100 ppm fast; the host sees each end 20 us late, or much later. After ten minutes an
+    event's error is at most the drift of two windows."""
     first = FakeEvent(0.0)
     clock = DeviceClock(first)
 

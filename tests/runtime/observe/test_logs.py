@@ -1,4 +1,4 @@
-"""Lines of the log: for people and for machines, one line an event whatever a client calls its conversation."""
+"""Lines of the log: for people and for machines, one line for each event with any conversation name."""
 
 from __future__ import annotations
 

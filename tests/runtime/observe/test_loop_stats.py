@@ -1,4 +1,4 @@
-"""What the loop counts of its steps, and what devices measure of copies."""
+"""The loop's counts of its steps, and the devices' measurements of copies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_sizes_are_counted_by_powers_of_two() -> None:
     counters = LoopCounters()
     for number, tokens in enumerate((1, 2, 3, 4, 5), start=1):
         counters.launched(plan(number, spans=[span(0, 0, tokens)], token_ids=array("i", range(tokens))))
-    counters.launched(plan(6))  # does nothing: it waits for the disk
+    counters.launched(plan(6))  # counts as no step: it waits for the disk
     stats = counters.read(TransferSeconds())
     assert stats.tokens == PowerCounts((1, 1, 2, 1), 15)  # 1 | 2 | 3, 4 | 5
     assert stats.requests == PowerCounts((5,), 5)
@@ -61,7 +61,7 @@ def test_the_device_is_busy_while_anything_is_in_flight(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("hidden", [True, False])
 def test_the_cpu_device_measures_what_a_step_waits_for(hidden: bool) -> None:
-    """A slow swap-in ahead of a step that waits for it is exposed; one that nobody waits for is hidden."""
+    """A slow swap-in before a step that waits for it is exposed; one that no step waits for is hidden."""
     device = CpuDevice(disturb=lambda lane: COPY_S if lane is Lane.IN else 0.0)
     engine = FakeEngine(3)
     for tier in (Tier.GPU, Tier.HOST):
@@ -83,7 +83,7 @@ def test_the_cpu_device_measures_what_a_step_waits_for(hidden: bool) -> None:
 
 
 def test_the_cpu_device_measures_what_copies_wait_for_their_lane() -> None:
-    """The second copy of a lane begins behind the first; the other lane has its own."""
+    """The second copy of a lane begins after the first; the other lane has its own."""
     device = CpuDevice(disturb=lambda lane: COPY_S if lane is Lane.OUT else 0.0)
     engine = FakeEngine(3)
     for tier in (Tier.GPU, Tier.HOST):
@@ -117,7 +117,7 @@ def test_exposed_time_is_what_layers_of_equal_length_leave_over(
 
 
 class Clock:
-    """Streams are names; an event is complete when the test has said its time, milliseconds."""
+    """Streams are names; an event is complete when the test has set its time, milliseconds."""
 
     def __init__(self) -> None:
         self.events: list[FakeEvent] = []
@@ -165,7 +165,7 @@ def test_events_time_copies_and_the_steps_behind_them() -> None:
 
 
 def test_a_copy_on_an_idle_lane_has_not_waited() -> None:
-    """Of two events recorded one behind the other on two idle streams either may be the first."""
+    """Of two events recorded one after the other on two idle streams either may happen first."""
     clock = Clock()
     times = TransferTimes(clock.event, {Lane.COMPUTE: "compute", Lane.IN: "in", Lane.OUT: "out"}, "idle")
     for at in (0.0, 8.0):

@@ -1,4 +1,4 @@
-"""What the page's map knows: stretches of answers, and whose they are."""
+"""The state behind the page's map: ranges of answers, and the owners of conversations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_loop_is_asked_for_one_stretch_at_a_time_and_not_too_often() -> None
     assert found.chunk_tokens == 32 and names(found) == ["c", "b", "a"]
 
 
-def test_who_is_missing_in_a_whole_round_is_gone() -> None:
+def test_a_conversation_missing_in_a_whole_round_is_removed() -> None:
     found = ResidencyView()
     found.take(Residency(32, [entry("a"), entry("b"), entry("c")], 0))
     found.take(Residency(32, [entry("a", gpu=9)], 1))
@@ -45,8 +45,8 @@ def test_a_conversation_is_found_by_the_loop_s_name() -> None:
     assert found.find("conversation:f0:a") == entry("conversation:f0:a", gpu=5) and found.find("b") is None
 
 
-def test_two_who_look_at_once_lose_nobody() -> None:
-    """Each asks for every stretch, so each is told twice."""
+def test_two_open_pages_lose_no_conversation() -> None:
+    """Each page asks for every range, so each range arrives twice."""
     found = ResidencyView()
     for stretch in (Residency(32, [entry("a")], 1), Residency(32, [entry("b")], 0, start=1)):
         found.take(stretch)

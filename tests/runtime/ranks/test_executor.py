@@ -1,4 +1,4 @@
-"""What rank 0 sends and makes of the others' reports; and its executor, beside a rank that is a thread, or none."""
+"""Rank 0's messages and the merging of reports; and its executor, next to a rank that is a thread, or to none."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PROMPT = [5, 9, 2, 44, 7, 8, 30, 61]
 LAYERS = 5
 
 
-def test_a_plan_arrives_as_it_was_sent_but_for_who_is_sampled_and_how():
+def test_a_plan_arrives_as_it_was_sent_without_its_sampling():
     copies = CopyBatch(Lane.IN, 3, array("i", [1, 2]), array("i", [3, 4]), Tickets(1, 2, 3), gated=True)
     row = RowId(RequestId(7), 9)
     sent = StepPlan(
@@ -104,7 +104,7 @@ def test_disk_work_is_done_once_all_ranks_have_done_it_and_failed_if_one_has():
     reports.take(2, report(2, failed=(5,)))
     third = reports.merged(result(3))
     assert (third.spilled, third.promoted, third.failed) == ((), (6,), (5,))
-    reports.take(1, report(3, spilled=(4,)))  # the slot is used anew
+    reports.take(1, report(3, spilled=(4,)))  # the slot is used again
     assert reports.merged(result(4, spilled=(4,))).spilled == ()
 
 
@@ -117,7 +117,7 @@ def test_what_one_rank_cannot_erase_is_not_erased():
 
 
 def test_a_copy_that_is_none_on_one_rank_is_none():
-    """It is told at the latest with the ticket that covers it, and once."""
+    """It is reported at the latest with the ticket that covers it, and once."""
     reports = Reports(2)
     reports.take(1, report(1, (1, 0, 4), bad_copies=(3, 5)))
     assert reports.merged(result(1, (1, 0, 4), bad_copies=(5, 8))).bad_copies == (5, 8, 3)
@@ -146,7 +146,7 @@ def test_a_record_from_earlier_is_there_if_all_ranks_have_their_part_of_it():
 
 
 class Gathered:
-    """Two ranks that gather, each in a thread of its own."""
+    """Two ranks that gather, each in its own thread."""
 
     def __init__(self):
         self._met = threading.Barrier(2)
@@ -193,7 +193,7 @@ def test_a_record_that_only_one_rank_has_is_erased_at_the_start(tmp_path):
 
 
 class Pipes:
-    """Both sides of what `Ranks` does between two ranks."""
+    """Both sides of `Ranks` between two ranks."""
 
     size = 2
 
@@ -233,13 +233,13 @@ CONFIG = SchedulerConfig(gpu_kv_chunks=16, host_kv_chunks=32, max_model_len=36, 
 
 
 def turn():
-    """A prompt, three tokens behind it, and copies of what is written."""
+    """A prompt, three further tokens, and copies of their KV."""
     first = plan(1, joins=[join(0)], blocks=[(0, 0, (0, 1, 2))], spans=[span(0, 0, 8)], token_ids=PROMPT)
     out = copy(Lane.OUT, 3, {0: 4, 1: 5}, Tickets(compute=1))
     return [first, plan(2, generate={0: 8}, copies=[out]), *(plan(n, generate={0: 6 + n}) for n in (3, 4))]
 
 
-def test_another_rank_does_what_rank_0_does_and_ends_with_it(monkeypatch):
+def test_another_rank_executes_rank_0_s_plans_and_ends_with_it(monkeypatch):
     looks = []
     monkeypatch.setattr(garbage, "DUE", 0)
     monkeypatch.setattr(
@@ -284,7 +284,7 @@ def test_what_fails_elsewhere_is_raised_where_rank_0_waits(leader):
     with pytest.raises(RankFailed, match="rank 1: ZeroDivisionError: so"):
         executor.wait()
     executor.close()
-    assert not pipes.stopped  # nobody there may listen
+    assert not pipes.stopped  # the other rank may no longer receive
 
 
 def test_a_rank_that_does_not_report_is_not_waited_for(leader, monkeypatch):
@@ -293,7 +293,7 @@ def test_a_rank_that_does_not_report_is_not_waited_for(leader, monkeypatch):
     executor.launch(first)
     assert executor.wait().tokens  # nothing before it to be reported
     executor.launch(second)
-    while not executor.done():  # the step itself is not what is late
+    while not executor.done():  # the step itself is not late
         time.sleep(0.001)
     monkeypatch.setattr(ranks_executor, "OVERDUE_SECONDS", 0.2)
     with pytest.raises(RankFailed, match=r"ranks \[1\] have not reported step 1 after 0.2 s"):
@@ -301,14 +301,14 @@ def test_a_rank_that_does_not_report_is_not_waited_for(leader, monkeypatch):
 
 
 def test_what_is_erased_is_so_on_every_rank_before_its_plan_is_done(tmp_path, monkeypatch):
-    """Rank 1 is a step behind: for any other plan that would do."""
+    """Rank 1 is a step behind, which any other plan would allow."""
     pipes, disk = Pipes(), DiskSettings(tmp_path, slots=4, engine="ab")
     executor = RankedExecutor(pipes, CpuDevice(), FakeEngine(LAYERS), CONFIG, disk=disk)
     executor.launch(plan(1))
     done = executor.wait()
     pipes.report(report_of(done))
     executor.launch(replace(plan(2), erased=(3,)))
-    while not executor.done():  # the step itself is not what is late
+    while not executor.done():  # the step itself is not late
         time.sleep(0.001)
     monkeypatch.setattr(ranks_executor, "OVERDUE_SECONDS", 0.2)
     with pytest.raises(RankFailed, match=r"ranks \[1\] have not reported step 2"):
@@ -338,7 +338,7 @@ def test_a_step_that_hangs_is_not_waited_for(monkeypatch):
 
 
 def test_another_rank_waits_for_a_plan_for_ever_but_not_for_a_step(monkeypatch):
-    """Of which rank 0 has a part: it may be the one that hangs."""
+    """Rank 0 takes part in the step, and may be the rank that hangs."""
     monkeypatch.setattr(ranks_executor, "OVERDUE_SECONDS", 0.1)
     monkeypatch.setattr(ranks_executor, "FAREWELL_SECONDS", 0.1)
     pipes, engine = Pipes(), Hanging()
@@ -363,7 +363,7 @@ def group():
 
 
 def test_rank_0_draws_for_all(group):
-    """Also where it knows more than the others: how the rows are sampled, and what a grammar forbids."""
+    """It has inputs that the others lack: the rows' sampling settings, and the grammars' masks."""
     logits = torch.randn(2, FakeEngine.vocab_size)
     sent = plan(1, joins=[join(0, Sampling(temperature=5.0, seed=3)), join(1)], blocks=[(0, 0, (0,)), (1, 0, (1,))],
                 spans=[span(0, 0, 2), span(1, 0, 3)], token_ids=[1, 2, 3, 4, 5])  # fmt: skip
@@ -397,6 +397,6 @@ def test_scored_rows_are_no_draws_on_any_rank(group):
 
 
 def test_where_a_row_begins_is_sent_too():
-    """Or the other ranks would attend to what the row no longer sees."""
+    """Otherwise the other ranks would attend to positions that the row no longer sees."""
     sent = replace(plan(3), origins=(Origin(2, 8, 4),))
     assert unpack(pack(sent)).origins == sent.origins

@@ -1,4 +1,4 @@
-"""How the ranks are started: which mpirun, with what around it, and which signals reach them. No MPI."""
+"""The start of the ranks: the choice of mpirun, its environment, and the signals. No MPI."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_what_the_environment_says_stays(monkeypatch):
 
 
 def test_mpirun_minds_nothing_that_a_killed_one_of_its_number_has_left(tmp_path):
-    """A directory with that number, where it keeps its files unless told otherwise: mpirun failed there."""
+    """The directory in which it keeps its files by default exists already: mpirun failed there."""
     script = tmp_path / "mpirun"
     script.write_text(f"""#!/bin/sh
 mkdir -p "$TMPDIR/ompi.$$"
@@ -91,7 +91,7 @@ def test_a_rank_knows_that_it_is_one(variable, monkeypatch):
 @pytest.mark.parametrize(
     "words, status",
     [
-        ("sleep 0.2 & exec sleep 600", 1),  # nobody waits for the rank
+        ("sleep 0.2 & exec sleep 600", 1),  # the rank is not waited for
         ("until [ -e $0.seen ]; do sleep 0.05; done & wait; exec tail -f /dev/null", 1),
         ("sleep 0.2 & sleep 30 2> /dev/null & exec sleep 600", 1),  # nor for one of two
         ("sleep 4 & wait; exit 7", 7),
@@ -134,7 +134,7 @@ def test_an_mpirun_that_waits_for_its_output_to_be_read_is_not(fake):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ranks_that_do_not_serve_yet_are_ended_with_one_line(number, fake):
-    """Which mpirun leaves to us: Open MPI's says nothing if it is ended by SIGTERM."""
+    """mpirun does not print this line: Open MPI's prints nothing if SIGTERM ends it."""
     fake.write_text(FAKE_MPIRUN.replace("touch", "# touch"))
     program = "import sys; from pensieve.runtime.ranks.launch import run_ranks; sys.executable = sys.argv[1]; "
     program += "sys.exit(run_ranks(2, ['serve']))"

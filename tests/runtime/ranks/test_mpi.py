@@ -31,7 +31,7 @@ def test_a_plan_that_was_sent_is_received_while_rank_0_is_busy(tmp_path):
         ("value", "--engine: rank 1 has another fingerprint than rank 0: b, not a"),
     ],
 )
-def test_what_is_wrong_with_one_is_said_once_and_ends_all(what, message):
+def test_a_fault_of_one_rank_is_printed_once_and_ends_all(what, message):
     ended = subprocess.run(command(3, PROGRAM, what), env=variables(3), capture_output=True, text=True, timeout=300)
     assert ended.returncode == 2
     assert ended.stdout == message + "\n"
@@ -57,7 +57,7 @@ def test_a_rank_that_is_stopped_is_not_sent_to_for_ever():
     ],
 )
 def test_ranks_that_meet_do_not_wait_for_ever(what, message):
-    """For one that is stopped, before it comes or while it speaks; nor at all for one that has failed."""
+    """Not for a rank that is stopped, before it comes or while it sends, and not at all for one that has failed."""
     began, apart = time.monotonic(), variables(3) | {"OMPI_MCA_btl": "tcp,self"}  # as if on hosts of their own
     ended = subprocess.run(command(3, PROGRAM, what), env=apart, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 1
@@ -109,7 +109,7 @@ run_rank("program", 2, work)
 
 
 @pytest.mark.slow
-def test_what_a_rank_fails_with_reaches_rank_0_whatever_it_is():
+def test_every_kind_of_failure_of_a_rank_reaches_rank_0():
     ended = subprocess.run(command(3, PROGRAM, "fails"), env=variables(3), capture_output=True, text=True, timeout=300)
     assert ended.returncode == 1
     assert ended.stdout == "rank 1 failed, at length\n"

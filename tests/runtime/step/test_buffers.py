@@ -1,4 +1,4 @@
-"""What the device reads is what was packed, padded to a size that is on the list. On the CPU: the code is the same."""
+"""The device reads the packed batch, padded to a size of the list. On the CPU, with the same code."""
 
 import random
 from array import array as packed
@@ -71,8 +71,8 @@ def test_batches_beyond_the_list_have_sizes_of_their_own():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_no_step_has_more_segments_than_its_shape(seed):
-    """Seats with holes in their history: spans of whole chunks, but for what a step has cut off, a tail's rest, one
-    that is scored in part, and the last."""
+    """Seats with holes in their history: spans of whole chunks, except the remainder of the previous step, a tail's
+    rest, a span that is scored in part, and the last."""
     dice, seats, chunk = random.Random(seed), 5, 8
     segments = tokens = 0
     for _ in range(seats):
@@ -83,7 +83,7 @@ def test_no_step_has_more_segments_than_its_shape(seed):
 
 
 def test_a_step_of_three_holes_in_parts_has_room():
-    """What the step before has cut off, a tail's rest in front of chunks that another request left, and the sample."""
+    """The remainder of the previous step, a tail's rest before chunks that another request left, and the sample."""
     harness = Harness(chunk_tokens=CHUNK, max_num_seqs=1, max_num_batched_tokens=7, max_model_len=96)
     harness.turn(range(31), 1, "a")
     longer = [*harness.logs["a"], *range(100, 117)]

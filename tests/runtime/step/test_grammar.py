@@ -1,4 +1,4 @@
-"""What grammars allow, how they are refused, and the matchers of rows beside the executor."""
+"""The tokens that grammars allow, refusals of grammars, and the matchers of rows next to the executor."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def allowed(mask_row: np.ndarray) -> list[int]:
 
 
 def follows(grammars: Grammars, grammar: str, text: str) -> bool:
-    """Whether the text is a complete reply."""
+    """Returns whether the text is a complete reply."""
     matcher = grammars.matcher(grammar)
     matcher.consume_tokens(byte_tokens(text))
     return matcher.is_accepting() and not matcher.is_error()
@@ -164,11 +164,11 @@ def test_a_long_reply_is_not_gone_through_again_when_its_row_resumes(
 
 
 ENTANGLED = lark_grammar("start: X\nX: /[ab]*a[ab]{60}c/ & /[ab]*b[ab]{61}c/ & /[ab]*a[ab]{63}c/")
-"""Compiles, and soon needs more states than llguidance builds: to know what may come next."""
+"""Compiles, but soon needs more states than llguidance builds to find the allowed tokens."""
 
 
 def test_a_matcher_that_fails_at_a_token_or_at_its_mask_is_told(grammars: Grammars) -> None:
-    """Others go on. A matcher without a way on allows an end of text, which is none."""
+    """Others continue. A matcher that cannot continue allows an end of text, which is not a valid end."""
     constraints, digits = GrammarMatchers(grammars), constrained(regex_grammar("[0-9]*"))
     joins = [join(0, digits), join(1, digits), join(2, constrained(ENTANGLED)), join(3)]
     constraints.mask(plan(1, joins=joins, spans=[span(seat, 0, 3) for seat in range(4)]))

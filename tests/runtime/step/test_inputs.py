@@ -67,7 +67,7 @@ def test_draws_name_rows_parameters_and_the_sampled_position(packer):
     assert [a.tolist() for a in inputs.sampling.draws] == [[2], [0.7], [5], [0.9], [0.05], [2**63 - 1], [5]]
 
 
-def test_a_join_forgets_who_sat_there(packer):
+def test_a_join_forgets_the_seat_s_previous_row(packer):
     packer.pack(plan(2, joins=[join(1, Sampling(temperature=1.0))], blocks=[(1, 0, (0,))]))
     inputs = packer.pack(plan(3, joins=[join(1)], blocks=[(1, 0, (4,))], spans=[span(1, 0, 4)], token_ids=range(4)))
     assert len(inputs.sampling.draws.rows) == 0
@@ -122,7 +122,7 @@ def test_a_plain_generation_step_packs_quickly():
 
 @pytest.mark.parametrize(("zero", "told"), [(0, [9, 8, 9, 10]), (8, [1, 0, 1, 2]), (4, [5, 4, 5, 6])])
 def test_a_row_that_begins_in_the_middle_of_a_context(packer, zero, told):
-    """Coordinates count from the row's first position, what the model is told from `zero`."""
+    """Coordinates count from the row's first position, the model's positions from `zero`."""
     origins = [(1, 8, zero), (3, 8, zero)]
     inputs = packer.pack(
         plan(
@@ -148,7 +148,7 @@ def test_a_draw_is_counted_by_its_position_in_the_context(packer):
     assert inputs.sampling.draws.positions.tolist() == [10]
 
 
-def test_who_joins_begins_at_position_0(packer):
+def test_a_joining_row_begins_at_position_0(packer):
     packer.pack(plan(2, origins=[(1, 8, 8)], blocks=[(1, 0, (6,))]))
     inputs = packer.pack(plan(3, joins=[join(1)], blocks=[(1, 0, (4,))], spans=[span(1, 0, 2)], token_ids=[1, 2]))
     assert inputs.positions.tolist() == [0, 1] and inputs.segments.tolist() == [[0, 2, 0, 2, 1]]

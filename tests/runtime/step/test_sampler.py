@@ -132,7 +132,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p():
 
 def test_top_p_counts_what_top_k_left():
     weights = [math.log(p) for p in (0.4, 0.3, 0.2, 0.1)]
-    # Of the two largest the first has 4/7 of the probability: enough for p = 0.55, which 0.4 of all would not be.
+    # Of the two largest the first has 4/7 of the probability, which reaches p = 0.55; 0.4 of all tokens' would not.
     assert np.flatnonzero(drawn_many(weights, 5000, top_k=2, top_p=0.55)).tolist() == [0]
 
 

@@ -91,7 +91,7 @@ def test_scores_equal_their_twin(width):
 
 
 class FreeSampling(Sampling):
-    """With biases of any type, not looked at before a row joins."""
+    """With biases of any type, which are not checked before a row joins."""
 
     def __init__(self, logit_bias):
         super().__init__()
@@ -110,7 +110,7 @@ def packed(packer, step, joins=(), generate=(), spans=(), scored=(), mask=None):
 
 
 def test_counts_follow_the_samples_and_begin_anew_with_a_join():
-    """A seat's counts are its own over the steps; a resumed row counts what it has said."""
+    """A seat's counts are its own in every step; a resumed row counts its earlier tokens."""
     packer, sampler = StepPacker(4, 2, 8), Sampler(VOCAB)
     prompt, reply = [1, 2, 2, 3], []
     other = [9]
@@ -180,7 +180,7 @@ def biases_twin(rows):
 
 
 def test_biases_are_read_once_when_their_row_joins():
-    """A step puts ready arrays together, whatever rows it has; its results are those of the slow way."""
+    """A step joins ready arrays for any rows; the results equal the slow computation."""
     draw = np.random.default_rng(3)
     tokens = [draw.permutation(VOCAB).tolist() for _ in range(8)]
     biased = [ReadOnce((token, at - 4.0) for at, token in enumerate(row[:at])) for at, row in enumerate(tokens)]
@@ -208,7 +208,7 @@ def test_biases_are_read_once_when_their_row_joins():
 
 
 def test_scores_of_samples_and_of_prompts():
-    """Scored rows lie behind the sampled ones; the rows before a sampled position score nothing there."""
+    """Scored rows come after the sampled ones; the rows before a sampled position score nothing there."""
     packer = StepPacker(4, 2, 8)
     joins = [join(0, Sampling(logprobs=2)), join(1)._replace(prompt_logprobs=1), join(2)]
     spans = [span(0, 0, 3), Span(1, 0, 4, 0, False, True), span(2, 0, 2)]
@@ -228,7 +228,7 @@ def test_scores_of_samples_and_of_prompts():
 
 
 def test_scores_are_of_the_logits_as_they_came():
-    """Neither bias nor penalties nor a mask show in them, though all decide what is drawn."""
+    """They show neither bias nor penalties nor a mask, though all of these decide the drawn token."""
     packer, sampler = StepPacker(4, 2, 8), Sampler(VOCAB)
     sampling = replace(PENALISED, logprobs=3, logit_bias=((7, 50.0), (8, 60.0)))
     bits = np.full((1, 2), -1, np.int32)

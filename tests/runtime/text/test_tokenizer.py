@@ -1,4 +1,4 @@
-"""Detokenising loses and breaks nothing; stop strings are found wherever the tokens cut them."""
+"""Detokenizing keeps the text complete; stop strings are found at any division into tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEXT = "Grüße, 世界! 👩‍👩‍👧 e\u0301 naïve — 😀😀 end"
 
 
 def sentencepiece_like() -> tokenizers.Tokenizer:
-    """As Llama 2: signs with a leading ▁, bytes for what the vocabulary lacks."""
+    """Like Llama 2's: words with a leading ▁, bytes for characters that the vocabulary lacks."""
     words = ["<unk>", "<s>", "</s>", "▁", "▁Hello", "▁world", "Hello", "world", "ü", "!"]
     vocabulary = {word: at for at, word in enumerate(words)}
     vocabulary |= {f"<0x{byte:02X}>": len(words) + byte for byte in range(256)}
@@ -96,7 +96,7 @@ def test_sentencepiece_spaces_and_bytes() -> None:
 
 
 def test_a_reply_that_begins_with_a_character_in_bytes() -> None:
-    """Behind the space that a reply begins with, which has no text of its own there."""
+    """After the reply's leading space, which has no text of its own there."""
     backend = sentencepiece_like()
     words = [backend.token_to_id("▁"), *(backend.token_to_id(f"<0x{byte:02X}>") for byte in "😀é".encode())]
     assert pieces(Tokenizer(backend), words) == ["", "", "", "", "😀", "", "é", ""]
@@ -147,7 +147,7 @@ def test_a_stop_string_may_stay_in_the_text() -> None:
     assert match(["END"], ["abcE", "NDxyz"], include=True) == ("abcEND", 2)
 
 
-def test_what_may_begin_a_stop_string_is_held_back() -> None:
+def test_a_possible_beginning_of_a_stop_string_is_held_back() -> None:
     matcher = StopMatcher(["stop"])
     assert [matcher.push(piece) for piece in ("a s", "t", "x", "sto")] == ["a ", "", "stx", ""]
     assert matcher.end("") == "sto"
@@ -174,7 +174,8 @@ def test_the_outcome_does_not_depend_on_how_text_is_cut(seed: int) -> None:
 
 
 def matcher_twin(stops: list[str], said: list[str], include: bool) -> list[str]:
-    """What each piece lets be said, from the whole text each time; the last one completes a stop string."""
+    """The text that each piece releases, computed from the whole text each time; the last piece completes a stop
+    string."""
     text, done, outcome = "", 0, []
     for piece in said:
         text += piece
@@ -206,7 +207,7 @@ def test_every_piece_is_said_as_soon_as_it_may_be(seed: int) -> None:
 
 
 class Watched(str):
-    """Counts its characters that are looked at, compared or copied, and those that are put before it."""
+    """Counts its characters that are read, compared or copied, and those that are put before it."""
 
     seen = 0
 

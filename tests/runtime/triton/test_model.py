@@ -1,4 +1,4 @@
-"""Triton's model beside a stand-in for the python backend: what becomes of it when its engine ends."""
+"""Triton's model with a stand-in for the python backend: its state after its engine ends."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_model_that_is_being_unloaded_does_not_ask_for_it(triton, model):
 
 def test_an_engine_that_does_not_end_is_killed(triton, model):
     model._process.send_signal(signal.SIGSTOP)
-    os.waitpid(model._process.pid, os.WUNTRACED)  # stopped, it does not hear SIGTERM
+    os.waitpid(model._process.pid, os.WUNTRACED)  # a stopped process does not handle SIGTERM
     model._settings = replace(model._settings, end_seconds=0.2)
     model.finalize()
     assert model._process.returncode == -signal.SIGKILL
@@ -95,7 +95,7 @@ def test_an_engine_that_does_not_end_is_killed(triton, model):
 
 
 class Asking:
-    """A request as Triton hands it over; `said` are its responses: errors by their code, None for one without."""
+    """A request from Triton; `said` are its responses: errors by their code, None for one without."""
 
     def __init__(self, triton, **inputs):
         triton.InferenceResponse = lambda _, error: error

@@ -112,7 +112,8 @@ class Call:
 
 
 def told(inputs, tokens, finish):
-    """What the last response says of a reply of these tokens, which the engine ended so, to a prompt of 9 tokens."""
+    """The last response's stop and finish reasons for a reply of these tokens, ended by the engine, to a prompt of 9
+    tokens."""
     wanted = asked(text_input=b"x", return_stop_reason=True, return_finish_reason=True, **inputs)
     stops, ids = wanted.body.stop, frozenset([EOS, *wanted.body.stop_token_ids])
     request = Request(RequestId(1), [5] * 9, 8, stop_ids=ids, confirm=bool(stops))
@@ -136,7 +137,7 @@ def told(inputs, tokens, finish):
     ],
     ids=["string", "token", "end of sequence", "length", "no match"],
 )
-def test_what_stopped_a_reply_is_told_if_it_was_the_request_s_own(inputs, tokens, finish, reason):
+def test_the_stop_reason_is_the_request_s_own_stop(inputs, tokens, finish, reason):
     end = told(inputs, tokens, finish)
     assert end.get("stop_reason") == reason
     assert end["finish_reason"] == (b"length" if finish is FinishReason.LENGTH and reason is None else b"stop")

@@ -26,7 +26,7 @@ def test_the_first_owner_of_a_key_keeps_it():
     check(store, held=[first])
 
 
-def test_a_dropped_owner_takes_over_the_slot_of_who_computed_it_again():
+def test_a_dropped_owner_takes_over_the_slot_of_the_recomputed_chunk():
     """A conversation claims the dropped chunk; the recomputed KV becomes that chunk's, claim and all."""
     store, key = a_store(), fresh_key()
     owner = idle(store, now=1.0, key=key, claims=1)
@@ -40,7 +40,7 @@ def test_a_dropped_owner_takes_over_the_slot_of_who_computed_it_again():
 
 
 def test_an_owner_on_host_takes_over_the_gpu_slot_and_keeps_its_copy():
-    """Where recomputing is quicker than loading, the chunk ends up in both tiers."""
+    """If recomputing is faster than loading, the chunk ends up in both tiers."""
     store, key = a_store(), fresh_key()
     owner = idle(store, key=key, on_gpu=False)
     assert store.publish(store.new(SIZE, 1.0), key) is owner
@@ -96,7 +96,7 @@ def test_a_declined_chunk_is_reclaimable_until_its_conversation_is_active_again(
 
 
 def test_a_row_that_lets_go_notes_its_last_step_on_the_slot():
-    """Whoever gets the slot next waits for that step on the device."""
+    """The slot's next user waits for that step on the device."""
     store = a_store()
     chunk = in_use(store)
     store.pin([chunk])
@@ -154,12 +154,12 @@ def unfreed(store, chunk):
     store.gpu.take()
 
 
-def kept_for_nobody(store, chunk):
+def kept_for_no_conversation(store, chunk):
     store._private[Chunk(SIZE, NO_SLOT, 0.0)] = None
 
 
 @pytest.mark.parametrize(
-    "damage", [lost_slot, double_slot, foreign_key, unfiled, misfiled, filed_ghost, unfreed, kept_for_nobody]
+    "damage", [lost_slot, double_slot, foreign_key, unfiled, misfiled, filed_ghost, unfreed, kept_for_no_conversation]
 )
 def test_check_notices(damage):
     store = a_store()
@@ -182,7 +182,7 @@ def test_check_counts_users_and_claims_afresh():
 
 
 def test_a_copy_counts_from_its_own_ticket_on():
-    """With the ticket before it nothing is known of it yet: it may be no copy."""
+    """With the ticket before it the copy is not confirmed yet: it may fail."""
     store = a_store(copies_may_fail=True)
     chunk = idle(store, on_gpu=False)
     store.host.last[Lane.OUT][chunk.host] = 6

@@ -1,5 +1,5 @@
-"""The third tier: what is written when, what is read when, what is never read again. The device model underneath checks
-every slot and every token; the tests add what must be true besides."""
+"""The third tier: the order of writes, the order of reads, and records that are never read again. The device model
+below checks every slot and every token; the tests check further conditions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DISK = TIGHT | {"host_kv_chunks": 16, "disk_kv_chunks": 64}
 
 
 def settle(harness):
-    """Until nothing is on its way to or from DISK."""
+    """Runs until no chunk is on its way to or from DISK."""
     while harness.scheduler.disk.busy:
         harness.tick()
 
@@ -89,8 +89,8 @@ def test_a_chunk_is_written_only_when_its_copy_out_is_known_to_be_complete():
 
 
 def test_what_is_on_host_already_does_not_wait_for_the_links_share():
-    """A step copies one chunk out. Were those that need no copy counted too, the queue would only grow where turns end
-    faster than that, and what is saved last is gone by then."""
+    """A step copies one chunk out. If chunks that need no copy counted too, the queue would grow whenever turns end
+    faster than that, and the chunks saved last would be gone by then."""
     harness = SlowDisk(chunks_a_step=1, **DISK)
     harness.turn(range(18), 2, "a")
     for chunk in chunks_of(harness):
@@ -146,7 +146,7 @@ def test_a_failed_write_stops_spilling_for_some_seconds_and_the_turn_ends_all_th
     harness.drain()
 
 
-def test_a_swap_in_may_read_a_slot_that_is_being_spilled_and_nobody_may_take_it():
+def test_a_swap_in_may_read_a_slot_that_is_being_spilled_and_no_chunk_may_take_it():
     harness = SlowDisk(**DISK | {"host_kv_chunks": 4})
     harness.turn(range(16), 1, "a")
     while len(harness.device.work) < 3:
@@ -248,7 +248,7 @@ def test_what_is_read_ahead_of_its_turn_counts_as_found_on_host(prefetch):
 
 
 @pytest.mark.parametrize("order", ["bounded-ratio", "arrival"])
-def test_who_joins_first_is_read_ahead_of_first(order):
+def test_the_request_that_joins_first_is_prefetched_first(order):
     """One seat, taken, and room on HOST for one history: a short turn is to pass a long one that came before it."""
     harness = Harness(**DISK | {"max_num_seqs": 1, "host_kv_chunks": 9, "queue_order": order})
     prompts = {name: only_on_disk(harness, name, first=first) for name, first in (("long", 0), ("short", 100))}

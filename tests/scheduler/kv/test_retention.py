@@ -1,4 +1,4 @@
-"""Victims come by ascending retention value at the moment of asking, whatever happened to them before."""
+"""Victims come by ascending retention value at the time of the call, with any history."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_an_idle_time_is_at_least_one_step():
 
 
 def test_of_contexts_that_outgrew_their_windows_one_goes_before_the_next_is_touched():
-    """With one chunk of it lost the others are of no use."""
+    """If one of its chunks is lost, the others are useless."""
     victims = VictimSet(RETENTION)
     old, young = ([a_chunk(end=4 * n, active=active) for n in range(1, 9)] for active in (1.0, 1.1))
     for chunk in (*old, *young):
@@ -164,7 +164,7 @@ def test_a_head_stays_until_it_leaves_and_sees_what_is_filed_meanwhile():
 
 
 def test_the_departed_leave_nothing_behind():
-    """One chunk that is active five thousand times costs no more memory than one that is active once or twice."""
+    """A chunk that is active five thousand times costs no more memory than one that is active once or twice."""
     victims, chunk, other = VictimSet(RETENTION), a_chunk(), a_chunk(8, active=0.5)
     victims.add(other)
     for now in range(5000):
@@ -175,8 +175,8 @@ def test_the_departed_leave_nothing_behind():
 
 
 def test_a_class_that_empties_under_a_head():
-    """A plan takes hold of all hits of one class, and files others again and again: the head's merge still names the
-    class, of which nothing is left."""
+    """A plan pins all hits of one class, and files others again and again: the head's merge still names the class,
+    which is now empty."""
     victims = VictimSet(RETENTION)
     light = [a_chunk(4, active=float(second)) for second in range(3)]
     heavy, just_left = a_chunk(4000, active=90.0), a_chunk(400, active=99.9)
@@ -219,7 +219,7 @@ def test_moving_members_of_a_group_is_taking_them_out_one_by_one_and_filing_them
 
 @pytest.mark.parametrize("name", ["retention", "lru", "fifo"])
 def test_chunks_that_the_queue_waits_for_go_last_those_of_its_tail_first(name):
-    """Whatever they cost and whenever they were used: the request at the head is the next to need its chunks."""
+    """At any cost and age: the first request in the queue is the next to need its chunks."""
     victims = VictimSet(eviction_policy(name, profile()))
     third, first, second = (a_chunk(end, active=float(end), created=float(end)) for end in (4000, 4, 400))
     for place, chunk in enumerate((first, second, third), 1):

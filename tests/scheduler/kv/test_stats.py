@@ -1,4 +1,4 @@
-"""What is counted of victims: by tier and reason, by retention value, and whether they came back too soon."""
+"""The counts of victims: by tier and reason, by retention value, and of those that returned too soon."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_values_are_counted_between_powers_of_two():
 @pytest.mark.parametrize("claims", [0, 1])
 @pytest.mark.parametrize(("later", "regret"), [(REGRET_S, SIZE), (REGRET_S + 1, 0)])
 def test_a_chunk_computed_again_too_soon_is_regretted(claims: int, later: float, regret: int):
-    """Whether or not a conversation still claims it."""
+    """With or without a conversation that still claims it."""
     store = a_store()
     key = fresh_key()
     first = idle(store, key=key, claims=claims)

@@ -1,4 +1,4 @@
-"""Making room: what is taken, in which order, and what is never given up for it."""
+"""Making room: the victims, their order, and the chunks that are never given up for it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_chunk_on_host_of_lower_value_makes_room_for_one_of_higher():
 
 
 def test_a_copy_of_a_chunk_in_use_is_given_up_first():
-    """It is safe on the GPU for as long as its row runs, and worth only its making."""
+    """It is safe on the GPU as long as its row runs, and saves only another copy."""
     store = a_store(gpu=3, host=2)
     busy = idle(store, now=9.0, copied=True)
     store.pin([busy])
@@ -86,9 +86,10 @@ def test_saving_ahead_stops_at_the_mark_at_the_link_and_at_the_last_chunk():
 
 
 @pytest.mark.parametrize("awaited", [True, False])
-def test_what_the_queue_waits_for_is_no_room_for_what_has_ended(awaited):
-    """HOST is full of copies of what is on DISK. Those that the queue waits for are worth more than the chunk that is
-    nowhere else: nobody of its kind gets their slots, so it is the next to be dropped, unless it is written before."""
+def test_awaited_copies_make_no_room_for_chunks_of_ended_turns(awaited):
+    """HOST is full of copies of chunks that are on DISK too. Those that the queue waits for are worth more than the
+    chunk that is only on HOST, so that chunk cannot take their slots: it is the next to be dropped, unless it is
+    written before."""
     store = a_store(gpu=4, host=4, disk=8)
     for _ in range(3):
         copy = idle(store, now=1.0, on_gpu=False)
@@ -154,7 +155,7 @@ def test_more_than_was_counted_is_an_error():
 
 
 def test_failed_copies_are_found_by_their_slots(monkeypatch):
-    """Whoever has the slot by then, and not by a look at every chunk: there may be a million, and some each step."""
+    """The slot's present chunk is found without a search of all chunks: there may be a million, and some each step."""
     store = a_store(gpu=3, host=2, copies_may_fail=True)
     first, second = idle(store, now=1.0), idle(store, now=2.0)
     _, evictor = an_evictor(store, now=10.0)
@@ -175,8 +176,8 @@ def test_failed_copies_are_found_by_their_slots(monkeypatch):
 
 
 def test_what_cannot_go_to_disk_is_not_the_first_to_leave_the_gpu():
-    """What was copied to make room is taken without being copied again; what was copied for DISK keeps its
-    place, pinned say."""
+    """A chunk that was copied to make room is taken without another copy; a chunk that was copied for DISK keeps its
+    place, for example a pinned one."""
     store = a_store(gpu=2, host=2, copies_may_fail=True)
     pinned, old = idle(store, now=9.0, claims=1), idle(store, now=1.0)
     store.change_pins(pinned, 1)
@@ -210,7 +211,7 @@ def test_a_failed_copy_is_given_up_in_its_own_slot_alone():
 
 
 def test_nothing_gives_way_to_what_is_worth_the_same():
-    """A copy would be made, and as much would be lost by it as is saved."""
+    """A copy would be made, and the loss would equal the gain."""
     store = a_store(gpu=2, host=1)
     kept, refused_by_host = idle(store, now=1.0, on_gpu=False), idle(store, now=1.0)
     copies, evictor = an_evictor(store, now=10.0)

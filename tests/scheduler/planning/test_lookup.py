@@ -1,4 +1,4 @@
-"""What a request needs, for chunks here, there and nowhere."""
+"""The needs of a request, for chunks in each tier and in none."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def find(harness, request):
 
 
 def spread(harness, places):
-    """The prompt's chunks of a finished conversation, put where `places` says, one letter a chunk."""
+    """Moves a finished conversation's chunks to the tiers in `places`, one letter for each chunk. Returns the prompt's
+    chunks."""
     for chunk, place in zip(harness.scheduler.conversations.get("a").chunks, places, strict=True):
         harness.place(chunk, {"g": "gpu", "h": "host", "b": "both", "-": "dropped"}[place])
     harness.check()
@@ -32,7 +33,8 @@ def spans(needs):
 
 @pytest.mark.parametrize("places", ["".join(places) for places in product("gh-", repeat=5)])
 def test_holes_anywhere(places):
-    """Every mixture of GPU, HOST and dropped: what is missing is computed, each token counts once, the answer holds."""
+    """Every mixture of GPU, HOST and dropped: missing chunks are computed, each token counts once, the reply is
+    right."""
     harness = Harness(host_kv_chunks=32)
     harness.turn(range(21), 1, "a")
     spread(harness, places)
@@ -116,7 +118,7 @@ def test_recomputed_counts_what_was_here_before():
 
 @pytest.mark.parametrize("in_first_chunks", [0, 8])
 def test_what_an_earlier_process_computed_is_recomputed(in_first_chunks):
-    """Less what is here again already; behind it everything is new. A branch ends it earlier."""
+    """Without the chunks that are resident again; everything behind is new. A branch ends it earlier."""
     harness = Harness()
     if in_first_chunks:
         harness.turn(range(in_first_chunks), 1, "b")

@@ -1,4 +1,5 @@
-"""Which waiting request joins next: by response ratio, with a bound on overtaking, and fairly between owners."""
+"""The order in which waiting requests join: by response ratio, with a bound on overtaking, and fairly between
+owners."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def names(turns):
 
 
 def test_a_longer_wait_makes_up_for_more_work():
-    """Ten times the work: passed by those that have waited a tenth as long."""
+    """With ten times the work, it is passed by requests that have waited a tenth as long."""
     waiting, order = queue({"heavy": (0.0, 1.0), "light": (9.5, 0.1), "lighter": (9.95, 0.1), "urgent": (9.99, 5.0)})
     assert names(order.candidates([], 9.9)) == ["urgent", "heavy", "light", "lighter"]
     assert names(order.candidates([], 10.6)) == ["urgent", "light", "heavy", "lighter"]
@@ -52,7 +53,7 @@ def test_a_longer_wait_makes_up_for_more_work():
 
 
 def test_a_request_is_passed_until_its_allowance_is_used_up():
-    """Each light turn that joins takes its work off what the heavy one allows."""
+    """Each light turn that joins is subtracted from the heavy one's allowance."""
     waiting, order = queue({"heavy": (0.0, 1.0)} | {f"light {n}": (8.0, 0.1) for n in range(5)})
     waiting[0].allowance = 0.25
     joined = []
@@ -65,7 +66,7 @@ def test_a_request_is_passed_until_its_allowance_is_used_up():
 
 
 def test_a_prompt_that_has_become_longer_is_held_to_the_bound():
-    """Chunks that a turn would have found are gone when it is looked at: its work then is what counts."""
+    """The turn's cached chunks are gone at its lookup: its work at that time counts."""
     waiting, order = queue({"heavy": (0.0, 1.0), "light": (8.0, 0.1)})
     waiting[0].allowance = 0.5
     assert next(order.candidates([], 10.0)) is waiting[1]
@@ -118,7 +119,7 @@ def test_a_long_prompt_among_short_turns_waits_at_most_three_times_as_long_as_by
 
 
 class Bound:
-    """What joins before each request that waits, counted beside the scheduler."""
+    """The work that joins before each waiting request, counted independently of the scheduler."""
 
     def __init__(self, scheduler):
         self.scheduler, self.order = scheduler, scheduler._order
@@ -244,7 +245,7 @@ def test_owners_in_turn_draw_no_more_than_their_shares_of_seats():
 
 
 def seconds_beside(others, rows):
-    """(until its first seat, until its reply's end) of another owner's request that comes after 3 s."""
+    """Seconds (until its first seat, until its reply's end) of another owner's request that comes after 3 s."""
     config = replace(CROWD, max_num_seqs=rows, max_num_batched_tokens=512, gpu_kv_chunks=4096, max_queue=1024)
     other = Session("other", 3.0, (SessionTurn(0, 200, 50),), owner="b")
     found = []
@@ -260,7 +261,7 @@ def seconds_beside(others, rows):
 
 
 def test_a_flood_of_prompts_delays_another_owner_no_more_than_an_ordinary_client_twice():
-    """1,000 prompts at once, beside a client that has as many requests running and sends the next when one ends."""
+    """1,000 prompts at once, compared with a client that keeps as many requests running."""
     flood = [Session(f"{n}", 0.0, (SessionTurn(0, 200, 50),), owner="a") for n in range(1000)]
     client = [Session(f"{n}", 0.0, (SessionTurn(0, 200, 50),) * 40, owner="a") for n in range(63)]
     _, beside_a_client = seconds_beside(client, rows=64)

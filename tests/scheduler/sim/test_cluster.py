@@ -1,4 +1,5 @@
-"""Several replicas behind a router: one of them is the simulator, and what routing and failures do can be counted."""
+"""Several replicas behind a router: one replica equals the simulator, and effects of routing and failures can be
+counted."""
 
 from dataclasses import replace
 

@@ -151,7 +151,7 @@ def test_lanes_work_in_order_and_wait_for_the_tickets_they_name():
     assert device.busy_s == 1.5 + 1.5 + 1.5
 
 
-# -- what always holds
+# -- properties of every run
 
 
 @pytest.mark.parametrize("eviction", EVICTION_POLICIES)
@@ -195,7 +195,7 @@ def test_a_user_may_think_for_longer_than_a_conversation_lives():
 
 
 def test_an_end_may_be_kept_back_for_longer_than_a_conversation_lives():
-    """The disk takes 40 s to write a chunk, and the user, who hears of the end after that, writes at once."""
+    """The disk takes 40 s to write a chunk, and the user, who gets the end after that, writes at once."""
     config = replace(CONFIG, disk_kv_chunks=8, save="sync", conversation_ttl=50.0)
     cost = replace(COST, disk_read_bytes_per_s=20.0, disk_write_bytes_per_s=0.5)
     session = Session("c", 0.0, (SessionTurn(0, 8, 4), SessionTurn(12, 2, 1)))
@@ -275,7 +275,7 @@ def test_skipping_steps_changes_nothing(policy, batching, disk):
 
 
 def test_what_is_skipped_leaves_rows_and_plans_as_they_would_be():
-    """Two schedulers, one of which skips whatever it may: after every skip both are in the same state."""
+    """Two schedulers, one of which skips as much as it may: after every skip both are in the same state."""
     quick, slow = (FastForwardScheduler(CONFIG, QUICK) for _ in range(2))
     for scheduler in (quick, slow):
         for number in (1, 2, 3):

@@ -64,7 +64,7 @@ def test_a_fork_shares_the_chunks_and_goes_its_own_way():
     harness.drain()
 
 
-def test_delete_forgets_the_log_and_drops_what_nobody_else_claims():
+def test_delete_forgets_the_log_and_drops_chunks_without_other_claims():
     harness = Harness()
     harness.turn(range(18), 2, "a")
     chunks, tail = conversation(harness, "a").chunks, conversation(harness, "a").tail
@@ -78,7 +78,7 @@ def test_delete_forgets_the_log_and_drops_what_nobody_else_claims():
     harness.drain()
 
 
-def test_delete_leaves_what_others_have_that_were_not_active_here_and_takes_a_branch_that_was_left():
+def test_delete_keeps_inactive_conversations_chunks_and_drops_an_abandoned_branch():
     harness = Harness()
     harness.turn(range(18), 2, "a")
     left = harness.logs["a"]

@@ -1,4 +1,4 @@
-"""Owners' quotas: whose KV goes first when the tiers are full."""
+"""Owners' quotas: the order of owners in which KV is evicted when the tiers are full."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_conversation_that_is_waited_for_is_not_the_first_to_go():
     assert policy.value(chunk, harness.now) > 1e9
 
 
-def test_books_agree_whatever_owners_do():
+def test_counts_agree_after_any_turns_of_owners():
     """`check` counts afresh after every step."""
     chance = random.Random(5)
     harness = Harness(gpu_kv_chunks=24, host_kv_chunks=10, disk_kv_chunks=20, owner_kv_chunks=7)
@@ -86,8 +86,8 @@ def test_books_agree_whatever_owners_do():
     harness.drain()
 
 
-def test_who_just_fills_its_quota_changes_nothing():
-    """Every change that is told files all of a conversation's chunks anew."""
+def test_an_owner_that_just_fills_its_quota_changes_nothing():
+    """Each reported change would file all of a conversation's chunks again."""
     quotas = Quotas(8)
     assert list(quotas.put("o", "a", 3)) == list(quotas.put("o", "b", 5)) == []
     assert list(quotas.put("o", "c", 1)) == [("a", True)]

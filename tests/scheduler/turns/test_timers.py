@@ -1,4 +1,4 @@
-"""Names that are due at a time: none comes early or twice, and what was given up takes no room."""
+"""Names that are due at a time: none comes early or twice, and removed names take no room."""
 
 import random
 from math import inf

@@ -43,7 +43,7 @@ def test_steps_of_chats():
     assert steps == chat_steps(users=3, turns=2) != chat_steps(users=3, turns=2, seed=1)
     prompts = [part for step in steps for part in step if part.new > 1]
     assert len(prompts) >= 5 and 1 < max(map(len, steps)) <= 3
-    # What a user wrote is computed once, and nobody else's: a first turn is whole, the next is its input and a token.
+    # Each user's text is computed once: a first turn is computed whole, the next one computes its input and one token.
     assert sum(part.new == part.context for part in prompts) == 3
     assert all(part.new < 500 for part in prompts) and any(part.context > part.new + 100 for part in prompts)
 

@@ -1,4 +1,4 @@
-"""The scheduler's benchmark at a hundredth of its size: its steps are of the kinds it says."""
+"""The scheduler's benchmark at a hundredth of its size: its steps are of the kinds that it names."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""bench.steps on the CPU device with a tiny engine: what it says of its turns and steps is what happened."""
+"""bench.steps on the CPU device with a tiny engine: its reports of turns and steps are right."""
 
 import json
 from array import array
@@ -117,7 +117,7 @@ COST = CostProfile(32, 1e-3, ((32, 1e-4),), 1e-3, 1000, 1e9)
 
 @pytest.fixture
 def bench(directory, engine):
-    """Its device, arguments, sizes, and what makes a loop."""
+    """Its device, arguments, sizes, and a function that makes a loop."""
     args = parser().parse_args(["--engine", str(directory), *SMALL])
     sizes = Sizes(args, engine)
     config = sizes.config(args)

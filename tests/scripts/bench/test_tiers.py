@@ -1,4 +1,4 @@
-"""bench.tiers on the CPU device with a tiny engine: histories are where it says, disks are as slow as it says."""
+"""bench.tiers on the CPU device with a tiny engine: histories are in the named tiers, disks have the named speeds."""
 
 import os
 import time
@@ -64,8 +64,8 @@ def test_a_history_is_where_it_is_to_be(tiers, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("times", "read"), [(0.4, 0.0), (4.0, 1.0)])
 def test_what_is_chosen_is_no_slower_than_the_better_way(tiers, tmp_path, times, read):
-    """On a device and a disk that mostly sleep, so that it matters little what else the machine does: the wrong way
-    would take twice as long."""
+    """The device and the disk mostly sleep, so other work on the machine matters little: the wrong way would take twice
+    as long."""
     tiers.device._disturb = lambda lane: 0.04 if lane is Lane.COMPUTE else 0.0
     memory = MemoryDisk()
     disk = Disk(tmp_path, memory.calls)
@@ -74,7 +74,7 @@ def test_what_is_chosen_is_no_slower_than_the_better_way(tiers, tmp_path, times,
     memory.bytes_per_s = times * 448 * 768 / computed
     cost = replace(COST, chunk_seconds=computed / 14, disk_read_bytes_per_s=memory.bytes_per_s, chunk_bytes=32 * 768)
     loaded = chosen = inf
-    for _ in range(6):  # what else the machine does only adds to a time
+    for _ in range(6):  # other work on the machine only adds time
         (once, _), (again, share) = (tiers.from_disk(disk, cost, way, 2) for way in ("load", "chosen"))
         loaded, chosen = min(loaded, once), min(chosen, again)
         assert share == read
@@ -101,7 +101,7 @@ def check_all_parts(found, token):
     speeds = found["tiers_sweep"]["speeds"]
     assert [speed["gb_per_s"] for speed in speeds] == pytest.approx([times * even for times in SPEEDS])
     for speed in speeds:
-        assert speed["load_s"] > 448 * token / 1e9 / speed["gb_per_s"]  # no quicker than the disk is said to be
+        assert speed["load_s"] > 448 * token / 1e9 / speed["gb_per_s"]  # no faster than the disk's given speed
         assert speed["ratio"] == speed["chosen_s"] / min(speed["load_s"], speed["recompute_s"])
         assert 0 <= speed["read"] <= 1
     assert found["tiers_sweep"]["worst"] == max(speed["ratio"] for speed in speeds)

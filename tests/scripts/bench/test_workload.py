@@ -1,4 +1,4 @@
-"""The load: arrivals, conversations joined in the middle of their lives, and what they say."""
+"""The load: arrivals, conversations that are joined in progress, and their contents."""
 
 from array import array
 from random import Random
@@ -35,7 +35,7 @@ def plan(rate=4.0, seconds=60.0, seed=0, dialogues=CHATTERS, **start):
 
 
 def rest(arrival):
-    """Seconds from its first request to its end, if replies take what was expected."""
+    """Seconds from its first request to its end, if replies take the expected time."""
     turns = arrival.dialogue.turns[arrival.turn :]
     thought = sum(turn.think_s for turn in turns[1:])
     return thought + PER_TOKEN * (sum(turn.output_tokens for turn in turns) - arrival.done)
@@ -74,7 +74,7 @@ def test_from_empty_every_conversation_begins_at_its_beginning():
 
 
 def test_over_a_ramp_the_load_grows_evenly():
-    """A third of the ramp gone, a third of the conversations that live then are there; behind it, all of them."""
+    """After a third of the ramp a third of the conversations that live then are there; after the ramp, all of them."""
     runs = [plan(seed=seed, ramp_s=30.0) for seed in range(40)]
     expected = 4.0 * fmean(lifetime(dialogue, PER_TOKEN) for dialogue in CHATTERS)  # Little's law
     for moment, share in ((10.0, 1 / 3), (30.0, 1.0), (59.0, 1.0)):

@@ -18,7 +18,7 @@ def test_rooms_are_counted_as_they_are() -> None:
 
 @pytest.mark.slow
 def test_the_table_has_every_goal() -> None:
-    """In a process of its own: the HTTP process's main thread ignores signals."""
+    """In a separate process: the HTTP process's main thread ignores signals."""
     command = [sys.executable, "-m", "pensieve.scripts.check.house"]
     said = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout.splitlines()
     assert said[0] == "| what | before | goal | now |"

@@ -1,4 +1,4 @@
-"""What truncation costs is measured as a plain model would have it."""
+"""The measured cost of truncation equals that of a plain model."""
 
 from __future__ import annotations
 

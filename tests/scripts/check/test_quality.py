@@ -1,4 +1,4 @@
-"""The script that measures what KV in eight bits costs: its sums by hand, and a run of it."""
+"""The script that measures the error of KV in eight bits: its sums by hand, and a run of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real run and a simulated one of the same sessions: what must be equal whatever else the machine does."""
+"""A real run and a simulated one of the same sessions: the results that must be equal under any load of the machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""check.reuse on the CPU: every way comes about, all agree, and what does not agree fails."""
+"""check.reuse on the CPU: every way occurs, all agree, and a difference fails."""
 
 import json
 from math import inf
@@ -82,7 +82,7 @@ def test_replies_are_compared_up_to_the_first_differing_token():
 
 
 @pytest.mark.parametrize("float32", [False, True])
-def test_who_is_further_off_than_allowed_fails(float32):
+def test_a_larger_difference_than_allowed_fails(float32):
     cold = Way(1, to_float32=[5e-5], to_cold=[0.0])
     near, far = Way(1, to_float32=[9e-5], to_cold=[9e-5]), Way(1, to_float32=[2e-4], to_cold=[2e-4])
     nan = Way(1, to_float32=[float("nan")], to_cold=[0.0])

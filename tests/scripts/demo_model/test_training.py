@@ -1,4 +1,4 @@
-"""What the demo models are trained on, and a training run of two steps."""
+"""The demo models' training data, and a training run of two steps."""
 
 from __future__ import annotations
 
