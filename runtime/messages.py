@@ -139,13 +139,13 @@ class Ready:
 class TritonSettings:
     """What Triton's model is told before anything else.
 
-    history_file, history_ttl, max_conversations_per_owner, log_format, log_level
+    histories, history_ttl, max_conversations_per_owner, log_format, log_level
                     as in `HTTPSettings`
     chunk_tokens    what Triton's clients call a block of the KV cache
     end_seconds     the longest time from SIGTERM to the end of the engine's process
     """
 
-    history_file: str
+    histories: str
     history_ttl: float | None
     max_conversations_per_owner: int | None
     log_format: str

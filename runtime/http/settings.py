@@ -16,7 +16,7 @@ class HTTPSettings:
     chat_template             its source, None: the engine's own
     strict_fields             unknown fields are refused, not ignored
     api_keys                  digests of the keys (`api_keys.key_digest`) of which every call needs one; none: no keys
-    history_file              of the history store; ":memory:" keeps nothing
+    histories                 where they are stored (`databases.open_database`); ":memory:" keeps nothing
     history_ttl               seconds after their last turn after which stored conversations are deleted, None: never
     max_conversations_per_owner
                               stored conversations an API key may have, None: any number
@@ -32,7 +32,7 @@ class HTTPSettings:
     chat_template: str | None = None
     strict_fields: bool = False
     api_keys: tuple[str, ...] = ()
-    history_file: str = ":memory:"
+    histories: str = ":memory:"
     history_ttl: float | None = None
     max_conversations_per_owner: int | None = None
     otlp_traces_endpoint: str | None = None

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from ...scheduler.types import SettingError
+from ..conversations.databases import has_password, is_url
 from ..http.auth import key_digest
 from ..http.settings import HTTPSettings
 from ..text.tokenizer import ChatTemplate
 from .options import parse_bytes
-from .settings import HISTORY_FILE, ServeSettings
+from .settings import HISTORY_FILE, HISTORY_URL, ServeSettings
 
 
 def http_settings(settings: ServeSettings) -> HTTPSettings:
@@ -29,13 +31,38 @@ def http_settings(settings: ServeSettings) -> HTTPSettings:
         cors_origins=settings.cors_origins,
         chat_template=None if settings.chat_template is None else read_chat_template(settings.chat_template),
         api_keys=tuple(key_digest(key) for key in keys),
-        history_file=str(settings.state_directory / HISTORY_FILE),
+        histories=histories_of(settings),
         history_ttl=settings.history_ttl,
         max_conversations_per_owner=settings.max_conversations_per_owner,
         otlp_traces_endpoint=settings.otlp_traces_endpoint,
         log_format=settings.log_format,
         log_level=settings.log_level,
     )
+
+
+def histories_of(settings: ServeSettings) -> str:
+    """Where conversations are stored: a URL of PostgreSQL, or the path of a file. SettingError names the option or
+    the environment variable at fault."""
+    url, path = settings.history_url, settings.history_url_file
+    if url is not None and is_url(url) and has_password(url):
+        others = f"put the URL into {HISTORY_URL} or --history-url-file, or the password into ~/.pgpass"
+        raise SettingError(
+            "--history-url", f"must not hold a password, which other users of this machine see: {others}"
+        )
+    setting = "--history-url"
+    if path is not None:
+        setting = "--history-url-file"
+        try:
+            url = path.read_text("utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingError(setting, f"cannot read {path}: {error}") from error
+    elif url is None:
+        setting, url = HISTORY_URL, os.environ.get(HISTORY_URL) or None
+    if url is None:
+        return str(settings.state_directory / HISTORY_FILE)
+    if not is_url(url):  # it may be a password
+        raise SettingError(setting, "must be a URL as postgresql://USER@HOST:5432/NAME")
+    return url
 
 
 def check_traces_endpoint(endpoint: str) -> None:

@@ -36,7 +36,7 @@ END_SECONDS = 10.0  # for the last step, and for memory to be given back
 def serve(settings: ServeSettings, ranks: Ranks | None = None) -> int:
     """Starts the HTTP process, then becomes the loop; the exit status. SettingError before anything is served."""
     http_process = http_settings(settings)
-    HistoryStore(http_process.history_file).close()  # it must be usable before anything else starts
+    HistoryStore(http_process.histories).close()  # it must be usable before anything else starts
     listener = listen(settings.host, settings.port)
     host, port = listener.getsockname()[:2]
     ours, theirs = multiprocessing.Pipe()
@@ -71,13 +71,13 @@ def serve(settings: ServeSettings, ranks: Ranks | None = None) -> int:
 def serve_attached(settings: ServeSettings, socket_path: Path, ranks: Ranks | None = None) -> None:
     """Becomes the loop of Triton's model, which listens at `socket_path`. SettingError before anything is served."""
     history = http_settings(settings)
-    HistoryStore(history.history_file).close()  # it must be usable before weights are loaded
+    HistoryStore(history.histories).close()  # it must be usable before weights are loaded
     assembled = assemble(settings, ranks)
     with connect(socket_path) as connection:
         service = make_service(assembled, connection)
         connection.send(
             TritonSettings(
-                history_file=history.history_file,
+                histories=history.histories,
                 history_ttl=history.history_ttl,
                 max_conversations_per_owner=history.max_conversations_per_owner,
                 log_format=history.log_format,
