@@ -139,13 +139,14 @@ class Ready:
 class TritonSettings:
     """What Triton's model is told before anything else.
 
-    histories, history_ttl, max_conversations_per_owner, log_format, log_level
+    histories, server, history_ttl, max_conversations_per_owner, log_format, log_level
                     as in `HTTPSettings`
     chunk_tokens    what Triton's clients call a block of the KV cache
     end_seconds     the longest time from SIGTERM to the end of the engine's process
     """
 
     histories: str
+    server: str | None
     history_ttl: float | None
     max_conversations_per_owner: int | None
     log_format: str

@@ -6,7 +6,9 @@ Everything blocks and belongs to one thread at a time.
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import unquote, urlsplit
 
 from ...scheduler.types import RequestError, SettingError
-from .schema import OPEN_TURNS, SCHEMA, VERSION
+from .schema import OPEN_TURNS, SCHEMA, SERVERS, VERSION
 
 if TYPE_CHECKING:
     import psycopg  # of the extra `postgres`
@@ -32,6 +34,7 @@ SCHEMES = ("postgresql", "postgres")
 
 class Database(Protocol):
     """`where`       what people call it, without a password
+    `kind`        of database, for people
     `setting`     the option to name where it cannot be used
     `shared`      several servers use it at a time
     `lease`       seconds for which an open turn needs no renewal
@@ -39,6 +42,7 @@ class Database(Protocol):
     """
 
     where: str
+    kind: str
     setting: str
     shared: bool
     lease: float
@@ -60,6 +64,9 @@ class Database(Protocol):
 
     def text(self, text: str) -> str | bytes:
         """A text of any characters as it is stored; reading gives the same."""
+
+    def interrupt(self) -> None:
+        """From another thread: a call that waits for an answer fails."""
 
     def close(self) -> None: ...
 
@@ -105,7 +112,7 @@ SQLITE_NAMES = "CREATE UNIQUE INDEX conversations_named ON conversations (owner,
 class Sqlite:
     """One file, one server. A transaction is on the disk (synchronous=FULL) when it returns."""
 
-    setting, shared, lease = "--state-dir", False, FOREVER
+    kind, setting, shared, lease = "SQLite", "--state-dir", False, FOREVER
     clock = "((julianday('now') - 2440587.5) * 86400.0)"
 
     def __init__(self, path: str | Path):
@@ -169,6 +176,9 @@ class Sqlite:
 
     def text(self, text: str) -> str:
         return text
+
+    def interrupt(self) -> None:
+        self._db.interrupt()
 
     def close(self) -> None:
         self._db.close()
@@ -235,11 +245,12 @@ class Postgres:
     more then.
     """
 
-    setting, shared, lease = "--history-url", True, LEASE_SECONDS
+    kind, setting, shared, lease = "PostgreSQL", "--history-url", True, LEASE_SECONDS
     clock = "extract(epoch FROM clock_timestamp())::double precision"
 
-    def __init__(self, url: str):
-        """Raises SettingError if the database does not answer, or has tables of another program."""
+    def __init__(self, url: str, make: bool = True):
+        """`make`: the tables, if they are missing. Raises SettingError if the database does not answer, or has tables
+        of another program."""
         self.where = without_password(url)
         self._url = url
         self._connection: psycopg.Connection[Any] | None = None
@@ -251,7 +262,9 @@ class Postgres:
             raise SettingError(self.setting, "needs more packages: pip install 'pensieve[postgres]'") from None
         self._errors = psycopg
         try:
-            self._open()
+            if make:
+                self._open()
+            self._connect()
         except psycopg.Error as error:
             raise SettingError(self.setting, f"cannot use {self.where}: {_first_line(error)}") from error
 
@@ -261,7 +274,7 @@ class Postgres:
             connection.execute(f"SELECT pg_advisory_xact_lock({WRITER})")
             if connection.execute(f"SELECT to_regclass('{SPACE}.layout')").fetchone() == (None,):
                 connection.execute(f"CREATE SCHEMA IF NOT EXISTS {SPACE}")
-                connection.execute((SCHEMA + OPEN_TURNS + POSTGRES_NAMES).format(**POSTGRES_TYPES))
+                connection.execute((SCHEMA + OPEN_TURNS + SERVERS + POSTGRES_NAMES).format(**POSTGRES_TYPES))
                 connection.execute(f"INSERT INTO layout VALUES ({VERSION})")
             found = connection.execute("SELECT version FROM layout").fetchone()
         if found != (VERSION,):
@@ -369,10 +382,33 @@ class Postgres:
     def text(self, text: str) -> bytes:
         return text.encode()
 
+    def interrupt(self) -> None:
+        connection = self._connection
+        if connection is not None and not connection.closed:
+            with socket.socket(fileno=os.dup(connection.fileno())) as wire:
+                wire.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         if self._connection is not None:
             self._connection.close()
         self._retry_at = FOREVER
+
+
+def look_at(url: str) -> str:
+    """What is there, for people. SettingError if it does not answer."""
+    database = Postgres(url, make=False)
+    try:
+        ((version, made),) = database.execute(
+            f"SELECT current_setting('server_version'), to_regclass('{SPACE}.layout') IS NOT NULL"
+        )
+        found = f"{database.where}, PostgreSQL {version.partition(' ')[0]}"
+        if not made:
+            return f"{found}, without histories yet"
+        counts = "SELECT (SELECT count(*) FROM conversations), (SELECT count(*) FROM servers WHERE alive > {} - {})"
+        ((conversations, servers),) = database.execute(counts.format(database.clock, 2 * LEASE_SECONDS))
+        return f"{found}, {conversations} conversations and responses, {servers} servers"
+    finally:
+        database.close()
 
 
 @lru_cache(maxsize=256)

@@ -63,6 +63,25 @@ CREATE {lasting} TABLE open_turns (  -- a conversation does not expire while a t
 CREATE INDEX {index_place}open_turns_conversation ON open_turns (conversation);
 """
 
+SERVERS = """
+CREATE TABLE servers (
+    id TEXT PRIMARY KEY,
+    seen {int} NOT NULL,             -- the latest tombstone of which it has erased all
+    alive {real} NOT NULL
+);
+CREATE TABLE tombstones (            -- as `Gone`; kept until every server has seen it
+    number {serial} PRIMARY KEY,
+    process TEXT NOT NULL,           -- of a server, which has deleted it and erases by itself what it has
+    owner TEXT NOT NULL,
+    id TEXT NOT NULL,
+    kind TEXT NOT NULL,
+    thread TEXT,
+    tokens {bytes} NOT NULL,
+    shared {int} NOT NULL,
+    salt {bytes} NOT NULL
+);
+"""
+
 Kind = Literal["conversation", "response", "branch"]
 """A branch is a turn that was committed behind another one: its `parent` is the conversation's id. It is not listed,
 and goes with the conversation, or with the first turn of the conversation that goes on from it."""

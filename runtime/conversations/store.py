@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import json
 import sys
+import uuid
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from .schema import Conversation, Gone, Name, Opening
 from .transcript import OTHERS, StoredTurn, Transcript, dialogue_keys, title_of
 
 EXPIRY_INTERVAL_S = 60.0
+SILENT_SECONDS = 3600.0  # a server that is cut off from the others for so long begins with no KV
 
 COLUMNS = ", ".join(field.name for field in fields(Conversation))
 LIVE = (
@@ -49,20 +51,33 @@ class LineTurn(NamedTuple):
 class HistoryStore:
     """`where`: a file, made if it is missing, ":memory:", or a URL of PostgreSQL (`databases.open_database`).
     `history_ttl`: of conversations without their own. `quota`: of conversations and responses that an owner may have
-    here, None: any number."""
+    here, None: any number. `server`: what this server is called in a shared database; it keeps its name as long as it
+    keeps KV."""
 
-    def __init__(self, where: str | Path, history_ttl: float | None = None, quota: int | None = None):
+    def __init__(
+        self,
+        where: str | Path,
+        history_ttl: float | None = None,
+        quota: int | None = None,
+        server: str | None = None,
+    ):
         """Raises SettingError if the database cannot be used."""
+        self._process = uuid.uuid4().hex
+        self._server, self.seen = server or self._process, 0
         self._history_ttl, self.quota = history_ttl, quota
         self._expiry_due = 0.0
         self._expired: list[Gone] = []
         self._tokenizer = b""
-        self._db = open_database(where)
-        self.lease = self._db.lease
+        self._db = db = open_database(where)
+        self.where, self.kind, self.shared, self.lease = db.where, db.kind, db.shared, db.lease
         self._live = LIVE.format(clock=self._db.clock)
 
     def close(self) -> None:
         self._db.close()
+
+    def interrupt(self) -> None:
+        """From another thread: what waits for the database fails (503)."""
+        self._db.interrupt()
 
     def use_tokenizer(self, digest: bytes) -> None:
         """To be called first: tokens that are stored from now on are of the tokenizer with this digest. Turns of
@@ -94,6 +109,71 @@ class HistoryStore:
                     f"UPDATE open_turns SET until = {self._db.clock} + :lease WHERE turn = :turn",
                     {"turn": turn, "lease": self.lease},
                 )
+
+    # -- the other servers
+
+    def register(self) -> bool:
+        """To be called before anything is served from a shared database. Returns whether this server may use KV that it
+        has kept: it has been told, or will be, of every deletion since. Raises SettingError."""
+        try:
+            with self._db.transaction():
+                self._forget_silent_servers()
+                known = self._db.execute("SELECT seen FROM servers WHERE id = :server", {"server": self._server})
+                if not known:
+                    self._db.execute(
+                        "INSERT INTO servers SELECT CAST(:server AS TEXT), coalesce(max(number), 0), "
+                        f"{self._db.clock} FROM tombstones",
+                        {"server": self._server},
+                    )
+                ((self.seen,),) = self._db.execute(
+                    "SELECT seen FROM servers WHERE id = :server", {"server": self._server}
+                )
+        except RequestError as error:
+            raise SettingError(self._db.setting, error.message) from error
+        return bool(known)
+
+    def keep_in_step(self, turns: Sequence[bytes], erased: int) -> None:
+        """Of a shared database: renews the open turns, and learns what others have deleted (`take_expired`). To be
+        called before `lease` seconds are over. `erased`: all up to this tombstone (`seen`) is erased here."""
+        self.renew(turns)
+        with self._db.transaction(durable=False):
+            self._forget_silent_servers()
+            self._db.execute(
+                f"UPDATE servers SET seen = :erased, alive = {self._db.clock} WHERE id = :server",
+                {"erased": erased, "server": self._server},
+            )
+            self._read_tombstones()
+            self._db.execute("DELETE FROM tombstones WHERE number <= (SELECT min(seen) FROM servers)")
+
+    def _forget_silent_servers(self) -> None:
+        self._db.execute(f"DELETE FROM servers WHERE alive < {self._db.clock} - :silent", {"silent": SILENT_SECONDS})
+
+    def _read_tombstones(self) -> None:
+        if not self._db.execute("SELECT 1 FROM servers WHERE id = :server", {"server": self._server}):
+            what = "this server was cut off from the database of the histories for too long: restart it"
+            raise RequestError(503, what)
+        rows = self._db.execute(
+            "SELECT number, process, owner, id, kind, thread, tokens, shared, salt FROM tombstones "
+            "WHERE number > :seen ORDER BY number",
+            {"seen": self.seen},
+        )
+        for number, process, owner, id, kind, thread, tokens, shared, salt in rows:
+            if process != self._process:
+                self._expired.append(Gone(Name(owner, id, kind), thread, _unpacked(tokens), shared, salt))
+            self.seen = number
+
+    def _bury(self, gone: Gone) -> Gone:
+        """Tells the other servers."""
+        if self.shared:
+            row = gone.name._asdict() | {
+                "process": self._process,
+                "thread": gone.thread,
+                "tokens": _packed(gone.tokens),
+                "shared": gone.shared,
+                "salt": gone.salt,
+            }
+            self._db.execute(f"INSERT INTO tombstones {_columns(row)}", row)
+        return gone
 
     def _hold(self, found: Conversation, turn: bytes, alone: bool) -> None:
         values = {"turn": turn, "number": found.number, "alone": int(alone), "lease": self.lease}
@@ -263,6 +343,8 @@ class HistoryStore:
         RequestError: 429 if one would be new and its owner has as many as the quota allows; `alone`: 404 and 409."""
         seen = {}
         with self.transaction(now, durable=False):
+            if self.shared:
+                self._read_tombstones()
             for name in names:
                 if (found := self.get(name, now) if alone else self._find(name, now)) is not None:
                     seen[name] = found
@@ -274,7 +356,8 @@ class HistoryStore:
         return Opening(turn, alone, seen)
 
     def take_expired(self) -> list[Gone]:
-        """Conversations that have outlived their TTL and been deleted since the last call."""
+        """Conversations that have been deleted since the last call and whose KV is still here: they have outlived their
+        TTL, were branches, or another server has deleted them."""
         expired, self._expired = self._expired, []
         return expired
 
@@ -286,13 +369,14 @@ class HistoryStore:
         if self._db.in_transaction:
             yield
             return
-        told = len(self._expired)
+        told, seen = len(self._expired), self.seen
         try:
             with self._db.transaction(durable):
                 self._expire(now)
                 yield
         except BaseException:
             del self._expired[told:]
+            self.seen = seen
             raise
 
     def _times(self, now: float) -> dict[str, Any]:
@@ -381,10 +465,7 @@ class HistoryStore:
             "tokenizer": self._tokenizer,
             "id": id,
         }
-        added = self._db.execute(
-            f"INSERT INTO turns ({', '.join(row)}) VALUES ({', '.join(f':{name}' for name in row)}) RETURNING number",
-            row,
-        )
+        added = self._db.execute(f"INSERT INTO turns {_columns(row)} RETURNING number", row)
         return int(added[0][0])
 
     def _load(self, head: int | None) -> StoredTurn | None:
@@ -412,12 +493,12 @@ class HistoryStore:
         own = self._prune(conversation.head)
         name = Name(conversation.owner, conversation.id, conversation.kind)
         if past is None:
-            return Gone(name, conversation.thread, array("i"), 0, conversation.salt)
+            return self._bury(Gone(name, conversation.thread, array("i"), 0, conversation.salt))
         line, tokens = list(past.lineage()), past.transcript().tokens
         alone = own == len(line)
         shared = 0 if alone else min((turn.kept for turn in line[:own]), default=len(tokens))
         thread = conversation.thread if name.kind == "conversation" or (alone and name.kind == "response") else None
-        return Gone(name, thread, tokens, shared, conversation.salt)
+        return self._bury(Gone(name, thread, tokens, shared, conversation.salt))
 
     def _prune(self, turn: int | None) -> int:
         """Deletes the turn and those before it as far as neither a conversation nor another turn needs them.
@@ -444,6 +525,10 @@ class HistoryStore:
         self._expiry_due = now + EXPIRY_INTERVAL_S
         expired = self._db.execute(f"SELECT {COLUMNS} FROM conversations WHERE NOT {self._live}", self._times(now))
         self._expired += [self._remove(Conversation(*row)) for row in expired]
+
+
+def _columns(row: Mapping[str, object]) -> str:
+    return f"({', '.join(row)}) VALUES ({', '.join(f':{name}' for name in row)})"
 
 
 def _row(conversation: Conversation) -> dict[str, Any]:

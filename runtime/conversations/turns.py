@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 import uuid
 from array import array
@@ -23,7 +24,6 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 from ...scheduler.types import RequestError
 from ..messages import Forget, Fork, Keep
 from ..text.tokenizer import CONTINUED_TOKENS, Tokenizer
-from .databases import FOREVER
 from .schema import Conversation, Gone, Kind, Name, Opening
 from .store import HistoryStore
 from .transcript import (
@@ -39,12 +39,15 @@ from .transcript import (
     tokens_inside,
 )
 
+log = logging.getLogger(__name__)
+
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 Tell = Callable[[Fork | Keep], None]
 Erase = Callable[[Forget], Awaitable[bool]]
 COMMIT_PATIENCE_S = 10.0  # for a database that does not answer; then the reply ends with 503
 COMMIT_RETRY_S = 0.5
+HUNG_SECONDS = 12.0  # longer than a statement may take (`databases.SETTINGS`)
 Stored = tuple[Conversation, StoredTurn | None]
 """A conversation or response and its last turn, as `HistoryStore.find` gives them."""
 
@@ -160,27 +163,66 @@ class TurnManager:
     def __init__(self, store: HistoryStore, tell: Tell, forget: Erase, tokenizer: Tokenizer | None):
         self.tokenizer = tokenizer
         self._open: set[bytes] = set()  # turns that the store keeps open
-        self._renewal: asyncio.Task[None] | None = None
         self._store, self._tell, self._erase = store, tell, forget
         store.use_tokenizer(tokenizer.digest() if tokenizer is not None else b"")
+        self.kind, self.healthy = store.kind, True  # healthy: a shared database has answered when last asked
+        self._handed = self._erased = 0  # tombstones of a shared store: told to the loop, and erased there
+        self._erasing: list[asyncio.Future[bool]] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._began: float | None = None  # since when the database works, event loop's time
+        if store.shared:
+            store.register()
+            self._handed = self._erased = store.seen
+            self._tasks = [asyncio.create_task(work()) for work in (self._keep_in_step, self._watch)]
         self._recent = RecentTurns()
         self._thread = ThreadPoolExecutor(1, "histories")
 
     async def run(self, work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         """Runs a method of the store in its thread. What has expired by then is forgotten by the loop too."""
 
-        def work_and_look() -> tuple[Result, list[Gone]]:
-            return work(*args, **kwargs), self._store.take_expired()
+        clock = asyncio.get_running_loop().time
 
-        result, expired = await asyncio.get_running_loop().run_in_executor(self._thread, work_and_look)
+        def work_and_look() -> tuple[Result, list[Gone], int]:
+            self._began = clock()
+            try:
+                return work(*args, **kwargs), self._store.take_expired(), self._store.seen
+            finally:
+                self._began = None
+
+        result, expired, seen = await asyncio.get_running_loop().run_in_executor(self._thread, work_and_look)
         for gone in expired:
             self._forget(gone)
+        self._handed = max(self._handed, seen)
         return result
+
+    async def _watch(self) -> None:
+        """For a database that neither answers nor closes the connection."""
+        while True:
+            await asyncio.sleep(1)
+            began = self._began
+            if began is not None and asyncio.get_running_loop().time() - began > HUNG_SECONDS:
+                self._store.interrupt()
+
+    async def _keep_in_step(self) -> None:
+        """With the other servers."""
+        while True:
+            await asyncio.sleep(self._store.lease / 3)
+            # What could not be erased is erased after the next start: its tombstone stays until then.
+            self._erasing = [one for one in self._erasing if not one.done() or one.cancelled() or not one.result()]
+            if not self._erasing:
+                self._erased = self._handed
+            try:
+                await self.run(self._store.keep_in_step, list(self._open), self._erased)
+                self.healthy = True
+            except RequestError as error:
+                if self.healthy:
+                    log.warning("the histories: %s", error.message)
+                self.healthy = False
 
     async def close(self) -> None:
         """After the last commit."""
-        if self._renewal is not None:
-            self._renewal.cancel()
+        for task in self._tasks:
+            task.cancel()
         await self.run(self._store.close)
         self._thread.shutdown()
 
@@ -351,8 +393,6 @@ class TurnManager:
         turn = uuid.uuid4().bytes
         self._open.add(turn)
         held.callback(self._release, turn)
-        if self._renewal is None and self._store.lease < FOREVER:
-            self._renewal = asyncio.create_task(self._renew())
         return await self.run(admit, names, time.time(), turn)
 
     def _release(self, turn: bytes) -> None:
@@ -365,14 +405,6 @@ class TurnManager:
         if turn in self._open:
             self._open.discard(turn)
             self._thread.submit(release)
-
-    async def _renew(self) -> None:
-        """While turns are open."""
-        while self._open:
-            await asyncio.sleep(self._store.lease / 3)
-            with contextlib.suppress(RequestError):  # next time
-                await self.run(self._store.renew, list(self._open))
-        self._renewal = None
 
     async def _continued(self, name: Name) -> Stored:
         found = await self.run(self._store.find, name, time.time())
@@ -467,7 +499,10 @@ class TurnManager:
     def _forget(self, gone: Gone) -> Awaitable[bool]:
         """Whether its KV is erased, when that is known."""
         known_as = kv_name(gone.name, gone.thread) if gone.thread is not None else None
-        return self._erase(Forget(known_as, gone.tokens, gone.shared, gone.salt))
+        erasing = asyncio.ensure_future(self._erase(Forget(known_as, gone.tokens, gone.shared, gone.salt)))
+        if self._store.shared:
+            self._erasing.append(erasing)
+        return erasing
 
     def _keep(self, conversation: Conversation, now: float) -> None:
         name = Name(conversation.owner, conversation.id, conversation.kind)

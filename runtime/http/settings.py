@@ -17,6 +17,7 @@ class HTTPSettings:
     strict_fields             unknown fields are refused, not ignored
     api_keys                  digests of the keys (`api_keys.key_digest`) of which every call needs one; none: no keys
     histories                 where they are stored (`databases.open_database`); ":memory:" keeps nothing
+    server                    what this server is called in a shared database, None: there is none
     history_ttl               seconds after their last turn after which stored conversations are deleted, None: never
     max_conversations_per_owner
                               stored conversations an API key may have, None: any number
@@ -33,6 +34,7 @@ class HTTPSettings:
     strict_fields: bool = False
     api_keys: tuple[str, ...] = ()
     histories: str = ":memory:"
+    server: str | None = None
     history_ttl: float | None = None
     max_conversations_per_owner: int | None = None
     otlp_traces_endpoint: str | None = None

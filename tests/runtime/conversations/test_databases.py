@@ -9,7 +9,7 @@ import psycopg
 import pytest
 
 from pensieve.runtime.conversations.databases import open_database, without_password
-from pensieve.runtime.launch.http_options import histories_of
+from pensieve.runtime.launch.http_options import http_settings
 from pensieve.runtime.launch.settings import HISTORY_URL, ServeSettings
 from pensieve.scheduler.types import SettingError
 
@@ -18,7 +18,7 @@ def test_an_option_comes_before_the_environment_and_a_file_in_the_state_director
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def histories(**options: object) -> str:
-        return histories_of(ServeSettings("demo", state_dir=tmp_path, **options))  # type: ignore[arg-type]
+        return http_settings(ServeSettings("demo", state_dir=tmp_path, **options)).histories  # type: ignore[arg-type]
 
     monkeypatch.delenv(HISTORY_URL, raising=False)
     assert histories() == str(tmp_path / "history.sqlite")

@@ -36,6 +36,8 @@ def make(histories_at: str) -> Iterator[Make]:
 
     def make(**options: Any) -> HistoryStore:
         made.append(HistoryStore(histories_at, **options))
+        if made[-1].shared:
+            made[-1].register()
         return made[-1]
 
     yield make

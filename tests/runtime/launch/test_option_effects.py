@@ -280,7 +280,7 @@ def served(files, engine, monkeypatch):
         "configure_logging": lambda form, level: note("log", format=form, level=level),
         "connect": connect,
         "drain_on_signals": lambda service, seconds: note("drain", seconds=seconds),
-        "HistoryStore": lambda *_: SimpleNamespace(close=lambda: None),
+        "HistoryStore": lambda *_, **__: SimpleNamespace(close=lambda: None, shared=False),
         "engine_for": built,
         "listen": listen,
         "open_engine": opened,
