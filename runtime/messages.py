@@ -141,12 +141,13 @@ class Ready:
 class TritonSettings:
     """The settings of Triton's model, sent as the first message.
 
-    history_file, history_ttl, max_conversations_per_owner, log_format, log_level
+    histories, server, history_ttl, max_conversations_per_owner, log_format, log_level
                     as in `HTTPSettings`
     end_seconds     the longest time from SIGTERM to the end of the engine's process
     """
 
-    history_file: str
+    histories: str
+    server: str | None
     history_ttl: float | None
     max_conversations_per_owner: int | None
     log_format: str

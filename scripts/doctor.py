@@ -20,11 +20,13 @@ from pathlib import Path
 
 from ..builder.inductor.compile_parent import cpp_compiler
 from ..builder.tensorrt.installed import tensorrt_version
+from ..runtime.conversations.databases import look_at, without_password
 from ..runtime.http.settings import DEFAULTS
 from ..runtime.launch.command_line import CommandParser
-from ..runtime.launch.settings import default_state_dir
+from ..runtime.launch.http_options import history_url
+from ..runtime.launch.settings import HISTORY_URL, default_state_dir
 from ..runtime.ranks.launch import mpirun_here
-from ..scheduler.types import SettingError
+from ..scheduler.types import RequestError, SettingError
 
 GIB = 2**30
 PROGRAM_S = 20  # for another program to answer; a driver that hangs never does
@@ -51,8 +53,8 @@ class Finding:
     advice: str = ""
 
 
-def look(device: str, state_dir: Path) -> Iterator[Finding]:
-    """One finding after the other; `device` as for `pensieve serve`."""
+def look(device: str, state_dir: Path, history_url: str | None = None) -> Iterator[Finding]:
+    """One finding after the other; `device` and `history_url` as for `pensieve serve`."""
     needed = Level.PROBLEM if device == "cuda" else Level.OPTIONAL
     yield Finding("python", Level.OK, f"{platform.python_version()} on {platform.machine()}")
     yield from _gpus(needed)
@@ -65,6 +67,7 @@ def look(device: str, state_dir: Path) -> Iterator[Finding]:
     yield _memory()
     yield _shared_memory()
     yield _disk(state_dir)
+    yield _histories(state_dir, history_url)
     yield _open_files()
 
 
@@ -167,6 +170,15 @@ def _disk(state_dir: Path) -> Finding:
     return Finding("disk", Level.PROBLEM, found, "make room, or give --state-dir another directory")
 
 
+def _histories(state_dir: Path, url: str | None) -> Finding:
+    if url is None:
+        return Finding("histories", Level.OK, f"SQLite files in {state_dir}")
+    try:
+        return Finding("histories", Level.OK, look_at(url))
+    except (SettingError, RequestError) as error:
+        return Finding("histories", Level.PROBLEM, without_password(url), str(error))
+
+
 def _open_files() -> Finding:
     from ..runtime.http.connection_limits import OTHER_FILES  # and uvicorn
 
@@ -209,9 +221,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=["cpu", "cuda"], default=found, help="to be served on (here %(default)s)")
     parser.add_argument("--state-dir", type=Path, default=default_state_dir(), metavar="DIR", help="(%(default)s)")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    parser.add_argument("--history-url", metavar="URL", help=f"of a shared database (default: {HISTORY_URL})")
+    parser.add_argument("--history-url-file", type=Path, metavar="FILE", help="that URL, which may have a password")
     args = parser.parse_args(argv)
+    try:
+        url = history_url(args.history_url, args.history_url_file)
+    except SettingError as error:
+        parser.error(str(error))
     findings: list[Finding] = []
-    for finding in look(args.device, args.state_dir):
+    for finding in look(args.device, args.state_dir, url):
         findings.append(finding)
         if not args.json:
             print(describe(finding), flush=True)

@@ -69,3 +69,28 @@ def the_root_logger_as_pytest_set_it_up():
     root = logging.getLogger()
     root.handlers[:] = [handler for handler in root.handlers if type(handler) is not logging.StreamHandler]
     root.setLevel(logging.WARNING)
+
+
+@pytest.fixture(scope="session")
+def postgres_server():
+    """A PostgreSQL that runs; the test is skipped where there is none."""
+    from .postgres import PrivatePostgres
+
+    with PrivatePostgres() as server:
+        yield server
+
+
+@pytest.fixture
+def postgres(postgres_server):
+    """Its URL, with no tables of ours."""
+    import psycopg
+
+    with psycopg.connect(postgres_server.url, autocommit=True) as connection:
+        connection.execute("DROP SCHEMA IF EXISTS pensieve CASCADE")
+    return postgres_server.url
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def histories_at(request):
+    """Where histories are: each test runs with a file (in memory) and with PostgreSQL."""
+    return ":memory:" if request.param == "sqlite" else request.getfixturevalue("postgres")

@@ -1,4 +1,8 @@
-"""What the history file holds: its tables, and a conversation as a row of one."""
+"""What the history store holds: its tables, and a conversation as a row of one.
+
+The SQL is written once. A database fills in the types (`{serial}`: a number that counts up by itself) and sets names
+for parameters as it needs them.
+"""
 
 from __future__ import annotations
 
@@ -6,53 +10,81 @@ from array import array
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-VERSION = 4
+VERSION = 5
 
 SCHEMA = """
 CREATE TABLE turns (
-    number INTEGER PRIMARY KEY,
-    parent INTEGER REFERENCES turns,
-    digest BLOB NOT NULL,           -- of all messages up to its end
+    number {serial} PRIMARY KEY,
+    parent {int} REFERENCES turns,
+    digest {bytes} NOT NULL,        -- of all messages up to its end
     messages TEXT NOT NULL,         -- JSON: those it added
-    kept INTEGER NOT NULL,          -- leading tokens of the parent's log
-    tokens BLOB NOT NULL,           -- and its own behind them: int32, little-endian
-    inside INTEGER NOT NULL,        -- -1: the tokens are another tokenizer's
-    text_kept INTEGER NOT NULL,     -- leading characters of the parent's text
-    text TEXT NOT NULL
-) STRICT;
+    kept {int} NOT NULL,            -- leading tokens of the parent's log
+    tokens {bytes} NOT NULL,        -- and its own behind them: int32, little-endian
+    inside {int} NOT NULL,          -- -1: the tokens are of a tokenizer that is not known any more
+    text_kept {int} NOT NULL,       -- leading characters of the parent's text
+    text {text} NOT NULL,
+    tokenizer {bytes},              -- digest of the tokenizer of `tokens` and `inside`; NULL: of an older program
+    id {bytes}                      -- of the open turn (`Opening.turn`) whose commit this is
+){strict};
 CREATE INDEX turns_parent ON turns (parent);
+CREATE INDEX turns_unknown ON turns (number) WHERE tokenizer IS NULL;
+CREATE UNIQUE INDEX turns_id ON turns (id);
 CREATE TABLE conversations (
-    number INTEGER PRIMARY KEY,
+    number {serial} PRIMARY KEY,
     owner TEXT NOT NULL,
     id TEXT NOT NULL,
     kind TEXT NOT NULL,
-    created REAL NOT NULL,
-    active REAL NOT NULL,
-    ttl REAL,
-    history_ttl REAL,
-    pinned_until REAL NOT NULL,
+    created {real} NOT NULL,
+    active {real} NOT NULL,
+    ttl {real},
+    history_ttl {real},
+    pinned_until {real} NOT NULL,
     parent TEXT,
     thread TEXT NOT NULL,
     body TEXT,
-    tokens INTEGER NOT NULL,
-    salt BLOB NOT NULL DEFAULT x'',
+    tokens {int} NOT NULL,
+    salt {bytes} NOT NULL DEFAULT {no_bytes},
     title TEXT,
-    head INTEGER REFERENCES turns,
-    UNIQUE (owner, kind, id)
-) STRICT;
-CREATE TABLE tokenizer (digest BLOB NOT NULL) STRICT;  -- the one that the tokens are of, in its only row
+    head {int} REFERENCES turns
+){strict};
 CREATE INDEX conversations_head ON conversations (head);
 CREATE INDEX conversations_listed ON conversations (owner, kind, number);
+CREATE INDEX conversations_branches ON conversations (owner, number) WHERE kind = 'branch';
 """
 
-UPGRADES = {
-    1: "ALTER TABLE conversations ADD COLUMN salt BLOB NOT NULL DEFAULT x''",
-    2: "CREATE TABLE tokenizer (digest BLOB NOT NULL) STRICT",
-    3: "ALTER TABLE conversations ADD COLUMN title TEXT",
-}
-"""From each older version to the next one."""
+OPEN_TURNS = """
+CREATE {lasting} TABLE open_turns (  -- a conversation does not expire while a turn of it is open
+    turn {bytes} NOT NULL,
+    conversation {int} NOT NULL,
+    alone {int} NOT NULL,            -- 1: the one turn with the server's history
+    until {real} NOT NULL,           -- by the database's clock; then its server has ended without a word
+    PRIMARY KEY (turn, conversation)
+);
+CREATE INDEX {index_place}open_turns_conversation ON open_turns (conversation);
+"""
 
-Kind = Literal["conversation", "response"]
+SERVERS = """
+CREATE TABLE servers (
+    id TEXT PRIMARY KEY,
+    seen {int} NOT NULL,             -- the latest tombstone of which it has erased all
+    alive {real} NOT NULL
+);
+CREATE TABLE tombstones (            -- as `Gone`; kept until every server has seen it
+    number {serial} PRIMARY KEY,
+    process TEXT NOT NULL,           -- of a server, which has deleted it and erases by itself what it has
+    owner TEXT NOT NULL,
+    id TEXT NOT NULL,
+    kind TEXT NOT NULL,
+    thread TEXT,
+    tokens {bytes} NOT NULL,
+    shared {int} NOT NULL,
+    salt {bytes} NOT NULL
+);
+"""
+
+Kind = Literal["conversation", "response", "branch"]
+"""A branch is a turn that was committed behind another one: its `parent` is the conversation's id. It is not listed,
+and goes with the conversation, or with the first turn of the conversation that goes on from it."""
 
 
 class Name(NamedTuple):
@@ -108,3 +140,16 @@ class Gone(NamedTuple):
     tokens: array[int]
     shared: int
     salt: bytes
+
+
+class Opening(NamedTuple):
+    """A turn that the store has let in.
+
+    turn   its id, no other has it: a commit that is repeated is known by it, and who holds the conversation
+    alone  it goes on from the server's history, and there is no other such turn
+    seen   the conversations and responses that there were, as they were
+    """
+
+    turn: bytes
+    alone: bool
+    seen: dict[Name, Conversation]

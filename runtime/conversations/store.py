@@ -1,9 +1,9 @@
-"""Conversations on disk: one SQLite file, one writer.
+"""Conversations in a database: a SQLite file, or a PostgreSQL that several servers share.
 
-A turn is written in one transaction that is on the disk (synchronous=FULL) when `commit` returns, so after a crash
-every turn is there whole or not at all. Turns form trees (`past_turns`): a row holds what its turn added, and forks,
-branches and snapshots point into the same tree. A turn that nothing points to any more is deleted with the last
-pointer.
+A turn is written in one transaction that is on the disk when `commit` returns, so after a crash every turn is there
+whole or not at all. One transaction writes at a time. Turns form trees (`transcript`): a row holds what its turn added,
+and forks, branches and snapshots point into the same tree. A turn that nothing points to any more is deleted with the
+last pointer.
 
 Everything here blocks and belongs to one thread at a time. Times are seconds since the epoch.
 """
@@ -11,92 +11,196 @@ Everything here blocks and belongs to one thread at a time. Times are seconds si
 from __future__ import annotations
 
 import json
-import sqlite3
 import sys
+import uuid
 from array import array
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...scheduler.turns.conversations import common_prefix
 from ...scheduler.types import INSUFFICIENT_QUOTA, RequestError, SettingError
-from .schema import SCHEMA, UPGRADES, VERSION, Conversation, Gone, Name
+from .databases import open_database
+from .schema import Conversation, Gone, Name, Opening
 from .transcript import OTHERS, StoredTurn, Transcript, dialogue_keys, title_of
 
-LOCK_SECONDS = 15.0  # for the process that had the file before to end
-LOOK_SECONDS = 1.0  # for another process to let go of a file that is only looked at
 EXPIRY_INTERVAL_S = 60.0
+SILENT_SECONDS = 3600.0  # a server that is cut off from the others for so long begins with no KV
 
 COLUMNS = ", ".join(field.name for field in fields(Conversation))
-LIVE = "(coalesce(active + coalesce(history_ttl, :default_ttl), 9e99) > :now OR in_use(number))"
+LIVE = (
+    "(coalesce(active + coalesce(history_ttl, :default_ttl), 9e99) > :now OR EXISTS (SELECT 1 FROM open_turns "
+    "WHERE conversation = conversations.number AND until > {clock}))"
+)
+LINE = """
+WITH RECURSIVE line (number, depth) AS (SELECT number, 0 FROM turns WHERE number = :head
+UNION ALL SELECT parent, depth + 1 FROM line JOIN turns USING (number) WHERE parent IS NOT NULL)
+SELECT number, digest, messages, kept, tokens, text_kept, text, inside, tokenizer
+FROM line JOIN turns USING (number) ORDER BY depth DESC
+"""
+
+
+class LineTurn(NamedTuple):
+    number: int
+    digest: bytes
+    turn: StoredTurn
 
 
 class HistoryStore:
-    """`path`: the file, made if it is missing, or ":memory:". `history_ttl`: of conversations without their own.
-    `quota`: of conversations and responses that an owner may have here, None: any number.
+    """`where`: a file, made if it is missing, ":memory:", or a URL of PostgreSQL (`databases.open_database`).
+    `history_ttl`: of conversations without their own. `quota`: of conversations and responses that an owner may have
+    here, None: any number. `server`: what this server is called in a shared database; it keeps its name as long as it
+    keeps KV."""
 
-    `in_use`: open turns by the conversation's number; it does not expire meanwhile. Whoever opens turns counts them, in
-    any one thread: here they are only looked at."""
-
-    def __init__(self, path: str | Path, history_ttl: float | None = None, quota: int | None = None):
-        """Raises SettingError if the file is in use, damaged, of a newer program, or cannot be written to."""
+    def __init__(
+        self,
+        where: str | Path,
+        history_ttl: float | None = None,
+        quota: int | None = None,
+        server: str | None = None,
+    ):
+        """Raises SettingError if the database cannot be used."""
+        self._process = uuid.uuid4().hex
+        self._server, self.seen = server or self._process, 0
         self._history_ttl, self.quota = history_ttl, quota
-        self.in_use: Counter[int] = Counter()
         self._expiry_due = 0.0
         self._expired: list[Gone] = []
-        try:
-            if path != ":memory:":
-                Path(path).parent.mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(path, timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False)
-            self._open()
-        except (sqlite3.Error, OSError) as error:
-            raise SettingError("--state-dir", _why_unusable(path, error)) from error
-
-    def _open(self) -> None:
-        execute = self._db.execute
-        execute("PRAGMA locking_mode = EXCLUSIVE")  # a second server on the same file must not start
-        execute("PRAGMA journal_mode = WAL")
-        execute("PRAGMA synchronous = FULL")
-        execute("PRAGMA foreign_keys = ON")
-        self._db.create_function("in_use", 1, self.in_use.__getitem__)
-        (version,) = execute("PRAGMA user_version").fetchone()
-        if version == 0:
-            self._db.executescript(f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version = {VERSION}; COMMIT")
-        elif version in UPGRADES:
-            self._upgrade(version)
-        elif version != VERSION:
-            raise sqlite3.DatabaseError(f"its layout has number {version}, this program's has {VERSION}")
-        (fault,) = execute("PRAGMA quick_check(1)").fetchone()
-        if fault != "ok":
-            raise sqlite3.DatabaseError(fault)
-        execute(f"PRAGMA user_version = {VERSION}")  # as it is: whether it can be written to is known now
-
-    def _upgrade(self, version: int) -> None:
-        steps = "; ".join(UPGRADES[number] for number in range(version, VERSION))
-        self._db.executescript(f"BEGIN IMMEDIATE; {steps}; PRAGMA user_version = {VERSION}; COMMIT")
+        self._tokenizer = b""
+        self._db = db = open_database(where)
+        self.where, self.kind, self.shared, self.lease = db.where, db.kind, db.shared, db.lease
+        self._live = LIVE.format(clock=self._db.clock)
 
     def close(self) -> None:
         self._db.close()
 
+    def interrupt(self) -> None:
+        """From another thread: what waits for the database fails (503)."""
+        self._db.interrupt()
+
     def use_tokenizer(self, digest: bytes) -> None:
-        """To be called first: all tokens stored from now on are of the tokenizer with this digest. Those of another one
-        are marked (`Transcript.inside` is OTHERS), for good: what was said is still there, the ids mean nothing here.
-        A file without a digest, of an older program, is taken to be of this tokenizer. Raises SettingError."""
-        execute = self._db.execute
+        """To be called first: tokens that are stored from now on are of the tokenizer with this digest. Turns of
+        another one are read as such (`Transcript.inside` is OTHERS): their words are there, their ids mean nothing
+        here. Turns of an older program, which stored no digest, are taken to be of this tokenizer. Raises
+        SettingError."""
+        self._tokenizer = digest
         try:
-            execute("BEGIN IMMEDIATE")
-            if any(known != digest for (known,) in execute("SELECT digest FROM tokenizer")):
-                execute("UPDATE turns SET inside = ?", (OTHERS,))
-            execute("DELETE FROM tokenizer")
-            execute("INSERT INTO tokenizer VALUES (?)", (digest,))
-            execute("COMMIT")
-        except sqlite3.Error as error:
-            raise SettingError("--state-dir", f"the histories cannot be written to: {error}") from error
+            with self._db.transaction():
+                self._db.execute("UPDATE turns SET tokenizer = :digest WHERE tokenizer IS NULL", {"digest": digest})
+        except RequestError as error:
+            raise SettingError(self._db.setting, error.message) from error
+
+    # -- open turns
+
+    def release(self, turn: bytes) -> None:
+        """The turn that `admit` has let in is no longer open. Idempotent."""
+        with self._db.transaction(durable=False):
+            self._let_go(turn)
+
+    def _let_go(self, turn: bytes) -> None:
+        self._db.execute("DELETE FROM open_turns WHERE turn = :turn", {"turn": turn})
+
+    def renew(self, turns: Sequence[bytes]) -> None:
+        """To be called before `lease` seconds are over, as long as the turns are open."""
+        with self._db.transaction(durable=False):
+            for turn in turns:
+                self._db.execute(
+                    f"UPDATE open_turns SET until = {self._db.clock} + :lease WHERE turn = :turn",
+                    {"turn": turn, "lease": self.lease},
+                )
+
+    # -- the other servers
+
+    def register(self) -> bool:
+        """To be called before anything is served from a shared database. Returns whether this server may use KV that it
+        has kept: it has been told, or will be, of every deletion since. Raises SettingError."""
+        try:
+            with self._db.transaction():
+                self._forget_silent_servers()
+                known = self._db.execute("SELECT seen FROM servers WHERE id = :server", {"server": self._server})
+                if not known:
+                    self._db.execute(
+                        "INSERT INTO servers SELECT CAST(:server AS TEXT), coalesce(max(number), 0), "
+                        f"{self._db.clock} FROM tombstones",
+                        {"server": self._server},
+                    )
+                ((self.seen,),) = self._db.execute(
+                    "SELECT seen FROM servers WHERE id = :server", {"server": self._server}
+                )
+        except RequestError as error:
+            raise SettingError(self._db.setting, error.message) from error
+        return bool(known)
+
+    def keep_in_step(self, turns: Sequence[bytes], erased: int) -> None:
+        """Of a shared database: renews the open turns, and learns what others have deleted (`take_expired`). To be
+        called before `lease` seconds are over. `erased`: all up to this tombstone (`seen`) is erased here."""
+        self.renew(turns)
+        with self._db.transaction(durable=False):
+            self._forget_silent_servers()
+            self._db.execute(
+                f"UPDATE servers SET seen = :erased, alive = {self._db.clock} WHERE id = :server",
+                {"erased": erased, "server": self._server},
+            )
+            self._read_tombstones()
+            self._db.execute("DELETE FROM tombstones WHERE number <= (SELECT min(seen) FROM servers)")
+
+    def _forget_silent_servers(self) -> None:
+        self._db.execute(f"DELETE FROM servers WHERE alive < {self._db.clock} - :silent", {"silent": SILENT_SECONDS})
+
+    def _read_tombstones(self) -> None:
+        if not self._db.execute("SELECT 1 FROM servers WHERE id = :server", {"server": self._server}):
+            what = "this server was cut off from the database of the histories for too long: restart it"
+            raise RequestError(503, what)
+        rows = self._db.execute(
+            "SELECT number, process, owner, id, kind, thread, tokens, shared, salt FROM tombstones "
+            "WHERE number > :seen ORDER BY number",
+            {"seen": self.seen},
+        )
+        for number, process, owner, id, kind, thread, tokens, shared, salt in rows:
+            if process != self._process:
+                self._expired.append(Gone(Name(owner, id, kind), thread, _unpacked(tokens), shared, salt))
+            self.seen = number
+
+    def _bury(self, gone: Gone) -> Gone:
+        """Tells the other servers."""
+        if self.shared:
+            row = gone.name._asdict() | {
+                "process": self._process,
+                "thread": gone.thread,
+                "tokens": _packed(gone.tokens),
+                "shared": gone.shared,
+                "salt": gone.salt,
+            }
+            self._db.execute(f"INSERT INTO tombstones {_columns(row)}", row)
+        return gone
+
+    def _hold(self, found: Conversation, turn: bytes, alone: bool) -> None:
+        values = {"turn": turn, "number": found.number, "alone": int(alone), "lease": self.lease}
+        if alone:
+            if self._held_by_another(found.number, turn):
+                raise RequestError(409, f"a turn of conversation {found.id!r} is in flight", "conversation")
+            self._db.execute("DELETE FROM open_turns WHERE conversation = :number AND alone = 1", values)
+        self._db.execute(
+            "INSERT INTO open_turns (turn, conversation, alone, until) "
+            f"VALUES (:turn, :number, :alone, {self._db.clock} + :lease)",
+            values,
+        )
+
+    def _held_by_another(self, number: int, turn: bytes) -> bool:
+        """Whether there is another turn with the server's history."""
+        held = self._db.execute(
+            f"SELECT 1 FROM open_turns WHERE conversation = :number AND alone = 1 AND until > {self._db.clock} "
+            "AND turn <> :turn",
+            {"number": number, "turn": turn},
+        )
+        return bool(held)
 
     # -- turns
+
+    def committed(self, turn: bytes) -> bool:
+        """Whether the turn with this id has been committed: a commit whose answer was lost may be repeated."""
+        return bool(self._db.execute("SELECT 1 FROM turns WHERE id = :turn", {"turn": turn}))
 
     def commit(
         self,
@@ -105,35 +209,69 @@ class HistoryStore:
         now: float,
         salt: bytes = b"",
         behind: Name | None = None,
+        opening: Opening | None = None,
         **about: str | None,
     ) -> Conversation:
         """The name stands for this branch from now on; what it stood for before and nobody else needs is deleted.
 
         `behind`: whose turns a name that is new with this one shares, as far as it goes on from them and they are still
-        there; `about`: its `parent`, `thread` and `body`. On return the turn is on the disk, if this is no part of a
-        longer transaction. Raises RequestError (507) if it cannot be written; then nothing has changed.
+        there; `about`: its `parent`, `thread` and `body`. With an `opening` the name must stand for what it stood for
+        then, and no other turn may go on from the server's history; else the turn is stored as a branch of the
+        conversation, which is returned. A turn that goes on from the server's history is refused then (409).
+
+        On return the turn is on the disk, if this is no part of a longer transaction. Raises RequestError (507) if it
+        cannot be written; then nothing has changed.
         """
         with self.transaction(now):
             before = self._find(behind, now) if behind is not None else None
             found = self._find(name, now)
+            kept = found is None or opening is None or self._unchanged(name, found, opening)
+            if opening is not None:
+                if opening.alone and (found is None or not kept or found.number != opening.seen[name].number):
+                    what = "another turn has taken its place, or the conversation was deleted: this one is not stored"
+                    raise RequestError(409, f"this turn of conversation {name.id!r} comes too late: {what}")
+                self._let_go(opening.turn)
             if found is None:
                 found = self._insert(name, now, **about)
             head = found.head if before is None else before.head
-            turn = self._add_turn(self._nearest(head, whole), whole)
-            title = title_of(whole)
+            branches = self._branches(found)
+            parent, past = self._nearest([head, *(branch.head for branch in branches)], whole)
+            if not kept and opening is not None:
+                branch = Name(name.owner, opening.turn.hex(), "branch")
+                found = self._insert(branch, now, found.history_ttl, parent=name.id, thread=found.thread)
+            turn = self._add_turn(parent, past, whole, opening.turn if opening is not None else None)
+            after = replace(found, head=turn, tokens=len(whole.tokens), active=now, salt=salt, title=title_of(whole))
             self._db.execute(
-                "UPDATE conversations SET head = ?, tokens = ?, active = ?, salt = ?, title = ? WHERE number = ?",
-                (turn, len(whole.tokens), now, salt, title, found.number),
+                "UPDATE conversations SET head = :head, tokens = :tokens, active = :active, salt = :salt, "
+                "title = :title WHERE number = :number",
+                _row(after),
             )
+            for branch_of_it in branches:
+                if branch_of_it.head == parent:
+                    self._db.execute("DELETE FROM conversations WHERE number = :it", {"it": branch_of_it.number})
             self._prune(found.head)
-        return replace(found, head=turn, tokens=len(whole.tokens), active=now, salt=salt, title=title)
+        return after
+
+    def _unchanged(self, name: Name, found: Conversation, opening: Opening) -> bool:
+        """Whether the turn may move the conversation's head."""
+        seen = opening.seen.get(name)
+        same = found.head == (seen.head if seen is not None else None)
+        return same and not self._held_by_another(found.number, opening.turn)
+
+    def _branches(self, conversation: Conversation) -> list[Conversation]:
+        rows = self._db.execute(
+            f"SELECT {COLUMNS} FROM conversations WHERE owner = :owner AND kind = 'branch' AND parent = :id",
+            {"owner": conversation.owner, "id": conversation.id},
+        )
+        return [Conversation(*row) for row in rows] if conversation.kind == "conversation" else []
 
     # -- conversations
 
     def find(self, name: Name, now: float) -> tuple[Conversation, StoredTurn | None] | None:
         """The conversation and its last turn; None if there is none of that name: unknown, or expired."""
-        found = self._find(name, now)
-        return (found, self._load(found.head)) if found is not None else None
+        with self._db.snapshot():
+            found = self._find(name, now)
+            return (found, self._load(found.head)) if found is not None else None
 
     def get(self, name: Name, now: float) -> Conversation:
         """Raises RequestError (404) if there is none: unknown, expired, or another owner's."""
@@ -155,9 +293,9 @@ class HistoryStore:
             start = self.get(Name(owner, after), now).number
         rows = self._db.execute(
             f"SELECT {COLUMNS} FROM conversations WHERE owner = :owner AND kind = 'conversation' "
-            f"AND number {sign} :start AND {LIVE} ORDER BY number {way} LIMIT :limit",
+            f"AND number {sign} :start AND {self._live} ORDER BY number {way} LIMIT :limit",
             self._times(now) | {"owner": owner, "start": start, "limit": limit + 1},
-        ).fetchall()
+        )
         return [Conversation(*row) for row in rows[:limit]], len(rows) > limit
 
     def create(self, name: Name, now: float) -> Conversation:
@@ -175,8 +313,10 @@ class HistoryStore:
             self._need_free(new, now)
             fork = self._insert(new, now, parent=name.id)
             self._db.execute(
-                "UPDATE conversations SET head = ?, tokens = ?, salt = ?, title = ? WHERE number = ?",
-                (source.head, source.tokens, source.salt, source.title, fork.number),
+                "UPDATE conversations SET head = source.head, tokens = source.tokens, salt = source.salt, "
+                "title = source.title FROM conversations AS source "
+                "WHERE conversations.number = :fork AND source.number = :source",
+                {"fork": fork.number, "source": source.number},
             )
         return replace(fork, head=source.head, tokens=source.tokens, salt=source.salt, title=source.title)
 
@@ -185,8 +325,9 @@ class HistoryStore:
         with self.transaction(now):
             found = replace(self.get(name, now), **values)  # type: ignore[arg-type]
             self._db.execute(
-                "UPDATE conversations SET ttl = ?, history_ttl = ?, pinned_until = ? WHERE number = ?",
-                (found.ttl, found.history_ttl, found.pinned_until, found.number),
+                "UPDATE conversations SET ttl = :ttl, history_ttl = :history_ttl, pinned_until = :pinned_until "
+                "WHERE number = :number OR (owner = :owner AND kind = 'branch' AND parent = :id)",
+                _row(found),
             )
         return found
 
@@ -195,55 +336,58 @@ class HistoryStore:
         with self.transaction(now):
             return self._remove(self.get(name, now))
 
-    def admit(self, names: Sequence[Name], now: float) -> list[int]:
-        """The numbers of those that exist. RequestError (429) if one would be new and its owner has as many as the
-        quota allows."""
-        numbers = []
-        with self.transaction(now):
+    def admit(self, names: Sequence[Name], now: float, turn: bytes = b"", alone: bool = False) -> Opening:
+        """Lets a turn with this id in, which will commit to these names. Those that exist do not expire until
+        `release(turn)`. `alone`: they must exist, and it is the only turn that goes on from the server's history.
+
+        RequestError: 429 if one would be new and its owner has as many as the quota allows; `alone`: 404 and 409."""
+        seen = {}
+        with self.transaction(now, durable=False):
+            if self.shared:
+                self._read_tombstones()
             for name in names:
-                if (found := self._find(name, now)) is not None:
-                    numbers.append(found.number)
+                if (found := self.get(name, now) if alone else self._find(name, now)) is not None:
+                    seen[name] = found
+                    if turn:
+                        self._hold(found, turn, alone)
                 else:
                     self._remove_expired(name)
                     self._need_room(name.owner, now)
-        return numbers
+        return Opening(turn, alone, seen)
 
     def take_expired(self) -> list[Gone]:
-        """Conversations that have outlived their TTL and been deleted since the last call."""
+        """Conversations that have been deleted since the last call and whose KV is still here: they have outlived their
+        TTL, were branches, or another server has deleted them."""
         expired, self._expired = self._expired, []
         return expired
 
     # -- within
 
     @contextmanager
-    def transaction(self, now: float) -> Iterator[None]:
-        """All or nothing; within another one it is a part of that. Raises RequestError (507) if the disk does not take
-        it."""
+    def transaction(self, now: float, durable: bool = True) -> Iterator[None]:
+        """All or nothing; within another one it is a part of that. Raises RequestError as `Database.transaction`."""
         if self._db.in_transaction:
             yield
             return
+        told, seen = len(self._expired), self.seen
         try:
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
+            with self._db.transaction(durable):
                 self._expire(now)
                 yield
-                self._db.execute("COMMIT")
-            finally:
-                if self._db.in_transaction:
-                    self._expired.clear()
-                    self._db.execute("ROLLBACK")
-        except sqlite3.OperationalError as error:
-            raise RequestError(507, f"the histories could not be written to: {error}") from error
+        except BaseException:
+            del self._expired[told:]
+            self.seen = seen
+            raise
 
     def _times(self, now: float) -> dict[str, Any]:
         return {"now": now, "default_ttl": self._history_ttl}
 
     def _find(self, name: Name, now: float) -> Conversation | None:
-        row = self._db.execute(
-            f"SELECT {COLUMNS} FROM conversations WHERE owner = :owner AND kind = :kind AND id = :id AND {LIVE}",
+        rows = self._db.execute(
+            f"SELECT {COLUMNS} FROM conversations WHERE owner = :owner AND kind = :kind AND id = :id AND {self._live}",
             self._times(now) | name._asdict(),
-        ).fetchone()
-        return Conversation(*row) if row is not None else None
+        )
+        return Conversation(*rows[0]) if rows else None
 
     def _need_free(self, name: Name, now: float) -> None:
         if self._find(name, now) is not None:
@@ -253,92 +397,108 @@ class HistoryStore:
     def _need_room(self, owner: str, now: float) -> None:
         if self.quota is None:
             return
-        counted = f"SELECT count(*) FROM conversations WHERE owner = :owner AND {LIVE}"
-        (count,) = self._db.execute(counted, self._times(now) | {"owner": owner}).fetchone()
+        counted = f"SELECT count(*) FROM conversations WHERE owner = :owner AND kind <> 'branch' AND {self._live}"
+        ((count,),) = self._db.execute(counted, self._times(now) | {"owner": owner})
         if count >= self.quota:
             message = f"{count} conversations and responses are stored for this key, the most it may have: delete some"
             raise RequestError(429, message, "conversation", INSUFFICIENT_QUOTA)
 
     def _insert(
-        self, name: Name, now: float, parent: str | None = None, thread: str | None = None, body: str | None = None
+        self,
+        name: Name,
+        now: float,
+        history_ttl: float | None = None,
+        /,
+        parent: str | None = None,
+        thread: str | None = None,
+        body: str | None = None,
     ) -> Conversation:
         """An expired one of that name makes room. The quota has been looked at, of a turn when it began."""
         self._remove_expired(name)
         added = self._db.execute(
-            "INSERT INTO conversations (owner, id, kind, created, active, pinned_until, parent, thread, body, tokens) "
-            "VALUES (:owner, :id, :kind, :now, :now, 0, :parent, :thread, :body, 0) RETURNING " + COLUMNS,
-            name._asdict() | {"now": now, "parent": parent, "thread": thread or name.id, "body": body},
+            "INSERT INTO conversations "
+            "(owner, id, kind, created, active, history_ttl, pinned_until, parent, thread, body, tokens) "
+            "VALUES (:owner, :id, :kind, :now, :now, :history_ttl, 0, :parent, :thread, :body, 0) "
+            f"RETURNING {COLUMNS}",
+            name._asdict()
+            | {"now": now, "parent": parent, "thread": thread or name.id, "body": body, "history_ttl": history_ttl},
         )
-        return Conversation(*added.fetchone())
+        return Conversation(*added[0])
 
     def _remove_expired(self, name: Name) -> None:
         """The one of that name, if there is one; it is known that it has expired."""
         named = f"SELECT {COLUMNS} FROM conversations WHERE owner = :owner AND kind = :kind AND id = :id"
-        if (row := self._db.execute(named, name._asdict()).fetchone()) is not None:
+        for row in self._db.execute(named, name._asdict()):
             self._expired.append(self._remove(Conversation(*row)))
 
-    def _nearest(self, head: int | None, whole: Transcript) -> int | None:
-        """The latest turn of the line to `head` whose messages are a beginning of this dialogue; if there are none,
-        whose log is a beginning of this one."""
-        beginnings, common = set(dialogue_keys("", whole.messages)), sys.maxsize
-        if not whole.messages and (before := self._load(head)) is not None:
-            common = common_prefix(before.transcript().tokens, whole.tokens)
-        while head is not None:
-            digest, parent, kept, log = self._db.execute(
-                "SELECT digest, parent, kept, kept + length(tokens) / 4 FROM turns WHERE number = ?", (head,)
-            ).fetchone()
-            if digest in beginnings and log <= common:
-                return head
-            if not whole.messages:
-                common = min(common, kept)
-            head = parent
-        return None
+    def _nearest(self, heads: Sequence[int | None], whole: Transcript) -> tuple[int | None, StoredTurn | None]:
+        """The latest turn of the lines to these heads whose messages are a beginning of this dialogue; if there are
+        none, whose log is a beginning of this one."""
+        beginnings = {key: count for count, key in enumerate(dialogue_keys("", whole.messages))}
+        best: tuple[int | None, StoredTurn | None] = (None, None)
+        longest = (-1, -1)  # messages, tokens
+        for head in heads:
+            line, common = self._line(head), sys.maxsize
+            if line and not whole.messages:
+                common = common_prefix(line[-1].turn.transcript().tokens, whole.tokens)
+            for number, digest, turn in reversed(line):
+                log = turn.kept + len(turn.tokens)
+                if digest in beginnings and log <= common:
+                    if (length := (beginnings[digest], log)) > longest:
+                        best, longest = (number, turn), length
+                    break
+                if not whole.messages:
+                    common = min(common, turn.kept)
+        return best
 
-    def _add_turn(self, parent: int | None, whole: Transcript) -> int:
-        turn = StoredTurn.behind(self._load(parent), whole)
-        digest = dialogue_keys("", whole.messages)[-1]
-        added = self._db.execute(
-            "INSERT INTO turns (parent, digest, messages, kept, tokens, inside, text_kept, text) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                parent,
-                digest,
-                json.dumps(turn.messages, ensure_ascii=False),
-                turn.kept,
-                _packed(turn.tokens),
-                turn.inside,
-                turn.text_kept,
-                turn.text,
-            ),
-        )
-        assert added.lastrowid is not None
-        return added.lastrowid
+    def _add_turn(self, parent: int | None, past: StoredTurn | None, whole: Transcript, id: bytes | None) -> int:
+        turn = StoredTurn.behind(past, whole)
+        row = {
+            "parent": parent,
+            "digest": dialogue_keys("", whole.messages)[-1],
+            "messages": json.dumps(turn.messages, ensure_ascii=False),
+            "kept": turn.kept,
+            "tokens": _packed(turn.tokens),
+            "inside": turn.inside,
+            "text_kept": turn.text_kept,
+            "text": self._db.text(turn.text),
+            "tokenizer": self._tokenizer,
+            "id": id,
+        }
+        added = self._db.execute(f"INSERT INTO turns {_columns(row)} RETURNING number", row)
+        return int(added[0][0])
 
     def _load(self, head: int | None) -> StoredTurn | None:
-        rows = self._db.execute(
-            "WITH RECURSIVE line (number, depth) AS (SELECT :head, 0 UNION ALL SELECT parent, depth + 1 "
-            "FROM line JOIN turns USING (number) WHERE parent IS NOT NULL) "
-            "SELECT messages, kept, tokens, text_kept, text, inside FROM line JOIN turns USING (number) "
-            "ORDER BY depth DESC",
-            {"head": head},
-        )
-        turn = None
-        for messages, kept, tokens, text_kept, text, inside in rows:
-            turn = StoredTurn(turn, tuple(json.loads(messages)), kept, _unpacked(tokens), text_kept, text, inside)
-        return turn
+        line = self._line(head)
+        return line[-1].turn if line else None
+
+    def _line(self, head: int | None) -> list[LineTurn]:
+        """From the first turn to this one."""
+        if head is None:
+            return []
+        rows = self._db.execute(LINE, {"head": head})
+        turn, line = None, []
+        for number, digest, messages, kept, tokens, text_kept, text, inside, tokenizer in rows:
+            said = text if isinstance(text, str) else text.decode()
+            known = inside if tokenizer == self._tokenizer else OTHERS
+            turn = StoredTurn(turn, tuple(json.loads(messages)), kept, _unpacked(tokens), text_kept, said, known)
+            line.append(LineTurn(number, digest, turn))
+        return line
 
     def _remove(self, conversation: Conversation) -> Gone:
+        """Its branches go with it, and are told as expired ones are."""
+        self._expired += [self._remove(branch) for branch in self._branches(conversation)]
         past = self._load(conversation.head)
-        self._db.execute("DELETE FROM conversations WHERE number = ?", (conversation.number,))
+        self._db.execute("DELETE FROM conversations WHERE number = :number", {"number": conversation.number})
         own = self._prune(conversation.head)
         name = Name(conversation.owner, conversation.id, conversation.kind)
         if past is None:
-            return Gone(name, conversation.thread, array("i"), 0, conversation.salt)
+            return self._bury(Gone(name, conversation.thread, array("i"), 0, conversation.salt))
         line, tokens = list(past.lineage()), past.transcript().tokens
         alone = own == len(line)
         shared = 0 if alone else min((turn.kept for turn in line[:own]), default=len(tokens))
-        thread = conversation.thread if alone or name.kind == "conversation" else None
-        return Gone(name, thread, tokens, shared, conversation.salt)
+        thread = conversation.thread if name.kind == "conversation" or (alone and name.kind == "response") else None
+        return self._bury(Gone(name, thread, tokens, shared, conversation.salt))
 
     def _prune(self, turn: int | None) -> int:
         """Deletes the turn and those before it as far as neither a conversation nor another turn needs them.
@@ -347,15 +507,15 @@ class HistoryStore:
         """
         deleted = 0
         while turn is not None:
-            needed = self._db.execute(
-                "SELECT 1 FROM conversations WHERE head = :turn UNION ALL SELECT 1 FROM turns WHERE parent = :turn",
+            gone = self._db.execute(
+                "DELETE FROM turns WHERE number = :turn "
+                "AND NOT EXISTS (SELECT 1 FROM conversations WHERE head = :turn) "
+                "AND NOT EXISTS (SELECT 1 FROM turns AS next WHERE next.parent = :turn) RETURNING parent",
                 {"turn": turn},
             )
-            if needed.fetchone() is not None:
+            if not gone:
                 return deleted
-            (parent,) = self._db.execute("SELECT parent FROM turns WHERE number = ?", (turn,)).fetchone()
-            self._db.execute("DELETE FROM turns WHERE number = ?", (turn,))
-            turn, deleted = parent, deleted + 1
+            turn, deleted = gone[0][0], deleted + 1
         return deleted
 
     def _expire(self, now: float) -> None:
@@ -363,8 +523,16 @@ class HistoryStore:
         if now < self._expiry_due:
             return
         self._expiry_due = now + EXPIRY_INTERVAL_S
-        expired = self._db.execute(f"SELECT {COLUMNS} FROM conversations WHERE NOT ({LIVE})", self._times(now))
-        self._expired += [self._remove(Conversation(*row)) for row in expired.fetchall()]
+        expired = self._db.execute(f"SELECT {COLUMNS} FROM conversations WHERE NOT {self._live}", self._times(now))
+        self._expired += [self._remove(Conversation(*row)) for row in expired]
+
+
+def _columns(row: Mapping[str, object]) -> str:
+    return f"({', '.join(row)}) VALUES ({', '.join(f':{name}' for name in row)})"
+
+
+def _row(conversation: Conversation) -> dict[str, Any]:
+    return {field.name: getattr(conversation, field.name) for field in fields(Conversation)}
 
 
 def _packed(tokens: array[int]) -> bytes:
@@ -379,23 +547,3 @@ def _unpacked(data: bytes) -> array[int]:
     if sys.byteorder == "big":
         tokens.byteswap()
     return tokens
-
-
-def stored_tokenizer(path: str | Path) -> bytes | None:
-    """The digest that `HistoryStore.use_tokenizer` has left in the file; None if it has none. Raises SettingError."""
-    try:
-        with closing(sqlite3.connect(path, timeout=LOOK_SECONDS)) as db:
-            if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'tokenizer'").fetchone():
-                return None
-            found = db.execute("SELECT digest FROM tokenizer").fetchone()
-            return None if found is None else bytes(found[0])
-    except sqlite3.Error as error:
-        raise SettingError("--state-dir", _why_unusable(path, error)) from error
-
-
-def _why_unusable(path: str | Path, error: Exception) -> str:
-    if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
-        return f"{path} is in use by another server; give this one a directory of its own"
-    if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
-        return f"{path} cannot be used: {error}; move it away to begin with empty histories"
-    return f"cannot open {path}: {error}"

@@ -107,7 +107,7 @@ def title_of(whole: Transcript) -> str | None:
         said = " ".join(part.get("text") or "" for part in said)
     if not whole.messages:
         said = whole.text
-    words = " ".join((said or "")[: 4 * LONGEST_TITLE].split())
+    words = " ".join((said or "")[: 4 * LONGEST_TITLE].replace("\0", "").split())
     if not words:
         return None
     return words if len(words) <= LONGEST_TITLE else words[: LONGEST_TITLE - 1].rstrip() + "…"

@@ -4,13 +4,17 @@
     OpenTurn.commit            -> on disk if it has a name, and among the recent turns; then the reply's end is sent
     OpenTurn.close             -> however it ended
 
-SQLite works in one thread of its own, the tokenizer in others; everything else here runs on the event loop's thread.
+The database works in one thread of its own, the tokenizer in others; everything else here runs on the event loop's
+thread.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import time
+import uuid
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +24,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 from ...scheduler.types import RequestError
 from ..messages import Forget, Fork, Keep
 from ..text.tokenizer import CONTINUED_TOKENS, Tokenizer
-from .schema import Conversation, Gone, Name
+from .schema import Conversation, Gone, Kind, Name, Opening
 from .store import HistoryStore
 from .transcript import (
     OTHERS,
@@ -35,10 +39,15 @@ from .transcript import (
     tokens_inside,
 )
 
+log = logging.getLogger(__name__)
+
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 Tell = Callable[[Fork | Keep], None]
 Erase = Callable[[Forget], Awaitable[bool]]
+COMMIT_PATIENCE_S = 10.0  # for a database that does not answer; then the reply ends with 503
+COMMIT_RETRY_S = 0.5
+HUNG_SECONDS = 12.0  # longer than a statement may take (`databases.SETTINGS`)
 Stored = tuple[Conversation, StoredTurn | None]
 """A conversation or response and its last turn, as `HistoryStore.find` gives them."""
 
@@ -71,6 +80,7 @@ class OpenTurn:
     prompt     token ids, the whole context
     text       what the client knows of the prompt as text, "" for a prompt of token ids
     inside     leading tokens that `text` stands for
+    opening    how the store has let it in, None: nothing of it is stored
     held       until the turn is closed
     known      leading tokens whose KV a turn in the store has had, under the salt `known_salt`
     """
@@ -84,13 +94,14 @@ class OpenTurn:
         text: str,
         inside: int,
         records: tuple[Record, ...],
+        opening: Opening | None,
         held: ExitStack,
         stored: Stored | None,
     ):
         """`stored`: what of the store the prompt goes on from or has been compared with."""
         self.messages, self.prompt, self.text, self.inside = tuple(messages), prompt, text, inside
         self.owner = owner
-        self.records = records
+        self.records, self.opening = records, opening
         self._histories, self._held = histories, held
         self._session: str | None = None
         self.known, self.known_salt = 0, b""
@@ -124,8 +135,9 @@ class OpenTurn:
 
         `salt`: of its request; `body`: what is stored as the response.
 
-        With a name it is on the disk on return; nothing of the reply's end may be sent before. Raises RequestError
-        (507) if it cannot be written.
+        With a name it is stored on return; nothing of the reply's end may be sent before. Raises RequestError: 507 if
+        it cannot be written, 503 if the database does not answer, 409 if another turn has gone on with the server's
+        history meanwhile, or the conversation was deleted.
         """
         histories = self._histories
         inside, text = 0, ""
@@ -136,7 +148,7 @@ class OpenTurn:
         tokens = self.prompt + array("i", reply)
         whole = Transcript(messages, tokens, self.text + text, self.inside + inside)
         if self.records:
-            await histories.store_turn(self.records, whole, salt, body)
+            await histories.store_turn(self.records, self.opening, whole, salt, body)
         if answer is not None:
             histories.remember(self.owner, whole)
 
@@ -146,30 +158,71 @@ class OpenTurn:
 
 
 class TurnManager:
-    """`tell` sends a message to the loop, `forget` one that is answered (as `EngineClient`'s do); `busy` names
-    conversations with a `history: server` turn in flight."""
+    """`tell` sends a message to the loop, `forget` one that is answered (as `EngineClient`'s do)."""
 
     def __init__(self, store: HistoryStore, tell: Tell, forget: Erase, tokenizer: Tokenizer | None):
         self.tokenizer = tokenizer
-        self.busy: set[Name] = set()
+        self._open: set[bytes] = set()  # turns that the store keeps open
         self._store, self._tell, self._erase = store, tell, forget
         store.use_tokenizer(tokenizer.digest() if tokenizer is not None else b"")
+        self.kind, self.healthy = store.kind, True  # healthy: a shared database has answered when last asked
+        self._handed = self._erased = 0  # tombstones of a shared store: told to the loop, and erased there
+        self._erasing: list[asyncio.Future[bool]] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._began: float | None = None  # since when the database works, event loop's time
+        if store.shared:
+            store.register()
+            self._handed = self._erased = store.seen
+            self._tasks = [asyncio.create_task(work()) for work in (self._keep_in_step, self._watch)]
         self._recent = RecentTurns()
         self._thread = ThreadPoolExecutor(1, "histories")
 
     async def run(self, work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         """Runs a method of the store in its thread. What has expired by then is forgotten by the loop too."""
 
-        def work_and_look() -> tuple[Result, list[Gone]]:
-            return work(*args, **kwargs), self._store.take_expired()
+        clock = asyncio.get_running_loop().time
 
-        result, expired = await asyncio.get_running_loop().run_in_executor(self._thread, work_and_look)
+        def work_and_look() -> tuple[Result, list[Gone], int]:
+            self._began = clock()
+            try:
+                return work(*args, **kwargs), self._store.take_expired(), self._store.seen
+            finally:
+                self._began = None
+
+        result, expired, seen = await asyncio.get_running_loop().run_in_executor(self._thread, work_and_look)
         for gone in expired:
             self._forget(gone)
+        self._handed = max(self._handed, seen)
         return result
+
+    async def _watch(self) -> None:
+        """For a database that neither answers nor closes the connection."""
+        while True:
+            await asyncio.sleep(1)
+            began = self._began
+            if began is not None and asyncio.get_running_loop().time() - began > HUNG_SECONDS:
+                self._store.interrupt()
+
+    async def _keep_in_step(self) -> None:
+        """With the other servers."""
+        while True:
+            await asyncio.sleep(self._store.lease / 3)
+            # What could not be erased is erased after the next start: its tombstone stays until then.
+            self._erasing = [one for one in self._erasing if not one.done() or one.cancelled() or not one.result()]
+            if not self._erasing:
+                self._erased = self._handed
+            try:
+                await self.run(self._store.keep_in_step, list(self._open), self._erased)
+                self.healthy = True
+            except RequestError as error:
+                if self.healthy:
+                    log.warning("the histories: %s", error.message)
+                self.healthy = False
 
     async def close(self) -> None:
         """After the last commit."""
+        for task in self._tasks:
+            task.cancel()
         await self.run(self._store.close)
         self._thread.shutdown()
 
@@ -192,12 +245,13 @@ class TurnManager:
         records = (Record(name),) if name is not None else ()
         with ExitStack() as held:
             if name is None or not server_history:
-                await self._admit(records, held)
+                opening = await self._admit(records, held)
                 past, stored = await self._past(owner, name, messages)
             else:
-                _, past = stored = await self._go_on(name, held)
+                opening, stored = await self._go_on(name, held)
+                past = stored[1]
                 messages = (*(past.transcript().messages if past is not None else ()), *messages)
-            return await self._chat_turn(owner, messages, past, render, records, held, stored)
+            return await self._chat_turn(owner, messages, past, render, records, opening, held, stored)
 
     async def open_response(
         self,
@@ -238,8 +292,8 @@ class TurnManager:
             behind = Name(owner, previous, "response") if previous is not None else None
             records = (Record(snapshot, behind, {"parent": previous, "thread": thread}),)
         with ExitStack() as held:
-            await self._admit(records, held)
-            return await self._chat_turn(owner, dialogue, past, with_instructions, records, held, stored)
+            opening = await self._admit(records, held)
+            return await self._chat_turn(owner, dialogue, past, with_instructions, records, opening, held, stored)
 
     async def open_completion(
         self, owner: str, conversation: str | None, prompt: str | array[int], *, server_history: bool = False
@@ -253,18 +307,19 @@ class TurnManager:
         with ExitStack() as held:
             if name is not None and server_history:
                 return await self._continue_log(name, prompt, held)
-            await self._admit(records, held)
+            opening = await self._admit(records, held)
             stored = await self.run(self._store.find, name, time.time()) if name is not None else None
             if not isinstance(prompt, str):
-                return OpenTurn(self, owner, (), prompt, "", 0, records, held.pop_all(), stored)
+                return OpenTurn(self, owner, (), prompt, "", 0, records, opening, held.pop_all(), stored)
             assert self.tokenizer is not None
             ids = await asyncio.to_thread(spliced, self.tokenizer, prompt, stored[1] if stored is not None else None)
             if ids is None:
                 ids = await asyncio.to_thread(self.tokenizer.encode, prompt)
-            return OpenTurn(self, owner, (), ids, prompt, len(ids), records, held.pop_all(), stored)
+            return OpenTurn(self, owner, (), ids, prompt, len(ids), records, opening, held.pop_all(), stored)
 
     async def _continue_log(self, name: Name, prompt: str | array[int], held: ExitStack) -> OpenTurn:
-        _, past = stored = await self._go_on(name, held)
+        opening, stored = await self._go_on(name, held)
+        past = stored[1]
         before = past.transcript() if past is not None else Transcript((), array("i"), "", 0)
         if before.inside == OTHERS:
             raise RequestError(409, f"conversation {name.id!r} holds tokens of another tokenizer", "conversation")
@@ -272,9 +327,8 @@ class TurnManager:
             assert self.tokenizer is not None
             prompt = await asyncio.to_thread(_encoded_behind, self.tokenizer, before.tokens, prompt)
         whole, records = before.tokens + prompt, (Record(name),)
-        return OpenTurn(
-            self, name.owner, before.messages, whole, before.text, before.inside, records, held.pop_all(), stored
-        )
+        said = (before.messages, whole, before.text, before.inside)
+        return OpenTurn(self, name.owner, *said, records, opening, held.pop_all(), stored)
 
     async def _chat_turn(
         self,
@@ -283,11 +337,12 @@ class TurnManager:
         past: StoredTurn | None,
         render: Callable[[Sequence[Message]], str],
         records: tuple[Record, ...],
+        opening: Opening | None,
         held: ExitStack,
         stored: Stored | None,
     ) -> OpenTurn:
         text, ids = await asyncio.to_thread(self._prompt, messages, past, render)
-        return OpenTurn(self, owner, messages, ids, text, len(ids), records, held.pop_all(), stored)
+        return OpenTurn(self, owner, messages, ids, text, len(ids), records, opening, held.pop_all(), stored)
 
     def _prompt(
         self, messages: Sequence[Message], past: StoredTurn | None, render: Callable[[Sequence[Message]], str]
@@ -310,33 +365,46 @@ class TurnManager:
         found = common_beginning(stored[1], messages) if stored is not None else None
         return (found if _message_count(found) > covered else recent), stored
 
-    async def _admit(self, records: Sequence[Record], held: ExitStack) -> None:
+    async def _admit(self, records: Sequence[Record], held: ExitStack) -> Opening | None:
         """Those that exist do not expire while they are held. RequestError (429), before anything is computed, if what
         is to be stored is beyond its owner's quota."""
-        if records:
-            for number in await self.run(self._store.admit, [record.name for record in records], time.time()):
-                self._use(number, held)
+        if not records:
+            return None
+        return await self._open_turn(self._store.admit, [record.name for record in records], held)
 
-    async def _go_on(self, name: Name, held: ExitStack) -> Stored:
+    async def _go_on(self, name: Name, held: ExitStack) -> tuple[Opening, Stored]:
         """A conversation that exists and its last turn, for the one turn with the server's history. RequestError: 404,
-        and 409 if there is another."""
-        if name in self.busy:
-            raise RequestError(409, f"a turn of conversation {name.id!r} is in flight", "conversation")
-        self.busy.add(name)
-        held.callback(self.busy.discard, name)
-        stored = await self._continued(name)
-        self._use(stored[0].number, held)
-        return stored
+        and 409 if there is another, on any server."""
 
-    def _use(self, number: int, held: ExitStack) -> None:
-        self._store.in_use[number] += 1
-        held.callback(self._leave, number)
+        def admit_and_find(names: Sequence[Name], now: float, turn: bytes) -> Opening:
+            with self._store.transaction(now, durable=False):
+                opening = self._store.admit(names, now, turn, alone=True)
+                found.append(self._store.find(name, now))
+            return opening
 
-    def _leave(self, number: int) -> None:
-        in_use = self._store.in_use
-        in_use[number] -= 1
-        if not in_use[number]:
-            del in_use[number]
+        found: list[Stored | None] = []
+        opening = await self._open_turn(admit_and_find, [name], held)
+        assert found[0] is not None
+        return opening, found[0]
+
+    async def _open_turn(
+        self, admit: Callable[[Sequence[Name], float, bytes], Opening], names: Sequence[Name], held: ExitStack
+    ) -> Opening:
+        turn = uuid.uuid4().bytes
+        self._open.add(turn)
+        held.callback(self._release, turn)
+        return await self.run(admit, names, time.time(), turn)
+
+    def _release(self, turn: bytes) -> None:
+        """If it is not committed, which releases it."""
+
+        def release() -> None:
+            with contextlib.suppress(RequestError):  # it is held for a few more seconds
+                self._store.release(turn)
+
+        if turn in self._open:
+            self._open.discard(turn)
+            self._thread.submit(release)
 
     async def _continued(self, name: Name) -> Stored:
         found = await self.run(self._store.find, name, time.time())
@@ -344,21 +412,44 @@ class TurnManager:
             raise RequestError(404, f"there is no {name.kind} {name.id!r}", PARAMETERS[name.kind])
         return found
 
-    async def store_turn(self, records: Sequence[Record], whole: Transcript, salt: bytes, body: str | None) -> None:
-        """All of them or none. Raises RequestError (507) if the disk does not take it."""
+    async def store_turn(
+        self, records: Sequence[Record], opening: Opening | None, whole: Transcript, salt: bytes, body: str | None
+    ) -> None:
+        """All of them or none. While the database does not answer it is asked again, for COMMIT_PATIENCE_S.
+
+        Raises RequestError as `OpenTurn.commit`."""
         now = time.time()
 
         def commit() -> list[Conversation]:
             with self._store.transaction(now):
-                return [self._commit(record, whole, now, salt, body) for record in records]
+                if opening is not None and self._store.committed(opening.turn):
+                    return []
+                first, *others = records
+                stored = [self._commit(first, whole, now, salt, body, opening)]
+                return stored + [self._commit(record, whole, now, salt, body, None) for record in others]
 
-        for stored in await self.run(commit):
-            if stored.ttl is not None or stored.pinned_until > now:
+        for stored in await self._until_answered(commit):
+            if stored.kind != "branch" and (stored.ttl is not None or stored.pinned_until > now):
                 self._keep(stored, now)
+        if opening is not None:
+            self._open.discard(opening.turn)
 
-    def _commit(self, record: Record, whole: Transcript, now: float, salt: bytes, body: str | None) -> Conversation:
+    async def _until_answered(self, work: Callable[[], Result]) -> Result:
+        clock = asyncio.get_running_loop().time
+        until = clock() + COMMIT_PATIENCE_S
+        while True:
+            try:
+                return await self.run(work)
+            except RequestError as error:
+                if error.status != 503 or clock() > until:
+                    raise
+            await asyncio.sleep(COMMIT_RETRY_S)
+
+    def _commit(
+        self, record: Record, whole: Transcript, now: float, salt: bytes, body: str | None, opening: Opening | None
+    ) -> Conversation:
         about = record.about | {"body": body} if record.name.kind == "response" else record.about
-        return self._store.commit(record.name, whole, now, salt, record.behind, **about)
+        return self._store.commit(record.name, whole, now, salt, record.behind, opening, **about)
 
     def remember(self, owner: str, whole: Transcript) -> None:
         """For clients that will send all of it again."""
@@ -408,7 +499,10 @@ class TurnManager:
     def _forget(self, gone: Gone) -> Awaitable[bool]:
         """Whether its KV is erased, when that is known."""
         known_as = kv_name(gone.name, gone.thread) if gone.thread is not None else None
-        return self._erase(Forget(known_as, gone.tokens, gone.shared, gone.salt))
+        erasing = asyncio.ensure_future(self._erase(Forget(known_as, gone.tokens, gone.shared, gone.salt)))
+        if self._store.shared:
+            self._erasing.append(erasing)
+        return erasing
 
     def _keep(self, conversation: Conversation, now: float) -> None:
         name = Name(conversation.owner, conversation.id, conversation.kind)
@@ -416,7 +510,7 @@ class TurnManager:
         self._tell(Keep(kv_name(name, conversation.thread), conversation.ttl, pinned))
 
 
-PARAMETERS = {"conversation": "conversation", "response": "previous_response_id"}
+PARAMETERS: dict[Kind, str] = {"conversation": "conversation", "response": "previous_response_id"}
 
 
 def _encoded_behind(tokenizer: Tokenizer, log: array[int], text: str) -> array[int]:

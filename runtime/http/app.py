@@ -269,7 +269,9 @@ def create_app(
     @app.get("/ping")
     @app.post("/ping")
     async def health() -> Response:
-        return Response(status_code=200 if client.accepting else 503)
+        """Of the engine: with its histories away it still answers what has no name."""
+        store = {"store": histories.kind, "healthy": histories.healthy}
+        return JSONResponse({"histories": store}, status_code=200 if client.accepting else 503)
 
     @app.get("/live")
     async def live() -> Response:

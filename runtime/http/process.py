@@ -122,7 +122,9 @@ async def _start_and_stop(
 
                 tracing = Tracing(settings.otlp_traces_endpoint, ready.model)
                 behind.callback(tracing.close)
-            store = HistoryStore(settings.history_file, settings.history_ttl, settings.max_conversations_per_owner)
+            store = HistoryStore(
+                settings.histories, settings.history_ttl, settings.max_conversations_per_owner, settings.server
+            )
             histories = TurnManager(store, client.tell, client.forget, tokenizer)
             behind.push_async_callback(histories.close)
             door.open(create_app(client, ready, tokenizer, settings, histories, tracing))

@@ -16,7 +16,8 @@ class HTTPSettings:
     chat_template             its source, None: the engine's own
     strict_fields             unknown fields are refused, not ignored
     api_keys                  digests of the keys (`auth.key_digest`), one of which every call needs; none: no keys
-    history_file              of the history store; ":memory:" stores nothing
+    histories                 where histories are stored (`databases.open_database`); ":memory:" stores nothing
+    server                    this server's name in a shared database, None: the database is not shared
     history_ttl               seconds after their last turn until stored conversations are deleted, None: never
     max_conversations_per_owner
                               the most stored conversations of an API key, None: any number
@@ -32,7 +33,8 @@ class HTTPSettings:
     chat_template: str | None = None
     strict_fields: bool = False
     api_keys: tuple[str, ...] = ()
-    history_file: str = ":memory:"
+    histories: str = ":memory:"
+    server: str | None = None
     history_ttl: float | None = None
     max_conversations_per_owner: int | None = None
     otlp_traces_endpoint: str | None = None

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from ...scheduler.types import SettingError
+from ..conversations.databases import has_password, is_url
 from ..http.auth import key_digest
 from ..http.settings import HTTPSettings
 from ..text.tokenizer import ChatTemplate
 from .options import parse_bytes
-from .settings import HISTORY_FILE, ServeSettings
+from .settings import HISTORY_FILE, HISTORY_URL, ServeSettings
 
 
 def http_settings(settings: ServeSettings) -> HTTPSettings:
@@ -21,6 +24,7 @@ def http_settings(settings: ServeSettings) -> HTTPSettings:
     keys = read_api_keys(settings.api_key, settings.api_key_file)
     if settings.otlp_traces_endpoint is not None:
         check_traces_endpoint(settings.otlp_traces_endpoint)
+    url = history_url(settings.history_url, settings.history_url_file)
     return HTTPSettings(
         max_requests_per_client=settings.max_requests_per_client,
         max_body_bytes=parse_bytes(settings.max_body_bytes, "--max-body-bytes"),
@@ -30,13 +34,45 @@ def http_settings(settings: ServeSettings) -> HTTPSettings:
         cors_origins=settings.cors_origins,
         chat_template=None if settings.chat_template is None else read_chat_template(settings.chat_template),
         api_keys=tuple(key_digest(key) for key in keys),
-        history_file=str(settings.state_directory / HISTORY_FILE),
+        histories=url or str(settings.state_directory / HISTORY_FILE),
+        server=server_name(settings.disk_directory) if url is not None else None,
         history_ttl=settings.history_ttl,
         max_conversations_per_owner=settings.max_conversations_per_owner,
         otlp_traces_endpoint=settings.otlp_traces_endpoint,
         log_format=settings.log_format,
         log_level=settings.log_level,
     )
+
+
+def history_url(url: str | None, path: Path | None) -> str | None:
+    """The URL of a shared database: of the option, the file, or the environment. SettingError names it."""
+    setting = "--history-url"
+    if url is not None and is_url(url) and has_password(url):
+        cure = f"put the URL into {HISTORY_URL} or --history-url-file, or the password into ~/.pgpass"
+        raise SettingError(setting, f"must not hold a password, which others can see here: {cure}")
+    if path is not None:
+        setting = "--history-url-file"
+        try:
+            url = path.read_text("utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingError(setting, f"cannot read {path}: {error}") from error
+    elif url is None:
+        setting, url = HISTORY_URL, os.environ.get(HISTORY_URL) or None
+    if url is not None and not is_url(url):  # it may be a password: it is not shown
+        raise SettingError(setting, "must be a URL as postgresql://USER@HOST:5432/NAME")
+    return url
+
+
+def server_name(directory: Path) -> str:
+    """Of the server whose KV is in this directory, for its life. SettingError."""
+    path = directory / "server"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            path.write_text(uuid.uuid4().hex, "utf-8")
+        return path.read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError("--state-dir", f"cannot use {path}: {error}") from error
 
 
 def check_traces_endpoint(endpoint: str) -> None:

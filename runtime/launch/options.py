@@ -20,6 +20,7 @@ from .settings import (
     DEFAULT_GPU_KV,
     DEFAULT_HOST_KV,
     DEFAULTS,
+    HISTORY_URL,
     RIVALS,
     ServeSettings,
     default_state_dir,
@@ -237,6 +238,10 @@ def _http_options(made: argparse.ArgumentParser) -> None:
     option("--api-key-file", type=Path, metavar="FILE", help="more keys, one a line")
     option("--strict-fields", action=argparse.BooleanOptionalAction,
            help="refuse unknown fields of requests (default: ignore them and name them in a header)")  # fmt: skip
+    option("--history-url", metavar="URL",
+           help="a PostgreSQL database for conversations, which several servers share, as postgresql://USER@HOST/NAME; "
+           f"without a password (default: {HISTORY_URL} of the environment, else a file in --state-dir)")  # fmt: skip
+    option("--history-url-file", type=Path, metavar="FILE", help="that URL, which may have a password")
     option("--history-ttl", type=float, metavar="SECONDS",
            help="stored conversations are deleted so long after their last turn (default: never)")  # fmt: skip
     option("--max-requests-per-client", type=int, metavar="N",

@@ -11,7 +11,7 @@ from pathlib import Path
 from ...builder.checkpoints.hugging_face import DEMO_CHECKPOINT
 from ...builder.engine_cache import engine_for
 from ...scheduler.types import SettingError
-from ..conversations.store import stored_tokenizer
+from ..conversations.databases import stored_tokenizer
 from ..text.tokenizer import Tokenizer
 from .assemble import demo_engine
 from .settings import HISTORY_FILE, ServeSettings, default_state_dir, flag

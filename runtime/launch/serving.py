@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ...scheduler.step_timing import StepTiming
 from ..conversations.store import HistoryStore
 from ..http.process import listen, serve_http
+from ..http.settings import HTTPSettings
 from ..messages import TritonSettings
 from ..ranks.launch import DRAIN, tell_serving
 from ..service import Service
@@ -36,7 +37,7 @@ END_SECONDS = 10.0  # for the last step, and to free memory
 def serve(settings: ServeSettings, ranks: Ranks | None = None) -> int:
     """Starts the HTTP process, then runs the loop. Returns the exit status. SettingError before anything is served."""
     http_process = http_settings(settings)
-    HistoryStore(http_process.history_file).close()  # checks that it is usable before anything else starts
+    check_histories(settings, http_process)  # before anything else starts
     listener = listen(settings.host, settings.port)
     host, port = listener.getsockname()[:2]
     ours, theirs = multiprocessing.Pipe()
@@ -71,13 +72,14 @@ def serve(settings: ServeSettings, ranks: Ranks | None = None) -> int:
 def serve_attached(settings: ServeSettings, socket_path: Path, ranks: Ranks | None = None) -> None:
     """Runs the loop of Triton's model, which listens at `socket_path`. SettingError before anything is served."""
     history = http_settings(settings)
-    HistoryStore(history.history_file).close()  # checks that it is usable before weights are loaded
+    check_histories(settings, history)  # before weights are loaded
     assembled = assemble(settings, ranks)
     with connect(socket_path) as connection:
         service = make_service(assembled, connection)
         connection.send(
             TritonSettings(
-                history_file=history.history_file,
+                histories=history.histories,
+                server=history.server,
                 history_ttl=history.history_ttl,
                 max_conversations_per_owner=history.max_conversations_per_owner,
                 log_format=history.log_format,
@@ -87,6 +89,19 @@ def serve_attached(settings: ServeSettings, socket_path: Path, ranks: Ranks | No
         )
         drain_on_signals(service, settings.shutdown_timeout)
         service.run(assembled.ready)
+
+
+def check_histories(settings: ServeSettings, http: HTTPSettings) -> None:
+    """SettingError if they cannot be used. KV on disk goes if this server does not know what others have deleted since
+    it was written."""
+    store = HistoryStore(http.histories, server=http.server)
+    if store.shared and not store.register():
+        records = list(settings.disk_directory.glob("rank-*/*.kv"))
+        for file in records:
+            file.unlink()
+        if records:
+            log.warning("%s: dropped KV that was written apart from %s", settings.disk_directory, store.where)
+    store.close()
 
 
 def make_service(assembled: Assembled, connection: Connection) -> Service:

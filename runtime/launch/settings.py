@@ -18,11 +18,13 @@ DEFAULT_HOST_KV = "2GiB"
 DEFAULT_DISK_KV = "0GiB"
 
 HISTORY_FILE = "history.sqlite"  # in the state directory
+HISTORY_URL = "PENSIEVE_HISTORY_URL"  # environment variable, read where no option names a database
 
 RIVALS = (
     ("gpu_kv_chunks", "gpu_kv_bytes", "gpu_memory_utilization"),
     ("host_kv_chunks", "host_kv_bytes"),
     ("disk_kv_chunks", "disk_kv_bytes"),
+    ("history_url", "history_url_file"),
 )
 """Options of which at most one may be given: a flag overrides the others in the file too."""
 
@@ -132,6 +134,8 @@ class ServeSettings:
     api_key: tuple[str, ...] = ()
     api_key_file: Path | None = None
     strict_fields: bool = False
+    history_url: str | None = None
+    history_url_file: Path | None = None
     history_ttl: float | None = None
     max_requests_per_client: int | None = None
     max_conversations_per_owner: int | None = None

@@ -148,7 +148,8 @@ def start_engine(command: Sequence[str]) -> tuple[subprocess.Popen[bytes], Conne
 async def open_desk(connection: Connection, settings: TritonSettings, ready: Ready) -> TritonFrontend:
     """Called on the event loop that runs everything below. SettingError if the histories cannot be used."""
     tokenizer = Tokenizer.load(ready.tokenizer) if ready.tokenizer else None
-    store = HistoryStore(settings.history_file, settings.history_ttl, settings.max_conversations_per_owner)
+    quota = settings.max_conversations_per_owner
+    store = HistoryStore(settings.histories, settings.history_ttl, quota, settings.server)
     return TritonFrontend(EngineClient(connection), ready, tokenizer, store)
 
 

@@ -76,14 +76,16 @@ class Served:
 
 
 @pytest.fixture
-def serve(tmp_path: Path) -> Callable[..., Any]:
+def serve(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """With the fixture `histories_at`, PostgreSQL stands for any file."""
     directory = save_merging(tmp_path)
+    shared = request.getfixturevalue("histories_at") if "histories_at" in request.fixturenames else ":memory:"
 
     @contextlib.asynccontextmanager
     async def served(
         path: str | Path = ":memory:", keys: tuple[str, ...] = (), strict: bool = False, **loop: Any
     ) -> AsyncIterator[Served]:
-        made = Served(directory, path, keys, strict, **loop)
+        made = Served(directory, path if shared == ":memory:" else shared, keys, strict, **loop)
         try:
             async with made.http:
                 yield made

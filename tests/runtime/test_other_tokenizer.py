@@ -25,11 +25,13 @@ HELLO, ANSWER, AGAIN = ({"role": role, "content": x} for role, x in (("user", "a
 
 
 @pytest.fixture
-def serve(tmp_path: Path) -> Callable[..., None]:
+def serve(tmp_path: Path, histories_at: str) -> Callable[..., None]:
+    where = tmp_path / "file" if histories_at == ":memory:" else histories_at
+
     def serve(tokenizer: Tokenizer | None, work: Callable[[TurnManager], Awaitable[None]]) -> None:
         async def between() -> None:
             loop: Any = None  # gets no messages
-            histories = TurnManager(HistoryStore(tmp_path / "file"), loop, loop, tokenizer)
+            histories = TurnManager(HistoryStore(where), loop, loop, tokenizer)
             try:
                 await work(histories)
             finally:

@@ -86,7 +86,7 @@ def test_what_is_too_small_is_a_problem(tmp_path: Path, monkeypatch: pytest.Monk
 def test_the_exit_status_counts_problems_only(
     level: Level, status: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def examine(device: str, state_dir: Path) -> list[Finding]:
+    def examine(device: str, state_dir: Path, history_url: str | None) -> list[Finding]:
         return [Finding("thing", level, "is so", "do this")]
 
     monkeypatch.setattr(doctor, "look", examine)

@@ -9,25 +9,45 @@ import subprocess
 import sys
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import psycopg
 import pytest
 
-from pensieve.runtime.conversations import store as history_store
-from pensieve.runtime.conversations.schema import Gone, Name
+from pensieve.runtime.conversations import databases
+from pensieve.runtime.conversations.databases import stored_tokenizer
+from pensieve.runtime.conversations.schema import Gone, Name, Opening
 from pensieve.runtime.conversations.store import HistoryStore
-from pensieve.runtime.conversations.transcript import Message, Transcript
+from pensieve.runtime.conversations.transcript import OTHERS, Message, Transcript
 from pensieve.scheduler.types import RequestError, SettingError
 
 A, B = Name("", "a"), Name("", "b")
 
 
+Make = Callable[..., HistoryStore]
+
+
 @pytest.fixture
-def store() -> Iterator[HistoryStore]:
-    made = HistoryStore(":memory:")
-    yield made
-    made.close()
+def make(histories_at: str) -> Iterator[Make]:
+    """make(...): a store, with these options."""
+    made: list[HistoryStore] = []
+
+    def make(**options: Any) -> HistoryStore:
+        made.append(HistoryStore(histories_at, **options))
+        if made[-1].shared:
+            made[-1].register()
+        return made[-1]
+
+    yield make
+    for store in made:
+        store.close()
+
+
+@pytest.fixture
+def store(make: Make) -> HistoryStore:
+    return make()
 
 
 def dialogue(*contents: str) -> tuple[Message, ...]:
@@ -52,7 +72,7 @@ def stored(store: HistoryStore, name: Name, now: float = 0.0) -> Transcript:
 
 
 def rows(store: HistoryStore) -> int:
-    return int(store._db.execute("SELECT count(*) FROM turns").fetchone()[0])
+    return int(store._db.execute("SELECT count(*) FROM turns")[0][0])
 
 
 def refused(status: int, call: object, *args: object) -> None:
@@ -67,7 +87,7 @@ def test_turns_come_back_as_they_were_and_each_is_stored_once(store: HistoryStor
         store.commit(A, whole, now=float(count))
         assert stored(store, A) == whole
     assert rows(store) == 5
-    sizes = store._db.execute("SELECT length(tokens), length(messages) FROM turns ORDER BY number").fetchall()
+    sizes = store._db.execute("SELECT length(tokens), length(messages) FROM turns ORDER BY number")
     assert {size for size, _ in sizes} == {24}  # 6 new tokens each
     found = store.get(A, 0.0)
     assert (found.created, found.active) == (2.0, 10.0)
@@ -140,8 +160,8 @@ def test_a_deleted_response_says_whether_its_line_ends_with_it(store: HistorySto
     assert store.delete(second, 3.0) == Gone(second, "r1", longer.tokens, 0, b"salt") and rows(store) == 0
 
 
-def test_what_has_expired_is_said_once_it_is_deleted() -> None:
-    store, whole = HistoryStore(":memory:", history_ttl=100.0), transcript("0", "1", "2", "3")
+def test_what_has_expired_is_said_once_it_is_deleted(make: Make) -> None:
+    store, whole = make(history_ttl=100.0), transcript("0", "1", "2", "3")
     store.commit(A, whole, 1.0, b"salt")
     store.create(B, 200.0)
     assert store.take_expired() == [Gone(A, "a", whole.tokens, 0, b"salt")] and store.take_expired() == []
@@ -149,15 +169,15 @@ def test_what_has_expired_is_said_once_it_is_deleted() -> None:
 
 
 @pytest.mark.parametrize("way", ["turn", "create", "fork"])
-def test_what_has_expired_is_said_before_its_name_is_another_ones(way: str) -> None:
+def test_what_has_expired_is_said_before_its_name_is_another_ones(way: str, make: Make) -> None:
     """In time for the loop: of a turn, when it begins."""
-    store, whole = HistoryStore(":memory:", history_ttl=10.0), transcript("0", "1", "2", "3")
+    store, whole = make(history_ttl=10.0), transcript("0", "1", "2", "3")
     store.commit(A, whole, 1.0, b"salt")
     store.create(B, 2.0)
     store.change(B, 2.0, history_ttl=1000.0)
     match way:
         case "turn":
-            assert store.admit([B, A], 12.0) == [2]
+            assert [found.number for found in store.admit([B, A], 12.0).seen.values()] == [2]
         case "create":
             store.create(A, 12.0)
         case "fork":
@@ -168,12 +188,82 @@ def test_what_has_expired_is_said_before_its_name_is_another_ones(way: str) -> N
     store.close()
 
 
+def as_version_4(db: sqlite3.Connection, tokenizer: bytes | None = None) -> None:
+    for index in ("turns_unknown", "turns_id", "conversations_branches"):
+        db.execute(f"DROP INDEX {index}")
+    for column in ("tokenizer", "id"):
+        db.execute(f"ALTER TABLE turns DROP COLUMN {column}")
+    db.execute("CREATE TABLE tokenizer (digest BLOB NOT NULL) STRICT")
+    if tokenizer is not None:
+        db.execute("INSERT INTO tokenizer VALUES (?)", (tokenizer,))
+    db.execute("PRAGMA user_version = 4")
+
+
+def test_a_file_with_one_tokenizer_for_all_turns(tmp_path: Path) -> None:
+    store = HistoryStore(tmp_path / "file")
+    store.commit(A, transcript("0", "1"), 1.0)
+    store.close()
+    with sqlite3.connect(tmp_path / "file") as db:
+        as_version_4(db, b"ours")
+    db.close()
+    assert stored_tokenizer(tmp_path / "file") == b"ours"
+    store = HistoryStore(tmp_path / "file")
+    store.use_tokenizer(b"theirs")
+    assert stored(store, A).inside == OTHERS
+    store.use_tokenizer(b"ours")
+    assert stored(store, A) == transcript("0", "1")
+    store.close()
+    assert stored_tokenizer(tmp_path / "file") == b"ours"
+
+
+def test_tokens_of_two_tokenizers_live_side_by_side(store: HistoryStore) -> None:
+    """Servers of two models share a history: each finds its own ids again, and none of the other one's."""
+    first, second, third = (transcript(*map(str, range(count))) for count in (2, 4, 6))
+    store.use_tokenizer(b"one")
+    store.commit(A, first, 1.0)
+    store.use_tokenizer(b"two")
+    store.commit(A, second, 2.0)
+    for tokenizer, known in ((b"one", [OTHERS, first.inside]), (b"two", [second.inside, OTHERS])):
+        store.use_tokenizer(tokenizer)
+        found = store.find(A, 2.0)
+        assert found is not None and found[1] is not None
+        assert [turn.inside for turn in found[1].lineage()] == known
+    store.use_tokenizer(b"one")
+    store.commit(A, third, 3.0)
+    assert stored(store, A) == third
+
+
+def test_a_beginning_is_found_by_one_query(store: HistoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many turns there are."""
+    asked: list[str] = []
+    execute = store._db.execute
+    monkeypatch.setattr(store._db, "execute", lambda sql, values=None: asked.append(sql) or execute(sql, values))
+    counts = set()
+    for count in range(2, 40, 2):
+        asked.clear()
+        store.commit(A, transcript(*map(str, range(count))), 1.0)
+        counts.add(len(asked))
+    assert len(counts) <= 2, "the first turn makes the conversation"
+
+
+def test_any_text_comes_back(store: HistoryStore) -> None:
+    """A zero byte too, which PostgreSQL's TEXT does not take."""
+    said = ({"role": "user", "content": "a\0b"}, {"role": "assistant", "content": "\0 é 💧"})
+    whole = Transcript(said, array("i", [1, 2]), "a\0b\0 é 💧", 2)
+    store.commit(A, whole, 1.0)
+    assert stored(store, A) == whole
+    long = Name("", "💧" * 1000)
+    store.create(long, 2.0)
+    refused(409, store.create, long, 2.0)
+
+
 def test_a_file_of_the_version_before(tmp_path: Path) -> None:
     """It has no salts and no titles; what it holds is served as before."""
     store = HistoryStore(tmp_path / "file")
     store.commit(A, transcript("0", "1"), 1.0, b"salt")
     store.close()
     with sqlite3.connect(tmp_path / "file") as db:
+        as_version_4(db)
         db.execute("ALTER TABLE conversations DROP COLUMN salt")
         db.execute("ALTER TABLE conversations DROP COLUMN title")
         db.execute("DROP TABLE tokenizer")
@@ -257,8 +347,8 @@ def test_pages(store: HistoryStore) -> None:
     refused(404, store.page, "", 2, "unknown", True, 9.0)
 
 
-def test_histories_expire_by_their_own_ttl_or_the_default() -> None:
-    store = HistoryStore(":memory:", history_ttl=100.0)
+def test_histories_expire_by_their_own_ttl_or_the_default(make: Make) -> None:
+    store = make(history_ttl=100.0)
     store.commit(A, transcript("0", "1"), 0.0)
     store.commit(B, transcript("2", "3"), 0.0)
     store.change(B, 0.0, history_ttl=1000.0)
@@ -275,6 +365,8 @@ def test_a_failing_transaction_changes_nothing(store: HistoryStore, monkeypatch:
     store.commit(A, transcript("0", "1"), 1.0)
 
     def full(*_: object) -> None:
+        if store._db.shared:
+            raise psycopg.errors.DiskFull("no space left on device")
         raise sqlite3.OperationalError("database or disk is full")
 
     monkeypatch.setattr(store, "_prune", full)
@@ -294,7 +386,7 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest
             HistoryStore(path)
         assert error.value.setting == "--state-dir"
     first = HistoryStore(good)
-    monkeypatch.setattr(history_store, "LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(databases, "LOCK_SECONDS", 0.05)
     with pytest.raises(SettingError, match="in use by another server"):
         HistoryStore(good)
     first.close()
@@ -337,8 +429,8 @@ while True:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_killed_while_committing_every_turn_is_whole_or_absent(tmp_path: Path, seed: int) -> None:
-    path = tmp_path / "history.sqlite"
+def test_killed_while_committing_every_turn_is_whole_or_absent(tmp_path: Path, histories_at: str, seed: int) -> None:
+    path = tmp_path / "history.sqlite" if histories_at == ":memory:" else histories_at
     process = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     lines = [int(process.stdout.readline()) for _ in range(40)]
@@ -356,24 +448,36 @@ def test_killed_while_committing_every_turn_is_whole_or_absent(tmp_path: Path, s
         assert turns in committed, "a turn that was reported is there, at most one more is"
         expected = transcript(*(f"{kind} {turn}" for turn in range(2 * turns)))
         assert stored(store, Name("", str(kind))) == expected
-    assert rows(store) == store._db.execute(
+    used = store._db.execute(
         "WITH RECURSIVE used (n) AS (SELECT head FROM conversations UNION SELECT parent FROM turns JOIN used "
         "ON number = n WHERE parent IS NOT NULL) SELECT count(*) FROM used"
-    ).fetchone()[0], "no turn is left over"  # fmt: skip
+    )
+    assert rows(store) == used[0][0], "no turn is left over"
     store.close()
 
 
 def test_every_transaction_is_flushed_before_it_is_reported(tmp_path: Path) -> None:
     """After a loss of power too: a write-ahead log that is flushed with each commit (2 is FULL)."""
     store = HistoryStore(tmp_path / "file")
-    settings = [store._db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("journal_mode", "synchronous")]
+    settings = [store._db.execute(f"PRAGMA {name}")[0][0] for name in ("journal_mode", "synchronous")]
     assert settings == ["wal", 2]
     store.close()
 
 
-def test_what_a_failed_transaction_did_not_remove_is_not_told() -> None:
+def test_a_database_that_acknowledges_what_it_has_not_written_is_told_to_wait(postgres: str) -> None:
+    with psycopg.connect(postgres, autocommit=True) as connection:
+        connection.execute("ALTER ROLE postgres SET synchronous_commit = off")
+        try:
+            store = HistoryStore(postgres)
+            assert store._db.execute("SHOW synchronous_commit") == [("on",)]
+            store.close()
+        finally:
+            connection.execute("ALTER ROLE postgres RESET synchronous_commit")
+
+
+def test_what_a_failed_transaction_did_not_remove_is_not_told(make: Make) -> None:
     """Its KV would be forgotten, though it is still there."""
-    store, whole = HistoryStore(":memory:", history_ttl=10.0), transcript("0", "1")
+    store, whole = make(history_ttl=10.0), transcript("0", "1")
     store.commit(A, whole, 1.0, b"salt")
     with pytest.raises(ZeroDivisionError), store.transaction(100.0):
         raise ZeroDivisionError
@@ -383,9 +487,9 @@ def test_what_a_failed_transaction_did_not_remove_is_not_told() -> None:
     store.close()
 
 
-def test_what_has_expired_is_not_listed() -> None:
+def test_what_has_expired_is_not_listed(make: Make) -> None:
     """Before it is cleared away too: a listing writes nothing."""
-    store = HistoryStore(":memory:", history_ttl=10.0)
+    store = make(history_ttl=10.0)
     store.commit(A, transcript("0", "1"), 0.0)
     store.commit(B, transcript("2", "3"), 5.0)
     found, more = store.page("", 9, None, True, 12.0)
@@ -402,11 +506,117 @@ def test_of_several_turns_of_its_own_a_deleted_fork_shares_what_is_before_the_fi
     assert store.delete(B, 5.0).shared == len(transcript(*said[:4]).tokens)
 
 
-def test_what_has_expired_does_not_count_for_a_quota() -> None:
+def test_what_has_expired_does_not_count_for_a_quota(make: Make) -> None:
     """Before it is cleared away too."""
-    store = HistoryStore(":memory:", history_ttl=10.0, quota=1)
+    store = make(history_ttl=10.0, quota=1)
     store.create(A, 0.0)
     refused(429, store.create, B, 5.0)
     store.create(B, 10.0)
     assert store.find(B, 10.0) is not None
     store.close()
+
+
+# -- open turns
+
+FIRST, LONGER, OTHER = (transcript(*said) for said in ("01", "0123", "01xy"))
+
+
+def opened(store: HistoryStore, turn: bytes, alone: bool = False) -> Opening:
+    return store.admit([A], 1.0, turn, alone)
+
+
+def test_one_turn_at_a_time_goes_on_from_the_servers_history(store: HistoryStore) -> None:
+    refused(404, opened, store, b"1", True)
+    store.commit(A, FIRST, 1.0)
+    first = opened(store, b"1", True)
+    refused(409, opened, store, b"2", True)
+    store.release(b"1")
+    store.release(b"1")
+    second = opened(store, b"2", True)
+    store.commit(A, LONGER, 1.0, opening=second)
+    assert stored(store, A) == LONGER
+    refused(409, store.commit, A, OTHER, 1.0, b"", None, first)
+    opened(store, b"3", True)
+
+
+def test_a_turn_whose_lease_has_run_out_may_be_replaced(store: HistoryStore) -> None:
+    store.commit(A, FIRST, 1.0)
+    lease, store.lease = store.lease, 0.0
+    first = opened(store, b"1", True)
+    second = opened(store, b"2", True)
+    store.lease = lease
+    store.renew([b"1", b"2"])
+    refused(409, opened, store, b"3", True)
+    refused(409, store.commit, A, OTHER, 1.0, b"", None, first)
+    store.commit(A, LONGER, 1.0, opening=second)
+    assert stored(store, A) == LONGER
+
+
+def test_a_turn_whose_lease_has_run_out_ends_well_if_nobody_came(store: HistoryStore) -> None:
+    store.commit(A, FIRST, 1.0)
+    store.lease = 0.0
+    first = opened(store, b"1", True)
+    store.release(b"1")  # as if a crash of the database had lost it
+    store.commit(A, LONGER, 1.0, opening=first)
+    assert stored(store, A) == LONGER
+
+
+def branches(store: HistoryStore) -> list[Transcript]:
+    found = store._db.execute("SELECT id FROM conversations WHERE kind = 'branch' ORDER BY number")
+    return [stored(store, Name("", id, "branch")) for (id,) in found]
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_of_two_turns_with_the_clients_history_the_second_to_end_is_a_branch(store: HistoryStore, new: bool) -> None:
+    if not new:
+        store.commit(A, FIRST, 1.0)
+    one, two, three = (opened(store, name) for name in (b"1", b"2", b"3"))
+    store.commit(A, LONGER, 1.0, opening=one)
+    store.commit(A, OTHER, 1.0, opening=two)
+    store.commit(A, transcript("z", "z"), 1.0, opening=three)
+    assert stored(store, A) == LONGER and branches(store) == [OTHER, transcript("z", "z")]
+    found, more = store.page("", 9, None, True, 1.0)
+    assert [conversation.id for conversation in found] == ["a"] and not more
+    store.change(A, 1.0, history_ttl=5.0)
+    assert store._db.execute("SELECT DISTINCT history_ttl FROM conversations") == [(5.0,)]
+    whole = transcript("0", "1", "x", "y", "more", "!")
+    store.commit(A, whole, 2.0, opening=opened(store, b"4"))
+    assert stored(store, A) == whole and branches(store) == [transcript("z", "z")], "gone on from: no branch any more"
+    store.delete(A, 3.0)
+    assert rows(store) == 0 and [gone.name.kind for gone in store.take_expired()] == ["branch"]
+
+
+def test_a_turn_with_the_servers_history_is_not_overtaken(store: HistoryStore) -> None:
+    store.commit(A, FIRST, 1.0)
+    alone = opened(store, b"1", True)
+    store.commit(A, OTHER, 1.0, opening=opened(store, b"2"))
+    assert stored(store, A) == FIRST and branches(store) == [OTHER]
+    store.commit(A, LONGER, 1.0, opening=alone)
+    assert stored(store, A) == LONGER
+
+
+def test_a_turn_of_a_deleted_conversation_does_not_bring_the_servers_history_back(store: HistoryStore) -> None:
+    store.commit(A, FIRST, 1.0)
+    alone, other = opened(store, b"1", True), opened(store, b"2")
+    store.delete(A, 1.0)
+    refused(409, store.commit, A, LONGER, 1.0, b"", None, alone)
+    assert rows(store) == 0
+    store.commit(A, LONGER, 1.0, opening=other)  # its client has it all
+    assert stored(store, A) == LONGER
+
+
+def test_a_commit_is_known_by_its_turn(store: HistoryStore) -> None:
+    first = opened(store, b"1")
+    assert not store.committed(b"1")
+    store.commit(A, FIRST, 1.0, opening=first)
+    assert store.committed(b"1") and not store.committed(b"2")
+
+
+def test_an_open_turn_keeps_its_conversation_from_expiring(make: Make) -> None:
+    store = make(history_ttl=10.0)
+    store.commit(A, FIRST, 0.0)
+    opened(store, b"1")
+    store.create(B, 100.0)
+    assert store.find(A, 100.0) is not None
+    store.release(b"1")
+    assert store.find(A, 100.0) is None

@@ -28,6 +28,8 @@ from ..served import CHAT, DONE, run, serve, spell
 
 __all__ = ["serve"]  # a fixture
 
+pytestmark = pytest.mark.usefixtures("histories_at")  # with both databases
+
 COMPLETIONS, CONVERSATIONS = "/v1/completions", "/v1/conversations"
 
 
@@ -376,7 +378,7 @@ def test_a_conversation_does_not_expire_while_a_turn_of_it_runs(
             with contextlib.suppress(asyncio.CancelledError):
                 await running
             await server.ask("GET", f"{CONVERSATIONS}/a", 404)
-            assert not server.store.in_use
+            assert await server.histories.run(server.store._db.execute, "SELECT * FROM open_turns") == []
 
     run(work())
 

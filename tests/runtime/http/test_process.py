@@ -134,7 +134,7 @@ def test_a_connection_may_be_idle_for_longer_than_balancers_keep_it(server: Serv
     for pause in (6.0, 0.0):
         client.request("GET", "/health")
         first = client.sock
-        assert client.getresponse().read() == b"" and client.sock is first
+        assert b"histories" in client.getresponse().read() and client.sock is first
         time.sleep(pause)
     client.close()
 

@@ -6,6 +6,7 @@ import sqlite3
 from typing import Any
 
 import openai
+import psycopg
 import pytest
 
 from pensieve.runtime.messages import Forget
@@ -13,6 +14,8 @@ from pensieve.runtime.messages import Forget
 from ..served import Served, run, serve
 
 __all__ = ["serve"]  # a fixture
+
+pytestmark = pytest.mark.usefixtures("histories_at")  # with both databases
 
 RESPONSES, CONVERSATIONS = "/v1/responses", "/v1/conversations"
 
@@ -77,7 +80,7 @@ def test_what_responses_have_in_common_is_stored_once(serve: Any, joins: bool) -
                 contents += [f"question {number}", text_of(last)]
                 if not joins:
                     body = {"previous_response_id": last["id"]}
-            stored = server.store._db.execute("SELECT sum(length(tokens) / 4) FROM turns").fetchone()[0]
+            stored = server.store._db.execute("SELECT sum(length(tokens) / 4) FROM turns")[0][0]
             assert stored == len(server.logs()[-1])
             await server.ask("DELETE", f"{CONVERSATIONS}/talk", 200 if joins else 404)
             await respond(server, input="x", previous_response_id=last["id"], store=False)
@@ -124,6 +127,8 @@ def test_a_turn_is_in_its_conversation_and_a_response_or_in_neither(serve: Any) 
             insert = server.store._insert
 
             def full(*_: Any, **__: Any) -> Any:
+                if server.store._db.shared:
+                    raise psycopg.errors.DiskFull("no space left on device")
                 raise sqlite3.OperationalError("database or disk is full")
 
             server.store._insert = full  # of the response: the conversation is there

@@ -75,7 +75,7 @@ CASES: dict[str, tuple[Effect | Refused, ...]] = {
         Effect("--enforce-eager", "device.enforce_eager", CUDA),
         Refused("--enforce-eager", "no CUDA graphs without --device cuda"),
     ),
-    "state_dir": (Effect("--state-dir FILES/state", "http.history_file"),),
+    "state_dir": (Effect("--state-dir FILES/state", "http.histories"),),
     "max_model_len": (Effect("--max-model-len 128", "config.max_model_len"), at_least("max-model-len", 1)),
     "max_num_seqs": (Effect("--max-num-seqs 8", "config.max_num_seqs"),),
     "max_num_batched_tokens": (Effect("--max-num-batched-tokens 512", "config.max_num_batched_tokens"),),
@@ -165,6 +165,17 @@ CASES: dict[str, tuple[Effect | Refused, ...]] = {
     "strict_fields": (Effect("--strict-fields", "http.strict_fields"),),
     "api_key": (Effect(KEY, "http.api_keys"),),
     "api_key_file": (Effect("--api-key-file FILES/keys", "http.api_keys"),),
+    "history_url": (
+        Effect("--history-url postgresql://histories/one", "http.histories"),
+        Refused("--history-url postgresql://me:secret@histories/one", "must not hold a password"),
+        Refused("--history-url postgresql://histories/one?password=secret", "must not hold a password"),
+        Refused("--history-url mysql://histories/one", "must be a URL as postgresql://"),
+        Refused("--history-url postgresql://h/1", "cannot be given beside", "--history-url-file FILES/histories"),
+    ),
+    "history_url_file": (
+        Effect("--history-url-file FILES/histories", "http.histories"),
+        Refused("--history-url-file FILES/none", "cannot read"),
+    ),
     "history_ttl": (Effect("--history-ttl 9", "http.history_ttl"),),
     "max_requests_per_client": (Effect("--max-requests-per-client 9", "http.max_requests_per_client"),),
     "max_conversations_per_owner": (Effect("--max-conversations-per-owner 9", "http.max_conversations_per_owner"),),
@@ -195,6 +206,7 @@ def files(tmp_path, engine):
     (tmp_path / "queue.toml").write_text("max-queue = 9")
     (tmp_path / "chat.jinja").write_text("{{ messages }}")
     (tmp_path / "keys").write_text("one")
+    (tmp_path / "histories").write_text("postgresql://me:secret@histories/one\n")
     (tmp_path / "other").symlink_to(engine)
     (tmp_path / "dumb").mkdir()
     for path in engine.iterdir():
@@ -267,6 +279,7 @@ def served(files, engine, monkeypatch):
         "configure_logging": lambda form, level: note("log", format=form, level=level),
         "connect": connect,
         "drain_on_signals": lambda service, seconds: note("drain", seconds=seconds),
+        "HistoryStore": lambda *_, **__: SimpleNamespace(close=lambda: None, shared=False),
         "engine_for": built,
         "listen": listen,
         "open_engine": opened,

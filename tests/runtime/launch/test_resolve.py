@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import logging
+from array import array
 
 import pytest
 
 from pensieve.builder.build import build_engine
 from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
 from pensieve.builder.manifest import Manifest
+from pensieve.runtime.conversations.schema import Name
 from pensieve.runtime.conversations.store import HistoryStore
+from pensieve.runtime.conversations.transcript import Transcript
 from pensieve.runtime.launch.resolve import resolved, state_directory, tokenizer_digest
 from pensieve.runtime.launch.settings import HISTORY_FILE, ServeSettings, default_state_dir
 from pensieve.scheduler.types import SettingError
 from tests.models import tiny_checkpoint
 
+A_TURN = (Name("", "a"), Transcript((), array("i", [1]), "a", 1), 0.0)
 ONE, OTHER = b"1" * 32, b"2" * 32
 
 
@@ -38,6 +42,7 @@ def earlier_histories(digest):
     store = HistoryStore(shared / HISTORY_FILE)
     if digest is not None:
         store.use_tokenizer(digest)
+        store.commit(*A_TURN)
     store.close()
     return shared
 
@@ -83,6 +88,7 @@ def test_an_engine_that_has_a_state_directory_keeps_it():
     (own := place("first")).mkdir(parents=True)
     store = HistoryStore(default_state_dir() / HISTORY_FILE)
     store.use_tokenizer(ONE)
+    store.commit(*A_TURN)
     store.close()
     assert place("first") == own
 

@@ -10,6 +10,9 @@ import pytest
 from pensieve.builder.build import build_engine
 from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
 from pensieve.runtime.launch.attached import telling_model
+from pensieve.runtime.launch.http_options import http_settings
+from pensieve.runtime.launch.serving import check_histories
+from pensieve.runtime.launch.settings import ServeSettings
 from pensieve.runtime.ranks import launch as ranks_launch
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts import serve as serve_module
@@ -70,3 +73,14 @@ def test_a_taken_port_is_noticed_before_anything_is_built(engine, tmp_path, monk
     assert f"--port: cannot listen on 127.0.0.1:{port}: Address already in use" in line
     assert "take another port, or 0 for any free one" in line
     assert not (tmp_path / "state").exists() and not (tmp_path / "cache").exists()
+
+
+def test_kv_that_was_written_apart_from_the_other_servers_is_dropped(tmp_path, postgres):
+    """Once: this server is told of deletions from then on."""
+    settings = ServeSettings("demo", state_dir=tmp_path, history_url=postgres)
+    record = tmp_path / "kv" / "rank-0" / "1.kv"
+    record.parent.mkdir(parents=True)
+    for there in (False, True):
+        record.touch()
+        check_histories(settings, http_settings(settings))
+        assert record.exists() is there

@@ -35,7 +35,7 @@ assert attach == "--attach"
 made = socket.socket(socket.AF_UNIX)
 made.connect(path)
 wire = Connection(made.detach())
-wire.send(TritonSettings(history, None, None, "text", "info", 10.0))
+wire.send(TritonSettings(history, None, None, None, "text", "info", 10.0))
 wire.send(Ready("fake", 100, 260, (2,), "", 32, 100))
 time.sleep(600)
 """

@@ -1,0 +1,438 @@
+"""The databases that hold histories: a SQLite file for one server, PostgreSQL for several.
+
+The store writes its SQL once, with parameters as ":name". What differs is here: types, transactions, errors.
+Everything blocks and belongs to one thread at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sqlite3
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import unquote, urlsplit
+
+from ...scheduler.types import RequestError, SettingError
+from .schema import OPEN_TURNS, SCHEMA, SERVERS, VERSION
+
+if TYPE_CHECKING:
+    import psycopg  # of the extra `postgres`
+
+LOCK_SECONDS = 15.0  # for the process that had the file before to end
+LOOK_SECONDS = 1.0  # for another process to let go of a file that is only looked at
+FOREVER = 9e99  # the turns of a server that has the database to itself end with it
+LEASE_SECONDS = 10.0  # a server that is silent for so long has lost its open turns
+
+SCHEMES = ("postgresql", "postgres")
+
+
+class Database(Protocol):
+    """`where`       what people call it, without a password
+    `kind`        of database, for people
+    `setting`     the option to name where it cannot be used
+    `shared`      several servers use it at a time
+    `lease`       seconds for which an open turn needs no renewal
+    `clock`       SQL for its own time in seconds: the servers' clocks may differ
+    """
+
+    where: str
+    kind: str
+    setting: str
+    shared: bool
+    lease: float
+    clock: str
+
+    def execute(self, sql: str, values: Mapping[str, Any] | None = None) -> list[Any]:
+        """Returns the rows. Raises RequestError (503) if the database does not answer."""
+
+    def transaction(self, durable: bool = True) -> AbstractContextManager[None]:
+        """A context manager: all or nothing, and no other transaction at the same time, of any server. On return it is
+        on the disk; not `durable`: a crash may undo it. Raises RequestError: 503 if the database does not answer, 507
+        if it cannot write."""
+
+    def snapshot(self) -> AbstractContextManager[None]:
+        """A context manager: what is read within is of one moment. It may be in a transaction already."""
+
+    @property
+    def in_transaction(self) -> bool: ...
+
+    def text(self, text: str) -> str | bytes:
+        """A text of any characters as it is stored; reading gives the same."""
+
+    def interrupt(self) -> None:
+        """From another thread: a call that waits for an answer fails."""
+
+    def close(self) -> None: ...
+
+
+def open_database(where: str | Path) -> Database:
+    """A URL of PostgreSQL, a file's path, or ":memory:". Raises SettingError if it cannot be used."""
+    if is_url(where):
+        return Postgres(str(where))
+    return Sqlite(where)
+
+
+def is_url(where: str | Path) -> bool:
+    return isinstance(where, str) and where.partition("://")[0] in SCHEMES and "://" in where
+
+
+# -- SQLite
+
+UPGRADES = {
+    1: "ALTER TABLE conversations ADD COLUMN salt BLOB NOT NULL DEFAULT x''",
+    2: "CREATE TABLE tokenizer (digest BLOB NOT NULL) STRICT",
+    3: "ALTER TABLE conversations ADD COLUMN title TEXT",
+    4: "ALTER TABLE turns ADD COLUMN tokenizer BLOB; UPDATE turns SET tokenizer = (SELECT digest FROM tokenizer); "
+    "DROP TABLE tokenizer; CREATE INDEX turns_unknown ON turns (number) WHERE tokenizer IS NULL; "
+    "ALTER TABLE turns ADD COLUMN id BLOB; CREATE UNIQUE INDEX turns_id ON turns (id); "
+    "CREATE INDEX conversations_branches ON conversations (owner, number) WHERE kind = 'branch'",
+}
+"""From each older version to the next one."""
+
+SQLITE_TYPES = {
+    "serial": "INTEGER",
+    "int": "INTEGER",
+    "real": "REAL",
+    "bytes": "BLOB",
+    "text": "TEXT",
+    "no_bytes": "x''",
+    "strict": " STRICT",
+    "lasting": "TEMP",
+    "index_place": "temp.",
+}
+SQLITE_NAMES = "CREATE UNIQUE INDEX conversations_named ON conversations (owner, kind, id);"
+
+
+class Sqlite:
+    """One file, one server. A transaction is on the disk (synchronous=FULL) when it returns."""
+
+    kind, setting, shared, lease = "SQLite", "--state-dir", False, FOREVER
+    clock = "((julianday('now') - 2440587.5) * 86400.0)"
+
+    def __init__(self, path: str | Path):
+        """`path`: the file, made if it is missing, or ":memory:". Raises SettingError if the file is in use, damaged,
+        of a newer program, or cannot be written to."""
+        self.where = str(path)
+        try:
+            if path != ":memory:":
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+            self._db = sqlite3.connect(path, timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False)
+            self._open()
+        except (sqlite3.Error, OSError) as error:
+            raise SettingError(self.setting, _why_unusable(path, error)) from error
+
+    def _open(self) -> None:
+        execute = self._db.execute
+        execute("PRAGMA locking_mode = EXCLUSIVE")  # a second server on the same file must not start
+        execute("PRAGMA journal_mode = WAL")
+        execute("PRAGMA synchronous = FULL")
+        execute("PRAGMA foreign_keys = ON")
+        execute("PRAGMA temp_store = MEMORY")
+        (version,) = execute("PRAGMA user_version").fetchone()
+        if version == 0:
+            tables = (SCHEMA + SQLITE_NAMES).format(**SQLITE_TYPES)
+            self._db.executescript(f"BEGIN IMMEDIATE; {tables} PRAGMA user_version = {VERSION}; COMMIT")
+        elif version in UPGRADES:
+            steps = "; ".join(UPGRADES[number] for number in range(version, VERSION))
+            self._db.executescript(f"BEGIN IMMEDIATE; {steps}; PRAGMA user_version = {VERSION}; COMMIT")
+        elif version != VERSION:
+            raise sqlite3.DatabaseError(f"its layout has number {version}, this program's has {VERSION}")
+        (fault,) = execute("PRAGMA quick_check(1)").fetchone()
+        if fault != "ok":
+            raise sqlite3.DatabaseError(fault)
+        execute(f"PRAGMA user_version = {VERSION}")  # as it is: whether it can be written to is known now
+        self._db.executescript(OPEN_TURNS.format(**SQLITE_TYPES))
+
+    def execute(self, sql: str, values: Mapping[str, Any] | None = None) -> list[Any]:
+        return self._db.execute(sql, values or {}).fetchall()
+
+    @contextmanager
+    def transaction(self, durable: bool = True) -> Iterator[None]:
+        """Always durable: what is not needs no page of the file, and costs nothing."""
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            finally:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+        except sqlite3.OperationalError as error:
+            raise RequestError(507, f"the histories could not be written to: {error}") from error
+
+    @contextmanager
+    def snapshot(self) -> Iterator[None]:
+        yield  # there is no other writer
+
+    @property
+    def in_transaction(self) -> bool:
+        return self._db.in_transaction
+
+    def text(self, text: str) -> str:
+        return text
+
+    def interrupt(self) -> None:
+        self._db.interrupt()
+
+    def close(self) -> None:
+        self._db.close()
+
+
+def stored_tokenizer(path: str | Path) -> bytes | None:
+    """Digest of the tokenizer of the file's latest tokens; None: it is not known. Raises SettingError."""
+    try:
+        with closing(sqlite3.connect(path, timeout=LOOK_SECONDS)) as db:
+            (version,) = db.execute("PRAGMA user_version").fetchone()
+            if version < 3:
+                return None
+            latest = "SELECT tokenizer FROM turns ORDER BY number DESC LIMIT 1"
+            found = db.execute("SELECT digest FROM tokenizer" if version < 5 else latest).fetchone()
+            return None if found is None or found[0] is None else bytes(found[0])
+    except sqlite3.Error as error:
+        raise SettingError(Sqlite.setting, _why_unusable(path, error)) from error
+
+
+def _why_unusable(path: str | Path, error: Exception) -> str:
+    if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
+        return f"{path} is in use by another server; give this one a directory of its own"
+    if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
+        return f"{path} cannot be used: {error}; move it away to begin with empty histories"
+    return f"cannot open {path}: {error}"
+
+
+# -- PostgreSQL
+
+POSTGRES_TYPES = {
+    "serial": "BIGINT GENERATED BY DEFAULT AS IDENTITY",
+    "int": "BIGINT",
+    "real": "DOUBLE PRECISION",
+    "bytes": "BYTEA",
+    "text": "BYTEA",  # TEXT takes no zero bytes, which a model may well generate
+    "no_bytes": "''",
+    "strict": "",
+    "lasting": "",
+    "index_place": "",
+}
+# An id may be longer than an entry of a B-tree.
+POSTGRES_NAMES = """
+CREATE UNIQUE INDEX conversations_named ON conversations (owner, kind, md5(id));
+CREATE INDEX conversations_id ON conversations USING hash (id);
+CREATE TABLE layout (version BIGINT NOT NULL);
+"""
+SPACE = "pensieve"  # the schema that holds the tables: the database may have others
+WRITER = 0x70656E73  # of the advisory lock that one transaction has at a time
+CONNECT_SECONDS = 3  # for the database to answer a new connection
+RETRY_SECONDS = 1.0  # for which calls are refused at once after it has not
+SETTINGS = {  # milliseconds
+    "search_path": SPACE,
+    "statement_timeout": 10_000,
+    "lock_timeout": 10_000,
+    "idle_in_transaction_session_timeout": 10_000,  # a server that is cut off lets others write
+}
+AWAY = "the database of the histories does not answer; try again"
+
+
+class Postgres:
+    """A database that several servers share. `url`: as libpq takes it.
+
+    A lost connection is made anew by the next call. What is read, and a transaction that has not begun, is tried once
+    more then.
+    """
+
+    kind, setting, shared, lease = "PostgreSQL", "--history-url", True, LEASE_SECONDS
+    clock = "extract(epoch FROM clock_timestamp())::double precision"
+
+    def __init__(self, url: str, make: bool = True):
+        """`make`: the tables, if they are missing. Raises SettingError if the database does not answer, or has tables
+        of another program."""
+        self.where = without_password(url)
+        self._url = url
+        self._connection: psycopg.Connection[Any] | None = None
+        self._retry_at = 0.0
+        self._in_transaction = False
+        try:
+            import psycopg
+        except ImportError:
+            raise SettingError(self.setting, "needs more packages: pip install 'pensieve[postgres]'") from None
+        self._errors = psycopg
+        try:
+            if make:
+                self._open()
+            self._connect()
+        except psycopg.Error as error:
+            raise SettingError(self.setting, f"cannot use {self.where}: {_first_line(error)}") from error
+
+    def _open(self) -> None:
+        connection = self._connect()
+        with connection.transaction():
+            connection.execute(f"SELECT pg_advisory_xact_lock({WRITER})")
+            if connection.execute(f"SELECT to_regclass('{SPACE}.layout')").fetchone() == (None,):
+                connection.execute(f"CREATE SCHEMA IF NOT EXISTS {SPACE}")
+                connection.execute((SCHEMA + OPEN_TURNS + SERVERS + POSTGRES_NAMES).format(**POSTGRES_TYPES))
+                connection.execute(f"INSERT INTO layout VALUES ({VERSION})")
+            found = connection.execute("SELECT version FROM layout").fetchone()
+        if found != (VERSION,):
+            version = found[0] if found is not None else "none"
+            raise SettingError(
+                self.setting, f"the tables of {self.where} have number {version}, this program's have {VERSION}"
+            )
+
+    def _connect(self) -> psycopg.Connection[Any]:
+        """The connection, made anew if it is lost."""
+        if self._connection is not None and not self._connection.closed:
+            return self._connection
+        if time.monotonic() < self._retry_at:
+            raise self._errors.OperationalError(AWAY)
+        options = " ".join(f"-c {name}={value}" for name, value in SETTINGS.items())
+        try:
+            self._connection = self._errors.connect(
+                self._url,
+                autocommit=True,
+                options=options,
+                application_name="pensieve",
+                connect_timeout=CONNECT_SECONDS,
+                tcp_user_timeout=1000 * CONNECT_SECONDS,
+                keepalives_idle=CONNECT_SECONDS,
+                keepalives_interval=1,
+                keepalives_count=CONNECT_SECONDS,
+            )
+            # A database may be set up to acknowledge what it has not written.
+            self._connection.execute(
+                "SELECT set_config('synchronous_commit', 'on', false) "
+                "WHERE current_setting('synchronous_commit') = 'off'"
+            )
+        except self._errors.OperationalError:
+            self._retry_at = time.monotonic() + RETRY_SECONDS
+            raise
+        return self._connection
+
+    def _first(self, sql: str, values: Mapping[str, Any] | None = None) -> list[Any]:
+        """Outside of a transaction: tried again on a new connection, if the old one turns out to be lost."""
+        known = self._connection
+        try:
+            return self._rows(sql, values)
+        except self._errors.OperationalError:
+            if known is None or not known.closed:
+                raise
+        return self._rows(sql, values)
+
+    def _rows(self, sql: str, values: Mapping[str, Any] | None) -> list[Any]:
+        cursor = self._connect().execute(_with_percent(sql) if values is not None else sql, values)
+        return cursor.fetchall() if cursor.description is not None else []
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Errors of the database as RequestError."""
+        try:
+            yield
+        except self._errors.errors.DiskFull as error:
+            raise RequestError(507, f"the histories could not be written to: {_first_line(error)}") from error
+        except (self._errors.OperationalError, self._errors.errors.ReadOnlySqlTransaction) as error:
+            if isinstance(error, self._errors.errors.ReadOnlySqlTransaction) and self._connection is not None:
+                self._connection.close()  # another one may be the primary now
+            raise RequestError(503, AWAY) from error
+        except self._errors.DataError as error:  # a name with a zero byte
+            raise RequestError(400, f"the histories cannot hold this: {_first_line(error)}") from error
+
+    def execute(self, sql: str, values: Mapping[str, Any] | None = None) -> list[Any]:
+        with self._told():
+            return self._rows(sql, values) if self._in_transaction else self._first(sql, values)
+
+    def transaction(self, durable: bool = True) -> AbstractContextManager[None]:
+        begin = "BEGIN" if durable else "BEGIN; SET LOCAL synchronous_commit = off"
+        return self._between(f"{begin}; SELECT pg_advisory_xact_lock({WRITER})")
+
+    def snapshot(self) -> AbstractContextManager[None]:
+        return self._between("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+
+    @contextmanager
+    def _between(self, begin: str) -> Iterator[None]:
+        if self._in_transaction:
+            yield
+            return
+        with self._told():
+            self._in_transaction = True
+            try:
+                self._first(begin)
+                yield
+                self._rows("COMMIT", None)
+            except BaseException:
+                self._roll_back()
+                raise
+            finally:
+                self._in_transaction = False
+
+    def _roll_back(self) -> None:
+        if self._connection is not None and not self._connection.closed:
+            try:
+                self._connection.execute("ROLLBACK")
+            except self._errors.Error:
+                self._connection.close()
+
+    @property
+    def in_transaction(self) -> bool:
+        return self._in_transaction
+
+    def text(self, text: str) -> bytes:
+        return text.encode()
+
+    def interrupt(self) -> None:
+        connection = self._connection
+        if connection is not None and not connection.closed:
+            with socket.socket(fileno=os.dup(connection.fileno())) as wire:
+                wire.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._retry_at = FOREVER
+
+
+def look_at(url: str) -> str:
+    """What is there, for people. SettingError if it does not answer."""
+    database = Postgres(url, make=False)
+    try:
+        ((version, made),) = database.execute(
+            f"SELECT current_setting('server_version'), to_regclass('{SPACE}.layout') IS NOT NULL"
+        )
+        found = f"{database.where}, PostgreSQL {version.partition(' ')[0]}"
+        if not made:
+            return f"{found}, without histories yet"
+        counts = "SELECT (SELECT count(*) FROM conversations), (SELECT count(*) FROM servers WHERE alive > {} - {})"
+        ((conversations, servers),) = database.execute(counts.format(database.clock, 2 * LEASE_SECONDS))
+        return f"{found}, {conversations} conversations and responses, {servers} servers"
+    finally:
+        database.close()
+
+
+@lru_cache(maxsize=256)
+def _with_percent(sql: str) -> str:
+    """The parameters as psycopg takes them."""
+    return re.sub(r"(?<!:):([a-z_]+)", r"%(\1)s", sql)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def without_password(url: str) -> str:
+    """The URL as it may be shown. Raises SettingError if it is none."""
+    try:
+        parts = urlsplit(url)
+        host = parts.netloc.rpartition("@")[2]
+    except ValueError as error:
+        raise SettingError(Postgres.setting, f"is no URL: {error}") from error
+    user = unquote(parts.username or "")
+    return f"{parts.scheme}://{user + '@' if user else ''}{host}{parts.path}"
+
+
+def has_password(url: str) -> bool:
+    """In either place in which libpq reads one."""
+    parts = urlsplit(url)
+    return ":" in parts.netloc.rpartition("@")[0] or "password=" in parts.query

@@ -1,0 +1,169 @@
+"""The database of the histories goes away and comes back: no acknowledged turn is lost, and none is stored twice."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import psycopg
+import pytest
+
+from pensieve.runtime.conversations import databases, turns
+
+from ...postgres import PrivatePostgres
+from ..served import CHAT, run, serve
+
+__all__ = ["serve"]  # a fixture
+
+CONVERSATIONS = "/v1/conversations"
+
+
+@pytest.fixture
+def database() -> Iterator[PrivatePostgres]:
+    """Of this test alone: it is stopped."""
+    with PrivatePostgres() as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(databases, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(databases.Postgres, "lease", 0.3)
+    monkeypatch.setattr(turns, "COMMIT_RETRY_S", 0.05)
+
+
+async def begun(server: Any, *contents: str, **body: Any) -> asyncio.Task[Any]:
+    """A turn that is in the engine."""
+    server.loop.pause()
+    count = len(server.requests)
+    turn = asyncio.create_task(server.chat(*contents, **body))
+    while len(server.requests) == count:
+        await asyncio.sleep(0.005)
+    return turn
+
+
+async def healthy(server: Any, wanted: bool) -> None:
+    while (await server.ask("GET", "/health"))["histories"] != {"store": "PostgreSQL", "healthy": wanted}:
+        await asyncio.sleep(0.01)
+
+
+async def messages(server: Any, name: str) -> list[str]:
+    return [message["content"] for message in (await server.ask("GET", f"{CONVERSATIONS}/{name}"))["messages"]]
+
+
+def test_a_reply_waits_for_a_database_that_comes_back(serve: Any, database: PrivatePostgres) -> None:
+    async def work() -> None:
+        async with serve(database.url) as server:
+            first = await server.chat("hello", conversation="a")
+            turn = await begun(server, "more", conversation="a", history="server")
+            await asyncio.to_thread(database.stop, "immediate")
+            server.loop.go_on()
+            await healthy(server, False)
+            assert not turn.done()
+            await asyncio.to_thread(database.start)
+            reply = await turn
+            await healthy(server, True)
+            assert await messages(server, "a") == ["hello", first, "more", reply]
+
+    run(work())
+
+
+def test_while_the_database_is_away_nothing_is_acknowledged_that_is_not_stored(
+    serve: Any, database: PrivatePostgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "COMMIT_PATIENCE_S", 0.3)
+
+    async def work() -> None:
+        async with serve(database.url) as server:
+            first = await server.chat("hello", conversation="a")
+            server.loop.pause()
+            body = dict(messages=[{"role": "user", "content": "more"}], conversation="a", history="server")
+            turn = asyncio.create_task(server.http.post(CHAT, json=body | {"stream": True}))
+            while len(server.requests) < 2:
+                await asyncio.sleep(0.005)
+            await asyncio.to_thread(database.stop)
+            server.loop.go_on()
+            text = (await turn).text
+            *_, last, done, _ = text.split("\n\n")
+            assert "does not answer; try again" in last and done == "data: [DONE]"
+            error = (await server.post(CHAT, 503, **body))["error"]
+            assert "does not answer; try again" in error["message"]
+            await server.ask("GET", f"{CONVERSATIONS}/a", 503)
+            assert await server.chat("hello"), "what has no name needs no database"
+            await asyncio.to_thread(database.start)
+            assert await messages(server, "a") == ["hello", first]
+            second = await server.chat("more", conversation="a", history="server")
+            assert await messages(server, "a") == ["hello", first, "more", second]
+
+    run(work())
+
+
+def test_a_commit_whose_answer_is_lost_is_repeated_and_stored_once(
+    serve: Any, postgres: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = databases.Postgres._rows
+    stored: list[str] = []
+    lost: list[str] = []
+
+    def lose(database: databases.Postgres, sql: str, values: Any) -> Any:
+        found = rows(database, sql, values)
+        if sql.startswith("INSERT INTO turns"):
+            stored.append(sql)
+        if sql == "COMMIT" and stored:
+            stored.clear()
+            lost.append(sql)
+            database.interrupt()
+            rows(database, "SELECT 1", None)
+        return found
+
+    monkeypatch.setattr(databases.Postgres, "_rows", lose)
+
+    async def work() -> None:
+        async with serve(postgres) as server:
+            reply = await server.chat("hello", conversation="a")
+            more = await server.chat("more", conversation="a", history="server")
+            assert len(lost) == 2
+            assert await messages(server, "a") == ["hello", reply, "more", more]
+            assert await server.histories.run(server.store._db.execute, "SELECT count(*) FROM turns") == [(2,)]
+
+    run(work())
+
+
+def test_a_database_that_hangs_is_given_up_and_found_again(
+    serve: Any, database: PrivatePostgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "HUNG_SECONDS", 2.0)
+    monkeypatch.setattr(databases, "CONNECT_SECONDS", 2)  # the least that libpq takes
+
+    async def work() -> None:
+        async with serve(database.url) as server:
+            first = await server.chat("hello", conversation="a")
+            database.pause()
+            await server.ask("GET", f"{CONVERSATIONS}/a", 503)
+            await healthy(server, False)
+            database.pause(signal.SIGCONT)
+            await healthy(server, True)
+            assert await messages(server, "a") == ["hello", first]
+
+    run(work())
+
+
+def test_one_answer_of_a_database_that_was_restarted_is_not_missed(serve: Any, database: PrivatePostgres) -> None:
+    """A connection that was idle meanwhile is made anew, and no request sees it."""
+
+    async def work() -> None:
+        async with serve(database.url) as server:
+            for turn in ("hello", "more"):
+                await server.chat(turn, conversation=turn)
+                await asyncio.to_thread(database.stop)
+                await asyncio.to_thread(database.start)
+                assert len(await messages(server, turn)) == 2
+            with psycopg.connect(database.url, autocommit=True) as connection:
+                connection.execute(
+                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'pensieve'"
+                )
+            await server.chat("and", conversation="hello", history="server")
+
+    run(work())
