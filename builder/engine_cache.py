@@ -278,7 +278,10 @@ def _check_engine(
 
 def _no_model(typed: str, directory: Path) -> SettingError:
     if directory.is_dir():
-        return SettingError("PATH", f"{typed} is no engine (it has no {MANIFEST}) and no checkpoint (no {CONFIG})")
+        hint = "; GGUF files are not read, safetensors are" if any(directory.glob("*.gguf")) else ""
+        return SettingError(
+            "PATH", f"{typed} is no engine (it has no {MANIFEST}) and no checkpoint (no {CONFIG}){hint}"
+        )
     if directory.exists():
         return SettingError("PATH", f"{typed} is a file; name the directory of an engine or a checkpoint")
     if HUB_NAME.fullmatch(typed):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,7 +13,7 @@ __all__ = ["LLM", "SamplingParams", "__version__"]
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return importlib.metadata.version("pensieve")
+        return importlib.import_module("importlib.metadata").version("pensieve")
     if name in ("LLM", "SamplingParams"):
         return getattr(importlib.import_module("pensieve.runtime.llm"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -91,6 +91,8 @@ class Server:
             if response.status >= 400:
                 raise ServerError(_reason(response), response.status)
             yield response
+        except ConnectionRefusedError as error:
+            raise ServerError(f"{self.url}: {error.strerror}; `pensieve serve PATH` starts a server") from error
         except (OSError, http.client.HTTPException) as error:
             raise ServerError(f"{self.url}: {error or type(error).__name__}") from error
         finally:

@@ -21,6 +21,7 @@ from .architectures import OPT, refusal
 from .config import DecoderConfig, Shard
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+LFS_POINTER = b"version https://git-lfs."  # the start of the file that `git clone` leaves where Git LFS is missing
 
 HARMLESS = re.compile(r"(rotary_emb\.inv_freq|\.input_scale|\.input_scale_ub)$")
 """Ignored tensors. Old versions of transformers saved buffers that follow from config.json. The others are activation
@@ -255,9 +256,14 @@ def _tensor_files(directory: Path) -> dict[str, Any]:
     files: dict[str, Any] = {}
     for path in weight_files(directory):
         try:
-            path.open("rb").close()  # safetensors reports every file that it cannot open as missing
+            with path.open("rb") as opened:  # safetensors reports every file that it cannot open as missing
+                pointer = opened.read(len(LFS_POINTER)) == LFS_POINTER
+            if pointer:
+                raise refusal(f"{path} is a pointer of Git LFS; `git lfs pull` in {directory} gets the weights")
             file = safe_open(path, framework="pt")
-        except (OSError, SafetensorError) as error:
+        except SafetensorError as error:
+            raise refusal(f"{path} cannot be read: {error}; if its download was cut short, repeat it") from None
+        except OSError as error:
             raise refusal(f"{path} cannot be read: {error}") from None
         files |= dict.fromkeys(file.keys(), file)
     return files

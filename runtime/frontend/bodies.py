@@ -374,11 +374,13 @@ def parse(kind: type[Kind], body: bytes, ignored: list[str] | None = None) -> Ki
 def _request_error(error: ValidationError) -> RequestError:
     """An error for the first field at fault, with all its faults (a union reports one for each of its members)."""
     faults = error.errors(include_url=False)
+    for fault in faults:
+        cause = fault.get("ctx", {}).get("error")
+        if isinstance(cause, RequestError):
+            place = [str(part) for part in fault["loc"] if "[" not in str(part)]  # "list[Item]": a member of a union
+            names = place if cause.param is None else [*place, cause.param]
+            return RequestError(cause.status, cause.message, ".".join(names))
     place = [str(part) for part in faults[0]["loc"]]
-    cause = faults[0].get("ctx", {}).get("error")
-    if isinstance(cause, RequestError):
-        names = place if cause.param is None else [*place, cause.param]
-        return RequestError(cause.status, cause.message, ".".join(names))
     if not place:
         return RequestError(400, f"the body is not a JSON object: {faults[0]['msg']}")
     messages = list(dict.fromkeys(fault["msg"] for fault in faults if fault["loc"][0] == place[0]))

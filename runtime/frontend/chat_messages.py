@@ -30,6 +30,15 @@ def with_effort(variables: dict[str, Any], effort: str | None) -> dict[str, Any]
     return variables if effort is None else {**variables, "reasoning_effort": effort}
 
 
+def text_only(content: Any, *kinds: str) -> Any:
+    """Returns a message's content. Raises RequestError if it has parts of other types than these, such as images."""
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind not in kinds:
+            raise RequestError(400, f"this server reads text only; it has no use for a part of type {kind[:64]!r}")
+    return content
+
+
 class TextPart(Body):
     type: Literal["text"]
     text: str
@@ -113,6 +122,11 @@ class Message(Body):
     name: str | None = None
     tool_calls: list[MessageToolCall] = Field(default_factory=list)
     tool_call_id: str | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _text_only(cls, content: Any) -> Any:
+        return text_only(content, "text")
 
     @model_validator(mode="after")
     def _says_something(self) -> Message:

@@ -54,6 +54,7 @@ EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cach
 OPEN_PATHS = frozenset({"/", "/health", "/live", "/metrics", "/ping", "/ready", "/version", "/ui/", *UI_FILES})
 """Paths that need no API key."""
 
+MOST_OF_PATH = 200  # characters of a path that an error repeats
 REQUEST_ID = "x-request-id"  # header with the id of the answer and of its log line
 
 
@@ -134,6 +135,19 @@ class Answer(Response):
             self._client.tell(self._call.keep)
 
 
+def _no_route(request: HTTPRequest, error: HTTPException) -> str:
+    """Says what a client with a wrong base URL or method may have meant: /chat/completions is /v1/chat/completions."""
+    path = request.url.path
+    if error.status_code == 405 and error.headers:
+        return f"{path[:MOST_OF_PATH]} takes {error.headers['Allow']}, not {request.method}"
+    if error.status_code != 404:
+        return error.detail
+    served = [str(getattr(route, "path", "")) for route in request.app.routes]
+    meant = [known for known in served if known.startswith("/v1/") and path.endswith(known.removeprefix("/v1"))]
+    hint = f"; did you mean {max(meant, key=len)}?" if meant else ""
+    return f"there is no {path[:MOST_OF_PATH]} here{hint}"
+
+
 async def _unless_gone(receive: Receive, making: Coroutine[Any, Any, OutputOptions]) -> OutputOptions:
     """Raises ClientDisconnect if the client hangs up meanwhile: other requests wait for the check of its grammar."""
     made, gone = asyncio.create_task(making), asyncio.create_task(_hung_up(receive))
@@ -198,7 +212,8 @@ def create_app(
 
     @app.exception_handler(HTTPException)
     async def refuse_route(request: HTTPRequest, error: HTTPException) -> Response:
-        response = error_response(RequestError(error.status_code, error.detail), request.url.path)
+        refused = RequestError(error.status_code, _no_route(request, error))
+        response = error_response(refused, request.url.path)
         response.headers.update(error.headers or {})  # the allowed methods of a 405
         return response
 

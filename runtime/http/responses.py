@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, FastAPI, Request
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ...scheduler.types import FinishReason, RequestError
 from ..conversations.schema import Name
@@ -20,7 +20,7 @@ from ..conversations.turns import TurnManager
 from ..frontend.bodies import GenerationBody
 from ..frontend.body_base import Body, NonEmpty
 from ..frontend.calls import Caller, GenerationCall
-from ..frontend.chat_messages import MOST_MESSAGES, TemplateVariables, with_effort
+from ..frontend.chat_messages import MOST_MESSAGES, TemplateVariables, text_only, with_effort
 from ..frontend.reply import CompletionWriter, Piece, Reply, Style, usage
 from ..frontend.request_builder import RequestBuilder
 from ..frontend.structured_output import GUIDED
@@ -44,6 +44,11 @@ class Item(Body):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[Part]
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _text_only(cls, content: Any) -> Any:
+        return text_only(content, "input_text", "output_text")
 
     def message(self) -> Message:
         content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import importlib.metadata
+import importlib
 import os
 import signal
 import sys
@@ -76,7 +76,8 @@ class _Version(argparse.Action):
 
 
 def show_version() -> None:
-    print(f"pensieve {importlib.metadata.version('pensieve')}")
+    metadata = importlib.import_module("importlib.metadata")  # it takes most of the time of a short answer
+    print(f"pensieve {metadata.version('pensieve')}")
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:

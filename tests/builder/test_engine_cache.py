@@ -257,13 +257,16 @@ def test_an_engine_is_returned_as_it_is(checkpoint, tmp_path, monkeypatch, build
         ("gpt2", "run `hf download gpt2 --local-dir gpt2` first"),
         ("/nowhere/at/all", "/nowhere/at/all does not exist"),
         ("./a/b", "./a/b does not exist"),
-        ("empty", "empty is no engine .* and no checkpoint"),
+        ("empty", r"empty is no engine .* and no checkpoint \(no config.json\)$"),
+        ("quantised", "quantised is no engine .*; GGUF files are not read"),
         ("model.gguf", "model.gguf is a file"),
     ],
 )
 def test_a_path_that_is_no_model_says_what_to_do(path, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
+    for name in ("empty", "quantised"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "quantised" / "model.gguf").touch()
     (tmp_path / "model.gguf").touch()
     with pytest.raises(SettingError, match=f"PATH: .*{said}"):
         engine_for(path)

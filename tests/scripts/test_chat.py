@@ -93,7 +93,10 @@ def test_what_the_server_refuses_is_told_and_the_chat_goes_on(server):
     assert "you said hello" in done.stdout
 
 
-@pytest.mark.parametrize(("url", "message"), [("http://127.0.0.1:9", "refused"), ("localhost", "is not an address")])
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [("http://127.0.0.1:9", "refused; `pensieve serve PATH` starts"), ("localhost", "is not an address")],
+)
 def test_no_server(url, message):
     done = subprocess.run([*CHAT, "--url", url], input="hi\n", capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr

@@ -57,6 +57,11 @@ def test_questions_are_answered_at_once(program: str, word: str) -> None:
         assert ("usage: " if word == "--help" else "pensieve 0.") in done.stdout
 
 
+def test_the_command_itself_imports_little() -> None:
+    """Ctrl-C is one line only once the imports of its first modules are done."""
+    assert "email" not in answer("pensieve", "--help")[1]  # importlib.metadata imports it
+
+
 def test_an_unknown_command_is_answered_with_the_closest_one() -> None:
     done, imported, _ = answer("pensieve", "sevre")
     assert (done.returncode, done.stderr) == (2, "pensieve: there is no command sevre; did you mean serve?\n")

@@ -99,7 +99,10 @@ def test_wrong_tensors_are_refused_by_name(checkpoint, alter, message):
 def test_files_that_are_missing_or_damaged_are_refused(checkpoint):
     weights = checkpoint / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(SettingError, match=r"model\.safetensors cannot be read"):
+    with pytest.raises(SettingError, match=r"model\.safetensors cannot be read: .*download was cut short"):
+        read(checkpoint)
+    weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(SettingError, match=r"model\.safetensors is a pointer of Git LFS; `git lfs pull` in "):
         read(checkpoint)
     weights.unlink()
     weights.mkdir()

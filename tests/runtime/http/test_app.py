@@ -383,6 +383,19 @@ def test_bad_chats_are_refused_by_name(ask: Callable[..., Any], body: dict[str, 
     assert response.json()["error"]["param"].split(".")[0] == param
 
 
+def test_parts_that_are_no_text_are_named(ask: Callable[..., Any]) -> None:
+    chat = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/b"}}]}]}
+    said = {"type": "input_image", "image_url": "http://a/b"}
+    response = {"input": [{"role": "user", "content": [{"type": "input_text", "text": "What is this?"}, said]}]}
+    for path, body, kind, param in (
+        ("/v1/chat/completions", chat, "image_url", "messages.0.content"),
+        ("/v1/responses", response, "input_image", "input.0.content"),
+    ):
+        error = ask(post(path, body)).json()["error"]
+        assert error["message"] == f"this server reads text only; it has no use for a part of type '{kind}'"
+        assert error["param"] == param
+
+
 def test_too_long_is_refused_with_both_numbers(ask: Callable[..., Any]) -> None:
     for work, param in ((complete(prompt=[5] * 300), "prompt"), (complete(prompt=[5] * 300, max_tokens=1), "prompt")):
         error = ask(work).json()["error"]
@@ -423,8 +436,19 @@ def test_one_refused_prompt_of_several_aborts_the_others(ask: Callable[..., Any]
 
 def test_unknown_paths_and_methods_have_openais_form(ask: Callable[..., Any]) -> None:
     response = ask(lambda http: http.get("/v1/nothing"))
-    assert response.status_code == 404 and response.json()["error"]["message"] == "Not Found"
-    assert ask(lambda http: http.get("/v1/completions")).status_code == 405
+    assert response.status_code == 404 and response.json()["error"]["message"] == "there is no /v1/nothing here"
+    response = ask(lambda http: http.get("/v1/completions"))
+    assert response.status_code == 405 and response.headers["allow"] == "POST"
+    assert response.json()["error"]["message"] == "/v1/completions takes POST, not GET"
+
+
+@pytest.mark.parametrize(
+    "path", ["/chat/completions", "/v1/v1/chat/completions", "/v1/chat/completions/chat/completions"]
+)
+def test_a_wrong_base_url_is_told_the_path(ask: Callable[..., Any], path: str) -> None:
+    response = ask(lambda http: http.post(path, json={}))
+    assert response.status_code == 404
+    assert response.json()["error"]["message"] == f"there is no {path} here; did you mean /v1/chat/completions?"
 
 
 # The rest of the surface
