@@ -71,8 +71,8 @@ class Transfers:
         """layers, chunk_bytes: of a record in HOST; group_layers: number of layers of a gated swap-in that share a
         gate.
 
-        in_first: swap-outs ahead of time wait for the swap-ins issued before them (for comparison: each direction of
-        the link is independent).
+        in_first: swap-outs ahead of time wait for the swap-ins issued before them (for comparison: by default both
+        directions of the link are used at the same time).
         is_exact: returns whether the record in a HOST slot has its chunk's KV; None: every record has it.
         """
         self._device = device

@@ -94,7 +94,7 @@ class Admission:
             self._queues.await_chunks(turn, [*needs.chunks, *needs.hits], batch.now)
             latest = None
             for chunk in needs.chunks:
-                # False: the chunk was read and evicted again. HOST cannot keep it until the others are read.
+                # A chunk that was read and evicted is not read twice: HOST cannot keep it until the others are there.
                 begun = chunk.key not in turn.read and batch.evictor.promote(chunk, drops=True)
                 if begun is False:
                     turn.promotes = False
