@@ -1,1 +1,1 @@
-"""Does what step plans say, and serves."""
+"""Executes step plans, and serves clients."""

@@ -77,7 +77,7 @@ class GenerationCall:
     keep: Keep | None = None
 
     def replies(self, stream: OutputStream, tokenizer: Tokenizer | None) -> list[Reply]:
-        """Returns an empty reply to each request, in their order. `stream` is told where a reply ends."""
+        """Returns an empty reply to each request, in their order. Replies confirm their lengths to `stream`."""
         return [
             Reply(
                 request,

@@ -104,7 +104,7 @@ def scheduler_config(settings: ServeSettings, engine: Engine, device: Device) ->
 
 
 def refuse_idle_options(settings: ServeSettings, config: SchedulerConfig) -> None:
-    """SettingError names an option that is not at its default and would do nothing."""
+    """SettingError names an option that is not at its default and would have no effect."""
     no_host, no_disk = not config.host_kv_chunks, not config.disk_kv_chunks
     for_host = "needs --host-kv-bytes or --host-kv-chunks above 0: all KV stays on the GPU"
     for_disk = "needs --disk-kv-bytes or --disk-kv-chunks above 0: no KV goes to disk"

@@ -108,13 +108,13 @@ class StepBench:
     # Steps of batches, and their times.
 
     def chunks_at(self, context: int, count: int) -> float:
-        """Seconds of a step that computes the last chunk of `count` contexts; nothing is sampled."""
+        """Seconds of a step that computes the last chunk of `count` contexts, without samples."""
         self._seat([context] * count)
         start = context - self.config.chunk_tokens
         return self._step_seconds(self._spans([Span(seat, start, context, start, False) for seat in range(count)]))
 
     def fresh(self, tokens: int) -> float:
-        """Seconds of a step of so many tokens at the shortest context: whole chunks and a rest, each sampled."""
+        """Seconds of a step of `tokens` tokens at the shortest context: whole chunks and a rest, each sampled."""
         size = self.config.chunk_tokens
         lengths = [size] * (tokens // size) + [tokens % size] * (tokens % size > 0)
         self._seat(lengths)

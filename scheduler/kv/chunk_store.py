@@ -271,7 +271,7 @@ class ChunkStore:
     # -- slots
 
     def release_gpu(self, chunk: Chunk) -> None:
-        """The chunk leaves the GPU; dropped if it is nowhere else."""
+        """The chunk leaves the GPU. It is dropped if it is in no other tier."""
         self.gpu.give(chunk.gpu)
         chunk.gpu = NO_SLOT
         chunk.refused_by_host = chunk.copied_for_disk = False

@@ -296,7 +296,7 @@ class Cluster:
         return home
 
     def home(self, name: str) -> int:
-        """Returns the replica at whose place on the ring the session's name lies."""
+        """Returns the replica at the session's place on the ring."""
         return self._ring[bisect.bisect(self._ring, (_hash(name), 0)) % len(self._ring)][1]
 
     def _home(self, life: _Life) -> int:
