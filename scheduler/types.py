@@ -175,7 +175,7 @@ class Request:
     confirm         the turn is committed only when `Scheduler.finish` confirms the reply's length (the front end may
                     cut the reply at a stop string)
     prompt_logprobs None, or the number of likeliest tokens whose log probabilities are reported for each prompt token
-    but the first, besides its own: the whole prompt is computed again
+                    but the first, besides its own: the whole prompt is computed again
     choice          number of this reply among several replies to one prompt; the prompt's tokens are counted with
                     choice 0
     truncate        the context may outgrow the model's length: then its leading tokens are no longer seen

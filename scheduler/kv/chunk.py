@@ -98,12 +98,12 @@ class Chunk:
     queue_place     0, or the queue place of the request that waits for the chunk: it is evicted after all chunks that
                     no request waits for, those of the last request in the queue first
     copied_for_disk its copy on HOST is only on its way to DISK, so its GPU slot is not taken for that copy: the first
-    chunks written are the most valuable
+                    chunks written are the most valuable
     loading         its GPU slot is reserved, but the swap-in is not issued for all of the row: the slot holds no data
                     yet
     victim_set      the set of victims that contains it; victim_group: its group in that set
     refused_by_host HOST has no room for a chunk of so low a value, or the copy there failed: the chunk is not copied
-    when its GPU slot is needed
+                    when its GPU slot is needed
     created, dropped_at
                     times at which it was made and last dropped
     """

@@ -24,7 +24,8 @@ class EvictionStats:
     disk_copies     left DISK, but not the tiers above
     disk_dropped    left DISK and were in no other tier
     value, of_value the retention value of the latest chunk that left the GPU or was dropped, and the number of such
-    chunks in a row with this value that `by_value` does not count yet: victims come in groups of one value
+                    chunks in a row with this value that `by_value` does not count yet: victims come in groups of one
+                    value
     value_sum       sum of all their values
     """
 
