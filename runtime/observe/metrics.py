@@ -135,9 +135,7 @@ class Metrics(Collector):
         yield evictions
         yield _eviction_values(stats)
         yield from _choices(stats)
-        yield CounterMetricFamily(
-            "pensieve:kv_dropped_chunks", "Chunks that were left in no tier, for whatever reason", value=stats.dropped
-        )
+        yield CounterMetricFamily("pensieve:kv_dropped_chunks", "Chunks that were left in no tier", value=stats.dropped)
         yield CounterMetricFamily(
             "pensieve:kv_regret_tokens",
             "Tokens computed again within a minute after their chunk was dropped",
