@@ -1,12 +1,14 @@
-"""What commands share: the exit status of a wrong option, bounds of numbers, and tables of results."""
+"""What commands share: the exit status of a wrong option, bounds of numbers, results as lines of JSON and as tables."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ..scheduler.types import SettingError
@@ -48,7 +50,27 @@ def numbers(text: str, option: str, kind: type[Number]) -> list[Number]:
     try:
         return [kind(number) for number in text.split(",")]
     except ValueError:
-        raise SettingError(option, f"must be numbers with commas between, not {text!r}") from None
+        raise SettingError(option, f"{text!r} is not a list of numbers with commas between") from None
+
+
+Record = TypeVar("Record")
+
+
+def read_records(path: Path, option: str, command: str, record_of: Callable[[Any], Record]) -> list[Record]:
+    """What `record_of` makes of each line of JSON that `command` wrote. SettingError names the option and the line."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(option, f"{path} cannot be read: {error}") from error
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(record_of(json.loads(line)))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SettingError(option, f"{path}, line {number}: not a line of {command}: {error!r}") from error
+    if not records:
+        raise SettingError(option, f"{path} holds no results")
+    return records
 
 
 # Tables.

@@ -36,7 +36,7 @@ from ..runtime.launch.options import parse_bytes
 from ..runtime.launch.settings import default_state_dir
 from ..scheduler.types import SettingError
 from .bench.servers import PIECE, READY, SERVE, run, serving, tell_end, use_memory
-from .bench.versus_report import read_records, write_report
+from .bench.versus_report import read_runs, write_report
 from .command import exit_status
 
 SHAPES = Path(__file__).parent / "shapes"
@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def tell(args: argparse.Namespace) -> None:
-    print(write_report(read_records(args.report), args.page, args.plot))
+    print(write_report(read_runs(args.report), args.page, args.plot))
 
 
 class Server(NamedTuple):
@@ -285,7 +285,7 @@ class Versus:
         self._output.parent.mkdir(parents=True, exist_ok=True)
         with self._output.open("a", encoding="utf-8") as lines:
             lines.write(json.dumps(record) + "\n")
-        write_report(read_records([self._output]), self._output.with_suffix(".md"), None)
+        write_report(read_runs([self._output]), self._output.with_suffix(".md"), None)
 
 
 def vllm_python(path: Path | None) -> tuple[list[str], dict[str, str]]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...plugins.attention import kernel as attention_kernel
 from ...plugins.attention.work_list import Capacity, WorkList
-from ..figures import pyplot
+from ..figures import subplots
 from .gpu_times import captured, median_seconds
 
 CHUNK, HEAD_DIM, LAYERS = 32, 128, 4
@@ -160,15 +160,13 @@ def measure(batch: Batch, flush: Tensor, others: bool) -> dict[str, float]:
 
 def plot(results: list[dict], path: str) -> None:
     """Pensieve's figure 12: appending at growing contexts, by way."""
-    plt = pyplot("--plot")
-    figure, axes = plt.subplots(1, len(HEADS), figsize=(15, 4))
+    figure, axes = subplots("--plot", 1, len(HEADS), figsize=(15, 4))
     for heads, axis in zip(HEADS, axes, strict=True):
         rows = [r for r in results if r["heads"] == heads and r["shape"].startswith("append")]
         for way in ("ours", "contiguous", "copy out", "one token", "fa3"):
             axis.plot([int(r["shape"].split()[-1]) for r in rows], [r[way] for r in rows], marker="o", label=way)
         axis.set(title=f"{heads} heads", xlabel="context, tokens", ylabel="us", yscale="log", xscale="log")
     axes[0].legend()
-    figure.tight_layout()
     figure.savefig(path)
 
 

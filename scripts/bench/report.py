@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ...scheduler.sim.simulator import percentile
-from ...scheduler.types import SettingError
-from ..command import result_line, title_line
-from ..figures import pyplot
+from ..command import read_records, result_line, title_line
+from ..figures import subplots
 from .clients import Tally
 
 SOURCES = ("gpu", "host", "disk", "recomputed", "new")
@@ -171,26 +170,13 @@ def json_line(made: RateReport, settings: Mapping[str, Any]) -> str:
 
 def read_reports(path: Path, option: str) -> list[RateReport]:
     """The lines that `json_line` wrote. SettingError names the option and the line."""
-    names = {each.name for each in fields(RateReport)}
-    made = []
-    try:
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-            try:
-                row = json.loads(line)
-                made.append(RateReport(**{name: row[name] for name in names}))
-            except (ValueError, KeyError, TypeError) as error:
-                raise SettingError(option, f"{path}, line {number}: not a line of bench_serving: {error}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingError(option, f"{path} cannot be read: {error}") from error
-    if not made:
-        raise SettingError(option, f"{path} holds no measurements")
-    return made
+    names = [each.name for each in fields(RateReport)]
+    return read_records(path, option, "bench_serving", lambda row: RateReport(**{name: row[name] for name in names}))
 
 
 def plot(curves: Mapping[str, Sequence[RateReport]], path: Path) -> None:
     """Normalised latency over throughput, a curve a name: mean, and p90 dashed."""
-    plt = pyplot("--plot")
-    figure, axes = plt.subplots(figsize=(7, 4.5))
+    figure, axes = subplots("--plot", figsize=(7, 4.5))
     for name, reports in curves.items():
         drawn = [each for each in sorted(reports, key=lambda each: each.rate) if each.ms_per_token_mean is not None]
         reached = [each.completed_per_s for each in drawn]
@@ -201,5 +187,4 @@ def plot(curves: Mapping[str, Sequence[RateReport]], path: Path) -> None:
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=150, bbox_inches="tight")
-    plt.close(figure)
+    figure.savefig(path, dpi=130)

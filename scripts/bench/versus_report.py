@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ...scheduler.types import SettingError
-from ..figures import pyplot
+from ..command import read_records
+from ..figures import subplots
 
 BEGIN, END = "<!-- the table of `versus --report` -->", "<!-- its end -->"
 TITLES = (
@@ -19,24 +20,14 @@ TITLES = (
 Record = Mapping[str, Any]
 
 
-def read_records(paths: Sequence[Path]) -> list[Record]:
+def read_runs(paths: Sequence[Path]) -> list[Record]:
     """SettingError names the line that cannot be read."""
-    records = []
-    for path in paths:
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except OSError as error:
-            raise SettingError("--report", f"{path} cannot be read: {error.strerror}") from error
-        for number, line in enumerate(lines, start=1):
-            try:
-                record = json.loads(line)
-                _row(record)
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise SettingError("--report", f"{path}, line {number}: not a line of versus: {error!r}") from error
-            records.append(record)
-    if not records:
-        raise SettingError("--report", "these files hold no results")
-    return records
+
+    def checked(record: Any) -> Record:
+        _row(record)
+        return dict(record)
+
+    return [record for path in paths for record in read_records(path, "--report", "versus", checked)]
 
 
 def write_report(records: Sequence[Record], page: Path | None, picture: Path | None) -> str:
@@ -86,8 +77,6 @@ def _about(record: Record) -> str:
 
 
 def _date(seconds: float) -> str:
-    import time
-
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
 
 
@@ -122,10 +111,9 @@ def _sources(result: Record) -> str:
 
 def plot(records: Sequence[Record], path: Path) -> None:
     """By rate and workload: time a token, and the 99th percentile of TTFT; a line a server and run."""
-    plt = pyplot("--plot")
     workloads = list(dict.fromkeys(record["workload"] for record in records))
     servers = list(dict.fromkeys(record["server"] for record in records))
-    figure, grid = plt.subplots(2, len(workloads), figsize=(6 * len(workloads), 7), squeeze=False)
+    figure, grid = subplots("--plot", 2, len(workloads), figsize=(6 * len(workloads), 7), squeeze=False)
     for column, workload in enumerate(workloads):
         for row, (name, title) in enumerate((("ms_per_token_mean", "ms a token"), ("ttft_ms_p99", "TTFT p99, ms"))):
             axes = grid[row][column]
@@ -147,5 +135,4 @@ def plot(records: Sequence[Record], path: Path) -> None:
             axes.grid(alpha=0.3, which="both")
             if named:
                 axes.legend()
-    figure.savefig(path, dpi=130, bbox_inches="tight")
-    plt.close(figure)
+    figure.savefig(path, dpi=130)
