@@ -28,8 +28,7 @@ from .bench.report import SOURCES, RateReport, json_line, plot, read_reports, re
 from .bench.traces import CHATS, TURN_COUNTS, Dialogue, made_up, read_dialogues, synthetic
 from .bench.workload import Words, clock_rate, fitting, mean_turns, plan_arrivals
 from .chat import Server, ServerError
-from .command import check_above_0, check_least, exit_status, numbers
-from .figures import check_matplotlib
+from .command import check_above_0, check_least, check_matplotlib, exit_status, numbers
 
 POOL = 4096  # synthetic conversations; a run that needs more begins again, with other tokens
 NEAR = 0.05  # --find-rate ends when the largest rate is known so well

@@ -8,6 +8,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -111,3 +112,26 @@ def _side(form: str) -> str:
 
 def _width(title: str, form: str) -> int:
     return max(len(title), *map(int, re.findall(r"^[<>]?(\d+)", form)))
+
+
+# Figures.
+
+
+def subplots(
+    option: str, rows: int = 1, columns: int = 1, *, figsize: tuple[float, float], **how: Any
+) -> tuple[Any, Any]:
+    """A figure and its axes, as `matplotlib.pyplot.subplots` makes them, but for no display.
+
+    SettingError names `option` if matplotlib is not installed.
+    """
+    check_matplotlib(option)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=figsize, layout="tight")
+    return figure, figure.subplots(rows, columns, **how)
+
+
+def check_matplotlib(option: str) -> None:
+    """SettingError as `subplots`: to be known before anything is measured."""
+    if find_spec("matplotlib") is None:
+        raise SettingError(option, "needs matplotlib: pip install 'pensieve[bench]'")

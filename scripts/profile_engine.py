@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 
 from ..builder.choices import DEVICES
 from ..runtime.launch.command_line import CommandParser, ending_at_once, run_interruptible
-from .command import check_above_0, exit_status
-from .figures import check_matplotlib, subplots
+from .command import check_above_0, check_matplotlib, exit_status, subplots
 
 if TYPE_CHECKING:
     from ..runtime.engine import Engine

@@ -35,8 +35,8 @@ from ..builder.checkpoints.hugging_face import read_json
 from ..runtime.launch.options import parse_bytes
 from ..runtime.launch.settings import default_state_dir
 from ..scheduler.types import SettingError
+from .bench.report import read_runs, write_report
 from .bench.servers import PIECE, READY, SERVE, run, serving, tell_end, use_memory
-from .bench.versus_report import read_runs, write_report
 from .command import exit_status
 
 SHAPES = Path(__file__).parent / "shapes"
@@ -319,7 +319,7 @@ def measure_machine(device: str) -> dict[str, Any]:
     """What computes here; of a GPU also its link (GB/s, one way at a time) and a bf16 product of 8192^3 (TFLOP/s)."""
     import torch  # the process that measures alone needs it
 
-    from .bench.gpu_times import median_seconds
+    from .bench.kernels import median_seconds
 
     machine = {"name": platform.processor() or platform.machine(), "cores": os.cpu_count()}
     if device == "cpu":

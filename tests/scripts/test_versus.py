@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from pensieve.scripts import versus
-from pensieve.scripts.bench.versus_report import BEGIN, END, read_runs, write_report
+from pensieve.scripts.bench.report import BEGIN, END, read_runs, write_report
 from pensieve.scripts.versus import CONNECTORS, Server, Versus, main, parser
 from tests.models import LLAMA_SHAPE
 from tests.scripts.fake_vllm import make_site
