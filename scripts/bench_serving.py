@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.util
 import os
 import secrets
 import sys
@@ -29,7 +28,7 @@ from .bench.report import SOURCES, RateReport, json_line, plot, read_reports, re
 from .bench.traces import CHATS, TURN_COUNTS, Dialogue, made_up, read_dialogues, synthetic
 from .bench.workload import Words, clock_rate, fitting, mean_turns, plan_arrivals
 from .chat import Server, ServerError
-from .command import check_above_0, check_least, exit_status
+from .command import check_above_0, check_least, check_matplotlib, exit_status, numbers
 
 POOL = 4096  # synthetic conversations; a run that needs more begins again, with other tokens
 NEAR = 0.05  # --find-rate ends when the largest rate is known so well
@@ -115,18 +114,12 @@ def check(args: argparse.Namespace) -> None:
         path = getattr(args, name)
         if path is not None and not path.resolve().parent.is_dir():
             raise SettingError(f"--{name}", f"there is no directory {path.resolve().parent}")
-    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise SettingError("--plot", "needs matplotlib: pip install 'pensieve[bench]'")
+    if args.plot is not None:
+        check_matplotlib("--plot")
 
 
 def parse_rates(text: str | None, native: float | None, find: bool) -> list[float]:
-    if text is None:
-        rates = [native or 1.0]
-    else:
-        try:
-            rates = [float(part) for part in text.split(",")]
-        except ValueError as error:
-            raise SettingError("--rate", f"{text!r} is not a list of numbers with commas between") from error
+    rates = [native or 1.0] if text is None else numbers(text, "--rate", float)
     if not all(0 < rate < float("inf") for rate in rates):
         raise SettingError("--rate", f"must be above 0, not {text}")
     if find and (len(rates) != 2 or rates[0] >= rates[1]):

@@ -1,12 +1,15 @@
-"""What commands share: the exit status of a wrong option, bounds of numbers, and tables of results."""
+"""What commands share: the exit status of a wrong option, bounds of numbers, results as lines of JSON and as tables."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ..scheduler.types import SettingError
@@ -48,7 +51,27 @@ def numbers(text: str, option: str, kind: type[Number]) -> list[Number]:
     try:
         return [kind(number) for number in text.split(",")]
     except ValueError:
-        raise SettingError(option, f"must be numbers with commas between, not {text!r}") from None
+        raise SettingError(option, f"{text!r} is not a list of numbers with commas between") from None
+
+
+Record = TypeVar("Record")
+
+
+def read_records(path: Path, option: str, command: str, record_of: Callable[[Any], Record]) -> list[Record]:
+    """What `record_of` makes of each line of JSON that `command` wrote. SettingError names the option and the line."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(option, f"{path} cannot be read: {error}") from error
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(record_of(json.loads(line)))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SettingError(option, f"{path}, line {number}: not a line of {command}: {error!r}") from error
+    if not records:
+        raise SettingError(option, f"{path} holds no results")
+    return records
 
 
 # Tables.
@@ -89,3 +112,26 @@ def _side(form: str) -> str:
 
 def _width(title: str, form: str) -> int:
     return max(len(title), *map(int, re.findall(r"^[<>]?(\d+)", form)))
+
+
+# Figures.
+
+
+def subplots(
+    option: str, rows: int = 1, columns: int = 1, *, figsize: tuple[float, float], **how: Any
+) -> tuple[Any, Any]:
+    """A figure and its axes, as `matplotlib.pyplot.subplots` makes them, but for no display.
+
+    SettingError names `option` if matplotlib is not installed.
+    """
+    check_matplotlib(option)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=figsize, layout="tight")
+    return figure, figure.subplots(rows, columns, **how)
+
+
+def check_matplotlib(option: str) -> None:
+    """SettingError as `subplots`: to be known before anything is measured."""
+    if find_spec("matplotlib") is None:
+        raise SettingError(option, "needs matplotlib: pip install 'pensieve[bench]'")

@@ -32,8 +32,7 @@ from ..scheduler.sim.simulator import Report, Session, SessionTurn, Simulator, V
 from ..scheduler.types import SettingError, Usage
 from .bench.models import ELEMENT_BYTES, ModelShape
 from .bench.traces import ChatStatistics, synthetic
-from .command import check_least, exit_status, result_line, title_line
-from .figures import pyplot
+from .command import check_least, exit_status, result_line, subplots, title_line
 
 # The paper's turns, with the lengths that vLLM's paper gives for ShareGPT. A session then has 2,870 tokens on average;
 # 49% have more than 2,048 and 24% more than 4,096, in the paper 47% and 30% (figure 2).
@@ -355,11 +354,11 @@ TIERS = (("GPU", "tab:green"), ("host", "tab:blue"), ("disk", "tab:orange"))
 
 def draw(figures: Mapping[str, Sequence[Case]], reports: Mapping[Case, Report], directory: Path) -> None:
     """Writes paper_NN.png for each figure: hit rates by tier above; GPU hours and, if the paper has it, cost below."""
-    plt = pyplot("--plots")
     directory.mkdir(parents=True, exist_ok=True)
     for title, cases in figures.items():
         number, _, what = title.partition(":")
-        figure, (hits, costs) = plt.subplots(2, 1, figsize=(max(6.0, 0.35 * len(cases)), 6.5), sharex=True)
+        size = (max(6.0, 0.35 * len(cases)), 6.5)
+        figure, (hits, costs) = subplots("--plots", 2, 1, figsize=size, sharex=True)
         places = list(range(len(cases)))
         bottom = [0.0] * len(cases)
         for tier, (name, color) in enumerate(TIERS):
@@ -378,9 +377,7 @@ def draw(figures: Mapping[str, Sequence[Case]], reports: Mapping[Case, Report], 
             costs.bar(places, [gpu_hours(reports[case]) for case in cases], 0.7, color="grey")
             costs.set_ylabel("busy hours per 1,000 turns")
         costs.set_xticks(places, [label(case) for case in cases], rotation=60, ha="right", fontsize=7)
-        figure.tight_layout()
         figure.savefig(directory / f"paper_{number.replace(', ', '_')}.png", dpi=80)
-        plt.close(figure)
 
 
 def label(case: Case) -> str:

@@ -14,13 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..builder.choices import DEVICES
 from ..runtime.launch.command_line import CommandParser, ending_at_once, run_interruptible
-from .command import check_above_0, exit_status
-from .figures import pyplot
+from .command import check_above_0, check_matplotlib, exit_status, subplots
 
 if TYPE_CHECKING:
     from ..runtime.engine import Engine
@@ -65,7 +63,7 @@ def check(args: argparse.Namespace) -> None:
     """Raises SettingError for numbers that cannot be, or figures that cannot be drawn."""
     check_above_0(args, ("chunk_tokens", "max_num_seqs", "max_num_batched_tokens", "seconds"))
     if args.plots is not None:
-        pyplot("--plots")  # known to be there before anything is measured
+        check_matplotlib("--plots")  # known to be there before anything is measured
 
 
 def work(args: argparse.Namespace, bench: StepBench, engine: Engine, rank: int) -> None:
@@ -155,16 +153,15 @@ def turn_table(turns: Sequence[HistoryTime]) -> Iterator[str]:
 
 def draw(profile: Profile, turns: Sequence[HistoryTime], directory: Path) -> None:
     """Writes turn_by_history.png, if any turn was timed, and chunk_by_context.png."""
-    plt = pyplot("--plots")
     directory.mkdir(parents=True, exist_ok=True)
     if turns:
-        _turns(plt, profile, turns, directory / "turn_by_history.png")
-    _chunks(plt, profile, directory / "chunk_by_context.png")
+        _turns(profile, turns, directory / "turn_by_history.png")
+    _chunks(profile, directory / "chunk_by_context.png")
 
 
-def _turns(plt: ModuleType, profile: Profile, turns: Sequence[HistoryTime], path: Path) -> None:
+def _turns(profile: Profile, turns: Sequence[HistoryTime], path: Path) -> None:
     """Two bars a history, recomputed and cached, generation on top of prefill."""
-    figure, axis = plt.subplots(figsize=(7, 4))
+    figure, axis = subplots("--plots", figsize=(7, 4))
     places = range(len(turns))
     generation = [turn.generation for turn in turns]
     for shift, label, prefill in (
@@ -178,14 +175,14 @@ def _turns(plt: ModuleType, profile: Profile, turns: Sequence[HistoryTime], path
     axis.set_xticks(list(places), [f"{turn.history:,}" for turn in turns])
     axis.set(title=profile.hardware, xlabel="history of each conversation, tokens", ylabel="seconds of a turn")
     axis.legend()
-    _save(plt, figure, path)
+    figure.savefig(path, dpi=120)
 
 
-def _chunks(plt: ModuleType, profile: Profile, path: Path) -> None:
+def _chunks(profile: Profile, path: Path) -> None:
     """Milliseconds to recompute one chunk, attention apart, and to load it instead."""
     cost = profile.cost
     contexts = [context for context, _ in cost.attention]
-    figure, axis = plt.subplots(figsize=(7, 4))
+    figure, axis = subplots("--plots", figsize=(7, 4))
     axis.plot(contexts, [1e3 * seconds for _, seconds in cost.attention], marker="o", label="attention")
     axis.axhline(1e3 * cost.chunk_seconds, color="tab:orange", label="all else")
     together = [1e3 * cost.recompute(context) for context in contexts]
@@ -195,13 +192,7 @@ def _chunks(plt: ModuleType, profile: Profile, path: Path) -> None:
     axis.set(title=profile.hardware, xlabel="context, tokens", ylabel=f"ms a chunk of {cost.chunk_tokens} tokens")
     axis.set_ylim(bottom=0)
     axis.legend()
-    _save(plt, figure, path)
-
-
-def _save(plt: ModuleType, figure: Any, path: Path) -> None:
-    figure.tight_layout()
     figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 if __name__ == "__main__":

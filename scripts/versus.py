@@ -35,8 +35,8 @@ from ..builder.checkpoints.hugging_face import read_json
 from ..runtime.launch.options import parse_bytes
 from ..runtime.launch.settings import default_state_dir
 from ..scheduler.types import SettingError
+from .bench.report import read_runs, write_report
 from .bench.servers import PIECE, READY, SERVE, run, serving, tell_end, use_memory
-from .bench.versus_report import read_records, write_report
 from .command import exit_status
 
 SHAPES = Path(__file__).parent / "shapes"
@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def tell(args: argparse.Namespace) -> None:
-    print(write_report(read_records(args.report), args.page, args.plot))
+    print(write_report(read_runs(args.report), args.page, args.plot))
 
 
 class Server(NamedTuple):
@@ -285,7 +285,7 @@ class Versus:
         self._output.parent.mkdir(parents=True, exist_ok=True)
         with self._output.open("a", encoding="utf-8") as lines:
             lines.write(json.dumps(record) + "\n")
-        write_report(read_records([self._output]), self._output.with_suffix(".md"), None)
+        write_report(read_runs([self._output]), self._output.with_suffix(".md"), None)
 
 
 def vllm_python(path: Path | None) -> tuple[list[str], dict[str, str]]:
@@ -319,7 +319,7 @@ def measure_machine(device: str) -> dict[str, Any]:
     """What computes here; of a GPU also its link (GB/s, one way at a time) and a bf16 product of 8192^3 (TFLOP/s)."""
     import torch  # the process that measures alone needs it
 
-    from .bench.gpu_times import median_seconds
+    from .bench.kernels import median_seconds
 
     machine = {"name": platform.processor() or platform.machine(), "cores": os.cpu_count()}
     if device == "cpu":

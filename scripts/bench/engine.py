@@ -47,7 +47,6 @@ from ...scheduler.cost import CostProfile, analytic_profile
 from ...scheduler.plan import StepPlan
 from ...scheduler.sim.simulator import Simulator, VirtualDevice, longest_context
 from ..command import exit_status
-from .gpu_times import captured
 from .traces import CHATS, synthetic
 
 CHUNK = 32
@@ -354,6 +353,8 @@ def step_of(engine: Engine, pool: Tensor, requests: int, new: int, context: int 
 
 def captured_ms(step: Callable[[], Tensor]) -> float:
     """Median time of captured steps that run one after the other."""
+    from .kernels import captured  # and Triton, which comes with CUDA only
+
     replay = captured(step)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS)]
     for event in events:

@@ -14,6 +14,7 @@ import argparse
 import itertools
 import json
 import random
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,12 +23,12 @@ from torch import Tensor
 
 from ...plugins.attention import kernel as attention_kernel
 from ...plugins.attention.work_list import Capacity, WorkList
-from ..figures import pyplot
-from .gpu_times import captured, median_seconds
+from ..command import subplots
 
 CHUNK, HEAD_DIM, LAYERS = 32, 128, 4
 SCALE = HEAD_DIM**-0.5
 HEADS = ("40/40", "40/10", "32/8")
+UNCOUNTED = 3  # first times
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +127,30 @@ class Batch:
         return ragged
 
 
+def captured(work: Callable[[], object]) -> Callable[[], None]:
+    """The work as a CUDA graph, which each call of the result launches."""
+    work()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
+
+
+def median_seconds(work: Callable[[], object], repeats: int, before: Callable[[], object] = lambda: None) -> float:
+    """Of one call of `work`. The time of `before`, called before each one, is not counted."""
+    times = []
+    for _ in range(UNCOUNTED + repeats):
+        before()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        work()
+        end.record()
+        times.append((start, end))
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) / 1e3 for start, end in times[UNCOUNTED:])
+
+
 def microseconds(run: Callable[[], object], flush: Tensor, repeats: int = 25) -> float:
     """Median time of one captured run, each with a cold L2; the launch itself hides behind the flush."""
     return 1e6 * median_seconds(captured(run), repeats, before=flush.zero_)
@@ -160,15 +185,13 @@ def measure(batch: Batch, flush: Tensor, others: bool) -> dict[str, float]:
 
 def plot(results: list[dict], path: str) -> None:
     """Pensieve's figure 12: appending at growing contexts, by way."""
-    plt = pyplot("--plot")
-    figure, axes = plt.subplots(1, len(HEADS), figsize=(15, 4))
+    figure, axes = subplots("--plot", 1, len(HEADS), figsize=(15, 4))
     for heads, axis in zip(HEADS, axes, strict=True):
         rows = [r for r in results if r["heads"] == heads and r["shape"].startswith("append")]
         for way in ("ours", "contiguous", "copy out", "one token", "fa3"):
             axis.plot([int(r["shape"].split()[-1]) for r in rows], [r[way] for r in rows], marker="o", label=way)
         axis.set(title=f"{heads} heads", xlabel="context, tokens", ylabel="us", yscale="log", xscale="log")
     axes[0].legend()
-    figure.tight_layout()
     figure.savefig(path)
 
 

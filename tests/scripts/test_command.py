@@ -7,7 +7,16 @@ from argparse import Namespace
 import pytest
 
 from pensieve.scheduler.types import SettingError
-from pensieve.scripts.command import check_above_0, check_least, exit_status, result_line, table, title_line
+from pensieve.scripts.command import (
+    check_above_0,
+    check_least,
+    exit_status,
+    numbers,
+    read_records,
+    result_line,
+    table,
+    title_line,
+)
 
 
 def test_a_wrong_option_is_one_line_and_status_2(capsys):
@@ -17,6 +26,34 @@ def test_a_wrong_option_is_one_line_and_status_2(capsys):
     assert exit_status("bench", fail) == 2
     assert capsys.readouterr().err == "bench: --rate: must be above 0, not 0\n"
     assert exit_status("bench", lambda: None) == 0 and exit_status("bench", lambda: 1) == 1
+
+
+def test_another_error_of_the_user_is_told_in_the_same_way(capsys):
+    def fail():
+        raise FileNotFoundError("no such file")
+
+    assert exit_status("check", fail, (SettingError, OSError)) == 2
+    assert capsys.readouterr().err == "check: no such file\n"
+    with pytest.raises(FileNotFoundError):
+        exit_status("check", fail)
+
+
+def test_a_list_of_numbers():
+    assert numbers("4,5.5", "--rate", float) == [4.0, 5.5] and numbers("3", "--seeds", int) == [3]
+    with pytest.raises(SettingError, match="--seeds: '1,x' is not a list of numbers"):
+        numbers("1,x", "--seeds", int)
+
+
+def test_records_are_read_and_a_wrong_line_is_named(tmp_path):
+    file = tmp_path / "found.jsonl"
+    file.write_text('{"rate": 2}\n{"rate": 3}\n')
+    assert read_records(file, "--compare", "bench", lambda row: row["rate"]) == [2, 3]
+    file.write_text('{"rate": 2}\n{}\n')
+    with pytest.raises(SettingError, match=r"--compare: .*found\.jsonl, line 2: not a line of bench: KeyError"):
+        read_records(file, "--compare", "bench", lambda row: row["rate"])
+    file.write_text("")
+    with pytest.raises(SettingError, match="holds no results"):
+        read_records(file, "--compare", "bench", dict)
 
 
 def test_numbers_have_bounds():

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from pensieve.scripts import versus
-from pensieve.scripts.bench.versus_report import BEGIN, END, read_records, write_report
+from pensieve.scripts.bench.report import BEGIN, END, read_runs, write_report
 from pensieve.scripts.versus import CONNECTORS, Server, Versus, main, parser
 from tests.models import LLAMA_SHAPE
 from tests.scripts.fake_vllm import make_site
@@ -125,7 +125,7 @@ def test_a_server_that_fails_keeps_no_other_and_nothing_is_left(options, tmp_pat
     ended = subprocess.run([*RUN, *options, *servers], capture_output=True, text=True, timeout=300)
     assert ended.returncode == 1, ended.stderr
     assert "out of memory" in ended.stdout and "not all was measured of vllm-offload:--no-memory" in ended.stderr
-    records = read_records([tmp_path / "out" / "versus.jsonl"])
+    records = read_runs([tmp_path / "out" / "versus.jsonl"])
     assert [(record["server"], record["result"]["rate"]) for record in records] == [("vllm", 5), ("vllm", 9)]
     assert all(record["result"]["errors"] == {} and record["result"]["seed"] == 7 for record in records)
     assert "| `vllm` |" in (tmp_path / "out" / "versus.md").read_text()
@@ -155,7 +155,7 @@ def test_pensieve_and_vllm_in_one_run(options, tmp_path):
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     ended = subprocess.run([*RUN, *options, *servers], env=environment, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
-    ours, theirs = read_records([tmp_path / "out" / "versus.jsonl"])
+    ours, theirs = read_runs([tmp_path / "out" / "versus.jsonl"])
     assert ours["run"] == theirs["run"] and ours["versions"] == theirs["versions"]
     assert ours["versions"]["pensieve"] == "r1" and ours["versions"]["vllm"]["vllm"] == "0.23.0"
     assert ours["load"] == f"{theirs['load']} --conversations" and "--seed 7" in ours["load"]
