@@ -22,8 +22,11 @@ class SettingError(ValueError):
     """A setting cannot work; the message names it and gives values that would."""
 
     def __init__(self, setting: str, message: str):
-        super().__init__(f"{setting}: {message}")
+        super().__init__(setting, message)  # as `pickle` passes them on
         self.setting = setting
+
+    def __str__(self) -> str:
+        return ": ".join(self.args)
 
 
 class RequestError(ValueError):

@@ -55,6 +55,14 @@ class Run(NamedTuple):
 def parser(preset: str = "trace") -> CommandParser:
     made = CommandParser(prog="pensieve simulate", description=__doc__.partition("\n")[0])
     made.add_argument("--preset", choices=("trace", "load"), default="trace", help="each has its own options (trace)")
+    add_common_options(made)
+    {"load": add_load_options, "trace": add_trace_options, "cluster": add_cluster_options}[preset](made)
+    if preset == "cluster":
+        add_hardware_options(made)
+    return made
+
+
+def add_common_options(made: argparse.ArgumentParser) -> None:
     option = made.add_argument
     option("--think-s", type=float, default=15.0, metavar="S", help="mean, synthetic only (default %(default)s)")
     option("--gpu-kv-bytes", default="40GiB", metavar="SIZE", help="(default %(default)s)")
@@ -67,10 +75,6 @@ def parser(preset: str = "trace") -> CommandParser:
     option("--max-num-batched-tokens", type=int, default=2048, metavar="N", help="a step (default %(default)s)")
     option("--jobs", type=int, default=os.cpu_count(), metavar="N", help="runs at a time (default %(default)s)")
     option("--json", action="store_true", help="one JSON line a run instead of the table")
-    {"load": add_load_options, "trace": add_trace_options, "cluster": add_cluster_options}[preset](made)
-    if preset == "cluster":
-        add_hardware_options(made)
-    return made
 
 
 def add_trace_options(made: argparse.ArgumentParser) -> None:

@@ -23,10 +23,9 @@ from ..scheduler.sim.cluster import DETECTION_S, ROUTINGS, Cluster, ClusterRepor
 from ..scheduler.sim.simulator import Session, longest_context
 from ..scheduler.types import SettingError
 from .bench.models import MODELS
-from .bench.traces import CHATS, made_up, read_trace, synthetic
-from .bench.workload import plan_arrivals
+from .bench.traces import TURN_COUNTS
 from .command import numbers, result_line
-from .simulated_load import POOL, SECONDS_PER_TOKEN, add_workload, config_of, joined
+from .simulated_load import add_workload, config_of, conversations
 
 KINDS = ("fail", "drain", "back")
 SETTING = ("replicas", "routing", "seed")
@@ -55,6 +54,8 @@ def add_cluster_options(made: argparse.ArgumentParser) -> None:
     option("--event", action="append", default=[], metavar="S:REPLICA:KIND",
            help=f"after S seconds one of {', '.join(KINDS)}; replicas count from 0; may be repeated")  # fmt: skip
     add_workload(made)
+    option("--turn-counts", choices=TURN_COUNTS, default="geometric",
+           help="of synthetic conversations (default %(default)s)")  # fmt: skip
     option("--sessions-per-s", type=float, default=0.1, metavar="RATE", help="a replica (default %(default)s)")
     option("--seconds", type=float, default=300.0, metavar="S", help="of arrivals (default %(default)s)")
     option("--warm-up-s", type=float, default=150.0, metavar="S",
@@ -80,7 +81,7 @@ def plan_cluster(args: argparse.Namespace, cost_of: Callable[[int], CostProfile]
     _check_events(events, min(replicas), args.simulated)
     runs = []
     for number, seed in product(replicas, numbers(args.seeds, "--seeds", int)):
-        sessions = _sessions(args, number, seed)
+        sessions = conversations(args, args.sessions_per_s * number, seed)
         cost = cost_of(longest_context(sessions))
         host_kv_chunks = parse_bytes(args.host_kv_bytes, "--host-kv-bytes") // cost.chunk_bytes
         config = config_of(args, sessions, cost, host_kv_chunks=host_kv_chunks)
@@ -113,32 +114,6 @@ def _check_events(events: Sequence[Event], replicas: int, simulated: int | None)
         early = failed.kind == "fail" and back.kind == "back" and failed.replica == back.replica
         if early and failed.at <= back.at <= failed.at + DETECTION_S:
             raise SettingError("--event", f"a replica is back more than {DETECTION_S:g} s after it failed")
-
-
-def _sessions(args: argparse.Namespace, replicas: int, seed: int) -> list[Session]:
-    """Conversations of the whole cluster. They are under way at the start, and come evenly during `--ramp-s`."""
-    rate = args.sessions_per_s * replicas
-    if args.trace is not None:
-        known = read_trace(args.trace, sessions_per_s=1.0, seed=seed)
-    else:
-        known = synthetic(
-            CHATS[args.synthetic], conversations=POOL, sessions_per_s=1.0, think_s=args.think_s, seed=seed
-        )
-    system = {session.name: session.system_tokens for session in known}
-    arrivals = plan_arrivals(
-        [made_up(session) for session in known],
-        rate=rate,
-        seconds=args.seconds,
-        seconds_per_token=SECONDS_PER_TOKEN,
-        seed=seed,
-        ramp_s=args.ramp_s,
-    )
-    if not arrivals:
-        raise SettingError("--sessions-per-s", f"at {rate:g} conversations/s none comes in {args.seconds:g} s")
-    return [
-        joined(arrival, f"{number}")._replace(system_tokens=system[arrival.dialogue.name])
-        for number, arrival in enumerate(arrivals)
-    ]
 
 
 def simulate_cluster(run: ClusterRun) -> ClusterReport:

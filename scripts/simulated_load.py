@@ -1,8 +1,9 @@
 """`simulate --preset load`: what the scheduler makes of the load that docs/measured/serving.md has.
 
 Steps and copies take what was measured on one H200 (docs/measured/steps.md): Llama-2-13B with 10 KV heads, bf16,
-40 GB of KV on the GPU. Conversations start as a Poisson process on an empty server, or as `bench_serving` starts them:
-in the middle of their lives, each sending its whole history first. What happens in the run's last seconds is reported.
+40 GB of KV on the GPU; or what the profile of another model says. Conversations start as a Poisson process on an empty
+server, or as `bench_serving` starts them: in the middle of their lives, each sending its whole history first. What
+happens in the run's last seconds is reported.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from ..scheduler.config import SchedulerConfig
 from ..scheduler.cost import CostProfile
 from ..scheduler.sim.simulator import Open, Session, SessionTurn, Simulator, longest_context, percentile
 from ..scheduler.types import Applied, RequestId, SettingError, Usage
-from .bench.models import MODELS
-from .bench.traces import CHATS, TURN_COUNTS, made_up, synthetic
+from .bench.models import MODELS, read_costs, read_shape
+from .bench.traces import CHATS, TURN_COUNTS, made_up, read_trace, synthetic
 from .bench.workload import Arrival, plan_arrivals
 from .command import numbers
 
@@ -51,9 +52,20 @@ def measured(chunk_tokens: int) -> CostProfile:
 def add_load_options(made: argparse.ArgumentParser) -> None:
     option = made.add_argument
     option("--rate", default="2.5,4,5,5.75,7", metavar="RATES", help="conversations/s, comma between (%(default)s)")
+    option("--trace", type=Path, metavar="FILE", help="JSON lines of request lengths, with `--start middle`")
     option("--synthetic", choices=CHATS, default="sharegpt", help="means of a data set (default %(default)s)")
-    option("--turn-counts", choices=TURN_COUNTS, default="geometric", help="of conversations (default %(default)s)")
+    option("--config", type=Path, metavar="FILE", help="of another model: its config.json, with --profile")
+    option("--profile", type=Path, metavar="FILE", help="its profile.json (default: Llama-2-13B, GQA, on one H200)")
     option("--start", choices=("empty", "middle"), default="empty", help="of conversations (default %(default)s)")
+    add_run_options(made)
+    made.set_defaults(gpu_kv_bytes="38147MiB", host_kv_bytes="64GiB", max_num_batched_tokens=1024)
+
+
+def add_run_options(made: argparse.ArgumentParser) -> None:
+    """Of a run's conversations, its window and its server."""
+    option = made.add_argument
+    option("--turn-counts", choices=TURN_COUNTS, default="geometric",
+           help="of synthetic conversations (default %(default)s)")  # fmt: skip
     option("--ramp-s", type=float, default=100.0, metavar="S", help="in which those in the middle come (%(default)s)")
     option("--seconds", type=float, default=300.0, metavar="S", help="of a run (default %(default)s)")
     option("--measure-s", type=float, default=100.0, metavar="S", help="its last ones (default %(default)s)")
@@ -62,24 +74,45 @@ def add_load_options(made: argparse.ArgumentParser) -> None:
            help="how chunks are on HOST (default %(default)s)")  # fmt: skip
     option("--swap-out-below", type=float, default=0.12, metavar="SHARE", help="(default %(default)s)")
     option("--generation-reserve", type=float, default=0.1, metavar="SHARE", help="(default %(default)s)")
-    made.set_defaults(gpu_kv_bytes="38147MiB", host_kv_bytes="64GiB", max_num_batched_tokens=1024)
 
 
 def sessions_of(args: argparse.Namespace, rate: float, seed: int) -> list[Session]:
-    draw = partial(synthetic, CHATS[args.synthetic], think_s=args.think_s, seed=seed, turn_counts=args.turn_counts)
     if args.start == "empty":
+        draw = partial(synthetic, CHATS[args.synthetic], think_s=args.think_s, seed=seed, turn_counts=args.turn_counts)
         most = int(2 * rate * args.seconds) + 100  # beyond what chance brings
         sessions = draw(conversations=most, sessions_per_s=rate)
         return [session for session in sessions if session.start_s < args.seconds]
+    return conversations(args, rate, seed)
+
+
+def conversations(args: argparse.Namespace, rate: float, seed: int) -> list[Session]:
+    """So many a second. They are under way at the start, and come evenly during `--ramp-s`. Raises SettingError."""
+    if args.trace is not None:
+        known = read_trace(args.trace, sessions_per_s=1.0, seed=seed)
+    else:
+        known = synthetic(
+            CHATS[args.synthetic],
+            conversations=POOL,
+            sessions_per_s=1.0,
+            think_s=args.think_s,
+            seed=seed,
+            turn_counts=args.turn_counts,
+        )
+    system = {session.name: session.system_tokens for session in known}
     arrivals = plan_arrivals(
-        [made_up(session) for session in draw(conversations=POOL, sessions_per_s=1.0)],
+        [made_up(session) for session in known],
         rate=rate,
         seconds=args.seconds,
         seconds_per_token=SECONDS_PER_TOKEN,
         seed=seed,
         ramp_s=args.ramp_s,
     )
-    return [joined(arrival, f"{number}") for number, arrival in enumerate(arrivals)]
+    if not arrivals:
+        raise SettingError("--seconds", f"none comes in {args.seconds:g} s at {rate:.3g} conversations/s: take more")
+    return [
+        joined(arrival, f"{number}")._replace(system_tokens=system[arrival.dialogue.name])
+        for number, arrival in enumerate(arrivals)
+    ]
 
 
 def joined(arrival: Arrival, name: str) -> Session:
@@ -111,12 +144,13 @@ def config_of(args: argparse.Namespace, sessions: Sequence[Session], cost: CostP
 
 
 class LoadRun(NamedTuple):
-    """One line of the table. `cost`: of chunks as they are on HOST."""
+    """One line of the table. `cost`: of chunks as they are on HOST; `token_bytes`: KV of a token on the GPU."""
 
     rate: float
     seed: int
     config: SchedulerConfig
     cost: CostProfile
+    token_bytes: float
     sessions: list[Session]
     seconds: float
     measure_s: float
@@ -125,15 +159,24 @@ class LoadRun(NamedTuple):
 
 def run_of(args: argparse.Namespace, rate: float, seed: int) -> LoadRun:
     """Raises SettingError."""
-    cost = measured(args.chunk_tokens)
-    lower = replace(cost, chunk_bytes=int(cost.chunk_bytes * LOWER_TIER[args.lower_tier_kv]))
     sessions = sessions_of(args, rate, seed)
     if not sessions:
         raise SettingError("--rate", f"at {rate:g} conversations/s none comes in {args.seconds:g} s")
+    cost = measured(args.chunk_tokens)
+    if args.profile is not None:
+        cost, _ = read_costs(args.profile, read_shape(args.config, ranks=1), args.chunk_tokens)
+    return load_run(args, cost, sessions, rate, seed)
+
+
+def load_run(args: argparse.Namespace, cost: CostProfile, sessions: list[Session], rate: float, seed: int) -> LoadRun:
+    """A run of one server with these costs. Raises SettingError."""
+    lower = replace(cost, chunk_bytes=int(cost.chunk_bytes * LOWER_TIER[args.lower_tier_kv]))
     how = {"swap_out_below": args.swap_out_below, "generation_reserve": args.generation_reserve}
     host_kv_chunks = parse_bytes(args.host_kv_bytes, "--host-kv-bytes") // lower.chunk_bytes
     config = config_of(args, sessions, cost, host_kv_chunks=host_kv_chunks, **how)
-    return LoadRun(rate, seed, config, lower, sessions, args.seconds, args.measure_s, args.think_s)
+    token_bytes = cost.chunk_bytes / cost.chunk_tokens
+    windows = args.seconds, args.measure_s, args.think_s
+    return LoadRun(rate, seed, config, lower, token_bytes, sessions, *windows)
 
 
 @dataclass(slots=True)
@@ -183,11 +226,11 @@ class Tally:
 
 
 def simulate_load(run: LoadRun) -> dict[str, float] | None:
-    """One line's numbers; None if no reply ended while it was measured."""
+    """One line's numbers; None if no reply began or none ended while it was measured."""
     tally = Tally(run.seconds - run.measure_s)
     simulator = Simulator(run.config, run.cost, run.sessions, watch=tally.watch)
     simulator.play(run.seconds)
-    return line_of(run, tally, simulator) if tally.latency else None
+    return line_of(run, tally, simulator) if tally.latency and tally.ttft else None
 
 
 def line_of(run: LoadRun, tally: Tally, simulator: Simulator) -> dict[str, float]:
@@ -202,12 +245,13 @@ def line_of(run: LoadRun, tally: Tally, simulator: Simulator) -> dict[str, float
         "done_per_s": ended / run.measure_s,
         "ms_per_token": 1e3 * sum(per_token) / ended,
         "ttft_ms_p50": 1e3 * percentile(tally.ttft, 0.5),
+        "ttft_ms_p95": 1e3 * percentile(tally.ttft, 0.95),
         "ttft_ms_p99": 1e3 * percentile(tally.ttft, 0.99),
         "inter_token_ms_p50": 1e3 * percentile(tally.gaps, 0.5),
         "inter_token_ms_p99": 1e3 * percentile(tally.gaps, 0.99),
         **{f"{name}_percent": 100 * tokens / sum(prompts.values()) for name, tokens in prompts.items()},
         "prompt_tokens": sum(prompts.values()) / len(tally.usage),
-        "needs_gb": held_s * tally.logs / run.measure_s * MODEL.token_bytes / 1e9,
+        "needs_gb": held_s * tally.logs / run.measure_s * run.token_bytes / 1e9,
         "running": stats.running,
         "waiting": stats.waiting,
     }
@@ -239,6 +283,10 @@ def plan_load(args: argparse.Namespace) -> list[LoadRun]:
     if args.measure_s > args.seconds:
         raise SettingError("--measure-s", f"is part of --seconds ({args.seconds:g}), not {args.measure_s:g}")
     rates, seeds = numbers(args.rate, "--rate", float), numbers(args.seeds, "--seeds", int)
+    if args.trace is not None and args.start == "empty":
+        raise SettingError("--trace", "needs `--start middle`")
+    if (args.config is None) != (args.profile is None):
+        raise SettingError("--config, --profile", "are of one model: give both or none")
     if min(rates) <= 0:
         raise SettingError("--rate", f"must be above 0, not {args.rate}")
     return [run_of(args, rate, seed) for rate, seed in product(rates, seeds)]

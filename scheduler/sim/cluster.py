@@ -15,7 +15,7 @@ import heapq
 import math
 import random
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal, NamedTuple
 
@@ -29,6 +29,7 @@ ROUTINGS: tuple[Routing, ...] = ("random", "least-loaded", "session", "session-t
 
 CROWDED, FEW = 1.5, 4
 """`session-then-load` leaves a replica with more open requests than CROWDED times the mean and FEW."""
+HASHES = 2**64
 VIRTUAL_NODES = 100  # places of a replica on the ring
 DETECTION_S = 6.0
 """Seconds from a failure until requests go elsewhere: three health checks, two seconds apart."""
@@ -184,6 +185,7 @@ class Cluster:
         self._usage: list[Usage] = []
         self._ttft: list[float] = []
         self._per_token: list[float] = []
+        self._per_token_sum = 0.0
         self._moved = self._retried = 0
 
     def run(self, until: float = math.inf) -> ClusterReport:
@@ -247,7 +249,7 @@ class Cluster:
         """Serves the turn on a replica that is not simulated: it takes the mean time of the measured requests."""
         life.prompt = None
         tokens = turn.session.turns[turn.turn].output_tokens
-        per_token = sum(self._per_token) / len(self._per_token) if self._per_token else self._cost.step(0, 1, 0)
+        per_token = self._per_token_sum / len(self._per_token) if self._per_token else self._cost.step(0, 1, 0)
         self._next_turn(turn, now + tokens * per_token)
 
     def _next_turn(self, turn: Open, now: float) -> None:
@@ -270,6 +272,7 @@ class Cluster:
     def _ended(self, replica: Replica, turn: Open, now: float) -> None:
         if turn.arrival >= self._warm_up_s:
             self._per_token.append((now - turn.arrival) / turn.session.turns[turn.turn].output_tokens)
+            self._per_token_sum += self._per_token[-1]
         life = self._lives[turn.session.name]
         life.prompt = None
         if len(turn.session.turns) > 1:
@@ -311,11 +314,7 @@ class Cluster:
         """The consistent-hash ring: many sorted places for each live replica. When one fails, only its sessions
         move."""
         self._live = [number for number in range(self._total) if number not in self._out]
-        return sorted(
-            (_hash(f"{number} {self._generation[number]} {place}"), number)
-            for number in self._live
-            for place in range(VIRTUAL_NODES)
-        )
+        return ring((number, self._generation[number]) for number in self._live)
 
     def _least_loaded(self) -> int:
         live = [number for number in self._replicas if number not in self._out]
@@ -367,9 +366,29 @@ class Cluster:
             ttft_p50=percentile(self._ttft, 0.50),
             ttft_p95=percentile(self._ttft, 0.95),
             ttft_p99=percentile(self._ttft, 0.99),
-            seconds_per_token=sum(self._per_token) / len(self._per_token),
+            seconds_per_token=self._per_token_sum / len(self._per_token),
             busiest=max(busy) * len(busy) / sum(busy),
         )
+
+
+def ring(replicas: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Of each (number, generation) many (place, number), sorted. A name belongs to the next place."""
+    return sorted(
+        (_hash(f"{number} {generation} {place}"), number)
+        for number, generation in replicas
+        for place in range(VIRTUAL_NODES)
+    )
+
+
+def fullest_share(replicas: int) -> float:
+    """Of all names, the share that belongs to the replica with the most; even shares would be 1 / `replicas`."""
+    places = ring((number, 0) for number in range(replicas))
+    shares = [0 for _ in range(replicas)]
+    before = places[-1][0] - HASHES
+    for place, number in places:
+        shares[number] += place - before
+        before = place
+    return max(shares) / HASHES
 
 
 def _hash(text: str) -> int:

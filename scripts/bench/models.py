@@ -1,10 +1,15 @@
-"""Shapes of the models whose steps and KV are simulated, and what they cost."""
+"""Shapes of the models whose steps and KV are simulated, and what they cost: estimated, or as a profile says."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+from ...builder.checkpoints.architectures import decoder_config
+from ...builder.checkpoints.config import Shard
 from ...scheduler.cost import CostProfile, analytic_profile
+from ...scheduler.types import SettingError
 
 ELEMENT_BYTES = 2  # bf16 weights and KV
 
@@ -50,3 +55,40 @@ MODELS = {
     "llama-2-13b-gqa": ModelShape(11_440_000_000, 40, 40, 10),
     "opt-13b": ModelShape(12_850_000_000, 40, 40, 40),
 }
+
+
+def read_shape(config: Path, ranks: int) -> ModelShape:
+    """What one of so many ranks holds of the model with this config.json. Raises SettingError."""
+    from ...builder.checkpoints.hugging_face import parameter_shapes, read_json  # and torch
+
+    shard = Shard(decoder_config(read_json(config, "--config")), ranks)
+    parameters = sum(map(math.prod, parameter_shapes(shard.config, ranks).values()))
+    return ModelShape(parameters, shard.config.layers, shard.heads, shard.kv_heads, shard.config.head_dim)
+
+
+def read_costs(profile: Path, shape: ModelShape, chunk_tokens: int) -> tuple[CostProfile, str]:
+    """The costs in a profile.json, for chunks of so many tokens; the hardware and date. Raises SettingError."""
+    from ...builder.checkpoints.hugging_face import read_json
+
+    value = read_json(profile, "--profile")
+    try:
+        points = {name: tuple(map(tuple, entry)) for name, entry in value["cost"].items() if isinstance(entry, list)}
+        cost, source = CostProfile(**{**value["cost"], **points}), f"{value['hardware']}, {value['date']}"
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise SettingError("--profile", f"{profile} is damaged ({error!r}); run `pensieve profile` again") from None
+    if cost.chunk_bytes != shape.token_bytes * cost.chunk_tokens:
+        message = f"{profile} is of another model than --config, or of another number of GPUs; run `pensieve profile`"
+        raise SettingError("--profile", f"{message} with this model's engine in 16 bits")
+    return scaled(cost, chunk_tokens), source
+
+
+def scaled(cost: CostProfile, chunk_tokens: int) -> CostProfile:
+    """The same costs, for chunks of another size."""
+    ratio = chunk_tokens / cost.chunk_tokens
+    return replace(
+        cost,
+        chunk_tokens=chunk_tokens,
+        chunk_seconds=cost.chunk_seconds * ratio,
+        attention=tuple((context, seconds * ratio) for context, seconds in cost.attention),
+        chunk_bytes=int(cost.chunk_bytes * ratio),
+    )

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 from pensieve.scheduler.config import SchedulerConfig
@@ -77,3 +79,8 @@ def test_a_full_queue_is_said():
         harness.submit([1])
     assert error.value.status == 429
     harness.drain()
+
+
+def test_an_error_of_a_setting_comes_back_from_another_process():
+    error = pickle.loads(pickle.dumps(SettingError("--load", "must be above 0")))
+    assert (str(error), error.setting) == ("--load: must be above 0", "--load")

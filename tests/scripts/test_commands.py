@@ -9,7 +9,7 @@ import sys
 import pytest
 
 HEAVY = {"torch", "numpy", "fastapi", "starlette", "uvicorn", "pydantic", "transformers", "tokenizers", "jinja2"}
-COMMANDS = ("serve", "chat", "profile", "doctor", "simulate", "triton-repository")
+COMMANDS = ("serve", "chat", "profile", "doctor", "simulate", "plan", "triton-repository")
 PROGRAMS = {
     "pensieve": ("pensieve.scripts.pensieve", ()),
     **{command: ("pensieve.scripts.pensieve", (command,)) for command in COMMANDS},

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from pensieve.scheduler.sim.cluster import DETECTION_S, ROUTINGS, Cluster, Event
+from pensieve.scheduler.sim.cluster import DETECTION_S, ROUTINGS, Cluster, Event, fullest_share
 from pensieve.scheduler.sim.simulator import Session, SessionTurn, simulate
 from pensieve.scheduler.types import Usage
 from tests.scheduler.sim.test_simulator import CONFIG, COST, QUICK, crowd
@@ -97,3 +97,11 @@ def test_some_replicas_stand_for_all():
 def test_warm_up_is_served_but_not_reported():
     report = Cluster(ROOMY, QUICK, chats(3), 2, "session", warm_up_s=41.0).run()
     assert 0 < report.requests < 12 and report.usage != Usage()
+
+
+def test_the_fullest_share_is_that_of_the_replica_with_most_names():
+    cluster, names = Cluster(ROOMY, QUICK, (), 4, "session"), 20_000
+    homes = [cluster.home(f"n{number}") for number in range(names)]
+    most = max(homes.count(number) for number in range(4)) / names
+    assert fullest_share(4) == pytest.approx(most, rel=0.03)
+    assert fullest_share(1) == 1.0

@@ -1,0 +1,129 @@
+"""The plan: the largest rate is found, more load needs more GPUs, and wrong input is answered in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from pensieve.scheduler.sim.cluster import fullest_share
+from pensieve.scheduler.types import SettingError
+from pensieve.scripts import plan
+from pensieve.scripts.bench.models import MODELS, read_costs, read_shape, scaled
+
+SHAPES = Path(__file__).parents[2] / "scripts" / "shapes"
+LLAMA = SHAPES / "llama-3-8b.json"
+MEASURED = SHAPES / "h200" / "llama-3-8b.json"
+SMALL = [
+    *("--config", str(LLAMA), "--profile", str(MEASURED), "--synthetic", "sharegpt", "--load", "2,40"),
+    *("--seconds", "12", "--measure-s", "8", "--ramp-s", "2", "--seeds", "0", "--jobs", "1", "--chunk-tokens", "128"),
+    *("--gpu-kv-bytes", "6GiB", "--host-kv-bytes", "4GiB", "--think-s", "5"),
+    *("--max-num-seqs", "4"),
+]
+
+
+def rows(capsys, *options: str) -> list[dict]:
+    assert plan.main([*SMALL, "--json", *options]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_the_largest_good_rate_is_found():
+    for largest in (0.3, 1.0, 7.0, 50.0):
+        found = plan.bisect(lambda rate, most=largest: rate <= most, guess=1.0)
+        assert largest / plan.CLOSE <= found <= largest
+
+
+def test_targets_that_an_idle_replica_misses_are_named():
+    with pytest.raises(SettingError, match="--ms-per-token, --ttft-ms-p95: an idle replica misses them"):
+        plan.bisect(lambda rate: False, guess=1.0)
+
+
+@pytest.mark.parametrize("load", [0.2, 1.0, 3.0, 70.0])
+def test_the_fullest_replica_has_no_more_than_it_can_serve(load):
+    count = plan.replicas(load, rate=1.0)
+    assert load <= count <= 1.4 * load + 1
+    assert load * fullest_share(count) <= 1.0
+
+
+def test_more_load_needs_more_gpus_and_costs_more(capsys):
+    few, many = rows(capsys, "--ms-per-token", "20", "--price", "3", "--host-price", "0.5")
+    assert (few["load"], many["load"]) == (2, 40)
+    assert few["gpus"] < many["gpus_if_even"] <= many["gpus"]
+    assert many["host_gib"] == 4 * many["gpus"]
+    assert many["cost"] == 3 * many["gpus"] + 0.5 * many["host_gib"]
+    assert many["cost_1000"] == pytest.approx(many["cost"] / 40 / 3.6)
+
+
+def test_a_margin_is_a_harder_target(capsys):
+    gpus = [
+        rows(capsys, "--ms-per-token", target, "--margin", margin, "--load", "60")[0]["gpus"]
+        for target, margin in (("20", "0.4"), ("12", "0"))
+    ]
+    assert gpus[0] == gpus[1] > rows(capsys, "--ms-per-token", "20", "--load", "60")[0]["gpus"]
+
+
+def test_the_table_names_the_cheapest_size_of_host_memory(capsys):
+    sizes = ["--host-kv-bytes", "0,4GiB"]
+    assert plan.main([*SMALL, *sizes, "--ms-per-token", "20"]) == 0
+    titles, *lines, best, sure, source = capsys.readouterr().out.splitlines()
+    assert titles.split()[:2] == ["host", "GiB/GPU"]
+    assert [line.split()[:2] for line in lines] == [["0", "2"], ["4", "2"], ["0", "40"], ["4", "40"]]
+    assert best.startswith("40/s: ") and "GPUs" in sure and "NVIDIA H200, 2026-11-20" in source
+
+
+def test_the_seeds_say_how_sure_it_is():
+    args = plan.parser().parse_args([*SMALL, "--ms-per-token", "20"])
+    row = plan.plan_row(args, 10.0, 2**32, [1.0, 0.5, 2.0])
+    assert row["rate"] == median([1.0, 0.5, 2.0]) and row["rates_by_seed"] == "0.5 to 2"
+    fewest, most = map(int, row["gpus_by_seed"].split(" to "))
+    assert fewest < row["gpus"] < most
+
+
+def test_a_shape_is_read_from_a_config():
+    shape = read_shape(LLAMA, ranks=1)
+    known = MODELS["llama-3-8b"]
+    assert (shape.layers, shape.heads, shape.kv_heads, shape.head_dim) == (32, 32, 8, 128)
+    assert shape.parameters == pytest.approx(known.parameters, rel=1e-3)
+    assert read_shape(LLAMA, ranks=4).token_bytes == shape.token_bytes // 4
+
+
+def test_costs_by_larger_chunks_are_the_same_costs():
+    shape = read_shape(LLAMA, ranks=1)
+    small, source = read_costs(MEASURED, shape, 32)
+    large = scaled(small, 128)
+    assert source == "NVIDIA H200, 2026-11-20"
+    assert large.recompute(4096) == pytest.approx(4 * small.recompute(4096))
+    assert large.load() == pytest.approx(4 * small.load())
+    assert large.step(512, 1024, 8, 2048) == pytest.approx(small.step(512, 1024, 8, 2048))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ([], "--ms-per-token, --ttft-ms-p95: give one target or both"),
+        (["--ms-per-token", "0"], "--ms-per-token: must be above 0"),
+        (["--ms-per-token", "20", "--load", "many"], "--load: must be numbers"),
+        (["--ms-per-token", "20", "--load", "0"], "--load: must be above 0"),
+        (["--ms-per-token", "20", "--jobs", "0"], "--jobs: must be at least 1"),
+        (["--ms-per-token", "20", "--margin", "1"], "--measure-s, --margin: must be below"),
+        (["--ms-per-token", "20", "--config", "none.json"], "--config: none.json does not exist"),
+        (["--ms-per-token", "20", "--config", str(SHAPES / "opt-13b.json")], "is of another model than --config"),
+        (["--ms-per-token", "20", "--profile", str(LLAMA)], "run `pensieve profile` again"),
+        (["--ms-per-token", "20", "--tensor-parallel", "3"], "--tensor-parallel: 32 heads"),
+        (["--ms-per-token", "20", "--gpu-kv-bytes", "auto", "--gpu-memory", "16GiB"], "use more GPUs a replica"),
+        (["--ms-per-token", "0.01"], "an idle replica misses them"),
+    ],
+)
+def test_wrong_input_is_answered_in_one_line(options, told, capsys):
+    assert plan.main([*SMALL, *options]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("pensieve plan: ") and told in error and error.count("\n") == 1
+
+
+def test_the_cost_is_drawn_over_the_load(tmp_path):
+    pytest.importorskip("matplotlib")
+    args = plan.parser().parse_args([*SMALL, "--plot", str(tmp_path / "cost.png")])
+    plan.draw(args, {2**32: [1.0, 2.0]}, 10.0)
+    assert (tmp_path / "cost.png").stat().st_size > 1000
