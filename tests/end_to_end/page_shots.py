@@ -63,8 +63,9 @@ def shoot_states(browser, server, folder):
         page.goto(f"{server.url}/ui")
         page.locator("#timeline canvas:not([data-points='0'])").first.wait_for(state="attached")
 
-    def shoot(state):
+    def shoot(state, when="true"):
         for (name, scheme), page in pages.items():
+            page.wait_for_function(when)
             save(page.screenshot(), folder / f"page-{state}-{name}-{scheme}.png")
 
     shoot("empty")
@@ -84,7 +85,7 @@ def shoot_states(browser, server, folder):
                 page.get_by_role("button", name="Cache").click()
         enough = "least => document.querySelector('#timeline canvas').dataset.points >= least"
         pages["desktop", "light"].wait_for_function(enough, arg=200, timeout=300_000)
-        shoot("load")
+        shoot("load", when="document.querySelector('[data-lane=gpu-host] .out b').textContent !== '0/s'")
     for (name, _), page in pages.items():
         if name == "phone":
             page.get_by_role("button", name="Cache").click()

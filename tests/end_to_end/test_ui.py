@@ -350,6 +350,27 @@ def test_a_phone_shows_the_chat_first_and_the_rest_behind_buttons(server, browse
 
 
 @SIZES
+def test_large_numbers_fit_their_boxes(server, browser, size):
+    with opened(browser, server.url, size=size) as page:
+        if size == PHONE:
+            page.get_by_role("button", name="Cache").click()
+        expect(page.get_by_text("Chunks on the move")).to_be_visible()
+        cut = page.evaluate("""() => {
+            for (const small of document.querySelectorAll(".box:not([data-box=dropped]) small"))
+                small.textContent = "87,381 of 87,381";
+            document.querySelector("[data-dropped]").textContent = "1,234,567";
+            return [...document.querySelectorAll(".box")].filter((box) => {
+                const inside = box.getBoundingClientRect();
+                const range = document.createRange();
+                range.selectNodeContents(box);
+                return [...range.getClientRects()].some((part) => part.left < inside.left || part.right > inside.right);
+            }).map((box) => box.textContent);
+        }""")
+        assert cut == []
+        assert page.evaluate("document.documentElement.scrollWidth") == size[0]
+
+
+@SIZES
 def test_an_empty_page_says_what_to_do(server, browser, size):
     with opened(browser, server.url, key=NEW_KEY, size=size) as page:
         expect(page.get_by_text("Write a message, or try one of these")).to_be_visible()
