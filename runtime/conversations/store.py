@@ -22,13 +22,14 @@ from typing import Any, NamedTuple
 
 from ...scheduler.turns.conversations import common_prefix
 from ...scheduler.types import INSUFFICIENT_QUOTA, RequestError, SettingError
-from .databases import open_database
+from .databases import Database, open_database
 from .schema import Conversation, Gone, Name, Opening
 from .transcript import OTHERS, StoredTurn, Transcript, dialogue_keys, title_of
 
 EXPIRY_INTERVAL_S = 60.0
 SILENT_SECONDS = 3600.0  # a server that is cut off from the others for so long begins with no KV
 
+TURN_COLUMNS = "number, parent, digest, messages, kept, tokens, inside, text_kept, text, tokenizer, id"
 COLUMNS = ", ".join(field.name for field in fields(Conversation))
 LIVE = (
     "(coalesce(active + coalesce(history_ttl, :default_ttl), 9e99) > :now OR EXISTS (SELECT 1 FROM open_turns "
@@ -360,6 +361,39 @@ class HistoryStore:
         TTL, were branches, or another server has deleted them."""
         expired, self._expired = self._expired, []
         return expired
+
+    def copy_from(self, source: Database) -> tuple[int, int]:
+        """Adds the conversations of another database, all or none. Returns how many, and how many stay behind because
+        their names are taken here. Raises RequestError as `Database.transaction`."""
+        copied, known = 0, 0
+        turns: dict[int | None, int | None] = {None: None}  # numbers there and here
+        with self._db.transaction():
+            for (number,) in source.execute("SELECT number FROM turns ORDER BY number"):  # parents come first
+                turns[number] = self._copied(source, "turns", TURN_COLUMNS, number, turns)
+            for (number,) in source.execute("SELECT number FROM conversations ORDER BY number"):
+                named = "SELECT owner, kind, id FROM conversations WHERE number = :number"
+                ((owner, kind, id),) = source.execute(named, {"number": number})
+                taken = "SELECT 1 FROM conversations WHERE owner = :owner AND kind = :kind AND id = :id"
+                if self._db.execute(taken, {"owner": owner, "kind": kind, "id": id}):
+                    known += 1
+                    continue
+                self._copied(source, "conversations", COLUMNS, number, turns)
+                copied += 1
+            for turn in sorted(filter(None, turns.values()), reverse=True):
+                self._prune(turn)
+        return copied, known
+
+    def _copied(
+        self, source: Database, table: str, columns: str, number: int, turns: Mapping[int | None, int | None]
+    ) -> int:
+        (values,) = source.execute(f"SELECT {columns} FROM {table} WHERE number = :number", {"number": number})
+        row = dict(zip(columns.split(", "), values, strict=True))
+        del row["number"]
+        if table == "turns":
+            row |= {"parent": turns[row["parent"]], "text": self._db.text(row["text"])}
+        else:
+            row["head"] = turns[row["head"]]
+        return int(self._db.execute(f"INSERT INTO {table} {_columns(row)} RETURNING number", row)[0][0])
 
     # -- within
 
