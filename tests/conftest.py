@@ -13,6 +13,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 LONG_FILES = (
     "end_to_end/test_ranks.py",
     "end_to_end/test_histories.py",
+    "end_to_end/test_shared_histories.py",
     "end_to_end/test_disk_server.py",
     "end_to_end/test_disk_ranks.py",
     "end_to_end/test_triton_ranks.py",
@@ -45,7 +46,7 @@ def pytest_addoption(parser):
     group.addoption("--url", help="its address, as http://127.0.0.1:8000 (default: a server of the demo engine)")
     group.addoption("--model", default="demo", help="the name that it serves (default %(default)s)")
     group.addoption("--api-key", metavar="KEY", help="where the server wants one")
-    group = parser.getgroup("fuzzing, tests/fuzz")
+    group = parser.getgroup("fuzzing, tests/fuzz and tests/end_to_end/test_shared_histories.py")
     group.addoption("--seconds", type=float, metavar="N", help="how long (default: a short while)")
     group.addoption("--seed", type=int, default=7, metavar="N", help="of the cases (default %(default)s)")
     group.addoption("--case", type=int, metavar="N", help="send this one only")
