@@ -22,7 +22,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from pensieve.runtime.conversations.databases import LEASE_SECONDS
 from pensieve.runtime.conversations.schema import Name
 from pensieve.runtime.conversations.store import HistoryStore
 
@@ -32,6 +31,7 @@ from .server import HTTP, Server
 SECONDS = 10.0
 WORKERS = 4
 PAUSE = (1.0, 4.0)  # seconds between two disturbances
+PATIENCE = 120.0  # seconds for a conversation to be free again, on a machine with other work
 REPLAYED = 8  # conversations that an undisturbed server answers again
 TOPICS = ("tea", "coffee", "rice", "bread", "music")
 
@@ -251,41 +251,42 @@ def test_two_servers_under_kills_and_database_restarts(tmp_path, seconds, reques
                     worker.result()
             finish(driver, database)
         finally:
+            print(dict(driver.counts))
             for server in driver.servers:
                 server.__exit__()
     replay(driver, tmp_path)
-    print(dict(driver.counts))
+    print("replayed", driver.counts["replayed"])
     assert driver.counts["turns"] and driver.counts["kills"] + driver.counts["database restarts"]
 
 
 def finish(driver, database):
     """After the last disturbance every conversation takes a turn once the leases of killed servers are over, and is
     whole on both servers."""
-    until = time.monotonic() + 3 * LEASE_SECONDS
+    living = [dialogue for dialogue in driver.dialogues if not dialogue.deleted]
+    with ThreadPoolExecutor(WORKERS) as pool:
+        list(pool.map(lambda dialogue: finish_one(driver, dialogue), living))
     store = HistoryStore(database.url)
-    try:
-        for dialogue in driver.dialogues:
-            if dialogue.deleted:
-                continue
-            text = f"{uuid.uuid4().hex[:8]}: the end."
-            while text not in dialogue.said:
-                assert time.monotonic() < until or not driver.counts["kills"], "it stays held"
-                driver.turn(dialogue, text)
-                if text not in dialogue.said:
-                    time.sleep(0.2)
-            driver.look(dialogue)
-            both = [driver.ask("GET", f"/v1/conversations/{dialogue.name}", server)[1] for server in range(2)]
-            assert both[0]["messages"] == both[1]["messages"]
-            dialogue.messages = both[0]["messages"]
-            if dialogue.branched:
-                check_branches(store, dialogue, both[0]["messages"])
-    finally:
-        store.close()
+    for dialogue in living:
+        check_branches(store, dialogue)
+    store.close()
 
 
-def check_branches(store, dialogue, messages):
+def finish_one(driver, dialogue):
+    text, until = f"{uuid.uuid4().hex[:8]}: the end.", time.monotonic() + PATIENCE
+    while text not in dialogue.said:
+        assert time.monotonic() < until, f"{dialogue.name} stays held"
+        driver.turn(dialogue, text)
+        if text not in dialogue.said:
+            time.sleep(0.2)
+    driver.look(dialogue)
+    both = [driver.ask("GET", f"/v1/conversations/{dialogue.name}", server)[1] for server in range(2)]
+    assert both[0]["messages"] == both[1]["messages"]
+    dialogue.messages = both[0]["messages"]
+
+
+def check_branches(store, dialogue):
     """What has lost a race is in a branch, once."""
-    found = Counter(message["content"] for message in messages)
+    found = Counter(message["content"] for message in dialogue.messages)
     named = "SELECT id FROM conversations WHERE kind = 'branch' AND parent = :name"
     for (id,) in store._db.execute(named, {"name": dialogue.name}):
         _, turn = store.find(Name("", id, "branch"), time.time())
