@@ -13,6 +13,7 @@ COMMANDS = {
     "chat": "talk to a running server in the terminal",
     "profile": "measure what steps and copies of an engine cost on this hardware",
     "doctor": "say what this machine lacks, and what to do about it",
+    "import-histories": "copy conversations from a file into a shared database",
     "simulate": "replay a trace against the scheduler on a virtual clock",
     "plan": "say how many GPUs a load of conversations needs, and what they cost",
     "triton-repository": "write a model repository for Triton Inference Server",

@@ -14,6 +14,7 @@ LONG_FILES = (
     "end_to_end/test_ranks.py",
     "end_to_end/test_histories.py",
     "end_to_end/test_first_start.py",
+    "end_to_end/test_shared_histories.py",
     "ranks/test_mpi.py",
     "builder/test_fp8.py",
     "end_to_end/test_disk_server.py",
@@ -63,7 +64,7 @@ def pytest_addoption(parser):
     group.addoption("--url", help="its address, as http://127.0.0.1:8000 (default: a server of the demo engine)")
     group.addoption("--model", default="demo", help="the name that it serves (default %(default)s)")
     group.addoption("--api-key", metavar="KEY", help="where the server wants one")
-    group = parser.getgroup("fuzzing, tests/fuzz")
+    group = parser.getgroup("fuzzing, tests/fuzz and tests/end_to_end/test_shared_histories.py")
     group.addoption("--seconds", type=float, metavar="N", help="how long (default: a short while)")
     group.addoption("--seed", type=int, default=7, metavar="N", help="of the cases (default %(default)s)")
     group.addoption("--case", type=int, metavar="N", help="send this one only")

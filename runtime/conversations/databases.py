@@ -6,6 +6,7 @@ Everything blocks and belongs to one thread at a time.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
@@ -384,7 +385,9 @@ class Postgres:
 
     def interrupt(self) -> None:
         connection = self._connection
-        if connection is not None and not connection.closed:
+        with contextlib.suppress(OSError, self._errors.Error):  # it may end by itself just now
+            if connection is None:
+                return
             with socket.socket(fileno=os.dup(connection.fileno())) as wire:
                 wire.shutdown(socket.SHUT_RDWR)
 
@@ -414,7 +417,7 @@ def look_at(url: str) -> str:
 @lru_cache(maxsize=256)
 def _with_percent(sql: str) -> str:
     """The parameters as psycopg takes them."""
-    return re.sub(r"(?<!:):([a-z_]+)", r"%(\1)s", sql)
+    return re.sub(r"(?<!:):([a-z_][a-z_0-9]*)", r"%(\1)s", sql)
 
 
 def _first_line(error: Exception) -> str:

@@ -22,13 +22,14 @@ from typing import Any, NamedTuple
 
 from ...scheduler.turns.conversations import common_prefix
 from ...scheduler.types import INSUFFICIENT_QUOTA, RequestError, SettingError
-from .databases import open_database
+from .databases import Database, open_database
 from .schema import Conversation, Gone, Name, Opening
 from .transcript import OTHERS, StoredTurn, Transcript, dialogue_keys, title_of
 
 EXPIRY_INTERVAL_S = 60.0
 SILENT_SECONDS = 3600.0  # a server that is cut off from the others for so long begins with no KV
 
+TURN_COLUMNS = "number, parent, digest, messages, kept, tokens, inside, text_kept, text, tokenizer, id"
 COLUMNS = ", ".join(field.name for field in fields(Conversation))
 LIVE = (
     "(coalesce(active + coalesce(history_ttl, :default_ttl), 9e99) > :now OR EXISTS (SELECT 1 FROM open_turns "
@@ -103,12 +104,13 @@ class HistoryStore:
 
     def renew(self, turns: Sequence[bytes]) -> None:
         """To be called before `lease` seconds are over, as long as the turns are open."""
-        with self._db.transaction(durable=False):
-            for turn in turns:
-                self._db.execute(
-                    f"UPDATE open_turns SET until = {self._db.clock} + :lease WHERE turn = :turn",
-                    {"turn": turn, "lease": self.lease},
-                )
+        names = {f"turn_{number}": turn for number, turn in enumerate(turns)}
+        listed = ", ".join(f":{name}" for name in names)
+        if names:
+            self._db.execute(
+                f"UPDATE open_turns SET until = {self._db.clock} + :lease WHERE turn IN ({listed})",
+                names | {"lease": self.lease},
+            )
 
     # -- the other servers
 
@@ -134,29 +136,34 @@ class HistoryStore:
 
     def keep_in_step(self, turns: Sequence[bytes], erased: int) -> None:
         """Of a shared database: renews the open turns, and learns what others have deleted (`take_expired`). To be
-        called before `lease` seconds are over. `erased`: all up to this tombstone (`seen`) is erased here."""
+        called before `lease` seconds are over. `erased`: all up to this tombstone (`seen`) is erased here.
+
+        Each statement is a transaction of its own, so that no writer waits for the many servers that do this."""
         self.renew(turns)
-        with self._db.transaction(durable=False):
-            self._forget_silent_servers()
-            self._db.execute(
-                f"UPDATE servers SET seen = :erased, alive = {self._db.clock} WHERE id = :server",
-                {"erased": erased, "server": self._server},
-            )
-            self._read_tombstones()
-            self._db.execute("DELETE FROM tombstones WHERE number <= (SELECT min(seen) FROM servers)")
+        self._forget_silent_servers()
+        self._db.execute(
+            f"UPDATE servers SET seen = :erased, alive = {self._db.clock} WHERE id = :server",
+            {"erased": erased, "server": self._server},
+        )
+        self._read_tombstones()
+        long_ago = {"silent": SILENT_SECONDS}
+        self._db.execute(f"DELETE FROM open_turns WHERE until < {self._db.clock} - :silent", long_ago)
+        self._db.execute("DELETE FROM tombstones WHERE number <= (SELECT min(seen) FROM servers)")
 
     def _forget_silent_servers(self) -> None:
         self._db.execute(f"DELETE FROM servers WHERE alive < {self._db.clock} - :silent", {"silent": SILENT_SECONDS})
 
     def _read_tombstones(self) -> None:
-        if not self._db.execute("SELECT 1 FROM servers WHERE id = :server", {"server": self._server}):
+        rows = self._db.execute(
+            "SELECT tombstones.number, process, owner, tombstones.id, kind, thread, tokens, shared, salt FROM servers "
+            "LEFT JOIN tombstones ON tombstones.number > :seen WHERE servers.id = :server ORDER BY tombstones.number",
+            {"seen": self.seen, "server": self._server},
+        )
+        if not rows:
             what = "this server was cut off from the database of the histories for too long: restart it"
             raise RequestError(503, what)
-        rows = self._db.execute(
-            "SELECT number, process, owner, id, kind, thread, tokens, shared, salt FROM tombstones "
-            "WHERE number > :seen ORDER BY number",
-            {"seen": self.seen},
-        )
+        if rows[0][0] is None:
+            return
         for number, process, owner, id, kind, thread, tokens, shared, salt in rows:
             if process != self._process:
                 self._expired.append(Gone(Name(owner, id, kind), thread, _unpacked(tokens), shared, salt))
@@ -361,6 +368,39 @@ class HistoryStore:
         expired, self._expired = self._expired, []
         return expired
 
+    def copy_from(self, source: Database) -> tuple[int, int]:
+        """Adds the conversations of another database, all or none. Returns how many, and how many stay behind because
+        their names are taken here. Raises RequestError as `Database.transaction`."""
+        copied, known = 0, 0
+        turns: dict[int | None, int | None] = {None: None}  # numbers there and here
+        with self._db.transaction():
+            for (number,) in source.execute("SELECT number FROM turns ORDER BY number"):  # parents come first
+                turns[number] = self._copied(source, "turns", TURN_COLUMNS, number, turns)
+            for (number,) in source.execute("SELECT number FROM conversations ORDER BY number"):
+                named = "SELECT owner, kind, id FROM conversations WHERE number = :number"
+                ((owner, kind, id),) = source.execute(named, {"number": number})
+                taken = "SELECT 1 FROM conversations WHERE owner = :owner AND kind = :kind AND id = :id"
+                if self._db.execute(taken, {"owner": owner, "kind": kind, "id": id}):
+                    known += 1
+                    continue
+                self._copied(source, "conversations", COLUMNS, number, turns)
+                copied += 1
+            for turn in sorted(filter(None, turns.values()), reverse=True):
+                self._prune(turn)
+        return copied, known
+
+    def _copied(
+        self, source: Database, table: str, columns: str, number: int, turns: Mapping[int | None, int | None]
+    ) -> int:
+        (values,) = source.execute(f"SELECT {columns} FROM {table} WHERE number = :number", {"number": number})
+        row = dict(zip(columns.split(", "), values, strict=True))
+        del row["number"]
+        if table == "turns":
+            row |= {"parent": turns[row["parent"]], "text": self._db.text(row["text"])}
+        else:
+            row["head"] = turns[row["head"]]
+        return int(self._db.execute(f"INSERT INTO {table} {_columns(row)} RETURNING number", row)[0][0])
+
     # -- within
 
     @contextmanager
@@ -489,7 +529,8 @@ class HistoryStore:
         """Its branches go with it, and are told as expired ones are."""
         self._expired += [self._remove(branch) for branch in self._branches(conversation)]
         past = self._load(conversation.head)
-        self._db.execute("DELETE FROM conversations WHERE number = :number", {"number": conversation.number})
+        for table, column in (("open_turns", "conversation"), ("conversations", "number")):
+            self._db.execute(f"DELETE FROM {table} WHERE {column} = :number", {"number": conversation.number})
         own = self._prune(conversation.head)
         name = Name(conversation.owner, conversation.id, conversation.kind)
         if past is None:

@@ -404,7 +404,8 @@ class TurnManager:
 
         if turn in self._open:
             self._open.discard(turn)
-            self._thread.submit(release)
+            with contextlib.suppress(RuntimeError):  # the store is closed: its server ends
+                self._thread.submit(release)
 
     async def _continued(self, name: Name) -> Stored:
         found = await self.run(self._store.find, name, time.time())

@@ -35,6 +35,8 @@ NOT_RUN = {
         "python -m pensieve.scripts.check.soak --minutes 30\n",
     ): "runs for 30 minutes of twenty restarts; end_to_end/test_disk_server.py has a minute of it",
     ("operations.md", "python -m pensieve.scripts.check.soak --minutes 30 --engine"): "the same",
+    ("shared-histories.md", "pip install"): "needs a database; end_to_end/test_shared_histories.py has one",
+    ("shared-histories.md", "pensieve import-histories"): "the same",
     ("tensor-parallel.md", "build_engine --checkpoint DIR"): "needs four GPUs; end_to_end/test_ranks.py uses CPUs",
     ("tensor-parallel.md", "timeout 240 python -m pytest"): "needs four GPUs",
     ("triton.md", "pensieve triton-repository"): "needs tritonserver; tests/end_to_end/test_triton.py does the same",

@@ -9,9 +9,14 @@ import psycopg
 import pytest
 
 from pensieve.runtime.conversations.databases import open_database, without_password
+from pensieve.runtime.conversations.schema import Name
+from pensieve.runtime.conversations.store import HistoryStore
 from pensieve.runtime.launch.http_options import http_settings
 from pensieve.runtime.launch.settings import HISTORY_URL, ServeSettings
 from pensieve.scheduler.types import SettingError
+from pensieve.scripts import doctor, import_histories
+
+from .test_store import dialogue, rows, stored, transcript
 
 
 def test_an_option_comes_before_the_environment_and_a_file_in_the_state_directory_is_the_default(
@@ -59,3 +64,58 @@ def test_tables_of_another_program_are_left_alone(postgres: str) -> None:
 )
 def test_a_password_is_not_shown(url: str, shown: str) -> None:
     assert without_password(url) == shown
+
+
+def test_histories_are_imported_from_a_file(tmp_path: Path, postgres: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is taken stays as it is; a second import adds nothing."""
+    a, b, c = (Name("", name) for name in "abc")
+    snapshot = Name("key", "r", "response")
+    source, target = HistoryStore(tmp_path / "history.sqlite"), HistoryStore(postgres)
+    source.use_tokenizer(b"ours")
+    source.commit(a, transcript("0", "1"), 1.0, b"salt")
+    source.change(a, 1.0, history_ttl=1e12)
+    source.fork(a, "b", 2.0)
+    source.commit(b, transcript("0", "1", "2", "3"), 3.0)
+    source.commit(c, transcript("z", "1"), 3.0)
+    source.commit(snapshot, transcript("0", "1"), 4.0, body="{}", thread="x")
+    kept = source.get(a, 5.0)
+    source.close()
+    target.use_tokenizer(b"ours")
+    target.commit(c, transcript("other", "1"), 1.0)
+    for said in ("copied 3 conversations and responses, 1 were there", "copied 0 conversations and responses, 4 were"):
+        assert import_histories.main([str(tmp_path / "history.sqlite"), "--history-url", postgres]) == 0
+        assert said in capsys.readouterr().out
+        found = target.get(a, 5.0)
+        assert (found.salt, found.history_ttl, found.title, found.created) == (b"salt", 1e12, "0", kept.created)
+        assert stored(target, b) == transcript("0", "1", "2", "3") and target.get(b, 5.0).parent == "a"
+        assert stored(target, c).messages == dialogue("other", "1")
+        assert target.get(snapshot, 5.0).body == "{}" and rows(target) == 4
+    target.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["none", "--history-url", "postgresql://x/y"], "there is no none"), (["x"], "names no database")],
+)
+def test_an_import_that_cannot_be(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(HISTORY_URL, raising=False)
+    with pytest.raises(SystemExit):
+        import_histories.main(words)
+    assert said in capsys.readouterr().err
+
+
+def test_the_doctor_asks_the_database(tmp_path: Path, postgres: str) -> None:
+    def finding(url: str | None) -> doctor.Finding:
+        return doctor._histories(tmp_path, url)
+
+    assert "SQLite" in finding(None).found
+    assert "without histories yet" in finding(postgres).found
+    store = HistoryStore(postgres)
+    store.register()
+    store.create(Name("", "a"), 1.0)
+    assert "1 conversations and responses, 1 servers" in finding(postgres).found
+    store.close()
+    gone = finding(f"postgresql://me:secret@/x?host={tmp_path}")
+    assert gone.level is doctor.Level.PROBLEM and "secret" not in gone.found + gone.advice

@@ -605,6 +605,16 @@ def test_a_turn_of_a_deleted_conversation_does_not_bring_the_servers_history_bac
     assert stored(store, A) == LONGER
 
 
+def test_a_deleted_conversation_is_not_held_any_more(store: HistoryStore) -> None:
+    """SQLite may give its number to the next one."""
+    store.create(A, 1.0)
+    opened(store, b"1", True)
+    store.delete(A, 1.0)
+    store.create(B, 1.0)
+    store.admit([B], 1.0, b"2", alone=True)
+    assert store._db.execute("SELECT turn FROM open_turns") == [(b"2",)]
+
+
 def test_a_commit_is_known_by_its_turn(store: HistoryStore) -> None:
     first = opened(store, b"1")
     assert not store.committed(b"1")

@@ -156,10 +156,12 @@ def test_a_server_that_was_away_erases_what_was_deleted_meanwhile(postgres: str)
     two.close()
     two = HistoryStore(postgres, server="two")
     assert two.register()
-    two.admit([Name("", "c")], 1.0)
+    two.admit([Name("", "c")], 1.0, b"1")
     assert [gone.name.id for gone in two.take_expired()] == ["a", "b"]
+    one._db.execute("UPDATE open_turns SET until = 0")
     one.keep_in_step([], one.seen)
     one.keep_in_step([], one.seen)
+    assert one._db.execute("SELECT * FROM open_turns") == [], "their servers have been gone for long"
     two.keep_in_step([], two.seen)
     assert one._db.execute("SELECT count(*) FROM tombstones") == [(0,)]
     one._db.execute("UPDATE servers SET alive = 0 WHERE id = 'two'")

@@ -1,0 +1,46 @@
+"""Copies the conversations of a SQLite file into a PostgreSQL database, all of them or none.
+
+Stop the server that has the file first. Names that the database has already, of the same owner, stay as they are there.
+Exit status: 0 copied, 2 a wrong option, or a database that cannot be used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..runtime.conversations.databases import open_database
+from ..runtime.conversations.store import HistoryStore
+from ..runtime.launch.command_line import CommandParser
+from ..runtime.launch.http_options import history_url
+from ..runtime.launch.settings import HISTORY_URL
+from ..scheduler.types import RequestError, SettingError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = CommandParser(prog="pensieve import-histories", description=__doc__.partition("\n")[0])
+    parser.add_argument("file", type=Path, metavar="FILE", help="history.sqlite of a server's state directory")
+    parser.add_argument("--history-url", metavar="URL", help=f"where they go (default: {HISTORY_URL})")
+    parser.add_argument("--history-url-file", type=Path, metavar="FILE", help="that URL, which may have a password")
+    args = parser.parse_args(argv)
+    try:
+        url = history_url(args.history_url, args.history_url_file)
+        if url is None:
+            raise SettingError("--history-url", "names no database")
+        if not args.file.is_file():
+            raise SettingError("FILE", f"there is no {args.file}")
+        copied, known = import_histories(args.file, url)
+    except (SettingError, RequestError) as error:
+        parser.error(str(error))
+    print(f"copied {copied} conversations and responses, {known} were there already")
+    return 0
+
+
+def import_histories(file: Path, url: str) -> tuple[int, int]:
+    """How many were copied, and how many have a name that was taken."""
+    source, target = open_database(file), HistoryStore(url)
+    try:
+        return target.copy_from(source)
+    finally:
+        target.close()
+        source.close()

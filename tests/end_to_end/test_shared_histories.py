@@ -1,0 +1,308 @@
+"""Two servers and one PostgreSQL under a random driver of turns, forks, deletions, kills and database restarts.
+
+    pytest tests/end_to_end/test_shared_histories.py --seconds 600
+
+No acknowledged turn is lost, none is there twice, every reply is the one of an undisturbed server, and nothing that was
+deleted is served.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+import uuid
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+
+from pensieve.runtime.conversations.schema import Name
+from pensieve.runtime.conversations.store import HistoryStore
+
+from ..postgres import PrivatePostgres
+from .server import HTTP, Server
+
+SECONDS = 10.0
+WORKERS = 4
+PAUSE = (1.0, 4.0)  # seconds between two disturbances
+PATIENCE = 120.0  # seconds for a conversation to be free again, on a machine with other work
+REPLAYED = 8  # conversations that an undisturbed server answers again
+TOPICS = ("tea", "coffee", "rice", "bread", "music")
+
+
+@pytest.fixture
+def seconds(request):
+    return request.config.getoption("--seconds") or SECONDS
+
+
+@dataclass
+class Dialogue:
+    """What is known of one conversation. `said`: turns that were answered with 200, by their unique text; `perhaps`:
+    that got no such answer. `branched`: which raced with another one, so that it may be in a branch."""
+
+    name: str
+    said: dict[str, str] = field(default_factory=dict)
+    perhaps: set[str] = field(default_factory=set)
+    branched: set[str] = field(default_factory=set)
+    deleted: bool = False  # or perhaps
+    messages: list[dict] = field(default_factory=list)  # in the end
+
+
+class Driver:
+    def __init__(self, directory: Path, database: PrivatePostgres, seed: int):
+        self.directory, self.database, self.draw = directory, database, random.Random(seed)
+        self.servers = [self.server(0), self.server(1)]
+        self.dialogues: list[Dialogue] = []
+        self.lock = threading.Lock()
+        self.ended = threading.Event()
+        self.counts: Counter[str] = Counter()
+
+    def server(self, number):
+        tiers = ("--gpu-kv-chunks", 60, "--host-kv-chunks", 60, "--disk-kv-chunks", 200, "--max-num-seqs", 8)
+        environment = os.environ | {"PENSIEVE_HISTORY_URL": self.database.url}
+        return Server(self.directory / f"state-{number}", *tiers, "--shutdown-timeout", 0, environment=environment)
+
+    def count(self, what):
+        with self.lock:
+            self.counts[what] += 1
+
+    def ask(self, method, path, server=None, **body):
+        """The status and the answer; 0 if there is none, because a server was killed or is starting."""
+        with self.lock:
+            url = self.servers[self.draw.randrange(2) if server is None else server].url
+        try:
+            answer = HTTP.request(method, f"{url}{path}", json=body or None, timeout=60)
+        except httpx.TransportError:
+            self.count("no answer")
+            time.sleep(0.05)
+            return 0, {}
+        self.count(f"{method} {answer.status_code}")
+        assert answer.status_code in (200, 404, 409, 503) or (method, answer.status_code) == ("DELETE", 500), (
+            answer.text
+        )
+        if answer.status_code == 503:
+            time.sleep(0.05)
+        return answer.status_code, answer.json()
+
+    def work(self, seed):
+        draw = random.Random(seed)
+        while not self.ended.is_set():
+            with self.lock:
+                living = [dialogue for dialogue in self.dialogues if not dialogue.deleted]
+            if len(living) < 6 or draw.random() < 0.05:
+                self.create()
+                continue
+            dialogue = draw.choice(living)
+            match draw.choices(("turn", "race", "fork", "delete", "look"), (10, 2, 1, 1, 4))[0]:
+                case "turn":
+                    self.turn(dialogue, f"{uuid.uuid4().hex[:8]}: tell me about {draw.choice(TOPICS)}.")
+                case "race":
+                    self.race(draw.choice(TOPICS))
+                case "fork":
+                    self.fork(dialogue)
+                case "delete":
+                    self.delete(dialogue)
+                case "look":
+                    self.look(dialogue)
+
+    def create(self):
+        dialogue = Dialogue(uuid.uuid4().hex[:8])
+        status, _ = self.ask("POST", "/v1/conversations", id=dialogue.name)
+        if status == 200:
+            with self.lock:
+                self.dialogues.append(dialogue)
+
+    def chat(self, messages, server=None, **body):
+        body |= dict(model="demo", messages=messages, max_tokens=12, temperature=0)
+        status, answer = self.ask("POST", "/v1/chat/completions", server, **body)
+        return status, answer["choices"][0]["message"]["content"] if status == 200 else ""
+
+    def turn(self, dialogue, text):
+        with self.lock:
+            dialogue.perhaps.add(text)
+        messages = [{"role": "user", "content": text}]
+        status, reply = self.chat(messages, conversation=dialogue.name, history="server")
+        with self.lock:
+            if status == 200:
+                dialogue.perhaps.discard(text)
+                dialogue.said[text] = reply
+                self.counts["turns"] += 1
+            assert status != 404 or dialogue.deleted, f"{dialogue} is lost"
+
+    def race(self, topic):
+        """Two clients send the same conversation at the same time, to both servers."""
+        dialogue = Dialogue(uuid.uuid4().hex[:8])
+        texts = [f"{uuid.uuid4().hex[:8]}: tell me about {topic}." for _ in range(2)]
+        dialogue.branched.update(texts)
+
+        def send(server, text):
+            return self.chat([{"role": "user", "content": text}], server, conversation=dialogue.name)
+
+        with ThreadPoolExecutor(2) as pool:
+            answers = list(pool.map(send, range(2), texts))
+        for text, (status, reply) in zip(texts, answers, strict=True):
+            if status == 200:
+                dialogue.said[text] = reply
+            else:
+                dialogue.perhaps.add(text)
+        if dialogue.said:
+            with self.lock:
+                self.dialogues.append(dialogue)
+                self.counts["races"] += len(dialogue.said) == 2
+
+    def fork(self, dialogue):
+        """Of turns that were answered before, all are there."""
+        fork = Dialogue(uuid.uuid4().hex[:8])
+        with self.lock:
+            before = dict(dialogue.said)
+        status, _ = self.ask("POST", f"/v1/conversations/{dialogue.name}/fork", id=fork.name)
+        if status == 200:
+            with self.lock:
+                fork.said = {text: reply for text, reply in before.items() if text not in dialogue.branched}
+                fork.perhaps = dialogue.perhaps | set(dialogue.said) | dialogue.branched
+                self.dialogues.append(fork)
+                self.counts["forks"] += 1
+
+    def delete(self, dialogue):
+        with self.lock:
+            dialogue.deleted = True
+        status, _ = self.ask("DELETE", f"/v1/conversations/{dialogue.name}")
+        if status in (200, 500):
+            for server in range(2):  # a turn in flight may not bring it back either
+                assert self.ask("GET", f"/v1/conversations/{dialogue.name}", server)[0] in (404, 503, 0)
+                text = [{"role": "user", "content": "and?"}]
+                assert self.chat(text, server, conversation=dialogue.name, history="server")[0] in (404, 503, 0)
+            self.count("deletions")
+
+    def look(self, dialogue):
+        with self.lock:
+            said, known = dict(dialogue.said), set(dialogue.perhaps)
+        status, answer = self.ask("GET", f"/v1/conversations/{dialogue.name}")
+        if status == 200:
+            with self.lock:  # what was sent meanwhile may be there
+                known |= dialogue.perhaps | set(dialogue.said)
+            check(dialogue, said, known, answer["messages"], dialogue.branched)
+        assert status != 404 or dialogue.deleted, f"{dialogue} is lost"
+
+    def disturb(self):
+        match self.draw.choice(("kill", "kill", "database")):
+            case "kill":
+                number = self.draw.randrange(2)
+                kill(self.servers[number])
+                self.count("kills")
+                self.servers[number].__exit__()
+                began = self.server(number)
+                began.__enter__()
+                with self.lock:
+                    self.servers[number] = began
+            case "database":
+                self.database.stop(self.draw.choice(("fast", "immediate")))
+                time.sleep(self.draw.uniform(0, 2))
+                self.database.start()
+                self.count("database restarts")
+
+
+def check(dialogue, said, known, messages, branched):
+    """Each answered turn once, with its reply; nothing that nobody has said."""
+    asked, replies = messages[::2], messages[1::2]
+    assert len(asked) == len(replies) and all(message["role"] == "user" for message in asked)
+    texts = [message["content"] for message in asked]
+    assert len(texts) == len(set(texts)), f"doubled in {dialogue.name}: {texts}"
+    there = dict(zip(texts, (message["content"] for message in replies), strict=True))
+    lost = {text for text in said if text not in there and text not in branched}
+    assert not lost, f"lost from {dialogue.name}: {lost}, there is {texts}"
+    assert all(there[text] == reply for text, reply in said.items() if text in there)
+    assert set(there) <= known | set(said), f"{dialogue.name} has what nobody has said"
+
+
+def kill(server):
+    """Everything of this server, at once and without warning."""
+    pid = server.process.pid
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    for number in (pid, *map(int, children)):
+        os.kill(number, signal.SIGKILL)
+    server.process.wait(30)
+
+
+@pytest.mark.slow
+def test_two_servers_under_kills_and_database_restarts(tmp_path, seconds, request):
+    draw = random.Random(request.config.getoption("--seed"))
+    with PrivatePostgres() as database:
+        driver = Driver(tmp_path, database, draw.randrange(2**32))
+        try:
+            for server in driver.servers:
+                server.__enter__()
+            with ThreadPoolExecutor(WORKERS) as pool:
+                workers = [pool.submit(driver.work, draw.randrange(2**32)) for _ in range(WORKERS)]
+                try:
+                    until = time.monotonic() + seconds
+                    while time.monotonic() < until and not any(worker.done() for worker in workers):
+                        time.sleep(draw.uniform(*PAUSE))
+                        driver.disturb()
+                finally:
+                    driver.ended.set()
+                for worker in workers:
+                    worker.result()
+            finish(driver, database)
+        finally:
+            print(dict(driver.counts))
+            for server in driver.servers:
+                server.__exit__()
+    replay(driver, tmp_path)
+    print("replayed", driver.counts["replayed"])
+    assert driver.counts["turns"] and driver.counts["kills"] + driver.counts["database restarts"]
+
+
+def finish(driver, database):
+    """After the last disturbance every conversation takes a turn once the leases of killed servers are over, and is
+    whole on both servers."""
+    living = [dialogue for dialogue in driver.dialogues if not dialogue.deleted]
+    with ThreadPoolExecutor(WORKERS) as pool:
+        list(pool.map(lambda dialogue: finish_one(driver, dialogue), living))
+    store = HistoryStore(database.url)
+    for dialogue in living:
+        check_branches(store, dialogue)
+    store.close()
+
+
+def finish_one(driver, dialogue):
+    text, until = f"{uuid.uuid4().hex[:8]}: the end.", time.monotonic() + PATIENCE
+    while text not in dialogue.said:
+        assert time.monotonic() < until, f"{dialogue.name} stays held"
+        driver.turn(dialogue, text)
+        if text not in dialogue.said:
+            time.sleep(0.2)
+    driver.look(dialogue)
+    both = [driver.ask("GET", f"/v1/conversations/{dialogue.name}", server)[1] for server in range(2)]
+    assert both[0]["messages"] == both[1]["messages"]
+    dialogue.messages = both[0]["messages"]
+
+
+def check_branches(store, dialogue):
+    """What has lost a race is in a branch, once."""
+    found = Counter(message["content"] for message in dialogue.messages)
+    named = "SELECT id FROM conversations WHERE kind = 'branch' AND parent = :name"
+    for (id,) in store._db.execute(named, {"name": dialogue.name}):
+        _, turn = store.find(Name("", id, "branch"), time.time())
+        found.update(message["content"] for message in turn.transcript().messages)
+    assert all(found[text] == 1 for text in dialogue.said if text in dialogue.branched), (dialogue, found)
+
+
+def replay(driver, directory):
+    """An undisturbed server says the same."""
+    longest = sorted(driver.dialogues, key=lambda dialogue: -len(dialogue.messages))
+    with Server(directory / "undisturbed") as server:
+        for dialogue in longest[:REPLAYED]:
+            for at in range(0, len(dialogue.messages), 2):
+                said, reply = dialogue.messages[at : at + 2]
+                body = dict(conversation=dialogue.name, max_tokens=12, temperature=0)
+                history = "server" if at else "client"
+                answer = server.post("/v1/chat/completions", messages=[said], history=history, **body).json()
+                assert answer["choices"][0]["message"]["content"] == reply["content"], dialogue
+                driver.count("replayed")
