@@ -23,7 +23,6 @@ from ..builder.tensorrt.installed import tensorrt_version
 from ..runtime.conversations.databases import look_at, without_password
 from ..runtime.http.settings import DEFAULTS
 from ..runtime.launch.command_line import CommandParser
-from ..runtime.launch.http_options import history_url
 from ..runtime.launch.settings import HISTORY_URL, default_state_dir
 from ..runtime.ranks.launch import mpirun_here
 from ..scheduler.types import RequestError, SettingError
@@ -224,6 +223,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--history-url", metavar="URL", help=f"of a shared database (default: {HISTORY_URL})")
     parser.add_argument("--history-url-file", type=Path, metavar="FILE", help="that URL, which may have a password")
     args = parser.parse_args(argv)
+    from ..runtime.launch.http_options import history_url  # loads FastAPI, which --help need not wait for
+
     try:
         url = history_url(args.history_url, args.history_url_file)
     except SettingError as error:

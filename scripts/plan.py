@@ -25,8 +25,9 @@ from ..scheduler.cost import CostProfile
 from ..scheduler.sim.cluster import fullest_share
 from ..scheduler.types import SettingError
 from .bench.models import read_costs, read_shape
-from .command import check_above_0, check_least, exit_status, numbers, result_line, title_line
-from .figures import pyplot
+from .command import (
+    check_above_0, check_least, check_matplotlib, exit_status, numbers, result_line, subplots, title_line,
+)  # fmt: skip
 from .simulate import POSITIVE, add_common_options, add_hardware_options
 from .simulated_load import add_run_options, add_workload, conversations, load_run, simulate_load
 
@@ -89,7 +90,7 @@ def check(args: argparse.Namespace) -> tuple[list[float], list[int]]:
     if not 0 < loads[0] <= loads[-1] < math.inf:
         raise SettingError("--load", f"must be above 0, not {args.load}")
     if args.plot is not None:
-        pyplot("--plot")  # known to be there before anything is simulated
+        check_matplotlib("--plot")  # before anything is simulated
     return loads, seeds
 
 
@@ -181,8 +182,7 @@ def table(source: str, rows: Sequence[Mapping]) -> Iterator[str]:
 
 def draw(args: argparse.Namespace, rates: Mapping[int, Sequence[float]], most: float) -> None:
     """Writes the figure: a line a size of host memory, shaded between the seeds."""
-    plt = pyplot("--plot")
-    figure, axis = plt.subplots(figsize=(7, 4), layout="tight")
+    figure, axis = subplots("--plot", figsize=(7, 4))
     loads = [most * step / 200 for step in range(1, 201)]
     for size, found in rates.items():
         low, middle, high = ([plan_row(args, x, size, [of(found)])["cost"] for x in loads] for of in (max, median, min))

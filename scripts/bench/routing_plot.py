@@ -16,8 +16,7 @@ from pathlib import Path
 from ...runtime.launch.command_line import CommandParser
 from ...scheduler.sim.cluster import ROUTINGS
 from ...scheduler.types import SettingError
-from ..command import exit_status
-from ..figures import pyplot
+from ..command import exit_status, subplots
 
 PANELS: dict[str, Callable[[dict], float]] = {
     "hit rate, %": lambda row: 100 * row["hit_rate"],
@@ -49,9 +48,8 @@ def read_rows(path: Path) -> list[dict]:
 def draw(args: argparse.Namespace) -> None:
     """Writes the figure; a hollow mark is a cluster of which a part was simulated. Raises SettingError."""
     rows = read_rows(args.records)
-    plt = pyplot("--plot")
     loads, sizes = (list(dict.fromkeys(row[name] for row in rows)) for name in ("load", "replicas"))
-    figure, grid = plt.subplots(len(loads), len(PANELS), figsize=(12, 2.8 * len(loads)), squeeze=False, layout="tight")
+    figure, grid = subplots("--plot", len(loads), len(PANELS), figsize=(12, 2.8 * len(loads)), squeeze=False)
     for axes, load in zip(grid, loads, strict=True):
         for axis, (title, value) in zip(axes, PANELS.items(), strict=True):
             for place, routing in enumerate(ROUTINGS):
@@ -69,7 +67,6 @@ def draw(args: argparse.Namespace) -> None:
             axis.set_ylim(bottom=0)
     grid[0][0].legend(fontsize="small")
     figure.savefig(args.plot, dpi=90)
-    plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ def test_costs_by_larger_chunks_are_the_same_costs():
     [
         ([], "--ms-per-token, --ttft-ms-p95: give one target or both"),
         (["--ms-per-token", "0"], "--ms-per-token: must be above 0"),
-        (["--ms-per-token", "20", "--load", "many"], "--load: must be numbers"),
+        (["--ms-per-token", "20", "--load", "many"], "--load: 'many' is not a list of numbers"),
         (["--ms-per-token", "20", "--load", "0"], "--load: must be above 0"),
         (["--ms-per-token", "20", "--jobs", "0"], "--jobs: must be at least 1"),
         (["--ms-per-token", "20", "--margin", "1"], "--measure-s, --margin: must be below"),
