@@ -31,6 +31,30 @@ def test_an_unknown_field_is_no_error(server: Server) -> None:
     assert server.chat(extra_body=extra).choices
 
 
+def test_an_ignored_field_is_named_in_a_header(server: Server) -> None:
+    """As an extension: a client can find out which of its fields had no effect."""
+    ask = server.client.chat.completions.with_raw_response
+    extra = {"no_such_field": 1, "nor_this": 2}
+    answer = ask.create(model=server.model, messages=user("hi"), max_tokens=2, extra_body=extra)
+    names = answer.headers.get("x-pensieve-ignored-fields")
+    if names is None:
+        server.skip("the server does not name the fields that it ignores")
+    assert names == "no_such_field, nor_this"
+
+
+def test_guided_fields_are_followed(server: Server) -> None:
+    """vLLM's older names of structured outputs, which its clients still send."""
+    cups = {"properties": {"cups": {"enum": [1, 2]}}, "required": ["cups"], "additionalProperties": False}
+    for field, value, pattern in (
+        ("guided_choice", ["green", "black"], "green|black"),
+        ("guided_regex", "[0-9]{3}-[0-9]{2}", "[0-9]{3}-[0-9]{2}"),
+        ("guided_grammar", 'start: "hot" | "cold"', "hot|cold"),
+        ("guided_json", {"type": "object", **cups}, r'\{\s*"cups"\s*:\s*[12]\s*\}'),
+    ):
+        text = server.chat(max_tokens=40, extra_body={field: value}).choices[0].message.content
+        assert re.fullmatch(pattern, text), (field, text)
+
+
 def test_a_misspelt_field_of_an_extension_is_refused(server: Server) -> None:
     """As an extension: BadRequestError that names it, where ignoring it would lose the history."""
     if server.raw("/v1/conversations")[0] != 200:
@@ -49,6 +73,15 @@ def test_a_session_stores_nothing(server: Server) -> None:
 def test_a_served_server_is_healthy(server: Server) -> None:
     """Start scripts wait for /health."""
     assert server.raw("/health")[0] == 200
+
+
+def test_a_process_is_alive_and_tells_its_version(server: Server) -> None:
+    """As vLLM does at /version; /live is an extension, for probes that restart a process."""
+    status, body = server.raw("/version")
+    assert status == 200 and json.loads(body)["version"]
+    if server.raw("/live")[0] == 404:
+        server.skip("the server has no /live")
+    assert server.raw("/live")[0] == 200
 
 
 def test_an_unknown_model_is_not_found(server: Server) -> None:

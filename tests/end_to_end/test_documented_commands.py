@@ -27,7 +27,7 @@ SECONDS = 300
 
 NOT_RUN = {
     ("README.md", "make serve"): "installs into the checkout; CI runs `make test`",
-    ("README.md", ".venv/bin/build_engine --checkpoint path"): "needs a checkpoint of the reader's, and 20 GiB for KV",
+    ("README.md", ".venv/bin/pensieve serve path"): "needs a checkpoint of the reader's, and 20 GiB for KV",
     ("anthropic.md", "export ANTHROPIC_BASE_URL"): "starts Claude Code, which is no part of the tests",
     ("demo-model.md", "python -m pensieve.scripts.demo_model.train"): "needs a GPU, and texts to download",
     (

@@ -51,7 +51,7 @@ def test_the_readme(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_the_page_about_the_api(server: Server) -> None:
     page = ROOT / "docs" / "use" / "http-api.md"
-    first, fork, rewind, responses, kept, session = run(page, "Conversations: go on", "Tools", server.url)
+    first, fork, rewind, responses, kept, session = run(page, "Conversations: continue", "Tools", server.url)
     assert TEA in first and COFFEE in first
     assert '"recomputed"' in fork
     for told in (fork, rewind, responses):
