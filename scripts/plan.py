@@ -26,14 +26,20 @@ from ..scheduler.sim.cluster import fullest_share
 from ..scheduler.types import SettingError
 from .bench.models import read_costs, read_shape
 from .command import (
-    check_above_0, check_least, check_matplotlib, exit_status, numbers, result_line, subplots, title_line,
+    check_above_0,
+    check_least,
+    check_matplotlib,
+    exit_status,
+    numbers,
+    result_line,
+    subplots,
+    title_line,
 )  # fmt: skip
 from .simulate import POSITIVE, add_common_options, add_hardware_options
 from .simulated_load import add_run_options, add_workload, conversations, load_run, simulate_load
 
 TARGETS = ("ms_per_token", "ttft_ms_p95")  # options, and numbers of `simulate_load`
-CLOSE = 1.04  # the bisection ends when its bounds are so near
-IDLE = 2**-6  # of the first guess: so little leaves a replica nearly idle
+CLOSE, IDLE = 1.04, 2**-6  # ratio of bounds at which the bisection ends; share of the first guess that leaves a replica idle
 
 
 def parser() -> CommandParser:
