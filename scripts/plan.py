@@ -39,7 +39,7 @@ from .simulate import POSITIVE, add_common_options, add_hardware_options
 from .simulated_load import add_run_options, add_workload, conversations, load_run, simulate_load
 
 TARGETS = ("ms_per_token", "ttft_ms_p95")  # options, and numbers of `simulate_load`
-CLOSE, IDLE = 1.04, 2**-6  # ratio of bounds at which the bisection ends; share of the first guess that leaves a replica idle
+CLOSE, IDLE = 1.04, 2**-6  # the bisection ends at this ratio of bounds; this share of its first guess is nearly no load
 
 
 def parser() -> CommandParser:
