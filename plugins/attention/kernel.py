@@ -149,7 +149,7 @@ def _merge_splits(partial, lse, first, splits, reached, kept, query_kept, heads,
     return acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "blocks"])  # one kernel serves all sizes of step
 def _attend(q, o, partial, lse, pool, block_table, items, arrivals, counters, covered, kind, classes, tokens,
             q_stride, q_head_stride, blocks, slot_stride, layer_offset, scale,
             KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr,

@@ -1,0 +1,28 @@
+"""The attention's machine code for an H200, compiled without one."""
+
+import pytest
+import torch
+
+from ..kernel_cases import CUDA, INTERPRETED
+
+pytest.importorskip("triton")
+from pensieve.plugins.attention import kernel as attention_kernel
+from pensieve.plugins.attention.work_list import Capacity
+
+from ..recording_driver import RecordingDriver
+
+pytestmark = pytest.mark.skipif(CUDA or INTERPRETED, reason="compiles where no kernel can run")
+
+HEADS, KV_HEADS, HEAD_DIM = 8, 4, 32
+
+
+def test_one_kernel_a_class_serves_all_sizes_of_step(monkeypatch):
+    recording = RecordingDriver(monkeypatch)
+    monkeypatch.setattr(attention_kernel, "_overlaps", lambda device: True)
+    work = attention_kernel.make_work_list(Capacity(64, 4, 128), HEADS, KV_HEADS, HEAD_DIM, torch.float16, "cpu")
+    work.longest = 1  # of the smallest class
+    pool = torch.zeros(2, 1, 2, KV_HEADS, 32, HEAD_DIM, dtype=torch.float16)
+    for tokens, blocks in ((1, 1), (16, 16), (17, 33)):
+        q, block_table = torch.zeros(tokens, HEADS, HEAD_DIM, dtype=torch.float16), torch.zeros(2, blocks).int()
+        attention_kernel.multi_token_attention(q, block_table, pool, 0, 1.0, work)
+    assert len({launch.image for launch in recording.take()}) == 1
