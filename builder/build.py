@@ -43,7 +43,7 @@ from .manifest import (
 )
 from .parity import check_quantisation
 from .random_weights import random_weights
-from .tensorrt.installed import tensorrt_version
+from .tensorrt.installed import check_type, tensorrt_version
 from .verify import intact_engine
 from .weights import Advance, save_weights, watched, weights_digest
 
@@ -101,6 +101,8 @@ def build_engine(
     checkpoint, output = Path(checkpoint), Path(output).resolve()
     check_settings(backend, tensor_parallel, device, workspace, weights)
     hf_config, decoder, dtype = read_config(checkpoint, dtype, tensor_parallel)
+    if backend == "tensorrt":
+        check_type(dtype)
     reader = read_legacy_weights if is_legacy(checkpoint) else read_weights
     read = partial(reader, checkpoint, decoder, getattr(torch, dtype))
     own = [read(rank, tensor_parallel) for rank in range(tensor_parallel)]
@@ -207,6 +209,8 @@ def build_random_engine(
     hf_config = _Read(read_json(Path(config), "--config") | dict(overrides or {}))
     dtype = _checked_dtype(dtype or _own_dtype(hf_config))
     decoder = _decoder_of_config(hf_config)
+    if backend == "tensorrt":
+        check_type(dtype)
     fp8 = _checked_fp8(weights == "fp8", backend)
     torch_dtype = getattr(torch, dtype)
     stored = stored_as(decoder, torch_dtype, tensor_parallel, projections(decoder) if fp8 else ())

@@ -209,7 +209,8 @@ def code_digest() -> str:
     names: tuple[str, ...] = ("checkpoints/hugging_face", "checkpoints/config", "fp8", "model", "random_weights")
     names += ("inductor/compile", "inductor/package", "tensorrt/compile", "tensorrt/network", "tensorrt/package")
     files = [room / f"{name}.py" for name in names]
-    paths = [*files, *sorted((room.parent / "plugins").rglob("*.py"))]
+    plugins = room.parent / "plugins"
+    paths = [*files, *sorted(plugins.rglob("*.py")), *sorted((plugins / "tensorrt" / "native").iterdir())]
     return files_digest(paths)
 
 

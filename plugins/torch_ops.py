@@ -7,8 +7,8 @@ takes the rotated query that `write_kv` returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -32,19 +32,31 @@ class KVPool:
 
     `gate(layer)` is called before a layer's KV is first used; it returns once that layer's swap-in is complete (or will
     be complete before later work on the same stream). `work` is a GPU's list of one step's attention: the code that
-    uploads a step's segments builds it, once, on the stream of the step and before its launch.
+    uploads a step's segments builds it, once, on the stream of the step and before its launch. `events` are the
+    handles of the CUDA events behind the gates, by layer, for engines that run without Python.
     """
 
     tensor: Tensor
     gate: Callable[[int], None] = _no_gate
     work: WorkList | None = None
+    events: Mapping[int, int] = field(default_factory=dict)
 
 
 _pools: dict[int, KVPool] = {}
 _handles = count(1)  # never reused: a stale handle is an error, not another pool
 
 
-def register_pool(tensor: Tensor, gate: Callable[[int], None] = _no_gate, work: WorkList | None = None) -> int:
+def pool_of(handle: int) -> KVPool:
+    """The pool of a handle. KeyError if it was released."""
+    return _pools[handle]
+
+
+def register_pool(
+    tensor: Tensor,
+    gate: Callable[[int], None] = _no_gate,
+    work: WorkList | None = None,
+    events: Mapping[int, int] | None = None,
+) -> int:
     """Registers a pool for the operations. The caller still owns the tensor and releases the handle.
 
     A pool on a GPU needs `work` (`attention.kernel.make_work_list`).
@@ -57,7 +69,7 @@ def register_pool(tensor: Tensor, gate: Callable[[int], None] = _no_gate, work: 
     if tensor.is_cuda and work is None:
         raise ValueError("a KV pool on a GPU needs a work list")
     handle = next(_handles)
-    _pools[handle] = KVPool(tensor, gate, work)
+    _pools[handle] = KVPool(tensor, gate, work, events or {})
     return handle
 
 

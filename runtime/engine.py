@@ -92,9 +92,9 @@ def _decoder(directory: Path, manifest: Manifest, weights: Mapping[str, Tensor])
     path = directory / manifest.package
     try:
         if manifest.backend == "tensorrt":
-            from ..builder.tensorrt.package import TensorRTPackage  # imported here because it imports TensorRT
+            from ..builder.tensorrt.package import TensorRTPackage  # Triton comes with CUDA only
 
-            return TensorRTPackage(path, manifest.decoder, weights, manifest.device)
+            return TensorRTPackage(path, manifest.decoder, device=manifest.device)
         return Package(path, manifest.decoder, laid_out(weights))
     except RuntimeError as error:  # the content was checked, so this is the machine's failure, for example a full disk
         raise SettingError("--engine", f"{path} cannot be loaded: {error}") from error

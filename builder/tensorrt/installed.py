@@ -1,21 +1,28 @@
-"""Checks that TensorRT is installed and new enough. Can be imported without it."""
+"""Whether TensorRT is here, and new enough."""
 
 from __future__ import annotations
 
+from ...plugins.tensorrt.library import load_library
 from ...scheduler.types import SettingError
 
-OLDEST = (11, 1)  # networks are always strongly typed; Python plugins get their stream
-INSTALL = f'pip install "tensorrt-cu13>={OLDEST[0]}.{OLDEST[1]}"'
+OLDEST = (8, 5)  # the first with addresses by name
+STRONGLY_TYPED = (10, 0)  # and with bfloat16
 
 
 def tensorrt_version() -> str:
-    """Returns its version. SettingError('--backend', ...) with installation advice if it cannot be used here."""
-    try:
-        import tensorrt
-        import tensorrt.plugin
-    except ImportError as error:  # also raised if its libraries are missing
-        raise SettingError("--backend", f"tensorrt needs NVIDIA TensorRT ({error}): {INSTALL}") from None
-    version = str(tensorrt.__version__)
-    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
-        raise SettingError("--backend", f"tensorrt {version} is too old: {INSTALL}")
-    return version
+    """Its version. SettingError('--backend', ...) that says what to install or set if it cannot be used here."""
+    version = load_library().version
+    if version[:2] < OLDEST:
+        raise SettingError("--backend", f"TensorRT {_text(version)} is too old: install {_text(OLDEST)} or later")
+    return _text(version)
+
+
+def check_type(dtype: str) -> None:
+    """SettingError('--dtype', ...) if this TensorRT does not compute in this type."""
+    version = load_library().version
+    if dtype == "bfloat16" and version < STRONGLY_TYPED:
+        raise SettingError("--dtype", f"TensorRT {_text(version)} has no bfloat16: use float16, or install 10")
+
+
+def _text(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))

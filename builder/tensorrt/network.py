@@ -1,177 +1,197 @@
-"""Writes a decoder as a strongly typed TensorRT network for any batch. It computes `Decoder.forward`, with the same
-roundings. Imports TensorRT, so import this module only where TensorRT is used.
+"""Writes a decoder as a TensorRT network, for any batch: what `Decoder.forward` computes, rounding where it does.
 
-Inputs, int32 except rotary: token_ids, slots [T], rotary [T, R] float32 from `Decoder.rotary` (TensorRT has no
-float64), or positions [T] for a learned table, segments [S, 5], block_table [seats, blocks], sample_rows [R]. Output:
-logits [R, vocab] float32. Weights have the names of Decoder's parameters and can be refitted one by one, so one plan
-serves all ranks, each with its own weights.
+Inputs, int32 but rotary: token_ids, slots [T], rotary [T, R] float32 as `Decoder.rotary` makes it (TensorRT has no
+float64), or positions [T] for a learned table, block_table [seats, blocks], sample_rows [R]. Output: logits [R, vocab]
+float32. The segments are in the step's work list (`plugins.tensorrt.library.Step`).
 """
 
 from __future__ import annotations
 
+import ctypes
+import itertools
+import math
+import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-import tensorrt as trt
-import tensorrt.plugin as trtp
 import torch
 from torch import Tensor
 
-from ...plugins.tensorrt import plugins as tensorrt_plugins  # noqa: F401  registers tensorrt.plugin.op.pensieve
-from ...plugins.tensorrt.plugins import TORCH_TYPES
+from ...plugins.tensorrt.library import Library, sizes
 from ...scheduler.types import SettingError
 from ..checkpoints.config import DecoderConfig, Shard
 
-TENSORRT_TYPES = {theirs: ours for ours, theirs in TORCH_TYPES.items()}
-
-ACTIVATIONS = {
-    "relu": trt.ActivationType.RELU,
-    "gelu": trt.ActivationType.GELU_ERF,
-    "gelu_tanh": trt.ActivationType.GELU_TANH,
-    "silu": trt.ActivationType.SIGMOID,  # multiplied by its input
-}
+TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int32: 3}  # `PensieveType`
+LAYERS = ("add", "subtract", "multiply", "divide", "sqrt", "erf", "relu", "sigmoid", "tanh", "mean", "cast", "project",
+          "rows", "columns", "reshape", "beside")  # `PensieveLayer`  # fmt: skip
+WRITE_KV, ATTENTION = 0, 1  # `Operation`
 ANY = -1  # a size known at run time
-MANY = 2**31 - 1  # more tokens than any batch has
 
-PLUGINS = trtp.op.pensieve
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor of the network, by its number."""
+
+    number: int
+    dtype: torch.dtype
+    rank: int
 
 
 class Operations:
-    """Layers by short names. Operands have one type; only `cast` converts."""
+    """Layers by short names. Operands are of one type and rank; nothing is cast but where `cast` says so.
 
-    def __init__(self, network: trt.INetworkDefinition, weights: Mapping[str, Tensor]):
-        self._network, self._weights = network, weights
-        self._parameters: dict[tuple[str, int], trt.ITensor] = {}
-        self._held: list[Tensor] = []  # the network keeps addresses only
+    Every layer has a name of its own. What it is given must live until the network is built.
+    """
 
-    def input(self, name: str, dtype: trt.DataType, *shape: int) -> trt.ITensor:
-        return self._network.add_input(name, dtype, shape)
+    def __init__(self, library: Library, network: int, weights: Mapping[str, Tensor]):
+        self._library, self._network, self._weights = library, network, weights
+        self._parameters: dict[tuple[str, int], Value] = {}
+        self._held: list[Tensor] = []  # TensorRT keeps addresses only
+        self._count = itertools.count()
 
-    def output(self, x: trt.ITensor, name: str) -> None:
-        x.name = name
-        self._network.mark_output(x)
+    def input(self, name: str, dtype: torch.dtype, *shape: int) -> Value:
+        number = self._library.call("input", self._network, name.encode(), TYPES[dtype], len(shape), sizes(shape))
+        return self._made(number, dtype, len(shape))
 
-    def parameter(self, name: str, rank: int) -> trt.ITensor:
-        """A weight under its name, with leading sizes of 1 up to `rank` dimensions."""
+    def output(self, x: Value, name: str) -> None:
+        if self._library.call("output", self._network, x.number, name.encode()):
+            raise SettingError("--backend", self._library.error())
+
+    def parameter(self, name: str, rank: int) -> Value:
+        """A weight, with sizes of 1 in front up to `rank` dimensions."""
         made = self._parameters.get((name, rank))
         if made is None:
             tensor = self._weights[name].contiguous()
-            made, values = self._constant(tensor, (1,) * (rank - tensor.dim()) + tuple(tensor.shape))
-            if not (self._network.set_weights_name(values, name) and self._network.mark_weights_refittable(name)):
-                raise SettingError("--backend", f"TensorRT refuses to name the weight {name}; its log says why")
-            self._parameters[name, rank] = made
+            shape = (1,) * (rank - tensor.dim()) + tuple(tensor.shape)
+            made = self._parameters[name, rank] = self._constant(f"{name}.{rank}", tensor.view(shape))
         return made
 
-    def number(self, value: float, like: trt.ITensor) -> trt.ITensor:
-        """One value, with the type and the number of dimensions of `like`."""
-        rank = len(like.shape)
-        return self._constant(torch.full((1,) * rank, value, dtype=TORCH_TYPES[like.dtype]), (1,) * rank)[0]
+    def number(self, value: float, like: Value) -> Value:
+        """One value, of the type of `like` and as many dimensions."""
+        return self._constant(self._name("number"), torch.full((1,) * like.rank, value, dtype=like.dtype))
 
-    def _constant(self, tensor: Tensor, shape: tuple[int, ...]) -> tuple[trt.ITensor, trt.Weights]:
+    def _constant(self, name: str, tensor: Tensor) -> Value:
         self._held.append(tensor)
-        values = trt.Weights(TENSORRT_TYPES[tensor.dtype], tensor.data_ptr(), tensor.numel())
-        return self._made(self._network.add_constant(shape, values)), values
+        shape = tuple(tensor.shape)
+        place = (name.encode(), TYPES[tensor.dtype], len(shape), sizes(shape), tensor.data_ptr())
+        return self._made(self._library.call("constant", self._network, *place), tensor.dtype, len(shape))
 
-    def cast(self, x: trt.ITensor, dtype: trt.DataType) -> trt.ITensor:
-        return x if x.dtype == dtype else self._made(self._network.add_cast(x, dtype))
+    def cast(self, x: Value, dtype: torch.dtype) -> Value:
+        return x if x.dtype == dtype else self._layer("cast", x, dtype=dtype)
 
-    def add(self, x: trt.ITensor, y: trt.ITensor) -> trt.ITensor:
-        return self._made(self._network.add_elementwise(x, y, trt.ElementWiseOperation.SUM))
+    def add(self, x: Value, y: Value) -> Value:
+        return self._layer("add", x, y)
 
-    def subtract(self, x: trt.ITensor, y: trt.ITensor) -> trt.ITensor:
-        return self._made(self._network.add_elementwise(x, y, trt.ElementWiseOperation.SUB))
+    def subtract(self, x: Value, y: Value) -> Value:
+        return self._layer("subtract", x, y)
 
-    def multiply(self, x: trt.ITensor, y: trt.ITensor) -> trt.ITensor:
-        return self._made(self._network.add_elementwise(x, y, trt.ElementWiseOperation.PROD))
+    def multiply(self, x: Value, y: Value) -> Value:
+        return self._layer("multiply", x, y)
 
-    def inverse_root(self, x: trt.ITensor) -> trt.ITensor:
-        root = self._made(self._network.add_unary(x, trt.UnaryOperation.SQRT))
-        return self._made(self._network.add_unary(root, trt.UnaryOperation.RECIP))
+    def divide(self, x: Value, y: Value) -> Value:
+        return self._layer("divide", x, y)
 
-    def mean(self, x: trt.ITensor) -> trt.ITensor:
-        """The mean over the last dimension, which becomes 1."""
-        last = 1 << (len(x.shape) - 1)
-        return self._made(self._network.add_reduce(x, trt.ReduceOperation.AVG, last, True))
+    def root(self, x: Value) -> Value:
+        return self._layer("sqrt", x)
 
-    def activate(self, x: trt.ITensor, name: str) -> trt.ITensor:
-        """Computed in float32 for every type."""
-        wide = self.cast(x, trt.float32)
-        active = self._made(self._network.add_activation(wide, ACTIVATIONS[name]))
-        return self.cast(self.multiply(active, wide) if name == "silu" else active, x.dtype)
+    def mean(self, x: Value) -> Value:
+        """Over the last dimension, which is kept, of size 1."""
+        return self._layer("mean", x)
 
-    def project(self, x: trt.ITensor, weight: trt.ITensor) -> trt.ITensor:
+    def activate(self, x: Value, name: str) -> Value:
+        """In float32, whatever the type."""
+        wide = self.cast(x, torch.float32)
+        return self.cast(self._activated(wide, name), x.dtype)
+
+    def _activated(self, x: Value, name: str) -> Value:
+        match name:
+            case "relu":
+                return self._layer("relu", x)
+            case "silu":
+                return self.multiply(x, self._layer("sigmoid", x))
+            case "gelu":
+                spread = self._layer("erf", self.multiply(x, self.number(math.sqrt(0.5), x)))
+            case "gelu_tanh":
+                cube = self.multiply(self.multiply(x, x), self.multiply(x, self.number(0.044715, x)))
+                inner = self.multiply(self.add(x, cube), self.number(math.sqrt(2 / math.pi), x))
+                spread = self._layer("tanh", inner)
+            case _:
+                raise SettingError("--backend", f"tensorrt's networks have no activation {name}")
+        return self.multiply(self.multiply(x, self.number(0.5, x)), self.add(spread, self.number(1.0, x)))
+
+    def project(self, x: Value, weight: Value) -> Value:
         """x [T, in] times the transposed weight [out, in]."""
-        none, transposed = trt.MatrixOperation.NONE, trt.MatrixOperation.TRANSPOSE
-        return self._made(self._network.add_matrix_multiply(x, none, weight, transposed))
+        return self._layer("project", x, weight)
 
-    def rows(self, x: trt.ITensor, indices: trt.ITensor) -> trt.ITensor:
-        return self._made(self._network.add_gather(x, indices, 0))
+    def rows(self, x: Value, indices: Value) -> Value:
+        return self._layer("rows", x, indices)
 
-    def columns(self, x: trt.ITensor, first: int, count: int) -> trt.ITensor:
-        """[T, count] of [T, columns]. The size of a slice is a tensor: the minimum of the actual size and [all,
-        count]."""
-        there = self._made(self._network.add_shape(x))
-        wanted, _ = self._constant(torch.tensor([MANY, count]), (2,))
-        size = self._made(self._network.add_elementwise(there, wanted, trt.ElementWiseOperation.MIN))
-        layer = self._network.add_slice(x, (0, first), (0, 0), (1, 1))
-        columns = self._made(layer)
-        layer.set_input(2, size)  # in place of (0, 0)
-        return columns
+    def columns(self, x: Value, first: int, count: int) -> Value:
+        """[T, count] of [T, columns]."""
+        return self._layer("columns", x, numbers=(first, count))
 
-    def reshape(self, x: trt.ITensor, *shape: int) -> trt.ITensor:
-        layer = self._network.add_shuffle(x)
-        reshaped = self._made(layer)
-        layer.reshape_dims = shape
-        return reshaped
+    def reshape(self, x: Value, *shape: int) -> Value:
+        return self._layer("reshape", x, numbers=shape, rank=len(shape))
 
-    def beside(self, parts: Sequence[trt.ITensor]) -> trt.ITensor:
+    def beside(self, parts: Sequence[Value]) -> Value:
         """[T, a + b + ...] of [T, a], [T, b], ..."""
-        layer = self._network.add_concatenation(parts)
-        joined = self._made(layer)
-        layer.axis = 1
-        return joined
+        return self._layer("beside", *parts)
 
-    def plugin(self, call: object) -> trt.ITensor:
-        """The single output of a call of a function in PLUGINS."""
-        return self._made(self._network.add_plugin(call))
+    def plugin(self, plugin: str, name: str, attributes: Sequence[int], *inputs: Value) -> Value:
+        """attributes: `Attributes` of native/plugin.cpp."""
+        packed = struct.pack(f"{len(attributes)}i", *attributes)
+        place = (self._network, name.encode(), plugin.encode(), packed, len(packed), *self._numbers(inputs))
+        return self._made(self._library.call("plugin", *place), inputs[0].dtype, 2)
+
+    def _layer(self, kind: str, *inputs: Value, dtype: torch.dtype | None = None, numbers: Sequence[int] = (),
+               rank: int | None = None) -> Value:  # fmt: skip
+        dtype = inputs[0].dtype if dtype is None else dtype
+        name = self._name(kind).encode()
+        place = (name, LAYERS.index(kind), TYPES[dtype], *self._numbers(inputs), len(numbers), sizes(tuple(numbers)))
+        return self._made(self._library.call("layer", self._network, *place), dtype, rank or inputs[0].rank)
 
     @staticmethod
-    def _made(layer: trt.ILayer | None) -> trt.ITensor:
-        if layer is None:
-            raise SettingError("--backend", "TensorRT refuses a layer of this decoder; its log says why")
-        return layer.get_output(0)
+    def _numbers(inputs: Sequence[Value]) -> tuple[int, ctypes.Array[ctypes.c_int]]:
+        return len(inputs), (ctypes.c_int * len(inputs))(*(x.number for x in inputs))
+
+    def _name(self, kind: str) -> str:
+        return f"{kind}.{next(self._count)}"
+
+    def _made(self, number: int, dtype: torch.dtype, rank: int) -> Value:
+        if number < 0:
+            raise SettingError("--backend", self._library.error())
+        return Value(number, dtype, rank)
 
 
 class _Inputs:
-    """The parts of a batch that every layer needs."""
+    """What every layer needs to know of the batch."""
 
     def __init__(self, ops: Operations, config: DecoderConfig):
-        self.token_ids = ops.input("token_ids", trt.int32, ANY)
+        self.token_ids = ops.input("token_ids", torch.int32, ANY)
+        self.positions: Value | None = None
+        self.rotary: Value | None = None
         if config.rotary is None:
-            self.positions, self.rotary = ops.input("positions", trt.int32, ANY), None
+            self.positions = ops.input("positions", torch.int32, ANY)
         else:
-            self.positions, self.rotary = None, ops.input("rotary", trt.float32, ANY, config.rotary.dims)
-        self.slots = ops.input("slots", trt.int32, ANY)
-        self.segments = ops.input("segments", trt.int32, ANY, 5)
-        self.block_table = ops.input("block_table", trt.int32, ANY, ANY)
-        self.sample_rows = ops.input("sample_rows", trt.int32, ANY)
+            self.rotary = ops.input("rotary", torch.float32, ANY, config.rotary.dims)
+        self.slots = ops.input("slots", torch.int32, ANY)
+        self.block_table = ops.input("block_table", torch.int32, ANY, ANY)
+        self.sample_rows = ops.input("sample_rows", torch.int32, ANY)
 
 
 class DecoderNetwork:
-    """Writes itself into the network when it is made, and must stay alive until the network is built.
+    """Writes itself into the network when it is made, and must live until the network is built.
 
-    weights: one rank's, on the CPU, in the decoder's dtype. SettingError if TensorRT refuses a layer.
+    weights: on the CPU, in the decoder's dtype. SettingError if TensorRT refuses anything.
     """
 
-    def __init__(
-        self, network: trt.INetworkDefinition, config: DecoderConfig, weights: Mapping[str, Tensor], ranks: int = 1
-    ):
-        self._config, self._shard = config, Shard(config, ranks)
-        self._ranks, self._names = ranks, frozenset(weights)
-        self._ops = Operations(network, weights)
+    def __init__(self, library: Library, network: int, config: DecoderConfig, weights: Mapping[str, Tensor]):
+        self._config, self._shard, self._names = config, Shard(config), frozenset(weights)
+        self._ops = Operations(library, network, weights)
         self._inputs = _Inputs(self._ops, config)
         self._ops.output(self._logits(), "logits")
 
-    def _logits(self) -> trt.ITensor:
+    def _logits(self) -> Value:
         ops, inputs = self._ops, self._inputs
         x = self._embedded()
         change = None
@@ -185,17 +205,11 @@ class DecoderNetwork:
         if "project_out.weight" in self._names:
             x = self._linear(x, "project_out")
         x = self._linear(x, "embed" if self._config.tied_embeddings else "head")
-        if self._ranks > 1:
-            x = ops.plugin(PLUGINS.all_gather(x, ranks=self._ranks, columns=self._config.vocab_size))
-        return ops.cast(x, trt.float32)
+        return ops.cast(x, torch.float32)
 
-    def _embedded(self) -> trt.ITensor:
+    def _embedded(self) -> Value:
         ops, inputs = self._ops, self._inputs
-        table = ops.parameter("embed.weight", 2)
-        if self._ranks == 1:
-            x = ops.rows(table, inputs.token_ids)
-        else:
-            x = self._summed(ops.plugin(PLUGINS.vocabulary_embed(inputs.token_ids, table)))
+        x = ops.rows(ops.parameter("embed.weight", 2), inputs.token_ids)
         if "project_in.weight" in self._names:
             x = self._linear(x, "project_in")
         if inputs.positions is not None:
@@ -203,9 +217,7 @@ class DecoderNetwork:
             x = ops.add(x, ops.rows(ops.parameter("positions.weight", 2), place))
         return x
 
-    def _layer(
-        self, name: str, layer: int, x: trt.ITensor, change: trt.ITensor | None
-    ) -> tuple[trt.ITensor, trt.ITensor | None]:
+    def _layer(self, name: str, layer: int, x: Value, change: Value | None) -> tuple[Value, Value | None]:
         """As `model.Layer`: takes and returns a residual sum in two parts."""
         rms = self._config.norm == "rms"
         first, second = f"{name}.attention_norm", f"{name}.mlp_norm"
@@ -217,22 +229,19 @@ class DecoderNetwork:
         x = self._norm(self._ops.add(x, self._mlp(name, x)), second, rms)
         return x, None
 
-    def _attention(self, name: str, layer: int, x: trt.ITensor) -> trt.ITensor:
+    def _attention(self, name: str, layer: int, x: Value) -> Value:
         ops, inputs = self._ops, self._inputs
-        heads, kv_heads, scale = self._shard.heads, self._shard.kv_heads, self._config.head_dim**-0.5
+        shard, rotary = self._shard, self._config.rotary
         qkv = self._linear(x, f"{name}.attention.qkv")
         if self._config.qk_norm:
             qkv = self._qk_normed(qkv, f"{name}.attention")
-        if inputs.rotary is None:
-            call = PLUGINS.write_kv_unrotated(qkv, inputs.slots, heads=heads, kv_heads=kv_heads, layer=layer)
-        else:
-            call = PLUGINS.write_kv(qkv, inputs.rotary, inputs.slots, heads=heads, kv_heads=kv_heads, layer=layer)
-        q = ops.plugin(call)
-        batch = (inputs.segments, inputs.block_table)
-        o = ops.plugin(PLUGINS.multi_token_attention(q, *batch, heads=heads, layer=layer, scale=scale))
-        return self._summed(self._linear(o, f"{name}.attention.out"))
+        shape = (layer, shard.heads, shard.kv_heads, self._config.head_dim, rotary.dims if rotary else 0)
+        angles = () if inputs.rotary is None else (inputs.rotary,)
+        q = ops.plugin("PensieveWriteKv", f"{name}.write_kv", (WRITE_KV, *shape), qkv, *angles, inputs.slots)
+        o = ops.plugin("PensieveAttention", f"{name}.attend", (ATTENTION, *shape), q, inputs.block_table)
+        return self._linear(o, f"{name}.attention.out")
 
-    def _qk_normed(self, qkv: trt.ITensor, name: str) -> trt.ITensor:
+    def _qk_normed(self, qkv: Value, name: str) -> Value:
         ops, head_dim = self._ops, self._config.head_dim
         parts, first = [], 0
         for norm, heads in (("q_norm", self._shard.heads), ("k_norm", self._shard.kv_heads)):
@@ -242,7 +251,7 @@ class DecoderNetwork:
         parts.append(ops.columns(qkv, first, self._shard.kv_heads * head_dim))
         return ops.beside(parts)
 
-    def _mlp(self, name: str, x: trt.ITensor) -> trt.ITensor:
+    def _mlp(self, name: str, x: Value) -> Value:
         ops, width = self._ops, self._shard.mlp_size
         x = self._linear(x, f"{name}.mlp.up")
         if self._config.gated:
@@ -250,25 +259,22 @@ class DecoderNetwork:
             x = ops.multiply(ops.activate(gate, self._config.activation), up)
         else:
             x = ops.activate(x, self._config.activation)
-        return self._summed(self._linear(x, f"{name}.mlp.down"))
+        return self._linear(x, f"{name}.mlp.down")
 
-    def _linear(self, x: trt.ITensor, name: str) -> trt.ITensor:
+    def _linear(self, x: Value, name: str) -> Value:
         x = self._ops.project(x, self._ops.parameter(f"{name}.weight", 2))
         bias = f"{name}.bias"
         return self._ops.add(x, self._ops.parameter(bias, 2)) if bias in self._names else x
 
-    def _summed(self, x: trt.ITensor) -> trt.ITensor:
-        return x if self._ranks == 1 else self._ops.plugin(PLUGINS.all_reduce(x))
-
-    def _norm(self, x: trt.ITensor, name: str, rms: bool) -> trt.ITensor:
+    def _norm(self, x: Value, name: str, rms: bool) -> Value:
         """As `norm_reference.norm`: an RMS norm rounds before it is weighted, a layer norm at the end."""
-        ops, dtype, rank = self._ops, x.dtype, len(x.shape)
-        wide = ops.cast(x, trt.float32)
+        ops, dtype, rank = self._ops, x.dtype, x.rank
+        wide = ops.cast(x, torch.float32)
         if not rms:
             wide = ops.subtract(wide, ops.mean(wide))
         variance = ops.mean(ops.multiply(wide, wide))
-        wide = ops.multiply(wide, ops.inverse_root(ops.add(variance, ops.number(self._config.norm_eps, variance))))
-        kept = dtype if rms else trt.float32
+        wide = ops.divide(wide, ops.root(ops.add(variance, ops.number(self._config.norm_eps, variance))))
+        kept = dtype if rms else torch.float32
         normed = ops.cast(wide, kept)
         for kind, apply in (("weight", ops.multiply), ("bias", ops.add)):
             if f"{name}.{kind}" in self._names:

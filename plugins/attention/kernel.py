@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import Launch
 from .work_list import ITEM, Capacity, Tile, WorkList
 
 LOG2_E = 1.4426950408889634
@@ -48,29 +49,45 @@ def multi_token_attention(q: Tensor, block_table: Tensor, pool: Tensor, layer: i
     Returns o [T, heads, head_dim]; tokens of no segment get zeros.
     """
     tokens, heads, head_dim = q.shape
-    _, _, _, kv_heads, chunk_tokens, _ = pool.shape
     if tokens > work.capacity.tokens or q.stride(2) != 1:
         raise ValueError(f"q {list(q.shape)} is strided in a head, or beyond the {work.capacity.tokens} tokens listed")
     o = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
-    most_rows = min(tokens, work.longest) * work.group
-    reachable = [i for i in range(len(work.tiles)) if i == 0 or most_rows > work.tiles[i - 1].rows]
+    for launch in launches(q, o, block_table, pool, layer, scale, work, reachable_classes(work, tokens)):
+        launch.run()
+    return o
 
+
+def reachable_classes(work: WorkList, tokens: int) -> int:
+    """How many classes, from the smallest tiles on, a step of so many tokens can have items of."""
+    most_rows = min(tokens, work.longest) * work.group
+    return 1 + sum(most_rows > tile.rows for tile in work.tiles[:-1])
+
+
+def launches(q: Tensor, o: Tensor, block_table: Tensor, pool: Tensor, layer: int, scale: float, work: WorkList,
+             classes: int) -> list[Launch]:  # fmt: skip
+    """The launches of `multi_token_attention`, in order: one for each of the first `classes` classes."""
+    tokens, _, head_dim = q.shape
+    _, _, _, kv_heads, chunk_tokens, _ = pool.shape
     overlap = _overlaps(q.device)
     # on GPUs whose kernels run one after the other no later kernel uses the free multiprocessors
     shared = overlap or q.device.type == "cpu"
-    for kind in reversed(reachable):  # the large tiles first: they need a free multiprocessor each
+    made = []
+    for kind in reversed(range(classes)):  # the large tiles first: they need a free multiprocessor each
         tile = work.tiles[kind]
-        leads, follows = overlap and kind > 0, overlap and kind < reachable[-1]
-        _attend[(work.processors * tile.programs,)](
+        leads, follows = overlap and kind > 0, overlap and kind < classes - 1
+        arguments = (
             q, o, work.partial, work.lse, pool, block_table, work.items[kind], work.arrivals[kind], work.counters,
             work.covered, kind, len(work.tiles), tokens, q.stride(0), q.stride(1), block_table.stride(0),
             pool.stride(0), layer * pool.stride(1), scale * LOG2_E,
+        )  # fmt: skip
+        settings = dict(
             KV_HEADS=kv_heads, GROUP=work.group, HEAD_DIM=head_dim, CHUNK=chunk_tokens,
             DIM=triton.next_power_of_2(head_dim), ROWS=tile.rows, KEYS=tile.keys, UNMASKED=tile.rows > UNMASKED_ABOVE,
             LARGEST=shared and kind > 0 and kind == len(work.tiles) - 1, LEADS=leads, FOLLOWS=follows, WORDS=ITEM,
             num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, launch_pdl=follows,
         )  # fmt: skip
-    return o
+        made.append(Launch(_attend, (work.processors * tile.programs,), arguments, settings))
+    return made
 
 
 @functools.cache

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import Launch
+
 HEADS = 8  # heads of a program
 
 
@@ -17,21 +19,31 @@ def write_kv(q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, slots: Tensor, poo
     R/2 sines, R = 0 for none; slots [T] int32, places in the pool or -1: that token is not written. The result is new.
     """
     tokens, heads, head_dim = q.shape
-    _, _, _, kv_heads, chunk_tokens, _ = pool.shape
     if any(x.stride(2) != 1 for x in (q, k, v)) or rotary.stride(-1) != 1:
         raise ValueError("q, k, v and rotary must be dense in their last dimension")
     rotated = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
+    if tokens:
+        launch(q, k, v, rotary, slots, pool, layer, rotated).run()
+    return rotated
+
+
+def launch(q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, slots: Tensor, pool: Tensor, layer: int,
+           rotated: Tensor) -> Launch:  # fmt: skip
+    """The launch of `write_kv` of one token or more."""
+    tokens, heads, head_dim = q.shape
+    _, _, _, kv_heads, chunk_tokens, _ = pool.shape
     dims = rotary.shape[1]
     q_blocks, kv_blocks = triton.cdiv(heads, HEADS), triton.cdiv(kv_heads, HEADS)
-    if tokens:
-        _write_kv[(tokens, q_blocks + kv_blocks)](
-            q, k, v, rotary, slots, pool, rotated, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0),
-            v.stride(1), rotary.stride(0), pool.stride(0), layer * pool.stride(1), heads, kv_heads, q_blocks,
-            HEAD_DIM=head_dim, DIM=triton.next_power_of_2(head_dim), HALF=dims // 2,
-            HALF_DIM=triton.next_power_of_2(max(dims // 2, 1)), CHUNK=chunk_tokens, HEADS=HEADS,
-            num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
-    return rotated
+    arguments = (
+        q, k, v, rotary, slots, pool, rotated, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0),
+        v.stride(1), rotary.stride(0), pool.stride(0), layer * pool.stride(1), heads, kv_heads, q_blocks,
+    )  # fmt: skip
+    settings = dict(
+        HEAD_DIM=head_dim, DIM=triton.next_power_of_2(head_dim), HALF=dims // 2,
+        HALF_DIM=triton.next_power_of_2(max(dims // 2, 1)), CHUNK=chunk_tokens, HEADS=HEADS,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return Launch(_write_kv, (tokens, q_blocks + kv_blocks), arguments, settings)
 
 
 @triton.jit

@@ -222,12 +222,13 @@ class CudaDevice:
         self._times.loaded(decoder.layers)
         heads = Shard(decoder, engine.manifest.tensor_parallel).heads
         self._work = make_work_list(capacity, heads, kv_heads, head_dim, engine.dtype)
-        self._handle = register_pool(self._pool, self._pass_gate, self._work)
         for gate in gates:
             # A gate never marked is open. Inside a graph only a recorded event can be waited for, so each is recorded
             # once.
             self._gates[gate] = torch.cuda.Event()
             self._gates[gate].record(self._streams[Lane.IN])
+        events = {gate: event.cuda_event for gate, event in self._gates.items()}
+        self._handle = register_pool(self._pool, self._pass_gate, self._work, events)
         with self._computing():
             self._buffers = StepBuffers(shapes, "cuda")
             self._results, self._copy_words = Staging(pinned=True), copy_words

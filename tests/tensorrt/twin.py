@@ -1,287 +1,258 @@
-"""A TensorRT in plain PyTorch on the CPU, with TensorRT's documented behaviour and refusals.
+"""A twin of the library behind `plugins/tensorrt/library.py`: it builds a network, and runs it in PyTorch.
 
-`install` puts it in the place of the module `tensorrt`. Enumerations, plain data and the whole of `tensorrt.plugin` are
-NVIDIA's bindings. Builders, networks, engines and contexts are twins; each of their calls and assignments is checked
-against the signatures of the bindings. Streams are numbers, device memory is memory.
+As TensorRT does, it rounds every layer's result to the type that the layer was given, and refuses operands of
+different types or ranks, names that are used twice, and anything that its documentation forbids.
 """
 
 from __future__ import annotations
 
-import importlib
-import math
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from types import ModuleType
-from typing import Any
+import ctypes
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
-import pytest
 import torch
 from torch import Tensor
 
-from .base import ALIGNMENT, STREAM, TORCH_TYPES, TWINS, Refused, Twin, Weights, allow, memory, real, values_at
-from .network import ELEMENTWISE, ET, REGISTRY, Dimension, DimsExprs, INetworkDefinition, ITensor, PluginCall
+from pensieve.builder.tensorrt.network import LAYERS, TYPES
+from pensieve.plugins.attention.reference import multi_token_attention, write_kv
 
-__all__ = ["ELEMENTWISE", "ET", "PluginCall", "Refused"]  # re-exported for tests
+OF_NUMBERS = {number: dtype for dtype, number in TYPES.items()}
+COMPUTE: dict[str, Callable[..., Tensor]] = {
+    "add": torch.add,
+    "subtract": torch.sub,
+    "multiply": torch.mul,
+    "divide": torch.div,
+    "sqrt": torch.sqrt,
+    "erf": torch.erf,
+    "relu": torch.relu,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "mean": lambda x: x.mean(-1, keepdim=True),
+    "cast": lambda x: x,
+    "project": lambda x, weight: x @ weight.T,
+    "rows": lambda x, indices: x[indices.long()],
+    "columns": lambda x, first, count: x[:, first : first + count],
+    "reshape": lambda x, *shape: x.reshape(shape),
+    "beside": lambda *parts: torch.cat(parts, dim=1),
+}
+STREAM = 77
+FREE = (
+    "network_new",
+    "bytes_free",
+    "engine_load",
+    "engine_free",
+    "context_free",
+    "set_shape",
+    "set_address",
+    "enqueue",
+)
+"""Functions whose first argument is not an object that there is one of here."""
 
-Ranges = dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
+OF_FLOATS = ("divide", "sqrt", "erf", "relu", "sigmoid", "tanh", "mean", "project")
 
 
-class IOptimizationProfile(Twin, stands_for="IOptimizationProfile"):
+def values_at(address: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """The memory at an address."""
+    size = torch.Size(shape).numel() * dtype.itemsize
+    if not size:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=dtype).view(shape)
+
+
+class Batch(dict[str, Tensor]):
+    """The network's inputs by name, and the memory that its plugins work in."""
+
+    def __init__(self, inputs: Mapping[str, Tensor], segments: Tensor, pool: Tensor):
+        super().__init__(inputs)
+        self.segments, self.pool = segments, pool
+
+
+class Context:
+    """An execution context."""
+
+    def __init__(self, profile: int):
+        self.profile, self.steps, self.freed = profile, 0, False
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.addresses: dict[str, int] = {}
+
+
+class TwinLibrary:
+    """One network: nodes are (type, rank, function of the batch and of the nodes before).
+
+    segments, pool   of the step that is enqueued; the library has them in its work list and its step
+    fails            functions that fail
+    """
+
+    version = (8, 5, 3)
+
     def __init__(self) -> None:
-        self._ranges: Ranges = {}
+        self.nodes: list[tuple[torch.dtype, int, Callable[[Batch, list[Tensor]], Tensor]]] = []
+        self.names: set[str] = set()
+        self.inputs: dict[str, torch.dtype] = {}
+        self.outputs: dict[str, int] = {}
+        self.profiles: list[dict[str, tuple[tuple[int, ...], ...]]] = []
+        self.contexts: list[Context] = []
+        self.segments, self.pool = torch.empty(0), torch.empty(0)
+        self.workspace, self.fails = -1, frozenset[str]()
 
-    def set_shape(self, input: str, min: Sequence[int], opt: Sequence[int], max: Sequence[int]) -> None:
-        if not all(0 <= a <= b <= c for a, b, c in zip(min, opt, max, strict=True)):
-            raise ValueError(f"{input}: {min}, {opt}, {max} are not in order")
-        self._ranges[input] = (tuple(min), tuple(opt), tuple(max))
+    def run(self, batch: Batch) -> dict[str, Tensor]:
+        values: list[Tensor] = []
+        for dtype, rank, compute in self.nodes:
+            value = compute(batch, values)
+            assert value.dim() == rank, (value.shape, rank)
+            values.append(value.to(dtype))
+        return {name: values[number] for name, number in self.outputs.items()}
 
+    def call(self, name: str, *arguments: Any) -> int:
+        if name in self.fails:
+            return {"network_new": 0, "build": 1, "profile": 1, "output": 1}.get(name, -1)
+        return getattr(self, f"_{name}")(*arguments[name not in FREE :])
 
-class ITimingCache(Twin, stands_for="ITimingCache"):
-    def __init__(self, content: bytes):
-        self._content = content
+    def do(self, name: str, *arguments: Any) -> None:
+        if name in self.fails or self.call(name, *arguments):
+            raise RuntimeError(self.error())
 
-    def serialize(self) -> bytes:
-        return self._content + b"one build;"
+    def make(self, name: str, *arguments: Any) -> int:
+        made = 0 if name in self.fails else self.call(name, *arguments)
+        if not made:
+            raise RuntimeError(self.error())
+        return made
 
+    def error(self) -> str:
+        return "TensorRT cannot do it: the twin was told so"
 
-class IBuilderConfig(Twin, stands_for="IBuilderConfig"):
-    OTHER_GPU = b"other GPU"
+    def _network_new(self) -> int:
+        return 1
 
-    def __init__(self) -> None:
-        self._flags = {real.BuilderFlag.TF32}
-        self._profiles: list[IOptimizationProfile] = []
-        self._limits: dict[Any, int] = {}
-        self._cache: ITimingCache | None = None
-        self.max_aux_streams = 4
+    def _network_free(self) -> None:
+        """Constants are no longer read."""
 
-    def set_flag(self, flag: real.BuilderFlag) -> None:
-        self._flags.add(flag)
+    def _profile(self) -> int:
+        self.profiles.append({})
+        return 0
 
-    def clear_flag(self, flag: real.BuilderFlag) -> None:
-        self._flags.discard(flag)
+    def _profile_input(self, name: bytes, rank: int, *shapes: Any) -> int:
+        least, usual, most = (tuple(shape) for shape in shapes)
+        assert all(a <= b <= c for a, b, c in zip(least, usual, most, strict=True)) and len(least) == rank
+        self.profiles[-1][name.decode()] = least, usual, most
+        return 0
 
-    def set_memory_pool_limit(self, pool: real.MemoryPoolType, pool_size: int) -> None:
-        self._limits[pool] = pool_size
+    def _build(self, workspace: int, cache: bytes, size: int, plan: Any, times: Any) -> int:
+        assert all(set(profile) == set(self.inputs) for profile in self.profiles) and len(cache) == size
+        self.workspace = workspace
+        for target, content in ((plan._obj, b"plan"), (times._obj, cache + b"one build;")):
+            held = ctypes.create_string_buffer(content, len(content))
+            self._held.append(held)
+            target.data, target.size = ctypes.addressof(held), len(content)
+        return 0
 
-    def add_optimization_profile(self, profile: IOptimizationProfile) -> int:
-        self._profiles.append(profile)
-        return len(self._profiles) - 1
+    _held: ClassVar[list[Any]] = []
 
-    def create_timing_cache(self, serialized_timing_cache: bytes) -> ITimingCache:
-        return ITimingCache(bytes(serialized_timing_cache))
+    def _bytes_free(self, content: Any) -> None:
+        content._obj.data = None
 
-    def set_timing_cache(self, cache: ITimingCache, ignore_mismatch: bool) -> bool:
-        if cache._content == self.OTHER_GPU and not ignore_mismatch:
-            return False
-        self._cache = cache
-        return True
+    def _engine_load(self, plan: bytes, size: int) -> int:
+        return int(plan == b"plan" and size == 4)
 
-    def get_timing_cache(self) -> ITimingCache | None:
-        return self._cache
-
-
-class Plan:
-    """A built network: constants are copied out of the caller's memory; weights that can be refitted are left out."""
-
-    def __init__(self, network: INetworkDefinition, config: IBuilderConfig):
-        flags = config._flags
-        allow({real.BuilderFlag.REFIT_INDIVIDUAL, real.BuilderFlag.STRIP_PLAN} <= flags, "only stripped plans")
-        allow(config.max_aux_streams == 0 and real.BuilderFlag.TF32 not in flags, "one stream, float32 as it is")
-        self.inputs, self.outputs = network._inputs, network._outputs
-        self.ranges = [profile._ranges for profile in config._profiles]
-        for ranges in self.ranges:
-            allow(ranges.keys() == self.inputs.keys(), "a profile must know all inputs")
-            for name, shapes in ranges.items():
-                fixed = [size for size in self.inputs[name].shape if size >= 0]
-                for shape in shapes:
-                    pairs = zip(shape, self.inputs[name].shape, strict=True)
-                    allow(all(known in (-1, size) for size, known in pairs), f"{name}: {shape} is not {fixed}")
-        self.constants: dict[int, Tensor] = {}
-        self.named: dict[str, tuple[ITensor, tuple[int, ...]]] = {}
-        for tensor, weights in network._constants:
-            name = network._names.get((weights._address, weights._count))
-            if name in network._refittable:
-                self.named[name] = (tensor, tensor.shape)
-            else:
-                self.constants[id(tensor)] = values_at(weights._address, weights._type, tensor.shape).clone()
-
-
-PLANS: list[Plan] = []
-BUILT: list[tuple[INetworkDefinition, IBuilderConfig]] = []
-
-
-class Builder(Twin, stands_for="Builder"):
-    def __init__(self, logger: real.ILogger):
-        self._logger = logger
-
-    def create_network(self, flags: int = 0) -> INetworkDefinition:
-        allow(bool(flags >> int(real.NetworkDefinitionCreationFlag.STRONGLY_TYPED) & 1), "strongly typed networks only")
-        return INetworkDefinition()
-
-    def create_builder_config(self) -> IBuilderConfig:
-        return IBuilderConfig()
-
-    def create_optimization_profile(self) -> IOptimizationProfile:
-        return IOptimizationProfile()
-
-    def build_serialized_network(self, network: INetworkDefinition, config: IBuilderConfig) -> bytes:
-        PLANS.append(Plan(network, config))
-        BUILT.append((network, config))
-        return b"plan %d" % (len(PLANS) - 1)
-
-
-class IExecutionContext(Twin, stands_for="IExecutionContext"):
-    def __init__(self, engine: ICudaEngine):
-        self._engine, self._profile, self._memory = engine, 0, 0
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._addresses: dict[str, int] = {}
-        self._steps = 0
-
-    def set_device_memory(self, memory: int, size: int) -> None:
-        allow(
-            memory % ALIGNMENT == 0 and size >= self._engine.device_memory_size_v2,
-            "device memory: aligned, large enough",
-        )
-        self._memory = memory
-
-    def set_optimization_profile_async(self, profile_index: int, stream_handle: int) -> bool:
-        allow(stream_handle == STREAM, "the current stream")
-        self._profile = profile_index
-        self._shapes.clear()  # as documented
-        return 0 <= profile_index < self._engine.num_optimization_profiles
-
-    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
-        least, _, most = self._engine._plan.ranges[self._profile][name]
-        self._shapes[name] = shape
-        return all(a <= size <= b for a, size, b in zip(least, shape, most, strict=True))
-
-    def set_tensor_address(self, name: str, memory: int) -> bool:
-        allow(memory % ALIGNMENT == 0 and memory != 0, f"the address of {name}")
-        self._addresses[name] = memory
-        return name in {*self._engine._plan.inputs, *(x.name for x in self._engine._plan.outputs)}
-
-    def execute_async_v3(self, stream_handle: int) -> bool:
-        plan = self._engine._plan
-        allow(stream_handle == STREAM and self._memory != 0, "a stream and device memory")
-        allow(self._shapes.keys() == plan.inputs.keys() <= self._addresses.keys(), "all inputs, their shapes")
-        known = dict(self._engine._constants)
-        for name, tensor in plan.inputs.items():
-            known[id(tensor)] = values_at(self._addresses[name], tensor.dtype, self._shapes[name])
-        for output in plan.outputs:
-            value = _evaluate(output, known)
-            memory(self._addresses[output.name], value.nbytes).copy_(value.contiguous().view(-1).view(torch.uint8))
-        self._steps += 1
-        return True
-
-
-def _evaluate(tensor: ITensor, known: dict[int, Tensor]) -> Tensor:
-    """Layer by layer, without recursion: networks are deep."""
-    waiting = [tensor]
-    while waiting:
-        last = waiting[-1]
-        missing = [source for source in last._sources if id(source) not in known]
-        if id(last) in known:
-            waiting.pop()
-        elif missing:
-            waiting += missing
-        else:
-            value = last._compute(*(known[id(source)] for source in last._sources))
-            allow(value.dtype == TORCH_TYPES[last.dtype], f"a layer promised {last.dtype} and gave {value.dtype}")
-            allow(value.dim() == len(last.shape), f"a layer promised {last.shape} and gave {list(value.shape)}")
-            known[id(last)] = value
-    return known[id(tensor)]
-
-
-class ICudaEngine(Twin, stands_for="ICudaEngine"):
-    def __init__(self, plan: Plan):
-        self._plan = plan
-        self._constants = dict(plan.constants)
-        self._contexts: list[IExecutionContext] = []
-
-    @property
-    def device_memory_size_v2(self) -> int:
+    def _engine_memory(self) -> int:
         return 4096
 
-    @property
-    def num_optimization_profiles(self) -> int:
-        return len(self._plan.ranges)
+    def _context_new(self, profile: int, memory: int, stream: int) -> int:
+        assert memory and stream == STREAM
+        self.contexts.append(Context(profile))
+        return len(self.contexts)
 
-    def get_tensor_profile_shape(self, name: str, profile_index: int) -> list[tuple[int, ...]]:
-        return list(self._plan.ranges[profile_index][name])
+    def _context_free(self, context: int) -> None:
+        self.contexts[context - 1].freed = True
 
-    def create_execution_context(self, strategy: real.ExecutionContextAllocationStrategy) -> IExecutionContext:
-        allow(strategy == real.ExecutionContextAllocationStrategy.USER_MANAGED, "memory is the user's")
-        self._contexts.append(IExecutionContext(self))
-        return self._contexts[-1]
+    def _engine_free(self, engine: int) -> None:
+        assert all(context.freed for context in self.contexts)
 
+    def _set_shape(self, context: int, name: bytes, rank: int, shape: Any) -> int:
+        one = self.contexts[context - 1]
+        least, _, most = self.profiles[one.profile][name.decode()]
+        assert all(a <= b <= c for a, b, c in zip(least, shape, most, strict=True)) and len(shape) == rank
+        one.shapes[name.decode()] = tuple(shape)
+        return 0
 
-class Runtime(Twin, stands_for="Runtime"):
-    def __init__(self, logger: real.ILogger):
-        self._logger = logger
+    def _set_address(self, context: int, name: bytes, address: int) -> int:
+        self.contexts[context - 1].addresses[name.decode()] = address
+        return 0
 
-    def deserialize_cuda_engine(self, serialized_engine: bytes) -> ICudaEngine | None:
-        word, _, number = bytes(serialized_engine).partition(b" ")
-        return ICudaEngine(PLANS[int(number)]) if word == b"plan" else None
+    def _enqueue(self, context: int, stream: int) -> int:
+        one = self.contexts[context - 1]
+        assert stream == STREAM and set(one.addresses) == {*self.inputs, *self.outputs}
+        inputs = {name: values_at(one.addresses[name], dtype, one.shapes[name]) for name, dtype in self.inputs.items()}
+        for name, result in self.run(Batch(inputs, self.segments, self.pool)).items():
+            values_at(one.addresses[name], result.dtype, tuple(result.shape)).copy_(result)
+        one.steps += 1
+        return 0
 
+    def _add(self, name: bytes, dtype: torch.dtype, rank: int, compute: Callable[..., Tensor]) -> int:
+        assert name not in self.names, f"{name!r} is used twice"
+        self.names.add(name)
+        self.nodes.append((dtype, rank, compute))
+        return len(self.nodes) - 1
 
-class Refitter(Twin, stands_for="Refitter"):
-    def __init__(self, engine: ICudaEngine, logger: real.ILogger):
-        self._engine, self._set = engine, {}
+    def _input(self, name: bytes, kind: int, rank: int, shape: Any) -> int:
+        def given(batch: Batch, values: list[Tensor]) -> Tensor:
+            value = batch[name.decode()]
+            assert value.dtype == OF_NUMBERS[kind] and len(shape) == rank
+            assert all(size in (-1, there) for size, there in zip(shape, value.shape, strict=True))
+            return value
 
-    def get_all_weights(self) -> list[str]:
-        return list(self._engine._plan.named)
+        self.inputs[name.decode()] = OF_NUMBERS[kind]
+        return self._add(name, OF_NUMBERS[kind], rank, given)
 
-    def set_named_weights(self, name: str, weights: Weights, location: real.TensorLocation) -> bool:
-        allow(location == real.TensorLocation.HOST, "nothing is on a device here")
-        tensor, shape = self._engine._plan.named[name]
-        self._set[name] = weights
-        return weights._type == tensor.dtype and weights._count == math.prod(shape)
+    def _constant(self, name: bytes, kind: int, rank: int, shape: Any, address: int) -> int:
+        dtype, sizes = OF_NUMBERS[kind], tuple(shape)
+        value = values_at(address, dtype, sizes).clone()
+        return self._add(name, dtype, rank, lambda *_: value)
 
-    def get_missing_weights(self) -> list[str]:
-        return [name for name in self._engine._plan.named if name not in self._set]
+    def _layer(self, name: bytes, kind: int, dtype: int, count: int, inputs: Any, size: int, numbers: Any) -> int:
+        layer, chosen, given = LAYERS[kind], list(inputs), list(numbers)
+        assert (len(chosen), len(given)) == (count, size)
+        kinds = [self.nodes[i][0] for i in chosen]
+        ranks = [self.nodes[i][1] for i in chosen]
+        if layer == "rows":
+            assert kinds[1] == torch.int32 and ranks == [2, 1]
+        else:
+            assert len(set(kinds)) == len(set(ranks)) == 1, (name, kinds, ranks)
+        assert layer == "cast" or OF_NUMBERS[dtype] == kinds[0]
+        assert layer not in OF_FLOATS or kinds[0].is_floating_point
+        rank = len(given) if layer == "reshape" else ranks[0]
+        compute = COMPUTE[layer]
+        return self._add(name, OF_NUMBERS[dtype], rank, lambda _, values: compute(*(values[i] for i in chosen), *given))
 
-    def refit_cuda_engine(self) -> bool:
-        for name, weights in self._set.items():
-            tensor, shape = self._engine._plan.named[name]
-            self._engine._constants[id(tensor)] = values_at(weights._address, weights._type, shape).clone()
-        return not self.get_missing_weights()
+    def _plugin(self, name: bytes, plugin: bytes, attributes: bytes, size: int, count: int, inputs: Any) -> int:
+        """`Plugin` of native/plugin.cpp."""
+        assert len(attributes) == size == 24
+        operation, layer, heads, kv_heads, head_dim, rotary_dims = struct.unpack("6i", attributes)
+        assert plugin == (b"PensieveWriteKv", b"PensieveAttention")[operation]
+        chosen = list(inputs)
+        assert len(chosen) == count
+        kinds = [self.nodes[i][0] for i in chosen[1:]]
+        dtype = self.nodes[chosen[0]][0]
 
+        def written(batch: Batch, values: list[Tensor]) -> Tensor:
+            qkv, *angles, slots = (values[i] for i in chosen)
+            rotary = angles[0] if angles else torch.empty(len(qkv), 0)
+            assert rotary.shape[1] == rotary_dims and qkv.shape[1] == (heads + 2 * kv_heads) * head_dim
+            parts = qkv.unflatten(1, (-1, head_dim)).split((heads, kv_heads, kv_heads), dim=1)
+            return write_kv(*parts, rotary, slots, batch.pool, layer).flatten(1)
 
-@contextmanager
-def install() -> Iterator[ModuleType]:
-    """While this is open the module `tensorrt` is the twin; our modules that import it are unloaded afterwards."""
-    module = ModuleType("tensorrt")
-    vars(module).update({name: value for name, value in vars(real).items() if not name.startswith("__")})
-    module.__version__ = real.__version__
-    vars(module).update(TWINS)
-    module.IDimensionExpr, module.DimsExprs = Dimension, DimsExprs
-    module.get_plugin_registry = lambda: REGISTRY
-    before = set(sys.modules)
-    sys.modules["tensorrt"] = module
-    try:
-        module.plugin = importlib.import_module("tensorrt_bindings.plugin")
-        sys.modules["tensorrt.plugin"] = module.plugin
-        yield module
-    finally:
-        for name in set(sys.modules) - before:
-            if "tensorrt" in name and not name.startswith("tests."):
-                parent, _, child = name.rpartition(".")
-                del sys.modules[name]
-                vars(sys.modules.get(parent, module)).pop(child, None)
+        def attended(batch: Batch, values: list[Tensor]) -> Tensor:
+            q, table = (values[i] for i in chosen)
+            parts = q.unflatten(1, (heads, head_dim))
+            return multi_token_attention(parts, batch.segments, table, batch.pool, layer, head_dim**-0.5).flatten(1)
 
+        if operation == 0:
+            assert kinds == [torch.float32] * bool(rotary_dims) + [torch.int32]
+        else:
+            assert kinds == [torch.int32]
+        return self._add(name, dtype, 2, attended if operation else written)
 
-@contextmanager
-def as_on_a_gpu(plugins: ModuleType) -> Iterator[None]:
-    """Lets `tensorrt.plugins` run on the CPU: device memory is host memory, and there is one stream."""
-
-    def on_stream(stream: int) -> Any:
-        assert stream == STREAM
-        return nullcontext()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plugins, "memory_at", memory)
-        patch.setattr(plugins, "current_stream", lambda: STREAM)
-        patch.setattr(plugins, "on_stream", on_stream)
-        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        yield
+    def _output(self, number: int, name: bytes) -> int:
+        self.outputs[name.decode()] = number
+        return 0

@@ -1,167 +1,95 @@
-"""Decoders as TensorRT networks, built and run by a TensorRT twin in PyTorch: the same logits for any batch."""
+"""Decoders as TensorRT networks, built and run by a twin of our library: the same logits, whatever the batch."""
 
 from __future__ import annotations
 
+import gc
 import json
+from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import LlamaConfig, OPTConfig, Qwen3Config
 
+pytest.importorskip("triton")
 from pensieve.builder.build import build_engine
 from pensieve.builder.checkpoints.architectures import decoder_config
-from pensieve.builder.checkpoints.config import Shard
 from pensieve.builder.checkpoints.hugging_face import read_json, read_weights
 from pensieve.builder.inductor.compile_worker import report
-from pensieve.builder.manifest import WEIGHTS, files_digest
-from pensieve.builder.model import Decoder
-from pensieve.builder.parity import random_batches
-from pensieve.builder.weights import load_weights
-from pensieve.plugins.collectives.protocol import TENSOR_PARALLEL, ThreadRanks, register_group, release_group
-from pensieve.plugins.torch_ops import register_pool, release_pool
-from pensieve.runtime.engine import Engine
+from pensieve.builder.manifest import PLAN, files_digest
+from pensieve.builder.parity import check_parity, random_batches
+from pensieve.builder.tensorrt import compile as compile_tensorrt
+from pensieve.builder.tensorrt import installed
+from pensieve.builder.tensorrt import package as tensorrt_package
+from pensieve.plugins.torch_ops import pool_of, register_pool, release_pool
 from pensieve.scheduler.types import SettingError
-from tests.models import LLAMA_SHAPE, OPT_SHAPE, ScatteredRunner, save_random, tiny_checkpoint
-from tests.tensorrt import twin
+from tests.models import LLAMA_SHAPE, OPT_SHAPE, save_random, tiny_checkpoint
+from tests.tensorrt.twin import COMPUTE, STREAM, TwinLibrary
 
 CONFIGS = {
     "llama": LlamaConfig(**LLAMA_SHAPE),
-    "llama, biases, tied, gelu": LlamaConfig(
-        **LLAMA_SHAPE | {"vocab_size": 157},
-        attention_bias=True,
-        mlp_bias=True,
-        tie_word_embeddings=True,
-        hidden_act="gelu_pytorch_tanh",
+    "llama, biases, tied, gelu_tanh": LlamaConfig(
+        **LLAMA_SHAPE, attention_bias=True, mlp_bias=True, tie_word_embeddings=True, hidden_act="gelu_pytorch_tanh"
     ),
     "qwen3": Qwen3Config(**LLAMA_SHAPE, head_dim=32, tie_word_embeddings=True),
     "opt": OPTConfig(**OPT_SHAPE),
-    "opt, post norm, projected": OPTConfig(
-        **OPT_SHAPE | {"vocab_size": 157}, do_layer_norm_before=False, word_embed_proj_dim=32
-    ),
+    "opt, gelu": OPTConfig(**OPT_SHAPE, activation_function="gelu"),
+    "opt, post norm, projected": OPTConfig(**OPT_SHAPE, do_layer_norm_before=False, word_embed_proj_dim=32),
 }
-LENGTHS = (37, 60)
-STEPS = (  # (seat, start, end) spans: prefill, appended pieces and single tokens, in any mixture
-    ((0, 0, 10),),
-    ((1, 0, 33), (0, 10, 11)),
-    ((0, 11, 12), (1, 33, 50)),
-    ((0, 12, 37), (1, 50, 51)),
-    ((1, 51, 60),),
-)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def ours():
-    """Our modules that import TensorRT: (compile_tensorrt, tensorrt_package)."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with twin.install():
-        from pensieve.builder.tensorrt import compile as compile_tensorrt
-        from pensieve.builder.tensorrt import package as tensorrt_package
-        from pensieve.plugins.tensorrt import plugins as tensorrt_plugins
+@pytest.fixture
+def library(monkeypatch):
+    """The twin, in the place of the library; kernels and streams are not asked for."""
+    twin = TwinLibrary()
 
-        with twin.as_on_a_gpu(tensorrt_plugins), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tensorrt_package, "ALIGNMENT", twin.ALIGNMENT)
-            yield compile_tensorrt, tensorrt_package
-    torch.set_num_threads(threads)
+    class Kernels:
+        def __init__(self, library, kv, config):
+            self.of_thread = lambda: nullcontext(setattr(twin, "pool", kv.tensor))
+
+    stream = SimpleNamespace(cuda_stream=STREAM, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(tensorrt_package, "_Kernels", Kernels)
+    monkeypatch.setattr(tensorrt_package, "ALIGNMENT", 1)  # torch aligns to 64 bytes on the CPU
+    for module in (compile_tensorrt, tensorrt_package, installed):
+        monkeypatch.setattr(module, "load_library", lambda: twin)
+    original = tensorrt_package.TensorRTPackage.__call__
+
+    def call(self, token_ids, positions, slots, segments, *rest):
+        twin.segments = segments  # the library has them in its work list
+        return original(self, token_ids, positions, slots, segments, *rest)
+
+    monkeypatch.setattr(tensorrt_package.TensorRTPackage, "__call__", call)
+    return twin
+
+
+def saved(name, directory, dtype):
+    save_random(CONFIGS[name], directory)
+    config = decoder_config(read_json(directory / "config.json"))
+    return config, read_weights(directory, config, dtype)
+
+
+def packed(directory, config, weights):
+    """The package that runs a plan."""
+    path = directory / PLAN
+    path.write_bytes(compile_tensorrt.build_plan(config, weights))
+    return tensorrt_package.TensorRTPackage(path, config, device="cpu")
 
 
 @pytest.fixture
 def llama(tmp_path):
     """(decoder's config, weights) of a tiny Llama."""
-    return saved(CONFIGS["llama"], tmp_path)
+    return saved("llama", tmp_path, torch.float32)
 
 
-def saved(config, directory, dtype=torch.float32):
-    save_random(config, directory)
-    config = decoder_config(read_json(directory / "config.json"))
-    return config, read_weights(directory, config, dtype)
-
-
-def packed(ours, directory, config, weights, ranks=1):
-    """A plan in a file, and the package that runs it."""
-    compile_tensorrt, tensorrt_package = ours
-    path = directory / compile_tensorrt.PLAN
-    path.write_bytes(compile_tensorrt.build_plan(config, weights, ranks))
-    return path, tensorrt_package.TensorRTPackage(path, config, weights, "cpu")
-
-
-@torch.inference_mode()
-def logits(forward, config, prompts, dtype, ranks=1):
-    """Logits of all positions of all prompts, computed in STEPS over a new pool."""
-    shape = (64, config.layers, 2, Shard(config, ranks).kv_heads, 4, config.head_dim)
-    runner = ScatteredRunner(forward, shape, prompts, dtype)
-    for spans in STEPS:
-        runner.step(*spans)
-    return torch.cat([runner.all_logits(seat) for seat in range(len(prompts))])
-
-
-def prompts_for(config):
-    return [torch.randint(3, config.vocab_size, (length,)) for length in LENGTHS]
-
-
-def close(ours, theirs):
-    return (ours - theirs).norm() <= 1e-5 * theirs.norm()
-
-
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_network_computes_what_the_decoder_computes(name, ours, tmp_path):
-    config, weights = saved(CONFIGS[name], tmp_path)
-    prompts = prompts_for(config)
-    expected = logits(Decoder.from_weights(config, weights), config, prompts, torch.float32)
-    _, package = packed(ours, tmp_path, config, weights)
-    said = logits(package, config, prompts, torch.float32)
-    assert said.shape == (sum(LENGTHS), config.vocab_size) and close(said, expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["llama", "opt, post norm, projected"])
-def test_half_precision_is_as_near_to_float32_as_the_decoder(name, dtype, ours, tmp_path):
-    config, exact_weights = saved(CONFIGS[name], tmp_path)
-    weights = {name: tensor.to(dtype) for name, tensor in exact_weights.items()}
-    prompts = prompts_for(config)
-    exact = logits(Decoder.from_weights(config, exact_weights), config, prompts, torch.float32)
-    naive = logits(Decoder.from_weights(config, weights), config, prompts, dtype)
-    _, package = packed(ours, tmp_path, config, weights)
-    said = logits(package, config, prompts, dtype)
-    assert said.dtype == torch.float32 and (said - exact).norm() <= 2 * (naive - exact).norm()
-
-
-@pytest.mark.parametrize("name", ["llama", "llama, biases, tied, gelu", "opt, post norm, projected"])
-def test_one_plan_serves_two_ranks(name, ours, tmp_path):
-    config, weights = saved(CONFIGS[name], tmp_path)
-    prompts = prompts_for(config)
-    expected = logits(Decoder.from_weights(config, weights), config, prompts, torch.float32)
-    shards = [read_weights(tmp_path, config, torch.float32, rank, 2) for rank in range(2)]
-    path, first = packed(ours, tmp_path, config, shards[0], ranks=2)
-    packages = (first, ours[1].TensorRTPackage(path, config, shards[1], "cpu"))
-    group = ThreadRanks(2)
-    register_group(TENSOR_PARALLEL, group)
-    try:
-        said = group.run(lambda rank: logits(packages[rank], config, prompts, torch.float32, 2))
-    finally:
-        release_group(TENSOR_PARALLEL)
-    assert all(close(one, expected) for one in said)
-
-
-def test_a_plan_takes_other_weights_of_the_same_names(ours, llama, tmp_path):
-    config, weights = llama
-    path, _ = packed(ours, tmp_path, config, weights)
-    others = {name: tensor.flip(0) for name, tensor in weights.items()}
-    prompts = prompts_for(config)
-    expected = logits(Decoder.from_weights(config, others), config, prompts, torch.float32)
-    assert close(logits(ours[1].TensorRTPackage(path, config, others, "cpu"), config, prompts, torch.float32), expected)
-    assert set(twin.PLANS[-1].named) == set(weights)
-    with pytest.raises(RuntimeError, match=r"take the weight norm\.weight"):
-        ours[1].TensorRTPackage(path, config, others | {"norm.weight": torch.ones(7)}, "cpu")
-
-
-def test_a_plan_that_lost_a_weight_is_refused(ours, tmp_path, monkeypatch):
-    config, weights = saved(CONFIGS["opt"], tmp_path)
-    kept = [name for name in weights if name != "layers.0.mlp.up.bias"]
-    monkeypatch.setattr(twin.Refitter, "get_all_weights", lambda self: kept)
-    with pytest.raises(RuntimeError, match=r"does not take layers\.0\.mlp\.up\.bias"):
-        packed(ours, tmp_path, config, weights)
+def test_a_plan_computes_what_the_decoder_does(name, dtype, library, tmp_path):
+    config, weights = saved(name, tmp_path, dtype)
+    parity = check_parity(packed(tmp_path, config, weights), config, weights)
+    if dtype == torch.float32:
+        assert parity.logits < 1e-5 and parity.kv < 1e-5
 
 
 def run_once(package, config, batch):
@@ -173,118 +101,120 @@ def run_once(package, config, batch):
         release_pool(handle)
 
 
-def test_each_size_of_batch_has_a_context(ours, llama, tmp_path, monkeypatch):
+def test_generation_and_prompts_have_profiles(library, llama, tmp_path):
     config, weights = llama
-    _, package = packed(ours, tmp_path, config, weights)
-    batches = random_batches(config, "cpu")
-    contexts = package._engine._contexts
-    run_once(package, config, batches[0])
-    run_once(package, config, batches[0])
-    assert [context._steps for context in contexts] == [2]
-    nothing = batches[0]._replace(sample_rows=batches[0].sample_rows[:0])
-    assert run_once(package, config, nothing).shape == (0, config.vocab_size)
-    assert [context._steps for context in contexts] == [2, 1]
-
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(ours[1], "MOST_RECENT", 2)
-    for batch in batches[1:4]:
-        run_once(package, config, batch)
-    assert len(contexts) == 5 and list(package._recent.values()) == contexts[-2:]
-
-
-def test_a_captured_context_is_the_graph_s_alone(ours, llama, tmp_path, monkeypatch):
-    config, weights = llama
-    _, package = packed(ours, tmp_path, config, weights)
-    first, second = random_batches(config, "cpu")[:2]
-    run_once(package, config, first)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    run_once(package, config, first)
-    with pytest.raises(RuntimeError, match="must have run lately"):
-        run_once(package, config, second)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    run_once(package, config, first)
-    assert [context._steps for context in package._engine._contexts] == [2, 1]
-
-
-def test_generation_and_prompts_have_profiles(ours, llama, tmp_path):
-    config, weights = llama
-    _, package = packed(ours, tmp_path, config, weights)
-    for batch in random_batches(config, "cpu")[:2]:
-        run_once(package, config, batch)
+    package = packed(tmp_path, config, weights)
+    batch = random_batches(config, "cpu")[0]
+    run_once(package, config, batch)
     many = torch.zeros(300, dtype=torch.int32)
-    wide = random_batches(config, "cpu")[0]._replace(token_ids=many, positions=many, slots=many - 1)
-    run_once(package, config, wide)
-    assert [context._profile for context in package._engine._contexts] == [0, 0, 1]
+    run_once(package, config, batch._replace(token_ids=many, positions=many, slots=many - 1))
+    assert [context.steps for context in library.contexts] == [1, 1]
     too_many = torch.zeros(5000, dtype=torch.int32)
     with pytest.raises(RuntimeError, match="up to 4096 tokens a step, not 5000"):
-        run_once(package, config, wide._replace(token_ids=too_many, positions=too_many, slots=too_many - 1))
+        run_once(package, config, batch._replace(token_ids=too_many, positions=too_many, slots=too_many - 1))
 
 
-def test_a_step_that_fails_raises(ours, llama, tmp_path, monkeypatch):
+def test_a_step_that_samples_nothing_has_no_logits(library, llama, tmp_path):
     config, weights = llama
-    path, package = packed(ours, tmp_path, config, weights)
-    monkeypatch.setattr(twin.IExecutionContext, "execute_async_v3", lambda self, stream_handle: False)
-    with pytest.raises(RuntimeError, match="cannot run the step"):
+    batch = random_batches(config, "cpu")[0]
+    nothing = batch._replace(sample_rows=batch.sample_rows[:0])
+    assert run_once(packed(tmp_path, config, weights), config, nothing).shape == (0, config.vocab_size)
+
+
+def test_contexts_are_freed_with_their_package(library, llama, tmp_path):
+    config, weights = llama
+    package = packed(tmp_path, config, weights)
+    del package
+    gc.collect()
+    assert [context.freed for context in library.contexts] == [True, True]
+
+
+def test_a_step_that_fails_raises(library, llama, tmp_path):
+    config, weights = llama
+    package = packed(tmp_path, config, weights)
+    library.fails = frozenset(["enqueue"])
+    with pytest.raises(RuntimeError, match="TensorRT cannot do it"):
         run_once(package, config, random_batches(config, "cpu")[0])
-    path.write_bytes(b"something else")
-    with pytest.raises(RuntimeError, match="cannot read the plan"):
-        ours[1].TensorRTPackage(path, config, weights, "cpu")
+    (tmp_path / PLAN).write_bytes(b"something else")
+    with pytest.raises(RuntimeError, match="TensorRT cannot do it"):
+        tensorrt_package.TensorRTPackage(tmp_path / PLAN, config, device="cpu")
 
 
-def test_times_are_kept_between_builds(ours, llama, tmp_path):
+def test_times_are_kept_between_builds(library, llama, tmp_path):
     config, weights = llama
     cache = tmp_path / "deep" / "times"
     for builds in (1, 2):
-        ours[0].build_plan(config, weights, workspace=2**30, cache=cache)
+        library.__init__()
+        compile_tensorrt.build_plan(config, weights, workspace=2**30, cache=cache)
         assert cache.read_bytes() == b"one build;" * builds
-    limits = {twin.real.MemoryPoolType.WORKSPACE: 2**30}
-    assert twin.BUILT[-1][1]._limits == limits
-    cache.write_bytes(twin.IBuilderConfig.OTHER_GPU)
-    ours[0].build_plan(config, weights, cache=cache)
-    assert cache.read_bytes() == b"one build;" and list(cache.parent.iterdir()) == [cache]
-    assert twin.BUILT[-1][1]._limits == {}
+    assert library.workspace == 2**30 and list(cache.parent.iterdir()) == [cache]
 
 
-def test_what_tensorrt_refuses_is_a_setting_error(ours, llama, monkeypatch):
+@pytest.mark.parametrize("function", ["network_new", "input", "constant", "layer", "plugin", "output", "build"])
+def test_what_tensorrt_refuses_is_a_setting_error(function, library, llama):
+    library.fails = frozenset([function])
+    with pytest.raises(SettingError, match=r"^--backend: TensorRT cannot do it"):
+        compile_tensorrt.build_plan(*llama)
+
+
+def test_bfloat16_needs_tensorrt_10(library, llama):
     config, weights = llama
-    for cls, name, returned in (
-        (twin.Builder, "build_serialized_network", None),
-        (twin.IBuilderConfig, "add_optimization_profile", -1),
-        (twin.INetworkDefinition, "add_reduce", None),
-        (twin.INetworkDefinition, "set_weights_name", False),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(cls, name, lambda *args, returned=returned: returned)
-            with pytest.raises(SettingError, match=r"^--backend: TensorRT"):
-                ours[0].build_plan(config, weights)
+    narrow = {name: tensor.bfloat16() for name, tensor in weights.items()}
+    with pytest.raises(SettingError, match=r"^--dtype: TensorRT 8\.5\.3 has no bfloat16: use float16, or install 10"):
+        compile_tensorrt.build_plan(config, narrow)
+    library.version = (10, 0, 0)
+    assert compile_tensorrt.build_plan(config, narrow)
+
+
+def test_an_old_tensorrt_is_refused(library):
+    library.version = (8, 4, 1)
+    with pytest.raises(SettingError, match=r"^--backend: TensorRT 8\.4\.1 is too old: install 8\.5 or later"):
+        installed.tensorrt_version()
+    library.version = (8, 5, 0)
+    assert installed.tensorrt_version() == "8.5.0"
 
 
 @pytest.mark.parametrize("kind", ["llama", "opt"])
-def test_an_engine_in_the_making_is_compiled_tried_and_compared(kind, ours, tmp_path, monkeypatch, capsys):
+def test_an_engine_in_the_making_is_compiled_tried_and_compared(kind, library, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     tiny_checkpoint(kind, tmp_path / "hf")
-    manifest = build_engine(tmp_path / "hf", tmp_path / "engine", backend="reference", dtype="bfloat16").manifest
-    report(partial(ours[0].compile_engine, tmp_path / "engine", None))
+    build_engine(tmp_path / "hf", tmp_path / "engine", backend="reference", dtype="float16")
+    report(partial(compile_tensorrt.compile_engine, tmp_path / "engine", None))
     *stages, last = map(json.loads, capsys.readouterr().out.splitlines())
     assert [stage["stage"] for stage in stages] == ["compiling", "loading", "comparing with the reference"]
-    compiled, path = last["compiled"], tmp_path / "engine" / ours[0].PLAN
+    compiled, path = last["compiled"], tmp_path / "engine" / PLAN
     assert compiled["package"] == files_digest([path]) and compiled["package_bytes"] == path.stat().st_size
     assert 0 < compiled["parity"]["logits"] <= 2 * compiled["parity"]["logits_eager"]
     assert (tmp_path / "cache" / "pensieve" / "tensorrt.timing").exists()
 
-    weights = load_weights(tmp_path / "engine" / WEIGHTS)
-    engine = Engine(manifest, ours[1].TensorRTPackage(path, manifest.decoder, weights, "cpu"))
-    batch = random_batches(manifest.decoder, "cpu")[0]
-    handle = register_pool(torch.zeros(engine.kv_shape(batch.block_table.numel(), 16), dtype=engine.dtype))
-    assert engine.forward(*batch, handle).shape == (len(batch.sample_rows), engine.vocab_size)
-    release_pool(handle)
 
-
-def test_an_engine_that_computes_something_else_is_refused(ours, tmp_path, monkeypatch, capsys):
+def test_an_engine_that_computes_something_else_is_refused(library, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setitem(twin.ELEMENTWISE, twin.ET.SUM, lambda x, y: torch.add(x, y, alpha=1.01))
+    monkeypatch.setitem(COMPUTE, "add", lambda x, y: torch.add(x, y, alpha=1.01))
     tiny_checkpoint("llama", tmp_path / "hf")
     build_engine(tmp_path / "hf", tmp_path / "engine", backend="reference")
-    report(partial(ours[0].compile_engine, tmp_path / "engine", 2**20))
+    report(partial(compile_tensorrt.compile_engine, tmp_path / "engine", 2**20))
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert "logits are off by" in last["refused"]
+
+
+def test_a_step_names_all_memory_that_the_library_works_in():
+    """`PensieveStep`, field by field."""
+    pool = torch.zeros(2, 3, 2, 1, 4, 16)
+    from pensieve.plugins.attention.kernel import make_work_list
+    from pensieve.plugins.attention.work_list import Capacity
+
+    work = make_work_list(Capacity(64, 2, 128), 4, 2, 64, torch.float16, "cpu")
+    step = tensorrt_package.step_of(pool, work, [0, 7, 0])
+    assert step.pool == pool.data_ptr() and step.covered == work.covered.data_ptr() and step.longest == 64
+    assert list(step.items) == [items.data_ptr() for items in work.items]
+    assert list(step.arrivals) == [arrivals.data_ptr() for arrivals in work.arrivals]
+    assert [step.gates[layer] for layer in range(3)] == [None, 7, None]
+
+
+def test_a_pool_keeps_the_events_behind_its_gates():
+    handle = register_pool(torch.zeros(2, 1, 2, 1, 4, 16), events={0: 5})
+    assert pool_of(handle).events == {0: 5}
+    release_pool(handle)
+    with pytest.raises(KeyError):
+        pool_of(handle)

@@ -1,0 +1,374 @@
+#include "engine.h"
+
+#include <NvInfer.h>
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "error.h"
+
+namespace {
+
+using namespace nvinfer1;
+using pensieve::guarded;
+
+std::atomic<PensieveHear> hear{nullptr};
+
+class Logger final : public ILogger {
+ public:
+  void log(Severity severity, char const* text) noexcept override {
+    if (severity <= Severity::kERROR) {
+      std::lock_guard<std::mutex> hold(lock);
+      last = text;
+    }
+    if (PensieveHear const listener = hear) listener(static_cast<int>(severity), text);
+  }
+  std::string take() {
+    std::lock_guard<std::mutex> hold(lock);
+    std::string const text = last;
+    last.clear();
+    return text;
+  }
+
+ private:
+  std::mutex lock;
+  std::string last;
+} logger;
+
+void require(bool done, std::string const& what) {
+  if (done) return;
+  std::string const said = logger.take();
+  throw std::runtime_error("TensorRT cannot " + what + (said.empty() ? "" : ": " + said));
+}
+
+template <class T>
+T* made(T* object, std::string const& what) {
+  require(object != nullptr, what);
+  return object;
+}
+
+DataType type_of(int type) {
+  switch (type) {
+    case PENSIEVE_FLOAT32: return DataType::kFLOAT;
+    case PENSIEVE_FLOAT16: return DataType::kHALF;
+    case PENSIEVE_INT32: return DataType::kINT32;
+#if NV_TENSORRT_MAJOR >= 10
+    case PENSIEVE_BFLOAT16: return DataType::kBF16;
+#endif
+    default: throw std::runtime_error("this version of TensorRT has no type " + std::to_string(type));
+  }
+}
+
+Dims dims_of(int rank, int64_t const* shape) {
+  Dims dims{};
+  if (rank > Dims::MAX_DIMS) throw std::runtime_error("TensorRT has at most " + std::to_string(Dims::MAX_DIMS) + " dimensions");
+  dims.nbDims = rank;
+  for (int i = 0; i < rank; i++) dims.d[i] = static_cast<std::remove_reference_t<decltype(dims.d[i])>>(shape[i]);
+  return dims;
+}
+
+}  // namespace
+
+struct PensieveNetwork {
+  std::unique_ptr<IBuilder> builder{made(createInferBuilder(logger), "make a builder")};
+  std::unique_ptr<INetworkDefinition> network;
+  std::unique_ptr<IBuilderConfig> config{made(builder->createBuilderConfig(), "make a builder's settings")};
+  std::vector<ITensor*> tensors;
+  std::vector<IOptimizationProfile*> profiles;  // the builder owns them
+
+  PensieveNetwork() {
+#if NV_TENSORRT_MAJOR >= 10
+    uint32_t const flags = 1U << static_cast<int>(NetworkDefinitionCreationFlag::kSTRONGLY_TYPED);
+#else
+    uint32_t const flags = 1U << static_cast<int>(NetworkDefinitionCreationFlag::kEXPLICIT_BATCH);
+    config->setFlag(BuilderFlag::kFP16);
+    config->setFlag(BuilderFlag::kOBEY_PRECISION_CONSTRAINTS);
+#if NV_TENSORRT_MINOR == 5
+    config->setPreviewFeature(PreviewFeature::kFASTER_DYNAMIC_SHAPES_0805, true);
+    config->setPreviewFeature(PreviewFeature::kDISABLE_EXTERNAL_TACTIC_SOURCES_FOR_CORE_0805, true);
+#endif
+#endif
+    config->clearFlag(BuilderFlag::kTF32);  // float32 is float32
+    config->setTacticSources(0);            // cuDNN and cuBLAS need not be installed
+#if NV_TENSORRT_MAJOR >= 10 || NV_TENSORRT_MINOR >= 6
+    config->setMaxAuxStreams(0);  // our operations are ordered by the one stream
+#endif
+    network.reset(made(builder->createNetworkV2(flags), "make a network"));
+  }
+
+  int add(ITensor* tensor) {
+    tensors.push_back(tensor);
+    return static_cast<int>(tensors.size()) - 1;
+  }
+
+  // Since 10 networks are strongly typed: TensorRT derives each type. Before, each layer is told what to compute in.
+  ITensor* typed(ILayer* layer, std::string const& name, DataType type) {
+    made(layer, "add the layer " + name)->setName(name.c_str());
+    ITensor* const out = layer->getOutput(0);
+    out->setName((name + ".out").c_str());
+#if NV_TENSORRT_MAJOR < 10
+    layer->setPrecision(type);
+    layer->setOutputType(0, type);
+#else
+    static_cast<void>(type);
+#endif
+    return out;
+  }
+
+  ITensor* cast(ITensor* x, std::string const& name, DataType type) {
+#if NV_TENSORRT_MAJOR > 8 || NV_TENSORRT_MINOR >= 6
+    ILayer* const layer = network->addCast(*x, type);
+#else
+    ILayer* const layer = network->addIdentity(*x);
+#endif
+    made(layer, "add the layer " + name)->setName(name.c_str());
+    layer->getOutput(0)->setName((name + ".out").c_str());
+#if NV_TENSORRT_MAJOR < 10
+    layer->setOutputType(0, type);
+#endif
+    return layer->getOutput(0);
+  }
+
+  // A slice whose size is a tensor: the lesser of what there is and [all, count].
+  ITensor* columns(ITensor* x, std::string const& name, int64_t first, int64_t count, DataType type) {
+#if NV_TENSORRT_MAJOR >= 10
+    using Index = int64_t;
+    DataType const index_type = DataType::kINT64;
+#else
+    using Index = int32_t;
+    DataType const index_type = DataType::kINT32;
+#endif
+    held.emplace_back(new int64_t[2]);
+    Index* const most = reinterpret_cast<Index*>(held.back().get());
+    most[0] = INT32_MAX;
+    most[1] = static_cast<Index>(count);
+    int64_t const two = 2, start[]{0, first}, none[]{0, 0}, ones[]{1, 1};
+    ILayer* const there = made(network->addShape(*x), "add the shape of " + name);
+    there->setName((name + ".shape").c_str());
+    ITensor* const wanted = typed(network->addConstant(dims_of(1, &two), Weights{index_type, most, 2}), name + ".most", index_type);
+    ITensor* const size = typed(network->addElementWise(*there->getOutput(0), *wanted, ElementWiseOperation::kMIN), name + ".size", index_type);
+    ISliceLayer* const slice = made(network->addSlice(*x, dims_of(2, start), dims_of(2, none), dims_of(2, ones)), "add the layer " + name);
+    slice->setInput(2, *size);
+    return typed(slice, name, type);
+  }
+
+  ITensor* layer(std::string const& name, int kind, DataType type, std::vector<ITensor*> const& in, int count, int64_t const* numbers) {
+    auto const two = [&](ElementWiseOperation operation) { return typed(network->addElementWise(*in.at(0), *in.at(1), operation), name, type); };
+    auto const one = [&](UnaryOperation operation) { return typed(network->addUnary(*in.at(0), operation), name, type); };
+    auto const active = [&](ActivationType operation) { return typed(network->addActivation(*in.at(0), operation), name, type); };
+    switch (kind) {
+      case PENSIEVE_ADD: return two(ElementWiseOperation::kSUM);
+      case PENSIEVE_SUBTRACT: return two(ElementWiseOperation::kSUB);
+      case PENSIEVE_MULTIPLY: return two(ElementWiseOperation::kPROD);
+      case PENSIEVE_DIVIDE: return two(ElementWiseOperation::kDIV);
+      case PENSIEVE_SQRT: return one(UnaryOperation::kSQRT);
+      case PENSIEVE_ERF: return one(UnaryOperation::kERF);
+      case PENSIEVE_RELU: return active(ActivationType::kRELU);
+      case PENSIEVE_SIGMOID: return active(ActivationType::kSIGMOID);
+      case PENSIEVE_TANH: return active(ActivationType::kTANH);
+      case PENSIEVE_MEAN: {
+        uint32_t const last = 1U << (in.at(0)->getDimensions().nbDims - 1);
+        return typed(network->addReduce(*in[0], ReduceOperation::kAVG, last, true), name, type);
+      }
+      case PENSIEVE_CAST: return cast(in.at(0), name, type);
+      case PENSIEVE_PROJECT:
+        return typed(network->addMatrixMultiply(*in.at(0), MatrixOperation::kNONE, *in.at(1), MatrixOperation::kTRANSPOSE), name, type);
+      case PENSIEVE_ROWS: return typed(network->addGather(*in.at(0), *in.at(1), 0), name, type);
+      case PENSIEVE_COLUMNS:
+        if (count != 2) throw std::runtime_error(name + " wants a first column and a count");
+        return columns(in.at(0), name, numbers[0], numbers[1], type);
+      case PENSIEVE_RESHAPE: {
+        IShuffleLayer* const shuffle = made(network->addShuffle(*in.at(0)), "add the layer " + name);
+        shuffle->setReshapeDimensions(dims_of(count, numbers));
+        return typed(shuffle, name, type);
+      }
+      case PENSIEVE_BESIDE: {
+        IConcatenationLayer* const joined = made(network->addConcatenation(in.data(), static_cast<int32_t>(in.size())), "add the layer " + name);
+        joined->setAxis(1);
+        return typed(joined, name, type);
+      }
+      default: throw std::runtime_error("there is no kind of layer " + std::to_string(kind));
+    }
+  }
+
+  std::vector<ITensor*> chosen(int inputs, int const* numbers) const {
+    std::vector<ITensor*> in;
+    for (int i = 0; i < inputs; i++) in.push_back(tensors.at(static_cast<size_t>(numbers[i])));
+    return in;
+  }
+
+ private:
+  std::vector<std::unique_ptr<int64_t[]>> held;  // the network keeps addresses only
+};
+
+struct PensieveEngine {
+  std::unique_ptr<IRuntime> runtime{made(createInferRuntime(logger), "make a runtime")};
+  std::unique_ptr<ICudaEngine> engine;
+};
+
+struct PensieveContext {
+  std::unique_ptr<IExecutionContext> context;
+};
+
+#define API extern "C" __attribute__((visibility("default")))
+
+API void pensieve_hear(PensieveHear listener) { hear = listener; }
+
+API int pensieve_tensorrt_version() { return getInferLibVersion(); }
+
+API PensieveNetwork* pensieve_network_new() {
+  PensieveNetwork* network = nullptr;
+  guarded([&] { network = new PensieveNetwork; });
+  return network;
+}
+
+API void pensieve_network_free(PensieveNetwork* network) { delete network; }
+
+API int pensieve_input(PensieveNetwork* network, char const* name, int type, int rank, int64_t const* shape) {
+  int number = -1;
+  guarded([&] {
+    ITensor* const input = made(network->network->addInput(name, type_of(type), dims_of(rank, shape)), std::string("add the input ") + name);
+    input->setAllowedFormats(1U << static_cast<int>(TensorFormat::kLINEAR));
+    number = network->add(input);
+  });
+  return number;
+}
+
+API int pensieve_constant(PensieveNetwork* network, char const* name, int type, int rank, int64_t const* shape, void const* data) {
+  int number = -1;
+  guarded([&] {
+    int64_t count = 1;
+    for (int i = 0; i < rank; i++) count *= shape[i];
+    Weights const weights{type_of(type), data, count};
+    number = network->add(network->typed(network->network->addConstant(dims_of(rank, shape), weights), name, weights.type));
+  });
+  return number;
+}
+
+API int pensieve_layer(PensieveNetwork* network, char const* name, int kind, int type, int inputs, int const* tensors, int count, int64_t const* numbers) {
+  int number = -1;
+  guarded([&] { number = network->add(network->layer(name, kind, type_of(type), network->chosen(inputs, tensors), count, numbers)); });
+  return number;
+}
+
+API int pensieve_plugin(PensieveNetwork* network, char const* name, char const* plugin, void const* attributes, int size, int inputs, int const* tensors) {
+  int number = -1;
+  guarded([&] {
+#if NV_TENSORRT_MAJOR >= 11
+    auto* const creator = static_cast<IPluginCreator*>(getPluginRegistry()->getCreator(plugin, "1", ""));
+#else
+    auto* const creator = getPluginRegistry()->getPluginCreator(plugin, "1", "");
+#endif
+    require(creator != nullptr, std::string("find the plugin ") + plugin);
+    PluginField field("attributes", attributes, PluginFieldType::kCHAR, size);
+    PluginFieldCollection const fields{1, &field};
+    IPluginV2* const one = made(creator->createPlugin(name, &fields), std::string("make the plugin ") + name);
+    auto const in = network->chosen(inputs, tensors);
+    ILayer* const layer = network->network->addPluginV2(in.data(), inputs, *one);  // which copies it
+    one->destroy();
+    made(layer, std::string("add the plugin ") + name)->setName(name);
+    layer->getOutput(0)->setName((std::string(name) + ".out").c_str());
+    number = network->add(layer->getOutput(0));
+  });
+  return number;
+}
+
+API int pensieve_output(PensieveNetwork* network, int tensor, char const* name) {
+  return guarded([&] {
+    ITensor* const output = network->tensors.at(static_cast<size_t>(tensor));
+    output->setName(name);
+    network->network->markOutput(*output);
+    output->setAllowedFormats(1U << static_cast<int>(TensorFormat::kLINEAR));
+  });
+}
+
+API int pensieve_profile(PensieveNetwork* network) {
+  return guarded([&] { network->profiles.push_back(made(network->builder->createOptimizationProfile(), "make an optimization profile")); });
+}
+
+API int pensieve_profile_input(PensieveNetwork* network, char const* name, int rank, int64_t const* least, int64_t const* usual, int64_t const* most) {
+  return guarded([&] {
+    auto* const profile = network->profiles.at(network->profiles.size() - 1);
+    bool const taken = profile->setDimensions(name, OptProfileSelector::kMIN, dims_of(rank, least)) &&
+                       profile->setDimensions(name, OptProfileSelector::kOPT, dims_of(rank, usual)) &&
+                       profile->setDimensions(name, OptProfileSelector::kMAX, dims_of(rank, most));
+    require(taken, std::string("take the sizes of ") + name);
+  });
+}
+
+API void pensieve_bytes_free(PensieveBytes* bytes) {
+  delete static_cast<IHostMemory*>(bytes->owner);
+  *bytes = {};
+}
+
+API int pensieve_build(PensieveNetwork* network, size_t workspace, void const* cache, size_t cache_size, PensieveBytes* plan, PensieveBytes* new_cache) {
+  return guarded([&] {
+    auto& config = *network->config;
+    if (workspace) config.setMemoryPoolLimit(MemoryPoolType::kWORKSPACE, workspace);
+    for (auto* profile : network->profiles) require(config.addOptimizationProfile(profile) >= 0, "take an optimization profile");
+    std::unique_ptr<ITimingCache> times(config.createTimingCache(cache, cache_size));
+    if (!times || !config.setTimingCache(*times, false)) {  // of another GPU or version: measured anew
+      times.reset(made(config.createTimingCache(nullptr, 0), "make a timing cache"));
+      require(config.setTimingCache(*times, false), "use a timing cache");
+    }
+    IHostMemory* const built = made(network->builder->buildSerializedNetwork(*network->network, config), "build the engine");
+    *plan = {built->data(), built->size(), built};
+    IHostMemory* const measured = made(config.getTimingCache()->serialize(), "give its timing cache");
+    *new_cache = {measured->data(), measured->size(), measured};
+  });
+}
+
+API PensieveEngine* pensieve_engine_load(void const* plan, size_t size) {
+  PensieveEngine* loaded = nullptr;
+  guarded([&] {
+    auto engine = std::make_unique<PensieveEngine>();
+    engine->engine.reset(made(engine->runtime->deserializeCudaEngine(plan, size), "read the plan"));
+    loaded = engine.release();
+  });
+  return loaded;
+}
+
+API void pensieve_engine_free(PensieveEngine* engine) { delete engine; }
+
+API size_t pensieve_engine_memory(PensieveEngine* engine) {
+#if NV_TENSORRT_MAJOR > 10 || (NV_TENSORRT_MAJOR == 10 && NV_TENSORRT_MINOR >= 1)
+  return static_cast<size_t>(engine->engine->getDeviceMemorySizeV2());
+#else
+  return engine->engine->getDeviceMemorySize();
+#endif
+}
+
+API PensieveContext* pensieve_context_new(PensieveEngine* engine, int profile, void* memory, void* stream) {
+  PensieveContext* context = nullptr;
+  guarded([&] {
+#if NV_TENSORRT_MAJOR >= 10
+    std::unique_ptr<IExecutionContext> one(engine->engine->createExecutionContext(ExecutionContextAllocationStrategy::kUSER_MANAGED));
+#else
+    std::unique_ptr<IExecutionContext> one(engine->engine->createExecutionContextWithoutDeviceMemory());
+#endif
+    require(one != nullptr, "make an execution context");
+    one->setDeviceMemory(memory);
+    require(one->setOptimizationProfileAsync(profile, static_cast<cudaStream_t>(stream)), "choose profile " + std::to_string(profile));
+    context = new PensieveContext{std::move(one)};
+  });
+  return context;
+}
+
+API void pensieve_context_free(PensieveContext* context) { delete context; }
+
+API int pensieve_set_shape(PensieveContext* context, char const* name, int rank, int64_t const* shape) {
+  return guarded([&] { require(context->context->setInputShape(name, dims_of(rank, shape)), std::string("take the shape of ") + name); });
+}
+
+API int pensieve_set_address(PensieveContext* context, char const* name, void* address) {
+  return guarded([&] { require(context->context->setTensorAddress(name, address), std::string("take the address of ") + name); });
+}
+
+API int pensieve_enqueue(PensieveContext* context, void* stream) {
+  return guarded([&] { require(context->context->enqueueV3(static_cast<cudaStream_t>(stream)), "run the step"); });
+}

@@ -1,0 +1,133 @@
+// TensorRT plugins of the two operations, for TensorRT 8.5 to 11: they launch our kernels on the stream they are given.
+//
+//   PensieveWriteKv   qkv [T, (heads + 2 kv_heads) head_dim], rotary [T, R] float32 where R > 0, slots [T] -> [T, heads head_dim]
+//   PensieveAttention q [T, heads head_dim], block_table [seats, blocks] -> [T, heads head_dim]
+//
+// Both take one field, "attributes": the bytes of `Attributes`. The kernels and the step's memory are those of the thread
+// that enqueues (pensieve_run_on), so that a plan knows neither addresses nor kernels.
+#include <NvInfer.h>
+
+#include <cstring>
+#include <string>
+
+#include "launch.h"
+
+namespace {
+
+using namespace nvinfer1;
+
+thread_local PensieveKernels* kernels_of_thread = nullptr;
+thread_local PensieveStep const* step_of_thread = nullptr;
+
+enum Operation : int32_t { WRITE_KV, ATTENTION };
+char const* const NAMES[] = {"PensieveWriteKv", "PensieveAttention"};
+char const* const VERSION = "1";
+
+struct Attributes {
+  int32_t operation, layer, heads, kv_heads, head_dim, rotary_dims;
+};
+
+bool is_float(DataType type) {
+#if NV_TENSORRT_MAJOR >= 10
+  if (type == DataType::kBF16) return true;
+#endif
+  return type == DataType::kHALF || type == DataType::kFLOAT;
+}
+
+class Plugin final : public IPluginV2DynamicExt {
+ public:
+  explicit Plugin(Attributes const& attributes) : a(attributes) {}
+
+  IPluginV2DynamicExt* clone() const noexcept override {
+    auto* copy = new Plugin(a);
+    copy->space = space;
+    return copy;
+  }
+  DimsExprs getOutputDimensions(int32_t, DimsExprs const* in, int32_t, IExprBuilder& expressions) noexcept override {
+    DimsExprs shape = in[0];
+    shape.d[1] = expressions.constant(a.heads * a.head_dim);
+    return shape;
+  }
+  bool supportsFormatCombination(int32_t place, PluginTensorDesc const* all, int32_t inputs, int32_t) noexcept override {
+    if (all[place].format != TensorFormat::kLINEAR) return false;
+    if (place == 0) return is_float(all[0].type);
+    if (place == inputs) return all[place].type == all[0].type;
+    bool const rotary = a.operation == WRITE_KV && a.rotary_dims > 0 && place == 1;
+    return all[place].type == (rotary ? DataType::kFLOAT : DataType::kINT32);
+  }
+  void configurePlugin(DynamicPluginTensorDesc const*, int32_t, DynamicPluginTensorDesc const*, int32_t) noexcept override {}
+  size_t getWorkspaceSize(PluginTensorDesc const*, int32_t, PluginTensorDesc const*, int32_t) const noexcept override { return 0; }
+
+  int32_t enqueue(PluginTensorDesc const* described, PluginTensorDesc const*, void const* const* in, void* const* out, void*, cudaStream_t stream) noexcept override {
+    if (!kernels_of_thread || !step_of_thread) return 1;  // the caller has not said what to run on
+    int32_t const tokens = described[0].dims.d[0] > 0 ? static_cast<int32_t>(described[0].dims.d[0]) : 0;
+    if (a.operation == ATTENTION) {
+      int32_t const blocks = static_cast<int32_t>(described[1].dims.d[1]);
+      return pensieve_attend(kernels_of_thread, step_of_thread, a.layer, tokens, blocks, in[0], in[1], out[0], stream);
+    }
+    void const* const rotary = a.rotary_dims > 0 ? in[1] : nullptr;
+    void const* const slots = a.rotary_dims > 0 ? in[2] : in[1];
+    return pensieve_write_kv(kernels_of_thread, step_of_thread, a.layer, tokens, in[0], rotary, slots, out[0], stream);
+  }
+
+  DataType getOutputDataType(int32_t, DataType const* types, int32_t) const noexcept override { return types[0]; }
+  char const* getPluginType() const noexcept override { return NAMES[a.operation]; }
+  char const* getPluginVersion() const noexcept override { return VERSION; }
+  int32_t getNbOutputs() const noexcept override { return 1; }
+  int32_t initialize() noexcept override { return 0; }
+  void terminate() noexcept override {}
+  size_t getSerializationSize() const noexcept override { return sizeof a; }
+  void serialize(void* bytes) const noexcept override { std::memcpy(bytes, &a, sizeof a); }
+  void destroy() noexcept override { delete this; }
+  void setPluginNamespace(char const* name) noexcept override { space = name; }
+  char const* getPluginNamespace() const noexcept override { return space.c_str(); }
+
+ private:
+  Attributes const a;
+  std::string space;
+};
+
+class Creator final : public IPluginCreator {
+ public:
+  explicit Creator(Operation made) : operation(made) {}
+
+  char const* getPluginName() const noexcept override { return NAMES[operation]; }
+  char const* getPluginVersion() const noexcept override { return VERSION; }
+  PluginFieldCollection const* getFieldNames() noexcept override { return &fields; }
+  IPluginV2* createPlugin(char const*, PluginFieldCollection const* given) noexcept override {
+    if (given->nbFields != 1) return nullptr;
+    return deserializePlugin("", given->fields[0].data, static_cast<size_t>(given->fields[0].length));
+  }
+  IPluginV2* deserializePlugin(char const*, void const* bytes, size_t size) noexcept override {
+    Attributes a;
+    if (size != sizeof a) return nullptr;
+    std::memcpy(&a, bytes, size);
+    return a.operation == operation ? new Plugin(a) : nullptr;
+  }
+  void setPluginNamespace(char const* name) noexcept override { space = name; }
+  char const* getPluginNamespace() const noexcept override { return space.c_str(); }
+
+ private:
+  Operation const operation;
+  PluginField field{"attributes", nullptr, PluginFieldType::kCHAR, sizeof(Attributes)};
+  PluginFieldCollection fields{1, &field};
+  std::string space;
+};
+
+Creator write_kv_creator(WRITE_KV), attention_creator(ATTENTION);
+
+}  // namespace
+
+#define API extern "C" __attribute__((visibility("default")))
+
+// Registers the plugins with TensorRT, once a process. Returns whether it took them.
+API int pensieve_register_plugins() {
+  bool const took = getPluginRegistry()->registerCreator(write_kv_creator, "") && getPluginRegistry()->registerCreator(attention_creator, "");
+  return took ? 1 : 0;
+}
+
+// What this thread enqueues from now on works with these kernels and this step's memory, which must stay. Null: nothing.
+API void pensieve_run_on(PensieveKernels* kernels, PensieveStep const* step) {
+  kernels_of_thread = kernels;
+  step_of_thread = step;
+}
