@@ -18,7 +18,7 @@ LLAMA = SHAPES / "llama-3-8b.json"
 MEASURED = SHAPES / "h200" / "llama-3-8b.json"
 SMALL = [
     *("--config", str(LLAMA), "--profile", str(MEASURED), "--synthetic", "sharegpt", "--load", "2,40"),
-    *("--seconds", "12", "--measure-s", "8", "--ramp-s", "2", "--seeds", "0", "--jobs", "1", "--chunk-tokens", "128"),
+    *("--seconds", "8", "--measure-s", "5", "--ramp-s", "2", "--seeds", "0", "--jobs", "1", "--chunk-tokens", "128"),
     *("--gpu-kv-bytes", "6GiB", "--host-kv-bytes", "4GiB", "--think-s", "5"),
     *("--max-num-seqs", "4"),
 ]
@@ -57,20 +57,21 @@ def test_more_load_needs_more_gpus_and_costs_more(capsys):
 
 
 def test_a_margin_is_a_harder_target(capsys):
-    gpus = [
-        rows(capsys, "--ms-per-token", target, "--margin", margin, "--load", "60")[0]["gpus"]
-        for target, margin in (("20", "0.4"), ("12", "0"))
-    ]
-    assert gpus[0] == gpus[1] > rows(capsys, "--ms-per-token", "20", "--load", "60")[0]["gpus"]
+    asked = [("--ms-per-token", "20", "--margin", "0.4"), ("--ms-per-token", "12", "--margin", "0")]
+    first, second = (rows(capsys, *options, "--load", "60") for options in asked)
+    assert first == second
 
 
-def test_the_table_names_the_cheapest_size_of_host_memory(capsys):
-    sizes = ["--host-kv-bytes", "0,4GiB"]
-    assert plan.main([*SMALL, *sizes, "--ms-per-token", "20"]) == 0
-    titles, *lines, best, sure, source = capsys.readouterr().out.splitlines()
+def test_the_table_names_the_cheapest_size_of_host_memory():
+    args = plan.parser().parse_args([*SMALL, "--ms-per-token", "20"])
+    sizes = ((0, [1.0]), (2**32, [2.0]), (2**33, [2.0]))
+    found = [plan.plan_row(args, load, size, rates) for load in (2.0, 40.0) for size, rates in sizes]
+    titles, *lines, best, sure, source = plan.table("NVIDIA H200, 2026-11-20", found)
     assert titles.split()[:2] == ["host", "GiB/GPU"]
-    assert [line.split()[:2] for line in lines] == [["0", "2"], ["4", "2"], ["0", "40"], ["4", "40"]]
-    assert best.startswith("40/s: ") and "GPUs" in sure and "NVIDIA H200, 2026-11-20" in source
+    assert [line.split()[:2] for line in lines[:2]] == [["0", "2"], ["4", "2"]]
+    gpus = found[4]["gpus"]
+    assert best == f"40/s: {gpus} GPUs, {4 * gpus} GiB of host memory, {gpus:.2f} an hour"
+    assert f"{gpus} to {gpus} GPUs" in sure and "NVIDIA H200, 2026-11-20" in source
 
 
 def test_the_seeds_say_how_sure_it_is():
