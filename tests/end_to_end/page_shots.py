@@ -26,7 +26,6 @@ CHATS = {
     ("phone", "light"): ("Write a short poem about rain.", "Thank you!"),
     ("phone", "dark"): ("Tell me a story about a fox.", "Thank you!"),
 }
-COLOURS = 256
 FRAME_MS = 250
 LAST_FRAME_MS = 4000
 WIDTH, CAPTION = 900, 44  # pixels of the animation
@@ -138,8 +137,8 @@ def say(page, words):
 
 
 def save(picture, file):
-    image = Image.open(io.BytesIO(picture)).convert("RGB")
-    image.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(file, optimize=True)
+    """In all its colours: a palette tints the page's background."""
+    Image.open(io.BytesIO(picture)).convert("RGB").save(file, optimize=True)
 
 
 def framed(picture, caption):
