@@ -26,7 +26,6 @@ CHATS = {
     ("phone", "light"): ("Write a short poem about rain.", "Thank you!"),
     ("phone", "dark"): ("Tell me a story about a fox.", "Thank you!"),
 }
-COLOURS = 256
 FRAME_MS = 250
 LAST_FRAME_MS = 4000
 WIDTH, CAPTION = 900, 44  # pixels of the animation
@@ -63,9 +62,9 @@ def shoot_states(browser, server, folder):
         page.goto(f"{server.url}/ui")
         page.locator("#timeline canvas:not([data-points='0'])").first.wait_for(state="attached")
 
-    def shoot(state, when="true"):
+    def shoot(state, showing="body"):
         for (name, scheme), page in pages.items():
-            page.wait_for_function(when)
+            page.locator(showing).wait_for(state="attached")
             save(page.screenshot(), folder / f"page-{state}-{name}-{scheme}.png")
 
     shoot("empty")
@@ -85,7 +84,7 @@ def shoot_states(browser, server, folder):
                 page.get_by_role("button", name="Cache").click()
         enough = "least => document.querySelector('#timeline canvas').dataset.points >= least"
         pages["desktop", "light"].wait_for_function(enough, arg=200, timeout=300_000)
-        shoot("load", when="document.querySelector('[data-lane=gpu-host] .out b').textContent !== '0/s'")
+        shoot("load", showing="[data-lane=gpu-host] .busy.out")
     for (name, _), page in pages.items():
         if name == "phone":
             page.get_by_role("button", name="Cache").click()
@@ -138,8 +137,8 @@ def say(page, words):
 
 
 def save(picture, file):
-    image = Image.open(io.BytesIO(picture)).convert("RGB")
-    image.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(file, optimize=True)
+    """In all its colours: a palette tints the page's background."""
+    Image.open(io.BytesIO(picture)).convert("RGB").save(file, optimize=True)
 
 
 def framed(picture, caption):
