@@ -1,7 +1,7 @@
-"""The databases that hold histories: a SQLite file for one server, PostgreSQL for several.
+"""The databases of histories: a SQLite file for one server, PostgreSQL for several.
 
-The store writes its SQL once, with parameters as ":name". What differs is here: types, transactions, errors.
-Everything blocks and belongs to one thread at a time.
+The store writes its SQL once, with parameters as ":name". The differences are here: types, transactions, errors. All
+calls block. One thread at a time may use a database.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from .schema import OPEN_TURNS, SCHEMA, SERVERS, VERSION
 if TYPE_CHECKING:
     import psycopg  # of the extra `postgres`
 
-LOCK_SECONDS = 15.0  # for the process that had the file before to end
-LOOK_SECONDS = 1.0  # for another process to let go of a file that is only looked at
-FOREVER = 9e99  # the turns of a server that has the database to itself end with it
-LEASE_SECONDS = 10.0  # a server that is silent for so long has lost its open turns
+LOCK_SECONDS = 15.0  # seconds for the previous process with the file to end
+LOOK_SECONDS = 1.0  # seconds for another process to release a file that is only read
+FOREVER = 9e99  # open turns of a server with its own database end with the server
+LEASE_SECONDS = 10.0  # open turns of a server that is silent for this long are lost
 
 SCHEMES = ("postgresql", "postgres")
 
 
 class Database(Protocol):
-    """`where`       what people call it, without a password
-    `kind`        of database, for people
-    `setting`     the option to name where it cannot be used
+    """`where`     its name for users, without a password
+    `kind`        of database, for users
+    `setting`     the option to name if it cannot be used
     `shared`      several servers use it at a time
     `lease`       seconds for which an open turn needs no renewal
     `clock`       SQL for its own time in seconds: the servers' clocks may differ
@@ -53,27 +53,27 @@ class Database(Protocol):
         """Returns the rows. Raises RequestError (503) if the database does not answer."""
 
     def transaction(self, durable: bool = True) -> AbstractContextManager[None]:
-        """A context manager: all or nothing, and no other transaction at the same time, of any server. On return it is
-        on the disk; not `durable`: a crash may undo it. Raises RequestError: 503 if the database does not answer, 507
-        if it cannot write."""
+        """A context manager: all changes or none, and no other transaction of any server at the same time. On return it
+        is on the disk; not `durable`: a crash may undo it. Raises RequestError: 503 if the database does not answer,
+        507 if it cannot write."""
 
     def snapshot(self) -> AbstractContextManager[None]:
-        """A context manager: what is read within is of one moment. It may be in a transaction already."""
+        """A context manager: all reads within see one moment. It may already be in a transaction."""
 
     @property
     def in_transaction(self) -> bool: ...
 
     def text(self, text: str) -> str | bytes:
-        """A text of any characters as it is stored; reading gives the same."""
+        """Converts a text of any characters to its stored form; reading returns the same text."""
 
     def interrupt(self) -> None:
-        """From another thread: a call that waits for an answer fails."""
+        """Called from another thread: makes a call that waits for an answer fail."""
 
     def close(self) -> None: ...
 
 
 def open_database(where: str | Path) -> Database:
-    """A URL of PostgreSQL, a file's path, or ":memory:". Raises SettingError if it cannot be used."""
+    """`where`: a URL of PostgreSQL, a file's path, or ":memory:". Raises SettingError if it cannot be used."""
     if is_url(where):
         return Postgres(str(where))
     return Sqlite(where)
@@ -117,8 +117,8 @@ class Sqlite:
     clock = "((julianday('now') - 2440587.5) * 86400.0)"
 
     def __init__(self, path: str | Path):
-        """`path`: the file, made if it is missing, or ":memory:". Raises SettingError if the file is in use, damaged,
-        of a newer program, or cannot be written to."""
+        """`path`: the file, created if it is missing, or ":memory:". Raises SettingError if the file is in use,
+        damaged, of a newer program, or not writable."""
         self.where = str(path)
         try:
             if path != ":memory:":
@@ -155,7 +155,7 @@ class Sqlite:
 
     @contextmanager
     def transaction(self, durable: bool = True) -> Iterator[None]:
-        """Always durable: what is not needs no page of the file, and costs nothing."""
+        """Always durable: a transaction that need not be writes no page of the file, and costs nothing."""
         try:
             self._db.execute("BEGIN IMMEDIATE")
             try:
@@ -186,7 +186,7 @@ class Sqlite:
 
 
 def stored_tokenizer(path: str | Path) -> bytes | None:
-    """Digest of the tokenizer of the file's latest tokens; None: it is not known. Raises SettingError."""
+    """Digest of the tokenizer of the file's latest tokens; None: unknown. Raises SettingError."""
     try:
         with closing(sqlite3.connect(path, timeout=LOOK_SECONDS)) as db:
             (version,) = db.execute("PRAGMA user_version").fetchone()
@@ -214,7 +214,7 @@ POSTGRES_TYPES = {
     "int": "BIGINT",
     "real": "DOUBLE PRECISION",
     "bytes": "BYTEA",
-    "text": "BYTEA",  # TEXT takes no zero bytes, which a model may well generate
+    "text": "BYTEA",  # TEXT does not accept zero bytes, which a model may generate
     "no_bytes": "''",
     "strict": "",
     "lasting": "",
@@ -226,10 +226,10 @@ CREATE UNIQUE INDEX conversations_named ON conversations (owner, kind, md5(id));
 CREATE INDEX conversations_id ON conversations USING hash (id);
 CREATE TABLE layout (version BIGINT NOT NULL);
 """
-SPACE = "pensieve"  # the schema that holds the tables: the database may have others
-WRITER = 0x70656E73  # of the advisory lock that one transaction has at a time
+SPACE = "pensieve"  # the schema of the tables: the database may have others
+WRITER = 0x70656E73  # the advisory lock of the one open transaction
 CONNECT_SECONDS = 3  # for the database to answer a new connection
-RETRY_SECONDS = 1.0  # for which calls are refused at once after it has not
+RETRY_SECONDS = 1.0  # seconds after a failure for which calls are refused at once
 SETTINGS = {  # milliseconds
     "search_path": SPACE,
     "statement_timeout": 10_000,
@@ -240,18 +240,17 @@ AWAY = "the database of the histories does not answer; try again"
 
 
 class Postgres:
-    """A database that several servers share. `url`: as libpq takes it.
+    """A database that several servers share. `url`: in libpq's form.
 
-    A lost connection is made anew by the next call. What is read, and a transaction that has not begun, is tried once
-    more then.
+    The next call replaces a lost connection. Reads, and transactions that have not begun, are then tried once more.
     """
 
     kind, setting, shared, lease = "PostgreSQL", "--history-url", True, LEASE_SECONDS
     clock = "extract(epoch FROM clock_timestamp())::double precision"
 
     def __init__(self, url: str, make: bool = True):
-        """`make`: the tables, if they are missing. Raises SettingError if the database does not answer, or has tables
-        of another program."""
+        """`make`: creates missing tables. Raises SettingError if the database does not answer, or has tables of another
+        program."""
         self.where = without_password(url)
         self._url = url
         self._connection: psycopg.Connection[Any] | None = None
@@ -285,7 +284,7 @@ class Postgres:
             )
 
     def _connect(self) -> psycopg.Connection[Any]:
-        """The connection, made anew if it is lost."""
+        """The connection; a lost one is replaced."""
         if self._connection is not None and not self._connection.closed:
             return self._connection
         if time.monotonic() < self._retry_at:
@@ -303,7 +302,7 @@ class Postgres:
                 keepalives_interval=1,
                 keepalives_count=CONNECT_SECONDS,
             )
-            # A database may be set up to acknowledge what it has not written.
+            # A database may be configured to acknowledge transactions before they are on the disk.
             self._connection.execute(
                 "SELECT set_config('synchronous_commit', 'on', false) "
                 "WHERE current_setting('synchronous_commit') = 'off'"
@@ -314,7 +313,7 @@ class Postgres:
         return self._connection
 
     def _first(self, sql: str, values: Mapping[str, Any] | None = None) -> list[Any]:
-        """Outside of a transaction: tried again on a new connection, if the old one turns out to be lost."""
+        """Runs outside of a transaction: tried again on a new connection if the old one is lost."""
         known = self._connection
         try:
             return self._rows(sql, values)
@@ -329,7 +328,7 @@ class Postgres:
 
     @contextmanager
     def _told(self) -> Iterator[None]:
-        """Errors of the database as RequestError."""
+        """Turns errors of the database into RequestError."""
         try:
             yield
         except self._errors.errors.DiskFull as error:
@@ -398,7 +397,7 @@ class Postgres:
 
 
 def look_at(url: str) -> str:
-    """What is there, for people. SettingError if it does not answer."""
+    """A description of the database for users. SettingError if it does not answer."""
     database = Postgres(url, make=False)
     try:
         ((version, made),) = database.execute(
@@ -416,7 +415,7 @@ def look_at(url: str) -> str:
 
 @lru_cache(maxsize=256)
 def _with_percent(sql: str) -> str:
-    """The parameters as psycopg takes them."""
+    """The SQL with psycopg's form of parameters."""
     return re.sub(r"(?<!:):([a-z_][a-z_0-9]*)", r"%(\1)s", sql)
 
 
@@ -425,7 +424,7 @@ def _first_line(error: Exception) -> str:
 
 
 def without_password(url: str) -> str:
-    """The URL as it may be shown. Raises SettingError if it is none."""
+    """The URL in a form that may be shown. Raises SettingError if it is not a URL."""
     try:
         parts = urlsplit(url)
         host = parts.netloc.rpartition("@")[2]
@@ -436,6 +435,6 @@ def without_password(url: str) -> str:
 
 
 def has_password(url: str) -> bool:
-    """In either place in which libpq reads one."""
+    """True if the URL has a password in either place that libpq reads."""
     parts = urlsplit(url)
     return ":" in parts.netloc.rpartition("@")[0] or "password=" in parts.query

@@ -1,7 +1,7 @@
-"""What the history store holds: its tables, and a conversation as a row of one.
+"""The history store's tables, and a conversation as a row of one.
 
-The SQL is written once. A database fills in the types (`{serial}`: a number that counts up by itself) and sets names
-for parameters as it needs them.
+The SQL is written once. A database fills in the types (`{serial}`: a number that counts up by itself) and its own form
+of parameters.
 """
 
 from __future__ import annotations
@@ -83,12 +83,12 @@ CREATE TABLE tombstones (            -- as `Gone`; kept until every server has s
 """
 
 Kind = Literal["conversation", "response", "branch"]
-"""A branch is a turn that was committed behind another one: its `parent` is the conversation's id. It is not listed,
-and goes with the conversation, or with the first turn of the conversation that goes on from it."""
+"""A branch is a turn that was committed although another one had been: its `parent` is the conversation's id. It is not
+listed, and is deleted with the conversation, or with the first turn of the conversation that continues it."""
 
 
 class Name(NamedTuple):
-    """What a conversation or a stored response is known by. Owners never meet."""
+    """The name of a conversation or a stored response. Different owners never share one."""
 
     owner: str
     id: str
@@ -102,14 +102,14 @@ class Conversation:
     number        counts up in order of creation
     ttl           seconds after the last turn for which its KV is claimed; None: the server's default
     history_ttl   seconds after the last turn after which it is deleted; None: the server's default
-    pinned_until  its KV is evicted last until then; 0: not pinned
-    parent        the id it was forked from, or of the response it continues
-    thread        the id under which the loop knows its KV: a response shares that of the first one in its line
+    pinned_until  time until which its KV is evicted last; 0: not pinned
+    parent        the id of the conversation that it was forked from, or of the response that it continues
+    thread        the loop's id for its KV: a response shares that of the first one in its line
     body          of a response: the object as it was sent, JSON
     tokens        length of its log
     salt          of its last turn (`Request.salt`)
-    title         how its first message begins (`transcript.title_of`); None: it is empty, has no text, or had its last
-                  turn under an older program
+    title         the beginning of its first message (`transcript.title_of`); None: it is empty, has no text, or had its
+                  last turn under an older program
     head          number of its last turn, None: it is empty
     """
 
@@ -132,8 +132,8 @@ class Conversation:
 
 
 class Gone(NamedTuple):
-    """What a deleted conversation or response leaves to clean up: its log, whose first `shared` tokens others have in
-    theirs. `thread`: under which the loop knows it; None: of a response, others share its line."""
+    """The parts of a deleted conversation or response to clean up: its log, whose first `shared` tokens belong to other
+    logs too. `thread`: the loop's id for it; None: of a response whose line has others."""
 
     name: Name
     thread: str | None

@@ -1,11 +1,11 @@
 """Conversations in a database: a SQLite file, or a PostgreSQL that several servers share.
 
-A turn is written in one transaction that is on the disk when `commit` returns, so after a crash every turn is there
-whole or not at all. One transaction writes at a time. Turns form trees (`transcript`): a row holds what its turn added,
-and forks, branches and snapshots point into the same tree. A turn that nothing points to any more is deleted with the
-last pointer.
+A turn is written in one transaction that is on the disk when `commit` returns. So after a crash every turn is there
+completely or not at all. One transaction writes at a time. Turns form trees (`transcript`): a row holds the part that
+its turn added, and forks, branches and snapshots point into the same tree. A turn is deleted with the last pointer to
+it.
 
-Everything here blocks and belongs to one thread at a time. Times are seconds since the epoch.
+All calls block. One thread at a time may use a store. Times are seconds since the epoch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .schema import Conversation, Gone, Name, Opening
 from .transcript import OTHERS, StoredTurn, Transcript, dialogue_keys, title_of
 
 EXPIRY_INTERVAL_S = 60.0
-SILENT_SECONDS = 3600.0  # a server that is cut off from the others for so long begins with no KV
+SILENT_SECONDS = 3600.0  # a server that is cut off from the others for longer starts without KV
 
 TURN_COLUMNS = "number, parent, digest, messages, kept, tokens, inside, text_kept, text, tokenizer, id"
 COLUMNS = ", ".join(field.name for field in fields(Conversation))
@@ -77,14 +77,13 @@ class HistoryStore:
         self._db.close()
 
     def interrupt(self) -> None:
-        """From another thread: what waits for the database fails (503)."""
+        """Called from another thread: makes a call that waits for the database fail (503)."""
         self._db.interrupt()
 
     def use_tokenizer(self, digest: bytes) -> None:
-        """To be called first: tokens that are stored from now on are of the tokenizer with this digest. Turns of
-        another one are read as such (`Transcript.inside` is OTHERS): their words are there, their ids mean nothing
-        here. Turns of an older program, which stored no digest, are taken to be of this tokenizer. Raises
-        SettingError."""
+        """Called first: tokens stored from now on are of the tokenizer with this digest. For turns of another tokenizer
+        (`Transcript.inside` is OTHERS) the text is valid, but the ids are not. Turns of an older program, which stored
+        no digest, count as this tokenizer's. Raises SettingError."""
         self._tokenizer = digest
         try:
             with self._db.transaction():
@@ -95,7 +94,7 @@ class HistoryStore:
     # -- open turns
 
     def release(self, turn: bytes) -> None:
-        """The turn that `admit` has let in is no longer open. Idempotent."""
+        """Ends an open turn that `admit` has let in. Idempotent."""
         with self._db.transaction(durable=False):
             self._let_go(turn)
 
@@ -103,7 +102,7 @@ class HistoryStore:
         self._db.execute("DELETE FROM open_turns WHERE turn = :turn", {"turn": turn})
 
     def renew(self, turns: Sequence[bytes]) -> None:
-        """To be called before `lease` seconds are over, as long as the turns are open."""
+        """Called at least every `lease` seconds while the turns are open."""
         names = {f"turn_{number}": turn for number, turn in enumerate(turns)}
         listed = ", ".join(f":{name}" for name in names)
         if names:
@@ -170,7 +169,7 @@ class HistoryStore:
             self.seen = number
 
     def _bury(self, gone: Gone) -> Gone:
-        """Tells the other servers."""
+        """Records the deletion for the other servers."""
         if self.shared:
             row = gone.name._asdict() | {
                 "process": self._process,
@@ -195,7 +194,7 @@ class HistoryStore:
         )
 
     def _held_by_another(self, number: int, turn: bytes) -> bool:
-        """Whether there is another turn with the server's history."""
+        """True if there is another open turn with the server's history."""
         held = self._db.execute(
             f"SELECT 1 FROM open_turns WHERE conversation = :number AND alone = 1 AND until > {self._db.clock} "
             "AND turn <> :turn",
@@ -206,7 +205,7 @@ class HistoryStore:
     # -- turns
 
     def committed(self, turn: bytes) -> bool:
-        """Whether the turn with this id has been committed: a commit whose answer was lost may be repeated."""
+        """True if the turn with this id has been committed: a commit whose answer was lost may be repeated."""
         return bool(self._db.execute("SELECT 1 FROM turns WHERE id = :turn", {"turn": turn}))
 
     def commit(
@@ -219,15 +218,15 @@ class HistoryStore:
         opening: Opening | None = None,
         **about: str | None,
     ) -> Conversation:
-        """The name stands for this branch from now on; what it stood for before and nobody else needs is deleted.
+        """From now on the name stands for this branch. Turns of its former branch that no other name needs are deleted.
 
-        `behind`: whose turns a name that is new with this one shares, as far as it goes on from them and they are still
-        there; `about`: its `parent`, `thread` and `body`. With an `opening` the name must stand for what it stood for
-        then, and no other turn may go on from the server's history; else the turn is stored as a branch of the
-        conversation, which is returned. A turn that goes on from the server's history is refused then (409).
+        `behind`: the name whose turns a new name shares, if they exist and this branch continues them; `about`: its
+        `parent`, `thread` and `body`. With an `opening` the name must still stand for the same branch as then, and no
+        other turn may continue the server's history. Otherwise the turn is stored as a branch of the conversation,
+        which is returned; a turn that continues the server's history is refused instead (409).
 
-        On return the turn is on the disk, if this is no part of a longer transaction. Raises RequestError (507) if it
-        cannot be written; then nothing has changed.
+        On return the turn is on the disk, unless this is part of a longer transaction. Raises RequestError (507) if it
+        cannot be written; then the store is unchanged.
         """
         with self.transaction(now):
             before = self._find(behind, now) if behind is not None else None
@@ -260,7 +259,7 @@ class HistoryStore:
         return after
 
     def _unchanged(self, name: Name, found: Conversation, opening: Opening) -> bool:
-        """Whether the turn may move the conversation's head."""
+        """True if the turn may become the conversation's head."""
         seen = opening.seen.get(name)
         same = found.head == (seen.head if seen is not None else None)
         return same and not self._held_by_another(found.number, opening.turn)
@@ -275,13 +274,13 @@ class HistoryStore:
     # -- conversations
 
     def find(self, name: Name, now: float) -> tuple[Conversation, StoredTurn | None] | None:
-        """The conversation and its last turn; None if there is none of that name: unknown, or expired."""
+        """Returns the conversation and its last turn, or None if it is unknown or expired."""
         with self._db.snapshot():
             found = self._find(name, now)
             return (found, self._load(found.head)) if found is not None else None
 
     def get(self, name: Name, now: float) -> Conversation:
-        """Raises RequestError (404) if there is none: unknown, expired, or another owner's."""
+        """Raises RequestError (404) if it is unknown, expired, or another owner's."""
         found = self._find(name, now)
         if found is None:
             raise RequestError(404, f"there is no {name.kind} {name.id!r}", name.kind)
@@ -306,14 +305,15 @@ class HistoryStore:
         return [Conversation(*row) for row in rows[:limit]], len(rows) > limit
 
     def create(self, name: Name, now: float) -> Conversation:
-        """An empty conversation. Raises RequestError: 409 if the name is taken, 429 beyond the owner's quota."""
+        """Creates an empty conversation. Raises RequestError: 409 if the name is taken, 429 beyond the owner's
+        quota."""
         with self.transaction(now):
             self._need_free(name, now)
             return self._insert(name, now)
 
     def fork(self, name: Name, new_id: str, now: float) -> Conversation:
-        """A second conversation with the same history. Raises RequestError: 404 unknown name, 409 taken id, 429 beyond
-        the owner's quota."""
+        """Creates a second conversation with the same history. Raises RequestError: 404 unknown name, 409 taken id, 429
+        beyond the owner's quota."""
         new = name._replace(id=new_id)
         with self.transaction(now):
             source = self.get(name, now)
@@ -339,7 +339,7 @@ class HistoryStore:
         return found
 
     def delete(self, name: Name, now: float) -> Gone:
-        """Forgets the conversation. Raises RequestError (404)."""
+        """Deletes the conversation. Raises RequestError (404)."""
         with self.transaction(now):
             return self._remove(self.get(name, now))
 
@@ -363,8 +363,8 @@ class HistoryStore:
         return Opening(turn, alone, seen)
 
     def take_expired(self) -> list[Gone]:
-        """Conversations that have been deleted since the last call and whose KV is still here: they have outlived their
-        TTL, were branches, or another server has deleted them."""
+        """Returns the conversations that were deleted since the last call and whose KV is still here: they have
+        expired, were branches, or were deleted by another server."""
         expired, self._expired = self._expired, []
         return expired
 
@@ -405,7 +405,8 @@ class HistoryStore:
 
     @contextmanager
     def transaction(self, now: float, durable: bool = True) -> Iterator[None]:
-        """All or nothing; within another one it is a part of that. Raises RequestError as `Database.transaction`."""
+        """All changes or none; within another transaction it is a part of that one. Raises RequestError as
+        `Database.transaction`."""
         if self._db.in_transaction:
             yield
             return
@@ -453,7 +454,8 @@ class HistoryStore:
         thread: str | None = None,
         body: str | None = None,
     ) -> Conversation:
-        """An expired one of that name makes room. The quota has been looked at, of a turn when it began."""
+        """Inserts it in place of an expired one of that name. The quota has been checked, for a turn at its
+        beginning."""
         self._remove_expired(name)
         added = self._db.execute(
             "INSERT INTO conversations "
@@ -466,14 +468,14 @@ class HistoryStore:
         return Conversation(*added[0])
 
     def _remove_expired(self, name: Name) -> None:
-        """The one of that name, if there is one; it is known that it has expired."""
+        """Removes the conversation of that name, if there is one; it has expired."""
         named = f"SELECT {COLUMNS} FROM conversations WHERE owner = :owner AND kind = :kind AND id = :id"
         for row in self._db.execute(named, name._asdict()):
             self._expired.append(self._remove(Conversation(*row)))
 
     def _nearest(self, heads: Sequence[int | None], whole: Transcript) -> tuple[int | None, StoredTurn | None]:
-        """The latest turn of the lines to these heads whose messages are a beginning of this dialogue; if there are
-        none, whose log is a beginning of this one."""
+        """Returns the latest turn of the lines to these heads whose messages are a beginning of this dialogue; if there
+        is none, the latest one whose log is a beginning of this one."""
         beginnings = {key: count for count, key in enumerate(dialogue_keys("", whole.messages))}
         best: tuple[int | None, StoredTurn | None] = (None, None)
         longest = (-1, -1)  # messages, tokens
@@ -513,7 +515,7 @@ class HistoryStore:
         return line[-1].turn if line else None
 
     def _line(self, head: int | None) -> list[LineTurn]:
-        """From the first turn to this one."""
+        """The turns from the first one to this one."""
         if head is None:
             return []
         rows = self._db.execute(LINE, {"head": head})
@@ -526,7 +528,7 @@ class HistoryStore:
         return line
 
     def _remove(self, conversation: Conversation) -> Gone:
-        """Its branches go with it, and are told as expired ones are."""
+        """Deletes the conversation with its branches, which are reported like expired ones."""
         self._expired += [self._remove(branch) for branch in self._branches(conversation)]
         past = self._load(conversation.head)
         for table, column in (("open_turns", "conversation"), ("conversations", "number")):
@@ -542,7 +544,7 @@ class HistoryStore:
         return self._bury(Gone(name, thread, tokens, shared, conversation.salt))
 
     def _prune(self, turn: int | None) -> int:
-        """Deletes the turn and those before it as far as neither a conversation nor another turn needs them.
+        """Deletes the turn and the ones before it that neither a conversation nor another turn needs.
 
         Returns how many.
         """
@@ -560,7 +562,7 @@ class HistoryStore:
         return deleted
 
     def _expire(self, now: float) -> None:
-        """Deletes what outlived its TTL; it is invisible already, so now and then is enough."""
+        """Deletes expired conversations. They are already invisible, so this need not run often."""
         if now < self._expiry_due:
             return
         self._expiry_due = now + EXPIRY_INTERVAL_S

@@ -1,15 +1,15 @@
-"""What a turn leaves behind: its messages, their text as the model saw it, and the tokens that stand for that text.
+"""A stored turn: its messages, their text as the model saw it, and the tokens of that text.
 
-Turns form trees. A turn holds what it added to the one before it, so branches, forks and snapshots share everything
-up to where they part:
+Turns form trees. A turn holds the part that it added to the one before it, so branches, forks and snapshots share
+everything up to the point where they differ:
 
     root -- turn -- turn            a conversation names one turn, its head
                  \\- turn -- turn    another one, or the same after a diverging history
 
-**Splicing.** Text does not determine token ids: a model seldom generates the ids into which its reply's text would be
-tokenised, and the cache is found by ids. So when a client sends its history again, the longest stored text with which
-the new prompt begins is replaced by its stored ids, and only the rest is tokenised. Cache is shared from the front, so
-ids behind the first difference could not be reused anyway, and a prompt whose text differs is never touched.
+**Splicing.** Text does not determine token ids: a model seldom generates the ids that its reply's text would be
+tokenized to, and the cache is looked up by ids. So when a client sends its history again, the longest stored text with
+which the new prompt begins is replaced by its stored ids, and only the rest is tokenized. Cache is shared from the
+front, so ids after the first difference could not be reused anyway. A prompt with a different text is never changed.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from ...scheduler.turns.conversations import common_prefix
 from ..text.tokenizer import Tokenizer
 
 OTHERS = -1
-"""Stands for `inside` where the token ids are another tokenizer's: not one of them may come back."""
+"""Value of `inside` for token ids of another tokenizer: none of them may be used."""
 
 Message = dict[str, Any]
-"""A message as the chat template takes it."""
+"""A message in the chat template's form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class StoredTurn:
             turn = turn.parent
 
     def transcript(self) -> Transcript:
-        """Everything up to this turn's end, put together."""
+        """The whole dialogue up to this turn's end."""
         tokens, texts = array("i"), TextPieces()
         messages: list[Message] = []
         for turn in reversed(list(self.lineage())):
@@ -100,8 +100,8 @@ LONGEST_TITLE = 80  # characters
 
 
 def title_of(whole: Transcript) -> str | None:
-    """How the first message of the user begins, in one line; of a plain completion, how its text begins. None: there
-    is no text."""
+    """The beginning of the user's first message, in one line; of a plain completion, the beginning of its text. None:
+    there is no text."""
     said = next((message.get("content") for message in whole.messages if message["role"] == "user"), None)
     if isinstance(said, list):
         said = " ".join(part.get("text") or "" for part in said)
@@ -114,7 +114,7 @@ def title_of(whole: Transcript) -> str | None:
 
 
 class TextPieces:
-    """A text that grows, and is now and then cut before it grows, without being copied each time."""
+    """A growing text that is sometimes cut before it grows, without a copy each time."""
 
     def __init__(self) -> None:
         self._pieces: list[str] = []
@@ -149,13 +149,13 @@ def spliced(tokenizer: Tokenizer, text: str, turn: StoredTurn | None) -> array[i
     return None
 
 
-MOST_TRIES = 8  # turns behind which a tokenizer may fail to go on: each time it is given the whole rest of the text
+MOST_TRIES = 8  # failed attempts to continue after a turn: each one tokenizes the whole rest of the text
 
 
 def _fitting(turn: StoredTurn | None, text: str) -> list[StoredTurn]:
-    """Of the turn and those before it the ones whose text is a beginning of this one and stands for tokens, the latest
+    """Returns those of the turn and the ones before it whose text is a beginning of this one and has tokens, the latest
     first. Each turn's own text is compared once."""
-    found, equal = [], 0  # leading characters that the text has in common with that of the turn
+    found, equal = [], 0  # leading characters that the text shares with that of the turn
     for past in reversed(list(turn.lineage()) if turn is not None else ()):
         if equal >= past.text_kept:
             equal = past.text_kept + common_prefix(past.text, text[past.text_kept : past.text_kept + len(past.text)])
@@ -165,7 +165,7 @@ def _fitting(turn: StoredTurn | None, text: str) -> list[StoredTurn]:
 
 
 def common_beginning(turn: StoredTurn | None, messages: Sequence[Message]) -> StoredTurn | None:
-    """The latest turn up to `turn` whose messages, with those before it, are a beginning of these."""
+    """Returns the latest turn up to `turn` whose messages, with those before it, are a beginning of these."""
     lineage = list(turn.lineage()) if turn is not None else []
     stored = [message for past in reversed(lineage) for message in past.messages]
     equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(stored, messages, strict=False)))
@@ -178,7 +178,8 @@ def common_beginning(turn: StoredTurn | None, messages: Sequence[Message]) -> St
 
 
 def known_tokens(turn: StoredTurn | None, prompt: array[int]) -> int:
-    """How many leading tokens of a prompt the log up to `turn` begins with, but for the log's last, which has no KV."""
+    """Returns how many leading tokens of a prompt equal the log up to `turn`, without the log's last token, which has
+    no KV."""
     whole = turn.transcript() if turn is not None else None
     if whole is None or whole.inside == OTHERS:
         return 0
@@ -188,12 +189,12 @@ def known_tokens(turn: StoredTurn | None, prompt: array[int]) -> int:
 def tokens_inside(
     tokenizer: Tokenizer, reply: Sequence[int], delivered: str, before: Sequence[int] = ()
 ) -> tuple[int, str]:
-    """How many leading tokens of a reply have their text wholly in what was `delivered`, and that text.
+    """Returns how many leading tokens of a reply have their text completely in `delivered`, and that text.
 
-    `before`: tokens that the reply goes on behind, if its text was read so: a space at its beginning counts then.
+    `before`: tokens that the reply continues, if its text was decoded as a continuation: then a leading space counts.
 
-    Tokens at the end without text (end of sequence) do not count: the chat template writes them itself. A stop
-    string cuts inside a token, or a few tokens before the last.
+    Tokens at the end without text (end of sequence) do not count: the chat template writes them itself. A stop string
+    cuts inside a token, or a few tokens before the last.
     """
     count = len(reply)
     while count and reply[count - 1] in tokenizer.special:
@@ -206,15 +207,16 @@ def tokens_inside(
     return 0, ""
 
 
-LONGEST_CUT = 64  # tokens of a stop string; behind a longer one the reply is tokenised anew
+LONGEST_CUT = 64  # tokens of a stop string; after a longer one the reply is tokenized again
 
 
 class RecentTurns:
-    """The latest turns by what was said in them, for clients that send their whole history.
+    """The latest turns by their messages, for clients that send their whole history.
 
-    The key is a digest of the owner and of all messages, so nobody finds another's. Of two turns with equal messages
-    and different ids the later counts: its cache is the more likely one to be there. Bounded by the tokens that the
-    turns themselves hold; whoever uses a turn uses those before it, so these never go first.
+    The key is a digest of the owner and of all messages, so an owner cannot find another owner's turns. Of two turns
+    with equal messages and different ids the later one counts: its cache is more likely to be there. The size is
+    limited by the tokens that the turns themselves hold. A turn is used together with the turns before it, so these are
+    never removed first.
     """
 
     def __init__(self, most_tokens: int = 8_000_000):

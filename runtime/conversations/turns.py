@@ -1,11 +1,10 @@
-"""Between the API and the history store: what a turn's prompt is, and how the turn is remembered.
+"""Between the API and the history store: makes the prompt of a turn, and stores the turn.
 
     open_chat, open_completion -> OpenTurn: the whole prompt, stored ids spliced in
     OpenTurn.commit            -> on disk if it has a name, and among the recent turns; then the reply's end is sent
-    OpenTurn.close             -> however it ended
+    OpenTurn.close             -> after any end
 
-The database works in one thread of its own, the tokenizer in others; everything else here runs on the event loop's
-thread.
+The database works in its own thread, the tokenizer in others; all other code here runs on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -53,8 +52,7 @@ Stored = tuple[Conversation, StoredTurn | None]
 
 
 class Record(NamedTuple):
-    """Where a turn is stored, and behind whose turns and with what a name that is new with it
-    (`HistoryStore.commit`)."""
+    """The name under which a turn is stored, and the values that a new name gets (`HistoryStore.commit`)."""
 
     name: Name
     behind: Name | None = None
@@ -62,27 +60,27 @@ class Record(NamedTuple):
 
 
 def kv_name(name: Name, thread: str) -> str:
-    """What the loop calls the conversation. Owners never meet; without keys it is what the client says."""
+    """The loop's name for the conversation. It differs between owners; without keys it is the client's name."""
     if not name.owner and name.kind == "conversation":
         return thread
     return f"{name.kind}:{name.owner}:{thread}"
 
 
 def session_name(owner: str, session: str) -> str:
-    """What the loop calls the KV of a session, of which nothing is stored."""
+    """The loop's name for the KV of a session, which is not stored."""
     return f"session:{owner}:{session}"
 
 
 class OpenTurn:
-    """A turn from its prompt to its commit. Whoever opened it closes it, whatever happened.
+    """A turn from its prompt to its commit. The code that opened it closes it in any case.
 
     messages   the whole dialogue; none for a plain completion
     prompt     token ids, the whole context
-    text       what the client knows of the prompt as text, "" for a prompt of token ids
+    text       the prompt's text as the client knows it, "" for a prompt of token ids
     inside     leading tokens that `text` stands for
-    opening    how the store has let it in, None: nothing of it is stored
-    held       until the turn is closed
-    known      leading tokens whose KV a turn in the store has had, under the salt `known_salt`
+    opening    the store's admission, None: the turn is not stored
+    held       resources that are held until the turn is closed
+    known      leading tokens that had KV in a stored turn, under the salt `known_salt`
     """
 
     def __init__(
@@ -109,15 +107,15 @@ class OpenTurn:
             self.known, self.known_salt = known_tokens(stored[1], prompt), stored[0].salt
 
     def in_session(self, session: str) -> None:
-        """A turn without a name of its own belongs to one of the session's dialogues, of which an agent has several at
-        a time. Turns that begin alike, up to the user's first message, are of one dialogue."""
+        """Assigns a turn without a name to one of the session's dialogues; an agent has several at a time. Turns with
+        equal beginnings, up to the user's first message, belong to one dialogue."""
         begins = next((at for at, message in enumerate(self.messages, 1) if message["role"] == "user"), None)
         dialogue = dialogue_keys(f"{self.owner}:{session}", self.messages[:begins])[-1]
         self._session = f"session:{dialogue.hex()}"
 
     @property
     def conversation(self) -> str | None:
-        """What the loop calls the conversation, None: it has no name."""
+        """The loop's name for the conversation, or None."""
         if not self.records:
             return self._session
         name, _, about = self.records[0]
@@ -178,7 +176,8 @@ class TurnManager:
         self._thread = ThreadPoolExecutor(1, "histories")
 
     async def run(self, work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        """Runs a method of the store in its thread. What has expired by then is forgotten by the loop too."""
+        """Runs a method of the store in its thread. Conversations that have expired by then are removed from the loop
+        too."""
 
         clock = asyncio.get_running_loop().time
 
@@ -196,7 +195,7 @@ class TurnManager:
         return result
 
     async def _watch(self) -> None:
-        """For a database that neither answers nor closes the connection."""
+        """Ends calls to a database that neither answers nor closes the connection."""
         while True:
             await asyncio.sleep(1)
             began = self._began
@@ -204,10 +203,10 @@ class TurnManager:
                 self._store.interrupt()
 
     async def _keep_in_step(self) -> None:
-        """With the other servers."""
+        """Keeps in step with the other servers."""
         while True:
             await asyncio.sleep(self._store.lease / 3)
-            # What could not be erased is erased after the next start: its tombstone stays until then.
+            # KV that could not be erased is erased after the next start: its tombstone stays until then.
             self._erasing = [one for one in self._erasing if not one.done() or one.cancelled() or not one.result()]
             if not self._erasing:
                 self._erased = self._handed
@@ -220,7 +219,7 @@ class TurnManager:
                 self.healthy = False
 
     async def close(self) -> None:
-        """After the last commit."""
+        """Called after the last commit."""
         for task in self._tasks:
             task.cancel()
         await self.run(self._store.close)
@@ -396,7 +395,7 @@ class TurnManager:
         return await self.run(admit, names, time.time(), turn)
 
     def _release(self, turn: bytes) -> None:
-        """If it is not committed, which releases it."""
+        """Releases the turn if it is not committed; a commit releases it."""
 
         def release() -> None:
             with contextlib.suppress(RequestError):  # it is held for a few more seconds
@@ -453,7 +452,7 @@ class TurnManager:
         return self._store.commit(record.name, whole, now, salt, record.behind, opening, **about)
 
     def remember(self, owner: str, whole: Transcript) -> None:
-        """For clients that will send all of it again."""
+        """Remembers the dialogue for clients that will send all of it again."""
         past = self._recent.find(owner, whole.messages[:-1])
         self._recent.add(owner, whole.messages, StoredTurn.behind(past, whole))
 
@@ -475,7 +474,7 @@ class TurnManager:
         return await self.run(self._store.create, name, time.time())
 
     async def fork(self, name: Name, new_id: str) -> Conversation:
-        """The history at once, and the claims on its KV as far as the loop has them."""
+        """Copies the history at once, and the claims on its KV if the loop has them."""
         fork = await self.run(self._store.fork, name, new_id, time.time())
         self._tell(Fork(kv_name(name, name.id), kv_name(name, new_id)))
         return fork
@@ -488,10 +487,10 @@ class TurnManager:
         return changed
 
     async def delete(self, name: Name) -> None:
-        """On return nobody can read it any more, nor KV on disk that was its own. The KV claims of a response belong to
-        its whole line: they end with the last one of that, or with their TTL, and what they hold stays until then.
+        """On return it cannot be read any more, nor can its own KV on disk. The KV claims of a response belong to its
+        whole line: they end with the line's last response, or with their TTL; until then their KV stays.
 
-        RequestError: 404, and 500 if it is gone, but the disk refused to erase some of its KV.
+        RequestError: 404, and 500 if it is deleted, but the disk refused to erase some of its KV.
         """
         if not await self._forget(await self.run(self._store.delete, name, time.time())):
             what = f"the {name.kind} {name.id!r} is deleted, but some of its KV may still be on the server's disk"
