@@ -51,7 +51,6 @@ FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {  # (what it returns,
     "unload_kernels": (None, (c_void_p,)),
     "error": (c_char_p, ()),
     "register_plugins": (c_int, ()),
-    "run_on": (None, (c_void_p, POINTER(Step))),
     "hear": (None, (Hear,)),
     "tensorrt_version": (c_int, ()),
     "network_new": (c_void_p, ()),
@@ -72,7 +71,10 @@ FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {  # (what it returns,
     "context_free": (None, (c_void_p,)),
     "set_shape": (c_int, (c_void_p, c_char_p, c_int, SIZES)),
     "set_address": (c_int, (c_void_p, c_char_p, c_void_p)),
-    "enqueue": (c_int, (c_void_p, c_void_p)),
+    "enqueue_layers": (
+        c_int,
+        (c_void_p, c_void_p, POINTER(Step), c_int, c_int, POINTER(c_char_p), POINTER(c_void_p), *(c_void_p,) * 3),
+    ),
 }
 
 
