@@ -53,7 +53,7 @@ class Operations:
         return self._made(number, dtype, len(shape))
 
     def output(self, x: Value, name: str) -> None:
-        if self._library.call("output", self._network, x.number, name.encode()):
+        if self._library.call("output", self._network, x.number, TYPES[x.dtype], name.encode()):
             raise SettingError("--backend", self._library.error())
 
     def number(self, value: float, like: Value) -> Value:
@@ -178,7 +178,7 @@ class LayerNetwork:
         self._block_table = ops.input("block_table", torch.int32, ANY, ANY)
         dims = config.rotary.dims if config.rotary else 0
         self._angles = [ops.input("rotary", torch.float32, ANY, dims)] if dims else []
-        self._attributes = (self._shard.heads, self._shard.kv_heads, config.head_dim, dims)
+        self._attributes = (self._shard.heads, self._shard.kv_heads, config.head_dim, dims, TYPES[x.dtype])
         ops.output(self._layer(x), "y")
 
     def _layer(self, x: Value) -> Value:

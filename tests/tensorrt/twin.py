@@ -233,13 +233,14 @@ class TwinLibrary:
 
     def _plugin(self, name: bytes, plugin: bytes, attributes: bytes, size: int, count: int, inputs: Any) -> int:
         """`Plugin` of native/plugin.cpp."""
-        assert len(attributes) == size == 20
-        operation, heads, kv_heads, head_dim, rotary_dims = struct.unpack("5i", attributes)
+        assert len(attributes) == size == 24
+        operation, heads, kv_heads, head_dim, rotary_dims, kind = struct.unpack("6i", attributes)
         assert plugin == (b"PensieveWriteKv", b"PensieveAttention")[operation]
         chosen = list(inputs)
         assert len(chosen) == count
         kinds = [self.nodes[i][0] for i in chosen[1:]]
         dtype = self.nodes[chosen[0]][0]
+        assert dtype == OF_NUMBERS[kind]
 
         def written(batch: Batch, values: list[Tensor]) -> Tensor:
             qkv, *angles, slots = (values[i] for i in chosen)
@@ -261,6 +262,7 @@ class TwinLibrary:
             assert kinds == [torch.int32]
         return self._add(name, dtype, 2, attended if operation else written)
 
-    def _output(self, number: int, name: bytes) -> int:
+    def _output(self, number: int, kind: int, name: bytes) -> int:
+        assert self.nodes[number][0] == OF_NUMBERS[kind]
         self.outputs[name.decode()] = number
         return 0

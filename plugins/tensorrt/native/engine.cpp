@@ -246,11 +246,16 @@ API int pensieve_plugin(PensieveNetwork* network, char const* name, char const* 
   return number;
 }
 
-API int pensieve_output(PensieveNetwork* network, int tensor, char const* name) {
+API int pensieve_output(PensieveNetwork* network, int tensor, int type, char const* name) {
   return guarded([&] {
     ITensor* const output = network->tensors.at(static_cast<size_t>(tensor));
     output->setName(name);
     network->network->markOutput(*output);
+#if NV_TENSORRT_MAJOR < 10
+    output->setType(type_of(type));  // else it is float32, whatever its layer's type
+#else
+    static_cast<void>(type);
+#endif
     output->setAllowedFormats(1U << static_cast<int>(TensorFormat::kLINEAR));
   });
 }

@@ -36,7 +36,7 @@ int pensieve_constant(struct PensieveNetwork* network, char const* name, int typ
 int pensieve_layer(struct PensieveNetwork* network, char const* name, int kind, int type, int inputs, int const* tensors, int count, int64_t const* numbers);
 // A plugin of plugin.cpp, by its name and the bytes of its attributes.
 int pensieve_plugin(struct PensieveNetwork* network, char const* name, char const* plugin, void const* attributes, int size, int inputs, int const* tensors);
-int pensieve_output(struct PensieveNetwork* network, int tensor, char const* name);
+int pensieve_output(struct PensieveNetwork* network, int tensor, int type, char const* name);
 // Begins another optimization profile; then the sizes of each input in it.
 int pensieve_profile(struct PensieveNetwork* network);
 int pensieve_profile_input(struct PensieveNetwork* network, char const* name, int rank, int64_t const* least, int64_t const* usual, int64_t const* most);

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <string>
 
+#include "engine.h"
 #include "launch.h"
 
 namespace {
@@ -25,14 +26,15 @@ char const* const NAMES[] = {"PensieveWriteKv", "PensieveAttention"};
 char const* const VERSION = "1";
 
 struct Attributes {
-  int32_t operation, heads, kv_heads, head_dim, rotary_dims;
+  int32_t operation, heads, kv_heads, head_dim, rotary_dims, type;  // type: PensieveType
 };
 
-bool is_float(DataType type) {
+// Of a PensieveType. A plugin takes one type only: TensorRT would enqueue it to compare several, without a step to work on.
+DataType type_of(int32_t type) {
 #if NV_TENSORRT_MAJOR >= 10
-  if (type == DataType::kBF16) return true;
+  if (type == PENSIEVE_BFLOAT16) return DataType::kBF16;
 #endif
-  return type == DataType::kHALF || type == DataType::kFLOAT;
+  return type == PENSIEVE_FLOAT16 ? DataType::kHALF : DataType::kFLOAT;
 }
 
 class Plugin final : public IPluginV2DynamicExt {
@@ -51,8 +53,7 @@ class Plugin final : public IPluginV2DynamicExt {
   }
   bool supportsFormatCombination(int32_t place, PluginTensorDesc const* all, int32_t inputs, int32_t) noexcept override {
     if (all[place].format != TensorFormat::kLINEAR) return false;
-    if (place == 0) return is_float(all[0].type);
-    if (place == inputs) return all[place].type == all[0].type;
+    if (place == 0 || place == inputs) return all[place].type == type_of(a.type);
     bool const rotary = a.operation == WRITE_KV && a.rotary_dims > 0 && place == 1;
     return all[place].type == (rotary ? DataType::kFLOAT : DataType::kINT32);
   }
