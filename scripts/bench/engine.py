@@ -1,13 +1,14 @@
 """bench.engine: times a compiled forward pass against the reference's, and engines of large models on a GPU.
 
     python -m pensieve.scripts.bench.engine compare [--checkpoint DIR] [--dtype float32] [--threads 1]
-    python -m pensieve.scripts.bench.engine gpu [--shapes llama-3-8b llama-2-13b] [--weights same fp8]
+    python -m pensieve.scripts.bench.engine gpu [--shapes opt-13b ...] [--backends reference inductor tensorrt]
+        [--dtype float16] [--generation 1x256 64x256 ...] [--weights same fp8]
 
 compare: the time outside attention, which both engines share. Prints medians of batches with one new token for each
 request, or with one prompt; then runs all steps of a chat load, each once.
 
-gpu: for each shape, with random bf16 weights, an eager and a compiled engine are built, opened one after the other and
-run: a prompt that fills the largest step, then captured generation. Printed for each:
+gpu: for each shape, with random weights, an engine of each backend is built, opened and run: a prompt, then generation,
+both captured. Printed for each:
 
     build, load        seconds; of a compiled engine also its compiler's
     loading            peak GPU memory while it was opened, besides the weights' own bytes (random weights are made one
@@ -15,6 +16,7 @@ run: a prompt that fills the largest step, then captured generation. Printed for
     running            peak GPU memory while steps ran, besides weights and KV pool: activations, a step's logits,
                        graphs
     generation         ms for a step, and the share of the minimum: weights and KV bytes at 4.25 TB/s
+    prompt             ms for a step of one prompt
 
 The last line is JSON.
 """
@@ -46,6 +48,7 @@ from ...scheduler.config import SchedulerConfig
 from ...scheduler.cost import CostProfile, analytic_profile
 from ...scheduler.plan import StepPlan
 from ...scheduler.sim.simulator import Simulator, VirtualDevice, longest_context
+from ...scheduler.types import SettingError
 from ..command import exit_status
 from .traces import CHATS, synthetic
 
@@ -240,27 +243,20 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
 # On a GPU.
 
 
-LLAMA = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 16384}
-SHAPES = {
-    "llama-3-8b": LLAMA
-    | dict(vocab_size=128256, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8)
-    | dict(intermediate_size=14336, rope_theta=500000.0),
-    "llama-2-13b": LLAMA
-    | dict(vocab_size=32000, hidden_size=5120, num_hidden_layers=40, num_attention_heads=40, num_key_value_heads=10)
-    | dict(intermediate_size=13824),
-}
+SHAPES = Path(__file__).parents[1] / "shapes"
 FLOOR_BYTES_S = 4.25e12
 POOL_BYTES = 20 * 2**30
 PROMPT = 2048
-GENERATION = ((1, 32), (64, 32), (64, 1024))  # rows, context
+GENERATION = ("1x32", "64x32", "64x1024")  # rows x context
 REPEATS = 30
 
 
 class GpuRow(NamedTuple):
-    """Seconds, bytes, and milliseconds of a step for each of GENERATION, in its order."""
+    """Seconds, bytes, and milliseconds: of each generation of the options, in their order, and of a prompt."""
 
     shape: str
     backend: str
+    dtype: str
     weights: str
     build_seconds: float
     compile_seconds: float
@@ -271,15 +267,16 @@ class GpuRow(NamedTuple):
     running_beyond: int
     step_ms: tuple[float, ...]
     floor_ms: tuple[float, ...]
+    prompt_ms: float
 
 
-def bench_on_gpu(shape: str, backend: str, weights: str, directory: Path) -> GpuRow:
-    """Raises SettingError as building does."""
-    config = directory / "config.json"
-    config.write_text(json.dumps(SHAPES[shape]))
+def bench_on_gpu(
+    config: Path, backend: str, dtype: str, weights: str, batches: Sequence[tuple[int, int]], directory: Path
+) -> GpuRow:
+    """batches: (rows, context) of each generation. Raises SettingError as building does."""
     start = time.perf_counter()
-    path = directory / f"{shape}-{backend}-{weights}"
-    built = build_random_engine(config, path, backend=backend, dtype="bfloat16", device="cuda", weights=weights)
+    path = directory / f"{backend}-{weights}"
+    built = build_random_engine(config, path, backend=backend, dtype=dtype, device="cuda", weights=weights)
     build_seconds = time.perf_counter() - start
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
@@ -290,10 +287,11 @@ def bench_on_gpu(shape: str, backend: str, weights: str, directory: Path) -> Gpu
     load_seconds = time.perf_counter() - start
     loading = torch.cuda.max_memory_allocated() - before
     compiled = built.manifest.compiled
-    pool, running, steps = run(engine, before)
+    pool, running, steps, prompt = run(engine, batches, before)
     return GpuRow(
-        shape=shape,
+        shape=config.stem,
         backend=backend,
+        dtype=dtype,
         weights=weights,
         build_seconds=round(build_seconds, 1),
         compile_seconds=compiled.compile_seconds if compiled else 0.0,
@@ -303,7 +301,8 @@ def bench_on_gpu(shape: str, backend: str, weights: str, directory: Path) -> Gpu
         pool_bytes=pool,
         running_beyond=running - engine.weight_bytes - pool,
         step_ms=tuple(steps),
-        floor_ms=tuple(floor_ms(engine, *batch) for batch in GENERATION),
+        floor_ms=tuple(floor_ms(engine, *batch) for batch in batches),
+        prompt_ms=prompt,
     )
 
 
@@ -313,16 +312,16 @@ def floor_ms(engine: Engine, rows: int, context: int) -> float:
 
 
 @torch.inference_mode()
-def run(engine: Engine, before: int) -> tuple[int, int, list[float]]:
+def run(engine: Engine, batches: Sequence[tuple[int, int]], before: int) -> tuple[int, int, list[float], float]:
     """Returns (bytes of the pool, peak bytes besides those allocated before the engine, milliseconds of each
-    generation)."""
+    generation, of a prompt)."""
     slots = POOL_BYTES // engine.chunk_bytes(CHUNK)
     pool = torch.zeros(engine.kv_shape(slots, CHUNK), dtype=engine.dtype, device="cuda")
     torch.cuda.reset_peak_memory_stats()
-    step_of(engine, pool, 1, PROMPT)(lambda step: step())
-    times = [step_of(engine, pool, rows, 1, context)(captured_ms) for rows, context in GENERATION]
+    prompt = step_of(engine, pool, 1, PROMPT)(captured_ms)
+    times = [step_of(engine, pool, rows, 1, context)(captured_ms) for rows, context in batches]
     torch.cuda.synchronize()
-    return pool.nbytes, torch.cuda.max_memory_allocated() - before, times
+    return pool.nbytes, torch.cuda.max_memory_allocated() - before, times, prompt
 
 
 def step_of(engine: Engine, pool: Tensor, requests: int, new: int, context: int = 0) -> Callable[..., Any]:
@@ -366,26 +365,44 @@ def captured_ms(step: Callable[[], Tensor]) -> float:
 
 def line(row: GpuRow) -> str:
     mib, gib = 2**20, 2**30
-    steps = " | ".join(f"{ms:.2f} ({floor / ms:.0%})" for ms, floor in zip(row.step_ms, row.floor_ms, strict=True))
-    return (
-        f"| {row.shape} | {row.backend}, {row.weights} | {row.build_seconds:.0f} ({row.compile_seconds:.0f}), "
-        f"{row.load_seconds:.2f} s | {row.weight_bytes / gib:.2f} | {row.loading_beyond / mib:.0f} MiB | "
-        f"{row.pool_bytes / gib:.2f} | {row.running_beyond / mib:.0f} MiB | {steps} |"
+    steps = [f"{ms:.2f} ({floor / ms:.0%})" for ms, floor in zip(row.step_ms, row.floor_ms, strict=True)]
+    cells = (
+        row.shape,
+        f"{row.backend}, {row.dtype}, {row.weights}",
+        f"{row.build_seconds:.0f} ({row.compile_seconds:.0f}), {row.load_seconds:.2f} s",
+        f"{row.weight_bytes / gib:.2f}",
+        f"{row.loading_beyond / mib:.0f} MiB",
+        f"{row.pool_bytes / gib:.2f}",
+        f"{row.running_beyond / mib:.0f} MiB",
+        *steps,
+        f"{row.prompt_ms:.1f}",
     )
+    return f"| {' | '.join(cells)} |"
 
 
 def bench_gpu(args: argparse.Namespace) -> dict[str, Any]:
     """As `compare`."""
-    generation = " | ".join(f"{rows} at {context}" for rows, context in GENERATION)
-    print(f"| shape | engine | build (compiler), load | weights, GiB | loading | pool, GiB | running | {generation} |")
-    print("|---|---|---|---|---|---|---|" + "---|" * len(GENERATION))
+    batches = [batch(text) for text in args.generation]
+    generation = " | ".join(f"{rows} at {context}" for rows, context in batches)
+    print(f"| shape | engine | build (compiler), load | weights, GiB | loading | pool, GiB | running | {generation} | "
+          f"prompt of {PROMPT} |")  # fmt: skip
+    print("|---|---|---|---|---|---|---|" + "---|" * len(batches) + "---|")
     rows = []
     for shape, weights, backend in itertools.product(args.shapes, args.weights, args.backends):
         with tempfile.TemporaryDirectory() as directory:
-            rows.append(bench_on_gpu(shape, backend, weights, Path(directory)))
+            config = SHAPES / f"{shape}.json"
+            rows.append(bench_on_gpu(config, backend, args.dtype, weights, batches, Path(directory)))
         torch.cuda.empty_cache()
         print(line(rows[-1]), flush=True)
     return {"gpu": torch.cuda.get_device_name(), "rows": [row._asdict() for row in rows]}
+
+
+def batch(text: str) -> tuple[int, int]:
+    """Of ROWSxCONTEXT; SettingError."""
+    rows, _, context = text.partition("x")
+    if not (rows.isdigit() and context.isdigit() and int(rows) and int(context)):
+        raise SettingError("--generation", f"{text!r} is not ROWSxCONTEXT, such as 64x1024")
+    return int(rows), int(context)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -397,8 +414,10 @@ def parser() -> argparse.ArgumentParser:
     option("--threads", type=int, default=1)
     option("--seconds", type=float, default=3.0, help="a batch (default %(default)s)")
     option = ways.add_parser("gpu", help="engines of large models").add_argument
-    option("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
+    option("--shapes", nargs="+", default=["llama-3-8b", "llama-2-13b-gqa"], metavar="NAME", help="of scripts/shapes/")
     option("--backends", nargs="+", default=["reference", "inductor"], metavar="NAME")
+    option("--dtype", default="bfloat16", help="(default %(default)s)")
+    option("--generation", nargs="+", default=GENERATION, metavar="ROWSxCONTEXT", help="(default %(default)s)")
     option("--weights", nargs="+", default=["same"], choices=WEIGHTS)
     return made
 

@@ -6,11 +6,14 @@ import pytest
 import torch
 
 from pensieve.plugins.attention import reference as attention_reference
+from pensieve.scheduler.types import SettingError
 from pensieve.scripts.bench import engine as bench_engine
 from pensieve.scripts.bench.engine import CHUNK, Part, arguments, arguments_of, chat_steps, slots_of
 from tests.models import tiny_checkpoint
 
-SHAPE = bench_engine.LLAMA | {
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"],
+    "max_position_embeddings": 16384,
     "vocab_size": 32000,
     "hidden_size": 2048,
     "num_hidden_layers": 8,
@@ -73,9 +76,10 @@ def test_both_engines_run_every_batch_and_the_chats(tmp_path, monkeypatch, capsy
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("backend, weights", [("reference", "same"), ("inductor", "same"), ("inductor", "fp8")])
 def test_weights_and_pool_are_there_once(backend, weights, tmp_path, monkeypatch):
-    monkeypatch.setitem(bench_engine.SHAPES, "small", SHAPE)
+    config = tmp_path / "small.json"
+    config.write_text(json.dumps(SHAPE))
     monkeypatch.setattr(bench_engine, "POOL_BYTES", 2**31)
-    row = bench_engine.bench_on_gpu("small", backend, weights, tmp_path)
+    row = bench_engine.bench_on_gpu(config, backend, "bfloat16", weights, [(4, 64)], tmp_path)
     assert row.weight_bytes > 2**28 and row.pool_bytes > 2**30
     assert row.loading_beyond < row.weight_bytes / 2
     assert row.running_beyond < row.pool_bytes / 4
@@ -83,8 +87,15 @@ def test_weights_and_pool_are_there_once(backend, weights, tmp_path, monkeypatch
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_the_command(monkeypatch, capsys):
-    monkeypatch.setattr(bench_engine, "SHAPES", {"small": SHAPE})
-    assert bench_engine.main(["gpu", "--backends", "reference"]) == 0
+def test_the_command(tmp_path, monkeypatch, capsys):
+    (tmp_path / "small.json").write_text(json.dumps(SHAPE))
+    monkeypatch.setattr(bench_engine, "SHAPES", tmp_path)
+    assert bench_engine.main(["gpu", "--shapes", "small", "--backends", "reference"]) == 0
     *_, row, last = capsys.readouterr().out.splitlines()
-    assert row.startswith("| small | reference, same |") and json.loads(last)["rows"][0]["shape"] == "small"
+    assert row.startswith("| small | reference, bfloat16, same |") and json.loads(last)["rows"][0]["shape"] == "small"
+
+
+@pytest.mark.parametrize("text", ["64", "x32", "0x32", "64x", "axb"])
+def test_a_generation_that_is_no_pair_of_numbers_is_refused(text):
+    with pytest.raises(SettingError, match=r"^--generation: .* is not ROWSxCONTEXT, such as 64x1024"):
+        bench_engine.batch(text)
