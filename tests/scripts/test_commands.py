@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
+from pensieve.scripts.pensieve import COMMANDS
+
 HEAVY = {"torch", "numpy", "fastapi", "starlette", "uvicorn", "pydantic", "transformers", "tokenizers", "jinja2"}
-COMMANDS = ("serve", "chat", "profile", "doctor", "simulate", "plan", "triton-repository")
 PROGRAMS = {
     "pensieve": ("pensieve.scripts.pensieve", ()),
     **{command: ("pensieve.scripts.pensieve", (command,)) for command in COMMANDS},
