@@ -292,7 +292,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     option("--model", metavar="NAME", help="(default: the server's first)")
     option("--conversation", metavar="NAME", help="one to go on with (default: a new one)")
     option("--max-tokens", type=int, default=256, metavar="N", help="longest reply (default %(default)s)")
-    option("--temperature", type=float, default=0.7, metavar="T", help="0: always the likeliest (default %(default)s)")
+    option("--temperature", type=float, default=0.3, metavar="T", help="0: always the likeliest (default %(default)s)")
     options = made.parse_args(argv)
     try:
         chat = Chat(Server(options.url, options.api_key), options)

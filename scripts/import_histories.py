@@ -9,10 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..runtime.conversations.databases import open_database
-from ..runtime.conversations.store import HistoryStore
 from ..runtime.launch.command_line import CommandParser
-from ..runtime.launch.http_options import history_url
 from ..runtime.launch.settings import HISTORY_URL
 from ..scheduler.types import RequestError, SettingError
 
@@ -23,6 +20,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--history-url", metavar="URL", help=f"where they go (default: {HISTORY_URL})")
     parser.add_argument("--history-url-file", type=Path, metavar="FILE", help="that URL, which may have a password")
     args = parser.parse_args(argv)
+
+    from ..runtime.launch.http_options import history_url  # loads FastAPI, which --help need not wait for
+
     try:
         url = history_url(args.history_url, args.history_url_file)
         if url is None:
@@ -38,6 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def import_histories(file: Path, url: str) -> tuple[int, int]:
     """How many were copied, and how many have a name that was taken."""
+    from ..runtime.conversations.databases import open_database
+    from ..runtime.conversations.store import HistoryStore
+
     source, target = open_database(file), HistoryStore(url)
     try:
         return target.copy_from(source)

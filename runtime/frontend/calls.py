@@ -162,7 +162,7 @@ def _log(call: GenerationCall, owner: str, replies: Collection[Reply], unfinishe
         "id": call.writer.id,
         "owner": owner[:OWNER_DIGITS] or None,
         "conversation": records[0].name.id if records else None,
-        "session": call.session,
+        "session": call.session or None,
         "prompt_tokens": counts["prompt_tokens"],
         "cached_tokens": counts["prompt_tokens_details"]["cached_tokens"],
         "generated_tokens": counts["completion_tokens"],

@@ -6,7 +6,7 @@ import json
 from typing import Any, NamedTuple
 
 from ...scheduler.types import RequestError
-from ..step.grammar import choice_grammar, json_grammar, lark_grammar, lark_json, regex_grammar
+from ..step.grammar import choice_grammar, json_grammar, lark_grammar, lark_json, regex_grammar, written_grammar
 from .bodies import ChatBody, ChoicesBody, ResponseFormat
 from .chat_messages import NamedTool
 from .tool_calls import tool_calls_rules
@@ -82,7 +82,10 @@ def _grammar(form: str, value: Any, param: str) -> str:
             return regex_grammar(value)
         case "choice":
             return choice_grammar(value)
-    return lark_grammar(value)
+    try:
+        return written_grammar(value)
+    except ValueError as error:
+        raise RequestError(400, f"{param} cannot be read as EBNF: {error}", param) from error
 
 
 def _object(schema: dict[str, Any] | str, param: str) -> dict[str, Any]:

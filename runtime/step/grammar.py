@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import llguidance
+from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
 log = logging.getLogger(__name__)
 
+MOST_EBNF = 8192  # characters: the worst of this length take 50 ms
 MOST_COMPILED = 64  # compiled grammars that are kept, 0.2 to 5 MB each, 20 MB for the longest
 COMPILERS = 2  # threads
 STACK_BYTES = 256 * 1024**2  # address space; memory is taken only when used
@@ -41,6 +43,19 @@ def regex_grammar(pattern: str) -> str:
 def lark_grammar(source: str) -> str:
     """A context-free grammar in llguidance's dialect of Lark."""
     return llguidance.LLMatcher.grammar_from_lark(source)
+
+
+def written_grammar(source: str) -> str:
+    """A context-free grammar in llguidance's dialect of Lark, or in EBNF (`root ::= ...`) as xgrammar and llama.cpp
+    read it. ValueError if this EBNF is wrong."""
+    if "::=" not in source or is_lark_syntax(source):
+        return lark_grammar(source)
+    if len(source) > MOST_EBNF:
+        raise ValueError(f"it has {len(source)} characters, {MOST_EBNF} are allowed")
+    try:
+        return lark_grammar(gbnf_to_lark(source))
+    except Exception as error:  # it raises several kinds
+        raise ValueError(str(error)) from error
 
 
 def choice_grammar(choices: Sequence[str]) -> str:

@@ -19,7 +19,6 @@ from ..config import SchedulerConfig
 from ..cost import CostProfile
 from ..plan import CopyBatch, Lane, StepPlan, StepResult, Tickets
 from ..types import Applied, InvariantError, Request, RequestId, Usage
-from .fast_forward import FastForwardScheduler
 
 STEPS_IN_FLIGHT = 2
 POLL_S = 2e-3
@@ -249,6 +248,8 @@ class Simulator:
         watch: Callable[[float, Applied, Mapping[RequestId, Open]], None] | None = None,
         content: Content | None = None,
     ):
+        from .fast_forward import FastForwardScheduler  # loads the scheduler, which `simulate --help` need not wait for
+
         self.scheduler = FastForwardScheduler(config, cost)
         self.now = min((session.start_s for session in sessions), default=0.0)
         self._started = self.now

@@ -122,6 +122,19 @@ def test_a_streamed_chat_of_three_turns_with_tools(server: Server) -> None:
     assert replies[2].usage.cache_read_input_tokens > 0
 
 
+def test_a_streamed_message_follows_a_schema(server: Server) -> None:
+    """output_config.format, in the second turn of a chat."""
+    schema = {"type": "object", "properties": WEATHER["input_schema"]["properties"], "required": ["city", "days"]}
+    wanted = {"format": {"type": "json_schema", "schema": {**schema, "additionalProperties": False}}}
+    messages = user("The weather in Oslo?")
+    messages += [{"role": "assistant", "content": text(server.message(messages=messages))}, *user("As JSON?")]
+    ask: dict[str, Any] = dict(model=server.model, messages=messages, max_tokens=100)
+    with server.anthropic.messages.stream(**ask, extra_body={"output_config": wanted}) as stream:
+        message = stream.get_final_message()
+    said = json.loads(text(message))
+    assert said["city"] in ("Oslo", "Rome") and said["days"] in (1, 3, 7) and len(said) == 2
+
+
 def test_thinking_of_earlier_replies_is_accepted(server: Server) -> None:
     """Agents send it back unchanged, also before a tool's result, as the only block, and in what is counted."""
     thinking = {"type": "thinking", "thinking": "The user asks for weather.", "signature": "c2lnbmVk"}

@@ -48,7 +48,7 @@ def test_guided_fields_are_followed(server: Server) -> None:
     for field, value, pattern in (
         ("guided_choice", ["green", "black"], "green|black"),
         ("guided_regex", "[0-9]{3}-[0-9]{2}", "[0-9]{3}-[0-9]{2}"),
-        ("guided_grammar", 'start: "hot" | "cold"', "hot|cold"),
+        ("guided_grammar", 'root ::= "hot" | "cold"', "hot|cold"),
         ("guided_json", {"type": "object", **cups}, r'\{\s*"cups"\s*:\s*[12]\s*\}'),
     ):
         text = server.chat(max_tokens=40, extra_body={field: value}).choices[0].message.content

@@ -30,9 +30,9 @@ FRAME_MS = 250
 LAST_FRAME_MS = 4000
 WIDTH, CAPTION = 900, 44  # pixels of the animation
 STORY = {
-    "arrive": "A user asks about tea. What the model computes is kept on the GPU, as chunks.",
+    "arrive": "A user asks about the Sun. What the model computes is kept on the GPU, as chunks.",
     "away": "The user leaves, and others need the room: the chunks move to the host, to disk, and out.",
-    "back": "The user comes back: what is kept is loaded and used again, only what was dropped is computed.",
+    "back": "The user comes back: the chunks that are near are loaded and used again, the rest is computed.",
 }
 
 
@@ -47,8 +47,10 @@ def main():
         if not options.animation_only:
             with VisitedServer(tempfile.mkdtemp(), *SMALL) as server:
                 shoot_states(browser, server, folder)
-        with VisitedServer(tempfile.mkdtemp(), *SMALL) as server:
-            animate(browser, server, folder / "page-returning-user.webp")
+        loaded = False
+        while not loaded:
+            with VisitedServer(tempfile.mkdtemp(), *SMALL) as server:
+                loaded = animate(browser, server, folder / "page-returning-user.webp")
         browser.close()
 
 
@@ -97,7 +99,8 @@ def shoot_states(browser, server, folder):
 
 
 def animate(browser, server, file):
-    """A user talks, is away while others talk, and comes back."""
+    """A user talks, is away while others talk, and comes back. The others talk about other things: they share no chunk
+    with this user. Returns whether chunks were loaded: on a slow machine all may be dropped between two looks."""
     server.begin(range(len(SUBJECTS)))
     page = context_of(browser, DESKTOP, reduced_motion="no-preference").new_page()
     page.goto(f"{server.url}/ui")
@@ -105,23 +108,23 @@ def animate(browser, server, file):
     begin(page)
     frames = []
 
-    def film(chapter, until):
+    def film(chapter, until, more=6):
         """Pictures until there is an element of this kind, and some more."""
-        more = 6
         while more:
             frames.append(framed(page.screenshot(), STORY[chapter]))
             more -= page.locator(until).count() > 0
 
-    say(page, "Tell me about tea.")
+    say(page, "Tell me about the Sun.")
     film("arrive", ":nth-match(.strip, 1)")
-    say(page, "Write a short poem about tea.")
+    say(page, "Write a short poem about the Sun.")
     film("arrive", ":nth-match(.strip, 2)")
-    with server.load():
-        film("away", "#memory .cells:has(.dropped:nth-child(3)):has(.disk, .host)")
-        say(page, "Is green tea another plant?")
-        film("back", ":nth-match(.strip, 3)")
+    with server.load(at_once=1):
+        film("away", "#memory .dropped:nth-child(2)", more=1)
+    say(page, "Tell me more.")
+    film("back", ":nth-match(.strip, 3)")
     durations = [FRAME_MS] * (len(frames) - 1) + [LAST_FRAME_MS]
     frames[0].save(file, save_all=True, append_images=frames[1:], duration=durations, loop=0, quality=40, method=2)
+    return page.locator(".strip").nth(2).locator(".host, .disk").count() > 0
 
 
 def begin(page):

@@ -239,12 +239,39 @@ def test_streamed_choices_of_a_chat(ask: Ask) -> None:
         {"structured_outputs": {"regex": "[0-9]+"}},
         {"structured_outputs": {"choice": ["yes", "no"]}},
         {"structured_outputs": {"grammar": 'start: "a"+'}},
+        {"structured_outputs": {"grammar": 'root ::= cup "s"?\ncup ::= "a" | [b-d]'}},
     ],
 )
 def test_forms_reach_the_loop_as_grammars(ask: Ask, form: dict[str, Any]) -> None:
     loop = FakeLoop()
     assert ask(chat("x", **form), loop).is_success and ask(chat("x", response_format={"type": "text"})).is_success
     assert submitted(loop)[0].sampling.grammar
+
+
+def test_grammars_of_vllm_are_the_same_in_lark(ask: Ask) -> None:
+    grammars = []
+    for grammar in ('root ::= "a" word\nword ::= [b-d]+', '%llguidance {}\n\nstart: "a" WORD\nWORD: /[b-d]/+\n'):
+        loop = FakeLoop()
+        assert ask(chat("x", guided_grammar=grammar), loop).is_success
+        grammars.append(submitted(loop)[0].sampling.grammar)
+    assert grammars[0] == grammars[1]
+
+
+@pytest.mark.parametrize(
+    ("grammar", "said"),
+    [
+        ("root ::= nothing", "Rule 'nothing' not found"),
+        ("::=", "Expected name"),
+        ('root ::= "a\\', "EBNF"),
+        ("root ::= " + "(" * 2000 + '"a"' + ")" * 2000, "EBNF"),
+        ("root ::= " + '"a" ' * 3000, "8192"),
+    ],
+    ids=["unknown rule", "no name", "cut", "deep", "long"],
+)
+def test_a_wrong_grammar_of_vllm_is_refused(ask: Ask, grammar: str, said: str) -> None:
+    response = ask(chat("x", guided_grammar=grammar))
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "guided_grammar") and said in error["message"]
 
 
 def test_forms_need_a_tokenizer(ask: Ask) -> None:

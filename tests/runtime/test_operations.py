@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -392,6 +393,18 @@ def test_a_request_is_one_line_at_its_end(lines: Callable[[], list[dict[str, Any
     counts = [line[name] for name in ("prompt_tokens", "cached_tokens", "generated_tokens", "finish")]
     assert counts == [3, 2, 4, "stop"]
     assert 0 <= line["queue_ms"] <= line["ttft_ms"] <= line["total_ms"] < 1_000_000
+
+
+def test_only_a_session_with_a_name_is_told(
+    lines: Callable[[], list[dict[str, Any]]], tokenizer_directory: Path
+) -> None:
+    """A cache hint alone makes a session without a name."""
+    body = {"model": "fake", "max_tokens": 8, "messages": [{"role": "user", "content": "x"}]}
+    body |= {"cache_control": {"type": "ephemeral"}}
+    for headers in ({}, {"x-session-id": "agent-7"}):
+        ask = partial(httpx.AsyncClient.post, url="/v1/messages", json=body, headers=headers)
+        assert serve(FakeLoop(), ask, tokenizer=str(tokenizer_directory)).is_success
+    assert [line["session"] for line in lines()] == [None, "agent-7"]
 
 
 def test_refused_failed_and_abandoned_requests_have_their_line(lines: Callable[[], list[dict[str, Any]]]) -> None:

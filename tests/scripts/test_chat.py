@@ -10,8 +10,11 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.resources import files
 
 import pytest
+
+from pensieve.scripts.chat import main
 
 from .fake_server import FakeServer
 
@@ -32,6 +35,15 @@ def piped(server, *lines, options=()):
     environment |= {"PYTHONIOENCODING": "utf-8"}
     text = "".join(line + "\n" for line in lines)
     return subprocess.run(command, input=text, capture_output=True, encoding="utf-8", timeout=60, env=environment)
+
+
+def test_the_terminal_and_the_page_begin_with_one_temperature(capsys):
+    """A low one: with a high one the demo model answers about another subject now and then."""
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    default = re.search(r"--temperature T\s.*\(default ([\d.]+)\)", capsys.readouterr().out)[1]
+    page = (files("pensieve.runtime.http") / "ui" / "index.html").read_text()
+    assert re.search(r'<input id="temperature".*value="([\d.]+)"', page)[1] == default == "0.3"
 
 
 def test_a_script_talks_through_a_pipe(server):
