@@ -1,11 +1,11 @@
-"""Multi-turn load on a server with OpenAI's completions, and how it bears it: latency over throughput.
+"""Puts multi-turn load on a server with OpenAI's completions, and measures latency over throughput.
 
 python -m pensieve.scripts.bench_serving --url http://127.0.0.1:8000 --synthetic sharegpt --rate 1,2,4 --plot out.png
 python -m pensieve.scripts.bench_serving --compare ours.json theirs.json --plot both.png
 
-Conversations come as a Poisson process whatever the server does; within each, a prompt holds the replies that really
-came, and the next one follows after a think time. The run starts as if it had been going on for ever: conversations are
-in the middle of their lives, and send their histories first. The client processes need a core each, more or less.
+Conversations arrive as a Poisson process, at any speed of the server. Each prompt has the server's own earlier replies,
+and comes a think time after the last reply. At the start, conversations are already in the middle of their lives: they
+send their histories first. Each client process needs about one core.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="S",
         help="conversations that are in the middle at the start come in over so long (default %(default)s)",
     )
-    option("--from-empty", action="store_true", help="nobody is in the middle at the start: warm up for a lifetime")
+    option("--from-empty", action="store_true", help="start without conversations: warm up for a lifetime")
     option("--measure-s", type=float, default=120.0, metavar="S", help="(default %(default)s)")
     option(
         "--expected-ms-per-token",

@@ -27,7 +27,7 @@ def exit_status(prog: str, work: Callable[[], int | None], wrong: tuple[type[Exc
 
 
 def check_above_0(args: argparse.Namespace, names: Iterable[str]) -> None:
-    """SettingError for the first number that is not; those that are missing or None are not asked for."""
+    """SettingError for the first number that is not above 0. Names that are missing or None are skipped."""
     for name in names:
         value = getattr(args, name, None)
         if value is not None and not 0 < value < math.inf:

@@ -4,12 +4,12 @@
 models run on two or four A100s with 128 GB of host memory and 2 TB or 10 TB of disk, in batches of 24. A conversation's
 KV lives for an hour (as in its section 4.3.6), and one that outgrows the context window goes on with its newer half.
 
-The scheduler is the real one. To be quick, the clock counts units of 128 tokens (64 where a token's KV is large), one
-chunk each: every length is rounded to units, and a step generates a unit for each row in the time that as many steps
-take as a unit has tokens. What the scheduler lets be under way at a time is measured in seconds, and steps are long
-here: so it is told that the disk, and copies to HOST, are the quicker for it. That makes it read whatever is on disk,
-as the paper does. What the paper does not tell is assumed: users think for a minute on average.
-docs/measured/cachedattention.md has what came of it.
+The scheduler is the real one. To save time, the clock counts units of 128 tokens (64 if a token's KV is large). One
+unit is one chunk, and every length is rounded to units. One simulated step generates a unit for each row, and takes as
+long as the steps for the unit's tokens. The scheduler limits copies in progress by seconds, and these steps are long.
+So its profile gets a faster disk and faster copies to HOST; then it reads all KV that is on disk, as the paper does.
+The paper does not state the think time: it is assumed to be a minute on average. docs/measured/cachedattention.md has
+the results.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class Ranks:
         return values
 
     def _values(self, ranks: Sequence[int], seconds: float, what_is_late: Callable[[list[int]], str]) -> list[Any]:
-        """Returns the next value of each of the ranks; `what_is_late` describes those that have not sent one."""
+        """Returns the next value of each rank. `what_is_late` describes ranks that have not sent a value in time."""
         values: dict[int, Any] = {}
 
         def complete() -> bool:

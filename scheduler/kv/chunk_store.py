@@ -35,7 +35,8 @@ class ChunkStore:
     completed       copies known to be complete on the device, and the last applied step
     now             time of the latest plan, seconds; drops are stamped with it
     bad_copies      failed copies on HOST, since the start
-    dropped         chunks dropped since the start; regret_tokens: tokens of those that were recomputed within REGRET_S
+    dropped         chunks dropped since the start
+    regret_tokens   tokens of dropped chunks that were recomputed within REGRET_S
     """
 
     def __init__(self, config: SchedulerConfig, policy: EvictionPolicy):

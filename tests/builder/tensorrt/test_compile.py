@@ -1,4 +1,4 @@
-"""Decoders as TensorRT networks, built and run by a twin of our library: the same logits, whatever the batch."""
+"""Decoders as TensorRT networks, built and run by a twin of our library: the same logits for every batch."""
 
 from __future__ import annotations
 
