@@ -30,9 +30,9 @@ from ..scheduler.context_window import KEEP, RECOMPUTE
 from ..scheduler.cost import CostProfile, analytic_profile
 from ..scheduler.sim.simulator import Report, Session, SessionTurn, Simulator, VirtualDevice
 from ..scheduler.types import SettingError, Usage
-from .bench.models import ELEMENT_BYTES, ModelShape
 from .bench.traces import ChatStatistics, synthetic
 from .command import check_least, exit_status, result_line, subplots, title_line
+from .simulation.models import ELEMENT_BYTES, ModelShape
 
 # The paper's turns, with the lengths that vLLM's paper gives for ShareGPT. A session then has 2,870 tokens on average;
 # 49% have more than 2,048 and 24% more than 4,096, in the paper 47% and 30% (figure 2).

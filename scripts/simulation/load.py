@@ -17,15 +17,15 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..runtime.launch.options import parse_bytes
-from ..scheduler.config import SchedulerConfig
-from ..scheduler.cost import CostProfile
-from ..scheduler.sim.simulator import Open, Session, SessionTurn, Simulator, longest_context, percentile
-from ..scheduler.types import Applied, RequestId, SettingError, Usage
-from .bench.models import MODELS, read_costs, read_shape
-from .bench.traces import CHATS, TURN_COUNTS, made_up, read_trace, synthetic
-from .bench.workload import Arrival, plan_arrivals
-from .command import numbers
+from ...runtime.launch.options import parse_bytes
+from ...scheduler.config import SchedulerConfig
+from ...scheduler.cost import CostProfile
+from ...scheduler.sim.simulator import Open, Session, SessionTurn, Simulator, longest_context, percentile
+from ...scheduler.types import Applied, RequestId, SettingError, Usage
+from ..bench.traces import CHATS, TURN_COUNTS, made_up, read_trace, synthetic
+from ..bench.workload import Arrival, plan_arrivals
+from ..command import numbers
+from .models import MODELS, read_costs, read_shape
 
 MODEL = MODELS["llama-2-13b-gqa"]
 LINK_BYTES_PER_S = 48.5e9  # each way, both at work
