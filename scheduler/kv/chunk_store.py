@@ -210,7 +210,7 @@ class ChunkStore:
                 self.file(chunk)
 
     def touch(self, chunk: Chunk, now: float, awaited: int = 0) -> None:
-        """Its conversation is active: its user has written. `awaited`: the request's place in the queue, 0 for none."""
+        """Marks the chunk as used now. `awaited`: the place in the queue of the request that needs it, 0 for none."""
         chunk.last_active = max(chunk.last_active, now)
         chunk.refused_by_host = False
         if awaited and not 0 < chunk.queue_place < awaited:
