@@ -141,7 +141,7 @@ class ServingBench:
     """The runs of one command against one server."""
 
     def __init__(self, args: argparse.Namespace):
-        """Asks the server what it is. Raises SettingError."""
+        """Asks the server for its model and limits. Raises SettingError."""
         self._args = args
         try:
             self._server = Server(args.url, args.api_key)
@@ -288,7 +288,7 @@ def ask_model(server: Server, name: str | None) -> tuple[str, int | None]:
 
 
 async def probe(target: Target, vocabulary: int) -> None:
-    """One small request: a server that cannot be measured is told before the run. Raises SettingError."""
+    """Sends one small request before the run. Raises SettingError if the server cannot be measured."""
     reply = Reply()
     prompt = [index % vocabulary for index in range(PROBE_TOKENS)]
     content = body(target, prompt, PROBE_TOKENS, f"probe-{secrets.token_hex(4)}")
@@ -314,7 +314,7 @@ def source_metric(source: str) -> str:
 
 
 def read_metrics(server: Server) -> dict[str, float]:
-    """As `Server.metrics`; none if the server has no such page, or is gone."""
+    """As `Server.metrics`; empty if the server has no metrics or has ended."""
     try:
         return server.metrics()
     except (ServerError, UnicodeDecodeError):

@@ -18,7 +18,7 @@ Number = TypeVar("Number", int, float)
 
 
 def exit_status(prog: str, work: Callable[[], int | None], wrong: tuple[type[Exception], ...] = (SettingError,)) -> int:
-    """What `work` returns (None: 0); 2 after one of the errors `wrong`, which is told in one line."""
+    """Returns the result of `work` (None: 0), or 2 after one of the errors `wrong`, which is printed in one line."""
     try:
         return work() or 0
     except wrong as error:
@@ -58,7 +58,7 @@ Record = TypeVar("Record")
 
 
 def read_records(path: Path, option: str, command: str, record_of: Callable[[Any], Record]) -> list[Record]:
-    """What `record_of` makes of each line of JSON that `command` wrote. SettingError names the option and the line."""
+    """Calls `record_of` with each line of JSON that `command` wrote. SettingError names the option and the line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

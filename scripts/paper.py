@@ -106,7 +106,7 @@ FIGURES = {
     "21: hit rate and GPU time by policy and disk": lambda model: [
         Case(model, policy, disk=disk) for disk in (2 * TB, 10 * TB) for policy in POLICIES
     ],
-    "22: hit rate if what is kept beyond the window is computed anew": lambda model: [
+    "22: hit rate if the history kept beyond the window is recomputed": lambda model: [
         Case(model),
         Case(model, overflow=RECOMPUTE),
     ],

@@ -1,4 +1,4 @@
-"""plan: says how many GPUs and how much host memory a load of conversations needs, and what they cost.
+"""plan: finds the number of GPUs and the host memory that a load of conversations needs, and their price.
 
     pensieve plan --config config.json --profile profile.json --synthetic sharegpt --load 10,100 --ms-per-token 20
 

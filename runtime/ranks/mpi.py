@@ -179,7 +179,7 @@ class Ranks:
                 return False
             return True
 
-        wait_until(gone, lambda: f"ranks {unsent()} have not received what was sent to them", OVERDUE_SECONDS)
+        wait_until(gone, lambda: f"ranks {unsent()} have not received their messages", OVERDUE_SECONDS)
 
     def _matching(self, source: int, tag: int) -> tuple[MPI.Message, MPI.Status] | None:
         status = MPI.Status()
