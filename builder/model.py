@@ -267,10 +267,9 @@ class Decoder(nn.Module):
         return gathered[:, : self.config.vocab_size].clone(memory_format=torch.contiguous_format)
 
     def _final(self, x: Tensor, change: Tensor | None, rows: Tensor) -> Tensor:
-        """Some rows of the last layer's sum, normalised; models that normalise after each sum need nothing more."""
-        if change is None:
-            return x[rows]
+        """Some rows of the last layer's sum, normalised. A model that normalises after each sum has no last norm."""
+        x, change = x[rows], None if change is None else change[rows]
         if self.norm is None:
-            return x[rows] + change[rows]
-        normed, _ = self.norm.of_sum(x[rows], change[rows])
+            return x if change is None else x + change
+        normed, _ = self.norm.of_sum(x, change)
         return normed

@@ -79,8 +79,7 @@ def open_engine(directory: str | Path, device: str = "cpu", rank: int = 0) -> En
     if manifest.backend != "reference":
         _check_package(directory, manifest)
     if manifest.random_seed is None:
-        # TensorRT copies the weights into its plan, so they need not be on the device.
-        weights = _stored_weights(directory, manifest, rank, "cpu" if manifest.backend == "tensorrt" else device)
+        weights = _stored_weights(directory, manifest, rank, device)
     else:
         weights = random_weights(shard.config, dtype, device, manifest.random_seed, rank, shard.ranks, manifest.fp8)
     return Engine(manifest, _decoder(directory, manifest, weights))
@@ -92,9 +91,9 @@ def _decoder(directory: Path, manifest: Manifest, weights: Mapping[str, Tensor])
     path = directory / manifest.package
     try:
         if manifest.backend == "tensorrt":
-            from ..builder.tensorrt.package import TensorRTPackage  # Triton comes with CUDA only
+            from ..builder.tensorrt.package import load_decoder  # Triton comes with CUDA only
 
-            return TensorRTPackage(path, manifest.decoder, device=manifest.device)
+            return load_decoder(path, manifest.decoder, weights)
         return Package(path, manifest.decoder, laid_out(weights))
     except RuntimeError as error:  # the content was checked, so this is the machine's failure, for example a full disk
         raise SettingError("--engine", f"{path} cannot be loaded: {error}") from error

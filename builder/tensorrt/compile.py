@@ -1,4 +1,4 @@
-"""Compiles a decoder with TensorRT into a plan, tries it, and measures its errors.
+"""Compiles a decoder's layer with TensorRT into a plan, tries it, and measures its errors.
 
     python -m pensieve.builder.tensorrt.compile DIRECTORY [WORKSPACE_MIB]
 
@@ -24,8 +24,8 @@ from ..inductor.compile_worker import Say, compile_and_try, engine_weights, serv
 from ..manifest import PLAN, Compiled, Manifest
 from ..parity import check_parity
 from .installed import check_type
-from .network import DecoderNetwork
-from .package import LEAST, MOST_TOKENS, Profile, TensorRTPackage, profiles
+from .network import LayerNetwork, layer_inputs
+from .package import LEAST, MOST_TOKENS, Profile, load_decoder, profiles
 
 
 def build_plan(
@@ -35,7 +35,7 @@ def build_plan(
     workspace: int = 0,
     cache: Path | None = None,
 ) -> bytes:
-    """A plan with these weights, which are on the CPU and in the engine's dtype.
+    """The plan of a layer that has weights of these types and shapes.
 
     most_tokens   of a step
     workspace     most bytes of GPU memory that one layer may take for itself; 0: all there is
@@ -48,11 +48,11 @@ def build_plan(
     if not network:
         raise SettingError("--backend", library.error())
     try:
-        written = DecoderNetwork(library, network, config, weights)
+        written = LayerNetwork(library, network, config, layer_inputs(config, weights, 0))
         for profile in profiles(config, most_tokens):
             _add_profile(library, network, config, profile)
         plan, times = _build(library, network, workspace, cache.read_bytes() if cache and cache.exists() else b"")
-        del written  # until here the network's weights had to stay
+        del written  # until here the network's constants had to stay
     finally:
         library.call("network_free", network)
     if cache is not None:
@@ -103,15 +103,14 @@ def compile_engine(directory: Path, workspace: int | None, say: Say) -> Compiled
     path = directory / PLAN
 
     def write() -> None:
-        on_host = {name: tensor.cpu() for name, tensor in weights.items()}
-        path.write_bytes(build_plan(config, on_host, workspace=workspace or 0, cache=timing_cache_path()))
+        path.write_bytes(build_plan(config, weights, workspace=workspace or 0, cache=timing_cache_path()))
 
     return compile_and_try(
         path,
         say,
         write,
-        load=lambda: TensorRTPackage(path, config, device=manifest.device),
-        compare=lambda package: check_parity(package, config, weights),
+        load=lambda: load_decoder(path, config, weights),
+        compare=lambda decoder: check_parity(decoder, config, weights),
     )
 
 

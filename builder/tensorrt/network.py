@@ -1,8 +1,8 @@
-"""Writes a decoder as a TensorRT network, for any batch: what `Decoder.forward` computes, rounding where it does.
+"""Writes one layer of a decoder as a TensorRT network: what `model.Layer` computes, rounding where it does.
 
-Inputs, int32 but rotary: token_ids, slots [T], rotary [T, R] float32 as `Decoder.rotary` makes it (TensorRT has no
-float64), or positions [T] for a learned table, block_table [seats, blocks], sample_rows [R]. Output: logits [R, vocab]
-float32. The segments are in the step's work list (`plugins.tensorrt.library.Step`).
+A plan has no weights: they are inputs, so one plan serves all layers. Its other inputs are x [T, hidden], slots [T] and
+block_table [seats, blocks] int32, and rotary [T, R] float32 as `Decoder.rotary` makes it (TensorRT has no float64).
+Output: y [T, hidden], the residual sum. The segments are in the step's work list (`plugins.tensorrt.library.Step`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..checkpoints.config import DecoderConfig, Shard
 
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int32: 3}  # `PensieveType`
 LAYERS = ("add", "subtract", "multiply", "divide", "sqrt", "erf", "relu", "sigmoid", "tanh", "mean", "cast", "project",
-          "rows", "columns", "reshape", "beside")  # `PensieveLayer`  # fmt: skip
+          "reshape")  # `PensieveLayer`  # fmt: skip
 WRITE_KV, ATTENTION = 0, 1  # `Operation`
 ANY = -1  # a size known at run time
 
@@ -40,13 +40,12 @@ class Value:
 class Operations:
     """Layers by short names. Operands are of one type and rank; nothing is cast but where `cast` says so.
 
-    Every layer has a name of its own. What it is given must live until the network is built.
+    Every layer has a name of its own.
     """
 
-    def __init__(self, library: Library, network: int, weights: Mapping[str, Tensor]):
-        self._library, self._network, self._weights = library, network, weights
-        self._parameters: dict[tuple[str, int], Value] = {}
-        self._held: list[Tensor] = []  # TensorRT keeps addresses only
+    def __init__(self, library: Library, network: int):
+        self._library, self._network = library, network
+        self._held: list[Tensor] = []  # TensorRT keeps addresses only, until the network is built
         self._count = itertools.count()
 
     def input(self, name: str, dtype: torch.dtype, *shape: int) -> Value:
@@ -54,26 +53,17 @@ class Operations:
         return self._made(number, dtype, len(shape))
 
     def output(self, x: Value, name: str) -> None:
-        if self._library.call("output", self._network, x.number, name.encode()):
+        if self._library.call("output", self._network, x.number, TYPES[x.dtype], name.encode()):
             raise SettingError("--backend", self._library.error())
-
-    def parameter(self, name: str, rank: int) -> Value:
-        """A weight, with sizes of 1 in front up to `rank` dimensions."""
-        made = self._parameters.get((name, rank))
-        if made is None:
-            tensor = self._weights[name].contiguous()
-            shape = (1,) * (rank - tensor.dim()) + tuple(tensor.shape)
-            made = self._parameters[name, rank] = self._constant(f"{name}.{rank}", tensor.view(shape))
-        return made
 
     def number(self, value: float, like: Value) -> Value:
         """One value, of the type of `like` and as many dimensions."""
-        return self._constant(self._name("number"), torch.full((1,) * like.rank, value, dtype=like.dtype))
+        return self.constant(torch.full((1,) * like.rank, value, dtype=like.dtype))
 
-    def _constant(self, name: str, tensor: Tensor) -> Value:
+    def constant(self, tensor: Tensor) -> Value:
         self._held.append(tensor)
         shape = tuple(tensor.shape)
-        place = (name.encode(), TYPES[tensor.dtype], len(shape), sizes(shape), tensor.data_ptr())
+        place = (self._name("constant").encode(), TYPES[tensor.dtype], len(shape), sizes(shape), tensor.data_ptr())
         return self._made(self._library.call("constant", self._network, *place), tensor.dtype, len(shape))
 
     def cast(self, x: Value, dtype: torch.dtype) -> Value:
@@ -123,19 +113,8 @@ class Operations:
         """x [T, in] times the transposed weight [out, in]."""
         return self._layer("project", x, weight)
 
-    def rows(self, x: Value, indices: Value) -> Value:
-        return self._layer("rows", x, indices)
-
-    def columns(self, x: Value, first: int, count: int) -> Value:
-        """[T, count] of [T, columns]."""
-        return self._layer("columns", x, numbers=(first, count))
-
     def reshape(self, x: Value, *shape: int) -> Value:
         return self._layer("reshape", x, numbers=shape, rank=len(shape))
-
-    def beside(self, parts: Sequence[Value]) -> Value:
-        """[T, a + b + ...] of [T, a], [T, b], ..."""
-        return self._layer("beside", *parts)
 
     def plugin(self, plugin: str, name: str, attributes: Sequence[int], *inputs: Value) -> Value:
         """attributes: `Attributes` of native/plugin.cpp."""
@@ -163,120 +142,100 @@ class Operations:
         return Value(number, dtype, rank)
 
 
-class _Inputs:
-    """What every layer needs to know of the batch."""
+def layer_inputs(config: DecoderConfig, weights: Mapping[str, Tensor], layer: int) -> dict[str, Tensor]:
+    """A layer's weights as the network takes them: matrices [out, in], vectors [1, size].
 
-    def __init__(self, ops: Operations, config: DecoderConfig):
-        self.token_ids = ops.input("token_ids", torch.int32, ANY)
-        self.positions: Value | None = None
-        self.rotary: Value | None = None
-        if config.rotary is None:
-            self.positions = ops.input("positions", torch.int32, ANY)
-        else:
-            self.rotary = ops.input("rotary", torch.float32, ANY, config.rotary.dims)
-        self.slots = ops.input("slots", torch.int32, ANY)
-        self.block_table = ops.input("block_table", torch.int32, ANY, ANY)
-        self.sample_rows = ops.input("sample_rows", torch.int32, ANY)
+    A gated MLP has its two projections apart. The norms of q and k are one weight [1, heads, head_dim] for the heads of
+    q, k and v: ones for v.
+    """
+    prefix = f"layers.{layer}."
+    own = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+    if config.gated:
+        for kind in ("weight", "bias"):
+            if f"mlp.up.{kind}" in own:
+                own[f"mlp.gate.{kind}"], own[f"mlp.up.{kind}"] = own[f"mlp.up.{kind}"].chunk(2)
+    shaped = {name: tensor if tensor.dim() == 2 else tensor.view(1, -1) for name, tensor in own.items()}
+    if config.qk_norm:
+        shard = Shard(config)
+        q, k = (shaped.pop(f"attention.{name}_norm.weight") for name in "qk")
+        parts = q.expand(shard.heads, -1), k.expand(shard.kv_heads, -1), q.new_ones(shard.kv_heads, config.head_dim)
+        shaped["attention.qk_norm.weight"] = torch.cat(parts).unsqueeze(0)
+    return shaped
 
 
-class DecoderNetwork:
+class LayerNetwork:
     """Writes itself into the network when it is made, and must live until the network is built.
 
-    weights: on the CPU, in the decoder's dtype. SettingError if TensorRT refuses anything.
+    inputs: of `layer_inputs`, of any layer; their shapes and types count. SettingError if TensorRT refuses anything.
     """
 
-    def __init__(self, library: Library, network: int, config: DecoderConfig, weights: Mapping[str, Tensor]):
-        self._config, self._shard, self._names = config, Shard(config), frozenset(weights)
-        self._ops = Operations(library, network, weights)
-        self._inputs = _Inputs(self._ops, config)
-        self._ops.output(self._logits(), "logits")
+    def __init__(self, library: Library, network: int, config: DecoderConfig, inputs: Mapping[str, Tensor]):
+        self._config, self._shard = config, Shard(config)
+        self._ops = ops = Operations(library, network)
+        self._weights = {name: ops.input(name, tensor.dtype, *tensor.shape) for name, tensor in inputs.items()}
+        x = ops.input("x", inputs["mlp.down.weight"].dtype, ANY, config.hidden_size)
+        self._slots = ops.input("slots", torch.int32, ANY)
+        self._block_table = ops.input("block_table", torch.int32, ANY, ANY)
+        dims = config.rotary.dims if config.rotary else 0
+        self._angles = [ops.input("rotary", torch.float32, ANY, dims)] if dims else []
+        self._attributes = (self._shard.heads, self._shard.kv_heads, config.head_dim, dims, TYPES[x.dtype])
+        ops.output(self._layer(x), "y")
 
-    def _logits(self) -> Value:
-        ops, inputs = self._ops, self._inputs
-        x = self._embedded()
-        change = None
-        for i in range(self._config.layers):
-            x, change = self._layer(f"layers.{i}", i, x, change)
-        x = ops.rows(x, inputs.sample_rows)
-        if change is not None:
-            x = ops.add(x, ops.rows(change, inputs.sample_rows))
-            if self._config.final_norm:
-                x = self._norm(x, "norm", self._config.norm == "rms")
-        if "project_out.weight" in self._names:
-            x = self._linear(x, "project_out")
-        x = self._linear(x, "embed" if self._config.tied_embeddings else "head")
-        return ops.cast(x, torch.float32)
-
-    def _embedded(self) -> Value:
-        ops, inputs = self._ops, self._inputs
-        x = ops.rows(ops.parameter("embed.weight", 2), inputs.token_ids)
-        if "project_in.weight" in self._names:
-            x = self._linear(x, "project_in")
-        if inputs.positions is not None:
-            place = ops.add(inputs.positions, ops.number(self._config.position_offset, inputs.positions))
-            x = ops.add(x, ops.rows(ops.parameter("positions.weight", 2), place))
-        return x
-
-    def _layer(self, name: str, layer: int, x: Value, change: Value | None) -> tuple[Value, Value | None]:
-        """As `model.Layer`: takes and returns a residual sum in two parts."""
-        rms = self._config.norm == "rms"
-        first, second = f"{name}.attention_norm", f"{name}.mlp_norm"
+    def _layer(self, x: Value) -> Value:
+        add, rms = self._ops.add, self._config.norm == "rms"
         if self._config.norm_first:
-            x = x if change is None else self._ops.add(x, change)
-            x = self._ops.add(x, self._attention(name, layer, self._norm(x, first, rms)))
-            return x, self._mlp(name, self._norm(x, second, rms))
-        x = self._norm(self._ops.add(x, self._attention(name, layer, x)), first, rms)
-        x = self._norm(self._ops.add(x, self._mlp(name, x)), second, rms)
-        return x, None
+            x = add(x, self._attention(self._norm(x, "attention_norm", rms)))
+            return add(x, self._mlp(self._norm(x, "mlp_norm", rms)))
+        x = self._norm(add(x, self._attention(x)), "attention_norm", rms)
+        return self._norm(add(x, self._mlp(x)), "mlp_norm", rms)
 
-    def _attention(self, name: str, layer: int, x: Value) -> Value:
-        ops, inputs = self._ops, self._inputs
-        shard, rotary = self._shard, self._config.rotary
-        qkv = self._linear(x, f"{name}.attention.qkv")
+    def _attention(self, x: Value) -> Value:
+        ops = self._ops
+        qkv = self._linear(x, "attention.qkv")
         if self._config.qk_norm:
-            qkv = self._qk_normed(qkv, f"{name}.attention")
-        shape = (layer, shard.heads, shard.kv_heads, self._config.head_dim, rotary.dims if rotary else 0)
-        angles = () if inputs.rotary is None else (inputs.rotary,)
-        q = ops.plugin("PensieveWriteKv", f"{name}.write_kv", (WRITE_KV, *shape), qkv, *angles, inputs.slots)
-        o = ops.plugin("PensieveAttention", f"{name}.attend", (ATTENTION, *shape), q, inputs.block_table)
-        return self._linear(o, f"{name}.attention.out")
+            qkv = self._qk_normed(qkv)
+        written = (qkv, *self._angles, self._slots)
+        q = ops.plugin("PensieveWriteKv", "write_kv", (WRITE_KV, *self._attributes), *written)
+        o = ops.plugin("PensieveAttention", "attend", (ATTENTION, *self._attributes), q, self._block_table)
+        return self._linear(o, "attention.out")
 
-    def _qk_normed(self, qkv: Value, name: str) -> Value:
-        ops, head_dim = self._ops, self._config.head_dim
-        parts, first = [], 0
-        for norm, heads in (("q_norm", self._shard.heads), ("k_norm", self._shard.kv_heads)):
-            part = ops.reshape(ops.columns(qkv, first, heads * head_dim), ANY, heads, head_dim)
-            parts.append(ops.reshape(self._norm(part, f"{name}.{norm}", rms=True), ANY, heads * head_dim))
-            first += heads * head_dim
-        parts.append(ops.columns(qkv, first, self._shard.kv_heads * head_dim))
-        return ops.beside(parts)
+    def _qk_normed(self, qkv: Value) -> Value:
+        """The heads of v are divided by 1, so that no tensor is cut into q, k and v."""
+        shard, head_dim = self._shard, self._config.head_dim
+        heads = shard.heads + 2 * shard.kv_heads
+        normed = torch.ones(1, heads, 1)
+        normed[:, heads - shard.kv_heads :] = 0
+        x = self._ops.reshape(qkv, ANY, heads, head_dim)
+        return self._ops.reshape(self._norm(x, "attention.qk_norm", True, normed), ANY, heads * head_dim)
 
-    def _mlp(self, name: str, x: Value) -> Value:
-        ops, width = self._ops, self._shard.mlp_size
-        x = self._linear(x, f"{name}.mlp.up")
+    def _mlp(self, x: Value) -> Value:
+        ops, activation = self._ops, self._config.activation
         if self._config.gated:
-            gate, up = ops.columns(x, 0, width), ops.columns(x, width, width)
-            x = ops.multiply(ops.activate(gate, self._config.activation), up)
-        else:
-            x = ops.activate(x, self._config.activation)
-        return self._linear(x, f"{name}.mlp.down")
+            gate, up = self._linear(x, "mlp.gate"), self._linear(x, "mlp.up")
+            return self._linear(ops.multiply(ops.activate(gate, activation), up), "mlp.down")
+        return self._linear(ops.activate(self._linear(x, "mlp.up"), activation), "mlp.down")
 
     def _linear(self, x: Value, name: str) -> Value:
-        x = self._ops.project(x, self._ops.parameter(f"{name}.weight", 2))
-        bias = f"{name}.bias"
-        return self._ops.add(x, self._ops.parameter(bias, 2)) if bias in self._names else x
+        x = self._ops.project(x, self._weights[f"{name}.weight"])
+        bias = self._weights.get(f"{name}.bias")
+        return x if bias is None else self._ops.add(x, bias)
 
-    def _norm(self, x: Value, name: str, rms: bool) -> Value:
-        """As `norm_reference.norm`: an RMS norm rounds before it is weighted, a layer norm at the end."""
-        ops, dtype, rank = self._ops, x.dtype, x.rank
+    def _norm(self, x: Value, name: str, rms: bool, normed: Tensor | None = None) -> Value:
+        """As `norm_reference.norm`: an RMS norm rounds before it is weighted, a layer norm at the end.
+
+        normed: 1 where x is normalised, and 0 where it is not. None: everywhere.
+        """
+        ops, dtype = self._ops, x.dtype
         wide = ops.cast(x, torch.float32)
         if not rms:
             wide = ops.subtract(wide, ops.mean(wide))
         variance = ops.mean(ops.multiply(wide, wide))
-        wide = ops.divide(wide, ops.root(ops.add(variance, ops.number(self._config.norm_eps, variance))))
+        divisor = ops.root(ops.add(variance, ops.number(self._config.norm_eps, variance)))
+        if normed is not None:
+            divisor = ops.add(ops.multiply(divisor, ops.constant(normed)), ops.constant(1 - normed))
         kept = dtype if rms else torch.float32
-        normed = ops.cast(wide, kept)
+        result = ops.cast(ops.divide(wide, divisor), kept)
         for kind, apply in (("weight", ops.multiply), ("bias", ops.add)):
-            if f"{name}.{kind}" in self._names:
-                normed = apply(normed, ops.cast(ops.parameter(f"{name}.{kind}", rank), kept))
-        return ops.cast(normed, dtype)
+            if f"{name}.{kind}" in self._weights:
+                result = apply(result, ops.cast(self._weights[f"{name}.{kind}"], kept))
+        return ops.cast(result, dtype)

@@ -1,4 +1,4 @@
-"""Runs a plan of TensorRT with our plugins."""
+"""Runs a decoder whose layers are a plan of TensorRT with our plugins."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ import tempfile
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...plugins.attention.work_list import WorkList
 from ...plugins.tensorrt.kernels import write_kernels
 from ...plugins.tensorrt.library import Library, Step, load_library, sizes
 from ...plugins.torch_ops import KVPool, pool_of
 from ..checkpoints.config import DecoderConfig
+from ..model import Batch, Decoder
+from .network import layer_inputs
 
 MOST_TOKENS = 4096
-"""Of a step. Memory for the plan's largest step is taken when it is loaded."""
+"""Of a step. Memory for a layer of the largest step is taken when the plan is loaded."""
 
 ALIGNMENT = 256  # bytes, of the addresses that TensorRT is given
 
@@ -28,20 +30,14 @@ class Sizes(NamedTuple):
     """The sizes in which a plan's inputs may differ."""
 
     tokens: int
-    rows: int
     seats: int
     blocks: int
 
     def shapes(self, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-        """Of all inputs of the network."""
-        of_tokens = {"rotary": (self.tokens, config.rotary.dims)} if config.rotary else {"positions": (self.tokens,)}
-        return {
-            "token_ids": (self.tokens,),
-            **of_tokens,
-            "slots": (self.tokens,),
-            "block_table": (self.seats, self.blocks),
-            "sample_rows": (self.rows,),
-        }
+        """Of all inputs of the network but its weights."""
+        angles = {"rotary": (self.tokens, config.rotary.dims)} if config.rotary else {}
+        table = (self.seats, self.blocks)
+        return {"x": (self.tokens, config.hidden_size), "slots": (self.tokens,), "block_table": table, **angles}
 
 
 class Profile(NamedTuple):
@@ -51,88 +47,89 @@ class Profile(NamedTuple):
     most: Sizes
 
 
-LEAST = Sizes(1, 1, 1, 1)
+LEAST = Sizes(1, 1, 1)
 
 
 def profiles(config: DecoderConfig, most_tokens: int) -> tuple[Profile, ...]:
     """By ascending tokens: the first that holds a step is taken."""
     few = min(256, most_tokens)
     return (
-        Profile(Sizes(min(64, few), min(64, few), 64, 128), Sizes(few, few, 4096, 2**17)),
-        Profile(Sizes(most_tokens, min(64, most_tokens), 64, 128), Sizes(most_tokens, most_tokens, 4096, 2**17)),
+        Profile(Sizes(min(64, few), 64, 128), Sizes(few, 4096, 2**17)),
+        Profile(Sizes(most_tokens, 64, 128), Sizes(most_tokens, 4096, 2**17)),
     )
 
 
-class TensorRTPackage:
-    """The forward pass of a decoder. All calls are of one thread.
+def load_decoder(
+    path: Path, config: DecoderConfig, weights: Mapping[str, Tensor], most_tokens: int = MOST_TOKENS
+) -> Decoder:
+    """The decoder whose layers the plan computes. Embedding, last norm and head are the reference's.
 
-    One execution context for each profile: a CUDA graph keeps the addresses and sizes that it was captured with.
+    All calls are of one thread. RuntimeError if the file is no plan for this GPU and TensorRT.
+    """
+    decoder = Decoder.from_weights(config, weights)
+    decoder.layers = nn.ModuleList([TensorRTLayers(path, config, weights, most_tokens)])
+    return decoder
+
+
+class TensorRTLayers(nn.Module):
+    """All layers of a decoder, in the place of `model.Layer`: the plan runs once for each.
+
+    There is one execution context for each profile. A CUDA graph keeps the addresses and sizes it was captured with.
     """
 
-    def __init__(self, path: Path, config: DecoderConfig, most_tokens: int = MOST_TOKENS, device: str = "cuda"):
-        """RuntimeError if the file is no plan for this GPU and TensorRT."""
+    def __init__(self, path: Path, config: DecoderConfig, weights: Mapping[str, Tensor], most_tokens: int):
+        super().__init__()
         self._config, self._library = config, load_library()
         plan = path.read_bytes()
         self._engine = self._library.make("engine_load", plan, len(plan))
         size = max(ALIGNMENT, self._library.call("engine_memory", self._engine))
-        self._memory = torch.empty(size, dtype=torch.uint8, device=device)  # contexts run one after the other: shared
+        memory = torch.empty(size, dtype=torch.uint8, device=weights["embed.weight"].device)
+        self._memory = memory  # contexts run one after the other: shared
         self._profiles = profiles(config, most_tokens)
         stream = torch.cuda.current_stream()
         self._contexts = [
-            self._library.make("context_new", self._engine, i, self._memory.data_ptr(), stream.cuda_stream)
+            self._library.make("context_new", self._engine, i, memory.data_ptr(), stream.cuda_stream)
             for i in range(len(self._profiles))
         ]
         stream.synchronize()
         _when_gone(self, _free, self._library, self._contexts, self._engine)
-        frequencies = config.rotary.frequencies() if config.rotary else []
-        self._frequencies = torch.tensor(frequencies, dtype=torch.float64, device=device)
+        inputs = [
+            {name: _aligned(tensor) for name, tensor in layer_inputs(config, weights, layer).items()}
+            for layer in range(config.layers)
+        ]
+        self._weights = [tensor for layer in inputs for tensor in layer.values()]
+        addresses = [tensor.data_ptr() for tensor in self._weights]
+        names = [name.encode() for name in inputs[0]]
+        self._names = (ctypes.c_char_p * len(names))(*names)
+        self._addresses = (ctypes.c_void_p * len(addresses))(*addresses)
         self._kernels: dict[int, _Kernels] = {}  # of each pool, by its handle
 
-    def __call__(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        segments: Tensor,
-        block_table: Tensor,
-        sample_rows: Tensor,
-        pool: int,
-    ) -> Tensor:
-        """As `Decoder.forward`, on the current stream."""
-        if not len(sample_rows):  # no output has a size of 0
-            return self(token_ids, positions, slots, segments, block_table, sample_rows.new_zeros(1), pool)[:0]
-        inputs = {
-            "token_ids": token_ids,
-            "slots": slots,
-            "block_table": block_table,
-            "sample_rows": sample_rows,
-            **self._of_positions(positions),
-        }
-        now = Sizes(len(token_ids), len(sample_rows), *block_table.shape)
+    def forward(self, x: Tensor, change: None, batch: Batch) -> tuple[Tensor, None]:
+        """As `model.Layer`, on the current stream. Overwrites x."""
+        now = Sizes(len(x), *batch.block_table.shape)
         context = self._context(now.tokens)
-        logits = sample_rows.new_empty((len(sample_rows), self._config.vocab_size), dtype=torch.float32)
-        held = {name: _aligned(tensor) for name, tensor in inputs.items()}
+        inputs = {"slots": batch.slots, "block_table": batch.block_table, "rotary": batch.rotary}
+        x = _aligned(x)
+        held = [x, torch.empty_like(x)]
         for name, shape in now.shapes(self._config).items():
             self._library.do("set_shape", context, name.encode(), len(shape), sizes(shape))
-        for name, tensor in (held | {"logits": logits}).items():
-            self._library.do("set_address", context, name.encode(), tensor.data_ptr())
-        if pool not in self._kernels:
-            self._kernels[pool] = _Kernels(self._library, pool_of(pool), self._config)
-        with self._kernels[pool].of_thread():
-            self._library.do("enqueue", context, torch.cuda.current_stream().cuda_stream)
-        return logits
+            if name in inputs:
+                held.append(_aligned(inputs[name]))
+                self._library.do("set_address", context, name.encode(), held[-1].data_ptr())
+        if batch.pool not in self._kernels:
+            self._kernels[batch.pool] = _Kernels(self._library, pool_of(batch.pool), self._config)
+        layers, (kernels, step) = self._config.layers, self._kernels[batch.pool].of_step()
+        weights = (len(self._names), self._names, self._addresses)
+        buffers = (held[0].data_ptr(), held[1].data_ptr())
+        stream = torch.cuda.current_stream().cuda_stream
+        self._library.do("enqueue_layers", context, kernels, step, layers, *weights, *buffers, stream)
+        return held[layers % 2], None
 
     def _context(self, tokens: int) -> int:
         for profile, context in zip(self._profiles, self._contexts, strict=True):
             if tokens <= profile.most.tokens:
                 return context
         raise RuntimeError(f"the plan was made for up to {self._profiles[-1].most.tokens} tokens a step, not {tokens}")
-
-    def _of_positions(self, positions: Tensor) -> Mapping[str, Tensor]:
-        if self._config.rotary is None:
-            return {"positions": positions}
-        angles = positions.double().unsqueeze(1) * self._frequencies
-        return {"rotary": torch.cat((angles.cos(), angles.sin()), dim=1).float()}
 
 
 def _when_gone(owner: object, free: Callable[..., object], *arguments: object) -> None:
@@ -158,22 +155,10 @@ class _Kernels:
         _when_gone(self, library.call, "unload_kernels", self._kernels)
         self._step = step_of(kv.tensor, kv.work, [kv.events.get(layer, 0) for layer in range(config.layers)])
 
-    def of_thread(self) -> _Running:
+    def of_step(self) -> tuple[int, Any]:
+        """The kernels, and a pointer to the memory of the step that is enqueued now."""
         self._step.longest = self._work.longest
-        return _Running(self._library, self._kernels, self._step)
-
-
-class _Running:
-    """While it is entered, plans that this thread enqueues work with these kernels and this step."""
-
-    def __init__(self, library: Library, kernels: int, step: Step):
-        self._library, self._kernels, self._step = library, kernels, step
-
-    def __enter__(self) -> None:
-        self._library.call("run_on", self._kernels, ctypes.byref(self._step))
-
-    def __exit__(self, *reason: object) -> None:
-        self._library.call("run_on", None, None)
+        return self._kernels, ctypes.byref(self._step)
 
 
 def step_of(pool: Tensor, work: WorkList, events: list[int]) -> Step:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ...builder.checkpoints.config import Shard
+from ...builder.progress import show_progress
 from ...plugins.kv_forms.forms import Form, record_bytes
 from ...plugins.torch_ops import register_pool, release_pool
 from ...scheduler.plan import Lane
@@ -248,15 +249,15 @@ class CudaDevice:
 
         with give_up_after(CAPTURE_SECONDS), self._computing():  # ranks that differ wait in each other's sums
             self._captured_logits = torch.zeros(rows, self._engine.vocab_size, device="cuda")
-            # separately: TensorRT needs a run before each capture, with the same sizes
-            for generation in (False, True):
-                alike = [shape for shape in shapes.captured if shape.generation is generation]
-                for shape in alike:
-                    # A run before the capture does the work that cannot be recorded: kernels are compiled and loaded,
-                    # libraries allocate memory.
-                    self._buffers.idle(shape)
-                    step(shape)
-                self._graphs.capture(alike, step)
+            # The largest comes first, so the others fit in its memory.
+            ordered = sorted(shapes.captured, key=lambda shape: (not shape.generation, shape), reverse=True)
+            for done, shape in enumerate(ordered, start=1):
+                # A run just before the capture does the work that cannot be recorded: kernels are compiled and loaded,
+                # libraries allocate memory, TensorRT takes the sizes.
+                self._buffers.idle(shape)
+                step(shape)
+                self._graphs.capture(shape, step)
+                show_progress("capturing graphs", done, len(ordered))
             torch.cuda.synchronize()
 
     def _pass_gate(self, layer: int) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
-from ...builder.progress import show_progress
 from ..step.buffers import Shape
 
 
@@ -18,19 +17,15 @@ class StepGraphs:
         self._memory = torch.cuda.graph_pool_handle()
         self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
 
-    def capture(self, shapes: Sequence[Shape], step: Callable[[Shape], None]) -> None:
-        """Records `step(shape)`, which has run once for each shape, on the stream; blocks.
+    def capture(self, shape: Shape, step: Callable[[Shape], None]) -> None:
+        """Records `step(shape)`, which has just run once, on the stream; blocks.
 
-        The largest comes first, so the others fit in its memory. Other threads may meanwhile make calls that a capture
-        forbids, such as NCCL's event queries and allocations.
+        Other threads may meanwhile make calls that a capture forbids, such as NCCL's event queries and allocations.
         """
-        ordered = sorted(shapes, reverse=True)
-        for done, shape in enumerate(ordered, start=1):
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"):
-                step(shape)
-            self._graphs[shape] = graph
-            show_progress("capturing graphs", done, len(ordered))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"):
+            step(shape)
+        self._graphs[shape] = graph
 
     def replay(self, shape: Shape) -> bool:
         """Launches the shape's graph on the current stream. Returns False if there is none."""

@@ -31,10 +31,7 @@ COMPUTE: dict[str, Callable[..., Tensor]] = {
     "mean": lambda x: x.mean(-1, keepdim=True),
     "cast": lambda x: x,
     "project": lambda x, weight: x @ weight.T,
-    "rows": lambda x, indices: x[indices.long()],
-    "columns": lambda x, first, count: x[:, first : first + count],
     "reshape": lambda x, *shape: x.reshape(shape),
-    "beside": lambda *parts: torch.cat(parts, dim=1),
 }
 STREAM = 77
 FREE = (
@@ -45,7 +42,7 @@ FREE = (
     "context_free",
     "set_shape",
     "set_address",
-    "enqueue",
+    "enqueue_layers",
 )
 """Functions whose first argument is not an object that there is one of here."""
 
@@ -90,10 +87,11 @@ class TwinLibrary:
         self.nodes: list[tuple[torch.dtype, int, Callable[[Batch, list[Tensor]], Tensor]]] = []
         self.names: set[str] = set()
         self.inputs: dict[str, torch.dtype] = {}
+        self.sizes: dict[str, tuple[int, ...]] = {}  # of the inputs; -1: known at run time
         self.outputs: dict[str, int] = {}
         self.profiles: list[dict[str, tuple[tuple[int, ...], ...]]] = []
         self.contexts: list[Context] = []
-        self.segments, self.pool = torch.empty(0), torch.empty(0)
+        self.segments, self.pool, self.layer = torch.empty(0), torch.empty(0), 0
         self.workspace, self.fails = -1, frozenset[str]()
 
     def run(self, batch: Batch) -> dict[str, Tensor]:
@@ -139,7 +137,8 @@ class TwinLibrary:
         return 0
 
     def _build(self, workspace: int, cache: bytes, size: int, plan: Any, times: Any) -> int:
-        assert all(set(profile) == set(self.inputs) for profile in self.profiles) and len(cache) == size
+        varying = {name for name, shape in self.sizes.items() if -1 in shape}
+        assert all(set(profile) == varying for profile in self.profiles) and len(cache) == size
         self.workspace = workspace
         for target, content in ((plan._obj, b"plan"), (times._obj, cache + b"one build;")):
             held = ctypes.create_string_buffer(content, len(content))
@@ -180,14 +179,24 @@ class TwinLibrary:
         self.contexts[context - 1].addresses[name.decode()] = address
         return 0
 
-    def _enqueue(self, context: int, stream: int) -> int:
+    def _enqueue_layers(self, context: int, kernels: Any, step: Any, layers: int, count: int, names: Any,
+                        weights: Any, x: int, y: int, stream: int) -> int:  # fmt: skip
         one = self.contexts[context - 1]
-        assert stream == STREAM and set(one.addresses) == {*self.inputs, *self.outputs}
-        inputs = {name: values_at(one.addresses[name], dtype, one.shapes[name]) for name, dtype in self.inputs.items()}
+        assert stream == STREAM
+        for self.layer in range(layers):
+            one.addresses |= {names[i].decode(): weights[self.layer * count + i] for i in range(count)}
+            one.addresses |= {"x": x, "y": y}
+            self._enqueue(one)
+            x, y = y, x
+        return 0
+
+    def _enqueue(self, one: Context) -> None:
+        assert set(one.addresses) == {*self.inputs, *self.outputs}
+        shapes = self.sizes | one.shapes
+        inputs = {name: values_at(one.addresses[name], dtype, shapes[name]) for name, dtype in self.inputs.items()}
         for name, result in self.run(Batch(inputs, self.segments, self.pool)).items():
             values_at(one.addresses[name], result.dtype, tuple(result.shape)).copy_(result)
         one.steps += 1
-        return 0
 
     def _add(self, name: bytes, dtype: torch.dtype, rank: int, compute: Callable[..., Tensor]) -> int:
         assert name not in self.names, f"{name!r} is used twice"
@@ -202,7 +211,7 @@ class TwinLibrary:
             assert all(size in (-1, there) for size, there in zip(shape, value.shape, strict=True))
             return value
 
-        self.inputs[name.decode()] = OF_NUMBERS[kind]
+        self.inputs[name.decode()], self.sizes[name.decode()] = OF_NUMBERS[kind], tuple(shape)
         return self._add(name, OF_NUMBERS[kind], rank, given)
 
     def _constant(self, name: bytes, kind: int, rank: int, shape: Any, address: int) -> int:
@@ -215,10 +224,7 @@ class TwinLibrary:
         assert (len(chosen), len(given)) == (count, size)
         kinds = [self.nodes[i][0] for i in chosen]
         ranks = [self.nodes[i][1] for i in chosen]
-        if layer == "rows":
-            assert kinds[1] == torch.int32 and ranks == [2, 1]
-        else:
-            assert len(set(kinds)) == len(set(ranks)) == 1, (name, kinds, ranks)
+        assert len(set(kinds)) == len(set(ranks)) == 1, (name, kinds, ranks)
         assert layer == "cast" or OF_NUMBERS[dtype] == kinds[0]
         assert layer not in OF_FLOATS or kinds[0].is_floating_point
         rank = len(given) if layer == "reshape" else ranks[0]
@@ -228,24 +234,27 @@ class TwinLibrary:
     def _plugin(self, name: bytes, plugin: bytes, attributes: bytes, size: int, count: int, inputs: Any) -> int:
         """`Plugin` of native/plugin.cpp."""
         assert len(attributes) == size == 24
-        operation, layer, heads, kv_heads, head_dim, rotary_dims = struct.unpack("6i", attributes)
+        operation, heads, kv_heads, head_dim, rotary_dims, kind = struct.unpack("6i", attributes)
         assert plugin == (b"PensieveWriteKv", b"PensieveAttention")[operation]
         chosen = list(inputs)
         assert len(chosen) == count
         kinds = [self.nodes[i][0] for i in chosen[1:]]
         dtype = self.nodes[chosen[0]][0]
+        assert dtype == OF_NUMBERS[kind]
 
         def written(batch: Batch, values: list[Tensor]) -> Tensor:
             qkv, *angles, slots = (values[i] for i in chosen)
             rotary = angles[0] if angles else torch.empty(len(qkv), 0)
             assert rotary.shape[1] == rotary_dims and qkv.shape[1] == (heads + 2 * kv_heads) * head_dim
             parts = qkv.unflatten(1, (-1, head_dim)).split((heads, kv_heads, kv_heads), dim=1)
-            return write_kv(*parts, rotary, slots, batch.pool, layer).flatten(1)
+            return write_kv(*parts, rotary, slots, batch.pool, self.layer).flatten(1)
 
         def attended(batch: Batch, values: list[Tensor]) -> Tensor:
             q, table = (values[i] for i in chosen)
             parts = q.unflatten(1, (heads, head_dim))
-            return multi_token_attention(parts, batch.segments, table, batch.pool, layer, head_dim**-0.5).flatten(1)
+            return multi_token_attention(parts, batch.segments, table, batch.pool, self.layer, head_dim**-0.5).flatten(
+                1
+            )
 
         if operation == 0:
             assert kinds == [torch.float32] * bool(rotary_dims) + [torch.int32]
@@ -253,6 +262,7 @@ class TwinLibrary:
             assert kinds == [torch.int32]
         return self._add(name, dtype, 2, attended if operation else written)
 
-    def _output(self, number: int, name: bytes) -> int:
+    def _output(self, number: int, kind: int, name: bytes) -> int:
+        assert self.nodes[number][0] == OF_NUMBERS[kind]
         self.outputs[name.decode()] = number
         return 0

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "error.h"
+#include "launch.h"
 
 namespace {
 
@@ -24,20 +25,22 @@ class Logger final : public ILogger {
   void log(Severity severity, char const* text) noexcept override {
     if (severity <= Severity::kERROR) {
       std::lock_guard<std::mutex> hold(lock);
-      last = text;
+      if (!errors.empty()) errors += "; ";
+      if (errors.size() < MOST_TEXT) errors += text;
     }
     if (PensieveHear const listener = hear) listener(static_cast<int>(severity), text);
   }
   std::string take() {
     std::lock_guard<std::mutex> hold(lock);
-    std::string const text = last;
-    last.clear();
+    std::string const text = errors;
+    errors.clear();
     return text;
   }
 
  private:
   std::mutex lock;
-  std::string last;
+  static constexpr size_t MOST_TEXT = 1000;
+  std::string errors;  // since they were taken
 } logger;
 
 void require(bool done, std::string const& what) {
@@ -134,29 +137,6 @@ struct PensieveNetwork {
     return layer->getOutput(0);
   }
 
-  // A slice whose size is a tensor: the lesser of what there is and [all, count].
-  ITensor* columns(ITensor* x, std::string const& name, int64_t first, int64_t count, DataType type) {
-#if NV_TENSORRT_MAJOR >= 10
-    using Index = int64_t;
-    DataType const index_type = DataType::kINT64;
-#else
-    using Index = int32_t;
-    DataType const index_type = DataType::kINT32;
-#endif
-    held.emplace_back(new int64_t[2]);
-    Index* const most = reinterpret_cast<Index*>(held.back().get());
-    most[0] = INT32_MAX;
-    most[1] = static_cast<Index>(count);
-    int64_t const two = 2, start[]{0, first}, none[]{0, 0}, ones[]{1, 1};
-    ILayer* const there = made(network->addShape(*x), "add the shape of " + name);
-    there->setName((name + ".shape").c_str());
-    ITensor* const wanted = typed(network->addConstant(dims_of(1, &two), Weights{index_type, most, 2}), name + ".most", index_type);
-    ITensor* const size = typed(network->addElementWise(*there->getOutput(0), *wanted, ElementWiseOperation::kMIN), name + ".size", index_type);
-    ISliceLayer* const slice = made(network->addSlice(*x, dims_of(2, start), dims_of(2, none), dims_of(2, ones)), "add the layer " + name);
-    slice->setInput(2, *size);
-    return typed(slice, name, type);
-  }
-
   ITensor* layer(std::string const& name, int kind, DataType type, std::vector<ITensor*> const& in, int count, int64_t const* numbers) {
     auto const two = [&](ElementWiseOperation operation) { return typed(network->addElementWise(*in.at(0), *in.at(1), operation), name, type); };
     auto const one = [&](UnaryOperation operation) { return typed(network->addUnary(*in.at(0), operation), name, type); };
@@ -178,19 +158,10 @@ struct PensieveNetwork {
       case PENSIEVE_CAST: return cast(in.at(0), name, type);
       case PENSIEVE_PROJECT:
         return typed(network->addMatrixMultiply(*in.at(0), MatrixOperation::kNONE, *in.at(1), MatrixOperation::kTRANSPOSE), name, type);
-      case PENSIEVE_ROWS: return typed(network->addGather(*in.at(0), *in.at(1), 0), name, type);
-      case PENSIEVE_COLUMNS:
-        if (count != 2) throw std::runtime_error(name + " wants a first column and a count");
-        return columns(in.at(0), name, numbers[0], numbers[1], type);
       case PENSIEVE_RESHAPE: {
         IShuffleLayer* const shuffle = made(network->addShuffle(*in.at(0)), "add the layer " + name);
         shuffle->setReshapeDimensions(dims_of(count, numbers));
         return typed(shuffle, name, type);
-      }
-      case PENSIEVE_BESIDE: {
-        IConcatenationLayer* const joined = made(network->addConcatenation(in.data(), static_cast<int32_t>(in.size())), "add the layer " + name);
-        joined->setAxis(1);
-        return typed(joined, name, type);
       }
       default: throw std::runtime_error("there is no kind of layer " + std::to_string(kind));
     }
@@ -201,9 +172,6 @@ struct PensieveNetwork {
     for (int i = 0; i < inputs; i++) in.push_back(tensors.at(static_cast<size_t>(numbers[i])));
     return in;
   }
-
- private:
-  std::vector<std::unique_ptr<int64_t[]>> held;  // the network keeps addresses only
 };
 
 struct PensieveEngine {
@@ -278,11 +246,16 @@ API int pensieve_plugin(PensieveNetwork* network, char const* name, char const* 
   return number;
 }
 
-API int pensieve_output(PensieveNetwork* network, int tensor, char const* name) {
+API int pensieve_output(PensieveNetwork* network, int tensor, int type, char const* name) {
   return guarded([&] {
     ITensor* const output = network->tensors.at(static_cast<size_t>(tensor));
     output->setName(name);
     network->network->markOutput(*output);
+#if NV_TENSORRT_MAJOR < 10
+    output->setType(type_of(type));  // else it is float32, whatever its layer's type
+#else
+    static_cast<void>(type);
+#endif
     output->setAllowedFormats(1U << static_cast<int>(TensorFormat::kLINEAR));
   });
 }
@@ -369,6 +342,18 @@ API int pensieve_set_address(PensieveContext* context, char const* name, void* a
   return guarded([&] { require(context->context->setTensorAddress(name, address), std::string("take the address of ") + name); });
 }
 
-API int pensieve_enqueue(PensieveContext* context, void* stream) {
-  return guarded([&] { require(context->context->enqueueV3(static_cast<cudaStream_t>(stream)), "run the step"); });
+API int pensieve_enqueue_layers(PensieveContext* context, PensieveKernels* kernels, PensieveStep const* step, int layers, int count, char const* const* names, void* const* weights, void* x, void* y, void* stream) {
+  int const failed = guarded([&] {
+    auto& one = *context->context;
+    pensieve::last_error().clear();
+    for (int layer = 0; layer < layers; layer++, std::swap(x, y)) {
+      for (int i = 0; i < count; i++) require(one.setTensorAddress(names[i], *weights++), std::string("take the address of ") + names[i]);
+      require(one.setTensorAddress("x", x) && one.setTensorAddress("y", y), "take the addresses of x and y");
+      pensieve_run_on(kernels, step, layer);
+      bool const enqueued = one.enqueueV3(static_cast<cudaStream_t>(stream));
+      require(enqueued, "run layer " + std::to_string(layer) + (pensieve::last_error().empty() ? "" : " (" + pensieve::last_error() + ")"));
+    }
+  });
+  pensieve_run_on(nullptr, nullptr, 0);
+  return failed;
 }

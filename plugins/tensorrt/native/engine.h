@@ -17,10 +17,7 @@ enum PensieveLayer {
   PENSIEVE_MEAN,       // over the last dimension, which is kept
   PENSIEVE_CAST,
   PENSIEVE_PROJECT,    // x [T, in] by weight [out, in], transposed
-  PENSIEVE_ROWS,       // of x, those of the int32 indices
-  PENSIEVE_COLUMNS,    // of x [T, columns]; numbers: first, count
   PENSIEVE_RESHAPE,    // numbers: the new shape, one of them -1 at most
-  PENSIEVE_BESIDE,     // [T, a], [T, b], ... -> [T, a + b + ...]
 };
 
 // Hears what TensorRT says: severity 0 (internal error) to 4 (verbose). Called by TensorRT's threads too.
@@ -39,7 +36,7 @@ int pensieve_constant(struct PensieveNetwork* network, char const* name, int typ
 int pensieve_layer(struct PensieveNetwork* network, char const* name, int kind, int type, int inputs, int const* tensors, int count, int64_t const* numbers);
 // A plugin of plugin.cpp, by its name and the bytes of its attributes.
 int pensieve_plugin(struct PensieveNetwork* network, char const* name, char const* plugin, void const* attributes, int size, int inputs, int const* tensors);
-int pensieve_output(struct PensieveNetwork* network, int tensor, char const* name);
+int pensieve_output(struct PensieveNetwork* network, int tensor, int type, char const* name);
 // Begins another optimization profile; then the sizes of each input in it.
 int pensieve_profile(struct PensieveNetwork* network);
 int pensieve_profile_input(struct PensieveNetwork* network, char const* name, int rank, int64_t const* least, int64_t const* usual, int64_t const* most);
@@ -64,5 +61,8 @@ struct PensieveContext* pensieve_context_new(struct PensieveEngine* engine, int 
 void pensieve_context_free(struct PensieveContext* context);
 int pensieve_set_shape(struct PensieveContext* context, char const* name, int rank, int64_t const* shape);
 int pensieve_set_address(struct PensieveContext* context, char const* name, void* address);
-int pensieve_enqueue(struct PensieveContext* context, void* stream);
+// Enqueues the plan once for each layer, with the kernels and the memory of the step (launch.h). The inputs `names` of
+// layer i are at weights[i * count], weights[i * count + 1], ... The layers' input and output "x" and "y" alternate between
+// two buffers: the result is in `x` after an even number of layers, in `y` after an odd one.
+int pensieve_enqueue_layers(struct PensieveContext* context, struct PensieveKernels* kernels, struct PensieveStep const* step, int layers, int count, char const* const* names, void* const* weights, void* x, void* y, void* stream);
 }

@@ -34,6 +34,9 @@ int pensieve_write_kv(struct PensieveKernels* kernels, struct PensieveStep const
 int pensieve_attend(struct PensieveKernels* kernels, struct PensieveStep const* step, int layer, int tokens, int blocks,
                     void const* q, void const* block_table, void* o, void* stream);
 
+// The plugins that this thread enqueues from now on launch these kernels for this layer of the step. Null: none. (plugin.cpp)
+void pensieve_run_on(struct PensieveKernels* kernels, struct PensieveStep const* step, int layer);
+
 // Why the last call of this thread failed.
 char const* pensieve_error();
 }

@@ -3,13 +3,14 @@
 //   PensieveWriteKv   qkv [T, (heads + 2 kv_heads) head_dim], rotary [T, R] float32 where R > 0, slots [T] -> [T, heads head_dim]
 //   PensieveAttention q [T, heads head_dim], block_table [seats, blocks] -> [T, heads head_dim]
 //
-// Both take one field, "attributes": the bytes of `Attributes`. The kernels and the step's memory are those of the thread
-// that enqueues (pensieve_run_on), so that a plan knows neither addresses nor kernels.
+// Both take one field, "attributes": the bytes of `Attributes`. The kernels, the step's memory and the layer are those of the
+// thread that enqueues (pensieve_run_on), so that one plan serves all layers and knows neither addresses nor kernels.
 #include <NvInfer.h>
 
 #include <cstring>
 #include <string>
 
+#include "engine.h"
 #include "launch.h"
 
 namespace {
@@ -18,20 +19,22 @@ using namespace nvinfer1;
 
 thread_local PensieveKernels* kernels_of_thread = nullptr;
 thread_local PensieveStep const* step_of_thread = nullptr;
+thread_local int layer_of_thread = 0;
 
 enum Operation : int32_t { WRITE_KV, ATTENTION };
 char const* const NAMES[] = {"PensieveWriteKv", "PensieveAttention"};
 char const* const VERSION = "1";
 
 struct Attributes {
-  int32_t operation, layer, heads, kv_heads, head_dim, rotary_dims;
+  int32_t operation, heads, kv_heads, head_dim, rotary_dims, type;  // type: PensieveType
 };
 
-bool is_float(DataType type) {
+// Of a PensieveType. A plugin takes one type only: TensorRT would enqueue it to compare several, without a step to work on.
+DataType type_of(int32_t type) {
 #if NV_TENSORRT_MAJOR >= 10
-  if (type == DataType::kBF16) return true;
+  if (type == PENSIEVE_BFLOAT16) return DataType::kBF16;
 #endif
-  return type == DataType::kHALF || type == DataType::kFLOAT;
+  return type == PENSIEVE_FLOAT16 ? DataType::kHALF : DataType::kFLOAT;
 }
 
 class Plugin final : public IPluginV2DynamicExt {
@@ -50,8 +53,7 @@ class Plugin final : public IPluginV2DynamicExt {
   }
   bool supportsFormatCombination(int32_t place, PluginTensorDesc const* all, int32_t inputs, int32_t) noexcept override {
     if (all[place].format != TensorFormat::kLINEAR) return false;
-    if (place == 0) return is_float(all[0].type);
-    if (place == inputs) return all[place].type == all[0].type;
+    if (place == 0 || place == inputs) return all[place].type == type_of(a.type);
     bool const rotary = a.operation == WRITE_KV && a.rotary_dims > 0 && place == 1;
     return all[place].type == (rotary ? DataType::kFLOAT : DataType::kINT32);
   }
@@ -63,11 +65,11 @@ class Plugin final : public IPluginV2DynamicExt {
     int32_t const tokens = described[0].dims.d[0] > 0 ? static_cast<int32_t>(described[0].dims.d[0]) : 0;
     if (a.operation == ATTENTION) {
       int32_t const blocks = static_cast<int32_t>(described[1].dims.d[1]);
-      return pensieve_attend(kernels_of_thread, step_of_thread, a.layer, tokens, blocks, in[0], in[1], out[0], stream);
+      return pensieve_attend(kernels_of_thread, step_of_thread, layer_of_thread, tokens, blocks, in[0], in[1], out[0], stream);
     }
     void const* const rotary = a.rotary_dims > 0 ? in[1] : nullptr;
     void const* const slots = a.rotary_dims > 0 ? in[2] : in[1];
-    return pensieve_write_kv(kernels_of_thread, step_of_thread, a.layer, tokens, in[0], rotary, slots, out[0], stream);
+    return pensieve_write_kv(kernels_of_thread, step_of_thread, layer_of_thread, tokens, in[0], rotary, slots, out[0], stream);
   }
 
   DataType getOutputDataType(int32_t, DataType const* types, int32_t) const noexcept override { return types[0]; }
@@ -126,8 +128,8 @@ API int pensieve_register_plugins() {
   return took ? 1 : 0;
 }
 
-// What this thread enqueues from now on works with these kernels and this step's memory, which must stay. Null: nothing.
-API void pensieve_run_on(PensieveKernels* kernels, PensieveStep const* step) {
+API void pensieve_run_on(PensieveKernels* kernels, PensieveStep const* step, int layer) {
   kernels_of_thread = kernels;
   step_of_thread = step;
+  layer_of_thread = layer;
 }

@@ -1,10 +1,9 @@
-"""Decoders as TensorRT networks, built and run by a twin of our library: the same logits for every batch."""
+"""Layers of decoders as TensorRT networks, built and run by a twin of our library: the same logits for any batch."""
 
 from __future__ import annotations
 
 import gc
 import json
-from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -46,7 +45,11 @@ def library(monkeypatch):
 
     class Kernels:
         def __init__(self, library, kv, config):
-            self.of_thread = lambda: nullcontext(setattr(twin, "pool", kv.tensor))
+            self._pool = kv.tensor
+
+        def of_step(self):
+            twin.pool = self._pool
+            return 1, None
 
     stream = SimpleNamespace(cuda_stream=STREAM, synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
@@ -54,13 +57,13 @@ def library(monkeypatch):
     monkeypatch.setattr(tensorrt_package, "ALIGNMENT", 1)  # torch aligns to 64 bytes on the CPU
     for module in (compile_tensorrt, tensorrt_package, installed):
         monkeypatch.setattr(module, "load_library", lambda: twin)
-    original = tensorrt_package.TensorRTPackage.__call__
+    original = tensorrt_package.TensorRTLayers.forward
 
-    def call(self, token_ids, positions, slots, segments, *rest):
-        twin.segments = segments  # the library has them in its work list
-        return original(self, token_ids, positions, slots, segments, *rest)
+    def forward(self, x, change, batch):
+        twin.segments = batch.segments  # the library has them in its work list
+        return original(self, x, change, batch)
 
-    monkeypatch.setattr(tensorrt_package.TensorRTPackage, "__call__", call)
+    monkeypatch.setattr(tensorrt_package.TensorRTLayers, "forward", forward)
     return twin
 
 
@@ -74,7 +77,7 @@ def packed(directory, config, weights):
     """The package that runs a plan."""
     path = directory / PLAN
     path.write_bytes(compile_tensorrt.build_plan(config, weights))
-    return tensorrt_package.TensorRTPackage(path, config, device="cpu")
+    return tensorrt_package.load_decoder(path, config, weights)
 
 
 @pytest.fixture
@@ -108,7 +111,7 @@ def test_generation_and_prompts_have_profiles(library, llama, tmp_path):
     run_once(package, config, batch)
     many = torch.zeros(300, dtype=torch.int32)
     run_once(package, config, batch._replace(token_ids=many, positions=many, slots=many - 1))
-    assert [context.steps for context in library.contexts] == [1, 1]
+    assert [context.steps for context in library.contexts] == [config.layers, config.layers]
     too_many = torch.zeros(5000, dtype=torch.int32)
     with pytest.raises(RuntimeError, match="up to 4096 tokens a step, not 5000"):
         run_once(package, config, batch._replace(token_ids=too_many, positions=too_many, slots=too_many - 1))
@@ -132,12 +135,12 @@ def test_contexts_are_freed_with_their_package(library, llama, tmp_path):
 def test_a_step_that_fails_raises(library, llama, tmp_path):
     config, weights = llama
     package = packed(tmp_path, config, weights)
-    library.fails = frozenset(["enqueue"])
+    library.fails = frozenset(["enqueue_layers"])
     with pytest.raises(RuntimeError, match="TensorRT cannot do it"):
         run_once(package, config, random_batches(config, "cpu")[0])
     (tmp_path / PLAN).write_bytes(b"something else")
     with pytest.raises(RuntimeError, match="TensorRT cannot do it"):
-        tensorrt_package.TensorRTPackage(tmp_path / PLAN, config, device="cpu")
+        tensorrt_package.load_decoder(tmp_path / PLAN, config, weights)
 
 
 def test_times_are_kept_between_builds(library, llama, tmp_path):

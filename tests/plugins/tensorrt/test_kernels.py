@@ -19,6 +19,7 @@ from .launching import HERE, Library, compile_cpp, headers, needs_compilers, nee
 
 pytestmark = needs_compilers
 LAYERS = 3
+FLOAT16 = 1  # `PensieveType`
 SHAPES = {  # heads, kv_heads, head_dim, chunk_tokens, rotary dims, type, capacity
     "opt": (40, 40, 128, 32, 0, torch.float16, Capacity(512, 8, 2048)),
     "llama": (40, 10, 128, 32, 128, torch.bfloat16, Capacity(512, 7, 9000)),
@@ -150,7 +151,7 @@ def test_plugins_launch_the_same(shape, folder, library, jit, tmp_path):
     q, o = (torch.zeros(7, case.heads, case.head_dim, dtype=case.dtype) for _ in range(2))
 
     def enqueue(operation, inputs, out):
-        attributes = (ctypes.c_int32 * 6)(operation, 2, case.heads, case.kv_heads, case.head_dim, case.dims)
+        attributes = (ctypes.c_int32 * 6)(operation, case.heads, case.kv_heads, case.head_dim, case.dims, FLOAT16)
         shapes = [number for x in inputs for number in (x.dim(), *x.shape)]
         addresses = (ctypes.c_void_p * len(inputs))(*(x.data_ptr() for x in inputs))
         given = (attributes, len(inputs), (ctypes.c_int64 * len(shapes))(*shapes), addresses)
@@ -160,7 +161,7 @@ def test_plugins_launch_the_same(shape, folder, library, jit, tmp_path):
     batches = ((0, [qkv.flatten(1), *angles, slots], q), (1, [q.flatten(1), block_table], o))
     assert [enqueue(*batch) for batch in batches] == [1, 1]  # the thread has not said what to run on
     step = step_of(case.pool, case.work, [0] * LAYERS)
-    plugins.pensieve_run_on(kernels, ctypes.byref(step))
+    plugins.pensieve_run_on(kernels, ctypes.byref(step), 2)
     assert [enqueue(*batch) for batch in batches] == [0, 0]
     through_plugins = library.launched()
     library.write_kv(kernels, step, 2, qkv, rotary, slots, q)
