@@ -285,8 +285,8 @@ class Service:
 
 
 def change_conversation(scheduler: Scheduler, message: Fork | Keep, now: float) -> None:
-    """Applies the change if the scheduler knows the conversation. The history store knows all conversations, the
-    scheduler only those that have been active since the start."""
+    """Applies the change if the scheduler knows the conversation. The history store knows all conversations. The
+    scheduler knows only the conversations that have been active since the start."""
     known = scheduler.conversations
     if message.conversation not in known:
         return

@@ -1,11 +1,11 @@
-"""Multi-turn load on a server with OpenAI's completions, and how it bears it: latency over throughput.
+"""Puts multi-turn load on a server with OpenAI's completions, and measures latency over throughput.
 
 python -m pensieve.scripts.bench_serving --url http://127.0.0.1:8000 --synthetic sharegpt --rate 1,2,4 --plot out.png
 python -m pensieve.scripts.bench_serving --compare ours.json theirs.json --plot both.png
 
-Conversations come as a Poisson process whatever the server does; within each, a prompt holds the replies that really
-came, and the next one follows after a think time. The run starts as if it had been going on for ever: conversations are
-in the middle of their lives, and send their histories first. The client processes need a core each, more or less.
+Conversations arrive as a Poisson process, at any speed of the server. Each prompt has the server's own earlier replies,
+and comes a think time after the last reply. At the start, conversations are already in the middle of their lives: they
+send their histories first. Each client process needs about one core.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="S",
         help="conversations that are in the middle at the start come in over so long (default %(default)s)",
     )
-    option("--from-empty", action="store_true", help="nobody is in the middle at the start: warm up for a lifetime")
+    option("--from-empty", action="store_true", help="start without conversations: warm up for a lifetime")
     option("--measure-s", type=float, default=120.0, metavar="S", help="(default %(default)s)")
     option(
         "--expected-ms-per-token",
@@ -141,7 +141,7 @@ class ServingBench:
     """The runs of one command against one server."""
 
     def __init__(self, args: argparse.Namespace):
-        """Asks the server what it is. Raises SettingError."""
+        """Asks the server for its model and limits. Raises SettingError."""
         self._args = args
         try:
             self._server = Server(args.url, args.api_key)
@@ -288,7 +288,7 @@ def ask_model(server: Server, name: str | None) -> tuple[str, int | None]:
 
 
 async def probe(target: Target, vocabulary: int) -> None:
-    """One small request: a server that cannot be measured is told before the run. Raises SettingError."""
+    """Sends one small request before the run. Raises SettingError if the server cannot be measured."""
     reply = Reply()
     prompt = [index % vocabulary for index in range(PROBE_TOKENS)]
     content = body(target, prompt, PROBE_TOKENS, f"probe-{secrets.token_hex(4)}")
@@ -314,7 +314,7 @@ def source_metric(source: str) -> str:
 
 
 def read_metrics(server: Server) -> dict[str, float]:
-    """As `Server.metrics`; none if the server has no such page, or is gone."""
+    """As `Server.metrics`; empty if the server has no metrics or has ended."""
     try:
         return server.metrics()
     except (ServerError, UnicodeDecodeError):

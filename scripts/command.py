@@ -18,7 +18,7 @@ Number = TypeVar("Number", int, float)
 
 
 def exit_status(prog: str, work: Callable[[], int | None], wrong: tuple[type[Exception], ...] = (SettingError,)) -> int:
-    """What `work` returns (None: 0); 2 after one of the errors `wrong`, which is told in one line."""
+    """Returns the result of `work` (None: 0), or 2 after one of the errors `wrong`, which is printed in one line."""
     try:
         return work() or 0
     except wrong as error:
@@ -27,7 +27,7 @@ def exit_status(prog: str, work: Callable[[], int | None], wrong: tuple[type[Exc
 
 
 def check_above_0(args: argparse.Namespace, names: Iterable[str]) -> None:
-    """SettingError for the first number that is not; those that are missing or None are not asked for."""
+    """SettingError for the first number that is not above 0. Names that are missing or None are skipped."""
     for name in names:
         value = getattr(args, name, None)
         if value is not None and not 0 < value < math.inf:
@@ -58,7 +58,7 @@ Record = TypeVar("Record")
 
 
 def read_records(path: Path, option: str, command: str, record_of: Callable[[Any], Record]) -> list[Record]:
-    """What `record_of` makes of each line of JSON that `command` wrote. SettingError names the option and the line."""
+    """Calls `record_of` with each line of JSON that `command` wrote. SettingError names the option and the line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

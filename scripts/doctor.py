@@ -1,4 +1,4 @@
-"""Looks at this machine: what Pensieve needs, what is here, what is missing, and what to do about it.
+"""Examines this machine: the parts that Pensieve needs, the missing ones, and how to add them.
 
 Exit status: 0 all that the device needs is here, 1 something is missing or too small, 2 a wrong option.
 """

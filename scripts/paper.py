@@ -4,12 +4,12 @@
 models run on two or four A100s with 128 GB of host memory and 2 TB or 10 TB of disk, in batches of 24. A conversation's
 KV lives for an hour (as in its section 4.3.6), and one that outgrows the context window goes on with its newer half.
 
-The scheduler is the real one. To be quick, the clock counts units of 128 tokens (64 where a token's KV is large), one
-chunk each: every length is rounded to units, and a step generates a unit for each row in the time that as many steps
-take as a unit has tokens. What the scheduler lets be under way at a time is measured in seconds, and steps are long
-here: so it is told that the disk, and copies to HOST, are the quicker for it. That makes it read whatever is on disk,
-as the paper does. What the paper does not tell is assumed: users think for a minute on average.
-docs/measured/cachedattention.md has what came of it.
+The scheduler is the real one. To save time, the clock counts units of 128 tokens (64 if a token's KV is large). One
+unit is one chunk, and every length is rounded to units. One simulated step generates a unit for each row, and takes as
+long as the steps for the unit's tokens. The scheduler limits copies in progress by seconds, and these steps are long.
+So its profile gets a faster disk and faster copies to HOST; then it reads all KV that is on disk, as the paper does.
+The paper does not state the think time: it is assumed to be a minute on average. docs/measured/cachedattention.md has
+the results.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from ..scheduler.context_window import KEEP, RECOMPUTE
 from ..scheduler.cost import CostProfile, analytic_profile
 from ..scheduler.sim.simulator import Report, Session, SessionTurn, Simulator, VirtualDevice
 from ..scheduler.types import SettingError, Usage
-from .bench.models import ELEMENT_BYTES, ModelShape
 from .bench.traces import ChatStatistics, synthetic
 from .command import check_least, exit_status, result_line, subplots, title_line
+from .simulation.models import ELEMENT_BYTES, ModelShape
 
 # The paper's turns, with the lengths that vLLM's paper gives for ShareGPT. A session then has 2,870 tokens on average;
 # 49% have more than 2,048 and 24% more than 4,096, in the paper 47% and 30% (figure 2).
@@ -106,7 +106,7 @@ FIGURES = {
     "21: hit rate and GPU time by policy and disk": lambda model: [
         Case(model, policy, disk=disk) for disk in (2 * TB, 10 * TB) for policy in POLICIES
     ],
-    "22: hit rate if what is kept beyond the window is computed anew": lambda model: [
+    "22: hit rate if the history kept beyond the window is recomputed": lambda model: [
         Case(model),
         Case(model, overflow=RECOMPUTE),
     ],

@@ -1,8 +1,8 @@
-"""plan: says how many GPUs and how much host memory a load of conversations needs, and what they cost.
+"""plan: finds the number of GPUs and the host memory that a load of conversations needs, and their price.
 
     pensieve plan --config config.json --profile profile.json --synthetic sharegpt --load 10,100 --ms-per-token 20
 
-One replica is simulated (`simulated_load.py`). For each size of host memory and each seed, bisection finds the largest
+One replica is simulated (`simulation/load.py`). For each size of host memory and each seed, bisection finds the largest
 rate of conversations that meets the targets. The median over the seeds counts; the lowest and the highest say how sure
 it is. A session stays with its replica, so the replica with the most sessions must meet the targets too.
 """
@@ -24,7 +24,6 @@ from ..runtime.launch.options import parse_bytes
 from ..scheduler.cost import CostProfile
 from ..scheduler.sim.cluster import fullest_share
 from ..scheduler.types import SettingError
-from .bench.models import read_costs, read_shape
 from .command import (
     check_above_0,
     check_least,
@@ -36,7 +35,8 @@ from .command import (
     title_line,
 )  # fmt: skip
 from .simulate import POSITIVE, add_common_options, add_hardware_options
-from .simulated_load import add_run_options, add_workload, conversations, load_run, simulate_load
+from .simulation.load import add_run_options, add_workload, conversations, load_run, simulate_load
+from .simulation.models import read_costs, read_shape
 
 TARGETS = ("ms_per_token", "ttft_ms_p95")  # options, and numbers of `simulate_load`
 CLOSE, IDLE = 1.04, 2**-6  # the bisection ends at this ratio of bounds; this share of its first guess is nearly no load

@@ -7,8 +7,8 @@ Servers: `pensieve`, `vllm` (no offload), `vllm-offload` (its OffloadingConnecto
 (its SimpleCPUOffloadConnector). Rates of one server alone stand behind an @ (vllm@4,5), more of its own options behind
 a colon: "pensieve:--queue-order arrival".
 
-Each server starts once and serves all rates. Every rate has token ids of its own: nothing is found of the rate before,
-whose KV takes room until it is evicted. A result is appended to --output as soon as its window ends.
+Each server starts once and serves all rates. Every rate has other token ids, so it finds no KV of an earlier rate. That
+KV takes room until it is evicted. A result is appended to --output as soon as its window ends.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ class Versus:
         return [*self._python, "-m", "vllm.entrypoints.openai.api_server", *words, *rows, *server.options]
 
     def load(self, server: Server, rate: float) -> list[str]:
-        """bench_serving's options: the same for all servers, but that Pensieve is told conversations' names."""
+        """bench_serving's options: equal for all servers, except that Pensieve gets the conversations' names."""
         args = self._args
         words = [*self._preset.load] if args.trace is None else ["--trace", str(args.trace)]
         for name, value in zip(("--ramp-s", "--warm-up-s", "--measure-s"), self._windows, strict=True):

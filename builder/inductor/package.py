@@ -38,7 +38,7 @@ class Package:
 
     def __init__(self, path: Path, config: DecoderConfig, weights: Mapping[str, Tensor]):
         """weights: from `laid_out`, on the package's device. RuntimeError if the file is not a package."""
-        # Without threads of its own: it can be captured in a CUDA graph, and our operations run in the calling thread.
+        # Without further threads: it can be captured in a CUDA graph, and our operations run in the calling thread.
         self._loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, -1)
         device = weights["embed.weight"].device
         known = {**weights, "frequencies": _frequencies(config).to(device)}

@@ -89,7 +89,7 @@ class Operations:
         return self._layer("mean", x)
 
     def activate(self, x: Value, name: str) -> Value:
-        """In float32, whatever the type."""
+        """Applies the activation in float32, for every type."""
         wide = self.cast(x, torch.float32)
         return self.cast(self._activated(wide, name), x.dtype)
 

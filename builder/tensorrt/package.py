@@ -41,7 +41,7 @@ class Sizes(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """The sizes that a plan's context is made for, and those that it is fastest at."""
+    """The largest sizes of a plan's context, and the sizes at which it is fastest."""
 
     usual: Sizes
     most: Sizes

@@ -4,8 +4,8 @@ A KV pool is one tensor `[slot, layers, 2, kv_heads, chunk_tokens, head_dim]`: e
 token's place in it is `slot * chunk_tokens + offset`; its *coordinate* is its index in its own request's row, and row
 `seat` of the block table gives the slot of every `chunk_tokens` coordinates.
 
-`multi_token_attention` is used on the CPU. `multi_token_attention_slow` is its twin, one token at a time in float64;
-every faster implementation is compared with it.
+`multi_token_attention` is used on the CPU. Its tests compare it with a twin that takes one token at a time in float64;
+faster implementations are compared with it.
 """
 
 from __future__ import annotations
@@ -130,21 +130,3 @@ def _attend_group(
     out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
     out = out.view(count, kv_heads, queries, share, head_dim).transpose(1, 2).reshape(count, queries, heads, head_dim)
     o[rows[real]] = out[real].to(o.dtype)
-
-
-def multi_token_attention_slow(
-    q: Tensor, segments: Tensor, block_table: Tensor, pool: Tensor, layer: int, scale: float
-) -> Tensor:
-    """The twin of `multi_token_attention`: token by token, in float64."""
-    o = q.new_zeros(q.shape)
-    share = q.shape[1] // pool.shape[3]
-    chunk_tokens = pool.shape[4]
-    for q_start, q_len, kv_start, kv_len, seat in segments.tolist():
-        for j in range(q_len):
-            own = kv_len - q_len + j
-            places = [(block_table[seat, c // chunk_tokens], c % chunk_tokens) for c in range(kv_start, own + 1)]
-            k, v = (torch.stack([pool[slot, layer, i, :, offset] for slot, offset in places]).double() for i in (0, 1))
-            k, v = (x.repeat_interleave(share, dim=1) for x in (k, v))  # [keys, heads, D]
-            weights = torch.einsum("hd,nhd->hn", q[q_start + j].double(), k).mul(scale).softmax(dim=-1)
-            o[q_start + j] = torch.einsum("hn,nhd->hd", weights, v).to(o.dtype)
-    return o

@@ -9,7 +9,7 @@ The tiles, the splits and the order of merging depend on the query's own segment
 a row's result has the same bits with any other rows in the step.
 
     keys of a segment   kv_start ........................................ kv_len
-    splits              |------- first -------|---- second ----|- third -|     see `cuts`
+    splits              |------- first -------|---- second ----|- third -|     see `_cuts`
     a tile's items                 x                 x           (none: beyond the tile's last query)
 """
 
@@ -65,28 +65,6 @@ class Capacity:
     tokens: int
     segments: int
     context: int
-
-
-def cuts(rows: int, kv_len: int) -> tuple[int, int]:
-    """Returns the cuts of a segment's keys, by its rows (queries times heads of a group) and its context; see
-    `split_of`.
-
-    The result is (keys of a split, additional keys of the first): long splits are processed first, short ones last.
-    With few rows, a last split shorter than half a split is added to the first: starting and merging it would take as
-    long as reading it.
-    """
-    per_row = TOKENS_PER_MANY if rows > MANY_ROWS else TOKENS_PER_ROW
-    wanted = max(SMALLEST_SPLIT, min(rows * per_row, LARGEST_SPLIT), -(-kv_len // MOST_SPLITS))
-    cut = 1 << (wanted - 1).bit_length()
-    if rows > FEW_ROWS:
-        return cut, cut // 4
-    rest, step = kv_len % cut, cut // 8
-    return cut, -(-rest // step) * step if kv_len > cut and 2 * rest < cut else 0
-
-
-def split_of(key: int, cut: int, more: int) -> int:
-    """The split of a key."""
-    return max(key - more, 0) // cut
 
 
 class WorkList:
@@ -151,38 +129,16 @@ class WorkList:
         )  # fmt: skip
 
 
-def list_work(segments: Tensor, group: int, tiles: tuple[Tile, ...]) -> list[list[list[int]]]:
-    """The twin of `WorkList.build`, on the host: the items of each class."""
-    places: list[list[tuple[int, list[int]]]] = [[] for _ in tiles]  # (split, item), sorted by split at the end
-    numbers = [0] * len(tiles)
-    pairs = 0
-    for q_start, q_len, kv_start, kv_len, seat in sorted(segments.tolist(), key=lambda segment: -segment[3]):
-        if not q_len:
-            continue
-        cut, more = cuts(q_len * group, kv_len)
-        first = split_of(kv_start, cut, more)
-        splits = split_of(kv_len - 1, cut, more) - first + 1
-        kind = next((i for i, tile in enumerate(tiles[:-1]) if q_len * group <= tile.rows), len(tiles) - 1)
-        step = tiles[kind].rows // group
-        for start in reversed(range(0, q_len, step)):  # the last tiles have most keys, so they go first
-            size = min(step, q_len - start)
-            own = kv_len - q_len + start
-            reached = split_of(own + size - 1, cut, more) - first + 1
-            for i in range(splits):
-                begin = kv_start if i == 0 else (first + i) * cut + more
-                end = min(own + size, (first + i + 1) * cut + more)
-                pair = pairs + start * splits
-                item = [q_start + start, size, own, begin, end, seat, pair, i, splits, reached, numbers[kind]]
-                places[kind].append((i, item))
-            numbers[kind] += 1
-        pairs += q_len * splits if splits > 1 else 0
-    return [[item for _, item in sorted(kind, key=lambda place: place[0])] for kind in places]
-
-
 @triton.jit
 def _cuts(rows, kv_len, SMALLEST: tl.constexpr, LARGEST: tl.constexpr, PER_ROW: tl.constexpr, MOST: tl.constexpr,
           FEW: tl.constexpr, MANY: tl.constexpr, PER_MANY: tl.constexpr):  # fmt: skip
-    """`cuts`."""
+    """Returns the cuts of a segment's keys, by its rows (queries times heads of a group) and its context; see
+    `_split_of`.
+
+    The result is (keys of a split, additional keys of the first): long splits are processed first, short ones last.
+    With few rows, a last split shorter than half a split is added to the first: starting and merging it would take as
+    long as reading it.
+    """
     per_row = tl.where(rows > MANY, PER_MANY, PER_ROW)
     wanted = tl.maximum(tl.minimum(rows * per_row, LARGEST), tl.cdiv(kv_len, MOST))
     cut = tl.full(rows.shape, SMALLEST, tl.int32)
@@ -195,7 +151,7 @@ def _cuts(rows, kv_len, SMALLEST: tl.constexpr, LARGEST: tl.constexpr, PER_ROW: 
 
 @triton.jit
 def _split_of(key, cut, more):
-    """`split_of`."""
+    """The split of a key."""
     return tl.maximum(key - more, 0) // cut
 
 

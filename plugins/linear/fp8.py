@@ -32,7 +32,7 @@ def rounded(x: Tensor, scales: Tensor) -> Tensor:
 
 
 def widened(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values of FP8 weights in `dtype`; the FP8 product needs no such copy of them on a GPU."""
+    """Returns the FP8 weights' values in `dtype`. On a GPU the FP8 product works without this copy."""
     return weight.to(dtype).mul_(scale.unsqueeze(1))
 
 

@@ -344,8 +344,8 @@ class HistoryStore:
             return self._remove(self.get(name, now))
 
     def admit(self, names: Sequence[Name], now: float, turn: bytes = b"", alone: bool = False) -> Opening:
-        """Lets a turn with this id in, which will commit to these names. Those that exist do not expire until
-        `release(turn)`. `alone`: they must exist, and it is the only turn that goes on from the server's history.
+        """Admits a turn with this id, which will commit to these names. Existing histories do not expire until
+        `release(turn)`. `alone`: the histories must exist, and no other turn continues them at the same time.
 
         RequestError: 429 if one would be new and its owner has as many as the quota allows; `alone`: 404 and 409."""
         seen = {}

@@ -365,8 +365,8 @@ class TurnManager:
         return (found if _message_count(found) > covered else recent), stored
 
     async def _admit(self, records: Sequence[Record], held: ExitStack) -> Opening | None:
-        """Those that exist do not expire while they are held. RequestError (429), before anything is computed, if what
-        is to be stored is beyond its owner's quota."""
+        """Keeps the existing histories from expiring while they are held. RequestError (429), before anything is
+        computed, if a new history is beyond its owner's quota."""
         if not records:
             return None
         return await self._open_turn(self._store.admit, [record.name for record in records], held)

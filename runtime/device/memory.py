@@ -16,9 +16,9 @@ CUDA_ALLOWANCE = 2 * GIB
 """Bytes of a GPU for its context, the libraries' work spaces, compiled kernels, the captured graphs themselves, and the
 staging buffers of copies in eight bits (`compressed_copies.HALF_BYTES`, four times)."""
 
-# Bytes of a logit besides those that the engine makes. While its row is drawn: gathered, sorted and in the sort's work
-# space as float32, ids twice, and the float64 arrays of `sampler.draw` (weights, their sums, comparisons). While its
-# row is scored: gathered and exponentiated as float32.
+# Bytes for each logit, on top of the engine's own output. While its row is drawn: three float32 (gathered, sorted, the
+# sort's work space), two ids, and the float64 arrays of `sampler.draw` (weights, their sums, comparisons). While its
+# row is scored: two float32 (gathered, exponentiated).
 _DRAWN_LOGIT = 3 * 4 + 2 * 8 + 6 * 8
 _SCORED_LOGIT = 2 * 4
 _MOST_SPLITS = 16  # of a context, by the attention kernel's work list

@@ -154,7 +154,7 @@ class Metrics(Collector):
             ("records", "Chunks written to disk and read from it", disk.saved, disk.loaded),
             ("bytes", "Bytes of KV written to disk and read from it", disk.saved_bytes, disk.loaded_bytes),
             ("seconds", "From being asked for to being done, of all chunks", disk.saving_seconds, disk.loading_seconds),
-            ("queue_seconds", "Of that, what they waited to be begun", disk.saving_queued, disk.loading_queued),
+            ("queue_seconds", "Of that, the wait before they began", disk.saving_queued, disk.loading_queued),
         ):
             yield _counters(f"pensieve:kv_disk_{name}", text, "direction", {"save": saved, "load": loaded})
         queue = GaugeMetricFamily("pensieve:kv_disk_queue", "Chunks on their way", labels=["direction"])
@@ -162,7 +162,7 @@ class Metrics(Collector):
         queue.add_metric(["load"], disk.loading)
         yield queue
         faults = {"system": disk.errors, "rejected": disk.rejected}
-        text = "Refusals of the system, and records that were not what they should be"
+        text = "Refusals of the system, and damaged records"
         yield _counters("pensieve:kv_disk_faults", text, "kind", faults)
         yield GaugeMetricFamily("pensieve:kv_disk_full", "1 while nothing is saved for want of room", value=disk.full)
 

@@ -96,7 +96,7 @@ class Ranks:
         return values
 
     def _values(self, ranks: Sequence[int], seconds: float, what_is_late: Callable[[list[int]], str]) -> list[Any]:
-        """Returns the next value of each of the ranks; `what_is_late` describes those that have not sent one."""
+        """Returns the next value of each rank. `what_is_late` describes ranks that have not sent a value in time."""
         values: dict[int, Any] = {}
 
         def complete() -> bool:
@@ -179,7 +179,7 @@ class Ranks:
                 return False
             return True
 
-        wait_until(gone, lambda: f"ranks {unsent()} have not received what was sent to them", OVERDUE_SECONDS)
+        wait_until(gone, lambda: f"ranks {unsent()} have not received their messages", OVERDUE_SECONDS)
 
     def _matching(self, source: int, tag: int) -> tuple[MPI.Message, MPI.Status] | None:
         status = MPI.Status()

@@ -35,7 +35,8 @@ class ChunkStore:
     completed       copies known to be complete on the device, and the last applied step
     now             time of the latest plan, seconds; drops are stamped with it
     bad_copies      failed copies on HOST, since the start
-    dropped         chunks dropped since the start; regret_tokens: tokens of those that were recomputed within REGRET_S
+    dropped         chunks dropped since the start
+    regret_tokens   tokens of dropped chunks that were recomputed within REGRET_S
     """
 
     def __init__(self, config: SchedulerConfig, policy: EvictionPolicy):
@@ -209,7 +210,7 @@ class ChunkStore:
                 self.file(chunk)
 
     def touch(self, chunk: Chunk, now: float, awaited: int = 0) -> None:
-        """Its conversation is active: its user has written. `awaited`: the request's place in the queue, 0 for none."""
+        """Marks the chunk as used now. `awaited`: the place in the queue of the request that needs it, 0 for none."""
         chunk.last_active = max(chunk.last_active, now)
         chunk.refused_by_host = False
         if awaited and not 0 < chunk.queue_place < awaited:

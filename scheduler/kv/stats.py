@@ -97,7 +97,7 @@ class Choice:
 
 
 class LoadOrRecomputeStats:
-    """Chunks on HOST that were loaded, and those that were recomputed instead, with the predicted seconds of both ways.
+    """Counts chunks on HOST that were loaded, or recomputed instead, with the predicted seconds of both ways.
 
     Metrics show the link's real times (`pensieve:kv_link_seconds`) next to the predictions.
     """

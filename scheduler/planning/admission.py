@@ -25,7 +25,7 @@ NEVER_FULL = 2**62  # the end of a window that never overflows
 
 
 class Admission:
-    """Lets requests join. `choices` counts chunks that were loaded, and those that were recomputed instead."""
+    """Lets requests join. `choices` counts loaded chunks and chunks that were recomputed instead."""
 
     def __init__(
         self,

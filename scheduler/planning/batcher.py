@@ -25,7 +25,7 @@ class Batcher:
     # -- generation
 
     def plan_generation(self, batch: PlanBuilder) -> None:
-        """One token for every row that is past its prompt, in their order; slots as they are needed."""
+        """Plans one token for each row that is past its prompt, in row order. Takes slots when a row needs them."""
         step, generate, positions, samples = batch.step, batch.generate, batch.positions, batch.samples
         for row in tuple(self._queues.rows):
             position = row.position
@@ -75,8 +75,8 @@ class Batcher:
             | released |   kept    |<- room
             first      start       window_end        window_end after the move
 
-        First every launched step of the row must be applied: then its chunks have their keys, and no step in flight
-        begins at `first`.
+        Every launched step of the row must be applied before the move. Then its chunks have their keys, and no step in
+        flight begins at `first`.
         """
         if row.launched > batch.applied:
             return False
@@ -108,8 +108,8 @@ class Batcher:
             batch.blocks.append(BlockUpdate(row.seat, first, slots))
 
     def _suspend_for(self, batch: PlanBuilder) -> None:
-        """Suspends one row for one shortage; slots that are about to become free count. The row is the last in order of
-        the owner with most seats."""
+        """Called for each missing slot. Suspends a row, unless enough slots are about to become free: the last row, in
+        order, of the owner with the most seats."""
         batch.short += 1
         if batch.short <= self._queues.coming_free():
             return

@@ -132,8 +132,11 @@ class Evictor:
     def _host_slots(self, count: int, value: float, drops: bool = True) -> list[int]:
         """Returns HOST slots for `count` chunks of that value; fewer if HOST holds too little of lower value.
 
-        Evicts in this order: copies of chunks in use on the GPU; copies of idle GPU chunks that will stay there longer
-        than these; then, of lower value than these, chunks that are also on DISK; then (`drops`) others.
+        Evicts, in this order:
+        * copies of chunks in use on the GPU
+        * copies of idle GPU chunks of higher value than `value`: they will stay on the GPU
+        * chunks of lower value that are also on DISK
+        * with `drops`, other chunks of lower value
         """
         host = self._store.host
         while (missing := count - host.free) > 0 and self._give_up_host_slots(missing, value, drops):

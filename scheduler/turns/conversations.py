@@ -184,8 +184,8 @@ class Conversations:
         self._set(new_id, source.owner, source.salt, log, now)
 
     def delete(self, conversation_id: str, shared: int = 0, others: Iterable[ChunkKey] = ()) -> None:
-        """Deletes the log and drops its chunks, except those that another conversation claims or a request uses, and
-        those of its first `shared` tokens. Drops the chunks of the keys in `others` too.
+        """Deletes the log and drops its chunks, and the chunks of the keys in `others`. A chunk stays if another
+        conversation claims it, if a request uses it, or if it belongs to the first `shared` tokens.
 
         `DiskWork.take_erased` reports when its records on DISK are erased. Raises RequestError (404) for an unknown id.
         """

@@ -251,7 +251,7 @@ class Loop:
     def run_until(self, done: Callable[[], bool]) -> None:
         while not done():
             if not self.step():
-                raise InvariantError("nothing is left to do, and what was waited for has not come")
+                raise InvariantError("nothing is left to do, and the awaited event has not come")
 
     def abort_all(self) -> None:
         for request, answer in self.answers.items():

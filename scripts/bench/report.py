@@ -69,7 +69,7 @@ class RateReport:
 
     @property
     def failed_share(self) -> float:
-        """Of the requests that ended, those that failed."""
+        """The share of failed requests among ended ones."""
         failed = sum(self.errors.values())
         return failed / (failed + self.completed_per_s * self.seconds) if failed else 0.0
 

@@ -2,7 +2,7 @@
 
     python -m pensieve.scripts.bench.routing_plot docs/measured/routing-2026-11-24.jsonl --plot docs/figures/routing.png
 
-A line's `load` names the row of panels. Where a cluster was simulated whole, lines of a part of it are left out.
+A line's `load` names the row of panels. If a whole cluster was simulated, lines of a part of it are left out.
 """
 
 from __future__ import annotations

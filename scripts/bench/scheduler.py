@@ -30,7 +30,7 @@ from ...scheduler.config import SchedulerConfig
 from ...scheduler.plan import StepPlan, StepResult
 from ...scheduler.scheduler import Scheduler
 from ...scheduler.types import Request, RequestId
-from .models import MODELS
+from ..simulation.models import MODELS
 
 CHUNK_TOKENS = 32
 HISTORY_CHUNKS = 50

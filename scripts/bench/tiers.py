@@ -458,7 +458,7 @@ def measure(tiers: Tiers, sizes: Sizes, args: argparse.Namespace, directory: Pat
 
 
 def _own(directory: Path, name: str) -> Path:
-    """A folder of its own on the disk that is measured."""
+    """A new folder on the measured disk."""
     (directory / name).mkdir()
     return directory / name
 

@@ -271,7 +271,7 @@ def parser() -> argparse.ArgumentParser:
     parts = made.add_subparsers(dest="part", required=True)
     option = parts.add_parser("fp8", help="histories that come back in eight bits").add_argument
     option("--chats", required=True, type=Path, nargs="+", metavar="FILE",
-           help="as for demo_model.train, which leaves out those that are used here")  # fmt: skip
+           help="as for demo_model.train, which leaves out the chats that are used here")  # fmt: skip
     option("--checkpoints", type=Path, nargs="+", metavar="DIR", help="with the demo models' tokenizer (default: both)",
            default=[DEMO_CHECKPOINT, DEMO_CHECKPOINT.with_name("opt")])  # fmt: skip
     option("--turns", type=int, default=60, metavar="N", help="at most (default %(default)s)")

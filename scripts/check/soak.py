@@ -335,7 +335,7 @@ class Soak:
             time.sleep(0.1)
             found = self.life.server.metrics()
         if taken:
-            raise Wrong(f"slots that nobody uses are taken: {taken}")
+            raise Wrong(f"slots are taken without a user: {taken}")
         self.counts["rejected records"] += int(found['pensieve:kv_disk_faults_total{kind="rejected"}'])
         self.counts["ends"] += 1
         self.life.end()

@@ -54,7 +54,7 @@ def test_what_a_restart_finds_and_what_a_deletion_leaves(tmp_path):
         _, sources = turn(server, [*prompt(1), 4])
         assert sources["disk"] == 160
         _, sources = turn(server, gone)
-        assert sources["cached_tokens"] == 0 and sources["recomputed"] == 0, "nobody has ever heard of it"
+        assert sources["cached_tokens"] == 0 and sources["recomputed"] == 0, "its records are erased"
     with Server(tmp_path, *CACHE, "--chunk-tokens", 8) as server:
         wait_for(lambda: any("dropped 1 files of KV" in line for line in server.log))
         assert server.metric(ON_DISK) == 0

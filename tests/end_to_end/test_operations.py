@@ -107,7 +107,7 @@ def test_limits_of_a_client_and_of_a_body(server):
 
 
 def test_a_request_is_one_line_of_the_log(server):
-    text = "Nobody should find this in a log."
+    text = "This should not be found in a log."
     answer = server.post("/v1/chat/completions", messages=[{"role": "user", "content": text}], max_tokens=3).json()
     wait_for(lambda: [line for line in log_lines(server, "request") if line["id"] == answer["id"]])
     (line,) = (line for line in log_lines(server, "request") if line["id"] == answer["id"])

@@ -209,7 +209,7 @@ class Driver:
 
 
 def check(dialogue, said, known, messages, branched):
-    """Each answered turn once, with its reply; nothing that nobody has said."""
+    """The history has each answered turn once, with its reply, and no other text."""
     asked, replies = messages[::2], messages[1::2]
     assert len(asked) == len(replies) and all(message["role"] == "user" for message in asked)
     texts = [message["content"] for message in asked]
@@ -218,7 +218,7 @@ def check(dialogue, said, known, messages, branched):
     lost = {text for text in said if text not in there and text not in branched}
     assert not lost, f"lost from {dialogue.name}: {lost}, there is {texts}"
     assert all(there[text] == reply for text, reply in said.items() if text in there)
-    assert set(there) <= known | set(said), f"{dialogue.name} has what nobody has said"
+    assert set(there) <= known | set(said), f"{dialogue.name} has texts that no client sent"
 
 
 def kill(server):

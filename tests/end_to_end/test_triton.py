@@ -277,7 +277,7 @@ def test_cancelling_in_mid_stream_frees_everything(triton, way):
         (dict(input_ids=[50], text_input="hello"), ["one of them"]),
         (dict(streaming=True), ["no prompt"]),
         (dict(stop=True), ["request id"]),
-        (dict(text_input="hi", conversation_id="nobody's", history="server"), ["nobody's"]),
+        (dict(text_input="hi", conversation_id="unknown", history="server"), ["unknown"]),
     ],
 )
 def test_what_cannot_be_served_is_told(triton, inputs, said):

@@ -56,7 +56,7 @@ def triton(running):
 
 
 def processes_of(engine):
-    """Those that this module's servers have started: their command lines name the engine."""
+    """Processes that this module's servers have started: their command lines name the engine."""
     found = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # it has ended meanwhile

@@ -305,7 +305,7 @@ def test_others_are_served_while_a_body_of_many_parts_is_read() -> None:
 
     refused, looks = serve(FakeLoop(), both)
     assert refused.status_code == 404 and "'other'" in refused.json()["error"]["message"]
-    assert looks > 20, "hundreds, but for one if nobody else is served"
+    assert looks > 20, "hundreds; one if no other request is served meanwhile"
 
 
 def test_messages_in_one_body_are_limited() -> None:

@@ -137,7 +137,7 @@ class DeviceModel:
     # -- the disk
 
     def _places(self, being_read=True):
-        """HOST slots that the disk uses: those that it writes, and with `being_read` those that it reads."""
+        """HOST slots that the disk writes; with `being_read` also the slots that it reads."""
         return {("host", work.host) for work in self.work.values() if being_read or not isinstance(work, Spill)}
 
     def _use_disk(self, plan):

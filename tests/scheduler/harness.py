@@ -411,4 +411,4 @@ class Harness:
         while self.tick():
             pass
         self.check()
-        assert not self.scheduler._store._private, "chunks that nobody can ever use again"
+        assert not self.scheduler._store._private, "chunks that no request can ever use again"

@@ -11,7 +11,7 @@ import pytest
 from pensieve.scheduler.sim.cluster import fullest_share
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts import plan
-from pensieve.scripts.bench.models import MODELS, read_costs, read_shape, scaled
+from pensieve.scripts.simulation.models import MODELS, read_costs, read_shape, scaled
 
 SHAPES = Path(__file__).parents[2] / "scripts" / "shapes"
 LLAMA = SHAPES / "llama-3-8b.json"

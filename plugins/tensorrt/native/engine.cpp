@@ -252,7 +252,7 @@ API int pensieve_output(PensieveNetwork* network, int tensor, int type, char con
     output->setName(name);
     network->network->markOutput(*output);
 #if NV_TENSORRT_MAJOR < 10
-    output->setType(type_of(type));  // else it is float32, whatever its layer's type
+    output->setType(type_of(type));  // else it is float32 for every type of layer
 #else
     static_cast<void>(type);
 #endif

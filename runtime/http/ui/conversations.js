@@ -33,7 +33,7 @@ export class ConversationList {
     this.more.hidden = !page.has_more;
   }
 
-  // The chunks of conversations, as the server's state has them. Those that others have begun are read and go on top.
+  // Shows the chunks of conversations, from the server's state. Other conversations are read first, then shown at the top.
   async showChunks(conversations) {
     let unknown = false;
     for (const [id, gpu, host, dropped, disk] of conversations) {

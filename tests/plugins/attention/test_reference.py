@@ -8,13 +8,28 @@ import torch
 
 from pensieve.plugins.attention.reference import (
     multi_token_attention,
-    multi_token_attention_slow,
     rotate,
     write_kv,
 )
 
 CHUNK, LAYERS, HEAD_DIM = 8, 3, 16
 SCALE = HEAD_DIM**-0.5
+
+
+def multi_token_attention_slow(q, segments, block_table, pool, layer, scale):
+    """The twin of `multi_token_attention`: token by token, in float64."""
+    o = q.new_zeros(q.shape)
+    share = q.shape[1] // pool.shape[3]
+    chunk_tokens = pool.shape[4]
+    for q_start, q_len, kv_start, kv_len, seat in segments.tolist():
+        for j in range(q_len):
+            own = kv_len - q_len + j
+            places = [(block_table[seat, c // chunk_tokens], c % chunk_tokens) for c in range(kv_start, own + 1)]
+            k, v = (torch.stack([pool[slot, layer, i, :, offset] for slot, offset in places]).double() for i in (0, 1))
+            k, v = (x.repeat_interleave(share, dim=1) for x in (k, v))  # [keys, heads, D]
+            weights = torch.einsum("hd,nhd->hn", q[q_start + j].double(), k).mul(scale).softmax(dim=-1)
+            o[q_start + j] = torch.einsum("hn,nhd->hd", weights, v).to(o.dtype)
+    return o
 
 
 def random_batch(seed, heads, kv_heads, dtype=torch.float32, seats=6):

@@ -55,7 +55,7 @@ class Tier:
         return self.store.begin(replace(plan(self._steps), **{name: tuple(value) for name, value in work.items()}))
 
     def erase(self, *slots):
-        """Those that could not be."""
+        """Returns the slots that could not be erased."""
         return self.begin(erased=slots).result()
 
     def finished(self) -> DiskReport:
@@ -287,7 +287,7 @@ def test_a_full_disk_stops_spilling_says_so_once_and_goes_on_when_there_is_room(
         for _ in range(5):
             assert tier.save([8, 9]).failed == (8, 9)
         assert caplog.text.count("the disk is full") == 1 and tier.store.counters.full == 1
-        assert tier.load([0]).promoted == (0,), "what is there is served"
+        assert tier.load([0]).promoted == (0,), "a full disk still serves its records"
         full.clear()
         assert tier.save([8]).spilled == (8,)
         assert tier.store.counters.full == 0 and "room again" in caplog.text

@@ -358,7 +358,7 @@ MARK = {"cache_control": {"type": "ephemeral"}}
 @pytest.mark.parametrize(
     ("headers", "fields"),
     [
-        ({"x-session-id": "run 1"}, {"metadata": {"user_id": "somebody"}}),
+        ({"x-session-id": "run 1"}, {"metadata": {"user_id": "a name"}}),
         ({"x-claude-code-session-id": "run 1"}, {}),
         ({}, {"metadata": {"user_id": CLAUDE}}),
         ({}, {"metadata": {"user_id": "user_0a_account__session_run 1"}}),
@@ -392,7 +392,7 @@ def test_the_dialogues_of_a_session_are_told_apart(serve: Any, headers: dict[str
 def test_without_a_session_a_message_has_no_conversation(serve: Any) -> None:
     async def work() -> None:
         async with serve() as server:
-            for user in ("somebody", "[]", '{"session_id": 1}', "_session_", "[" * 100_000):
+            for user in ("a name", "[]", '{"session_id": 1}', "_session_", "[" * 100_000):
                 await send(server, "x", metadata={"user_id": user})
             assert {request.conversation for request in server.requests} == {None}
             assert not server.loop.said(Keep)

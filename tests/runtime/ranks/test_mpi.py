@@ -43,7 +43,7 @@ def test_a_rank_that_is_stopped_is_not_sent_to_for_ever():
         command(3, PROGRAM, "stopped"), env=variables(3), capture_output=True, text=True, timeout=300
     )
     assert ended.returncode == 1
-    assert ended.stdout == "ranks [1] have not received what was sent to them after 3 s: a rank hangs\n"
+    assert ended.stdout == "ranks [1] have not received their messages after 3 s: a rank hangs\n"
 
 
 @pytest.mark.slow

@@ -207,7 +207,7 @@ def test_every_piece_is_said_as_soon_as_it_may_be(seed: int) -> None:
 
 
 class Watched(str):
-    """Counts its characters that are read, compared or copied, and those that are put before it."""
+    """Counts its characters that are read, compared or copied, and characters that are put before it."""
 
     seen = 0
 

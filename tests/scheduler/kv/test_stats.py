@@ -1,4 +1,4 @@
-"""The counts of victims: by tier and reason, by retention value, and of those that returned too soon."""
+"""The counts of victims: by tier and reason, by retention value, and of victims that returned too soon."""
 
 from __future__ import annotations
 

@@ -87,9 +87,8 @@ def test_saving_ahead_stops_at_the_mark_at_the_link_and_at_the_last_chunk():
 
 @pytest.mark.parametrize("awaited", [True, False])
 def test_awaited_copies_make_no_room_for_chunks_of_ended_turns(awaited):
-    """HOST is full of copies of chunks that are on DISK too. Those that the queue waits for are worth more than the
-    chunk that is only on HOST, so that chunk cannot take their slots: it is the next to be dropped, unless it is
-    written before."""
+    """HOST is full of copies of chunks that are on DISK too. The awaited ones are worth more than the chunk that is
+    only on HOST, so that chunk cannot take their slots: it is dropped next, unless it is written to DISK before."""
     store = a_store(gpu=4, host=4, disk=8)
     for _ in range(3):
         copy = idle(store, now=1.0, on_gpu=False)

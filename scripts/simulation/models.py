@@ -1,4 +1,4 @@
-"""Shapes of the models whose steps and KV are simulated, and what they cost: estimated, or as a profile says."""
+"""Shapes of the simulated models, and the costs of their steps and KV: estimated, or from a profile."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ MODELS = {
 
 
 def read_shape(config: Path, ranks: int) -> ModelShape:
-    """What one of so many ranks holds of the model with this config.json. Raises SettingError."""
+    """Returns one rank's part of the model with this config.json, of `ranks` equal parts. Raises SettingError."""
     from ...builder.checkpoints.hugging_face import parameter_shapes, read_json  # and torch
 
     shard = Shard(decoder_config(read_json(config, "--config")), ranks)

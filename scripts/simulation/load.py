@@ -1,9 +1,9 @@
-"""`simulate --preset load`: what the scheduler makes of the load that docs/measured/serving.md has.
+"""`simulate --preset load`: simulates the load of docs/measured/serving.md.
 
-Steps and copies take what was measured on one H200 (docs/measured/steps.md): Llama-2-13B with 10 KV heads, bf16,
-40 GB of KV on the GPU; or what the profile of another model says. Conversations start as a Poisson process on an empty
-server, or as `bench_serving` starts them: in the middle of their lives, each sending its whole history first. What
-happens in the run's last seconds is reported.
+The times of steps and copies were measured on one H200 (docs/measured/steps.md), with Llama-2-13B with 10 KV heads,
+bf16, 40 GB of KV on the GPU; or a profile of another model gives them. Conversations start as a Poisson process on an
+empty server, or as in `bench_serving`: in the middle of their lives, each sending its whole history first. The report
+covers the run's last seconds.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..runtime.launch.options import parse_bytes
-from ..scheduler.config import SchedulerConfig
-from ..scheduler.cost import CostProfile
-from ..scheduler.sim.simulator import Open, Session, SessionTurn, Simulator, longest_context, percentile
-from ..scheduler.types import Applied, RequestId, SettingError, Usage
-from .bench.models import MODELS, read_costs, read_shape
-from .bench.traces import CHATS, TURN_COUNTS, made_up, read_trace, synthetic
-from .bench.workload import Arrival, plan_arrivals
-from .command import numbers
+from ...runtime.launch.options import parse_bytes
+from ...scheduler.config import SchedulerConfig
+from ...scheduler.cost import CostProfile
+from ...scheduler.sim.simulator import Open, Session, SessionTurn, Simulator, longest_context, percentile
+from ...scheduler.types import Applied, RequestId, SettingError, Usage
+from ..bench.traces import CHATS, TURN_COUNTS, made_up, read_trace, synthetic
+from ..bench.workload import Arrival, plan_arrivals
+from ..command import numbers
+from .models import MODELS, read_costs, read_shape
 
 MODEL = MODELS["llama-2-13b-gqa"]
 LINK_BYTES_PER_S = 48.5e9  # each way, both at work

@@ -9,7 +9,7 @@ from pensieve.scheduler.types import Applied, FinishReason, Output, RequestId, U
 from pensieve.scripts.bench.traces import made_up
 from pensieve.scripts.bench.workload import Arrival
 from pensieve.scripts.simulate import main
-from pensieve.scripts.simulated_load import Tally, joined, measured
+from pensieve.scripts.simulation.load import Tally, joined, measured
 
 SMALL = [
     "--preset",

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from pensieve.scripts.simulate import main
-from pensieve.scripts.simulated_cluster import COLUMNS
+from pensieve.scripts.simulation.cluster import COLUMNS
 
 SMALL = [
     *("--jobs", "1", "--synthetic", "sharegpt", "--sessions-per-s", "0.5", "--seconds", "12", "--warm-up-s", "4"),

@@ -16,16 +16,16 @@ from dataclasses import asdict
 from itertools import product
 from typing import NamedTuple
 
-from ..runtime.launch.options import parse_bytes
-from ..scheduler.config import SchedulerConfig
-from ..scheduler.cost import CostProfile
-from ..scheduler.sim.cluster import DETECTION_S, ROUTINGS, Cluster, ClusterReport, Event
-from ..scheduler.sim.simulator import Session, longest_context
-from ..scheduler.types import SettingError
-from .bench.models import MODELS
-from .bench.traces import TURN_COUNTS
-from .command import numbers, result_line
-from .simulated_load import add_workload, config_of, conversations
+from ...runtime.launch.options import parse_bytes
+from ...scheduler.config import SchedulerConfig
+from ...scheduler.cost import CostProfile
+from ...scheduler.sim.cluster import DETECTION_S, ROUTINGS, Cluster, ClusterReport, Event
+from ...scheduler.sim.simulator import Session, longest_context
+from ...scheduler.types import SettingError
+from ..bench.traces import TURN_COUNTS
+from ..command import numbers, result_line
+from .load import add_workload, config_of, conversations
+from .models import MODELS
 
 KINDS = ("fail", "drain", "back")
 SETTING = ("replicas", "routing", "seed")

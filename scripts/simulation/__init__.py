@@ -1,0 +1,1 @@
+"""The parts of `simulate`, `plan` and `paper`: shapes of models, loads, clusters."""
