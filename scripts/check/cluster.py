@@ -30,8 +30,8 @@ from ..bench.models import read_profile
 from ..bench.traces import ChatStatistics, synthetic
 from ..command import check_above_0, check_least, exit_status, result_line, title_line
 
-CHATS = ChatStatistics(turns=5.0, input_tokens=300.0, output_tokens=16.0)
-THINK_S = 4.0
+CHATS = ChatStatistics(turns=5.0, input_tokens=200.0, output_tokens=16.0)
+THINK_S = 8.0
 ROUTINGS = ("session", "random")
 COLUMNS = {
     "routing": ("routing", ">8"),
@@ -106,15 +106,15 @@ def parser() -> argparse.ArgumentParser:
     option = made.add_argument
     option("--url", action="append", required=True, help="of a server; repeated")
     option("--profile", type=Path, required=True, metavar="FILE", help="profile.json of the servers' engine")
-    option("--rate", type=float, default=0.2, metavar="RATE", help="conversations/s a server (default %(default)s)")
-    option("--seconds", type=float, default=150.0, metavar="S", help="of a run (default %(default)s)")
-    option("--warm-up-s", type=float, default=50.0, metavar="S", help="not measured (default %(default)s)")
+    option("--rate", type=float, default=0.08, metavar="RATE", help="conversations/s a server (default %(default)s)")
+    option("--seconds", type=float, default=180.0, metavar="S", help="of a run (default %(default)s)")
+    option("--warm-up-s", type=float, default=60.0, metavar="S", help="not measured (default %(default)s)")
     option("--seed", type=int, default=0, metavar="N", help="of arrivals and lengths (default %(default)s)")
     option("--gpu-kv-chunks", type=int, default=80, metavar="N", help="of a server (default %(default)s)")
-    option("--host-kv-chunks", type=int, default=80, metavar="N", help="of a server (default %(default)s)")
+    option("--host-kv-chunks", type=int, default=16, metavar="N", help="of a server (default %(default)s)")
     option("--max-num-seqs", type=int, default=16, metavar="N", help="of a server (default %(default)s)")
     option("--max-num-batched-tokens", type=int, default=256, metavar="N", help="(default %(default)s)")
-    option("--max-model-len", type=int, default=2560, metavar="N",
+    option("--max-model-len", type=int, default=2048, metavar="N",
            help="longer conversations do not come (default %(default)s)")  # fmt: skip
     option("--vocabulary", type=int, default=2048, metavar="N", help="token ids are below (default %(default)s)")
     return made
@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> None:
     print(title_line(COLUMNS), flush=True)
     for routing in ROUTINGS:
         cluster = Cluster(config, cost, sessions, len(args.url), routing, warm_up_s=args.warm_up_s, seed=args.seed)  # type: ignore[arg-type]
-        found = {"live": asyncio.run(measured(args, cluster, routing, sessions))}
+        found = {"measured": asyncio.run(measured(args, cluster, routing, sessions))}
         report = cluster.run(args.seconds)
         found["simulated"] = {
             "requests": report.requests,
@@ -167,7 +167,7 @@ async def measured(
     """Raises aiohttp.ClientError and Failed."""
     urls = [url.rstrip("/") for url in args.url]
     async with aiohttp.ClientSession() as http, http.get(f"{urls[0]}/v1/models") as response:
-        model = (await response.json())["data"][0]["id"]
+        model = (await response.json(content_type=None))["data"][0]["id"]
     targets = [Target(url, model, conversations=True) for url in urls]
     draw = random.Random(args.seed)
     route = cluster.home if routing == "session" else lambda _: draw.randrange(len(urls))

@@ -227,7 +227,7 @@ class Driver:
         assert status != 404 or dialogue.deleted, f"{dialogue} is lost"
 
     def disturb(self):
-        match self.draw.choice(("one", "one", "both", "database", "database")):
+        match self.draw.choice(("one", "both", "database", "database", "database")):
             case "one":
                 self.restart(self.draw.randrange(2))
             case "both":
