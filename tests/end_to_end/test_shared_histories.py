@@ -32,7 +32,8 @@ from .server import HTTP, Server
 SECONDS = 10.0
 WORKERS = 4
 PAUSE = (1.0, 4.0)  # seconds between two disturbances
-PATIENCE = 120.0  # seconds for a conversation to be free again, on a machine with other work
+PATIENCE = 600.0  # seconds for a server to start, or a conversation to be free again: the machine may have other work
+AWAY = 0.2  # seconds until a client tries a server again that does not answer
 CHUNK = 32  # tokens: two dialogues that begin with different messages have none in common
 TOPICS = ("tea", "coffee", "rice", "bread", "music")
 
@@ -69,7 +70,9 @@ class Driver:
     def server(self, number):
         tiers = ("--gpu-kv-chunks", 60, "--host-kv-chunks", 60, "--disk-kv-chunks", 200, "--max-num-seqs", 8)
         environment = os.environ | {"PENSIEVE_HISTORY_URL": self.database.url}
-        return Server(self.directory / f"state-{number}", *tiers, "--shutdown-timeout", 0, environment=environment)
+        tiers += ("--shutdown-timeout", 0)
+        state = self.directory / f"state-{number}"
+        return Server(state, *tiers, environment=environment, start_seconds=PATIENCE)
 
     def count(self, what):
         with self.lock:
@@ -83,7 +86,7 @@ class Driver:
             answer = HTTP.request(method, f"{url}{path}", json=body or None, timeout=60)
         except httpx.TransportError:
             self.count("no answer")
-            time.sleep(0.05)
+            time.sleep(AWAY)
             return 0, {}
         return self.judge(method, answer), answer.json()
 
@@ -93,7 +96,7 @@ class Driver:
         self.count(f"{method} {status}")
         assert status in (200, 404, 409, 503) or (method, status) == ("DELETE", 500), answer.text
         if status == 503:
-            time.sleep(0.05)
+            time.sleep(AWAY)
         return status
 
     def work(self, seed):
@@ -152,7 +155,7 @@ class Driver:
                     for choice in event.get("choices", ()):
                         reply += choice["delta"].get("content") or ""
         except httpx.TransportError:
-            time.sleep(0.05)
+            time.sleep(AWAY)
         self.count("no answer" if reply is None else "cut streams")
         return 0, ""
 
@@ -242,12 +245,12 @@ class Driver:
         for number in numbers:
             kill(self.servers[number])
             self.count("kills")
-        for number in numbers:
             self.servers[number].__exit__()
-            began = self.server(number)
-            began.__enter__()
+        began = {number: self.server(number) for number in numbers}
+        for number, server in began.items():
+            server.__enter__()
             with self.lock:
-                self.servers[number] = began
+                self.servers[number] = server
 
 
 def check(dialogue, said, known, messages, branched):
