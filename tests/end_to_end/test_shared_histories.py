@@ -246,11 +246,10 @@ class Driver:
             kill(self.servers[number])
             self.count("kills")
             self.servers[number].__exit__()
-        began = {number: self.server(number) for number in numbers}
-        for number, server in began.items():
-            server.__enter__()
-            with self.lock:
-                self.servers[number] = server
+        for number in numbers:
+            self.servers[number] = self.server(number)  # without an address until it listens
+        for number in numbers:
+            self.servers[number].__enter__()
 
 
 def check(dialogue, said, known, messages, branched):
