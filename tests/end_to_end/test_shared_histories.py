@@ -31,7 +31,7 @@ from .server import HTTP, Server
 
 SECONDS = 10.0
 WORKERS = 4
-PAUSE = (1.0, 4.0)  # seconds between two disturbances
+PAUSE = (1.0, 4.0)  # seconds between two disturbances, beside as many as the first one took: servers may start slowly
 PATIENCE = 600.0  # seconds for a server to start, or a conversation to be free again: the machine may have other work
 AWAY = 0.2  # seconds until a client tries a server again that does not answer
 CHUNK = 32  # tokens: two dialogues that begin with different messages have none in common
@@ -285,10 +285,12 @@ def test_two_servers_under_kills_and_database_restarts(tmp_path, seconds, reques
             with ThreadPoolExecutor(WORKERS) as pool:
                 workers = [pool.submit(driver.work, draw.randrange(2**32)) for _ in range(WORKERS)]
                 try:
-                    until = time.monotonic() + seconds
+                    until, took = time.monotonic() + seconds, 0.0
                     while time.monotonic() < until and not any(worker.done() for worker in workers):
-                        time.sleep(draw.uniform(*PAUSE))
+                        time.sleep(took + draw.uniform(*PAUSE))
+                        began = time.monotonic()
                         driver.disturb()
+                        took = time.monotonic() - began
                 finally:
                     driver.ended.set()
                 for worker in workers:
