@@ -20,12 +20,13 @@ from pathlib import Path
 
 from ..builder.inductor.compile_parent import cpp_compiler
 from ..builder.tensorrt.installed import tensorrt_version
-from ..runtime.conversations.databases import look_at, without_password
+from ..runtime.conversations.databases import LEASE_SECONDS, look_at, without_password
 from ..runtime.http.settings import DEFAULTS
 from ..runtime.launch.command_line import CommandParser
 from ..runtime.launch.settings import HISTORY_URL, default_state_dir
 from ..runtime.ranks.launch import mpirun_here
 from ..scheduler.types import RequestError, SettingError
+from .chat import Server, ServerError
 
 GIB = 2**30
 PROGRAM_S = 20  # for another program to answer; a driver that hangs never does
@@ -52,8 +53,8 @@ class Finding:
     advice: str = ""
 
 
-def look(device: str, state_dir: Path, history_url: str | None = None) -> Iterator[Finding]:
-    """One finding after the other; `device` and `history_url` as for `pensieve serve`."""
+def look(device: str, state_dir: Path, history_url: str | None = None, urls: Sequence[str] = ()) -> Iterator[Finding]:
+    """One finding after the other; `device` and `history_url` as for `pensieve serve`, `urls` of servers."""
     needed = Level.PROBLEM if device == "cuda" else Level.OPTIONAL
     yield Finding("python", Level.OK, f"{platform.python_version()} on {platform.machine()}")
     yield from _gpus(needed)
@@ -66,8 +67,9 @@ def look(device: str, state_dir: Path, history_url: str | None = None) -> Iterat
     yield _memory()
     yield _shared_memory()
     yield _disk(state_dir)
-    yield _histories(state_dir, history_url)
+    yield from _histories(state_dir, history_url)
     yield _open_files()
+    yield from map(_replica, urls)
 
 
 def _gpus(needed: Level) -> Iterator[Finding]:
@@ -169,13 +171,36 @@ def _disk(state_dir: Path) -> Finding:
     return Finding("disk", Level.PROBLEM, found, "make room, or give --state-dir another directory")
 
 
-def _histories(state_dir: Path, url: str | None) -> Finding:
+def _histories(state_dir: Path, url: str | None) -> Iterator[Finding]:
+    """With a shared database also the servers that use it."""
     if url is None:
-        return Finding("histories", Level.OK, f"SQLite files in {state_dir}")
+        yield Finding("histories", Level.OK, f"SQLite files in {state_dir}")
+        return
     try:
-        return Finding("histories", Level.OK, look_at(url))
+        found, servers = look_at(url)
     except (SettingError, RequestError) as error:
-        return Finding("histories", Level.PROBLEM, without_password(url), str(error))
+        yield Finding("histories", Level.PROBLEM, without_password(url), str(error))
+        return
+    yield Finding("histories", Level.OK, found)
+    for name, silent in servers:
+        if silent < 2 * LEASE_SECONDS:
+            yield Finding("replica", Level.OK, f"{name} uses this database")
+        else:
+            advice = "it has ended, or cannot reach the database"
+            yield Finding("replica", Level.OPTIONAL, f"{name} was last heard of {silent:.0f} s ago", advice)
+
+
+def _replica(url: str) -> Finding:
+    """The server at this address."""
+    try:
+        said = Server(url, None, PROGRAM_S).ask("GET", "/health")
+    except ServerError as error:
+        return Finding("replica", Level.PROBLEM, url, f"not ready: {error}")
+    store, healthy = said["histories"]["store"], said["histories"]["healthy"]
+    found = f"{said['replica']} at {url} is ready, histories in {store}"
+    if healthy:
+        return Finding("replica", Level.OK, found)
+    return Finding("replica", Level.PROBLEM, f"{found}, which does not answer", "start the database, or its network")
 
 
 def _open_files() -> Finding:
@@ -222,6 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     parser.add_argument("--history-url", metavar="URL", help=f"of a shared database (default: {HISTORY_URL})")
     parser.add_argument("--history-url-file", type=Path, metavar="FILE", help="that URL, which may have a password")
+    parser.add_argument("--url", action="append", default=[], help="of a server that runs; may be repeated")
     args = parser.parse_args(argv)
     from ..runtime.launch.http_options import history_url  # loads FastAPI, which --help need not wait for
 
@@ -230,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SettingError as error:
         parser.error(str(error))
     findings: list[Finding] = []
-    for finding in look(args.device, args.state_dir, url):
+    for finding in look(args.device, args.state_dir, url, args.url):
         findings.append(finding)
         if not args.json:
             print(describe(finding), flush=True)

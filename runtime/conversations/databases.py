@@ -396,8 +396,9 @@ class Postgres:
         self._retry_at = FOREVER
 
 
-def look_at(url: str) -> str:
-    """A description of the database for users. SettingError if it does not answer."""
+def look_at(url: str) -> tuple[str, list[tuple[str, float]]]:
+    """A description of the database for users, and its servers with the seconds since each was last heard of.
+    SettingError if it does not answer."""
     database = Postgres(url, make=False)
     try:
         ((version, made),) = database.execute(
@@ -405,10 +406,10 @@ def look_at(url: str) -> str:
         )
         found = f"{database.where}, PostgreSQL {version.partition(' ')[0]}"
         if not made:
-            return f"{found}, without histories yet"
-        counts = "SELECT (SELECT count(*) FROM conversations), (SELECT count(*) FROM servers WHERE alive > {} - {})"
-        ((conversations, servers),) = database.execute(counts.format(database.clock, 2 * LEASE_SECONDS))
-        return f"{found}, {conversations} conversations and responses, {servers} servers"
+            return f"{found}, without histories yet", []
+        ((conversations,),) = database.execute("SELECT count(*) FROM conversations")
+        servers = database.execute(f"SELECT id, {database.clock} - alive FROM servers ORDER BY id")
+        return f"{found}, {conversations} conversations and responses", servers
     finally:
         database.close()
 

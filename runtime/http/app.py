@@ -206,6 +206,11 @@ def create_app(
     created = int(time.time())
     vllm_metrics = VllmMetrics(client.metrics, ready.model, ready.chunk_tokens, ready.gpu_kv_chunks)
 
+    def about() -> dict[str, Any]:
+        """Which of several servers this is, where its histories are, and whether a shared database answers."""
+        store = {"store": histories.kind, "healthy": histories.healthy}
+        return {"replica": settings.server, "histories": store}
+
     @app.exception_handler(RequestError)
     async def refuse(request: HTTPRequest, error: RequestError) -> Response:
         return error_response(error, request.url.path)
@@ -264,7 +269,7 @@ def create_app(
     add_conversations(app, histories, client)
     add_responses(app, histories)
     add_tokenize(app, ready, tokenizer)
-    add_ui(app, client)
+    add_ui(app, client, about)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -285,8 +290,7 @@ def create_app(
     @app.post("/ping")
     async def health() -> Response:
         """Of the engine: with its histories away it still answers what has no name."""
-        store = {"store": histories.kind, "healthy": histories.healthy}
-        return JSONResponse({"histories": store}, status_code=200 if client.accepting else 503)
+        return JSONResponse(about(), status_code=200 if client.accepting else 503)
 
     @app.get("/live")
     async def live() -> Response:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,14 +51,15 @@ UI_FILES = {
 """By URL path: a request's path never reaches the file system."""
 
 
-def add_ui(app: FastAPI, client: EngineClient) -> None:
+def add_ui(app: FastAPI, client: EngineClient, about: Callable[[], dict[str, Any]]) -> None:
     """Adds the page. Its files need no key, because they contain no data; the state shows owners their own
-    conversations."""
+    conversations. `about`: the server, as `/health` describes it."""
 
     @app.get("/ui/state")
     async def state(request: Request) -> Response:
         client.refresh()
-        return JSONResponse(_state(client, owner_of(request)), headers=HEADERS | {"cache-control": "no-store"})
+        state = _state(client, owner_of(request)) | about()
+        return JSONResponse(state, headers=HEADERS | {"cache-control": "no-store"})
 
     for path, file in UI_FILES.items():
         app.get(path, include_in_schema=False)(_sender(file))

@@ -17,7 +17,7 @@ class HTTPSettings:
     strict_fields             unknown fields are refused, not ignored
     api_keys                  digests of the keys (`auth.key_digest`), one of which every call needs; none: no keys
     histories                 where histories are stored (`databases.open_database`); ":memory:" stores nothing
-    server                    this server's name in a shared database, None: the database is not shared
+    server                    this server's name for users and in a shared database, None: it has none
     history_ttl               seconds after their last turn until stored conversations are deleted, None: never
     max_conversations_per_owner
                               the most stored conversations of an API key, None: any number

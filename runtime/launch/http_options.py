@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import socket
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,7 +36,7 @@ def http_settings(settings: ServeSettings) -> HTTPSettings:
         chat_template=None if settings.chat_template is None else read_chat_template(settings.chat_template),
         api_keys=tuple(key_digest(key) for key in keys),
         histories=url or str(settings.state_directory / HISTORY_FILE),
-        server=server_name(settings.disk_directory) if url is not None else None,
+        server=server_name(settings.disk_directory),
         history_ttl=settings.history_ttl,
         max_conversations_per_owner=settings.max_conversations_per_owner,
         otlp_traces_endpoint=settings.otlp_traces_endpoint,
@@ -64,12 +65,12 @@ def history_url(url: str | None, path: Path | None) -> str | None:
 
 
 def server_name(directory: Path) -> str:
-    """Of the server whose KV is in this directory, for its life. SettingError."""
+    """Of the server whose KV is in this directory, for its life: the host's name and some digits. SettingError."""
     path = directory / "server"
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if not path.exists():
-            path.write_text(uuid.uuid4().hex, "utf-8")
+            path.write_text(f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}", "utf-8")
         return path.read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError("--state-dir", f"cannot use {path}: {error}") from error

@@ -242,7 +242,7 @@ class Cluster:
         step = turn.session.turns[turn.turn]
         if turn.turn == 0:
             return self._content.first_input(turn.session)
-        known = (life.log or array("i"))[: step.history_tokens]
+        known = (life.log or self._content.system(turn.session))[: step.history_tokens]
         return known + self._content.fresh(step.history_tokens - len(known) + step.input_tokens)
 
     def _serve_elsewhere(self, now: float, turn: Open, life: _Life) -> None:

@@ -218,11 +218,15 @@ class Content:
         return array("i", [self._id]) * count
 
     def first_input(self, session: Session) -> array[int]:
-        """The prompt of the session's first turn; it begins with the system prompt that sessions share."""
+        """The prompt of the session's first turn."""
+        return self.system(session) + self.fresh(session.turns[0].input_tokens - session.system_tokens)
+
+    def system(self, session: Session) -> array[int]:
+        """The system prompt that it shares with other sessions, and that its contexts begin with."""
         shared = session.system_tokens
         if shared not in self._systems:
             self._systems[shared] = self.fresh(shared)
-        return self._systems[shared] + self.fresh(session.turns[0].input_tokens - shared)
+        return self._systems[shared]
 
 
 class Simulator:

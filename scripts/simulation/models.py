@@ -68,18 +68,25 @@ def read_shape(config: Path, ranks: int) -> ModelShape:
 
 def read_costs(profile: Path, shape: ModelShape, chunk_tokens: int) -> tuple[CostProfile, str]:
     """The costs in a profile.json, for chunks of so many tokens; the hardware and date. Raises SettingError."""
+    cost, source = read_profile(profile)
+    if cost.chunk_bytes != shape.token_bytes * cost.chunk_tokens:
+        message = f"{profile} is of another model than --config, or of another number of GPUs; run `pensieve profile`"
+        raise SettingError("--profile", f"{message} with this model's engine in 16 bits")
+    return scaled(cost, chunk_tokens), source
+
+
+def read_profile(profile: Path) -> tuple[CostProfile, str]:
+    """The costs as they were measured; the hardware and date. Raises SettingError."""
     from ...builder.checkpoints.hugging_face import read_json
 
     value = read_json(profile, "--profile")
     try:
         points = {name: tuple(map(tuple, entry)) for name, entry in value["cost"].items() if isinstance(entry, list)}
-        cost, source = CostProfile(**{**value["cost"], **points}), f"{value['hardware']}, {value['date']}"
+        cost = CostProfile(**{**value["cost"], **points})
+        source = f"{value['hardware']}, {value['date']}"
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise SettingError("--profile", f"{profile} is damaged ({error!r}); run `pensieve profile` again") from None
-    if cost.chunk_bytes != shape.token_bytes * cost.chunk_tokens:
-        message = f"{profile} is of another model than --config, or of another number of GPUs; run `pensieve profile`"
-        raise SettingError("--profile", f"{message} with this model's engine in 16 bits")
-    return scaled(cost, chunk_tokens), source
+    return cost, source
 
 
 def scaled(cost: CostProfile, chunk_tokens: int) -> CostProfile:

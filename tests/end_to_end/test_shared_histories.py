@@ -3,11 +3,12 @@
     pytest tests/end_to_end/test_shared_histories.py --seconds 600
 
 No acknowledged turn is lost, none is there twice, every reply is the one of an undisturbed server, and nothing that was
-deleted is served.
+deleted is served, nor its KV. `-s` prints what was done.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -30,9 +31,10 @@ from .server import HTTP, Server
 
 SECONDS = 10.0
 WORKERS = 4
-PAUSE = (1.0, 4.0)  # seconds between two disturbances
-PATIENCE = 120.0  # seconds for a conversation to be free again, on a machine with other work
-REPLAYED = 8  # conversations that an undisturbed server answers again
+PAUSE = (1.0, 4.0)  # seconds between two disturbances, beside as many as the first one took: servers may start slowly
+PATIENCE = 600.0  # seconds for a server to start, or a conversation to be free again: the machine may have other work
+AWAY = 0.2  # seconds until a client tries a server again that does not answer
+CHUNK = 32  # tokens: two dialogues that begin with different messages have none in common
 TOPICS = ("tea", "coffee", "rice", "bread", "music")
 
 
@@ -51,7 +53,9 @@ class Dialogue:
     perhaps: set[str] = field(default_factory=set)
     branched: set[str] = field(default_factory=set)
     deleted: bool = False  # or perhaps
-    messages: list[dict] = field(default_factory=list)  # in the end
+    gone: bool = False  # a server has said so
+    copied: bool = False  # a fork, or forked: KV is shared
+    messages: list[dict] = field(default_factory=list)  # when last seen
 
 
 class Driver:
@@ -66,7 +70,9 @@ class Driver:
     def server(self, number):
         tiers = ("--gpu-kv-chunks", 60, "--host-kv-chunks", 60, "--disk-kv-chunks", 200, "--max-num-seqs", 8)
         environment = os.environ | {"PENSIEVE_HISTORY_URL": self.database.url}
-        return Server(self.directory / f"state-{number}", *tiers, "--shutdown-timeout", 0, environment=environment)
+        tiers += ("--shutdown-timeout", 0)
+        state = self.directory / f"state-{number}"
+        return Server(state, *tiers, environment=environment, start_seconds=PATIENCE)
 
     def count(self, what):
         with self.lock:
@@ -80,15 +86,18 @@ class Driver:
             answer = HTTP.request(method, f"{url}{path}", json=body or None, timeout=60)
         except httpx.TransportError:
             self.count("no answer")
-            time.sleep(0.05)
+            time.sleep(AWAY)
             return 0, {}
-        self.count(f"{method} {answer.status_code}")
-        assert answer.status_code in (200, 404, 409, 503) or (method, answer.status_code) == ("DELETE", 500), (
-            answer.text
-        )
-        if answer.status_code == 503:
-            time.sleep(0.05)
-        return answer.status_code, answer.json()
+        return self.judge(method, answer), answer.json()
+
+    def judge(self, method, answer):
+        """The status. No other one may come."""
+        status = answer.status_code
+        self.count(f"{method} {status}")
+        assert status in (200, 404, 409, 503) or (method, status) == ("DELETE", 500), answer.text
+        if status == 503:
+            time.sleep(AWAY)
+        return status
 
     def work(self, seed):
         draw = random.Random(seed)
@@ -119,9 +128,36 @@ class Driver:
                 self.dialogues.append(dialogue)
 
     def chat(self, messages, server=None, **body):
+        """The status and the reply. Every second reply is streamed: it counts with its end only."""
         body |= dict(model="demo", messages=messages, max_tokens=12, temperature=0)
-        status, answer = self.ask("POST", "/v1/chat/completions", server, **body)
+        with self.lock:
+            number = self.draw.randrange(2) if server is None else server
+            url, streamed = self.servers[number].url, self.draw.random() < 0.5
+        if streamed:
+            return self.stream(f"{url}/v1/chat/completions", body | {"stream": True})
+        status, answer = self.ask("POST", "/v1/chat/completions", number, **body)
         return status, answer["choices"][0]["message"]["content"] if status == 200 else ""
+
+    def stream(self, url, body):
+        reply = None  # before the status
+        try:
+            with HTTP.stream("POST", url, json=body, timeout=60) as answer:
+                if answer.status_code != 200:
+                    answer.read()
+                    return self.judge("stream", answer), ""
+                reply = ""
+                for line in answer.iter_lines():
+                    if line == "data: [DONE]":
+                        return self.judge("stream", answer), reply
+                    event = json.loads(line.removeprefix("data: ") or "{}")
+                    if "error" in event:
+                        break
+                    for choice in event.get("choices", ()):
+                        reply += choice["delta"].get("content") or ""
+        except httpx.TransportError:
+            time.sleep(AWAY)
+        self.count("no answer" if reply is None else "cut streams")
+        return 0, ""
 
     def turn(self, dialogue, text):
         with self.lock:
@@ -158,9 +194,9 @@ class Driver:
 
     def fork(self, dialogue):
         """Of turns that were answered before, all are there."""
-        fork = Dialogue(uuid.uuid4().hex[:8])
+        fork = Dialogue(uuid.uuid4().hex[:8], copied=True)
         with self.lock:
-            before = dict(dialogue.said)
+            before, dialogue.copied = dict(dialogue.said), True
         status, _ = self.ask("POST", f"/v1/conversations/{dialogue.name}/fork", id=fork.name)
         if status == 200:
             with self.lock:
@@ -170,10 +206,12 @@ class Driver:
                 self.counts["forks"] += 1
 
     def delete(self, dialogue):
+        self.look(dialogue)
         with self.lock:
             dialogue.deleted = True
         status, _ = self.ask("DELETE", f"/v1/conversations/{dialogue.name}")
         if status in (200, 500):
+            dialogue.gone = status == 200  # 500: all but its KV on disk
             for server in range(2):  # a turn in flight may not bring it back either
                 assert self.ask("GET", f"/v1/conversations/{dialogue.name}", server)[0] in (404, 503, 0)
                 text = [{"role": "user", "content": "and?"}]
@@ -187,25 +225,31 @@ class Driver:
         if status == 200:
             with self.lock:  # what was sent meanwhile may be there
                 known |= dialogue.perhaps | set(dialogue.said)
+                dialogue.messages = answer["messages"]
             check(dialogue, said, known, answer["messages"], dialogue.branched)
         assert status != 404 or dialogue.deleted, f"{dialogue} is lost"
 
     def disturb(self):
-        match self.draw.choice(("kill", "kill", "database")):
-            case "kill":
-                number = self.draw.randrange(2)
-                kill(self.servers[number])
-                self.count("kills")
-                self.servers[number].__exit__()
-                began = self.server(number)
-                began.__enter__()
-                with self.lock:
-                    self.servers[number] = began
+        match self.draw.choice(("one", "both", "database", "database", "database")):
+            case "one":
+                self.restart(self.draw.randrange(2))
+            case "both":
+                self.restart(0, 1)
             case "database":
                 self.database.stop(self.draw.choice(("fast", "immediate")))
                 time.sleep(self.draw.uniform(0, 2))
                 self.database.start()
                 self.count("database restarts")
+
+    def restart(self, *numbers):
+        for number in numbers:
+            kill(self.servers[number])
+            self.count("kills")
+            self.servers[number].__exit__()
+        for number in numbers:
+            self.servers[number] = self.server(number)  # without an address until it listens
+        for number in numbers:
+            self.servers[number].__enter__()
 
 
 def check(dialogue, said, known, messages, branched):
@@ -241,10 +285,12 @@ def test_two_servers_under_kills_and_database_restarts(tmp_path, seconds, reques
             with ThreadPoolExecutor(WORKERS) as pool:
                 workers = [pool.submit(driver.work, draw.randrange(2**32)) for _ in range(WORKERS)]
                 try:
-                    until = time.monotonic() + seconds
+                    until, took = time.monotonic() + seconds, 0.0
                     while time.monotonic() < until and not any(worker.done() for worker in workers):
-                        time.sleep(draw.uniform(*PAUSE))
+                        time.sleep(took + draw.uniform(*PAUSE))
+                        began = time.monotonic()
                         driver.disturb()
+                        took = time.monotonic() - began
                 finally:
                     driver.ended.set()
                 for worker in workers:
@@ -269,6 +315,23 @@ def finish(driver, database):
     for dialogue in living:
         check_branches(store, driver, dialogue)
     store.close()
+    for dialogue in driver.dialogues:
+        if dialogue.gone:
+            stays_gone(driver, dialogue)
+
+
+def stays_gone(driver, dialogue):
+    """It is not there, and a client that says the same again under its name finds none of its KV."""
+    for server in range(2):
+        assert driver.ask("GET", f"/v1/conversations/{dialogue.name}", server)[0] == 404
+    if not dialogue.messages or dialogue.copied:
+        return
+    for server in range(2):
+        said = dict(messages=dialogue.messages[:3], conversation=dialogue.name, max_tokens=1)
+        status, answer = driver.ask("POST", "/v1/chat/completions", server, model="demo", **said)
+        cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert status == 200 and cached < CHUNK, f"{cached} tokens of {dialogue} are still there"
+    driver.count("deleted said again")
 
 
 def finish_one(driver, dialogue):
@@ -281,7 +344,6 @@ def finish_one(driver, dialogue):
     driver.look(dialogue)
     both = [driver.ask("GET", f"/v1/conversations/{dialogue.name}", server)[1] for server in range(2)]
     assert both[0]["messages"] == both[1]["messages"]
-    dialogue.messages = both[0]["messages"]
 
 
 def check_branches(store, driver, dialogue):
@@ -298,14 +360,21 @@ def check_branches(store, driver, dialogue):
 
 
 def replay(driver, directory):
-    """An undisturbed server says the same."""
-    longest = sorted(driver.dialogues, key=lambda dialogue: -len(dialogue.messages))
-    with Server(directory / "undisturbed") as server:
-        for dialogue in longest[:REPLAYED]:
-            for at in range(0, len(dialogue.messages), 2):
-                said, reply = dialogue.messages[at : at + 2]
-                body = dict(conversation=dialogue.name, max_tokens=12, temperature=0)
-                history = "server" if at else "client"
-                answer = server.post("/v1/chat/completions", messages=[said], history=history, **body).json()
-                assert answer["choices"][0]["message"]["content"] == reply["content"], dialogue
-                driver.count("replayed")
+    """An undisturbed server says the same: in every conversation when last seen, and in races."""
+    with Server(directory / "undisturbed") as server, ThreadPoolExecutor(WORKERS) as pool:
+        list(pool.map(lambda dialogue: replay_one(driver, server, dialogue), driver.dialogues))
+
+
+def replay_one(driver, server, dialogue):
+    turns = [dialogue.messages[at : at + 2] for at in range(0, len(dialogue.messages), 2)]
+    for at, (said, reply) in enumerate(turns):
+        named = dict(conversation=dialogue.name, history="server" if at else "client")
+        assert reply_of(server, said, **named) == reply["content"], dialogue
+        driver.count("replayed")
+    for text in dialogue.branched & set(dialogue.said):
+        assert reply_of(server, {"role": "user", "content": text}) == dialogue.said[text], dialogue
+
+
+def reply_of(server, said, **named):
+    answer = server.post("/v1/chat/completions", messages=[said], max_tokens=12, temperature=0, **named).json()
+    return answer["choices"][0]["message"]["content"]

@@ -105,6 +105,23 @@ def longest_reply(page, tokens):
     page.get_by_role("spinbutton", name="Longest reply").fill(str(tokens))
 
 
+def test_the_page_says_which_replica_it_is_and_whether_its_store_answers(server, browser):
+    replica = server.ask("GET", "/health")["replica"]
+    histories = {"store": "PostgreSQL"}
+
+    def state(route):
+        route.fulfill(json=route.fetch().json() | {"histories": histories})
+
+    histories["healthy"] = False
+    with opened(browser, server.url) as page:
+        line = page.locator("#replica")
+        expect(line).to_have_text(f"{replica} · SQLite")
+        page.route("**/ui/state", state)
+        for histories["healthy"], said in ((False, "PostgreSQL does not answer"), (True, "PostgreSQL")):
+            expect(line).to_have_text(f"{replica} · {said}")
+        page.unroute("**/ui/state")
+
+
 def test_chat_map_and_timeline_under_load(server, browser):
     with opened(browser, server.url) as page, server.load():
         options = page.get_by_role("listbox").get_by_role("option")

@@ -342,6 +342,15 @@ def test_health_tells_whether_requests_are_served_and_live_whether_a_restart_hel
     assert serve(loop, probe) == [200, 200, 200, 200, 503, 503, 503, live]
 
 
+def test_health_and_the_page_say_which_replica_it_is_and_where_its_histories_are() -> None:
+    async def ask(http: httpx.AsyncClient) -> list[dict[str, Any]]:
+        return [(await http.get(path)).json() for path in ("/health", "/ui/state")]
+
+    health, state = serve(FakeLoop(), ask, HTTPSettings(server="one-1"))
+    assert health == {"replica": "one-1", "histories": {"store": "SQLite", "healthy": True}}
+    assert state | health == state
+
+
 def test_while_the_engine_starts_probes_are_answered_and_requests_wait() -> None:
     async def main() -> tuple[list[int], httpx.Response]:
         door = FrontDoor()

@@ -12,6 +12,8 @@ import pytest
 from pensieve.scripts import doctor
 from pensieve.scripts.doctor import Finding, Level, look, main
 
+from .fake_server import FakeServer, Handler
+
 GOOD = "#!/bin/sh\necho 'NVIDIA H200, 580.1, 143771 MiB, 9.0'\n"
 
 
@@ -82,11 +84,34 @@ def test_what_is_too_small_is_a_problem(tmp_path: Path, monkeypatch: pytest.Monk
     assert findings["/dev/shm"].level is Level.OPTIONAL
 
 
+@pytest.mark.parametrize(
+    ("status", "healthy", "level", "said"),
+    [
+        (200, True, Level.OK, "one-1 at http://127.0.0.1:PORT is ready, histories in PostgreSQL"),
+        (200, False, Level.PROBLEM, "histories in PostgreSQL, which does not answer"),
+        (503, True, Level.PROBLEM, "http://127.0.0.1:PORT"),
+    ],
+)
+def test_a_server_that_runs_says_which_it_is(status: int, healthy: bool, level: Level, said: str) -> None:
+    health = {"replica": "one-1", "histories": {"store": "PostgreSQL", "healthy": healthy}}
+
+    class Health(Handler):
+        def do_GET(self) -> None:
+            self._answer(health, status)
+
+    with FakeServer(Health) as server:
+        found = doctor._replica(server.url)
+    assert found.level is level and found.found.replace(server.url.rpartition(":")[2], "PORT").endswith(said)
+    assert (status == 503) == ("not ready" in found.advice)
+    gone = doctor._replica(server.url)
+    assert gone.level is Level.PROBLEM and "refused" in gone.advice
+
+
 @pytest.mark.parametrize(("level", "status"), [(Level.OK, 0), (Level.OPTIONAL, 0), (Level.PROBLEM, 1)])
 def test_the_exit_status_counts_problems_only(
     level: Level, status: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def examine(device: str, state_dir: Path, history_url: str | None) -> list[Finding]:
+    def examine(device: str, state_dir: Path, history_url: str | None, urls: list[str]) -> list[Finding]:
         return [Finding("thing", level, "is so", "do this")]
 
     monkeypatch.setattr(doctor, "look", examine)

@@ -169,7 +169,14 @@ function draw(state) {
   timeline.update(state);
   showMemory();
   attempt(() => list.showChunks(state.conversations));
+  showReplica(state);
   $("load").textContent = `${chat.model} · ${state.running} running, ${state.waiting} waiting`;
+}
+
+// Which server this is, and where its histories are.
+function showReplica({ replica, histories: { store, healthy } }) {
+  $("replica").textContent = [replica, healthy ? store : `${store} does not answer`].filter(Boolean).join(" · ");
+  $("replica").classList.toggle("wrong", !healthy);
 }
 
 // The newest conversation opens, once.

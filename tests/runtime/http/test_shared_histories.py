@@ -172,3 +172,22 @@ def test_a_server_that_was_away_erases_what_was_deleted_meanwhile(postgres: str)
     assert not two.register(), "what it has on its disk is not to be used"
     for store in (one, two):
         store.close()
+
+
+def test_forks_pins_lifetimes_and_quotas_are_the_same_on_all_servers(postgres: str) -> None:
+    one, two = (HistoryStore(postgres, quota=2, server=name) for name in ("one", "two"))
+    for store in (one, two):
+        store.register()
+    a, c = Name("", "a"), Name("", "c")
+    one.commit(a, transcript("0", "1"), 1.0)
+    two.fork(a, "b", 2.0)
+    assert [found.id for found in one.page("", 10, None, True, 2.0)[0]] == ["a", "b"]
+    with pytest.raises(RequestError, match="the most it may have"):
+        one.create(c, 2.0)
+    two.change(a, 2.0, pinned_until=9.0, history_ttl=5.0)
+    assert one.get(a, 3.0).pinned_until == 9.0 and one.find(a, 100.0) is None
+    one.create(c, 100.0)
+    two.keep_in_step([], two.seen)
+    for store in (one, two):
+        assert [gone.name.id for gone in store.take_expired()] == ["a"]
+        store.close()

@@ -58,10 +58,10 @@ def test_the_file_has_the_names_of_the_flags_with_dashes_or_underscores(file):
     assert (read.gpu_kv_bytes, read.max_queue) == ("1GiB", 1024)
 
 
-def test_quotas_are_of_keys():
+def test_quotas_are_of_keys(tmp_path):
     with pytest.raises(SettingError, match="--api-key"):
         ServeSettings("demo", owner_kv_bytes="1GiB")
-    settings = ServeSettings("demo", owner_kv_bytes="1GiB", api_key=("one",), state_dir=Path("state"))
+    settings = ServeSettings("demo", owner_kv_bytes="1GiB", api_key=("one",), state_dir=tmp_path)
     assert http_settings(settings).max_conversations_per_owner is None
     with pytest.raises(SettingError, match="--max-conversations-per-owner: must be at least 1"):
         ServeSettings("demo", max_conversations_per_owner=0)
@@ -210,7 +210,7 @@ def test_a_chat_template_is_read_and_checked(tmp_path):
         http_settings(parse_options(["--engine", "demo", "--chat-template", str(path)]))
     assert refused.value.setting == "--chat-template"
     path.write_text("{{ messages }}")
-    right = parse_options(["--engine", "demo", "--state-dir", "state", "--chat-template", str(path)])
+    right = parse_options(["--engine", "demo", "--state-dir", str(tmp_path), "--chat-template", str(path)])
     assert http_settings(right).chat_template
 
 

@@ -44,6 +44,14 @@ def test_random_routing_loses_what_other_replicas_have():
     assert report.moved > 6 and report.hit_rate < 0.8
 
 
+def test_a_system_prompt_is_known_of_sessions_that_replicas_not_simulated_have_served():
+    """At random: most turns at a simulated replica come after turns elsewhere."""
+    turns = SessionTurn(0, 16, 4), *(SessionTurn(20 + 8 * turn, 4, 4, 40.0) for turn in range(5))
+    sessions = [Session(f"s{number}", 2.0 * number, turns, system_tokens=12) for number in range(60)]
+    every, some = (Cluster(ROOMY, QUICK, sessions, 16, "random", simulated=n).run().hit_rate for n in (None, 4))
+    assert some == pytest.approx(every, abs=0.1)
+
+
 def test_the_least_loaded_replica_takes_the_next_request():
     together = [Session(f"s{number}", 0.0, (SessionTurn(0, 8, 8),)) for number in range(3)]
     alone = simulate(CONFIG, COST, together[:1])
