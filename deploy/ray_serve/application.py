@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import shlex
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,7 @@ class Arguments(BaseModel):
 )
 @serve.ingress()
 class Pensieve:
-    async def __init__(self, arguments: Arguments):
+    async def __init__(self, arguments: Arguments):  # type: ignore[misc]  # Serve awaits it
         context = serve.get_replica_context()
         self._name, self._deployment, self._app = context.replica_id.unique_id, context.deployment, context.app_name
         states = Path(arguments.state_dir).expanduser()
@@ -101,7 +100,9 @@ class Pensieve:
     async def _gather(self, method: str, *arguments: str) -> list[str]:
         """What the replicas answer that do answer."""
         handle = serve.get_deployment_handle(self._deployment, self._app)
-        results = handle.broadcast(method, *arguments).results_async(timeout_s=SECONDS_TO_ANSWER, return_exceptions=True)
+        results = handle.broadcast(method, *arguments).results_async(
+            timeout_s=SECONDS_TO_ANSWER, return_exceptions=True
+        )
         return [result for result in await results if isinstance(result, str)]
 
     async def _targets(self, request: Request) -> Response:

@@ -12,13 +12,22 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 from yarl import URL
 
-OF_ONE_CONNECTION = {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"date"}
+OF_ONE_CONNECTION = {
+    b"connection",
+    b"keep-alive",
+    b"proxy-connection",
+    b"te",
+    b"trailer",
+    b"transfer-encoding",
+    b"upgrade",
+    b"date",
+}
 SENT_BY_DEFAULT = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 REPLICA = b"x-pensieve-replica"
 
 
 class Relay:
-    """`open_requests` counts requests whose answers are not complete. Each answer has the replica's name in a header."""
+    """`open_requests` counts requests whose answers are not complete. A header of each answer names the replica."""
 
     def __init__(self, url: str, replica: str):
         self.open_requests = 0
@@ -71,7 +80,9 @@ class Relay:
             await JSONResponse({"error": error}, 503, headers_of_error)(scope, receive, send)
             return
         async with answer:
-            kept = [(name.lower(), value) for name, value in answer.raw_headers if name.lower() not in OF_ONE_CONNECTION]
+            kept = [
+                (name.lower(), value) for name, value in answer.raw_headers if name.lower() not in OF_ONE_CONNECTION
+            ]
             start = {"status": answer.status, "headers": [*kept, (REPLICA, self._replica)]}
             await send({"type": "http.response.start", **start})
             async for piece in answer.content.iter_any():
