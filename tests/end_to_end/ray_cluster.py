@@ -46,13 +46,20 @@ class RayCluster:
     def __init__(self, environment=None):
         # Not below pytest's directories: sockets are in it, and their paths must be short.
         self._home = Path(tempfile.mkdtemp(prefix="pensieve-ray-"))
-        gcs, dashboard, self._port = free_ports(3)
+        gcs, dashboard, clients, self._port = free_ports(4)
         self.url = f"http://127.0.0.1:{self._port}"
         self._address = f"http://127.0.0.1:{dashboard}"
         self._environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0"} | (environment or {})
         places = ["--node-ip-address", "127.0.0.1", "--port", gcs, "--dashboard-host", "127.0.0.1"]
-        places += ["--dashboard-port", dashboard, "--temp-dir", self._home / "ray"]
-        places += ["--min-worker-port", 0, "--max-worker-port", 0]  # any: the ports above may be in the usual range
+        places += ["--dashboard-port", dashboard, "--ray-client-server-port", clients]
+        places += [
+            "--temp-dir",
+            self._home / "ray",
+            "--min-worker-port",
+            0,
+            "--max-worker-port",
+            0,
+        ]  # any: the ports above may be in the usual range
         sizes = ["--num-cpus", 4, "--object-store-memory", 100_000_000]
         self._command = [RAY / "ray", "start", "--head", "--block", "--include-dashboard", "true", *places, *sizes]
 
