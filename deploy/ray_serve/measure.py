@@ -105,6 +105,7 @@ def main() -> None:
     ports = free_port(), free_port()
     bare, proxy = (f"http://127.0.0.1:{port}" for port in ports)
     command = [sys.executable, "-m", "pensieve.ray_serve.measure", "--serve-events", str(ports[0])]
+    os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}  # a cluster for a minute, on this host
     writer = subprocess.Popen(command)
     try:
         ray.init(address="local", include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")

@@ -16,6 +16,8 @@ from pathlib import Path
 import httpx
 import yaml
 
+from .server import HTTP
+
 RAY = Path(sys.prefix) / "ray" / "bin"
 """Ray is large, and wants a newer protobuf than our tests: `make ray` gives it an environment that sees ours too."""
 
@@ -49,19 +51,24 @@ class RayCluster:
         gcs, dashboard, clients, self._port = free_ports(4)
         self.url = f"http://127.0.0.1:{self._port}"
         self._address = f"http://127.0.0.1:{dashboard}"
-        self._environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0"} | (environment or {})
-        places = ["--node-ip-address", "127.0.0.1", "--port", gcs, "--dashboard-host", "127.0.0.1"]
-        places += ["--dashboard-port", dashboard, "--ray-client-server-port", clients]
-        places += [
-            "--temp-dir",
-            self._home / "ray",
-            "--min-worker-port",
-            0,
-            "--max-worker-port",
-            0,
-        ]  # any: the ports above may be in the usual range
+        # Without a setting, Ray asks for a token if its user has one.
+        settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+        self._environment = os.environ | settings | (environment or {})
+        ports = ["--port", gcs, "--dashboard-port", dashboard, "--ray-client-server-port", clients]
+        ports += ["--min-worker-port", 0, "--max-worker-port", 0]  # any: those above may be in the usual range
+        places = ["--node-ip-address", "127.0.0.1", "--dashboard-host", "127.0.0.1", "--temp-dir", self._home / "ray"]
         sizes = ["--num-cpus", 4, "--object-store-memory", 100_000_000]
-        self._command = [RAY / "ray", "start", "--head", "--block", "--include-dashboard", "true", *places, *sizes]
+        self._command = [
+            RAY / "ray",
+            "start",
+            "--head",
+            "--block",
+            "--include-dashboard",
+            "true",
+            *ports,
+            *places,
+            *sizes,
+        ]
 
     def __enter__(self):
         self._log = (self._home / "log").open("w+")
@@ -91,7 +98,7 @@ class RayCluster:
 
     def _get(self, path):
         try:
-            answer = httpx.get(f"{self._address}{path}", timeout=20)
+            answer = HTTP.get(f"{self._address}{path}", timeout=20)
         except httpx.TransportError:
             return None
         return answer.json() if answer.status_code == 200 else None
