@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import socket
@@ -22,15 +23,18 @@ RAY = Path(sys.prefix) / "ray" / "bin"
 """Ray is large, and wants a newer protobuf than our tests: `make ray` gives it an environment that sees ours too."""
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "ray_serve" / "config.yaml"
+STARTED, START_ATTEMPTS = "Ray runtime started", 10
 START_SECONDS = 300  # on a machine with other work
 
 
 def free_ports(number):
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
+    """None of those that the system or Ray gives to the many connections and processes of a cluster."""
+    found = []
+    while len(found) < number:
+        port = random.randrange(20_000, 32_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            found.append(port)
+    return found
 
 
 def until(ask, what, seconds=START_SECONDS):
@@ -71,30 +75,32 @@ class RayCluster:
         ]
 
     def __enter__(self):
-        self._log = (self._home / "log").open("w+")
-        words = [str(word) for word in self._command]
-        options = dict(stdout=self._log, stderr=subprocess.STDOUT, env=self._environment, start_new_session=True)
-        self._process = subprocess.Popen(words, **options)
-        try:
-            until(lambda: self._process.poll() is not None or self._get("/api/ray/version"), self.log)
-            assert self._process.poll() is None, self.log()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
+        """On a machine with much other work Ray gives up after 30 seconds: then it is started again."""
+        for _ in range(START_ATTEMPTS):
+            with (self._home / "log").open("w") as log:
+                words = [str(word) for word in self._command]
+                options = dict(stdout=log, stderr=subprocess.STDOUT, env=self._environment, start_new_session=True)
+                self._process = subprocess.Popen(words, **options)
+            until(lambda: self._process.poll() is not None or STARTED in self.log(), self.log)
+            if STARTED in self.log():
+                return self
+            self._kill()
+        raise RuntimeError(f"Ray did not start:\n{self.log()}")
 
-    def __exit__(self, *_):
-        """Kills what the cluster has started: it is all of one session. On a signal `ray start` may wait for long."""
+    def _kill(self):
+        """All that the cluster has started is of one session. On a signal `ray start` may wait for long."""
         for process in of_session(self._process.pid):
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         self._process.wait()
         until(lambda: not of_session(self._process.pid), self.log)
-        self._log.close()
+
+    def __exit__(self, *_):
+        self._kill()
         shutil.rmtree(self._home, ignore_errors=True)
 
     def log(self):
-        return (self._home / "log").read_text()[-3000:]
+        return (self._home / "log").read_text()[-5000:]
 
     def _get(self, path):
         try:
@@ -117,7 +123,7 @@ class RayCluster:
         file.write_text(yaml.safe_dump(config))
         command = [RAY / "serve", "deploy", "--address", self._address, file]
         done = subprocess.run(command, env=self._environment, capture_output=True, text=True, timeout=START_SECONDS)
-        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.returncode == 0, done.stdout + done.stderr + self.log()
 
     def status(self):
         answer = self._get("/api/serve/applications/") or {"applications": {}}
