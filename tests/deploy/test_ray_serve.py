@@ -116,6 +116,30 @@ def test_each_piece_is_passed_on_before_the_next_one_is_written():
     assert asyncio.run(main())[2] == b"onetwo"
 
 
+def test_a_request_that_its_client_has_left_ends_at_the_server():
+    async def main():
+        ended = asyncio.Event()
+
+        async def write(request):
+            answer = web.StreamResponse()
+            await answer.prepare(request)
+            try:
+                while True:
+                    await answer.write(b"more")
+                    await asyncio.sleep(0.001)
+            finally:
+                ended.set()
+
+        async with relayed(write) as (relay, _):
+            begun = asyncio.Event()
+            task = asyncio.create_task(call(relay, on_piece=lambda piece: begun.set()))
+            await begun.wait()
+            task.cancel()  # as Serve does
+            await ended.wait()
+
+    asyncio.run(main())
+
+
 def test_an_answer_that_breaks_off_does_not_look_whole():
     async def main():
         async def write(request):

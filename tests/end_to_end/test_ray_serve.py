@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from ..postgres import PrivatePostgres
-from .ray_cluster import RAY, RayCluster, descendants
+from .ray_cluster import RAY, RayCluster, descendants, until
 from .server import HTTP, Server
 
 CONVERSATIONS = 20
@@ -149,14 +149,23 @@ def check_limits_and_metrics(cluster, replicas):
     assert HTTP.post(path, json=body, headers=AUTHORIZED).status_code == 200
     body["messages"][0]["content"] = "tea " * 30_000
     assert HTTP.post(path, json=body, headers=AUTHORIZED).status_code == 413
+    assert requests(cluster, replicas, "length") > CONVERSATIONS
+    body |= dict(messages=[{"role": "user", "content": "tea"}], stream=True, max_tokens=1000, ignore_eos=True)
+    with HTTP.stream("POST", path, json=body, headers=AUTHORIZED) as answer:
+        next(answer.iter_lines())
+    # A client that leaves ends its request.
+    until(lambda: requests(cluster, replicas, "abort"), lambda: "the request goes on")
+    assert HTTP.get(f"{cluster.url}/metrics", params={"replica": "none"}).status_code == 404
+
+
+def requests(cluster, replicas, finish):
+    """How many requests of all replicas have ended so."""
     targets = HTTP.get(f"{cluster.url}/replicas").json()
     names = [target["labels"]["instance"] for target in targets]
     assert set(names) == replicas.keys()
     texts = [HTTP.get(f"{cluster.url}/metrics", params={"replica": name}).text for name in names]
     samples = [dict(line.rsplit(" ", 1) for line in text.splitlines() if line[:1] != "#") for text in texts]
-    ended = sum(float(one.get('pensieve:requests_total{finish="length"}', 0)) for one in samples)
-    assert ended > CONVERSATIONS
-    assert HTTP.get(f"{cluster.url}/metrics", params={"replica": "none"}).status_code == 404
+    return sum(float(one.get(f'pensieve:requests_total{{finish="{finish}"}}', 0)) for one in samples)
 
 
 def elsewhere(cluster, dialogue):
