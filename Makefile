@@ -3,13 +3,14 @@
 # make pytest  the same without the lint: ARGS="tests/builder" runs some of them
 # make setup   installs only (.venv in this folder; PYTHON=python3.13 VENV=.venv-3.13 for another Python beside it)
 # make triton-server   installs NVIDIA's tritonserver for its test (it needs an older numpy, so it has a folder of its own)
+# make ray     installs Ray for its test (481 MB, in an environment of its own that sees this one)
 # make litellm, make aiperf   installs a client for its test (they pin other versions, so each has an environment of its own)
 
 PYTHON ?= python3
 VENV = .venv
 ARGS ?=
 
-.PHONY: setup serve test lint pytest triton-server litellm aiperf
+.PHONY: setup serve test lint pytest triton-server litellm aiperf ray
 
 setup: $(VENV)/.installed
 
@@ -34,6 +35,13 @@ litellm aiperf: setup
 	@echo "== installing $@ into $(VENV)/$@ (a minute or two)"
 	test -x $(VENV)/$@/bin/python || $(VENV)/bin/python -m venv $(VENV)/$@
 	$(VENV)/$@/bin/pip install --quiet --disable-pip-version-check --no-compile $(if $(filter litellm,$@),'litellm[mcp]',$@)
+
+ray: setup
+	@echo "== installing ray into $(VENV)/ray (two minutes)"
+	test -x $(VENV)/ray/bin/python || $(VENV)/bin/python -m venv $(VENV)/ray
+	$(VENV)/ray/bin/pip install --quiet --disable-pip-version-check --no-compile 'ray[serve]>=2.60,<3'
+	echo "import site; site.addsitedir('$$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+		> $$($(VENV)/ray/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/pensieve.pth
 
 lint: setup
 	@echo "== lint and type check"

@@ -47,7 +47,7 @@ NOT_BUILT = {"--read-buffer-layers"}  # the pages say why
 def known_options() -> set[str]:
     """Options of all parsers, by the literals in the code; a flag may be switched off too."""
     known = {"--help"}
-    for room in ROOMS:
+    for room in (*ROOMS, "deploy"):
         for source in (ROOT / room).rglob("*.py"):
             text = source.read_text()
             known.update(re.findall(r'"(--[a-z][a-z0-9_-]*)"', text))

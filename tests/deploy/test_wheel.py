@@ -17,7 +17,9 @@ from tests.end_to_end.server import Server
 from tests.models import tiny_config
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("builder", "package", "plugins", "runtime", "scheduler", "scripts", "pyproject.toml", "README.md", "LICENSE")
+PLACES = {name: f"pensieve/{name}" for name in ("builder", "plugins", "runtime", "scheduler", "scripts")}
+PLACES |= {"package": "pensieve", "deploy/ray_serve": "pensieve/ray_serve"}
+SOURCES = (*PLACES, "pyproject.toml", "README.md", "LICENSE")
 PACKED = (".py", ".txt", ".js", ".css", ".html", ".svg", ".safetensors")
 OFFLINE = """
 import sys
@@ -49,8 +51,7 @@ def test_the_wheel_works_without_the_checkout(tmp_path):
     run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", dist, source, cwd=outside)
     (wheel,) = dist.glob("*.whl")
     packed = set(zipfile.ZipFile(wheel).namelist())
-    for room in ("builder", "package", "plugins", "runtime", "scheduler", "scripts"):
-        prefix = "pensieve" if room == "package" else f"pensieve/{room}"
+    for room, prefix in PLACES.items():
         files = [path.relative_to(source / room) for path in (source / room).rglob("*") if path.suffix in PACKED]
         modules = [path for path in files if (source / room / path.parent / "__init__.py").exists()]
         data = [path for path in files if path.suffix != ".py"]

@@ -35,6 +35,7 @@ NOT_RUN = {
         "python -m pensieve.scripts.check.soak --minutes 30\n",
     ): "runs for 30 minutes of twenty restarts; end_to_end/test_disk_server.py has a minute of it",
     ("operations.md", "python -m pensieve.scripts.check.soak --minutes 30 --engine"): "the same",
+    ("ray-serve.md", "pip install"): "needs Ray and a database; end_to_end/test_ray_serve.py has both",
     ("shared-histories.md", "pip install"): "needs a database; end_to_end/test_shared_histories.py has one",
     ("shared-histories.md", "pensieve import-histories"): "the same",
     ("tensor-parallel.md", "build_engine --checkpoint DIR"): "needs four GPUs; end_to_end/test_ranks.py uses CPUs",
