@@ -28,7 +28,7 @@ START_SECONDS = 300  # on a machine with other work
 
 
 def free_ports(number):
-    """None of those that the system or Ray gives to the many connections and processes of a cluster."""
+    """Returns ports outside the ranges from which the system and Ray give ports to a cluster's processes."""
     found = []
     while len(found) < number:
         port = random.randrange(20_000, 32_000)
