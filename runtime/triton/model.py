@@ -243,7 +243,7 @@ class TritonFrontend:
     def _cancel(self, name: str) -> None:
         """Ends the requests of this id. Raises RequestError (400) if there is no id."""
         if not name:
-            raise RequestError(400, "stop needs the id of the request to stop", "stop")
+            raise RequestError(400, "stop needs a request id: that of the request to stop", "stop")
         for visit in self._visits:
             if visit.id == name:
                 visit.stop()
