@@ -13,6 +13,7 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +23,10 @@ from ...scheduler.types import SettingError
 from ..checkpoints.config import DecoderConfig, Shard
 
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int32: 3}  # `PensieveType`
-LAYERS = ("add", "subtract", "multiply", "divide", "sqrt", "erf", "relu", "sigmoid", "tanh", "mean", "cast", "project",
-          "reshape")  # `PensieveLayer`  # fmt: skip
-WRITE_KV, ATTENTION = 0, 1  # `Operation`
+LAYERS = ("add", "multiply", "divide", "sqrt", "erf", "relu", "sigmoid", "tanh", "mean", "cast", "reshape")
+"""By `PensieveLayer`."""
+WRITE_KV, ATTENTION, PRODUCT, NORM = range(4)  # `Operation`
+PLUGINS = ("PensieveWriteKv", "PensieveAttention", "PensieveProduct", "PensieveNorm")
 ANY = -1  # a size known at run time
 
 
@@ -35,6 +37,21 @@ class Value:
     number: int
     dtype: torch.dtype
     rank: int
+
+
+class Attributes(NamedTuple):
+    """`Attributes` of native/plugin.cpp."""
+
+    operation: int
+    type: int
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    rotary_dims: int = 0
+    outputs: int = 0
+    added: int = 0
+    weighted: int = 0
+    biased: int = 0
 
 
 class Operations:
@@ -72,9 +89,6 @@ class Operations:
     def add(self, x: Value, y: Value) -> Value:
         return self._layer("add", x, y)
 
-    def subtract(self, x: Value, y: Value) -> Value:
-        return self._layer("subtract", x, y)
-
     def multiply(self, x: Value, y: Value) -> Value:
         return self._layer("multiply", x, y)
 
@@ -109,18 +123,15 @@ class Operations:
                 raise SettingError("--backend", f"tensorrt's networks have no activation {name}")
         return self.multiply(self.multiply(x, self.number(0.5, x)), self.add(spread, self.number(1.0, x)))
 
-    def project(self, x: Value, weight: Value) -> Value:
-        """x [T, in] times the transposed weight [out, in]."""
-        return self._layer("project", x, weight)
-
     def reshape(self, x: Value, *shape: int) -> Value:
         return self._layer("reshape", x, numbers=shape, rank=len(shape))
 
-    def plugin(self, plugin: str, name: str, attributes: Sequence[int], *inputs: Value) -> Value:
-        """attributes: `Attributes` of native/plugin.cpp."""
-        packed = struct.pack(f"{len(attributes)}i", *attributes)
-        place = (self._network, name.encode(), plugin.encode(), packed, len(packed), *self._numbers(inputs))
-        return self._made(self._library.call("plugin", *place), inputs[0].dtype, 2)
+    def plugin(self, attributes: Attributes, *inputs: Value) -> list[Value]:
+        """The outputs, of the type of the first input."""
+        plugin, packed = PLUGINS[attributes.operation], struct.pack(f"{len(attributes)}i", *attributes)
+        place = (self._name(plugin).encode(), plugin.encode(), packed, len(packed), *self._numbers(inputs))
+        first = self._library.call("plugin", self._network, *place)
+        return [self._made(first, inputs[0].dtype, 2)] + [Value(first + 1, inputs[0].dtype, 2)] * attributes.added
 
     def _layer(self, kind: str, *inputs: Value, dtype: torch.dtype | None = None, numbers: Sequence[int] = (),
                rank: int | None = None) -> Value:  # fmt: skip
@@ -173,21 +184,29 @@ class LayerNetwork:
         self._config, self._shard = config, Shard(config)
         self._ops = ops = Operations(library, network)
         self._weights = {name: ops.input(name, tensor.dtype, *tensor.shape) for name, tensor in inputs.items()}
+        self._outputs = {name: len(tensor) for name, tensor in inputs.items()}
         x = ops.input("x", inputs["mlp.down.weight"].dtype, ANY, config.hidden_size)
         self._slots = ops.input("slots", torch.int32, ANY)
         self._block_table = ops.input("block_table", torch.int32, ANY, ANY)
         dims = config.rotary.dims if config.rotary else 0
         self._angles = [ops.input("rotary", torch.float32, ANY, dims)] if dims else []
-        self._attributes = (self._shard.heads, self._shard.kv_heads, config.head_dim, dims, TYPES[x.dtype])
+        self._type = TYPES[x.dtype]
+        self._heads = (self._shard.heads, self._shard.kv_heads, config.head_dim, dims)
         ops.output(self._layer(x), "y")
 
     def _layer(self, x: Value) -> Value:
-        add, rms = self._ops.add, self._config.norm == "rms"
         if self._config.norm_first:
-            x = add(x, self._attention(self._norm(x, "attention_norm", rms)))
-            return add(x, self._mlp(self._norm(x, "mlp_norm", rms)))
-        x = self._norm(add(x, self._attention(x)), "attention_norm", rms)
-        return self._norm(add(x, self._mlp(x)), "mlp_norm", rms)
+            normed, x = self._norm("mlp_norm", x, self._attention(self._norm("attention_norm", x)[0]))
+            return self._ops.add(x, self._mlp(normed))
+        x, _ = self._norm("attention_norm", x, self._attention(x))
+        return self._norm("mlp_norm", x, self._mlp(x))[0]
+
+    def _norm(self, name: str, *summed: Value) -> list[Value]:
+        """The norm of one value, or of the sum of two, and that sum."""
+        weights = [self._weights.get(f"{name}.{kind}") for kind in ("weight", "bias")]
+        given = [int(weight is not None) for weight in weights]
+        attributes = Attributes(NORM, self._type, added=len(summed) - 1, weighted=given[0], biased=given[1])
+        return self._ops.plugin(attributes, *summed, *filter(None, weights))
 
     def _attention(self, x: Value) -> Value:
         ops = self._ops
@@ -195,18 +214,23 @@ class LayerNetwork:
         if self._config.qk_norm:
             qkv = self._qk_normed(qkv)
         written = (qkv, *self._angles, self._slots)
-        q = ops.plugin("PensieveWriteKv", "write_kv", (WRITE_KV, *self._attributes), *written)
-        o = ops.plugin("PensieveAttention", "attend", (ATTENTION, *self._attributes), q, self._block_table)
+        [q] = ops.plugin(Attributes(WRITE_KV, self._type, *self._heads), *written)
+        [o] = ops.plugin(Attributes(ATTENTION, self._type, *self._heads), q, self._block_table)
         return self._linear(o, "attention.out")
 
     def _qk_normed(self, qkv: Value) -> Value:
-        """The heads of v are divided by 1, so that no tensor is cut into q, k and v."""
-        shard, head_dim = self._shard, self._config.head_dim
+        """The heads of q and k by RMS norms. Those of v are divided by 1, so that no tensor is cut into q, k and v."""
+        ops, shard, head_dim = self._ops, self._shard, self._config.head_dim
         heads = shard.heads + 2 * shard.kv_heads
         normed = torch.ones(1, heads, 1)
         normed[:, heads - shard.kv_heads :] = 0
-        x = self._ops.reshape(qkv, ANY, heads, head_dim)
-        return self._ops.reshape(self._norm(x, "attention.qk_norm", True, normed), ANY, heads * head_dim)
+        x = ops.reshape(qkv, ANY, heads, head_dim)
+        wide = ops.cast(x, torch.float32)
+        variance = ops.mean(ops.multiply(wide, wide))
+        root = ops.root(ops.add(variance, ops.number(self._config.norm_eps, variance)))
+        divisor = ops.add(ops.multiply(root, ops.constant(normed)), ops.constant(1 - normed))
+        x = ops.multiply(ops.cast(ops.divide(wide, divisor), x.dtype), self._weights["attention.qk_norm.weight"])
+        return ops.reshape(x, ANY, heads * head_dim)
 
     def _mlp(self, x: Value) -> Value:
         ops, activation = self._ops, self._config.activation
@@ -216,26 +240,7 @@ class LayerNetwork:
         return self._linear(ops.activate(self._linear(x, "mlp.up"), activation), "mlp.down")
 
     def _linear(self, x: Value, name: str) -> Value:
-        x = self._ops.project(x, self._weights[f"{name}.weight"])
+        attributes = Attributes(PRODUCT, self._type, outputs=self._outputs[f"{name}.weight"])
+        [x] = self._ops.plugin(attributes, x, self._weights[f"{name}.weight"])
         bias = self._weights.get(f"{name}.bias")
         return x if bias is None else self._ops.add(x, bias)
-
-    def _norm(self, x: Value, name: str, rms: bool, normed: Tensor | None = None) -> Value:
-        """As `norm_reference.norm`: an RMS norm rounds before it is weighted, a layer norm at the end.
-
-        normed: 1 where x is normalised, and 0 where it is not. None: everywhere.
-        """
-        ops, dtype = self._ops, x.dtype
-        wide = ops.cast(x, torch.float32)
-        if not rms:
-            wide = ops.subtract(wide, ops.mean(wide))
-        variance = ops.mean(ops.multiply(wide, wide))
-        divisor = ops.root(ops.add(variance, ops.number(self._config.norm_eps, variance)))
-        if normed is not None:
-            divisor = ops.add(ops.multiply(divisor, ops.constant(normed)), ops.constant(1 - normed))
-        kept = dtype if rms else torch.float32
-        result = ops.cast(ops.divide(wide, divisor), kept)
-        for kind, apply in (("weight", ops.multiply), ("bias", ops.add)):
-            if f"{name}.{kind}" in self._weights:
-                result = apply(result, ops.cast(self._weights[f"{name}.{kind}"], kept))
-        return ops.cast(result, dtype)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...plugins.attention.work_list import WorkList
-from ...plugins.tensorrt.kernels import write_kernels
+from ...plugins.tensorrt.kernels import Norms, write_kernels
 from ...plugins.tensorrt.library import Library, Step, load_library, sizes
 from ...plugins.torch_ops import KVPool, pool_of
 from ..checkpoints.config import DecoderConfig
@@ -143,6 +143,13 @@ def _free(library: Library, contexts: list[int], engine: int) -> None:
     library.call("engine_free", engine)
 
 
+def norms_of(config: DecoderConfig) -> Norms:
+    """The two of each layer."""
+    rms = config.norm == "rms"
+    weighted = rms or config.norm_affine
+    return Norms(config.hidden_size, config.norm_eps, rms, weighted, weighted and not rms)
+
+
 class _Kernels:
     """The kernels for one pool, and its step's memory as the library wants it."""
 
@@ -150,7 +157,9 @@ class _Kernels:
         assert kv.work is not None  # by register_pool
         self._library, self._work = library, kv.work
         with tempfile.TemporaryDirectory() as folder:
-            write_kernels(Path(folder), kv.tensor, kv.work, config.rotary.dims if config.rotary else 0)
+            write_kernels(
+                Path(folder), kv.tensor, kv.work, config.rotary.dims if config.rotary else 0, norms_of(config)
+            )
             self._kernels = library.make("load_kernels", folder.encode())
         _when_gone(self, library.call, "unload_kernels", self._kernels)
         self._step = step_of(kv.tensor, kv.work, [kv.events.get(layer, 0) for layer in range(config.layers)])

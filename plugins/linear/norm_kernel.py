@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..attention.launch import Launch
+
 MOST_SIZE = 16384  # of a normalised row: all of it is in registers
 TILE = 2048  # values that a program processes at once if rows are short
 MOST_PROGRAMS = 8192  # enough to fill any GPU several times
@@ -18,7 +20,8 @@ MOST_PROGRAMS = 8192  # enough to fill any GPU several times
 def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool) -> Tensor:
     """`norm_reference.norm` of x [T, size] or [T, heads, size], dense in its last dimension."""
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _normalise(x, None, weight, bias, eps, rms, normed, None)
+    if x.numel():
+        launch(x, None, weight, bias, eps, rms, normed, None).run()
     return normed
 
 
@@ -29,11 +32,12 @@ def add_norm(
     if x.shape != y.shape or not (x.is_contiguous() and y.is_contiguous()):
         raise ValueError(f"x {list(x.shape)} and y {list(y.shape)} must be contiguous and of one shape")
     normed, total = torch.empty_like(x), torch.empty_like(x)
-    _normalise(x, y, weight, bias, eps, rms, normed, total)
+    if x.numel():
+        launch(x, y, weight, bias, eps, rms, normed, total).run()
     return normed, total
 
 
-def _normalise(
+def launch(
     x: Tensor,
     y: Tensor | None,
     weight: Tensor | None,
@@ -42,21 +46,21 @@ def _normalise(
     rms: bool,
     normed: Tensor,
     total: Tensor | None,
-) -> None:
+) -> Launch:
+    """The launch of `norm`, or of `add_norm` where there are y and total, for one token or more."""
     size = x.shape[-1]
     if x.dim() not in (2, 3) or size > MOST_SIZE or x.stride(-1) != 1:
         raise ValueError(f"x {list(x.shape)} must be [T, size] or [T, heads, size], dense, of size up to {MOST_SIZE}")
     heads, head_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
     count = x.shape[0] * heads
-    if not count:
-        return
     width = triton.next_power_of_2(size)
     rows = max(TILE // width, 1)
-    _norm[(min(triton.cdiv(count, rows), MOST_PROGRAMS),)](
-        x, y, weight, bias, normed, total, count, heads, x.stride(0), head_stride, eps,
+    arguments = (x, y, weight, bias, normed, total, count, heads, x.stride(0), head_stride, eps)
+    settings = dict(
         SIZE=size, WIDTH=width, ROWS=rows, RMS=rms,
         num_warps=4 if width <= 2048 else 8 if width <= 8192 else 16, enable_fp_fusion=False,
     )  # fmt: skip
+    return Launch(_norm, (min(triton.cdiv(count, rows), MOST_PROGRAMS),), arguments, settings)
 
 
 def silu_gate(x: Tensor) -> Tensor:

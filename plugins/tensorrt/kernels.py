@@ -1,18 +1,21 @@
-"""Compiles the Triton kernels of the two operations for `native/launch.cpp`, which launches them without Python.
+"""Compiles the Triton kernels of a layer for `native/launch.cpp`, which launches them without Python.
 
-`write_kernels` asks Triton's JIT itself to compile each launch that the operations make. So a kernel is the same as on
+`write_kernels` asks Triton's JIT itself to compile each launch that a layer makes. So a kernel is the same as on
 other backends, with all that the JIT assumes of its parameters. A folder holds N.cubin and N.ptx for each kernel, and
 `kernels.txt`, lines of words:
 
     pool LAYERS LAYER_STRIDE          of the pool, in elements
     shape HEADS KV_HEADS HEAD_DIM ITEM_BYTES ROTARY_DIMS
     kernel NAME THREADS SHARED DEPENDENT GRID FACTOR ROWS CLASS
-                                      GRID: `tokens` or `fixed`. The grid is [tokens or 1, times FACTOR] by ROWS.
+                                      The grid is X by ROWS. GRID says what X is. `fixed`: FACTOR. `tokens`: tokens
+                                      times FACTOR. `rows`: tokens divided by FACTOR, rounded up.
                                       DEPENDENT: 1 if it may begin once all programs of the kernel before it have begun.
                                       CLASS: of tiles, or 0
     value TYPE ALIGNED BITS           the kernel's next parameter: always this number, as bits
     given TYPE ALIGNED NAME           the kernel's next parameter: differs between launches. It is a multiple of
                                       ALIGNED, 1 or 16. TYPE: pointer, i32, i64 or fp32
+    norm KERNEL
+    add_norm KERNEL
     write_kv KERNEL
     attend LEAST_ROWS KERNEL...       the launches, in order, of a step whose longest segment has so many rows (queries
                                       times heads of a group) or more. The lines are in descending order of LEAST_ROWS.
@@ -24,7 +27,7 @@ import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,16 +37,27 @@ from ..attention import kernel as attention_kernel
 from ..attention import kv_write_kernel
 from ..attention.launch import Launch
 from ..attention.work_list import WorkList
+from ..linear import norm_kernel
 
 DESCRIPTION = "kernels.txt"
-GIVEN = ("layer_offset", "tokens", "blocks")
+GIVEN = ("layer_offset", "tokens", "blocks", "count")
 """The numbers that differ between launches. All pointers do."""
 
 
-def write_kernels(folder: Path, pool: Tensor, work: WorkList, rotary_dims: int) -> None:
-    """Compiles for the active GPU the launches of the operations on pools and work lists of these shapes.
+class Norms(NamedTuple):
+    """What a layer's two norms are; `norm_reference.norm` says what they compute."""
 
-    pool          `[slot, layers, 2, kv_heads, chunk_tokens, head_dim]`
+    size: int
+    eps: float
+    rms: bool
+    weighted: bool
+    biased: bool
+
+
+def write_kernels(folder: Path, pool: Tensor, work: WorkList, rotary_dims: int, norms: Norms) -> None:
+    """Compiles for the active GPU the launches of a layer on pools and work lists of these shapes.
+
+    pool          `[slot, layers, 2, kv_heads, chunk_tokens, head_dim]`, of the type of the layer's values
     rotary_dims   of `write_kv`; 0 without rotary
     InvariantError if a kernel needs something that the library does not give it.
     """
@@ -51,6 +65,7 @@ def write_kernels(folder: Path, pool: Tensor, work: WorkList, rotary_dims: int) 
     heads = work.group * kv_heads
     kernels = _Kernels(folder)
     batch = _ExampleBatch(pool, work, rotary_dims)
+    norm, add_norm = (kernels.add(one, "rows", one.settings["ROWS"]) for one in _norm_launches(pool, norms))
     write_kv = kernels.add(batch.write_kv(), "tokens", 1)
     attend = []
     for classes in reversed(range(1, len(work.tiles) + 1)):
@@ -61,10 +76,20 @@ def write_kernels(folder: Path, pool: Tensor, work: WorkList, rotary_dims: int) 
         f"pool {layers} {pool.stride(1)}",
         f"shape {heads} {kv_heads} {head_dim} {pool.element_size()} {rotary_dims}",
         *kernels.lines,
+        f"norm {norm}",
+        f"add_norm {add_norm}",
         f"write_kv {write_kv}",
         *attend,
     ]
     (folder / DESCRIPTION).write_text("".join(f"{line}\n" for line in lines))
+
+
+def _norm_launches(pool: Tensor, norms: Norms) -> Iterator[Launch]:
+    """Of one token: a norm, and a norm of a sum."""
+    x = pool.new_empty(1, norms.size)
+    weight, bias = (x[0] if there else None for there in (norms.weighted, norms.biased))
+    for y, total in ((None, None), (x, x)):
+        yield norm_kernel.launch(x, y, weight, bias, norms.eps, norms.rms, x, total)
 
 
 class _ExampleBatch:

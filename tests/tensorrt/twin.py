@@ -14,13 +14,22 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from pensieve.builder.tensorrt.network import LAYERS, TYPES
+from pensieve.builder.tensorrt.network import (
+    ATTENTION,
+    LAYERS,
+    NORM,
+    PLUGINS,
+    PRODUCT,
+    TYPES,
+    WRITE_KV,
+    Attributes,
+)
 from pensieve.plugins.attention.reference import multi_token_attention, write_kv
+from pensieve.plugins.linear.norm_reference import norm
 
 OF_NUMBERS = {number: dtype for dtype, number in TYPES.items()}
 COMPUTE: dict[str, Callable[..., Tensor]] = {
     "add": torch.add,
-    "subtract": torch.sub,
     "multiply": torch.mul,
     "divide": torch.div,
     "sqrt": torch.sqrt,
@@ -30,7 +39,6 @@ COMPUTE: dict[str, Callable[..., Tensor]] = {
     "tanh": torch.tanh,
     "mean": lambda x: x.mean(-1, keepdim=True),
     "cast": lambda x: x,
-    "project": lambda x, weight: x @ weight.T,
     "reshape": lambda x, *shape: x.reshape(shape),
 }
 STREAM = 77
@@ -46,7 +54,7 @@ FREE = (
 )
 """Functions whose first argument is not an object that there is one of here."""
 
-OF_FLOATS = ("divide", "sqrt", "erf", "relu", "sigmoid", "tanh", "mean", "project")
+OF_FLOATS = ("divide", "sqrt", "erf", "relu", "sigmoid", "tanh", "mean")
 
 
 def values_at(address: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
@@ -78,6 +86,7 @@ class TwinLibrary:
     """One network: nodes are (type, rank, function of the batch and of the nodes before).
 
     segments, pool   of the step that is enqueued; the library has them in its work list and its step
+    norms            eps and kind of the layers' norms; the library has them in its kernels
     fails            functions that fail
     """
 
@@ -92,6 +101,7 @@ class TwinLibrary:
         self.profiles: list[dict[str, tuple[tuple[int, ...], ...]]] = []
         self.contexts: list[Context] = []
         self.segments, self.pool, self.layer = torch.empty(0), torch.empty(0), 0
+        self.norms = 1e-5, False
         self.workspace, self.fails = -1, frozenset[str]()
 
     def run(self, batch: Batch) -> dict[str, Tensor]:
@@ -233,14 +243,15 @@ class TwinLibrary:
 
     def _plugin(self, name: bytes, plugin: bytes, attributes: bytes, size: int, count: int, inputs: Any) -> int:
         """`Plugin` of native/plugin.cpp."""
-        assert len(attributes) == size == 24
-        operation, heads, kv_heads, head_dim, rotary_dims, kind = struct.unpack("6i", attributes)
-        assert plugin == (b"PensieveWriteKv", b"PensieveAttention")[operation]
+        assert len(attributes) == size == 40
+        a = Attributes(*struct.unpack("10i", attributes))
+        assert plugin.decode() == PLUGINS[a.operation]
         chosen = list(inputs)
         assert len(chosen) == count
         kinds = [self.nodes[i][0] for i in chosen[1:]]
         dtype = self.nodes[chosen[0]][0]
-        assert dtype == OF_NUMBERS[kind]
+        assert dtype == OF_NUMBERS[a.type]
+        heads, kv_heads, head_dim, rotary_dims = a.heads, a.kv_heads, a.head_dim, a.rotary_dims
 
         def written(batch: Batch, values: list[Tensor]) -> Tensor:
             qkv, *angles, slots = (values[i] for i in chosen)
@@ -256,11 +267,31 @@ class TwinLibrary:
                 1
             )
 
-        if operation == 0:
-            assert kinds == [torch.float32] * bool(rotary_dims) + [torch.int32]
-        else:
-            assert kinds == [torch.int32]
-        return self._add(name, dtype, 2, attended if operation else written)
+        def multiplied(batch: Batch, values: list[Tensor]) -> Tensor:
+            x, weight = (values[i] for i in chosen)
+            assert len(weight) == a.outputs
+            return x @ weight.T
+
+        def summed(batch: Batch, values: list[Tensor]) -> Tensor:
+            return values[chosen[0]] + values[chosen[1]] if a.added else values[chosen[0]]
+
+        def normed(batch: Batch, values: list[Tensor]) -> Tensor:
+            *_, weight, bias = (None, None, *(values[i].view(-1) for i in chosen[1 + a.added :]), *[None] * (2 - given))
+            return norm(summed(batch, values), weight, bias, *self.norms)
+
+        given = a.weighted + a.biased
+        of_values = [dtype] * (count - 1)
+        computes, expected = {
+            WRITE_KV: (written, [torch.float32] * bool(rotary_dims) + [torch.int32]),
+            ATTENTION: (attended, [torch.int32]),
+            PRODUCT: (multiplied, of_values),
+            NORM: (normed, of_values),
+        }[a.operation]
+        assert kinds == expected and count == (1 + a.added + given if a.operation == NORM else count)
+        number = self._add(name, dtype, 2, computes)
+        if a.added:
+            self._add(name + b".sum", dtype, 2, summed)
+        return number
 
     def _output(self, number: int, kind: int, name: bytes) -> int:
         assert self.nodes[number][0] == OF_NUMBERS[kind]

@@ -143,7 +143,6 @@ struct PensieveNetwork {
     auto const active = [&](ActivationType operation) { return typed(network->addActivation(*in.at(0), operation), name, type); };
     switch (kind) {
       case PENSIEVE_ADD: return two(ElementWiseOperation::kSUM);
-      case PENSIEVE_SUBTRACT: return two(ElementWiseOperation::kSUB);
       case PENSIEVE_MULTIPLY: return two(ElementWiseOperation::kPROD);
       case PENSIEVE_DIVIDE: return two(ElementWiseOperation::kDIV);
       case PENSIEVE_SQRT: return one(UnaryOperation::kSQRT);
@@ -156,8 +155,6 @@ struct PensieveNetwork {
         return typed(network->addReduce(*in[0], ReduceOperation::kAVG, last, true), name, type);
       }
       case PENSIEVE_CAST: return cast(in.at(0), name, type);
-      case PENSIEVE_PROJECT:
-        return typed(network->addMatrixMultiply(*in.at(0), MatrixOperation::kNONE, *in.at(1), MatrixOperation::kTRANSPOSE), name, type);
       case PENSIEVE_RESHAPE: {
         IShuffleLayer* const shuffle = made(network->addShuffle(*in.at(0)), "add the layer " + name);
         shuffle->setReshapeDimensions(dims_of(count, numbers));
@@ -240,8 +237,11 @@ API int pensieve_plugin(PensieveNetwork* network, char const* name, char const* 
     ILayer* const layer = network->network->addPluginV2(in.data(), inputs, *one);  // which copies it
     one->destroy();
     made(layer, std::string("add the plugin ") + name)->setName(name);
-    layer->getOutput(0)->setName((std::string(name) + ".out").c_str());
-    number = network->add(layer->getOutput(0));
+    number = static_cast<int>(network->tensors.size());
+    for (int i = 0; i < layer->getNbOutputs(); i++) {
+      layer->getOutput(i)->setName((std::string(name) + ".out" + std::to_string(i)).c_str());
+      network->add(layer->getOutput(i));
+    }
   });
   return number;
 }

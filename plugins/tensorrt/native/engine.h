@@ -12,11 +12,10 @@ enum PensieveType { PENSIEVE_FLOAT32, PENSIEVE_FLOAT16, PENSIEVE_BFLOAT16, PENSI
 
 // Of pensieve_layer. Its numbers, where it has any:
 enum PensieveLayer {
-  PENSIEVE_ADD, PENSIEVE_SUBTRACT, PENSIEVE_MULTIPLY, PENSIEVE_DIVIDE,  // of two tensors of one rank
+  PENSIEVE_ADD, PENSIEVE_MULTIPLY, PENSIEVE_DIVIDE,  // of two tensors of one rank
   PENSIEVE_SQRT, PENSIEVE_ERF, PENSIEVE_RELU, PENSIEVE_SIGMOID, PENSIEVE_TANH,
   PENSIEVE_MEAN,       // over the last dimension, which is kept
   PENSIEVE_CAST,
-  PENSIEVE_PROJECT,    // x [T, in] by weight [out, in], transposed
   PENSIEVE_RESHAPE,    // numbers: the new shape, one of them -1 at most
 };
 
@@ -34,7 +33,8 @@ int pensieve_input(struct PensieveNetwork* network, char const* name, int type, 
 int pensieve_constant(struct PensieveNetwork* network, char const* name, int type, int rank, int64_t const* shape, void const* data);
 // `type` is that of the result. Names of layers must differ.
 int pensieve_layer(struct PensieveNetwork* network, char const* name, int kind, int type, int inputs, int const* tensors, int count, int64_t const* numbers);
-// A plugin of plugin.cpp, by its name and the bytes of its attributes.
+// A plugin of plugin.cpp, by its name and the bytes of its attributes. Returns the number of its first output; the numbers
+// of the others follow.
 int pensieve_plugin(struct PensieveNetwork* network, char const* name, char const* plugin, void const* attributes, int size, int inputs, int const* tensors);
 int pensieve_output(struct PensieveNetwork* network, int tensor, int type, char const* name);
 // Begins another optimization profile; then the sizes of each input in it.

@@ -46,8 +46,8 @@ void check(CUresult result, std::string const& what) {
 }
 
 // What a launch is given, by the names of the kernels' parameters.
-enum Given { Q, K, V, ROTARY, SLOTS, POOL, ROTATED, O, PARTIAL, LSE, BLOCK_TABLE, ITEMS, ARRIVALS, COUNTERS, COVERED, LAYER_OFFSET, TOKENS, BLOCKS, GIVEN };
-std::array<char const*, GIVEN> const NAMES{"q", "k", "v", "rotary", "slots", "pool", "rotated", "o", "partial", "lse", "block_table", "items", "arrivals", "counters", "covered", "layer_offset", "tokens", "blocks"};
+enum Given { X, Y, WEIGHT, BIAS, NORMED, TOTAL, COUNT, Q, K, V, ROTARY, SLOTS, POOL, ROTATED, O, PARTIAL, LSE, BLOCK_TABLE, ITEMS, ARRIVALS, COUNTERS, COVERED, LAYER_OFFSET, TOKENS, BLOCKS, GIVEN };
+std::array<char const*, GIVEN> const NAMES{"x", "y", "weight", "bias", "normed", "total", "count", "q", "k", "v", "rotary", "slots", "pool", "rotated", "o", "partial", "lse", "block_table", "items", "arrivals", "counters", "covered", "layer_offset", "tokens", "blocks"};
 using Values = std::array<uint64_t, GIVEN>;
 
 uint64_t address(void const* pointer) { return reinterpret_cast<uint64_t>(pointer); }
@@ -78,7 +78,7 @@ std::string content(std::string const& path) {
 struct PensieveKernels {
   std::vector<Kernel> kernels;
   std::vector<std::pair<long, std::vector<size_t>>> attend;  // from the most rows to the fewest
-  size_t write_kv = 0;
+  size_t norm = 0, add_norm = 0, write_kv = 0;
   long layers = 0, layer_stride = 0, heads = 0, kv_heads = 0, head_dim = 0, item_bytes = 0, rotary_dims = 0;
 
   explicit PensieveKernels(std::string const& folder) {
@@ -118,6 +118,10 @@ struct PensieveKernels {
       }
       if (kernels.empty()) words.setstate(std::ios::failbit);
       if (words) kernels.back().parameters.push_back(p);
+    } else if (what == "norm") {
+      words >> norm;
+    } else if (what == "add_norm") {
+      words >> add_norm;
     } else if (what == "write_kv") {
       words >> write_kv;
     } else if (what == "attend") {
@@ -143,6 +147,11 @@ struct PensieveKernels {
     check(DRIVER(cuFuncSetAttribute)(k.function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, static_cast<int>(k.shared)), "give " + k.name + " shared memory");
   }
 
+  static unsigned grid(Kernel const& k, unsigned tokens) {
+    if (k.grid == "tokens") return tokens * k.factor;
+    return k.grid == "rows" ? (tokens + k.factor - 1) / k.factor : k.factor;
+  }
+
   void launch(Kernel const& k, Values const& values, CUstream stream) const {
     std::vector<uint64_t> held;
     std::vector<void*> arguments;
@@ -158,7 +167,7 @@ struct PensieveKernels {
     dependent.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
     dependent.value.programmaticStreamSerializationAllowed = 1;
     CUlaunchConfig config{};
-    config.gridDimX = (k.grid == "tokens" ? static_cast<unsigned>(values[TOKENS]) : 1) * k.factor;
+    config.gridDimX = grid(k, static_cast<unsigned>(values[TOKENS]));
     config.gridDimY = k.rows;
     config.gridDimZ = config.blockDimY = config.blockDimZ = 1;
     config.blockDimX = k.threads;
@@ -211,6 +220,21 @@ API int pensieve_write_kv(PensieveKernels* kernels, PensieveStep const* step, in
     v[ROTATED] = address(rotated);
     PensieveKernels::pass_gate(*step, layer, queue);
     if (tokens) kernels->launch(kernels->kernels.at(kernels->write_kv), v, queue);
+  });
+}
+
+API int pensieve_norm(PensieveKernels* kernels, int tokens, void const* x, void const* y, void const* weight, void const* bias,
+                      void* normed, void* total, void* stream) {
+  return guarded([&] {
+    Values v{};
+    v[X] = address(x);
+    v[Y] = address(y);
+    v[WEIGHT] = address(weight);
+    v[BIAS] = address(bias);
+    v[NORMED] = address(normed);
+    v[TOTAL] = address(total);
+    v[COUNT] = v[TOKENS] = static_cast<uint64_t>(tokens);
+    kernels->launch(kernels->kernels.at(y ? kernels->add_norm : kernels->norm), v, static_cast<CUstream>(stream));
   });
 }
 

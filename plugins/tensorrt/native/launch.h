@@ -29,6 +29,11 @@ void pensieve_unload_kernels(struct PensieveKernels* kernels);
 int pensieve_write_kv(struct PensieveKernels* kernels, struct PensieveStep const* step, int layer, int tokens, void const* qkv,
                       void const* rotary, void const* slots, void* rotated, void* stream);
 
+// The layer's norm of x [tokens, size] into normed, or, where y is not null, of x + y, and that sum into total. weight and
+// bias [size], null where the kernels were compiled without. Returns as pensieve_write_kv.
+int pensieve_norm(struct PensieveKernels* kernels, int tokens, void const* x, void const* y, void const* weight,
+                  void const* bias, void* normed, void* total, void* stream);
+
 // Attention of q [tokens, heads head_dim] over the layer, as the step's list says, into o of the same shape.
 // block_table [seats, blocks] int32. Returns as pensieve_write_kv.
 int pensieve_attend(struct PensieveKernels* kernels, struct PensieveStep const* step, int layer, int tokens, int blocks,

@@ -1,9 +1,12 @@
-// TensorRT plugins of the two operations, for TensorRT 8.5 to 11: they launch our kernels on the stream they are given.
+// TensorRT plugins of a layer's operations, for TensorRT 8.5 to 11: they launch our kernels on the stream they are given.
 //
 //   PensieveWriteKv   qkv [T, (heads + 2 kv_heads) head_dim], rotary [T, R] float32 where R > 0, slots [T] -> [T, heads head_dim]
 //   PensieveAttention q [T, heads head_dim], block_table [seats, blocks] -> [T, heads head_dim]
+//   PensieveProduct   x [T, inputs], weight [outputs, inputs] -> [T, outputs]
+//   PensieveNorm      x [T, size], y [T, size] where it is added, weight [1, size], bias [1, size] where there are
+//                     -> norm of x or of x + y; where y is added, x + y too
 //
-// Both take one field, "attributes": the bytes of `Attributes`. The kernels, the step's memory and the layer are those of the
+// All take one field, "attributes": the bytes of `Attributes`. The kernels, the step's memory and the layer are those of the
 // thread that enqueues (pensieve_run_on), so that one plan serves all layers and knows neither addresses nor kernels.
 #include <NvInfer.h>
 
@@ -12,6 +15,7 @@
 
 #include "engine.h"
 #include "launch.h"
+#include "product.h"
 
 namespace {
 
@@ -21,12 +25,15 @@ thread_local PensieveKernels* kernels_of_thread = nullptr;
 thread_local PensieveStep const* step_of_thread = nullptr;
 thread_local int layer_of_thread = 0;
 
-enum Operation : int32_t { WRITE_KV, ATTENTION };
-char const* const NAMES[] = {"PensieveWriteKv", "PensieveAttention"};
+enum Operation : int32_t { WRITE_KV, ATTENTION, PRODUCT, NORM };
+char const* const NAMES[] = {"PensieveWriteKv", "PensieveAttention", "PensieveProduct", "PensieveNorm"};
 char const* const VERSION = "1";
 
 struct Attributes {
-  int32_t operation, heads, kv_heads, head_dim, rotary_dims, type;  // type: PensieveType
+  int32_t operation, type;                        // type: PensieveType
+  int32_t heads, kv_heads, head_dim, rotary_dims;  // of WRITE_KV and ATTENTION
+  int32_t outputs;                                // of PRODUCT
+  int32_t added, weighted, biased;                // of NORM: 1 or 0
 };
 
 // Of a PensieveType. A plugin takes one type only: TensorRT would enqueue it to compare several, without a step to work on.
@@ -48,34 +55,50 @@ class Plugin final : public IPluginV2DynamicExt {
   }
   DimsExprs getOutputDimensions(int32_t, DimsExprs const* in, int32_t, IExprBuilder& expressions) noexcept override {
     DimsExprs shape = in[0];
-    shape.d[1] = expressions.constant(a.heads * a.head_dim);
+    if (a.operation != NORM) shape.d[1] = expressions.constant(a.operation == PRODUCT ? a.outputs : a.heads * a.head_dim);
     return shape;
   }
   bool supportsFormatCombination(int32_t place, PluginTensorDesc const* all, int32_t inputs, int32_t) noexcept override {
     if (all[place].format != TensorFormat::kLINEAR) return false;
-    if (place == 0 || place == inputs) return all[place].type == type_of(a.type);
+    bool const values = place == 0 || place >= inputs || a.operation == PRODUCT || a.operation == NORM;
+    if (values) return all[place].type == type_of(a.type);
     bool const rotary = a.operation == WRITE_KV && a.rotary_dims > 0 && place == 1;
     return all[place].type == (rotary ? DataType::kFLOAT : DataType::kINT32);
   }
   void configurePlugin(DynamicPluginTensorDesc const*, int32_t, DynamicPluginTensorDesc const*, int32_t) noexcept override {}
-  size_t getWorkspaceSize(PluginTensorDesc const*, int32_t, PluginTensorDesc const*, int32_t) const noexcept override { return 0; }
+  size_t getWorkspaceSize(PluginTensorDesc const*, int32_t, PluginTensorDesc const*, int32_t) const noexcept override {
+    return a.operation == PRODUCT ? PENSIEVE_PRODUCT_WORKSPACE : 0;
+  }
 
-  int32_t enqueue(PluginTensorDesc const* described, PluginTensorDesc const*, void const* const* in, void* const* out, void*, cudaStream_t stream) noexcept override {
+  int32_t enqueue(PluginTensorDesc const* described, PluginTensorDesc const*, void const* const* in, void* const* out, void* workspace, cudaStream_t stream) noexcept override {
     if (!kernels_of_thread || !step_of_thread) return 1;  // the caller has not said what to run on
     int32_t const tokens = described[0].dims.d[0] > 0 ? static_cast<int32_t>(described[0].dims.d[0]) : 0;
-    if (a.operation == ATTENTION) {
-      int32_t const blocks = static_cast<int32_t>(described[1].dims.d[1]);
-      return pensieve_attend(kernels_of_thread, step_of_thread, layer_of_thread, tokens, blocks, in[0], in[1], out[0], stream);
+    int32_t const width = static_cast<int32_t>(described[0].dims.d[1]);
+    switch (a.operation) {
+      case WRITE_KV: {
+        void const* const rotary = a.rotary_dims > 0 ? in[1] : nullptr;
+        void const* const slots = a.rotary_dims > 0 ? in[2] : in[1];
+        return pensieve_write_kv(kernels_of_thread, step_of_thread, layer_of_thread, tokens, in[0], rotary, slots, out[0], stream);
+      }
+      case ATTENTION: {
+        int32_t const blocks = static_cast<int32_t>(described[1].dims.d[1]);
+        return pensieve_attend(kernels_of_thread, step_of_thread, layer_of_thread, tokens, blocks, in[0], in[1], out[0], stream);
+      }
+      case PRODUCT: return pensieve_product(a.type, tokens, width, a.outputs, in[0], in[1], out[0], workspace, stream);
+      default: {
+        void const* const* next = in + 1;
+        void const* const y = a.added ? *next++ : nullptr;
+        void const* const weight = a.weighted ? *next++ : nullptr;
+        void const* const bias = a.biased ? *next : nullptr;
+        return pensieve_norm(kernels_of_thread, tokens, in[0], y, weight, bias, out[0], a.added ? out[1] : nullptr, stream);
+      }
     }
-    void const* const rotary = a.rotary_dims > 0 ? in[1] : nullptr;
-    void const* const slots = a.rotary_dims > 0 ? in[2] : in[1];
-    return pensieve_write_kv(kernels_of_thread, step_of_thread, layer_of_thread, tokens, in[0], rotary, slots, out[0], stream);
   }
 
   DataType getOutputDataType(int32_t, DataType const* types, int32_t) const noexcept override { return types[0]; }
   char const* getPluginType() const noexcept override { return NAMES[a.operation]; }
   char const* getPluginVersion() const noexcept override { return VERSION; }
-  int32_t getNbOutputs() const noexcept override { return 1; }
+  int32_t getNbOutputs() const noexcept override { return 1 + a.added; }
   int32_t initialize() noexcept override { return 0; }
   void terminate() noexcept override {}
   size_t getSerializationSize() const noexcept override { return sizeof a; }
@@ -116,7 +139,7 @@ class Creator final : public IPluginCreator {
   std::string space;
 };
 
-Creator write_kv_creator(WRITE_KV), attention_creator(ATTENTION);
+Creator creators[] = {Creator(WRITE_KV), Creator(ATTENTION), Creator(PRODUCT), Creator(NORM)};
 
 }  // namespace
 
@@ -124,8 +147,9 @@ Creator write_kv_creator(WRITE_KV), attention_creator(ATTENTION);
 
 // Registers the plugins with TensorRT, once a process. Returns whether it took them.
 API int pensieve_register_plugins() {
-  bool const took = getPluginRegistry()->registerCreator(write_kv_creator, "") && getPluginRegistry()->registerCreator(attention_creator, "");
-  return took ? 1 : 0;
+  for (Creator& creator : creators)
+    if (!getPluginRegistry()->registerCreator(creator, "")) return 0;
+  return 1;
 }
 
 API void pensieve_run_on(PensieveKernels* kernels, PensieveStep const* step, int layer) {

@@ -46,6 +46,7 @@ def library(monkeypatch):
     class Kernels:
         def __init__(self, library, kv, config):
             self._pool = kv.tensor
+            twin.norms = config.norm_eps, config.norm == "rms"
 
         def of_step(self):
             twin.pool = self._pool
@@ -154,10 +155,10 @@ def test_times_are_kept_between_builds(library, llama, tmp_path):
 
 
 @pytest.mark.parametrize("function", ["network_new", "input", "constant", "layer", "plugin", "output", "build"])
-def test_what_tensorrt_refuses_is_a_setting_error(function, library, llama):
+def test_what_tensorrt_refuses_is_a_setting_error(function, library, tmp_path):
     library.fails = frozenset([function])
     with pytest.raises(SettingError, match=r"^--backend: TensorRT cannot do it"):
-        compile_tensorrt.build_plan(*llama)
+        compile_tensorrt.build_plan(*saved("qwen3", tmp_path, torch.float32))
 
 
 def test_bfloat16_needs_tensorrt_10(library, llama):

@@ -28,7 +28,11 @@ class Library:
 
     def __init__(self, folder: Path):
         compile_cpp(HERE / "fake_cuda.cpp", folder / "libcuda.so.1", "-Wl,-soname,libcuda.so.1", "-fvisibility=default")
-        compile_cpp(NATIVE / "launch.cpp", folder / "liblaunch.so")
+        compile_cpp(
+            HERE / "fake_cublas.cpp", folder / "libcublas.so.13", "-Wl,-soname,libcublas.so.13", "-fvisibility=default"
+        )
+        compile_cpp(NATIVE / "launch.cpp", folder / "liblaunch.so", str(NATIVE / "product.cpp"))
+        self.cublas = ctypes.CDLL(str(folder / "libcublas.so.13"))
         self.fake = ctypes.CDLL(str(folder / "libcuda.so.1"), ctypes.RTLD_GLOBAL)  # found by its name from here on
         self.fake.fake_record.restype = ctypes.c_char_p
         self.library = ctypes.CDLL(str(folder / "liblaunch.so"), ctypes.RTLD_GLOBAL)  # the plugins call it
@@ -58,6 +62,16 @@ class Library:
         pointers = [ctypes.c_void_p(x.data_ptr()) for x in (qkv, rotary, slots, rotated)]
         arguments = (kernels, ctypes.byref(step), layer, len(qkv), *pointers, ctypes.c_void_p(STREAM))
         if self.library.pensieve_write_kv(*arguments):
+            raise RuntimeError(self.error())
+
+    def norm(self, kernels, x, y, weight, bias, normed, total) -> None:
+        pointers = [None if x is None else ctypes.c_void_p(x.data_ptr()) for x in (x, y, weight, bias, normed, total)]
+        if self.library.pensieve_norm(kernels, len(x), *pointers, ctypes.c_void_p(STREAM)):
+            raise RuntimeError(self.error())
+
+    def product(self, kind, x, weight, y, workspace) -> None:
+        pointers = [ctypes.c_void_p(x.data_ptr()) for x in (x, weight, y, workspace)]
+        if self.library.pensieve_product(kind, *x.shape, len(weight), *pointers, ctypes.c_void_p(STREAM)):
             raise RuntimeError(self.error())
 
     def attend(self, kernels, step, layer, q, block_table, o) -> None:

@@ -8,18 +8,27 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from pensieve.builder.tensorrt.network import ATTENTION, NORM, PRODUCT, WRITE_KV, Attributes
 from pensieve.builder.tensorrt.package import step_of
 from pensieve.plugins.attention import kernel as attention_kernel
 from pensieve.plugins.attention import kv_write_kernel
 from pensieve.plugins.attention.work_list import Capacity
+from pensieve.plugins.linear import norm_kernel
 from pensieve.plugins.tensorrt import kernels as ahead_of_time
+from pensieve.plugins.tensorrt.kernels import Norms
 
 from ..recording_driver import STREAM, RecordingDriver
 from .launching import HERE, Library, compile_cpp, headers, needs_compilers, needs_headers
 
 pytestmark = needs_compilers
 LAYERS = 3
-FLOAT16 = 1  # `PensieveType`
+FLOAT32, FLOAT16 = 0, 1  # `PensieveType`
+NORMS = {  # of the shapes below
+    "opt": Norms(5120, 1e-5, False, True, True),
+    "llama": Norms(5120, 1e-6, True, True, False),
+    "one key head": Norms(400, 1e-5, False, False, False),
+    "float32": Norms(256, 1e-5, True, True, False),
+}
 SHAPES = {  # heads, kv_heads, head_dim, chunk_tokens, rotary dims, type, capacity
     "opt": (40, 40, 128, 32, 0, torch.float16, Capacity(512, 8, 2048)),
     "llama": (40, 10, 128, 32, 128, torch.bfloat16, Capacity(512, 7, 9000)),
@@ -45,14 +54,30 @@ class Case:
     def __init__(self, shape, folder):
         self.heads, self.kv_heads, self.head_dim, chunk, self.dims, self.dtype, self.capacity = SHAPES[shape]
         self.pool = torch.zeros(2, LAYERS, 2, self.kv_heads, chunk, self.head_dim, dtype=self.dtype)
-        shape = (self.heads, self.kv_heads, self.head_dim, self.dtype)
-        self.work = attention_kernel.make_work_list(self.capacity, *shape, "cpu")
-        ahead_of_time.write_kernels(folder, self.pool, self.work, self.dims)
+        self.norms = NORMS[shape]
+        heads = (self.heads, self.kv_heads, self.head_dim, self.dtype)
+        self.work = attention_kernel.make_work_list(self.capacity, *heads, "cpu")
+        ahead_of_time.write_kernels(folder, self.pool, self.work, self.dims, self.norms)
 
     def batch(self, tokens, blocks):
         qkv = torch.zeros(tokens, self.heads + 2 * self.kv_heads, self.head_dim, dtype=self.dtype)
         rotary, slots = torch.zeros(tokens, self.dims), torch.zeros(tokens, dtype=torch.int32)
         return qkv, rotary, slots, torch.zeros(3, blocks, dtype=torch.int32)
+
+    def norm_inputs(self, tokens):
+        """x, y, weight and bias."""
+        x, y = torch.zeros(2, tokens, self.norms.size, dtype=self.dtype)
+        given = self.norms.weighted, self.norms.biased
+        return x, y, *(torch.zeros(self.norms.size, dtype=self.dtype) if one else None for one in given)
+
+
+def assert_same(ours, triton):
+    """The launches, but for Triton's memory of its own, which nothing needs."""
+    assert len(ours) == len(triton) > 0
+    for one, other in zip(ours, triton, strict=True):
+        scratch = one.values[len(other.values) :]
+        assert one._replace(values=one.values[: len(other.values)]) == other
+        assert not any(scratch)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -71,12 +96,31 @@ def test_every_launch_is_the_jits(shape, library, jit, tmp_path):
             step = step_of(case.pool, case.work, [0] * LAYERS)
             library.write_kv(kernels, step, layer, qkv, rotary, slots, rotated)
             library.attend(kernels, step, layer, rotated, block_table, o)
-            ours, triton = library.launched(), jit.take()
-            assert len(ours) == len(triton)
-            for one, other in zip(ours, triton, strict=True):
-                scratch = one.values[len(other.values) :]
-                assert one._replace(values=one.values[: len(other.values)]) == other
-                assert not any(scratch)
+            assert_same(library.launched(), jit.take())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_launch_of_a_norm_is_the_jits(shape, library, jit, tmp_path):
+    case = Case(shape, tmp_path)
+    kernels = library.load(tmp_path)
+    eps, rms = case.norms.eps, case.norms.rms
+    for tokens in (1, 2, 16, 17, 4096):
+        x, y, weight, bias = case.norm_inputs(tokens)
+        jit.take()
+        normed = norm_kernel.norm(x, weight, bias, eps, rms)
+        library.norm(kernels, x, None, weight, bias, normed, None)
+        assert_same(library.launched(), jit.take())
+        normed, total = norm_kernel.add_norm(x, y, weight, bias, eps, rms)
+        library.norm(kernels, x, y, weight, bias, normed, total)
+        assert_same(library.launched(), jit.take())
+
+
+def test_a_product_is_of_rows_and_transposed_weights(library):
+    x, weight, y = torch.randn(3, 5), torch.randn(7, 5), torch.empty(3, 7)
+    library.product(FLOAT32, x, weight, y, workspace=torch.empty(1))
+    torch.testing.assert_close(y, x @ weight.T)
+    with pytest.raises(RuntimeError, match="cuBLAS cannot multiply: status 7"):  # the fake has no float16
+        library.product(FLOAT16, x, weight, y, workspace=torch.empty(1))
 
 
 @pytest.fixture
@@ -149,28 +193,43 @@ def test_plugins_launch_the_same(shape, folder, library, jit, tmp_path):
     kernels = library.load(tmp_path)
     qkv, rotary, slots, block_table = case.batch(7, 9)
     q, o = (torch.zeros(7, case.heads, case.head_dim, dtype=case.dtype) for _ in range(2))
+    x, y, weight, bias = case.norm_inputs(7)
+    normed, total = torch.zeros_like(x), torch.zeros_like(x)
 
-    def enqueue(operation, inputs, out):
-        attributes = (ctypes.c_int32 * 6)(operation, case.heads, case.kv_heads, case.head_dim, case.dims, FLOAT16)
+    def enqueue(attributes, inputs, *out):
+        inputs = [x for x in inputs if x is not None]
         shapes = [number for x in inputs for number in (x.dim(), *x.shape)]
-        addresses = (ctypes.c_void_p * len(inputs))(*(x.data_ptr() for x in inputs))
-        given = (attributes, len(inputs), (ctypes.c_int64 * len(shapes))(*shapes), addresses)
-        return plugins.harness_enqueue(*given, ctypes.c_void_p(out.data_ptr()), ctypes.c_void_p(STREAM))
+        addresses = [(ctypes.c_void_p * len(some))(*(x.data_ptr() for x in some)) for some in (inputs, out)]
+        given = ((ctypes.c_int32 * len(attributes))(*attributes), len(inputs), (ctypes.c_int64 * len(shapes))(*shapes))
+        return plugins.harness_enqueue(*given, *addresses, ctypes.c_void_p(STREAM))
 
-    angles = [rotary] if case.dims else []
-    batches = ((0, [qkv.flatten(1), *angles, slots], q), (1, [q.flatten(1), block_table], o))
-    assert [enqueue(*batch) for batch in batches] == [1, 1]  # the thread has not said what to run on
+    def of_norm(added):
+        return Attributes(NORM, FLOAT16, added=added, weighted=weight is not None, biased=bias is not None)
+
+    heads = (case.heads, case.kv_heads, case.head_dim, case.dims)
+    batches = (
+        (Attributes(WRITE_KV, FLOAT16, *heads), [qkv.flatten(1), rotary if case.dims else None, slots], q),
+        (Attributes(ATTENTION, FLOAT16, *heads), [q.flatten(1), block_table], o),
+        (of_norm(added=0), [x, weight, bias], normed),
+        (of_norm(added=1), [x, y, weight, bias], normed, total),
+    )
+    assert [enqueue(*batch) for batch in batches] == [1] * 4  # the thread has not said what to run on
     step = step_of(case.pool, case.work, [0] * LAYERS)
     plugins.pensieve_run_on(kernels, ctypes.byref(step), 2)
-    assert [enqueue(*batch) for batch in batches] == [0, 0]
+    assert [enqueue(*batch) for batch in batches] == [0] * 4
     through_plugins = library.launched()
     library.write_kv(kernels, step, 2, qkv, rotary, slots, q)
     library.attend(kernels, step, 2, q, block_table, o)
+    library.norm(kernels, x, None, weight, bias, normed, None)
+    library.norm(kernels, x, y, weight, bias, normed, total)
     assert through_plugins == library.launched() != []
+    a, b, c = torch.randn(3, 5), torch.randn(7, 5), torch.zeros(3, 7)
+    assert enqueue(Attributes(PRODUCT, FLOAT32, outputs=7), [a, b], c) == 0
+    torch.testing.assert_close(c, a @ b.T)
 
 
 @pytest.mark.parametrize("line, reason", [
-    ("given pointer 16 weight", "the kernels want an unknown weight"),
+    ("given pointer 16 scale", "the kernels want an unknown scale"),
     ("given pointer", "a line of kernels.txt cannot be read: given pointer"),
     ("surprise 1", "a line of kernels.txt cannot be read: surprise 1"),
 ])  # fmt: skip
