@@ -2,11 +2,14 @@
 
 import logging
 import os
+import signal
 import sys
 
 import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell ignores it for its background; children inherit that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # They take longest, the slow tests among them counted in: `make test` begins with them, so that its two processes,
 # which share the tests file by file, end together.

@@ -316,6 +316,10 @@ def run(engine: Engine, batches: Sequence[tuple[int, int]], before: int) -> tupl
     """Returns (bytes of the pool, peak bytes besides those allocated before the engine, milliseconds of each
     generation, of a prompt)."""
     slots = POOL_BYTES // engine.chunk_bytes(CHUNK)
+    for rows, context in batches:
+        if rows * -(-context // CHUNK) > slots:
+            held = f"the pool of {POOL_BYTES >> 30} GiB"
+            raise SettingError("--generation", f"{rows}x{context} has more KV than {held} holds")
     pool = torch.zeros(engine.kv_shape(slots, CHUNK), dtype=engine.dtype, device="cuda")
     torch.cuda.reset_peak_memory_stats()
     prompt = step_of(engine, pool, 1, PROMPT)(captured_ms)

@@ -4,27 +4,129 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from pensieve.builder.build import build_engine
+from pensieve.builder.checkpoints.config import Shard
+from pensieve.builder.inductor.compile_worker import engine_weights
+from pensieve.builder.manifest import PLAN, Manifest
+from pensieve.builder.model import Batch
+from pensieve.builder.parity import CHUNK, MOST_CONTEXT, random_batches
+from pensieve.plugins.torch_ops import register_pool, release_pool
 from tests.models import tiny_checkpoint
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.skipif("TENSORRT_HOME" not in os.environ, reason="needs TENSORRT_HOME"),
 ]
+PROGRAM = Path(__file__).parents[1] / "plugins" / "tensorrt" / "without_python.cpp"
+SANITIZER = ("compute-sanitizer", "--error-exitcode", "9")
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "opt"])
-def test_an_engine_is_compiled_and_computes_what_the_reference_does(kind, tmp_path):
-    if "TENSORRT_HOME" not in os.environ:
-        pytest.skip("needs TENSORRT_HOME")
-    tiny_checkpoint(kind, tmp_path / "hf")
-    build_engine(tmp_path / "hf", tmp_path / "engine", backend="reference", dtype="float16", device="cuda")
-    command = [sys.executable, "-m", "pensieve.builder.tensorrt.compile", str(tmp_path / "engine")]
+@pytest.fixture(params=["llama", "qwen3", "opt"])
+def engine(request, tmp_path):
+    """A compiled engine of a tiny model."""
+    tiny_checkpoint(request.param, tmp_path / "hf")
+    path = tmp_path / "engine"
+    build_engine(tmp_path / "hf", path, backend="reference", dtype="float16", device="cuda")
+    command = [sys.executable, "-m", "pensieve.builder.tensorrt.compile", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "compiled" in json.loads(done.stdout.splitlines()[-1]), done.stderr
+    return path
+
+
+def test_an_engine_computes_what_the_reference_does(engine):
+    assert (engine / PLAN).exists()  # the compiler has compared them
+
+
+def loaded_library(name):
+    """The path of a shared library of this process."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return Path(next(line.split()[-1] for line in lines if name in line))
+
+
+def write(path, tensor):
+    path.write_bytes(tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+
+
+class Dumped:
+    """A step of one batch: run here, and written for the program."""
+
+    def __init__(self, engine, folder):
+        from pensieve.builder.tensorrt.network import layer_inputs
+        from pensieve.builder.tensorrt.package import load_decoder, norms_of
+        from pensieve.plugins.attention.kernel import make_work_list
+        from pensieve.plugins.attention.work_list import Capacity
+        from pensieve.plugins.tensorrt.kernels import write_kernels
+
+        manifest = Manifest.read(engine)
+        config, weights = manifest.decoder, engine_weights(engine, manifest, rank=0)
+        decoder, shard = load_decoder(engine / PLAN, config, weights), Shard(config)
+        given = random_batches(config, "cuda")[3]
+        slots = int(given.block_table.max()) + 1
+        pool = torch.randn(slots, config.layers, 2, shard.kv_heads, CHUNK, config.head_dim, dtype=torch.float16).cuda()
+        capacity = Capacity(len(given.slots), len(given.segments), MOST_CONTEXT)
+        work = make_work_list(capacity, shard.heads, shard.kv_heads, config.head_dim, torch.float16)
+        handle = register_pool(pool, work=work)
+        try:
+            batch = Batch(decoder.rotary(given.positions), *given[2:5], handle)
+            x = torch.randn(len(given.slots), config.hidden_size, dtype=torch.float16, device="cuda")
+            work.build(given.segments)
+            memory = {name: getattr(work, name) for name in ("partial", "lse", "counters", "covered")}
+            for kind in range(len(work.tiles)):
+                memory |= {f"items{kind}": work.items[kind], f"arrivals{kind}": work.arrivals[kind]}
+            inputs = {"x": x, "slots": given.slots, "block_table": given.block_table}
+            dims = config.rotary.dims if config.rotary else 0
+            if dims:
+                inputs["rotary"] = batch.rotary
+            for name, tensor in (inputs | memory | {"pool": pool}).items():
+                write(folder / f"{name}.bin", tensor)
+            for layer in range(config.layers):
+                own = layer_inputs(config, weights, layer)
+                for name, tensor in own.items():
+                    write(folder / f"{layer}.{name}.bin", tensor)
+            (folder / "kernels").mkdir()
+            write_kernels(folder / "kernels", pool, work, dims, norms_of(config))
+            shutil.copy(engine / PLAN, folder / "plan")
+            shapes = [f"input {name} {x.dim()} {' '.join(map(str, x.shape))}" for name, x in inputs.items()]
+            lines = [f"layers {config.layers}", f"longest {work.longest}", f"weights {' '.join(own)}",
+                     f"memory pool {' '.join(memory)}", *shapes]  # fmt: skip
+            (folder / "step.txt").write_text("\n".join(lines) + "\n")
+            with torch.inference_mode():
+                self.y = decoder.layers[0](x.clone(), None, batch)[0].cpu()
+            self.pool = pool.cpu()
+        finally:
+            release_pool(handle)
+
+
+@pytest.mark.parametrize("checker", [(), SANITIZER], ids=["alone", "compute-sanitizer"])
+def test_a_program_without_python_runs_the_plan(checker, engine, tmp_path):
+    if checker and shutil.which(checker[0]) is None:
+        pytest.skip("needs compute-sanitizer")
+    from pensieve.plugins.tensorrt.library import compile_library, cuda_headers
+
+    folder = tmp_path / "step"
+    folder.mkdir()
+    dumped = Dumped(engine, folder)
+    home = Path(os.environ["TENSORRT_HOME"])
+    library = compile_library(home / "include", max((home / "lib").glob("libnvinfer.so*")))
+    program = tmp_path / "without_python"
+    command = ["g++", "-std=c++17", f"-isystem{cuda_headers()}", str(PROGRAM), str(library),
+               str(loaded_library("/libcuda.so")), f"-Wl,-rpath,{library.parent}", "-Wl,--allow-shlib-undefined",
+               "-o", str(program)]  # fmt: skip
+    subprocess.run(command, check=True)
+    paths = [str(loaded_library(name).parent) for name in ("/libcublas.so", "/libcuda.so")]
+    environment = os.environ | {"LD_LIBRARY_PATH": os.pathsep.join(paths)}
+    done = subprocess.run([*checker, str(program), str(folder)], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    y = torch.frombuffer(bytearray((folder / "y.bin").read_bytes()), dtype=torch.float16).view(dumped.y.shape)
+    pool = torch.frombuffer(bytearray((folder / "pool.out.bin").read_bytes()), dtype=torch.float16)
+    torch.testing.assert_close(y, dumped.y, rtol=0, atol=0)
+    torch.testing.assert_close(pool, dumped.pool.flatten(), rtol=0, atol=0, equal_nan=True)

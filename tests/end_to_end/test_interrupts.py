@@ -34,7 +34,6 @@ class Command:
             stdout=subprocess.DEVNULL,
             text=True,
             start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # it is ignored in the background
         )
         self.lines = []
         self._reader = threading.Thread(target=self._read, daemon=True)

@@ -1,6 +1,7 @@
 """Batches of the engine benchmarks, and on a GPU that neither weights nor pool are ever there twice."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -93,6 +94,12 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert bench_engine.main(["gpu", "--shapes", "small", "--backends", "reference"]) == 0
     *_, row, last = capsys.readouterr().out.splitlines()
     assert row.startswith("| small | reference, bfloat16, same |") and json.loads(last)["rows"][0]["shape"] == "small"
+
+
+def test_a_generation_beyond_the_pool_is_refused():
+    engine = SimpleNamespace(chunk_bytes=lambda tokens: 2**20 * tokens)  # 640 chunks in the pool
+    with pytest.raises(SettingError, match=r"^--generation: 640x33 has more KV than the pool of 20 GiB holds"):
+        bench_engine.run(engine, [(640, 32), (640, 33)], 0)
 
 
 @pytest.mark.parametrize("text", ["64", "x32", "0x32", "64x", "axb"])
