@@ -23,10 +23,10 @@ from ...scheduler.types import SettingError
 from ..checkpoints.config import DecoderConfig, Shard
 
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int32: 3}  # `PensieveType`
-LAYERS = ("add", "multiply", "divide", "sqrt", "erf", "relu", "sigmoid", "tanh", "mean", "cast", "reshape")
+LAYERS = ("add", "multiply", "divide", "sqrt", "erf", "sigmoid", "tanh", "mean", "cast", "reshape")
 """By `PensieveLayer`."""
-WRITE_KV, ATTENTION, PRODUCT, NORM = range(4)  # `Operation`
-PLUGINS = ("PensieveWriteKv", "PensieveAttention", "PensieveProduct", "PensieveNorm")
+WRITE_KV, ATTENTION, PRODUCT, NORM, SILU_GATE = range(5)  # `Operation`
+PLUGINS = ("PensieveWriteKv", "PensieveAttention", "PensieveProduct", "PensieveNorm", "PensieveSiluGate")
 ANY = -1  # a size known at run time
 
 
@@ -49,9 +49,10 @@ class Attributes(NamedTuple):
     head_dim: int = 0
     rotary_dims: int = 0
     outputs: int = 0
+    biased: int = 0
+    relu: int = 0
     added: int = 0
     weighted: int = 0
-    biased: int = 0
 
 
 class Operations:
@@ -109,8 +110,6 @@ class Operations:
 
     def _activated(self, x: Value, name: str) -> Value:
         match name:
-            case "relu":
-                return self._layer("relu", x)
             case "silu":
                 return self.multiply(x, self._layer("sigmoid", x))
             case "gelu":
@@ -156,12 +155,12 @@ class Operations:
 def layer_inputs(config: DecoderConfig, weights: Mapping[str, Tensor], layer: int) -> dict[str, Tensor]:
     """A layer's weights as the network takes them: matrices [out, in], vectors [1, size].
 
-    A gated MLP has its two projections apart. The norms of q and k are one weight [1, heads, head_dim] for the heads of
-    q, k and v: ones for v.
+    A gated MLP without `silu_gate` has its two projections apart. The norms of q and k are one weight
+    [1, heads, head_dim] for the heads of q, k and v: ones for v.
     """
     prefix = f"layers.{layer}."
     own = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
-    if config.gated:
+    if config.gated and config.activation != "silu":
         for kind in ("weight", "bias"):
             if f"mlp.up.{kind}" in own:
                 own[f"mlp.gate.{kind}"], own[f"mlp.up.{kind}"] = own[f"mlp.up.{kind}"].chunk(2)
@@ -234,13 +233,20 @@ class LayerNetwork:
 
     def _mlp(self, x: Value) -> Value:
         ops, activation = self._ops, self._config.activation
+        if activation == "relu":
+            return self._linear(self._linear(x, "mlp.up", relu=True), "mlp.down")
+        if self._config.gated and activation == "silu":
+            both = self._linear(x, "mlp.up")
+            [x] = ops.plugin(Attributes(SILU_GATE, self._type, outputs=self._outputs["mlp.up.weight"] // 2), both)
+            return self._linear(x, "mlp.down")
         if self._config.gated:
             gate, up = self._linear(x, "mlp.gate"), self._linear(x, "mlp.up")
             return self._linear(ops.multiply(ops.activate(gate, activation), up), "mlp.down")
         return self._linear(ops.activate(self._linear(x, "mlp.up"), activation), "mlp.down")
 
-    def _linear(self, x: Value, name: str) -> Value:
-        attributes = Attributes(PRODUCT, self._type, outputs=self._outputs[f"{name}.weight"])
-        [x] = self._ops.plugin(attributes, x, self._weights[f"{name}.weight"])
-        bias = self._weights.get(f"{name}.bias")
-        return x if bias is None else self._ops.add(x, bias)
+    def _linear(self, x: Value, name: str, relu: bool = False) -> Value:
+        inputs = [self._weights[f"{name}.{kind}"] for kind in ("weight", "bias") if f"{name}.{kind}" in self._weights]
+        size = self._outputs[f"{name}.weight"]
+        attributes = Attributes(PRODUCT, self._type, outputs=size, biased=len(inputs) - 1, relu=relu)
+        [x] = self._ops.plugin(attributes, x, *inputs)
+        return x

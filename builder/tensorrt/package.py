@@ -16,7 +16,7 @@ from ...plugins.attention.work_list import WorkList
 from ...plugins.tensorrt.kernels import Norms, write_kernels
 from ...plugins.tensorrt.library import Library, Step, load_library, sizes
 from ...plugins.torch_ops import KVPool, pool_of
-from ..checkpoints.config import DecoderConfig
+from ..checkpoints.config import DecoderConfig, Shard
 from ..model import Batch, Decoder
 from .network import layer_inputs
 
@@ -143,11 +143,13 @@ def _free(library: Library, contexts: list[int], engine: int) -> None:
     library.call("engine_free", engine)
 
 
-def norms_of(config: DecoderConfig) -> Norms:
-    """The two of each layer."""
+def kernel_sizes(config: DecoderConfig) -> tuple[int, Norms, int]:
+    """(rotary_dims, norms, silu_width) of `write_kernels`."""
     rms = config.norm == "rms"
     weighted = rms or config.norm_affine
-    return Norms(config.hidden_size, config.norm_eps, rms, weighted, weighted and not rms)
+    norms = Norms(config.hidden_size, config.norm_eps, rms, weighted, weighted and not rms)
+    gated = config.gated and config.activation == "silu"
+    return config.rotary.dims if config.rotary else 0, norms, Shard(config).mlp_size if gated else 0
 
 
 class _Kernels:
@@ -157,9 +159,7 @@ class _Kernels:
         assert kv.work is not None  # by register_pool
         self._library, self._work = library, kv.work
         with tempfile.TemporaryDirectory() as folder:
-            write_kernels(
-                Path(folder), kv.tensor, kv.work, config.rotary.dims if config.rotary else 0, norms_of(config)
-            )
+            write_kernels(Path(folder), kv.tensor, kv.work, *kernel_sizes(config))
             self._kernels = library.make("load_kernels", folder.encode())
         _when_gone(self, library.call, "unload_kernels", self._kernels)
         self._step = step_of(kv.tensor, kv.work, [kv.events.get(layer, 0) for layer in range(config.layers)])

@@ -70,10 +70,16 @@ def silu_gate(x: Tensor) -> Tensor:
     tokens, width = x.shape[0], x.shape[1] // 2
     out = torch.empty((tokens, width), dtype=x.dtype, device=x.device)
     if tokens:
-        block = min(triton.next_power_of_2(width), 1024)
-        grid = (min(tokens, MOST_PROGRAMS), triton.cdiv(width, block))
-        _silu_gate[grid](x, out, tokens, width, BLOCK=block, num_warps=4, enable_fp_fusion=False)
+        silu_gate_launch(x, out).run()
     return out
+
+
+def silu_gate_launch(x: Tensor, out: Tensor) -> Launch:
+    """The launch of `silu_gate` of one token or more."""
+    tokens, width = out.shape
+    block = min(triton.next_power_of_2(width), 1024)
+    grid = (min(tokens, MOST_PROGRAMS), triton.cdiv(width, block))
+    return Launch(_silu_gate, grid, (x, out, tokens, width), dict(BLOCK=block, num_warps=4, enable_fp_fusion=False))
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -16,6 +16,7 @@ other backends, with all that the JIT assumes of its parameters. A folder holds 
                                       ALIGNED, 1 or 16. TYPE: pointer, i32, i64 or fp32
     norm KERNEL
     add_norm KERNEL
+    silu_gate KERNEL                  of models that have it
     write_kv KERNEL
     attend LEAST_ROWS KERNEL...       the launches, in order, of a step whose longest segment has so many rows (queries
                                       times heads of a group) or more. The lines are in descending order of LEAST_ROWS.
@@ -45,7 +46,7 @@ GIVEN = ("layer_offset", "tokens", "blocks", "count")
 
 
 class Norms(NamedTuple):
-    """What a layer's two norms are; `norm_reference.norm` says what they compute."""
+    """A layer's two norms; `norm_reference.norm` says what they compute."""
 
     size: int
     eps: float
@@ -54,11 +55,14 @@ class Norms(NamedTuple):
     biased: bool
 
 
-def write_kernels(folder: Path, pool: Tensor, work: WorkList, rotary_dims: int, norms: Norms) -> None:
+def write_kernels(
+    folder: Path, pool: Tensor, work: WorkList, rotary_dims: int, norms: Norms, silu_width: int = 0
+) -> None:
     """Compiles for the active GPU the launches of a layer on pools and work lists of these shapes.
 
     pool          `[slot, layers, 2, kv_heads, chunk_tokens, head_dim]`, of the type of the layer's values
     rotary_dims   of `write_kv`; 0 without rotary
+    silu_width    of the result of `silu_gate`; 0 without
     InvariantError if a kernel needs something that the library does not give it.
     """
     _, layers, _, kv_heads, _, head_dim = pool.shape
@@ -67,6 +71,10 @@ def write_kernels(folder: Path, pool: Tensor, work: WorkList, rotary_dims: int, 
     batch = _ExampleBatch(pool, work, rotary_dims)
     norm, add_norm = (kernels.add(one, "rows", one.settings["ROWS"]) for one in _norm_launches(pool, norms))
     write_kv = kernels.add(batch.write_kv(), "tokens", 1)
+    gate = []
+    if silu_width:
+        launch = norm_kernel.silu_gate_launch(pool.new_empty(1, 2 * silu_width), pool.new_empty(1, silu_width))
+        gate.append(f"silu_gate {kernels.add(launch, 'tokens', 1)}")
     attend = []
     for classes in reversed(range(1, len(work.tiles) + 1)):
         least_rows = work.tiles[classes - 2].rows + 1 if classes > 1 else 0
@@ -79,6 +87,7 @@ def write_kernels(folder: Path, pool: Tensor, work: WorkList, rotary_dims: int, 
         f"norm {norm}",
         f"add_norm {add_norm}",
         f"write_kv {write_kv}",
+        *gate,
         *attend,
     ]
     (folder / DESCRIPTION).write_text("".join(f"{line}\n" for line in lines))

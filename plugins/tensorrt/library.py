@@ -23,6 +23,8 @@ OPTIONS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-Wal
            "-Wno-deprecated-declarations")  # fmt: skip
 MOST_CLASSES = 3
 LEVELS = (logging.CRITICAL, logging.ERROR, logging.WARNING, logging.INFO, logging.DEBUG)  # of TensorRT's severities
+CALLS_OF_ITS_OWN = b"ICudaEngine::getProfileDimensions"
+"""TensorRT 8.5 warns of its own calls whenever a profile other than the first is given a shape."""
 log = logging.getLogger(__name__)
 
 
@@ -113,7 +115,7 @@ class Library:
 
 
 def _hear(severity: int, text: bytes) -> None:
-    if severity <= 2:
+    if severity <= 2 and CALLS_OF_ITS_OWN not in text:
         log.log(LEVELS[severity], "TensorRT: %s", text.decode(errors="replace"))
 
 

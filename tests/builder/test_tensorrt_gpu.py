@@ -61,7 +61,7 @@ class Dumped:
 
     def __init__(self, engine, folder):
         from pensieve.builder.tensorrt.network import layer_inputs
-        from pensieve.builder.tensorrt.package import load_decoder, norms_of
+        from pensieve.builder.tensorrt.package import kernel_sizes, load_decoder
         from pensieve.plugins.attention.kernel import make_work_list
         from pensieve.plugins.attention.work_list import Capacity
         from pensieve.plugins.tensorrt.kernels import write_kernels
@@ -83,8 +83,7 @@ class Dumped:
             for kind in range(len(work.tiles)):
                 memory |= {f"items{kind}": work.items[kind], f"arrivals{kind}": work.arrivals[kind]}
             inputs = {"x": x, "slots": given.slots, "block_table": given.block_table}
-            dims = config.rotary.dims if config.rotary else 0
-            if dims:
+            if config.rotary:
                 inputs["rotary"] = batch.rotary
             for name, tensor in (inputs | memory | {"pool": pool}).items():
                 write(folder / f"{name}.bin", tensor)
@@ -93,7 +92,7 @@ class Dumped:
                 for name, tensor in own.items():
                     write(folder / f"{layer}.{name}.bin", tensor)
             (folder / "kernels").mkdir()
-            write_kernels(folder / "kernels", pool, work, dims, norms_of(config))
+            write_kernels(folder / "kernels", pool, work, *kernel_sizes(config))
             shutil.copy(engine / PLAN, folder / "plan")
             shapes = [f"input {name} {x.dim()} {' '.join(map(str, x.shape))}" for name, x in inputs.items()]
             lines = [f"layers {config.layers}", f"longest {work.longest}", f"weights {' '.join(own)}",

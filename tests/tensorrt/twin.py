@@ -20,12 +20,13 @@ from pensieve.builder.tensorrt.network import (
     NORM,
     PLUGINS,
     PRODUCT,
+    SILU_GATE,
     TYPES,
     WRITE_KV,
     Attributes,
 )
 from pensieve.plugins.attention.reference import multi_token_attention, write_kv
-from pensieve.plugins.linear.norm_reference import norm
+from pensieve.plugins.linear.norm_reference import norm, silu_gate
 
 OF_NUMBERS = {number: dtype for dtype, number in TYPES.items()}
 COMPUTE: dict[str, Callable[..., Tensor]] = {
@@ -34,7 +35,6 @@ COMPUTE: dict[str, Callable[..., Tensor]] = {
     "divide": torch.div,
     "sqrt": torch.sqrt,
     "erf": torch.erf,
-    "relu": torch.relu,
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
     "mean": lambda x: x.mean(-1, keepdim=True),
@@ -54,7 +54,7 @@ FREE = (
 )
 """Functions whose first argument is not an object that there is one of here."""
 
-OF_FLOATS = ("divide", "sqrt", "erf", "relu", "sigmoid", "tanh", "mean")
+OF_FLOATS = ("divide", "sqrt", "erf", "sigmoid", "tanh", "mean")
 
 
 def values_at(address: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
@@ -243,8 +243,8 @@ class TwinLibrary:
 
     def _plugin(self, name: bytes, plugin: bytes, attributes: bytes, size: int, count: int, inputs: Any) -> int:
         """`Plugin` of native/plugin.cpp."""
-        assert len(attributes) == size == 40
-        a = Attributes(*struct.unpack("10i", attributes))
+        assert len(attributes) == size == 44
+        a = Attributes(*struct.unpack("11i", attributes))
         assert plugin.decode() == PLUGINS[a.operation]
         chosen = list(inputs)
         assert len(chosen) == count
@@ -268,9 +268,13 @@ class TwinLibrary:
             )
 
         def multiplied(batch: Batch, values: list[Tensor]) -> Tensor:
-            x, weight = (values[i] for i in chosen)
-            assert len(weight) == a.outputs
-            return x @ weight.T
+            x, weight, *bias = (values[i] for i in chosen)
+            assert len(weight) == a.outputs and len(bias) == a.biased
+            y = torch.nn.functional.linear(x, weight, bias[0].view(-1) if bias else None)
+            return y.relu() if a.relu else y
+
+        def gated(batch: Batch, values: list[Tensor]) -> Tensor:
+            return silu_gate(values[chosen[0]])
 
         def summed(batch: Batch, values: list[Tensor]) -> Tensor:
             return values[chosen[0]] + values[chosen[1]] if a.added else values[chosen[0]]
@@ -280,14 +284,14 @@ class TwinLibrary:
             return norm(summed(batch, values), weight, bias, *self.norms)
 
         given = a.weighted + a.biased
-        of_values = [dtype] * (count - 1)
         computes, expected = {
             WRITE_KV: (written, [torch.float32] * bool(rotary_dims) + [torch.int32]),
             ATTENTION: (attended, [torch.int32]),
-            PRODUCT: (multiplied, of_values),
-            NORM: (normed, of_values),
+            PRODUCT: (multiplied, [dtype] * (1 + a.biased)),
+            NORM: (normed, [dtype] * (a.added + given)),
+            SILU_GATE: (gated, []),
         }[a.operation]
-        assert kinds == expected and count == (1 + a.added + given if a.operation == NORM else count)
+        assert kinds == expected
         number = self._add(name, dtype, 2, computes)
         if a.added:
             self._add(name + b".sum", dtype, 2, summed)

@@ -147,7 +147,6 @@ struct PensieveNetwork {
       case PENSIEVE_DIVIDE: return two(ElementWiseOperation::kDIV);
       case PENSIEVE_SQRT: return one(UnaryOperation::kSQRT);
       case PENSIEVE_ERF: return one(UnaryOperation::kERF);
-      case PENSIEVE_RELU: return active(ActivationType::kRELU);
       case PENSIEVE_SIGMOID: return active(ActivationType::kSIGMOID);
       case PENSIEVE_TANH: return active(ActivationType::kTANH);
       case PENSIEVE_MEAN: {

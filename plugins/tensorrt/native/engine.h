@@ -13,7 +13,7 @@ enum PensieveType { PENSIEVE_FLOAT32, PENSIEVE_FLOAT16, PENSIEVE_BFLOAT16, PENSI
 // Of pensieve_layer. Its numbers, where it has any:
 enum PensieveLayer {
   PENSIEVE_ADD, PENSIEVE_MULTIPLY, PENSIEVE_DIVIDE,  // of two tensors of one rank
-  PENSIEVE_SQRT, PENSIEVE_ERF, PENSIEVE_RELU, PENSIEVE_SIGMOID, PENSIEVE_TANH,
+  PENSIEVE_SQRT, PENSIEVE_ERF, PENSIEVE_SIGMOID, PENSIEVE_TANH,
   PENSIEVE_MEAN,       // over the last dimension, which is kept
   PENSIEVE_CAST,
   PENSIEVE_RESHAPE,    // numbers: the new shape, one of them -1 at most

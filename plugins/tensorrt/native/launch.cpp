@@ -46,8 +46,8 @@ void check(CUresult result, std::string const& what) {
 }
 
 // What a launch is given, by the names of the kernels' parameters.
-enum Given { X, Y, WEIGHT, BIAS, NORMED, TOTAL, COUNT, Q, K, V, ROTARY, SLOTS, POOL, ROTATED, O, PARTIAL, LSE, BLOCK_TABLE, ITEMS, ARRIVALS, COUNTERS, COVERED, LAYER_OFFSET, TOKENS, BLOCKS, GIVEN };
-std::array<char const*, GIVEN> const NAMES{"x", "y", "weight", "bias", "normed", "total", "count", "q", "k", "v", "rotary", "slots", "pool", "rotated", "o", "partial", "lse", "block_table", "items", "arrivals", "counters", "covered", "layer_offset", "tokens", "blocks"};
+enum Given { X, Y, WEIGHT, BIAS, NORMED, TOTAL, OUT, COUNT, Q, K, V, ROTARY, SLOTS, POOL, ROTATED, O, PARTIAL, LSE, BLOCK_TABLE, ITEMS, ARRIVALS, COUNTERS, COVERED, LAYER_OFFSET, TOKENS, BLOCKS, GIVEN };
+std::array<char const*, GIVEN> const NAMES{"x", "y", "weight", "bias", "normed", "total", "out", "count", "q", "k", "v", "rotary", "slots", "pool", "rotated", "o", "partial", "lse", "block_table", "items", "arrivals", "counters", "covered", "layer_offset", "tokens", "blocks"};
 using Values = std::array<uint64_t, GIVEN>;
 
 uint64_t address(void const* pointer) { return reinterpret_cast<uint64_t>(pointer); }
@@ -78,7 +78,7 @@ std::string content(std::string const& path) {
 struct PensieveKernels {
   std::vector<Kernel> kernels;
   std::vector<std::pair<long, std::vector<size_t>>> attend;  // from the most rows to the fewest
-  size_t norm = 0, add_norm = 0, write_kv = 0;
+  size_t norm = 0, add_norm = 0, silu_gate = 0, write_kv = 0;
   long layers = 0, layer_stride = 0, heads = 0, kv_heads = 0, head_dim = 0, item_bytes = 0, rotary_dims = 0;
 
   explicit PensieveKernels(std::string const& folder) {
@@ -122,6 +122,8 @@ struct PensieveKernels {
       words >> norm;
     } else if (what == "add_norm") {
       words >> add_norm;
+    } else if (what == "silu_gate") {
+      words >> silu_gate;
     } else if (what == "write_kv") {
       words >> write_kv;
     } else if (what == "attend") {
@@ -235,6 +237,16 @@ API int pensieve_norm(PensieveKernels* kernels, int tokens, void const* x, void 
     v[TOTAL] = address(total);
     v[COUNT] = v[TOKENS] = static_cast<uint64_t>(tokens);
     kernels->launch(kernels->kernels.at(y ? kernels->add_norm : kernels->norm), v, static_cast<CUstream>(stream));
+  });
+}
+
+API int pensieve_silu_gate(PensieveKernels* kernels, int tokens, void const* x, void* out, void* stream) {
+  return guarded([&] {
+    Values v{};
+    v[X] = address(x);
+    v[OUT] = address(out);
+    v[TOKENS] = static_cast<uint64_t>(tokens);
+    kernels->launch(kernels->kernels.at(kernels->silu_gate), v, static_cast<CUstream>(stream));
   });
 }
 

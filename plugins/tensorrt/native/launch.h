@@ -34,6 +34,9 @@ int pensieve_write_kv(struct PensieveKernels* kernels, struct PensieveStep const
 int pensieve_norm(struct PensieveKernels* kernels, int tokens, void const* x, void const* y, void const* weight,
                   void const* bias, void* normed, void* total, void* stream);
 
+// silu of the left half of x [tokens, 2 width] times the right half, into out [tokens, width]. Returns as pensieve_write_kv.
+int pensieve_silu_gate(struct PensieveKernels* kernels, int tokens, void const* x, void* out, void* stream);
+
 // Attention of q [tokens, heads head_dim] over the layer, as the step's list says, into o of the same shape.
 // block_table [seats, blocks] int32. Returns as pensieve_write_kv.
 int pensieve_attend(struct PensieveKernels* kernels, struct PensieveStep const* step, int layer, int tokens, int blocks,

@@ -2,7 +2,8 @@
 //
 //   PensieveWriteKv   qkv [T, (heads + 2 kv_heads) head_dim], rotary [T, R] float32 where R > 0, slots [T] -> [T, heads head_dim]
 //   PensieveAttention q [T, heads head_dim], block_table [seats, blocks] -> [T, heads head_dim]
-//   PensieveProduct   x [T, inputs], weight [outputs, inputs] -> [T, outputs]
+//   PensieveProduct   x [T, inputs], weight [outputs, inputs], bias [1, outputs] where there is one -> [T, outputs]
+//   PensieveSiluGate  x [T, 2 outputs] -> [T, outputs]
 //   PensieveNorm      x [T, size], y [T, size] where it is added, weight [1, size], bias [1, size] where there are
 //                     -> norm of x or of x + y; where y is added, x + y too
 //
@@ -25,15 +26,17 @@ thread_local PensieveKernels* kernels_of_thread = nullptr;
 thread_local PensieveStep const* step_of_thread = nullptr;
 thread_local int layer_of_thread = 0;
 
-enum Operation : int32_t { WRITE_KV, ATTENTION, PRODUCT, NORM };
-char const* const NAMES[] = {"PensieveWriteKv", "PensieveAttention", "PensieveProduct", "PensieveNorm"};
+enum Operation : int32_t { WRITE_KV, ATTENTION, PRODUCT, NORM, SILU_GATE };
+char const* const NAMES[] = {"PensieveWriteKv", "PensieveAttention", "PensieveProduct", "PensieveNorm", "PensieveSiluGate"};
 char const* const VERSION = "1";
 
 struct Attributes {
   int32_t operation, type;                        // type: PensieveType
   int32_t heads, kv_heads, head_dim, rotary_dims;  // of WRITE_KV and ATTENTION
-  int32_t outputs;                                // of PRODUCT
-  int32_t added, weighted, biased;                // of NORM: 1 or 0
+  int32_t outputs;                                // of PRODUCT and SILU_GATE
+  int32_t biased;                                 // of PRODUCT and NORM: 1 or 0
+  int32_t relu;                                   // of PRODUCT: 1 or 0
+  int32_t added, weighted;                        // of NORM: 1 or 0
 };
 
 // Of a PensieveType. A plugin takes one type only: TensorRT would enqueue it to compare several, without a step to work on.
@@ -55,12 +58,12 @@ class Plugin final : public IPluginV2DynamicExt {
   }
   DimsExprs getOutputDimensions(int32_t, DimsExprs const* in, int32_t, IExprBuilder& expressions) noexcept override {
     DimsExprs shape = in[0];
-    if (a.operation != NORM) shape.d[1] = expressions.constant(a.operation == PRODUCT ? a.outputs : a.heads * a.head_dim);
+    if (a.operation != NORM) shape.d[1] = expressions.constant(a.outputs ? a.outputs : a.heads * a.head_dim);
     return shape;
   }
   bool supportsFormatCombination(int32_t place, PluginTensorDesc const* all, int32_t inputs, int32_t) noexcept override {
     if (all[place].format != TensorFormat::kLINEAR) return false;
-    bool const values = place == 0 || place >= inputs || a.operation == PRODUCT || a.operation == NORM;
+    bool const values = place == 0 || place >= inputs || a.operation >= PRODUCT;
     if (values) return all[place].type == type_of(a.type);
     bool const rotary = a.operation == WRITE_KV && a.rotary_dims > 0 && place == 1;
     return all[place].type == (rotary ? DataType::kFLOAT : DataType::kINT32);
@@ -84,7 +87,8 @@ class Plugin final : public IPluginV2DynamicExt {
         int32_t const blocks = static_cast<int32_t>(described[1].dims.d[1]);
         return pensieve_attend(kernels_of_thread, step_of_thread, layer_of_thread, tokens, blocks, in[0], in[1], out[0], stream);
       }
-      case PRODUCT: return pensieve_product(a.type, tokens, width, a.outputs, in[0], in[1], out[0], workspace, stream);
+      case PRODUCT: return pensieve_product(a.type, tokens, width, a.outputs, in[0], in[1], a.biased ? in[2] : nullptr, a.relu, out[0], workspace, stream);
+      case SILU_GATE: return pensieve_silu_gate(kernels_of_thread, tokens, in[0], out[0], stream);
       default: {
         void const* const* next = in + 1;
         void const* const y = a.added ? *next++ : nullptr;
@@ -139,7 +143,7 @@ class Creator final : public IPluginCreator {
   std::string space;
 };
 
-Creator creators[] = {Creator(WRITE_KV), Creator(ATTENTION), Creator(PRODUCT), Creator(NORM)};
+Creator creators[] = {Creator(WRITE_KV), Creator(ATTENTION), Creator(PRODUCT), Creator(NORM), Creator(SILU_GATE)};
 
 }  // namespace
 

@@ -1,22 +1,55 @@
-// Stands for cuBLAS where there is no GPU: it multiplies on the CPU, in float32 alone, and requires what the library promises.
-#include <cstdint>
+// Stands for cuBLASLt where there is no GPU: it multiplies on the CPU, in float32 alone, and requires what the library promises.
 #include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <map>
 
-static bool streamed = false, given_memory = false;
+struct Layout {
+  int type;
+  uint64_t rows, columns;
+  int64_t stride;
+};
+struct Description {
+  std::map<int, uint64_t> set;
+};
+static size_t workspace = 0;
+static int asked = 0;
 
 extern "C" {
-int cublasCreate_v2(void** handle) { *handle = &streamed; return 0; }
-int cublasSetStream_v2(void* handle, void* stream) { streamed = handle && stream; given_memory = false; return 0; }
-int cublasSetWorkspace_v2(void*, void* memory, size_t size) { given_memory = memory && size == 32 << 20; return 0; }
-// C [m, n] = op(A) op(B), column-major: here A is transposed, and alpha is 1, beta 0.
-int cublasGemmEx(void*, int of_a, int of_b, int m, int n, int k, void const* alpha, void const* a, int type_a, int lda, void const* b, int type_b, int ldb, void const* beta, void* c, int type_c, int ldc, int compute, int algorithm) {
-  bool const known = of_a == 1 && of_b == 0 && type_a == 0 && type_b == 0 && type_c == 0 && compute == 68 && algorithm == -1;
-  if (!known || !streamed || !given_memory || *static_cast<float const*>(alpha) != 1 || *static_cast<float const*>(beta) != 0) return 7;
-  for (int j = 0; j < n; j++)
-    for (int i = 0; i < m; i++) {
-      float sum = 0;
-      for (int p = 0; p < k; p++) sum += static_cast<float const*>(a)[p + i * lda] * static_cast<float const*>(b)[p + j * ldb];
-      static_cast<float*>(c)[i + j * ldc] = sum;
+int fake_asked() { return asked; }  // how often an algorithm was asked for
+int cublasLtCreate(void** handle) { *handle = &workspace; return 0; }
+int cublasLtMatmulDescCreate(Description** made, int compute, int scale) { *made = new Description; return compute == 68 && scale == 0 ? 0 : 7; }
+int cublasLtMatmulDescSetAttribute(Description* description, int attribute, void const* value, size_t size) {
+  std::memcpy(&description->set[attribute], value, size);
+  return 0;
+}
+int cublasLtMatrixLayoutCreate(Layout** made, int type, uint64_t rows, uint64_t columns, int64_t stride) {
+  *made = new Layout{type, rows, columns, stride};
+  return 0;
+}
+int cublasLtMatmulPreferenceCreate(void** made) { *made = &workspace; return 0; }
+int cublasLtMatmulPreferenceDestroy(void*) { return 0; }
+int cublasLtMatmulPreferenceSetAttribute(void*, int attribute, void const* value, size_t size) {
+  if (attribute == 1) std::memcpy(&workspace, value, size);
+  return 0;
+}
+int cublasLtMatmulAlgoGetHeuristic(void*, Description const*, Layout const* a, Layout const*, Layout const*, Layout const*, void*, int wanted, uint64_t* result, int* found) {
+  asked++;
+  *result = 77;
+  *found = a->type == 0 && wanted == 1 && workspace == 32 << 20;
+  return 0;
+}
+// D [m, n] = op(A) B, column-major: A is transposed, alpha is 1, beta 0.
+int cublasLtMatmul(void*, Description const* description, float const* alpha, float const* a, Layout const* of_a, float const* b, Layout const* of_b, float const* beta, float const*, Layout const*, float* d, Layout const* of_d, uint64_t const* algorithm, void* memory, size_t size, void* stream) {
+  auto const& set = description->set;
+  int const epilogue = static_cast<int>(set.at(7));
+  if (set.at(3) != 1 || *alpha != 1 || *beta != 0 || *algorithm != 77 || !memory || size != workspace || !stream) return 7;
+  float const* const bias = epilogue & 4 ? reinterpret_cast<float const*>(set.at(8)) : nullptr;
+  for (uint64_t j = 0; j < of_d->columns; j++)
+    for (uint64_t i = 0; i < of_d->rows; i++) {
+      float sum = bias ? bias[i] : 0;
+      for (uint64_t p = 0; p < of_a->rows; p++) sum += a[p + i * of_a->stride] * b[p + j * of_b->stride];
+      d[i + j * of_d->stride] = epilogue & 2 && sum < 0 ? 0 : sum;
     }
   return 0;
 }

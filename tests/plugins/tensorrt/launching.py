@@ -29,16 +29,25 @@ class Library:
     def __init__(self, folder: Path):
         compile_cpp(HERE / "fake_cuda.cpp", folder / "libcuda.so.1", "-Wl,-soname,libcuda.so.1", "-fvisibility=default")
         compile_cpp(
-            HERE / "fake_cublas.cpp", folder / "libcublas.so.13", "-Wl,-soname,libcublas.so.13", "-fvisibility=default"
+            HERE / "fake_cublas.cpp",
+            folder / "libcublasLt.so.13",
+            "-Wl,-soname,libcublasLt.so.13",
+            "-fvisibility=default",
         )
         compile_cpp(NATIVE / "launch.cpp", folder / "liblaunch.so", str(NATIVE / "product.cpp"))
-        self.cublas = ctypes.CDLL(str(folder / "libcublas.so.13"))
+        self.cublas = ctypes.CDLL(str(folder / "libcublasLt.so.13"))
         self.fake = ctypes.CDLL(str(folder / "libcuda.so.1"), ctypes.RTLD_GLOBAL)  # found by its name from here on
         self.fake.fake_record.restype = ctypes.c_char_p
         self.library = ctypes.CDLL(str(folder / "liblaunch.so"), ctypes.RTLD_GLOBAL)  # the plugins call it
         self.library.pensieve_load_kernels.restype = ctypes.c_void_p
         self.library.pensieve_error.restype = ctypes.c_char_p
         self.images: list[bytes] = []
+
+    def needs_fake_cublas(self) -> None:
+        """Skips the test if PyTorch has brought cuBLAS: the library takes the one that the process has."""
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        if any("libcublasLt" in line and not line.endswith(self.cublas._name) for line in maps):
+            pytest.skip("needs a PyTorch without cuBLAS")
 
     def load(self, folder: Path, refuse_cubins: bool = False, capturing: bool = False) -> ctypes.c_void_p:
         """Kernels of a folder. RuntimeError with the library's reason."""
@@ -69,9 +78,16 @@ class Library:
         if self.library.pensieve_norm(kernels, len(x), *pointers, ctypes.c_void_p(STREAM)):
             raise RuntimeError(self.error())
 
-    def product(self, kind, x, weight, y, workspace) -> None:
-        pointers = [ctypes.c_void_p(x.data_ptr()) for x in (x, weight, y, workspace)]
-        if self.library.pensieve_product(kind, *x.shape, len(weight), *pointers, ctypes.c_void_p(STREAM)):
+    def product(self, kind, x, weight, bias, relu, y, workspace) -> None:
+        pointers = [None if x is None else ctypes.c_void_p(x.data_ptr()) for x in (x, weight, bias, y, workspace)]
+        shape = (kind, *x.shape, len(weight))
+        given = (*shape, *pointers[:3], relu, *pointers[3:], ctypes.c_void_p(STREAM))
+        if self.library.pensieve_product(*given):
+            raise RuntimeError(self.error())
+
+    def silu_gate(self, kernels, x, out) -> None:
+        pointers = [ctypes.c_void_p(x.data_ptr()) for x in (x, out)]
+        if self.library.pensieve_silu_gate(kernels, len(x), *pointers, ctypes.c_void_p(STREAM)):
             raise RuntimeError(self.error())
 
     def attend(self, kernels, step, layer, q, block_table, o) -> None:

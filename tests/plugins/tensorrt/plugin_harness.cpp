@@ -30,7 +30,7 @@ __attribute__((visibility("default"))) int harness_enqueue(int32_t const* attrib
   for (int i = 0; i < inputs; i++) {
     described[i].dims.nbDims = static_cast<int32_t>(*shapes++);
     for (int j = 0; j < described[i].dims.nbDims; j++) described[i].dims.d[j] = static_cast<std::remove_reference_t<decltype(described[i].dims.d[j])>>(*shapes++);
-    bool const value = i == 0 || operation == PRODUCT || operation == NORM;
+    bool const value = i == 0 || operation >= PRODUCT;
     bool const angles = operation == WRITE_KV && inputs == 3 && i == 1;
     described[i].type = value ? type_of(type) : angles ? DataType::kFLOAT : DataType::kINT32;
     described[i].format = TensorFormat::kLINEAR;

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from pensieve.builder.tensorrt.network import ATTENTION, NORM, PRODUCT, WRITE_KV, Attributes
+from pensieve.builder.tensorrt.network import ATTENTION, NORM, PRODUCT, SILU_GATE, WRITE_KV, Attributes
 from pensieve.builder.tensorrt.package import step_of
 from pensieve.plugins.attention import kernel as attention_kernel
 from pensieve.plugins.attention import kv_write_kernel
@@ -51,13 +51,13 @@ def jit(monkeypatch):
 
 
 class Case:
-    def __init__(self, shape, folder):
+    def __init__(self, shape, folder, silu_width=0):
         self.heads, self.kv_heads, self.head_dim, chunk, self.dims, self.dtype, self.capacity = SHAPES[shape]
         self.pool = torch.zeros(2, LAYERS, 2, self.kv_heads, chunk, self.head_dim, dtype=self.dtype)
         self.norms = NORMS[shape]
         heads = (self.heads, self.kv_heads, self.head_dim, self.dtype)
         self.work = attention_kernel.make_work_list(self.capacity, *heads, "cpu")
-        ahead_of_time.write_kernels(folder, self.pool, self.work, self.dims, self.norms)
+        ahead_of_time.write_kernels(folder, self.pool, self.work, self.dims, self.norms, silu_width)
 
     def batch(self, tokens, blocks):
         qkv = torch.zeros(tokens, self.heads + 2 * self.kv_heads, self.head_dim, dtype=self.dtype)
@@ -115,12 +115,30 @@ def test_every_launch_of_a_norm_is_the_jits(shape, library, jit, tmp_path):
         assert_same(library.launched(), jit.take())
 
 
-def test_a_product_is_of_rows_and_transposed_weights(library):
-    x, weight, y = torch.randn(3, 5), torch.randn(7, 5), torch.empty(3, 7)
-    library.product(FLOAT32, x, weight, y, workspace=torch.empty(1))
-    torch.testing.assert_close(y, x @ weight.T)
-    with pytest.raises(RuntimeError, match="cuBLAS cannot multiply: status 7"):  # the fake has no float16
-        library.product(FLOAT16, x, weight, y, workspace=torch.empty(1))
+@pytest.mark.parametrize("width", [13824, 704])
+def test_every_launch_of_a_gate_is_the_jits(width, library, jit, tmp_path):
+    Case("llama", tmp_path, width)
+    kernels = library.load(tmp_path)
+    for tokens in (1, 3, 64, 4096):
+        jit.take()
+        x = torch.zeros(tokens, 2 * width, dtype=torch.bfloat16)
+        library.silu_gate(kernels, x, norm_kernel.silu_gate(x))
+        (ours,), (triton,) = library.launched(), jit.take()
+        assert ours.grid == triton.grid and ours.image == triton.image and ours.values[2:4] == triton.values[2:4]
+
+
+@pytest.mark.parametrize("relu", [0, 1])
+@pytest.mark.parametrize("bias", [None, torch.randn(7)], ids=["no bias", "bias"])
+def test_a_product_is_of_rows_and_transposed_weights(bias, relu, library):
+    x, weight, y, workspace = torch.randn(3, 5), torch.randn(7, 5), torch.empty(3, 7), torch.empty(1)
+    before = library.cublas.fake_asked()
+    for _ in range(2):  # the algorithm is asked for once
+        library.product(FLOAT32, x, weight, bias, relu, y, workspace)
+        exact = torch.nn.functional.linear(x, weight, bias)
+        torch.testing.assert_close(y, exact.relu() if relu else exact)
+    assert library.cublas.fake_asked() == before + 1
+    with pytest.raises(RuntimeError, match="cuBLAS has no algorithm for a product"):  # the fake has no float16
+        library.product(FLOAT16, x, weight, bias, relu, y, workspace)
 
 
 @pytest.fixture
@@ -189,7 +207,7 @@ def test_a_layer_beyond_the_pool_is_refused(small, library, tmp_path):
 def test_plugins_launch_the_same(shape, folder, library, jit, tmp_path):
     compile_cpp(HERE / "plugin_harness.cpp", tmp_path / "plugin.so", f"-isystem{folder}")
     plugins = ctypes.CDLL(str(tmp_path / "plugin.so"))
-    case = Case(shape, tmp_path)
+    case = Case(shape, tmp_path, silu_width=32)
     kernels = library.load(tmp_path)
     qkv, rotary, slots, block_table = case.batch(7, 9)
     q, o = (torch.zeros(7, case.heads, case.head_dim, dtype=case.dtype) for _ in range(2))
@@ -223,9 +241,13 @@ def test_plugins_launch_the_same(shape, folder, library, jit, tmp_path):
     library.norm(kernels, x, None, weight, bias, normed, None)
     library.norm(kernels, x, y, weight, bias, normed, total)
     assert through_plugins == library.launched() != []
-    a, b, c = torch.randn(3, 5), torch.randn(7, 5), torch.zeros(3, 7)
-    assert enqueue(Attributes(PRODUCT, FLOAT32, outputs=7), [a, b], c) == 0
-    torch.testing.assert_close(c, a @ b.T)
+    a, b, c, d = torch.randn(3, 5), torch.randn(7, 5), torch.randn(1, 7), torch.zeros(3, 7)
+    assert enqueue(Attributes(PRODUCT, FLOAT32, outputs=7, biased=1, relu=1), [a, b, c], d) == 0
+    torch.testing.assert_close(d, (a @ b.T + c).relu())
+    assert (
+        enqueue(Attributes(SILU_GATE, FLOAT16, outputs=32), [torch.zeros(7, 64).half()], torch.zeros(7, 32).half()) == 0
+    )
+    assert len(library.launched()) == 1
 
 
 @pytest.mark.parametrize("line, reason", [
