@@ -53,7 +53,6 @@ class Preset(NamedTuple):
     load        options of bench_serving; none: a trace is needed
     pensieve    its options for this load
     profile     Pensieve's costs are measured before it starts
-    vllm        the best of vLLM's configurations, see docs/measured/versus.md
     """
 
     shape: str
@@ -64,8 +63,10 @@ class Preset(NamedTuple):
     max_num_seqs: int
     pensieve: tuple[str, ...]
     profile: bool
-    vllm: str = "vllm-offload"
 
+
+BEST_VLLM = "vllm-simple-offload"
+"""Of both workloads, see docs/measured/versus.md."""
 
 PRESETS = {
     "chats": Preset(
@@ -87,7 +88,6 @@ PRESETS = {
         max_num_seqs=128,
         pensieve=("--max-num-batched-tokens", "2048"),
         profile=True,
-        vllm="vllm-simple-offload",
     ),
 }
 
@@ -108,7 +108,7 @@ def parser() -> argparse.ArgumentParser:
         "--servers",
         nargs="+",
         metavar="NAME[@RATES][:OPTIONS]",
-        help="(default: pensieve, and the workload's best vLLM)",
+        help=f"(default: pensieve {BEST_VLLM})",
     )
     option("--rates", type=float, nargs="+", metavar="R", help="conversations/s (default: the workload's)")
     option("--vllm", type=Path, metavar="PATH", help="a Python with vLLM, or a folder of packages (default: this one)")
@@ -176,7 +176,7 @@ class Versus:
         """SettingError before anything starts."""
         self._args, self._preset = args, (preset := PRESETS[args.workload])
         self._deadline = time.monotonic() + args.seconds
-        self._servers = [Server.read(text) for text in args.servers or ("pensieve", preset.vllm)]
+        self._servers = [Server.read(text) for text in args.servers or ("pensieve", BEST_VLLM)]
         kinds = {server.kind for server in self._servers}
         if not preset.load and args.trace is None:
             raise SettingError("--trace", f"{args.workload} need one: lengths, as callanjfox/kv-cache-tester has them")
