@@ -16,7 +16,7 @@ import math
 import random
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal, NamedTuple
 
 from ..config import SchedulerConfig
@@ -135,12 +135,16 @@ class _Life:
     replica     the replica that served its last turn, None before the first
     log         tokens of the conversation as its client knows them; None: no simulated replica has seen it
     prompt      of the turn that is being served
+    began       when its first token came
+    followers   turns on replicas that are not simulated; their replies begin with this one's
     """
 
     session: Session
     replica: tuple[int, int] | None = None
     log: array[int] | None = None
     prompt: array[int] | None = None
+    began: float = 0.0
+    followers: list[Open] = field(default_factory=list)
 
 
 class Cluster:
@@ -185,7 +189,8 @@ class Cluster:
         self._usage: list[Usage] = []
         self._ttft: list[float] = []
         self._per_token: list[float] = []
-        self._per_token_sum = 0.0
+        self._elsewhere: list[Open] = []  # turns on other replicas, before they follow a simulated one
+        self._generating_s, self._generated = 0.0, 0  # of all replies that have ended
         self._moved = self._retried = 0
 
     def run(self, until: float = math.inf) -> ClusterReport:
@@ -228,7 +233,7 @@ class Cluster:
             self._moved += 1
         life.replica = place
         if number >= self._simulated:
-            self._serve_elsewhere(now, turn, life)
+            self._serve_elsewhere(turn, life)
             return
         if life.prompt is None:
             life.prompt = self._prompt(turn, life)
@@ -236,6 +241,7 @@ class Cluster:
             self._retried += 1
             self._arrive(self._failed[number] + DETECTION_S, turn)
         else:
+            life.followers, self._elsewhere = life.followers + self._elsewhere, []
             self._replicas[number].receive(turn, life.prompt, now)
 
     def _prompt(self, turn: Open, life: _Life) -> array[int]:
@@ -245,12 +251,11 @@ class Cluster:
         known = (life.log or self._content.system(turn.session))[: step.history_tokens]
         return known + self._content.fresh(step.history_tokens - len(known) + step.input_tokens)
 
-    def _serve_elsewhere(self, now: float, turn: Open, life: _Life) -> None:
-        """Serves the turn on a replica that is not simulated: it takes the mean time of the measured requests."""
+    def _serve_elsewhere(self, turn: Open, life: _Life) -> None:
+        """Serves the turn on a replica that is not simulated. Its reply begins with that of the next request that a
+        simulated one receives."""
         life.prompt = None
-        tokens = turn.session.turns[turn.turn].output_tokens
-        per_token = self._per_token_sum / len(self._per_token) if self._per_token else self._cost.step(0, 1, 0)
-        self._next_turn(turn, now + tokens * per_token)
+        self._elsewhere.append(turn)
 
     def _next_turn(self, turn: Open, now: float) -> None:
         turns, following = turn.session.turns, turn.turn + 1
@@ -263,6 +268,12 @@ class Cluster:
     def _began(self, turn: Open, usage: Usage, now: float) -> None:
         """Corrects the usage: a replica knows only what it has computed itself, so tokens computed elsewhere are
         counted as recomputed."""
+        life = self._lives[turn.session.name]
+        life.began = now
+        per_token = self._generating_s / self._generated if self._generated else self._cost.step(0, 1, 0)
+        for other in life.followers:
+            self._next_turn(other, now + per_token * other.session.turns[other.turn].output_tokens)
+        life.followers = []
         if turn.arrival >= self._warm_up_s:
             known = turn.session.turns[turn.turn].history_tokens - 1  # a reply's last token has no KV yet
             again = max(usage.recomputed, min(known - usage.cached, usage.recomputed + usage.new), 0)
@@ -270,10 +281,10 @@ class Cluster:
             self._ttft.append(now - turn.arrival)
 
     def _ended(self, replica: Replica, turn: Open, now: float) -> None:
+        life, tokens = self._lives[turn.session.name], turn.session.turns[turn.turn].output_tokens
+        self._generating_s, self._generated = self._generating_s + now - life.began, self._generated + tokens
         if turn.arrival >= self._warm_up_s:
-            self._per_token.append((now - turn.arrival) / turn.session.turns[turn.turn].output_tokens)
-            self._per_token_sum += self._per_token[-1]
-        life = self._lives[turn.session.name]
+            self._per_token.append((now - turn.arrival) / tokens)
         life.prompt = None
         if len(turn.session.turns) > 1:
             life.log = replica.log(turn.session)
@@ -360,13 +371,13 @@ class Cluster:
         busy = [spent + self._replicas[number].busy_s for number, spent in enumerate(self._busy_s)]
         return ClusterReport(
             requests=len(self._per_token),
-            usage=Usage(*(sum(getattr(usage, field.name) for usage in self._usage) for field in fields(Usage))),
+            usage=Usage(*(sum(getattr(usage, each.name) for usage in self._usage) for each in fields(Usage))),
             moved=self._moved,
             retried=self._retried,
             ttft_p50=percentile(self._ttft, 0.50),
             ttft_p95=percentile(self._ttft, 0.95),
             ttft_p99=percentile(self._ttft, 0.99),
-            seconds_per_token=self._per_token_sum / len(self._per_token),
+            seconds_per_token=sum(self._per_token) / len(self._per_token),
             busiest=max(busy) * len(busy) / sum(busy),
         )
 

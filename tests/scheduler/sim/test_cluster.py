@@ -52,6 +52,15 @@ def test_a_system_prompt_is_known_of_sessions_that_replicas_not_simulated_have_s
     assert some == pytest.approx(every, abs=0.1)
 
 
+@pytest.mark.parametrize("routing", ["random", "least-loaded"])
+def test_a_part_of_an_overloaded_cluster_waits_as_long_as_the_whole(routing):
+    turns = SessionTurn(0, 8, 4), *(SessionTurn(12 * turn, 8, 4, 2.0) for turn in range(1, 4))
+    sessions = [Session(f"s{number}", number / 16, turns) for number in range(400)]
+    every, some = (Cluster(CONFIG, QUICK, sessions, 16, routing, simulated=n).run(240.0) for n in (None, 4))
+    assert some.ttft_p50 == pytest.approx(every.ttft_p50, rel=0.15) and every.ttft_p50 > 20
+    assert some.ttft_p95 == pytest.approx(every.ttft_p95, rel=0.15)
+
+
 def test_the_least_loaded_replica_takes_the_next_request():
     together = [Session(f"s{number}", 0.0, (SessionTurn(0, 8, 8),)) for number in range(3)]
     alone = simulate(CONFIG, COST, together[:1])
