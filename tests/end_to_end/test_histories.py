@@ -180,6 +180,7 @@ def kill(server):
     server.process.wait(30)
 
 
+@pytest.mark.slow
 def test_restarts_lose_nothing_double_nothing_and_change_no_reply(tmp_path, babbler, uninterrupted):
     """SIGTERM, then kill -9 twice, each in the middle of the turns and of their commits."""
     draw = random.Random(1)
@@ -205,6 +206,7 @@ def test_restarts_lose_nothing_double_nothing_and_change_no_reply(tmp_path, babb
     assert clients.replies == uninterrupted
 
 
+@pytest.mark.slow
 def test_what_is_computed_again_after_a_restart_is_not_new(tmp_path):
     """Without a disk: chats with the server's history, a fork's, the client's; completions by text and by ids."""
 

@@ -182,6 +182,7 @@ def test_sigterm_finishes_running_requests(tmp_path):
         assert server.process.wait(60) == 0
 
 
+@pytest.mark.slow
 def test_sigterm_ends_requests_that_outlast_the_grace(tmp_path):
     with Server(tmp_path, "--shutdown-timeout", 0.5) as server:
         answers = []

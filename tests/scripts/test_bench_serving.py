@@ -299,6 +299,7 @@ def test_a_server_that_refuses_is_told_before_the_run(capsys):
     assert "--url: a request gets HTTP 503" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_real_server_tells_its_sources(bench, tmp_path):
     with Server(tmp_path / "state") as server:
         for times in LONGER:

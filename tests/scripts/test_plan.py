@@ -47,6 +47,7 @@ def test_the_fullest_replica_has_no_more_than_it_can_serve(load):
     assert load * fullest_share(count) <= 1.0
 
 
+@pytest.mark.slow
 def test_more_load_needs_more_gpus_and_costs_more(capsys):
     few, many = rows(capsys, "--ms-per-token", "20", "--price", "3", "--host-price", "0.5")
     assert (few["load"], many["load"]) == (2, 40)
@@ -56,6 +57,7 @@ def test_more_load_needs_more_gpus_and_costs_more(capsys):
     assert many["cost_1000"] == pytest.approx(many["cost"] / 40 / 3.6)
 
 
+@pytest.mark.slow
 def test_a_margin_is_a_harder_target(capsys):
     asked = [("--ms-per-token", "20", "--margin", "0.4"), ("--ms-per-token", "12", "--margin", "0")]
     first, second = (rows(capsys, *options, "--load", "60") for options in asked)

@@ -120,6 +120,7 @@ def test_the_commands_that_a_run_calls_exist(options, tmp_path, monkeypatch, wor
     assert called and all(importlib.util.find_spec(f"pensieve.scripts.{name}") for name in called)
 
 
+@pytest.mark.slow
 def test_a_server_that_fails_keeps_no_other_and_nothing_is_left(options, tmp_path):
     servers = ["--servers", "vllm-offload:--no-memory", "vllm@5,9", "--rates", "7", "--measure-s", "1"]
     ended = subprocess.run([*RUN, *options, *servers], capture_output=True, text=True, timeout=300)
@@ -133,6 +134,7 @@ def test_a_server_that_fails_keeps_no_other_and_nothing_is_left(options, tmp_pat
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.slow
 def test_servers_end_with_the_command(options, tmp_path, number, status):
     words = [*RUN, *options, "--servers", "vllm", "--measure-s", "600"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
@@ -142,6 +144,7 @@ def test_servers_end_with_the_command(options, tmp_path, number, status):
     assert [alive(each["core"]) for each in started(tmp_path)] == [False]
 
 
+@pytest.mark.slow
 def test_what_there_is_no_time_for_is_said(options, tmp_path):
     words = [*options, "--servers", "vllm", "--rates", "2", "--measure-s", "60", "--seconds", "40"]
     ended = subprocess.run([*RUN, *words], capture_output=True, text=True, timeout=300)

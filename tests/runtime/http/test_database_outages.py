@@ -131,6 +131,7 @@ def test_a_commit_whose_answer_is_lost_is_repeated_and_stored_once(
     run(work())
 
 
+@pytest.mark.slow
 def test_a_database_that_hangs_is_given_up_and_found_again(
     serve: Any, database: PrivatePostgres, monkeypatch: pytest.MonkeyPatch
 ) -> None:

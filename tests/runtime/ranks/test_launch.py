@@ -98,6 +98,7 @@ def test_a_rank_knows_that_it_is_one(variable, monkeypatch):
         ("exec sleep 6", 0),  # it has none yet
     ],
 )
+@pytest.mark.slow
 def test_an_mpirun_that_outlives_its_ranks_is_killed(words, status, fake):
     fake.write_text(f"#!/bin/sh\n{words}\n")
     program = """
@@ -118,6 +119,7 @@ sys.exit(ranks_launch.run_ranks(2, []))
     assert ended.stderr == ("mpirun did not end, and ranks of it had: it was killed\n" if status == 1 else "")
 
 
+@pytest.mark.slow
 def test_an_mpirun_that_waits_for_its_output_to_be_read_is_not(fake):
     """It is full before the rank ends, and takes no more."""
     writes = "import os; os.write(1, bytes(1000)); os._exit(7)"  # itself: a child would be a rank

@@ -24,6 +24,7 @@ def profile(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_each_routing_has_a_measured_and_a_simulated_line(profile, capsys, monkeypatch):
     monkeypatch.setattr(cluster, "THINK_S", 0.01)
     with CompletionsServer() as one, CompletionsServer() as two:
