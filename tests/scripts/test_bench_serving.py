@@ -259,6 +259,7 @@ def test_the_largest_rate_is_found_by_halving(limit, said):
         assert said in found
 
 
+@pytest.mark.slow
 def test_a_search_stops_at_what_is_asked(bench):
     with CompletionsServer() as server:
         for times in LONGER:

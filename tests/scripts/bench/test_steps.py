@@ -77,6 +77,7 @@ def check_results(found):
     assert gaps["tokens_per_s"] > 0 and 0 <= gaps["late_launches"] <= 14
 
 
+@pytest.mark.slow
 def test_all_parts(directory, capsys):
     assert main(["--engine", str(directory), *SMALL]) == 0
     printed = capsys.readouterr().out

@@ -32,6 +32,7 @@ def engine(request, checkpoint, tmp_path):
     return str(tmp_path / "engine")
 
 
+@pytest.mark.slow
 def test_all_ways_agree(engine, capsys):
     assert reuse.main(["--engine", engine, *SMALL]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -47,6 +48,7 @@ def test_rows_whose_prompts_fill_their_chunks_leave_room_for_the_prompt(checkpoi
     assert "PASS" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_packed_kv_is_as_good(checkpoint, tmp_path, capsys):
     build_engine(checkpoint, tmp_path / "engine", dtype="bfloat16")
     assert reuse.main(["--engine", str(tmp_path / "engine"), *SMALL, "--lower-tier-kv", "packed"]) == 0
@@ -91,6 +93,7 @@ def test_a_larger_difference_than_allowed_fails(float32):
     assert tolerance == pytest.approx(1e-4) and failed == ["host", "partly", "suspended"]
 
 
+@pytest.mark.slow
 def test_kv_that_comes_back_wrong_is_found(checkpoint, tmp_path, capsys, monkeypatch):
     """The copies in leave a layer out."""
     copy = CpuDevice.copy

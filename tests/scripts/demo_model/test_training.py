@@ -109,6 +109,7 @@ def test_rows_have_their_length_and_begin_with_a_chat(chat_file, wordnet, monkey
     assert packed == [[5, 5, 5], [5, 5, 5], [5, corpus.separator, 6], [6, 6, 6]]
 
 
+@pytest.mark.slow
 def test_two_steps_of_training_write_both_checkpoints(chat_file, wordnet, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(data, "WRITTEN_CHATS", 40)
     common = f"--output {tmp_path} --wordnet {wordnet} --chats {chat_file} --steps 2 --eval-every 1"
