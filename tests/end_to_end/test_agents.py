@@ -147,6 +147,7 @@ def test_a_session_with_tools_loses_neither_prompts_nor_replies(agent):
                 assert session.found >= 250  # tools and the beginning of the system prompt, from another session
 
 
+@pytest.mark.slow
 def test_marked_kv_is_evicted_last(tmp_path):
     """Prompts that fill the cache twice over leave a marked one there, and evict another one."""
     cache = ("--gpu-kv-chunks", 40, "--host-kv-chunks", 0, "--max-model-len", 1024)

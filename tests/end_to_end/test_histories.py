@@ -240,6 +240,7 @@ def test_what_is_computed_again_after_a_restart_is_not_new(tmp_path):
             assert sources == [0, len(known), len(prompt) - len(known)], name
 
 
+@pytest.mark.slow
 def test_tenants_share_nothing_unless_they_say_so(tmp_path, babbler):
     prompt = [{"role": "user", "content": "The same long question of two tenants. " * 8}]
 

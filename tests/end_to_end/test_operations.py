@@ -156,6 +156,7 @@ def test_the_trace_can_be_viewed_while_the_server_runs(server):
         assert loop["wait", step][1] <= loop["apply", step][0] <= loop["apply", step][1] <= loop["send", step][0]
 
 
+@pytest.mark.slow
 def test_bad_grammars_of_one_key_do_not_delay_another_key(tmp_path):
     """Each of twelve is refused after a second of a processor. The other key's replies come while some of them wait."""
 
@@ -182,6 +183,7 @@ def test_bad_grammars_of_one_key_do_not_delay_another_key(tmp_path):
     assert set(refused) == {400} and len(refused) < 12
 
 
+@pytest.mark.slow
 def test_health_ends_with_sigterm_live_with_the_server_and_a_second_signal_ends_it_at_once(tmp_path):
     with Server(tmp_path, "--shutdown-timeout", 60) as server:
         answers = []

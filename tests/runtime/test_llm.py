@@ -161,6 +161,7 @@ def test_progress_is_told(llm, capsys):
     assert capsys.readouterr().err.endswith("2 of 2 prompts\n")
 
 
+@pytest.mark.slow
 def test_no_lane_outlives_python(cache):
     """With an LLM that is not closed; handlers run in the reverse order of their registration."""
     code = f"""

@@ -291,6 +291,7 @@ def test_a_long_body_is_refused(announced: bool) -> None:
     assert served.is_success
 
 
+@pytest.mark.slow
 def test_others_are_served_while_a_body_of_many_parts_is_read() -> None:
     parts = b",".join([b'{"type": "text", "text": ""}'] * 200_000)
     body = b'{"model": "other", "messages": [{"role": "user", "content": [' + parts + b"]}]}"

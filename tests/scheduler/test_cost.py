@@ -172,6 +172,7 @@ def test_the_mark_falls_as_the_pool_grows_and_is_a_setting_that_works():
         replace(POOL, swap_out_below=share)
 
 
+@pytest.mark.slow
 def test_the_proposed_mark_serves_as_quickly_as_a_higher_one():
     words = "--synthetic ultrachat --sessions 80 --sessions-per-s 4 --think-s 8 --eviction retention"
     words += " --gpu-kv-bytes 8GiB --host-kv-bytes 64GiB --max-num-seqs 64 --max-num-batched-tokens 1024"

@@ -122,6 +122,7 @@ def test_the_exit_status_counts_problems_only(
     assert told["problems"] == ["thing"] * status and told["findings"][0]["advice"] == "do this"
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pensieve.scripts.pensieve", "doctor", "--device", "cpu", "--json"]
     ran = subprocess.run([*command, "--state-dir", tmp_path], capture_output=True, text=True, timeout=300)

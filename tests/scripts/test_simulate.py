@@ -28,6 +28,7 @@ def json_lines(capsys):
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
+@pytest.mark.slow
 def test_one_json_line_for_each_policy_and_host_size(capsys):
     assert main([*SMALL, "--host-kv-bytes", "0,1GiB", "--json"]) == 0
     runs = json_lines(capsys)
