@@ -232,17 +232,15 @@ class LayerNetwork:
         return ops.reshape(x, ANY, heads * head_dim)
 
     def _mlp(self, x: Value) -> Value:
-        ops, activation = self._ops, self._config.activation
-        if activation == "relu":
-            return self._linear(self._linear(x, "mlp.up", relu=True), "mlp.down")
-        if self._config.gated and activation == "silu":
-            both = self._linear(x, "mlp.up")
-            [x] = ops.plugin(Attributes(SILU_GATE, self._type, outputs=self._outputs["mlp.up.weight"] // 2), both)
+        ops, activation, gated = self._ops, self._config.activation, self._config.gated
+        if gated and activation == "silu":
+            width = self._outputs["mlp.up.weight"] // 2
+            [x] = ops.plugin(Attributes(SILU_GATE, self._type, outputs=width), self._linear(x, "mlp.up"))
             return self._linear(x, "mlp.down")
-        if self._config.gated:
-            gate, up = self._linear(x, "mlp.gate"), self._linear(x, "mlp.up")
-            return self._linear(ops.multiply(ops.activate(gate, activation), up), "mlp.down")
-        return self._linear(ops.activate(self._linear(x, "mlp.up"), activation), "mlp.down")
+        active = self._linear(x, "mlp.gate" if gated else "mlp.up", relu=activation == "relu")
+        if activation != "relu":
+            active = ops.activate(active, activation)
+        return self._linear(ops.multiply(active, self._linear(x, "mlp.up")) if gated else active, "mlp.down")
 
     def _linear(self, x: Value, name: str, relu: bool = False) -> Value:
         inputs = [self._weights[f"{name}.{kind}"] for kind in ("weight", "bias") if f"{name}.{kind}" in self._weights]

@@ -31,6 +31,7 @@ CONFIGS = {
     "llama, biases, tied, gelu_tanh": LlamaConfig(
         **LLAMA_SHAPE, attention_bias=True, mlp_bias=True, tie_word_embeddings=True, hidden_act="gelu_pytorch_tanh"
     ),
+    "llama, relu": LlamaConfig(**LLAMA_SHAPE, hidden_act="relu"),
     "qwen3": Qwen3Config(**LLAMA_SHAPE, head_dim=32, tie_word_embeddings=True),
     "opt": OPTConfig(**OPT_SHAPE),
     "opt, gelu": OPTConfig(**OPT_SHAPE, activation_function="gelu"),
