@@ -133,7 +133,7 @@ class MLP(nn.Module):
         super().__init__()
         config = shard.config
         self.gated, self.activation = config.gated, ACTIVATIONS[config.activation]
-        self.silu_gated = config.gated and config.activation == "silu"
+        self.silu_gated = config.silu_gated
         width = 2 * shard.mlp_size if config.gated else shard.mlp_size  # gate, then up
         self.up = Projection(config.hidden_size, width, bias=config.mlp_bias)
         self.down = RowParallelProjection(shard, shard.mlp_size, bias=config.mlp_bias)

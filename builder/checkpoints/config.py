@@ -78,6 +78,11 @@ class DecoderConfig:
     mlp_bias: bool
     tied_embeddings: bool
 
+    @property
+    def silu_gated(self) -> bool:
+        """Whether the MLP is gated by SiLU: then one projection makes gate and values, and `silu_gate` joins them."""
+        return self.gated and self.activation == "silu"
+
 
 @dataclass(frozen=True, slots=True)
 class Shard:

@@ -160,7 +160,7 @@ def layer_inputs(config: DecoderConfig, weights: Mapping[str, Tensor], layer: in
     """
     prefix = f"layers.{layer}."
     own = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
-    if config.gated and config.activation != "silu":
+    if config.gated and not config.silu_gated:
         for kind in ("weight", "bias"):
             if f"mlp.up.{kind}" in own:
                 own[f"mlp.gate.{kind}"], own[f"mlp.up.{kind}"] = own[f"mlp.up.{kind}"].chunk(2)
@@ -233,7 +233,7 @@ class LayerNetwork:
 
     def _mlp(self, x: Value) -> Value:
         ops, activation, gated = self._ops, self._config.activation, self._config.gated
-        if gated and activation == "silu":
+        if self._config.silu_gated:
             width = self._outputs["mlp.up.weight"] // 2
             [x] = ops.plugin(Attributes(SILU_GATE, self._type, outputs=width), self._linear(x, "mlp.up"))
             return self._linear(x, "mlp.down")

@@ -148,8 +148,7 @@ def kernel_sizes(config: DecoderConfig) -> tuple[int, Norms, int]:
     rms = config.norm == "rms"
     weighted = rms or config.norm_affine
     norms = Norms(config.hidden_size, config.norm_eps, rms, weighted, weighted and not rms)
-    gated = config.gated and config.activation == "silu"
-    return config.rotary.dims if config.rotary else 0, norms, Shard(config).mlp_size if gated else 0
+    return config.rotary.dims if config.rotary else 0, norms, Shard(config).mlp_size if config.silu_gated else 0
 
 
 class _Kernels:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launch
+from ..triton_launch import Launch
 from .work_list import ITEM, Capacity, Tile, WorkList
 
 LOG2_E = 1.4426950408889634

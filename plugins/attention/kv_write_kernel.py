@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launch
+from ..triton_launch import Launch
 
 HEADS = 8  # heads of a program
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..attention.launch import Launch
+from ..triton_launch import Launch
 
 MOST_SIZE = 16384  # of a normalised row: all of it is in registers
 TILE = 2048  # values that a program processes at once if rows are short

@@ -36,9 +36,9 @@ from torch import Tensor
 from ...scheduler.types import InvariantError
 from ..attention import kernel as attention_kernel
 from ..attention import kv_write_kernel
-from ..attention.launch import Launch
 from ..attention.work_list import WorkList
 from ..linear import norm_kernel
+from ..triton_launch import Launch
 
 DESCRIPTION = "kernels.txt"
 GIVEN = ("layer_offset", "tokens", "blocks", "count")
