@@ -102,6 +102,7 @@ class OpenTurn:
         self.records, self.opening = records, opening
         self._histories, self._held = histories, held
         self._session: str | None = None
+        self._tokens = prompt  # that may have KV
         self.known, self.known_salt = 0, b""
         if stored is not None:
             self.known, self.known_salt = known_tokens(stored[1], prompt), stored[0].salt
@@ -143,7 +144,7 @@ class OpenTurn:
             before = self.prompt[-CONTINUED_TOKENS:] if answer is None else ()
             inside, text = await asyncio.to_thread(tokens_inside, histories.tokenizer, reply, delivered, before)
         messages = (*self.messages, answer) if answer is not None else self.messages
-        tokens = self.prompt + array("i", reply)
+        self._tokens = tokens = self.prompt + array("i", reply)
         whole = Transcript(messages, tokens, self.text + text, self.inside + inside)
         if self.records:
             await histories.store_turn(self.records, self.opening, whole, salt, body)
@@ -151,7 +152,9 @@ class OpenTurn:
             histories.remember(self.owner, whole)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Called when the loop has been told the end of its requests. Idempotent."""
+        if self.opening is not None:
+            self._histories.forget_if_deleted(self.opening.turn, self._tokens)
         self._held.close()
 
 
@@ -160,7 +163,8 @@ class TurnManager:
 
     def __init__(self, store: HistoryStore, tell: Tell, forget: Erase, tokenizer: Tokenizer | None):
         self.tokenizer = tokenizer
-        self._open: set[bytes] = set()  # turns that the store keeps open
+        self._open: dict[bytes, Sequence[Name]] = {}  # turns that the store keeps open
+        self._deleted: dict[bytes, Gone] = {}  # those whose conversation was deleted meanwhile
         self._store, self._tell, self._erase = store, tell, forget
         store.use_tokenizer(tokenizer.digest() if tokenizer is not None else b"")
         self.kind, self.healthy = store.kind, True  # healthy: a shared database has answered when last asked
@@ -208,7 +212,7 @@ class TurnManager:
             await asyncio.sleep(self._store.lease / 3)
             # KV that could not be erased is erased after the next start: its tombstone stays until then.
             self._erasing = [one for one in self._erasing if not one.done() or one.cancelled() or not one.result()]
-            if not self._erasing:
+            if not self._erasing and not self._deleted:
                 self._erased = self._handed
             try:
                 await self.run(self._store.keep_in_step, list(self._open), self._erased)
@@ -390,7 +394,7 @@ class TurnManager:
         self, admit: Callable[[Sequence[Name], float, bytes], Opening], names: Sequence[Name], held: ExitStack
     ) -> Opening:
         turn = uuid.uuid4().bytes
-        self._open.add(turn)
+        self._open[turn] = names
         held.callback(self._release, turn)
         return await self.run(admit, names, time.time(), turn)
 
@@ -401,8 +405,8 @@ class TurnManager:
             with contextlib.suppress(RequestError):  # it is held for a few more seconds
                 self._store.release(turn)
 
-        if turn in self._open:
-            self._open.discard(turn)
+        if self._open.pop(turn, None) is not None:
+            self._deleted.pop(turn, None)
             with contextlib.suppress(RuntimeError):  # the store is closed: its server ends
                 self._thread.submit(release)
 
@@ -432,7 +436,8 @@ class TurnManager:
             if stored.kind != "branch" and (stored.ttl is not None or stored.pinned_until > now):
                 self._keep(stored, now)
         if opening is not None:
-            self._open.discard(opening.turn)
+            self._open.pop(opening.turn, None)
+            self._deleted.pop(opening.turn, None)  # the turn has made the conversation anew
 
     async def _until_answered(self, work: Callable[[], Result]) -> Result:
         clock = asyncio.get_running_loop().time
@@ -496,8 +501,15 @@ class TurnManager:
             what = f"the {name.kind} {name.id!r} is deleted, but some of its KV may still be on the server's disk"
             raise RequestError(500, f"{what}: it could not be erased")
 
+    def forget_if_deleted(self, turn: bytes, tokens: array[int]) -> None:
+        """At the end of an open turn whose conversation was deleted after it began: its KV, which it has kept or
+        computed since, is erased too."""
+        if (gone := self._deleted.pop(turn, None)) is not None:
+            self._forget(gone._replace(tokens=tokens))
+
     def _forget(self, gone: Gone) -> Awaitable[bool]:
-        """Whether its KV is erased, when that is known."""
+        """Whether its KV is erased, when that is known. What open turns use stays until their ends."""
+        self._deleted |= {turn: gone for turn, names in self._open.items() if gone.name in names}
         known_as = kv_name(gone.name, gone.thread) if gone.thread is not None else None
         erasing = asyncio.ensure_future(self._erase(Forget(known_as, gone.tokens, gone.shared, gone.salt)))
         if self._store.shared:

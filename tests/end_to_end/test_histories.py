@@ -240,6 +240,21 @@ def test_what_is_computed_again_after_a_restart_is_not_new(tmp_path):
             assert sources == [0, len(known), len(prompt) - len(known)], name
 
 
+def test_a_conversation_deleted_during_a_turn_leaves_no_kv(server):
+    said = [{"role": "user", "content": "A long question, of several chunks. " * 8}]
+    body = dict(model="engine", conversation="short-lived", max_tokens=16, temperature=0)
+    first = server.post("/v1/chat/completions", messages=said, **body).json()
+    said += [first["choices"][0]["message"], {"role": "user", "content": "And more of it. " * 8}]
+    more = body | dict(messages=said[-1:], history="server", stream=True, max_tokens=2000, ignore_eos=True)
+    with HTTP.stream("POST", f"{server.url}/v1/chat/completions", json=more, timeout=60) as answer:
+        events = answer.iter_lines()
+        next(events)
+        HTTP.delete(f"{server.url}/v1/conversations/short-lived", timeout=60).raise_for_status()
+        assert any("comes too late" in event for event in events)
+    again = server.post("/v1/chat/completions", messages=said, **body).json()
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] < CHUNK
+
+
 @pytest.mark.slow
 def test_tenants_share_nothing_unless_they_say_so(tmp_path, babbler):
     prompt = [{"role": "user", "content": "The same long question of two tenants. " * 8}]

@@ -17,7 +17,7 @@ from pensieve.runtime.conversations import turns as histories
 from pensieve.runtime.conversations.store import HistoryStore
 from pensieve.runtime.conversations.turns import TurnManager
 from pensieve.runtime.http.auth import key_digest
-from pensieve.runtime.messages import Erased, Fatal, Forget, Fork, Keep
+from pensieve.runtime.messages import Erased, Fatal, Forget, Fork, Keep, Submit
 from pensieve.runtime.text.tokenizer import Tokenizer
 from pensieve.scheduler.turns.conversations import common_prefix
 from pensieve.scheduler.types import RequestError
@@ -234,6 +234,36 @@ def test_every_name_that_is_taken_can_be_asked_for(serve: Any) -> None:
             for body in ({"id": "x" * 1001}, {"id": ""}):
                 await server.post(CONVERSATIONS, 400, **body)
             await server.post(CHAT, 400, messages=[{"role": "user", "content": "x"}], conversation="x" * 1001)
+
+    run(work())
+
+
+def test_kv_of_a_turn_is_erased_at_its_end_if_its_conversation_was_deleted_meanwhile(serve: Any) -> None:
+    async def work() -> None:
+        async with serve() as server:
+            for name in ("refused", "left", "anew"):
+                await server.chat("hello", conversation=name)
+            server.loop.pause()
+            more = {"messages": [{"role": "user", "content": "more"}], "history": "server"}
+            turns = {
+                "refused": asyncio.create_task(server.post(CHAT, 409, conversation="refused", **more)),
+                "left": asyncio.create_task(server.post(CHAT, conversation="left", **more)),
+                "anew": asyncio.create_task(server.chat("hello", "hi", "more", conversation="anew")),
+            }
+            await asyncio.to_thread(server.loop.said, Submit, 6)
+            for name in turns:
+                await server.ask("DELETE", f"{CONVERSATIONS}/{name}")
+            turns["left"].cancel()  # the client hangs up
+            server.loop.go_on()
+            await asyncio.wait(turns.values())
+            prompts = [request.prompt for request in server.requests]
+            erased = {message.conversation: message.tokens for message in server.loop.said(Forget, 5)[3:]}
+            assert sorted(erased) == ["left", "refused"], "a client's history makes the conversation anew"
+            assert erased["left"] in prompts and erased["refused"].tolist() in server.logs()
+            await turns["refused"]
+            await server.ask("GET", f"{CONVERSATIONS}/anew")
+            await server.ask("DELETE", f"{CONVERSATIONS}/anew")
+            assert len(server.loop.said(Forget, 6)) == 6
 
     run(work())
 
