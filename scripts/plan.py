@@ -22,7 +22,7 @@ from statistics import median
 from ..runtime.launch.command_line import CommandParser
 from ..runtime.launch.options import parse_bytes
 from ..scheduler.cost import CostProfile
-from ..scheduler.sim.cluster import fullest_share
+from ..scheduler.sim.ring import fullest_share
 from ..scheduler.types import SettingError
 from .command import (
     check_above_0,

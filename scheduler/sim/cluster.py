@@ -10,18 +10,18 @@ to the others take the mean time of the requests served so far, and leave nothin
 from __future__ import annotations
 
 import bisect
-import hashlib
 import heapq
 import math
 import random
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal, NamedTuple
 
 from ..config import SchedulerConfig
 from ..cost import CostProfile
 from ..types import Applied, Usage
+from .ring import place, ring
 from .simulator import Content, Open, Session, Simulator, percentile
 
 Routing = Literal["random", "least-loaded", "session", "session-then-load"]
@@ -29,8 +29,6 @@ ROUTINGS: tuple[Routing, ...] = ("random", "least-loaded", "session", "session-t
 
 CROWDED, FEW = 1.5, 4
 """`session-then-load` leaves a replica with more open requests than CROWDED times the mean and FEW."""
-HASHES = 2**64
-VIRTUAL_NODES = 100  # places of a replica on the ring
 DETECTION_S = 6.0
 """Seconds from a failure until requests go elsewhere: three health checks, two seconds apart."""
 
@@ -311,7 +309,7 @@ class Cluster:
 
     def home(self, name: str) -> int:
         """Returns the replica at the session's place on the ring."""
-        return self._ring[bisect.bisect(self._ring, (_hash(name), 0)) % len(self._ring)][1]
+        return self._ring[bisect.bisect(self._ring, (place(name), 0)) % len(self._ring)][1]
 
     def _home(self, life: _Life) -> int:
         """With `session-then-load` the replica that served the session last, as long as it is there."""
@@ -380,27 +378,3 @@ class Cluster:
             seconds_per_token=sum(self._per_token) / len(self._per_token),
             busiest=max(busy) * len(busy) / sum(busy),
         )
-
-
-def ring(replicas: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Of each (number, generation) many (place, number), sorted. A name belongs to the next place."""
-    return sorted(
-        (_hash(f"{number} {generation} {place}"), number)
-        for number, generation in replicas
-        for place in range(VIRTUAL_NODES)
-    )
-
-
-def fullest_share(replicas: int) -> float:
-    """Of all names, the share that belongs to the replica with the most; even shares would be 1 / `replicas`."""
-    places = ring((number, 0) for number in range(replicas))
-    shares = [0 for _ in range(replicas)]
-    before = places[-1][0] - HASHES
-    for place, number in places:
-        shares[number] += place - before
-        before = place
-    return max(shares) / HASHES
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())

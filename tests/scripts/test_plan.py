@@ -8,7 +8,7 @@ from statistics import median
 
 import pytest
 
-from pensieve.scheduler.sim.cluster import fullest_share
+from pensieve.scheduler.sim.ring import fullest_share
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts import plan
 from pensieve.scripts.simulation.models import MODELS, read_costs, read_shape, scaled
