@@ -1,8 +1,9 @@
 """Supported quantised checkpoints, by the `quantization_config` of their config.json.
 
-Their projections have FP8 (e4m3) weights with a scale for each output, or one for a whole tensor: float-quantized of
-`compressed-tensors`, and `fbgemm_fp8` and `fp8` (without blocks) of transformers. The files show which tensors are in
-FP8. Activations always get their own scales, token by token, even if the checkpoint has others.
+Their projections have FP8 (e4m3) weights with a scale for each output, or one for a whole tensor: `compressed-tensors`
+in the formats float-quantized and (without scales of activations) naive-quantized, and `fbgemm_fp8` and `fp8` (without
+blocks) of transformers and vLLM. The files show which tensors are in FP8. Activations always get their own scales,
+token by token, even if the checkpoint has others or none.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from ..scheduler.types import SettingError
 
 METHODS = ("compressed-tensors", "fbgemm_fp8", "fp8")
 STRATEGIES = ("channel", "tensor")
-FORMAT = "float-quantized"
+FORMATS = ("float-quantized", "naive-quantized")  # with and without scales of activations
+IN_BLOCKS = ("block", "group", "tensor_group")
 
 
 def check_quantization(settings: Mapping[str, Any]) -> None:
@@ -23,7 +25,7 @@ def check_quantization(settings: Mapping[str, Any]) -> None:
     if method not in METHODS:
         raise _refusal(f"quant_method {method!r} is not supported; known are {', '.join(METHODS)}")
     if settings.get("weight_block_size"):
-        raise _refusal(f"weight_block_size {settings['weight_block_size']} is not supported, only a scale an output")
+        raise _blocks(f"weight_block_size {settings['weight_block_size']}")
     if settings.get("kv_cache_scheme"):
         raise _refusal("a kv_cache_scheme is not supported")
     if method == "compressed-tensors":
@@ -38,15 +40,27 @@ def _check_compressed_tensors(settings: Mapping[str, Any]) -> None:
         raise _refusal("a transform_config is not supported")
     groups = settings.get("config_groups") or {}
     for name, group in groups.items():
+        if not isinstance(group, Mapping):
+            raise _refusal(f"group {name} is a preset; write its weights and input_activations")
         kind = group.get("format") or settings.get("format")
         weights = group.get("weights") or {}
-        if kind != FORMAT:
-            raise _refusal(f"format {kind!r} of {name} is not supported, only {FORMAT}")
+        if kind not in FORMATS:
+            raise _refusal(f"format {kind!r} of {name} is not supported; known are {', '.join(FORMATS)}")
         if (weights.get("type"), weights.get("num_bits")) != ("float", 8) or not weights.get("symmetric", True):
             raise _refusal(f"weights of {name} are not symmetric floats of 8 bits")
-        if weights.get("strategy") not in STRATEGIES:
-            known = ", ".join(STRATEGIES)
-            raise _refusal(f"strategy {weights.get('strategy')!r} of {name} is not supported; known are {known}")
+        strategy = weights.get("strategy")
+        if strategy in IN_BLOCKS:
+            raise _blocks(f"strategy {strategy!r} of {name}")
+        if strategy not in STRATEGIES:
+            raise _refusal(f"strategy {strategy!r} of {name} is not supported; known are {', '.join(STRATEGIES)}")
+
+
+def _blocks(setting: str) -> SettingError:
+    return _refusal(
+        f"{setting} is not supported: its scales are for blocks, and a product here has a scale for each output; take "
+        "a checkpoint with a scale for each tensor or channel, or round the unquantised one: pensieve serve "
+        "--quantization fp8, build_engine --weights fp8"
+    )
 
 
 def _refusal(message: str) -> SettingError:

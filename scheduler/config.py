@@ -23,6 +23,8 @@ class SchedulerConfig:
     max_model_len                   most tokens of a context, reply included
     max_num_seqs                    seats
     max_num_batched_tokens          token budget of a step
+    target_ms_per_token             beside rows that generate, a step has as many prompt tokens as are predicted to fit
+                                    into this time, and at least a chunk; None: as many as the budget has
     max_queue                       requests that may wait; one more is refused with 429
     queue_timeout                   seconds that a request may wait for its first seat before it is refused with 503
     owner_kv_chunks                 quota, in chunks, of each owner: chunks beyond it are evicted first; None: no quotas
@@ -52,6 +54,7 @@ class SchedulerConfig:
     max_model_len: int
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 1024
+    target_ms_per_token: float | None = None
     chunk_tokens: int = 32
     max_queue: int = 1024
     queue_timeout: float | None = None
@@ -85,6 +88,13 @@ class SchedulerConfig:
             self.host_kv_chunks > 0 or not self.disk_kv_chunks,
             "disk_kv_chunks",
             "needs --host-kv-chunks above 0: all KV to and from the disk passes through host memory",
+        )
+        target = self.target_ms_per_token
+        need(target is None or 0.0 < target < inf, "target_ms_per_token", f"must be more than 0 ms, not {target}")
+        need(
+            target is None or self.batching == "unified",
+            "target_ms_per_token",
+            "needs --batching unified: `separate` computes no prompt beside rows that generate",
         )
         quota = self.owner_kv_chunks
         need(quota is None or quota >= 1, "owner_kv_bytes", "must be enough for one chunk")

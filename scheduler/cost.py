@@ -113,6 +113,16 @@ class CostProfile:
             return _interpolated(self.steps, tokens + rows) + attention
         return self.step_base_seconds + (tokens + rows) / self.chunk_tokens * self.chunk_seconds + attention
 
+    def most_tokens(self, seconds: float, most: int, rows: int, rows_context: int) -> int:
+        """Returns how many known tokens without context, at most `most`, a step of `seconds` seconds has beside the
+        rows that generate; -1 if the rows alone take longer."""
+        return bisect_right(range(most + 1), seconds, key=lambda n: self.step(n, 0, rows, rows_context)) - 1
+
+    def token_attention(self, context: int) -> float:
+        """Seconds that attention takes for one known token with this context."""
+        seen = context if self.most_context is None else min(context, self.most_context)
+        return _interpolated(self.attention, seen) / self.chunk_tokens
+
     def plan_seconds(self, plan: StepPlan, begins: Mapping[int, int] | None = None) -> float:
         """Predicted seconds of a plan; 0 without tokens. `begins`: by seat, the first position that its row sees
         (default: 0)."""

@@ -65,7 +65,7 @@ class Scheduler:
         self._lookup = CacheLookup(self._store, cost, config.chunk_tokens, config.reuse, self._chunk_keys, windows)
         self._queues = RequestQueues(config, self._store)
         self._order = QueueOrder(config, cost, self._lookup, self._queues.waiting)
-        self._batcher = Batcher(config, self._store, self._queues, windows)
+        self._batcher = Batcher(config, cost, self._store, self._queues, windows)
         self._admission = Admission(
             *(config, cost, self._store, self.conversations, self._lookup, self._queues, self._order),
             *(self._batcher, windows),

@@ -73,6 +73,7 @@ def add_common_options(made: argparse.ArgumentParser) -> None:
            help="(default %(default)s: hit rates within a point of those with 32, in less time)")  # fmt: skip
     option("--max-num-seqs", type=int, default=256, metavar="N", help="running requests (default %(default)s)")
     option("--max-num-batched-tokens", type=int, default=2048, metavar="N", help="a step (default %(default)s)")
+    option("--target-ms-per-token", type=float, metavar="MS", help="of a step with generation (default: none)")
     option("--jobs", type=int, default=os.cpu_count(), metavar="N", help="runs at a time (default %(default)s)")
     option("--json", action="store_true", help="one JSON line a run instead of the table")
 

@@ -23,7 +23,7 @@ from .config import DecoderConfig, Shard
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LFS_POINTER = b"version https://git-lfs."  # the start of the file that `git clone` leaves where Git LFS is missing
 
-HARMLESS = re.compile(r"(rotary_emb\.inv_freq|\.input_scale|\.input_scale_ub)$")
+HARMLESS = re.compile(r"(rotary_emb\.inv_freq|\.input_scale|\.input_scale_ub|\.activation_scale)$")
 """Ignored tensors. Old versions of transformers saved buffers that follow from config.json. The others are activation
 scales of the checkpoint's FP8 projections; here each token gets its own scale."""
 
@@ -306,8 +306,14 @@ def _scale_sources(files: Mapping[str, Any], wanted: Sources) -> Sources:
                 names = ", ".join(source.name for source in sources)
                 raise refusal(f"{names}: some are in FP8 and some are not, and they are one projection here")
             scale = target.removesuffix(".weight") + ".scale"
-            scales[scale] = tuple(Source(f"{source.name}_scale", source.parts[:1]) for source in sources)
+            scales[scale] = tuple(Source(_scale_name(files, source.name), source.parts[:1]) for source in sources)
     return scales
+
+
+def _scale_name(files: Mapping[str, Any], weight: str) -> str:
+    """Transformers' name for `fp8`, if it is there, else the common one; weights are multiplied by both."""
+    inverse = f"{weight}_scale_inv"
+    return inverse if inverse in files else f"{weight}_scale"
 
 
 def _output_scales(files: Mapping[str, Any], source: Source) -> Tensor:

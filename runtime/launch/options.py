@@ -160,6 +160,9 @@ def _engine_options(made: argparse.ArgumentParser) -> None:
     option("--max-model-len", type=int, metavar="N", help="longest context, tokens (default: the model's own)")
     option("--max-num-seqs", type=int, metavar="N", help="running requests (default %(default)s)")
     option("--max-num-batched-tokens", type=int, metavar="N", help="tokens a step (default %(default)s)")
+    option("--target-ms-per-token", type=float, metavar="MS",
+           help="beside generation, a step computes as much of prompts as this time allows (default: all it can)"
+           )  # fmt: skip
     option("--batching", choices=CHOICES["batching"], help="(default %(default)s)")
     option("--queue-order", choices=CHOICES["queue_order"],
            help="which request joins first: the one with the longest wait for what its prompt costs, with a bound on "

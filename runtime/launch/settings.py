@@ -98,6 +98,7 @@ class ServeSettings:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 1024
+    target_ms_per_token: float | None = None
     batching: str = "unified"
     queue_order: str = "bounded-ratio"
     max_queue: int = 1024

@@ -70,6 +70,7 @@ def scheduler_config(settings: ServeSettings, engine: Engine, device: Device) ->
         prefetch=settings.prefetch == "on",
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
+        target_ms_per_token=settings.target_ms_per_token,
         chunk_tokens=settings.chunk_tokens,
         max_queue=settings.max_queue,
         eviction=settings.eviction,

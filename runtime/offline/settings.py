@@ -21,6 +21,7 @@ OPTIONS = frozenset(
         "max_model_len",
         "max_num_seqs",
         "max_num_batched_tokens",
+        "target_ms_per_token",
         "batching",
         "queue_order",
         "gpu_kv_chunks",

@@ -7,6 +7,7 @@ from itertools import chain
 
 from ..config import SchedulerConfig
 from ..context_window import RECOMPUTE, ContextWindow
+from ..cost import CostProfile
 from ..kv.chunk_store import ChunkStore
 from ..plan import BlockUpdate, Origin
 from ..turns.turn import RunningTurn, token_slice
@@ -18,18 +19,27 @@ class Batcher:
     """Plans for the rows in seats, in their order."""
 
     def __init__(
-        self, config: SchedulerConfig, store: ChunkStore, queues: RequestQueues, windows: ContextWindow | None
+        self,
+        config: SchedulerConfig,
+        cost: CostProfile,
+        store: ChunkStore,
+        queues: RequestQueues,
+        windows: ContextWindow | None,
     ):
-        self._config, self._store, self._queues, self._windows = config, store, queues, windows
+        self._config, self._cost, self._store, self._queues, self._windows = config, cost, store, queues, windows
 
     # -- generation
 
     def plan_generation(self, batch: PlanBuilder) -> None:
         """Plans one token for each row that is past its prompt, in row order. Takes slots when a row needs them."""
         step, generate, positions, samples = batch.step, batch.generate, batch.positions, batch.samples
+        generating = False
         for row in tuple(self._queues.rows):
             position = row.position
-            if row.spans or row.leaving or position > row.last_position or (row.constrained and row.awaits_token):
+            if row.spans or row.leaving or position > row.last_position:
+                continue
+            generating = True
+            if row.constrained and row.awaits_token:
                 continue
             if position == row.room and not self._extend(row, batch, position + 1):
                 continue
@@ -39,6 +49,27 @@ class Batcher:
             row.position = position + 1
             row.launched = step
         batch.budget -= len(generate)
+        if generating and self._config.target_ms_per_token is not None:
+            self._limit(batch, self._config.target_ms_per_token / 1e3)
+
+    def _limit(self, batch: PlanBuilder, seconds: float) -> None:
+        """Cuts the budget to the prompt tokens that are predicted to fit into a step of `seconds` seconds, and to no
+        less than a chunk.
+
+        The budget is the tokens without context that fit. With context a token takes longer, and counts as more than
+        one if the budget's share of the time for each token is too short for it. Measured steps grow faster than their
+        tokens, so no mixture is predicted to take longer than `seconds`.
+        """
+        if not (self._queues.waiting or self._queues.loading or self._rows_with_spans()):
+            return
+        cost, rows, least = self._cost, max(1, len(batch.generate)), self._config.chunk_tokens
+        context = min(batch.rows_context() + 1, self._config.max_model_len)
+        fit = cost.most_tokens(seconds, batch.budget, rows, context)
+        batch.least, batch.budget = least, min(batch.budget, max(fit, least))
+        base = cost.step(0, 0, rows, context)
+        if fit > least and seconds > base:
+            filled, free = cost.step(fit, 0, rows, context) - base, seconds - base
+            batch.weigh = lambda context: max(1.0, (filled + fit * cost.token_attention(context)) / free)
 
     def _extend(self, row: RunningTurn, batch: PlanBuilder, end: int) -> bool:
         """Takes slots for the row's positions up to `end`, as far as its window and the pool allow. Returns False if it
@@ -153,9 +184,9 @@ class Batcher:
         return [row for row in self._queues.rows if row.spans and not row.leaving]
 
     def take_spans(self, row: RunningTurn, batch: PlanBuilder, most: int) -> None:
-        """Plans at most `most` tokens of the row's spans, within the budget."""
+        """Plans tokens of the row's spans for at most `most` of the budget."""
         least = batch.budget - most
-        while row.spans and not row.leaving and (room := min(batch.room_for(row.spans[0]), batch.budget - least)) > 0:
+        while row.spans and not row.leaving and (room := batch.room_for(row.spans[0], batch.budget - least)) > 0:
             start, end = row.spans[0].start, row.spans[0].end
             if start >= row.room and not self._extend(row, batch, min(end, start + room)):
                 return
@@ -165,7 +196,7 @@ class Batcher:
             if end > cut:
                 row.spans.appendleft(span._replace(start=cut, write_from=max(cut, span.write_from)))
                 span = span._replace(end=cut, samples=False)
-            batch.budget -= span.end - span.start
+            batch.spend(span, span.end - start, batch.budget - least)
             batch.spans.append(span)
             batch.span_rows.append(row)
             batch.token_ids += token_slice(row.turn.tokens, span)

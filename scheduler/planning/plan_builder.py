@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
+from math import ceil
 
 from ..plan import BlockUpdate, Join, Origin, Promotion, Span, Spill, StepPlan
 from ..turns.turn import RunningTurn
@@ -17,7 +19,9 @@ class PlanBuilder:
     def __init__(self, step: int, applied: int, now: float, copies: StepCopies, evictor: Evictor, budget: int):
         self.step, self.applied, self.now = step, applied, now
         self.copies, self.evictor = copies, evictor
-        self.budget = budget
+        self.budget = budget  # the tokens that the step can still take, each counted as `weigh` says
+        self.weigh: Callable[[int], float] | None = None  # by its context, the count of a known token; None: 1
+        self.least = 0  # known tokens that the step takes whatever their context, within the budget
         self.joins: list[Join] = []
         self.origins: list[Origin] = []
         self.blocks: list[BlockUpdate] = []
@@ -40,9 +44,25 @@ class PlanBuilder:
     def tokens(self) -> int:
         return len(self.generate) + len(self.token_ids)
 
-    def room_for(self, span: Span) -> int:
-        """Returns how many tokens of the span the step can still take."""
-        return min(self.budget, MOST_SCORED - len(self.scored)) if span.scores else self.budget
+    def rows_context(self) -> int:
+        """The mean position of the rows that generate."""
+        return sum(self.positions) // len(self.positions) if self.positions else 0
+
+    def room_for(self, span: Span, share: int) -> int:
+        """Returns how many tokens of the span the step takes for `share` of its budget."""
+        room = max(self._affords(span, share), min(share, self.least - len(self.token_ids)))
+        return min(room, MOST_SCORED - len(self.scored)) if span.scores else room
+
+    def spend(self, span: Span, tokens: int, share: int) -> None:
+        """Takes the span's first `tokens` tokens off the budget: all of `share` if it affords no more."""
+        enough = tokens < self._affords(span, share)
+        self.budget -= ceil(tokens * self._weight(span, share)) if enough else share
+
+    def _affords(self, span: Span, share: int) -> int:
+        return max(int(share / self._weight(span, share)), min(share, 1))
+
+    def _weight(self, span: Span, share: int) -> float:
+        return 1.0 if self.weigh is None else self.weigh(span.start + (share + 1) // 2)
 
     def freeze(self) -> StepPlan:
         return StepPlan(

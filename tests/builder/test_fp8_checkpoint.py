@@ -1,6 +1,8 @@
 """Checkpoints with FP8 projections: the layouts that are read, and the settings that are refused by name."""
 
 import json
+from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from pensieve.scheduler.types import SettingError
 from tests.models import tiny_checkpoint
 
 from .test_fp8 import logits
+from .test_ranks import check_equal, logits_of, logits_of_ranks
 
 GROUP = {
     "targets": ["Linear"],
@@ -34,13 +37,40 @@ COMPRESSED = {
     "kv_cache_scheme": None,
     "sparsity_config": {},
 }
+TENSOR = GROUP | {
+    "weights": GROUP["weights"] | {"strategy": "tensor"},
+    "input_activations": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False},
+}
+WEIGHTS_ONLY = GROUP | {"input_activations": None, "format": "naive-quantized"}
 FBGEMM = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
 STATIC = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
-LAYOUTS = {  # quantization_config, shape of a scale for so many rows, its dtype, further tensors
-    "a scale an output": (COMPRESSED, lambda rows: (rows, 1), torch.bfloat16, ()),
-    "fbgemm": (FBGEMM, lambda rows: (rows, 1), torch.float32, ("input_scale_ub",)),
-    "a scale a tensor": (STATIC, lambda rows: (), torch.float32, ("input_scale",)),
-    "a scale a tensor, in one element": (STATIC, lambda rows: (1,), torch.float32, ()),
+TRANSFORMERS = STATIC | {"weight_block_size": None, "modules_to_not_convert": ["lm_head"]}
+
+
+class Layout(NamedTuple):
+    """quantization_config, the shape of a scale for so many rows, its dtype, further tensors, the scale's name."""
+
+    settings: dict
+    shape: Callable[[int], tuple[int, ...]]
+    dtype: torch.dtype
+    more: tuple[str, ...] = ()
+    scale: str = "weight_scale"
+
+
+LAYOUTS = {
+    "a scale an output": Layout(COMPRESSED, lambda rows: (rows, 1), torch.bfloat16),
+    "compressed-tensors, a scale a tensor": Layout(
+        COMPRESSED | {"config_groups": {"group_0": TENSOR}}, lambda rows: (1,), torch.bfloat16, ("input_scale",)
+    ),
+    "compressed-tensors, weights only": Layout(
+        COMPRESSED | {"format": "naive-quantized", "config_groups": {"group_0": WEIGHTS_ONLY}},
+        lambda rows: (rows, 1),
+        torch.bfloat16,
+    ),
+    "fbgemm": Layout(FBGEMM, lambda rows: (rows, 1), torch.float32, ("input_scale_ub",)),
+    "a scale a tensor": Layout(STATIC, lambda rows: (), torch.float32, ("input_scale",)),
+    "a scale a tensor, in one element": Layout(STATIC, lambda rows: (1,), torch.float32),
+    "transformers": Layout(TRANSFORMERS, lambda rows: (), torch.float32, ("activation_scale",), "weight_scale_inv"),
 }
 LAYER = "model.layers.1.self_attn.q_proj"
 
@@ -48,7 +78,7 @@ LAYER = "model.layers.1.self_attn.q_proj"
 def quantised_checkpoint(directory, layout="a scale an output", keep=()):
     """A tiny Llama in FP8 except the modules in `keep`; returns the values of its tensors, by name."""
     tiny_checkpoint("llama", directory)
-    settings, shape, dtype, more = LAYOUTS[layout]
+    settings, shape, dtype, more, scales = LAYOUTS[layout]
     tensors, meant = {}, {}
     for name, tensor in load_file(directory / SINGLE).items():
         tensors[name] = meant[name] = tensor
@@ -59,7 +89,7 @@ def quantised_checkpoint(directory, layout="a scale an output", keep=()):
         alike = tensor if len(stored) == 2 else tensor.view(1, -1)  # the tensors that share one scale
         scale = (1.01 * row_scales(alike)).to(dtype)  # none is too small, though the dtype rounds it
         each = scale.float().expand(len(tensor))
-        tensors[name], tensors[f"{name}_scale"] = rounded(tensor, each), scale.reshape(stored)
+        tensors[name], tensors[f"{module}.{scales}"] = rounded(tensor, each), scale.reshape(stored)
         meant[name] = widened(tensors[name], each, torch.float32)
         tensors |= {f"{module}.{extra}": torch.ones(1) for extra in more}
     save_file(tensors, directory / SINGLE)
@@ -100,8 +130,9 @@ def test_ranks_read_their_scales(layout, ranks, tmp_path):
     assert all(torch.equal(joined[name], whole[name]) for name in whole)
 
 
-def test_an_engine_of_it(tmp_path):
-    meant = quantised_checkpoint(tmp_path / "hf")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_engine_of_it(layout, tmp_path):
+    meant = quantised_checkpoint(tmp_path / "hf", layout)
     built = build_engine(tmp_path / "hf", tmp_path / "engine")
     assert built.manifest.fp8 and built.manifest.quantisation is None and built.manifest.dtype == "float32"
     engine = open_engine(tmp_path / "engine")
@@ -112,6 +143,14 @@ def test_an_engine_of_it(tmp_path):
     shape = engine.kv_shape(16, 4)
     expected = logits(Decoder.from_weights(config, wide), shape)
     torch.testing.assert_close(logits(engine.forward, shape), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["a scale an output", "compressed-tensors, a scale a tensor", "transformers"])
+def test_an_engine_of_two_ranks_is_that_of_one(layout, tmp_path):
+    quantised_checkpoint(tmp_path / "hf", layout)
+    build_engine(tmp_path / "hf", tmp_path / "one")
+    build_engine(tmp_path / "hf", tmp_path / "both", tensor_parallel=2)
+    check_equal(logits_of_ranks(tmp_path / "both"), logits_of(open_engine(tmp_path / "one")))
 
 
 def test_projections_that_were_left_out_stay_as_they_are(tmp_path):
@@ -169,14 +208,20 @@ def group(**changes):
     [
         ({"quant_method": "gptq"}, "quant_method 'gptq'"),
         ({"bits": 8}, "quant_method None"),
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "weight_block_size"),
+        (
+            {"quant_method": "fp8", "weight_block_size": [128, 128]},
+            r"weight_block_size \[128, 128\].*scales are for blocks.*--quantization fp8",
+        ),
         (COMPRESSED | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         (COMPRESSED | {"format": "pack-quantized"}, "format 'pack-quantized' of group_0"),
         (COMPRESSED | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
         (COMPRESSED | {"transform_config": {"R1": {}}}, "transform_config"),
         (group(num_bits=4), "not symmetric floats of 8 bits"),
         (group(symmetric=False), "not symmetric floats of 8 bits"),
-        (group(strategy="block"), "strategy 'block'"),
+        (group(strategy="block"), "strategy 'block' of group_0.*scales are for blocks.*--quantization fp8"),
+        (group(strategy="group", group_size=128), "strategy 'group' of group_0.*scales are for blocks"),
+        (group(strategy=None), "strategy None of group_0 is not supported; known are channel, tensor"),
+        (COMPRESSED | {"config_groups": {"FP8": ["Linear"]}}, "group FP8 is a preset"),
     ],
 )
 def test_other_quantisations_are_refused_by_name(settings, named, tmp_path):

@@ -240,6 +240,7 @@ class Harness:
             self.counts["nothing to plan"] += 1
             return None
         assert plan.tokens <= self.config.max_num_batched_tokens
+        self._check_target(plan)
         for row in (*self.scheduler._queues.rows, *self.scheduler._queues.loading):
             self._note_base(row.turn)
             most = self.config.chunks(self.config.max_model_len)
@@ -258,6 +259,18 @@ class Harness:
             self.counts[COPIES[batch.lane, batch.ticket % 2]] += len(batch.sources)
         self.results.append(self.device.launch(plan))
         return plan
+
+    def _check_target(self, plan):
+        """Beside generation, prompts are predicted to fit into the target; a chunk of them may take longer."""
+        target = self.config.target_ms_per_token
+        if target is None or not plan.generate or not plan.spans:
+            return
+        begins = {row.seat: row.first * self.config.chunk_tokens for row in self.scheduler._queues.rows}
+        seconds = self._cost.plan_seconds(plan, begins)
+        longest = self.config.chunk_tokens * self._cost.token_attention(self.config.max_model_len)
+        least = len(plan.token_ids) <= self.config.chunk_tokens
+        assert least or seconds <= target / 1e3 + longest
+        self.counts["least prompts" if least else "prompts in time"] += 1
 
     def apply(self):
         """Applies the oldest result and checks its tokens; None if nothing is in flight."""

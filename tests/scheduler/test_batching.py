@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
+from dataclasses import replace
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
 
 from pensieve.scheduler.plan import Lane
-from pensieve.scheduler.types import FinishReason, InvariantError, Output, RequestError
+from pensieve.scheduler.scheduler import Scheduler
+from pensieve.scheduler.types import FinishReason, InvariantError, Output, RequestError, Sampling
 
 from .device_model import next_token
 from .harness import Harness
@@ -262,6 +266,76 @@ def test_no_request_starves_while_new_ones_keep_coming(batching, host):
                 assert refusal.status == 429
         harness.tick()
     assert states(harness, long_ones) == ["ended"] * 3
+    harness.drain()
+
+
+# -- prompts beside generation, by time
+
+
+def begin(harness, prompt, generating=True):
+    """Submits the prompt, beside a row that generates. Returns the plans until its first token."""
+    if generating:
+        harness.submit([1, 2], 60)
+        harness.tick()
+    request, plans = harness.submit(prompt, 2), []
+    while not plans or not any(row.request == request for row in plans[-1].samples):
+        plans.append(harness.tick())
+    harness.drain()
+    return plans
+
+
+def most_that_fit(plan, cost, seconds):
+    """The slow twin: adds one token after the other to the plan's only span."""
+    span = plan.spans[0]
+    for tokens in count(1):
+        longer = replace(plan, spans=(span._replace(end=span.start + tokens),), token_ids=array("i", [0] * tokens))
+        if cost.plan_seconds(longer) > seconds:
+            return tokens - 1
+
+
+@pytest.mark.parametrize(("target", "attention"), [(5.0, 0.3e-3), (7.7, 0.3e-3), (12.0, 0.3e-3), (7.7, 0.0)])
+def test_beside_generation_a_step_takes_the_prompt_tokens_that_fit_into_the_target(target, attention):
+    """A token takes 0.55 ms and a little more with context, the step 1 ms."""
+    harness = Harness(target_ms_per_token=target)
+    cost = replace(harness._cost, attention=((64, attention),))
+    harness.scheduler, harness._cost = Scheduler(harness.config, cost), cost
+    plans = begin(harness, range(100, 150))
+    for plan in plans[:-1]:
+        most = most_that_fit(plan, cost, target / 1e3)
+        assert most - (attention > 0) <= len(plan.token_ids) <= most
+
+
+def test_without_generation_a_step_takes_all_that_it_can():
+    plans = begin(Harness(target_ms_per_token=7.7), range(100, 140), generating=False)
+    assert [len(plan.token_ids) for plan in plans] == [24, 16]
+
+
+@pytest.mark.parametrize("target", [0.01, 3.9])
+def test_a_step_takes_a_chunk_of_prompts_however_short_the_target(target):
+    plans = begin(Harness(target_ms_per_token=target), range(100, 118))
+    assert [len(plan.token_ids) for plan in plans] == [4, 4, 4, 4, 2]
+
+
+def test_the_longer_the_context_the_fewer_tokens_fit():
+    harness = Harness(target_ms_per_token=14.0)
+    cost = replace(harness._cost, attention=((64, 12e-3),))  # a token at 64 takes 3 ms more
+    harness.scheduler, harness._cost = Scheduler(harness.config, cost), cost
+    plans = begin(harness, range(100, 150))
+    sizes = [len(plan.token_ids) for plan in plans]
+    assert sizes[0] > 8 and sizes[:-1] == sorted(sizes[:-1], reverse=True) and sizes[-2] == 4, "a chunk at least"
+    for plan, size in zip(plans, sizes, strict=True):
+        assert size <= 4 or cost.plan_seconds(plan) <= 14e-3
+
+
+def test_a_row_that_waits_for_its_last_token_is_not_delayed_either():
+    """A reply with a grammar has a token in every second step."""
+    harness = Harness(target_ms_per_token=7.7)
+    harness.submit([1, 2], 9, sampling=Sampling(grammar="anything"))
+    harness.tick()
+    harness.launch()
+    harness.submit(range(100, 140), 2)
+    plan = harness.launch()
+    assert not plan.generate and len(plan.token_ids) == 11
     harness.drain()
 
 

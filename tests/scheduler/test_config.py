@@ -16,6 +16,7 @@ from .harness import SMALL, Harness
         *((name, 0) for name in ("gpu_kv_chunks", "max_model_len", "max_num_seqs", "chunk_tokens", "max_queue")),
         *(("queue_timeout", 0.0), ("queue_timeout", float("inf"))),
         *(("max_num_batched_tokens", 0), ("max_num_batched_tokens", 5), ("host_kv_chunks", -1)),
+        *(("target_ms_per_token", value) for value in (0.0, -1.0, float("inf"), float("nan"))),
         *(("swap_out_below", -0.1), ("swap_out_below", 1.1), ("generation_reserve", -0.1), ("generation_reserve", 2.0)),
         *(("eviction", "random"), ("batching", "both"), ("queue_order", "lifo")),
         ("max_model_len", 89),
@@ -27,6 +28,11 @@ def test_a_wrong_setting_names_itself_and_its_value(setting, value):
         SchedulerConfig(**(SMALL | {setting: value}))
     assert error.value.setting == f"--{setting.replace('_', '-')}"
     assert str(value) in str(error.value)
+
+
+def test_a_target_without_prompts_beside_generation_is_refused():
+    with pytest.raises(SettingError, match="--target-ms-per-token: needs --batching unified"):
+        SchedulerConfig(**SMALL, target_ms_per_token=9.0, batching="separate")
 
 
 def test_the_largest_context_fits_and_leaves_the_reserve():

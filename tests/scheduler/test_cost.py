@@ -93,6 +93,15 @@ def test_a_measured_step_is_read_off_its_curve():
     assert profile.recompute(128) == a_profile().recompute(128)
 
 
+@pytest.mark.parametrize("rows", [1, 6])
+@pytest.mark.parametrize("measured", [True, False])
+def test_the_tokens_that_fit_are_as_many_as_one_after_the_other_finds(rows, measured):
+    profile = a_profile(**MEASURED) if measured else a_profile()
+    for tenths in range(1600):
+        fitting = [n for n in range(100) if profile.step(n, 0, rows, 96) <= tenths / 10]
+        assert profile.most_tokens(tenths / 10, 99, rows, 96) == len(fitting) - 1
+
+
 def test_unmeasured_rows_cost_their_share_of_a_chunk():
     assert a_profile().step(0, rows=6, rows_context=128) == pytest.approx(a_profile().step(6, context=128))
     assert a_profile().step(64, 128, rows=6, rows_context=64) == pytest.approx(100.0 + 26.0 + 6 / 32 * 11.0)

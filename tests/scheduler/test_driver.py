@@ -33,6 +33,7 @@ def runs():
             "chunk_tokens": 1 if seed == 3 else 4,
             "gpu_kv_chunks": GPU_CHUNKS[seed],
             "max_num_batched_tokens": (24, 7, 12, 7)[seed],
+            "target_ms_per_token": (None, 4.5, 8.0)[number // 2 % 3] if batching == "unified" else None,
             "reuse": number % 11 != 0,
             "overflow": OVERFLOW_MODES[number % 3],
             "overflow_ratio": (0.5, 0.5, 0.25, 0.8)[(number // 3) % 4],
@@ -74,7 +75,7 @@ def test_random_operations(run, totals):
         *("gpu tokens", "host tokens", "recomputed tokens", "new tokens", "tokens"),
         *("disjoint", "suppressed writes", "waits for keys", "suspensions", "drops"),
         *("gated swap-ins", "early swap-ins", "evictions", "saves"),
-        *("overflows", "moved on", "begun anew"),
+        *("overflows", "moved on", "begun anew", "prompts in time", "least prompts"),
         *(
             "disk tokens",
             "spilled",

@@ -79,6 +79,10 @@ CASES: dict[str, tuple[Effect | Refused, ...]] = {
     "max_model_len": (Effect("--max-model-len 128", "config.max_model_len"), at_least("max-model-len", 1)),
     "max_num_seqs": (Effect("--max-num-seqs 8", "config.max_num_seqs"),),
     "max_num_batched_tokens": (Effect("--max-num-batched-tokens 512", "config.max_num_batched_tokens"),),
+    "target_ms_per_token": (
+        Effect("--target-ms-per-token 30", "config.target_ms_per_token"),
+        Refused("--target-ms-per-token 30", "needs --batching unified", "--batching separate"),
+    ),
     "batching": each_choice("batching", "config.batching"),
     "queue_order": each_choice("queue_order", "config.queue_order"),
     "max_queue": (Effect("--max-queue 9", "config.max_queue"),),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import replace
+from functools import partial
 from random import Random
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ import pytest
 from pensieve.scheduler.config import QUEUE_ORDERS, SchedulerConfig
 from pensieve.scheduler.cost import CostProfile
 from pensieve.scheduler.planning.queue_order import OVERTAKING, QueueOrder
+from pensieve.scheduler.scheduler import Scheduler
 from pensieve.scheduler.sim.simulator import Session, SessionTurn, Simulator
 from pensieve.scheduler.turns.turn import Turn
 from pensieve.scheduler.types import Request, RequestId, Usage
@@ -89,7 +91,7 @@ CROWD = SchedulerConfig(
 CLIENTS = 128
 
 
-def wait_of_a_long_prompt(order, among=CLIENTS):
+def wait_of_a_long_prompt(order, among=CLIENTS, target=None):
     """Seconds until the first token of a prompt of 900 tokens. The clients send one request after the other: 68 tokens,
     64 of them cached, 16 generated. None: not in 60 s."""
     short = (SessionTurn(0, 68, 16), *[SessionTurn(64, 4, 16)] * 400)
@@ -101,18 +103,21 @@ def wait_of_a_long_prompt(order, among=CLIENTS):
         begun = [event.request for event in applied.events if event.usage is not None]
         waited.extend(now - served[request].arrival for request in begun if served[request].session.name == "long")
 
-    config = replace(CROWD, queue_order=order, max_queue=len(sessions))
+    config = replace(CROWD, queue_order=order, max_queue=len(sessions), target_ms_per_token=target)
     simulator = Simulator(config, SERVER, sessions, watch=watch)
     while not waited and simulator.now < 65.0:
         simulator.play(simulator.now + 1.0)
     return waited[0] if waited else None
 
 
-def test_a_long_prompt_among_short_turns_waits_at_most_three_times_as_long_as_by_arrival():
-    alone, arrival = wait_of_a_long_prompt("arrival", among=1), wait_of_a_long_prompt("arrival")
+@pytest.mark.parametrize("target", [None, 60.0, 1.0])
+def test_a_long_prompt_among_short_turns_waits_at_most_three_times_as_long_as_by_arrival(target):
+    """The largest step takes 82 ms. A target of 1 ms leaves a chunk a step."""
+    wait = partial(wait_of_a_long_prompt, target=target)
+    alone, arrival = wait("arrival", among=1), wait("arrival")
     assert 0.2 < alone < arrival
-    assert wait_of_a_long_prompt("bounded-ratio") <= 3 * arrival
-    assert wait_of_a_long_prompt("response-ratio") is None
+    assert wait("bounded-ratio") <= 3 * arrival
+    assert wait("response-ratio") is None
 
 
 # -- the bound, counted by itself
@@ -152,11 +157,12 @@ class Bound:
 
 @pytest.mark.parametrize("order", ["bounded-ratio", "arrival"])
 @pytest.mark.parametrize("owners", [("",), ("a", "b", "c")])
-@pytest.mark.parametrize("disk", [0, 64])
-def test_later_arrivals_never_pass_a_request_beyond_its_bound(order, owners, disk):
+@pytest.mark.parametrize(("disk", "target"), [(0, None), (64, None), (0, 4.0)])
+def test_later_arrivals_never_pass_a_request_beyond_its_bound(order, owners, disk, target):
     passed = joined = 0
     for seed in range(4):
-        driver = Driver(seed, queue_order=order, max_num_seqs=2, max_queue=20, disk_kv_chunks=disk)
+        settings = {"disk_kv_chunks": disk, "target_ms_per_token": target}
+        driver = Driver(seed, queue_order=order, max_num_seqs=2, max_queue=20, **settings)
         driver.restart_one = lambda: None  # would begin with another scheduler
         submit, draw = driver.submit, Random(seed)
         driver.submit = lambda *a, submit=submit, draw=draw, **f: submit(*a, **({"owner": draw.choice(owners)} | f))
@@ -216,6 +222,22 @@ def test_what_an_owner_does_not_need_of_its_share_goes_to_the_others():
     harness.submit(range(100, 104), 2, owner="b")
     plan = harness.tick()
     assert sorted(span.end - span.start for span in plan.spans) == [4, 8, 12]
+    harness.drain()
+
+
+def test_owners_have_equal_shares_of_the_time_that_prompts_have_beside_generation():
+    """The tokens of one owner have long contexts and take longer, so that it computes fewer."""
+    harness = Harness(gpu_kv_chunks=96, target_ms_per_token=17.0)
+    cost = replace(harness._cost, attention=((64, 10e-3),))  # a token at 64 takes 2.5 ms more
+    harness.scheduler, harness._cost = Scheduler(harness.config, cost), cost
+    harness.turn(range(40), 1, "long")
+    harness.submit([1, 2], 40)
+    harness.tick()
+    harness.submit([*harness.logs["long"], *range(100, 118)], 2, "long", owner="a")
+    harness.submit(range(200, 240), 2, owner="b")
+    harness.tick()
+    sizes = [span.end - span.start for span in harness.tick().spans]
+    assert len(sizes) == 2 and 1 <= 2 * sizes[0] < sizes[1]
     harness.drain()
 
 

@@ -249,8 +249,11 @@ def test_retention_keeps_what_is_dear_and_lru_what_is_recent():
 
 
 @pytest.mark.parametrize("policy", EVICTION_POLICIES)
-@pytest.mark.parametrize(("batching", "disk"), [("unified", 0), ("separate", 0), ("unified", 60)])
-def test_skipping_steps_changes_nothing(policy, batching, disk):
+@pytest.mark.parametrize(
+    ("batching", "disk", "target"),
+    [("unified", 0, None), ("separate", 0, None), ("unified", 60, None), ("unified", 0, 700)],
+)
+def test_skipping_steps_changes_nothing(policy, batching, disk, target):
     """Replies of a few chunks, so that most steps can be skipped, over pools that are far too small."""
     sessions = [
         Session(
@@ -261,7 +264,8 @@ def test_skipping_steps_changes_nothing(policy, batching, disk):
         )
         for index in range(20)
     ]
-    config = replace(CONFIG, eviction=policy, batching=batching, host_kv_chunks=12, disk_kv_chunks=disk)
+    how = {"eviction": policy, "batching": batching, "target_ms_per_token": target}
+    config = replace(CONFIG, **how, host_kv_chunks=12, disk_kv_chunks=disk)
     reports, planned = [], []
     for skips in (True, False):
         simulator = Simulator(config, QUICK, sessions)

@@ -52,6 +52,15 @@ def test_every_rate_with_every_seed_has_a_line(capsys):
     assert {len(text) for text in (titles, *lines)} == {len(titles)}
 
 
+def test_a_target_bounds_the_time_between_tokens(capsys):
+    """A chunk of 64 tokens beside generation takes 7.5 ms or more."""
+    options = ["--rate", "4", "--start", "middle", "--ramp-s", "4", "--chunk-tokens", "64"]
+    (fixed,) = runs(capsys, *options)
+    (target,) = runs(capsys, *options, "--target-ms-per-token", "12")
+    assert fixed["inter_token_ms_p99"] > 24 and 8 < target["inter_token_ms_p99"] <= 12 + 1e-6
+    assert fixed["ms_per_token_p50"] < fixed["ms_per_token_p99"]
+
+
 def test_the_window_counts_what_happens_in_it():
     turns = (SessionTurn(0, 8, 2), SessionTurn(10, 5, 4))
     served = {
