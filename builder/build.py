@@ -26,7 +26,7 @@ from .checkpoints.hugging_face import read_json, read_weights
 from .checkpoints.tensorrt_llm import is_legacy, legacy_config, read_legacy_weights
 from .checkpoints.tokenizer import copy_tokenizer
 from .choices import BACKENDS, DEVICES, DTYPES, WEIGHTS
-from .fp8 import QuantisedWeights, names_in_fp8, projections, stored_as
+from .fp8 import QuantisedWeights, names_in_fp8, names_in_int4, projections, stored_as
 from .inductor.compile_parent import compile_apart, cpp_compiler
 from .inductor.host_target import this_target
 from .inductor.lock import locked
@@ -42,12 +42,14 @@ from .manifest import (
     weights_file,
 )
 from .parity import check_quantisation
+from .quantization import check_quantization
 from .random_weights import random_weights
 from .tensorrt.installed import check_type, tensorrt_version
 from .verify import intact_engine
 from .weights import Advance, save_weights, watched, weights_digest
 
 MOST_SEED = 2**63 - 1
+RANDOM_GROUP = 128  # inputs that share a scale in random weights in int4
 ROOM = 2**26  # bytes that an engine may need besides its weights
 
 Say = Callable[[str], None]
@@ -100,6 +102,8 @@ def build_engine(
     """
     checkpoint, output = Path(checkpoint), Path(output).resolve()
     check_settings(backend, tensor_parallel, device, workspace, weights)
+    if weights == "int4":
+        raise SettingError("--weights", "int4 is of random weights only; take a checkpoint in int4 (AWQ or GPTQ)")
     hf_config, decoder, dtype = read_config(checkpoint, dtype, tensor_parallel)
     if backend == "tensorrt":
         check_type(dtype)
@@ -107,8 +111,11 @@ def build_engine(
     read = partial(reader, checkpoint, decoder, getattr(torch, dtype))
     own = [read(rank, tensor_parallel) for rank in range(tensor_parallel)]
     rounded = own if weights == "same" else _rounded(decoder, own, read())
-    stored = stored_as(decoder, getattr(torch, dtype), tensor_parallel, names_in_fp8(rounded[0]))
-    fp8 = _checked_fp8(any(name.endswith(".scale") for name in stored), backend)
+    in_fp8, in_int4 = names_in_fp8(rounded[0]), names_in_int4(rounded[0])
+    form = check_quantization(hf_config.get("quantization_config"))
+    group = form.group if form and in_int4 else 0
+    stored = stored_as(decoder, getattr(torch, dtype), tensor_parallel, in_fp8, in_int4, group)
+    _check_quantised(bool(in_fp8 or in_int4), backend)
     size = sum(kind.nbytes for kind in stored.values())
     with _beside(output, say) as aside:
         has_tokenizer = copy_tokenizer(checkpoint, aside, opt=decoder.architecture == OPT)
@@ -119,7 +126,17 @@ def build_engine(
         stop_ids = _stop_ids(hf_config, checkpoint / "generation_config.json")
         target = target_of(backend, device)
         manifest = Manifest(
-            backend, dtype, device, tensor_parallel, decoder, stop_ids, parts, size, target=target, fp8=fp8
+            backend,
+            dtype,
+            device,
+            tensor_parallel,
+            decoder,
+            stop_ids,
+            parts,
+            size,
+            target=target,
+            fp8=bool(in_fp8),
+            int4=group,
         )
         if there := intact_engine(output, manifest.fingerprint):
             manifest, outcome = there, "reused"
@@ -155,15 +172,15 @@ def _rounded(
     decoder: DecoderConfig, own: Sequence[Mapping[str, Tensor]], whole: Mapping[str, Tensor]
 ) -> Sequence[Mapping[str, Tensor]]:
     """Each rank's weights in FP8, from the rank's own and from the undivided ones."""
-    if names_in_fp8(whole):
-        raise SettingError("--weights", "the checkpoint's weights are in FP8 already; leave the option out")
+    if names_in_fp8(whole) or names_in_int4(whole):
+        kind = "FP8" if names_in_fp8(whole) else "int4"
+        raise SettingError("--weights", f"the checkpoint's weights are in {kind} already; leave the option out")
     return [QuantisedWeights(decoder, each, whole) for each in own]
 
 
-def _checked_fp8(fp8: bool, backend: str) -> bool:
-    if fp8 and backend == "tensorrt":
-        raise SettingError("--backend", "tensorrt's engines with weights in FP8 do not exist yet")
-    return fp8
+def _check_quantised(quantised: bool, backend: str) -> None:
+    if quantised and backend == "tensorrt":
+        raise SettingError("--backend", "tensorrt's engines with weights in FP8 or int4 do not exist yet")
 
 
 def _measured(
@@ -211,9 +228,10 @@ def build_random_engine(
     decoder = _decoder_of_config(hf_config)
     if backend == "tensorrt":
         check_type(dtype)
-    fp8 = _checked_fp8(weights == "fp8", backend)
-    torch_dtype = getattr(torch, dtype)
-    stored = stored_as(decoder, torch_dtype, tensor_parallel, projections(decoder) if fp8 else ())
+    fp8, int4 = weights == "fp8", RANDOM_GROUP if weights == "int4" else 0
+    _check_quantised(fp8 or bool(int4), backend)
+    torch_dtype, quantised = getattr(torch, dtype), projections(decoder)
+    stored = stored_as(decoder, torch_dtype, tensor_parallel, quantised if fp8 else (), quantised if int4 else (), int4)
     size = sum(kind.nbytes for kind in stored.values())
     stop_ids = _stop_ids(hf_config, setting="--config")
     unread = sorted(set(overrides or {}) - hf_config.read)
@@ -221,7 +239,9 @@ def build_random_engine(
         raise SettingError("--set", f"{', '.join(unread)}: nothing of {decoder.architecture} is set by that")
     parts = Parts((f"{RANDOM}{seed}",) * tensor_parallel, files_digest([]), code_digest(), **versions())
     target = target_of(backend, device)
-    manifest = Manifest(backend, dtype, device, tensor_parallel, decoder, stop_ids, parts, size, target=target, fp8=fp8)
+    manifest = Manifest(
+        backend, dtype, device, tensor_parallel, decoder, stop_ids, parts, size, target=target, fp8=fp8, int4=int4
+    )
     make = partial(random_weights, decoder, torch_dtype, device, seed)
     with _beside(output, say) as aside:
         if there := intact_engine(output, manifest.fingerprint):
@@ -294,7 +314,9 @@ def _check_output(output: Path) -> None:
 
 
 def _own_dtype(hf_config: Mapping[str, Any]) -> str:
-    return hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
+    own = hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
+    in_int4 = check_quantization(hf_config.get("quantization_config")) is not None
+    return "bfloat16" if in_int4 and own == "float16" else own  # PyTorch's int4 product takes bfloat16 only
 
 
 def _checked_dtype(dtype: str) -> str:

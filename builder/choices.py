@@ -2,6 +2,6 @@
 
 BACKENDS = ("inductor", "reference", "tensorrt")
 DEFAULT_BACKEND = "inductor"  # the commands' default
-WEIGHTS = ("same", "fp8")
+WEIGHTS = ("same", "fp8", "int4")
 DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16", "float16")

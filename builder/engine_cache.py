@@ -264,15 +264,18 @@ def _check_engine(
     directory: Path, dtype: str | None, quantization: str | None, tensor_parallel: int | None, backend: str | None
 ) -> None:
     manifest = Manifest.read(directory)
+    in_int4 = manifest.int4 != 0
+    methods = {"awq": in_int4, "gptq": in_int4, "compressed-tensors": in_int4 or manifest.fp8}
     built = {
         "--dtype": (dtype, manifest.dtype),
         "--tensor-parallel-size": (tensor_parallel, manifest.tensor_parallel),
         "--backend": (backend, manifest.backend),
-        "--quantization": (quantization is not None or None, manifest.fp8),
+        "--quantization": (quantization and True, methods.get(quantization or "", manifest.fp8)),
     }
     for setting, (wanted, there) in built.items():
         if wanted not in (None, there):
-            said = there if setting != "--quantization" else "none"
+            weights = "weights in int4" if in_int4 else "weights in fp8" if manifest.fp8 else "none"
+            said = weights if setting == "--quantization" else there
             raise SettingError(setting, f"the engine {directory} was built with {said}; leave the option out")
 
 

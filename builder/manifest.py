@@ -16,7 +16,7 @@ from typing import Any
 from ..scheduler.types import SettingError
 from .checkpoints.config import DecoderConfig, Rotary, Shard
 
-FORMAT = 4
+FORMAT = 5
 MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"  # of an engine with one rank
 PACKAGE = "decoder.pt2"  # AOTInductor's
@@ -84,6 +84,7 @@ class Manifest:
 
     target      the target of its compiled code, as in `host_target.this_target`; "" for the reference backend
     fp8         projections are in FP8 (all, unless the checkpoint was already quantised)
+    int4        inputs that share a scale in the checkpoint's projections in int4; 0: there are none
     kv_layout   dimensions of the KV pool, one contiguous record per slot; the chunk size is the runtime's choice
     weight_bytes  of one rank
     quantisation  the error of rounding to FP8; None if nothing was rounded here
@@ -100,6 +101,7 @@ class Manifest:
     weight_bytes: int
     target: str = ""
     fp8: bool = False
+    int4: int = 0
     kv_layout: tuple[str, ...] = KV_LAYOUT
     quantisation: Quantisation | None = None
     compiled: Compiled | None = None
@@ -207,6 +209,7 @@ def code_digest() -> str:
     rounding, and random weights."""
     room = Path(__file__).parent
     names: tuple[str, ...] = ("checkpoints/hugging_face", "checkpoints/config", "fp8", "model", "random_weights")
+    names += ("checkpoints/int4_weights", "checkpoints/sources", "int4_formats")
     names += ("inductor/compile", "inductor/package", "tensorrt/compile", "tensorrt/network", "tensorrt/package")
     files = [room / f"{name}.py" for name in names]
     plugins = room.parent / "plugins"

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from ..plugins import torch_ops  # noqa: F401  register torch.ops.pensieve
 from ..plugins.collectives.protocol import TENSOR_PARALLEL
 from ..plugins.linear import fp8 as fp8_linear  # noqa: F401  register torch.ops.pensieve
+from ..plugins.linear import int4 as int4_linear  # noqa: F401  register torch.ops.pensieve
+from ..plugins.linear.int4_format import packed_shape
 from .checkpoints.config import DecoderConfig, Shard
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -82,17 +84,20 @@ class VocabularyEmbedding(nn.Embedding):
 
 
 class Projection(nn.Linear):
-    """A projection of a layer. With a scale for each output its weight is in FP8: `Decoder.from_weights` sets this
-    up."""
+    """A projection of a layer. With a scale for each output its weight is in FP8, with scales and zeros of groups in
+    int4: `Decoder.from_weights` sets this up."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool):
         super().__init__(inputs, outputs, bias)
         self.register_parameter("scale", None)
+        self.register_parameter("scales_zeros", None)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.scale is None:
-            return super().forward(x)
-        return torch.ops.pensieve.fp8_linear(x, self.weight, self.scale, self.bias)
+        if self.scales_zeros is not None:
+            return torch.ops.pensieve.int4_linear(x, self.weight, self.scales_zeros, self.bias)
+        if self.scale is not None:
+            return torch.ops.pensieve.fp8_linear(x, self.weight, self.scale, self.bias)
+        return super().forward(x)
 
 
 class RowParallelProjection(Projection):
@@ -204,14 +209,18 @@ class Decoder(nn.Module):
     @classmethod
     def from_weights(cls, config: DecoderConfig, weights: Mapping[str, Tensor], ranks: int = 1) -> Self:
         """Uses one rank's tensors without copying, in their dtype, on their device; RuntimeError if one does not fit.
-        Projections that have a scale are in FP8."""
+        Projections that have a scale are in FP8, those with scales and zeros in int4."""
         with torch.device("meta"):
             decoder = cls(config, ranks)
             for name in weights:
-                if name.endswith(".scale"):
-                    projection = decoder.get_submodule(name.removesuffix(".scale"))
-                    assert isinstance(projection, Projection)
-                    projection.scale = nn.Parameter(torch.empty(projection.out_features), requires_grad=False)
+                module, _, kind = name.rpartition(".")
+                if kind in ("scale", "scales_zeros"):
+                    projection = decoder.get_submodule(module)
+                    setattr(projection, kind, nn.Parameter(torch.empty_like(weights[name], device="meta"), False))
+                    if kind == "scales_zeros":
+                        assert isinstance(projection, Projection)
+                        shape = packed_shape(projection.out_features, projection.in_features)
+                        projection.weight = nn.Parameter(torch.empty(shape, dtype=torch.int32), False)
         decoder.load_state_dict(weights, assign=True)
         decoder.to(weights["embed.weight"].device)  # only `frequencies` is left to move
         return decoder.eval().requires_grad_(False)

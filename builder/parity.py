@@ -118,9 +118,9 @@ def check_quantisation(
 
 
 def whole_weights(config: DecoderConfig, weights: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The undivided weights in float32, joined from those of all ranks; FP8 weights are converted."""
+    """The undivided weights in float32, joined from those of all ranks; quantised weights are converted."""
     ranks = len(weights)
-    if any(name.endswith(".scale") for name in weights[0]):
+    if any(name.endswith((".scale", ".scales_zeros")) for name in weights[0]):
         weights = [dequantised(own) for own in weights]
     if ranks == 1:
         return {name: tensor.float() for name, tensor in weights[0].items()}

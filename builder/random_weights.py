@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from ..plugins.linear.fp8 import rounded, row_scales
+from ..plugins.linear.int4 import packed, scales_and_zeros
+from ..plugins.linear.int4_format import MIDDLE
 from .checkpoints.config import DecoderConfig, Shard
-from .checkpoints.hugging_face import Source, parameter_shapes, weight_sources
+from .checkpoints.hugging_face import parameter_shapes, weight_sources
+from .checkpoints.sources import Source
 from .fp8 import projections
 
 INTO_THE_SUM = ("attention.out.weight", "mlp.down.weight")
@@ -23,9 +26,10 @@ def random_weights(
     rank: int = 0,
     ranks: int = 1,
     fp8: bool = False,
+    int4: int = 0,
 ) -> dict[str, Tensor]:
     """All parameters of one rank's Decoder. Equal for equal seeds on the same kind of device. With `fp8` they are then
-    rounded like those of a checkpoint.
+    rounded like those of a checkpoint. With `int4`, the size of a group, they are rounded to the nearest of 15 numbers.
 
     With any number of ranks, together they hold the same model: each rank makes one whole tensor after the other and
     cuts it.
@@ -36,7 +40,7 @@ def random_weights(
     """
     sources = weight_sources(Shard(config, ranks, rank))
     generator = torch.Generator(device).manual_seed(seed)
-    in_fp8 = projections(config) if fp8 else frozenset()
+    quantised = projections(config) if fp8 or int4 else frozenset()
     weights = {}
     for name, shape in parameter_shapes(config).items():
         tensor = torch.empty(shape, dtype=dtype, device=device)
@@ -47,12 +51,23 @@ def random_weights(
             tensor.normal_(std=(shape[1] * summands) ** -0.5, generator=generator)
         own = _cut(tensor, sources[name]) if ranks > 1 else tensor
         projection = name.removesuffix(".weight")
-        if projection in in_fp8:
+        if projection not in quantised:
+            weights[name] = own
+        elif int4:
+            weights[name], weights[f"{projection}.scales_zeros"] = _in_int4(tensor, int4, sources[name])
+        else:
             scales = _cut(row_scales(tensor), [Source("", source.parts[:1]) for source in sources[name]])
             weights[name], weights[f"{projection}.scale"] = rounded(own, scales), scales
-        else:
-            weights[name] = own
     return weights
+
+
+def _in_int4(tensor: Tensor, group: int, sources: Sequence[Source]) -> tuple[Tensor, Tensor]:
+    """One rank's part of a weight as packed numbers, scales and zeros."""
+    values = tensor.float().unflatten(1, (-1, group))
+    scales = values.abs().amax(dim=-1) / (MIDDLE - 1)
+    numbers = (values / scales.unsqueeze(-1)).round_().add_(MIDDLE).to(torch.uint8).flatten(1)
+    own = _cut(scales, [source.by_group(group) for source in sources])
+    return packed(_cut(numbers, sources)), scales_and_zeros(own, torch.full_like(own, MIDDLE), tensor.dtype)
 
 
 def _cut(tensor: Tensor, sources: Sequence[Source]) -> Tensor:

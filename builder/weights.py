@@ -23,6 +23,7 @@ STORED_DTYPES = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
     torch.float8_e4m3fn: "F8_E4M3",
+    torch.int32: "I32",
 }
 
 

@@ -81,7 +81,9 @@ def open_engine(directory: str | Path, device: str = "cpu", rank: int = 0) -> En
     if manifest.random_seed is None:
         weights = _stored_weights(directory, manifest, rank, device)
     else:
-        weights = random_weights(shard.config, dtype, device, manifest.random_seed, rank, shard.ranks, manifest.fp8)
+        weights = random_weights(
+            shard.config, dtype, device, manifest.random_seed, rank, shard.ranks, manifest.fp8, manifest.int4
+        )
     return Engine(manifest, _decoder(directory, manifest, weights))
 
 

@@ -53,7 +53,9 @@ def parser() -> CommandParser:
     made.add_argument("--backend", default=DEFAULT_BACKEND, help=f"one of {', '.join(BACKENDS)} (default %(default)s)")
     made.add_argument("--dtype", help=f"one of {', '.join(DTYPES)} (default: the checkpoint's own)")
     made.add_argument(
-        "--weights", default="same", help=f"of the layers' projections: {' or '.join(WEIGHTS)} (default %(default)s)"
+        "--weights",
+        default="same",
+        help=f"of the layers' projections: {', '.join(WEIGHTS)}; int4 is of random weights (default %(default)s)",
     )
     made.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="ranks (default %(default)s)")
     made.add_argument("--device", default="cpu", help=f"one of {', '.join(DEVICES)} (default %(default)s)")
@@ -136,7 +138,7 @@ def make(args: argparse.Namespace) -> int:
     manifest = built.manifest
     each = "" if manifest.tensor_parallel == 1 else f" on each of {manifest.tensor_parallel} ranks"
     kind = "weights" if manifest.random_seed is None else "random weights"
-    kind += " (projections in FP8)" if manifest.fp8 else ""
+    kind += " (projections in FP8)" if manifest.fp8 else " (projections in int4)" if manifest.int4 else ""
     print(
         f"{built.outcome} {args.output}: {manifest.architecture}, {manifest.backend} backend, {manifest.device}, "
         f"{manifest.dtype}, {manifest.layers} layers, {manifest.weight_bytes / 2**20:.1f} MiB of {kind}{each}, "

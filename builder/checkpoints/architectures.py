@@ -53,8 +53,7 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     Raises SettingError that names an unsupported setting.
     """
     names = config.get("architectures") or ["none"]
-    if config.get("quantization_config"):
-        check_quantization(config["quantization_config"])
+    check_quantization(config.get("quantization_config"))
     if config.get("is_causal") is False:  # an embedding model, whose tokens see later tokens
         raise refusal("config.json: is_causal false is not supported")
     if config.get("per_layer_config"):

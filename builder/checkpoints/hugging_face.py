@@ -17,8 +17,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...scheduler.types import SettingError
+from ..int4_formats import WORDS
+from ..quantization import check_quantization
 from .architectures import OPT, refusal
 from .config import DecoderConfig, Shard
+from .int4_weights import Int4Weights, int4_projections, stored_tensors, without_ignored
+from .sources import Part, Source, Sources, layer_projections, tensor_of, whole
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LFS_POINTER = b"version https://git-lfs."  # the start of the file that `git clone` leaves where Git LFS is missing
@@ -48,48 +52,6 @@ FLOATS = ("F64", "F32", "BF16", "F16")
 """Names in safetensors of the dtypes that weights may have without a scale."""
 
 IN_FP8 = "F8_E4M3"
-
-
-class Part(NamedTuple):
-    """The `size` rows or columns from `start` on, of `full`; beyond the end they are zeros."""
-
-    full: int
-    start: int
-    size: int
-
-
-def whole(size: int) -> Part:
-    return Part(size, 0, size)
-
-
-class Source(NamedTuple):
-    """One tensor of a checkpoint, with the part of each dimension that a rank holds."""
-
-    name: str
-    parts: tuple[Part, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the whole tensor."""
-        return tuple(part.full for part in self.parts)
-
-    @property
-    def cut_shape(self) -> tuple[int, ...]:
-        return tuple(part.size for part in self.parts)
-
-    def cut(self, tensor: Any, dtype: torch.dtype) -> Tensor:
-        """Returns the rank's part of a tensor. From a slice that safetensors opened, only this part is read."""
-        bounds = [(min(start, full), min(start + size, full)) for full, start, size in self.parts]
-        kept: Tensor = tensor[tuple(slice(*bound) for bound in bounds)].to(dtype).contiguous()
-        if kept.shape == self.cut_shape:
-            return kept
-        filled = kept.new_zeros(self.cut_shape)
-        filled[tuple(slice(size) for size in kept.shape)] = kept
-        return filled
-
-
-Sources = dict[str, tuple[Source, ...]]
-"""For each parameter of Decoder, the tensors that are joined along their first dimension to make it."""
 
 
 def _linear(target: str, bias: bool, columns: Part, parts: Mapping[str, Part]) -> Sources:
@@ -194,14 +156,17 @@ def parameter_shapes(config: DecoderConfig, ranks: int = 1) -> dict[str, tuple[i
 
 class CheckpointWeights(Mapping[str, Tensor]):
     """All parameters of one rank's Decoder in one dtype, on the CPU; FP8 projections stay in FP8 and have a scale.
+    `int4` has those of projections in int4.
 
     Each access reads, cuts and joins the parameter again.
     """
 
-    def __init__(self, files: Mapping[str, Any], wanted: Sources, dtype: torch.dtype):
-        self._files, self._wanted, self._dtype = files, wanted, dtype
+    def __init__(self, files: Mapping[str, Any], wanted: Sources, dtype: torch.dtype, int4: Mapping[str, Tensor] = {}):
+        self._files, self._wanted, self._dtype, self._int4 = files, wanted, dtype, int4
 
     def __getitem__(self, target: str) -> Tensor:
+        if target not in self._wanted:
+            return self._int4[target]
         sources = self._wanted[target]
         if target.endswith(".scale"):
             parts = [source.cut(_output_scales(self._files, source), torch.float32) for source in sources]
@@ -212,10 +177,11 @@ class CheckpointWeights(Mapping[str, Tensor]):
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._wanted)
+        yield from self._wanted
+        yield from self._int4
 
     def __len__(self) -> int:
-        return len(self._wanted)
+        return len(self._wanted) + len(self._int4)
 
 
 def read_weights(
@@ -228,10 +194,18 @@ def read_weights(
     files = _tensor_files(directory)
     prefix = "model." if any(name.startswith("model.") for name in files) else ""
     wanted = weight_sources(Shard(config, ranks, rank), prefix)
+    int4: Mapping[str, Tensor] = {}
+    stored: Sources = {}
+    if form := check_quantization(read_json(directory / "config.json").get("quantization_config")):
+        projections = int4_projections(files, wanted, form)
+        files = without_ignored(files, wanted, projections, form)
+        wanted = {name: sources for name, sources in wanted.items() if name.removesuffix(".weight") not in projections}
+        stored = stored_tensors(projections, form)
+        int4 = Int4Weights(files, projections, form, dtype)
     wanted |= _scale_sources(files, wanted)
-    _check_names(files, wanted, config)
-    check_tensors(files, wanted)
-    return CheckpointWeights(files, wanted, dtype)
+    _check_names(files, wanted | stored, config)
+    check_tensors(files, wanted | stored)
+    return CheckpointWeights(files, wanted, dtype, int4)
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -276,17 +250,12 @@ def _check_names(files: Mapping[str, Any], wanted: Sources, config: DecoderConfi
     if config.tied_embeddings and "lm_head.weight" in extra:
         extra.remove("lm_head.weight")
         embedding = wanted["embed.weight"][0].name
-        if embedding in files and not torch.equal(_tensor(files, "lm_head.weight"), _tensor(files, embedding)):
+        if embedding in files and not torch.equal(tensor_of(files, "lm_head.weight"), tensor_of(files, embedding)):
             raise refusal(f"tie_word_embeddings is set, but lm_head.weight differs from {embedding}")
     for kind, found in (("missing", missing), ("unexpected", extra)):
         if found:
             more = f" and {len(found) - 5} more" if len(found) > 5 else ""
             raise refusal(f"{kind} tensors for {config.architecture}: {', '.join(found[:5])}{more}")
-
-
-def _tensor(files: Mapping[str, Any], name: str) -> Tensor:
-    tensor: Tensor = files[name].get_tensor(name)
-    return tensor
 
 
 def _slice(files: Mapping[str, Any], name: str) -> Any:
@@ -297,16 +266,15 @@ def _slice(files: Mapping[str, Any], name: str) -> Any:
 def _scale_sources(files: Mapping[str, Any], wanted: Sources) -> Sources:
     """The scales of the layers' projections with FP8 weights. Each has one tensor in a file for each part."""
     scales: Sources = {}
-    for target, sources in wanted.items():
-        if not (target.startswith("layers.") and target.endswith(".weight") and len(sources[0].parts) == 2):
-            continue
+    for projection, sources in layer_projections(wanted).items():
         found = [source.name in files and _slice(files, source.name).get_dtype() == IN_FP8 for source in sources]
         if any(found):
             if not all(found):
                 names = ", ".join(source.name for source in sources)
                 raise refusal(f"{names}: some are in FP8 and some are not, and they are one projection here")
-            scale = target.removesuffix(".weight") + ".scale"
-            scales[scale] = tuple(Source(_scale_name(files, source.name), source.parts[:1]) for source in sources)
+            scales[f"{projection}.scale"] = tuple(
+                Source(_scale_name(files, source.name), source.parts[:1]) for source in sources
+            )
     return scales
 
 
@@ -318,7 +286,7 @@ def _scale_name(files: Mapping[str, Any], weight: str) -> str:
 
 def _output_scales(files: Mapping[str, Any], source: Source) -> Tensor:
     """The scales of a whole tensor [rows]; the file may have one for all."""
-    return _tensor(files, source.name).reshape(-1).expand(source.shape)
+    return tensor_of(files, source.name).reshape(-1).expand(source.shape)
 
 
 def check_tensors(files: Mapping[str, Any], wanted: Sources) -> None:
@@ -337,5 +305,10 @@ def _check_tensor(files: Mapping[str, Any], target: str, source: Source, in_fp8:
         shapes += [(*source.shape, 1), (1,), ()]
     if shape not in shapes:
         raise refusal(f"tensor {source.name} has the shape {list(shape)}; config.json asks for {list(source.shape)}")
-    if dtype not in FLOATS and not (in_fp8 and dtype == IN_FP8):
-        raise refusal(f"tensor {source.name} is {dtype}; of quantised weights only layers in FP8 (e4m3) are supported")
+    if source.name.endswith(WORDS):
+        if dtype != "I32":
+            raise refusal(f"tensor {source.name} is {dtype}; the words of weights in int4 must be I32")
+    elif dtype not in FLOATS and not (in_fp8 and dtype == IN_FP8):
+        raise refusal(
+            f"tensor {source.name} is {dtype}; of quantised weights only layers in FP8 (e4m3) or int4 are supported"
+        )

@@ -33,7 +33,7 @@ def engine_weights(directory: Path, manifest: Manifest, rank: int) -> dict[str, 
     ranks, dtype = manifest.tensor_parallel, getattr(torch, manifest.dtype)
     if manifest.random_seed is not None:
         seed, device = manifest.random_seed, manifest.device
-        return random_weights(manifest.decoder, dtype, device, seed, rank, ranks, manifest.fp8)
+        return random_weights(manifest.decoder, dtype, device, seed, rank, ranks, manifest.fp8, manifest.int4)
     stored = load_weights(directory / weights_file(rank, ranks))
     return {name: tensor.to(manifest.device) for name, tensor in stored.items()}
 

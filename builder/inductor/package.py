@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...plugins import torch_ops  # noqa: F401  register torch.ops.pensieve, which packages call
 from ...plugins.linear import fp8 as fp8_linear  # noqa: F401  register torch.ops.pensieve, which packages call
+from ...plugins.linear import int4 as int4_linear  # noqa: F401  register torch.ops.pensieve, which packages call
 from ...plugins.linear.fp8_format import FP8
 from ..checkpoints.config import DecoderConfig
 
@@ -20,7 +21,7 @@ def laid_out(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the weights with the strides that packages are compiled for; shapes and values are unchanged.
 
     On a CPU projections are stored column by column, because a step of few tokens then reads them twice as fast. On a
-    GPU nothing changes, and FP8 projections never change. Tensors are processed one after the other.
+    GPU nothing changes, and projections in FP8 or int4 never change. Tensors are processed one after the other.
     """
     return {name: _by_columns(tensor) if _is_projection(name, tensor) else tensor for name, tensor in weights.items()}
 

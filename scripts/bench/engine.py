@@ -2,7 +2,7 @@
 
     python -m pensieve.scripts.bench.engine compare [--checkpoint DIR] [--dtype float32] [--threads 1]
     python -m pensieve.scripts.bench.engine gpu [--shapes opt-13b ...] [--backends reference inductor tensorrt]
-        [--dtype float16] [--generation 1x256 64x256 ...] [--weights same fp8]
+        [--dtype float16] [--generation 1x256 64x256 ...] [--weights same fp8 int4]
 
 compare: the time outside attention, which both engines share. Prints medians of batches with one new token for each
 request, or with one prompt; then runs all steps of a chat load, each once.

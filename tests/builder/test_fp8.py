@@ -161,8 +161,8 @@ def test_the_command_says_what_it_cost(checkpoint, tmp_path, capsys):
     assert main([*arguments, "--weights", "fp8"]) == 0
     said = capsys.readouterr().out
     assert "projections in FP8" in said and "relative error of FP8 against the unquantised model" in said
-    assert main([*arguments, "--weights", "int4"]) == 2
-    assert capsys.readouterr().err.startswith("build_engine: --weights: 'int4' does not exist; there is same, fp8")
+    assert main([*arguments, "--weights", "int8"]) == 2
+    assert capsys.readouterr().err.startswith("build_engine: --weights: 'int8' does not exist; there is same, fp8")
 
 
 @pytest.mark.slow

@@ -206,14 +206,14 @@ def group(**changes):
 @pytest.mark.parametrize(
     "settings, named",
     [
-        ({"quant_method": "gptq"}, "quant_method 'gptq'"),
+        ({"quant_method": "hqq"}, "quant_method 'hqq'"),
         ({"bits": 8}, "quant_method None"),
         (
             {"quant_method": "fp8", "weight_block_size": [128, 128]},
             r"weight_block_size \[128, 128\].*scales are for blocks.*--quantization fp8",
         ),
         (COMPRESSED | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
-        (COMPRESSED | {"format": "pack-quantized"}, "format 'pack-quantized' of group_0"),
+        (COMPRESSED | {"format": "int-quantized"}, "format 'int-quantized' of group_0"),
         (COMPRESSED | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
         (COMPRESSED | {"transform_config": {"R1": {}}}, "transform_config"),
         (group(num_bits=4), "not symmetric floats of 8 bits"),
