@@ -13,11 +13,12 @@ from pensieve.builder.random_weights import random_weights
 from pensieve.runtime.engine import open_engine
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.build_engine import main
-from tests.models import LLAMA_SHAPE, OPT_SHAPE, ScatteredRunner, tiny_checkpoint
+from tests.models import LLAMA_SHAPE, OPT_SHAPE, QWEN3_MOE_SHAPE, ScatteredRunner, tiny_checkpoint
 
 CONFIGS = {
     "llama": {"architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16"} | LLAMA_SHAPE,
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "dtype": "bfloat16", "head_dim": 32} | LLAMA_SHAPE,
+    "qwen3-moe": {"architectures": ["Qwen3MoeForCausalLM"], "dtype": "bfloat16"} | QWEN3_MOE_SHAPE,
     "opt": {"architectures": ["OPTForCausalLM"], "torch_dtype": "float16"} | OPT_SHAPE,
     "opt, post norm": {"architectures": ["OPTForCausalLM"], "do_layer_norm_before": False} | OPT_SHAPE,
 }
