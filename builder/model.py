@@ -162,7 +162,7 @@ class SparseMLP(nn.Module):
         self.down = nn.Linear(shard.mlp_size, config.experts * config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        shares, chosen = self.router(x).softmax(dim=-1, dtype=torch.float32).topk(self.per_token)
+        shares, chosen = self.router(x).softmax(dim=-1, dtype=torch.float32).topk(self.per_token, sorted=False)
         if self.sum_to_1:
             shares = shares / shares.sum(dim=-1, keepdim=True)
         y = torch.ops.pensieve.experts(x, chosen, shares, self.up.weight, self.down.weight)
