@@ -82,7 +82,7 @@ def test_logits_equal_those_of_transformers(name, tmp_path):
         torch.testing.assert_close(runner.all_logits(seat), logits, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "opt"])
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "opt"])
 def test_dropped_chunks_are_recomputed_as_disjoint_spans_of_one_batch(name, tmp_path):
     runner, expected = runner_beside(CONFIGS[name], tmp_path, lengths=(40, 8))
     runner.step((0, 0, 30), (1, 0, 7))
@@ -105,7 +105,7 @@ def test_a_suppressed_write_reads_the_cache_and_leaves_it_alone(tmp_path):
     assert torch.equal(runner.pool.nan_to_num(), before.nan_to_num())
 
 
-@pytest.mark.parametrize("name", ["llama 3 scaling", "opt"])
+@pytest.mark.parametrize("name", ["llama 3 scaling", "qwen3-moe", "opt"])
 def test_bfloat16_stays_near_float32(name, tmp_path):
     runner, expected = runner_beside(CONFIGS[name], tmp_path, lengths=(50,), dtype="bfloat16")
     runner.step((0, 0, 31))

@@ -46,6 +46,7 @@ def test_an_engine_without_a_checkpoint_runs(name, tmp_path):
     assert not built.has_tokenizer and built.manifest.stop_ids == (2,) and built.manifest.random_seed == 7
     engine = open_engine(tmp_path / "engine")
     assert engine.parameters * engine.dtype.itemsize == built.manifest.weight_bytes
+    assert (engine.active_parameters < engine.parameters) == (name == "qwen3-moe")
     assert built.manifest.dtype == CONFIGS[name].get("dtype", CONFIGS[name].get("torch_dtype", "float32"))
     logits = logits_of(engine)
     assert logits.isfinite().all() and 0.1 < logits.std() < 10
