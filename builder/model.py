@@ -157,7 +157,7 @@ class SparseMLP(nn.Module):
         config = shard.config
         self.ranks, self.per_token, self.sum_to_1 = shard.ranks, config.experts_per_token, config.experts_sum_to_1
         self.router = nn.Linear(config.hidden_size, config.experts, bias=False)
-        # All experts' rows are one matrix: `experts` has its order.
+        # Each is the rows of all experts (plugins/linear/experts.py), so it is stored and divided like a projection.
         self.up = nn.Linear(config.hidden_size, config.experts * 2 * shard.mlp_size, bias=False)
         self.down = nn.Linear(shard.mlp_size, config.experts * config.hidden_size, bias=False)
 

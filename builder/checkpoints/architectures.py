@@ -39,7 +39,7 @@ class LlamaFlavour(NamedTuple):
     norm_eps: float = 1e-6
     theta: float = 10000.0
     expert_size: str | None = None  # the key of the experts' width; None: no experts
-    experts_sum_to_1: bool | None = None  # None: as in norm_topk_prob
+    norm_topk_prob: bool = False
 
 
 LLAMA_FLAVOURS = {
@@ -54,7 +54,7 @@ LLAMA_FLAVOURS = {
         norm_eps=1e-5,
         theta=1e6,
         expert_size="intermediate_size",
-        experts_sum_to_1=True,
+        norm_topk_prob=True,
     ),
     "Qwen3MoeForCausalLM": LlamaFlavour(kv_heads=4, qk_norm=True, expert_size="moe_intermediate_size"),
 }
@@ -161,21 +161,15 @@ def _experts(flavour: LlamaFlavour, config: Mapping[str, Any]) -> dict[str, Any]
     """The fields of DecoderConfig that are about experts."""
     for name, plain in ONLY_EXPERTS.items():
         if (value := config.get(name) or plain) != plain:
-            raise refusal(
-                f"config.json: {name} {value!r} is not supported: all MLPs must be experts chosen by a router"
-            )
+            raise refusal(f"config.json: {name} {value!r} is not supported: a router must choose among all MLPs")
     if _activation(config, "hidden_act", "silu") != "silu":
         raise refusal(f"config.json: hidden_act {config['hidden_act']!r} is not supported with experts, only silu")
     experts = _size(config, "num_local_experts" if "num_local_experts" in config else "num_experts")
     per_token = _size(config, "num_experts_per_tok")
     if per_token > experts:
         raise refusal(f"config.json: num_experts_per_tok {per_token} is above the number of experts, {experts}")
-    sum_to_1 = bool(config.get("norm_topk_prob", False))
-    return {
-        "experts": experts,
-        "experts_per_token": per_token,
-        "experts_sum_to_1": sum_to_1 if flavour.experts_sum_to_1 is None else flavour.experts_sum_to_1,
-    }
+    sum_to_1 = bool(config.get("norm_topk_prob", flavour.norm_topk_prob))
+    return {"experts": experts, "experts_per_token": per_token, "experts_sum_to_1": sum_to_1}
 
 
 def _refuse_sliding_window(architecture: str, config: Mapping[str, Any], layers: int, max_positions: int) -> None:

@@ -151,10 +151,8 @@ def _layer_sources(shard: Shard, target: str, name: str, names: LayerNames) -> S
     attention = {f"{name}.self_attn.{x}_proj": rows for x, rows in (("q", q), ("k", kv), ("v", kv))}
     experts = range(config.experts or 1)
     up = {f"{name}.{part.format(i)}": mlp for i in experts for part in names.up}
-    out, down = (
-        {f"{name}.{names.out}": whole(hidden)},
-        {f"{name}.{names.down.format(i)}": whole(hidden) for i in experts},
-    )
+    down = {f"{name}.{names.down.format(i)}": whole(hidden) for i in experts}
+    out = {f"{name}.{names.out}": whole(hidden)}
     kinds = _norm_kinds(config)
     sources = {
         **_norm(f"{target}.attention_norm", f"{name}.{names.attention_norm}", hidden, kinds),
