@@ -92,7 +92,8 @@ class DecoderConfig:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's part of a decoder, split as in Megatron: heads, the MLP's width and the vocabulary are divided.
+    """One rank's part of a decoder, split as in Megatron: heads, the MLP's (or each expert's) width and the
+    vocabulary are divided.
 
     With fewer KV heads than ranks, neighbouring ranks hold the same one. Every rank holds all other parameters whole.
     Sizes are the same on all ranks: the end of the vocabulary is padded with rows. SettingError('--tensor-parallel',
