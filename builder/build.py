@@ -43,7 +43,7 @@ from .manifest import (
 )
 from .parity import check_quantisation
 from .random_weights import random_weights
-from .tensorrt.installed import check_type, tensorrt_version
+from .tensorrt.installed import check_decoder, tensorrt_version
 from .verify import intact_engine
 from .weights import Advance, save_weights, watched, weights_digest
 
@@ -102,13 +102,13 @@ def build_engine(
     check_settings(backend, tensor_parallel, device, workspace, weights)
     hf_config, decoder, dtype = read_config(checkpoint, dtype, tensor_parallel)
     if backend == "tensorrt":
-        check_type(dtype)
+        check_decoder(decoder, dtype)
     reader = read_legacy_weights if is_legacy(checkpoint) else read_weights
     read = partial(reader, checkpoint, decoder, getattr(torch, dtype))
     own = [read(rank, tensor_parallel) for rank in range(tensor_parallel)]
     rounded = own if weights == "same" else _rounded(decoder, own, read())
     stored = stored_as(decoder, getattr(torch, dtype), tensor_parallel, names_in_fp8(rounded[0]))
-    fp8 = _checked_fp8(any(name.endswith(".scale") for name in stored), backend)
+    fp8 = _checked_fp8(any(name.endswith(".scale") for name in stored), backend, decoder)
     size = sum(kind.nbytes for kind in stored.values())
     with _beside(output, say) as aside:
         has_tokenizer = copy_tokenizer(checkpoint, aside, opt=decoder.architecture == OPT)
@@ -160,9 +160,11 @@ def _rounded(
     return [QuantisedWeights(decoder, each, whole) for each in own]
 
 
-def _checked_fp8(fp8: bool, backend: str) -> bool:
+def _checked_fp8(fp8: bool, backend: str, decoder: DecoderConfig) -> bool:
     if fp8 and backend == "tensorrt":
         raise SettingError("--backend", "tensorrt's engines with weights in FP8 do not exist yet")
+    if fp8 and decoder.experts:
+        raise SettingError("--weights", f"fp8 weights of experts ({decoder.architecture}) are not supported yet")
     return fp8
 
 
@@ -210,8 +212,8 @@ def build_random_engine(
     dtype = _checked_dtype(dtype or _own_dtype(hf_config))
     decoder = _decoder_of_config(hf_config)
     if backend == "tensorrt":
-        check_type(dtype)
-    fp8 = _checked_fp8(weights == "fp8", backend)
+        check_decoder(decoder, dtype)
+    fp8 = _checked_fp8(weights == "fp8", backend, decoder)
     torch_dtype = getattr(torch, dtype)
     stored = stored_as(decoder, torch_dtype, tensor_parallel, projections(decoder) if fp8 else ())
     size = sum(kind.nbytes for kind in stored.values())

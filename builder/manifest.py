@@ -16,7 +16,7 @@ from typing import Any
 from ..scheduler.types import SettingError
 from .checkpoints.config import DecoderConfig, Rotary, Shard
 
-FORMAT = 4
+FORMAT = 5
 MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"  # of an engine with one rank
 PACKAGE = "decoder.pt2"  # AOTInductor's

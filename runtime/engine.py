@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ..builder.checkpoints.config import Shard
-from ..builder.checkpoints.hugging_face import parameter_shapes
+from ..builder.checkpoints.hugging_face import active_parameters, parameter_shapes
 from ..builder.inductor.host_target import why_not_here
 from ..builder.inductor.package import Package, laid_out
 from ..builder.manifest import Manifest, code_digest, files_digest, versions, weights_file
@@ -31,6 +31,7 @@ class Engine:
         self.vocab_size = manifest.vocab_size
         shapes = parameter_shapes(manifest.decoder, manifest.tensor_parallel)
         self.parameters = sum(math.prod(shape) for shape in shapes.values())  # of this rank
+        self.active_parameters = active_parameters(manifest.decoder, manifest.tensor_parallel)  # those a token uses
         self.weight_bytes = manifest.weight_bytes  # of this rank
         self._decoder = decoder
 

@@ -235,7 +235,7 @@ def estimated_cost(engine: Engine, config: SchedulerConfig) -> CostProfile:
     shard = Shard(engine.manifest.decoder, engine.manifest.tensor_parallel)
     return analytic_profile(
         chunk_tokens=config.chunk_tokens,
-        parameters=engine.parameters,
+        parameters=engine.active_parameters,
         layers=shard.config.layers,
         attention_width=shard.heads * shard.config.head_dim,
         chunk_bytes=engine.chunk_bytes(config.chunk_tokens),

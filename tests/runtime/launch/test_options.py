@@ -224,6 +224,7 @@ DECODER = SimpleNamespace(
     head_dim=128,
     gated=True,
     mlp_size=14336,
+    experts=0,
     vocab_size=128256,
 )
 LLAMA_8B = SimpleNamespace(
