@@ -12,12 +12,7 @@ from .kernel_cases import CUDA, INTERPRETED
 
 pytest.importorskip("triton")
 
-QUICK = (
-    "linear/test_norm_kernel",
-    "linear/test_experts",
-    "attention/test_kv_write_kernel",
-    "kv_forms/test_host_copy_kernel",
-)
+QUICK = ("linear/test_norm_kernel", "attention/test_kv_write_kernel", "kv_forms/test_host_copy_kernel")
 LONG = ("attention/test_kernel", "linear/test_fp8", "kv_forms/test_fp8", "kv_forms/test_packed")
 
 

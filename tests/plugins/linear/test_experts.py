@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pensieve.plugins.linear.experts import GROUPED_CAPABILITIES, by_expert, grouped, one_by_one, weighted_sum
+from pensieve.plugins.linear.experts import GROUPED_CAPABILITIES, grouped, one_by_one
 
-from ..kernel_cases import CUDA, DEVICE, INTERPRETED, needs_kernels
+from ..kernel_cases import CUDA, DEVICE
 
 EXPERTS, HIDDEN, WIDTH = 6, 32, 24
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}
@@ -61,50 +61,6 @@ def test_an_infinite_result_of_an_expert_reaches_its_own_tokens_only():
     up[4 * 2 * WIDTH : 5 * 2 * WIDTH] = float("inf")  # the one without tokens
     for way in (torch.ops.pensieve.experts, one_by_one):
         assert way(x, chosen, shares, up, down).isfinite().all()
-
-
-@needs_kernels
-@pytest.mark.parametrize("route", [*ROUTES, "of more pairs than one turn takes"])
-def test_the_kernel_sorts_pairs_as_its_twin_does(route):
-    """But those of one expert are in any order."""
-    from pensieve.plugins.linear import experts_kernel
-
-    scores = torch.rand(700, EXPERTS, generator=torch.Generator().manual_seed(0))
-    chosen = torch.as_tensor(ROUTES.get(route, scores.topk(2).indices)).long().to(DEVICE)
-    (tokens, places, ends), (_, _, expected) = (sort(chosen, EXPERTS) for sort in (experts_kernel.by_expert, by_expert))
-    assert torch.equal(ends, expected) and ends.dtype == torch.int32
-    flat = places.flatten().long()
-    assert torch.equal(flat.sort().values, torch.arange(chosen.numel(), device=DEVICE))
-    assert torch.equal(chosen.flatten()[flat.argsort()], chosen.flatten().sort().values)
-    assert torch.equal(tokens[flat], torch.arange(len(chosen), device=DEVICE).repeat_interleave(chosen.shape[1]).int())
-
-
-@needs_kernels
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("tokens", [0, 1, 5])
-def test_the_kernel_adds_as_its_twin_does(tokens, dtype):
-    from pensieve.plugins.linear import experts_kernel
-
-    made = torch.randn(3 * tokens, 1500, device=DEVICE).to(dtype)
-    places = torch.randperm(3 * tokens, device=DEVICE).view(tokens, 3).int()
-    shares = torch.rand(tokens, 3, device=DEVICE)
-    ours, twin = (add(made, places, shares) for add in (experts_kernel.weighted_sum, weighted_sum))
-    assert ours.dtype == dtype
-    torch.testing.assert_close(ours, twin)
-
-
-@pytest.mark.skipif(CUDA or INTERPRETED, reason="compiles where no kernel can run")
-def test_one_kernel_each_serves_all_sizes_of_step(monkeypatch):
-    pytest.importorskip("triton")
-    from pensieve.plugins.linear import experts_kernel
-
-    from ..recording_driver import RecordingDriver
-
-    recording = RecordingDriver(monkeypatch)
-    for tokens in (1, 16, 300):
-        _, places, _ = experts_kernel.by_expert(torch.zeros(tokens, 8).long(), 128)
-        experts_kernel.weighted_sum(torch.zeros(8 * tokens, 2048).bfloat16(), places, torch.zeros(tokens, 8))
-    assert len({launch.image for launch in recording.take()}) == 2
 
 
 def test_what_torch_promises_of_an_operation_holds():
