@@ -102,6 +102,12 @@ def _overlaps(device: torch.device) -> bool:
 
 
 @triton.jit
+def _numbers(codes, KIND: tl.constexpr):
+    """e4m3 codes as numbers of that type. The GPU makes float16 of them, and by way of float32 two bfloat16 at once."""
+    return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(KIND)
+
+
+@triton.jit
 def _load_scales(exponents, slot, slot_stride, n, end, to_values, CHUNK: tl.constexpr):
     """The scales of a tile's keys and values, from a pool in eight bits."""
     at = exponents + slot.to(tl.int64) * slot_stride + n % CHUNK
@@ -141,7 +147,7 @@ def _attend_tiles(acc, top, total, q, keys, exponents, table, own, begin, end, s
         else:
             k = tl.load(at)
         if FP8:
-            k = k.to(tl.float8e4nv, bitcast=True).to(q.dtype)
+            k = _numbers(k, q.dtype)
         score = tl.dot(q, tl.trans(k), input_precision="ieee")
         if FP8:
             score = score * k_scale[None, :]
@@ -161,7 +167,7 @@ def _attend_tiles(acc, top, total, q, keys, exponents, table, own, begin, end, s
         else:
             v = tl.load(at + to_values)
         if FP8:
-            v = v.to(tl.float8e4nv, bitcast=True).to(tl.float32 if q.dtype == tl.float32 else tl.bfloat16)
+            v = _numbers(v, tl.float32 if q.dtype == tl.float32 else tl.bfloat16)
             weight = weight * v_scale[None, :]
         acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
         top = higher
