@@ -87,7 +87,7 @@ class ScatteredRunner:
     ):
         self.forward, self.prompts = forward, prompts
         self.chunk_tokens = kv_shape[4]
-        self.pool = torch.full(kv_shape, float("nan"), dtype=dtype)
+        self.pool = torch.full(kv_shape, 0xFF if dtype == torch.uint8 else float("nan"), dtype=dtype)
         self.handle = register_pool(self.pool)
         weakref.finalize(self, release_pool, self.handle)
         blocks = -(-max(len(prompt) for prompt in prompts) // self.chunk_tokens)
