@@ -18,7 +18,7 @@ from tests.models import tiny_checkpoint
 from .chatter import TIGHT, Chatter
 
 MODELS = ("llama", "qwen3", "mixtral", "qwen3-moe", "opt")
-POLICIES = ("retention", "lru", "fifo", "lru-conversation", "fifo-conversation")
+POLICIES = ("retention", "lru", "fifo", "lru-conversation", "fifo-conversation", "lru-plain")
 TURNS = 50
 EVENTS = ("gpu", "host", "recomputed", "new", "disjoint", "suspended", "dropped", "aborted", "branched", "forked")
 
