@@ -32,8 +32,8 @@ def test_lengths_are_rounded_without_a_drift_and_replies_end_at_half_a_window():
     ]
     total = units[-1].history_tokens + units[-1].input_tokens + units[-1].output_tokens
     assert len(units) == 30 and abs(total - 30 * 343 / model.unit) < 2
-    (long,) = _in_units([SessionTurn(0, 9000, 9000, 0.0)], model)
-    assert long.output_tokens == long.input_tokens == model.window // model.unit // 2
+    (long,) = _in_units([SessionTurn(0, 100, 9000, 0.0)], model)
+    assert long.output_tokens == model.window // model.unit // 2
 
 
 def test_sessions_are_as_long_as_the_paper_says():
@@ -49,11 +49,11 @@ def test_sessions_of_a_trace_are_drawn_again(tmp_path):
     trace, line = tmp_path / "trace.jsonl", {"conversation": "a", "think_s": 0.0, "arrival_s": None}
     turns = (
         {"turn": 0, "input_tokens": 256, "history_tokens": 0},
-        {"turn": 1, "input_tokens": 128, "history_tokens": 384},
+        {"turn": 1, "input_tokens": 9000, "history_tokens": 384},
     )
     trace.write_text("".join(json.dumps({**line, **turn, "output_tokens": 128}) + "\n" for turn in turns))
     drawn = chats(5, 1.0, MODELS["llama-13b"], str(trace))
-    assert [session.turns for session in drawn] == [(SessionTurn(0, 2, 1), SessionTurn(3, 1, 1))] * 5
+    assert [session.turns for session in drawn] == [(SessionTurn(0, 2, 1), SessionTurn(3, 16, 1))] * 5
     assert len({session.name for session in drawn}) == 5 and len({session.start_s for session in drawn}) == 5
 
 
@@ -147,6 +147,7 @@ def test_a_better_way_counts_and_then_the_later_record():
         {"figure": "1", "how": "simulated", "values": {"a": 4.0}},
     ]
     assert gathered({"1": {"a": 1.0}}, records) == {"1": {"a": Value(3.0, "hardware")}}
+    assert gathered({"1": {"a": 1.0}}, records[2:]) == {"1": {"a": Value(1.0, "simulated")}}
 
 
 def a_report(known: int = 60) -> Report:
