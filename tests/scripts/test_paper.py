@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -230,6 +232,31 @@ def test_lines_of_versus_give_serving_figures():
     found = device.versus_values("15", "vllm-simple-offload", "time a token")(chats_lines)["15"]
     assert found and all(ratio > 1 for ratio in found.values())
     assert set(device.versus_values("10b", "vllm-offload", "more")(chats_lines)) == {"10b"}
+
+
+@pytest.mark.parametrize("measurement", [one for some in device.MEASUREMENTS.values() for one in some])
+def test_the_commands_for_a_gpu_exist_with_their_options(measurement):
+    name, *words = (word.format(engine="engine", output="output") for word in measurement.words)
+    command = importlib.import_module(f"pensieve.scripts.{name}")
+    if name != "bench.kernels":  # it parses in its main
+        assert command.parser().parse_args(words)
+    if name == "versus":
+        assert Path(words[words.index("--shape") + 1]).is_file()
+
+
+def test_what_a_gpu_printed_becomes_a_record(monkeypatch, tmp_path):
+    row = {"shape": "append 32 x 8 at 8192", "heads": "40/40", "ours": 1.0, "contiguous": 2.0, "copy out": 3.0}
+    line = json.dumps({"gpu": "NVIDIA H200", "results": [{**row, "one token": 4.0}]})
+    done = SimpleNamespace(returncode=0, stdout=f"some words\n{line}\n")
+    monkeypatch.setattr(device.subprocess, "run", lambda *words, **how: done)
+    results = tmp_path / "runs.jsonl"
+    options = ["pensieve", "--device", "cuda", "--engine", "engine", "--figures", "12", "--results", str(results)]
+    assert main(options) == 0
+    (record,) = [json.loads(line) for line in results.read_text().splitlines()]
+    assert (record["how"], record["figure"], record["machine"]) == ("hardware", "12", "NVIDIA H200")
+    assert record["source"].startswith("bench.kernels") and len(record["values"]) == 3
+    done.returncode = 1
+    assert main(options) == 2
 
 
 # -- the command
