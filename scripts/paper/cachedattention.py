@@ -127,13 +127,15 @@ FIGURES: dict[str, Callable[[str], list[Case]]] = {
 
 @cache
 def chats(conversations: int, rate: float, model: Paper, trace: str = "") -> list[Session]:
-    """The conversations, in units; prompts and replies end at half of the window. Those of a trace are drawn from it
-    again and again. Raises SettingError."""
+    """The conversations, in units; a reply ends at half of the window. Those of a trace are drawn from it again and
+    again, and their new prompts end there too. Raises SettingError."""
     if trace:
         draw, starts = random.Random(0), poisson(rate, random.Random(1))
-        known = read_trace(Path(trace), sessions_per_s=rate, seed=0)
-        drawn = (draw.choice(known) for _ in range(conversations))
-        sessions = [Session(f"s{n}", next(starts), one.turns) for n, one in enumerate(drawn)]
+        known = [
+            tuple(turn._replace(input_tokens=min(turn.input_tokens, model.window // 2)) for turn in session.turns)
+            for session in read_trace(Path(trace), sessions_per_s=rate, seed=0)
+        ]
+        sessions = [Session(f"s{n}", next(starts), draw.choice(known)) for n in range(conversations)]
     else:
         sessions = synthetic(CHAT, conversations=conversations, sessions_per_s=rate, think_s=THINK_S, seed=0)
     return [session._replace(turns=tuple(_in_units(session.turns, model))) for session in sessions]
@@ -144,8 +146,8 @@ def _in_units(turns: Sequence[SessionTurn], model: Paper) -> Iterator[SessionTur
     unit, longest = model.unit, model.window // model.unit // 2
     tokens = units = 0
     for turn in turns:
-        tokens += min(turn.input_tokens, longest * unit)
-        given = min(max(1, round(tokens / unit) - units), longest)
+        tokens += turn.input_tokens
+        given = max(1, round(tokens / unit) - units)
         tokens += min(turn.output_tokens, longest * unit)
         reply = min(max(1, round(tokens / unit) - units - given), longest)
         yield SessionTurn(units, given, reply, turn.think_s)

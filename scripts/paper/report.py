@@ -123,17 +123,17 @@ def append(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def gathered(simulated: Mapping[str, Mapping[str, float]], records: Iterable[Mapping[str, Any]]) -> Found:
-    """Values of the simulation, and those that records have: of one claim the better way counts, then the later."""
-    found = {number: {name: Value(x, "simulated") for name, x in some.items()} for number, some in simulated.items()}
+    """Values of simulated runs, and those that records have: of one claim the better way counts, then a run, then the
+    later record."""
+    found: dict[str, dict[str, Value]] = {}
     ways = list(HOWS)
-    for record in records:
-        if "values" in record:
-            figure = found.setdefault(record["figure"], {})
-            for name, number in record["values"].items():
-                value = Value(number, record["how"])
-                before = figure.get(name)
-                if before is None or ways.index(value.how) <= ways.index(before.how):
-                    figure[name] = value
+    own = [{"figure": number, "how": "simulated", "values": values} for number, values in simulated.items()]
+    for record in [*records, *own]:
+        figure = found.setdefault(record["figure"], {}) if "values" in record else {}
+        for name, number in record.get("values", {}).items():
+            value = Value(number, record["how"])
+            if name not in figure or ways.index(value.how) <= ways.index(figure[name].how):
+                figure[name] = value
     return found
 
 

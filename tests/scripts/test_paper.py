@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -32,8 +34,8 @@ def test_lengths_are_rounded_without_a_drift_and_replies_end_at_half_a_window():
     ]
     total = units[-1].history_tokens + units[-1].input_tokens + units[-1].output_tokens
     assert len(units) == 30 and abs(total - 30 * 343 / model.unit) < 2
-    (long,) = _in_units([SessionTurn(0, 9000, 9000, 0.0)], model)
-    assert long.output_tokens == long.input_tokens == model.window // model.unit // 2
+    (long,) = _in_units([SessionTurn(0, 100, 9000, 0.0)], model)
+    assert long.output_tokens == model.window // model.unit // 2
 
 
 def test_sessions_are_as_long_as_the_paper_says():
@@ -49,11 +51,11 @@ def test_sessions_of_a_trace_are_drawn_again(tmp_path):
     trace, line = tmp_path / "trace.jsonl", {"conversation": "a", "think_s": 0.0, "arrival_s": None}
     turns = (
         {"turn": 0, "input_tokens": 256, "history_tokens": 0},
-        {"turn": 1, "input_tokens": 128, "history_tokens": 384},
+        {"turn": 1, "input_tokens": 9000, "history_tokens": 384},
     )
     trace.write_text("".join(json.dumps({**line, **turn, "output_tokens": 128}) + "\n" for turn in turns))
     drawn = chats(5, 1.0, MODELS["llama-13b"], str(trace))
-    assert [session.turns for session in drawn] == [(SessionTurn(0, 2, 1), SessionTurn(3, 1, 1))] * 5
+    assert [session.turns for session in drawn] == [(SessionTurn(0, 2, 1), SessionTurn(3, 16, 1))] * 5
     assert len({session.name for session in drawn}) == 5 and len({session.start_s for session in drawn}) == 5
 
 
@@ -147,6 +149,7 @@ def test_a_better_way_counts_and_then_the_later_record():
         {"figure": "1", "how": "simulated", "values": {"a": 4.0}},
     ]
     assert gathered({"1": {"a": 1.0}}, records) == {"1": {"a": Value(3.0, "hardware")}}
+    assert gathered({"1": {"a": 1.0}}, records[2:]) == {"1": {"a": Value(1.0, "simulated")}}
 
 
 def a_report(known: int = 60) -> Report:
@@ -229,6 +232,31 @@ def test_lines_of_versus_give_serving_figures():
     found = device.versus_values("15", "vllm-simple-offload", "time a token")(chats_lines)["15"]
     assert found and all(ratio > 1 for ratio in found.values())
     assert set(device.versus_values("10b", "vllm-offload", "more")(chats_lines)) == {"10b"}
+
+
+@pytest.mark.parametrize("measurement", [one for some in device.MEASUREMENTS.values() for one in some])
+def test_the_commands_for_a_gpu_exist_with_their_options(measurement):
+    name, *words = (word.format(engine="engine", output="output") for word in measurement.words)
+    command = importlib.import_module(f"pensieve.scripts.{name}")
+    if name != "bench.kernels":  # it parses in its main
+        assert command.parser().parse_args(words)
+    if name == "versus":
+        assert Path(words[words.index("--shape") + 1]).is_file()
+
+
+def test_what_a_gpu_printed_becomes_a_record(monkeypatch, tmp_path):
+    row = {"shape": "append 32 x 8 at 8192", "heads": "40/40", "ours": 1.0, "contiguous": 2.0, "copy out": 3.0}
+    line = json.dumps({"gpu": "NVIDIA H200", "results": [{**row, "one token": 4.0}]})
+    done = SimpleNamespace(returncode=0, stdout=f"some words\n{line}\n")
+    monkeypatch.setattr(device.subprocess, "run", lambda *words, **how: done)
+    results = tmp_path / "runs.jsonl"
+    options = ["pensieve", "--device", "cuda", "--engine", "engine", "--figures", "12", "--results", str(results)]
+    assert main(options) == 0
+    (record,) = [json.loads(line) for line in results.read_text().splitlines()]
+    assert (record["how"], record["figure"], record["machine"]) == ("hardware", "12", "NVIDIA H200")
+    assert record["source"].startswith("bench.kernels") and len(record["values"]) == 3
+    done.returncode = 1
+    assert main(options) == 2
 
 
 # -- the command
