@@ -44,7 +44,7 @@ from .manifest import (
 from .parity import check_quantisation
 from .quantization import check_quantization
 from .random_weights import random_weights
-from .tensorrt.installed import check_type, tensorrt_version
+from .tensorrt.installed import check_decoder, tensorrt_version
 from .verify import intact_engine
 from .weights import Advance, save_weights, watched, weights_digest
 
@@ -106,16 +106,16 @@ def build_engine(
         raise SettingError("--weights", "int4 is of random weights only; take a checkpoint in int4 (AWQ or GPTQ)")
     hf_config, decoder, dtype = read_config(checkpoint, dtype, tensor_parallel)
     if backend == "tensorrt":
-        check_type(dtype)
+        check_decoder(decoder, dtype)
     reader = read_legacy_weights if is_legacy(checkpoint) else read_weights
     read = partial(reader, checkpoint, decoder, getattr(torch, dtype))
     own = [read(rank, tensor_parallel) for rank in range(tensor_parallel)]
     rounded = own if weights == "same" else _rounded(decoder, own, read())
     in_fp8, in_int4 = names_in_fp8(rounded[0]), names_in_int4(rounded[0])
+    _check_quantised("fp8" if in_fp8 else "int4" if in_int4 else "same", backend, decoder)
     form = check_quantization(hf_config.get("quantization_config"))
     group = form.group if form and in_int4 else 0
     stored = stored_as(decoder, getattr(torch, dtype), tensor_parallel, in_fp8, in_int4, group)
-    _check_quantised(bool(in_fp8 or in_int4), backend)
     size = sum(kind.nbytes for kind in stored.values())
     with _beside(output, say) as aside:
         has_tokenizer = copy_tokenizer(checkpoint, aside, opt=decoder.architecture == OPT)
@@ -178,9 +178,11 @@ def _rounded(
     return [QuantisedWeights(decoder, each, whole) for each in own]
 
 
-def _check_quantised(quantised: bool, backend: str) -> None:
-    if quantised and backend == "tensorrt":
+def _check_quantised(weights: str, backend: str, decoder: DecoderConfig) -> None:
+    if weights != "same" and backend == "tensorrt":
         raise SettingError("--backend", "tensorrt's engines with weights in FP8 or int4 do not exist yet")
+    if weights != "same" and decoder.experts:
+        raise SettingError("--weights", f"{weights} weights of experts ({decoder.architecture}) are not supported yet")
 
 
 def _measured(
@@ -227,9 +229,9 @@ def build_random_engine(
     dtype = _checked_dtype(dtype or _own_dtype(hf_config))
     decoder = _decoder_of_config(hf_config)
     if backend == "tensorrt":
-        check_type(dtype)
+        check_decoder(decoder, dtype)
+    _check_quantised(weights, backend, decoder)
     fp8, int4 = weights == "fp8", RANDOM_GROUP if weights == "int4" else 0
-    _check_quantised(fp8 or bool(int4), backend)
     torch_dtype, quantised = getattr(torch, dtype), projections(decoder)
     stored = stored_as(decoder, torch_dtype, tensor_parallel, quantised if fp8 else (), quantised if int4 else (), int4)
     size = sum(kind.nbytes for kind in stored.values())

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..plugins import torch_ops  # noqa: F401  register torch.ops.pensieve
 from ..plugins.collectives.protocol import TENSOR_PARALLEL
+from ..plugins.linear import experts  # noqa: F401  register torch.ops.pensieve
 from ..plugins.linear import fp8 as fp8_linear  # noqa: F401  register torch.ops.pensieve
 from ..plugins.linear import int4 as int4_linear  # noqa: F401  register torch.ops.pensieve
 from ..plugins.linear.int4_format import packed_shape
@@ -153,6 +154,26 @@ class MLP(nn.Module):
         return self.down(self.activation(x))
 
 
+class SparseMLP(nn.Module):
+    """Experts, each a gated MLP. The router chooses some for each token, and weights their results."""
+
+    def __init__(self, shard: Shard):
+        super().__init__()
+        config = shard.config
+        self.ranks, self.per_token, self.sum_to_1 = shard.ranks, config.experts_per_token, config.experts_sum_to_1
+        self.router = nn.Linear(config.hidden_size, config.experts, bias=False)
+        # Each is the rows of all experts (plugins/linear/experts.py), so it is stored and divided like a projection.
+        self.up = nn.Linear(config.hidden_size, config.experts * 2 * shard.mlp_size, bias=False)
+        self.down = nn.Linear(shard.mlp_size, config.experts * config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares, chosen = self.router(x).softmax(dim=-1, dtype=torch.float32).topk(self.per_token, sorted=False)
+        if self.sum_to_1:
+            shares = shares / shares.sum(dim=-1, keepdim=True)
+        y = torch.ops.pensieve.experts(x, chosen, shares, self.up.weight, self.down.weight)
+        return summed(y, self.ranks)
+
+
 class Layer(nn.Module):
     def __init__(self, shard: Shard, layer: int):
         super().__init__()
@@ -161,7 +182,7 @@ class Layer(nn.Module):
         self.attention_norm = hidden_norm(config)
         self.attention = Attention(shard, layer)
         self.mlp_norm = hidden_norm(config)
-        self.mlp = MLP(shard)
+        self.mlp = SparseMLP(shard) if config.experts else MLP(shard)
 
     def forward(self, x: Tensor, change: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Takes and returns a residual sum in two parts: the norm that reads it next adds them in the same pass."""

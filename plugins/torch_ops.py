@@ -28,7 +28,8 @@ def _no_gate(layer: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class KVPool:
-    """tensor `[slot, layers, 2, kv_heads, chunk_tokens, head_dim]`.
+    """tensor `[slot, layers, 2, kv_heads, chunk_tokens, head_dim]`, or as `attention.fp8_pool` says, which the
+    operations know by its dtype.
 
     `gate(layer)` is called before a layer's KV is first used; it returns once that layer's swap-in is complete (or will
     be complete before later work on the same stream). `work` is a GPU's list of one step's attention: the code that

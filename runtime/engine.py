@@ -11,36 +11,43 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ..builder.checkpoints.config import Shard
-from ..builder.checkpoints.hugging_face import parameter_shapes
+from ..builder.checkpoints.hugging_face import active_parameters, parameter_shapes
 from ..builder.inductor.host_target import why_not_here
 from ..builder.inductor.package import Package, laid_out
 from ..builder.manifest import Manifest, code_digest, files_digest, versions, weights_file
 from ..builder.model import Decoder
 from ..builder.random_weights import random_weights
 from ..builder.weights import load_weights, weights_digest
+from ..plugins.attention import fp8_pool
 from ..scheduler.types import SettingError
+
+FP8_CAPABILITY = (8, 9)  # Ada: the first GPUs that convert e4m3
 
 
 class Engine:
     """A loaded engine: the forward pass of one rank, and the manifest that describes it."""
 
-    def __init__(self, manifest: Manifest, decoder: Callable[..., Tensor]):
+    def __init__(self, manifest: Manifest, decoder: Callable[..., Tensor], kv_cache_dtype: str = "auto"):
         """decoder: called as `Decoder.forward`."""
         self.manifest = manifest
         self.dtype: torch.dtype = getattr(torch, manifest.dtype)
+        self.kv_cache_dtype = "auto" if kv_cache_dtype == "auto" else "fp8"
+        self.kv_dtype = self.dtype if kv_cache_dtype == "auto" else fp8_pool.DTYPE
         self.vocab_size = manifest.vocab_size
         shapes = parameter_shapes(manifest.decoder, manifest.tensor_parallel)
         self.parameters = sum(math.prod(shape) for shape in shapes.values())  # of this rank
+        self.active_parameters = active_parameters(manifest.decoder, manifest.tensor_parallel)  # those a token uses
         self.weight_bytes = manifest.weight_bytes  # of this rank
         self._decoder = decoder
 
     def chunk_bytes(self, chunk_tokens: int) -> int:
         """One chunk's KV on this rank."""
-        return math.prod(self.kv_shape(1, chunk_tokens)) * self.dtype.itemsize
+        return math.prod(self.kv_shape(1, chunk_tokens)) * self.kv_dtype.itemsize
 
     def kv_shape(self, slots: int, chunk_tokens: int) -> tuple[int, ...]:
-        """Shape of a KV pool of `slots` slots, in `self.dtype`."""
-        return (slots, self.manifest.layers, 2, self.manifest.kv_heads, chunk_tokens, self.manifest.head_dim)
+        """Shape of a KV pool of `slots` slots, in `self.kv_dtype`."""
+        width = fp8_pool.pool_width(self.manifest.head_dim, self.kv_dtype)
+        return (slots, self.manifest.layers, 2, self.manifest.kv_heads, chunk_tokens, width)
 
     @torch.inference_mode()
     def forward(
@@ -57,13 +64,15 @@ class Engine:
         return self._decoder(token_ids, positions, slots, segments, block_table, sample_rows, pool)
 
 
-def open_engine(directory: str | Path, device: str = "cpu", rank: int = 0) -> Engine:
+def open_engine(directory: str | Path, device: str = "cpu", rank: int = 0, kv_cache_dtype: str = "auto") -> Engine:
     """Loads one rank of an engine onto the device it was built for, "cpu" or "cuda".
 
+    kv_cache_dtype: of its pools on the GPU, as `pensieve serve` takes it.
     With several ranks its forward pass needs a group registered as `collectives.TENSOR_PARALLEL`. ValueError if there
     is no such rank.
     Raises SettingError('--engine', ...) that names the difference from this program or from the engine's build, or if
-    the weights are larger than the GPU's free memory; SettingError('--device', ...) without a GPU.
+    the weights are larger than the GPU's free memory; SettingError('--device', ...) without a GPU;
+    SettingError('--kv-cache-dtype', ...) if the engine or the GPU cannot have such pools.
     """
     directory = Path(directory)
     manifest = Manifest.read(directory)
@@ -76,6 +85,8 @@ def open_engine(directory: str | Path, device: str = "cpu", rank: int = 0) -> En
     shard = Shard(manifest.decoder, manifest.tensor_parallel, rank)
     if device == "cuda":
         _check_gpu(directory, manifest.weight_bytes)
+    if kv_cache_dtype != "auto":
+        _check_fp8_pool(manifest)
     if manifest.backend != "reference":
         _check_package(directory, manifest)
     if manifest.random_seed is None:
@@ -84,7 +95,7 @@ def open_engine(directory: str | Path, device: str = "cpu", rank: int = 0) -> En
         weights = random_weights(
             shard.config, dtype, device, manifest.random_seed, rank, shard.ranks, manifest.fp8, manifest.int4
         )
-    return Engine(manifest, _decoder(directory, manifest, weights))
+    return Engine(manifest, _decoder(directory, manifest, weights), kv_cache_dtype)
 
 
 def _decoder(directory: Path, manifest: Manifest, weights: Mapping[str, Tensor]) -> Callable[..., Tensor]:
@@ -135,6 +146,15 @@ def _check_gpu(directory: Path, needed: int) -> None:
             "--engine",
             f"the weights of {directory} take {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB of the GPU are free",
         )
+
+
+def _check_fp8_pool(manifest: Manifest) -> None:
+    if manifest.backend == "tensorrt":
+        raise SettingError("--kv-cache-dtype", "fp8 needs an engine of the backend reference or inductor, not tensorrt")
+    if manifest.device == "cuda" and torch.cuda.get_device_capability() < FP8_CAPABILITY:
+        needed = ".".join(map(str, FP8_CAPABILITY))
+        message = f"fp8 needs compute capability {needed} or newer, which {torch.cuda.get_device_name()} has not"
+        raise SettingError("--kv-cache-dtype", message)
 
 
 def _check_part(directory: Path, part: str, built: str, here: str) -> None:

@@ -82,7 +82,7 @@ class Executor:
         host_shape = engine.kv_shape(config.host_kv_chunks, config.chunk_tokens)
         self._device = device
         self._inputs = StepPacker(config.max_num_seqs, blocks, config.chunk_tokens)
-        record = record_bytes(host_shape, engine.dtype, host_form)
+        record = record_bytes(host_shape, engine.kv_dtype, host_form)
         is_exact = None if host_form is None else host_form.is_exact
         check = None if is_exact is None else lambda slot: is_exact(device.record(slot), host_shape)
         self._transfers = Transfers(device, shape[1], group_layers, record, in_first, check)
@@ -92,8 +92,8 @@ class Executor:
 
             self._constraints = GrammarMatchers(grammars)
         self._launched: deque[_Launched] = deque()
-        device.allocate_pool(Tier.GPU, shape, engine.dtype)
-        device.allocate_pool(Tier.HOST, host_shape, engine.dtype, host_form)
+        device.allocate_pool(Tier.GPU, shape, engine.kv_dtype)
+        device.allocate_pool(Tier.HOST, host_shape, engine.kv_dtype, host_form)
         self._disk = DiskStore(disk, config.chunk_tokens, device.record) if disk is not None else None
         device.load(engine, config.max_num_seqs, blocks, self._transfers.gates, config.max_num_batched_tokens)
 

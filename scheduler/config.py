@@ -9,7 +9,7 @@ from math import inf
 from .context_window import KEEP, OVERFLOW_MODES, ContextWindow
 from .types import SettingError
 
-EVICTION_POLICIES = ("retention", "lru", "fifo", "lru-conversation", "fifo-conversation")
+EVICTION_POLICIES = ("retention", "lru", "fifo", "lru-conversation", "fifo-conversation", "lru-plain", "fifo-plain")
 BATCHING_MODES = ("unified", "separate")
 SAVE_MODES = ("async", "sync", "off")
 QUEUE_ORDERS = ("bounded-ratio", "response-ratio", "arrival")

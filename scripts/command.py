@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ..builder.choices import KV_CACHE_DTYPES
 from ..scheduler.types import SettingError
 
 Number = TypeVar("Number", int, float)
@@ -40,6 +41,11 @@ def check_least(args: argparse.Namespace, **least: float) -> None:
         value = getattr(args, name, None)
         if value is not None and not bound <= value < math.inf:
             raise SettingError(flag(name), f"must be at least {bound}, not {value}")
+
+
+def add_kv_cache_dtype(made: argparse.ArgumentParser) -> None:
+    made.add_argument("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES,
+                      help="as `pensieve serve` (default %(default)s)")  # fmt: skip
 
 
 def flag(name: str) -> str:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from ..builder.choices import DEVICES
 from ..runtime.launch.command_line import CommandParser, ending_at_once, run_interruptible
-from .command import check_above_0, check_matplotlib, exit_status, subplots
+from .command import add_kv_cache_dtype, check_above_0, check_matplotlib, exit_status, subplots
 
 if TYPE_CHECKING:
     from ..runtime.engine import Engine
@@ -34,6 +34,7 @@ def parser() -> CommandParser:
     option = made.add_argument
     option("--engine", required=True, type=Path, metavar="DIR", help="an engine directory; profile.json is put there")
     option("--device", default="cpu", choices=DEVICES, help="where the engine runs (default %(default)s)")
+    add_kv_cache_dtype(made)
     option("--chunk-tokens", type=int, default=32, metavar="N", help="tokens of a chunk (default %(default)s)")
     option("--max-num-seqs", type=int, default=64, metavar="N", help="most rows that generate (default %(default)s)")
     option("--max-num-batched-tokens", type=int, default=1024, metavar="N", help="a full batch (default %(default)s)")

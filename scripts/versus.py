@@ -115,6 +115,7 @@ def parser() -> argparse.ArgumentParser:
     option("--output", type=Path, metavar="FILE", help="JSON lines, appended; also a table in FILE's .md "
            "(default: versus-DATE.jsonl)")  # fmt: skip
     option("--trace", type=Path, metavar="FILE", help="of agents: lengths, see scripts/traces.py")
+    option("--load", default="", metavar="OPTIONS", help="more of bench_serving, such as '--think-s 60'")
     option("--seed", type=int, default=0, metavar="N", help="of arrivals and lengths (default %(default)s)")
     for name in ("ramp", "warm-up", "measure"):
         option(f"--{name}-s", type=float, metavar="S", help="see bench_serving (default: the workload's)")
@@ -271,6 +272,7 @@ class Versus:
             words += [name, f"{value:g}"]
         words += ["--vocabulary", str(self._shape["vocab_size"]), "--rate", f"{rate:g}", "--seed", str(args.seed)]
         words += ["--max-context", str(self._preset.max_model_len), "--processes", str(args.processes)]
+        words += shlex.split(args.load)
         return [*words, "--conversations"] if server.kind == "pensieve" else words
 
     def _play(self, load: Sequence[str], url: str) -> dict[str, Any]:

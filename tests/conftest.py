@@ -30,6 +30,7 @@ LONG_FILES = (
     "end_to_end/test_ui.py",
     "end_to_end/test_overflow.py",
     "runtime/test_grammar_replies.py",
+    "end_to_end/test_kv_cache_dtype.py",
     "end_to_end/test_lower_tier.py",
     "end_to_end/test_identity.py",
     "end_to_end/test_disk_identity.py",

@@ -8,7 +8,16 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MixtralConfig,
+    OPTConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from pensieve.plugins.torch_ops import register_pool, release_pool
 
@@ -23,6 +32,14 @@ SHAPE = {
     "pad_token_id": 1,
 }
 LLAMA_SHAPE = {**SHAPE, "intermediate_size": 128, "num_key_value_heads": 2}
+QWEN3_MOE_SHAPE = {
+    **LLAMA_SHAPE,
+    "head_dim": 32,
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": True,
+}
 OPT_SHAPE = {**SHAPE, "ffn_dim": 128}
 
 
@@ -32,13 +49,17 @@ def tiny_config(kind: str) -> PretrainedConfig:
             return LlamaConfig(**LLAMA_SHAPE)
         case "qwen3":
             return Qwen3Config(head_dim=32, tie_word_embeddings=True, **LLAMA_SHAPE)
+        case "mixtral":
+            return MixtralConfig(num_local_experts=4, **LLAMA_SHAPE)
+        case "qwen3-moe":
+            return Qwen3MoeConfig(**QWEN3_MOE_SHAPE)
         case "opt":
             return OPTConfig(**OPT_SHAPE)
     raise ValueError(kind)
 
 
 def tiny_checkpoint(kind: str, directory: Path, seed: int = 0) -> PreTrainedModel:
-    """Saves a random model ("llama", "qwen3" or "opt") in float32 and returns it in eval mode."""
+    """Saves a random model of a kind that `tiny_config` knows in float32 and returns it in eval mode."""
     return save_random(tiny_config(kind), directory, seed)
 
 
@@ -50,7 +71,7 @@ def save_random(config: PretrainedConfig, directory: Path, seed: int = 0, **opti
         if parameter.dim() == 1:
             parameter.add_(0.2 * torch.randn_like(parameter))
         else:
-            parameter.normal_(std=2.0 * parameter.shape[1] ** -0.5)
+            parameter.normal_(std=2.0 * parameter.shape[-1] ** -0.5)
     model.save_pretrained(directory, **options)
     return model
 
@@ -66,7 +87,7 @@ class ScatteredRunner:
     ):
         self.forward, self.prompts = forward, prompts
         self.chunk_tokens = kv_shape[4]
-        self.pool = torch.full(kv_shape, float("nan"), dtype=dtype)
+        self.pool = torch.full(kv_shape, 0xFF if dtype == torch.uint8 else float("nan"), dtype=dtype)
         self.handle = register_pool(self.pool)
         weakref.finalize(self, release_pool, self.handle)
         blocks = -(-max(len(prompt) for prompt in prompts) // self.chunk_tokens)

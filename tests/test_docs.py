@@ -68,7 +68,12 @@ def test_every_option_that_a_page_names_exists():
 def test_every_script_that_a_page_names_exists():
     named = {name for page in CURRENT for name in re.findall(r"pensieve\.scripts\.(\w+(?:\.\w+)*)", page.read_text())}
     assert len(named) > 10
-    assert not [name for name in named if not (ROOT / "scripts" / f"{name.replace('.', '/')}.py").exists()]
+    places = {name: ROOT / "scripts" / name.replace(".", "/") for name in named}
+    assert not [
+        name
+        for name, path in places.items()
+        if not (path.with_suffix(".py").exists() or (path / "__main__.py").exists())
+    ]
 
 
 def headings(page: Path) -> set[str]:

@@ -1,4 +1,4 @@
-"""Reads a Hugging Face config.json as a DecoderConfig: the Llama family and OPT.
+"""Reads a Hugging Face config.json as a DecoderConfig: the Llama family, its mixtures of experts, and OPT.
 
 Unknown settings are refused by name; no value is guessed.
 """
@@ -36,6 +36,10 @@ class LlamaFlavour(NamedTuple):
     out_bias: bool | None = None
     mlp_bias: bool | None = False
     qk_norm: bool = False
+    norm_eps: float = 1e-6
+    theta: float = 10000.0
+    expert_size: str | None = None  # the key of the experts' width; None: no experts
+    norm_topk_prob: bool = False
 
 
 LLAMA_FLAVOURS = {
@@ -43,6 +47,16 @@ LLAMA_FLAVOURS = {
     "MistralForCausalLM": LlamaFlavour(kv_heads=8, qkv_bias=False, out_bias=False),
     "Qwen2ForCausalLM": LlamaFlavour(kv_heads=32, qkv_bias=True, out_bias=False),
     "Qwen3ForCausalLM": LlamaFlavour(kv_heads=32, head_dim=128, qk_norm=True),
+    "MixtralForCausalLM": LlamaFlavour(
+        kv_heads=8,
+        qkv_bias=False,
+        out_bias=False,
+        norm_eps=1e-5,
+        theta=1e6,
+        expert_size="intermediate_size",
+        norm_topk_prob=True,
+    ),
+    "Qwen3MoeForCausalLM": LlamaFlavour(kv_heads=4, qk_norm=True, expert_size="moe_intermediate_size"),
 }
 OPT = "OPTForCausalLM"
 
@@ -62,7 +76,8 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     if names[0] not in known:
         raise refusal(f"architecture {names[0]!r} is not supported; known are {', '.join(known)}")
     kind = config.get("model_type")
-    if kind is not None and f"{kind}ForCausalLM".lower() != names[0].lower():  # models use either of the two names
+    wanted = names[0].removesuffix("ForCausalLM").lower()
+    if kind is not None and kind.replace("_", "").lower() != wanted:  # models use either of the two names
         raise refusal(f"config.json: model_type {kind!r} contradicts {names[0]}, its architecture")
     return _opt_config(config) if names[0] == OPT else _llama_config(names[0], config)
 
@@ -116,13 +131,13 @@ def _llama_config(architecture: str, config: Mapping[str, Any]) -> DecoderConfig
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        mlp_size=_size(config, "intermediate_size"),
+        mlp_size=_size(config, flavour.expert_size or "intermediate_size"),
         max_positions=max_positions,
         embedding_size=hidden,
-        rotary=_rotary(config, head_dim, max_positions),
+        rotary=_rotary(config, head_dim, max_positions, flavour.theta),
         position_offset=0,
         norm="rms",
-        norm_eps=_number(config, "rms_norm_eps", 1e-6),
+        norm_eps=_number(config, "rms_norm_eps", flavour.norm_eps),
         norm_affine=True,
         norm_first=True,
         final_norm=True,
@@ -133,7 +148,27 @@ def _llama_config(architecture: str, config: Mapping[str, Any]) -> DecoderConfig
         attention_out_bias=attention_bias if flavour.out_bias is None else flavour.out_bias,
         mlp_bias=bool(config.get("mlp_bias", False)) if flavour.mlp_bias is None else flavour.mlp_bias,
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        **(_experts(flavour, config) if flavour.expert_size else {}),
     )
+
+
+ONLY_EXPERTS = {"decoder_sparse_step": 1, "mlp_only_layers": [], "shared_expert_intermediate_size": 0}
+"""Settings, and their values if each layer has experts, and no MLP for all tokens."""
+
+
+def _experts(flavour: LlamaFlavour, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of DecoderConfig that are about experts."""
+    for name, plain in ONLY_EXPERTS.items():
+        if (value := config.get(name) or plain) != plain:
+            raise refusal(f"config.json: {name} {value!r} is not supported: a router must choose among all MLPs")
+    if _activation(config, "hidden_act", "silu") != "silu":
+        raise refusal(f"config.json: hidden_act {config['hidden_act']!r} is not supported with experts, only silu")
+    experts = _size(config, "num_local_experts" if "num_local_experts" in config else "num_experts")
+    per_token = _size(config, "num_experts_per_tok")
+    if per_token > experts:
+        raise refusal(f"config.json: num_experts_per_tok {per_token} is above the number of experts, {experts}")
+    sum_to_1 = bool(config.get("norm_topk_prob", flavour.norm_topk_prob))
+    return {"experts": experts, "experts_per_token": per_token, "experts_sum_to_1": sum_to_1}
 
 
 def _refuse_sliding_window(architecture: str, config: Mapping[str, Any], layers: int, max_positions: int) -> None:
@@ -141,6 +176,10 @@ def _refuse_sliding_window(architecture: str, config: Mapping[str, Any], layers:
     window = None
     if architecture == "MistralForCausalLM":
         window = config.get("sliding_window", 4096)
+    elif architecture == "MixtralForCausalLM":
+        window = config.get("sliding_window")
+    elif architecture == "Qwen3MoeForCausalLM":
+        window = config.get("sliding_window", 4096) if config.get("use_sliding_window", False) else None
     elif architecture.startswith("Qwen"):
         kinds = config.get("layer_types") or ["full_attention"] * layers
         others = sorted({kind for kind in kinds if kind not in ("full_attention", "sliding_attention")})
@@ -156,7 +195,7 @@ def _refuse_sliding_window(architecture: str, config: Mapping[str, Any], layers:
         )
 
 
-def _rotary(config: Mapping[str, Any], head_dim: int, max_positions: int) -> Rotary:
+def _rotary(config: Mapping[str, Any], head_dim: int, max_positions: int, theta: float) -> Rotary:
     parameters, scaling = (config.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
     if parameters and scaling and parameters != scaling:
         raise refusal("config.json: rope_parameters and rope_scaling differ; one of them must go")
@@ -166,7 +205,7 @@ def _rotary(config: Mapping[str, Any], head_dim: int, max_positions: int) -> Rot
     if any(isinstance(value, dict) for value in parameters.values()):
         raise refusal("config.json: rope parameters that differ between layers are not supported")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
-    theta = _number(parameters, "rope_theta", _number(config, "rope_theta", 10000.0))
+    theta = _number(parameters, "rope_theta", _number(config, "rope_theta", theta))
     partial = _number(parameters, "partial_rotary_factor", _number(config, "partial_rotary_factor", 1.0))
     if partial != 1.0:
         raise refusal(f"config.json: partial_rotary_factor {partial} is not supported")

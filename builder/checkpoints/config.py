@@ -51,6 +51,9 @@ class DecoderConfig:
     norm_first        norm in front of attention and MLP (else behind the residual sum); `final_norm` before the head
     qk_norm           RMS norm over each head's query and key
     activation        a name in model.ACTIVATIONS; `gated`: act(gate(x)) * up(x)
+    experts           MLPs of a layer, each `mlp_size` wide, of which a token uses `experts_per_token`; 0: one MLP for
+                      all tokens
+    experts_sum_to_1  the weights of a token's experts are divided by their sum
     """
 
     architecture: str
@@ -77,6 +80,9 @@ class DecoderConfig:
     attention_out_bias: bool
     mlp_bias: bool
     tied_embeddings: bool
+    experts: int = 0
+    experts_per_token: int = 0
+    experts_sum_to_1: bool = False
 
     @property
     def silu_gated(self) -> bool:
@@ -86,7 +92,8 @@ class DecoderConfig:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's part of a decoder, split as in Megatron: heads, the MLP's width and the vocabulary are divided.
+    """One rank's part of a decoder, split as in Megatron: heads, the MLP's (or each expert's) width and the
+    vocabulary are divided.
 
     With fewer KV heads than ranks, neighbouring ranks hold the same one. Every rank holds all other parameters whole.
     Sizes are the same on all ranks: the end of the vocabulary is padded with rows. SettingError('--tensor-parallel',

@@ -7,6 +7,7 @@ formats of `quantization` are read unchanged, with a scale for each output.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -71,11 +72,14 @@ def _norm(target: str, name: str, size: int, kinds: tuple[str, ...]) -> Sources:
 
 
 class LayerNames(NamedTuple):
+    """`{}` in a name is the number of an expert."""
+
     attention_norm: str
     mlp_norm: str
     out: str
     up: tuple[str, ...]
     down: str
+    router: str = ""
 
 
 LLAMA_LAYER = LayerNames(
@@ -85,7 +89,19 @@ LLAMA_LAYER = LayerNames(
     ("mlp.gate_proj", "mlp.up_proj"),
     "mlp.down_proj",
 )
-OPT_LAYER = LayerNames("self_attn_layer_norm", "final_layer_norm", "self_attn.out_proj", ("fc1",), "fc2")
+LAYERS = {
+    OPT: LayerNames("self_attn_layer_norm", "final_layer_norm", "self_attn.out_proj", ("fc1",), "fc2"),
+    "MixtralForCausalLM": LLAMA_LAYER._replace(
+        up=("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
+        down="block_sparse_moe.experts.{}.w2",
+        router="block_sparse_moe.gate",
+    ),
+    "Qwen3MoeForCausalLM": LLAMA_LAYER._replace(
+        up=("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
+        down="mlp.experts.{}.down_proj",
+        router="mlp.gate",
+    ),
+}
 
 
 def _layer_sources(shard: Shard, target: str, name: str, names: LayerNames) -> Sources:
@@ -95,8 +111,10 @@ def _layer_sources(shard: Shard, target: str, name: str, names: LayerNames) -> S
     kv = _heads(head_dim, config.kv_heads, shard.first_kv_head, shard.kv_heads)
     mlp = Part(config.mlp_size, shard.rank * shard.mlp_size, shard.mlp_size)
     attention = {f"{name}.self_attn.{x}_proj": rows for x, rows in (("q", q), ("k", kv), ("v", kv))}
-    up = {f"{name}.{part}": mlp for part in names.up}
-    out, down = ({f"{name}.{part}": whole(hidden)} for part in (names.out, names.down))
+    experts = range(config.experts or 1)
+    up = {f"{name}.{part.format(i)}": mlp for i in experts for part in names.up}
+    down = {f"{name}.{names.down.format(i)}": whole(hidden) for i in experts}
+    out = {f"{name}.{names.out}": whole(hidden)}
     kinds = _norm_kinds(config)
     sources = {
         **_norm(f"{target}.attention_norm", f"{name}.{names.attention_norm}", hidden, kinds),
@@ -106,6 +124,9 @@ def _layer_sources(shard: Shard, target: str, name: str, names: LayerNames) -> S
         **_linear(f"{target}.mlp.up", config.mlp_bias, whole(hidden), up),
         **_linear(f"{target}.mlp.down", config.mlp_bias, mlp, down),
     }
+    if config.experts:
+        router = {f"{name}.{names.router}": whole(config.experts)}
+        sources |= _linear(f"{target}.mlp.router", False, whole(hidden), router)
     if config.qk_norm:
         for x in "qk":
             sources |= _norm(f"{target}.attention.{x}_norm", f"{name}.self_attn.{x}_norm", head_dim, ("weight",))
@@ -137,8 +158,9 @@ def weight_sources(shard: Shard, prefix: str = "model.") -> Sources:
     if config.embedding_size != hidden:
         sources |= _linear("project_in", False, embedding, {f"{stem}project_in": whole(hidden)})
         sources |= _linear("project_out", False, whole(hidden), {f"{stem}project_out": embedding})
+    names = LAYERS.get(config.architecture, LLAMA_LAYER)
     for i in range(config.layers):
-        sources |= _layer_sources(shard, f"layers.{i}", f"{stem}layers.{i}", OPT_LAYER if opt else LLAMA_LAYER)
+        sources |= _layer_sources(shard, f"layers.{i}", f"{stem}layers.{i}", names)
     if config.final_norm:
         sources |= _norm("norm", f"{stem}final_layer_norm" if opt else f"{stem}norm", hidden, _norm_kinds(config))
     if not config.tied_embeddings:
@@ -152,6 +174,15 @@ def parameter_shapes(config: DecoderConfig, ranks: int = 1) -> dict[str, tuple[i
         target: (sum(source.cut_shape[0] for source in sources), *sources[0].cut_shape[1:])
         for target, sources in weight_sources(Shard(config, ranks)).items()
     }
+
+
+def active_parameters(config: DecoderConfig, ranks: int = 1) -> int:
+    """The parameters of any one rank that a token uses: without the experts that are not chosen for it."""
+    count = 0
+    for name, shape in parameter_shapes(config, ranks).items():
+        in_experts = config.experts and name.endswith((".mlp.up.weight", ".mlp.down.weight"))
+        count += math.prod(shape) * config.experts_per_token // config.experts if in_experts else math.prod(shape)
+    return count
 
 
 class CheckpointWeights(Mapping[str, Tensor]):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...plugins import torch_ops  # noqa: F401  register torch.ops.pensieve, which packages call
+from ...plugins.linear import experts  # noqa: F401  register torch.ops.pensieve, which packages call
 from ...plugins.linear import fp8 as fp8_linear  # noqa: F401  register torch.ops.pensieve, which packages call
 from ...plugins.linear import int4 as int4_linear  # noqa: F401  register torch.ops.pensieve, which packages call
 from ...plugins.linear.fp8_format import FP8

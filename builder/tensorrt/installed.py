@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...plugins.tensorrt.library import load_library
 from ...scheduler.types import SettingError
+from ..checkpoints.config import DecoderConfig
 
 OLDEST = (8, 5)  # the first with addresses by name
 STRONGLY_TYPED = (10, 0)  # and with bfloat16
@@ -15,6 +16,13 @@ def tensorrt_version() -> str:
     if version[:2] < OLDEST:
         raise SettingError("--backend", f"TensorRT {_text(version)} is too old: install {_text(OLDEST)} or later")
     return _text(version)
+
+
+def check_decoder(config: DecoderConfig, dtype: str) -> None:
+    """SettingError if there is no network for this decoder, or as `check_type`."""
+    if config.experts:
+        raise SettingError("--backend", f"tensorrt's engines with experts ({config.architecture}) do not exist yet")
+    check_type(dtype)
 
 
 def check_type(dtype: str) -> None:

@@ -3,6 +3,10 @@
 One kernel serves decode (one query), append (some) and prefill (thousands) over scattered chunks; the classes of a work
 list differ in tile shape only. The grid is persistent: programs take items from the list until it is empty, so one
 captured launch serves any mixture. See `work_list` for tiles, splits and merging.
+
+In a pool in eight bits (`fp8_pool`) a code becomes a number of the model's dtype in registers, which is exact. Scales
+are applied to scores and weights: one product for each key, not for each number. Weights are then in bfloat16, with a
+float16 model too, because a weight times a scale may be too small or too large for float16.
 """
 
 from __future__ import annotations
@@ -45,7 +49,8 @@ def multi_token_attention(q: Tensor, block_table: Tensor, pool: Tensor, layer: i
                           work: WorkList) -> Tensor:  # fmt: skip
     """Attention of q [T, heads, head_dim] (rotated) over the pool's `layer`, as `work` lists it.
 
-    block_table [seats, blocks] int32; pool `[slot, layers, 2, kv_heads, chunk_tokens, head_dim]`; scale > 0.
+    block_table [seats, blocks] int32; pool `[slot, layers, 2, kv_heads, chunk_tokens, head_dim]`, or `fp8_pool`'s;
+    scale > 0.
     Returns o [T, heads, head_dim]; tokens of no segment get zeros.
     """
     tokens, heads, head_dim = q.shape
@@ -97,19 +102,38 @@ def _overlaps(device: torch.device) -> bool:
 
 
 @triton.jit
-def _attend_tiles(acc, top, total, q, keys, table, own, begin, end, scale, slot_stride, first, skip_from, skip, count,
-                  KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr, DIM: tl.constexpr,
-                  KEYS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+def _numbers(codes, KIND: tl.constexpr):
+    """e4m3 codes as numbers of that type. The GPU makes float16 of them, and by way of float32 two bfloat16 at once."""
+    return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(KIND)
+
+
+@triton.jit
+def _load_scales(exponents, slot, slot_stride, n, end, to_values, CHUNK: tl.constexpr):
+    """The scales of a tile's keys and values, from a pool in eight bits."""
+    at = exponents + slot.to(tl.int64) * slot_stride + n % CHUNK
+    of_keys = tl.load(at, mask=n < end, other=0).to(tl.int32)
+    of_values = tl.load(at + to_values, mask=n < end, other=0).to(tl.int32)
+    return (of_keys << 23).to(tl.float32, bitcast=True), (of_values << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _attend_tiles(acc, top, total, q, keys, exponents, table, own, begin, end, scale, slot_stride, first, skip_from,
+                  skip, count, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr,
+                  DIM: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     """Online softmax over `count` tiles of keys from tile `first`; skips `skip` tiles after `skip_from`.
 
     acc, top, total  weighted sum of values, largest score (base 2) and sum of weights of each row so far
+    exponents        of the keys, if the pool is in eight bits
     """
+    FP8: tl.constexpr = keys.dtype.element_ty == tl.uint8
     key = tl.arange(0, KEYS)
     dim = tl.arange(0, DIM)
     inside = keys + ((key % CHUNK) * HEAD_DIM)[:, None] + dim[None, :]
     to_values: tl.constexpr = KV_HEADS * CHUNK * HEAD_DIM
     n = (first + tl.where(skip_from <= 0, skip, 0)) * KEYS + key
     slot = tl.load(table + n // CHUNK, mask=n < end, other=0)
+    if FP8:
+        k_scale, v_scale = _load_scales(exponents, slot, slot_stride, n, end, KV_HEADS * CHUNK, CHUNK)
     for i in range(count):
         # Reads the slots of the next tile now, so its keys can be requested without waiting for the slots.
         ahead = (first + i + 1 + tl.where(i + 1 >= skip_from, skip, 0)) * KEYS + key
@@ -122,7 +146,11 @@ def _attend_tiles(acc, top, total, q, keys, table, own, begin, end, scale, slot_
             k = tl.load(at, mask=loaded, other=0.0)
         else:
             k = tl.load(at)
+        if FP8:
+            k = _numbers(k, q.dtype)
         score = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if FP8:
+            score = score * k_scale[None, :]
         if MASKED:
             seen = (n[None, :] <= own[:, None]) & (n >= begin)[None, :] & (n < end)[None, :]
             score = tl.where(seen, score, float("-inf"))
@@ -138,9 +166,14 @@ def _attend_tiles(acc, top, total, q, keys, table, own, begin, end, scale, slot_
             v = tl.load(at + to_values, mask=loaded, other=0.0)
         else:
             v = tl.load(at + to_values)
+        if FP8:
+            v = _numbers(v, tl.float32 if q.dtype == tl.float32 else tl.bfloat16)
+            weight = weight * v_scale[None, :]
         acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
         top = higher
         n, slot = ahead, next_slot
+        if FP8:  # early, as the slots are
+            k_scale, v_scale = _load_scales(exponents, slot, slot_stride, n, end, KV_HEADS * CHUNK, CHUNK)
     return acc, top, total
 
 
@@ -220,6 +253,7 @@ def _attend(q, o, partial, lse, pool, block_table, items, arrivals, counters, co
         rows = tl.load(q + at[:, None] + dim[None, :], mask=kept, other=0.0)
         own = first_own + query
         keys = pool + layer_offset + head * (CHUNK * HEAD_DIM)
+        exponents = pool + layer_offset + 2 * KV_HEADS * CHUNK * HEAD_DIM + head * CHUNK
         table = block_table + seat.to(tl.int64) * blocks
 
         acc = tl.zeros([ROWS, DIM], tl.float32)
@@ -234,14 +268,14 @@ def _attend(q, o, partial, lse, pool, block_table, items, arrivals, counters, co
             full = tl.minimum(end, first_own + 1) // KEYS - first - start
             full = tl.maximum(tl.minimum(full, count - start), 0)
             acc, top, total = _attend_tiles(
-                acc, top, total, rows, keys, table, own, begin, end, scale, slot_stride, first + start, 0, 0,
+                acc, top, total, rows, keys, exponents, table, own, begin, end, scale, slot_stride, first + start, 0, 0,
                 full, KV_HEADS, HEAD_DIM, CHUNK, DIM, KEYS, False)  # fmt: skip
             acc, top, total = _attend_tiles(
-                acc, top, total, rows, keys, table, own, begin, end, scale, slot_stride, first, start, full,
+                acc, top, total, rows, keys, exponents, table, own, begin, end, scale, slot_stride, first, start, full,
                 count - full, KV_HEADS, HEAD_DIM, CHUNK, DIM, KEYS, True)  # fmt: skip
         else:
             acc, top, total = _attend_tiles(
-                acc, top, total, rows, keys, table, own, begin, end, scale, slot_stride, first, 0, 0,
+                acc, top, total, rows, keys, exponents, table, own, begin, end, scale, slot_stride, first, 0, 0,
                 count, KV_HEADS, HEAD_DIM, CHUNK, DIM, KEYS, True)  # fmt: skip
 
         result = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]

@@ -1,4 +1,7 @@
-"""`write_kv` on a GPU, in Triton: rotary fused with scattering K and V. Its twin is `reference.write_kv`."""
+"""`write_kv` on a GPU, in Triton: rotary fused with scattering K and V. Its twin is `reference.write_kv`.
+
+Keys are rounded to their dtype before a pool in eight bits (`fp8_pool`) rounds them again, as in the twin.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..kv_forms.fp8_kernel import to_codes
 from ..triton_launch import Launch
 
 HEADS = 8  # heads of a program
@@ -72,6 +76,27 @@ def _turn(source, target, row, kept, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, 
 
 
 @triton.jit
+def _encode(source, codes, exponents, row, kept, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr):
+    """As `_turn`, for a pool in eight bits. All dimensions of a head are in one tensor, because they share an
+    exponent."""
+    dim = tl.arange(0, DIM)
+    mask = kept[:, None] & (dim < HEAD_DIM)[None, :]
+    values = tl.load(source[:, None] + dim[None, :], mask=mask, other=0.0)
+    if HALF > 0:
+        angle = dim < 2 * HALF
+        cos = tl.load(row + dim % HALF, mask=angle, other=0.0)[None, :]
+        sin = tl.load(row + HALF + dim % HALF, mask=angle, other=0.0)
+        sin = tl.where(dim < HALF, -sin, sin)[None, :]
+        pair = tl.where(dim < HALF, dim + HALF, dim - HALF)
+        other = tl.load(source[:, None] + pair[None, :], mask=kept[:, None] & angle[None, :], other=0.0)
+        turned = values.to(tl.float32) * cos + other.to(tl.float32) * sin
+        values = tl.where(angle[None, :], turned.to(values.dtype), values)
+    code, exponent = to_codes(values.to(tl.float32))
+    tl.store(codes[:, None] + dim[None, :], code.to(tl.uint8), mask=mask)
+    tl.store(exponents, exponent.to(tl.uint8), mask=kept)
+
+
+@triton.jit
 def _write_kv(q, k, v, rotary, slots, pool, rotated, q_stride, q_head, k_stride, k_head, v_stride, v_head,
               rotary_stride, slot_stride, layer_offset, heads, kv_heads, q_blocks,
               HEAD_DIM: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, HALF_DIM: tl.constexpr,
@@ -92,5 +117,11 @@ def _write_kv(q, k, v, rotary, slots, pool, rotated, q_stride, q_head, k_stride,
             record = pool + (place // CHUNK).to(tl.int64) * slot_stride + layer_offset
             keys = record + (head * CHUNK + place % CHUNK) * HEAD_DIM
             values = keys + kv_heads * CHUNK * HEAD_DIM
-            _turn(k + token * k_stride + head * k_head, keys, row, kept, HEAD_DIM, DIM, HALF, HALF_DIM)
-            _turn(v + token * v_stride + head * v_head, values, row, kept, HEAD_DIM, DIM, 0, 1)
+            if pool.dtype.element_ty == tl.uint8:
+                exponents = record + 2 * kv_heads * CHUNK * HEAD_DIM + head * CHUNK + place % CHUNK
+                _encode(k + token * k_stride + head * k_head, keys, exponents, row, kept, HEAD_DIM, DIM, HALF)
+                exponents += kv_heads * CHUNK
+                _encode(v + token * v_stride + head * v_head, values, exponents, row, kept, HEAD_DIM, DIM, 0)
+            else:
+                _turn(k + token * k_stride + head * k_head, keys, row, kept, HEAD_DIM, DIM, HALF, HALF_DIM)
+                _turn(v + token * v_stride + head * v_head, values, row, kept, HEAD_DIM, DIM, 0, 1)

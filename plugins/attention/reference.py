@@ -2,7 +2,8 @@
 
 A KV pool is one tensor `[slot, layers, 2, kv_heads, chunk_tokens, head_dim]`: each chunk is one contiguous record. A
 token's place in it is `slot * chunk_tokens + offset`; its *coordinate* is its index in its own request's row, and row
-`seat` of the block table gives the slot of every `chunk_tokens` coordinates.
+`seat` of the block table gives the slot of every `chunk_tokens` coordinates. A pool in eight bits is laid out as
+`fp8_pool` says.
 
 `multi_token_attention` is used on the CPU. Its tests compare it with a twin that takes one token at a time in float64;
 faster implementations are compared with it.
@@ -16,6 +17,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from . import fp8_pool
 
 GATHERED = 2**20
 """Elements of keys gathered at once: such buffers fit in the processor's cache, and the allocator reuses them."""
@@ -48,6 +51,9 @@ def write_kv(q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, slots: Tensor, poo
     places = slots[written]
     chunk_tokens = pool.shape[4]
     slot, offset = places // chunk_tokens, places % chunk_tokens
+    if pool.dtype == fp8_pool.DTYPE:
+        fp8_pool.write(pool, layer, k[written], v[written], slot, offset)
+        return q
     keys, values = pool[:, layer, 0], pool[:, layer, 1]
     keys[slot, :, offset] = k[written]
     values[slot, :, offset] = v[written]
@@ -121,7 +127,7 @@ def _attend_group(
     share = heads // kv_heads
     count, queries, keys = len(segments), rows.shape[1], coordinates.shape[1]
     head = torch.arange(kv_heads).view(-1, 1)
-    k, v = (pool[:, layer, i][slots.unsqueeze(1), head].view(count, kv_heads, keys, head_dim).float() for i in (0, 1))
+    k, v = (_read(pool, layer, i, slots.unsqueeze(1), head).view(count, kv_heads, keys, head_dim) for i in (0, 1))
     foreign = (~valid).nonzero(as_tuple=True)  # not of this segment: may be infinite, and 0 times infinity is not 0
     for kv in (k, v):
         kv[foreign[0], :, foreign[1]] = 0.0
@@ -130,3 +136,11 @@ def _attend_group(
     out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
     out = out.view(count, kv_heads, queries, share, head_dim).transpose(1, 2).reshape(count, queries, heads, head_dim)
     o[rows[real]] = out[real].to(o.dtype)
+
+
+def _read(pool: Tensor, layer: int, i: int, slot: Tensor, head: Tensor) -> Tensor:
+    """Returns keys (i = 0) or values (1) of whole chunks, [..., chunk_tokens, head_dim] float32. `slot` and `head`
+    broadcast."""
+    if pool.dtype == fp8_pool.DTYPE:
+        return fp8_pool.read(pool, layer, i, slot, head)
+    return pool[:, layer, i][slot, head].float()

@@ -77,6 +77,27 @@ def places(task, live, slots, first, layers, LAYERS: tl.constexpr, HEADS: tl.con
     return number, piece.to(tl.int64) * LAYER_BYTES, head
 
 
+@triton.jit
+def to_codes(values):
+    """Returns codes [n, m] of float32 numbers [n, m], and the exponents [n] of the rows' scales, both int32."""
+    size = tl.abs(values)
+    largest = tl.max(tl.where(size < float("inf"), size, 0.0), axis=1)
+    # Adding 0x1FFFFF carries into the exponent if the mantissa is above that of 448 = 1.75 * 2**8.
+    exponent = ((largest.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8
+    exponent = tl.maximum(exponent, _SMALLEST_SCALE)
+    scaled = values * ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+    size = tl.minimum(tl.abs(scaled), 448.0)
+    bits = size.to(tl.int32, bitcast=True)
+    # Rounds to three bits of mantissa, ties to even; then the bias of exponents changes from 127 to 7.
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    # Below 2**-6 codes are in steps of 2**-9, which is the last bit of numbers from 2**14 on.
+    subnormal = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(size < 0.015625, subnormal, normal)
+    code = tl.where(scaled != scaled, 0x7F, code)
+    sign = (scaled.to(tl.int32, bitcast=True) >> 24) & 0x80
+    return code | sign, exponent
+
+
 @triton.jit(do_not_specialize=["slots", "tasks", "first", "layers"])
 def _encode(pool, slots, codes, scales, tasks, first, layers, LAYERS: tl.constexpr, HEADS: tl.constexpr,
             VALUES: tl.constexpr, LAYER_BYTES: tl.constexpr, SCALES: tl.constexpr, BLOCK: tl.constexpr,
@@ -88,22 +109,8 @@ def _encode(pool, slots, codes, scales, tasks, first, layers, LAYERS: tl.constex
         mask = live[:, None] & (at < VALUES)
         number, byte, head = places(task, live, slots, first, layers, LAYERS, HEADS, VALUES, LAYER_BYTES)
         values = tl.load(pool + number[:, None] + at, mask=mask, other=0.0).to(tl.float32)
-        size = tl.abs(values)
-        largest = tl.max(tl.where(size < float("inf"), size, 0.0), axis=1)
-        # Adding 0x1FFFFF carries into the exponent if the mantissa is above that of 448 = 1.75 * 2**8.
-        exponent = ((largest.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8
-        exponent = tl.maximum(exponent, _SMALLEST_SCALE)
-        scaled = values * ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
-        size = tl.minimum(tl.abs(scaled), 448.0)
-        bits = size.to(tl.int32, bitcast=True)
-        # Rounds to three bits of mantissa, ties to even; then the bias of exponents changes from 127 to 7.
-        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-        # Below 2**-6 codes are in steps of 2**-9, which is the last bit of numbers from 2**14 on.
-        subnormal = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-        code = tl.where(size < 0.015625, subnormal, normal)
-        code = tl.where(scaled != scaled, 0x7F, code)
-        sign = (scaled.to(tl.int32, bitcast=True) >> 24) & 0x80
-        tl.store(codes + (byte + head * VALUES)[:, None] + at, (code | sign).to(tl.uint8), mask=mask)
+        code, exponent = to_codes(values)
+        tl.store(codes + (byte + head * VALUES)[:, None] + at, code.to(tl.uint8), mask=mask)
         tl.store(scales + byte // 4 + SCALES + head, (exponent << 23).to(tl.float32, bitcast=True), mask=live)
 
 

@@ -43,20 +43,30 @@ def layer_bytes(shape: tuple[int, ...]) -> int:
     return -(-(scales_offset(shape) + 4 * math.prod(shape[2:4])) // ALIGNMENT) * ALIGNMENT
 
 
-def encode(chunks: Tensor) -> Tensor:
-    """Returns records [n, layers, layer_bytes] uint8 of chunks [n, layers, 2, kv_heads, chunk_tokens, head_dim], or of
-    some layers of them."""
-    values = chunks.float()
-    largest = torch.where(values.isfinite(), values.abs(), 0.0).amax((-2, -1), keepdim=True)
+def to_codes(values: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Returns codes of float32 numbers, and exponents, int32, of their scales as `scales` takes them. Numbers along
+    `dims` share a scale; the exponents keep these dimensions, of size 1."""
+    largest = torch.where(values.isfinite(), values.abs(), 0.0).amax(dims, keepdim=True)
     # Adding 0x1FFFFF carries into the exponent if the mantissa is above that of 448 = 1.75 * 2**8.
     exponents = ((largest.view(torch.int32) + 0x1FFFFF >> 23) - 8).clamp(min=SMALLEST_SCALE)
     inverse = (254 - exponents << 23).view(torch.float32)
-    codes = (values * inverse).clamp(-LARGEST_CODE, LARGEST_CODE).to(CODES)
+    return (values * inverse).clamp(-LARGEST_CODE, LARGEST_CODE).to(CODES), exponents
+
+
+def scales(exponents: Tensor) -> Tensor:
+    """Float32 powers of two by their exponents in float32's format, int32."""
+    return (exponents << 23).view(torch.float32)
+
+
+def encode(chunks: Tensor) -> Tensor:
+    """Returns records [n, layers, layer_bytes] uint8 of chunks [n, layers, 2, kv_heads, chunk_tokens, head_dim], or of
+    some layers of them."""
+    codes, exponents = to_codes(chunks.float(), (-2, -1))
     records = torch.zeros(*chunks.shape[:2], layer_bytes(chunks.shape), dtype=torch.uint8, device=chunks.device)
     count, first = math.prod(chunks.shape[2:]), scales_offset(chunks.shape)
-    scales = (exponents << 23).flatten(2).view(torch.uint8)
+    written = scales(exponents).flatten(2).view(torch.uint8)
     records[..., :count] = codes.view(torch.uint8).flatten(2)
-    records[..., first : first + scales.shape[-1]] = scales
+    records[..., first : first + written.shape[-1]] = written
     return records
 
 
@@ -67,7 +77,7 @@ def decode(records: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tenso
     """
     count, first = math.prod(shape[2:]), scales_offset(shape)
     codes = records[..., :count].view(CODES).view(*records.shape[:2], *shape[2:])
-    scales = records[..., first : first + 4 * math.prod(shape[2:4])].contiguous().view(torch.float32)
-    values = codes.float() * scales.view(*records.shape[:2], *shape[2:4], 1, 1)
+    read = records[..., first : first + 4 * math.prod(shape[2:4])].contiguous().view(torch.float32)
+    values = codes.float() * read.view(*records.shape[:2], *shape[2:4], 1, 1)
     largest = torch.finfo(dtype).max
     return values.clamp(-largest, largest).to(dtype)

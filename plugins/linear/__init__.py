@@ -1,1 +1,1 @@
-"""Matrix products in fp8, and norms."""
+"""Matrix products in fp8 and of experts, and norms."""

@@ -215,14 +215,14 @@ class CudaDevice:
         from ...plugins.kv_forms.host_copy_kernel import copy_words
 
         assert self._pool is not None
-        _, _, _, kv_heads, chunk_tokens, head_dim = self._pool.shape
+        _, _, _, kv_heads, chunk_tokens, _ = self._pool.shape
         shapes = Shapes(most_tokens, seats, chunk_tokens)
         capacity = Capacity(shapes.most_tokens, shapes.most_segments, blocks * chunk_tokens)
         self._engine = engine
         decoder = engine.manifest.decoder
         self._times.loaded(decoder.layers)
         heads = Shard(decoder, engine.manifest.tensor_parallel).heads
-        self._work = make_work_list(capacity, heads, kv_heads, head_dim, engine.dtype)
+        self._work = make_work_list(capacity, heads, kv_heads, decoder.head_dim, engine.dtype)
         for gate in gates:
             # A gate never marked is open. Inside a graph only a recorded event can be waited for, so each is recorded
             # once.

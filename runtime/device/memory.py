@@ -64,6 +64,9 @@ def activation_bytes(shard: Shard, itemsize: int, *, tokens: int, sampled: int, 
     stream = decoder.hidden_size * ((4 if several else 3) * itemsize + 2 * 4)
     attention = (3 * heads + 2 * kv_heads) * head_dim * itemsize  # q, k, v, rotated q, result
     mlp = (4 if decoder.gated else 2) * shard.mlp_size * itemsize  # projections, activation, product
+    if decoder.experts:  # for each expert of a token: input, projections, product, result in two orders, in float32
+        sizes = 3 * decoder.hidden_size + 3 * shard.mlp_size
+        mlp = decoder.experts_per_token * (sizes * itemsize + decoder.hidden_size * 4)
     splits = min(_MOST_SPLITS, -(-context // _SMALLEST_SPLIT))
     partial = splits * heads * (head_dim + 1) * 4 if splits > 1 else 0
     # Logits by the last product, gathered from all ranks, without the last rank's padding, in float32, and copied out

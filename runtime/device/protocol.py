@@ -69,12 +69,14 @@ class ForwardPass(Protocol):
     """The parts of an engine that a device uses."""
 
     dtype: torch.dtype
+    kv_dtype: torch.dtype
+    """Of the pools: `dtype`, or `fp8_pool.DTYPE` for KV in eight bits."""
     vocab_size: int
     manifest: Manifest
     """The engine's manifest; a GPU's attention is laid out for its query heads."""
 
     def kv_shape(self, slots: int, chunk_tokens: int) -> tuple[int, ...]:
-        """(slots, layers, 2, kv_heads, chunk_tokens, head_dim)."""
+        """(slots, layers, 2, kv_heads, chunk_tokens, head_dim), or head_dim + 1 in eight bits (`fp8_pool`)."""
 
     def forward(
         self,

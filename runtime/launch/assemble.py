@@ -133,7 +133,7 @@ def prepare(settings: ServeSettings) -> Prepared:
         raise SettingError(
             "--engine", f"{directory} is divided among {divided} ranks, which only `pensieve serve` starts"
         )
-    engine = open_engine(directory, settings.device)
+    engine = open_engine(directory, settings.device, kv_cache_dtype=settings.kv_cache_dtype)
     return Prepared(directory, device, engine, scheduler_config(settings, engine, device))
 
 
@@ -141,9 +141,8 @@ def prepare_rank(settings: ServeSettings, ranks: Ranks) -> Prepared:
     """Called on all ranks at the same time. A wrong setting on one rank is raised on it and on rank 0. Pools have the
     smallest rank's sizes."""
     directory = Path(settings.engine)
-    device, engine = open_rank(
-        directory, settings.device, partial(make_device, settings.device, settings.enforce_eager), ranks
-    )
+    make = partial(make_device, settings.device, settings.enforce_eager)
+    device, engine = open_rank(directory, settings.device, make, ranks, settings.kv_cache_dtype)
     config = ranks.together(lambda: scheduler_config(settings, engine, device))
     gpu, host, disk, longest = ranks.smallest(
         config.gpu_kv_chunks, config.host_kv_chunks, config.disk_kv_chunks, config.max_model_len
@@ -158,7 +157,7 @@ def prepare_rank(settings: ServeSettings, ranks: Ranks) -> Prepared:
 def host_record_bytes(settings: ServeSettings, engine: Engine) -> int:
     """Bytes of a chunk in HOST."""
     form = host_form(settings.lower_tier_kv, settings.chunk_tokens, engine)
-    return record_bytes(engine.kv_shape(1, settings.chunk_tokens), engine.dtype, form)
+    return record_bytes(engine.kv_shape(1, settings.chunk_tokens), engine.kv_dtype, form)
 
 
 def make_executor(

@@ -42,7 +42,6 @@ ALIASES = {
 ELSEWHERE = {
     "--swap-space": "--host-kv-bytes 4GiB keeps KV in host memory",
     "--kv-offloading-size": "--host-kv-bytes 4GiB keeps KV in host memory, so much for each rank",
-    "--kv-cache-dtype": "KV on the GPU is of the engine's type; --lower-tier-kv fp8 rounds it elsewhere",
     "--scheduling-policy": "--queue-order says which request joins next; smaller priorities always come first",
     "--enable-chunked-prefill": "prompts are always cut to --max-num-batched-tokens",
     "--no-enable-chunked-prefill": "--batching separate computes prompts apart from generation",
@@ -199,6 +198,8 @@ def _cache_options(made: argparse.ArgumentParser) -> None:
            "memory needs the room (default %(default)s)")  # fmt: skip
     option("--prefetch", choices=CHOICES["prefetch"],
            help="read from disk what requests in the queue will need (default %(default)s)")  # fmt: skip
+    option("--kv-cache-dtype", choices=CHOICES["kv_cache_dtype"],
+           help="of KV on every tier: the engine's own, or 8 bits a number (default %(default)s)")  # fmt: skip
     option("--lower-tier-kv", choices=CHOICES["lower_tier_kv"],
            help="KV outside the GPU: as it is there; the same in four fifths of the bytes (bfloat16 only); or rounded "
            "to 8 bits a number (default %(default)s)")  # fmt: skip

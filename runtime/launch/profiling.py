@@ -36,7 +36,7 @@ def run(args: argparse.Namespace, words: Sequence[str], work: Work) -> int:
         return run_rank("pensieve profile", count, partial(_on_rank, args, work))
     if count > 1:
         return run_ranks(count, [sys.executable, "-P", "-m", "pensieve.scripts.profile_engine", *words])
-    engine = open_engine(args.engine, args.device)
+    engine = open_engine(args.engine, args.device, kv_cache_dtype=args.kv_cache_dtype)
     device = make_device(args.device)
     with closing(device), StepBench(device, engine, bench_config(args, engine, device), args.seconds) as bench:
         work(bench, engine, 0)
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace, words: Sequence[str], work: Work) -> int:
 
 
 def _on_rank(args: argparse.Namespace, work: Work, ranks: Ranks) -> int:
-    device, engine = open_rank(args.engine, args.device, lambda: make_device(args.device), ranks)
+    device, engine = open_rank(args.engine, args.device, lambda: make_device(args.device), ranks, args.kv_cache_dtype)
     config = ranks.together(lambda: bench_config(args, engine, device))
     chunks, longest = ranks.smallest(config.gpu_kv_chunks, config.max_model_len)
     config = replace(config, gpu_kv_chunks=chunks, max_model_len=longest)

@@ -35,12 +35,14 @@ def take_share(device: str, ranks: Ranks) -> None:
         torch.cuda.set_device(ranks.local_rank)
 
 
-def open_rank(directory: Path, device: str, make_device: Callable[[], Device], ranks: Ranks) -> tuple[Device, Engine]:
+def open_rank(
+    directory: Path, device: str, make_device: Callable[[], Device], ranks: Ranks, kv_cache_dtype: str
+) -> tuple[Device, Engine]:
     """Returns this rank's device and its part of the engine, with the group in which it computes. All ranks call it at
     the same time. A fault of one rank is raised on it and on rank 0."""
     ranks.together(lambda: take_share(device, ranks))
     made = ranks.together(make_device)
-    engine = ranks.together(lambda: open_engine(directory, device, ranks.rank))
+    engine = ranks.together(lambda: open_engine(directory, device, ranks.rank, kv_cache_dtype))
     ranks.check_equal("--engine", "engine", engine.manifest.fingerprint)
     register_group(TENSOR_PARALLEL, ranks.open_group(device, engine.dtype))
     return made, engine

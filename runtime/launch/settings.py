@@ -7,7 +7,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ...builder.choices import DEVICES, DTYPES
+from ...builder.choices import DEVICES, DTYPES, KV_CACHE_DTYPES
 from ...scheduler.config import BATCHING_MODES, EVICTION_POLICIES, QUEUE_ORDERS, SAVE_MODES
 from ...scheduler.context_window import OVERFLOW_MODES
 from ...scheduler.types import SettingError
@@ -35,6 +35,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "queue_order": QUEUE_ORDERS,
     "save": SAVE_MODES,
     "prefetch": ("on", "off"),
+    "kv_cache_dtype": KV_CACHE_DTYPES,
     "lower_tier_kv": ("same", "packed", "fp8"),
     "eviction": EVICTION_POLICIES,
     "swap_in": ("pipelined", "first"),
@@ -115,6 +116,7 @@ class ServeSettings:
     disk_dir: Path | None = None
     save: str = "async"
     prefetch: str = "on"
+    kv_cache_dtype: str = "auto"
     lower_tier_kv: str = "same"
     chunk_tokens: int = 32
     conversation_ttl: float = 86400.0
@@ -173,6 +175,9 @@ class ServeSettings:
             raise SettingError("--shutdown-timeout", f"must not be negative, not {self.shutdown_timeout}")
         if self.owner_kv_bytes is not None and not self.api_key and self.api_key_file is None:
             raise SettingError("--owner-kv-bytes", "needs --api-key: without keys there is one owner")
+        if self.kv_cache_dtype != "auto" and self.lower_tier_kv != "same":
+            message = f"cannot be given beside --kv-cache-dtype {self.kv_cache_dtype}, whose KV is equal on every tier"
+            raise SettingError("--lower-tier-kv", message)
         if self.enforce_eager and self.device != "cuda":
             raise SettingError("--enforce-eager", "there are no CUDA graphs without --device cuda")
         if self.device != "cuda" and self.changed("gpu_memory_utilization"):

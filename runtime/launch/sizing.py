@@ -54,7 +54,7 @@ def scheduler_config(settings: ServeSettings, engine: Engine, device: Device) ->
     if gpu_chunks < 1:
         raise SettingError(pool_setting(settings, Tier.GPU), f"must be at least one chunk, which takes {record} bytes")
     form = host_form(settings.lower_tier_kv, settings.chunk_tokens, engine)
-    host_record = record_bytes(engine.kv_shape(1, settings.chunk_tokens), engine.dtype, form)
+    host_record = record_bytes(engine.kv_shape(1, settings.chunk_tokens), engine.kv_dtype, form)
     host_chunks = kv_chunks(settings, Tier.HOST, DEFAULT_HOST_KV, host_record)
     disk_chunks = kv_chunks(settings, Tier.DISK, DEFAULT_DISK_KV, disk_record_bytes(host_record))
     # Before anything is made that grows with their number.
@@ -85,7 +85,7 @@ def scheduler_config(settings: ServeSettings, engine: Engine, device: Device) ->
         overflow_ratio=settings.overflow_ratio,
         reuse=settings.reuse,
         copies_may_fail=form is not None and form.is_exact is not None,
-        seed=kv_seed(engine.manifest, settings.lower_tier_kv),
+        seed=kv_seed(engine.manifest, settings.lower_tier_kv, engine.kv_cache_dtype),
     )
     longest = engine.manifest.max_model_len
     if settings.max_model_len is None:
@@ -225,17 +225,18 @@ def with_disk_speed(cost: CostProfile, directory: Path, longest: int) -> CostPro
     return replace(cost, disk_read_bytes_per_s=speed.read, disk_write_bytes_per_s=speed.write)
 
 
-def kv_seed(manifest: Manifest, lower_tier_kv: str) -> bytes:
-    """Engines of one fingerprint compute equal KV, and equal lower tiers keep it equally. All others share no
-    chunks."""
-    return bytes.fromhex(manifest.fingerprint) + (b"" if lower_tier_kv == "same" else lower_tier_kv.encode())
+def kv_seed(manifest: Manifest, lower_tier_kv: str, kv_cache_dtype: str) -> bytes:
+    """Engines of one fingerprint compute equal KV for pools of one dtype, and equal lower tiers keep it equally. All
+    others share no chunks."""
+    lower = b"" if lower_tier_kv == "same" else lower_tier_kv.encode()
+    return bytes.fromhex(manifest.fingerprint) + lower + (b"" if kv_cache_dtype == "auto" else b"pool fp8")
 
 
 def estimated_cost(engine: Engine, config: SchedulerConfig) -> CostProfile:
     shard = Shard(engine.manifest.decoder, engine.manifest.tensor_parallel)
     return analytic_profile(
         chunk_tokens=config.chunk_tokens,
-        parameters=engine.parameters,
+        parameters=engine.active_parameters,
         layers=shard.config.layers,
         attention_width=shard.heads * shard.config.head_dim,
         chunk_bytes=engine.chunk_bytes(config.chunk_tokens),

@@ -59,8 +59,8 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """`hardware`, `engine` (its fingerprint) and `chunk_tokens` tell what the profile is valid for; the other fields
-    are its measurements.
+    """`hardware`, `engine` (its fingerprint), `chunk_tokens` and `kv_cache_dtype` tell what the profile is valid for;
+    the other fields are its measurements.
 
     gpu_kv_chunks   of the measured pool; `swap_out_below` depends on it
     """
@@ -78,6 +78,7 @@ class Profile:
     measured: Measured
     cost: CostProfile
     swap_out_below: float
+    kv_cache_dtype: str = "auto"
 
     def save(self, directory: Path) -> Path:
         """Writes profile.json next to the engine, atomically."""
@@ -116,7 +117,12 @@ def load_profile(directory: Path, engine: Engine, chunk_tokens: int) -> CostProf
     except FileNotFoundError:
         log.info("%s has not been measured (pensieve profile): costs are estimated", directory)
         return None
-    here = {"hardware": hardware(engine), "engine": engine.manifest.fingerprint, "chunk_tokens": chunk_tokens}
+    here = {
+        "hardware": hardware(engine),
+        "engine": engine.manifest.fingerprint,
+        "chunk_tokens": chunk_tokens,
+        "kv_cache_dtype": engine.kv_cache_dtype,
+    }
     for part, value in here.items():
         if (there := getattr(profile, part)) != value:
             log.info("%s is of another %s (%s, not %s): costs are estimated", directory / PROFILE, part, there, value)
@@ -153,6 +159,7 @@ def profile_engine(bench: StepBench, engine: Engine, say: Callable[[str], None])
         measured=measured,
         cost=cost,
         swap_out_below=propose_swap_out_below(cost, config),
+        kv_cache_dtype=engine.kv_cache_dtype,
     )
 
 

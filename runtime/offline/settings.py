@@ -34,6 +34,7 @@ OPTIONS = frozenset(
         "disk_dir",
         "save",
         "prefetch",
+        "kv_cache_dtype",
         "lower_tier_kv",
         "chunk_tokens",
         "conversation_ttl",

@@ -28,11 +28,12 @@ class EvictionPolicy:
     """weigh        chunks weigh Cost(l) x claims; otherwise all weigh the same and only their stamps decide
     by_age          stamps are the first computation (FIFO) instead of the last activity
     whole           a victim takes its whole turn's chunks along, as in systems that evict by conversation
+    sees_queue      chunks that requests in the queue wait for are evicted last
 
-    With every policy, chunks that requests in the queue wait for are evicted after all others, those of the last
-    request in the queue first (CachedAttention, section 3.3.2, exempts them too; its window ends where the tiers are
-    full). Chunks of pinned conversations come after those. With `quotas`, chunks that only conversations over quota
-    claim come first, pinned or not, unless a request waits for them.
+    Of the chunks that requests in the queue wait for, those of the last request in the queue are evicted first
+    (CachedAttention, section 3.3.2, exempts them too; its window ends where the tiers are full). Chunks of pinned
+    conversations come after those. With `quotas`, chunks that only conversations over quota claim come first, pinned or
+    not, unless a request waits for them.
 
     Chunks of a context that has outgrown its window all weigh the same, as much as its last ones. So one turn's are one
     group, and all of them are evicted before the next context is touched (docs/design/overflow.md).
@@ -42,12 +43,13 @@ class EvictionPolicy:
     weigh: bool
     by_age: bool
     whole: bool
+    sees_queue: bool = True
     quotas: bool = False
     cost_classes: dict[int, int] = field(default_factory=dict, repr=False, compare=False)
     """Weight classes of chunks with one claim and no pin, by the chunks' ends; filled on demand."""
 
     def weight_class(self, chunk: Chunk) -> int:
-        if chunk.queue_place:  # before any cost: among awaited chunks the place in the queue decides
+        if chunk.queue_place and self.sees_queue:  # before any cost: the place in the queue decides
             return AWAITED_CLASS + PINNED_CLASS if chunk.pins else AWAITED_CLASS
         end = maxsize if chunk.past_window else chunk.end
         number = self.cost_classes.get(end)
@@ -60,7 +62,7 @@ class EvictionPolicy:
         return number + PINNED_CLASS if chunk.pins else number
 
     def stamp(self, chunk: Chunk) -> float:
-        if chunk.queue_place:
+        if chunk.queue_place and self.sees_queue:
             return -float(chunk.queue_place)  # a later place in the queue counts as longer idle
         return chunk.created if self.by_age else chunk.last_active
 
@@ -85,5 +87,12 @@ def class_weight(weight_class: int) -> float:
 
 def eviction_policy(name: str, cost: CostProfile, quotas: bool = False) -> EvictionPolicy:
     """The policy for a checked `--eviction`."""
-    kind = name.removesuffix("-conversation")
-    return EvictionPolicy(cost, weigh=kind == "retention", by_age=kind == "fifo", whole=kind != name, quotas=quotas)
+    kind, _, form = name.partition("-")
+    return EvictionPolicy(
+        cost,
+        weigh=kind == "retention",
+        by_age=kind == "fifo",
+        whole=form != "",
+        sees_queue=form != "plain",
+        quotas=quotas,
+    )

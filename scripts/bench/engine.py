@@ -49,7 +49,7 @@ from ...scheduler.cost import CostProfile, analytic_profile
 from ...scheduler.plan import StepPlan
 from ...scheduler.sim.simulator import Simulator, VirtualDevice, longest_context
 from ...scheduler.types import SettingError
-from ..command import exit_status
+from ..command import add_kv_cache_dtype, exit_status
 from .traces import CHATS, synthetic
 
 CHUNK = 32
@@ -142,7 +142,7 @@ class StepBench:
     def __init__(self, engines: Sequence[Engine], slots: int, spent: Spent):
         self.engines, self.spent = engines, spent
         self.vocab = engines[0].manifest.vocab_size
-        self.handle = register_pool(torch.zeros(engines[0].kv_shape(slots, CHUNK), dtype=engines[0].dtype))
+        self.handle = register_pool(torch.zeros(engines[0].kv_shape(slots, CHUNK), dtype=engines[0].kv_dtype))
 
     def step(self, batch: Sequence[torch.Tensor]) -> list[float]:
         """Milliseconds outside attention of each engine, then all of them."""
@@ -271,8 +271,9 @@ class GpuRow(NamedTuple):
 
 
 def bench_on_gpu(
-    config: Path, backend: str, dtype: str, weights: str, batches: Sequence[tuple[int, int]], directory: Path
-) -> GpuRow:
+    config: Path, backend: str, dtype: str, weights: str, batches: Sequence[tuple[int, int]], directory: Path,
+    kv_cache_dtype: str = "auto",
+) -> GpuRow:  # fmt: skip
     """batches: (rows, context) of each generation. Raises SettingError as building does."""
     start = time.perf_counter()
     path = directory / f"{backend}-{weights}"
@@ -282,7 +283,7 @@ def bench_on_gpu(
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
-    engine = open_engine(path, "cuda")
+    engine = open_engine(path, "cuda", kv_cache_dtype=kv_cache_dtype)
     torch.cuda.synchronize()
     load_seconds = time.perf_counter() - start
     loading = torch.cuda.max_memory_allocated() - before
@@ -307,8 +308,13 @@ def bench_on_gpu(
 
 
 def floor_ms(engine: Engine, rows: int, context: int) -> float:
+    """The time to read the KV and the weights, without those of experts that no row chooses, if all are equally
+    likely."""
     kv = rows * context * engine.chunk_bytes(CHUNK) // CHUNK
-    return 1e3 * (engine.weight_bytes + kv) / FLOOR_BYTES_S
+    decoder = engine.manifest.decoder
+    others = 1 - decoder.experts_per_token / max(decoder.experts, 1)  # the share that a row does not choose
+    unread = (engine.parameters - engine.active_parameters) * others ** (rows - 1) * engine.dtype.itemsize
+    return 1e3 * (engine.weight_bytes - unread + kv) / FLOOR_BYTES_S
 
 
 @torch.inference_mode()
@@ -320,7 +326,7 @@ def run(engine: Engine, batches: Sequence[tuple[int, int]], before: int) -> tupl
         if rows * -(-context // CHUNK) > slots:
             held = f"the pool of {POOL_BYTES >> 30} GiB"
             raise SettingError("--generation", f"{rows}x{context} has more KV than {held} holds")
-    pool = torch.zeros(engine.kv_shape(slots, CHUNK), dtype=engine.dtype, device="cuda")
+    pool = torch.zeros(engine.kv_shape(slots, CHUNK), dtype=engine.kv_dtype, device="cuda")
     torch.cuda.reset_peak_memory_stats()
     prompt = step_of(engine, pool, 1, PROMPT)(captured_ms)
     times = [step_of(engine, pool, rows, 1, context)(captured_ms) for rows, context in batches]
@@ -395,10 +401,12 @@ def bench_gpu(args: argparse.Namespace) -> dict[str, Any]:
     for shape, weights, backend in itertools.product(args.shapes, args.weights, args.backends):
         with tempfile.TemporaryDirectory() as directory:
             config = SHAPES / f"{shape}.json"
-            rows.append(bench_on_gpu(config, backend, args.dtype, weights, batches, Path(directory)))
+            how = (args.dtype, weights, batches, Path(directory), args.kv_cache_dtype)
+            rows.append(bench_on_gpu(config, backend, *how))
         torch.cuda.empty_cache()
         print(line(rows[-1]), flush=True)
-    return {"gpu": torch.cuda.get_device_name(), "rows": [row._asdict() for row in rows]}
+    about = {"gpu": torch.cuda.get_device_name(), "kv_cache_dtype": args.kv_cache_dtype}
+    return {**about, "rows": [row._asdict() for row in rows]}
 
 
 def batch(text: str) -> tuple[int, int]:
@@ -417,7 +425,9 @@ def parser() -> argparse.ArgumentParser:
     option("--dtype", default="float32")
     option("--threads", type=int, default=1)
     option("--seconds", type=float, default=3.0, help="a batch (default %(default)s)")
-    option = ways.add_parser("gpu", help="engines of large models").add_argument
+    gpu = ways.add_parser("gpu", help="engines of large models")
+    add_kv_cache_dtype(gpu)
+    option = gpu.add_argument
     option("--shapes", nargs="+", default=["llama-3-8b", "llama-2-13b-gqa"], metavar="NAME", help="of scripts/shapes/")
     option("--backends", nargs="+", default=["reference", "inductor"], metavar="NAME")
     option("--dtype", default="bfloat16", help="(default %(default)s)")

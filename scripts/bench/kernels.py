@@ -21,9 +21,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...plugins.attention import fp8_pool
 from ...plugins.attention import kernel as attention_kernel
 from ...plugins.attention.work_list import Capacity, WorkList
-from ..command import subplots
+from ..command import add_kv_cache_dtype, subplots
 
 CHUNK, HEAD_DIM, LAYERS = 32, 128, 4
 SCALE = HEAD_DIM**-0.5
@@ -80,7 +81,7 @@ class Batch:
         ]
         single = [(at + j, 1, 0, end - n + j + 1, i) for at, n, _, end, i in rows for j in range(n)]
         self.segments, self.single = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in (rows, single))
-        self.q = torch.randn(starts[-1], heads, HEAD_DIM, device="cuda").to(pool.dtype)
+        self.q = torch.randn(starts[-1], heads, HEAD_DIM, device="cuda").to(torch.bfloat16)
         self.ends = [0, *itertools.accumulate(context for _, context in shape.requests)]
         self.starts = starts
 
@@ -125,6 +126,17 @@ class Batch:
             return op(self.q, *kv.unbind(1), *ends, *most, 0.0, True, False, scale=SCALE)[0]
 
         return ragged
+
+
+def random_pool(slots: int, kv_heads: int, fp8: bool) -> Tensor:
+    """Normally distributed KV in bfloat16, or any codes and a scale of 1/256."""
+    shape = (slots, LAYERS, 2, kv_heads, CHUNK, HEAD_DIM)
+    if not fp8:
+        return torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_()
+    pool = torch.randint(0x7F, (*shape[:-1], HEAD_DIM + 1), dtype=fp8_pool.DTYPE, device="cuda")
+    for layer in range(LAYERS):
+        fp8_pool.parts(pool, layer)[1].fill_(127 - 8)
+    return pool
 
 
 def captured(work: Callable[[], object]) -> Callable[[], None]:
@@ -200,8 +212,10 @@ def main() -> None:
     parser.add_argument("--heads", nargs="+", default=HEADS, choices=HEADS, help="query heads/key heads")
     parser.add_argument("--shapes", nargs="+", default=("",), help="shapes whose names contain one of these")
     parser.add_argument("--only-ours", action="store_true", help="leave the other ways out")
+    add_kv_cache_dtype(parser)
     parser.add_argument("--plot", help="file for the figure")
     options = parser.parse_args()
+    fp8 = options.kv_cache_dtype != "auto"  # only for our kernel
     torch.manual_seed(0)
     flush = torch.empty(2**28, dtype=torch.int8, device="cuda")
     report = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, **ceilings(flush)}
@@ -212,11 +226,11 @@ def main() -> None:
     print(f"{'shape':28} heads   FA3 us   ours  ratio  in a row  TB/s  TFLOP/s  contiguous  copy out  one token  error")
     for heads in options.heads:
         q_heads, kv_heads = map(int, heads.split("/"))
-        pool = torch.empty(slots, LAYERS, 2, kv_heads, CHUNK, HEAD_DIM, dtype=torch.bfloat16, device="cuda").normal_()
+        pool = random_pool(slots, kv_heads, fp8)
         for shape in chosen:
             row = {"shape": shape.name, "heads": heads, "fa3": shape.fa3[HEADS.index(heads)]}
-            row |= measure(Batch(shape, q_heads, pool), flush, not options.only_ours)
-            read = sum(context for _, context in shape.requests) * kv_heads * HEAD_DIM * 4
+            row |= measure(Batch(shape, q_heads, pool), flush, not (options.only_ours or fp8))
+            read = sum(context for _, context in shape.requests) * kv_heads * 2 * pool.shape[5] * pool.element_size()
             work = sum(n * (context - (n - 1) / 2) for n, context in shape.requests) * q_heads * HEAD_DIM * 4
             row |= {"tb_s": read / row["ours"] / 1e6, "tflop_s": work / row["ours"] / 1e6}
             others = "".join(f"{row.get(way, 0):11.0f}" for way in ("contiguous", "copy out", "one token"))

@@ -42,7 +42,7 @@ from ...scheduler.types import (
     TokenLogprobs,
     Usage,
 )
-from ..command import flag, table
+from ..command import add_kv_cache_dtype, flag, table
 
 SPARE_CHUNKS = 4  # in the smallest GPU cache that holds a turn
 
@@ -297,9 +297,10 @@ def intervals(steps: Sequence[Step]) -> list[float]:
 
 
 def add_counts(made: argparse.ArgumentParser, counts: Mapping[str, tuple[int, str]]) -> None:
-    """--engine and --device, and an option for each count: its default, and in words."""
+    """--engine, --device and --kv-cache-dtype, and an option for each count: its default, and in words."""
     made.add_argument("--engine", required=True, type=Path, metavar="DIR", help="an engine directory")
     made.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="for the engine (default %(default)s)")
+    add_kv_cache_dtype(made)
     for name, (default, words) in counts.items():
         made.add_argument(flag(name), type=int, default=default, metavar="N", help=f"{words} (default %(default)s)")
 

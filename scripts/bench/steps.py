@@ -312,7 +312,7 @@ def run(args: argparse.Namespace) -> None:
     """Raises SettingError."""
     least = {"rows": 0, "history": args.chunk_tokens, "steps": 10, "max_num_batched_tokens": args.chunk_tokens}
     check_least(args, **dict.fromkeys(COUNTS, 1) | least)
-    engine = open_engine(args.engine, args.device)
+    engine = open_engine(args.engine, args.device, kv_cache_dtype=args.kv_cache_dtype)
     sizes = Sizes(args, engine)
     with loaded(args.device, engine, sizes.config(args)) as device:
         measure(device, engine, sizes, args)

@@ -402,7 +402,7 @@ def run(args: argparse.Namespace) -> None:
     check_least(args, **dict.fromkeys(COUNTS, 1) | least)
     if args.disk_dir is not None and not args.disk_dir.is_dir():
         raise SettingError("--disk-dir", f"{args.disk_dir} is no directory")
-    engine = open_engine(args.engine, args.device)
+    engine = open_engine(args.engine, args.device, kv_cache_dtype=args.kv_cache_dtype)
     sizes = Sizes(args, engine)
     with (
         loaded(args.device, engine, sizes.config(args)) as device,

@@ -7,7 +7,8 @@ fp8: the error of `--lower-tier-kv fp8` after a history returns from the lower t
 last user's message is history: its whole chunks are encoded and decoded once, as by a swap-out and a swap-in. Then the
 last message and its reply are computed, known token by known token, and a reply is generated, with the original and
 with the decoded history. The second is compared with the first. For scale, so is the same engine in bfloat16, without
-coding. On the CPU, in float32; prints a table and one line of JSON.
+coding; and the engine with `--kv-cache-dtype fp8`, whose whole context is in eight bits. On the CPU, in float32; prints
+a table and one line of JSON.
 
 overflow: held-out chats, one after the other, are read in rows longer than the context. The perplexity is that of the
 tokens after the first truncation, with each mode of `--overflow` (CachedAttention, USENIX ATC 2024, table 1). The
@@ -112,7 +113,7 @@ class Context:
 
     def __init__(self, engine: Engine, tokens: int):
         self._engine = engine
-        self.pool = torch.zeros(engine.kv_shape(-(-tokens // CHUNK), CHUNK), dtype=engine.dtype)
+        self.pool = torch.zeros(engine.kv_shape(-(-tokens // CHUNK), CHUNK), dtype=engine.kv_dtype)
         self._table = torch.arange(len(self.pool), dtype=torch.int32).view(1, -1)
 
     def compute(self, tokens: Sequence[int], start: int, seen: int = 0, zero: int = 0) -> Tensor:
@@ -164,19 +165,22 @@ def read_turns(files: list[Path], tokenizer: Tokenizer, longest: int, most: int)
     return turns[:: max(1, len(turns) // most)][:most]
 
 
-def measure(model: str, engines: tuple[Engine, Engine], turns: list[Turn], most: int) -> list[Quality]:
-    """engines: in float32 and in bfloat16. Returns the exact result first; uses at most `most` tokens of each turn's
-    reply."""
-    exact, yardstick = engines
-    results = [Quality(model, way) for way in ("exact", "fp8", "exact, bfloat16")]
+def measure(model: str, engines: tuple[Engine, Engine, Engine], turns: list[Turn], most: int) -> list[Quality]:
+    """engines: in float32, in bfloat16, and in float32 with a pool in eight bits. Returns the exact result first; uses
+    at most `most` tokens of each turn's reply."""
+    exact, *others = engines
+    results = [Quality(model, way) for way in ("exact", "fp8", "exact, bfloat16", "fp8 on every tier")]
     for turn in turns:
         tokens = [*turn.prompt, *turn.reply]
         start, targets = turn.history, torch.tensor(tokens[turn.history + 1 :])
         room = len(tokens) + most
-        context, other = Context(exact, room), Context(yardstick, room)
+        context = Context(exact, room)
         wanted = context.compute(tokens[:-1], 0)[start:]
-        ways = [context.copied(start // CHUNK, coded=False), context.copied(start // CHUNK, coded=True), other]
-        logits = [wanted, ways[1].compute(tokens[start:-1], start), other.compute(tokens[:-1], 0)[start:].float()]
+        ways = [context.copied(start // CHUNK, coded=False), context.copied(start // CHUNK, coded=True)]
+        logits = [wanted, ways[1].compute(tokens[start:-1], start)]
+        for other in others:
+            ways.append(Context(other, room))
+            logits.append(ways[-1].compute(tokens[:-1], 0)[start:].float())
         replies = [way.reply(turn.prompt, start, most) for way in ways]
         for result, got, reply in zip(results, logits, replies, strict=True):
             result.compare(got, wanted, targets)
@@ -193,10 +197,11 @@ def measure_fp8(args: argparse.Namespace) -> None:
                 built = Path(directory) / f"{checkpoint.name}-{dtype}"
                 build_engine(checkpoint, built, dtype=dtype)
                 engines.append(open_engine(built))
+            engines.append(open_engine(Path(directory) / f"{checkpoint.name}-float32", kv_cache_dtype="fp8"))
             tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
             longest = engines[0].manifest.max_model_len - args.reply_tokens
             turns = read_turns(args.chats, tokenizer, longest, args.turns)
-            results += measure(checkpoint.name, (engines[0], engines[1]), turns, args.reply_tokens)
+            results += measure(checkpoint.name, (engines[0], engines[1], engines[2]), turns, args.reply_tokens)
     print(HEADER)
     for result in results:
         print(result.row())

@@ -3,7 +3,7 @@
 Random prompts run cold, and again when their KV is on the GPU, on HOST, partly recomputed, fully dropped and
 recomputed, and with their reply suspended in the middle. Meanwhile other rows generate, and other histories are copied
 in and out. The log probabilities of the first token and the top 20 are compared with the same weights in float32. No
-way may differ by more than twice the cold one's largest difference, or by 1e-4 from cold in a float32 engine.
+way may differ by more than twice the cold one's largest difference, or by 1e-4 from cold if engine and KV are float32.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from ...scheduler.types import (
     TokenLogprobs,
 )
 from ..bench.loop import Answer, Loop, make_device, random_ids
-from ..command import check_least, exit_status, table
+from ..command import add_kv_cache_dtype, check_least, exit_status, table
 
 SOURCES = ("gpu", "host", "recomputed", "new")
 FLOAT32_TOLERANCE = 1e-4
@@ -312,7 +312,8 @@ class Exact:
         """dtype: another one, for comparison."""
         weights = whole_of(directory, manifest)
         converted = {name: tensor.to(manifest.device, dtype) for name, tensor in weights.items()}
-        self.manifest, self.dtype, self.vocab_size = replace(manifest, tensor_parallel=1), dtype, manifest.vocab_size
+        self.manifest, self.vocab_size = replace(manifest, tensor_parallel=1), manifest.vocab_size
+        self.dtype = self.kv_dtype = dtype
         self._decoder = Decoder.from_weights(manifest.decoder, converted)
 
     def kv_shape(self, slots: int, chunk_tokens: int) -> tuple[int, ...]:
@@ -396,6 +397,7 @@ def parser() -> argparse.ArgumentParser:
     option("--repetitions", type=int, default=10, metavar="N", help="prompts (default %(default)s)")
     option("--chunk-tokens", type=int, default=32, metavar="N", help="tokens of a chunk (default %(default)s)")
     option("--seed", type=int, default=0, metavar="N", help="of the prompts (default %(default)s)")
+    add_kv_cache_dtype(made)
     option("--lower-tier-kv", default="same", choices=["same", "packed"], help="as `pensieve serve` (default same)")
     return made
 
@@ -409,10 +411,12 @@ def run(args: argparse.Namespace) -> int:
     """Returns 1 if a way differs too much. Raises SettingError."""
     started = time.perf_counter()
     check_least(args, chunk_tokens=2, tokens=8 * args.chunk_tokens, repetitions=1, seed=0)
-    engine = open_engine(args.engine, args.device)
+    if args.kv_cache_dtype != "auto" and args.lower_tier_kv != "same":
+        raise SettingError("--lower-tier-kv", "cannot be given beside --kv-cache-dtype")
+    engine = open_engine(args.engine, args.device, kv_cache_dtype=args.kv_cache_dtype)
     form = host_form(args.lower_tier_kv, args.chunk_tokens, engine)
     ways = measure(args.engine, engine, args.tokens, args.repetitions, args.seed, args.chunk_tokens, form)
-    tolerance, failed = judge(ways, engine.dtype == torch.float32)
+    tolerance, failed = judge(ways, engine.kv_dtype == torch.float32)
     told = {name: way.summary() for name, way in ways.items()}
     print(table([{"way": name, **way.tokens, **told[name]} for name, way in ways.items()]))
     seconds = time.perf_counter() - started

@@ -17,6 +17,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ...builder.choices import KV_CACHE_DTYPES
 from ...runtime.launch.options import parse_bytes
 from ...scheduler.config import SchedulerConfig
 from ...scheduler.cost import CostProfile
@@ -31,6 +32,7 @@ MODEL = MODELS["llama-2-13b-gqa"]
 LINK_BYTES_PER_S = 48.5e9  # each way, both at work
 SECONDS_PER_TOKEN = 0.02  # of replies, to find where conversations are at a start in the middle of their lives
 LOWER_TIER = {"same": 1.0, "packed": 0.782, "fp8": 0.5}  # of a chunk's bytes, on HOST
+FP8_POOL = 129 / 256  # of a 16-bit chunk's bytes: 128 codes and their exponent
 POOL = 4096  # conversations to draw from then
 
 
@@ -70,6 +72,8 @@ def add_run_options(made: argparse.ArgumentParser) -> None:
     option("--seconds", type=float, default=300.0, metavar="S", help="of a run (default %(default)s)")
     option("--measure-s", type=float, default=100.0, metavar="S", help="its last ones (default %(default)s)")
     option("--seeds", default="0", metavar="SEEDS", help="of arrivals and lengths, comma between (default %(default)s)")
+    option("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto",
+           help="of chunks on every tier; steps take their time in 16 bits (default %(default)s)")  # fmt: skip
     option("--lower-tier-kv", choices=tuple(LOWER_TIER), default="same",
            help="how chunks are on HOST (default %(default)s)")  # fmt: skip
     option("--swap-out-below", type=float, default=0.12, metavar="SHARE", help="(default %(default)s)")
@@ -171,6 +175,10 @@ def run_of(args: argparse.Namespace, rate: float, seed: int) -> LoadRun:
 
 def load_run(args: argparse.Namespace, cost: CostProfile, sessions: list[Session], rate: float, seed: int) -> LoadRun:
     """A run of one server with these costs. Raises SettingError."""
+    if args.kv_cache_dtype != "auto":
+        if args.lower_tier_kv != "same":
+            raise SettingError("--lower-tier-kv", "cannot be given beside --kv-cache-dtype")
+        cost = replace(cost, chunk_bytes=int(cost.chunk_bytes * FP8_POOL))
     lower = replace(cost, chunk_bytes=int(cost.chunk_bytes * LOWER_TIER[args.lower_tier_kv]))
     how = {"swap_out_below": args.swap_out_below, "generation_reserve": args.generation_reserve}
     host_kv_chunks = parse_bytes(args.host_kv_bytes, "--host-kv-bytes") // lower.chunk_bytes

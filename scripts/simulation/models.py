@@ -16,11 +16,14 @@ ELEMENT_BYTES = 2  # bf16 weights and KV
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
+    """active_parameters: those that a token uses; None: all."""
+
     parameters: int
     layers: int
     heads: int
     kv_heads: int
     head_dim: int = 128
+    active_parameters: int | None = None
 
     @property
     def token_bytes(self) -> int:
@@ -35,10 +38,11 @@ class ModelShape:
         memory_bytes_per_s: float,
         link_bytes_per_s: float,
     ) -> CostProfile:
-        """Every step reads the weights once; arithmetic comes on top."""
+        """Every step reads the weights once, those of all experts too, as some dozens of tokens use nearly all of
+        them. Arithmetic comes on top."""
         return analytic_profile(
             chunk_tokens=chunk_tokens,
-            parameters=self.parameters,
+            parameters=self.active_parameters or self.parameters,
             layers=self.layers,
             attention_width=self.heads * self.head_dim,
             chunk_bytes=self.token_bytes * chunk_tokens,
@@ -59,11 +63,12 @@ MODELS = {
 
 def read_shape(config: Path, ranks: int) -> ModelShape:
     """Returns one rank's part of the model with this config.json, of `ranks` equal parts. Raises SettingError."""
-    from ...builder.checkpoints.hugging_face import parameter_shapes, read_json  # and torch
+    from ...builder.checkpoints.hugging_face import active_parameters, parameter_shapes, read_json  # and torch
 
     shard = Shard(decoder_config(read_json(config, "--config")), ranks)
     parameters = sum(map(math.prod, parameter_shapes(shard.config, ranks).values()))
-    return ModelShape(parameters, shard.config.layers, shard.heads, shard.kv_heads, shard.config.head_dim)
+    active, layers, head_dim = active_parameters(shard.config, ranks), shard.config.layers, shard.config.head_dim
+    return ModelShape(parameters, layers, shard.heads, shard.kv_heads, head_dim, active)
 
 
 def read_costs(profile: Path, shape: ModelShape, chunk_tokens: int) -> tuple[CostProfile, str]:

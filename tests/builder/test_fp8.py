@@ -108,6 +108,14 @@ def test_a_wrong_scale_is_beyond_the_bound(checkpoint, tmp_path, monkeypatch):
         build_engine(checkpoint, tmp_path / "engine", weights="fp8")
 
 
+def test_experts_are_refused(tmp_path):
+    tiny_checkpoint("mixtral", tmp_path / "hf")
+    with pytest.raises(
+        SettingError, match=r"^--weights: fp8 weights of experts \(MixtralForCausalLM\) are not supported"
+    ):
+        build_engine(tmp_path / "hf", tmp_path / "engine", weights="fp8")
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_together_hold_the_same_model(ranks, checkpoint, tmp_path):
     config = decoder_config(read_json(checkpoint / "config.json"))

@@ -326,6 +326,14 @@ def test_what_else_an_engine_cannot_do_is_refused(tmp_path):
         read(tmp_path / "hf", 0, 4)
 
 
+def test_experts_are_refused_by_name(tmp_path):
+    config = tmp_path / "config.json"
+    experts = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
+    config.write_text(json.dumps(WIDE | experts))
+    with pytest.raises(SettingError, match=r"--weights: int4 weights of experts \(MixtralForCausalLM\)"):
+        build_random_engine(config, tmp_path / "engine", weights="int4")
+
+
 def test_a_part_of_a_projection_that_was_left_out_is_refused(tmp_path):
     quantised_checkpoint(tmp_path, "awq", keep=("v_proj",))
     with pytest.raises(SettingError, match=r"q_proj.*some are in int4 and some are not"):

@@ -5,10 +5,12 @@ import torch
 from transformers import (
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     OPTConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from pensieve.builder.build import build_engine
@@ -18,7 +20,7 @@ from pensieve.builder.manifest import WEIGHTS
 from pensieve.builder.model import Decoder
 from pensieve.builder.weights import load_weights
 from pensieve.runtime.engine import open_engine
-from tests.models import LLAMA_SHAPE, OPT_SHAPE, ScatteredRunner, save_random
+from tests.models import LLAMA_SHAPE, OPT_SHAPE, QWEN3_MOE_SHAPE, ScatteredRunner, save_random
 
 LLAMA3_SCALING = {
     "rope_type": "llama3",
@@ -45,6 +47,10 @@ CONFIGS = {
     "qwen2, tied": Qwen2Config(**LLAMA_SHAPE, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**LLAMA_SHAPE, head_dim=32),
     "qwen3, biases": Qwen3Config(**LLAMA_SHAPE, head_dim=32, attention_bias=True),
+    "mixtral": MixtralConfig(**LLAMA_SHAPE, num_local_experts=4),
+    "mixtral, one expert": MixtralConfig(**LLAMA_SHAPE, num_local_experts=4, num_experts_per_tok=1),
+    "qwen3-moe": Qwen3MoeConfig(**QWEN3_MOE_SHAPE),
+    "qwen3-moe, weights as they are": Qwen3MoeConfig(**QWEN3_MOE_SHAPE | {"norm_topk_prob": False}),
     "opt": OPTConfig(**OPT_SHAPE),
     "opt, post norm, projected": OPTConfig(**OPT_SHAPE, do_layer_norm_before=False, word_embed_proj_dim=32),
     "opt, projected": OPTConfig(**OPT_SHAPE, word_embed_proj_dim=32),
@@ -76,7 +82,7 @@ def test_logits_equal_those_of_transformers(name, tmp_path):
         torch.testing.assert_close(runner.all_logits(seat), logits, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "opt"])
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "opt"])
 def test_dropped_chunks_are_recomputed_as_disjoint_spans_of_one_batch(name, tmp_path):
     runner, expected = runner_beside(CONFIGS[name], tmp_path, lengths=(40, 8))
     runner.step((0, 0, 30), (1, 0, 7))
@@ -99,7 +105,7 @@ def test_a_suppressed_write_reads_the_cache_and_leaves_it_alone(tmp_path):
     assert torch.equal(runner.pool.nan_to_num(), before.nan_to_num())
 
 
-@pytest.mark.parametrize("name", ["llama 3 scaling", "opt"])
+@pytest.mark.parametrize("name", ["llama 3 scaling", "qwen3-moe", "opt"])
 def test_bfloat16_stays_near_float32(name, tmp_path):
     runner, expected = runner_beside(CONFIGS[name], tmp_path, lengths=(50,), dtype="bfloat16")
     runner.step((0, 0, 31))

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 from torch.export import Dim
 from torch.fx.experimental import _config
-from transformers import LlamaConfig, OPTConfig, Qwen3Config
+from transformers import LlamaConfig, MixtralConfig, OPTConfig, Qwen3Config, Qwen3MoeConfig
 
 from pensieve.builder.checkpoints.architectures import decoder_config
 from pensieve.builder.checkpoints.config import Shard
@@ -14,7 +14,7 @@ from pensieve.builder.model import Decoder
 from pensieve.builder.random_weights import random_weights
 from pensieve.plugins.collectives.protocol import TENSOR_PARALLEL, ThreadRanks, register_group, release_group
 from pensieve.scheduler.types import SettingError
-from tests.models import LLAMA_SHAPE, OPT_SHAPE, ScatteredRunner, save_random
+from tests.models import LLAMA_SHAPE, OPT_SHAPE, QWEN3_MOE_SHAPE, ScatteredRunner, save_random
 
 from .test_random_weights import CONFIGS as RANDOM_CONFIGS
 
@@ -26,6 +26,8 @@ CONFIGS = {
     ),
     "llama, gelu": LlamaConfig(**LLAMA_SHAPE, hidden_act="gelu_pytorch_tanh"),
     "qwen3": Qwen3Config(**LLAMA_SHAPE, head_dim=32, tie_word_embeddings=True),
+    "mixtral": MixtralConfig(**LLAMA_SHAPE, num_local_experts=4),
+    "qwen3-moe": Qwen3MoeConfig(**QWEN3_MOE_SHAPE),
     "opt": OPTConfig(**OPT_SHAPE),
     "opt, untied": OPTConfig(**OPT_SHAPE, tie_word_embeddings=False),
     "opt, post norm, projected": OPTConfig(
@@ -168,6 +170,21 @@ def test_what_each_rank_reads(tmp_path):
         assert torch.equal(read["norm.weight"], stored["model.norm.weight"])
 
 
+def test_the_columns_of_each_expert_that_a_rank_reads(tmp_path):
+    config = saved(CONFIGS["mixtral"], tmp_path)  # experts 128 wide
+    stored = load_file(tmp_path / "model.safetensors")
+    gates, downs, ups = (
+        [stored[f"model.layers.1.block_sparse_moe.experts.{i}.w{n}.weight"] for i in range(4)] for n in (1, 2, 3)
+    )
+    for rank in range(2):
+        read = read_weights(tmp_path, config, torch.float32, rank, 2)
+        wide = slice(64 * rank, 64 * rank + 64)
+        fused = [part[wide] for pair in zip(gates, ups, strict=True) for part in pair]
+        assert torch.equal(read["layers.1.mlp.up.weight"], torch.cat(fused))
+        assert torch.equal(read["layers.1.mlp.down.weight"], torch.cat([down[:, wide] for down in downs]))
+        assert torch.equal(read["layers.1.mlp.router.weight"], stored["model.layers.1.block_sparse_moe.gate.weight"])
+
+
 def test_more_ranks_than_the_vocabulary_fills(tmp_path):
     config = saved(LlamaConfig(**LLAMA_SHAPE | {"vocab_size": 5, "pad_token_id": None}), tmp_path)
     read = [read_weights(tmp_path, config, torch.float32, rank, 4)["head.weight"] for rank in range(4)]
@@ -213,7 +230,7 @@ def calls_of(program):
     return [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
 
 
-@pytest.mark.parametrize("name", ["llama, 8 heads, odd vocabulary", "opt, post norm, projected"])
+@pytest.mark.parametrize("name", ["llama, 8 heads, odd vocabulary", "qwen3-moe", "opt, post norm, projected"])
 def test_one_traced_graph_serves_all_ranks(name, group, tmp_path):
     config = saved(CONFIGS[name], tmp_path)
     prompts = prompts_for(config)

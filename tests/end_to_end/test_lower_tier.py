@@ -33,12 +33,12 @@ class SumsEngine(FakeEngine):
 
     manifest = SimpleNamespace(vocab_size=VOCAB)
 
-    def __init__(self, largest, form):
-        super().__init__(layers=3, largest=largest)
+    def __init__(self, largest, form=None, kv_dtype=torch.float32):
+        super().__init__(layers=3, largest=largest, kv_dtype=kv_dtype)
         self._form = form
 
     def chunk_bytes(self, chunk_tokens):
-        return record_bytes(self.kv_shape(1, chunk_tokens), self.dtype, self._form)
+        return record_bytes(self.kv_shape(1, chunk_tokens), self.kv_dtype, self._form)
 
 
 def every_next_token_of(largest):

@@ -10,6 +10,9 @@ import random
 import pytest
 import torch
 
+from pensieve.plugins.attention import fp8_pool
+from pensieve.plugins.kv_forms.fp8_reference import scales, to_codes
+
 CUDA = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if CUDA else "cpu"
@@ -49,6 +52,19 @@ def random_batch(seed, heads, kv_heads, head_dim, dtype, lengths, chunk=32, laye
     dice.shuffle(segments)
     q = torch.randn(row + 3, heads, head_dim, generator=generator, device=DEVICE).to(dtype)
     return q, torch.tensor(segments, dtype=torch.int32, device=DEVICE), block_table, pool
+
+
+def in_eight_bits(pool):
+    """(the numbers in a pool of eight bits, the numbers decoded in float64). Tokens that are NaN get codes of NaN and
+    infinite scales."""
+    codes, exponents = to_codes(pool.float(), (-1,))
+    codes, exponents = codes.view(torch.uint8), exponents.squeeze(-1)
+    exponents[pool.isnan().any(-1)] = 255
+    packed = torch.empty(*pool.shape[:-1], pool.shape[-1] + 1, dtype=fp8_pool.DTYPE, device=pool.device)
+    for layer in range(pool.shape[1]):
+        for part, values in zip(fp8_pool.parts(packed, layer), (codes, exponents), strict=True):
+            part.copy_(values[:, layer])
+    return packed, codes.view(torch.float8_e4m3fn).double() * scales(exponents).unsqueeze(-1)
 
 
 def dense_attention(q, segments, block_table, pool, layer, scale, dtype):

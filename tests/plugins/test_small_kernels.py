@@ -17,6 +17,7 @@ from pensieve.plugins import torch_ops
 from pensieve.plugins.attention import reference as attention_reference
 from pensieve.plugins.attention import work_list
 from pensieve.plugins.attention.work_list import Capacity
+from pensieve.plugins.linear import experts  # noqa: F401  register torch.ops.pensieve.experts
 
 CHUNK, LAYERS, SLOTS = 16, 2, 48
 SEGMENTS = ((1, 1), (1, 70), (33, 33), (7, 150), (40, 200))  # (queries, context)
@@ -72,6 +73,10 @@ def check(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> float
             apart.append((ours.cpu() - theirs).float().abs().max())
     gate = draw(5, 192)
     apart.append((torch.ops.pensieve.silu_gate(gate.cuda()).cpu() - torch.ops.pensieve.silu_gate(gate)).abs().max())
+    shares, chosen = torch.rand(5, 4, generator=dice).topk(2)
+    inputs = (x, chosen, shares, 0.1 * draw(4 * 2 * 16, 96), 0.25 * draw(4 * 96, 16))
+    theirs = torch.ops.pensieve.experts(*inputs)
+    apart.append((torch.ops.pensieve.experts(*(tensor.cuda() for tensor in inputs)).cpu() - theirs).float().abs().max())
     return max(float(difference) for difference in apart)
 
 

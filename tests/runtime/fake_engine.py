@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 import pensieve.plugins.torch_ops  # noqa: F401 - registers the operations
+from pensieve.plugins.attention.fp8_pool import pool_width
 from pensieve.scheduler.plan import NO_TICKETS, BlockUpdate, CopyBatch, Join, Lane, Origin, Span, StepPlan, Tickets
 from pensieve.scheduler.types import GREEDY, RequestId, RowId, Sampling
 
@@ -38,12 +39,12 @@ class FakeEngine:
     dtype = torch.float32
     vocab_size = VOCAB
 
-    def __init__(self, layers: int = 3, largest: int = 61):
+    def __init__(self, layers: int = 3, largest: int = 61, kv_dtype: torch.dtype = torch.float32):
         """largest: digests are below; with 16, KV in eight bits is exact."""
-        self.layers, self.largest = layers, largest
+        self.layers, self.largest, self.kv_dtype = layers, largest, kv_dtype
 
     def kv_shape(self, slots: int, chunk_tokens: int) -> tuple[int, ...]:
-        return (slots, self.layers, 2, 1, chunk_tokens, 1)
+        return (slots, self.layers, 2, 1, chunk_tokens, pool_width(1, self.kv_dtype))
 
     def forward(self, token_ids, positions, slots, segments, block_table, sample_rows, pool):
         means = torch.zeros(len(token_ids))

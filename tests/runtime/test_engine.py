@@ -32,7 +32,19 @@ def refusal(directory, device="cpu"):
 def test_an_engine_says_what_its_pools_look_like(directory):
     engine = open_engine(directory)
     assert engine.kv_shape(10, 32) == (10, 2, 2, 2, 32, 16)
-    assert engine.dtype == torch.float32 and engine.manifest.vocab_size == 160
+    assert engine.dtype == engine.kv_dtype == torch.float32 and engine.manifest.vocab_size == 160
+    for name in ("fp8", "fp8_e4m3"):
+        engine = open_engine(directory, kv_cache_dtype=name)
+        assert engine.kv_shape(10, 32) == (10, 2, 2, 2, 32, 17) and engine.chunk_bytes(32) == 2 * 2 * 2 * 32 * 17
+        assert engine.dtype == torch.float32 and engine.kv_dtype == torch.uint8 and engine.kv_cache_dtype == "fp8"
+
+
+def test_tensorrt_s_pools_are_of_the_engine_s_dtype(directory):
+    replace(Manifest.read(directory), backend="tensorrt").write(directory)
+    with pytest.raises(
+        SettingError, match="--kv-cache-dtype: fp8 needs an engine of the backend reference or inductor"
+    ):
+        open_engine(directory, kv_cache_dtype="fp8")
 
 
 def test_changed_weights(directory):

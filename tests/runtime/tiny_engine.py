@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pensieve.builder.checkpoints.config import DecoderConfig, Rotary
 from pensieve.builder.model import Decoder
+from pensieve.plugins.attention.fp8_pool import pool_width
 from pensieve.plugins.torch_ops import register_pool, release_pool
 
 SHAPE = dict(
@@ -64,7 +65,8 @@ class TinyEngine:
 
     dtype = torch.float32
 
-    def __init__(self, kind: str, device: str = "cpu"):
+    def __init__(self, kind: str, device: str = "cpu", kv_dtype: torch.dtype = torch.float32):
+        self.kv_dtype = kv_dtype
         self.config = CONFIGS[kind]
         self.vocab_size = self.config.vocab_size
         self.manifest = SimpleNamespace(
@@ -84,10 +86,11 @@ class TinyEngine:
         self._decoder = Decoder.from_weights(self.config, weights).to(device)
 
     def kv_shape(self, slots: int, chunk_tokens: int) -> tuple[int, ...]:
-        return (slots, self.config.layers, 2, self.config.kv_heads, chunk_tokens, self.config.head_dim)
+        width = pool_width(self.config.head_dim, self.kv_dtype)
+        return (slots, self.config.layers, 2, self.config.kv_heads, chunk_tokens, width)
 
     def chunk_bytes(self, chunk_tokens: int) -> int:
-        return math.prod(self.kv_shape(1, chunk_tokens)) * self.dtype.itemsize
+        return math.prod(self.kv_shape(1, chunk_tokens)) * self.kv_dtype.itemsize
 
     @torch.inference_mode()
     def forward(self, *arguments: Tensor | int) -> Tensor:
@@ -97,13 +100,13 @@ class TinyEngine:
 class Reference:
     """A whole context at once on the CPU, as `chatter.check_greedy` asks for it."""
 
-    def __init__(self, kind: str):
-        self._engine = TinyEngine(kind)
+    def __init__(self, kind: str, kv_dtype: torch.dtype = torch.float32):
+        self._engine = TinyEngine(kind, kv_dtype=kv_dtype)
 
     def __call__(self, tokens: Tensor) -> SimpleNamespace:
         """tokens [1, n]; `logits` [1, n, vocab]."""
         count, chunk = tokens.shape[1], 32
-        pool = torch.zeros(self._engine.kv_shape(-(-count // chunk), chunk))
+        pool = torch.zeros(self._engine.kv_shape(-(-count // chunk), chunk), dtype=self._engine.kv_dtype)
         handle = register_pool(pool)
         own = torch.arange(count, dtype=torch.int32)
         segments = torch.tensor([[0, count, 0, count, 0]], dtype=torch.int32)

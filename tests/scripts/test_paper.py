@@ -1,25 +1,26 @@
-"""The paper's evaluation in small: the runs, the output, and the cases that are not run again."""
+"""The papers' evaluations in small: runs, values of each figure, verdicts, and a GPU's result lines."""
 
 from __future__ import annotations
 
+import importlib
 import json
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from pensieve.scheduler.sim.simulator import SessionTurn
-from pensieve.scripts.paper import (
-    MODELS,
-    Case,
-    _in_units,
-    chats,
-    main,
-    parser,
-    plan_figures,
-    policy_label,
-    profile,
-)
+from pensieve.scheduler.sim.simulator import Report, Session, SessionTurn
+from pensieve.scheduler.types import SettingError, Usage
+from pensieve.scripts.paper import cachedattention, device, pensieve
+from pensieve.scripts.paper.__main__ import main
+from pensieve.scripts.paper.cachedattention import MODELS, Case, _in_units, chats, policy_label, profile
+from pensieve.scripts.paper.overlap import A100, copy_s, pipelined_s, prefill_s
+from pensieve.scripts.paper.report import HOWS, Claim, Figure, Value, gathered, read_figures
+from pensieve.scripts.paper.sessions import play
 
-SMALL = ["--sessions", "40", "--warm-up", "20", "--models", "falcon-40b", "--jobs", "1"]
+MEASURED = Path(__file__).parents[2] / "docs" / "measured"
+SMALL = ["cachedattention", "--sessions", "40", "--warm-up", "20", "--models", "falcon-40b", "--jobs", "1"]
 
 
 def test_lengths_are_rounded_without_a_drift_and_replies_end_at_half_a_window():
@@ -46,6 +47,18 @@ def test_sessions_are_as_long_as_the_paper_says():
     assert sum(length > 4096 for length in lengths) / 9000 == pytest.approx(0.27, abs=0.03)
 
 
+def test_sessions_of_a_trace_are_drawn_again(tmp_path):
+    trace, line = tmp_path / "trace.jsonl", {"conversation": "a", "think_s": 0.0, "arrival_s": None}
+    turns = (
+        {"turn": 0, "input_tokens": 256, "history_tokens": 0},
+        {"turn": 1, "input_tokens": 9000, "history_tokens": 384},
+    )
+    trace.write_text("".join(json.dumps({**line, **turn, "output_tokens": 128}) + "\n" for turn in turns))
+    drawn = chats(5, 1.0, MODELS["llama-13b"], str(trace))
+    assert [session.turns for session in drawn] == [(SessionTurn(0, 2, 1), SessionTurn(3, 16, 1))] * 5
+    assert len({session.name for session in drawn}) == 5 and len({session.start_s for session in drawn}) == 5
+
+
 def test_a_unit_takes_as_long_as_its_tokens():
     model = MODELS["llama-13b"]
     cost = profile(model)
@@ -57,49 +70,242 @@ def test_a_unit_takes_as_long_as_its_tokens():
 
 
 def test_a_label_tells_what_is_not_as_usual():
-    assert policy_label(Case("llama-13b", "lru-conversation")) == "lru"
-    assert policy_label(Case("llama-13b", save="sync", overflow="recompute")) == "retention sync recompute"
+    assert policy_label(Case("llama-13b")) == "lru"
+    assert policy_label(Case("llama-13b", save="sync", overflow="recompute")) == "lru sync recompute"
     assert policy_label(Case("llama-13b", reuse=False)) == "recompute all"
 
 
-def test_figures_have_the_papers_numbers():
-    """Policies are its figure 21, context overflow 22, capacity 23, media 24, arrival rates 25."""
-    differ = {"21": "policy", "22": "overflow", "23": "disk", "24": "host", "25": "rate"}
-    for number, setting in differ.items():
-        options = ["--models", "llama-13b", "--figures", number]
-        ((title, cases),) = plan_figures(parser().parse_args(options)).items()
-        assert title.partition(":")[0] == number
-        assert len({getattr(case, setting) for case in cases}) > 1, f"figure {number} is about {setting}"
+# -- the paper's server
 
 
-def test_a_table_and_a_line_for_each_case_which_is_run_once(capsys, tmp_path):
+def in_turns(conversations: int, turns: int) -> list[Session]:
+    """They come at once and think for no time, so the queue serves them in rounds."""
+    one = tuple(SessionTurn(100 * n, 50, 50, 0.0) for n in range(turns))
+    return [Session(f"s{n}", 0.0, one) for n in range(conversations)]
+
+
+def test_a_queue_in_rounds_defeats_lru_and_not_a_cache_that_knows_it():
+    """Whatever LRU evicts is what is needed next: none of a round is found if not all of it fits."""
+    setting = {"token_bytes": 1, "window": 10_000, "warm_up": 10}
+    hits = {policy: play(in_turns(10, 4), policy, 1500, **setting).hit_of_later for policy in ("ca", "lru", "fifo")}
+    assert hits["lru"] <= 0.2 and hits["fifo"] < 0.4 and hits["ca"] >= 0.5
+    roomy = play(in_turns(10, 4), "lru", 10_000, **setting)
+    assert roomy.hit_of_later == 1 and roomy.first == 0
+    assert play(in_turns(10, 4), "lru", 0, **setting).hit == 0
+
+
+def test_the_papers_hit_rates_come_from_its_queue():
+    """A tenth of the paper's sessions at ten times its rate, on a tenth of the bytes: figure 21's order, in small."""
+    sessions = chats(900, 10.0, MODELS["llama-13b"])
+    unit = {"token_bytes": MODELS["llama-13b"].shape.token_bytes * 128, "window": 32, "warm_up": 1000}
+    hits = {policy: play(sessions, policy, 0.2128e12, slower=4, **unit).hit for policy in ("ca", "lru", "fifo")}
+    assert hits["ca"] > hits["lru"] + 0.25 and hits["ca"] > hits["fifo"] + 0.25
+
+
+# -- overlap
+
+
+def test_preloading_takes_the_longer_of_copy_and_compute_and_a_layer():
+    assert pipelined_s(4.0, 2.0, 0, layers=40) == pytest.approx(4.0 + 2.0 / 40)
+    assert pipelined_s(2.0, 4.0, 0, layers=40) == pytest.approx(4.0 + 2.0 / 40)
+    assert pipelined_s(4.0, 2.0, 40, layers=40) == pytest.approx(2.0)
+
+
+def test_the_papers_preloading_follows_from_its_hardware():
+    """Figure 19: 35% less without a read buffer, 61% with one of 15 layers."""
+    load, compute = copy_s(A100, 1000), prefill_s(A100, 100)
+    for buffer, saved in ((0, 0.35), (15, 0.61)):
+        assert 1 - pipelined_s(load, compute, buffer) / (load + compute) == pytest.approx(saved, abs=0.04)
+
+
+# -- claims and verdicts
+
+
+def figure(**claims: Claim) -> Figure:
+    return Figure("1", "a subject", "section 1", claims, "a reason", "")
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_only_what_ran_on_the_hardware_is_reproduced(how):
+    verdict = figure(a=Claim("1", 0.9, 1.1), b=Claim("1", 0.9, 1.1)).verdict(
+        {"a": Value(1.0, "hardware"), "b": Value(1.0, how)}
+    )
+    assert ("reproduced" in verdict) == (how == "hardware")
+    assert verdict.startswith(HOWS[how])
+
+
+def test_a_difference_has_its_reason_and_a_missing_run_is_told():
+    claims = figure(a=Claim("1", 0.9, 1.1), b=Claim("2", 1.8, 2.2))
+    assert claims.verdict({}) == "not run"
+    assert claims.verdict({"a": Value(2.0, "simulated")}) == "simulated: differs; a reason (1 not run)"
+    measured = {"a": Value(1.0, "hardware"), "b": Value(1.0, "hardware")}
+    assert claims.verdict(measured) == "measured on hardware: 1 of 2 agree; a reason"
+
+
+def test_a_better_way_counts_and_then_the_later_record():
+    records = [
+        {"figure": "1", "how": "hardware", "values": {"a": 2.0}},
+        {"figure": "1", "how": "hardware", "values": {"a": 3.0}},
+        {"figure": "1", "how": "simulated", "values": {"a": 4.0}},
+    ]
+    assert gathered({"1": {"a": 1.0}}, records) == {"1": {"a": Value(3.0, "hardware")}}
+    assert gathered({"1": {"a": 1.0}}, records[2:]) == {"1": {"a": Value(1.0, "simulated")}}
+
+
+def a_report(known: int = 60) -> Report:
+    usage = Usage(**dict.fromkeys(Usage.__dataclass_fields__, 0) | {"host": known, "new": 100 - known})
+    return Report(100, usage, 1, 1, 1.0, 1.0, 1.0, 1.0, 1.0, 0, 0, 0, 0, 0, full_hits=50)
+
+
+def test_every_claim_has_a_value_or_a_command():
+    """So a claim's name is not misspelt: simulated, from a GPU's lines, or recorded in docs/measured."""
+    cases = {case for make in cachedattention.FIGURES.values() for model in MODELS for case in make(model)}
+    points = {case for some in pensieve.FIGURES.values() for case in some}
+    numbers = {"done_per_s": 2.0, "host_percent": 50.0, "recomputed_percent": 5.0}
+    made = {
+        "cachedattention": cachedattention.values({case: a_report(60 if case.reuse else 0) for case in cases}),
+        "pensieve": pensieve.values({case: {**numbers, "ms_per_token": 1000 * case.rate} for case in points}),
+    }
+    lines = [json.loads(line) for path in MEASURED.glob("paper-*.jsonl") for line in path.read_text().splitlines()]
+    for paper, found in made.items():
+        known = {(number, name) for number, some in found.items() for name in some}
+        known |= {(line["figure"], name) for line in lines if line["paper"] == paper for name in line.get("values", ())}
+        known |= {(number, device.OVER_VLLM) for number in pensieve.LIMITS_MS}
+        known |= {(number, "requests/s over a stateless server's") for number in pensieve.LIMITS_MS}
+        known.add(("15", "requests/s over a stateless server's, think time 600 s"))
+        for claims in read_figures(paper):
+            unknown = [name for name in claims.claims if (claims.number, name) not in known]
+            assert claims.not_run or not unknown, f"{paper} {claims.number}: {unknown}"
+
+
+def test_throughput_is_read_between_the_rates_around_a_limit():
+    assert pensieve.between_rates([(50, 1.0), (100, 2.0), (300, 2.2)], 200) == pytest.approx(2.1)
+    assert pensieve.between_rates([(70, 1.0), (50, 2.0), (100, 3.0)], 60) == pytest.approx(2.2)
+    assert pensieve.between_rates([(50, 1.0)], 200) is None
+
+
+@pytest.mark.parametrize("server", ["pensieve", "stateless"])
+def test_a_point_of_pensieves_curves_is_simulated(monkeypatch, server):
+    monkeypatch.setattr(pensieve, "SECONDS", 60.0)
+    monkeypatch.setattr(pensieve, "MEASURE_S", 30.0)
+    monkeypatch.setattr(pensieve, "RAMP_S", 10.0)
+    found = pensieve.run(pensieve.Case(pensieve.OPT, "sharegpt", server, 0.3, think_s=5.0))
+    assert found["done_per_s"] > 0 and (found["host_percent"] + found["gpu_percent"] > 0) == (server == "pensieve")
+
+
+# -- recorded lines of commands
+
+
+def test_a_profiles_line_gives_pensieves_figures_3_to_5():
+    line = {
+        "bench": "profile",
+        "turns": [{"history": 4096, "prefill_recomputed": 5.282, "prefill_cached": 0.064, "generation": 2.845}],
+        "cost": {"chunk_seconds": 1.19e-3, "attention": [[1024, 0.05e-3], [16384, 0.93e-3]]},
+        "measured": {"copies": [[40, 64, 7.5e-3, 7.5e-3, 8.3e-3]]},
+    }
+    found = device.profile_values([line])
+    assert found["3"] == {"prefill over generation, 4,096 tokens of history": pytest.approx(1.857, rel=1e-3)}
+    assert found["4"] == {"a chunk at 16,384 tokens over one at 1,024": pytest.approx(1.71, rel=1e-2)}
+    assert list(found["5"].values()) == [pytest.approx(9.6, abs=0.1)]
+
+
+def test_a_kernel_benchs_line_gives_figure_12():
+    row = {"shape": "append 32 x 8 at 8192", "heads": "40/40", "ours": 1252.4, "contiguous": 2100.0}
+    line = {"gpu": "NVIDIA H200", "results": [{**row, "copy out": 17318.0, "one token": 9486.0}]}
+    found = device.kernel_values([line])["12"]
+    assert found["copied out over ours, 8,192 tokens"] == pytest.approx(13.83, rel=1e-3)
+    assert device.machine([line]) == "NVIDIA H200" and len(found) == 3
+
+
+def test_a_tier_benchs_lines_give_cachedattentions_figures():
+    tiers = {"bench": "tiers_tiers", "host_s": 0.0264, "recomputed_s": 0.233}
+    groups = {"40": [{"host_s": 0.0309}], "4": [{"host_s": 0.024}]}
+    found = device.tier_values([tiers, {"bench": "tiers_preload", "by_group_layers": groups}])
+    assert [round(next(iter(found[number].values())), 1) for number in ("14", "15", "19")] == [88.7, 8.8, 22.3]
+    with pytest.raises(SettingError, match="printed no line of tiers_preload"):
+        device.tier_values([tiers])
+
+
+def test_lines_of_versus_give_serving_figures():
+    lines = [json.loads(line) for line in (MEASURED / "versus-2026-11-24.jsonl").read_text().splitlines()]
+    chats_lines = [line for line in lines if line["workload"] == "chats"]
+    found = device.versus_values("15", "vllm-simple-offload", "time a token")(chats_lines)["15"]
+    assert found and all(ratio > 1 for ratio in found.values())
+    assert set(device.versus_values("10b", "vllm-offload", "more")(chats_lines)) == {"10b"}
+
+
+@pytest.mark.parametrize("measurement", [one for some in device.MEASUREMENTS.values() for one in some])
+def test_the_commands_for_a_gpu_exist_with_their_options(measurement):
+    name, *words = (word.format(engine="engine", output="output") for word in measurement.words)
+    command = importlib.import_module(f"pensieve.scripts.{name}")
+    if name != "bench.kernels":  # it parses in its main
+        assert command.parser().parse_args(words)
+    if name == "versus":
+        assert Path(words[words.index("--shape") + 1]).is_file()
+
+
+def test_what_a_gpu_printed_becomes_a_record(monkeypatch, tmp_path):
+    row = {"shape": "append 32 x 8 at 8192", "heads": "40/40", "ours": 1.0, "contiguous": 2.0, "copy out": 3.0}
+    line = json.dumps({"gpu": "NVIDIA H200", "results": [{**row, "one token": 4.0}]})
+    done = SimpleNamespace(returncode=0, stdout=f"some words\n{line}\n")
+    monkeypatch.setattr(device.subprocess, "run", lambda *words, **how: done)
     results = tmp_path / "runs.jsonl"
-    options = [*SMALL, "--results", str(results), "--figures", "13,24"]
+    options = ["pensieve", "--device", "cuda", "--engine", "engine", "--figures", "12", "--results", str(results)]
+    assert main(options) == 0
+    (record,) = [json.loads(line) for line in results.read_text().splitlines()]
+    assert (record["how"], record["figure"], record["machine"]) == ("hardware", "12", "NVIDIA H200")
+    assert record["source"].startswith("bench.kernels") and len(record["values"]) == 3
+    done.returncode = 1
+    assert main(options) == 2
+
+
+# -- the command
+
+
+def test_a_record_and_a_verdict_for_each_figure_and_no_run_twice(capsys, tmp_path):
+    results, page = tmp_path / "runs.jsonl", tmp_path / "page.md"
+    page.write_text("before\n<!-- the table of `paper` -->\n<!-- its end -->\nafter\n")
+    options = [*SMALL, "--results", str(results), "--figures", "13,24", "--page", str(page)]
     assert main(options) == 0
     printed = capsys.readouterr().out
-    assert printed.count("falcon-40b") == 2 + 3
     lines = [json.loads(line) for line in results.read_text().splitlines()]
     assert len(lines) == 4, "one case is in both figures"
-    assert main(options) == 0
-    assert capsys.readouterr().out == printed and len(results.read_text().splitlines()) == 4
+    assert {line["how"] for line in lines} == {"simulated"}
+    assert cachedattention.read_report(lines[0]["found"]).requests > 0
+    assert [asdict(Case(**line["case"])) for line in lines] == [line["case"] for line in lines]
+    assert main([*options, "--report"]) == main(options) == 0
+    assert len(results.read_text().splitlines()) == 4
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("\nafter\n") and "reproduced" not in printed
+    assert text.count("\n| ") == 1 + len(read_figures("cachedattention"))
 
 
 @pytest.mark.slow
-def test_the_figures_are_drawn(tmp_path):
+def test_the_values_are_drawn(tmp_path):
     pytest.importorskip("matplotlib")
-    assert main([*SMALL, "--figures", "13", "--plots", str(tmp_path)]) == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["paper_13_16_17.png"]
+    assert (
+        main([*SMALL, "--figures", "18", "--results", str(tmp_path / "none"), "--plot", str(tmp_path / "a.png")]) == 0
+    )
+    assert (tmp_path / "a.png").stat().st_size > 0
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--models", "gpt"], "--models: must be of llama-13b"),
-        (["--figures", "99"], "--figures: there is none"),
+        (["--figures", "99"], "--figures: '99' is none of 13"),
         (["--warm-up", "99999"], "--warm-up: must leave some of"),
         (["--sessions", "0"], "--sessions: must be at least 1"),
+        (["--sample", "99"], "--sample: must be between 1 and 24"),
+        (["--device", "cuda"], "--engine: is needed with --device"),
     ],
 )
 def test_a_wrong_setting_is_named(capsys, options, message):
     assert main([*SMALL, *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_damaged_record_is_named(capsys, tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"paper": "pensieve", "how": "guessed", "values": {}}\n')
+    assert main(["pensieve", "--report", "--results", str(tmp_path / "bad.jsonl")]) == 2
+    assert "bad.jsonl, line 1 is no record of `paper`" in capsys.readouterr().err

@@ -92,6 +92,18 @@ def test_a_shape_is_read_from_a_config():
     assert read_shape(LLAMA, ranks=4).token_bytes == shape.token_bytes // 4
 
 
+def test_only_the_experts_that_a_token_uses_are_computed():
+    shape = read_shape(SHAPES / "qwen3-30b-a3b.json", ranks=1)
+    assert shape.parameters == pytest.approx(30.5e9, rel=0.01) and shape.active_parameters == pytest.approx(
+        3.3e9, rel=0.02
+    )
+    sizes = dict(chunk_tokens=32, max_context=4096, memory_bytes_per_s=1e12, link_bytes_per_s=1e10)
+    cost = shape.cost(flops_per_s=1e14, **sizes)
+    assert cost.chunk_seconds == pytest.approx(32 * 2 * shape.active_parameters / 1e14)
+    assert cost.step_base_seconds == pytest.approx(2 * shape.parameters / 1e12)
+    assert read_shape(SHAPES / "llama-3-8b.json", ranks=1).active_parameters == read_shape(LLAMA, ranks=1).parameters
+
+
 def test_costs_by_larger_chunks_are_the_same_costs():
     shape = read_shape(LLAMA, ranks=1)
     small, source = read_costs(MEASURED, shape, 32)

@@ -92,6 +92,11 @@ def test_all_servers_have_equal_bytes_rows_and_load(options, tmp_path):
     }
 
 
+def test_the_clients_options_override_the_workloads(options):
+    made = Versus(parser().parse_args([*options, "--load", "--think-s 60 --synthetic ultrachat"]))
+    assert made.load(Server.read("vllm"), 4)[-4:] == ["--think-s", "60", "--synthetic", "ultrachat"]
+
+
 def test_what_cannot_be_run_is_told_before_anything_starts(options, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     for words, said in (

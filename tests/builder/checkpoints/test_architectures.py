@@ -98,12 +98,15 @@ def test_a_window_that_hides_nothing_is_none(change):
 
 MISTRAL = {"architectures": ["MistralForCausalLM"], "num_key_value_heads": 2}
 QWEN = {"architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 2}
+MIXTRAL = MISTRAL | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN_MOE = QWEN | {"architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 32, "num_experts": 4}
+QWEN_MOE |= {"num_experts_per_tok": 2}
 
 
 @pytest.mark.parametrize(
     "change, named",
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
+        ({"architectures": ["Qwen2MoeForCausalLM"]}, "Qwen2MoeForCausalLM"),
         ({"architectures": None}, "none"),
         ({"model_type": "opt"}, "model_type 'opt' contradicts LlamaForCausalLM"),
         (OPT | {"model_type": "llama"}, "model_type 'llama' contradicts OPTForCausalLM"),
@@ -113,6 +116,15 @@ QWEN = {"architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 2}
         (MISTRAL | {"max_position_embeddings": 8192}, "sliding_window 4096"),
         (QWEN | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, "sliding_window 64"),
         (QWEN | {"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
+        (MIXTRAL | {"sliding_window": 256}, "sliding_window 256"),
+        (MIXTRAL | {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported with experts"),
+        (MIXTRAL | {"num_local_experts": None}, "num_local_experts"),
+        (MIXTRAL | {"num_experts_per_tok": 5}, "num_experts_per_tok 5 is above the number of experts, 4"),
+        (QWEN_MOE | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}, "sliding_window 64"),
+        (QWEN_MOE | {"mlp_only_layers": [0]}, "mlp_only_layers [0]"),
+        (QWEN_MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step 2"),
+        (QWEN_MOE | {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size 64"),
+        (QWEN_MOE | {"num_experts": 0}, "num_experts"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
@@ -142,13 +154,24 @@ def test_what_is_not_supported_is_named(change, named):
     assert named in str(error.value)
 
 
+def test_experts_by_their_published_names_and_by_those_of_transformers_5():
+    published = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "intermediate_size": 96}
+    qwen = decoder_config(LLAMA | QWEN_MOE | published)
+    assert (qwen.experts, qwen.experts_per_token, qwen.experts_sum_to_1, qwen.mlp_size) == (4, 2, True, 32)
+    assert decoder_config(LLAMA | QWEN_MOE | published | {"num_experts": None, "num_local_experts": 4}) == qwen
+    assert not decoder_config(LLAMA | QWEN_MOE).experts_sum_to_1
+    mixtral = decoder_config(LLAMA | MIXTRAL)
+    assert (mixtral.experts, mixtral.experts_per_token, mixtral.experts_sum_to_1, mixtral.mlp_size) == (4, 2, True, 128)
+    assert (mixtral.rotary.theta, mixtral.norm_eps) == (1e6, 1e-5)
+
+
 def test_opt_heads_must_divide_the_hidden_size():
     with pytest.raises(SettingError, match="num_attention_heads 5"):
         decoder_config(OPT | {"num_attention_heads": 5})
 
 
-@pytest.mark.parametrize("architecture", ["Llama", "Mistral", "Qwen2", "Qwen3", "OPT"])
+@pytest.mark.parametrize("architecture", ["Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "OPT"])
 def test_the_model_type_that_transformers_writes_is_taken(architecture):
-    change = {"architectures": [f"{architecture}ForCausalLM"], "num_key_value_heads": 2, "sliding_window": None}
-    model_type = CONFIG_MAPPING[architecture.lower()].model_type
+    change = QWEN_MOE | {"architectures": [f"{architecture}ForCausalLM"], "sliding_window": None}
+    model_type = CONFIG_MAPPING[architecture.lower().replace("moe", "_moe")].model_type
     assert decoder_config(OPT | change | {"model_type": model_type}) == decoder_config(OPT | change)

@@ -19,20 +19,27 @@ from tests.models import ScatteredRunner, tiny_checkpoint, tiny_config
 
 pytestmark = pytest.mark.slow
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "opt": "OPTForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3-moe": "Qwen3MoeForCausalLM",
+    "opt": "OPTForCausalLM",
+}
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_the_compiler_gets_plain_arithmetic_and_the_two_operations_of_the_pool(kind):
+def test_the_compiler_gets_plain_arithmetic_experts_and_the_two_operations_of_the_pool(kind):
     config = decoder_config(tiny_config(kind).to_dict() | {"architectures": [ARCHITECTURES[kind]]})
     weights = laid_out(random_weights(config, torch.bfloat16, "cpu", 0))
     program = export(Compilable.from_weights(config, weights))
     calls = [str(node.target) for node in program.graph.nodes if str(node.target).startswith("pensieve")]
-    assert calls == ["pensieve.write_kv.default", "pensieve.multi_token_attention.default"] * config.layers
+    of_a_layer = ["write_kv", "multi_token_attention", "experts"][: 3 if config.experts else 2]
+    assert calls == [f"pensieve.{name}.default" for name in of_a_layer] * config.layers
     assert set(program.state_dict) == set(weights)
 
 
-@pytest.fixture(scope="module", params=["llama", "opt"])
+@pytest.fixture(scope="module", params=["llama", "opt", "qwen3-moe"])
 def compiled(request, tmp_path_factory):
     """(engine directory, transformers' model)."""
     return compiled_engine(request.param, tmp_path_factory)
@@ -106,7 +113,7 @@ def test_the_weights_are_not_copied(compiled):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("kind", ["llama", "opt"])
+@pytest.mark.parametrize("kind", ["llama", "opt", "qwen3-moe"])
 @torch.inference_mode()
 def test_on_a_gpu_captured_steps_are_as_near_to_float32_as_the_reference(kind, tmp_path):
     """And the weights are there once."""

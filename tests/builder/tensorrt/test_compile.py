@@ -171,6 +171,12 @@ def test_bfloat16_needs_tensorrt_10(library, llama):
     assert compile_tensorrt.build_plan(config, narrow)
 
 
+def test_experts_are_refused(tmp_path):
+    tiny_checkpoint("mixtral", tmp_path)
+    with pytest.raises(SettingError, match=r"^--backend: tensorrt's engines with experts \(Mixtral.*do not exist yet"):
+        installed.check_decoder(decoder_config(read_json(tmp_path / "config.json")), "float16")
+
+
 def test_an_old_tensorrt_is_refused(library):
     library.version = (8, 4, 1)
     with pytest.raises(SettingError, match=r"^--backend: TensorRT 8\.4\.1 is too old: install 8\.5 or later"):

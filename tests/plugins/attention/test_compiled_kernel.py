@@ -6,6 +6,7 @@ import torch
 from ..kernel_cases import CUDA, INTERPRETED
 
 pytest.importorskip("triton")
+from pensieve.plugins.attention import fp8_pool
 from pensieve.plugins.attention import kernel as attention_kernel
 from pensieve.plugins.attention.work_list import Capacity
 
@@ -16,12 +17,13 @@ pytestmark = pytest.mark.skipif(CUDA or INTERPRETED, reason="compiles where no k
 HEADS, KV_HEADS, HEAD_DIM = 8, 4, 32
 
 
-def test_one_kernel_a_class_serves_all_sizes_of_step(monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float16, fp8_pool.DTYPE], ids=str)
+def test_one_kernel_a_class_serves_all_sizes_of_step(dtype, monkeypatch):
     recording = RecordingDriver(monkeypatch)
     monkeypatch.setattr(attention_kernel, "_overlaps", lambda device: True)
     work = attention_kernel.make_work_list(Capacity(64, 4, 128), HEADS, KV_HEADS, HEAD_DIM, torch.float16, "cpu")
     work.longest = 1  # of the smallest class
-    pool = torch.zeros(2, 1, 2, KV_HEADS, 32, HEAD_DIM, dtype=torch.float16)
+    pool = torch.zeros(2, 1, 2, KV_HEADS, 32, fp8_pool.pool_width(HEAD_DIM, dtype), dtype=dtype)
     for tokens, blocks in ((1, 1), (16, 16), (17, 33)):
         q, block_table = torch.zeros(tokens, HEADS, HEAD_DIM, dtype=torch.float16), torch.zeros(2, blocks).int()
         attention_kernel.multi_token_attention(q, block_table, pool, 0, 1.0, work)

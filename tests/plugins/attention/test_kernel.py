@@ -11,12 +11,16 @@ from ..kernel_cases import (
     DEVICE,
     dense_attention,
     error,
+    in_eight_bits,
     needs_kernels,
     random_batch,
 )
 
 pytest.importorskip("triton")
+import triton.language as tl
+
 from pensieve.plugins.attention import kernel as attention_kernel
+from pensieve.plugins.attention import reference as attention_reference
 from pensieve.plugins.attention import work_list
 from pensieve.plugins.attention.work_list import Capacity, Tile, WorkList
 
@@ -39,7 +43,7 @@ def work_for(q, segments, pool, spare=5):
     heads, head_dim = q.shape[1:]
     capacity = Capacity(len(q) + spare, len(segments) + spare, max(LENGTHS))
     if CUDA:
-        return attention_kernel.make_work_list(capacity, heads, pool.shape[3], head_dim, pool.dtype)
+        return attention_kernel.make_work_list(capacity, heads, pool.shape[3], head_dim, q.dtype)
     return WorkList(capacity, heads, pool.shape[3], head_dim, TINY, DEVICE)
 
 
@@ -76,6 +80,53 @@ def test_errors_are_those_of_plain_attention(seed, dtype, heads, kv_heads):
 def test_head_and_chunk_sizes(head_dim, chunk, dtype):
     batch = random_batch(7, 4, 2, head_dim, dtype, LENGTHS, chunk)
     assert_as_exact_as_plain_attention(batch, attend(*batch))
+
+
+@pytest.fixture
+def bfloat16_products(monkeypatch):
+    """Lets Triton's interpreter multiply bfloat16, which it has as integers of 16 bits."""
+    if not CUDA:
+        from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+        def wide(one):
+            bits = one.data.astype("uint32") << 16
+            return TensorHandle(bits.view("float32"), tl.float32) if one.dtype == tl.bfloat16 else one
+
+        def dot(self, a, b, *rest, plain=InterpreterBuilder.create_dot):
+            return plain(self, wide(a), wide(b), *rest)
+
+        monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "heads, kv_heads, head_dim, chunk",
+    [(8, 2, 128, 32), (4, 4, 80, 24), (32, 1, 64, 16)] if CUDA else [(6, 2, 16, 32), (4, 2, 24, 24)],
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_pool_in_eight_bits(dtype, heads, kv_heads, head_dim, chunk, bfloat16_products):
+    """As exact as plain attention over the decoded KV, and a row's bits are equal with any neighbours. The sizes of
+    values differ by up to 2**20."""
+    q, segments, block_table, pool = random_batch(6, heads, kv_heads, head_dim, dtype, LENGTHS, chunk)
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    sizes = torch.randint(-15, 5, (*pool.shape[:2], 2, *pool.shape[3:5], 1), generator=generator, device=DEVICE)
+    sizes[:, :, 0] = 0  # scores so large would leave one key
+    codes, decoded = in_eight_bits(pool.float() * sizes.float().exp2())
+    scale = head_dim**-0.5
+    work = work_for(q, segments, pool)
+    for layer in (0, 1):
+        o = attend(q, segments, block_table, codes, layer, work)
+        exact = dense_attention(q, segments, block_table, decoded, layer, scale, torch.float64)
+        rounded = torch.float32 if dtype == torch.float32 else torch.bfloat16
+        plain = error(dense_attention(q, segments, block_table, decoded, layer, scale, rounded), exact)
+        assert o.dtype == dtype and error(o, exact) <= 2 * plain
+    twin = attention_reference.multi_token_attention(
+        *(x.cpu() for x in (q.float(), segments, block_table, codes)), 1, scale
+    )
+    assert error(twin.to(DEVICE), exact) < 1e-5
+    alone = attend(q, segments[:1], block_table, codes, 1, work)
+    rows = slice(int(segments[0, 0]), int(segments[0, :2].sum()))
+    assert torch.equal(alone[rows], o[rows])
 
 
 @needs_kernels

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ..kernel_cases import CUDA, DEVICE, needs_kernels
+from ..kernel_cases import CUDA, DEVICE, in_eight_bits, needs_kernels
 
 pytest.importorskip("triton")
 from pensieve.plugins.attention import kv_write_kernel
@@ -24,13 +24,18 @@ def inputs(tokens, heads, kv_heads, head_dim, dims, dtype, slots=9, chunk=8):
 
 
 @needs_kernels
+@pytest.mark.parametrize("eight_bits", [False, True], ids=["", "eight-bits"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "heads, kv_heads, head_dim, dims",
     [(4, 2, 16, 16), (12, 10, 16, 0), (3, 3, 24, 8), (9, 1, 80, 80), (2, 2, 128, 64)],
 )
-def test_the_kernel_is_its_reference(heads, kv_heads, head_dim, dims, dtype):
+def test_the_kernel_is_its_reference(heads, kv_heads, head_dim, dims, dtype, eight_bits):
     q, k, v, rotary, places, pool = inputs(13, heads, kv_heads, head_dim, dims, dtype)
+    if eight_bits:
+        pool, _ = in_eight_bits(pool)
+        k[0, 0, :3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
+        v[2], v[3, 0, 1:], v[5] = 0.0, -0.0, 1e-30
     before = q.clone()
     expected = pool.clone()
     rotated = kv_write_kernel.write_kv(q, k, v, rotary, places, pool, 1)

@@ -31,6 +31,13 @@ def test_activations_of_a_step():
     assert narrow == stream + (3 * 32 + 2 * 8) * 128 * 2, "attention is the wider part"
 
 
+def test_activations_of_experts():
+    """The MLP's part is as large as the experts of a token: input and results of 4,096, projections of 1,024."""
+    sparse = replace(LLAMA_8B, mlp_size=1024, experts=16, experts_per_token=4)
+    whole = activation_bytes(Shard(sparse), 2, tokens=10, sampled=0, scored=0, context=1024)
+    assert whole == 10 * (4096 * (3 * 2 + 2 * 4) + 4 * ((3 * 4096 + 3 * 1024) * 2 + 4096 * 4))
+
+
 def test_activations_of_a_rank():
     """Heads and MLP are divided, the vocabulary is not; four of the eight ranks share each KV head with a neighbour."""
     sizes = dict(tokens=1, context=1024)

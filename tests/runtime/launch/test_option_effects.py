@@ -123,7 +123,9 @@ CASES: dict[str, tuple[Effect | Refused, ...]] = {
         Effect("--prefetch off", "config.prefetch", DISK),
         Refused("--prefetch off", "needs --disk-kv-bytes or --disk-kv-chunks"),
     ),
+    "kv_cache_dtype": each_choice("kv_cache_dtype", "engine.kv_cache_dtype"),
     "lower_tier_kv": (
+        Refused("--lower-tier-kv packed", "cannot be given beside --kv-cache-dtype fp8", "--kv-cache-dtype fp8"),
         Effect("--lower-tier-kv packed", "executor.form"),
         Effect("--lower-tier-kv fp8", "executor.form"),
         Refused("--lower-tier-kv fp8", "needs --host-kv-bytes or --host-kv-chunks above 0", NO_HOST),
@@ -263,8 +265,8 @@ def served(files, engine, monkeypatch):
         note("trace", path=path)
         return SimpleNamespace(work=None)
 
-    def opened(directory, device):
-        note("engine", directory=directory)
+    def opened(directory, device, kv_cache_dtype):
+        note("engine", directory=directory, kv_cache_dtype=kv_cache_dtype)
         return open_engine(directory)
 
     def built(path, **settings):

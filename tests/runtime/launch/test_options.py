@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -224,10 +225,13 @@ DECODER = SimpleNamespace(
     head_dim=128,
     gated=True,
     mlp_size=14336,
+    experts=0,
     vocab_size=128256,
 )
 LLAMA_8B = SimpleNamespace(
     dtype=torch.bfloat16,
+    kv_dtype=torch.bfloat16,
+    kv_cache_dtype="auto",
     weight_bytes=2 * 8_030_261_248,
     chunk_bytes=lambda chunk_tokens: 2 * 32 * 8 * chunk_tokens * 128 * 2,
     kv_shape=lambda slots, chunk_tokens: (slots, 32, 2, 8, chunk_tokens, 128),
@@ -288,6 +292,32 @@ def test_the_lower_tier_in_eight_bits_holds_twice_the_chunks_and_shares_none_wit
     assert same.host_kv_chunks == 64 * GIB // LLAMA_8B.chunk_bytes(32)
     assert 1.99 * same.host_kv_chunks < fp8.host_kv_chunks <= 2 * same.host_kv_chunks
     assert same.gpu_kv_chunks == fp8.gpu_kv_chunks
+
+
+def test_a_gpu_pool_in_eight_bits_holds_nearly_twice_the_chunks_and_shares_none():
+    shape = (1, 32, 2, 8, 32, 129)
+    fp8 = dict(
+        kv_dtype=torch.uint8, kv_cache_dtype="fp8", chunk_bytes=lambda _: math.prod(shape), kv_shape=lambda *_: shape
+    )
+    engines = LLAMA_8B, SimpleNamespace(**vars(LLAMA_8B) | fp8)
+    tiers = ["--gpu-kv-bytes", "40GiB", "--host-kv-bytes", "64GiB", "--disk-kv-bytes", "90GiB"]
+    auto, fp8 = (scheduler_config(parse_options(["--engine", "some", *tiers]), engine, H200) for engine in engines)
+    for tier in ("gpu", "host", "disk"):
+        before, now = (getattr(config, f"{tier}_kv_chunks") for config in (auto, fp8))
+        assert 1.98 * before < now < 1.985 * before
+    lower = scheduler_config(parse_options(["--engine", "some", "--lower-tier-kv", "fp8"]), LLAMA_8B, H200)
+    assert len({auto.seed, fp8.seed, lower.seed}) == 3
+
+
+@pytest.mark.parametrize("lower", ["fp8", "packed"])
+def test_kv_in_eight_bits_has_no_other_form_below_the_gpu(lower):
+    for kv_cache_dtype in ("fp8", "fp8_e4m3"):
+        options = ["--engine", "some", "--kv-cache-dtype", kv_cache_dtype, "--lower-tier-kv"]
+        with pytest.raises(
+            SettingError, match=f"--lower-tier-kv: cannot be given beside --kv-cache-dtype {kv_cache_dtype},"
+        ):
+            parse_options([*options, lower])
+        parse_options([*options, "same"])
 
 
 def test_packed_kv_is_for_bfloat16_and_counts_only_once_it_is_there():

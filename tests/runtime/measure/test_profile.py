@@ -250,9 +250,9 @@ def test_a_profile_is_kept_and_read_back(profile, engine, directory):
     assert open_engine(directory).manifest == engine.manifest  # no part of the engine
 
 
-@pytest.mark.parametrize("part", ["hardware", "engine", "chunk_tokens"])
+@pytest.mark.parametrize("part", ["hardware", "engine", "chunk_tokens", "kv_cache_dtype"])
 def test_a_profile_of_something_else_is_not_used(profile, engine, directory, tmp_path, caplog, part):
-    other = {"hardware": "abacus", "engine": "0" * 64, "chunk_tokens": 32}[part]
+    other = {"hardware": "abacus", "engine": "0" * 64, "chunk_tokens": 32, "kv_cache_dtype": "fp8"}[part]
     replace(profile, **{part: other}).save(tmp_path)
     with caplog.at_level(logging.INFO, profile_module.__name__):
         assert load_profile(tmp_path, engine, CHUNK) is None
@@ -312,6 +312,10 @@ def test_the_command_measures_and_saves(directory, engine, capsys):
     assert "measuring" in printed.err
     cost = load_profile(directory, engine, 64)
     assert cost is not None and [context for context, _ in cost.attention] == [64, 128, 256, 512]
+
+    assert main(["--engine", str(directory), *SMALL, "--kv-cache-dtype", "fp8", "--max-model-len", "64"]) == 0
+    assert load_profile(directory, engine, 64) is None
+    assert load_profile(directory, open_engine(directory, kv_cache_dtype="fp8"), 64).chunk_bytes < cost.chunk_bytes / 3
 
 
 @pytest.mark.slow

@@ -134,6 +134,19 @@ def test_lru_and_fifo_look_at_their_stamp_only():
         assert in_order(victims, 10.0)[0].end == first
 
 
+@pytest.mark.parametrize("kind", ["lru", "fifo"])
+def test_plain_policies_do_not_see_the_queue(kind):
+    """CachedAttention's baselines: an awaited chunk goes by its stamp, and not behind all others."""
+    for form, first in (("conversation", 4000), ("plain", 4)):
+        policy = eviction_policy(f"{kind}-{form}", profile())
+        victims = VictimSet(policy)
+        awaited, idle = a_chunk(4, active=1.0, created=1.0), a_chunk(4000, active=2.0, created=2.0)
+        awaited.queue_place = 1
+        victims.add(awaited)
+        victims.add(idle)
+        assert policy.whole and in_order(victims, 10.0)[0].end == first
+
+
 def test_asking_changes_nothing():
     victims = VictimSet(RETENTION)
     for end in range(4, 40, 4):

@@ -6,11 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from pensieve.builder.build import build_random_engine
 from pensieve.plugins.attention import reference as attention_reference
+from pensieve.runtime.engine import open_engine
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.bench import engine as bench_engine
 from pensieve.scripts.bench.engine import CHUNK, Part, arguments, arguments_of, chat_steps, slots_of
-from tests.models import tiny_checkpoint
+from tests.models import QWEN3_MOE_SHAPE, tiny_checkpoint
 
 SHAPE = {
     "architectures": ["LlamaForCausalLM"],
@@ -100,6 +102,17 @@ def test_a_generation_beyond_the_pool_is_refused():
     engine = SimpleNamespace(chunk_bytes=lambda tokens: 2**20 * tokens)  # 640 chunks in the pool
     with pytest.raises(SettingError, match=r"^--generation: 640x33 has more KV than the pool of 20 GiB holds"):
         bench_engine.run(engine, [(640, 32), (640, 33)], 0)
+
+
+def test_the_floor_has_the_experts_that_rows_choose(tmp_path):
+    """Of 8 experts a row reads 3, and two rows 3 + 3 * 5 / 8."""
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3MoeForCausalLM"]} | QWEN3_MOE_SHAPE))
+    build_random_engine(tmp_path / "config.json", tmp_path / "engine")
+    engine = open_engine(tmp_path / "engine")
+    experts = engine.manifest.layers * 8 * 3 * 64 * 32
+    for rows, read in ((1, 3), (2, 3 + 3 * 5 / 8), (1000, 8)):
+        size = 4 * (engine.parameters - experts + experts * read / 8) + rows * 10 * engine.chunk_bytes(32) // 32
+        assert bench_engine.floor_ms(engine, rows, 10) == pytest.approx(1e3 * size / bench_engine.FLOOR_BYTES_S)
 
 
 @pytest.mark.parametrize("text", ["64", "x32", "0x32", "64x", "axb"])

@@ -53,6 +53,7 @@ def test_a_run_prints_a_table_and_a_line_of_json(tmp_path, capsys):
             lines.write(json.dumps({"conversation": f"chat-{number}", "messages": messages}) + "\n")
     assert main(["fp8", "--chats", str(chats), "--turns", "1", "--reply-tokens", "4"]) == 0
     *table, last = capsys.readouterr().out.splitlines()
-    assert len(table) == 2 + 6 and "| llama | fp8 | " in table[3]
-    exact, coded, half = json.loads(last)[:3]
+    assert len(table) == 2 + 8 and "| llama | fp8 | " in table[3]
+    exact, coded, half, everywhere = json.loads(last)[:4]
     assert exact["squared_error"] == 0.0 < coded["squared_error"] and half["turns"] == 1
+    assert everywhere["way"] == "fp8 on every tier" and everywhere["squared_error"] > 0.0

@@ -56,6 +56,17 @@ def test_packed_kv_is_as_good(checkpoint, tmp_path, capsys):
     assert told["passed"] and list(told["ways"]) == list(WAYS)
 
 
+@pytest.mark.slow
+def test_kv_in_eight_bits_is_as_good_as_cold(checkpoint, tmp_path, capsys):
+    build_engine(checkpoint, tmp_path / "engine", dtype="float32")
+    arguments = ["--engine", str(tmp_path / "engine"), *SMALL, "--kv-cache-dtype", "fp8"]
+    assert reuse.main(arguments) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told["passed"] and told["ways"]["cold"]["to_float32_max"] > 1e-4
+    assert reuse.main([*arguments, "--lower-tier-kv", "packed"]) == 2
+    assert "--lower-tier-kv: cannot be given beside --kv-cache-dtype" in capsys.readouterr().err
+
+
 def test_packed_kv_is_for_bfloat16(checkpoint, tmp_path, capsys):
     build_engine(checkpoint, tmp_path / "engine", dtype="float32")
     assert reuse.main(["--engine", str(tmp_path / "engine"), *SMALL, "--lower-tier-kv", "packed"]) == 2

@@ -8,8 +8,8 @@ from pensieve.scheduler.sim.simulator import Open, Session, SessionTurn
 from pensieve.scheduler.types import Applied, FinishReason, Output, RequestId, Usage
 from pensieve.scripts.bench.traces import made_up
 from pensieve.scripts.bench.workload import Arrival
-from pensieve.scripts.simulate import main
-from pensieve.scripts.simulation.load import Tally, joined, measured
+from pensieve.scripts.simulate import main, parser
+from pensieve.scripts.simulation.load import Tally, joined, load_run, measured
 
 SMALL = [
     "--preset",
@@ -108,3 +108,15 @@ def test_a_chunk_costs_what_was_measured():
 def test_wrong_settings_are_named(capsys, options, setting):
     assert main([*SMALL, *options]) == 2
     assert setting in capsys.readouterr().err
+
+
+def test_kv_in_eight_bits_has_about_half_the_bytes_on_every_tier(capsys):
+    made = parser("load").parse_args(["--preset", "load"])
+    pools = []
+    for name in ("auto", "fp8"):
+        made.kv_cache_dtype = name
+        run = load_run(made, measured(32), [Session("a", 0.0, (SessionTurn(0, 8, 2),))], 1.0, 0)
+        pools.append((run.config.gpu_kv_chunks, run.config.host_kv_chunks, 1 / run.cost.chunk_bytes))
+    assert all(1.98 < now / before < 1.985 for before, now in zip(*pools, strict=True))
+    assert main([*SMALL, "--kv-cache-dtype", "fp8", "--lower-tier-kv", "packed"]) == 2
+    assert "--lower-tier-kv: cannot be given beside --kv-cache-dtype" in capsys.readouterr().err

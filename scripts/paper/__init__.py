@@ -1,0 +1,1 @@
+"""Both papers' evaluations, figure by figure: the papers' values and ours."""

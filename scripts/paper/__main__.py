@@ -1,0 +1,183 @@
+"""paper: a paper's evaluation, figure by figure: runs, the paper's values beside ours, and a verdict.
+
+    python -m pensieve.scripts.paper cachedattention --figures 13,21 --results docs/measured/paper-DATE.jsonl
+    python -m pensieve.scripts.paper pensieve --device cuda --engine DIR --figures 12 --results paper-DATE.jsonl
+    python -m pensieve.scripts.paper pensieve --report --results paper-*.jsonl --page docs/measured/pensieve.md
+
+Without `--device` figures are simulated. Every run is appended to the last file of `--results` as soon as it ends; runs
+that the files have are not run again. The report covers all figures of the paper.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ...scheduler.types import SettingError
+from ..command import check_least, check_matplotlib, exit_status, title_line
+from . import cachedattention, device, pensieve
+from .report import append, draw, gathered, read_figures, read_records, table, today, write_page
+
+PAPERS = ("pensieve", "cachedattention")
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="paper", description=__doc__.partition("\n")[0])
+    option = made.add_argument
+    option("paper", choices=PAPERS)
+    option("--figures", metavar="NUMBERS", help="comma between (default: all that can be run)")
+    option("--simulate", action="store_true", help="on a virtual clock (the default)")
+    option("--device", choices=("cuda",), help="run what a GPU measures instead")
+    option("--engine", type=Path, metavar="DIR", help="for --device, of an OPT-13B or Llama shape")
+    option("--results", type=Path, nargs="+", metavar="FILE",
+           help="JSON lines, appended to the last one (default: paper-DATE.jsonl)")  # fmt: skip
+    option("--trace", type=Path, metavar="FILE", help="turn counts and lengths of these sessions instead of means")
+    option("--jobs", type=int, default=os.cpu_count(), metavar="N", help="runs at a time (default %(default)s)")
+    option("--report", action="store_true", help="run nothing: tell what the files have")
+    option("--page", type=Path, metavar="FILE", help="put the table into this Markdown file, between its marks")
+    option("--plot", type=Path, metavar="FILE", help="draw the values beside the paper's (matplotlib)")
+    ours = made.add_argument_group("cachedattention, simulated")
+    option = ours.add_argument
+    models = ",".join(cachedattention.MODELS)
+    option("--models", default=models, metavar="NAMES", help="(default %(default)s)")
+    option("--sessions", type=int, default=cachedattention.SESSIONS, metavar="N", help="(default %(default)s)")
+    option("--warm-up", type=int, default=cachedattention.WARM_UP, metavar="N",
+           help="turns not counted (default %(default)s)")  # fmt: skip
+    option("--sample", type=int, default=1, metavar="N", help="one session in N on its share of everything (default 1)")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    return exit_status("paper", lambda: tell(args))
+
+
+def tell(args: argparse.Namespace) -> None:
+    """Runs what is missing, and prints the report. Raises SettingError."""
+    files = args.results or [Path(f"paper-{today()}.jsonl")]
+    chosen = numbers(args)
+    simulate = check(args) if args.paper == "cachedattention" else pensieve_cases
+    if args.plot:
+        check_matplotlib("--plot")
+    if args.device:
+        with tempfile.TemporaryDirectory() as directory:
+            for record in device.measure(args.paper, chosen, args.engine, Path(directory)):
+                append(files[-1], record)
+    elif not args.report:
+        simulate(args, chosen, files)
+    report(args, files)
+
+
+def numbers(args: argparse.Namespace) -> list[str]:
+    """The figures to run. Raises SettingError."""
+    if args.device and args.engine is None:
+        raise SettingError("--engine", "is needed with --device: build_engine makes one")
+    if args.device:
+        known = sorted({number for one in device.MEASUREMENTS[args.paper] for number in one.figures})
+    else:
+        known = list(pensieve.FIGURES if args.paper == "pensieve" else cachedattention.FIGURES)
+    chosen = args.figures.split(",") if args.figures else known
+    if unknown := [number for number in chosen if number not in known]:
+        raise SettingError("--figures", f"{unknown[0]!r} is none of {', '.join(known)}")
+    return chosen
+
+
+def check(args: argparse.Namespace) -> Callable[..., None]:
+    """Of CachedAttention's options; returns its runner. Raises SettingError."""
+    for model in args.models.split(","):
+        if model not in cachedattention.MODELS:
+            raise SettingError("--models", f"must be of {', '.join(cachedattention.MODELS)}, not {model!r}")
+    check_least(args, sessions=1)
+    most = min(cachedattention.SEATS, args.sessions)
+    if args.sample not in range(1, most + 1):
+        raise SettingError("--sample", f"must be between 1 and {most}, not {args.sample}")
+    if not (args.report or args.device):
+        trace = str(args.trace or "")
+        sessions = cachedattention.chats(args.sessions, 1.0, cachedattention.MODELS["llama-13b"], trace)
+        turns = sum(len(session.turns) for session in sessions)
+        if not 0 <= args.warm_up < turns:
+            raise SettingError("--warm-up", f"must leave some of {turns} turns, not {args.warm_up}")
+    return cached_cases
+
+
+# -- simulated runs
+
+
+def missing_runs(
+    args: argparse.Namespace, files: Sequence[Path], cases: Sequence[Any], run: Callable[[Any], dict], key: dict
+) -> None:
+    """Runs the cases that no record has, and appends them."""
+    known = [record["case"] for record in read_records(files, args.paper) if same_run(record, key)]
+    missing = [case for case in dict.fromkeys(cases) if asdict(case) not in known]
+    with multiprocessing.get_context("spawn").Pool(max(1, min(args.jobs, len(missing)))) as pool:
+        for case, found in zip(missing, pool.imap(run, missing), strict=True):
+            said = {"paper": args.paper, "how": "simulated", "date": today(), **key}
+            append(files[-1], {**said, "case": asdict(case), "found": found})
+
+
+def same_run(record: Mapping[str, Any], key: Mapping[str, Any]) -> bool:
+    return "case" in record and all(record.get(name) == value for name, value in key.items())
+
+
+def pensieve_cases(args: argparse.Namespace, chosen: Sequence[str], files: Sequence[Path]) -> None:
+    cases = [case for number in chosen for case in pensieve.FIGURES[number]]
+    if args.trace:
+        cases = [replace(case, trace=str(args.trace)) for case in cases]
+    missing_runs(args, files, cases, pensieve.run, {})
+
+
+def cached_key(args: argparse.Namespace) -> dict[str, int]:
+    return {"sessions": args.sessions, "warm_up": args.warm_up, "sample": args.sample}
+
+
+def cached_cases(args: argparse.Namespace, chosen: Sequence[str], files: Sequence[Path]) -> None:
+    cases = [
+        case for number in chosen for model in args.models.split(",") for case in cachedattention.FIGURES[number](model)
+    ]
+    if args.trace:
+        cases = [replace(case, trace=str(args.trace)) for case in cases]
+    run = partial(cachedattention.found, args.sessions, args.warm_up, args.sample)
+    missing_runs(args, files, cases, run, cached_key(args))
+
+
+# -- the report
+
+
+def report(args: argparse.Namespace, files: Sequence[Path]) -> None:
+    records = read_records(files, args.paper)
+    trace = str(args.trace or "")
+    if args.paper == "pensieve":
+        runs = {pensieve.Case(**record["case"]): record["found"] for record in records if "case" in record}
+        simulated = pensieve.values({replaced(case): found for case, found in runs.items() if case.trace == trace})
+    else:
+        key = cached_key(args)
+        reports = {cachedattention.Case(**record["case"]): cachedattention.read_report(record["found"])
+                   for record in records if same_run(record, key)}  # fmt: skip
+        reports = {replaced(case): one for case, one in reports.items() if case.trace == trace}
+        print(title_line(cachedattention.COLUMNS))
+        for case, one in reports.items():
+            print(cachedattention.case_line(case, one))
+        simulated = cachedattention.values(reports)
+    figures, found = read_figures(args.paper), gathered(simulated, records)
+    print(text := table(figures, found))
+    if args.page:
+        write_page(args.page, text)
+    if args.plot:
+        draw(figures, found, args.plot)
+
+
+def replaced(case: Any) -> Any:
+    """The same case without its trace, to be found by the figures."""
+    return replace(case, trace="")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

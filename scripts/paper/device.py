@@ -1,0 +1,145 @@
+"""What figures need of a GPU: commands of this project, and their result lines as the figures' values."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...scheduler.types import SettingError
+from .pensieve import LIMITS_MS, between_rates
+
+Lines = Sequence[Mapping[str, Any]]
+Values = dict[str, dict[str, float]]
+SHAPES = Path(__file__).parents[1] / "shapes"
+THINK_60 = "--think-s 60 --turn-counts geometric"
+
+
+class Measurement(NamedTuple):
+    """`words`: a command of scripts/ with its options, {engine} and {output} to be filled in. `figures`: those that
+    `read` gives values for, from the JSON lines that it prints or puts into {output}."""
+
+    figures: tuple[str, ...]
+    words: tuple[str, ...]
+    read: Callable[[Lines], Values]
+
+
+def of(lines: Lines, bench: str) -> Mapping[str, Any]:
+    """The last line of that benchmark. Raises SettingError."""
+    found = [line for line in lines if line.get("bench") == bench]
+    if not found:
+        raise SettingError("--device", f"the command printed no line of {bench}")
+    return found[-1]
+
+
+def profile_values(lines: Lines) -> Values:
+    profile = of(lines, "profile")
+    turns = profile["turns"]
+    prefill = {f"prefill over generation, {turn['history']:,} tokens of history":
+               turn["prefill_recomputed"] / turn["generation"] for turn in turns}  # fmt: skip
+    base, attention = profile["cost"]["chunk_seconds"], dict(map(tuple, profile["cost"]["attention"]))
+    chunk = {f"a chunk at {context:,} tokens over one at 1,024": (base + seconds) / (base + attention[1024])
+             for context, seconds in attention.items() if context > 1024}  # fmt: skip
+    _, _, alone, _, both = profile["measured"]["copies"][-1]  # a CopyTime of whole records
+    lost = {"speed that each direction loses while both run, %": 100 * (1 - alone / both)}
+    return {"3": prefill, "4": chunk, "5": lost}
+
+
+def kernel_values(lines: Lines) -> Values:
+    rows = [row for row in lines[-1]["results"] if row["heads"] == "40/40" and row["shape"].startswith("append")]
+    ways = {"contiguous": "contiguous", "copy out": "copied out", "one token": "one token at a time"}
+    return {"12": {f"{name} over ours, {int(row['shape'].split()[-1]):,} tokens": row[way] / row["ours"]
+                   for row in rows for way, name in ways.items()}}  # fmt: skip
+
+
+def tier_values(lines: Lines) -> Values:
+    tiers, preload = of(lines, "tiers_tiers"), of(lines, "tiers_preload")["by_group_layers"]
+    ratio = tiers["recomputed_s"] / tiers["host_s"]
+    groups = sorted(preload, key=int)
+    first, piped = preload[groups[-1]][0]["host_s"], preload[groups[0]][0]["host_s"]
+    return {"14": {"first token, % less with the history on HOST": 100 * (1 - 1 / ratio)},
+            "15": {"prompts prefilled, times as many with the history on HOST": ratio},
+            "19": {"first token, % less with layers preloaded": 100 * (1 - piped / first)}}  # fmt: skip
+
+
+def versus_values(number: str, base: str, name: str) -> Callable[[Lines], Values]:
+    """Of `pensieve` over `base` at the paper's time a token, or else of their times at each rate."""
+
+    def read(lines: Lines) -> Values:
+        curves: dict[str, dict[float, tuple[float, float]]] = {}
+        for line in lines:
+            row = line["result"]
+            curves.setdefault(line["server"], {})[row["rate"]] = row["ms_per_token_mean"], row["completed_per_s"]
+        ours, theirs = curves.get("pensieve", {}), curves.get(base, {})
+        if number not in LIMITS_MS:
+            return {
+                number: {f"{name}, at {rate:g}/s": theirs[rate][0] / ours[rate][0] for rate in ours if rate in theirs}
+            }
+        reached = [between_rates([c[rate] for rate in sorted(c)], LIMITS_MS[number]) for c in (ours, theirs)]
+        return {number: {name: reached[0] / reached[1]} if reached[0] and reached[1] else {}}
+
+    return read
+
+
+def versus(number: str, base: str, name: str, shape: str, rates: str, load: str = THINK_60) -> Measurement:
+    words: tuple[str, ...] = ("versus", "--workload", "chats", "--shape", str(SHAPES / f"{shape}.json"), "--load", load)
+    words += ("--servers", "pensieve", base, "--rates", *rates.split(), "--output", "{output}")
+    return Measurement((number,), words, versus_values(number, base, name))
+
+
+OVER_VLLM = "requests/s over vLLM's"
+OPT, LLAMA = "opt-13b", "llama-2-13b-gqa"
+ULTRACHAT = f"{THINK_60} --synthetic ultrachat"
+KERNELS = Measurement(("12",), ("bench.kernels", "--heads", "40/40", "--shapes", "append"), kernel_values)
+PROFILE_WORDS = "profile_engine --engine {engine} --device cuda --max-num-seqs 256 --max-num-batched-tokens 2048"
+PROFILE = Measurement(("3", "4", "5"), (*PROFILE_WORDS.split(), "--plots", "{output}", "--json"), profile_values)
+TIERS = Measurement(
+    ("14", "15", "19"), ("bench.tiers", "--engine", "{engine}", "--device", "cuda", "--parts", "tiers,preload"),
+    tier_values,
+)  # fmt: skip
+MEASUREMENTS: dict[str, tuple[Measurement, ...]] = {
+    "pensieve": (
+        PROFILE,
+        KERNELS,
+        versus("10a", "vllm", OVER_VLLM, OPT, "0.5 1 2"),
+        versus("10b", "vllm", OVER_VLLM, LLAMA, "1 3 5"),
+        versus("10c", "vllm", OVER_VLLM, OPT, "0.5 1 2", ULTRACHAT),
+        versus("10d", "vllm", OVER_VLLM, LLAMA, "1 3 5", ULTRACHAT),
+        versus("13", "pensieve:--batching separate", "time a token, separate over unified", LLAMA, "2 3 4"),
+        versus("14", "pensieve:--eviction lru", "time a token, LRU over retention", OPT, "1 1.5 2"),
+        versus("15", "vllm", "time a token, vLLM over Pensieve, think time 600 s", LLAMA, "1 2", "--think-s 600"),
+        versus("5", "pensieve:--link in-first", "time a token, in-first over duplex", LLAMA, "3 4"),
+    ),
+    "cachedattention": (TIERS,),
+}
+
+
+def measure(paper: str, figures: Sequence[str], engine: Path, directory: Path) -> Iterator[dict[str, Any]]:
+    """Records of the figures that a GPU measures, as soon as a command ends. Raises SettingError."""
+    for number, measurement in enumerate(MEASUREMENTS[paper]):
+        if not set(figures) & set(measurement.figures):
+            continue
+        output = directory / f"{paper}-{number}"
+        words = [word.format(engine=engine, output=output) for word in measurement.words]
+        command = [sys.executable, "-m", f"pensieve.scripts.{words[0]}", *words[1:]]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        if done.returncode:
+            raise SettingError("--device", f"`{' '.join(words)}` failed: its message is above")
+        text = done.stdout + (output.read_text(encoding="utf-8") if output.is_file() else "")
+        lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+        said = {"paper": paper, "how": "hardware", "date": time.strftime("%Y-%m-%d"), "source": " ".join(words)}
+        for figure, values in measurement.read(lines).items():
+            if figure in figures:
+                yield {**said, "machine": machine(lines), "figure": figure, "values": values}
+
+
+def machine(lines: Lines) -> str:
+    """As result lines name it."""
+    for line in lines:
+        if name := line.get("hardware") or line.get("gpu") or line.get("machine", {}).get("name"):
+            return str(name)
+    return "a GPU"

@@ -1,0 +1,194 @@
+"""The papers' claims beside our values, and a verdict for each figure.
+
+claims.json has for each figure of a paper its subject, its source, and claims by name: the paper's value, or
+[words, least, most] with null for no bound. A value agrees if it is within `within` (a share) of the paper's, or within
+the bounds. `why` explains a difference, `not_run` why there is no value.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...scheduler.types import SettingError
+from ..command import subplots
+
+CLAIMS = Path(__file__).with_name("claims.json")
+HOWS = {
+    "hardware": "reproduced on hardware",
+    "other settings": "on hardware with other settings",
+    "cpu": "on a CPU with small models",
+    "simulated": "simulated",
+}
+"""The best first: a figure is as good as the worst of its values."""
+WITHIN = 0.15
+BEGIN, END = "<!-- the table of `paper` -->", "<!-- its end -->"
+
+
+class Value(NamedTuple):
+    """One of ours, and how it was found: a key of HOWS."""
+
+    number: float
+    how: str
+
+
+Found = Mapping[str, Mapping[str, Value]]
+"""By figure and claim."""
+
+
+class Claim(NamedTuple):
+    """What the paper says, and the bounds of a value that agrees."""
+
+    said: str
+    least: float
+    most: float
+
+    @classmethod
+    def read(cls, value: Any, within: float) -> Claim:
+        if isinstance(value, list):
+            said, least, most = value
+            return cls(said, float("-inf") if least is None else least, float("inf") if most is None else most)
+        low, high = sorted((value * (1 - within), value * (1 + within)))
+        return cls(f"{value:g}", low, high)
+
+
+class Figure(NamedTuple):
+    """An entry of claims.json."""
+
+    number: str
+    subject: str
+    source: str
+    claims: Mapping[str, Claim]
+    why: str
+    not_run: str
+
+    def verdict(self, found: Mapping[str, Value]) -> str:
+        """The words of HOWS only for what was run so."""
+        known = {name: found[name] for name in self.claims if name in found}
+        if not known:
+            return "not run" + (f": {self.not_run}" if self.not_run else "")
+        how = max((value.how for value in known.values()), key=list(HOWS).index)
+        agree = sum(
+            claim.least <= known[name].number <= claim.most for name, claim in self.claims.items() if name in known
+        )
+        words = HOWS[how]
+        if agree < len(known):
+            words = words.replace("reproduced", "measured")
+            share = "differs" if agree == 0 else f"{agree} of {len(known)} agree"
+            words += f": {share}; {self.why or 'the reason is not known'}"
+        elif how != "hardware":
+            words += ": agrees"
+        missing = len(self.claims) - len(known)
+        return f"{words} ({missing} not run)" if missing else words
+
+
+def read_figures(paper: str) -> list[Figure]:
+    made = []
+    for number, entry in json.loads(CLAIMS.read_text(encoding="utf-8"))[paper].items():
+        within = entry.get("within", WITHIN)
+        claims = {name: Claim.read(value, within) for name, value in entry["claims"].items()}
+        texts = (entry.get("why", ""), entry.get("not_run", ""))
+        made.append(Figure(number, entry["subject"], entry["source"], claims, *texts))
+    return made
+
+
+# Records, one a line, in files that are only appended to.
+
+
+def read_records(paths: Iterable[Path], paper: str) -> list[dict[str, Any]]:
+    """Of that paper. SettingError names the line that is none."""
+    records = []
+    for path in paths:
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        for number, line in enumerate(lines, start=1):
+            try:
+                record = json.loads(line)
+                known = record["how"] in HOWS and ("values" in record or "case" in record)
+            except (ValueError, KeyError, TypeError):
+                known = False
+            if not known:
+                raise SettingError("--results", f"{path}, line {number} is no record of `paper`")
+            if record["paper"] == paper:
+                records.append(record)
+    return records
+
+
+def append(path: Path, record: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def gathered(simulated: Mapping[str, Mapping[str, float]], records: Iterable[Mapping[str, Any]]) -> Found:
+    """Values of simulated runs, and those that records have: of one claim the better way counts, then a run, then the
+    later record."""
+    found: dict[str, dict[str, Value]] = {}
+    ways = list(HOWS)
+    own = [{"figure": number, "how": "simulated", "values": values} for number, values in simulated.items()]
+    for record in [*records, *own]:
+        figure = found.setdefault(record["figure"], {}) if "values" in record else {}
+        for name, number in record.get("values", {}).items():
+            value = Value(number, record["how"])
+            if name not in figure or ways.index(value.how) <= ways.index(figure[name].how):
+                figure[name] = value
+    return found
+
+
+# What is shown.
+
+
+def table(figures: Sequence[Figure], found: Found) -> str:
+    """Markdown: a row a figure, with the paper's values and ours. Values without a claim come after it."""
+    lines = ["| figure | subject | claim: the paper, ours | verdict |", "|---|---|---|---|"]
+    for figure in figures:
+        ours = found.get(figure.number, {})
+        cells = [f"{name}: {claim.said}, {_shown(ours.get(name))}" for name, claim in figure.claims.items()]
+        cells += [f"{name}: {_shown(value)}" for name, value in ours.items() if name not in figure.claims]
+        source = f"{figure.subject} ({figure.source})"
+        lines.append(f"| {figure.number} | {source} | {'<br>'.join(cells)} | {figure.verdict(ours)} |")
+    return "\n".join(lines)
+
+
+def _shown(value: Value | None) -> str:
+    return "-" if value is None else f"**{value.number:.3g}**" if value.how != "simulated" else f"{value.number:.3g}"
+
+
+def write_page(page: Path, text: str) -> None:
+    """Between the marks of the page, which must have them. Raises SettingError."""
+    before, begin, rest = (page.read_text(encoding="utf-8") if page.exists() else "").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise SettingError("--page", f"{page} lacks a line {BEGIN} with a line {END} behind it")
+    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+
+
+def draw(figures: Sequence[Figure], found: Found, path: Path) -> None:
+    """The figures that have numbers of the paper and of ours: bars side by side, a panel a figure."""
+    shown = []
+    for figure in figures:
+        pairs = [(name, claim, found[figure.number][name]) for name, claim in figure.claims.items()
+                 if name in found.get(figure.number, {}) and claim.said.replace(".", "").isdigit()]  # fmt: skip
+        if pairs:
+            shown.append((figure, pairs))
+    if not shown:
+        raise SettingError("--plot", "no figure has been run that the paper has numbers for")
+    columns = min(3, len(shown))
+    rows = -(-len(shown) // columns)
+    picture, grid = subplots("--plot", rows, columns, figsize=(5 * columns, 3.4 * rows), squeeze=False)
+    for axes in grid.flat[len(shown) :]:
+        axes.axis("off")
+    for axes, (figure, pairs) in zip(grid.flat, shown, strict=False):
+        places = range(len(pairs))
+        axes.bar([x - 0.2 for x in places], [float(claim.said) for _, claim, _ in pairs], 0.4, label="the paper")
+        axes.bar([x + 0.2 for x in places], [value.number for *_, value in pairs], 0.4, label="ours")
+        axes.set_title(f"{figure.number}: {figure.subject}", fontsize=8)
+        axes.set_xticks(list(places), [name for name, *_ in pairs], rotation=25, ha="right", fontsize=6)
+        axes.legend(fontsize=7)
+    picture.savefig(path, dpi=80)
+
+
+def today() -> str:
+    return time.strftime("%Y-%m-%d")

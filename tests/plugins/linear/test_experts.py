@@ -1,0 +1,97 @@
+"""Experts: one product for all of them gives the results of one after the other, however uneven the routing is."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pensieve.plugins.linear.experts import GROUPED_CAPABILITIES, grouped, one_by_one
+
+from ..kernel_cases import CUDA, DEVICE
+
+EXPERTS, HIDDEN, WIDTH = 6, 32, 24
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}
+ROUTES = {  # the experts of each token
+    "of one token": [[4, 1]],
+    "of no token": torch.empty(0, 2),
+    "all to one pair": [[3, 5]] * 9,
+    "one expert without tokens": [[0, 2], [2, 0], [5, 1], [1, 3], [3, 5]] * 3,
+    "of every number": [[0, 1], [1, 2], [2, 3], [3, 4], [4, 5], [5, 0], [0, 5]],
+    "each once": [[5, 4, 3, 2, 1, 0]] * 4,
+}
+
+needs_grouped = pytest.mark.skipif(
+    not CUDA or torch.cuda.get_device_capability()[0] not in GROUPED_CAPABILITIES, reason="needs grouped products"
+)
+
+
+def case(route, dtype, hidden=HIDDEN, width=WIDTH, experts=EXPERTS):
+    dice = torch.Generator().manual_seed(0)
+    chosen = torch.as_tensor(ROUTES.get(route, route)).long()
+    x = torch.randn(len(chosen), hidden, generator=dice)
+    shares = torch.rand(chosen.shape, generator=dice)
+    up = torch.randn(experts * 2 * width, hidden, generator=dice) * hidden**-0.5
+    down = torch.randn(experts * hidden, width, generator=dice) * width**-0.5
+    return tuple(tensor.to(DEVICE) for tensor in (x.to(dtype), chosen, shares, up.to(dtype), down.to(dtype)))
+
+
+def formula(x, chosen, shares, up, down):
+    """Token by token, in float64."""
+    hidden, width = x.shape[1], down.shape[1]
+    y = torch.zeros(x.shape, dtype=torch.float64)
+    for token in range(len(x)):
+        for expert, share in zip(chosen[token].tolist(), shares[token].tolist(), strict=True):
+            gate, values = (up[expert * 2 * width :][: 2 * width].double() @ x[token].double()).chunk(2)
+            y[token] += share * (down[expert * hidden :][:hidden].double() @ (F.silu(gate) * values)).cpu()
+    return y
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("route", ROUTES)
+def test_all_ways_compute_the_formula(route, dtype):
+    inputs = case(route, dtype)
+    expected = formula(*inputs)
+    for way in (torch.ops.pensieve.experts, one_by_one):
+        y = way(*inputs)
+        assert y.dtype == dtype and y.shape == expected.shape
+        assert (y.cpu() - expected).norm() <= TOLERANCE[dtype] * expected.norm()
+
+
+def test_an_infinite_result_of_an_expert_reaches_its_own_tokens_only():
+    x, chosen, shares, up, down = case("one expert without tokens", torch.float32)
+    up[4 * 2 * WIDTH : 5 * 2 * WIDTH] = float("inf")  # the one without tokens
+    for way in (torch.ops.pensieve.experts, one_by_one):
+        assert way(x, chosen, shares, up, down).isfinite().all()
+
+
+def test_what_torch_promises_of_an_operation_holds():
+    checks = ("test_schema", "test_faketensor")
+    inputs = case("of every number", torch.float32)
+    torch.library.opcheck(torch.ops.pensieve.experts.default, inputs, test_utils=checks)
+
+
+def test_weights_may_be_stored_by_columns():
+    """As packages on a CPU have them."""
+    x, chosen, shares, up, down = case("of every number", torch.float32)
+    by_columns = [weight.t().contiguous().t() for weight in (up, down)]
+    expected = torch.ops.pensieve.experts(x, chosen, shares, up, down)
+    torch.testing.assert_close(torch.ops.pensieve.experts(x, chosen, shares, *by_columns), expected)
+
+
+@pytest.mark.gpu
+@needs_grouped
+@pytest.mark.parametrize("tokens", [1, 64, 256, 2048])
+def test_the_gpu_s_product_of_qwen3_experts_is_its_twin_s_and_can_be_captured(tokens):
+    scores = torch.rand(2, tokens, 128, generator=torch.Generator().manual_seed(1))
+    first, second = scores.topk(8).indices
+    inputs = case(first, torch.bfloat16, hidden=2048, width=768, experts=128)
+    x, chosen, shares, up, down = inputs
+    grouped(*inputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = torch.ops.pensieve.experts(*inputs)
+    for route in (first, second, torch.arange(8)):  # the last: all tokens to the first eight
+        chosen.copy_(route)
+        graph.replay()
+        twin = one_by_one(x, chosen, shares, up, down).float()
+        assert (y.float() - twin).norm() <= 0.01 * twin.norm()
