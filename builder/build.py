@@ -26,7 +26,6 @@ from .checkpoints.hugging_face import read_json, read_weights
 from .checkpoints.tensorrt_llm import is_legacy, legacy_config, read_legacy_weights
 from .checkpoints.tokenizer import copy_tokenizer
 from .choices import BACKENDS, DEVICES, DTYPES, WEIGHTS
-from .fp8 import QuantisedWeights, names_in_fp8, names_in_int4, projections, stored_as
 from .inductor.compile_parent import compile_apart, cpp_compiler
 from .inductor.host_target import this_target
 from .inductor.lock import locked
@@ -42,6 +41,7 @@ from .manifest import (
     weights_file,
 )
 from .parity import check_quantisation
+from .quantised import QuantisedWeights, names_in_fp8, names_in_int4, projections, stored_as
 from .quantization import check_quantization
 from .random_weights import random_weights
 from .tensorrt.installed import check_decoder, tensorrt_version

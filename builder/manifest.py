@@ -208,7 +208,7 @@ def code_digest() -> str:
     """SHA-256 over the files that define the forward pass, its compilation, the division of weights among ranks, their
     rounding, and random weights."""
     room = Path(__file__).parent
-    names: tuple[str, ...] = ("checkpoints/hugging_face", "checkpoints/config", "fp8", "model", "random_weights")
+    names: tuple[str, ...] = ("checkpoints/hugging_face", "checkpoints/config", "quantised", "model", "random_weights")
     names += ("checkpoints/int4_weights", "checkpoints/sources", "int4_formats")
     names += ("inductor/compile", "inductor/package", "tensorrt/compile", "tensorrt/network", "tensorrt/package")
     files = [room / f"{name}.py" for name in names]

@@ -20,9 +20,9 @@ from ..plugins.torch_ops import register_pool, release_pool
 from ..scheduler.types import SettingError
 from .checkpoints.config import DecoderConfig, Shard
 from .checkpoints.hugging_face import weight_sources
-from .fp8 import dequantised
 from .manifest import Parity, Quantisation
 from .model import Decoder
+from .quantised import dequantised
 
 Forward = Callable[..., Tensor]
 

@@ -13,7 +13,7 @@ from ..plugins.linear.int4_format import MIDDLE
 from .checkpoints.config import DecoderConfig, Shard
 from .checkpoints.hugging_face import parameter_shapes, weight_sources
 from .checkpoints.sources import Source
-from .fp8 import projections
+from .quantised import projections
 
 INTO_THE_SUM = ("attention.out.weight", "mlp.down.weight")
 

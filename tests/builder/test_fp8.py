@@ -11,12 +11,12 @@ from pensieve.builder import parity as parity_module
 from pensieve.builder.build import build_engine, build_random_engine
 from pensieve.builder.checkpoints.architectures import decoder_config
 from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT, read_json, read_weights
-from pensieve.builder.fp8 import QuantisedWeights, dequantised, names_in_fp8, projections, stored_as
 from pensieve.builder.inductor.compile import Compilable, export
 from pensieve.builder.inductor.package import laid_out
 from pensieve.builder.manifest import WEIGHTS, Manifest
 from pensieve.builder.model import Decoder
 from pensieve.builder.parity import FP8_BOUND, random_batches, whole_weights
+from pensieve.builder.quantised import QuantisedWeights, dequantised, names_in_fp8, projections, stored_as
 from pensieve.builder.random_weights import random_weights
 from pensieve.plugins.collectives.protocol import TENSOR_PARALLEL, ThreadRanks, register_group, release_group
 from pensieve.plugins.linear.fp8_format import FP8

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from pensieve.builder.build import build_engine
 from pensieve.builder.checkpoints.architectures import decoder_config
 from pensieve.builder.checkpoints.hugging_face import SINGLE, read_json, read_weights
-from pensieve.builder.fp8 import dequantised, names_in_fp8, projections
 from pensieve.builder.manifest import WEIGHTS
 from pensieve.builder.model import Decoder
 from pensieve.builder.parity import whole_weights
+from pensieve.builder.quantised import dequantised, names_in_fp8, projections
 from pensieve.plugins.linear.fp8 import rounded, row_scales, widened
 from pensieve.plugins.linear.fp8_format import FP8
 from pensieve.runtime.engine import open_engine

@@ -15,12 +15,12 @@ from pensieve.builder.build import build_engine, build_random_engine
 from pensieve.builder.checkpoints.architectures import decoder_config
 from pensieve.builder.checkpoints.hugging_face import SINGLE
 from pensieve.builder.engine_cache import engine_for
-from pensieve.builder.fp8 import dequantised, names_in_int4, projections
 from pensieve.builder.inductor.compile import Compilable, export
 from pensieve.builder.inductor.package import laid_out
 from pensieve.builder.manifest import WEIGHTS, Manifest
 from pensieve.builder.model import Decoder
 from pensieve.builder.parity import random_batches, whole_weights
+from pensieve.builder.quantised import dequantised, names_in_int4, projections
 from pensieve.builder.random_weights import random_weights
 from pensieve.runtime.engine import open_engine
 from pensieve.scheduler.types import SettingError
