@@ -112,7 +112,8 @@ def build_engine(
     own = [read(rank, tensor_parallel) for rank in range(tensor_parallel)]
     rounded = own if weights == "same" else _rounded(decoder, own, read())
     in_fp8, in_int4 = names_in_fp8(rounded[0]), names_in_int4(rounded[0])
-    _check_quantised("fp8" if in_fp8 else "int4" if in_int4 else "same", backend, decoder)
+    setting = "--checkpoint" if weights == "same" else "--weights"
+    _check_quantised("fp8" if in_fp8 else "int4" if in_int4 else "same", backend, decoder, setting)
     form = check_quantization(hf_config.get("quantization_config"))
     group = form.group if form and in_int4 else 0
     stored = stored_as(decoder, getattr(torch, dtype), tensor_parallel, in_fp8, in_int4, group)
@@ -178,11 +179,11 @@ def _rounded(
     return [QuantisedWeights(decoder, each, whole) for each in own]
 
 
-def _check_quantised(weights: str, backend: str, decoder: DecoderConfig) -> None:
+def _check_quantised(weights: str, backend: str, decoder: DecoderConfig, setting: str = "--weights") -> None:
     if weights != "same" and backend == "tensorrt":
         raise SettingError("--backend", "tensorrt's engines with weights in FP8 or int4 do not exist yet")
     if weights != "same" and decoder.experts:
-        raise SettingError("--weights", f"{weights} weights of experts ({decoder.architecture}) are not supported yet")
+        raise SettingError(setting, f"{weights} weights of experts ({decoder.architecture}) are not supported yet")
 
 
 def _measured(

@@ -339,5 +339,4 @@ class LLM:
 
 def _close_turns(jobs: Sequence[_Job]) -> None:
     for job in jobs:
-        if job.call.turn is not None:
-            job.call.turn.close()
+        job.call.close(job.replies)

@@ -20,7 +20,7 @@ from torch import Tensor
 from .. import torch_ops  # noqa: F401  register torch.ops.pensieve.silu_gate
 
 GROUPED_CAPABILITIES = (9, 10)  # major; on others torch's grouped product waits for the GPU
-ALIGNED = 8  # bfloat16 numbers: torch's grouped product reads rows of multiples of 16 bytes
+ALIGNED = 16  # torch's grouped product reads rows of multiples of so many bytes
 
 
 def grouped(x: Tensor, chosen: Tensor, shares: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -51,14 +51,21 @@ def _by_expert(x: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
 
 
 torch.library.define("pensieve::experts", "(Tensor x, Tensor chosen, Tensor shares, Tensor up, Tensor down) -> Tensor")
-torch.library.impl("pensieve::experts", "cpu", grouped)
+
+
+@torch.library.impl("pensieve::experts", "cpu")
+def _experts_cpu(x: Tensor, chosen: Tensor, shares: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return (grouped if _aligned(x, down) else one_by_one)(x, chosen, shares, up, down)
 
 
 @torch.library.impl("pensieve::experts", "cuda")
 def _experts_cuda(x: Tensor, chosen: Tensor, shares: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    aligned = x.shape[1] % ALIGNED == down.shape[1] % ALIGNED == 0
     fast = x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device)[0] in GROUPED_CAPABILITIES
-    return (grouped if fast and aligned else one_by_one)(x, chosen, shares, up, down)
+    return (grouped if fast and _aligned(x, down) else one_by_one)(x, chosen, shares, up, down)
+
+
+def _aligned(x: Tensor, down: Tensor) -> bool:
+    return all(size * x.itemsize % ALIGNED == 0 for size in (x.shape[1], down.shape[1]))
 
 
 @torch.library.register_fake("pensieve::experts")

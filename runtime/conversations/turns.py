@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
+from ...scheduler.turns.conversations import common_prefix
 from ...scheduler.types import RequestError
 from ..messages import Forget, Fork, Keep
 from ..text.tokenizer import CONTINUED_TOKENS, Tokenizer
@@ -102,7 +103,6 @@ class OpenTurn:
         self.records, self.opening = records, opening
         self._histories, self._held = histories, held
         self._session: str | None = None
-        self._tokens = prompt  # that may have KV
         self.known, self.known_salt = 0, b""
         if stored is not None:
             self.known, self.known_salt = known_tokens(stored[1], prompt), stored[0].salt
@@ -144,17 +144,18 @@ class OpenTurn:
             before = self.prompt[-CONTINUED_TOKENS:] if answer is None else ()
             inside, text = await asyncio.to_thread(tokens_inside, histories.tokenizer, reply, delivered, before)
         messages = (*self.messages, answer) if answer is not None else self.messages
-        self._tokens = tokens = self.prompt + array("i", reply)
+        tokens = self.prompt + array("i", reply)
         whole = Transcript(messages, tokens, self.text + text, self.inside + inside)
         if self.records:
             await histories.store_turn(self.records, self.opening, whole, salt, body)
         if answer is not None:
             histories.remember(self.owner, whole)
 
-    def close(self) -> None:
-        """Called when the loop has been told the end of its requests. Idempotent."""
+    def close(self, reply: Sequence[int] = (), salt: bytes = b"") -> None:
+        """Called when the loop has been told the end of its requests. `reply`, `salt`: of the first one, if there was
+        one. Idempotent."""
         if self.opening is not None:
-            self._histories.forget_if_deleted(self.opening.turn, self._tokens)
+            self._histories.erase_if_deleted(self.opening.turn, self.prompt + array("i", reply), salt)
         self._held.close()
 
 
@@ -438,6 +439,10 @@ class TurnManager:
         if opening is not None:
             self._open.pop(opening.turn, None)
             self._deleted.pop(opening.turn, None)  # the turn has made the conversation anew
+        names = {record.name for record in records}
+        for turn, gone in self._deleted.items():
+            if gone.name in names:  # the name stands for another conversation now
+                self._deleted[turn] = gone._replace(thread=None)
 
     async def _until_answered(self, work: Callable[[], Result]) -> Result:
         clock = asyncio.get_running_loop().time
@@ -501,15 +506,19 @@ class TurnManager:
             what = f"the {name.kind} {name.id!r} is deleted, but some of its KV may still be on the server's disk"
             raise RequestError(500, f"{what}: it could not be erased")
 
-    def forget_if_deleted(self, turn: bytes, tokens: array[int]) -> None:
+    def erase_if_deleted(self, turn: bytes, tokens: array[int], salt: bytes) -> None:
         """At the end of an open turn whose conversation was deleted after it began: its KV, which it has kept or
         computed since, is erased too."""
         if (gone := self._deleted.pop(turn, None)) is not None:
-            self._forget(gone._replace(tokens=tokens))
+            shared = min(gone.shared, common_prefix(gone.tokens, tokens))
+            self._erase_kv(gone._replace(tokens=tokens, shared=shared, salt=salt))
 
     def _forget(self, gone: Gone) -> Awaitable[bool]:
-        """Whether its KV is erased, when that is known. What open turns use stays until their ends."""
+        """Whether its KV is erased, when that is known. KV that open turns use stays until their ends."""
         self._deleted |= {turn: gone for turn, names in self._open.items() if gone.name in names}
+        return self._erase_kv(gone)
+
+    def _erase_kv(self, gone: Gone) -> Awaitable[bool]:
         known_as = kv_name(gone.name, gone.thread) if gone.thread is not None else None
         erasing = asyncio.ensure_future(self._erase(Forget(known_as, gone.tokens, gone.shared, gone.salt)))
         if self._store.shared:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -100,6 +100,15 @@ class GenerationCall:
             text, stored = "".join(first.texts), self.writer.stored(replies)
             await self.turn.commit(first.tokens, text, answer, first.request.salt, stored)
 
+    def close(self, replies: Iterable[Reply]) -> None:
+        """Closes the turn, if there is one. `replies`: as far as they have come."""
+        if self.turn is None:
+            return
+        if (first := next(iter(replies), None)) is None:
+            self.turn.close()
+        else:
+            self.turn.close(first.tokens, first.request.salt)
+
 
 @dataclass(frozen=True)
 class OutputOptions:
@@ -149,8 +158,7 @@ def answering(call: GenerationCall, owner: str, replies: Collection[Reply], metr
         finally:
             queued = [reply.queued for reply in replies if reply.started is not None]
             metrics.ended(time.perf_counter() - call.arrived, queued)
-            if call.turn is not None:
-                call.turn.close()
+            call.close(replies)
 
 
 def _log(call: GenerationCall, owner: str, replies: Collection[Reply], unfinished: str, status: int | None) -> None:

@@ -149,6 +149,7 @@ def free_gpu_bytes(settings: ServeSettings, engine: Engine, device: Device) -> i
         scored=MOST_SCORED,
         context=context,
     )
+    activations += engine.widened_bytes
     memory = device.memory(Tier.GPU)
     division = divide(memory, settings.gpu_memory_utilization, engine.weight_bytes, activations)
     log.info(

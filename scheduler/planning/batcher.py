@@ -56,9 +56,9 @@ class Batcher:
         """Cuts the budget to the prompt tokens that are predicted to fit into a step of `seconds` seconds, and to no
         less than a chunk.
 
-        The budget is the tokens without context that fit. With context a token takes longer, and counts as more than
-        one if the budget's share of the time for each token is too short for it. Measured steps grow faster than their
-        tokens, so no mixture is predicted to take longer than `seconds`.
+        The budget is the tokens without context that fit. A token with context takes longer. It counts as more than
+        one if it takes longer than `seconds` divided by the budget. If a step's time grows at least in proportion to
+        its tokens, as measured steps' times do, no mixture is predicted to take longer than `seconds`.
         """
         if not (self._queues.waiting or self._queues.loading or self._rows_with_spans()):
             return
@@ -185,7 +185,7 @@ class Batcher:
 
     def take_spans(self, row: RunningTurn, batch: PlanBuilder, most: int) -> None:
         """Plans tokens of the row's spans for at most `most` of the budget."""
-        least = batch.budget - most
+        least = max(0, batch.budget - most)
         while row.spans and not row.leaving and (room := batch.room_for(row.spans[0], batch.budget - least)) > 0:
             start, end = row.spans[0].start, row.spans[0].end
             if start >= row.room and not self._extend(row, batch, min(end, start + room)):

@@ -37,6 +37,15 @@ def test_generation_and_prompts_share_a_step():
     harness.drain()
 
 
+@pytest.mark.parametrize("budget, owners", [(22, "abc"), (23, "ab")])
+def test_shares_that_do_not_divide_the_budget_stay_within_it(budget, owners):
+    harness = Harness(max_num_batched_tokens=budget, gpu_kv_chunks=80)
+    for number, owner in enumerate(owners):
+        harness.submit(range(60 * number, 60 * number + 60), 3, owner=owner)
+    assert harness.tick().tokens == budget
+    harness.drain()
+
+
 def test_long_prompts_come_in_pieces_within_the_token_budget():
     harness = Harness(max_num_batched_tokens=10)
     harness.submit(range(9), 20)

@@ -56,6 +56,14 @@ def test_all_ways_compute_the_formula(route, dtype):
         assert (y.cpu() - expected).norm() <= TOLERANCE[dtype] * expected.norm()
 
 
+@pytest.mark.parametrize("dtype, hidden, width", [(torch.bfloat16, 64, 12), (torch.float32, 20, 6)], ids=str)
+def test_widths_that_the_grouped_product_refuses_are_computed(dtype, hidden, width):
+    inputs = case("of every number", dtype, hidden, width)
+    expected = formula(*inputs)
+    y = torch.ops.pensieve.experts(*inputs)
+    assert (y.cpu() - expected).norm() <= TOLERANCE[dtype] * expected.norm()
+
+
 def test_an_infinite_result_of_an_expert_reaches_its_own_tokens_only():
     x, chosen, shares, up, down = case("one expert without tokens", torch.float32)
     up[4 * 2 * WIDTH : 5 * 2 * WIDTH] = float("inf")  # the one without tokens

@@ -233,6 +233,7 @@ LLAMA_8B = SimpleNamespace(
     kv_dtype=torch.bfloat16,
     kv_cache_dtype="auto",
     weight_bytes=2 * 8_030_261_248,
+    widened_bytes=0,
     chunk_bytes=lambda chunk_tokens: 2 * 32 * 8 * chunk_tokens * 128 * 2,
     kv_shape=lambda slots, chunk_tokens: (slots, 32, 2, 8, chunk_tokens, 128),
     manifest=SimpleNamespace(decoder=DECODER, tensor_parallel=1, max_model_len=131072, fingerprint="00"),
