@@ -1,7 +1,7 @@
 """paper: a paper's evaluation, figure by figure: runs, the paper's values beside ours, and a verdict.
 
     python -m pensieve.scripts.paper cachedattention --figures 13,21 --results docs/measured/paper-DATE.jsonl
-    python -m pensieve.scripts.paper pensieve --device cuda --engine DIR --figures 12 --results paper-DATE.jsonl
+    python -m pensieve.scripts.paper pensieve --device cuda --engine DIR --figures 3,12 --results paper-DATE.jsonl
     python -m pensieve.scripts.paper pensieve --report --results paper-*.jsonl --page docs/measured/pensieve.md
 
 Without `--device` figures are simulated. Every run is appended to the last file of `--results` as soon as it ends; runs
@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from ...scheduler.types import SettingError
-from ..command import check_least, check_matplotlib, exit_status, title_line
+from ..command import check_least, check_matplotlib, exit_status, flag, title_line
 from . import cachedattention, device, pensieve
 from .report import append, draw, gathered, read_figures, read_records, table, today, write_page
 
 PAPERS = ("pensieve", "cachedattention")
+CACHED_ONLY = ("models", "sessions", "warm_up", "sample")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -34,7 +35,6 @@ def parser() -> argparse.ArgumentParser:
     option = made.add_argument
     option("paper", choices=PAPERS)
     option("--figures", metavar="NUMBERS", help="comma between (default: all that can be run)")
-    option("--simulate", action="store_true", help="on a virtual clock (the default)")
     option("--device", choices=("cuda",), help="run what a GPU measures instead")
     option("--engine", type=Path, metavar="DIR", help="for --device, of an OPT-13B or Llama shape")
     option("--results", type=Path, nargs="+", metavar="FILE",
@@ -64,7 +64,7 @@ def tell(args: argparse.Namespace) -> None:
     """Runs what is missing, and prints the report. Raises SettingError."""
     files = args.results or [Path(f"paper-{today()}.jsonl")]
     chosen = numbers(args)
-    simulate = check(args) if args.paper == "cachedattention" else pensieve_cases
+    check(args)
     if args.plot:
         check_matplotlib("--plot")
     if args.device:
@@ -72,14 +72,12 @@ def tell(args: argparse.Namespace) -> None:
             for record in device.measure(args.paper, chosen, args.engine, Path(directory)):
                 append(files[-1], record)
     elif not args.report:
-        simulate(args, chosen, files)
+        (pensieve_cases if args.paper == "pensieve" else cached_cases)(args, chosen, files)
     report(args, files)
 
 
 def numbers(args: argparse.Namespace) -> list[str]:
     """The figures to run. Raises SettingError."""
-    if args.device and args.engine is None:
-        raise SettingError("--engine", "is needed with --device: build_engine makes one")
     if args.device:
         known = sorted({number for one in device.MEASUREMENTS[args.paper] for number in one.figures})
     else:
@@ -87,11 +85,24 @@ def numbers(args: argparse.Namespace) -> list[str]:
     chosen = args.figures.split(",") if args.figures else known
     if unknown := [number for number in chosen if number not in known]:
         raise SettingError("--figures", f"{unknown[0]!r} is none of {', '.join(known)}")
+    if args.device and args.engine is None and device.needs_engine(args.paper, chosen):
+        raise SettingError("--engine", "is needed for these figures: build_engine makes one")
     return chosen
 
 
-def check(args: argparse.Namespace) -> Callable[..., None]:
-    """Of CachedAttention's options; returns its runner. Raises SettingError."""
+def check(args: argparse.Namespace) -> None:
+    """Raises SettingError for an option without a meaning here, and for wrong ones of CachedAttention."""
+    default = parser().get_default
+    for name, reason in (
+        ("report", "not with --device, which runs commands" if args.device else ""),
+        ("engine", "" if args.device else "only with --device"),
+        ("trace", "not with --device, whose commands have their own loads" if args.device else ""),
+        *((name, "" if args.paper == "cachedattention" else "only for cachedattention") for name in CACHED_ONLY),
+    ):
+        if reason and getattr(args, name) != default(name):
+            raise SettingError(flag(name), reason)
+    if args.paper == "pensieve":
+        return
     for model in args.models.split(","):
         if model not in cachedattention.MODELS:
             raise SettingError("--models", f"must be of {', '.join(cachedattention.MODELS)}, not {model!r}")
@@ -105,7 +116,6 @@ def check(args: argparse.Namespace) -> Callable[..., None]:
         turns = sum(len(session.turns) for session in sessions)
         if not 0 <= args.warm_up < turns:
             raise SettingError("--warm-up", f"must leave some of {turns} turns, not {args.warm_up}")
-    return cached_cases
 
 
 # -- simulated runs
@@ -166,7 +176,8 @@ def report(args: argparse.Namespace, files: Sequence[Path]) -> None:
         for case, one in reports.items():
             print(cachedattention.case_line(case, one))
         simulated = cachedattention.values(reports)
-    figures, found = read_figures(args.paper), gathered(simulated, records)
+    computed = cachedattention.COMPUTED if args.paper == "cachedattention" else ()
+    figures, found = read_figures(args.paper), gathered(simulated, records, computed)
     print(text := table(figures, found))
     if args.page:
         write_page(args.page, text)

@@ -16,6 +16,7 @@ on average. docs/measured/cachedattention.md has the results.
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -120,6 +121,8 @@ FIGURES: dict[str, Callable[[str], list[Case]]] = {
     "save": lambda model: [pensieves(model, save="sync")] if model == "llama-65b" else [],
 }
 """The cases of each model; a case of several figures is run once."""
+COMPUTED = ("14", "15", "18", "19", "20")
+"""Figures whose values are arithmetic: 14 and 15 with simulated counts of tokens, the others from speeds."""
 
 
 # -- one run
@@ -258,13 +261,13 @@ def read_report(found: Mapping[str, Any]) -> Report:
 
 def values(reports: Mapping[Case, Report]) -> dict[str, dict[str, float]]:
     """By figure and claim, of the runs that are there; as claims.json names them."""
-    found: dict[str, dict[str, float]] = {**overlap_values(), **{number: {} for number in FIGURES if number > "20"}}
+    found: defaultdict[str, dict[str, float]] = defaultdict(dict, overlap_values())
     hits = {case: 100 * report.full_hits / report.requests for case, report in reports.items()}
     for model in MODELS:
         case, none = Case(model), recomputed(model)
         if case not in hits:
             continue
-        found.setdefault("13", {})[model] = hits[case]
+        found["13"][model] = hits[case]
         for name, other in (("GPU", Case(model, host=0, disk=0)), ("GPU and host", Case(model, disk=0))):
             if other in hits:
                 found["24"][f"{model}, {name}"] = hits[other]
@@ -272,9 +275,9 @@ def values(reports: Mapping[Case, Report]) -> dict[str, dict[str, float]]:
             found["22"][model] = hits[case] - hits[other]
         if none in reports:
             for number, value in _against(case, none, reports).items():
-                found.setdefault(number, {})[model] = value
+                found[number][model] = value
             for number, value in _against(case, none, reports, H200).items():
-                found.setdefault(number, {})[f"{model}, H200's costs"] = value
+                found[number][f"{model}, H200's costs"] = value
     names = {Case("").policy: "CA", "lru-plain": "LRU", "fifo-plain": "FIFO"}
     for case, hit in hits.items():
         if case == Case("llama-13b", case.policy, disk=case.disk) and case.policy in names:
@@ -286,7 +289,7 @@ def values(reports: Mapping[Case, Report]) -> dict[str, dict[str, float]]:
             found["25"][f"hit rate at {case.rate:g}/s"] = hit
             found["25"][f"TTFT at {case.rate:g}/s"] = first_token_s(case, reports[case], A100)
             found["25"][f"GPU hours at {case.rate:g}/s"] = 42 * gpu_hours(reports[case]) * MODELS[case.model].gpus
-    return {number: some for number, some in found.items() if some}
+    return dict(found)
 
 
 def _against(case: Case, none: Case, reports: Mapping[Case, Report], machine: Machine = A100) -> dict[str, float]:

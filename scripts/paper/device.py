@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...scheduler.types import SettingError
 from .pensieve import LIMITS_MS, between_rates
+from .report import today
 
 Lines = Sequence[Mapping[str, Any]]
 Values = dict[str, dict[str, float]]
@@ -21,11 +21,13 @@ THINK_60 = "--think-s 60 --turn-counts geometric"
 
 class Measurement(NamedTuple):
     """`words`: a command of scripts/ with its options, {engine} and {output} to be filled in. `figures`: those that
-    `read` gives values for, from the JSON lines that it prints or puts into {output}."""
+    `read` gives values for, from the JSON lines that it prints or puts into {output}. `how`: "hardware" for the paper's
+    settings on other GPUs."""
 
     figures: tuple[str, ...]
     words: tuple[str, ...]
     read: Callable[[Lines], Values]
+    how: str = "other settings"
 
 
 def of(lines: Lines, bench: str) -> Mapping[str, Any]:
@@ -46,7 +48,7 @@ def profile_values(lines: Lines) -> Values:
              for context, seconds in attention.items() if context > 1024}  # fmt: skip
     _, _, alone, _, both = profile["measured"]["copies"][-1]  # a CopyTime of whole records
     lost = {"speed that each direction loses while both run, %": 100 * (1 - alone / both)}
-    return {"3": prefill, "4": chunk, "5": lost}
+    return {"3": prefill, "4": chunk, "section 5": lost}
 
 
 def kernel_values(lines: Lines) -> Values:
@@ -94,9 +96,11 @@ def versus(number: str, base: str, name: str, shape: str, rates: str, load: str 
 OVER_VLLM = "requests/s over vLLM's"
 OPT, LLAMA = "opt-13b", "llama-2-13b-gqa"
 ULTRACHAT = f"{THINK_60} --synthetic ultrachat"
-KERNELS = Measurement(("12",), ("bench.kernels", "--heads", "40/40", "--shapes", "append"), kernel_values)
+KERNELS = Measurement(("12",), ("bench.kernels", "--heads", "40/40", "--shapes", "append"), kernel_values, "hardware")
 PROFILE_WORDS = "profile_engine --engine {engine} --device cuda --max-num-seqs 256 --max-num-batched-tokens 2048"
-PROFILE = Measurement(("3", "4", "5"), (*PROFILE_WORDS.split(), "--plots", "{output}", "--json"), profile_values)
+PROFILE = Measurement(
+    ("3", "4", "section 5"), (*PROFILE_WORDS.split(), "--plots", "{output}", "--json"), profile_values, "hardware"
+)
 TIERS = Measurement(
     ("14", "15", "19"), ("bench.tiers", "--engine", "{engine}", "--device", "cuda", "--parts", "tiers,preload"),
     tier_values,
@@ -112,17 +116,23 @@ MEASUREMENTS: dict[str, tuple[Measurement, ...]] = {
         versus("13", "pensieve:--batching separate", "time a token, separate over unified", LLAMA, "2 3 4"),
         versus("14", "pensieve:--eviction lru", "time a token, LRU over retention", OPT, "1 1.5 2"),
         versus("15", "vllm", "time a token, vLLM over Pensieve, think time 600 s", LLAMA, "1 2", "--think-s 600"),
-        versus("5", "pensieve:--link in-first", "time a token, in-first over duplex", LLAMA, "3 4"),
+        versus("section 5", "pensieve:--link in-first", "time a token, in-first over duplex", LLAMA, "3 4"),
     ),
     "cachedattention": (TIERS,),
 }
 
 
-def measure(paper: str, figures: Sequence[str], engine: Path, directory: Path) -> Iterator[dict[str, Any]]:
+def chosen(paper: str, figures: Sequence[str]) -> list[Measurement]:
+    return [one for one in MEASUREMENTS[paper] if set(figures) & set(one.figures)]
+
+
+def needs_engine(paper: str, figures: Sequence[str]) -> bool:
+    return any("{engine}" in one.words for one in chosen(paper, figures))
+
+
+def measure(paper: str, figures: Sequence[str], engine: Path | None, directory: Path) -> Iterator[dict[str, Any]]:
     """Records of the figures that a GPU measures, as soon as a command ends. Raises SettingError."""
-    for number, measurement in enumerate(MEASUREMENTS[paper]):
-        if not set(figures) & set(measurement.figures):
-            continue
+    for number, measurement in enumerate(chosen(paper, figures)):
         output = directory / f"{paper}-{number}"
         words = [word.format(engine=engine, output=output) for word in measurement.words]
         command = [sys.executable, "-m", f"pensieve.scripts.{words[0]}", *words[1:]]
@@ -131,7 +141,7 @@ def measure(paper: str, figures: Sequence[str], engine: Path, directory: Path) -
             raise SettingError("--device", f"`{' '.join(words)}` failed: its message is above")
         text = done.stdout + (output.read_text(encoding="utf-8") if output.is_file() else "")
         lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-        said = {"paper": paper, "how": "hardware", "date": time.strftime("%Y-%m-%d"), "source": " ".join(words)}
+        said = {"paper": paper, "how": measurement.how, "date": today(), "source": " ".join(words)}
         for figure, values in measurement.read(lines).items():
             if figure in figures:
                 yield {**said, "machine": machine(lines), "figure": figure, "values": values}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ HOWS = {
     "other settings": "on hardware with other settings",
     "cpu": "on a CPU with small models",
     "simulated": "simulated",
+    "computed": "computed",
 }
 """The best first: a figure is as good as the worst of its values."""
 WITHIN = 0.15
@@ -106,7 +107,7 @@ def read_records(paths: Iterable[Path], paper: str) -> list[dict[str, Any]]:
         for number, line in enumerate(lines, start=1):
             try:
                 record = json.loads(line)
-                known = record["how"] in HOWS and ("values" in record or "case" in record)
+                known = record["how"] in HOWS and "paper" in record and ("values" in record or "case" in record)
             except (ValueError, KeyError, TypeError):
                 known = False
             if not known:
@@ -122,12 +123,15 @@ def append(path: Path, record: Mapping[str, Any]) -> None:
         file.write(json.dumps(record) + "\n")
 
 
-def gathered(simulated: Mapping[str, Mapping[str, float]], records: Iterable[Mapping[str, Any]]) -> Found:
-    """Values of simulated runs, and those that records have: of one claim the better way counts, then a run, then the
-    later record."""
+def gathered(
+    simulated: Mapping[str, Mapping[str, float]], records: Iterable[Mapping[str, Any]], computed: Collection[str] = ()
+) -> Found:
+    """Values of simulated runs, those of the figures `computed` by arithmetic, and those that records have: of one
+    claim the better way counts, then a run, then the later record."""
     found: dict[str, dict[str, Value]] = {}
     ways = list(HOWS)
-    own = [{"figure": number, "how": "simulated", "values": values} for number, values in simulated.items()]
+    own = [{"figure": number, "how": "computed" if number in computed else "simulated", "values": values}
+           for number, values in simulated.items()]  # fmt: skip
     for record in [*records, *own]:
         figure = found.setdefault(record["figure"], {}) if "values" in record else {}
         for name, number in record.get("values", {}).items():
@@ -153,7 +157,9 @@ def table(figures: Sequence[Figure], found: Found) -> str:
 
 
 def _shown(value: Value | None) -> str:
-    return "-" if value is None else f"**{value.number:.3g}**" if value.how != "simulated" else f"{value.number:.3g}"
+    if value is None:
+        return "-"
+    return f"{value.number:.3g}" if value.how in ("simulated", "computed") else f"**{value.number:.3g}**"
 
 
 def write_page(page: Path, text: str) -> None:
@@ -183,7 +189,8 @@ def draw(figures: Sequence[Figure], found: Found, path: Path) -> None:
     for axes, (figure, pairs) in zip(grid.flat, shown, strict=False):
         places = range(len(pairs))
         axes.bar([x - 0.2 for x in places], [float(claim.said) for _, claim, _ in pairs], 0.4, label="the paper")
-        axes.bar([x + 0.2 for x in places], [value.number for *_, value in pairs], 0.4, label="ours")
+        hows = " and ".join(dict.fromkeys(value.how for *_, value in pairs))
+        axes.bar([x + 0.2 for x in places], [value.number for *_, value in pairs], 0.4, label=f"ours, {hows}")
         axes.set_title(f"{figure.number}: {figure.subject}", fontsize=8)
         axes.set_xticks(list(places), [name for name, *_ in pairs], rotation=25, ha="right", fontsize=6)
         axes.legend(fontsize=7)

@@ -1,6 +1,6 @@
 """A model of the paper's server: one queue in the order of arrival, and a cache of whole conversations behind it.
 
-It explains CachedAttention's hit rates (docs/measured/cachedattention.md). The simulation of Pensieve, in
+It explains a part of CachedAttention's hit rates (docs/measured/cachedattention.md). The simulation of Pensieve, in
 cachedattention.py, has the scheduler itself; here a turn takes a time for its reply and a time for each token of its
 prompt that is not cached, one turn after the other. Both times follow from the paper's figures 16 and 25.
 

@@ -150,6 +150,7 @@ def test_a_better_way_counts_and_then_the_later_record():
     ]
     assert gathered({"1": {"a": 1.0}}, records) == {"1": {"a": Value(3.0, "hardware")}}
     assert gathered({"1": {"a": 1.0}}, records[2:]) == {"1": {"a": Value(1.0, "simulated")}}
+    assert gathered({"1": {"a": 1.0}}, [], computed=("1",)) == {"1": {"a": Value(1.0, "computed")}}
 
 
 def a_report(known: int = 60) -> Report:
@@ -172,7 +173,6 @@ def test_every_claim_has_a_value_or_a_command():
         known |= {(line["figure"], name) for line in lines if line["paper"] == paper for name in line.get("values", ())}
         known |= {(number, device.OVER_VLLM) for number in pensieve.LIMITS_MS}
         known |= {(number, "requests/s over a stateless server's") for number in pensieve.LIMITS_MS}
-        known.add(("15", "requests/s over a stateless server's, think time 600 s"))
         for claims in read_figures(paper):
             unknown = [name for name in claims.claims if (claims.number, name) not in known]
             assert claims.not_run or not unknown, f"{paper} {claims.number}: {unknown}"
@@ -196,7 +196,7 @@ def test_a_point_of_pensieves_curves_is_simulated(monkeypatch, server):
 # -- recorded lines of commands
 
 
-def test_a_profiles_line_gives_pensieves_figures_3_to_5():
+def test_a_profiles_line_gives_pensieves_figures_3_and_4_and_the_links_loss():
     line = {
         "bench": "profile",
         "turns": [{"history": 4096, "prefill_recomputed": 5.282, "prefill_cached": 0.064, "generation": 2.845}],
@@ -206,7 +206,7 @@ def test_a_profiles_line_gives_pensieves_figures_3_to_5():
     found = device.profile_values([line])
     assert found["3"] == {"prefill over generation, 4,096 tokens of history": pytest.approx(1.857, rel=1e-3)}
     assert found["4"] == {"a chunk at 16,384 tokens over one at 1,024": pytest.approx(1.71, rel=1e-2)}
-    assert list(found["5"].values()) == [pytest.approx(9.6, abs=0.1)]
+    assert list(found["section 5"].values()) == [pytest.approx(9.6, abs=0.1)]
 
 
 def test_a_kernel_benchs_line_gives_figure_12():
@@ -250,13 +250,30 @@ def test_what_a_gpu_printed_becomes_a_record(monkeypatch, tmp_path):
     done = SimpleNamespace(returncode=0, stdout=f"some words\n{line}\n")
     monkeypatch.setattr(device.subprocess, "run", lambda *words, **how: done)
     results = tmp_path / "runs.jsonl"
-    options = ["pensieve", "--device", "cuda", "--engine", "engine", "--figures", "12", "--results", str(results)]
+    options = ["pensieve", "--device", "cuda", "--figures", "12", "--results", str(results)]  # needs no engine
     assert main(options) == 0
     (record,) = [json.loads(line) for line in results.read_text().splitlines()]
     assert (record["how"], record["figure"], record["machine"]) == ("hardware", "12", "NVIDIA H200")
     assert record["source"].startswith("bench.kernels") and len(record["values"]) == 3
     done.returncode = 1
     assert main(options) == 2
+
+
+def test_a_gpu_run_with_other_settings_reproduces_nothing(monkeypatch, tmp_path, capsys):
+    printed = [
+        {"server": server, "result": {"rate": rate, "ms_per_token_mean": ms * rate, "completed_per_s": rate}}
+        for server, ms in (("pensieve", 80.0), ("vllm", 100.0))
+        for rate in (1.0, 2.0)
+    ]
+    done = SimpleNamespace(returncode=0, stdout="\n".join(map(json.dumps, printed)))
+    monkeypatch.setattr(device.subprocess, "run", lambda *words, **how: done)
+    results = tmp_path / "runs.jsonl"
+    assert main(["pensieve", "--device", "cuda", "--figures", "10a,15", "--results", str(results)]) == 0
+    assert {json.loads(line)["how"] for line in results.read_text().splitlines()} == {"other settings"}
+    told = capsys.readouterr().out
+    assert "on hardware with other settings: agrees" in told and "reproduced" not in told
+    paper_settings = {one for some in device.MEASUREMENTS.values() for one in some if one.how == "hardware"}
+    assert paper_settings == {device.PROFILE, device.KERNELS}
 
 
 # -- the command
@@ -297,7 +314,10 @@ def test_the_values_are_drawn(tmp_path):
         (["--warm-up", "99999"], "--warm-up: must leave some of"),
         (["--sessions", "0"], "--sessions: must be at least 1"),
         (["--sample", "99"], "--sample: must be between 1 and 24"),
-        (["--device", "cuda"], "--engine: is needed with --device"),
+        (["--device", "cuda"], "--engine: is needed for these figures"),
+        (["--engine", "engine"], "--engine: only with --device"),
+        (["--device", "cuda", "--engine", "engine", "--trace", "file"], "--trace: not with --device"),
+        (["--device", "cuda", "--engine", "engine", "--report"], "--report: not with --device"),
     ],
 )
 def test_a_wrong_setting_is_named(capsys, options, message):
@@ -305,7 +325,16 @@ def test_a_wrong_setting_is_named(capsys, options, message):
     assert message in capsys.readouterr().err
 
 
-def test_a_damaged_record_is_named(capsys, tmp_path):
-    (tmp_path / "bad.jsonl").write_text('{"paper": "pensieve", "how": "guessed", "values": {}}\n')
+@pytest.mark.parametrize("option", ["--models=llama-13b", "--sessions=40", "--warm-up=20", "--sample=2"])
+def test_pensieve_refuses_the_options_of_cachedattention(capsys, option):
+    assert main(["pensieve", "--report", option]) == 2
+    assert f"{option.partition('=')[0]}: only for cachedattention" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line", ['{"paper": "pensieve", "how": "guessed", "values": {}}', '{"how": "cpu", "values": {}}', "[]"]
+)
+def test_a_damaged_record_is_named(capsys, tmp_path, line):
+    (tmp_path / "bad.jsonl").write_text(line + "\n")
     assert main(["pensieve", "--report", "--results", str(tmp_path / "bad.jsonl")]) == 2
     assert "bad.jsonl, line 1 is no record of `paper`" in capsys.readouterr().err
