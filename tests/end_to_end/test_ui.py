@@ -148,6 +148,7 @@ def test_chat_map_and_timeline_under_load(server, browser):
         assert sources["new"] > 0 and sum(sources.values()) > sources["new"]
         assert page.locator(".run").count() == len(sources)
 
+        expect(page.get_by_role("button", name="Send")).to_be_visible()  # until then it sends nothing
         message.fill("And the land?")
         message.press("Enter")
         expect(strip).to_have_count(2)
