@@ -21,7 +21,7 @@ class PlanBuilder:
         self.copies, self.evictor = copies, evictor
         self.budget = budget  # the tokens that the step can still take, each counted as `weigh` says
         self.weigh: Callable[[int], float] | None = None  # by its context, the count of a known token; None: 1
-        self.least = 0  # known tokens that the step takes whatever their context, within the budget
+        self.least = 0  # known tokens that the step takes with any context, within the budget
         self.joins: list[Join] = []
         self.origins: list[Origin] = []
         self.blocks: list[BlockUpdate] = []

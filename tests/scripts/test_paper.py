@@ -85,7 +85,7 @@ def in_turns(conversations: int, turns: int) -> list[Session]:
 
 
 def test_a_queue_in_rounds_defeats_lru_and_not_a_cache_that_knows_it():
-    """Whatever LRU evicts is what is needed next: none of a round is found if not all of it fits."""
+    """LRU evicts the session that is needed next. So if a round does not fit as a whole, no session of it is found."""
     setting = {"token_bytes": 1, "window": 10_000, "warm_up": 10}
     hits = {policy: play(in_turns(10, 4), policy, 1500, **setting).hit_of_later for policy in ("ca", "lru", "fifo")}
     assert hits["lru"] <= 0.2 and hits["fifo"] < 0.4 and hits["ca"] >= 0.5
