@@ -36,7 +36,7 @@ class Engine:
         self.vocab_size = manifest.vocab_size
         shapes = parameter_shapes(manifest.decoder, manifest.tensor_parallel)
         self.parameters = sum(math.prod(shape) for shape in shapes.values())  # of this rank
-        self.active_parameters = active_parameters(manifest.decoder, manifest.tensor_parallel)  # those a token uses
+        self.active_parameters = active_parameters(manifest.decoder, manifest.tensor_parallel)  # that one token uses
         self.weight_bytes = manifest.weight_bytes  # of this rank
         largest = max(math.prod(shape) for name, shape in shapes.items() if name.startswith("layers."))
         self.widened_bytes = largest * self.dtype.itemsize if manifest.int4 else 0  # of int4, for a long step

@@ -20,9 +20,10 @@ THINK_60 = "--think-s 60 --turn-counts geometric"
 
 
 class Measurement(NamedTuple):
-    """`words`: a command of scripts/ with its options, {engine} and {output} to be filled in. `figures`: those that
-    `read` gives values for, from the JSON lines that it prints or puts into {output}. `how`: "hardware" for the paper's
-    settings on other GPUs."""
+    """words    a command of scripts/ with its options; {engine} and {output} are filled in
+    figures     the figures whose values `read` finds in the command's JSON lines (printed, or in {output})
+    how         "hardware": the paper's settings on other GPUs
+    """
 
     figures: tuple[str, ...]
     words: tuple[str, ...]

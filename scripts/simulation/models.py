@@ -16,7 +16,7 @@ ELEMENT_BYTES = 2  # bf16 weights and KV
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """active_parameters: those that a token uses; None: all."""
+    """active_parameters: the parameters that one token uses; None: all of them."""
 
     parameters: int
     layers: int
