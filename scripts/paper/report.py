@@ -126,7 +126,7 @@ def append(path: Path, record: Mapping[str, Any]) -> None:
 def gathered(
     simulated: Mapping[str, Mapping[str, float]], records: Iterable[Mapping[str, Any]], computed: Collection[str] = ()
 ) -> Found:
-    """Returns the values by figure and claim: of simulated runs, of the figures `computed` by arithmetic, and of records.
+    """Returns the values by figure and claim: of simulated runs, of figures `computed` by arithmetic, and of records.
     If a claim has several values, the better way counts, then a run, then the later record."""
     found: dict[str, dict[str, Value]] = {}
     ways = list(HOWS)

@@ -25,9 +25,12 @@ turns (figure 25). So a turn takes 0.27 s with its KV and 1.07 without, and the 
 
 
 class Outcome(NamedTuple):
-    """hit       share of the counted turns whose KV was found
-    hit_of_later the same of the counted turns that are not the first of their session
-    The other fields: seconds that the median turn waited, and hours in which the GPUs were busy.
+    """Of the counted turns.
+
+    hit          the share whose KV was found; `hit_of_later`: of the turns that are not the first of their session
+    first        the share that is the first of its session
+    wait_s       seconds that the median turn waited
+    busy_hours   hours in which the GPUs were busy
     """
 
     hit: float
