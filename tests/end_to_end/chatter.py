@@ -1,7 +1,7 @@
 """Random conversations through scheduler, executor and a real engine, each reply compared with plain transformers.
 
 A reply's token is right if it is the reference's greedy choice over the same context; where the reference itself is
-undecided (its gap between the two tokens is at most 1e-3) the run goes on with the token it got.
+undecided (its gap between the two tokens is at most `undecided`) the run goes on with the token it got.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ def slow_link_profile(config, chunk_bytes, chunks_a_step=4):
 class Chatter:
     """`longest`: tokens of a log from which on a client begins a new one; beyond `max_model_len` contexts overflow.
     `longest_reply`: its tokens, at most.
+    `undecided`: gap between two tokens' logits up to which either is right.
     `openings`: tokens with which a log may begin. `disk`: DiskSettings, of as many slots as the settings say.
     """
 
@@ -70,6 +71,7 @@ class Chatter:
         longest=150,
         openings=(16, 21, 40),
         longest_reply=16,
+        undecided=UNDECIDED,
         make_executor=Executor,
         **settings,
     ):
@@ -86,11 +88,12 @@ class Chatter:
         )
         self.config = SchedulerConfig(**(defaults | settings))
         self.vocabulary = engine.manifest.vocab_size
-        self.reference = reference
+        self.reference, self.undecided = reference, undecided
         self._engine, self._seed, self._disturbed, self._disk = engine, seed, disturbed, disk
         self._host_form, self._make_executor = host_form, make_executor
         self._begin()
         self.ids = ids
+        self.names = [f"c{number}" for number in range(8)]  # and the last two forks
         self.logs: dict[str, list[int]] = {}
         self.anonymous: list[list[int]] = []
         self.counts: Counter[str] = Counter()
@@ -115,6 +118,7 @@ class Chatter:
 
     def restart(self):
         """Restarts at any time: open turns and the contents of memory are lost."""
+        self.counts += self._stats()
         self.executor.close()
         self._begin()
         self.counts["restarted"] += 1
@@ -127,7 +131,7 @@ class Chatter:
     def _write(self):
         """A turn: of a named conversation, or a whole history without a name."""
         named = self.random.random() < self.ids
-        name = f"c{self.random.randrange(8)}" if named else None
+        name = self.random.choice(self.names) if named else None
         log = self.logs.get(name) if named else self.random.choice(self.anonymous or [None])
         if not log or len(log) > self.longest:
             log = self.random.choice(self.openings)
@@ -150,21 +154,26 @@ class Chatter:
             del self.open[request]
             self.counts["aborted"] += 1
         if self.logs and self.random.random() < 0.05:
-            source, new = self.random.choice(list(self.logs)), f"c{self.random.randrange(8)}"
-            known = self.scheduler.conversations  # not after a restart; and of ends that no client has heard
-            if source in known and new not in known:
+            source = self.random.choice(list(self.logs))
+            if source in self.scheduler.conversations:  # none is after a restart
+                self.counts["forked"] += 1
+                new = f"f{self.counts['forked']}"
                 self.scheduler.conversations.fork(source, new, time.monotonic())
                 self.logs[new] = self.logs[source]
-                self.counts["forked"] += 1
+                self.names = [*self.names[:8], *self.names[8:][-1:], new]
 
     # -- the loop
 
-    def run(self, turns, restarts=0, until=lambda counts: True):
-        """`restarts`: number of restarts at random times. `until`: returns whether the rare events have happened; until
-        then there are more turns, at most ten times as many."""
+    def run(self, turns, restarts=0, events=(), also=lambda: True):
+        """`restarts`: number of restarts at random times. `events`: those whose counts must not be 0 at the end. Until
+        then, and until `also` returns true, there are more turns, at most ten times as many.
+        """
+
+        def missing():
+            return [event for event in events if not (self.counts + self._stats())[event]]
 
         def more():
-            return self.requests < turns or (self.requests < 10 * turns and not until(self.counts))
+            return self.requests < turns or (self.requests < 10 * turns and not (also() and not missing()))
 
         loop = EngineLoop(self.scheduler, self)
         moments = sorted(self.random.sample(range(1, turns), restarts), reverse=True)
@@ -180,12 +189,16 @@ class Chatter:
             if applied is not None:
                 self._apply(applied)
             self.scheduler.check()
-        stats = self.scheduler.stats()
-        self.counts["suspended"] += stats.suspensions
-        self.counts["dropped"] += stats.dropped
-        assert stats.slots["gpu"]["in_use"] == 0 and self.scheduler.idle
+        assert not missing(), f"{missing()} never occurred: {dict(self.counts)}"
+        assert self.scheduler.stats().slots["gpu"]["in_use"] == 0 and self.scheduler.idle
+        self.counts += self._stats()
         self.executor.close()
         return self.counts
+
+    def _stats(self):
+        """Counts since the last start."""
+        stats = self.scheduler.stats()
+        return Counter(suspended=stats.suspensions, dropped=stats.dropped)
 
     # -- the loop's executor
 
@@ -219,7 +232,7 @@ class Chatter:
         tokens = [*turn.request.prompt, *turn.reply]
         assert len(turn.reply) == turn.request.max_tokens
         if len(tokens) - 1 <= self.config.max_model_len:
-            check_greedy(self.reference, tokens, len(turn.request.prompt))
+            check_greedy(self.reference, tokens, len(turn.request.prompt), self.undecided)
         else:
             check_overflowing(self.reference, tokens, len(turn.request.prompt), self.config.windows, turn.base)
             self.counts["begun anew"] += turn.base > 0
@@ -231,9 +244,9 @@ class Chatter:
 
 
 @torch.inference_mode()
-def check_greedy(reference, tokens, start):
+def check_greedy(reference, tokens, start, undecided=UNDECIDED):
     """Every token from `start` on is the reference's greedy choice behind those before it."""
-    _check_choices(reference(torch.tensor([tokens[:-1]])).logits[0, start - 1 :], tokens[start:])
+    _check_choices(reference(torch.tensor([tokens[:-1]])).logits[0, start - 1 :], tokens[start:], undecided)
 
 
 @torch.inference_mode()
@@ -258,9 +271,9 @@ def check_overflowing(reference, tokens, start, windows: ContextWindow, base):
     _check_choices(logits[0, start - base - 1 :], tokens[start:])
 
 
-def _check_choices(logits, tokens):
+def _check_choices(logits, tokens, undecided=UNDECIDED):
     best = logits.max(dim=-1).values
     got = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
     gap = best - got
-    wrong = (gap > UNDECIDED).nonzero()
+    wrong = (gap > undecided).nonzero()
     assert not len(wrong), f"reply token {int(wrong[0])} of {len(got)} is off by {float(gap[wrong[0]])} in logits"

@@ -3,7 +3,7 @@ JSON list of the keyword arguments of successive `Chatter` objects. Rank 0 print
 
 `slow`: only this rank's copies and steps are delayed at random. `bad_disk`: only this rank's disk returns wrong data.
 `failing_copies`: some copies to HOST fail on this rank only. `restarts`: number of restarts of all ranks at random
-times.
+times. `events`: as of `Chatter.run`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import sys
 from collections import Counter, deque
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -50,7 +49,18 @@ def main(checkpoint, directory, runs):
 
 
 def chat(
-    ranks, engine, reference, directory, *, turns, restarts=0, slow=None, bad_disk=None, failing_copies=None, **settings
+    ranks,
+    engine,
+    reference,
+    directory,
+    *,
+    turns,
+    restarts=0,
+    events=(),
+    slow=None,
+    bad_disk=None,
+    failing_copies=None,
+    **settings,
 ):
     """Runs one `Chatter`; returns the counts of events on rank 0."""
     if slow is not None:
@@ -66,7 +76,7 @@ def chat(
             settings["disk"] = settings["disk"]._replace(system=disk.calls)
     if ranks.rank == 0:
         chatter = Chatter(engine, reference, make_executor=partial(lead, ranks), **settings)
-        happened = chatter.run(turns, restarts, until=itemgetter("disk") if slots else lambda counts: True)
+        happened = chatter.run(turns, restarts, events)
         happened["failed_copies"] = chatter.scheduler.stats().bad_copies
     else:
         chatter = Chatter(engine, reference, **settings)

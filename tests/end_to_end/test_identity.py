@@ -53,17 +53,16 @@ def test_replies_at_other_pool_sizes(model, ids, host):
     """GPU cache only, and a host that holds everything."""
     engine, reference, happened = model
     chatter = Chatter(engine, reference, 7, ids=ids, host_kv_chunks=host, gpu_kv_chunks=29)
-    counts = chatter.run(TURNS)
-    assert (counts["host"] > 0) == (host > 0)
+    counts = chatter.run(TURNS, events=["host"] if host else [])
+    assert host or not counts["host"]
     happened.update(counts)
 
 
 @pytest.mark.parametrize("disturbed", [False, True], ids=["", "disturbed"])
 def test_replies_that_outgrow_the_pool(model, disturbed):
     engine, reference, happened = model
-    counts = Chatter(engine, reference, 9, disturbed=disturbed, gpu_kv_chunks=29, **TIGHT).run(TURNS)
-    assert counts["suspended"] > 0
-    happened.update(counts)
+    chatter = Chatter(engine, reference, 9, disturbed=disturbed, gpu_kv_chunks=29, **TIGHT)
+    happened.update(chatter.run(TURNS, events=["suspended"]))
 
 
 def test_replies_without_reuse(model):
@@ -87,9 +86,7 @@ def test_replies_of_compiled_engines(kind, disturbed, tmp_path_factory):
     torch.set_num_threads(1)
     directory, reference = compiled_engine(kind, tmp_path_factory)
     chatter = Chatter(open_engine(directory), reference, 11 + disturbed, disturbed=disturbed, gpu_kv_chunks=29)
-    counts = chatter.run(2 * TURNS)
-    for event in ("gpu", "host", "recomputed", "new", "dropped"):
-        assert counts[event] > 0, f"{event} never occurred"
+    chatter.run(2 * TURNS, events=("gpu", "host", "recomputed", "new", "dropped"))
 
 
 def test_everything_has_happened(model):

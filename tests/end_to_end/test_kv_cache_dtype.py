@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from operator import itemgetter
-
 import pytest
 
 from pensieve.builder.build import build_engine
@@ -19,41 +17,42 @@ from .server import Server
 from .test_lower_tier import SumsEngine, every_next_token_of
 from .test_server import wait_for
 
-EVENTS = ("gpu", "host", "recomputed", "new", "disjoint", "suspended", "dropped", "aborted", "branched", "forked")
+EVENTS = ("gpu", "host", "recomputed", "new", "disjoint", "dropped", "aborted", "branched", "forked")
+
+# A number halfway between two codes gets one or the other, by the last bit of float32 sums, which depends on the sizes
+# of the step. Logits then differ by up to 0.24 (measured; 7,200 contexts). They spread by 2.2.
+ONE_CODE = 0.3
+
 DISK = dict(gpu_kv_chunks=27, host_kv_chunks=14, disk_kv_chunks=80)
 
 
 @pytest.mark.parametrize("disturbed", [False, True], ids=["", "disturbed"])
 def test_replies_are_right_where_codes_are_exact(disturbed):
-    counts = Chatter(
-        SumsEngine(16, kv_dtype=DTYPE), every_next_token_of(16), 22, disturbed=disturbed, gpu_kv_chunks=27
-    ).run(60)
-    for event in ("gpu", "host", "recomputed", "dropped"):
-        assert counts[event] > 0, f"{event} never occurred"
+    engine, cold = SumsEngine(16, kv_dtype=DTYPE), every_next_token_of(16)
+    chatter = Chatter(engine, cold, 22, disturbed=disturbed, gpu_kv_chunks=27)
+    chatter.run(60, events=("gpu", "host", "recomputed", "dropped"))
 
 
 def test_replies_are_right_from_the_disk(tmp_path):
     disk = DiskSettings(tmp_path, 80, "ab")
     chatter = Chatter(SumsEngine(16, kv_dtype=DTYPE), every_next_token_of(16), 3, disk=disk, **DISK)
-    counts = chatter.run(60, restarts=2, until=itemgetter("disk"))
-    assert counts["disk"] > 0 and counts["restarted"] == 2, counts
+    assert chatter.run(60, restarts=2, events=["disk"])["restarted"] == 2
 
 
 @pytest.mark.parametrize("kind", ["llama", "opt"])
 def test_replies_are_those_of_a_cold_run(kind, tmp_path):
     """The cold run computes each context at once, in its own pool in eight bits."""
-    engine, cold = TinyEngine(kind, kv_dtype=DTYPE), Reference(kind, DTYPE)
-    counts = Chatter(engine, cold, 1, disturbed=True, gpu_kv_chunks=29).run(50)
-    counts += Chatter(engine, cold, 2, gpu_kv_chunks=29, **TIGHT).run(20)
+    engine, cold, sizes = TinyEngine(kind, kv_dtype=DTYPE), Reference(kind, DTYPE), dict(undecided=ONE_CODE)
+    Chatter(engine, cold, 1, disturbed=True, gpu_kv_chunks=29, **sizes).run(50, events=EVENTS)
+    Chatter(engine, cold, 2, gpu_kv_chunks=29, **sizes, **TIGHT).run(20, events=["suspended"])
     disk = DiskSettings(tmp_path, 80, "ab")
-    counts += Chatter(engine, cold, 3, disk=disk, **DISK).run(50, restarts=2, until=itemgetter("disk"))
-    for event in (*EVENTS, "disk"):
-        assert counts[event] > 0, f"{event} never occurred"
+    Chatter(engine, cold, 3, disk=disk, **sizes, **DISK).run(50, restarts=2, events=["disk"])
 
 
 def test_the_cold_run_is_not_that_of_the_engine_s_dtype():
     with pytest.raises(AssertionError, match="is off by"):
-        Chatter(TinyEngine("llama", kv_dtype=DTYPE), Reference("llama"), 1, gpu_kv_chunks=29).run(60)
+        engine = TinyEngine("llama", kv_dtype=DTYPE)
+        Chatter(engine, Reference("llama"), 1, gpu_kv_chunks=29, undecided=ONE_CODE).run(600)
 
 
 def test_the_offline_api_takes_it(tmp_path):
