@@ -1,11 +1,12 @@
 """Times the attention kernel on a GPU beside FlashAttention-3's measured times and three other ways to the same result.
 
-    python -m pensieve.scripts.bench.kernels [--heads 40/10 ...] [--shapes decode ...] [--plot kernels.png]
+    python -m pensieve.scripts.bench.kernels [--heads 40/10 ...] [--shapes decode ...] [--queries 1 2 4] [--plot FILE]
 
 Ways: `ours`, over scattered chunks; `in a row`, ours in a graph of eight layers, per layer; `contiguous`, PyTorch's
 FlashAttention-2 over KV that lies contiguous for free; `copy out`, the same behind a copy out of the chunks; `one
-token`, our kernel asked for one query token at a time. Each is a captured graph, launched with a cold L2 and timed by
-events; the median counts. The last line is JSON.
+token`, one launch of our kernel that takes each query token for a request of its own; `rounds`, where each request has
+the same few query tokens: one launch after the other, for the first query token of each request, then the second. Each
+is a captured graph, launched with a cold L2 and timed by events; the median counts. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -30,15 +31,16 @@ CHUNK, HEAD_DIM, LAYERS = 32, 128, 4
 SCALE = HEAD_DIM**-0.5
 HEADS = ("40/40", "40/10", "32/8")
 UNCOUNTED = 3  # first times
+MOST_ROUNDS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Requests as (query tokens, context), and the microseconds FlashAttention-3 takes on an H200, by HEADS."""
+    """Requests as (query tokens, context), and FlashAttention-3's microseconds on an H200, by HEADS, if known."""
 
     name: str
     requests: tuple[tuple[int, int], ...]
-    fa3: tuple[int, int, int]
+    fa3: tuple[int, int, int] | None = None
 
     @property
     def uniform(self) -> bool:
@@ -65,6 +67,11 @@ SHAPES = (
 )
 
 
+def queries_shape(queries: int) -> Shape:
+    """32 requests of that many query tokens at 8,192, a point of Pensieve's figure 12 with other query sizes."""
+    return Shape(f"queries 32 x {queries} at 8192", ((queries, 8192),) * 32)
+
+
 class Batch:
     """The tensors of one shape, whose chunks lie in random order in the first slots of a pool."""
 
@@ -81,6 +88,10 @@ class Batch:
         ]
         single = [(at + j, 1, 0, end - n + j + 1, i) for at, n, _, end, i in rows for j in range(n)]
         self.segments, self.single = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in (rows, single))
+        queries = shape.requests[0][0]
+        self.rounds = (
+            [self.single[j::queries] for j in range(queries)] if shape.uniform and queries <= MOST_ROUNDS else []
+        )
         self.q = torch.randn(starts[-1], heads, HEAD_DIM, device="cuda").to(torch.bfloat16)
         self.ends = [0, *itertools.accumulate(context for _, context in shape.requests)]
         self.starts = starts
@@ -192,6 +203,9 @@ def measure(batch: Batch, flush: Tensor, others: bool) -> dict[str, float]:
         times["copy out"] = microseconds(lambda: flash(batch.copied(places, 1)), flush, 9)
         alone = batch.work(batch.single)
         times["one token"] = microseconds(lambda: batch.attend(alone, 1), flush, 9)
+        if batch.rounds:
+            rounds = [batch.work(segments) for segments in batch.rounds]
+            times["rounds"] = microseconds(lambda: [batch.attend(work, 1) for work in rounds], flush, 9)
     return times
 
 
@@ -200,7 +214,7 @@ def plot(results: list[dict], path: str) -> None:
     figure, axes = subplots("--plot", 1, len(HEADS), figsize=(15, 4))
     for heads, axis in zip(HEADS, axes, strict=True):
         rows = [r for r in results if r["heads"] == heads and r["shape"].startswith("append")]
-        for way in ("ours", "contiguous", "copy out", "one token", "fa3"):
+        for way in ("ours", "contiguous", "copy out", "one token", "rounds", "fa3"):
             axis.plot([int(r["shape"].split()[-1]) for r in rows], [r[way] for r in rows], marker="o", label=way)
         axis.set(title=f"{heads} heads", xlabel="context, tokens", ylabel="us", yscale="log", xscale="log")
     axes[0].legend()
@@ -211,6 +225,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="times the attention kernel beside others")
     parser.add_argument("--heads", nargs="+", default=HEADS, choices=HEADS, help="query heads/key heads")
     parser.add_argument("--shapes", nargs="+", default=("",), help="shapes whose names contain one of these")
+    parser.add_argument(
+        "--queries", nargs="+", type=int, default=(), help="also 32 requests of that many query tokens at 8,192"
+    )
     parser.add_argument("--only-ours", action="store_true", help="leave the other ways out")
     add_kv_cache_dtype(parser)
     parser.add_argument("--plot", help="file for the figure")
@@ -221,21 +238,27 @@ def main() -> None:
     report = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, **ceilings(flush)}
     print(f"{report['gpu']}: copy {report['copy_tb_s']:.2f} TB/s, matrix {report['matrix_tflop_s']:.0f} TFLOP/s")
     chosen = [shape for shape in SHAPES if any(part in shape.name for part in options.shapes)]
+    chosen += map(queries_shape, options.queries)
     slots = max(sum(-(-context // CHUNK) for _, context in shape.requests) for shape in chosen)
     results = []
-    print(f"{'shape':28} heads   FA3 us   ours  ratio  in a row  TB/s  TFLOP/s  contiguous  copy out  one token  error")
+    ways = ("contiguous", "copy out", "one token", "rounds")
+    columns = "".join(f"{way:>11}" for way in ways)
+    print(f"{'shape':28} heads   FA3 us   ours  ratio  in a row  TB/s TFLOP/s {columns}    error")
     for heads in options.heads:
         q_heads, kv_heads = map(int, heads.split("/"))
         pool = random_pool(slots, kv_heads, fp8)
         for shape in chosen:
-            row = {"shape": shape.name, "heads": heads, "fa3": shape.fa3[HEADS.index(heads)]}
+            row = {"shape": shape.name, "heads": heads}
+            if shape.fa3:
+                row["fa3"] = shape.fa3[HEADS.index(heads)]
             row |= measure(Batch(shape, q_heads, pool), flush, not (options.only_ours or fp8))
             read = sum(context for _, context in shape.requests) * kv_heads * 2 * pool.shape[5] * pool.element_size()
             work = sum(n * (context - (n - 1) / 2) for n, context in shape.requests) * q_heads * HEAD_DIM * 4
             row |= {"tb_s": read / row["ours"] / 1e6, "tflop_s": work / row["ours"] / 1e6}
-            others = "".join(f"{row.get(way, 0):11.0f}" for way in ("contiguous", "copy out", "one token"))
+            others = "".join(f"{row.get(way, 0):11.0f}" for way in ways)
+            fa3 = row.get("fa3", 0)
             print(
-                f"{shape.name:28} {heads:6} {row['fa3']:6} {row['ours']:8.1f} {row['fa3'] / row['ours']:5.2f} "
+                f"{shape.name:28} {heads:6} {fa3:6} {row['ours']:8.1f} {fa3 / row['ours']:5.2f} "
                 f"{row['in a row']:8.1f} {row['tb_s']:6.2f} {row['tflop_s']:7.0f} {others} {row.get('error', 0):9.2g}",
                 flush=True,
             )

@@ -53,10 +53,14 @@ def profile_values(lines: Lines) -> Values:
 
 
 def kernel_values(lines: Lines) -> Values:
-    rows = [row for row in lines[-1]["results"] if row["heads"] == "40/40" and row["shape"].startswith("append")]
-    ways = {"contiguous": "contiguous", "copy out": "copied out", "one token": "one token at a time"}
-    return {"12": {f"{name} over ours, {int(row['shape'].split()[-1]):,} tokens": row[way] / row["ours"]
-                   for row in rows for way, name in ways.items()}}  # fmt: skip
+    """Of shapes like "append 32 x 8 at 8192", the paper's, and "queries 32 x 4 at 8192"."""
+    values = {}
+    ways = {"contiguous": "contiguous", "copy out": "copied out", "rounds": "one token a round"}
+    for row in lines[-1]["results"]:
+        kind, _, _, queries, _, context = row["shape"].split()
+        tokens = f"{int(context):,} tokens" if kind == "append" else f"{queries} query tokens at {int(context):,}"
+        values |= {f"{name} over ours, {tokens}": row[way] / row["ours"] for way, name in ways.items()}
+    return {"12": values}
 
 
 def tier_values(lines: Lines) -> Values:
@@ -97,7 +101,12 @@ def versus(number: str, base: str, name: str, shape: str, rates: str, load: str 
 OVER_VLLM = "requests/s over vLLM's"
 OPT, LLAMA = "opt-13b", "llama-2-13b-gqa"
 ULTRACHAT = f"{THINK_60} --synthetic ultrachat"
-KERNELS = Measurement(("12",), ("bench.kernels", "--heads", "40/40", "--shapes", "append"), kernel_values, "hardware")
+KERNELS = Measurement(
+    ("12",),
+    ("bench.kernels", "--heads", "40/40", "--shapes", "append", "--queries", "1", "2", "4", "16", "32"),
+    kernel_values,
+    "hardware",
+)
 PROFILE_WORDS = "profile_engine --engine {engine} --device cuda --max-num-seqs 256 --max-num-batched-tokens 2048"
 PROFILE = Measurement(
     ("3", "4", "section 5"), (*PROFILE_WORDS.split(), "--plots", "{output}", "--json"), profile_values, "hardware"

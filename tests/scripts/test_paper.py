@@ -210,11 +210,13 @@ def test_a_profiles_line_gives_pensieves_figures_3_and_4_and_the_links_loss():
 
 
 def test_a_kernel_benchs_line_gives_figure_12():
-    row = {"shape": "append 32 x 8 at 8192", "heads": "40/40", "ours": 1252.4, "contiguous": 2100.0}
-    line = {"gpu": "NVIDIA H200", "results": [{**row, "copy out": 17318.0, "one token": 9486.0}]}
+    row = {"heads": "40/40", "ours": 1252.4, "contiguous": 2100.0, "copy out": 17318.0, "rounds": 9486.0}
+    shapes = ("append 32 x 8 at 8192", "queries 32 x 4 at 8192")
+    line = {"gpu": "NVIDIA H200", "results": [{"shape": shape, **row} for shape in shapes]}
     found = device.kernel_values([line])["12"]
     assert found["copied out over ours, 8,192 tokens"] == pytest.approx(13.83, rel=1e-3)
-    assert device.machine([line]) == "NVIDIA H200" and len(found) == 3
+    assert found["one token a round over ours, 4 query tokens at 8,192"] == pytest.approx(7.574, rel=1e-3)
+    assert device.machine([line]) == "NVIDIA H200" and len(found) == 6
 
 
 def test_a_tier_benchs_lines_give_cachedattentions_figures():
@@ -246,7 +248,7 @@ def test_the_commands_for_a_gpu_exist_with_their_options(measurement):
 
 def test_what_a_gpu_printed_becomes_a_record(monkeypatch, tmp_path):
     row = {"shape": "append 32 x 8 at 8192", "heads": "40/40", "ours": 1.0, "contiguous": 2.0, "copy out": 3.0}
-    line = json.dumps({"gpu": "NVIDIA H200", "results": [{**row, "one token": 4.0}]})
+    line = json.dumps({"gpu": "NVIDIA H200", "results": [{**row, "rounds": 4.0}]})
     done = SimpleNamespace(returncode=0, stdout=f"some words\n{line}\n")
     monkeypatch.setattr(device.subprocess, "run", lambda *words, **how: done)
     results = tmp_path / "runs.jsonl"
