@@ -57,6 +57,8 @@ class RayCluster:
         self._address = f"http://127.0.0.1:{dashboard}"
         # Without a setting, Ray asks for a token if its user has one.
         settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+        # A replica that says later how long its queue is (by default 0.1 s) loses the turn to another one.
+        settings["RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S"] = "10"
         self._environment = os.environ | settings | (environment or {})
         ports = ["--port", gcs, "--dashboard-port", dashboard, "--ray-client-server-port", clients]
         ports += ["--min-worker-port", 0, "--max-worker-port", 0]  # any: those above may be in the usual range
@@ -160,6 +162,8 @@ def of_session(leader):
 
 def descendants(pid):
     """The processes that its threads have started, with theirs."""
-    lists = [task.read_text() for task in Path(f"/proc/{pid}/task").glob("*/children")]
-    direct = [int(word) for words in lists for word in words.split()]
+    direct = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended
+            direct += map(int, task.read_text().split())
     return [*direct, *(further for child in direct for further in descendants(child))]

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import httpx
@@ -160,10 +161,12 @@ def check_limits_and_metrics(cluster, replicas):
 
 def requests(cluster, replicas, finish):
     """How many requests of all replicas have ended so."""
-    targets = HTTP.get(f"{cluster.url}/replicas").json()
-    names = [target["labels"]["instance"] for target in targets]
-    assert set(names) == replicas.keys()
-    texts = [HTTP.get(f"{cluster.url}/metrics", params={"replica": name}).text for name in names]
+
+    def named():
+        return {target["labels"]["instance"] for target in HTTP.get(f"{cluster.url}/replicas").json()}
+
+    until(lambda: named() == replicas.keys(), lambda: f"{named()} are not {replicas.keys()}")
+    texts = [HTTP.get(f"{cluster.url}/metrics", params={"replica": name}).text for name in replicas]
     samples = [dict(line.rsplit(" ", 1) for line in text.splitlines() if line[:1] != "#") for text in texts]
     return sum(float(one.get(f'pensieve:requests_total{{finish="{finish}"}}', 0)) for one in samples)
 
@@ -190,7 +193,8 @@ def kill_in_mid_reply(cluster, name, pid, dialogues):
         for line in itertools.islice((line for line in lines if line.startswith("data: {")), 3):
             assert "error" not in json.loads(line[6:])
         for process in (pid, *descendants(pid)):
-            os.kill(process, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
         killed = time.monotonic()
         with pytest.raises(httpx.TransportError):  # an end that cannot be taken for a whole reply
             list(lines)
