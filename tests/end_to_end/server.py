@@ -84,6 +84,18 @@ class Server:
         return [float(values[name]) for name in names]
 
 
+def smallest_gap(tokens, reply):
+    """Between the logprobs of the two likeliest tokens, up to the first token that differs from the reply."""
+    text, gaps = b"", []
+    for token in tokens:
+        best, second = token["top_logprobs"]
+        gaps.append(best["logprob"] - second["logprob"])
+        text += bytes(token["bytes"] or b"")
+        if not reply.encode().startswith(text):
+            break
+    return min(gaps)
+
+
 class Hog:
     """A context manager: while it is open a request holds a seat. Its reply takes many seconds on any machine."""
 

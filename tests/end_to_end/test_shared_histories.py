@@ -29,7 +29,7 @@ from pensieve.runtime.conversations.store import HistoryStore
 
 from ..postgres import PrivatePostgres
 from .chatter import UNDECIDED
-from .server import HTTP, Server
+from .server import HTTP, Server, smallest_gap
 
 SECONDS = 10.0
 WORKERS = 4
@@ -396,18 +396,6 @@ def says_again(server, said, reply, **named):
     same = choice["message"]["content"] == reply
     assert same or smallest_gap(choice["logprobs"]["content"], reply) < UNDECIDED, (reply, choice)
     return same
-
-
-def smallest_gap(tokens, reply):
-    """Between the logprobs of the two likeliest tokens, up to the first token that differs from the reply."""
-    text, gaps = b"", []
-    for token in tokens:
-        best, second = token["top_logprobs"]
-        gaps.append(best["logprob"] - second["logprob"])
-        text += bytes(token["bytes"] or b"")
-        if not reply.encode().startswith(text):
-            break
-    return min(gaps)
 
 
 @pytest.mark.parametrize(("reply", "gap"), [("a", 0.5), ("ab", 0.25), ("abc", 0.25), ("ax", 0.5), ("x", 1.0)])
