@@ -84,12 +84,17 @@ class Server:
         return [float(values[name]) for name in names]
 
 
+def gap_of(token):
+    """Between the logprobs of the two likeliest tokens in its place."""
+    best, second = token["top_logprobs"]
+    return best["logprob"] - second["logprob"]
+
+
 def smallest_gap(tokens, reply):
-    """Between the logprobs of the two likeliest tokens, up to the first token that differs from the reply."""
+    """Of the tokens up to the first one that differs from the reply."""
     text, gaps = b"", []
     for token in tokens:
-        best, second = token["top_logprobs"]
-        gaps.append(best["logprob"] - second["logprob"])
+        gaps.append(gap_of(token))
         text += bytes(token["bytes"] or b"")
         if not reply.encode().startswith(text):
             break
