@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,8 @@ class PrivatePostgres:
         (main, *_) = Path(self.data, "postmaster.pid").read_text().split()
         children = Path(f"/proc/{main}/task/{main}/children").read_text().split()
         for process in (main, *children):
-            os.kill(int(process), number)
+            with suppress(ProcessLookupError):
+                os.kill(int(process), number)
 
     def __enter__(self) -> PrivatePostgres:
         self.start()

@@ -52,13 +52,15 @@ class RayCluster:
     def __init__(self, environment=None):
         # Not below pytest's directories: sockets are in it, and their paths must be short.
         self._home = Path(tempfile.mkdtemp(prefix="pensieve-ray-"))
-        gcs, dashboard, clients, self._port = free_ports(4)
+        gcs, dashboard, self._clients, self._port = free_ports(4)
         self.url = f"http://127.0.0.1:{self._port}"
         self._address = f"http://127.0.0.1:{dashboard}"
         # Without a setting, Ray asks for a token if its user has one.
         settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+        # A replica that says later how long its queue is (by default 0.1 s) loses the turn to another one.
+        settings["RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S"] = "10"
         self._environment = os.environ | settings | (environment or {})
-        ports = ["--port", gcs, "--dashboard-port", dashboard, "--ray-client-server-port", clients]
+        ports = ["--port", gcs, "--dashboard-port", dashboard, "--ray-client-server-port", self._clients]
         ports += ["--min-worker-port", 0, "--max-worker-port", 0]  # any: those above may be in the usual range
         places = ["--node-ip-address", "127.0.0.1", "--dashboard-host", "127.0.0.1", "--temp-dir", self._home / "ray"]
         sizes = ["--num-cpus", 4, "--object-store-memory", 100_000_000]
@@ -81,11 +83,18 @@ class RayCluster:
                 words = [str(word) for word in self._command]
                 options = dict(stdout=log, stderr=subprocess.STDOUT, env=self._environment, start_new_session=True)
                 self._process = subprocess.Popen(words, **options)
-            until(lambda: self._process.poll() is not None or STARTED in self.log(), self.log)
-            if STARTED in self.log():
+            until(lambda: self._process.poll() is not None or self._serves(), self.log)
+            if self._process.poll() is None:
                 return self
             self._kill()
         raise RuntimeError(f"Ray did not start:\n{self.log()}")
+
+    def _serves(self):
+        """The server for Ray's clients, which no test uses, listens last. If it is late, the cluster ends, even
+        after STARTED."""
+        with suppress(OSError), socket.create_connection(("127.0.0.1", self._clients), timeout=20):
+            return STARTED in self.log()
+        return False
 
     def _kill(self):
         """All that the cluster has started is of one session. On a signal `ray start` may wait for long."""
@@ -160,6 +169,8 @@ def of_session(leader):
 
 def descendants(pid):
     """The processes that its threads have started, with theirs."""
-    lists = [task.read_text() for task in Path(f"/proc/{pid}/task").glob("*/children")]
-    direct = [int(word) for words in lists for word in words.split()]
+    direct = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended
+            direct += map(int, task.read_text().split())
     return [*direct, *(further for child in direct for further in descendants(child))]

@@ -84,6 +84,23 @@ class Server:
         return [float(values[name]) for name in names]
 
 
+def gap_of(token):
+    """Between the logprobs of the two likeliest tokens in its place."""
+    best, second = token["top_logprobs"]
+    return best["logprob"] - second["logprob"]
+
+
+def smallest_gap(tokens, reply):
+    """Of the tokens up to the first one that differs from the reply."""
+    text, gaps = b"", []
+    for token in tokens:
+        gaps.append(gap_of(token))
+        text += bytes(token["bytes"] or b"")
+        if not reply.encode().startswith(text):
+            break
+    return min(gaps)
+
+
 class Hog:
     """A context manager: while it is open a request holds a seat. Its reply takes many seconds on any machine."""
 

@@ -93,8 +93,14 @@ def show_list(page):
         button.click()
 
 
+def ready(page):
+    """The newest conversation has opened, which takes the focus."""
+    expect(page.locator("article").first).to_be_visible()
+
+
 def begin(page):
     """A conversation of the page's own."""
+    ready(page)
     show_list(page)
     page.get_by_role("button", name="New chat").click()
     expect(page.locator("#title")).to_have_text("New conversation")
@@ -119,13 +125,14 @@ def test_the_page_says_which_replica_it_is_and_whether_its_store_answers(server,
         page.route("**/ui/state", state)
         for histories["healthy"], said in ((False, "PostgreSQL does not answer"), (True, "PostgreSQL")):
             expect(line).to_have_text(f"{replica} · {said}")
-        page.unroute("**/ui/state")
+        page.unroute_all(behavior="wait")
 
 
 def test_chat_map_and_timeline_under_load(server, browser):
     with opened(browser, server.url) as page, server.load():
         options = page.get_by_role("listbox").get_by_role("option")
         expect(options).to_have_count(CONVERSATIONS)
+        ready(page)
         page.get_by_role("link", name="Skip to the message").focus()
         page.get_by_role("listbox").focus()
         for key in ("End", "ArrowUp", "ArrowDown", "ArrowUp", "Enter"):
@@ -228,6 +235,7 @@ def test_the_map_is_read_and_used_by_keyboard(server, browser):
     with opened(browser, server.url, reduced_motion="reduce") as page:
         chunks = page.get_by_role("slider", name="Conversations on the map")
         expect(chunks).to_have_attribute("data-bars", str(CONVERSATIONS))
+        ready(page)
         chunks.focus()
         page.keyboard.press("Home")
         page.keyboard.press("ArrowDown")
@@ -243,7 +251,7 @@ def test_the_map_is_read_and_used_by_keyboard(server, browser):
 
 def test_a_message_written_while_a_conversation_opens_goes_to_that_one(server, browser):
     with opened(browser, server.url) as page:
-        expect(page.locator("article").first).to_be_visible()
+        ready(page)
         held = []
         page.route("**/v1/conversations/visitor*", lambda route: held.append(route), times=1)
         with page.expect_request("**/v1/conversations/visitor*"):
@@ -320,7 +328,7 @@ def test_a_message_that_fails_stays_in_the_box_with_its_error(server, browser, s
     broken = {"error": {"message": "the engine has ended"}}
     events = "".join(f"data: {json.dumps(event)}\n\n" for event in (piece, broken))
     with opened(browser, server.url, size=size) as page:
-        expect(page.locator("article").first).to_be_visible()
+        ready(page)
         before = page.locator("article").count()
         message, error = message_box(page), page.get_by_role("alert")
         send = page.get_by_role("button", name="Send")
@@ -352,7 +360,7 @@ def test_a_message_that_fails_stays_in_the_box_with_its_error(server, browser, s
 
 def test_a_phone_shows_the_chat_first_and_the_rest_behind_buttons(server, browser):
     with opened(browser, server.url, size=PHONE) as page:
-        expect(page.locator("article").first).to_be_visible()
+        ready(page)
         for button, panel in (("Chats", "Conversations"), ("Cache", "Cache")):
             region = page.get_by_label(panel, exact=True)
             expect(region).to_be_hidden()
@@ -422,7 +430,7 @@ def test_the_page_has_no_serious_accessibility_fault(server, browser, size, sche
         page.route(
             "**/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=events), times=1
         )
-        expect(page.locator("article").first).to_be_visible()
+        ready(page)
         message_box(page).fill("Show me everything.")
         page.get_by_role("button", name="Send").click()
         expect(page.locator(".strip")).to_have_count(1)
@@ -483,6 +491,7 @@ def test_a_thousand_conversations(server, browser):
             if shown < 1000:
                 page.get_by_role("button", name="Show more").click()
         expect(page.get_by_role("button", name="Show more")).to_be_hidden()
+        expect(page.locator("#title")).to_have_text("I am guest 0000")  # it has opened, which takes the focus
         page.get_by_role("listbox").press("End")
         expect(page.locator("#conversations .active")).to_contain_text("guest 0999")
         expect(page.locator("#timeline canvas").first).to_have_attribute("data-points", re.compile(r"[1-9]"))
@@ -499,6 +508,7 @@ def test_a_key_shows_its_owner_only_their_own(server, browser):
         expect(page.get_by_role("option")).to_have_count(1)
         expect(page.get_by_role("option")).to_contain_text("Hello!")
         expect(page.locator("#map")).to_have_attribute("data-bars", "1")
+        ready(page)
         page.locator("#map").focus()
         expect(page.locator("#readout")).to_contain_text("Hello!: ")
         page.reload()

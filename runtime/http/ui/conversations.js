@@ -5,7 +5,7 @@ import { ask } from "./api.js";
 import { TIERS } from "./strip.js";
 
 const PAGE = 100;
-const MOST_TRIES = 3; // to find in the list what the loop knows: a turn is stored a moment later, a response never
+const MOST_TRIES = 10; // to find in the list what the loop knows: a turn is stored a moment later, a response never
 
 export class ConversationList {
   // `open(conversation)` is called with what the user chooses.

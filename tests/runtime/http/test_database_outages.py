@@ -135,12 +135,12 @@ def test_a_commit_whose_answer_is_lost_is_repeated_and_stored_once(
 def test_a_database_that_hangs_is_given_up_and_found_again(
     serve: Any, database: PrivatePostgres, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "HUNG_SECONDS", 2.0)
     monkeypatch.setattr(databases, "CONNECT_SECONDS", 2)  # the least that libpq takes
 
     async def work() -> None:
         async with serve(database.url) as server:
             first = await server.chat("hello", conversation="a")
+            monkeypatch.setattr(turns, "HUNG_SECONDS", 2.0)
             database.pause()
             await server.ask("GET", f"{CONVERSATIONS}/a", 503)
             await healthy(server, False)

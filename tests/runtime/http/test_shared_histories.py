@@ -67,7 +67,7 @@ def test_one_turn_of_a_server_history_is_in_flight_on_all_servers(serve: Any, po
 def test_a_lease_is_renewed_while_its_turn_runs(serve: Any, postgres: str) -> None:
     async def work() -> None:
         async with serve(postgres) as one, serve(postgres) as two:
-            one.store.lease = 1.0
+            one.store.lease = 3.0
             await one.chat("hello", conversation="a")
             one.loop.pause()
             body = dict(messages=[{"role": "user", "content": "x"}], conversation="a", history="server")
@@ -78,7 +78,7 @@ def test_a_lease_is_renewed_while_its_turn_runs(serve: Any, postgres: str) -> No
                 return float((await one.histories.run(one.store._db.execute, "SELECT until FROM open_turns"))[0][0])
 
             first = await lease_end()
-            while await lease_end() < first + 1.0:  # longer than the lease
+            while await lease_end() < first + 3.0:  # longer than the lease
                 await asyncio.sleep(0.05)
             await two.post(CHAT, 409, **body)
             slow.cancel()
