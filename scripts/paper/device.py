@@ -53,11 +53,13 @@ def profile_values(lines: Lines) -> Values:
 
 
 def kernel_values(lines: Lines) -> Values:
-    """Of shapes like "append 32 x 8 at 8192", the paper's, and "queries 32 x 4 at 8192"."""
+    """Of shapes like "append 32 x 8 at 8192", the paper's, and "queries 32 x 4 at 8192"; others are left out."""
     values = {}
     ways = {"contiguous": "contiguous", "copy out": "copied out", "rounds": "one token a round"}
     for row in lines[-1]["results"]:
         kind, _, _, queries, _, context = row["shape"].split()
+        if kind not in ("append", "queries"):
+            continue
         tokens = f"{int(context):,} tokens" if kind == "append" else f"{queries} query tokens at {int(context):,}"
         values |= {f"{name} over ours, {tokens}": row[way] / row["ours"] for way, name in ways.items()}
     return {"12": values}

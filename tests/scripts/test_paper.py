@@ -211,7 +211,7 @@ def test_a_profiles_line_gives_pensieves_figures_3_and_4_and_the_links_loss():
 
 def test_a_kernel_benchs_line_gives_figure_12():
     row = {"heads": "40/40", "ours": 1252.4, "contiguous": 2100.0, "copy out": 17318.0, "rounds": 9486.0}
-    shapes = ("append 32 x 8 at 8192", "queries 32 x 4 at 8192")
+    shapes = ("append 32 x 8 at 8192", "queries 32 x 4 at 8192", "mixed 96 decode + 16 append")
     line = {"gpu": "NVIDIA H200", "results": [{"shape": shape, **row} for shape in shapes]}
     found = device.kernel_values([line])["12"]
     assert found["copied out over ours, 8,192 tokens"] == pytest.approx(13.83, rel=1e-3)
