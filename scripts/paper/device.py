@@ -54,7 +54,7 @@ def profile_values(lines: Lines) -> Values:
 
 def kernel_values(lines: Lines) -> Values:
     """Of shapes like "append 32 x 8 at 8192", the paper's, and "queries 32 x 4 at 8192"; others are left out."""
-    values = {}
+    values: dict[str, float] = {}
     ways = {"contiguous": "contiguous", "copy out": "copied out", "rounds": "one token a round"}
     for row in lines[-1]["results"]:
         kind, _, _, queries, _, context = row["shape"].split()
