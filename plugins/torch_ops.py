@@ -135,10 +135,12 @@ def _(q: Tensor, segments: Tensor, block_table: Tensor, pool: int, layer: int, s
 
 # Norms and gate use no pool. On the CPU they are plain PyTorch, on a GPU one kernel each.
 
-torch.library.define("pensieve::norm", "(Tensor x, Tensor? weight, Tensor? bias, float eps, bool rms) -> Tensor")
+torch.library.define(
+    "pensieve::norm", "(Tensor x, Tensor? weight, Tensor? bias, float eps, bool rms, bool plus_one=False) -> Tensor"
+)
 torch.library.define(
     "pensieve::add_norm",
-    "(Tensor x, Tensor y, Tensor? weight, Tensor? bias, float eps, bool rms) -> (Tensor, Tensor)",
+    "(Tensor x, Tensor y, Tensor? weight, Tensor? bias, float eps, bool rms, bool plus_one=False) -> (Tensor, Tensor)",
 )
 torch.library.define("pensieve::silu_gate", "(Tensor x) -> Tensor")
 
@@ -148,19 +150,27 @@ torch.library.impl("pensieve::silu_gate", "cpu", norm_reference.silu_gate)
 
 
 @torch.library.impl("pensieve::norm", "cuda")
-def _norm_cuda(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool) -> Tensor:
+def _norm_cuda(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool, plus_one: bool = False
+) -> Tensor:
     from .linear import norm_kernel
 
-    return norm_kernel.norm(x, weight, bias, eps, rms)
+    return norm_kernel.norm(x, weight, bias, eps, rms, plus_one)
 
 
 @torch.library.impl("pensieve::add_norm", "cuda")
 def _add_norm_cuda(
-    x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool
+    x: Tensor,
+    y: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    rms: bool,
+    plus_one: bool = False,
 ) -> tuple[Tensor, Tensor]:
     from .linear import norm_kernel
 
-    return norm_kernel.add_norm(x, y, weight, bias, eps, rms)
+    return norm_kernel.add_norm(x, y, weight, bias, eps, rms, plus_one)
 
 
 @torch.library.impl("pensieve::silu_gate", "cuda")
@@ -171,12 +181,20 @@ def _silu_gate_cuda(x: Tensor) -> Tensor:
 
 
 @torch.library.register_fake("pensieve::norm")
-def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool) -> Tensor:
+def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool, plus_one: bool = False) -> Tensor:
     return x.new_empty(x.shape)
 
 
 @torch.library.register_fake("pensieve::add_norm")
-def _(x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool) -> tuple[Tensor, Tensor]:
+def _(
+    x: Tensor,
+    y: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    rms: bool,
+    plus_one: bool = False,
+) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
 

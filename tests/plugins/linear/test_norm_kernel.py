@@ -44,6 +44,19 @@ def test_norms(tokens, size, rms, dtype):
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_weights_to_which_1_is_added(dtype):
+    x, y, weight = (random(7, 100, dtype=dtype, seed=seed) for seed in range(3))
+    expected = norm_reference.norm(x, weight[0], None, 1e-5, True, plus_one=True)
+    exact = norm_reference.norm(x.double(), weight[0].double() + 1, None, 1e-5, True)
+    assert_near(expected, exact.to(dtype))
+    assert_near(norm_kernel.norm(x, weight[0], None, 1e-5, True, plus_one=True), expected)
+    normed, total = norm_kernel.add_norm(x, y, weight[0], None, 1e-5, True, plus_one=True)
+    assert torch.equal(total, x + y)
+    assert_near(normed, norm_reference.norm(total, weight[0], None, 1e-5, True, plus_one=True))
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads, head_dim", [(8, 16), (3, 80), (2, 128)])
 def test_norms_of_heads_that_are_parts_of_a_projection(heads, head_dim, dtype):
     q, k, _ = random(11, heads + 2, head_dim, dtype=dtype).split((heads, 1, 1), dim=1)
