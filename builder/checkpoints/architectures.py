@@ -1,4 +1,5 @@
-"""Reads a Hugging Face config.json as a DecoderConfig: the Llama family, its mixtures of experts, and OPT.
+"""Reads a Hugging Face config.json as a DecoderConfig: the Llama family, its mixtures of experts, Gemma 3, gpt-oss, and
+OPT.
 
 Unknown settings are refused by name; no value is guessed.
 """
@@ -40,7 +41,11 @@ class LlamaFlavour(NamedTuple):
     theta: float = 10000.0
     expert_size: str | None = None  # the key of the experts' width; None: no experts
     norm_topk_prob: bool = False
+    activation: str = "hidden_act"  # the key of the MLP's activation
 
+
+GEMMA3, GPT_OSS, OPT = "Gemma3ForCausalLM", "GptOssForCausalLM", "OPTForCausalLM"
+GEMMA3_OF_IMAGES = "Gemma3ForConditionalGeneration"
 
 LLAMA_FLAVOURS = {
     "LlamaForCausalLM": LlamaFlavour(mlp_bias=None),
@@ -57,8 +62,37 @@ LLAMA_FLAVOURS = {
         norm_topk_prob=True,
     ),
     "Qwen3MoeForCausalLM": LlamaFlavour(kv_heads=4, qk_norm=True, expert_size="moe_intermediate_size"),
+    GEMMA3: LlamaFlavour(qk_norm=True, theta=1e6, activation="hidden_activation"),
+    GPT_OSS: LlamaFlavour(
+        kv_heads=8, mlp_bias=True, norm_eps=1e-5, theta=150000.0, expert_size="intermediate_size", norm_topk_prob=True
+    ),
 }
-OPT = "OPTForCausalLM"
+GEMMA3_DEFAULTS = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+    "query_pre_attn_scalar": 256,
+    "rope_local_base_freq": 10000.0,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+    "tie_word_embeddings": True,
+}
+"""Of settings that published config.json files leave out."""
+
+GPT_OSS_DEFAULTS = {
+    "attention_bias": True,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "sliding_window_pattern": 2,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+}
 
 
 def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:

@@ -20,8 +20,9 @@ from torch import Tensor
 from ...scheduler.types import SettingError
 from ..int4_formats import WORDS
 from ..quantization import check_quantization
-from .architectures import OPT, refusal
+from .architectures import GEMMA3, GPT_OSS, OPT, refusal
 from .config import DecoderConfig, Shard
+from .fused_experts import unfused
 from .int4_weights import Int4Weights, int4_projections, stored_tensors, without_ignored
 from .sources import Part, Source, Sources, layer_projections, tensor_of, whole
 
@@ -72,7 +73,7 @@ def _norm(target: str, name: str, size: int, kinds: tuple[str, ...]) -> Sources:
 
 
 class LayerNames(NamedTuple):
-    """`{}` in a name is the number of an expert."""
+    """`{}` in a name is the number of an expert. The last two: of norms of results (`DecoderConfig.norm_results`)."""
 
     attention_norm: str
     mlp_norm: str
@@ -80,6 +81,8 @@ class LayerNames(NamedTuple):
     up: tuple[str, ...]
     down: str
     router: str = ""
+    attention_result_norm: str = ""
+    mlp_result_norm: str = ""
 
 
 LLAMA_LAYER = LayerNames(
@@ -100,6 +103,16 @@ LAYERS = {
         up=("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
         down="mlp.experts.{}.down_proj",
         router="mlp.gate",
+    ),
+    GEMMA3: LLAMA_LAYER._replace(
+        mlp_norm="pre_feedforward_layernorm",
+        attention_result_norm="post_attention_layernorm",
+        mlp_result_norm="post_feedforward_layernorm",
+    ),
+    GPT_OSS: LLAMA_LAYER._replace(  # as `fused_experts` names the experts' tensors
+        up=("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
+        down="mlp.experts.{}.down_proj",
+        router="mlp.router",
     ),
 }
 
@@ -126,7 +139,10 @@ def _layer_sources(shard: Shard, target: str, name: str, names: LayerNames) -> S
     }
     if config.experts:
         router = {f"{name}.{names.router}": whole(config.experts)}
-        sources |= _linear(f"{target}.mlp.router", False, whole(hidden), router)
+        sources |= _linear(f"{target}.mlp.router", config.router_bias, whole(hidden), router)
+    if config.norm_results:
+        sources |= _norm(f"{target}.attention_result_norm", f"{name}.{names.attention_result_norm}", hidden, kinds)
+        sources |= _norm(f"{target}.mlp_result_norm", f"{name}.{names.mlp_result_norm}", hidden, kinds)
     if config.qk_norm:
         for x in "qk":
             sources |= _norm(f"{target}.attention.{x}_norm", f"{name}.self_attn.{x}_norm", head_dim, ("weight",))
@@ -180,7 +196,7 @@ def active_parameters(config: DecoderConfig, ranks: int = 1) -> int:
     """The parameters of any one rank that a token uses: without the experts that are not chosen for it."""
     count = 0
     for name, shape in parameter_shapes(config, ranks).items():
-        in_experts = config.experts and name.endswith((".mlp.up.weight", ".mlp.down.weight"))
+        in_experts = config.experts and (".mlp.up." in name or ".mlp.down." in name)
         count += math.prod(shape) * config.experts_per_token // config.experts if in_experts else math.prod(shape)
     return count
 
@@ -223,6 +239,8 @@ def read_weights(
     Raises SettingError that names the tensor at fault, or as Shard does.
     """
     files = _tensor_files(directory)
+    if config.architecture == GPT_OSS:
+        files = unfused(files)
     prefix = "model." if any(name.startswith("model.") for name in files) else ""
     wanted = weight_sources(Shard(config, ranks, rank), prefix)
     int4: Mapping[str, Tensor] = {}

@@ -20,8 +20,16 @@ def tensorrt_version() -> str:
 
 def check_decoder(config: DecoderConfig, dtype: str) -> None:
     """SettingError if there is no network for this decoder, or as `check_type`."""
-    if config.experts:
-        raise SettingError("--backend", f"tensorrt's engines with experts ({config.architecture}) do not exist yet")
+    missing = {
+        "experts": config.experts > 0,
+        "norms behind attention and MLP": config.norm_results,
+        "norms by 1 + weight": config.norm_plus_one,
+        "several rotary embeddings": len(config.rotaries) > 1,
+        "a scale of attention of their own, as YaRN has": config.scale(0) != config.head_dim**-0.5,
+    }
+    for what, needed in missing.items():
+        if needed:
+            raise SettingError("--backend", f"tensorrt's engines with {what} ({config.architecture}) do not exist yet")
     check_type(dtype)
 
 
