@@ -176,8 +176,8 @@ class Manifest:
 
     @classmethod
     def _from_json(cls, value: dict[str, Any]) -> Manifest:
-        rotary = value["decoder"].pop("rotary")
-        decoder = DecoderConfig(rotary=Rotary(**rotary) if rotary else None, **value.pop("decoder"))
+        rotary, windows = value["decoder"].pop("rotary"), tuple(value["decoder"].pop("windows"))
+        decoder = DecoderConfig(rotary=Rotary(**rotary) if rotary else None, windows=windows, **value.pop("decoder"))
         lists: dict[str, Any] = {name: tuple(value.pop(name)) for name in ("stop_ids", "kv_layout")}
         parts = value.pop("parts")
         parts["weights"] = tuple(parts["weights"])

@@ -122,6 +122,8 @@ class Attention(nn.Module):
         self.q_norm = Norm(config.head_dim, config.norm_eps, rms=True) if config.qk_norm else nn.Identity()
         self.k_norm = Norm(config.head_dim, config.norm_eps, rms=True) if config.qk_norm else nn.Identity()
         self.out = RowParallelProjection(shard, shard.heads * config.head_dim, bias=config.attention_out_bias)
+        self.window = config.windows[layer] if config.windows else 0
+        self.sinks = nn.Parameter(torch.empty(shard.heads)) if config.sinks else None
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (-1, self.config.head_dim)).split(self.heads, dim=1)
@@ -129,7 +131,7 @@ class Attention(nn.Module):
         q = torch.ops.pensieve.write_kv(q, k, v, batch.rotary, batch.slots, batch.pool, self.layer)
         scale = self.config.head_dim**-0.5
         o = torch.ops.pensieve.multi_token_attention(
-            q, batch.segments, batch.block_table, batch.pool, self.layer, scale
+            q, batch.segments, batch.block_table, batch.pool, self.layer, scale, self.window, self.sinks
         )
         return self.out(o.flatten(1))
 

@@ -54,6 +54,9 @@ class DecoderConfig:
     experts           MLPs of a layer, each `mlp_size` wide, of which a token uses `experts_per_token`; 0: one MLP for
                       all tokens
     experts_sum_to_1  the weights of a token's experts are divided by their sum
+    windows           of each layer: its queries see only so many of the latest keys, their own among them; 0: all of
+                      them. Empty: no layer has a window
+    sinks             each head of a layer has a logit that joins the softmax of every query, and has no value
     """
 
     architecture: str
@@ -83,6 +86,8 @@ class DecoderConfig:
     experts: int = 0
     experts_per_token: int = 0
     experts_sum_to_1: bool = False
+    windows: tuple[int, ...] = ()
+    sinks: bool = False
 
     @property
     def silu_gated(self) -> bool:
