@@ -179,6 +179,7 @@ class Manifest:
         decoder = value.pop("decoder")
         for name in ("rotary", "window_rotary"):
             decoder[name] = Rotary(**decoder[name]) if decoder[name] else None
+        decoder["windows"] = tuple(decoder["windows"])
         lists: dict[str, Any] = {name: tuple(value.pop(name)) for name in ("stop_ids", "kv_layout")}
         parts = value.pop("parts")
         parts["weights"] = tuple(parts["weights"])

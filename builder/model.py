@@ -134,6 +134,8 @@ class Attention(nn.Module):
         self.q_norm = rms_norm(config, config.head_dim) if config.qk_norm else nn.Identity()
         self.k_norm = rms_norm(config, config.head_dim) if config.qk_norm else nn.Identity()
         self.out = RowParallelProjection(shard, shard.heads * config.head_dim, bias=config.attention_out_bias)
+        self.window = config.window(layer)
+        self.sinks = nn.Parameter(torch.empty(shard.heads)) if config.sinks else None
         rotary = config.rotary_of(layer)
         self.rotary = config.rotaries.index(rotary) if rotary else 0  # among those of `Batch.rotary`
         self.scale = config.scale(layer)
@@ -144,7 +146,7 @@ class Attention(nn.Module):
         rotary = batch.rotary[self.rotary]
         q = torch.ops.pensieve.write_kv(q, k, v, rotary, batch.slots, batch.pool, self.layer)
         o = torch.ops.pensieve.multi_token_attention(
-            q, batch.segments, batch.block_table, batch.pool, self.layer, self.scale
+            q, batch.segments, batch.block_table, batch.pool, self.layer, self.scale, self.window, self.sinks
         )
         return self.out(o.flatten(1))
 

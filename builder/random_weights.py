@@ -34,9 +34,9 @@ def random_weights(
     With any number of ranks, together they hold the same model: each rank makes one whole tensor after the other and
     cuts it.
 
-    Norms multiply by 1, and biases are 0. Projections preserve the magnitude of their input; those into the residual sum are scaled
-    down by the number of layers. So activations and logits have a trained model's magnitude in any shape, and are
-    finite in any dtype.
+    Norms multiply by 1, and biases are 0. Projections preserve the magnitude of their input; those into the residual
+    sum are scaled down by the number of layers. So activations and logits have a trained model's magnitude in any
+    shape, and are finite in any dtype.
     """
     sources = weight_sources(Shard(config, ranks, rank))
     generator = torch.Generator(device).manual_seed(seed)

@@ -85,7 +85,8 @@ torch.library.define(
 )
 torch.library.define(
     "pensieve::multi_token_attention",
-    "(Tensor q, Tensor segments, Tensor block_table, SymInt pool, int layer, float scale) -> Tensor",
+    "(Tensor q, Tensor segments, Tensor block_table, SymInt pool, int layer, float scale, int window=0, "
+    "Tensor? sinks=None) -> Tensor",
 )
 
 
@@ -98,9 +99,17 @@ def _write_kv(q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, slots: Tensor, po
 
 @torch.library.impl("pensieve::multi_token_attention", "cpu")
 def _multi_token_attention(
-    q: Tensor, segments: Tensor, block_table: Tensor, pool: int, layer: int, scale: float
+    q: Tensor,
+    segments: Tensor,
+    block_table: Tensor,
+    pool: int,
+    layer: int,
+    scale: float,
+    window: int = 0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    return attention_reference.multi_token_attention(q, segments, block_table, _pools[pool].tensor, layer, scale)
+    kv = _pools[pool].tensor
+    return attention_reference.multi_token_attention(q, segments, block_table, kv, layer, scale, window, sinks)
 
 
 @torch.library.impl("pensieve::write_kv", "cuda")
@@ -114,10 +123,19 @@ def _write_kv_cuda(q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, slots: Tenso
 
 @torch.library.impl("pensieve::multi_token_attention", "cuda")
 def _multi_token_attention_cuda(
-    q: Tensor, segments: Tensor, block_table: Tensor, pool: int, layer: int, scale: float
+    q: Tensor,
+    segments: Tensor,
+    block_table: Tensor,
+    pool: int,
+    layer: int,
+    scale: float,
+    window: int = 0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     from .attention import kernel as attention_kernel
 
+    if window or sinks is not None:
+        raise NotImplementedError("the attention kernel has no windows and no sinks yet")
     kv = _pools[pool]
     assert kv.work is not None  # set by register_pool; it lists the same segments
     return attention_kernel.multi_token_attention(q, block_table, kv.tensor, layer, scale, kv.work)
@@ -129,7 +147,16 @@ def _(q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, slots: Tensor, pool: int,
 
 
 @torch.library.register_fake("pensieve::multi_token_attention")
-def _(q: Tensor, segments: Tensor, block_table: Tensor, pool: int, layer: int, scale: float) -> Tensor:
+def _(
+    q: Tensor,
+    segments: Tensor,
+    block_table: Tensor,
+    pool: int,
+    layer: int,
+    scale: float,
+    window: int = 0,
+    sinks: Tensor | None = None,
+) -> Tensor:
     return q.new_empty(q.shape)
 
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MixtralConfig,
     OPTConfig,
@@ -40,6 +42,22 @@ QWEN3_MOE_SHAPE = {
     "num_experts_per_tok": 3,
     "norm_topk_prob": True,
 }
+# Windows far below the lengths of the tests' conversations, in one layer of two
+GEMMA3_SHAPE = {
+    **LLAMA_SHAPE,
+    "head_dim": 32,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 13,
+    "sliding_window_pattern": 2,
+}
+GPT_OSS_SHAPE = {
+    **LLAMA_SHAPE,
+    "head_dim": 32,
+    "intermediate_size": 32,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "sliding_window": 11,
+}
 OPT_SHAPE = {**SHAPE, "ffn_dim": 128}
 
 
@@ -53,6 +71,10 @@ def tiny_config(kind: str) -> PretrainedConfig:
             return MixtralConfig(num_local_experts=4, **LLAMA_SHAPE)
         case "qwen3-moe":
             return Qwen3MoeConfig(**QWEN3_MOE_SHAPE)
+        case "gemma3":
+            return Gemma3TextConfig(**GEMMA3_SHAPE)
+        case "gpt-oss":
+            return GptOssConfig(**GPT_OSS_SHAPE)
         case "opt":
             return OPTConfig(**OPT_SHAPE)
     raise ValueError(kind)

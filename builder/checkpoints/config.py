@@ -70,6 +70,9 @@ class DecoderConfig:
                       all tokens
     experts_sum_to_1  the weights of a token's experts are divided by their sum
     mlp_bias          also of experts; `router_bias` of the router that chooses them
+    windows           of each layer: its queries see only so many of the latest keys, their own among them; 0: all of
+                      them. Empty: no layer has a window
+    sinks             each head of a layer has a logit that joins the softmax of every query, and has no value
     """
 
     architecture: str
@@ -99,6 +102,8 @@ class DecoderConfig:
     experts: int = 0
     experts_per_token: int = 0
     experts_sum_to_1: bool = False
+    windows: tuple[int, ...] = ()
+    sinks: bool = False
     router_bias: bool = False
     gate_limit: float = 0.0
     gate_slope: float = 0.0
@@ -108,22 +113,23 @@ class DecoderConfig:
     embedding_factor: float = 1.0
     query_size: float = 0.0
 
+    def window(self, layer: int) -> int:
+        """0: the layer has none."""
+        return self.windows[layer] if self.windows else 0
+
     @property
     def rotaries(self) -> tuple[Rotary, ...]:
         """All that differ; empty for learned positions."""
         return tuple(dict.fromkeys(rotary for rotary in (self.rotary, self.window_rotary) if rotary))
 
     def rotary_of(self, layer: int) -> Rotary | None:
-        return self.window_rotary or self.rotary if self.has_window(layer) else self.rotary
+        return self.window_rotary or self.rotary if self.window(layer) else self.rotary
 
     def scale(self, layer: int) -> float:
         """Attention scores of keys and queries, rotated but not multiplied by their length, are multiplied by it."""
         rotary = self.rotary_of(layer)
         length = rotary.length if rotary else 1.0
-        return length**2 * (self.query_size or self.head_dim) ** -0.5
-
-    def has_window(self, layer: int) -> bool:
-        return False
+        return length**2 / math.sqrt(self.query_size or self.head_dim)
 
     @property
     def silu_gated(self) -> bool:

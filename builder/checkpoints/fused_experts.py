@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -14,7 +15,8 @@ PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_pro
 alternate."""
 
 
-class ExpertTensor(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ExpertTensor:
     """Like a tensor that safetensors opened: its shape is known, and it is read when it is indexed.
 
     It is [outputs, inputs], or [outputs], of one expert. Of every `step` outputs of the stored tensor it has one, the

@@ -146,6 +146,9 @@ def _layer_sources(shard: Shard, target: str, name: str, names: LayerNames) -> S
     if config.qk_norm:
         for x in "qk":
             sources |= _norm(f"{target}.attention.{x}_norm", f"{name}.self_attn.{x}_norm", head_dim, ("weight",))
+    if config.sinks:
+        heads = Part(config.heads, shard.rank * shard.heads, shard.heads)
+        sources[f"{target}.attention.sinks"] = (Source(f"{name}.self_attn.sinks", (heads,)),)
     return sources
 
 

@@ -22,10 +22,13 @@ def check_decoder(config: DecoderConfig, dtype: str) -> None:
     """SettingError if there is no network for this decoder, or as `check_type`."""
     missing = {
         "experts": config.experts > 0,
+        "windows": any(config.windows),
+        "sinks": config.sinks,
         "norms behind attention and MLP": config.norm_results,
         "norms by 1 + weight": config.norm_plus_one,
         "several rotary embeddings": len(config.rotaries) > 1,
-        "a scale of attention of their own, as YaRN has": config.scale(0) != config.head_dim**-0.5,
+        "a scale of attention of their own, as YaRN has": any(rotary.length != 1.0 for rotary in config.rotaries)
+        or config.query_size > 0,
     }
     for what, needed in missing.items():
         if needed:

@@ -1,5 +1,7 @@
 """Shards of a decoder on the threads of one process: together they are the decoder, however they are cut."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -141,6 +143,26 @@ def test_random_weights_are_the_same_model_on_any_number_of_ranks(name, group):
     shapes = {name: tuple(tensor.shape) for name, tensor in weights_of(1).items()}
     assert shapes == parameter_shapes(config, group.ranks)
     assert all(x.untyped_storage().nbytes() == x.nbytes for x in weights_of(1).values())  # nothing whole is kept
+    for said in logits_of_all(group, config, weights_of, prompts, torch.float32):
+        assert (said - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_ranks_hold_the_sinks_of_their_heads(group):
+    config = replace(decoder_config(LLAMA), windows=(6, 0), sinks=True)
+    whole = random_weights(config, torch.float32, "cpu", 3)
+    whole |= {f"layers.{i}.attention.sinks": torch.randn(config.heads) for i in range(config.layers)}
+    prompts = prompts_for(config)
+    expected = logits_of_one(config, whole, prompts, torch.float32)
+    for change in ({"windows": ()}, {"windows": (6, 6)}):
+        other = logits_of_one(replace(config, **change), whole, prompts, torch.float32)
+        assert (other - expected).norm() > 1e-2 * expected.norm()
+
+    def weights_of(rank):
+        own = random_weights(config, torch.float32, "cpu", 3, rank, group.ranks)
+        sinks = {name: whole[name].chunk(group.ranks)[rank] for name in own if name.endswith("sinks")}
+        assert len(sinks) == config.layers and all(own[name].shape == one.shape for name, one in sinks.items())
+        return own | sinks
+
     for said in logits_of_all(group, config, weights_of, prompts, torch.float32):
         assert (said - expected).norm() <= 1e-5 * expected.norm()
 
