@@ -33,6 +33,12 @@ HARMLESS = re.compile(r"(rotary_emb\.inv_freq|\.input_scale|\.input_scale_ub|\.a
 """Ignored tensors. Old versions of transformers saved buffers that follow from config.json. The others are activation
 scales of the checkpoint's FP8 projections; here each token gets its own scale."""
 
+PREFIXES = ("language_model.model.", "model.language_model.", "model.", "")
+"""Beginnings of names in whole models, and in bare ones. The first two are of models that also take images."""
+
+OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+"""Ignored tensors of models that also take images."""
+
 DEMO_CHECKPOINT = Path(__file__).parents[1] / "demo_models" / "llama"
 """The trained demo model (docs/use/demo-model.md)."""
 
@@ -244,7 +250,9 @@ def read_weights(
     files = _tensor_files(directory)
     if config.architecture == GPT_OSS:
         files = unfused(files)
-    prefix = "model." if any(name.startswith("model.") for name in files) else ""
+    if config.architecture == GEMMA3:
+        files = {name: file for name, file in files.items() if not OF_IMAGES.match(name)}
+    prefix = next(prefix for prefix in PREFIXES if any(name.startswith(prefix) for name in files))
     wanted = weight_sources(Shard(config, ranks, rank), prefix)
     int4: Mapping[str, Tensor] = {}
     stored: Sources = {}
