@@ -16,7 +16,7 @@ from pensieve.builder.model import Decoder
 from pensieve.builder.random_weights import random_weights
 from pensieve.plugins.collectives.protocol import TENSOR_PARALLEL, ThreadRanks, register_group, release_group
 from pensieve.scheduler.types import SettingError
-from tests.models import LLAMA_SHAPE, OPT_SHAPE, QWEN3_MOE_SHAPE, ScatteredRunner, save_random
+from tests.models import LLAMA_SHAPE, OPT_SHAPE, QWEN3_MOE_SHAPE, ScatteredRunner, save_random, tiny_config
 
 from .test_random_weights import CONFIGS as RANDOM_CONFIGS
 
@@ -30,6 +30,8 @@ CONFIGS = {
     "qwen3": Qwen3Config(**LLAMA_SHAPE, head_dim=32, tie_word_embeddings=True),
     "mixtral": MixtralConfig(**LLAMA_SHAPE, num_local_experts=4),
     "qwen3-moe": Qwen3MoeConfig(**QWEN3_MOE_SHAPE),
+    "gemma3": tiny_config("gemma3"),
+    "gpt-oss": tiny_config("gpt-oss"),
     "opt": OPTConfig(**OPT_SHAPE),
     "opt, untied": OPTConfig(**OPT_SHAPE, tie_word_embeddings=False),
     "opt, post norm, projected": OPTConfig(
@@ -116,7 +118,7 @@ def test_shards_together_give_one_rank_s_logits(name, group, tmp_path):
     assert (said[0] - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-@pytest.mark.parametrize("name", ["llama", "opt, post norm, projected"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "opt, post norm, projected"])
 def test_bfloat16_is_as_near_to_float32_as_one_rank_s(name, group, tmp_path):
     config = saved(CONFIGS[name], tmp_path)
     prompts = prompts_for(config)
@@ -252,7 +254,9 @@ def calls_of(program):
     return [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
 
 
-@pytest.mark.parametrize("name", ["llama, 8 heads, odd vocabulary", "qwen3-moe", "opt, post norm, projected"])
+@pytest.mark.parametrize(
+    "name", ["llama, 8 heads, odd vocabulary", "qwen3-moe", "gemma3", "gpt-oss", "opt, post norm, projected"]
+)
 def test_one_traced_graph_serves_all_ranks(name, group, tmp_path):
     config = saved(CONFIGS[name], tmp_path)
     prompts = prompts_for(config)
