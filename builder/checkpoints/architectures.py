@@ -172,7 +172,7 @@ def _experts(flavour: LlamaFlavour, config: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _windows(architecture: str, config: Mapping[str, Any], layers: int, max_positions: int) -> tuple[int, ...]:
-    """The window of each layer, 0 for none; empty if no layer has one. A window of the longest context has no effect."""
+    """The window of each layer, 0 for none; empty if no layer has one that hides anything."""
     if architecture == "LlamaForCausalLM":
         return ()
     window = config.get("sliding_window", None if architecture == "MixtralForCausalLM" else 4096)

@@ -22,6 +22,9 @@ def check_decoder(config: DecoderConfig, dtype: str) -> None:
     """SettingError if there is no network for this decoder, or as `check_type`."""
     if config.experts:
         raise SettingError("--backend", f"tensorrt's engines with experts ({config.architecture}) do not exist yet")
+    if config.windows or config.sinks:
+        kind = "sinks" if config.sinks else "sliding windows"
+        raise SettingError("--backend", f"tensorrt's engines with {kind} ({config.architecture}) do not exist yet")
     check_type(dtype)
 
 
