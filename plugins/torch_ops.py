@@ -134,11 +134,9 @@ def _multi_token_attention_cuda(
 ) -> Tensor:
     from .attention import kernel as attention_kernel
 
-    if window or sinks is not None:
-        raise NotImplementedError("the attention kernel has no windows and no sinks yet")
     kv = _pools[pool]
     assert kv.work is not None  # set by register_pool; it lists the same segments
-    return attention_kernel.multi_token_attention(q, block_table, kv.tensor, layer, scale, kv.work)
+    return attention_kernel.multi_token_attention(q, block_table, kv.tensor, layer, scale, kv.work, window, sinks)
 
 
 @torch.library.register_fake("pensieve::write_kv")

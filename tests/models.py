@@ -13,6 +13,7 @@ from transformers import (
     Gemma3TextConfig,
     GptOssConfig,
     LlamaConfig,
+    MistralConfig,
     MixtralConfig,
     OPTConfig,
     PretrainedConfig,
@@ -34,6 +35,13 @@ SHAPE = {
     "pad_token_id": 1,
 }
 LLAMA_SHAPE = {**SHAPE, "intermediate_size": 128, "num_key_value_heads": 2}
+QWEN3_WINDOWS = {
+    **LLAMA_SHAPE,
+    "head_dim": 32,
+    "use_sliding_window": True,
+    "sliding_window": 21,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 QWEN3_MOE_SHAPE = {
     **LLAMA_SHAPE,
     "head_dim": 32,
@@ -67,6 +75,10 @@ def tiny_config(kind: str) -> PretrainedConfig:
             return LlamaConfig(**LLAMA_SHAPE)
         case "qwen3":
             return Qwen3Config(head_dim=32, tie_word_embeddings=True, **LLAMA_SHAPE)
+        case "mistral, window":
+            return MistralConfig(sliding_window=37, **LLAMA_SHAPE)
+        case "qwen3, windows":
+            return Qwen3Config(**QWEN3_WINDOWS)
         case "mixtral":
             return MixtralConfig(num_local_experts=4, **LLAMA_SHAPE)
         case "qwen3-moe":

@@ -173,7 +173,6 @@ def _llama_config(architecture: str, config: Mapping[str, Any]) -> DecoderConfig
         head_dim = flavour.head_dim
     _check_heads(hidden, heads, kv_heads, head_dim)
     layers, max_positions = _size(config, "num_hidden_layers"), _size(config, "max_position_embeddings")
-    _refuse_sliding_window(architecture, config, layers, max_positions)
     attention_bias = bool(config.get("attention_bias", False))
     return DecoderConfig(
         architecture=architecture,
@@ -200,6 +199,7 @@ def _llama_config(architecture: str, config: Mapping[str, Any]) -> DecoderConfig
         attention_out_bias=attention_bias if flavour.out_bias is None else flavour.out_bias,
         mlp_bias=bool(config.get("mlp_bias", False)) if flavour.mlp_bias is None else flavour.mlp_bias,
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        windows=_windows(architecture, config, layers, max_positions),
         **(_experts(flavour, config) if flavour.expert_size else {}),
     )
 
@@ -284,28 +284,29 @@ def _experts(flavour: LlamaFlavour, config: Mapping[str, Any]) -> dict[str, Any]
     return {"experts": experts, "experts_per_token": per_token, "experts_sum_to_1": sum_to_1}
 
 
-def _refuse_sliding_window(architecture: str, config: Mapping[str, Any], layers: int, max_positions: int) -> None:
-    """Refuses a window that is in use; one as long as the longest context has no effect."""
-    window = None
-    if architecture == "MistralForCausalLM":
-        window = config.get("sliding_window", 4096)
-    elif architecture == "MixtralForCausalLM":
-        window = config.get("sliding_window")
-    elif architecture == "Qwen3MoeForCausalLM":
-        window = config.get("sliding_window", 4096) if config.get("use_sliding_window", False) else None
-    elif architecture.startswith("Qwen"):
-        kinds = config.get("layer_types") or ["full_attention"] * layers
+def _windows(architecture: str, config: Mapping[str, Any], layers: int, max_positions: int) -> tuple[int, ...]:
+    """The window of each layer, 0 for none; empty if no layer has one that hides anything."""
+    if architecture == "LlamaForCausalLM":
+        return ()
+    window = config.get("sliding_window", None if architecture == "MixtralForCausalLM" else 4096)
+    kinds = config.get("layer_types")
+    if architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+        late = config.get("max_window_layers", 28) or 0
+        kinds = kinds or ["full_attention"] * min(late, layers) + ["sliding_attention"] * (layers - late)
         others = sorted({kind for kind in kinds if kind not in ("full_attention", "sliding_attention")})
         if others:
-            raise refusal(f"config.json: layer_types {', '.join(others)} are not supported, only full_attention")
-        late = not config.get("layer_types") and (config.get("max_window_layers", 28) or 0) < layers
-        if config.get("use_sliding_window", False) and (late or "sliding_attention" in kinds):
-            window = config.get("sliding_window", 4096)
-    if window is not None and _size(config, "sliding_window", window) < max_positions:
-        raise refusal(
-            f"config.json: sliding_window {window} is below max_position_embeddings {max_positions}; "
-            "sliding-window attention is not supported"
-        )
+            raise refusal(f"config.json: layer_types {', '.join(others)} are not supported")
+        if len(kinds) != layers:
+            raise refusal(f"config.json: layer_types has {len(kinds)} layers, num_hidden_layers is {layers}")
+    elif window is not None and "full_attention" in (kinds or []):
+        raise refusal(f"config.json: layer_types are not supported with sliding_window and {architecture}")
+    else:
+        kinds = ["sliding_attention"] * layers
+    if architecture.startswith("Qwen") and not config.get("use_sliding_window", False):
+        return ()
+    if window is None or "sliding_attention" not in kinds or _size(config, "sliding_window", window) >= max_positions:
+        return ()
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
 
 def _rotary(config: Mapping[str, Any], head_dim: int, max_positions: int, theta: float) -> Rotary:

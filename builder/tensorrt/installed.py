@@ -22,8 +22,8 @@ def check_decoder(config: DecoderConfig, dtype: str) -> None:
     """SettingError if there is no network for this decoder, or as `check_type`."""
     missing = {
         "experts": config.experts > 0,
-        "windows": any(config.windows),
         "sinks": config.sinks,
+        "sliding windows": any(config.windows),
         "norms behind attention and MLP": config.norm_results,
         "norms by 1 + weight": config.norm_plus_one,
         "several rotary embeddings": len(config.rotaries) > 1,

@@ -116,7 +116,7 @@ def test_what_config_json_leaves_out():
     ],
 )
 def test_a_window_that_hides_nothing_is_none(change):
-    decoder_config(LLAMA | change)
+    assert decoder_config(LLAMA | change).windows == ()
 
 
 MISTRAL = {"architectures": ["MistralForCausalLM"], "num_key_value_heads": 2}
@@ -129,6 +129,27 @@ QWEN_MOE = QWEN | {"architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_s
 QWEN_MOE |= {"num_experts_per_tok": 2}
 
 
+WINDOW = {"use_sliding_window": True, "sliding_window": 64}
+
+
+@pytest.mark.parametrize(
+    "change, windows",
+    [
+        (MISTRAL | {"sliding_window": 256}, (256, 256)),
+        (MISTRAL | {"max_position_embeddings": 8192}, (4096, 4096)),
+        (MIXTRAL | {"sliding_window": 256}, (256, 256)),
+        (QWEN | WINDOW | {"max_window_layers": 1}, (0, 64)),
+        (QWEN | WINDOW | {"max_window_layers": 1, "layer_types": None}, (0, 64)),
+        (QWEN | WINDOW | {"max_window_layers": None}, (64, 64)),
+        (QWEN | WINDOW | {"layer_types": ["sliding_attention", "full_attention"]}, (64, 0)),
+        (QWEN | WINDOW | {"layer_types": ["full_attention", "full_attention"], "max_window_layers": 0}, ()),
+        (QWEN_MOE | WINDOW | {"max_window_layers": 2}, (64, 64)),
+    ],
+)
+def test_the_windows_of_the_layers(change, windows):
+    assert decoder_config(LLAMA | change).windows == windows
+
+
 @pytest.mark.parametrize(
     "change, named",
     [
@@ -138,15 +159,12 @@ QWEN_MOE |= {"num_experts_per_tok": 2}
         (OPT | {"model_type": "llama"}, "model_type 'llama' contradicts OPTForCausalLM"),
         (QWEN | {"model_type": "qwen2"}, "model_type 'qwen2'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-        (MISTRAL | {"sliding_window": 256}, "sliding_window 256"),
-        (MISTRAL | {"max_position_embeddings": 8192}, "sliding_window 4096"),
-        (QWEN | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, "sliding_window 64"),
         (QWEN | {"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
-        (MIXTRAL | {"sliding_window": 256}, "sliding_window 256"),
+        (QWEN | {"layer_types": ["full_attention"]}, "layer_types has 1 layers"),
+        (MISTRAL | {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         (MIXTRAL | {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported with experts"),
         (MIXTRAL | {"num_local_experts": None}, "num_local_experts"),
         (MIXTRAL | {"num_experts_per_tok": 5}, "num_experts_per_tok 5 is above the number of experts, 4"),
-        (QWEN_MOE | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}, "sliding_window 64"),
         (QWEN_MOE | {"mlp_only_layers": [0]}, "mlp_only_layers [0]"),
         (QWEN_MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step 2"),
         (QWEN_MOE | {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size 64"),
@@ -173,8 +191,6 @@ QWEN_MOE |= {"num_experts_per_tok": 2}
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
         ({"rope_scaling": ["linear"]}, "rope_scaling"),
-        (QWEN | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1, "layer_types": None}, "64"),
-        (QWEN | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": None}, "64"),
         (MISTRAL | {"sliding_window": "64"}, "sliding_window"),
         ({"is_causal": False}, "is_causal"),
         (OPT | {"is_causal": False}, "is_causal"),

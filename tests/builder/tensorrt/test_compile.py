@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -175,6 +176,18 @@ def test_experts_are_refused(tmp_path):
     tiny_checkpoint("mixtral", tmp_path)
     with pytest.raises(SettingError, match=r"^--backend: tensorrt's engines with experts \(Mixtral.*do not exist yet"):
         installed.check_decoder(decoder_config(read_json(tmp_path / "config.json")), "float16")
+
+
+def test_windows_and_sinks_are_refused():
+    config = replace(
+        decoder_config(CONFIGS["llama"].to_dict() | {"architectures": ["LlamaForCausalLM"]}), windows=(16, 0)
+    )
+    with pytest.raises(
+        SettingError, match=r"^--backend: tensorrt's engines with sliding windows \(Llama.*do not exist"
+    ):
+        installed.check_decoder(config, "float16")
+    with pytest.raises(SettingError, match=r"^--backend: tensorrt's engines with sinks \(Llama.*do not exist"):
+        installed.check_decoder(replace(config, sinks=True), "float16")
 
 
 def test_an_old_tensorrt_is_refused(library):
