@@ -215,7 +215,6 @@ def _gemma3_config(config: Mapping[str, Any]) -> DecoderConfig:
     head_dim, max_positions = decoder.head_dim, decoder.max_positions
     return replace(
         decoder,
-        windows=_windows_by_layer(config, decoder.layers, _size(config, "sliding_window_pattern")),
         window_rotary=_rotary(of_windows, head_dim, max_positions, 10000.0),
         norm_plus_one=True,
         norm_results=True,
@@ -241,7 +240,6 @@ def _gpt_oss_config(config: Mapping[str, Any]) -> DecoderConfig:
     decoder = _llama_config(GPT_OSS, config)
     return replace(
         decoder,
-        windows=_windows_by_layer(config, decoder.layers, pattern=2),
         sinks=True,
         router_bias=True,
         gate_limit=_number(config, "swiglu_limit"),
@@ -252,17 +250,6 @@ def _gpt_oss_config(config: Mapping[str, Any]) -> DecoderConfig:
 def _with(*configs: Mapping[str, Any]) -> Mapping[str, Any]:
     """The settings of all; those of an earlier one take precedence."""
     return ChainMap(*configs)  # type: ignore[arg-type]  # nothing is written
-
-
-def _windows_by_layer(config: Mapping[str, Any], layers: int, pattern: int) -> tuple[int, ...]:
-    """The window of each layer by `layer_types`; without those, every layer has one, except each `pattern`th."""
-    kinds = config.get("layer_types") or [SLIDING if (i + 1) % pattern else FULL for i in range(layers)]
-    if len(kinds) != layers or not set(kinds) <= {SLIDING, FULL}:
-        raise refusal(f"config.json: layer_types must be {SLIDING} or {FULL} for each of {layers} layers, not {kinds}")
-    if SLIDING not in kinds or config.get("sliding_window") is None:
-        return ()
-    window = _size(config, "sliding_window")
-    return tuple(window if kind == SLIDING else 0 for kind in kinds)
 
 
 ONLY_EXPERTS = {"decoder_sparse_step": 1, "mlp_only_layers": [], "shared_expert_intermediate_size": 0}
@@ -285,28 +272,39 @@ def _experts(flavour: LlamaFlavour, config: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _windows(architecture: str, config: Mapping[str, Any], layers: int, max_positions: int) -> tuple[int, ...]:
-    """The window of each layer, 0 for none; empty if no layer has one that hides anything."""
+    """The window of each layer, 0 for none; empty if no layer has one that matters."""
     if architecture == "LlamaForCausalLM":
         return ()
     window = config.get("sliding_window", None if architecture == "MixtralForCausalLM" else 4096)
     kinds = config.get("layer_types")
-    if architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
-        late = config.get("max_window_layers", 28) or 0
-        kinds = kinds or ["full_attention"] * min(late, layers) + ["sliding_attention"] * (layers - late)
-        others = sorted({kind for kind in kinds if kind not in ("full_attention", "sliding_attention")})
+    if architecture in (GEMMA3, GPT_OSS, "Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+        kinds = kinds or _layer_types(architecture, config, layers)
+        others = sorted({kind for kind in kinds if kind not in (FULL, SLIDING)})
         if others:
             raise refusal(f"config.json: layer_types {', '.join(others)} are not supported")
         if len(kinds) != layers:
             raise refusal(f"config.json: layer_types has {len(kinds)} layers, num_hidden_layers is {layers}")
-    elif window is not None and "full_attention" in (kinds or []):
+    elif window is not None and FULL in (kinds or []):
         raise refusal(f"config.json: layer_types are not supported with sliding_window and {architecture}")
     else:
-        kinds = ["sliding_attention"] * layers
+        kinds = [SLIDING] * layers
     if architecture.startswith("Qwen") and not config.get("use_sliding_window", False):
         return ()
-    if window is None or "sliding_attention" not in kinds or _size(config, "sliding_window", window) >= max_positions:
+    if SLIDING not in kinds or (window is None and architecture != GEMMA3):
         return ()
-    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    # One as long as the longest context hides nothing, but Gemma 3's have their own rotary embedding.
+    if _size(config, "sliding_window", window) >= max_positions and architecture != GEMMA3:
+        return ()
+    return tuple(window if kind == SLIDING else 0 for kind in kinds)
+
+
+def _layer_types(architecture: str, config: Mapping[str, Any], layers: int) -> list[str]:
+    """Of a config.json without `layer_types`."""
+    if architecture in (GEMMA3, GPT_OSS):
+        period = _size(config, "sliding_window_pattern") if architecture == GEMMA3 else 2
+        return [SLIDING if (i + 1) % period else FULL for i in range(layers)]
+    late = config.get("max_window_layers", 28) or 0
+    return [FULL] * min(late, layers) + [SLIDING] * (layers - late)
 
 
 def _rotary(config: Mapping[str, Any], head_dim: int, max_positions: int, theta: float) -> Rotary:

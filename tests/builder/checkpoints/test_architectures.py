@@ -179,6 +179,7 @@ def test_the_windows_of_the_layers(change, windows):
         (GEMMA3 | {"layer_types": ["full_attention"]}, "layer_types"),
         (GEMMA3 | {"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
         (GEMMA3 | {"sliding_window": 0}, "sliding_window"),
+        (GEMMA3 | {"sliding_window": None}, "sliding_window"),
         (GEMMA3 | {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
         (GEMMA3 | {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters"),
         (GEMMA3 | {"model_type": "gemma2"}, "gemma2"),
@@ -236,7 +237,7 @@ def test_gemma3_by_its_published_names_and_by_those_of_transformers_5():
     }
     kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64}
     assert decoder_config(LLAMA | GEMMA3 | kinds | {"rope_parameters": by_kind}) == gemma
-    left_out = decoder_config(LLAMA | GEMMA3 | {"num_hidden_layers": 7})
+    left_out = decoder_config(LLAMA | GEMMA3 | {"num_hidden_layers": 7})  # windows beyond the longest context
     assert left_out.windows == (4096,) * 5 + (0, 4096) and left_out.rotaries == (Rotary(256, 1e6), Rotary(256, 1e4))
 
 
@@ -274,6 +275,6 @@ MODEL_TYPES = {
 
 @pytest.mark.parametrize("architecture", MODEL_TYPES)
 def test_the_model_type_that_transformers_writes_is_taken(architecture):
-    change = QWEN_MOE | {"architectures": [f"{architecture}ForCausalLM"], "sliding_window": None}
+    change = QWEN_MOE | {"architectures": [f"{architecture}ForCausalLM"], "sliding_window": 512}
     model_type = CONFIG_MAPPING[MODEL_TYPES[architecture]].model_type
     assert decoder_config(OPT | change | {"model_type": model_type}) == decoder_config(OPT | change)
