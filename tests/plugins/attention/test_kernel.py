@@ -87,10 +87,14 @@ def random_sinks(heads, dtype):
     return torch.randn(heads, generator=torch.Generator().manual_seed(3)).mul(4).to(DEVICE, dtype)
 
 
-# without a GPU: of a key, less than a tile, about a split, more than a split, more than all contexts
-@pytest.mark.parametrize("window", [0, 1, 20, 64, 100, 128, 1000, 5000, 10_000] if CUDA else [0, 1, 20, 33, 75, 200])
+WINDOWS = [(0, True), (1, False), (20, True), (33, False), (75, True), (200, True)]
+"""(window, whether with sinks): of one key, of less than a tile, of a split, of more, of more than all contexts."""
+if CUDA:
+    WINDOWS = [(size, sinks) for size in (0, 1, 20, 64, 100, 128, 1000, 5000, 10_000) for sinks in (False, True)]
+
+
 @needs_kernels
-@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("window, with_sinks", WINDOWS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_windows_and_sinks(window, with_sinks, dtype):
     """Each row is as exact as plain attention, and has the same bits with any neighbours."""
