@@ -75,9 +75,9 @@ def tiny_config(kind: str) -> PretrainedConfig:
             return LlamaConfig(**LLAMA_SHAPE)
         case "qwen3":
             return Qwen3Config(head_dim=32, tie_word_embeddings=True, **LLAMA_SHAPE)
-        case "mistral, window":
+        case "mistral-window":
             return MistralConfig(sliding_window=37, **LLAMA_SHAPE)
-        case "qwen3, windows":
+        case "qwen3-windows":
             return Qwen3Config(**QWEN3_WINDOWS)
         case "mixtral":
             return MixtralConfig(num_local_experts=4, **LLAMA_SHAPE)

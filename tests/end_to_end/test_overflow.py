@@ -18,7 +18,7 @@ from tests.models import tiny_checkpoint
 
 from .chatter import Chatter
 
-WINDOWED = "mistral, window", "qwen3, windows"
+WINDOWED = "mistral-window", "qwen3-windows"
 RUNS = [("llama", "keep"), ("llama", "recompute"), ("llama", "restart-positions"), ("opt", "recompute")]
 RUNS += [(kind, overflow) for kind in WINDOWED for overflow in ("keep", "recompute")]
 EVENTS = (

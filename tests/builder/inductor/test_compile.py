@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3-windows": "Qwen3ForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen3-moe": "Qwen3MoeForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
@@ -41,7 +42,7 @@ def test_the_compiler_gets_plain_arithmetic_experts_and_the_two_operations_of_th
     assert set(program.state_dict) == set(weights)
 
 
-@pytest.fixture(scope="module", params=["llama", "opt", "qwen3-moe", "gemma3", "gpt-oss"])
+@pytest.fixture(scope="module", params=["llama", "qwen3-windows", "opt", "qwen3-moe", "gemma3", "gpt-oss"])
 def compiled(request, tmp_path_factory):
     """(engine directory, transformers' model)."""
     return compiled_engine(request.param, tmp_path_factory)
