@@ -15,6 +15,7 @@ No shape depends on the routing, and nothing waits for the GPU, so a CUDA graph 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import torch_ops  # noqa: F401  register torch.ops.pensieve.silu_gate
+from . import norm_reference
 
 GROUPED_CAPABILITIES = (9, 10)  # major; on others torch's grouped product waits for the GPU
 ALIGNED = 16  # torch's grouped product reads rows of multiples of so many bytes
@@ -48,39 +50,43 @@ class Experts(NamedTuple):
         up, down = self.up_bias, self.down_bias
         return None if up is None else up.view(-1, 2 * width), None if down is None else down.view(-1, hidden)
 
-    def gate(self, x: Tensor) -> Tensor:
-        gated: Tensor = torch.ops.pensieve.silu_gate(x) if not self.limit else clamped_gate(x, self.limit, self.slope)
+    def gate(self, x: Tensor, experts: Tensor) -> Tensor:
+        """The gated values of products [T, 2 * width]; experts [T], the expert of each row."""
+        bias, _ = self.biases()
+        if self.limit:
+            return _clamped_gate(x)(x, bias, experts, self.limit, self.slope)
+        gated: Tensor = torch.ops.pensieve.silu_gate(x if bias is None else x + bias[experts])
         return gated
 
 
-def clamped_gate(x: Tensor, limit: float, slope: float) -> Tensor:
-    """(up + 1) * gate * sigmoid(slope * gate), [T, width], of [T, 2 * width]: gate, at most `limit`, then up, between
-    -limit and limit. Computed in float32."""
-    gate, up = x.float().chunk(2, dim=-1)
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return ((up + 1) * gate * torch.sigmoid(slope * gate)).to(x.dtype)
+def _clamped_gate(x: Tensor) -> Callable[..., Tensor]:
+    if not x.is_cuda:
+        return norm_reference.clamped_gate
+    from . import norm_kernel  # imported here because only CUDA installations have Triton
+
+    return norm_kernel.clamped_gate
 
 
 def grouped(x: Tensor, chosen: Tensor, shares: Tensor, of: Experts) -> Tensor:
     """Sorts the pairs of a token and an expert by expert; each of the two products is one call for all experts."""
-    (up, down), (up_bias, down_bias) = of.by_expert(), of.biases()
+    (up, down), (_, down_bias) = of.by_expert(), of.biases()
     experts, pairs = chosen.flatten().sort()
     ends = torch.searchsorted(experts, torch.arange(len(up), device=x.device), right=True, out_int32=True)
-    made = F.grouped_mm(x[pairs // chosen.shape[1]], up.mT, offs=ends)
-    made = of.gate(made if up_bias is None else made + up_bias[experts])
-    made = F.grouped_mm(made, down.mT, offs=ends)
-    made = made if down_bias is None else made + down_bias[experts]
+    gated = of.gate(F.grouped_mm(x[pairs // chosen.shape[1]], up.mT, offs=ends), experts)
+    made = F.grouped_mm(gated, down.mT, offs=ends)
+    if down_bias is not None:
+        made += down_bias[experts]
     of_tokens = torch.empty_like(made).index_copy_(0, pairs, made).unflatten(0, chosen.shape)
     return (of_tokens * shares.unsqueeze(2)).sum(1).to(x.dtype)
 
 
 def one_by_one(x: Tensor, chosen: Tensor, shares: Tensor, of: Experts) -> Tensor:
     """Every expert computes every token: the twin of `grouped`, and slower by experts / k."""
-    (up, down), (up_bias, down_bias) = of.by_expert(), of.biases()
+    (up, down), (_, down_bias) = of.by_expert(), of.biases()
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in range(len(up)):
-        made = of.gate(F.linear(x, up[expert], None if up_bias is None else up_bias[expert]))
-        made = F.linear(made, down[expert], None if down_bias is None else down_bias[expert])
+        gated = of.gate(F.linear(x, up[expert]), chosen.new_full((len(x),), expert))
+        made = F.linear(gated, down[expert], None if down_bias is None else down_bias[expert])
         is_own = chosen == expert
         share = (shares * is_own).sum(1, keepdim=True)
         total += (made * share).where(is_own.any(1, keepdim=True), 0.0)  # others may be infinite

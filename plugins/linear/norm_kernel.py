@@ -1,4 +1,4 @@
-"""Norms with the residual sum, and the SiLU gate, on a GPU in Triton: one read and one write of each value.
+"""Norms with the residual sum, and gates, on a GPU in Triton: one read and one write of each value.
 
 Their twins in `norm_reference` round at the same places. Grids are bounded: programs process rows in strides.
 """
@@ -91,6 +91,20 @@ def silu_gate_launch(x: Tensor, out: Tensor) -> Launch:
     return Launch(_silu_gate, grid, (x, out, tokens, width), dict(BLOCK=block, num_warps=4, enable_fp_fusion=False))
 
 
+def clamped_gate(x: Tensor, bias: Tensor | None, experts: Tensor, limit: float, slope: float) -> Tensor:
+    """`norm_reference.clamped_gate` of contiguous x and bias."""
+    if x.dim() != 2 or x.shape[1] % 2 or not x.is_contiguous() or not (bias is None or bias.is_contiguous()):
+        raise ValueError(f"x {list(x.shape)} must be contiguous [T, 2 * width], and the bias contiguous")
+    tokens, width = x.shape[0], x.shape[1] // 2
+    out = torch.empty((tokens, width), dtype=x.dtype, device=x.device)
+    if tokens:
+        block = min(triton.next_power_of_2(width), 1024)
+        grid = (min(tokens, MOST_PROGRAMS), triton.cdiv(width, block))
+        settings = dict(BLOCK=block, num_warps=4, enable_fp_fusion=False)
+        Launch(_clamped_gate, grid, (x, bias, experts, out, tokens, width, limit, slope), settings).run()
+    return out
+
+
 @triton.jit(do_not_specialize=["count"])
 def _norm(x, y, weight, bias, normed, total, count, heads, row_stride, head_stride, eps,
           SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, RMS: tl.constexpr,
@@ -134,3 +148,25 @@ def _silu_gate(x, out, tokens, width, BLOCK: tl.constexpr):
         up = tl.load(row + width + column, mask=mask, other=0.0).to(tl.float32)
         opened = tl.div_rn(gate, 1.0 + tl.exp(-gate)).to(kind).to(tl.float32)
         tl.store(out + token * stride + column, (opened * up).to(kind), mask=mask)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _clamped_gate(x, bias, experts, out, tokens, width, limit, slope, BLOCK: tl.constexpr):
+    """One program for some tokens and BLOCK columns; the sum with the bias is rounded. bias may be None."""
+    kind = out.dtype.element_ty
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    stride = tl.full((), 1, tl.int64) * width  # 64 bits for places
+    for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
+        row = x + token * stride * 2
+        gate = tl.load(row + column, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(row + width + column, mask=mask, other=0.0).to(tl.float32)
+        if bias is not None:
+            own = bias + tl.load(experts + token) * stride * 2
+            gate += tl.load(own + column, mask=mask, other=0.0).to(tl.float32)
+            up += tl.load(own + width + column, mask=mask, other=0.0).to(tl.float32)
+            gate, up = gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32)
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        gated = (up + 1.0) * gate * tl.div_rn(1.0, 1.0 + tl.exp(-slope * gate))
+        tl.store(out + token * stride + column, gated.to(kind), mask=mask)

@@ -1,4 +1,4 @@
-"""Norms and the SiLU gate in plain PyTorch: used on the CPU, and as twins of `norm_kernel`."""
+"""Norms and gates in plain PyTorch: used on the CPU, and as twins of `norm_kernel`."""
 
 from __future__ import annotations
 
@@ -49,3 +49,14 @@ def silu_gate(x: Tensor) -> Tensor:
     """silu(gate) * up, [T, width], of a fused projection [T, 2 * width]: gate, then up."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def clamped_gate(x: Tensor, bias: Tensor | None, experts: Tensor, limit: float, slope: float) -> Tensor:
+    """(up + 1) * gate * sigmoid(slope * gate), [T, width], of [T, 2 * width]: gate, at most `limit`, then up, between
+    -limit and limit. Computed in float32.
+
+    bias [experts, 2 * width], or None, is added to x first; experts [T] int64, the expert of each row.
+    """
+    gate, up = (x if bias is None else x + bias[experts]).float().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return ((up + 1) * gate * torch.sigmoid(slope * gate)).to(x.dtype)

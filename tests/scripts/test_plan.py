@@ -97,6 +97,9 @@ def test_only_the_experts_that_a_token_uses_are_computed():
     assert shape.parameters == pytest.approx(30.5e9, rel=0.01) and shape.active_parameters == pytest.approx(
         3.3e9, rel=0.02
     )
+    gpt_oss = read_shape(SHAPES / "gpt-oss-20b.json", ranks=1)
+    assert gpt_oss.parameters == pytest.approx(20.9e9, rel=0.01)
+    assert gpt_oss.active_parameters == pytest.approx(3.6e9 + 201088 * 2880, rel=0.02)  # and the embeddings
     sizes = dict(chunk_tokens=32, max_context=4096, memory_bytes_per_s=1e12, link_bytes_per_s=1e10)
     cost = shape.cost(flops_per_s=1e14, **sizes)
     assert cost.chunk_seconds == pytest.approx(32 * 2 * shape.active_parameters / 1e14)

@@ -76,6 +76,18 @@ def test_the_gate(tokens, width, dtype):
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens, width", [(1, 16), (5, 100), (3, 1024), (2, 5000)])
+def test_the_clamped_gate(tokens, width, dtype):
+    x, bias = random(tokens, 2 * width, dtype=dtype), random(4, 2 * width, dtype=dtype, seed=1)
+    x[0, :3] = torch.tensor([-200.0, 200.0, 0.0])
+    experts = torch.tensor([3, 0, 2, 2, 1])[:tokens].to(DEVICE)
+    for own in (bias, None):
+        expected = norm_reference.clamped_gate(x, own, experts, 2.5, 1.702)
+        assert_near(norm_kernel.clamped_gate(x, own, experts, 2.5, 1.702), expected)
+
+
+@needs_kernels
 def test_more_rows_than_programs(monkeypatch):
     monkeypatch.setattr(norm_kernel, "MOST_PROGRAMS", 3)
     x, y = random(50, 600, dtype=torch.float32), random(50, 600, dtype=torch.float32, seed=1)
@@ -91,6 +103,7 @@ def test_nothing_of_nothing():
     assert norm_kernel.norm(empty, None, None, 1e-5, True).shape == (0, 64)
     assert norm_kernel.add_norm(empty, empty, None, None, 1e-5, False)[1].shape == (0, 64)
     assert norm_kernel.silu_gate(empty).shape == (0, 32)
+    assert norm_kernel.clamped_gate(empty, None, torch.empty(0).long(), 1.0, 1.0).shape == (0, 32)
 
 
 @needs_kernels
