@@ -27,8 +27,8 @@ def check_decoder(config: DecoderConfig, dtype: str) -> None:
         "norms behind attention and MLP": config.norm_results,
         "norms by 1 + weight": config.norm_plus_one,
         "several rotary embeddings": len(config.rotaries) > 1,
-        "a scale of attention of their own, as YaRN has": any(rotary.length != 1.0 for rotary in config.rotaries)
-        or config.query_size > 0,
+        "scores scaled by YaRN": any(rotary.length != 1.0 for rotary in config.rotaries),
+        "scores scaled by query_pre_attn_scalar": config.query_size > 0,
     }
     for what, needed in missing.items():
         if needed:

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..triton_launch import Launch
 from .work_list import ITEM, Capacity, Tile, WorkList, split_of
 
-LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(1.4426950408889634)
 UNMASKED_ABOVE = 16  # rows of a tile; in smaller tiles masks cost no time
 
 
@@ -84,7 +84,7 @@ def launches(q: Tensor, o: Tensor, block_table: Tensor, pool: Tensor, layer: int
         arguments = (
             q, o, work.partial, work.lse, pool, block_table, work.items[kind], work.arrivals[kind], work.counters,
             work.covered, kind, len(work.tiles), tokens, q.stride(0), q.stride(1), block_table.stride(0),
-            pool.stride(0), layer * pool.stride(1), scale * LOG2_E, sinks,
+            pool.stride(0), layer * pool.stride(1), scale * LOG2_E.value, sinks,
         )  # fmt: skip
         settings = dict(
             KV_HEADS=kv_heads, GROUP=work.group, HEAD_DIM=head_dim, CHUNK=chunk_tokens,
@@ -185,7 +185,7 @@ def _attend_tiles(acc, top, total, q, keys, exponents, table, own, begin, end, s
 def _with_sinks(total, top, sinks, q_head):
     """The sum of weights, relative to `top`, with the sink's. A sink is a logit to base e."""
     if sinks is not None:
-        total += tl.exp2(tl.load(sinks + q_head).to(tl.float32) * 1.4426950408889634 - top)
+        total += tl.exp2(tl.load(sinks + q_head).to(tl.float32) * LOG2_E - top)
     return total
 
 

@@ -69,9 +69,9 @@ def read_shape(config: Path, ranks: int) -> ModelShape:
 
     shard = Shard(decoder_config(read_json(config, "--config")), ranks)
     parameters = sum(map(math.prod, parameter_shapes(shard.config, ranks).values()))
-    active, config = active_parameters(shard.config, ranks), shard.config
-    heads = shard.heads, shard.kv_heads, config.head_dim
-    return ModelShape(parameters, config.layers, *heads, active, config.windows)
+    active, decoder = active_parameters(shard.config, ranks), shard.config
+    heads = shard.heads, shard.kv_heads, decoder.head_dim
+    return ModelShape(parameters, decoder.layers, *heads, active, decoder.windows)
 
 
 def read_costs(profile: Path, shape: ModelShape, chunk_tokens: int) -> tuple[CostProfile, str]:

@@ -17,7 +17,7 @@ from tests.models import tiny_checkpoint
 
 from .chatter import TIGHT, Chatter
 
-MODELS = ("llama", "mistral-window", "qwen3", "qwen3-windows", "mixtral", "qwen3-moe", "gemma3", "gpt-oss", "opt")
+MODELS = ("llama", "qwen3", "qwen3-windows", "mixtral", "qwen3-moe", "gemma3", "gpt-oss", "opt")
 POLICIES = ("retention", "lru", "fifo", "lru-conversation", "fifo-conversation", "lru-plain")
 TURNS = 50
 EVENTS = ("gpu", "host", "recomputed", "new", "disjoint", "suspended", "dropped", "aborted", "branched", "forked")

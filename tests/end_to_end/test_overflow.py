@@ -21,6 +21,7 @@ from .chatter import Chatter
 WINDOWED = "mistral-window", "qwen3-windows"
 RUNS = [("llama", "keep"), ("llama", "recompute"), ("llama", "restart-positions"), ("opt", "recompute")]
 RUNS += [(kind, overflow) for kind in WINDOWED for overflow in ("keep", "recompute")]
+RUNS += [("mistral-window", "restart-positions")]
 EVENTS = (
     "gpu",
     "host",

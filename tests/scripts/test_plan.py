@@ -107,6 +107,16 @@ def test_only_the_experts_that_a_token_uses_are_computed():
     assert read_shape(SHAPES / "llama-3-8b.json", ranks=1).active_parameters == read_shape(LLAMA, ranks=1).parameters
 
 
+def test_long_contexts_cost_no_more_attention_than_the_windows(tmp_path):
+    config = json.loads((SHAPES / "llama-3-8b.json").read_text()) | {"architectures": ["MistralForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window": 1000}))
+    shape = read_shape(tmp_path / "config.json", ranks=1)
+    assert shape.windows == (1000,) * 32
+    cost = shape.cost(32, 8192, 1e14, 1e12, 1e10)
+    assert cost.token_attention(500) == pytest.approx(cost.token_attention(1000) / 2)
+    assert cost.token_attention(8000) == cost.token_attention(1000)
+
+
 def test_costs_by_larger_chunks_are_the_same_costs():
     shape = read_shape(LLAMA, ranks=1)
     small, source = read_costs(MEASURED, shape, 32)
