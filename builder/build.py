@@ -161,6 +161,7 @@ def read_config(
     SettingError if such an engine is impossible.
     """
     hf_config = read_json(checkpoint / "config.json")
+    hf_config = (hf_config.get("text_config") or {}) | hf_config  # of a model that also takes images
     if is_legacy(checkpoint):
         hf_config = legacy_config(checkpoint, hf_config)
     dtype = _checked_dtype(dtype or _own_dtype(hf_config))

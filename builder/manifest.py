@@ -16,7 +16,7 @@ from typing import Any
 from ..scheduler.types import SettingError
 from .checkpoints.config import DecoderConfig, Rotary, Shard
 
-FORMAT = 5
+FORMAT = 6
 MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"  # of an engine with one rank
 PACKAGE = "decoder.pt2"  # AOTInductor's
@@ -176,8 +176,10 @@ class Manifest:
 
     @classmethod
     def _from_json(cls, value: dict[str, Any]) -> Manifest:
-        rotary = value["decoder"].pop("rotary")
-        decoder = DecoderConfig(rotary=Rotary(**rotary) if rotary else None, **value.pop("decoder"))
+        decoder = value.pop("decoder")
+        for name in ("rotary", "window_rotary"):
+            decoder[name] = Rotary(**decoder[name]) if decoder[name] else None
+        decoder["windows"] = tuple(decoder["windows"])
         lists: dict[str, Any] = {name: tuple(value.pop(name)) for name in ("stop_ids", "kv_layout")}
         parts = value.pop("parts")
         parts["weights"] = tuple(parts["weights"])
@@ -188,7 +190,7 @@ class Manifest:
         if quantisation is not None:
             quantisation = Quantisation(**quantisation)
         measured = {"quantisation": quantisation, "compiled": compiled}
-        return cls(decoder=decoder, parts=Parts(**parts), **measured, **lists, **value)
+        return cls(decoder=DecoderConfig(**decoder), parts=Parts(**parts), **measured, **lists, **value)
 
 
 def weights_file(rank: int, ranks: int) -> str:
@@ -209,7 +211,7 @@ def code_digest() -> str:
     rounding, and random weights."""
     room = Path(__file__).parent
     names: tuple[str, ...] = ("checkpoints/hugging_face", "checkpoints/config", "quantised", "model", "random_weights")
-    names += ("checkpoints/int4_weights", "checkpoints/sources", "int4_formats")
+    names += ("checkpoints/fused_experts", "checkpoints/int4_weights", "checkpoints/sources", "int4_formats")
     names += ("inductor/compile", "inductor/package", "tensorrt/compile", "tensorrt/network", "tensorrt/package")
     files = [room / f"{name}.py" for name in names]
     plugins = room.parent / "plugins"

@@ -33,26 +33,38 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class Norm(nn.Module):
     """RMS norm or layer norm, accumulated in float32; the caller chooses its parameters."""
 
-    def __init__(self, size: int, eps: float, rms: bool, weight: bool = True, bias: bool = False):
+    def __init__(
+        self, size: int, eps: float, rms: bool, weight: bool = True, bias: bool = False, plus_one: bool = False
+    ):
         super().__init__()
-        self.eps, self.rms = eps, rms
+        self.eps, self.rms, self.plus_one = eps, rms, plus_one
         self.weight = nn.Parameter(torch.empty(size)) if weight else None
         self.bias = nn.Parameter(torch.empty(size)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.pensieve.norm(x, self.weight, self.bias, self.eps, self.rms)
+        return torch.ops.pensieve.norm(x, self.weight, self.bias, self.eps, self.rms, self.plus_one)
 
     def of_sum(self, x: Tensor, change: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns (norm of x + change, x + change) in one pass; None: no change."""
         if change is None:
             return self(x), x
-        return torch.ops.pensieve.add_norm(x, change, self.weight, self.bias, self.eps, self.rms)
+        return torch.ops.pensieve.add_norm(x, change, self.weight, self.bias, self.eps, self.rms, self.plus_one)
+
+
+def rms_norm(config: DecoderConfig, size: int) -> Norm:
+    return Norm(size, config.norm_eps, rms=True, plus_one=config.norm_plus_one)
 
 
 def hidden_norm(config: DecoderConfig) -> Norm:
     if config.norm == "rms":
-        return Norm(config.hidden_size, config.norm_eps, rms=True)
+        return rms_norm(config, config.hidden_size)
     return Norm(config.hidden_size, config.norm_eps, rms=False, weight=config.norm_affine, bias=config.norm_affine)
+
+
+def rotary_frequencies(config: DecoderConfig) -> Tensor:
+    """[rotaries, R / 2] float64, on the CPU; [1, 0] for learned positions."""
+    frequencies = [rotary.frequencies() for rotary in config.rotaries] or [[]]
+    return torch.tensor(frequencies, dtype=torch.float64, device="cpu")
 
 
 class Batch(NamedTuple):
@@ -119,17 +131,22 @@ class Attention(nn.Module):
         self.config, self.layer = config, layer
         self.heads = (shard.heads, shard.kv_heads, shard.kv_heads)  # heads of q, k and v in the fused projection
         self.qkv = Projection(config.hidden_size, sum(self.heads) * config.head_dim, bias=config.qkv_bias)
-        self.q_norm = Norm(config.head_dim, config.norm_eps, rms=True) if config.qk_norm else nn.Identity()
-        self.k_norm = Norm(config.head_dim, config.norm_eps, rms=True) if config.qk_norm else nn.Identity()
+        self.q_norm = rms_norm(config, config.head_dim) if config.qk_norm else nn.Identity()
+        self.k_norm = rms_norm(config, config.head_dim) if config.qk_norm else nn.Identity()
         self.out = RowParallelProjection(shard, shard.heads * config.head_dim, bias=config.attention_out_bias)
+        self.window = config.window(layer)
+        self.sinks = nn.Parameter(torch.empty(shard.heads)) if config.sinks else None
+        rotary = config.rotary_of(layer)
+        self.rotary = config.rotaries.index(rotary) if rotary else 0  # among those of `Batch.rotary`
+        self.scale = config.scale(layer)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (-1, self.config.head_dim)).split(self.heads, dim=1)
         q, k = self.q_norm(q), self.k_norm(k)
-        q = torch.ops.pensieve.write_kv(q, k, v, batch.rotary, batch.slots, batch.pool, self.layer)
-        scale = self.config.head_dim**-0.5
+        rotary = batch.rotary[self.rotary]
+        q = torch.ops.pensieve.write_kv(q, k, v, rotary, batch.slots, batch.pool, self.layer)
         o = torch.ops.pensieve.multi_token_attention(
-            q, batch.segments, batch.block_table, batch.pool, self.layer, scale
+            q, batch.segments, batch.block_table, batch.pool, self.layer, self.scale, self.window, self.sinks
         )
         return self.out(o.flatten(1))
 
@@ -161,16 +178,18 @@ class SparseMLP(nn.Module):
         super().__init__()
         config = shard.config
         self.ranks, self.per_token, self.sum_to_1 = shard.ranks, config.experts_per_token, config.experts_sum_to_1
-        self.router = nn.Linear(config.hidden_size, config.experts, bias=False)
+        self.gate = (config.gate_limit, config.gate_slope)
+        self.router = nn.Linear(config.hidden_size, config.experts, bias=config.router_bias)
         # Each is the rows of all experts (plugins/linear/experts.py), so it is stored and divided like a projection.
-        self.up = nn.Linear(config.hidden_size, config.experts * 2 * shard.mlp_size, bias=False)
-        self.down = nn.Linear(shard.mlp_size, config.experts * config.hidden_size, bias=False)
+        self.up = nn.Linear(config.hidden_size, config.experts * 2 * shard.mlp_size, bias=config.mlp_bias)
+        self.down = nn.Linear(shard.mlp_size, config.experts * config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         shares, chosen = self.router(x).softmax(dim=-1, dtype=torch.float32).topk(self.per_token, sorted=False)
         if self.sum_to_1:
             shares = shares / shares.sum(dim=-1, keepdim=True)
-        y = torch.ops.pensieve.experts(x, chosen, shares, self.up.weight, self.down.weight)
+        up, down = self.up, self.down
+        y = torch.ops.pensieve.experts(x, chosen, shares, up.weight, down.weight, up.bias, down.bias, *self.gate)
         return summed(y, self.ranks)
 
 
@@ -183,13 +202,15 @@ class Layer(nn.Module):
         self.attention = Attention(shard, layer)
         self.mlp_norm = hidden_norm(config)
         self.mlp = SparseMLP(shard) if config.experts else MLP(shard)
+        self.attention_result_norm = hidden_norm(config) if config.norm_results else nn.Identity()
+        self.mlp_result_norm = hidden_norm(config) if config.norm_results else nn.Identity()
 
     def forward(self, x: Tensor, change: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Takes and returns a residual sum in two parts: the norm that reads it next adds them in the same pass."""
         if self.norm_first:
             normed, x = self.attention_norm.of_sum(x, change)
-            normed, x = self.mlp_norm.of_sum(x, self.attention(normed, batch))
-            return x, self.mlp(normed)
+            normed, x = self.mlp_norm.of_sum(x, self.attention_result_norm(self.attention(normed, batch)))
+            return x, self.mlp_result_norm(self.mlp(normed))
         x, _ = self.attention_norm.of_sum(x, self.attention(x, batch))
         x, _ = self.mlp_norm.of_sum(x, self.mlp(x))
         return x, None
@@ -215,14 +236,9 @@ class Decoder(nn.Module):
             self.positions: nn.Embedding | None = nn.Embedding(
                 config.max_positions + config.position_offset, config.hidden_size
             )
-            frequencies = []
         else:
             self.positions = None
-            frequencies = config.rotary.frequencies()
-        # On the CPU explicitly, so it has data even if the parameters are made without storage.
-        self.register_buffer(
-            "frequencies", torch.tensor(frequencies, dtype=torch.float64, device="cpu"), persistent=False
-        )
+        self.register_buffer("frequencies", rotary_frequencies(config), persistent=False)
         self.layers = nn.ModuleList(Layer(shard, i) for i in range(config.layers))
         self.norm = hidden_norm(config) if config.final_norm else None
         self.head = None if config.tied_embeddings else nn.Linear(config.embedding_size, shard.vocab_rows, bias=False)
@@ -247,9 +263,10 @@ class Decoder(nn.Module):
         return decoder.eval().requires_grad_(False)
 
     def rotary(self, positions: Tensor) -> Tensor:
-        """Returns [T, R] float32: cosines, then sines, of angles computed in float64. R = 0 for learned positions."""
-        angles = positions.double().unsqueeze(1) * self.frequencies
-        return torch.cat((angles.cos(), angles.sin()), dim=1).float()
+        """Returns [rotaries, T, R] float32, for each of `config.rotaries`: cosines, then sines, of angles computed in
+        float64. [1, T, 0] for learned positions."""
+        angles = positions.double().unsqueeze(1) * self.frequencies.unsqueeze(1)
+        return torch.cat((angles.cos(), angles.sin()), dim=2).float()
 
     def forward(
         self,
@@ -272,6 +289,8 @@ class Decoder(nn.Module):
         Returns logits [R, vocab] float32, on every rank those of the whole vocabulary.
         """
         x = self.embed(token_ids)
+        if self.config.embedding_factor != 1.0:
+            x = x * x.new_full((), self.config.embedding_factor)  # rounded to x's dtype first
         if self.project_in is not None:
             x = self.project_in(x)
         if self.positions is not None:

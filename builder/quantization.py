@@ -38,6 +38,11 @@ def check_quantization(settings: Mapping[str, Any] | None) -> Int4 | None:
     if not settings:
         return None
     method = settings.get("quant_method")
+    if method == "mxfp4":
+        raise _refusal(
+            "weights in mxfp4 are not supported; load the checkpoint with transformers, quantization_config="
+            "Mxfp4Config(dequantize=True) and dtype bfloat16, and save it with save_pretrained"
+        )
     if method not in METHODS:
         raise _refusal(f"quant_method {method!r} is not supported; known are {', '.join(METHODS)}")
     if settings.get("weight_block_size"):

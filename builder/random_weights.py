@@ -34,9 +34,9 @@ def random_weights(
     With any number of ranks, together they hold the same model: each rank makes one whole tensor after the other and
     cuts it.
 
-    Norms are 1 and biases 0. Projections preserve the magnitude of their input; those into the residual sum are scaled
-    down by the number of layers. So activations and logits have a trained model's magnitude in any shape, and are
-    finite in any dtype.
+    Norms multiply by 1, and biases are 0. Projections preserve the magnitude of their input; those into the residual
+    sum are scaled down by the number of layers. So activations and logits have a trained model's magnitude in any
+    shape, and are finite in any dtype.
     """
     sources = weight_sources(Shard(config, ranks, rank))
     generator = torch.Generator(device).manual_seed(seed)
@@ -45,7 +45,7 @@ def random_weights(
     for name, shape in parameter_shapes(config).items():
         tensor = torch.empty(shape, dtype=dtype, device=device)
         if len(shape) == 1:
-            tensor.fill_(1.0 if name.endswith("weight") else 0.0)
+            tensor.fill_(1.0 if name.endswith("weight") and not config.norm_plus_one else 0.0)
         else:
             summands = 2 * config.layers if name.endswith(INTO_THE_SUM) else 1
             tensor.normal_(std=(shape[1] * summands) ** -0.5, generator=generator)

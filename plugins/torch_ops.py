@@ -85,7 +85,8 @@ torch.library.define(
 )
 torch.library.define(
     "pensieve::multi_token_attention",
-    "(Tensor q, Tensor segments, Tensor block_table, SymInt pool, int layer, float scale) -> Tensor",
+    "(Tensor q, Tensor segments, Tensor block_table, SymInt pool, int layer, float scale, int window=0, "
+    "Tensor? sinks=None) -> Tensor",
 )
 
 
@@ -98,9 +99,17 @@ def _write_kv(q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, slots: Tensor, po
 
 @torch.library.impl("pensieve::multi_token_attention", "cpu")
 def _multi_token_attention(
-    q: Tensor, segments: Tensor, block_table: Tensor, pool: int, layer: int, scale: float
+    q: Tensor,
+    segments: Tensor,
+    block_table: Tensor,
+    pool: int,
+    layer: int,
+    scale: float,
+    window: int = 0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    return attention_reference.multi_token_attention(q, segments, block_table, _pools[pool].tensor, layer, scale)
+    kv = _pools[pool].tensor
+    return attention_reference.multi_token_attention(q, segments, block_table, kv, layer, scale, window, sinks)
 
 
 @torch.library.impl("pensieve::write_kv", "cuda")
@@ -114,13 +123,20 @@ def _write_kv_cuda(q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, slots: Tenso
 
 @torch.library.impl("pensieve::multi_token_attention", "cuda")
 def _multi_token_attention_cuda(
-    q: Tensor, segments: Tensor, block_table: Tensor, pool: int, layer: int, scale: float
+    q: Tensor,
+    segments: Tensor,
+    block_table: Tensor,
+    pool: int,
+    layer: int,
+    scale: float,
+    window: int = 0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     from .attention import kernel as attention_kernel
 
     kv = _pools[pool]
     assert kv.work is not None  # set by register_pool; it lists the same segments
-    return attention_kernel.multi_token_attention(q, block_table, kv.tensor, layer, scale, kv.work)
+    return attention_kernel.multi_token_attention(q, block_table, kv.tensor, layer, scale, kv.work, window, sinks)
 
 
 @torch.library.register_fake("pensieve::write_kv")
@@ -129,16 +145,27 @@ def _(q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, slots: Tensor, pool: int,
 
 
 @torch.library.register_fake("pensieve::multi_token_attention")
-def _(q: Tensor, segments: Tensor, block_table: Tensor, pool: int, layer: int, scale: float) -> Tensor:
+def _(
+    q: Tensor,
+    segments: Tensor,
+    block_table: Tensor,
+    pool: int,
+    layer: int,
+    scale: float,
+    window: int = 0,
+    sinks: Tensor | None = None,
+) -> Tensor:
     return q.new_empty(q.shape)
 
 
 # Norms and gate use no pool. On the CPU they are plain PyTorch, on a GPU one kernel each.
 
-torch.library.define("pensieve::norm", "(Tensor x, Tensor? weight, Tensor? bias, float eps, bool rms) -> Tensor")
+torch.library.define(
+    "pensieve::norm", "(Tensor x, Tensor? weight, Tensor? bias, float eps, bool rms, bool plus_one=False) -> Tensor"
+)
 torch.library.define(
     "pensieve::add_norm",
-    "(Tensor x, Tensor y, Tensor? weight, Tensor? bias, float eps, bool rms) -> (Tensor, Tensor)",
+    "(Tensor x, Tensor y, Tensor? weight, Tensor? bias, float eps, bool rms, bool plus_one=False) -> (Tensor, Tensor)",
 )
 torch.library.define("pensieve::silu_gate", "(Tensor x) -> Tensor")
 
@@ -148,19 +175,27 @@ torch.library.impl("pensieve::silu_gate", "cpu", norm_reference.silu_gate)
 
 
 @torch.library.impl("pensieve::norm", "cuda")
-def _norm_cuda(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool) -> Tensor:
+def _norm_cuda(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool, plus_one: bool = False
+) -> Tensor:
     from .linear import norm_kernel
 
-    return norm_kernel.norm(x, weight, bias, eps, rms)
+    return norm_kernel.norm(x, weight, bias, eps, rms, plus_one)
 
 
 @torch.library.impl("pensieve::add_norm", "cuda")
 def _add_norm_cuda(
-    x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool
+    x: Tensor,
+    y: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    rms: bool,
+    plus_one: bool = False,
 ) -> tuple[Tensor, Tensor]:
     from .linear import norm_kernel
 
-    return norm_kernel.add_norm(x, y, weight, bias, eps, rms)
+    return norm_kernel.add_norm(x, y, weight, bias, eps, rms, plus_one)
 
 
 @torch.library.impl("pensieve::silu_gate", "cuda")
@@ -171,12 +206,20 @@ def _silu_gate_cuda(x: Tensor) -> Tensor:
 
 
 @torch.library.register_fake("pensieve::norm")
-def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool) -> Tensor:
+def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool, plus_one: bool = False) -> Tensor:
     return x.new_empty(x.shape)
 
 
 @torch.library.register_fake("pensieve::add_norm")
-def _(x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool) -> tuple[Tensor, Tensor]:
+def _(
+    x: Tensor,
+    y: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    rms: bool,
+    plus_one: bool = False,
+) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
 

@@ -186,20 +186,28 @@ def analytic_profile(
     flops_per_s: float,
     link_bytes_per_s: float,
     step_base_seconds: float,
+    windows: Sequence[int] = (),
 ) -> CostProfile:
     """An estimate from the model's shape: two operations for each parameter and token, four for each context token and
     channel.
 
-    `attention_width` is query heads x head size; `chunk_bytes` one chunk's KV.
+    `attention_width` is query heads x head size; `chunk_bytes` one chunk's KV; `windows` each layer's most context
+    tokens, 0: all. Empty: no layer has a window.
     """
     contexts = [chunk_tokens]
     while contexts[-1] < max_context:
         contexts.append(2 * contexts[-1])
-    per_context = 4 * layers * attention_width * chunk_tokens / flops_per_s
+    contexts = sorted({*contexts, *(window for window in windows if chunk_tokens < window < contexts[-1])})
+    per_context = 4 * attention_width * chunk_tokens / flops_per_s
+
+    def read(context: int) -> int:
+        """The context tokens of all layers."""
+        return sum(min(context, window or context) for window in windows or [0] * layers)
+
     return CostProfile(
         chunk_tokens=chunk_tokens,
         chunk_seconds=2 * parameters * chunk_tokens / flops_per_s,
-        attention=tuple((context, per_context * context) for context in contexts),
+        attention=tuple((context, per_context * read(context)) for context in contexts),
         step_base_seconds=step_base_seconds,
         chunk_bytes=chunk_bytes,
         link_bytes_per_s=link_bytes_per_s,

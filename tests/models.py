@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
+    MistralConfig,
     MixtralConfig,
     OPTConfig,
     PretrainedConfig,
@@ -32,6 +35,13 @@ SHAPE = {
     "pad_token_id": 1,
 }
 LLAMA_SHAPE = {**SHAPE, "intermediate_size": 128, "num_key_value_heads": 2}
+QWEN3_WINDOWS = {
+    **LLAMA_SHAPE,
+    "head_dim": 32,
+    "use_sliding_window": True,
+    "sliding_window": 21,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 QWEN3_MOE_SHAPE = {
     **LLAMA_SHAPE,
     "head_dim": 32,
@@ -39,6 +49,22 @@ QWEN3_MOE_SHAPE = {
     "num_experts": 8,
     "num_experts_per_tok": 3,
     "norm_topk_prob": True,
+}
+# Windows far below the lengths of the tests' conversations, in one layer of two
+GEMMA3_SHAPE = {
+    **LLAMA_SHAPE,
+    "head_dim": 32,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 13,
+    "sliding_window_pattern": 2,
+}
+GPT_OSS_SHAPE = {
+    **LLAMA_SHAPE,
+    "head_dim": 32,
+    "intermediate_size": 32,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "sliding_window": 11,
 }
 OPT_SHAPE = {**SHAPE, "ffn_dim": 128}
 
@@ -49,10 +75,18 @@ def tiny_config(kind: str) -> PretrainedConfig:
             return LlamaConfig(**LLAMA_SHAPE)
         case "qwen3":
             return Qwen3Config(head_dim=32, tie_word_embeddings=True, **LLAMA_SHAPE)
+        case "mistral-window":
+            return MistralConfig(sliding_window=37, **LLAMA_SHAPE)
+        case "qwen3-windows":
+            return Qwen3Config(**QWEN3_WINDOWS)
         case "mixtral":
             return MixtralConfig(num_local_experts=4, **LLAMA_SHAPE)
         case "qwen3-moe":
             return Qwen3MoeConfig(**QWEN3_MOE_SHAPE)
+        case "gemma3":
+            return Gemma3TextConfig(**GEMMA3_SHAPE)
+        case "gpt-oss":
+            return GptOssConfig(**GPT_OSS_SHAPE)
         case "opt":
             return OPTConfig(**OPT_SHAPE)
     raise ValueError(kind)

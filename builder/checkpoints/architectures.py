@@ -1,4 +1,5 @@
-"""Reads a Hugging Face config.json as a DecoderConfig: the Llama family, its mixtures of experts, and OPT.
+"""Reads a Hugging Face config.json as a DecoderConfig: the Llama family, its mixtures of experts, Gemma 3, gpt-oss, and
+OPT.
 
 Unknown settings are refused by name; no value is guessed.
 """
@@ -6,7 +7,9 @@ Unknown settings are refused by name; no value is guessed.
 from __future__ import annotations
 
 import math
+from collections import ChainMap
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ...scheduler.types import SettingError
@@ -40,7 +43,11 @@ class LlamaFlavour(NamedTuple):
     theta: float = 10000.0
     expert_size: str | None = None  # the key of the experts' width; None: no experts
     norm_topk_prob: bool = False
+    activation: str = "hidden_act"  # the key of the MLP's activation
 
+
+GEMMA3, GPT_OSS, OPT = "Gemma3ForCausalLM", "GptOssForCausalLM", "OPTForCausalLM"
+GEMMA3_OF_IMAGES = "Gemma3ForConditionalGeneration"
 
 LLAMA_FLAVOURS = {
     "LlamaForCausalLM": LlamaFlavour(mlp_bias=None),
@@ -57,8 +64,45 @@ LLAMA_FLAVOURS = {
         norm_topk_prob=True,
     ),
     "Qwen3MoeForCausalLM": LlamaFlavour(kv_heads=4, qk_norm=True, expert_size="moe_intermediate_size"),
+    GEMMA3: LlamaFlavour(qk_norm=True, theta=1e6, activation="hidden_activation"),
+    GPT_OSS: LlamaFlavour(
+        kv_heads=8, mlp_bias=True, norm_eps=1e-5, theta=150000.0, expert_size="intermediate_size", norm_topk_prob=True
+    ),
 }
-OPT = "OPTForCausalLM"
+GEMMA3_DEFAULTS = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+    "query_pre_attn_scalar": 256,
+    "rope_local_base_freq": 10000.0,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+    "tie_word_embeddings": True,
+}
+"""Of settings that published config.json files leave out."""
+
+GPT_OSS_DEFAULTS = {
+    "attention_bias": True,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+}
+GPT_OSS_SCALING = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
@@ -72,14 +116,22 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         raise refusal("config.json: is_causal false is not supported")
     if config.get("per_layer_config"):
         raise refusal("config.json: per_layer_config is not supported: layers must be alike")
-    known = [*LLAMA_FLAVOURS, OPT]
+    known = [*LLAMA_FLAVOURS, GEMMA3_OF_IMAGES, OPT]
     if names[0] not in known:
         raise refusal(f"architecture {names[0]!r} is not supported; known are {', '.join(known)}")
     kind = config.get("model_type")
-    wanted = names[0].removesuffix("ForCausalLM").lower()
-    if kind is not None and kind.replace("_", "").lower() != wanted:  # models use either of the two names
+    wanted = names[0].removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration").lower()
+    # models use either of the two names
+    if kind is not None and kind.replace("_", "").removesuffix("text").lower() != wanted:
         raise refusal(f"config.json: model_type {kind!r} contradicts {names[0]}, its architecture")
-    return _opt_config(config) if names[0] == OPT else _llama_config(names[0], config)
+    match names[0]:
+        case "OPTForCausalLM":
+            return _opt_config(config)
+        case "Gemma3ForCausalLM" | "Gemma3ForConditionalGeneration":
+            return _gemma3_config(config)
+        case "GptOssForCausalLM":
+            return _gpt_oss_config(config)
+    return _llama_config(names[0], config)
 
 
 def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
@@ -121,7 +173,6 @@ def _llama_config(architecture: str, config: Mapping[str, Any]) -> DecoderConfig
         head_dim = flavour.head_dim
     _check_heads(hidden, heads, kv_heads, head_dim)
     layers, max_positions = _size(config, "num_hidden_layers"), _size(config, "max_position_embeddings")
-    _refuse_sliding_window(architecture, config, layers, max_positions)
     attention_bias = bool(config.get("attention_bias", False))
     return DecoderConfig(
         architecture=architecture,
@@ -142,14 +193,63 @@ def _llama_config(architecture: str, config: Mapping[str, Any]) -> DecoderConfig
         norm_first=True,
         final_norm=True,
         qk_norm=flavour.qk_norm,
-        activation=_activation(config, "hidden_act", "silu"),
+        activation=_activation(config, flavour.activation, "silu"),
         gated=True,
         qkv_bias=attention_bias if flavour.qkv_bias is None else flavour.qkv_bias,
         attention_out_bias=attention_bias if flavour.out_bias is None else flavour.out_bias,
         mlp_bias=bool(config.get("mlp_bias", False)) if flavour.mlp_bias is None else flavour.mlp_bias,
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        windows=_windows(architecture, config, layers, max_positions),
         **(_experts(flavour, config) if flavour.expert_size else {}),
     )
+
+
+def _gemma3_config(config: Mapping[str, Any]) -> DecoderConfig:
+    """Of a model that also takes images, the part that takes text."""
+    config = _with(config.get("text_config") or {}, config, GEMMA3_DEFAULTS)
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if config.get(name):
+            raise refusal(f"config.json: {name} {config[name]!r} is not supported")
+    of_all, of_windows = _gemma3_rotary_settings(config)
+    decoder = _llama_config(GEMMA3, _with(of_all, config))
+    head_dim, max_positions = decoder.head_dim, decoder.max_positions
+    return replace(
+        decoder,
+        window_rotary=_rotary(of_windows, head_dim, max_positions, 10000.0),
+        norm_plus_one=True,
+        norm_results=True,
+        embedding_factor=math.sqrt(decoder.hidden_size),
+        query_size=_number(config, "query_pre_attn_scalar"),
+    )
+
+
+def _gemma3_rotary_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings for `_rotary` of layers without and with a window."""
+    by_kind = config.get("rope_parameters")
+    if by_kind is None:
+        return {}, {"rope_theta": _number(config, "rope_local_base_freq")}
+    if not isinstance(by_kind, Mapping) or set(by_kind) != {SLIDING, FULL}:
+        raise refusal(f"config.json: rope_parameters must be an object with {SLIDING} and {FULL}")
+    return {"rope_parameters": by_kind[FULL]}, {"rope_parameters": by_kind[SLIDING]}
+
+
+def _gpt_oss_config(config: Mapping[str, Any]) -> DecoderConfig:
+    config = _with(config, GPT_OSS_DEFAULTS)
+    if not (config.get("rope_parameters") or config.get("rope_scaling")):
+        config = _with({"rope_scaling": GPT_OSS_SCALING}, config)
+    decoder = _llama_config(GPT_OSS, config)
+    return replace(
+        decoder,
+        sinks=True,
+        router_bias=True,
+        gate_limit=_number(config, "swiglu_limit"),
+        gate_slope=_number(config, "swiglu_alpha"),
+    )
+
+
+def _with(*configs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings of all; those of an earlier one take precedence."""
+    return ChainMap(*configs)  # type: ignore[arg-type]  # nothing is written
 
 
 ONLY_EXPERTS = {"decoder_sparse_step": 1, "mlp_only_layers": [], "shared_expert_intermediate_size": 0}
@@ -171,28 +271,40 @@ def _experts(flavour: LlamaFlavour, config: Mapping[str, Any]) -> dict[str, Any]
     return {"experts": experts, "experts_per_token": per_token, "experts_sum_to_1": sum_to_1}
 
 
-def _refuse_sliding_window(architecture: str, config: Mapping[str, Any], layers: int, max_positions: int) -> None:
-    """Refuses a window that is in use; one as long as the longest context has no effect."""
-    window = None
-    if architecture == "MistralForCausalLM":
-        window = config.get("sliding_window", 4096)
-    elif architecture == "MixtralForCausalLM":
-        window = config.get("sliding_window")
-    elif architecture == "Qwen3MoeForCausalLM":
-        window = config.get("sliding_window", 4096) if config.get("use_sliding_window", False) else None
-    elif architecture.startswith("Qwen"):
-        kinds = config.get("layer_types") or ["full_attention"] * layers
-        others = sorted({kind for kind in kinds if kind not in ("full_attention", "sliding_attention")})
+def _windows(architecture: str, config: Mapping[str, Any], layers: int, max_positions: int) -> tuple[int, ...]:
+    """The window of each layer, 0 for none; empty if no layer has one that matters."""
+    if architecture == "LlamaForCausalLM":
+        return ()
+    window = config.get("sliding_window", None if architecture == "MixtralForCausalLM" else 4096)
+    kinds = config.get("layer_types")
+    if architecture in (GEMMA3, GPT_OSS, "Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+        kinds = kinds or _layer_types(architecture, config, layers)
+        others = sorted({kind for kind in kinds if kind not in (FULL, SLIDING)})
         if others:
-            raise refusal(f"config.json: layer_types {', '.join(others)} are not supported, only full_attention")
-        late = not config.get("layer_types") and (config.get("max_window_layers", 28) or 0) < layers
-        if config.get("use_sliding_window", False) and (late or "sliding_attention" in kinds):
-            window = config.get("sliding_window", 4096)
-    if window is not None and _size(config, "sliding_window", window) < max_positions:
-        raise refusal(
-            f"config.json: sliding_window {window} is below max_position_embeddings {max_positions}; "
-            "sliding-window attention is not supported"
-        )
+            raise refusal(f"config.json: layer_types {', '.join(others)} are not supported")
+        if len(kinds) != layers:
+            raise refusal(f"config.json: layer_types has {len(kinds)} layers, num_hidden_layers is {layers}")
+    elif window is not None and FULL in (kinds or []):
+        raise refusal(f"config.json: layer_types are not supported with sliding_window and {architecture}")
+    else:
+        kinds = [SLIDING] * layers
+    if architecture.startswith("Qwen") and not config.get("use_sliding_window", False):
+        return ()
+    if SLIDING not in kinds or (window is None and architecture != GEMMA3):
+        return ()
+    # One as long as the longest context hides nothing, but Gemma 3's have their own rotary embedding.
+    if _size(config, "sliding_window", window) >= max_positions and architecture != GEMMA3:
+        return ()
+    return tuple(window if kind == SLIDING else 0 for kind in kinds)
+
+
+def _layer_types(architecture: str, config: Mapping[str, Any], layers: int) -> list[str]:
+    """Of a config.json without `layer_types`."""
+    if architecture in (GEMMA3, GPT_OSS):
+        period = _size(config, "sliding_window_pattern") if architecture == GEMMA3 else 2
+        return [SLIDING if (i + 1) % period else FULL for i in range(layers)]
+    late = config.get("max_window_layers", 28) or 0
+    return [FULL] * min(late, layers) + [SLIDING] * (layers - late)
 
 
 def _rotary(config: Mapping[str, Any], head_dim: int, max_positions: int, theta: float) -> Rotary:
@@ -221,7 +333,41 @@ def _rotary(config: Mapping[str, Any], head_dim: int, max_positions: int, theta:
             original = _size(parameters, "original_max_position_embeddings", max_positions)
             original = _size(config, "original_max_position_embeddings", original)  # this key takes precedence
             return Rotary(head_dim, theta, _number(parameters, "factor"), low, high, original)
-    raise refusal(f"config.json: rope type {kind!r} is not supported; known are default, linear, llama3")
+        case "yarn":
+            original = _size(parameters, "original_max_position_embeddings", max_positions)
+            original = _size(config, "original_max_position_embeddings", original)
+            return _yarn(parameters, head_dim, theta, original, max_positions)
+    raise refusal(f"config.json: rope type {kind!r} is not supported; known are default, linear, llama3, yarn")
+
+
+def _yarn(parameters: Mapping[str, Any], dims: int, theta: float, original: int, max_positions: int) -> Rotary:
+    """Pairs that turn more than `beta_fast` times over the context of the original training are not scaled, those that
+    turn less than `beta_slow` times are."""
+    factor = _number(parameters, "factor", max_positions / original)
+
+    def pair(turns: float) -> float:
+        return dims / 2 * math.log(original / (turns * 2 * math.pi)) / math.log(theta)
+
+    def length(weight: float) -> float:
+        return 0.1 * weight * math.log(max(factor, 1.0)) + 1.0
+
+    low, high = pair(_number(parameters, "beta_fast", 32.0)), pair(_number(parameters, "beta_slow", 1.0))
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0.0), min(high, dims - 1.0)
+    if low > high:
+        raise refusal(f"config.json: yarn for an original context of {original} tokens is not supported")
+    high = high if low < high else low + 0.001
+    mscale, mscale_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    default = length(mscale) / length(mscale_all) if mscale and mscale_all else length(1.0)
+    return Rotary(
+        dims,
+        theta,
+        factor,
+        unscaled_to=low,
+        scaled_from=high,
+        length=_number(parameters, "attention_factor", default),
+    )
 
 
 def _opt_config(config: Mapping[str, Any]) -> DecoderConfig:

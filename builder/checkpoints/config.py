@@ -15,9 +15,11 @@ from ...scheduler.types import SettingError
 class Rotary:
     """Rotary position embedding; `factor` 1 is unscaled.
 
-    With `low_freq_factor` None every frequency is divided by `factor` (linear scaling). Otherwise as in Llama 3: waves
-    longer than original_positions / low_freq_factor are scaled, those shorter than original_positions /
-    high_freq_factor are not, and between the two the scaling increases gradually.
+    By default every frequency is divided by `factor` (linear scaling).
+    With `low_freq_factor` as in Llama 3: waves longer than original_positions / low_freq_factor are scaled, those
+    shorter than original_positions / high_freq_factor are not, and between the two the scaling increases gradually.
+    With `unscaled_to` as in YaRN: pairs up to this number are not scaled, those from `scaled_from` on are, and between
+    the two the scaling increases gradually. Rotated queries and keys are multiplied by `length`.
     """
 
     dims: int
@@ -26,16 +28,22 @@ class Rotary:
     low_freq_factor: float | None = None
     high_freq_factor: float = 1.0
     original_positions: int = 0
+    unscaled_to: float | None = None
+    scaled_from: float = 0.0
+    length: float = 1.0
 
     def frequencies(self) -> list[float]:
         """Radians per position of each of the dims / 2 pairs."""
-        return [self._scaled(self.theta ** (-i / self.dims)) for i in range(0, self.dims, 2)]
+        return [self._scaled(i, self.theta ** (-2 * i / self.dims)) for i in range(self.dims // 2)]
 
-    def _scaled(self, frequency: float) -> float:
-        if self.low_freq_factor is None:
-            return frequency / self.factor
-        turns = self.original_positions * frequency / (2 * math.pi)  # over the context of the original training
-        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+    def _scaled(self, pair: int, frequency: float) -> float:
+        if self.low_freq_factor is not None:
+            turns = self.original_positions * frequency / (2 * math.pi)  # over the context of the original training
+            kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        elif self.unscaled_to is not None:
+            kept = (self.scaled_from - pair) / (self.scaled_from - self.unscaled_to)
+        else:
+            kept = 0.0
         kept = min(max(kept, 0.0), 1.0)
         return frequency * (kept + (1.0 - kept) / self.factor)
 
@@ -47,13 +55,24 @@ class DecoderConfig:
     max_positions     longest context that the model was trained for, tokens
     embedding_size    width of the token embeddings; if it is not hidden_size they are projected in and out
     rotary            None: learned absolute positions; their table begins with `position_offset` unused rows
+    window_rotary     of the layers with a window; None: as all others
     norm              "rms" or "layer"; `norm_affine` False: without weights
+    norm_plus_one     RMS norms multiply by 1 + weight
     norm_first        norm in front of attention and MLP (else behind the residual sum); `final_norm` before the head
+    norm_results      the results of attention and MLP are normed before they are added
     qk_norm           RMS norm over each head's query and key
+    embedding_factor  token embeddings are multiplied by it
+    query_size        attention scores are divided by its square root; 0: head_dim
     activation        a name in model.ACTIVATIONS; `gated`: act(gate(x)) * up(x)
+    gate_limit        of experts: gate(x) is at most this, up(x) is between -gate_limit and gate_limit, and up(x) + 1 is
+                      multiplied by gate(x) sigmoid(gate_slope gate(x)); 0: plain SiLU gates
     experts           MLPs of a layer, each `mlp_size` wide, of which a token uses `experts_per_token`; 0: one MLP for
                       all tokens
     experts_sum_to_1  the weights of a token's experts are divided by their sum
+    mlp_bias          also of experts; `router_bias` of the router that chooses them
+    windows           of each layer: its queries see only so many of the latest keys, their own among them; 0: all of
+                      them. Empty: no layer has a window
+    sinks             each head of a layer has a logit that joins the softmax of every query, and has no value
     """
 
     architecture: str
@@ -83,6 +102,34 @@ class DecoderConfig:
     experts: int = 0
     experts_per_token: int = 0
     experts_sum_to_1: bool = False
+    windows: tuple[int, ...] = ()
+    sinks: bool = False
+    router_bias: bool = False
+    gate_limit: float = 0.0
+    gate_slope: float = 0.0
+    window_rotary: Rotary | None = None
+    norm_plus_one: bool = False
+    norm_results: bool = False
+    embedding_factor: float = 1.0
+    query_size: float = 0.0
+
+    def window(self, layer: int) -> int:
+        """0: the layer has none."""
+        return self.windows[layer] if self.windows else 0
+
+    @property
+    def rotaries(self) -> tuple[Rotary, ...]:
+        """All that differ; empty for learned positions."""
+        return tuple(dict.fromkeys(rotary for rotary in (self.rotary, self.window_rotary) if rotary))
+
+    def rotary_of(self, layer: int) -> Rotary | None:
+        return self.window_rotary or self.rotary if self.window(layer) else self.rotary
+
+    def scale(self, layer: int) -> float:
+        """Attention scores of keys and queries, rotated but not multiplied by their length, are multiplied by it."""
+        rotary = self.rotary_of(layer)
+        length = rotary.length if rotary else 1.0
+        return length**2 / math.sqrt(self.query_size or self.head_dim)
 
     @property
     def silu_gated(self) -> bool:

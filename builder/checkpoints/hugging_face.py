@@ -20,8 +20,9 @@ from torch import Tensor
 from ...scheduler.types import SettingError
 from ..int4_formats import WORDS
 from ..quantization import check_quantization
-from .architectures import OPT, refusal
+from .architectures import GEMMA3, GPT_OSS, OPT, refusal
 from .config import DecoderConfig, Shard
+from .fused_experts import unfused
 from .int4_weights import Int4Weights, int4_projections, stored_tensors, without_ignored
 from .sources import Part, Source, Sources, layer_projections, tensor_of, whole
 
@@ -31,6 +32,12 @@ LFS_POINTER = b"version https://git-lfs."  # the start of the file that `git clo
 HARMLESS = re.compile(r"(rotary_emb\.inv_freq|\.input_scale|\.input_scale_ub|\.activation_scale)$")
 """Ignored tensors. Old versions of transformers saved buffers that follow from config.json. The others are activation
 scales of the checkpoint's FP8 projections; here each token gets its own scale."""
+
+PREFIXES = ("language_model.model.", "model.language_model.", "model.", "")
+"""Beginnings of names in whole models, and in bare ones. The first two are of models that also take images."""
+
+OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+"""Ignored tensors of models that also take images."""
 
 DEMO_CHECKPOINT = Path(__file__).parents[1] / "demo_models" / "llama"
 """The trained demo model (docs/use/demo-model.md)."""
@@ -72,7 +79,7 @@ def _norm(target: str, name: str, size: int, kinds: tuple[str, ...]) -> Sources:
 
 
 class LayerNames(NamedTuple):
-    """`{}` in a name is the number of an expert."""
+    """`{}` in a name is the number of an expert. The last two: of norms of results (`DecoderConfig.norm_results`)."""
 
     attention_norm: str
     mlp_norm: str
@@ -80,6 +87,8 @@ class LayerNames(NamedTuple):
     up: tuple[str, ...]
     down: str
     router: str = ""
+    attention_result_norm: str = ""
+    mlp_result_norm: str = ""
 
 
 LLAMA_LAYER = LayerNames(
@@ -100,6 +109,16 @@ LAYERS = {
         up=("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
         down="mlp.experts.{}.down_proj",
         router="mlp.gate",
+    ),
+    GEMMA3: LLAMA_LAYER._replace(
+        mlp_norm="pre_feedforward_layernorm",
+        attention_result_norm="post_attention_layernorm",
+        mlp_result_norm="post_feedforward_layernorm",
+    ),
+    GPT_OSS: LLAMA_LAYER._replace(  # as `fused_experts` names the experts' tensors
+        up=("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
+        down="mlp.experts.{}.down_proj",
+        router="mlp.router",
     ),
 }
 
@@ -126,10 +145,16 @@ def _layer_sources(shard: Shard, target: str, name: str, names: LayerNames) -> S
     }
     if config.experts:
         router = {f"{name}.{names.router}": whole(config.experts)}
-        sources |= _linear(f"{target}.mlp.router", False, whole(hidden), router)
+        sources |= _linear(f"{target}.mlp.router", config.router_bias, whole(hidden), router)
+    if config.norm_results:
+        sources |= _norm(f"{target}.attention_result_norm", f"{name}.{names.attention_result_norm}", hidden, kinds)
+        sources |= _norm(f"{target}.mlp_result_norm", f"{name}.{names.mlp_result_norm}", hidden, kinds)
     if config.qk_norm:
         for x in "qk":
             sources |= _norm(f"{target}.attention.{x}_norm", f"{name}.self_attn.{x}_norm", head_dim, ("weight",))
+    if config.sinks:
+        heads = Part(config.heads, shard.rank * shard.heads, shard.heads)
+        sources[f"{target}.attention.sinks"] = (Source(f"{name}.self_attn.sinks", (heads,)),)
     return sources
 
 
@@ -180,7 +205,7 @@ def active_parameters(config: DecoderConfig, ranks: int = 1) -> int:
     """The parameters of any one rank that a token uses: without the experts that are not chosen for it."""
     count = 0
     for name, shape in parameter_shapes(config, ranks).items():
-        in_experts = config.experts and name.endswith((".mlp.up.weight", ".mlp.down.weight"))
+        in_experts = config.experts and (".mlp.up." in name or ".mlp.down." in name)
         count += math.prod(shape) * config.experts_per_token // config.experts if in_experts else math.prod(shape)
     return count
 
@@ -223,7 +248,11 @@ def read_weights(
     Raises SettingError that names the tensor at fault, or as Shard does.
     """
     files = _tensor_files(directory)
-    prefix = "model." if any(name.startswith("model.") for name in files) else ""
+    if config.architecture == GPT_OSS:
+        files = unfused(files)
+    if config.architecture == GEMMA3:
+        files = {name: file for name, file in files.items() if not OF_IMAGES.match(name)}
+    prefix = next(prefix for prefix in PREFIXES if any(name.startswith(prefix) for name in files))
     wanted = weight_sources(Shard(config, ranks, rank), prefix)
     int4: Mapping[str, Tensor] = {}
     stored: Sources = {}

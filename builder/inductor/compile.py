@@ -27,6 +27,7 @@ from .package import Package, laid_out
 
 OPTIONS = {
     "aot_inductor.package_constants_in_so": False,
+    "always_keep_tensor_constants": True,  # else small weights, such as sinks, become part of the code
     "cpp.dynamic_threads": True,  # the number of threads is set in the process that runs it, not here
 }
 

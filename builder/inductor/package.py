@@ -8,12 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...plugins import torch_ops  # noqa: F401  register torch.ops.pensieve, which packages call
-from ...plugins.linear import experts  # noqa: F401  register torch.ops.pensieve, which packages call
-from ...plugins.linear import fp8 as fp8_linear  # noqa: F401  register torch.ops.pensieve, which packages call
-from ...plugins.linear import int4 as int4_linear  # noqa: F401  register torch.ops.pensieve, which packages call
 from ...plugins.linear.fp8_format import FP8
 from ..checkpoints.config import DecoderConfig
+from ..model import rotary_frequencies  # its module registers torch.ops.pensieve, which packages call
 
 LOOKED_UP = ("embed.weight", "positions.weight")
 
@@ -43,7 +40,7 @@ class Package:
         # Without further threads: it can be captured in a CUDA graph, and our operations run in the calling thread.
         self._loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, -1)
         device = weights["embed.weight"].device
-        known = {**weights, "frequencies": _frequencies(config).to(device)}
+        known = {**weights, "frequencies": rotary_frequencies(config).to(device)}
         # kept here, because the loader keeps only addresses
         self._constants = {name: known[name] for name in self._loader.get_constant_fqns()}
         self._loader.load_constants(self._constants, False, True, True)  # active, complete, managed by the caller
@@ -62,8 +59,3 @@ class Package:
         handle = torch.tensor(pool)
         (logits,) = self._loader.run([token_ids, positions, slots, segments, block_table, sample_rows, handle])
         return logits
-
-
-def _frequencies(config: DecoderConfig) -> Tensor:
-    """The one constant that is not in a checkpoint."""
-    return torch.tensor(config.rotary.frequencies() if config.rotary else [], dtype=torch.float64)

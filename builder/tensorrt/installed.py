@@ -20,8 +20,19 @@ def tensorrt_version() -> str:
 
 def check_decoder(config: DecoderConfig, dtype: str) -> None:
     """SettingError if there is no network for this decoder, or as `check_type`."""
-    if config.experts:
-        raise SettingError("--backend", f"tensorrt's engines with experts ({config.architecture}) do not exist yet")
+    missing = {
+        "experts": config.experts > 0,
+        "sinks": config.sinks,
+        "sliding windows": any(config.windows),
+        "norms behind attention and MLP": config.norm_results,
+        "norms by 1 + weight": config.norm_plus_one,
+        "several rotary embeddings": len(config.rotaries) > 1,
+        "scores scaled by YaRN": any(rotary.length != 1.0 for rotary in config.rotaries),
+        "scores scaled by query_pre_attn_scalar": config.query_size > 0,
+    }
+    for what, needed in missing.items():
+        if needed:
+            raise SettingError("--backend", f"tensorrt's engines with {what} ({config.architecture}) do not exist yet")
     check_type(dtype)
 
 

@@ -108,7 +108,7 @@ class TensorRTLayers(nn.Module):
         """As `model.Layer`, on the current stream. Overwrites x."""
         now = Sizes(len(x), *batch.block_table.shape)
         context = self._context(now.tokens)
-        inputs = {"slots": batch.slots, "block_table": batch.block_table, "rotary": batch.rotary}
+        inputs = {"slots": batch.slots, "block_table": batch.block_table, "rotary": batch.rotary[0]}
         x = _aligned(x)
         held = [x, torch.empty_like(x)]
         for name, shape in now.shapes(self._config).items():

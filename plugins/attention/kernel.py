@@ -19,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..triton_launch import Launch
-from .work_list import ITEM, Capacity, Tile, WorkList
+from .work_list import ITEM, Capacity, Tile, WorkList, split_of
 
-LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(1.4426950408889634)
 UNMASKED_ABOVE = 16  # rows of a tile; in smaller tiles masks cost no time
 
 
@@ -45,19 +45,20 @@ def make_work_list(capacity: Capacity, heads: int, kv_heads: int, head_dim: int,
     return WorkList(capacity, heads, kv_heads, head_dim, tiles_for(dtype, heads, kv_heads, head_dim), device)
 
 
-def multi_token_attention(q: Tensor, block_table: Tensor, pool: Tensor, layer: int, scale: float,
-                          work: WorkList) -> Tensor:  # fmt: skip
+def multi_token_attention(q: Tensor, block_table: Tensor, pool: Tensor, layer: int, scale: float, work: WorkList,
+                          window: int = 0, sinks: Tensor | None = None) -> Tensor:  # fmt: skip
     """Attention of q [T, heads, head_dim] (rotated) over the pool's `layer`, as `work` lists it.
 
     block_table [seats, blocks] int32; pool `[slot, layers, 2, kv_heads, chunk_tokens, head_dim]`, or `fp8_pool`'s;
-    scale > 0.
+    scale > 0; window and sinks as in the reference.
     Returns o [T, heads, head_dim]; tokens of no segment get zeros.
     """
     tokens, heads, head_dim = q.shape
     if tokens > work.capacity.tokens or q.stride(2) != 1:
         raise ValueError(f"q {list(q.shape)} is strided in a head, or beyond the {work.capacity.tokens} tokens listed")
     o = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
-    for launch in launches(q, o, block_table, pool, layer, scale, work, reachable_classes(work, tokens)):
+    classes = reachable_classes(work, tokens)
+    for launch in launches(q, o, block_table, pool, layer, scale, work, classes, window, sinks):
         launch.run()
     return o
 
@@ -69,7 +70,7 @@ def reachable_classes(work: WorkList, tokens: int) -> int:
 
 
 def launches(q: Tensor, o: Tensor, block_table: Tensor, pool: Tensor, layer: int, scale: float, work: WorkList,
-             classes: int) -> list[Launch]:  # fmt: skip
+             classes: int, window: int = 0, sinks: Tensor | None = None) -> list[Launch]:  # fmt: skip
     """The launches of `multi_token_attention`, in order: one for each of the first `classes` classes."""
     tokens, _, head_dim = q.shape
     _, _, _, kv_heads, chunk_tokens, _ = pool.shape
@@ -83,13 +84,13 @@ def launches(q: Tensor, o: Tensor, block_table: Tensor, pool: Tensor, layer: int
         arguments = (
             q, o, work.partial, work.lse, pool, block_table, work.items[kind], work.arrivals[kind], work.counters,
             work.covered, kind, len(work.tiles), tokens, q.stride(0), q.stride(1), block_table.stride(0),
-            pool.stride(0), layer * pool.stride(1), scale * LOG2_E,
+            pool.stride(0), layer * pool.stride(1), scale * LOG2_E.value, sinks,
         )  # fmt: skip
         settings = dict(
             KV_HEADS=kv_heads, GROUP=work.group, HEAD_DIM=head_dim, CHUNK=chunk_tokens,
             DIM=triton.next_power_of_2(head_dim), ROWS=tile.rows, KEYS=tile.keys, UNMASKED=tile.rows > UNMASKED_ABOVE,
             LARGEST=shared and kind > 0 and kind == len(work.tiles) - 1, LEADS=leads, FOLLOWS=follows, WORDS=ITEM,
-            num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, launch_pdl=follows,
+            WINDOW=window, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, launch_pdl=follows,
         )  # fmt: skip
         made.append(Launch(_attend, (work.processors * tile.programs,), arguments, settings))
     return made
@@ -119,7 +120,8 @@ def _load_scales(exponents, slot, slot_stride, n, end, to_values, CHUNK: tl.cons
 @triton.jit
 def _attend_tiles(acc, top, total, q, keys, exponents, table, own, begin, end, scale, slot_stride, first, skip_from,
                   skip, count, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr,
-                  DIM: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+                  DIM: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
+                  MASKED: tl.constexpr):  # fmt: skip
     """Online softmax over `count` tiles of keys from tile `first`; skips `skip` tiles after `skip_from`.
 
     acc, top, total  weighted sum of values, largest score (base 2) and sum of weights of each row so far
@@ -153,6 +155,8 @@ def _attend_tiles(acc, top, total, q, keys, exponents, table, own, begin, end, s
             score = score * k_scale[None, :]
         if MASKED:
             seen = (n[None, :] <= own[:, None]) & (n >= begin)[None, :] & (n < end)[None, :]
+            if WINDOW:
+                seen = seen & (n[None, :] > own[:, None] - WINDOW)
             score = tl.where(seen, score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, 1) * scale)
         base = higher
@@ -178,14 +182,23 @@ def _attend_tiles(acc, top, total, q, keys, exponents, table, own, begin, end, s
 
 
 @triton.jit
-def _merge_splits(partial, lse, first, splits, reached, kept, query_kept, heads, ROWS: tl.constexpr,
+def _with_sinks(total, top, sinks, q_head):
+    """The sum of weights, relative to `top`, with the sink's. A sink is a logit to base e."""
+    if sinks is not None:
+        total += tl.exp2(tl.load(sinks + q_head).to(tl.float32) * LOG2_E - top)
+    return total
+
+
+@triton.jit
+def _merge_splits(partial, lse, first, skipped, reached, kept, query_kept, heads, sinks, q_head, ROWS: tl.constexpr,
                   HEAD_DIM: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """Merges the partial results of a tile's rows in the order of their splits. first [ROWS]: pair of split 0."""
+    """Merges the partial results of a tile's rows, from split `skipped` on, in the order of their splits.
+    first [ROWS]: pair of split 0."""
     dim = tl.arange(0, DIM)
     acc = tl.zeros([ROWS, DIM], tl.float32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    for split in range(reached):
+    for split in range(skipped, reached):
         at = first + split * heads
         part_top = tl.load(lse + at, mask=query_kept, other=float("-inf"), cache_modifier=".cg")
         part = tl.load(partial + at[:, None] * HEAD_DIM + dim[None, :], mask=kept, other=0.0, cache_modifier=".cg")
@@ -196,15 +209,17 @@ def _merge_splits(partial, lse, first, splits, reached, kept, query_kept, heads,
         acc = acc * decay[:, None] + part * weight[:, None]
         total = total * decay + weight
         top = higher
+    total = _with_sinks(total, top, sinks, q_head)
     return acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
 
 
 @triton.jit(do_not_specialize=["tokens", "blocks"])  # one kernel serves all sizes of step
 def _attend(q, o, partial, lse, pool, block_table, items, arrivals, counters, covered, kind, classes, tokens,
-            q_stride, q_head_stride, blocks, slot_stride, layer_offset, scale,
+            q_stride, q_head_stride, blocks, slot_stride, layer_offset, scale, sinks,
             KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr,
             DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, UNMASKED: tl.constexpr,
-            LARGEST: tl.constexpr, LEADS: tl.constexpr, FOLLOWS: tl.constexpr, WORDS: tl.constexpr):  # fmt: skip
+            LARGEST: tl.constexpr, LEADS: tl.constexpr, FOLLOWS: tl.constexpr, WORDS: tl.constexpr,
+            WINDOW: tl.constexpr):  # fmt: skip
     """Takes (item, key head) pairs from the list of one class until none is left. scale includes log2(e).
 
     The kernels of the classes run side by side: tiles of many rows use the matrix units, those of few rows the memory.
@@ -215,6 +230,8 @@ def _attend(q, o, partial, lse, pool, block_table, items, arrivals, counters, co
 
     Row r of a tile is query r // GROUP of the item and head r % GROUP of the group. With UNMASKED, tiles of keys that
     every row sees are computed without masks.
+
+    With WINDOW, tiles of keys that no row sees are not read, and splits of such keys have no result.
     """
     if LEADS:
         tl.extra.cuda.gdc_launch_dependents()
@@ -244,6 +261,13 @@ def _attend(q, o, partial, lse, pool, block_table, items, arrivals, counters, co
         splits = tl.load(item + 8)
         reached = tl.load(item + 9)
         tile = tl.load(item + 10)
+        skipped = 0  # splits before those with keys that the tile sees
+        if WINDOW:
+            cut = tl.load(item + 11)
+            more = tl.load(item + 12)
+            first_seen = tl.maximum(first_own - WINDOW + 1, 0)
+            skipped = tl.maximum(split + split_of(first_seen, cut, more) - split_of(begin, cut, more), 0)
+            begin = tl.maximum(begin, first_seen)
 
         query = row // GROUP
         q_head = head * GROUP + row % GROUP
@@ -260,30 +284,42 @@ def _attend(q, o, partial, lse, pool, block_table, items, arrivals, counters, co
         top = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         # tiles of keys   | head |       full        |   tail   |    head: begins before `begin`; full: every row
-        #                 first                                       sees all of it
+        #                 first                                       sees all of it. With WINDOW the head has all
+        #                                                             tiles before the full ones
         first = begin // KEYS
         count = tl.cdiv(end, KEYS) - first
         if UNMASKED:
             start = tl.where(begin % KEYS == 0, 0, 1)
+            if WINDOW:
+                start = tl.cdiv(tl.maximum(begin, first_own + size - WINDOW), KEYS) - first
+                start = tl.minimum(start, tl.maximum(count, 0))
             full = tl.minimum(end, first_own + 1) // KEYS - first - start
             full = tl.maximum(tl.minimum(full, count - start), 0)
             acc, top, total = _attend_tiles(
                 acc, top, total, rows, keys, exponents, table, own, begin, end, scale, slot_stride, first + start, 0, 0,
-                full, KV_HEADS, HEAD_DIM, CHUNK, DIM, KEYS, False)  # fmt: skip
+                full, KV_HEADS, HEAD_DIM, CHUNK, DIM, KEYS, WINDOW, False)  # fmt: skip
             acc, top, total = _attend_tiles(
                 acc, top, total, rows, keys, exponents, table, own, begin, end, scale, slot_stride, first, start, full,
-                count - full, KV_HEADS, HEAD_DIM, CHUNK, DIM, KEYS, True)  # fmt: skip
+                count - full, KV_HEADS, HEAD_DIM, CHUNK, DIM, KEYS, WINDOW, True)  # fmt: skip
         else:
             acc, top, total = _attend_tiles(
                 acc, top, total, rows, keys, exponents, table, own, begin, end, scale, slot_stride, first, 0, 0,
-                count, KV_HEADS, HEAD_DIM, CHUNK, DIM, KEYS, True)  # fmt: skip
+                count, KV_HEADS, HEAD_DIM, CHUNK, DIM, KEYS, WINDOW, True)  # fmt: skip
 
-        result = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
+        complete = splits == 1
+        seen = split < reached  # the split contains keys that a query of the tile sees
+        if WINDOW:
+            complete = (reached - skipped == 1) & (split == skipped)
+            seen = seen & (split >= skipped)
+        of_all = total
+        if sinks is not None:
+            of_all = tl.where(complete, _with_sinks(total, top, sinks, q_head), total)
+        result = acc * (1.0 / tl.where(of_all == 0.0, 1.0, of_all))[:, None]
         to = ((q_row + query).to(tl.int64) * heads + q_head) * HEAD_DIM
         target = o + to[:, None] + dim[None, :]
-        if splits == 1:
+        if complete:
             tl.store(target, result.to(o.dtype.element_ty), mask=kept)
-        elif split < reached:  # the split contains keys that the tile's last query sees
+        elif seen:
             first_part = (pair + query * splits).to(tl.int64) * heads + q_head
             part = first_part + split * heads
             tl.store(partial + part[:, None] * HEAD_DIM + dim[None, :], result, mask=kept)
@@ -292,10 +328,10 @@ def _attend(q, o, partial, lse, pool, block_table, items, arrivals, counters, co
             # before the release, the acquire puts those of the other programs before the reads.
             tl.debug_barrier()
             counter = arrivals + tile * KV_HEADS + head
-            if tl.atomic_add(counter, 1, sem="acq_rel") == reached - 1:
+            if tl.atomic_add(counter, 1, sem="acq_rel") == reached - skipped - 1:
                 tl.store(counter, 0)
-                merged = _merge_splits(partial, lse, first_part, splits, reached, kept, query_kept, heads, ROWS,
-                                       HEAD_DIM, DIM)  # fmt: skip
+                merged = _merge_splits(partial, lse, first_part, skipped, reached, kept, query_kept, heads, sinks,
+                                       q_head, ROWS, HEAD_DIM, DIM)  # fmt: skip
                 tl.store(target, merged.to(o.dtype.element_ty), mask=kept)
         taken = following
 

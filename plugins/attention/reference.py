@@ -61,7 +61,14 @@ def write_kv(q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, slots: Tensor, poo
 
 
 def multi_token_attention(
-    q: Tensor, segments: Tensor, block_table: Tensor, pool: Tensor, layer: int, scale: float
+    q: Tensor,
+    segments: Tensor,
+    block_table: Tensor,
+    pool: Tensor,
+    layer: int,
+    scale: float,
+    window: int = 0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of many query tokens over scattered KV, accumulated in float32.
 
@@ -70,11 +77,17 @@ def multi_token_attention(
                  kv_len - q_len + j and sees the keys at coordinates [kv_start, its own]. Segments are disjoint in q;
                  several may share a seat.
     block_table  [seats, blocks] int32, the slot of each chunk of a seat's row
+    window       a query sees only the last `window` of its keys, its own among them; 0: all of them
+    sinks        [heads], a logit for each head that joins the softmax of every query and has no value; None: none
     Returns o [T, heads, head_dim]; tokens of no segment get zeros.
     """
     o = q.new_zeros(q.shape)
+    if window:  # no query of the segment sees the keys before
+        _, q_len, kv_start, kv_len, _ = segments.unbind(1)
+        segments = segments.clone()
+        segments[:, 2] = kv_start.maximum(kv_len - q_len - window + 1)
     for group in _groups_of_like_size(segments, pool.shape[3:]):
-        _attend_group(q, group, block_table, pool, layer, scale, o)
+        _attend_group(q, group, block_table, pool, layer, scale, window, sinks, o)
     return o
 
 
@@ -103,7 +116,15 @@ def _groups_of_like_size(segments: Tensor, record: Sequence[int]) -> list[Tensor
 
 
 def _attend_group(
-    q: Tensor, segments: Tensor, block_table: Tensor, pool: Tensor, layer: int, scale: float, o: Tensor
+    q: Tensor,
+    segments: Tensor,
+    block_table: Tensor,
+    pool: Tensor,
+    layer: int,
+    scale: float,
+    window: int,
+    sinks: Tensor | None,
+    o: Tensor,
 ) -> None:
     """Writes into o the attention of some segments, padded to M queries over N keys each."""
     heads, head_dim = q.shape[1:]
@@ -122,6 +143,8 @@ def _attend_group(
     coordinates = (chunk.unsqueeze(-1) * chunk_tokens + torch.arange(chunk_tokens)).flatten(1)  # [S, N]
     valid = (coordinates >= kv_start) & (coordinates < kv_len)
     seen = valid.unsqueeze(1) & (coordinates.unsqueeze(1) <= own.unsqueeze(2))  # [S, M, N]
+    if window:
+        seen &= coordinates.unsqueeze(1) > own.unsqueeze(2) - window
 
     # Query heads that share a key head are treated as further queries: [S, kv_heads, M * share, D].
     share = heads // kv_heads
@@ -133,6 +156,11 @@ def _attend_group(
         kv[foreign[0], :, foreign[1]] = 0.0
     grouped = q[rows].view(count, queries, kv_heads, share, head_dim).transpose(1, 2).flatten(2, 3).float()
     mask = seen.repeat_interleave(share, dim=1).unsqueeze(1)
+    if sinks is not None:  # one more key of zeros, whose score is the sink's logit, with a value of zeros
+        of_row = sinks.float().view(kv_heads, 1, share).expand(-1, queries, -1).flatten(1)
+        scores = torch.zeros(mask.shape).masked_fill(~mask, -math.inf).expand(-1, kv_heads, -1, -1)
+        mask = torch.cat((scores, of_row.expand(count, -1, -1).unsqueeze(3)), dim=3)
+        k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
     out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
     out = out.view(count, kv_heads, queries, share, head_dim).transpose(1, 2).reshape(count, queries, heads, head_dim)
     o[rows[real]] = out[real].to(o.dtype)

@@ -11,6 +11,8 @@ a row's result has the same bits with any other rows in the step.
     keys of a segment   kv_start ........................................ kv_len
     splits              |------- first -------|---- second ----|- third -|     see `_cuts`
     a tile's items                 x                 x           (none: beyond the tile's last query)
+
+Layers with a window use the same list: their programs skip the items that no query of the tile sees.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ITEM = 11
+ITEM = 13
 """Words of an item.
 
 0  first row in q               5  seat                                           10  number of its tile in the class
-1  query tokens                 6  pair of the first query's first split
-2  first query's coordinate     7  number of this split
+1  query tokens                 6  pair of the first query's first split          11  keys of a split, see `_cuts`
+2  first query's coordinate     7  number of this split                           12  additional keys of the first
 3  first key's coordinate       8  splits of the segment (1: the result is complete)
 4  end of the keys              9  splits that the tile's last query reaches; the others are empty
 """
@@ -133,7 +135,7 @@ class WorkList:
 def _cuts(rows, kv_len, SMALLEST: tl.constexpr, LARGEST: tl.constexpr, PER_ROW: tl.constexpr, MOST: tl.constexpr,
           FEW: tl.constexpr, MANY: tl.constexpr, PER_MANY: tl.constexpr):  # fmt: skip
     """Returns the cuts of a segment's keys, by its rows (queries times heads of a group) and its context; see
-    `_split_of`.
+    `split_of`.
 
     The result is (keys of a split, additional keys of the first): long splits are processed first, short ones last.
     With few rows, a last split shorter than half a split is added to the first: starting and merging it would take as
@@ -150,7 +152,7 @@ def _cuts(rows, kv_len, SMALLEST: tl.constexpr, LARGEST: tl.constexpr, PER_ROW: 
 
 
 @triton.jit
-def _split_of(key, cut, more):
+def split_of(key, cut, more):
     """The split of a key."""
     return tl.maximum(key - more, 0) // cut
 
@@ -174,7 +176,7 @@ def _list_work(segments, items, counters, covered, count, class_stride, processo
     kv_len = tl.load(field + 3, mask=there, other=1)
     rows = q_len * GROUP
     cut, more = _cuts(rows, kv_len, SMALLEST, LARGEST, PER_ROW, MOST, FEW, MANY, PER_MANY)
-    splits = _split_of(kv_len - 1, cut, more) - _split_of(kv_start, cut, more) + 1
+    splits = split_of(kv_len - 1, cut, more) - split_of(kv_start, cut, more) + 1
     kind = tl.where(rows <= SMALL, 0, tl.where(rows <= MEDIUM, 1, 2))
     kind = tl.minimum(kind, CLASSES - 1)
     step = tl.where(kind == 0, SMALL // GROUP, tl.where(kind == 1, MEDIUM // GROUP, LARGE // GROUP))
@@ -210,7 +212,7 @@ def _list_work(segments, items, counters, covered, count, class_stride, processo
     first_key = tl.load(segments + me * 5 + 2)
     seat = tl.load(segments + me * 5 + 4)
     block = tl.arange(0, 128)
-    first_split = _split_of(first_key, my_cut, my_more)
+    first_split = split_of(first_key, my_cut, my_more)
     class_items = items + my_kind.to(tl.int64) * class_stride
     for i in range(my_splits):
         first_place = tl.sum(like * tl.minimum(splits, i)) + tl.sum(tl.where(before & (splits > i), like, 0))
@@ -232,8 +234,10 @@ def _list_work(segments, items, counters, covered, count, class_stride, processo
             tl.store(word + 6, first_pair + start * my_splits, mask=kept)
             tl.store(word + 7, tl.zeros_like(tile) + i, mask=kept)
             tl.store(word + 8, tl.zeros_like(tile) + my_splits, mask=kept)
-            tl.store(word + 9, _split_of(own + size - 1, my_cut, my_more) - first_split + 1, mask=kept)
+            tl.store(word + 9, split_of(own + size - 1, my_cut, my_more) - first_split + 1, mask=kept)
             tl.store(word + 10, first_tile + tile, mask=kept)
+            tl.store(word + 11, tl.zeros_like(tile) + my_cut, mask=kept)
+            tl.store(word + 12, tl.zeros_like(tile) + my_more, mask=kept)
     for base in range(0, queries, 128):
         query = base + block
         tl.store(covered + q_row + query, 1, mask=query < queries)

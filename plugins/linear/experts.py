@@ -1,73 +1,122 @@
 """The experts of a sparse MLP, as a torch operation:
 
-    torch.ops.pensieve.experts(x, chosen, shares, up, down) -> y
+    torch.ops.pensieve.experts(x, chosen, shares, up, down, up_bias=None, down_bias=None, limit=0, slope=0) -> y
 
     x       [T, hidden]
     chosen  [T, k] int64, the experts of each token; shares [T, k] float32, their weights
     up      [experts * 2 * width, hidden]: of each expert the gate's rows, then the values'
     down    [experts * hidden, width]
-    y       [T, hidden]: the sum over a token's experts of share * down (silu(gate x) * (up x)), summed in float32
+    biases  of up's and down's rows, or None
+    limit   0: the gate is that of `silu_gate`; else that of `clamped_gate`, with this slope
+    y       [T, hidden]: the sum over a token's experts of share * down (gate(up x)), summed in float32
 
 No shape depends on the routing, and nothing waits for the GPU, so a CUDA graph can hold it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .. import torch_ops  # noqa: F401  register torch.ops.pensieve.silu_gate
+from . import norm_reference
 
 GROUPED_CAPABILITIES = (9, 10)  # major; on others torch's grouped product waits for the GPU
 ALIGNED = 16  # torch's grouped product reads rows of multiples of so many bytes
 
 
-def grouped(x: Tensor, chosen: Tensor, shares: Tensor, up: Tensor, down: Tensor) -> Tensor:
+class Experts(NamedTuple):
+    """All inputs of the operation but those of the tokens."""
+
+    up: Tensor
+    down: Tensor
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    limit: float = 0.0
+    slope: float = 0.0
+
+    def by_expert(self) -> tuple[Tensor, Tensor]:
+        """up as [experts, 2 * width, hidden] and down as [experts, hidden, width]."""
+        hidden, width = self.up.shape[1], self.down.shape[1]
+        return self.up.unflatten(0, (-1, 2 * width)), self.down.unflatten(0, (-1, hidden))
+
+    def biases(self) -> tuple[Tensor | None, Tensor | None]:
+        """[experts, 2 * width] and [experts, hidden]."""
+        hidden, width = self.up.shape[1], self.down.shape[1]
+        up, down = self.up_bias, self.down_bias
+        return None if up is None else up.view(-1, 2 * width), None if down is None else down.view(-1, hidden)
+
+    def gate(self, x: Tensor, experts: Tensor) -> Tensor:
+        """The gated values of products [T, 2 * width]; experts [T], the expert of each row."""
+        bias, _ = self.biases()
+        if self.limit:
+            return _clamped_gate(x)(x, bias, experts, self.limit, self.slope)
+        gated: Tensor = torch.ops.pensieve.silu_gate(x if bias is None else x + bias[experts])
+        return gated
+
+
+def _clamped_gate(x: Tensor) -> Callable[..., Tensor]:
+    if not x.is_cuda:
+        return norm_reference.clamped_gate
+    from . import norm_kernel  # imported here because only CUDA installations have Triton
+
+    return norm_kernel.clamped_gate
+
+
+def grouped(x: Tensor, chosen: Tensor, shares: Tensor, of: Experts) -> Tensor:
     """Sorts the pairs of a token and an expert by expert; each of the two products is one call for all experts."""
-    up, down = _by_expert(x, up, down)
+    (up, down), (_, down_bias) = of.by_expert(), of.biases()
     experts, pairs = chosen.flatten().sort()
     ends = torch.searchsorted(experts, torch.arange(len(up), device=x.device), right=True, out_int32=True)
-    gated = torch.ops.pensieve.silu_gate(F.grouped_mm(x[pairs // chosen.shape[1]], up.mT, offs=ends))
+    gated = of.gate(F.grouped_mm(x[pairs // chosen.shape[1]], up.mT, offs=ends), experts)
     made = F.grouped_mm(gated, down.mT, offs=ends)
+    if down_bias is not None:
+        made += down_bias[experts]
     of_tokens = torch.empty_like(made).index_copy_(0, pairs, made).unflatten(0, chosen.shape)
     return (of_tokens * shares.unsqueeze(2)).sum(1).to(x.dtype)
 
 
-def one_by_one(x: Tensor, chosen: Tensor, shares: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def one_by_one(x: Tensor, chosen: Tensor, shares: Tensor, of: Experts) -> Tensor:
     """Every expert computes every token: the twin of `grouped`, and slower by experts / k."""
+    (up, down), (_, down_bias) = of.by_expert(), of.biases()
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for expert, (own_up, own_down) in enumerate(zip(*_by_expert(x, up, down), strict=True)):
-        made = F.linear(torch.ops.pensieve.silu_gate(F.linear(x, own_up)), own_down)
+    for expert in range(len(up)):
+        gated = of.gate(F.linear(x, up[expert]), chosen.new_full((len(x),), expert))
+        made = F.linear(gated, down[expert], None if down_bias is None else down_bias[expert])
         is_own = chosen == expert
         share = (shares * is_own).sum(1, keepdim=True)
         total += (made * share).where(is_own.any(1, keepdim=True), 0.0)  # others may be infinite
     return total.to(x.dtype)
 
 
-def _by_expert(x: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
-    """[experts, 2 * width, hidden] and [experts, hidden, width]."""
-    return up.unflatten(0, (-1, 2 * down.shape[1])), down.unflatten(0, (-1, x.shape[1]))
-
-
-torch.library.define("pensieve::experts", "(Tensor x, Tensor chosen, Tensor shares, Tensor up, Tensor down) -> Tensor")
+torch.library.define(
+    "pensieve::experts",
+    "(Tensor x, Tensor chosen, Tensor shares, Tensor up, Tensor down, Tensor? up_bias=None, Tensor? down_bias=None, "
+    "float limit=0.0, float slope=0.0) -> Tensor",
+)
 
 
 @torch.library.impl("pensieve::experts", "cpu")
-def _experts_cpu(x: Tensor, chosen: Tensor, shares: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    return (grouped if _aligned(x, down) else one_by_one)(x, chosen, shares, up, down)
+def _experts_cpu(x: Tensor, chosen: Tensor, shares: Tensor, *of: Any) -> Tensor:
+    experts = Experts(*of)
+    return (grouped if _aligned(x, experts) else one_by_one)(x, chosen, shares, experts)
 
 
 @torch.library.impl("pensieve::experts", "cuda")
-def _experts_cuda(x: Tensor, chosen: Tensor, shares: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def _experts_cuda(x: Tensor, chosen: Tensor, shares: Tensor, *of: Any) -> Tensor:
+    experts = Experts(*of)
     fast = x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device)[0] in GROUPED_CAPABILITIES
-    return (grouped if fast and _aligned(x, down) else one_by_one)(x, chosen, shares, up, down)
+    return (grouped if fast and _aligned(x, experts) else one_by_one)(x, chosen, shares, experts)
 
 
-def _aligned(x: Tensor, down: Tensor) -> bool:
-    return all(size * x.itemsize % ALIGNED == 0 for size in (x.shape[1], down.shape[1]))
+def _aligned(x: Tensor, experts: Experts) -> bool:
+    return all(size * x.itemsize % ALIGNED == 0 for size in (x.shape[1], experts.down.shape[1]))
 
 
 @torch.library.register_fake("pensieve::experts")
-def _(x: Tensor, chosen: Tensor, shares: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def _(x: Tensor, chosen: Tensor, shares: Tensor, *of: Any) -> Tensor:
     return x.new_empty(x.shape)

@@ -1,4 +1,4 @@
-"""Norms with the residual sum, and the SiLU gate, on a GPU in Triton: one read and one write of each value.
+"""Norms with the residual sum, and gates, on a GPU in Triton: one read and one write of each value.
 
 Their twins in `norm_reference` round at the same places. Grids are bounded: programs process rows in strides.
 """
@@ -17,23 +17,31 @@ TILE = 2048  # values that a program processes at once if rows are short
 MOST_PROGRAMS = 8192  # enough to fill any GPU several times
 
 
-def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool) -> Tensor:
+def norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool, plus_one: bool = False
+) -> Tensor:
     """`norm_reference.norm` of x [T, size] or [T, heads, size], dense in its last dimension."""
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
-        launch(x, None, weight, bias, eps, rms, normed, None).run()
+        launch(x, None, weight, bias, eps, rms, normed, None, plus_one).run()
     return normed
 
 
 def add_norm(
-    x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool
+    x: Tensor,
+    y: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    rms: bool,
+    plus_one: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`norm_reference.add_norm`; x and y are contiguous."""
     if x.shape != y.shape or not (x.is_contiguous() and y.is_contiguous()):
         raise ValueError(f"x {list(x.shape)} and y {list(y.shape)} must be contiguous and of one shape")
     normed, total = torch.empty_like(x), torch.empty_like(x)
     if x.numel():
-        launch(x, y, weight, bias, eps, rms, normed, total).run()
+        launch(x, y, weight, bias, eps, rms, normed, total, plus_one).run()
     return normed, total
 
 
@@ -46,6 +54,7 @@ def launch(
     rms: bool,
     normed: Tensor,
     total: Tensor | None,
+    plus_one: bool = False,
 ) -> Launch:
     """The launch of `norm`, or of `add_norm` where there are y and total, for one token or more."""
     size = x.shape[-1]
@@ -57,7 +66,7 @@ def launch(
     rows = max(TILE // width, 1)
     arguments = (x, y, weight, bias, normed, total, count, heads, x.stride(0), head_stride, eps)
     settings = dict(
-        SIZE=size, WIDTH=width, ROWS=rows, RMS=rms,
+        SIZE=size, WIDTH=width, ROWS=rows, RMS=rms, PLUS_ONE=plus_one,
         num_warps=4 if width <= 2048 else 8 if width <= 8192 else 16, enable_fp_fusion=False,
     )  # fmt: skip
     return Launch(_norm, (min(triton.cdiv(count, rows), MOST_PROGRAMS),), arguments, settings)
@@ -82,9 +91,24 @@ def silu_gate_launch(x: Tensor, out: Tensor) -> Launch:
     return Launch(_silu_gate, grid, (x, out, tokens, width), dict(BLOCK=block, num_warps=4, enable_fp_fusion=False))
 
 
+def clamped_gate(x: Tensor, bias: Tensor | None, experts: Tensor, limit: float, slope: float) -> Tensor:
+    """`norm_reference.clamped_gate` of contiguous x and bias."""
+    if x.dim() != 2 or x.shape[1] % 2 or not x.is_contiguous() or not (bias is None or bias.is_contiguous()):
+        raise ValueError(f"x {list(x.shape)} must be contiguous [T, 2 * width], and the bias contiguous")
+    tokens, width = x.shape[0], x.shape[1] // 2
+    out = torch.empty((tokens, width), dtype=x.dtype, device=x.device)
+    if tokens:
+        block = min(triton.next_power_of_2(width), 1024)
+        grid = (min(tokens, MOST_PROGRAMS), triton.cdiv(width, block))
+        settings = dict(BLOCK=block, num_warps=4, enable_fp_fusion=False)
+        Launch(_clamped_gate, grid, (x, bias, experts, out, tokens, width, limit, slope), settings).run()
+    return out
+
+
 @triton.jit(do_not_specialize=["count"])
 def _norm(x, y, weight, bias, normed, total, count, heads, row_stride, head_stride, eps,
-          SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, RMS: tl.constexpr):  # fmt: skip
+          SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, RMS: tl.constexpr,
+          PLUS_ONE: tl.constexpr):  # fmt: skip
     """ROWS rows at a time; row r of x is head r % heads of token r // heads. y, weight, bias, total may be None."""
     kind = normed.dtype.element_ty
     column = tl.arange(0, WIDTH)[None, :]
@@ -101,10 +125,11 @@ def _norm(x, y, weight, bias, normed, total, count, heads, row_stride, head_stri
         if not RMS:
             wide = tl.where(mask, wide - (tl.sum(wide, axis=1) / SIZE)[:, None], 0.0)
         scaled = wide * tl.rsqrt(tl.sum(wide * wide, axis=1) / SIZE + eps)[:, None]
-        if RMS:
+        if RMS and not PLUS_ONE:
             scaled = scaled.to(kind).to(tl.float32)
         if weight is not None:
-            scaled = scaled * tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
+            factor = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
+            scaled = scaled * (factor + 1.0 if PLUS_ONE else factor)
         if bias is not None:
             scaled = scaled + tl.load(bias + column, mask=column < SIZE, other=0.0).to(tl.float32)
         tl.store(normed + place, scaled.to(kind), mask=mask)
@@ -123,3 +148,25 @@ def _silu_gate(x, out, tokens, width, BLOCK: tl.constexpr):
         up = tl.load(row + width + column, mask=mask, other=0.0).to(tl.float32)
         opened = tl.div_rn(gate, 1.0 + tl.exp(-gate)).to(kind).to(tl.float32)
         tl.store(out + token * stride + column, (opened * up).to(kind), mask=mask)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _clamped_gate(x, bias, experts, out, tokens, width, limit, slope, BLOCK: tl.constexpr):
+    """One program for some tokens and BLOCK columns; the sum with the bias is rounded. bias may be None."""
+    kind = out.dtype.element_ty
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    stride = tl.full((), 1, tl.int64) * width  # 64 bits for places
+    for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
+        row = x + token * stride * 2
+        gate = tl.load(row + column, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(row + width + column, mask=mask, other=0.0).to(tl.float32)
+        if bias is not None:
+            own = bias + tl.load(experts + token) * stride * 2
+            gate += tl.load(own + column, mask=mask, other=0.0).to(tl.float32)
+            up += tl.load(own + width + column, mask=mask, other=0.0).to(tl.float32)
+            gate, up = gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32)
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        gated = (up + 1.0) * gate * tl.div_rn(1.0, 1.0 + tl.exp(-slope * gate))
+        tl.store(out + token * stride + column, gated.to(kind), mask=mask)

@@ -60,12 +60,13 @@ def activation_bytes(shard: Shard, itemsize: int, *, tokens: int, sampled: int, 
     """
     decoder, several = shard.config, shard.ranks > 1
     heads, kv_heads, head_dim = shard.heads, shard.kv_heads, decoder.head_dim
-    # Residual stream, its sum, the normed copy, and a rank's share of a sum; some norms compute in float32.
-    stream = decoder.hidden_size * ((4 if several else 3) * itemsize + 2 * 4)
+    # Residual stream, its sum, the normed copy, a rank's share of a sum, and a normed result; some norms compute in
+    # float32.
+    stream = decoder.hidden_size * ((3 + several + decoder.norm_results) * itemsize + 2 * 4)
     attention = (3 * heads + 2 * kv_heads) * head_dim * itemsize  # q, k, v, rotated q, result
     mlp = (4 if decoder.gated else 2) * shard.mlp_size * itemsize  # projections, activation, product
     if decoder.experts:  # for each expert of a token: input, projections, product, result in two orders, in float32
-        sizes = 3 * decoder.hidden_size + 3 * shard.mlp_size
+        sizes = (3 + decoder.mlp_bias) * decoder.hidden_size + 3 * shard.mlp_size
         mlp = decoder.experts_per_token * (sizes * itemsize + decoder.hidden_size * 4)
     splits = min(_MOST_SPLITS, -(-context // _SMALLEST_SPLIT))
     partial = splits * heads * (head_dim + 1) * 4 if splits > 1 else 0

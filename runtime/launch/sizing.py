@@ -242,5 +242,6 @@ def estimated_cost(engine: Engine, config: SchedulerConfig) -> CostProfile:
         attention_width=shard.heads * shard.config.head_dim,
         chunk_bytes=engine.chunk_bytes(config.chunk_tokens),
         max_context=config.max_model_len,
+        windows=shard.config.windows,
         **ESTIMATES[engine.manifest.device],
     )

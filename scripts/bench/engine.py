@@ -308,10 +308,11 @@ def bench_on_gpu(
 
 
 def floor_ms(engine: Engine, rows: int, context: int) -> float:
-    """The time to read the KV and the weights, without those of experts that no row chooses, if all are equally
-    likely."""
-    kv = rows * context * engine.chunk_bytes(CHUNK) // CHUNK
+    """The time to read the KV that a layer's window reaches, and the weights, without those of experts that no row
+    chooses, if all are equally likely."""
     decoder = engine.manifest.decoder
+    keys = sum(min(context, decoder.window(layer) or context) for layer in range(decoder.layers))
+    kv = rows * keys * engine.chunk_bytes(CHUNK) // CHUNK // decoder.layers
     others = 1 - decoder.experts_per_token / max(decoder.experts, 1)  # the share that a row does not choose
     unread = (engine.parameters - engine.active_parameters) * others ** (rows - 1) * engine.dtype.itemsize
     return 1e3 * (engine.weight_bytes - unread + kv) / FLOOR_BYTES_S

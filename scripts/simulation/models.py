@@ -16,7 +16,7 @@ ELEMENT_BYTES = 2  # bf16 weights and KV
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """active_parameters: the parameters that one token uses; None: all of them."""
+    """active_parameters: the parameters that one token uses; None: all of them. windows: as in `DecoderConfig`."""
 
     parameters: int
     layers: int
@@ -24,6 +24,7 @@ class ModelShape:
     kv_heads: int
     head_dim: int = 128
     active_parameters: int | None = None
+    windows: tuple[int, ...] = ()
 
     @property
     def token_bytes(self) -> int:
@@ -50,6 +51,7 @@ class ModelShape:
             flops_per_s=flops_per_s,
             link_bytes_per_s=link_bytes_per_s,
             step_base_seconds=self.parameters * ELEMENT_BYTES / memory_bytes_per_s,
+            windows=self.windows,
         )
 
 
@@ -67,8 +69,9 @@ def read_shape(config: Path, ranks: int) -> ModelShape:
 
     shard = Shard(decoder_config(read_json(config, "--config")), ranks)
     parameters = sum(map(math.prod, parameter_shapes(shard.config, ranks).values()))
-    active, layers, head_dim = active_parameters(shard.config, ranks), shard.config.layers, shard.config.head_dim
-    return ModelShape(parameters, layers, shard.heads, shard.kv_heads, head_dim, active)
+    active, decoder = active_parameters(shard.config, ranks), shard.config
+    heads = shard.heads, shard.kv_heads, decoder.head_dim
+    return ModelShape(parameters, decoder.layers, *heads, active, decoder.windows)
 
 
 def read_costs(profile: Path, shape: ModelShape, chunk_tokens: int) -> tuple[CostProfile, str]:

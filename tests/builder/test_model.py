@@ -3,6 +3,8 @@
 import pytest
 import torch
 from transformers import (
+    Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -20,7 +22,16 @@ from pensieve.builder.manifest import WEIGHTS
 from pensieve.builder.model import Decoder
 from pensieve.builder.weights import load_weights
 from pensieve.runtime.engine import open_engine
-from tests.models import LLAMA_SHAPE, OPT_SHAPE, QWEN3_MOE_SHAPE, ScatteredRunner, save_random
+from tests.models import (
+    GEMMA3_SHAPE,
+    GPT_OSS_SHAPE,
+    LLAMA_SHAPE,
+    OPT_SHAPE,
+    QWEN3_MOE_SHAPE,
+    ScatteredRunner,
+    save_random,
+    tiny_config,
+)
 
 LLAMA3_SCALING = {
     "rope_type": "llama3",
@@ -31,6 +42,17 @@ LLAMA3_SCALING = {
     "original_max_position_embeddings": 64,
 }
 LINEAR_SCALING = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+YARN_SCALING = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 4.0,
+}
+GEMMA3_ROTARY = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+}
 
 CONFIGS = {
     "llama": LlamaConfig(**LLAMA_SHAPE),
@@ -41,8 +63,13 @@ CONFIGS = {
     "llama, head_dim, tied": LlamaConfig(**LLAMA_SHAPE, head_dim=24, tie_word_embeddings=True, rms_norm_eps=1e-3),
     "llama 3 scaling": LlamaConfig(**LLAMA_SHAPE, rope_parameters=LLAMA3_SCALING),
     "llama, linear scaling": LlamaConfig(**LLAMA_SHAPE, rope_parameters=LINEAR_SCALING),
+    "llama, yarn": LlamaConfig(**LLAMA_SHAPE, rope_parameters=YARN_SCALING),
     "llama, gelu": LlamaConfig(**LLAMA_SHAPE, hidden_act="gelu_pytorch_tanh"),
     "mistral": MistralConfig(**LLAMA_SHAPE, sliding_window=None, head_dim=32),
+    "mistral-window": tiny_config("mistral-window"),
+    "qwen2, late windows": Qwen2Config(**LLAMA_SHAPE, use_sliding_window=True, sliding_window=16, max_window_layers=1),
+    "qwen3-windows": tiny_config("qwen3-windows"),
+    "qwen3-moe, window": Qwen3MoeConfig(**QWEN3_MOE_SHAPE, use_sliding_window=True, sliding_window=5),
     "qwen2": Qwen2Config(**LLAMA_SHAPE),
     "qwen2, tied": Qwen2Config(**LLAMA_SHAPE, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**LLAMA_SHAPE, head_dim=32),
@@ -51,6 +78,16 @@ CONFIGS = {
     "mixtral, one expert": MixtralConfig(**LLAMA_SHAPE, num_local_experts=4, num_experts_per_tok=1),
     "qwen3-moe": Qwen3MoeConfig(**QWEN3_MOE_SHAPE),
     "qwen3-moe, weights as they are": Qwen3MoeConfig(**QWEN3_MOE_SHAPE | {"norm_topk_prob": False}),
+    "gemma3": Gemma3TextConfig(**GEMMA3_SHAPE),
+    "gemma3, scaled": Gemma3TextConfig(**GEMMA3_SHAPE, rope_parameters=GEMMA3_ROTARY),
+    "gemma3, untied, a window in both layers": Gemma3TextConfig(
+        **GEMMA3_SHAPE, layer_types=["sliding_attention"] * 2, tie_word_embeddings=False
+    ),
+    "gpt-oss": GptOssConfig(**GPT_OSS_SHAPE),
+    "gpt-oss, every expert": GptOssConfig(**GPT_OSS_SHAPE | {"num_experts_per_tok": 8}),  # no near choice of a few
+    "gpt-oss, other gates, no biases of attention": GptOssConfig(
+        **GPT_OSS_SHAPE, attention_bias=False, swiglu_alpha=0.8, swiglu_limit=0.5
+    ),
     "opt": OPTConfig(**OPT_SHAPE),
     "opt, post norm, projected": OPTConfig(**OPT_SHAPE, do_layer_norm_before=False, word_embed_proj_dim=32),
     "opt, projected": OPTConfig(**OPT_SHAPE, word_embed_proj_dim=32),
@@ -82,7 +119,7 @@ def test_logits_equal_those_of_transformers(name, tmp_path):
         torch.testing.assert_close(runner.all_logits(seat), logits, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "opt"])
+@pytest.mark.parametrize("name", ["llama", "qwen3-windows", "mistral-window", "qwen3-moe", "gemma3", "gpt-oss", "opt"])
 def test_dropped_chunks_are_recomputed_as_disjoint_spans_of_one_batch(name, tmp_path):
     runner, expected = runner_beside(CONFIGS[name], tmp_path, lengths=(40, 8))
     runner.step((0, 0, 30), (1, 0, 7))
@@ -105,7 +142,7 @@ def test_a_suppressed_write_reads_the_cache_and_leaves_it_alone(tmp_path):
     assert torch.equal(runner.pool.nan_to_num(), before.nan_to_num())
 
 
-@pytest.mark.parametrize("name", ["llama 3 scaling", "qwen3-moe", "opt"])
+@pytest.mark.parametrize("name", ["llama 3 scaling", "qwen3-moe", "gemma3", "gpt-oss, every expert", "opt"])
 def test_bfloat16_stays_near_float32(name, tmp_path):
     runner, expected = runner_beside(CONFIGS[name], tmp_path, lengths=(50,), dtype="bfloat16")
     runner.step((0, 0, 31))

@@ -13,12 +13,22 @@ from pensieve.builder.random_weights import random_weights
 from pensieve.runtime.engine import open_engine
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.build_engine import main
-from tests.models import LLAMA_SHAPE, OPT_SHAPE, QWEN3_MOE_SHAPE, ScatteredRunner, tiny_checkpoint
+from tests.models import (
+    GEMMA3_SHAPE,
+    GPT_OSS_SHAPE,
+    LLAMA_SHAPE,
+    OPT_SHAPE,
+    QWEN3_MOE_SHAPE,
+    ScatteredRunner,
+    tiny_checkpoint,
+)
 
 CONFIGS = {
     "llama": {"architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16"} | LLAMA_SHAPE,
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "dtype": "bfloat16", "head_dim": 32} | LLAMA_SHAPE,
     "qwen3-moe": {"architectures": ["Qwen3MoeForCausalLM"], "dtype": "bfloat16"} | QWEN3_MOE_SHAPE,
+    "gemma3": {"architectures": ["Gemma3ForCausalLM"], "dtype": "bfloat16"} | GEMMA3_SHAPE,
+    "gpt-oss": {"architectures": ["GptOssForCausalLM"], "dtype": "bfloat16"} | GPT_OSS_SHAPE,
     "opt": {"architectures": ["OPTForCausalLM"], "torch_dtype": "float16"} | OPT_SHAPE,
     "opt, post norm": {"architectures": ["OPTForCausalLM"], "do_layer_norm_before": False} | OPT_SHAPE,
 }
@@ -46,7 +56,7 @@ def test_an_engine_without_a_checkpoint_runs(name, tmp_path):
     assert not built.has_tokenizer and built.manifest.stop_ids == (2,) and built.manifest.random_seed == 7
     engine = open_engine(tmp_path / "engine")
     assert engine.parameters * engine.dtype.itemsize == built.manifest.weight_bytes
-    assert (engine.active_parameters < engine.parameters) == (name == "qwen3-moe")
+    assert (engine.active_parameters < engine.parameters) == (name in ("qwen3-moe", "gpt-oss"))
     assert built.manifest.dtype == CONFIGS[name].get("dtype", CONFIGS[name].get("torch_dtype", "float32"))
     logits = logits_of(engine)
     assert logits.isfinite().all() and 0.1 < logits.std() < 10

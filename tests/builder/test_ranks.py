@@ -21,13 +21,23 @@ from pensieve.runtime.launch.settings import ServeSettings
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.build_engine import main
 from tests.compiled import needs_compiler
-from tests.models import LLAMA_SHAPE, QWEN3_MOE_SHAPE, ScatteredRunner, save_random, tiny_checkpoint
+from tests.models import (
+    GEMMA3_SHAPE,
+    GPT_OSS_SHAPE,
+    LLAMA_SHAPE,
+    QWEN3_MOE_SHAPE,
+    ScatteredRunner,
+    save_random,
+    tiny_checkpoint,
+)
 
 from .checkpoints.test_tensorrt_llm import CONFIGS as LEGACY_CONFIGS
 from .checkpoints.test_tensorrt_llm import write_legacy
 
 LENGTHS = (37, 60)
 STEPS = (((0, 0, 10),), ((1, 0, 33), (0, 10, 11)), ((0, 11, 37), (1, 33, 34)), ((1, 34, 60),))
+GEMMA3 = {"architectures": ["Gemma3ForCausalLM"]} | GEMMA3_SHAPE
+GPT_OSS = {"architectures": ["GptOssForCausalLM"]} | GPT_OSS_SHAPE
 QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"]} | QWEN3_MOE_SHAPE
 LLAMA = {"architectures": ["LlamaForCausalLM"]} | LLAMA_SHAPE | {"vocab_size": 157}  # 4 heads, 2 KV heads
 
@@ -113,7 +123,7 @@ def test_a_legacy_checkpoint_s_ranks_are_cut_as_hugging_face_s(tmp_path):
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("model", [LLAMA, QWEN3_MOE], ids=["llama", "qwen3-moe"])
+@pytest.mark.parametrize("model", [LLAMA, QWEN3_MOE, GEMMA3, GPT_OSS], ids=["llama", "qwen3-moe", "gemma3", "gpt-oss"])
 def test_one_package_serves_all_ranks(model, tmp_path):
     """With a single layer, which contains every operation and compiles faster."""
     config = tmp_path / "config.json"

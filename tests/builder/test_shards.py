@@ -1,5 +1,7 @@
 """Shards of a decoder on the threads of one process: together they are the decoder, however they are cut."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,7 +16,7 @@ from pensieve.builder.model import Decoder
 from pensieve.builder.random_weights import random_weights
 from pensieve.plugins.collectives.protocol import TENSOR_PARALLEL, ThreadRanks, register_group, release_group
 from pensieve.scheduler.types import SettingError
-from tests.models import LLAMA_SHAPE, OPT_SHAPE, QWEN3_MOE_SHAPE, ScatteredRunner, save_random
+from tests.models import LLAMA_SHAPE, OPT_SHAPE, QWEN3_MOE_SHAPE, ScatteredRunner, save_random, tiny_config
 
 from .test_random_weights import CONFIGS as RANDOM_CONFIGS
 
@@ -28,6 +30,8 @@ CONFIGS = {
     "qwen3": Qwen3Config(**LLAMA_SHAPE, head_dim=32, tie_word_embeddings=True),
     "mixtral": MixtralConfig(**LLAMA_SHAPE, num_local_experts=4),
     "qwen3-moe": Qwen3MoeConfig(**QWEN3_MOE_SHAPE),
+    "gemma3": tiny_config("gemma3"),
+    "gpt-oss": tiny_config("gpt-oss"),
     "opt": OPTConfig(**OPT_SHAPE),
     "opt, untied": OPTConfig(**OPT_SHAPE, tie_word_embeddings=False),
     "opt, post norm, projected": OPTConfig(
@@ -114,7 +118,7 @@ def test_shards_together_give_one_rank_s_logits(name, group, tmp_path):
     assert (said[0] - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-@pytest.mark.parametrize("name", ["llama", "opt, post norm, projected"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "opt, post norm, projected"])
 def test_bfloat16_is_as_near_to_float32_as_one_rank_s(name, group, tmp_path):
     config = saved(CONFIGS[name], tmp_path)
     prompts = prompts_for(config)
@@ -141,6 +145,26 @@ def test_random_weights_are_the_same_model_on_any_number_of_ranks(name, group):
     shapes = {name: tuple(tensor.shape) for name, tensor in weights_of(1).items()}
     assert shapes == parameter_shapes(config, group.ranks)
     assert all(x.untyped_storage().nbytes() == x.nbytes for x in weights_of(1).values())  # nothing whole is kept
+    for said in logits_of_all(group, config, weights_of, prompts, torch.float32):
+        assert (said - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_ranks_hold_the_sinks_of_their_heads(group):
+    config = replace(decoder_config(LLAMA), windows=(6, 0), sinks=True)
+    whole = random_weights(config, torch.float32, "cpu", 3)
+    whole |= {f"layers.{i}.attention.sinks": torch.randn(config.heads) for i in range(config.layers)}
+    prompts = prompts_for(config)
+    expected = logits_of_one(config, whole, prompts, torch.float32)
+    for change in ({"windows": ()}, {"windows": (6, 6)}):
+        other = logits_of_one(replace(config, **change), whole, prompts, torch.float32)
+        assert (other - expected).norm() > 1e-2 * expected.norm()
+
+    def weights_of(rank):
+        own = random_weights(config, torch.float32, "cpu", 3, rank, group.ranks)
+        sinks = {name: whole[name].chunk(group.ranks)[rank] for name in own if name.endswith("sinks")}
+        assert len(sinks) == config.layers and all(own[name].shape == one.shape for name, one in sinks.items())
+        return own | sinks
+
     for said in logits_of_all(group, config, weights_of, prompts, torch.float32):
         assert (said - expected).norm() <= 1e-5 * expected.norm()
 
@@ -230,7 +254,9 @@ def calls_of(program):
     return [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
 
 
-@pytest.mark.parametrize("name", ["llama, 8 heads, odd vocabulary", "qwen3-moe", "opt, post norm, projected"])
+@pytest.mark.parametrize(
+    "name", ["llama, 8 heads, odd vocabulary", "qwen3-moe", "gemma3", "gpt-oss", "opt, post norm, projected"]
+)
 def test_one_traced_graph_serves_all_ranks(name, group, tmp_path):
     config = saved(CONFIGS[name], tmp_path)
     prompts = prompts_for(config)

@@ -263,12 +263,22 @@ def check_overflowing(reference, tokens, start, windows: ContextWindow, base):
     position = torch.arange(base, last)
     seen_from = torch.tensor([windows.start(p, base) for p in position.tolist()])
     hidden = (position > position[:, None]) | (position < seen_from[:, None])
-    mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)
     told = position - torch.tensor([windows.zero(seen) for seen in seen_from.tolist()])
-    logits = reference(
-        torch.tensor([tokens[base:last]]), attention_mask=mask[None, None], position_ids=told[None]
-    ).logits
+    mask = _masks(reference.config, hidden, position)
+    logits = reference(torch.tensor([tokens[base:last]]), attention_mask=mask, position_ids=told[None]).logits
     _check_choices(logits[0, start - base - 1 :], tokens[start:])
+
+
+def _masks(config, hidden, position):
+    """The mask of the layers, or by kind of layer the masks that differ: some layers have a window of the model's."""
+    window = getattr(config, "sliding_window", None)
+    near = hidden | (position <= position[:, None] - window) if window else hidden
+    full, sliding = (
+        torch.zeros(x.shape).masked_fill(x, torch.finfo(torch.float32).min)[None, None] for x in (hidden, near)
+    )
+    if window and hasattr(config, "layer_types"):
+        return {"full_attention": full, "sliding_attention": sliding}
+    return sliding
 
 
 def _check_choices(logits, tokens, undecided=UNDECIDED):

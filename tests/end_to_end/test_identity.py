@@ -17,7 +17,7 @@ from tests.models import tiny_checkpoint
 
 from .chatter import TIGHT, Chatter
 
-MODELS = ("llama", "qwen3", "mixtral", "qwen3-moe", "opt")
+MODELS = ("llama", "qwen3", "qwen3-windows", "mixtral", "qwen3-moe", "gemma3", "gpt-oss", "opt")
 POLICIES = ("retention", "lru", "fifo", "lru-conversation", "fifo-conversation", "lru-plain")
 TURNS = 50
 EVENTS = ("gpu", "host", "recomputed", "new", "disjoint", "suspended", "dropped", "aborted", "branched", "forked")
@@ -81,7 +81,7 @@ def test_replies_at_other_chunk_sizes(model, chunk_tokens):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("disturbed", [False, True], ids=["", "disturbed"])
-@pytest.mark.parametrize("kind", ["llama", "mixtral", "qwen3-moe", "opt"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3-windows", "mixtral", "qwen3-moe", "gemma3", "gpt-oss", "opt"])
 def test_replies_of_compiled_engines(kind, disturbed, tmp_path_factory):
     torch.set_num_threads(1)
     directory, reference = compiled_engine(kind, tmp_path_factory)

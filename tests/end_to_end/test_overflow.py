@@ -18,7 +18,10 @@ from tests.models import tiny_checkpoint
 
 from .chatter import Chatter
 
+WINDOWED = "mistral-window", "qwen3-windows"
 RUNS = [("llama", "keep"), ("llama", "recompute"), ("llama", "restart-positions"), ("opt", "recompute")]
+RUNS += [(kind, overflow) for kind in WINDOWED for overflow in ("keep", "recompute")]
+RUNS += [("mistral-window", "restart-positions")]
 EVENTS = (
     "gpu",
     "host",
@@ -38,7 +41,7 @@ EVENTS = (
 def models(tmp_path_factory):
     torch.set_num_threads(1)
     made = {}
-    for kind in ("llama", "opt"):
+    for kind in ("llama", *WINDOWED, "opt"):
         directory = tmp_path_factory.mktemp(kind)
         reference = tiny_checkpoint(kind, directory / "checkpoint")
         build_engine(directory / "checkpoint", directory / "engine")

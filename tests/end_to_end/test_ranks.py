@@ -52,7 +52,7 @@ def test_two_ranks_reply_as_transformers(engine):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "mixtral", "qwen3-moe", "opt"])
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "qwen3-moe", "gemma3", "gpt-oss", "opt"])
 def test_two_ranks_reply_as_transformers_in_every_state(kind, engine):
     """Copies and steps delayed on all ranks, on one, on none; hosts of all sizes."""
     runs = [dict(seed=seed, turns=50, gpu_kv_chunks=29, disturbed=bool(seed % 2)) for seed in range(4)]

@@ -67,7 +67,7 @@ def in_eight_bits(pool):
     return packed, codes.view(torch.float8_e4m3fn).double() * scales(exponents).unsqueeze(-1)
 
 
-def dense_attention(q, segments, block_table, pool, layer, scale, dtype):
+def dense_attention(q, segments, block_table, pool, layer, scale, dtype, window=0, sinks=None):
     """The plain formula, segment by segment, every operation in `dtype`; rows of no segment are zero."""
     o = torch.zeros(q.shape, dtype=dtype, device=q.device)
     kv_heads, chunk = pool.shape[3:5]
@@ -81,7 +81,12 @@ def dense_attention(q, segments, block_table, pool, layer, scale, dtype):
         own = torch.arange(kv_len - q_len, kv_len, device=q.device)
         score = (queries @ k.transpose(1, 2)) * scale
         score = score.masked_fill(coordinates > own.unsqueeze(1), float("-inf"))
-        o[q_start : q_start + q_len] = (score.softmax(-1) @ v).transpose(0, 1)
+        if window:
+            score = score.masked_fill(coordinates <= own.unsqueeze(1) - window, float("-inf"))
+        if sinks is not None:
+            score = torch.cat((score, sinks.to(dtype).view(-1, 1, 1).expand(-1, q_len, 1)), dim=-1)
+        weights = score.softmax(-1)[..., : len(coordinates)]
+        o[q_start : q_start + q_len] = (weights @ v).transpose(0, 1)
     return o
 
 

@@ -35,6 +35,9 @@ def test_the_operations_are_the_reference(inputs, pool):
     table = torch.tensor([[0, 1]], dtype=torch.int32)
     o = ops.multi_token_attention(q, segments, table, handle, 1, 0.5)
     assert torch.equal(o, attention_reference.multi_token_attention(q, segments, table, expected, 1, 0.5))
+    sinks = torch.randn(HEADS)
+    o = ops.multi_token_attention(q, segments, table, handle, 1, 0.5, 3, sinks)
+    assert torch.equal(o, attention_reference.multi_token_attention(q, segments, table, expected, 1, 0.5, 3, sinks))
 
 
 def test_what_torch_promises_of_an_operation_holds(inputs, pool):
@@ -47,6 +50,8 @@ def test_what_torch_promises_of_an_operation_holds(inputs, pool):
     no_rotary = (*inputs[:3], torch.empty(6, 0), inputs[4])
     torch.library.opcheck(ops.write_kv.default, (*no_rotary, handle, 0), test_utils=checks)
     torch.library.opcheck(ops.multi_token_attention.default, (q, segments, table, handle, 0, 0.5), test_utils=checks)
+    of_window = (q, segments, table, handle, 0, 0.5, 3, torch.zeros(HEADS))
+    torch.library.opcheck(ops.multi_token_attention.default, of_window, test_utils=checks)
 
 
 def test_the_gate_opens_before_the_layer_is_touched(inputs):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -73,6 +74,29 @@ def test_the_estimate_counts_operations():
     for context in (32, 500, 1000, 4000):
         operations = 2 * 10**9 * 32 + 4 * 2 * 128 * 32 * context
         assert profile.recompute(context) == pytest.approx(operations / 1e12)
+
+
+def test_a_layer_with_a_window_reads_no_more_than_its_window():
+    made = partial(
+        analytic_profile,
+        chunk_tokens=32,
+        parameters=10**9,
+        layers=3,
+        attention_width=128,
+        chunk_bytes=1000,
+        max_context=1000,
+        flops_per_s=1e12,
+        link_bytes_per_s=1e6,
+        step_base_seconds=0.0,
+    )
+    profile, without = made(windows=(100, 0, 8)), made()
+    for context in (32, 100, 500, 1000):
+        read = min(context, 100) + context + 8
+        assert profile.token_attention(context) == pytest.approx(4 * 128 * read / 1e12)
+        assert profile.recompute(context) < without.recompute(context)
+    assert made(windows=(0, 0, 0)) == without
+    flat = made(windows=(100, 8, 8))
+    assert flat.recompute(1000) == flat.recompute(100) == pytest.approx(flat.chunk_seconds + 32 * 4 * 128 * 116 / 1e12)
 
 
 MEASURED = dict(steps=((1, 2.0), (32, 3.0), (128, 9.0)), row_attention=((64, 0.5), (128, 1.5)), out_bytes_per_s=2000.0)

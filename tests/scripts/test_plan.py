@@ -97,11 +97,24 @@ def test_only_the_experts_that_a_token_uses_are_computed():
     assert shape.parameters == pytest.approx(30.5e9, rel=0.01) and shape.active_parameters == pytest.approx(
         3.3e9, rel=0.02
     )
+    gpt_oss = read_shape(SHAPES / "gpt-oss-20b.json", ranks=1)
+    assert gpt_oss.parameters == pytest.approx(20.9e9, rel=0.01)
+    assert gpt_oss.active_parameters == pytest.approx(3.6e9 + 201088 * 2880, rel=0.02)  # and the embeddings
     sizes = dict(chunk_tokens=32, max_context=4096, memory_bytes_per_s=1e12, link_bytes_per_s=1e10)
     cost = shape.cost(flops_per_s=1e14, **sizes)
     assert cost.chunk_seconds == pytest.approx(32 * 2 * shape.active_parameters / 1e14)
     assert cost.step_base_seconds == pytest.approx(2 * shape.parameters / 1e12)
     assert read_shape(SHAPES / "llama-3-8b.json", ranks=1).active_parameters == read_shape(LLAMA, ranks=1).parameters
+
+
+def test_long_contexts_cost_no_more_attention_than_the_windows(tmp_path):
+    config = json.loads((SHAPES / "llama-3-8b.json").read_text()) | {"architectures": ["MistralForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window": 1000}))
+    shape = read_shape(tmp_path / "config.json", ranks=1)
+    assert shape.windows == (1000,) * 32
+    cost = shape.cost(32, 8192, 1e14, 1e12, 1e10)
+    assert cost.token_attention(500) == pytest.approx(cost.token_attention(1000) / 2)
+    assert cost.token_attention(8000) == cost.token_attention(1000)
 
 
 def test_costs_by_larger_chunks_are_the_same_costs():

@@ -5,11 +5,14 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration, SiglipVisionConfig
 
+from pensieve.builder.build import build_engine
 from pensieve.builder.checkpoints.architectures import decoder_config
 from pensieve.builder.checkpoints.hugging_face import read_json, read_weights
+from pensieve.runtime.engine import open_engine
 from pensieve.scheduler.types import SettingError
-from tests.models import save_random, tiny_checkpoint, tiny_config
+from tests.models import ScatteredRunner, save_random, tiny_checkpoint, tiny_config
 
 LAYER = "model.layers.1.self_attn"
 
@@ -57,6 +60,66 @@ def test_a_bare_model_without_prefix_is_read_too(kind, tmp_path):
     config = decoder_config(read_json(tmp_path / "config.json"))
     weights = read_weights(tmp_path / "bare", config, torch.float32)
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def test_the_experts_of_one_tensor_are_taken_apart(tmp_path):
+    """Each rank reads its outputs of each expert's gate and values, which alternate, and all or its own inputs."""
+    tiny_checkpoint("gpt-oss", tmp_path)  # 8 experts, 32 wide
+    config = decoder_config(read_json(tmp_path / "config.json"))
+    stored = load_file(tmp_path / "model.safetensors")
+    layer, experts = "model.layers.1.mlp", "model.layers.1.mlp.experts"
+    up, up_bias = stored[f"{experts}.gate_up_proj"], stored[f"{experts}.gate_up_proj_bias"]
+    down, down_bias = stored[f"{experts}.down_proj"], stored[f"{experts}.down_proj_bias"]
+    for rank in range(2):
+        own = read_weights(tmp_path, config, torch.float32, rank, 2)
+        assert all(tensor.is_contiguous() for tensor in own.values())
+        wide = slice(16 * rank, 16 * rank + 16)
+        parts = [part[:, wide].T for expert in up for part in (expert[:, ::2], expert[:, 1::2])]
+        assert torch.equal(own["layers.1.mlp.up.weight"], torch.cat(parts))
+        parts = [part[wide] for expert in up_bias for part in (expert[::2], expert[1::2])]
+        assert torch.equal(own["layers.1.mlp.up.bias"], torch.cat(parts))
+        assert torch.equal(own["layers.1.mlp.down.weight"], torch.cat([expert[wide].T for expert in down]))
+        bias = down_bias.flatten()
+        assert torch.equal(own["layers.1.mlp.down.bias"], bias if rank == 0 else torch.zeros_like(bias))
+        for kind in ("weight", "bias"):
+            assert torch.equal(own[f"layers.1.mlp.router.{kind}"], stored[f"{layer}.router.{kind}"])
+        sinks = stored["model.layers.1.self_attn.sinks"]
+        assert torch.equal(own["layers.1.attention.sinks"], sinks[2 * rank : 2 * rank + 2])
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"])
+def test_wrong_experts_of_one_tensor_are_refused(name, tmp_path):
+    tiny_checkpoint("gpt-oss", tmp_path)
+    fused = f"model.layers.1.mlp.experts.{name}"
+    change(tmp_path, lambda tensors: tensors.update({fused: tensors[fused][:, :30].contiguous()}))
+    with pytest.raises(SettingError, match=r"model\.layers\.1\.mlp\.experts\.0\..* has the shape"):
+        read(tmp_path)
+    change(tmp_path, lambda tensors: tensors.update({fused: tensors[fused][:7].contiguous()}))
+    with pytest.raises(SettingError, match=r"missing tensors.* model\.layers\.1\.mlp\.experts\.7\."):
+        read(tmp_path)
+
+
+def test_the_weights_for_images_are_left_out(tmp_path):
+    """And the part for text is a model of its own."""
+    text = tiny_config("gemma3")
+    images = SiglipVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, image_size=28, patch_size=14
+    )
+    config = Gemma3Config(text_config=text, vision_config=images, mm_tokens_per_image=4)
+    model = Gemma3ForConditionalGeneration(config).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path / "checkpoint")
+    names = load_file(tmp_path / "checkpoint" / "model.safetensors")
+    assert any(name.startswith("vision_tower.") for name in names)
+    built = build_engine(tmp_path / "checkpoint", tmp_path / "engine")
+    assert (built.manifest.architecture, built.manifest.stop_ids) == ("Gemma3ForCausalLM", (2,))
+    engine = open_engine(tmp_path / "engine")
+    prompt = torch.arange(3, 43)
+    runner = ScatteredRunner(engine.forward, engine.kv_shape(16, 4), [prompt], engine.dtype)
+    runner.step((0, 0, 40))
+    expected = model(prompt.unsqueeze(0)).logits[0]
+    torch.testing.assert_close(runner.all_logits(0), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_old_buffers_and_a_tied_head_saved_twice_are_ignored(tmp_path):

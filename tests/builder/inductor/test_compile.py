@@ -22,8 +22,11 @@ pytestmark = pytest.mark.slow
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3-windows": "Qwen3ForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen3-moe": "Qwen3MoeForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
     "opt": "OPTForCausalLM",
 }
 
@@ -39,7 +42,7 @@ def test_the_compiler_gets_plain_arithmetic_experts_and_the_two_operations_of_th
     assert set(program.state_dict) == set(weights)
 
 
-@pytest.fixture(scope="module", params=["llama", "opt", "qwen3-moe"])
+@pytest.fixture(scope="module", params=["llama", "qwen3-windows", "opt", "qwen3-moe", "gemma3", "gpt-oss"])
 def compiled(request, tmp_path_factory):
     """(engine directory, transformers' model)."""
     return compiled_engine(request.param, tmp_path_factory)
@@ -113,7 +116,7 @@ def test_the_weights_are_not_copied(compiled):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("kind", ["llama", "opt", "qwen3-moe"])
+@pytest.mark.parametrize("kind", ["llama", "opt", "qwen3-moe", "gemma3", "gpt-oss"])
 @torch.inference_mode()
 def test_on_a_gpu_captured_steps_are_as_near_to_float32_as_the_reference(kind, tmp_path):
     """And the weights are there once."""

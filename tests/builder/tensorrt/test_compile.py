@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from transformers import LlamaConfig, OPTConfig, Qwen3Config
 pytest.importorskip("triton")
 from pensieve.builder.build import build_engine
 from pensieve.builder.checkpoints.architectures import decoder_config
+from pensieve.builder.checkpoints.config import Rotary
 from pensieve.builder.checkpoints.hugging_face import read_json, read_weights
 from pensieve.builder.inductor.compile_worker import report
 from pensieve.builder.manifest import PLAN, files_digest
@@ -175,6 +177,24 @@ def test_experts_are_refused(tmp_path):
     tiny_checkpoint("mixtral", tmp_path)
     with pytest.raises(SettingError, match=r"^--backend: tensorrt's engines with experts \(Mixtral.*do not exist yet"):
         installed.check_decoder(decoder_config(read_json(tmp_path / "config.json")), "float16")
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        ({"windows": (16, 0)}, "sliding windows"),
+        ({"windows": (16, 0), "sinks": True}, "sinks"),
+        ({"norm_results": True}, "norms behind attention and MLP"),
+        ({"norm_plus_one": True}, r"norms by 1 \+ weight"),
+        ({"window_rotary": Rotary(16, 1e6)}, "several rotary embeddings"),
+        ({"rotary": Rotary(16, 1e4, length=1.2)}, "scores scaled by YaRN"),
+        ({"query_size": 24.0}, "scores scaled by query_pre_attn_scalar"),
+    ],
+)
+def test_what_the_network_has_not_is_refused(change, named):
+    config = decoder_config(CONFIGS["llama"].to_dict() | {"architectures": ["LlamaForCausalLM"]})
+    with pytest.raises(SettingError, match=rf"^--backend: tensorrt's engines with {named} \(Llama.*do not exist"):
+        installed.check_decoder(replace(config, **change), "float16")
 
 
 def test_an_old_tensorrt_is_refused(library):

@@ -16,7 +16,7 @@ CHUNK, LAYERS, HEAD_DIM = 8, 3, 16
 SCALE = HEAD_DIM**-0.5
 
 
-def multi_token_attention_slow(q, segments, block_table, pool, layer, scale):
+def multi_token_attention_slow(q, segments, block_table, pool, layer, scale, window=0, sinks=None):
     """The twin of `multi_token_attention`: token by token, in float64."""
     o = q.new_zeros(q.shape)
     share = q.shape[1] // pool.shape[3]
@@ -24,10 +24,13 @@ def multi_token_attention_slow(q, segments, block_table, pool, layer, scale):
     for q_start, q_len, kv_start, kv_len, seat in segments.tolist():
         for j in range(q_len):
             own = kv_len - q_len + j
-            places = [(block_table[seat, c // chunk_tokens], c % chunk_tokens) for c in range(kv_start, own + 1)]
+            first = max(kv_start, own - window + 1) if window else kv_start
+            places = [(block_table[seat, c // chunk_tokens], c % chunk_tokens) for c in range(first, own + 1)]
             k, v = (torch.stack([pool[slot, layer, i, :, offset] for slot, offset in places]).double() for i in (0, 1))
             k, v = (x.repeat_interleave(share, dim=1) for x in (k, v))  # [keys, heads, D]
-            weights = torch.einsum("hd,nhd->hn", q[q_start + j].double(), k).mul(scale).softmax(dim=-1)
+            scores = torch.einsum("hd,nhd->hn", q[q_start + j].double(), k).mul(scale)
+            sink = torch.empty(len(scores), 0) if sinks is None else sinks.unsqueeze(1)
+            weights = torch.cat((scores, sink.double()), dim=1).softmax(dim=-1)[:, : len(places)]
             o[q_start + j] = torch.einsum("hn,nhd->hd", weights, v).to(o.dtype)
     return o
 
@@ -60,6 +63,44 @@ def test_the_fast_road_agrees_with_its_twin(seed, heads, kv_heads):
     for layer in (0, LAYERS - 1):
         fast = multi_token_attention(*batch, layer, SCALE)
         torch.testing.assert_close(fast, multi_token_attention_slow(*batch, layer, SCALE), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [0, 1, 5, CHUNK, 13, 80, 1000])
+@pytest.mark.parametrize("sinks", [None, (0.5, -2.0, 30.0, -torch.inf, 0.0, 4.0)], ids=["", "sinks"])
+def test_windows_and_sinks_agree_with_the_twin(window, sinks):
+    sinks = None if sinks is None else torch.tensor(sinks)
+    batch = random_batch(2, 6, 2)
+    fast, slow = (
+        attention(*batch, 1, SCALE, window, sinks) for attention in (multi_token_attention, multi_token_attention_slow)
+    )
+    torch.testing.assert_close(fast, slow, atol=2e-6, rtol=1e-5)
+    plain = multi_token_attention(*batch, 1, SCALE)
+    assert torch.equal(fast, plain) == (sinks is None and window in (0, 80, 1000))
+
+
+def test_a_window_counts_from_the_query_and_a_sink_has_no_value():
+    """With equal scores the result is the sum of the visible values, divided by their number and the sink's weight."""
+    pool = torch.zeros(3, 1, 2, 1, 4, 1)
+    for coordinate in range(12):
+        pool[coordinate // 4, 0, 1, 0, coordinate % 4] = coordinate
+    table = torch.tensor([[0, 1, 2]], dtype=torch.int32)
+    segments = torch.tensor([[0, 3, 1, 9, 0], [3, 1, 1, 2, 0]], dtype=torch.int32)
+    q, sinks = torch.zeros(4, 1, 1), torch.tensor([math.log(2.0)])
+    for attention in (multi_token_attention, multi_token_attention_slow):
+        o = attention(q, segments, table, pool, 0, 1.0, window=3)
+        assert o.flatten().tolist() == pytest.approx([5, 6, 7, 1])
+        o = attention(q, segments, table, pool, 0, 1.0, 3, sinks)
+        assert o.flatten().tolist() == pytest.approx([15 / 5, 18 / 5, 21 / 5, 1 / 3])
+
+
+def test_keys_before_every_window_are_not_read():
+    q, segments, block_table, pool = random_batch(4, 4, 2, seats=2)
+    segments = torch.tensor([[0, 3, 0, 40, 0]], dtype=torch.int32)
+    pool[block_table[0, :5]] = torch.randn(5, *pool.shape[1:])
+    whole = multi_token_attention(q, segments, block_table, pool, 0, SCALE, 20)
+    pool[block_table[0, :2]] = float("nan")  # keys 0 to 15; the window of the first query begins at 18
+    assert whole.isfinite().all()
+    torch.testing.assert_close(multi_token_attention(q, segments, block_table, pool, 0, SCALE, 20), whole)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 2e-2), (torch.float16, 2e-3)])

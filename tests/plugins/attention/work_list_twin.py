@@ -47,7 +47,21 @@ def list_work(segments: Tensor, group: int, tiles: tuple[Tile, ...]) -> list[lis
                 begin = kv_start if i == 0 else (first + i) * cut + more
                 end = min(own + size, (first + i + 1) * cut + more)
                 pair = pairs + start * splits
-                item = [q_start + start, size, own, begin, end, seat, pair, i, splits, reached, numbers[kind]]
+                item = [
+                    q_start + start,
+                    size,
+                    own,
+                    begin,
+                    end,
+                    seat,
+                    pair,
+                    i,
+                    splits,
+                    reached,
+                    numbers[kind],
+                    cut,
+                    more,
+                ]
                 places[kind].append((i, item))
             numbers[kind] += 1
         pairs += q_len * splits if splits > 1 else 0

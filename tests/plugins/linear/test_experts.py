@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pensieve.plugins.linear.experts import GROUPED_CAPABILITIES, grouped, one_by_one
+from pensieve.plugins.linear.experts import GROUPED_CAPABILITIES, Experts, grouped, one_by_one
 
 from ..kernel_cases import CUDA, DEVICE
 
@@ -34,23 +34,45 @@ def case(route, dtype, hidden=HIDDEN, width=WIDTH, experts=EXPERTS):
     return tuple(tensor.to(DEVICE) for tensor in (x.to(dtype), chosen, shares, up.to(dtype), down.to(dtype)))
 
 
-def formula(x, chosen, shares, up, down):
+def with_biases(inputs):
+    """And the clamped gate; about a third of the gates and of the values are beyond its limit."""
+    x, chosen, shares, up, down = inputs
+    dice = torch.Generator().manual_seed(1)
+    biases = [torch.randn(len(weight), generator=dice).to(weight) for weight in (up, down)]
+    return x, chosen, shares, up, down, *biases, 1.3, 1.7
+
+
+def formula(x, chosen, shares, up, down, up_bias=None, down_bias=None, limit=0.0, slope=0.0):
     """Token by token, in float64."""
+    up_bias = up.new_zeros(len(up)) if up_bias is None else up_bias
+    down_bias = down.new_zeros(len(down)) if down_bias is None else down_bias
     hidden, width = x.shape[1], down.shape[1]
     y = torch.zeros(x.shape, dtype=torch.float64)
     for token in range(len(x)):
         for expert, share in zip(chosen[token].tolist(), shares[token].tolist(), strict=True):
-            gate, values = (up[expert * 2 * width :][: 2 * width].double() @ x[token].double()).chunk(2)
-            y[token] += share * (down[expert * hidden :][:hidden].double() @ (F.silu(gate) * values)).cpu()
+            rows = slice(expert * 2 * width, (expert + 1) * 2 * width)
+            gate, values = (up[rows].double() @ x[token].double() + up_bias[rows]).chunk(2)
+            if limit:
+                gate, values = gate.clamp(max=limit), values.clamp(-limit, limit) + 1
+                made = gate / (1 + torch.exp(-slope * gate)) * values
+            else:
+                made = F.silu(gate) * values
+            rows = slice(expert * hidden, (expert + 1) * hidden)
+            y[token] += share * (down[rows].double() @ made + down_bias[rows]).cpu()
     return y
+
+
+def slow(x, chosen, shares, *of):
+    return one_by_one(x, chosen, shares, Experts(*of))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("route", ROUTES)
-def test_all_ways_compute_the_formula(route, dtype):
-    inputs = case(route, dtype)
+@pytest.mark.parametrize("changed", [tuple, with_biases], ids=["", "biases, clamped"])
+def test_all_ways_compute_the_formula(changed, route, dtype):
+    inputs = changed(case(route, dtype))
     expected = formula(*inputs)
-    for way in (torch.ops.pensieve.experts, one_by_one):
+    for way in (torch.ops.pensieve.experts, slow):
         y = way(*inputs)
         assert y.dtype == dtype and y.shape == expected.shape
         assert (y.cpu() - expected).norm() <= TOLERANCE[dtype] * expected.norm()
@@ -58,7 +80,7 @@ def test_all_ways_compute_the_formula(route, dtype):
 
 @pytest.mark.parametrize("dtype, hidden, width", [(torch.bfloat16, 64, 12), (torch.float32, 20, 6)], ids=str)
 def test_widths_that_the_grouped_product_refuses_are_computed(dtype, hidden, width):
-    inputs = case("of every number", dtype, hidden, width)
+    inputs = with_biases(case("of every number", dtype, hidden, width))
     expected = formula(*inputs)
     y = torch.ops.pensieve.experts(*inputs)
     assert (y.cpu() - expected).norm() <= TOLERANCE[dtype] * expected.norm()
@@ -67,13 +89,13 @@ def test_widths_that_the_grouped_product_refuses_are_computed(dtype, hidden, wid
 def test_an_infinite_result_of_an_expert_reaches_its_own_tokens_only():
     x, chosen, shares, up, down = case("one expert without tokens", torch.float32)
     up[4 * 2 * WIDTH : 5 * 2 * WIDTH] = float("inf")  # the one without tokens
-    for way in (torch.ops.pensieve.experts, one_by_one):
+    for way in (torch.ops.pensieve.experts, slow):
         assert way(x, chosen, shares, up, down).isfinite().all()
 
 
 def test_what_torch_promises_of_an_operation_holds():
     checks = ("test_schema", "test_faketensor")
-    inputs = case("of every number", torch.float32)
+    inputs = with_biases(case("of every number", torch.float32))
     torch.library.opcheck(torch.ops.pensieve.experts.default, inputs, test_utils=checks)
 
 
@@ -93,7 +115,7 @@ def test_the_gpu_s_product_of_qwen3_experts_is_its_twin_s_and_can_be_captured(to
     first, second = scores.topk(8).indices
     inputs = case(first, torch.bfloat16, hidden=2048, width=768, experts=128)
     x, chosen, shares, up, down = inputs
-    grouped(*inputs)
+    grouped(x, chosen, shares, Experts(up, down))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -101,5 +123,5 @@ def test_the_gpu_s_product_of_qwen3_experts_is_its_twin_s_and_can_be_captured(to
     for route in (first, second, torch.arange(8)):  # the last: all tokens to the first eight
         chosen.copy_(route)
         graph.replay()
-        twin = one_by_one(x, chosen, shares, up, down).float()
+        twin = slow(x, chosen, shares, up, down).float()
         assert (y.float() - twin).norm() <= 0.01 * twin.norm()

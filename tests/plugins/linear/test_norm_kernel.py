@@ -44,6 +44,19 @@ def test_norms(tokens, size, rms, dtype):
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_weights_to_which_1_is_added(dtype):
+    x, y, weight = (random(7, 100, dtype=dtype, seed=seed) for seed in range(3))
+    expected = norm_reference.norm(x, weight[0], None, 1e-5, True, plus_one=True)
+    exact = norm_reference.norm(x.double(), weight[0].double() + 1, None, 1e-5, True)
+    assert_near(expected, exact.to(dtype))
+    assert_near(norm_kernel.norm(x, weight[0], None, 1e-5, True, plus_one=True), expected)
+    normed, total = norm_kernel.add_norm(x, y, weight[0], None, 1e-5, True, plus_one=True)
+    assert torch.equal(total, x + y)
+    assert_near(normed, norm_reference.norm(total, weight[0], None, 1e-5, True, plus_one=True))
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads, head_dim", [(8, 16), (3, 80), (2, 128)])
 def test_norms_of_heads_that_are_parts_of_a_projection(heads, head_dim, dtype):
     q, k, _ = random(11, heads + 2, head_dim, dtype=dtype).split((heads, 1, 1), dim=1)
@@ -63,6 +76,18 @@ def test_the_gate(tokens, width, dtype):
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens, width", [(1, 16), (5, 100), (3, 1024), (2, 5000)])
+def test_the_clamped_gate(tokens, width, dtype):
+    x, bias = random(tokens, 2 * width, dtype=dtype), random(4, 2 * width, dtype=dtype, seed=1)
+    x[0, :3] = torch.tensor([-200.0, 200.0, 0.0])
+    experts = torch.tensor([3, 0, 2, 2, 1])[:tokens].to(DEVICE)
+    for own in (bias, None):
+        expected = norm_reference.clamped_gate(x, own, experts, 2.5, 1.702)
+        assert_near(norm_kernel.clamped_gate(x, own, experts, 2.5, 1.702), expected)
+
+
+@needs_kernels
 def test_more_rows_than_programs(monkeypatch):
     monkeypatch.setattr(norm_kernel, "MOST_PROGRAMS", 3)
     x, y = random(50, 600, dtype=torch.float32), random(50, 600, dtype=torch.float32, seed=1)
@@ -78,6 +103,7 @@ def test_nothing_of_nothing():
     assert norm_kernel.norm(empty, None, None, 1e-5, True).shape == (0, 64)
     assert norm_kernel.add_norm(empty, empty, None, None, 1e-5, False)[1].shape == (0, 64)
     assert norm_kernel.silu_gate(empty).shape == (0, 32)
+    assert norm_kernel.clamped_gate(empty, None, torch.empty(0).long(), 1.0, 1.0).shape == (0, 32)
 
 
 @needs_kernels

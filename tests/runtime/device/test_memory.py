@@ -36,6 +36,9 @@ def test_activations_of_experts():
     sparse = replace(LLAMA_8B, mlp_size=1024, experts=16, experts_per_token=4)
     whole = activation_bytes(Shard(sparse), 2, tokens=10, sampled=0, scored=0, context=1024)
     assert whole == 10 * (4096 * (3 * 2 + 2 * 4) + 4 * ((3 * 4096 + 3 * 1024) * 2 + 4096 * 4))
+    biased = replace(sparse, mlp_bias=True, norm_results=True)
+    more = activation_bytes(Shard(biased), 2, tokens=10, sampled=0, scored=0, context=1024) - whole
+    assert more == 10 * (4096 * 2 + 4 * 4096 * 2), "a normed result, and the biases of results"
 
 
 def test_activations_of_a_rank():

@@ -226,6 +226,8 @@ DECODER = SimpleNamespace(
     gated=True,
     mlp_size=14336,
     experts=0,
+    mlp_bias=False,
+    norm_results=False,
     vocab_size=128256,
 )
 LLAMA_8B = SimpleNamespace(

@@ -12,7 +12,7 @@ from pensieve.runtime.engine import open_engine
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.bench import engine as bench_engine
 from pensieve.scripts.bench.engine import CHUNK, Part, arguments, arguments_of, chat_steps, slots_of
-from tests.models import QWEN3_MOE_SHAPE, tiny_checkpoint
+from tests.models import GEMMA3_SHAPE, QWEN3_MOE_SHAPE, tiny_checkpoint
 
 SHAPE = {
     "architectures": ["LlamaForCausalLM"],
@@ -113,6 +113,16 @@ def test_the_floor_has_the_experts_that_rows_choose(tmp_path):
     for rows, read in ((1, 3), (2, 3 + 3 * 5 / 8), (1000, 8)):
         size = 4 * (engine.parameters - experts + experts * read / 8) + rows * 10 * engine.chunk_bytes(32) // 32
         assert bench_engine.floor_ms(engine, rows, 10) == pytest.approx(1e3 * size / bench_engine.FLOOR_BYTES_S)
+
+
+def test_the_floor_has_the_kv_that_windows_reach(tmp_path):
+    """One of two layers has a window of 13 tokens."""
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Gemma3ForCausalLM"]} | GEMMA3_SHAPE))
+    build_random_engine(tmp_path / "config.json", tmp_path / "engine")
+    engine = open_engine(tmp_path / "engine")
+    for context, keys in ((10, 20), (100, 113)):
+        size = engine.weight_bytes + 3 * keys * engine.chunk_bytes(32) // 32 // 2
+        assert bench_engine.floor_ms(engine, 3, context) == pytest.approx(1e3 * size / bench_engine.FLOOR_BYTES_S)
 
 
 @pytest.mark.parametrize("text", ["64", "x32", "0x32", "64x", "axb"])
