@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..triton_launch import Launch
+from . import work_list
 from .work_list import ITEM, Capacity, Tile, WorkList, split_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -90,7 +91,8 @@ def launches(q: Tensor, o: Tensor, block_table: Tensor, pool: Tensor, layer: int
             KV_HEADS=kv_heads, GROUP=work.group, HEAD_DIM=head_dim, CHUNK=chunk_tokens,
             DIM=triton.next_power_of_2(head_dim), ROWS=tile.rows, KEYS=tile.keys, UNMASKED=tile.rows > UNMASKED_ABOVE,
             LARGEST=shared and kind > 0 and kind == len(work.tiles) - 1, LEADS=leads, FOLLOWS=follows, WORDS=ITEM,
-            WINDOW=window, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, launch_pdl=follows,
+            WINDOW=window, WHOLE=0 < window <= work_list.SMALLEST_SPLIT,
+            num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, launch_pdl=follows,
         )  # fmt: skip
         made.append(Launch(_attend, (work.processors * tile.programs,), arguments, settings))
     return made
@@ -219,7 +221,7 @@ def _attend(q, o, partial, lse, pool, block_table, items, arrivals, counters, co
             KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr,
             DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, UNMASKED: tl.constexpr,
             LARGEST: tl.constexpr, LEADS: tl.constexpr, FOLLOWS: tl.constexpr, WORDS: tl.constexpr,
-            WINDOW: tl.constexpr):  # fmt: skip
+            WINDOW: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
     """Takes (item, key head) pairs from the list of one class until none is left. scale includes log2(e).
 
     The kernels of the classes run side by side: tiles of many rows use the matrix units, those of few rows the memory.
@@ -231,12 +233,15 @@ def _attend(q, o, partial, lse, pool, block_table, items, arrivals, counters, co
     Row r of a tile is query r // GROUP of the item and head r % GROUP of the group. With UNMASKED, tiles of keys that
     every row sees are computed without masks.
 
-    With WINDOW, tiles of keys that no row sees are not read, and splits of such keys have no result.
+    With WINDOW, tiles of keys that no row sees are not read, and splits of such keys have no result. With WHOLE the
+    keys of a tile are not split.
     """
     if LEADS:
         tl.extra.cuda.gdc_launch_dependents()
     heads: tl.constexpr = KV_HEADS * GROUP
     listed = tl.load(counters + kind) * KV_HEADS
+    if WHOLE:
+        listed = tl.load(counters + 4 * classes + kind) * KV_HEADS
     taken_count = counters + classes + kind
     programs = tl.num_programs(0)
     if LARGEST:
@@ -263,10 +268,13 @@ def _attend(q, o, partial, lse, pool, block_table, items, arrivals, counters, co
         tile = tl.load(item + 10)
         skipped = 0  # splits before those with keys that the tile sees
         if WINDOW:
-            cut = tl.load(item + 11)
-            more = tl.load(item + 12)
             first_seen = tl.maximum(first_own - WINDOW + 1, 0)
-            skipped = tl.maximum(split + split_of(first_seen, cut, more) - split_of(begin, cut, more), 0)
+            if WHOLE:
+                end = first_own + size
+            else:
+                cut = tl.load(item + 11)
+                more = tl.load(item + 12)
+                skipped = tl.maximum(split + split_of(first_seen, cut, more) - split_of(begin, cut, more), 0)
             begin = tl.maximum(begin, first_seen)
 
         query = row // GROUP
@@ -308,7 +316,9 @@ def _attend(q, o, partial, lse, pool, block_table, items, arrivals, counters, co
 
         complete = splits == 1
         seen = split < reached  # the split contains keys that a query of the tile sees
-        if WINDOW:
+        if WHOLE:
+            complete = True
+        elif WINDOW:
             complete = (reached - skipped == 1) & (split == skipped)
             seen = seen & (split >= skipped)
         of_all = total

@@ -12,7 +12,8 @@ a row's result has the same bits with any other rows in the step.
     splits              |------- first -------|---- second ----|- third -|     see `_cuts`
     a tile's items                 x                 x           (none: beyond the tile's last query)
 
-Layers with a window use the same list: their programs skip the items that no query of the tile sees.
+Layers with a window use the same list. With a short window their programs take each tile once and do not split it, with
+a long one they skip the items that no query of the tile sees.
 """
 
 from __future__ import annotations
@@ -73,8 +74,9 @@ class WorkList:
     """Device memory for the work of one step at a time. `build` fills it, the attention of every layer reads it.
 
     items     [classes, most, ITEM] int32
-    counters  [4, classes] int32: items listed; items taken and programs ended, by the running attention kernel; last,
-              in the first place, the multiprocessors that the largest class may use while others have work
+    counters  [5, classes] int32: items listed; items taken and programs ended, by the running attention kernel; in the
+              first place of the fourth row, the multiprocessors that the largest class may use while others have work;
+              last, tiles listed. A tile's item of the first split is among the first items, one for each tile
     arrivals  [classes, most * kv_heads] int32: finished splits of each tile and key head
     covered   [tokens] int32: 1 if the token has a segment
     partial   [pairs, heads, head_dim] float32, and lse [pairs, heads] float32: normalised partial results and the
@@ -100,7 +102,7 @@ class WorkList:
         self.items = torch.zeros(len(tiles), most, ITEM, dtype=torch.int32, device=device)
         self.arrivals = torch.zeros(len(tiles), most * kv_heads, dtype=torch.int32, device=device)
         self.covered = torch.zeros(capacity.tokens, dtype=torch.int32, device=device)
-        self.counters = torch.zeros(4, len(tiles), dtype=torch.int32, device=device)
+        self.counters = torch.zeros(5, len(tiles), dtype=torch.int32, device=device)
         self.partial = torch.empty(pairs, heads, head_dim, dtype=torch.float32, device=device)
         self.lse = torch.empty(pairs, heads, dtype=torch.float32, device=device)
         self.longest = capacity.tokens
@@ -199,6 +201,7 @@ def _list_work(segments, items, counters, covered, count, class_stride, processo
     if me == 0:
         for i in tl.static_range(CLASSES):
             tl.store(counters + i, tl.sum(tl.where(kind == i, listed, 0)))
+            tl.store(counters + 4 * CLASSES + i, tl.sum(tl.where(kind == i, tiles, 0)))
         # Large tiles fill a multiprocessor each and are limited by arithmetic; the others are limited by memory, which
         # some multiprocessors can saturate. Both run at once, and end together if each gets its share.
         keys = tiles.to(tl.float32) * (kv_len - kv_start - q_len // 2)  # too many for 32 bits

@@ -184,10 +184,11 @@ def test_a_pool_in_eight_bits(dtype, heads, kv_heads, head_dim, chunk, bfloat16_
     rows = slice(int(segments[0, 0]), int(segments[0, :2].sum()))
     assert torch.equal(alone[rows], o[rows])
     sinks = random_sinks(heads, dtype)
-    o = attend(q, segments, block_table, codes, 1, work, 40, sinks)
-    exact = dense_attention(q, segments, block_table, decoded, 1, scale, torch.float64, 40, sinks)
-    plain = error(dense_attention(q, segments, block_table, decoded, 1, scale, rounded, 40, sinks), exact)
-    assert error(o, exact) <= 2 * plain
+    for window in (20, 40):  # shorter and longer than the shortest split
+        o = attend(q, segments, block_table, codes, 1, work, window, sinks)
+        exact = dense_attention(q, segments, block_table, decoded, 1, scale, torch.float64, window, sinks)
+        plain = error(dense_attention(q, segments, block_table, decoded, 1, scale, rounded, window, sinks), exact)
+        assert error(o, exact) <= 2 * plain
 
 
 @needs_kernels
@@ -260,6 +261,8 @@ def test_the_list_agrees_with_its_twin(seed, group):
     work.build(listed)
     items = list_work(listed, group, tiles)
     assert work.counters[:3].tolist() == [[len(kind) for kind in items], [0, 0, 0], [0, 0, 0]]
+    assert work.counters[4].tolist() == [len({item[10] for item in kind}) for kind in items]
+    assert all(item[7] == 0 for kind in items for item in kind[: len({item[10] for item in kind})])
     keys = [sum(max(end - begin, 0) for _, _, _, begin, end, *_ in kind) for kind in items]
     large = work_list.LARGE_TILE_COST * keys[2]
     share = work.processors * large / max(large + keys[0] + keys[1], 1)
