@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..triton_launch import Launch
+from . import prefill_kernel
 from .work_list import ITEM, Capacity, Tile, WorkList
 
 LOG2_E = 1.4426950408889634
@@ -57,7 +58,11 @@ def multi_token_attention(q: Tensor, block_table: Tensor, pool: Tensor, layer: i
     if tokens > work.capacity.tokens or q.stride(2) != 1:
         raise ValueError(f"q {list(q.shape)} is strided in a head, or beyond the {work.capacity.tokens} tokens listed")
     o = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
-    for launch in launches(q, o, block_table, pool, layer, scale, work, reachable_classes(work, tokens)):
+    classes = reachable_classes(work, tokens)
+    made = launches(q, o, block_table, pool, layer, scale, work, classes)
+    if classes == len(work.tiles) and prefill_kernel.fits(q, pool, work):  # the large tiles go first
+        made[0] = prefill_kernel.launch(q, o, block_table, pool, layer, scale * LOG2_E, work)
+    for launch in made:
         launch.run()
     return o
 

@@ -73,7 +73,7 @@ class WorkList:
     items     [classes, most, ITEM] int32
     counters  [4, classes] int32: items listed; items taken and programs ended, by the running attention kernel; last,
               in the first place, the multiprocessors that the largest class may use while others have work
-    arrivals  [classes, most * kv_heads] int32: finished splits of each tile and key head
+    arrivals  [classes, 2 * most * kv_heads] int32: finished splits of each tile (or each half of one) and key head
     covered   [tokens] int32: 1 if the token has a segment
     partial   [pairs, heads, head_dim] float32, and lse [pairs, heads] float32: normalised partial results and the
               base-2 logarithms of their weights; a pair is a query token and a split
@@ -96,7 +96,7 @@ class WorkList:
         most = splits * (capacity.segments + capacity.tokens // (tiles[-1].rows // self.group))
         pairs = splits * capacity.tokens if splits > 1 else 0
         self.items = torch.zeros(len(tiles), most, ITEM, dtype=torch.int32, device=device)
-        self.arrivals = torch.zeros(len(tiles), most * kv_heads, dtype=torch.int32, device=device)
+        self.arrivals = torch.zeros(len(tiles), 2 * most * kv_heads, dtype=torch.int32, device=device)
         self.covered = torch.zeros(capacity.tokens, dtype=torch.int32, device=device)
         self.counters = torch.zeros(4, len(tiles), dtype=torch.int32, device=device)
         self.partial = torch.empty(pairs, heads, head_dim, dtype=torch.float32, device=device)
