@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..triton_launch import Launch
-from .work_list import ITEM, Capacity, Tile, WorkList
+from .work_list import ITEM, NAMED, STACKED, Capacity, Tile, WorkList
 
 LOG2_E = 1.4426950408889634
 UNMASKED_ABOVE = 16  # rows of a tile; in smaller tiles masks cost no time
@@ -88,7 +88,8 @@ def launches(q: Tensor, o: Tensor, block_table: Tensor, pool: Tensor, layer: int
         settings = dict(
             KV_HEADS=kv_heads, GROUP=work.group, HEAD_DIM=head_dim, CHUNK=chunk_tokens,
             DIM=triton.next_power_of_2(head_dim), ROWS=tile.rows, KEYS=tile.keys, UNMASKED=tile.rows > UNMASKED_ABOVE,
-            LARGEST=shared and kind > 0 and kind == len(work.tiles) - 1, LEADS=leads, FOLLOWS=follows, WORDS=ITEM,
+            LARGEST=shared and kind > 0 and kind == len(work.tiles) - 1, LEADS=leads, FOLLOWS=follows,
+            STACKS=kind == 0 and tile.rows // work.group > 1, NAMED=NAMED, STACKED=STACKED, WORDS=ITEM,
             num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, launch_pdl=follows,
         )  # fmt: skip
         made.append(Launch(_attend, (work.processors * tile.programs,), arguments, settings))
@@ -178,7 +179,7 @@ def _attend_tiles(acc, top, total, q, keys, exponents, table, own, begin, end, s
 
 
 @triton.jit
-def _merge_splits(partial, lse, first, splits, reached, kept, query_kept, heads, ROWS: tl.constexpr,
+def _merge_splits(partial, lse, first, reached, kept, query_kept, heads, ROWS: tl.constexpr,
                   HEAD_DIM: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
     """Merges the partial results of a tile's rows in the order of their splits. first [ROWS]: pair of split 0."""
     dim = tl.arange(0, DIM)
@@ -204,7 +205,8 @@ def _attend(q, o, partial, lse, pool, block_table, items, arrivals, counters, co
             q_stride, q_head_stride, blocks, slot_stride, layer_offset, scale,
             KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr,
             DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, UNMASKED: tl.constexpr,
-            LARGEST: tl.constexpr, LEADS: tl.constexpr, FOLLOWS: tl.constexpr, WORDS: tl.constexpr):  # fmt: skip
+            LARGEST: tl.constexpr, LEADS: tl.constexpr, FOLLOWS: tl.constexpr, STACKS: tl.constexpr,
+            NAMED: tl.constexpr, STACKED: tl.constexpr, WORDS: tl.constexpr):  # fmt: skip
     """Takes (item, key head) pairs from the list of one class until none is left. scale includes log2(e).
 
     The kernels of the classes run side by side: tiles of many rows use the matrix units, those of few rows the memory.
@@ -214,7 +216,7 @@ def _attend(q, o, partial, lse, pool, block_table, items, arrivals, counters, co
     multiprocessors.
 
     Row r of a tile is query r // GROUP of the item and head r % GROUP of the group. With UNMASKED, tiles of keys that
-    every row sees are computed without masks.
+    every row sees are computed without masks. With STACKS, the queries of an item may belong to several segments.
     """
     if LEADS:
         tl.extra.cuda.gdc_launch_dependents()
@@ -239,17 +241,20 @@ def _attend(q, o, partial, lse, pool, block_table, items, arrivals, counters, co
         begin = tl.load(item + 3)
         end = tl.load(item + 4)
         seat = tl.load(item + 5)
-        pair = tl.load(item + 6)
+        token_pairs = tl.load(item + 6)
         split = tl.load(item + 7)
         splits = tl.load(item + 8)
         reached = tl.load(item + 9)
-        tile = tl.load(item + 10)
 
         query = row // GROUP
+        token = q_row + query
+        if STACKS:
+            stacked = tl.load(item + 10)
+            token = tl.where(stacked != 0, tl.load(item + NAMED + query), token)
         q_head = head * GROUP + row % GROUP
         query_kept = query < size
         kept = query_kept[:, None] & (dim < HEAD_DIM)[None, :]
-        at = (q_row + query).to(tl.int64) * q_stride + q_head * q_head_stride
+        at = token.to(tl.int64) * q_stride + q_head * q_head_stride
         rows = tl.load(q + at[:, None] + dim[None, :], mask=kept, other=0.0)
         own = first_own + query
         keys = pool + layer_offset + head * (CHUNK * HEAD_DIM)
@@ -279,24 +284,32 @@ def _attend(q, o, partial, lse, pool, block_table, items, arrivals, counters, co
                 count, KV_HEADS, HEAD_DIM, CHUNK, DIM, KEYS, True)  # fmt: skip
 
         result = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
-        to = ((q_row + query).to(tl.int64) * heads + q_head) * HEAD_DIM
+        to = (token.to(tl.int64) * heads + q_head) * HEAD_DIM
         target = o + to[:, None] + dim[None, :]
         if splits == 1:
             tl.store(target, result.to(o.dtype.element_ty), mask=kept)
         elif split < reached:  # the split contains keys that the tile's last query sees
-            first_part = (pair + query * splits).to(tl.int64) * heads + q_head
+            first_part = (token * token_pairs).to(tl.int64) * heads + q_head
             part = first_part + split * heads
             tl.store(partial + part[:, None] * HEAD_DIM + dim[None, :], result, mask=kept)
             tl.store(lse + part, tl.log2(total) + top, mask=query_kept)
             # The program that finishes a tile's last split merges them all. The barrier puts the stores of all threads
             # before the release, the acquire puts those of the other programs before the reads.
             tl.debug_barrier()
-            counter = arrivals + tile * KV_HEADS + head
-            if tl.atomic_add(counter, 1, sem="acq_rel") == reached - 1:
-                tl.store(counter, 0)
-                merged = _merge_splits(partial, lse, first_part, splits, reached, kept, query_kept, heads, ROWS,
-                                       HEAD_DIM, DIM)  # fmt: skip
-                tl.store(target, merged.to(o.dtype.element_ty), mask=kept)
+            for member in range(tl.where(stacked != 0, size, 1) if STACKS else 1):
+                first_token = q_row
+                merging = query_kept
+                if STACKS:
+                    first_token = tl.where(stacked != 0, tl.load(item + NAMED + member), first_token)
+                    reached = tl.where(stacked != 0, tl.load(item + NAMED + STACKED + member), reached)
+                    merging = merging & (tl.where(stacked != 0, query, member) == member)
+                counter = arrivals + first_token * KV_HEADS + head
+                if tl.atomic_add(counter, 1, sem="acq_rel") == reached - 1:
+                    tl.store(counter, 0)
+                    merging_kept = merging[:, None] & (dim < HEAD_DIM)[None, :]
+                    merged = _merge_splits(partial, lse, first_part, reached, merging_kept, merging, heads, ROWS,
+                                           HEAD_DIM, DIM)  # fmt: skip
+                    tl.store(target, merged.to(o.dtype.element_ty), mask=merging_kept)
         taken = following
 
     if kind == 0:
