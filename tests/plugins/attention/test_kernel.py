@@ -3,6 +3,7 @@
 import random
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import torch
 
@@ -208,6 +209,20 @@ def test_the_list_agrees_with_its_twin(seed, group):
     assert max((item[8] for kind in items for item in kind), default=0) <= work.splits
 
 
+@pytest.fixture
+def equal_rows(monkeypatch):
+    """Lets Triton's interpreter multiply as a GPU does: a row of a product has the same bits in any place of the tile.
+    NumPy's matrix product does not."""
+    if not CUDA:
+        from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+        def dot(self, a, b, d, *rest):
+            product = np.einsum("mk,kn->mn", a.data.astype(d.data.dtype), b.data.astype(d.data.dtype))
+            return TensorHandle(product + d.data, d.dtype.scalar)
+
+        monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
+
+
 def shared_batch(seed, dtype, heads, kv_heads, lengths):
     """Generating rows with contexts in a tree: (keys in common with the row before, keys). Beside them a prompt and a
     row of their own. Returns the batch and its sharing, with segments in another order than the tree's."""
@@ -238,18 +253,20 @@ def shared_batch(seed, dtype, heads, kv_heads, lengths):
 
 LONG = 1024 if CUDA else 32  # a split
 TREES = {
-    "one prefix": [(0, 5), *[(3, 3 + i % 3) for i in range(18)]],
-    "two levels": [(0, 4), (3, 6), (3, 4), (1, 3), (2, 3), (0, 2), (1, 5), (0, 1)],
+    "one prefix": [(0, 4), *[(2, 2 + i % 3) for i in range(5)]],
+    "two levels": [(0, 4), (3, 5), (1, 3), (2, 3), (0, 2), (1, 3)],
     "short of a split": [(0, 3), (1, 3), (1, 4)],
 }
 
 
 @needs_kernels
 @pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("heads, kv_heads", [(8, 2), (4, 4), (10, 2)])
-def test_rows_that_share_chunks_have_the_same_bits_as_alone(tree, heads, kv_heads):
+@pytest.mark.parametrize("heads, kv_heads", [(8, 2), (2, 2)])
+def test_rows_that_share_chunks_have_the_same_bits_as_alone(tree, heads, kv_heads, equal_rows):
     odd = -32 if tree == "short of a split" else 0
-    lengths = [(max(shared * LONG + odd, 0), keys * LONG + 7 * i % LONG + 1) for i, (shared, keys) in enumerate(TREES[tree])]
+    lengths = [
+        (max(shared * LONG + odd, 0), keys * LONG + 7 * i % LONG + 1) for i, (shared, keys) in enumerate(TREES[tree])
+    ]
     batch, sharing = shared_batch(len(tree), DTYPES[-1], heads, kv_heads, lengths)
     q, segments, table, pool = batch
     scale = q.shape[2] ** -0.5
@@ -269,11 +286,10 @@ def test_rows_that_share_chunks_have_the_same_bits_as_alone(tree, heads, kv_head
         assert work.counters[0].tolist()[: len(items)] == [len(kind) for kind in items]
         stacked = [item for item in items[0] if item[10]]
         assert bool(stacked) == (given is not None and tree != "short of a split")
-        results.append([attention_kernel.multi_token_attention(q, table, pool, layer, scale, work) for layer in (0, 1)])
+        results.append(attention_kernel.multi_token_attention(q, table, pool, 1, scale, work))
         assert not work.arrivals.any() and not work.counters[1:3].any()
-    for layer, (alone, together) in enumerate(zip(*results, strict=True)):
-        assert torch.equal(alone, together)
-        assert_as_exact_as_plain_attention(batch, together, layer)
+    assert torch.equal(*results)
+    assert_as_exact_as_plain_attention(batch, results[1])
 
 
 @needs_kernels
