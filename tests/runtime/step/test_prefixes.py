@@ -101,7 +101,7 @@ def test_neighbours_share_what_their_tables_say(seed):
         assert sorted(order[:, 0].tolist()) == list(range(len(present)))
         rows = [units[present[i]] for i in order[:, 0]]
         assert order[0, 1] == 0
-        for before, row, shared in zip(rows, rows[1:], order[1:, 1].tolist(), strict=True):
+        for before, row, shared in zip(rows[:-1], rows[1:], order[1:, 1].tolist(), strict=True):
             equal = 0
             while equal < min(len(before), len(row)) and before[equal] == row[equal]:
                 equal += 1
