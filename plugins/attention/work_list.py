@@ -8,8 +8,8 @@ of them.
 The tiles, the splits and the order of merging depend on the query's own segment only, never on the rest of the step. So
 a row's result has the same bits with any other rows in the step.
 
-Generating rows whose chunks in a whole split are the same slots are *stacked*: one item reads the split once for as many
-of them as fill a tile. Rows of a product do not depend on each other, so this does not change a row's bits either.
+Generating rows whose chunks in a whole split are the same slots are *stacked*: one item reads the split once for as
+many of them as fill a tile. Rows of a product do not depend on each other, so this does not change a row's bits either.
 
     keys of a segment   kv_start ........................................ kv_len
     splits              |------- first -------|---- second ----|- third -|     see `_cuts`
@@ -134,7 +134,8 @@ class WorkList:
             GROUP=self.group, SEGMENTS=triton.next_power_of_2(self.capacity.segments),
             SMALL=rows[0], MEDIUM=rows[min(1, len(rows) - 1)], LARGE=rows[-1], CLASSES=len(rows),
             SMALLEST=SMALLEST_SPLIT, LARGEST=LARGEST_SPLIT, PER_ROW=TOKENS_PER_ROW, MOST=MOST_SPLITS,
-            FEW=FEW_ROWS, MANY=MANY_ROWS, PER_MANY=TOKENS_PER_MANY, COST=LARGE_TILE_COST, NAMED=NAMED, STACKED=STACKED, WORDS=ITEM,
+            FEW=FEW_ROWS, MANY=MANY_ROWS, PER_MANY=TOKENS_PER_MANY, COST=LARGE_TILE_COST,
+            NAMED=NAMED, STACKED=STACKED, WORDS=ITEM,
         )  # fmt: skip
 
 
@@ -227,19 +228,19 @@ def _list_work(segments, sharing, items, counters, covered, count, class_stride,
     deep: tl.constexpr = SMALL // GROUP
     common = tl.zeros_like(index)
     any_common = False
-    if sharing is not None:
-        if deep > 1:
-            shared = tl.load(sharing + 2 * index + 1, mask=there, other=0)
-            any_common = tl.max(shared) >= SMALLEST
-            if any_common:
-                behind = there & (index > 0)
-                before_it = tl.load(sharing + 2 * index - 2, mask=behind, other=0)
-                q_len_, kv_start_, _, cut_, _, _, splits_ = _shape_of(
-                    segments, before_it, index, behind, GROUP, SMALLEST, LARGEST, PER_ROW, MOST, FEW, MANY,
-                    PER_MANY)  # fmt: skip
-                like_it = behind & (q_len == 1) & (q_len_ == 1) & (cut == cut_) & (kv_start == 0) & (kv_start_ == 0)
-                common = tl.minimum(tl.minimum(splits, splits_) - 1, shared // cut)
-                common = tl.where(like_it, common, 0)
+    stacks: tl.constexpr = sharing is not None and deep > 1
+    if stacks:
+        shared = tl.load(sharing + 2 * index + 1, mask=there, other=0)
+        any_common = tl.max(shared) >= SMALLEST
+        if any_common:
+            behind = there & (index > 0)
+            before_it = tl.load(sharing + 2 * index - 2, mask=behind, other=0)
+            q_len_, kv_start_, _, cut_, _, _, splits_ = _shape_of(
+                segments, before_it, index, behind, GROUP, SMALLEST, LARGEST, PER_ROW, MOST, FEW, MANY,
+                PER_MANY)  # fmt: skip
+            like_it = behind & (q_len == 1) & (q_len_ == 1) & (cut == cut_) & (kv_start == 0) & (kv_start_ == 0)
+            common = tl.minimum(tl.minimum(splits, splits_) - 1, shared // cut)
+            common = tl.where(like_it, common, 0)
 
     mine_here = index == me
     my_keys = tl.sum(tl.where(mine_here, kv_len, 0))

@@ -35,8 +35,8 @@ class StepInputs:
     slots         [T] int32, the place of each token's KV: slot * chunk_tokens + offset, or NOT_WRITTEN
     segments      [S, 5] int32: q_start, q_len, kv_start, kv_len in the row's coordinates, seat; segment i < `generated`
                   is that of token i
-    sharing       [generated, 2] int32, or None if no generating row shares keys: see `SharedPrefixes.order`; its indices
-                  are of segments
+    sharing       [generated, 2] int32, or None if no generating rows share keys: see `SharedPrefixes.order`; its
+                  indices are of segments
     sample_rows   [R + K] int32, indices into the T tokens whose logits are computed
     sample_seats  [R] int32, the seats of the sampled rows
     sampling      the sampler's inputs

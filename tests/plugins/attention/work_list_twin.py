@@ -59,11 +59,10 @@ def list_work(
             reached = split_of(own + size - 1, cut, more, last) - first + 1
             for i in range(splits):
                 stack = listed.get(i)
-                if i < common and stack is not None:
-                    if len(stack[0]) < tiles[0].rows // group:
-                        stack[0].append(q_start)
-                        stack[1].append(splits)
-                        continue
+                if i < common and stack is not None and len(stack[0]) < tiles[0].rows // group:
+                    stack[0].append(q_start)
+                    stack[1].append(splits)
+                    continue
                 begin = kv_start if i == 0 else (first + i) * cut + more
                 end = own + size if first + i == last else min(own + size, (first + i + 1) * cut + more)
                 item = [q_start + start, size, own, begin, end, seat, token_pairs, i, splits, reached, 0]
