@@ -227,6 +227,7 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig, ranks: int = 1):
         super().__init__()
         self.config, self.ranks = config, ranks
+        self.embedding_factor = config.embedding_factor
         shard = Shard(config, ranks)
         self.embed = VocabularyEmbedding(shard)
         projected = config.embedding_size != config.hidden_size
@@ -259,7 +260,10 @@ class Decoder(nn.Module):
                         shape = packed_shape(projection.out_features, projection.in_features)
                         projection.weight = nn.Parameter(torch.empty(shape, dtype=torch.int32), False)
         decoder.load_state_dict(weights, assign=True)
-        decoder.to(weights["embed.weight"].device)  # only `frequencies` is left to move
+        embeddings = weights["embed.weight"]
+        decoder.to(embeddings.device)  # only `frequencies` is left to move
+        # Rounded here, because a compiler would compute with the number as it is.
+        decoder.embedding_factor = torch.tensor(config.embedding_factor, dtype=embeddings.dtype).item()
         return decoder.eval().requires_grad_(False)
 
     def rotary(self, positions: Tensor) -> Tensor:
@@ -289,8 +293,8 @@ class Decoder(nn.Module):
         Returns logits [R, vocab] float32, on every rank those of the whole vocabulary.
         """
         x = self.embed(token_ids)
-        if self.config.embedding_factor != 1.0:
-            x = x * x.new_full((), self.config.embedding_factor)  # rounded to x's dtype first
+        if self.embedding_factor != 1.0:
+            x = x * self.embedding_factor
         if self.project_in is not None:
             x = self.project_in(x)
         if self.positions is not None:

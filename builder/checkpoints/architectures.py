@@ -277,6 +277,7 @@ def _windows(architecture: str, config: Mapping[str, Any], layers: int, max_posi
         return ()
     window = config.get("sliding_window", None if architecture == "MixtralForCausalLM" else 4096)
     kinds = config.get("layer_types")
+    unused = architecture.startswith("Qwen") and not config.get("use_sliding_window", False)
     if architecture in (GEMMA3, GPT_OSS, "Qwen2ForCausalLM", "Qwen3ForCausalLM"):
         kinds = kinds or _layer_types(architecture, config, layers)
         others = sorted({kind for kind in kinds if kind not in (FULL, SLIDING)})
@@ -284,13 +285,11 @@ def _windows(architecture: str, config: Mapping[str, Any], layers: int, max_posi
             raise refusal(f"config.json: layer_types {', '.join(others)} are not supported")
         if len(kinds) != layers:
             raise refusal(f"config.json: layer_types has {len(kinds)} layers, num_hidden_layers is {layers}")
-    elif window is not None and FULL in (kinds or []):
+    elif window is not None and not unused and FULL in (kinds or []):
         raise refusal(f"config.json: layer_types are not supported with sliding_window and {architecture}")
     else:
         kinds = [SLIDING] * layers
-    if architecture.startswith("Qwen") and not config.get("use_sliding_window", False):
-        return ()
-    if SLIDING not in kinds or (window is None and architecture != GEMMA3):
+    if unused or SLIDING not in kinds or (window is None and architecture != GEMMA3):
         return ()
     # One as long as the longest context hides nothing, but Gemma 3's have their own rotary embedding.
     if _size(config, "sliding_window", window) >= max_positions and architecture != GEMMA3:

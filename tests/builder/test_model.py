@@ -1,5 +1,7 @@
 """The decoder gives the logits of transformers' models, with any division into pieces, slots and other requests."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import (
@@ -150,6 +152,15 @@ def test_bfloat16_stays_near_float32(name, tmp_path):
     logits = runner.all_logits(0)
     assert logits.dtype == torch.float32
     assert (logits - expected[0]).abs().mean() < 0.03 * expected[0].std()
+
+
+@pytest.mark.parametrize("dtype, factor", [("float32", 1152**0.5), ("bfloat16", 34.0)])
+def test_the_factor_of_embeddings_is_rounded_to_the_dtype(dtype, factor, tmp_path):
+    runner_beside(CONFIGS["gemma3"], tmp_path, lengths=(1,), dtype=dtype)
+    config = decoder_config(read_json(tmp_path / "checkpoint" / "config.json"))
+    config = replace(config, embedding_factor=1152**0.5)
+    decoder = Decoder.from_weights(config, load_weights(tmp_path / "engine" / WEIGHTS))
+    assert decoder.embedding_factor == pytest.approx(factor, rel=1e-6)
 
 
 def test_the_decoder_is_exported_once_for_any_batch(tmp_path):

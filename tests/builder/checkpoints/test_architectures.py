@@ -113,6 +113,14 @@ def test_what_config_json_leaves_out():
             "sliding_window": 64,
             "max_window_layers": 2,
         },
+        {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "moe_intermediate_size": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 64,
+            "layer_types": ["full_attention"] * 2,
+        },
     ],
 )
 def test_a_window_that_hides_nothing_is_none(change):
