@@ -114,6 +114,10 @@ def test_every_figure_is_shown():
     assert not [figure for figure in (ROOT / "docs" / "figures").iterdir() if figure not in shown]
 
 
+def test_no_page_has_an_unresolved_merge():
+    assert not [page for page in PAGES if re.search(r"^(<<<<<<<|>>>>>>>) ", page.read_text(), re.MULTILINE)]
+
+
 @pytest.mark.parametrize("name", MOST_LINES)
 def test_a_first_page_is_short(name: str):
     assert len((ROOT / name).read_text().splitlines()) <= MOST_LINES[name]

@@ -124,14 +124,8 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     # models use either of the two names
     if kind is not None and kind.replace("_", "").removesuffix("text").lower() != wanted:
         raise refusal(f"config.json: model_type {kind!r} contradicts {names[0]}, its architecture")
-    match names[0]:
-        case "OPTForCausalLM":
-            return _opt_config(config)
-        case "Gemma3ForCausalLM" | "Gemma3ForConditionalGeneration":
-            return _gemma3_config(config)
-        case "GptOssForCausalLM":
-            return _gpt_oss_config(config)
-    return _llama_config(names[0], config)
+    own = {OPT: _opt_config, GEMMA3: _gemma3_config, GEMMA3_OF_IMAGES: _gemma3_config, GPT_OSS: _gpt_oss_config}
+    return own[names[0]](config) if names[0] in own else _llama_config(names[0], config)
 
 
 def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
@@ -340,8 +334,8 @@ def _rotary(config: Mapping[str, Any], head_dim: int, max_positions: int, theta:
 
 
 def _yarn(parameters: Mapping[str, Any], dims: int, theta: float, original: int, max_positions: int) -> Rotary:
-    """Pairs that turn more than `beta_fast` times over the context of the original training are not scaled, those that
-    turn less than `beta_slow` times are."""
+    """A pair's frequency is scaled if the pair turns less than `beta_slow` times over the context of the original
+    training. It stays as it is if the pair turns more than `beta_fast` times."""
     factor = _number(parameters, "factor", max_positions / original)
 
     def pair(turns: float) -> float:

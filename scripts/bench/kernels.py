@@ -31,7 +31,7 @@ CHUNK, HEAD_DIM, LAYERS = 32, 128, 4
 SCALE = HEAD_DIM**-0.5
 HEADS = ("40/40", "40/10", "32/8")
 UNCOUNTED = 3  # first times
-MOST_ROUNDS = 32
+MOST_ROUNDS = 32  # each round has a work list of its own
 
 
 @dataclass(frozen=True, slots=True)

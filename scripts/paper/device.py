@@ -57,9 +57,10 @@ def kernel_values(lines: Lines) -> Values:
     values: dict[str, float] = {}
     ways = {"contiguous": "contiguous", "copy out": "copied out", "rounds": "one token a round"}
     for row in lines[-1]["results"]:
-        kind, _, _, queries, _, context = row["shape"].split()
+        kind, *words = row["shape"].split()
         if kind not in ("append", "queries"):
             continue
+        _, _, queries, _, context = words
         tokens = f"{int(context):,} tokens" if kind == "append" else f"{queries} query tokens at {int(context):,}"
         values |= {f"{name} over ours, {tokens}": row[way] / row["ours"] for way, name in ways.items()}
     return {"12": values}
