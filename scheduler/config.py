@@ -12,6 +12,7 @@ from .types import SettingError
 EVICTION_POLICIES = ("retention", "lru", "fifo", "lru-conversation", "fifo-conversation", "lru-plain", "fifo-plain")
 BATCHING_MODES = ("unified", "separate")
 SAVE_MODES = ("async", "sync", "off")
+SPECULATION = ("off", "lookup")
 QUEUE_ORDERS = ("bounded-ratio", "response-ratio", "arrival")
 
 
@@ -37,6 +38,8 @@ class SchedulerConfig:
     queue_order                     which request joins first: the one with the longest wait relative to its prompt's
                                     predicted work, with or without a bound on overtaking (see `queue_order`), or the
                                     earliest arrival
+    speculate                       `lookup`: drafts from the conversation's own tokens are checked where that pays (see
+                                    `Drafts`)
     overflow, overflow_ratio        treatment of a context that outgrows `max_model_len` if its request allows it (see
                                     `ContextWindow`), and the share of the window that is dropped at once
     reuse                           False: every request computes its whole context (for comparison)
@@ -66,6 +69,7 @@ class SchedulerConfig:
     generation_reserve: float = 0.10
     batching: str = "unified"
     queue_order: str = "bounded-ratio"
+    speculate: str = "off"
     overflow: str = KEEP
     overflow_ratio: float = 0.5
     reuse: bool = True
@@ -109,7 +113,7 @@ class SchedulerConfig:
         need(0.0 < ratio < 1.0, "overflow_ratio", f"must be more than 0 and less than 1, not {ratio}")
         choices = (
             *(("eviction", EVICTION_POLICIES), ("batching", BATCHING_MODES), ("queue_order", QUEUE_ORDERS)),
-            *(("overflow", OVERFLOW_MODES), ("save", SAVE_MODES)),
+            *(("overflow", OVERFLOW_MODES), ("save", SAVE_MODES), ("speculate", SPECULATION)),
         )
         for name, allowed in choices:
             need(

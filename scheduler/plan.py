@@ -78,7 +78,7 @@ class Span(NamedTuple):
     """Positions [start, end) of the request in `seat`, to be computed from known token ids.
 
     Positions below `write_from` belong to a keyed chunk and are not written (the last token of a full hit).
-    `samples`: the span's last position yields the request's next token.
+    `samples`: so many of the span's last positions yield a token: 1 for the request's next one, more to check drafts.
     `scores`: for each position, the log probability of the known next token is reported.
     """
 
@@ -86,7 +86,7 @@ class Span(NamedTuple):
     start: int
     end: int
     write_from: int
-    samples: bool
+    samples: int
     scores: bool = False
 
 
@@ -133,7 +133,7 @@ class StepPlan:
     generate    seats that compute one token (the row's last sample), each at its position in `positions`
     spans       pieces of known tokens, ascending within a seat; `token_ids` holds the ids of all spans, in their order
     scored      the known next token of each position in the spans that score; a position that samples has none
-    samples     rows that get a token, in this order: all of `generate`, then the spans that sample
+    samples     a row for each token, in this order: all of `generate`, then the positions of spans that sample
     spills, promotions
                 disk work, which is on no lane: it begins at once, and the step does not wait for it. Until a result
                 reports it done or failed, its slots have no other use (but copies may read a HOST slot that is being

@@ -99,6 +99,7 @@ class Scheduler:
         self.conversations.expire(now, self._write_behind.untold)
         self._arrivals += 1
         turn = Turn(request, self._arrivals, *self._committer.prompt_keys(request), now)
+        turn.drafts = self._batcher.drafting.begin(request)
         self._order.arrived(turn)
         self._turns[request.id] = turn
         self._touch(turn, now)
@@ -216,7 +217,7 @@ class Scheduler:
         if self.config.disk_kv_chunks:
             self._store.report_disk(result, now)
         for span, span_row in zip(plan.spans, span_rows, strict=True):
-            if span_row.chunks:
+            if span_row.chunks and span.samples < 2:  # drafts count below, once their tokens are known to be right
                 self._committer.on_computed(span_row, span.start, span.end)
         applied, by_id, chunk_tokens = Applied(), self._queues.by_id, self.config.chunk_tokens
         for row_id in result.stuck:
@@ -229,7 +230,7 @@ class Scheduler:
             self._scored(plan, span_rows, result, applied)
         requests: list[int] = []
         tokens: list[int] = []
-        for row_id, token in zip(result.samples, result.tokens, strict=True):
+        for row_id, token in zip(*self._batcher.drafting.accepted_samples(plan, result), strict=True):
             row = by_id.get(row_id)
             if row is None:
                 continue
@@ -267,11 +268,14 @@ class Scheduler:
         return len(self._inflight)
 
     def stats(self) -> SchedulerStats:
-        store, queues = self._store, self._queues
+        store, queues, drafting = self._store, self._queues, self._batcher.drafting
         return SchedulerStats(
             running=len(queues.rows) + len(queues.loading),
             waiting=len(queues.waiting),
             suspensions=queues.suspensions,
+            drafts=drafting.rows,
+            drafted=drafting.drafted,
+            accepted=drafting.accepted,
             dropped=store.dropped,
             swapped_in=self._swapped_in,
             swapped_out=self._swapped_out,

@@ -305,6 +305,8 @@ class SchedulerStats:
     spilled, promoted, failed_writes, failed_reads
                     chunks written to DISK, read from DISK, and failed writes and reads
     bad_copies      failed copies on HOST
+    drafts, drafted, accepted
+                    checks of drafts by one row, tokens drafted, and drafts that came true
     """
 
     running: int = 0
@@ -325,3 +327,6 @@ class SchedulerStats:
     failed_writes: int = 0
     failed_reads: int = 0
     bad_copies: int = 0
+    drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0

@@ -85,7 +85,7 @@ class StepPacker:
         ends = np.concatenate((first + 1, spans[:, 2]))
         seats = np.concatenate((np.array(plan.generate, np.int32), spans[:, 0]))
         write_from = np.concatenate((first, spans[:, 3]))
-        samples = np.concatenate((np.ones(generated, bool), spans[:, 4].astype(bool)))
+        samples = np.concatenate((np.ones(generated, np.int32), spans[:, 4]))
 
         lengths = ends - starts
         q_ends = np.cumsum(lengths, dtype=np.int32)
@@ -97,8 +97,11 @@ class StepPacker:
         token_ids = np.empty(plan.tokens, np.int32)
         token_ids[:generated] = LAST_SAMPLE
         token_ids[generated:] = plan.token_ids
-        sample_seats = seats[samples]
-        sample_rows = q_ends[samples] - np.int32(1)
+        # Of each sampled row, its distance from the end of its segment: 1, or n to 1 for a segment with n.
+        before = np.repeat(np.cumsum(samples, dtype=np.int32), samples) - np.arange(len(plan.samples), dtype=np.int32)
+        sample_seats = np.repeat(seats, samples)
+        sample_rows = np.repeat(q_ends, samples) - before
+        drawn = np.repeat(ends, samples) - before + np.int32(1)  # the positions of the tokens to be drawn
         scored_rows, scored_seats = _scored(spans, q_ends[generated:]) if plan.scored else (sample_rows[:0], ())
         return StepInputs(
             generated=generated,
@@ -108,7 +111,7 @@ class StepPacker:
             segments=segments,
             sample_rows=np.concatenate((sample_rows, scored_rows)) if plan.scored else sample_rows,
             sample_seats=sample_seats,
-            sampling=self._sampling.pack(counts, sample_seats, ends[samples], scored_seats, plan.scored, mask),
+            sampling=self._sampling.pack(counts, sample_seats, drawn, scored_seats, plan.scored, mask),
             block_cells=cells,
             block_slots=cell_slots,
         )
@@ -136,7 +139,7 @@ class StepPacker:
 
         ends: [S], coordinates after each segment's last query.
         """
-        if len(plan.positions) != len(plan.generate) or len(plan.samples) != np.count_nonzero(samples):
+        if len(plan.positions) != len(plan.generate) or len(plan.samples) != samples.sum():
             raise InvariantError(f"step {plan.step} has rows without a position, or samples without a row")
         if not len(seats):
             return

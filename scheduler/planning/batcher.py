@@ -10,7 +10,9 @@ from ..context_window import RECOMPUTE, ContextWindow
 from ..cost import CostProfile
 from ..kv.chunk_store import ChunkStore
 from ..plan import BlockUpdate, Origin
-from ..turns.turn import RunningTurn, token_slice
+from ..turns.turn import RunningTurn
+from ..types import RowId
+from .drafting import Drafting
 from .plan_builder import PlanBuilder
 from .queues import RequestQueues
 
@@ -27,28 +29,38 @@ class Batcher:
         windows: ContextWindow | None,
     ):
         self._config, self._cost, self._store, self._queues, self._windows = config, cost, store, queues, windows
+        self.drafting = Drafting(config, store, queues)
 
     # -- generation
 
     def plan_generation(self, batch: PlanBuilder) -> None:
-        """Plans one token for each row that is past its prompt, in row order. Takes slots when a row needs them."""
+        """Plans one token, and drafts, for each row that is past its prompt, in row order. Takes slots when a row needs
+        them. A row whose drafts seem worth it skips a step, to know the token before them."""
         step, generate, positions, samples = batch.step, batch.generate, batch.positions, batch.samples
-        generating = False
+        generating, checked = False, list[RowId]()
         for row in tuple(self._queues.rows):
+            if row.spans or row.leaving or row.position > row.last_position:
+                continue
+            generating, drafts = True, row.drafts
+            if (row.constrained or drafts is not None) and row.awaits_token:
+                if self.drafting.waits(row, batch):
+                    continue
+                drafts = None
+            if drafts is not None:
+                row.position = len(row.tokens) - 1
             position = row.position
-            if row.spans or row.leaving or position > row.last_position:
-                continue
-            generating = True
-            if row.constrained and row.awaits_token:
-                continue
             if position == row.room and not self._extend(row, batch, position + 1):
                 continue
-            generate.append(row.seat)
-            positions.append(position)
-            samples.append(row.id)
-            row.position = position + 1
             row.launched = step
-        batch.budget -= len(generate)
+            if drafts is not None:
+                checked += self.drafting.plan(row, batch, self._extend)
+            else:
+                generate.append(row.seat)
+                positions.append(position)
+                samples.append(row.id)
+            row.position = position + 1
+        samples += checked
+        batch.budget -= len(samples)
         if generating and self._config.target_ms_per_token is not None:
             self._limit(batch, self._config.target_ms_per_token / 1e3)
 
@@ -62,10 +74,10 @@ class Batcher:
         """
         if not (self._queues.waiting or self._queues.loading or self._rows_with_spans()):
             return
-        cost, rows, least = self._cost, max(1, len(batch.generate)), self._config.chunk_tokens
+        cost, rows, least = self._cost, max(1, len(batch.samples)), self._config.chunk_tokens
         context = min(batch.rows_context() + 1, self._config.max_model_len)
         fit = cost.most_tokens(seconds, batch.budget, rows, context)
-        batch.least, batch.budget = least, min(batch.budget, max(fit, least))
+        batch.least, batch.budget = least + len(batch.token_ids), min(batch.budget, max(fit, least))
         base = cost.step(0, 0, rows, context)
         if fit > least and seconds > base:
             filled, free = cost.step(fit, 0, rows, context) - base, seconds - base
@@ -199,7 +211,7 @@ class Batcher:
             batch.spend(span, span.end - start, batch.budget - least)
             batch.spans.append(span)
             batch.span_rows.append(row)
-            batch.token_ids += token_slice(row.turn.tokens, span)
+            batch.token_ids += row.tokens[span.start : span.end]
             if span.scores:
                 batch.scored += row.turn.tokens[span.start + 1 : span.end + (not span.samples)]
             if span.samples:

@@ -33,6 +33,7 @@ class PlanBuilder:
         self.samples: list[RowId] = []
         self.scored: array[int] = array("i")
         self.polls = False  # an empty plan is needed: a copy must be confirmed before more can be planned
+        self.drafting = 0  # rows that this step leaves out because of their drafts
         self.short = 0  # GPU slots that running rows lacked
         self.wanted = 0  # GPU slots that the first waiting request needed and did not get
         self.spills: tuple[Spill, ...] = ()

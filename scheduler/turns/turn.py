@@ -8,6 +8,7 @@ from collections import deque
 from ..kv.chunk import Chunk
 from ..plan import Span
 from ..types import ChunkKey, Request, RowId, Usage
+from .drafts import Drafts
 
 
 class Turn:
@@ -32,6 +33,7 @@ class Turn:
     promotes      its chunks on DISK are worth waiting for; if HOST has no room for them, False: they are computed
     read          keys of chunks whose reading from DISK has begun since it joined the queue: none is read twice
     prefetched    its chunks on DISK have been looked for ahead of its turn
+    drafts        of its reply; None if it has none
     """
 
     __slots__ = (
@@ -39,6 +41,7 @@ class Turn:
         "arrived",
         "awaited",
         "context_start",
+        "drafts",
         "first_keys",
         "from_disk",
         "key_chains",
@@ -80,6 +83,7 @@ class Turn:
         self.read: set[ChunkKey | None] = set()
         self.prefetched = False
         self.usage: Usage | None = None
+        self.drafts: Drafts | None = None
 
     @property
     def total_work(self) -> float:
@@ -119,6 +123,7 @@ class RunningTurn:
         "begin",
         "chunks",
         "constrained",
+        "drafts",
         "end",
         "first",
         "id",
@@ -168,6 +173,7 @@ class RunningTurn:
         self.leaving = False
         self.pending: dict[ChunkKey, None] = {}
         self.constrained = turn.request.sampling.grammar is not None
+        self.drafts = turn.drafts
 
     @property
     def order(self) -> tuple[int, int]:
@@ -177,7 +183,3 @@ class RunningTurn:
     def awaits_token(self) -> bool:
         """True if the token at the row's position is drawn but not applied."""
         return self.position >= len(self.turn.tokens)
-
-
-def token_slice(tokens: array[int], span: Span) -> array[int]:
-    return tokens[span.start : span.end]

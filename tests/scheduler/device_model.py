@@ -187,12 +187,13 @@ class DeviceModel:
         for seat, start, write_from, known, _ in work:
             self._write(seat, start, write_from, known, plan.step)
         samples, sampled_rows = [], []
-        for seat, start, _, known, does_sample in work:
-            state = self._attend(seat, start, known, plan.step)
-            if does_sample:
+        for seat, start, _, known, sampled in work:
+            states = self._attend(seat, start, known, plan.step)
+            for state in states[len(states) - sampled :]:
                 samples.append(state % self.vocabulary)
                 sampled_rows.append(self.rows[seat])
-                self.last_token[seat] = samples[-1]
+            # after drafts the next token is known to the host: which of them is the last one, the device does not know
+            self.last_token[seat] = samples[-1] if sampled == 1 else None
         assert tuple(sampled_rows) == plan.samples
         return tuple(samples)
 
@@ -211,7 +212,7 @@ class DeviceModel:
 
     def _attend(self, seat, start, known, step):
         """Reads all KV up to the last of the `known` tokens at `start`: each must follow from the tokens that it saw,
-        as far as they are still in the row."""
+        as far as they are still in the row. Returns the KV of the `known` tokens."""
         origin, zero = self.origins[seat]
         end = start - origin + len(known)
         for slot in self.tables[seat][: -(-end // self.chunk_tokens)]:
@@ -220,7 +221,7 @@ class DeviceModel:
         whole = not origin or self.windows.mode == RECOMPUTE
         # earlier positions saw more than the row contains
         first = 0 if whole else self.windows.length - self.windows.step
-        seen = value = 0
+        seen, values = 0, []
         for coordinate, (token, value) in enumerate(self._row(seat, end)):
             position = origin + coordinate
             assert coordinate < first or value == mix(seen, token, position - zero), (
@@ -228,7 +229,8 @@ class DeviceModel:
             )
             assert position < start or token == known[position - start]
             seen += value
-        return value
+            values.append(value)
+        return values[len(values) - len(known) :]
 
     def _row(self, seat, count):
         """The contents of the row's first `count` places."""

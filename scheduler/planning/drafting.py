@@ -1,0 +1,94 @@
+"""Rows that check drafts: their spans, and which of their samples count (docs/design/drafts.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ..config import SchedulerConfig
+from ..kv.chunk_store import ChunkStore
+from ..plan import Span, StepPlan, StepResult
+from ..turns.drafts import MOST_DRAFTS, Drafts, may_draft
+from ..turns.turn import RunningTurn
+from ..types import Request, RowId
+from .plan_builder import PlanBuilder
+from .queues import RequestQueues
+
+Extend = Callable[[RunningTurn, PlanBuilder, int], bool]
+"""As `Batcher.extend`."""
+
+SKIPPED = 1
+"""Tokens that a row would generate in the step that it skips for its drafts: more of them must come true."""
+
+
+class Drafting:
+    """Counts the drafted rows of all steps (`rows`), their drafts (`drafted`) and those that came true
+    (`accepted`)."""
+
+    def __init__(self, config: SchedulerConfig, store: ChunkStore, queues: RequestQueues):
+        self._on, self._seats = config.speculate == "lookup", config.max_num_seqs
+        self._store, self._queues = store, queues
+        self.rows = self.drafted = self.accepted = 0
+
+    def begin(self, request: Request) -> Drafts | None:
+        """Returns the drafts of the request's reply, or None if it has none."""
+        return Drafts() if self._on and may_draft(request) else None
+
+    @property
+    def _most(self) -> int:
+        """Drafts of a step. With one position of each row it then samples no more positions than there are seats, so
+        it fits the captured graphs."""
+        return self._seats - len(self._queues.rows)
+
+    def waits(self, row: RunningTurn, batch: PlanBuilder) -> bool:
+        """True if the row, whose newest token is not known yet, is left out of this step: its next token may depend on
+        it otherwise than on the device, or enough drafts are expected to come true behind it."""
+        drafts = row.drafts
+        if drafts is None:  # a grammar
+            return True
+        if drafts.checked <= batch.applied:
+            fits = (batch.drafting + 1) * MOST_DRAFTS <= self._most
+            if not fits or not drafts.next(row.tokens, SKIPPED + 1):
+                return False
+        batch.drafting += 1
+        return True
+
+    def plan(self, row: RunningTurn, batch: PlanBuilder, extend: Extend) -> list[RowId]:
+        """Plans the row's newest token, which is known, and the drafts behind it. Returns the step's samples of the
+        row, which follow those of the rows that generate. Drafts never cost another row its slots."""
+        assert row.drafts is not None
+        start = row.position
+        others = len(batch.token_ids) - len(batch.spans)  # drafts of other rows
+        most = min(row.last_position - start, self._most - others)
+        drafts = row.drafts.next(row.tokens, SKIPPED)[: max(0, most)]
+        spare = self._store.available - len(self._queues.rows)
+        if start + len(drafts) >= row.room and row.room < row.window_end and spare > 0:
+            extend(row, batch, row.room + 1)
+        drafts = drafts[: row.room - start - 1]
+        count = 1 + len(drafts)
+        if drafts:
+            row.drafts.checked = batch.step
+        batch.spans.append(Span(row.seat, start, start + count, start, count))
+        batch.span_rows.append(row)
+        batch.token_ids.append(row.tokens[start])
+        batch.token_ids += drafts
+        return [row.id] * count
+
+    def accepted_samples(self, plan: StepPlan, result: StepResult) -> tuple[Sequence[RowId], Sequence[int]]:
+        """Returns the result's samples and tokens without those behind a draft that has not come true."""
+        if not self._on:
+            return result.samples, result.tokens
+        at, first = len(plan.generate), 0
+        samples, tokens = [*result.samples[:at]], [*result.tokens[:at]]
+        for span in plan.spans:
+            drawn, end = result.tokens[at : at + span.samples], first + span.end - span.start
+            kept = span.samples
+            if span.samples > 1:
+                drafts = plan.token_ids[first + 1 : end]
+                kept = 1 + next((i for i, draft in enumerate(drafts) if draft != drawn[i]), len(drafts))
+                self.rows += 1
+                self.drafted += len(drafts)
+                self.accepted += kept - 1
+            samples += result.samples[at : at + kept]
+            tokens += drawn[:kept]
+            at, first = at + span.samples, end
+        return samples, tokens
