@@ -48,11 +48,14 @@ def outputs(news: Applied | StepMessage) -> Iterator[Output]:
         events[event.request] = replace(
             event, logprobs=(own,) if own else (), prompt_logprobs=news.prompt_logprobs.get(number, ())
         )
+    replies: dict[int, tuple[int, ...]] = {}
+    for number, token in zip(news.requests, news.tokens, strict=True):
+        replies[number] = (*replies[number], token) if number in replies else (token,)
     # Prompts come after the rows that generate. Going backwards, a first token is sent before other streams' tokens.
-    for number, token in zip(reversed(news.requests), reversed(news.tokens), strict=True):
+    for number in reversed(replies):
         request = RequestId(number)
         known = events.pop(request, None)
-        yield Output(request, (token,)) if known is None else replace(known, tokens=(token,))
+        yield Output(request, replies[number]) if known is None else replace(known, tokens=replies[number])
     yield from events.values()
 
 

@@ -166,6 +166,9 @@ def _engine_options(made: argparse.ArgumentParser) -> None:
     option("--queue-order", choices=CHOICES["queue_order"],
            help="which request joins first: the one with the longest wait for what its prompt costs, with a bound on "
            "overtaking or without, or the earliest (default %(default)s)")  # fmt: skip
+    option("--speculate", choices=CHOICES["speculate"],
+           help="lookup: draft tokens from the conversation's own and check several in one step, where that pays "
+           "(default %(default)s)")  # fmt: skip
     option("--max-queue", type=int, metavar="N", help="waiting requests, then 429 (default %(default)s)")
     option("--queue-timeout", type=float, metavar="SECONDS", help="longest wait for a seat, then 503 (default: none)")
     option(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...builder.choices import DEVICES, DTYPES, KV_CACHE_DTYPES
-from ...scheduler.config import BATCHING_MODES, EVICTION_POLICIES, QUEUE_ORDERS, SAVE_MODES
+from ...scheduler.config import BATCHING_MODES, EVICTION_POLICIES, QUEUE_ORDERS, SAVE_MODES, SPECULATION
 from ...scheduler.context_window import OVERFLOW_MODES
 from ...scheduler.types import SettingError
 from ..observe.logs import LOG_FORMATS, LOG_LEVELS
@@ -33,6 +33,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("auto", *DTYPES, "half", "float"),  # with vLLM's names too
     "batching": BATCHING_MODES,
     "queue_order": QUEUE_ORDERS,
+    "speculate": SPECULATION,
     "save": SAVE_MODES,
     "prefetch": ("on", "off"),
     "kv_cache_dtype": KV_CACHE_DTYPES,
@@ -102,6 +103,7 @@ class ServeSettings:
     target_ms_per_token: float | None = None
     batching: str = "unified"
     queue_order: str = "bounded-ratio"
+    speculate: str = "off"
     max_queue: int = 1024
     queue_timeout: float | None = None
     shutdown_timeout: float = 30.0

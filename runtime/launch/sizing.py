@@ -78,6 +78,7 @@ def scheduler_config(settings: ServeSettings, engine: Engine, device: Device) ->
         generation_reserve=settings.generation_reserve,
         batching=settings.batching,
         queue_order=settings.queue_order,
+        speculate=settings.speculate,
         queue_timeout=settings.queue_timeout,
         conversation_ttl=settings.conversation_ttl,
         log_chunks=LOGGED_FOR_EACH_HELD * (gpu_chunks + host_chunks + disk_chunks),

@@ -110,6 +110,15 @@ class Metrics(Collector):
         yield CounterMetricFamily(
             "pensieve:suspensions", "Running requests set aside for want of GPU slots", value=stats.suspensions
         )
+        yield CounterMetricFamily(
+            "pensieve:spec_decode_num_drafts", "Steps of a request that checked drafts", value=stats.drafts
+        )
+        yield CounterMetricFamily(
+            "pensieve:spec_decode_num_draft_tokens", "Drafted tokens that were checked", value=stats.drafted
+        )
+        yield CounterMetricFamily(
+            "pensieve:spec_decode_num_accepted_tokens", "Drafted tokens that came true", value=stats.accepted
+        )
         yield GaugeMetricFamily("pensieve:num_requests_running", "Requests in the batch", value=stats.running)
         yield GaugeMetricFamily("pensieve:num_requests_waiting", "Requests in the queue", value=stats.waiting)
         slots = GaugeMetricFamily("pensieve:kv_slots", "Chunk slots by tier and state", labels=["tier", "state"])

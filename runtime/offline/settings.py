@@ -24,6 +24,7 @@ OPTIONS = frozenset(
         "target_ms_per_token",
         "batching",
         "queue_order",
+        "speculate",
         "gpu_kv_chunks",
         "gpu_kv_bytes",
         "gpu_memory_utilization",

@@ -85,6 +85,7 @@ CASES: dict[str, tuple[Effect | Refused, ...]] = {
     ),
     "batching": each_choice("batching", "config.batching"),
     "queue_order": each_choice("queue_order", "config.queue_order"),
+    "speculate": each_choice("speculate", "config.speculate"),
     "max_queue": (Effect("--max-queue 9", "config.max_queue"),),
     "queue_timeout": (Effect("--queue-timeout 9", "config.queue_timeout"),),
     "shutdown_timeout": (Effect("--shutdown-timeout 9", "drain.seconds"),),
