@@ -46,7 +46,7 @@ class Drafting:
         if drafts is None:  # a grammar
             return True
         if drafts.checked <= batch.applied:
-            fits = (batch.drafting + 1) * MOST_DRAFTS <= self._most
+            fits = batch.drafting * MOST_DRAFTS < self._most
             if not fits or not drafts.next(row.tokens, SKIPPED + 1):
                 return False
         batch.drafting += 1

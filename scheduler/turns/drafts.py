@@ -49,14 +49,15 @@ class Drafts:
 
 
 def propose(text: str) -> str:
-    """Returns what followed the latest earlier occurrence of the text's end, "" if that has no earlier occurrence."""
+    """Returns what followed the latest earlier occurrence of the text's end, and would follow if that went on in the
+    same way; "" if there is no earlier occurrence."""
     end = len(text) - 1
     if text.rfind(text[-SHORTEST:], 0, end) < 0 or len(text) <= SHORTEST:
         return ""
     for length in range(LONGEST, SHORTEST - 1, -1):
         at = text.rfind(text[-length:], 0, end)
         if at >= 0:
-            return text[at + length : at + length + MOST_DRAFTS]
+            return (text[at + length :][:MOST_DRAFTS] * MOST_DRAFTS)[:MOST_DRAFTS]
     return ""
 
 

@@ -198,7 +198,9 @@ class Chatter:
     def _stats(self):
         """Counts since the last start."""
         stats = self.scheduler.stats()
-        return Counter(suspended=stats.suspensions, dropped=stats.dropped)
+        return Counter(
+            suspended=stats.suspensions, dropped=stats.dropped, drafted=stats.drafted, accepted=stats.accepted
+        )
 
     # -- the loop's executor
 
