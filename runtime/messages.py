@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..scheduler.types import Output, Request, RequestError, RequestId, Residency, SchedulerStats, TokenLogprobs
+from ..scheduler.kv.stats import SchedulerStats
+from ..scheduler.types import Output, Request, RequestError, RequestId, Residency, TokenLogprobs
 from .counters import DiskCounters, KVCounters, LoopStats
 
 

@@ -26,6 +26,7 @@ from .kv.chunk_keys import ChunkKeys
 from .kv.chunk_store import ChunkStore
 from .kv.deletion import Deletions
 from .kv.retention import eviction_policy
+from .kv.stats import SchedulerStats
 from .plan import Lane, StepPlan, StepResult
 from .planning.admission import Admission
 from .planning.batcher import Batcher
@@ -49,7 +50,6 @@ from .types import (
     Request,
     RequestError,
     RequestId,
-    SchedulerStats,
 )
 
 

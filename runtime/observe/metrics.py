@@ -16,7 +16,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from ...scheduler.types import SchedulerStats, Usage
+from ...scheduler.kv.stats import SchedulerStats
+from ...scheduler.types import Usage
 from ..counters import DiskCounters, KVCounters, LoopStats, PowerCounts
 
 SOURCES = tuple(field.name for field in fields(Usage))

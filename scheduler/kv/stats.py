@@ -1,8 +1,9 @@
-"""Counts for metrics: evictions by tier and reason, and load-or-recompute decisions."""
+"""Counts for metrics: evictions by tier and reason, load-or-recompute decisions, and all of them together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from math import frexp
 
 from ..cost import CostProfile
@@ -114,3 +115,42 @@ class LoadOrRecomputeStats:
         """{"load" or "recompute": {"chunks", "load", "recompute"}}."""
         made = {"load": self._loaded, "recompute": self._recomputed}
         return {name: {part: getattr(choice, part) for part in Choice.__slots__} for name, choice in made.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """Counters since the start (copies in chunks) and current gauges.
+
+    slots           by tier and by content, as in `ChunkStore.slot_counts`
+    evictions, eviction_values, eviction_value_sum
+                    by tier and reason, and by retention value, as in `EvictionStats`
+    choices         of loading or recomputing, as in `LoadOrRecomputeStats`
+    regret_tokens   tokens of chunks that were computed again within a minute of being dropped
+    spilled, promoted, failed_writes, failed_reads
+                    chunks written to DISK, read from DISK, and failed writes and reads
+    bad_copies      failed copies on HOST
+    drafts, drafted, accepted
+                    checks of drafts by one row, tokens drafted, and drafts that came true
+    """
+
+    running: int = 0
+    waiting: int = 0
+    suspensions: int = 0
+    dropped: int = 0
+    swapped_in: int = 0
+    swapped_out: int = 0
+    conversations: int = 0
+    slots: dict[str, dict[str, int]] = field(default_factory=dict)
+    evictions: dict[str, dict[str, int]] = field(default_factory=dict)
+    eviction_values: dict[int, int] = field(default_factory=dict)
+    eviction_value_sum: float = 0.0
+    choices: dict[str, dict[str, float]] = field(default_factory=dict)
+    regret_tokens: int = 0
+    spilled: int = 0
+    promoted: int = 0
+    failed_writes: int = 0
+    failed_reads: int = 0
+    bad_copies: int = 0
+    drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0

@@ -42,7 +42,9 @@ def model(request, tmp_path_factory):
 @pytest.mark.parametrize("disturbed", [False, True], ids=["", "disturbed"])
 @pytest.mark.parametrize("batching", ["unified", "separate"])
 def test_replies_are_those_of_transformers(model, batching, disturbed):
-    chatter = Chatter(*model, 3 + disturbed, batching=batching, disturbed=disturbed, gpu_kv_chunks=29, **TIGHT, **DRAFTS)
+    chatter = Chatter(
+        *model, 3 + disturbed, batching=batching, disturbed=disturbed, gpu_kv_chunks=29, **TIGHT, **DRAFTS
+    )
     chatter.run(24, events=("gpu", "host", "recomputed", "suspended", "dropped", "branched", "forked", *CHECKED))
 
 

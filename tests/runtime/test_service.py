@@ -19,7 +19,8 @@ from pensieve.runtime.counters import DiskCounters, KVCounters
 from pensieve.runtime.device.protocol import TransferSeconds
 from pensieve.runtime.messages import Abort, Drain, Draining, Erased, Forget, Ready, StepMessage, Submit
 from pensieve.runtime.service import LONGEST_WAIT_S, Service
-from pensieve.scheduler.types import Applied, FinishReason, Output, Request, RequestId, Sampling, SchedulerStats
+from pensieve.scheduler.kv.stats import SchedulerStats
+from pensieve.scheduler.types import Applied, FinishReason, Output, Request, RequestId, Sampling
 
 
 class Scheduler(SimpleNamespace):

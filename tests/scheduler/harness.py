@@ -251,7 +251,9 @@ class Harness:
             starts[span.seat] = span.start
         self.counts["disjoint"] += len(plan.spans) > len(starts)
         self.counts["suppressed writes"] += sum(span.write_from == span.end for span in plan.spans)
-        if self.config.batching == "separate" and self.config.speculate == "off":  # a row with drafts generates in spans
+        if (
+            self.config.batching == "separate" and self.config.speculate == "off"
+        ):  # a row with drafts generates in spans
             assert not (plan.spans and plan.generate)
         self.counts["erased"] += len(plan.erased)
         for batch in plan.copies:

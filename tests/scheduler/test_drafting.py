@@ -10,7 +10,6 @@ from pensieve.scheduler.context_window import OVERFLOW_MODES
 from pensieve.scheduler.turns import drafts
 
 from .driver import Driver
-from .harness import Harness
 
 OPERATIONS = 1500
 EVENTS = (

@@ -13,7 +13,8 @@ import pytest
 from pensieve.runtime.counters import KVCounters
 from pensieve.runtime.frontend.engine_client import ClientGone, EngineClient
 from pensieve.runtime.messages import Abort, Fatal, Finish, Refusal, StepMessage, Submit
-from pensieve.scheduler.types import FinishReason, Output, Request, RequestError, SchedulerStats, Usage
+from pensieve.scheduler.kv.stats import SchedulerStats
+from pensieve.scheduler.types import FinishReason, Output, Request, RequestError, Usage
 
 from ..fake_loop import step_message
 from ..observe.test_metrics import samples

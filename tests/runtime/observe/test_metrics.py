@@ -6,7 +6,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pensieve.runtime.counters import DiskCounters, KVCounters, LoopStats, PowerCounts, Waits
 from pensieve.runtime.observe.metrics import Metrics
-from pensieve.scheduler.types import SchedulerStats, Usage
+from pensieve.scheduler.kv.stats import SchedulerStats
+from pensieve.scheduler.types import Usage
 
 
 def samples(metrics: Metrics) -> dict[str, float]:

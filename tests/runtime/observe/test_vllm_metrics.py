@@ -6,7 +6,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pensieve.runtime.observe.metrics import Metrics
 from pensieve.runtime.observe.vllm_metrics import COPIED, VllmMetrics
-from pensieve.scheduler.types import FinishReason, SchedulerStats, Usage
+from pensieve.scheduler.kv.stats import SchedulerStats
+from pensieve.scheduler.types import FinishReason, Usage
 
 LABELS = {"model_name": "tea", "engine": "0"}
 
