@@ -181,7 +181,7 @@ class Recorder(VirtualDevice):
     def launch(self, plan: StepPlan, now: float) -> float:
         if plan.tokens:
             generated = [Part(1, position + 1) for position in plan.positions]
-            spans = [Part(span.end - span.start, span.end, span.samples) for span in plan.spans]
+            spans = [Part(span.end - span.start, span.end, bool(span.samples)) for span in plan.spans]
             self.steps.append((*generated, *spans))
         return super().launch(plan, now)
 

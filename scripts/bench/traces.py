@@ -275,7 +275,7 @@ def _spoken(
     inputs: list[tuple[Piece, ...]] = []
     history, said, person = 0, array("i"), False
     for message in messages:
-        ids = array("i", encode(_text(message, where)))
+        ids = array("i", encode(message_text(message, where)))
         if message["role"] != "assistant":
             said += ids
             person = person or message["role"] != "tool"
@@ -289,7 +289,7 @@ def _spoken(
     return turns, inputs
 
 
-def _text(message: Any, where: str) -> str:
+def message_text(message: Any, where: str) -> str:
     """The text of a message; a tool call's JSON. An empty message becomes a line: its turn was a request too."""
     if isinstance(message, dict) and isinstance(message.get("role"), str):
         content, calls = message.get("content"), message.get("tool_calls")
