@@ -67,7 +67,7 @@ def join(seat: int, sampling: Sampling = GREEDY) -> Join:
     return Join(seat, row(seat), sampling)
 
 
-def span(seat: int, start: int, end: int, write_from: int | None = None, samples: bool = True) -> Span:
+def span(seat: int, start: int, end: int, write_from: int | None = None, samples: int = 1) -> Span:
     return Span(seat, start, end, start if write_from is None else write_from, samples)
 
 
@@ -90,7 +90,7 @@ def plan(
 ) -> StepPlan:
     """generate: position by seat; the request in a seat has the seat's number."""
     generate = generate or {}
-    seats = [*generate, *(span.seat for span in spans if span.samples)]
+    seats = [*generate, *(span.seat for span in spans for _ in range(span.samples))]
     return StepPlan(
         step=step,
         copies=tuple(copies),

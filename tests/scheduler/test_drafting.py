@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 
 import pytest
 
+from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.context_window import OVERFLOW_MODES
+from pensieve.scheduler.plan import StepResult
+from pensieve.scheduler.scheduler import Scheduler
 from pensieve.scheduler.turns import drafts
+from pensieve.scheduler.types import FinishReason, Request, RequestId
 
 from .driver import Driver
+from .harness import profile
 
 OPERATIONS = 1500
 EVENTS = (
@@ -81,3 +87,75 @@ def test_everything_happened(event, totals):
     if totals["runs"] < 24:
         pytest.skip("only some of the runs were selected")
     assert totals[event], sorted(totals.items())
+
+
+def play(drawn, prompt, max_tokens=9, **fields):
+    """The plans, and the tokens of each step, of a request whose samples are `drawn`: of each position its own."""
+    config = dict(gpu_kv_chunks=40, host_kv_chunks=0, max_model_len=100, max_num_batched_tokens=64, chunk_tokens=8)
+    made = Scheduler(SchedulerConfig(**config, speculate="lookup"), profile())
+    whole = [*map(ord, prompt), *map(ord, drawn)]
+    made.add(Request(RequestId(1), array("i", map(ord, prompt)), max_tokens, **fields), 0.0)
+    plans, said, events = [], [], []
+    while not made.idle:
+        plan = made.next_plan(0.0)
+        made.check()
+        ends = [position + 1 for position in plan.positions]
+        for span in plan.spans:
+            ends += range(span.end - span.samples + 1, span.end + 1)
+        applied = made.apply(StepResult(plan.step, plan.samples, tuple(whole[end] for end in ends)), 0.0)
+        made.check()
+        plans.append(plan)
+        said.append("".join(map(chr, applied.tokens)))
+        events += applied.events
+    return made, plans, said, events
+
+
+PROMPT = "abcd12345678+abcd"
+
+
+def test_a_step_checks_drafts_and_gives_the_right_ones_and_one_token_more():
+    made, plans, said, _ = play("12345X6789..", PROMPT, 12)
+    assert said[:2] == ["1", "2345X"], "the first is of the prompt's step; then six of seven drafts were made"
+    (span,) = plans[1].spans
+    assert (span.start, span.samples, "".join(map(chr, plans[1].token_ids))) == (len(PROMPT), 8, "12345678")
+    assert "".join(said) == "12345X6789.."
+    stats = made.stats()
+    assert (stats.drafts, stats.drafted, stats.accepted) == (1, 7, 4)
+
+
+def test_all_drafts_come_true():
+    assert play("12345678+abcd", PROMPT, 13)[2][1] == "2345678+"
+
+
+def test_tokens_behind_a_stop_id_are_cut():
+    _, _, said, events = play("12345678....", PROMPT, 12, stop_ids=frozenset(map(ord, "4")), min_tokens=2)
+    assert said == ["1", "234"] and events[-1].finish is FinishReason.STOP
+    _, _, said, events = play("12345678....", PROMPT, 12, stop_ids=frozenset(map(ord, "4")), min_tokens=5)
+    assert said[1] == "2345678." and events[-1].finish is FinishReason.LENGTH
+
+
+def test_no_more_is_drafted_than_the_reply_may_have():
+    _, plans, said, events = play("1234", PROMPT, 4)
+    assert said == ["1", "234"] and plans[1].spans[0].samples == 3
+    assert events[-1].finish is FinishReason.LENGTH
+
+
+def test_other_rows_generate_in_the_step_that_a_row_skips():
+    config = dict(gpu_kv_chunks=40, host_kv_chunks=0, max_model_len=100, max_num_batched_tokens=64, chunk_tokens=8)
+    made = Scheduler(SchedulerConfig(**config, speculate="lookup"), profile())
+    for number, prompt in ((1, PROMPT), (2, "qrstuvwxyz")):
+        made.add(Request(RequestId(number), array("i", map(ord, prompt)), 20), 0.0)
+    plans = [made.next_plan(0.0), made.next_plan(0.0)]
+    rows = [[row.request for row in plan.samples] for plan in plans]
+    assert rows == [[1, 2], [2]], "request 1 waits for its token, to draft behind it"
+    made.apply(StepResult(1, plans[0].samples, (ord("1"), ord("!"))), 0.0)
+    third = made.next_plan(0.0)
+    assert [row.request for row in third.samples] == [2, *[1] * 8]
+
+
+def test_without_a_free_seat_nothing_is_drafted_and_no_step_is_skipped():
+    config = dict(gpu_kv_chunks=40, host_kv_chunks=0, max_model_len=100, max_num_batched_tokens=64, chunk_tokens=8)
+    made = Scheduler(SchedulerConfig(**config, max_num_seqs=1, speculate="lookup"), profile())
+    made.add(Request(RequestId(1), array("i", map(ord, PROMPT)), 20), 0.0)
+    assert len(made.next_plan(0.0).spans) == 1
+    assert len(made.next_plan(0.0).generate) == 1

@@ -11,10 +11,10 @@ from multiprocessing.connection import Connection
 import pytest
 
 from pensieve.runtime.counters import KVCounters
-from pensieve.runtime.frontend.engine_client import ClientGone, EngineClient
+from pensieve.runtime.frontend.engine_client import ClientGone, EngineClient, outputs
 from pensieve.runtime.messages import Abort, Fatal, Finish, Refusal, StepMessage, Submit
 from pensieve.scheduler.kv.stats import SchedulerStats
-from pensieve.scheduler.types import FinishReason, Output, Request, RequestError, Usage
+from pensieve.scheduler.types import Applied, FinishReason, Output, Request, RequestError, RequestId, Usage
 
 from ..fake_loop import step_message
 from ..observe.test_metrics import samples
@@ -37,6 +37,13 @@ def run(work: Callable[[EngineClient, Connection], Awaitable[None]]) -> None:
 
 def request(client: EngineClient, confirm: bool = False, prompt: int = 3) -> Request:
     return Request(id=client.new_id(), prompt=array("i", [1] * prompt), max_tokens=9, confirm=confirm)
+
+
+def test_several_tokens_of_a_request_are_one_output_in_their_order() -> None:
+    one, other = RequestId(1), RequestId(2)
+    ending = Output(one, finish=FinishReason.STOP)
+    news = Applied(array("q", [other, one, one, other]), array("i", [5, 6, 7, 8]), [ending])
+    assert list(outputs(news)) == [Output(one, (6, 7), FinishReason.STOP), Output(other, (5, 8))]
 
 
 def test_counts_and_times_of_a_request() -> None:

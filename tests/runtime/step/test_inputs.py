@@ -45,6 +45,28 @@ def test_a_batch_of_generation_and_spans(packer):
     assert {a.dtype for a in arrays(inputs)[:6]} == {np.dtype(np.int32)}
 
 
+def test_a_span_with_drafts_samples_several_positions(packer):
+    """Each is drawn with its own number, and with the biases of its position."""
+    hot = Sampling(temperature=0.7, seed=3, logit_bias=((5, 1.0),))
+    late = join(2, hot)._replace(stop_ids=(9,), may_end=8)
+    inputs = packer.pack(
+        plan(
+            2,
+            joins=[late],
+            blocks=[(2, 0, (1, 3, 4))],
+            generate={0: 4},
+            spans=[span(2, 5, 9, samples=4), span(1, 2, 4, samples=0), span(3, 1, 2)],
+            token_ids=range(7),
+        )
+    )
+    assert inputs.sample_rows.tolist() == [0, 1, 2, 3, 4, 7]
+    assert inputs.sample_seats.tolist() == [0, 2, 2, 2, 2, 3]
+    assert inputs.sampling.draws.rows.tolist() == [1, 2, 3, 4]
+    assert inputs.sampling.draws.positions.tolist() == [6, 7, 8, 9]
+    assert inputs.sampling.biases.rows.tolist() == [1, 1, 2, 2, 3, 4]
+    assert inputs.sampling.biases.tokens.tolist() == [5, 9, 5, 9, 5, 5]
+
+
 def test_block_updates_travel_as_cells_of_the_flat_table(packer):
     inputs = packer.pack(plan(2, blocks=[(0, 2, (4,)), (3, 1, (11, 12))]))
     assert inputs.block_cells.tolist() == [2, 16, 17]

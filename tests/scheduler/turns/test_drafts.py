@@ -1,0 +1,73 @@
+"""Prompt lookup: what is proposed, and when it is expected to come true."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from pensieve.scheduler.turns import drafts
+from pensieve.scheduler.turns.drafts import LEARNED, MOST_DRAFTS, Drafts, may_draft, propose
+from pensieve.scheduler.types import Request, RequestId, Sampling
+
+
+@pytest.mark.parametrize(
+    ("text", "proposed"),
+    [
+        ("", ""),
+        ("abcd", ""),
+        ("abcdxbcd", ""),  # three tokens are no match
+        ("abcdxyzwabcd", "xyzwabcd"),
+        ("abcd123456789-abcd", "12345678"),  # eight at most
+        ("abcdX....abcdY....abcd", "Y....abc"),  # the latest
+        ("__abcdX....abcdY....__abcd", "X....abc"),  # a longer match goes before a later one
+        ("abababab", "abababab"),  # goes on in the same way
+        ("-----", "--------"),
+        ("x\ud800\U00020000abcdQR\ud800\U00020000abcd", "QR\ud800\U00020000abcd"),  # any id is a character
+    ],
+)
+def test_proposals(text: str, proposed: str) -> None:
+    assert propose(text) == proposed
+
+
+def ids(text: str) -> array[int]:
+    return array("i", map(ord, text))
+
+
+def test_drafts_shrink_while_they_come_true_and_are_replaced_when_one_has_not() -> None:
+    made = Drafts()
+    assert made.next(ids("abcd12345678+abcd"), 0) == ids("12345678")
+    assert made.next(ids("abcd12345678+abcd12"), 0) == ids("345678")
+    assert made.next(ids("abcd12345678+abcd12x"), 0) == ids("")
+    assert made.next(ids("abcd12345678+abcd12xabcd"), 0) == ids("12xabcd1")[:MOST_DRAFTS]
+
+
+def test_drafts_are_given_only_if_enough_of_them_are_expected_to_come_true() -> None:
+    made, text = Drafts(), "abcd12345678+abcd"
+    assert made.next(ids(text), 2) and not made.next(ids(text), 3)
+    assert made.next(ids(text + "123456"), 1) and not made.next(ids(text + "123456"), 2), "two are left"
+
+
+def test_what_comes_true_is_learned_from_proposals_that_no_step_has_checked() -> None:
+    made, text, mean = Drafts(), "abcd1234", drafts.FIRST_MEAN
+    for sign in "EFGHIJKLMNOPQRST":
+        text += sign + "abcd"
+        made.next(ids(text), 10)
+        text += sign.lower()
+        made.next(ids(text), 10)
+        mean += LEARNED * (0 - mean)
+        assert made._mean == pytest.approx(mean)
+    assert not made.next(ids(text + "+abcd"), 1)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "drafted"),
+    [
+        (Sampling(temperature=0.5, top_k=3, logit_bias=((1, 2.0),)), True),
+        (Sampling(grammar="any"), False),
+        (Sampling(logprobs=0), False),
+        (Sampling(presence_penalty=0.1), False),
+    ],
+)
+def test_which_requests_have_drafts(sampling: Sampling, drafted: bool) -> None:
+    assert may_draft(Request(RequestId(1), array("i", [1]), 1, sampling=sampling)) == drafted
