@@ -115,16 +115,16 @@ PROMPT = "abcd12345678+abcd"
 
 def test_a_step_checks_drafts_and_gives_the_right_ones_and_one_token_more():
     made, plans, said, _ = play("12345X6789..", PROMPT, 12)
-    assert said[:2] == ["1", "2345X"], "the first is of the prompt's step; then six of seven drafts were made"
+    assert said[:2] == ["1", "2345X"], "the first is of the prompt's step; of eight drafts four were right"
     (span,) = plans[1].spans
-    assert (span.start, span.samples, "".join(map(chr, plans[1].token_ids))) == (len(PROMPT), 8, "12345678")
+    assert (span.start, span.samples, "".join(map(chr, plans[1].token_ids))) == (len(PROMPT), 9, "12345678+")
     assert "".join(said) == "12345X6789.."
     stats = made.stats()
-    assert (stats.drafts, stats.drafted, stats.accepted) == (1, 7, 4)
+    assert (stats.drafts, stats.drafted, stats.accepted) == (1, 8, 4)
 
 
 def test_all_drafts_come_true():
-    assert play("12345678+abcd", PROMPT, 13)[2][1] == "2345678+"
+    assert play("12345678+abcd", PROMPT, 13)[2][1] == "2345678+a"
 
 
 def test_tokens_behind_a_stop_id_are_cut():
