@@ -71,7 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> None:
+    if not Path(args.tokenizer).is_file():
+        raise SettingError("TOKENIZER", f"there is no file {args.tokenizer}")
     encode = load_encode(args.tokenizer)
+    assert encode is not None  # as there is a path
     print(HEADER)
     for path in args.files:
         counts = Counts()

@@ -74,6 +74,7 @@ def test_random_operations_with_drafts(seed, batching, overflow, always, totals)
         max_num_seqs=(12, 6, 20, 12)[seed],
         target_ms_per_token=8.0 if batching == "unified" and seed == 1 else None,
         copies_may_fail=seed == 2,
+        save=("async", "sync", "async", "off")[seed],
     )
     for _ in range(OPERATIONS):
         driver.step()
