@@ -107,12 +107,13 @@ def test_replies_that_are_not_drafted(model, kind):
         assert not player.scheduler.stats().drafted
 
 
-def test_the_offline_api_streams_several_tokens_and_ends_at_stop_strings(tmp_path_factory, monkeypatch):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_offline_api_streams_several_tokens_and_ends_at_stop_strings(tmp_path_factory, monkeypatch, device):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     prompt = "one two three four five six seven eight " * 4
     replies = {}
     for speculate in ("off", "lookup"):
-        with LLM("demo", speculate=speculate, gpu_kv_bytes="64MiB", host_kv_bytes="64MiB") as llm:
+        with LLM("demo", device=device, speculate=speculate, gpu_kv_bytes="64MiB", host_kv_bytes="64MiB") as llm:
             params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
             lengths = [len(output.outputs[0].token_ids) for output in llm.stream(prompt, params)]
             (whole,) = llm.generate(prompt, params)

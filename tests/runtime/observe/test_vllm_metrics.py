@@ -24,7 +24,9 @@ def samples(metrics: Metrics) -> dict[str, list[tuple[dict[str, str], float]]]:
 def test_values_are_those_of_our_metrics() -> None:
     metrics = Metrics()
     gpu = {"free": 3, "idle": 2, "in_use": 5}
-    metrics.stats = SchedulerStats(running=4, waiting=5, suspensions=6, slots={"gpu": gpu})
+    metrics.stats = SchedulerStats(
+        running=4, waiting=5, suspensions=6, slots={"gpu": gpu}, drafts=2, drafted=15, accepted=7
+    )
     metrics.generation_tokens = 9
     found = samples(metrics)
     for name, value in (
@@ -33,6 +35,9 @@ def test_values_are_those_of_our_metrics() -> None:
         ("num_preemptions_total", 6),
         ("kv_cache_usage_perc", 0.5),
         ("generation_tokens_total", 9),
+        ("spec_decode_num_drafts_total", 2),
+        ("spec_decode_num_draft_tokens_total", 15),
+        ("spec_decode_num_accepted_tokens_total", 7),
     ):
         assert found[f"vllm:{name}"] == [(LABELS, value)]
 

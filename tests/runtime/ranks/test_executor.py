@@ -56,9 +56,9 @@ def test_a_plan_arrives_as_it_was_sent_without_its_sampling():
         generate=array("i", [0]),
         positions=array("i", [11]),
         blocks=((2, 0, (5, 6)),),
-        spans=(span(2, 0, 3),),
+        spans=(span(2, 0, 3, samples=2),),
         token_ids=array("i", [1, 2, 3]),
-        samples=(RowId(RequestId(1), 1), row),
+        samples=(RowId(RequestId(1), 1), row, row),
         scored=array("i", [2, 3]),
         spills=(Spill(1, 2, ChunkKey(b"k" * 32), 8),),
         promotions=(Promotion(3, 4, ChunkKey(b"l" * 32)),),
@@ -72,7 +72,7 @@ def test_a_plan_arrives_as_it_was_sent_without_its_sampling():
     (joined,) = got.joins
     assert (joined.seat, joined.sampling, joined.prompt_logprobs) == (2, GREEDY, 4)
     assert not joined.prompt and not joined.reply
-    assert len(got.samples) == 2 and not got.ended
+    assert len(got.samples) == 3 and not got.ended
 
 
 def result(step, completed=(0, 0, 0), **disk):
