@@ -12,10 +12,12 @@ from __future__ import annotations
 import argparse
 import sys
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...runtime.loop import EngineLoop
 from ...scheduler.config import SchedulerConfig
 from ...scheduler.cost import analytic_profile
 from ...scheduler.plan import StepPlan, StepResult
@@ -101,34 +103,46 @@ def replies(
             before += tokens
 
 
+class Recorded:
+    """The loop's executor: it samples the tokens that were recorded."""
+
+    def __init__(self, tokens: array[int]):
+        self._tokens, self._launched = tokens, deque[StepPlan]()
+        self.steps = 0
+
+    def launch(self, plan: StepPlan) -> None:
+        self._launched.append(plan)
+        self.steps += 1
+
+    def wait(self) -> StepResult:
+        plan = self._launched.popleft()
+        ends = [position + 1 for position in plan.positions]
+        for span in plan.spans:
+            ends += range(span.end - span.samples + 1, span.end + 1)
+        return StepResult(plan.step, plan.samples, tuple(self._tokens[end] for end in ends))
+
+    def done(self) -> bool:
+        return bool(self._launched)
+
+
 def generate(prompt: array[int], reply: array[int], counts: Counts) -> None:
     """Adds the steps in which the reply is generated."""
     whole = prompt + reply
     chunks = 2 * (len(whole) // CHUNK + 2)
     config = SchedulerConfig(chunks, 0, len(whole), max_num_batched_tokens=len(whole) + 64, speculate="lookup")
-    scheduler = Scheduler(config, COST)
+    scheduler, recorded = Scheduler(config, COST), Recorded(whole)
     scheduler.add(Request(RequestId(1), prompt, len(reply)), 0.0)
-    launched: StepPlan | None = None
+    loop = EngineLoop(scheduler, recorded)
     while not scheduler.idle:
-        plan = scheduler.next_plan(0.0)
-        if launched is not None:
-            scheduler.apply(StepResult(launched.step, launched.samples, recorded(launched, whole)), 0.0)
-        launched = plan
-        counts.steps += plan is not None
-        counts.periods += not scheduler.idle
+        steps = recorded.steps
+        loop.step()
+        counts.periods += recorded.steps > steps or not scheduler.idle
     stats = scheduler.stats()
     counts.tokens += len(reply)
+    counts.steps += recorded.steps
     counts.drafts += stats.drafts
     counts.drafted += stats.drafted
     counts.accepted += stats.accepted
-
-
-def recorded(plan: StepPlan, tokens: array[int]) -> tuple[int, ...]:
-    """Returns the recorded token behind each sampled position of the plan."""
-    ends = [*(position + 1 for position in plan.positions)]
-    for span in plan.spans:
-        ends += range(span.end - span.samples + 1, span.end + 1)
-    return tuple(tokens[end] for end in ends)
 
 
 if __name__ == "__main__":

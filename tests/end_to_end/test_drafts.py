@@ -20,6 +20,7 @@ from .player import Player
 DRAFTS = dict(speculate="lookup", max_num_seqs=40)  # seats beyond the rows leave room for drafts
 WEAKER = {"llama": 0.004, "qwen3-windows": 0.02, "opt": 0.15}
 WEAKENED = ("o_proj.weight", "down_proj.weight", "out_proj.weight", "fc2.weight", "embed_positions.weight")
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 CHECKED = ("drafted", "accepted")
 SAMPLED = Sampling(temperature=0.4, top_p=0.9, seed=11)
 BIASED = Sampling(temperature=0.4, seed=5, logit_bias=((7, 3.0), (9, -5.0)))
@@ -107,7 +108,7 @@ def test_replies_that_are_not_drafted(model, kind):
         assert not player.scheduler.stats().drafted
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 def test_the_offline_api_streams_several_tokens_and_ends_at_stop_strings(tmp_path_factory, monkeypatch, device):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     prompt = "one two three four five six seven eight " * 4
