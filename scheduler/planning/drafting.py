@@ -14,7 +14,7 @@ from .plan_builder import PlanBuilder
 from .queues import RequestQueues
 
 Extend = Callable[[RunningTurn, PlanBuilder, int], bool]
-"""As `Batcher.extend`."""
+"""`Batcher._extend`: takes slots for the row's positions up to one."""
 
 SKIPPED = 1
 """Tokens that a row would generate in the step that it skips for its drafts: more of them must come true."""
@@ -40,8 +40,8 @@ class Drafting:
         return self._seats - len(self._queues.rows)
 
     def waits(self, row: RunningTurn, batch: PlanBuilder) -> bool:
-        """True if the row, whose newest token is not known yet, is left out of this step: its next token may depend on
-        it otherwise than on the device, or enough drafts are expected to come true behind it."""
+        """True if this step leaves the row out. Its newest token is not known yet, and is needed: for the mask of a
+        grammar, because drafts behind it are being checked, or because enough drafts are expected to come true."""
         drafts = row.drafts
         if drafts is None:  # a grammar
             return True
