@@ -85,6 +85,7 @@ def launches(q: Tensor, o: Tensor, block_table: Tensor, pool: Tensor, layer: int
     for kind in reversed(range(classes)):  # the large tiles first: they need a free multiprocessor each
         tile = work.tiles[kind]
         leads, follows = overlap and kind > 0, overlap and kind < classes - 1
+        short = pool.dtype == fp8_pool.DTYPE and tile.rows < MANY_ROWS.value and q.dtype != torch.float32
         arguments = (
             q, o, work.partial, work.lse, pool, block_table, work.items[kind], work.arrivals[kind], work.counters,
             work.covered, kind, len(work.tiles), tokens, q.stride(0), q.stride(1), block_table.stride(0),
@@ -92,7 +93,8 @@ def launches(q: Tensor, o: Tensor, block_table: Tensor, pool: Tensor, layer: int
         )  # fmt: skip
         settings = dict(
             KV_HEADS=kv_heads, GROUP=work.group, HEAD_DIM=head_dim, CHUNK=chunk_tokens,
-            DIM=triton.next_power_of_2(head_dim), ROWS=tile.rows, KEYS=tile.keys, UNMASKED=tile.rows > UNMASKED_ABOVE,
+            DIM=triton.next_power_of_2(head_dim), ROWS=tile.rows, KEYS=tile.keys << short,
+            UNMASKED=tile.rows > UNMASKED_ABOVE,
             LARGEST=shared and kind > 0 and kind == len(work.tiles) - 1, LEADS=leads, FOLLOWS=follows, WORDS=ITEM,
             WINDOW=window, WHOLE=0 < window <= work_list.SMALLEST_SPLIT,
             num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, launch_pdl=follows,
