@@ -31,27 +31,27 @@ _TO_BFLOAT16 = tl.constexpr(f"""{{{_UNPACK}
 
 
 @triton.jit
-def numbers(codes, KIND: tl.constexpr):
+def numbers(codes, kind: tl.constexpr):
     """e4m3 codes, uint8, as numbers of that type."""
-    return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(KIND)
+    return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(kind)
 
 
 @triton.jit
-def scaled_numbers(codes, scale, KIND: tl.constexpr):
+def scaled_numbers(codes, scale, kind: tl.constexpr):
     """As `numbers`, times the scale of each row. Exact in bfloat16 and float32; in float16 it may overflow."""
-    return (codes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale[:, None]).to(KIND)
+    return (codes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale[:, None]).to(kind)
 
 
 @triton.jit
-def number_pairs(words, KIND: tl.constexpr):
+def number_pairs(words, kind: tl.constexpr):
     """Codes, two in a word (int16), as numbers of that type, float16 or bfloat16: of the low codes, of the high codes.
 
     Two tensors of words' own layout let the compiler read words as it reads numbers of 16 bits. It would read single
     codes of an operand one by one.
     """
     if INTERPRETED:
-        return numbers(words.to(tl.uint8), KIND), numbers((words >> 8).to(tl.uint8), KIND)
-    elif KIND == tl.float16:
+        return numbers(words.to(tl.uint8), kind), numbers((words >> 8).to(tl.uint8), kind)
+    elif kind == tl.float16:
         return tl.inline_asm_elementwise(
             _TO_FLOAT16, "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
         )

@@ -4,10 +4,10 @@ One kernel serves decode (one query), append (some) and prefill (thousands) over
 list differ in tile shape only. The grid is persistent: programs take items from the list until it is empty, so one
 captured launch serves any mixture. See `work_list` for tiles, splits and merging.
 
-In a pool in eight bits (`fp8_pool`) a code becomes a number in registers, which is exact (`fp8_codes`). Scales are applied
-where fewer products are needed: in tiles of few rows to scores and weights, in tiles of many rows to keys and values.
-Values and weights are in bfloat16, with a float16 model too: scaled ones may be too small or too large for float16. So
-may scaled keys, so a float16 model's scores are scaled in every tile.
+In a pool in eight bits (`fp8_pool`) a code becomes a number in registers, which is exact (`fp8_codes`). Scales are
+applied where fewer products are needed: in tiles of few rows to scores and weights, else to keys and values. Values and
+weights are bfloat16 with a float16 model too, because scaled ones may be too small or too large for float16. So may
+scaled keys: a float16 model's scores are scaled in every tile.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _attend_tiles(acc, top, total, q, keys, exponents, table, own, begin, end, s
     V_KIND: tl.constexpr = tl.float32 if EXACT else tl.bfloat16  # of decoded values
     SCALED: tl.constexpr = FP8 and ROWS >= MANY_ROWS and not EXACT
     K_SCALED: tl.constexpr = SCALED and q.dtype == tl.bfloat16
-    PAIRS: tl.constexpr = FP8 and ROWS < MANY_ROWS and not EXACT and HEAD_DIM % 2 == 0
+    PAIRS: tl.constexpr = FP8 and ROWS < MANY_ROWS and not EXACT and HEAD_DIM % 2 == 0 and DIM >= 32
     PLACES: tl.constexpr = HEAD_DIM // 2 if PAIRS else HEAD_DIM  # of a key
     key = tl.arange(0, KEYS)
     stride = slot_stride
