@@ -4,9 +4,10 @@ One kernel serves decode (one query), append (some) and prefill (thousands) over
 list differ in tile shape only. The grid is persistent: programs take items from the list until it is empty, so one
 captured launch serves any mixture. See `work_list` for tiles, splits and merging.
 
-In a pool in eight bits (`fp8_pool`) a code becomes a number of the model's dtype in registers, which is exact. Scales
-are applied to scores and weights: one product for each key, not for each number. Weights are then in bfloat16, with a
-float16 model too, because a weight times a scale may be too small or too large for float16.
+In a pool in eight bits (`fp8_pool`) a code becomes a number in registers, which is exact (`fp8_codes`). Scales are
+applied where fewer products are needed: in tiles of few rows to scores and weights, else to keys and values. Values and
+weights are bfloat16 with a float16 model too, because scaled ones may be too small or too large for float16. So may
+scaled keys: a float16 model's scores are scaled in every tile.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ..triton_launch import Launch
-from . import work_list
+from . import fp8_pool, work_list
+from .fp8_codes import load_scales, number_pairs, numbers, scaled_numbers
 from .work_list import ITEM, Capacity, Tile, WorkList, split_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 UNMASKED_ABOVE = 16  # rows of a tile; in smaller tiles masks cost no time
+MANY_ROWS = tl.constexpr(64)  # of a tile: its products read keys and values from shared memory, after conversion
 
 
 def tiles_for(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> tuple[Tile, ...]:
@@ -82,6 +85,7 @@ def launches(q: Tensor, o: Tensor, block_table: Tensor, pool: Tensor, layer: int
     for kind in reversed(range(classes)):  # the large tiles first: they need a free multiprocessor each
         tile = work.tiles[kind]
         leads, follows = overlap and kind > 0, overlap and kind < classes - 1
+        short = pool.dtype == fp8_pool.DTYPE and tile.rows < MANY_ROWS.value and q.dtype != torch.float32
         arguments = (
             q, o, work.partial, work.lse, pool, block_table, work.items[kind], work.arrivals[kind], work.counters,
             work.covered, kind, len(work.tiles), tokens, q.stride(0), q.stride(1), block_table.stride(0),
@@ -89,7 +93,8 @@ def launches(q: Tensor, o: Tensor, block_table: Tensor, pool: Tensor, layer: int
         )  # fmt: skip
         settings = dict(
             KV_HEADS=kv_heads, GROUP=work.group, HEAD_DIM=head_dim, CHUNK=chunk_tokens,
-            DIM=triton.next_power_of_2(head_dim), ROWS=tile.rows, KEYS=tile.keys, UNMASKED=tile.rows > UNMASKED_ABOVE,
+            DIM=triton.next_power_of_2(head_dim), ROWS=tile.rows, KEYS=tile.keys << short,
+            UNMASKED=tile.rows > UNMASKED_ABOVE,
             LARGEST=shared and kind > 0 and kind == len(work.tiles) - 1, LEADS=leads, FOLLOWS=follows, WORDS=ITEM,
             WINDOW=window, WHOLE=0 < window <= work_list.SMALLEST_SPLIT,
             num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, launch_pdl=follows,
@@ -105,21 +110,6 @@ def _overlaps(device: torch.device) -> bool:
 
 
 @triton.jit
-def _numbers(codes, KIND: tl.constexpr):
-    """e4m3 codes as numbers of that type. The GPU makes float16 of them, and by way of float32 two bfloat16 at once."""
-    return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(KIND)
-
-
-@triton.jit
-def _load_scales(exponents, slot, slot_stride, n, end, to_values, CHUNK: tl.constexpr):
-    """The scales of a tile's keys and values, from a pool in eight bits."""
-    at = exponents + slot.to(tl.int64) * slot_stride + n % CHUNK
-    of_keys = tl.load(at, mask=n < end, other=0).to(tl.int32)
-    of_values = tl.load(at + to_values, mask=n < end, other=0).to(tl.int32)
-    return (of_keys << 23).to(tl.float32, bitcast=True), (of_values << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _attend_tiles(acc, top, total, q, keys, exponents, table, own, begin, end, scale, slot_stride, first, skip_from,
                   skip, count, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr,
                   DIM: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
@@ -130,30 +120,51 @@ def _attend_tiles(acc, top, total, q, keys, exponents, table, own, begin, end, s
     exponents        of the keys, if the pool is in eight bits
     """
     FP8: tl.constexpr = keys.dtype.element_ty == tl.uint8
+    ROWS: tl.constexpr = q.shape[0]
+    EXACT: tl.constexpr = q.dtype == tl.float32
+    V_KIND: tl.constexpr = tl.float32 if EXACT else tl.bfloat16  # of decoded values
+    SCALED: tl.constexpr = FP8 and ROWS >= MANY_ROWS and not EXACT
+    K_SCALED: tl.constexpr = SCALED and q.dtype == tl.bfloat16
+    PAIRS: tl.constexpr = FP8 and ROWS < MANY_ROWS and not EXACT and HEAD_DIM % 2 == 0 and DIM >= 32
+    PLACES: tl.constexpr = HEAD_DIM // 2 if PAIRS else HEAD_DIM  # of a key
     key = tl.arange(0, KEYS)
-    dim = tl.arange(0, DIM)
-    inside = keys + ((key % CHUNK) * HEAD_DIM)[:, None] + dim[None, :]
-    to_values: tl.constexpr = KV_HEADS * CHUNK * HEAD_DIM
+    stride = slot_stride
+    if PAIRS:  # words of two codes, and products of the even and of the odd dimensions
+        dim = tl.arange(0, DIM // 2)
+        keys = keys.to(tl.pointer_type(tl.int16))
+        stride = slot_stride // 2
+        q, odd_q = tl.split(q.reshape(ROWS, DIM // 2, 2))
+        acc, odd_acc = tl.split(acc.reshape(ROWS, DIM // 2, 2))
+    else:
+        dim = tl.arange(0, DIM)
+    inside = keys + ((key % CHUNK) * PLACES)[:, None] + dim[None, :]
+    to_values: tl.constexpr = KV_HEADS * CHUNK * PLACES
     n = (first + tl.where(skip_from <= 0, skip, 0)) * KEYS + key
     slot = tl.load(table + n // CHUNK, mask=n < end, other=0)
     if FP8:
-        k_scale, v_scale = _load_scales(exponents, slot, slot_stride, n, end, KV_HEADS * CHUNK, CHUNK)
+        k_scale, v_scale = load_scales(exponents, slot, slot_stride, n, end, KV_HEADS * CHUNK, CHUNK)
     for i in range(count):
         # Reads the slots of the next tile now, so its keys can be requested without waiting for the slots.
         ahead = (first + i + 1 + tl.where(i + 1 >= skip_from, skip, 0)) * KEYS + key
         next_slot = tl.load(table + ahead // CHUNK, mask=ahead < end, other=0)
-        at = inside + (slot.to(tl.int64) * slot_stride)[:, None]
+        at = inside + (slot.to(tl.int64) * stride)[:, None]
         if KEYS % CHUNK != 0:  # a tile may begin inside a chunk
-            at += ((n % CHUNK - key % CHUNK) * HEAD_DIM)[:, None]
-        loaded = (n < end)[:, None] & (dim < HEAD_DIM)[None, :]
+            at += ((n % CHUNK - key % CHUNK) * PLACES)[:, None]
+        loaded = (n < end)[:, None] & (dim < PLACES)[None, :]
         if MASKED or HEAD_DIM != DIM:
-            k = tl.load(at, mask=loaded, other=0.0)
+            k = tl.load(at, mask=loaded, other=0)
         else:
             k = tl.load(at)
-        if FP8:
-            k = _numbers(k, q.dtype)
+        if PAIRS:
+            k, odd_k = number_pairs(k, q.dtype)
+        elif K_SCALED:
+            k = scaled_numbers(k, k_scale, q.dtype)
+        elif FP8:
+            k = numbers(k, q.dtype)
         score = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if FP8:
+        if PAIRS:
+            score = tl.dot(odd_q, tl.trans(odd_k), score)
+        if FP8 and not K_SCALED:
             score = score * k_scale[None, :]
         if MASKED:
             seen = (n[None, :] <= own[:, None]) & (n >= begin)[None, :] & (n < end)[None, :]
@@ -169,17 +180,25 @@ def _attend_tiles(acc, top, total, q, keys, exponents, table, own, begin, end, s
         total = total * decay + tl.sum(weight, 1)
         acc = acc * decay[:, None]
         if MASKED or HEAD_DIM != DIM:
-            v = tl.load(at + to_values, mask=loaded, other=0.0)
+            v = tl.load(at + to_values, mask=loaded, other=0)
         else:
             v = tl.load(at + to_values)
-        if FP8:
-            v = _numbers(v, tl.float32 if q.dtype == tl.float32 else tl.bfloat16)
+        if FP8 and not SCALED:
             weight = weight * v_scale[None, :]
+        if PAIRS:
+            v, odd_v = number_pairs(v, V_KIND)
+            odd_acc = tl.dot(weight.to(V_KIND), odd_v, odd_acc * decay[:, None])
+        elif SCALED:
+            v = scaled_numbers(v, v_scale, V_KIND)
+        elif FP8:
+            v = numbers(v, V_KIND)
         acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
         top = higher
         n, slot = ahead, next_slot
         if FP8:  # early, as the slots are
-            k_scale, v_scale = _load_scales(exponents, slot, slot_stride, n, end, KV_HEADS * CHUNK, CHUNK)
+            k_scale, v_scale = load_scales(exponents, slot, slot_stride, n, end, KV_HEADS * CHUNK, CHUNK)
+    if PAIRS:
+        acc = tl.join(acc, odd_acc).reshape(ROWS, DIM)
     return acc, top, total
 
 
