@@ -275,7 +275,8 @@ class CudaDevice:
         batch = self._buffers.batch(shape)
         fed = self._last_samples.index_select(0, batch.feeds)
         assert self._handle is not None
-        self._work.build(batch.segments, longest=1 if shape.generation else shape.tokens)
+        sharing = None if any(self._engine.manifest.decoder.windows) else batch.sharing
+        self._work.build(batch.segments, 1 if shape.generation else shape.tokens, sharing)
         return self._engine.forward(
             torch.where(batch.token_ids < 0, fed, batch.token_ids),
             batch.positions,
