@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..triton_launch import Launch
-from . import work_list
+from . import prefill_kernel, work_list
 from .work_list import ITEM, NAMED, STACKED, Capacity, Tile, WorkList, split_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -41,9 +41,14 @@ def tiles_for(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> t
 
 
 def make_work_list(capacity: Capacity, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype,
-                   device: str = "cuda") -> WorkList:  # fmt: skip
-    """A work list for pools of this shape and dtype."""
-    return WorkList(capacity, heads, kv_heads, head_dim, tiles_for(dtype, heads, kv_heads, head_dim), device)
+                   device: str = "cuda", pool: Tensor | None = None) -> WorkList:  # fmt: skip
+    """A work list for pools of this shape and dtype. With the pool itself, the largest class gets the share of
+    multiprocessors that suits its kernel."""
+    tiles = tiles_for(dtype, heads, kv_heads, head_dim)
+    cost = work_list.LARGE_TILE_COST
+    if pool is not None and prefill_kernel.suits(dtype, pool, tiles):
+        cost = prefill_kernel.TILE_COST
+    return WorkList(capacity, heads, kv_heads, head_dim, tiles, device, cost)
 
 
 def multi_token_attention(q: Tensor, block_table: Tensor, pool: Tensor, layer: int, scale: float, work: WorkList,
@@ -61,7 +66,10 @@ def multi_token_attention(q: Tensor, block_table: Tensor, pool: Tensor, layer: i
         raise ValueError("segments of a layer with a window are not stacked: build the work list without sharing")
     o = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
     classes = reachable_classes(work, tokens)
-    for launch in launches(q, o, block_table, pool, layer, scale, work, classes, window, sinks):
+    made = launches(q, o, block_table, pool, layer, scale, work, classes, window, sinks)
+    if classes == len(work.tiles) and prefill_kernel.fits(q, pool, work, window, sinks):  # the large tiles go first
+        made[0] = prefill_kernel.launch(q, o, block_table, pool, layer, scale * LOG2_E.value, work)
+    for launch in made:
         launch.run()
     return o
 

@@ -50,7 +50,7 @@ MANY_ROWS = 64  # a tile of more is limited by arithmetic: with long splits one 
 TOKENS_PER_MANY = 8  # desired in a split for each of many rows; from 512 rows on there are enough tiles
 MOST_SPLITS = 16
 FEW_ROWS = 16  # more rows make splits long; the first split is then longer than the last, so that programs end together
-LARGE_TILE_COST = 2.5  # time of a multiprocessor for a key of a large tile, relative to another tile
+LARGE_TILE_COST = 2.5  # time of a multiprocessor for a key of a large tile of `kernel`, relative to another tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,8 @@ class WorkList:
     counters  [5, classes] int32: items listed; items taken and programs ended, by the running attention kernel; in the
               first place of the fourth row, the multiprocessors that the largest class may use while others have work;
               last, tiles listed. A tile's item of the first split is among the first items, one for each tile
-    arrivals  [classes, tokens * kv_heads] int32: finished splits of each tile, by its first token, and key head
+    arrivals  [classes, 2 * tokens * kv_heads] int32: finished splits of each tile, by its first token, and key head;
+              `prefill_kernel` counts those of a tile's halves
     covered   [tokens] int32: 1 if the token has a segment
     partial   [pairs, heads, head_dim] float32, and lse [pairs, heads] float32: normalised partial results and the
               base-2 logarithms of their weights; a pair is a query token and a split: token * splits + split
@@ -95,13 +96,20 @@ class WorkList:
     """
 
     def __init__(
-        self, capacity: Capacity, heads: int, kv_heads: int, head_dim: int, tiles: tuple[Tile, ...], device: str
+        self,
+        capacity: Capacity,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        tiles: tuple[Tile, ...],
+        device: str,
+        tile_cost: float = LARGE_TILE_COST,
     ):
         """tiles: one for each class, by ascending rows; a segment belongs to the first class that holds all its
-        rows."""
+        rows. tile_cost: as LARGE_TILE_COST."""
         if heads % kv_heads or heads // kv_heads > tiles[0].rows:
             raise ValueError(f"{heads} heads cannot share {kv_heads} key heads in tiles of {tiles[0].rows} rows")
-        self.capacity, self.tiles = capacity, tiles
+        self.capacity, self.tiles, self.tile_cost = capacity, tiles, tile_cost
         on_gpu = torch.device(device).type == "cuda"  # elsewhere Triton interprets
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 2
         self.kv_heads, self.group = kv_heads, heads // kv_heads
@@ -110,7 +118,7 @@ class WorkList:
         self.splits = splits
         pairs = splits * capacity.tokens if splits > 1 else 0
         self.items = torch.zeros(len(tiles), most, ITEM, dtype=torch.int32, device=device)
-        self.arrivals = torch.zeros(len(tiles), capacity.tokens * kv_heads, dtype=torch.int32, device=device)
+        self.arrivals = torch.zeros(len(tiles), 2 * capacity.tokens * kv_heads, dtype=torch.int32, device=device)
         self.covered = torch.zeros(capacity.tokens, dtype=torch.int32, device=device)
         self.counters = torch.zeros(5, len(tiles), dtype=torch.int32, device=device)
         self.partial = torch.empty(pairs, heads, head_dim, dtype=torch.float32, device=device)
@@ -143,7 +151,7 @@ class WorkList:
             GROUP=self.group, SEGMENTS=triton.next_power_of_2(self.capacity.segments),
             SMALL=rows[0], MEDIUM=rows[min(1, len(rows) - 1)], LARGE=rows[-1], CLASSES=len(rows),
             SMALLEST=SMALLEST_SPLIT, LARGEST=LARGEST_SPLIT, PER_ROW=TOKENS_PER_ROW, MOST=MOST_SPLITS,
-            FEW=FEW_ROWS, MANY=MANY_ROWS, PER_MANY=TOKENS_PER_MANY, COST=LARGE_TILE_COST,
+            FEW=FEW_ROWS, MANY=MANY_ROWS, PER_MANY=TOKENS_PER_MANY, COST=self.tile_cost,
             NAMED=NAMED, STACKED=STACKED, WORDS=ITEM,
         )  # fmt: skip
 

@@ -222,7 +222,7 @@ class CudaDevice:
         decoder = engine.manifest.decoder
         self._times.loaded(decoder.layers)
         heads = Shard(decoder, engine.manifest.tensor_parallel).heads
-        self._work = make_work_list(capacity, heads, kv_heads, decoder.head_dim, engine.dtype)
+        self._work = make_work_list(capacity, heads, kv_heads, decoder.head_dim, engine.dtype, pool=self._pool)
         for gate in gates:
             # A gate never marked is open. Inside a graph only a recorded event can be waited for, so each is recorded
             # once.

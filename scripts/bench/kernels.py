@@ -129,7 +129,8 @@ class Batch:
 
     def work(self, segments: Tensor, sharing: Tensor | None = None) -> WorkList:
         capacity = Capacity(len(self.q), len(segments), int(segments[:, 3].max()))
-        work = attention_kernel.make_work_list(capacity, self.q.shape[1], self.pool.shape[3], HEAD_DIM, self.q.dtype)
+        heads, kv_heads = self.q.shape[1], self.pool.shape[3]
+        work = attention_kernel.make_work_list(capacity, heads, kv_heads, HEAD_DIM, self.q.dtype, pool=self.pool)
         generation = int(segments[:, 1].max()) == 1
         work.build(segments, 1 if generation else None, sharing)  # as the device does it
         return work
