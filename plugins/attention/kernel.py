@@ -20,9 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..triton_launch import Launch
-from . import fp8_pool, work_list
+from . import fp8_pool, prefill_kernel, work_list
 from .fp8_codes import load_scales, number_pairs, numbers, scaled_numbers
-from .work_list import ITEM, Capacity, Tile, WorkList, split_of
+from .work_list import ITEM, NAMED, STACKED, Capacity, Tile, WorkList, split_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 UNMASKED_ABOVE = 16  # rows of a tile; in smaller tiles masks cost no time
@@ -44,9 +44,14 @@ def tiles_for(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> t
 
 
 def make_work_list(capacity: Capacity, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype,
-                   device: str = "cuda") -> WorkList:  # fmt: skip
-    """A work list for pools of this shape and dtype."""
-    return WorkList(capacity, heads, kv_heads, head_dim, tiles_for(dtype, heads, kv_heads, head_dim), device)
+                   device: str = "cuda", pool: Tensor | None = None) -> WorkList:  # fmt: skip
+    """A work list for pools of this shape and dtype. With the pool itself, the largest class gets the share of
+    multiprocessors that suits its kernel."""
+    tiles = tiles_for(dtype, heads, kv_heads, head_dim)
+    cost = work_list.LARGE_TILE_COST
+    if pool is not None and prefill_kernel.suits(dtype, pool, tiles):
+        cost = prefill_kernel.TILE_COST
+    return WorkList(capacity, heads, kv_heads, head_dim, tiles, device, cost)
 
 
 def multi_token_attention(q: Tensor, block_table: Tensor, pool: Tensor, layer: int, scale: float, work: WorkList,
@@ -60,9 +65,14 @@ def multi_token_attention(q: Tensor, block_table: Tensor, pool: Tensor, layer: i
     tokens, heads, head_dim = q.shape
     if tokens > work.capacity.tokens or q.stride(2) != 1:
         raise ValueError(f"q {list(q.shape)} is strided in a head, or beyond the {work.capacity.tokens} tokens listed")
+    if window and work.stacks:
+        raise ValueError("segments of a layer with a window are not stacked: build the work list without sharing")
     o = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
     classes = reachable_classes(work, tokens)
-    for launch in launches(q, o, block_table, pool, layer, scale, work, classes, window, sinks):
+    made = launches(q, o, block_table, pool, layer, scale, work, classes, window, sinks)
+    if classes == len(work.tiles) and prefill_kernel.fits(q, pool, work, window, sinks):  # the large tiles go first
+        made[0] = prefill_kernel.launch(q, o, block_table, pool, layer, scale * LOG2_E.value, work)
+    for launch in made:
         launch.run()
     return o
 
@@ -95,7 +105,8 @@ def launches(q: Tensor, o: Tensor, block_table: Tensor, pool: Tensor, layer: int
             KV_HEADS=kv_heads, GROUP=work.group, HEAD_DIM=head_dim, CHUNK=chunk_tokens,
             DIM=triton.next_power_of_2(head_dim), ROWS=tile.rows, KEYS=tile.keys << short,
             UNMASKED=tile.rows > UNMASKED_ABOVE,
-            LARGEST=shared and kind > 0 and kind == len(work.tiles) - 1, LEADS=leads, FOLLOWS=follows, WORDS=ITEM,
+            LARGEST=shared and kind > 0 and kind == len(work.tiles) - 1, LEADS=leads, FOLLOWS=follows,
+            STACKS=kind == 0 and tile.rows // work.group > 1 and not window, NAMED=NAMED, STACKED=STACKED, WORDS=ITEM,
             WINDOW=window, WHOLE=0 < window <= work_list.SMALLEST_SPLIT,
             num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, launch_pdl=follows,
         )  # fmt: skip
@@ -239,8 +250,9 @@ def _attend(q, o, partial, lse, pool, block_table, items, arrivals, counters, co
             q_stride, q_head_stride, blocks, slot_stride, layer_offset, scale, sinks,
             KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr,
             DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, UNMASKED: tl.constexpr,
-            LARGEST: tl.constexpr, LEADS: tl.constexpr, FOLLOWS: tl.constexpr, WORDS: tl.constexpr,
-            WINDOW: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
+            LARGEST: tl.constexpr, LEADS: tl.constexpr, FOLLOWS: tl.constexpr, STACKS: tl.constexpr,
+            NAMED: tl.constexpr, STACKED: tl.constexpr, WORDS: tl.constexpr, WINDOW: tl.constexpr,
+            WHOLE: tl.constexpr):  # fmt: skip
     """Takes (item, key head) pairs from the list of one class until none is left. scale includes log2(e).
 
     The kernels of the classes run side by side: tiles of many rows use the matrix units, those of few rows the memory.
@@ -250,7 +262,7 @@ def _attend(q, o, partial, lse, pool, block_table, items, arrivals, counters, co
     multiprocessors.
 
     Row r of a tile is query r // GROUP of the item and head r % GROUP of the group. With UNMASKED, tiles of keys that
-    every row sees are computed without masks.
+    every row sees are computed without masks. With STACKS, the queries of an item may belong to several segments.
 
     With WINDOW, tiles of keys that no row sees are not read, and splits of such keys have no result. With WHOLE the
     keys of a tile are not split.
@@ -280,11 +292,10 @@ def _attend(q, o, partial, lse, pool, block_table, items, arrivals, counters, co
         begin = tl.load(item + 3)
         end = tl.load(item + 4)
         seat = tl.load(item + 5)
-        pair = tl.load(item + 6)
+        token_pairs = tl.load(item + 6)
         split = tl.load(item + 7)
         splits = tl.load(item + 8)
         reached = tl.load(item + 9)
-        tile = tl.load(item + 10)
         skipped = 0  # splits before those with keys that the tile sees
         if WINDOW:
             first_seen = tl.maximum(first_own - WINDOW + 1, 0)
@@ -293,14 +304,20 @@ def _attend(q, o, partial, lse, pool, block_table, items, arrivals, counters, co
             else:
                 cut = tl.load(item + 11)
                 more = tl.load(item + 12)
-                skipped = tl.maximum(split + split_of(first_seen, cut, more) - split_of(begin, cut, more), 0)
+                last = tl.load(item + 13)
+                first_split = split_of(begin, cut, more, last) - split
+                skipped = tl.maximum(split_of(first_seen, cut, more, last) - first_split, 0)
             begin = tl.maximum(begin, first_seen)
 
         query = row // GROUP
+        token = q_row + query
+        if STACKS:
+            stacked = tl.load(item + 10)
+            token = tl.where(stacked != 0, tl.load(item + NAMED + query), token)
         q_head = head * GROUP + row % GROUP
         query_kept = query < size
         kept = query_kept[:, None] & (dim < HEAD_DIM)[None, :]
-        at = (q_row + query).to(tl.int64) * q_stride + q_head * q_head_stride
+        at = token.to(tl.int64) * q_stride + q_head * q_head_stride
         rows = tl.load(q + at[:, None] + dim[None, :], mask=kept, other=0.0)
         own = first_own + query
         keys = pool + layer_offset + head * (CHUNK * HEAD_DIM)
@@ -344,24 +361,32 @@ def _attend(q, o, partial, lse, pool, block_table, items, arrivals, counters, co
         if sinks is not None:
             of_all = tl.where(complete, _with_sinks(total, top, sinks, q_head), total)
         result = acc * (1.0 / tl.where(of_all == 0.0, 1.0, of_all))[:, None]
-        to = ((q_row + query).to(tl.int64) * heads + q_head) * HEAD_DIM
+        to = (token.to(tl.int64) * heads + q_head) * HEAD_DIM
         target = o + to[:, None] + dim[None, :]
         if complete:
             tl.store(target, result.to(o.dtype.element_ty), mask=kept)
         elif seen:
-            first_part = (pair + query * splits).to(tl.int64) * heads + q_head
+            first_part = (token * token_pairs).to(tl.int64) * heads + q_head
             part = first_part + split * heads
             tl.store(partial + part[:, None] * HEAD_DIM + dim[None, :], result, mask=kept)
             tl.store(lse + part, tl.log2(total) + top, mask=query_kept)
             # The program that finishes a tile's last split merges them all. The barrier puts the stores of all threads
             # before the release, the acquire puts those of the other programs before the reads.
             tl.debug_barrier()
-            counter = arrivals + tile * KV_HEADS + head
-            if tl.atomic_add(counter, 1, sem="acq_rel") == reached - skipped - 1:
-                tl.store(counter, 0)
-                merged = _merge_splits(partial, lse, first_part, skipped, reached, kept, query_kept, heads, sinks,
-                                       q_head, ROWS, HEAD_DIM, DIM)  # fmt: skip
-                tl.store(target, merged.to(o.dtype.element_ty), mask=kept)
+            for member in range(tl.where(stacked != 0, size, 1) if STACKS else 1):
+                first_token = q_row
+                merging = query_kept
+                if STACKS:
+                    first_token = tl.where(stacked != 0, tl.load(item + NAMED + member), first_token)
+                    reached = tl.where(stacked != 0, tl.load(item + NAMED + STACKED + member), reached)
+                    merging = merging & (tl.where(stacked != 0, query, member) == member)
+                counter = arrivals + first_token * KV_HEADS + head
+                if tl.atomic_add(counter, 1, sem="acq_rel") == reached - skipped - 1:
+                    tl.store(counter, 0)
+                    merging_kept = merging[:, None] & (dim < HEAD_DIM)[None, :]
+                    merged = _merge_splits(partial, lse, first_part, skipped, reached, merging_kept, merging, heads,
+                                           sinks, q_head, ROWS, HEAD_DIM, DIM)  # fmt: skip
+                    tl.store(target, merged.to(o.dtype.element_ty), mask=merging_kept)
         taken = following
 
     if kind == 0:
