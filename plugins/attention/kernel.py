@@ -4,9 +4,10 @@ One kernel serves decode (one query), append (some) and prefill (thousands) over
 list differ in tile shape only. The grid is persistent: programs take items from the list until it is empty, so one
 captured launch serves any mixture. See `work_list` for tiles, splits and merging.
 
-In a pool in eight bits (`fp8_pool`) a code becomes a number of the model's dtype in registers, which is exact. Scales
-are applied to scores and weights: one product for each key, not for each number. Weights are then in bfloat16, with a
-float16 model too, because a weight times a scale may be too small or too large for float16.
+In a pool in eight bits (`fp8_pool`) a code becomes a number in registers, which is exact (`fp8_codes`). Scales are
+applied where fewer products are needed: in tiles of few rows to scores and weights, else to keys and values. Values and
+weights are bfloat16 with a float16 model too, because scaled ones may be too small or too large for float16. So may
+scaled keys: a float16 model's scores are scaled in every tile.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ..triton_launch import Launch
-from . import work_list
-from .work_list import ITEM, Capacity, Tile, WorkList, split_of
+from . import fp8_pool, prefill_kernel, work_list
+from .fp8_codes import load_scales, number_pairs, numbers, scaled_numbers
+from .work_list import ITEM, NAMED, STACKED, Capacity, Tile, WorkList, split_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 UNMASKED_ABOVE = 16  # rows of a tile; in smaller tiles masks cost no time
+MANY_ROWS = tl.constexpr(64)  # of a tile: its products read keys and values from shared memory, after conversion
 
 
 def tiles_for(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> tuple[Tile, ...]:
@@ -41,9 +44,14 @@ def tiles_for(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> t
 
 
 def make_work_list(capacity: Capacity, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype,
-                   device: str = "cuda") -> WorkList:  # fmt: skip
-    """A work list for pools of this shape and dtype."""
-    return WorkList(capacity, heads, kv_heads, head_dim, tiles_for(dtype, heads, kv_heads, head_dim), device)
+                   device: str = "cuda", pool: Tensor | None = None) -> WorkList:  # fmt: skip
+    """A work list for pools of this shape and dtype. With the pool itself, the largest class gets the share of
+    multiprocessors that suits its kernel."""
+    tiles = tiles_for(dtype, heads, kv_heads, head_dim)
+    cost = work_list.LARGE_TILE_COST
+    if pool is not None and prefill_kernel.suits(dtype, pool, tiles):
+        cost = prefill_kernel.TILE_COST
+    return WorkList(capacity, heads, kv_heads, head_dim, tiles, device, cost)
 
 
 def multi_token_attention(q: Tensor, block_table: Tensor, pool: Tensor, layer: int, scale: float, work: WorkList,
@@ -57,9 +65,14 @@ def multi_token_attention(q: Tensor, block_table: Tensor, pool: Tensor, layer: i
     tokens, heads, head_dim = q.shape
     if tokens > work.capacity.tokens or q.stride(2) != 1:
         raise ValueError(f"q {list(q.shape)} is strided in a head, or beyond the {work.capacity.tokens} tokens listed")
+    if window and work.stacks:
+        raise ValueError("segments of a layer with a window are not stacked: build the work list without sharing")
     o = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
     classes = reachable_classes(work, tokens)
-    for launch in launches(q, o, block_table, pool, layer, scale, work, classes, window, sinks):
+    made = launches(q, o, block_table, pool, layer, scale, work, classes, window, sinks)
+    if classes == len(work.tiles) and prefill_kernel.fits(q, pool, work, window, sinks):  # the large tiles go first
+        made[0] = prefill_kernel.launch(q, o, block_table, pool, layer, scale * LOG2_E.value, work)
+    for launch in made:
         launch.run()
     return o
 
@@ -82,6 +95,7 @@ def launches(q: Tensor, o: Tensor, block_table: Tensor, pool: Tensor, layer: int
     for kind in reversed(range(classes)):  # the large tiles first: they need a free multiprocessor each
         tile = work.tiles[kind]
         leads, follows = overlap and kind > 0, overlap and kind < classes - 1
+        short = pool.dtype == fp8_pool.DTYPE and tile.rows < MANY_ROWS.value and q.dtype != torch.float32
         arguments = (
             q, o, work.partial, work.lse, pool, block_table, work.items[kind], work.arrivals[kind], work.counters,
             work.covered, kind, len(work.tiles), tokens, q.stride(0), q.stride(1), block_table.stride(0),
@@ -89,8 +103,10 @@ def launches(q: Tensor, o: Tensor, block_table: Tensor, pool: Tensor, layer: int
         )  # fmt: skip
         settings = dict(
             KV_HEADS=kv_heads, GROUP=work.group, HEAD_DIM=head_dim, CHUNK=chunk_tokens,
-            DIM=triton.next_power_of_2(head_dim), ROWS=tile.rows, KEYS=tile.keys, UNMASKED=tile.rows > UNMASKED_ABOVE,
-            LARGEST=shared and kind > 0 and kind == len(work.tiles) - 1, LEADS=leads, FOLLOWS=follows, WORDS=ITEM,
+            DIM=triton.next_power_of_2(head_dim), ROWS=tile.rows, KEYS=tile.keys << short,
+            UNMASKED=tile.rows > UNMASKED_ABOVE,
+            LARGEST=shared and kind > 0 and kind == len(work.tiles) - 1, LEADS=leads, FOLLOWS=follows,
+            STACKS=kind == 0 and tile.rows // work.group > 1 and not window, NAMED=NAMED, STACKED=STACKED, WORDS=ITEM,
             WINDOW=window, WHOLE=0 < window <= work_list.SMALLEST_SPLIT,
             num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, launch_pdl=follows,
         )  # fmt: skip
@@ -105,21 +121,6 @@ def _overlaps(device: torch.device) -> bool:
 
 
 @triton.jit
-def _numbers(codes, KIND: tl.constexpr):
-    """e4m3 codes as numbers of that type. The GPU makes float16 of them, and by way of float32 two bfloat16 at once."""
-    return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(KIND)
-
-
-@triton.jit
-def _load_scales(exponents, slot, slot_stride, n, end, to_values, CHUNK: tl.constexpr):
-    """The scales of a tile's keys and values, from a pool in eight bits."""
-    at = exponents + slot.to(tl.int64) * slot_stride + n % CHUNK
-    of_keys = tl.load(at, mask=n < end, other=0).to(tl.int32)
-    of_values = tl.load(at + to_values, mask=n < end, other=0).to(tl.int32)
-    return (of_keys << 23).to(tl.float32, bitcast=True), (of_values << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _attend_tiles(acc, top, total, q, keys, exponents, table, own, begin, end, scale, slot_stride, first, skip_from,
                   skip, count, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr,
                   DIM: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
@@ -130,30 +131,51 @@ def _attend_tiles(acc, top, total, q, keys, exponents, table, own, begin, end, s
     exponents        of the keys, if the pool is in eight bits
     """
     FP8: tl.constexpr = keys.dtype.element_ty == tl.uint8
+    ROWS: tl.constexpr = q.shape[0]
+    EXACT: tl.constexpr = q.dtype == tl.float32
+    V_KIND: tl.constexpr = tl.float32 if EXACT else tl.bfloat16  # of decoded values
+    SCALED: tl.constexpr = FP8 and ROWS >= MANY_ROWS and not EXACT
+    K_SCALED: tl.constexpr = SCALED and q.dtype == tl.bfloat16
+    PAIRS: tl.constexpr = FP8 and ROWS < MANY_ROWS and not EXACT and HEAD_DIM % 2 == 0 and DIM >= 32
+    PLACES: tl.constexpr = HEAD_DIM // 2 if PAIRS else HEAD_DIM  # of a key
     key = tl.arange(0, KEYS)
-    dim = tl.arange(0, DIM)
-    inside = keys + ((key % CHUNK) * HEAD_DIM)[:, None] + dim[None, :]
-    to_values: tl.constexpr = KV_HEADS * CHUNK * HEAD_DIM
+    stride = slot_stride
+    if PAIRS:  # words of two codes, and products of the even and of the odd dimensions
+        dim = tl.arange(0, DIM // 2)
+        keys = keys.to(tl.pointer_type(tl.int16))
+        stride = slot_stride // 2
+        q, odd_q = tl.split(q.reshape(ROWS, DIM // 2, 2))
+        acc, odd_acc = tl.split(acc.reshape(ROWS, DIM // 2, 2))
+    else:
+        dim = tl.arange(0, DIM)
+    inside = keys + ((key % CHUNK) * PLACES)[:, None] + dim[None, :]
+    to_values: tl.constexpr = KV_HEADS * CHUNK * PLACES
     n = (first + tl.where(skip_from <= 0, skip, 0)) * KEYS + key
     slot = tl.load(table + n // CHUNK, mask=n < end, other=0)
     if FP8:
-        k_scale, v_scale = _load_scales(exponents, slot, slot_stride, n, end, KV_HEADS * CHUNK, CHUNK)
+        k_scale, v_scale = load_scales(exponents, slot, slot_stride, n, end, KV_HEADS * CHUNK, CHUNK)
     for i in range(count):
         # Reads the slots of the next tile now, so its keys can be requested without waiting for the slots.
         ahead = (first + i + 1 + tl.where(i + 1 >= skip_from, skip, 0)) * KEYS + key
         next_slot = tl.load(table + ahead // CHUNK, mask=ahead < end, other=0)
-        at = inside + (slot.to(tl.int64) * slot_stride)[:, None]
+        at = inside + (slot.to(tl.int64) * stride)[:, None]
         if KEYS % CHUNK != 0:  # a tile may begin inside a chunk
-            at += ((n % CHUNK - key % CHUNK) * HEAD_DIM)[:, None]
-        loaded = (n < end)[:, None] & (dim < HEAD_DIM)[None, :]
+            at += ((n % CHUNK - key % CHUNK) * PLACES)[:, None]
+        loaded = (n < end)[:, None] & (dim < PLACES)[None, :]
         if MASKED or HEAD_DIM != DIM:
-            k = tl.load(at, mask=loaded, other=0.0)
+            k = tl.load(at, mask=loaded, other=0)
         else:
             k = tl.load(at)
-        if FP8:
-            k = _numbers(k, q.dtype)
+        if PAIRS:
+            k, odd_k = number_pairs(k, q.dtype)
+        elif K_SCALED:
+            k = scaled_numbers(k, k_scale, q.dtype)
+        elif FP8:
+            k = numbers(k, q.dtype)
         score = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if FP8:
+        if PAIRS:
+            score = tl.dot(odd_q, tl.trans(odd_k), score)
+        if FP8 and not K_SCALED:
             score = score * k_scale[None, :]
         if MASKED:
             seen = (n[None, :] <= own[:, None]) & (n >= begin)[None, :] & (n < end)[None, :]
@@ -169,17 +191,25 @@ def _attend_tiles(acc, top, total, q, keys, exponents, table, own, begin, end, s
         total = total * decay + tl.sum(weight, 1)
         acc = acc * decay[:, None]
         if MASKED or HEAD_DIM != DIM:
-            v = tl.load(at + to_values, mask=loaded, other=0.0)
+            v = tl.load(at + to_values, mask=loaded, other=0)
         else:
             v = tl.load(at + to_values)
-        if FP8:
-            v = _numbers(v, tl.float32 if q.dtype == tl.float32 else tl.bfloat16)
+        if FP8 and not SCALED:
             weight = weight * v_scale[None, :]
+        if PAIRS:
+            v, odd_v = number_pairs(v, V_KIND)
+            odd_acc = tl.dot(weight.to(V_KIND), odd_v, odd_acc * decay[:, None])
+        elif SCALED:
+            v = scaled_numbers(v, v_scale, V_KIND)
+        elif FP8:
+            v = numbers(v, V_KIND)
         acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
         top = higher
         n, slot = ahead, next_slot
         if FP8:  # early, as the slots are
-            k_scale, v_scale = _load_scales(exponents, slot, slot_stride, n, end, KV_HEADS * CHUNK, CHUNK)
+            k_scale, v_scale = load_scales(exponents, slot, slot_stride, n, end, KV_HEADS * CHUNK, CHUNK)
+    if PAIRS:
+        acc = tl.join(acc, odd_acc).reshape(ROWS, DIM)
     return acc, top, total
 
 
@@ -220,8 +250,9 @@ def _attend(q, o, partial, lse, pool, block_table, items, arrivals, counters, co
             q_stride, q_head_stride, blocks, slot_stride, layer_offset, scale, sinks,
             KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr,
             DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, UNMASKED: tl.constexpr,
-            LARGEST: tl.constexpr, LEADS: tl.constexpr, FOLLOWS: tl.constexpr, WORDS: tl.constexpr,
-            WINDOW: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
+            LARGEST: tl.constexpr, LEADS: tl.constexpr, FOLLOWS: tl.constexpr, STACKS: tl.constexpr,
+            NAMED: tl.constexpr, STACKED: tl.constexpr, WORDS: tl.constexpr, WINDOW: tl.constexpr,
+            WHOLE: tl.constexpr):  # fmt: skip
     """Takes (item, key head) pairs from the list of one class until none is left. scale includes log2(e).
 
     The kernels of the classes run side by side: tiles of many rows use the matrix units, those of few rows the memory.
@@ -231,7 +262,7 @@ def _attend(q, o, partial, lse, pool, block_table, items, arrivals, counters, co
     multiprocessors.
 
     Row r of a tile is query r // GROUP of the item and head r % GROUP of the group. With UNMASKED, tiles of keys that
-    every row sees are computed without masks.
+    every row sees are computed without masks. With STACKS, the queries of an item may belong to several segments.
 
     With WINDOW, tiles of keys that no row sees are not read, and splits of such keys have no result. With WHOLE the
     keys of a tile are not split.
@@ -261,11 +292,10 @@ def _attend(q, o, partial, lse, pool, block_table, items, arrivals, counters, co
         begin = tl.load(item + 3)
         end = tl.load(item + 4)
         seat = tl.load(item + 5)
-        pair = tl.load(item + 6)
+        token_pairs = tl.load(item + 6)
         split = tl.load(item + 7)
         splits = tl.load(item + 8)
         reached = tl.load(item + 9)
-        tile = tl.load(item + 10)
         skipped = 0  # splits before those with keys that the tile sees
         if WINDOW:
             first_seen = tl.maximum(first_own - WINDOW + 1, 0)
@@ -274,14 +304,20 @@ def _attend(q, o, partial, lse, pool, block_table, items, arrivals, counters, co
             else:
                 cut = tl.load(item + 11)
                 more = tl.load(item + 12)
-                skipped = tl.maximum(split + split_of(first_seen, cut, more) - split_of(begin, cut, more), 0)
+                last = tl.load(item + 13)
+                first_split = split_of(begin, cut, more, last) - split
+                skipped = tl.maximum(split_of(first_seen, cut, more, last) - first_split, 0)
             begin = tl.maximum(begin, first_seen)
 
         query = row // GROUP
+        token = q_row + query
+        if STACKS:
+            stacked = tl.load(item + 10)
+            token = tl.where(stacked != 0, tl.load(item + NAMED + query), token)
         q_head = head * GROUP + row % GROUP
         query_kept = query < size
         kept = query_kept[:, None] & (dim < HEAD_DIM)[None, :]
-        at = (q_row + query).to(tl.int64) * q_stride + q_head * q_head_stride
+        at = token.to(tl.int64) * q_stride + q_head * q_head_stride
         rows = tl.load(q + at[:, None] + dim[None, :], mask=kept, other=0.0)
         own = first_own + query
         keys = pool + layer_offset + head * (CHUNK * HEAD_DIM)
@@ -325,24 +361,32 @@ def _attend(q, o, partial, lse, pool, block_table, items, arrivals, counters, co
         if sinks is not None:
             of_all = tl.where(complete, _with_sinks(total, top, sinks, q_head), total)
         result = acc * (1.0 / tl.where(of_all == 0.0, 1.0, of_all))[:, None]
-        to = ((q_row + query).to(tl.int64) * heads + q_head) * HEAD_DIM
+        to = (token.to(tl.int64) * heads + q_head) * HEAD_DIM
         target = o + to[:, None] + dim[None, :]
         if complete:
             tl.store(target, result.to(o.dtype.element_ty), mask=kept)
         elif seen:
-            first_part = (pair + query * splits).to(tl.int64) * heads + q_head
+            first_part = (token * token_pairs).to(tl.int64) * heads + q_head
             part = first_part + split * heads
             tl.store(partial + part[:, None] * HEAD_DIM + dim[None, :], result, mask=kept)
             tl.store(lse + part, tl.log2(total) + top, mask=query_kept)
             # The program that finishes a tile's last split merges them all. The barrier puts the stores of all threads
             # before the release, the acquire puts those of the other programs before the reads.
             tl.debug_barrier()
-            counter = arrivals + tile * KV_HEADS + head
-            if tl.atomic_add(counter, 1, sem="acq_rel") == reached - skipped - 1:
-                tl.store(counter, 0)
-                merged = _merge_splits(partial, lse, first_part, skipped, reached, kept, query_kept, heads, sinks,
-                                       q_head, ROWS, HEAD_DIM, DIM)  # fmt: skip
-                tl.store(target, merged.to(o.dtype.element_ty), mask=kept)
+            for member in range(tl.where(stacked != 0, size, 1) if STACKS else 1):
+                first_token = q_row
+                merging = query_kept
+                if STACKS:
+                    first_token = tl.where(stacked != 0, tl.load(item + NAMED + member), first_token)
+                    reached = tl.where(stacked != 0, tl.load(item + NAMED + STACKED + member), reached)
+                    merging = merging & (tl.where(stacked != 0, query, member) == member)
+                counter = arrivals + first_token * KV_HEADS + head
+                if tl.atomic_add(counter, 1, sem="acq_rel") == reached - skipped - 1:
+                    tl.store(counter, 0)
+                    merging_kept = merging[:, None] & (dim < HEAD_DIM)[None, :]
+                    merged = _merge_splits(partial, lse, first_part, skipped, reached, merging_kept, merging, heads,
+                                           sinks, q_head, ROWS, HEAD_DIM, DIM)  # fmt: skip
+                    tl.store(target, merged.to(o.dtype.element_ty), mask=merging_kept)
         taken = following
 
     if kind == 0:

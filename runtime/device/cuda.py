@@ -222,7 +222,7 @@ class CudaDevice:
         decoder = engine.manifest.decoder
         self._times.loaded(decoder.layers)
         heads = Shard(decoder, engine.manifest.tensor_parallel).heads
-        self._work = make_work_list(capacity, heads, kv_heads, decoder.head_dim, engine.dtype)
+        self._work = make_work_list(capacity, heads, kv_heads, decoder.head_dim, engine.dtype, pool=self._pool)
         for gate in gates:
             # A gate never marked is open. Inside a graph only a recorded event can be waited for, so each is recorded
             # once.
@@ -275,7 +275,8 @@ class CudaDevice:
         batch = self._buffers.batch(shape)
         fed = self._last_samples.index_select(0, batch.feeds)
         assert self._handle is not None
-        self._work.build(batch.segments, longest=1 if shape.generation else shape.tokens)
+        sharing = None if any(self._engine.manifest.decoder.windows) else batch.sharing
+        self._work.build(batch.segments, 1 if shape.generation else shape.tokens, sharing)
         return self._engine.forward(
             torch.where(batch.token_ids < 0, fed, batch.token_ids),
             batch.positions,

@@ -1,7 +1,7 @@
 """The device memory from which a step reads its batch: fixed addresses, sizes from a short list, one upload.
 
-    staging (pinned)    | token ids | feeds | positions | slots | segments | sample rows |   | everything else |
-                          \\______________ one copy, to where the graphs read ___________/     \\__ another one __/
+    staging (pinned)  | token ids | feeds | positions | slots | segments | sharing | sample rows |  | everything else |
+                       \\_______________ one copy, to where the graphs read ________________/    \\__ another one __/
 
 Batches are padded to the next size of the list, so one captured graph serves them all: padded tokens have no segment
 and write no KV, padded segments have no queries, padded rows are never read.
@@ -41,7 +41,7 @@ class Shape(NamedTuple):
 
     @property
     def words(self) -> int:
-        return 4 * self.tokens + 5 * self.segments + self.rows
+        return 4 * self.tokens + 7 * self.segments + self.rows
 
 
 class Shapes:
@@ -95,6 +95,8 @@ class Batch(NamedTuple, Generic[Array]):
     slots: Array
     segments: Array
     """[S, 5]"""
+    sharing: Array
+    """[S, 2], an order of all segments; without sharing their own, and zeros"""
     sample_rows: Array
     """[R]"""
 
@@ -104,8 +106,9 @@ def batch_views(words: Array, shape: Shape) -> Batch[Array]:
     tokens, rows = shape.tokens, shape.rows
     token_ids, feeds, positions, slots = (words[first : first + tokens] for first in range(0, 4 * tokens, tokens))
     end = shape.words - rows
-    segments = words[4 * tokens : end].reshape(-1, 5)
-    return Batch(token_ids, feeds, positions, slots, segments, words[end : shape.words])
+    middle = end - 2 * shape.segments
+    segments, sharing = words[4 * tokens : middle].reshape(-1, 5), words[middle:end].reshape(-1, 2)
+    return Batch(token_ids, feeds, positions, slots, segments, sharing, words[end : shape.words])
 
 
 def lay_out(inputs: StepInputs, shape: Shape, words: np.ndarray) -> None:
@@ -115,6 +118,9 @@ def lay_out(inputs: StepInputs, shape: Shape, words: np.ndarray) -> None:
     batch.slots[:] = NOT_WRITTEN
     fed = inputs.generated
     batch.feeds[:fed] = inputs.segments[:fed, 4]
+    batch.sharing[:, 0] = np.arange(shape.segments)
+    if inputs.sharing is not None:
+        batch.sharing[:fed] = inputs.sharing
     for part, values in (
         (batch.token_ids, inputs.token_ids),
         (batch.positions, inputs.positions),

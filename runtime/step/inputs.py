@@ -12,14 +12,15 @@ never passed on; changes travel with their step, in order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from ...scheduler.plan import BlockUpdate, StepPlan
 from ...scheduler.types import InvariantError
-from .sampling_inputs import Mask, SamplingInputs, SeatSampling
+from .prefixes import SharedPrefixes
+from .sampling_inputs import Mask, SamplingInputs, SeatSampling, scored
 
 LAST_SAMPLE = -1  # as a token id: the last sample of the token's seat, which only the device knows
 NOT_WRITTEN = -1  # as a token's slot: its KV exists already; in the mirror: no slot was given
@@ -34,6 +35,8 @@ class StepInputs:
     slots         [T] int32, the place of each token's KV: slot * chunk_tokens + offset, or NOT_WRITTEN
     segments      [S, 5] int32: q_start, q_len, kv_start, kv_len in the row's coordinates, seat; segment i < `generated`
                   is that of token i
+    sharing       [generated, 2] int32, or None if no generating rows share keys: see `SharedPrefixes.order`; its
+                  indices are of segments
     sample_rows   [R + K] int32, indices into the T tokens whose logits are computed
     sample_seats  [R] int32, the seats of the sampled rows
     sampling      the sampler's inputs
@@ -46,6 +49,7 @@ class StepInputs:
     positions: np.ndarray
     slots: np.ndarray
     segments: np.ndarray
+    sharing: np.ndarray | None
     sample_rows: np.ndarray
     sample_seats: np.ndarray
     sampling: SamplingInputs
@@ -62,6 +66,7 @@ class StepPacker:
         self._table = np.full((seats, blocks), NOT_WRITTEN, np.int32)
         # By seat: the first position of its row, and the position that the model counts as 0.
         self._starts, self._zeros = np.zeros(seats, np.int32), np.zeros(seats, np.int32)
+        self._prefixes = SharedPrefixes(self._table, chunk_tokens)
         self._sampling = SeatSampling(seats)
 
     def pack(self, plan: StepPlan, mask: Mask | None = None) -> StepInputs:
@@ -71,9 +76,11 @@ class StepPacker:
         """
         for join in plan.joins:
             self._table[join.seat] = NOT_WRITTEN
+            self._prefixes.cleared(join.seat)
             self._starts[join.seat] = self._zeros[join.seat] = 0
         for seat, start, zero in plan.origins:
             self._table[seat] = NOT_WRITTEN
+            self._prefixes.cleared(seat)
             self._starts[seat], self._zeros[seat] = start, zero
         counts = self._sampling.join(plan.joins)
         cells, cell_slots = self._update_blocks(plan.blocks)
@@ -102,13 +109,14 @@ class StepPacker:
         sample_seats = np.repeat(seats, samples)
         sample_rows = np.repeat(q_ends, samples) - before
         drawn = np.repeat(ends, samples) - before + np.int32(1)  # the positions of the tokens to be drawn
-        scored_rows, scored_seats = _scored(spans, q_ends[generated:]) if plan.scored else (sample_rows[:0], ())
+        scored_rows, scored_seats = scored(spans, q_ends[generated:]) if plan.scored else (sample_rows[:0], ())
         return StepInputs(
             generated=generated,
             token_ids=token_ids,
             positions=coordinates + np.repeat(begins - self._zeros[seats], lengths),
             slots=self._places(np.repeat(seats, lengths), coordinates, np.repeat(write_from - begins, lengths)),
             segments=segments,
+            sharing=self._prefixes.order(seats[:generated], segments[:generated, 3]),
             sample_rows=np.concatenate((sample_rows, scored_rows)) if plan.scored else sample_rows,
             sample_seats=sample_seats,
             sampling=self._sampling.pack(counts, sample_seats, drawn, scored_seats, plan.scored, mask),
@@ -129,6 +137,7 @@ class StepPacker:
             cells.extend(range(seat * blocks + first, seat * blocks + first + len(given)))
             slots.extend(given)
             self._table[seat, first : first + len(given)] = given
+            self._prefixes.changed(seat, first, len(given))
         return np.array(cells, np.int32), np.array(slots, np.int32)
 
     def _check(
@@ -154,14 +163,3 @@ class StepPacker:
         places: np.ndarray = self._table[seats, chunks] * np.int32(self._chunk_tokens) + offsets
         places[coordinates < write_from] = NOT_WRITTEN
         return places
-
-
-def _scored(spans: np.ndarray, q_ends: np.ndarray) -> tuple[np.ndarray, Sequence[int]]:
-    """Rows of the batch [K] int32 whose next, known tokens are scored, and their seats. spans [., 6], q_ends [.]."""
-    rows: list[int] = []
-    seats: list[int] = []
-    for (seat, start, end, _, samples, scores), q_end in zip(spans.tolist(), q_ends.tolist(), strict=True):
-        if scores:
-            rows += range(q_end - (end - start), q_end - samples)
-            seats += [seat] * (end - start - samples)
-    return np.array(rows, np.int32), seats

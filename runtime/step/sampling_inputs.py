@@ -254,3 +254,14 @@ def _put_together(added: Sequence[tuple[int, _Additions]]) -> Biases | None:
 
 def _ids(tokens: Sequence[int]) -> np.ndarray:
     return np.array(tokens, np.int64)
+
+
+def scored(spans: np.ndarray, q_ends: np.ndarray) -> tuple[np.ndarray, Sequence[int]]:
+    """Rows of the batch [K] int32 whose next, known tokens are scored, and their seats. spans [., 6], q_ends [.]."""
+    rows: list[int] = []
+    seats: list[int] = []
+    for (seat, start, end, _, samples, scores), q_end in zip(spans.tolist(), q_ends.tolist(), strict=True):
+        if scores:
+            rows += range(q_end - (end - start), q_end - samples)
+            seats += [seat] * (end - start - samples)
+    return np.array(rows, np.int32), seats

@@ -1,12 +1,16 @@
 """Times the attention kernel on a GPU beside FlashAttention-3's measured times and three other ways to the same result.
 
     python -m pensieve.scripts.bench.kernels [--heads 40/10 ...] [--shapes decode ...] [--queries 1 2 4] [--plot FILE]
+    python -m pensieve.scripts.bench.kernels --sharing
 
 Ways: `ours`, over scattered chunks; `in a row`, ours in a graph of eight layers, per layer; `contiguous`, PyTorch's
 FlashAttention-2 over KV that lies contiguous for free; `copy out`, the same behind a copy out of the chunks; `one
 token`, one launch of our kernel that takes each query token for a request of its own; `rounds`, where each request has
 the same few query tokens: one launch after the other, for the first query token of each request, then the second. Each
 is a captured graph, launched with a cold L2 and timed by events; the median counts. The last line is JSON.
+
+`--sharing`: generating rows whose contexts begin with the same chunks, ours with stacks and without, beside the time to
+read each chunk once.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import random
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -36,11 +41,21 @@ MOST_ROUNDS = 32  # each round has a work list of its own
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Requests as (query tokens, context), and FlashAttention-3's microseconds on an H200, by HEADS, if known."""
+    """Requests as (query tokens, context), and FlashAttention-3's microseconds on an H200, by HEADS, if known.
+
+    shared   how many leading tokens all requests have in the same chunks
+    """
 
     name: str
     requests: tuple[tuple[int, int], ...]
     fa3: tuple[int, int, int] | None = None
+    shared: int = 0
+
+    @property
+    def slots(self) -> int:
+        """Chunks, each counted once."""
+        repeated = (len(self.requests) - 1) * self.shared // CHUNK
+        return sum(-(-context // CHUNK) for _, context in self.requests) - repeated
 
     @property
     def uniform(self) -> bool:
@@ -67,6 +82,16 @@ SHAPES = (
 )
 
 
+def sharing_shape(rows: int, shared: int, context: int) -> Shape:
+    """`rows` generating requests; the other two in units of 1,024 tokens."""
+    return Shape(f"{rows} x {context}k share {shared}k", ((1, 1024 * context),) * rows, shared=1024 * shared)
+
+
+SHARED = ((4, 8), (4, 24), (15, 24), (16, 24), (4, 128), (16, 128), (64, 128))  # thousands of tokens, of a context
+SHARING = tuple(sharing_shape(rows, *tokens) for rows in (8, 16, 64) for tokens in SHARED)
+SHARING_HEADS = (32, 8)  # of Llama-3-8B
+
+
 def queries_shape(queries: int) -> Shape:
     """32 requests of that many query tokens at 8,192, a point of Pensieve's figure 12 with other query sizes."""
     return Shape(f"queries 32 x {queries} at 8192", ((queries, 8192),) * 32)
@@ -78,10 +103,16 @@ class Batch:
     def __init__(self, shape: Shape, heads: int, pool: Tensor):
         self.shape, self.pool = shape, pool
         blocks = [-(-context // CHUNK) for _, context in shape.requests]
-        order = torch.randperm(sum(blocks), device="cuda").int()
+        common = shape.shared // CHUNK
+        own = [blocks[0], *(count - common for count in blocks[1:])]
+        order = torch.randperm(shape.slots, device="cuda").int()
         self.block_table = torch.zeros(len(blocks), max(blocks), dtype=torch.int32, device="cuda")
-        for seat, (count, end) in enumerate(zip(blocks, itertools.accumulate(blocks), strict=True)):
-            self.block_table[seat, :count] = order[end - count : end]
+        for seat, (count, end) in enumerate(zip(own, itertools.accumulate(own), strict=True)):
+            self.block_table[seat, blocks[seat] - count : blocks[seat]] = order[end - count : end]
+        self.block_table[1:, :common] = self.block_table[0, :common].clone()
+        self.sharing = torch.full((len(blocks), 2), shape.shared, dtype=torch.int32, device="cuda")
+        self.sharing[:, 0] = torch.arange(len(blocks))
+        self.sharing[0, 1] = 0
         starts = [0, *itertools.accumulate(queries for queries, _ in shape.requests)]
         rows = [
             (at, n, 0, context, i) for i, (at, (n, context)) in enumerate(zip(starts, shape.requests, strict=False))
@@ -96,11 +127,12 @@ class Batch:
         self.ends = [0, *itertools.accumulate(context for _, context in shape.requests)]
         self.starts = starts
 
-    def work(self, segments: Tensor) -> WorkList:
+    def work(self, segments: Tensor, sharing: Tensor | None = None) -> WorkList:
         capacity = Capacity(len(self.q), len(segments), int(segments[:, 3].max()))
-        work = attention_kernel.make_work_list(capacity, self.q.shape[1], self.pool.shape[3], HEAD_DIM, self.q.dtype)
+        heads, kv_heads = self.q.shape[1], self.pool.shape[3]
+        work = attention_kernel.make_work_list(capacity, heads, kv_heads, HEAD_DIM, self.q.dtype, pool=self.pool)
         generation = int(segments[:, 1].max()) == 1
-        work.build(segments, longest=1 if generation else None)  # as the device does it
+        work.build(segments, 1 if generation else None, sharing)  # as the device does it
         return work
 
     def attend(self, work: WorkList, layer: int) -> Tensor:
@@ -139,13 +171,13 @@ class Batch:
         return ragged
 
 
-def random_pool(slots: int, kv_heads: int, fp8: bool) -> Tensor:
+def random_pool(slots: int, kv_heads: int, fp8: bool, layers: int = LAYERS) -> Tensor:
     """Normally distributed KV in bfloat16, or any codes and a scale of 1/256."""
-    shape = (slots, LAYERS, 2, kv_heads, CHUNK, HEAD_DIM)
+    shape = (slots, layers, 2, kv_heads, CHUNK, HEAD_DIM)
     if not fp8:
         return torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_()
     pool = torch.randint(0x7F, (*shape[:-1], HEAD_DIM + 1), dtype=fp8_pool.DTYPE, device="cuda")
-    for layer in range(LAYERS):
+    for layer in range(layers):
         fp8_pool.parts(pool, layer)[1].fill_(127 - 8)
     return pool
 
@@ -209,6 +241,28 @@ def measure(batch: Batch, flush: Tensor, others: bool) -> dict[str, float]:
     return times
 
 
+def measure_sharing(flush: Tensor, tb_s: float) -> list[dict]:
+    """Prints and returns a row for each of SHARING. tb_s: bandwidth for the time to read each chunk once."""
+    heads, kv_heads = SHARING_HEADS
+    pool = random_pool(max(shape.slots for shape in SHARING), kv_heads, fp8=False, layers=1)
+    print("shape                   unique MB  roofline us  stacked  of roofline  alone  ratio  equal bits")
+    results = []
+    for shape in SHARING:
+        batch = Batch(shape, heads, pool)
+        alone, stacked = (batch.work(batch.segments, sharing) for sharing in (None, batch.sharing))
+        equal = torch.equal(batch.attend(alone, 0), batch.attend(stacked, 0))
+        read = shape.slots * pool[0].nbytes
+        roofline = read / tb_s / 1e6
+        ours, before = (microseconds(partial(batch.attend, work, 0), flush) for work in (stacked, alone))
+        print(
+            f"{shape.name:24} {read / 1e6:8.0f} {roofline:12.1f} {ours:8.1f} {roofline / ours:12.2f} "
+            f"{before:6.0f} {before / ours:6.2f}  {equal}",
+            flush=True,
+        )
+        results.append({"shape": shape.name, "roofline": roofline, "stacked": ours, "alone": before, "equal": equal})
+    return results
+
+
 def plot(results: list[dict], path: str) -> None:
     """Pensieve's figure 12: appending at growing contexts, by way."""
     figure, axes = subplots("--plot", 1, len(HEADS), figsize=(15, 4))
@@ -230,16 +284,21 @@ def main() -> None:
     )
     parser.add_argument("--only-ours", action="store_true", help="leave the other ways out")
     add_kv_cache_dtype(parser)
+    parser.add_argument("--sharing", action="store_true", help="only rows that share chunks, heads 32/8")
     parser.add_argument("--plot", help="file for the figure")
     options = parser.parse_args()
     fp8 = options.kv_cache_dtype != "auto"  # only for our kernel
     torch.manual_seed(0)
     flush = torch.empty(2**28, dtype=torch.int8, device="cuda")
-    report = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, **ceilings(flush)}
-    print(f"{report['gpu']}: copy {report['copy_tb_s']:.2f} TB/s, matrix {report['matrix_tflop_s']:.0f} TFLOP/s")
+    limits = ceilings(flush)
+    report = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, **limits}
+    print(f"{report['gpu']}: copy {limits['copy_tb_s']:.2f} TB/s, matrix {limits['matrix_tflop_s']:.0f} TFLOP/s")
+    if options.sharing:
+        print(json.dumps({**report, "sharing": measure_sharing(flush, limits["copy_tb_s"])}))
+        return
     chosen = [shape for shape in SHAPES if any(part in shape.name for part in options.shapes)]
     chosen += map(queries_shape, options.queries)
-    slots = max(sum(-(-context // CHUNK) for _, context in shape.requests) for shape in chosen)
+    slots = max(shape.slots for shape in chosen)
     results = []
     ways = ("contiguous", "copy out", "one token", "rounds")
     columns = "".join(f"{way:>11}" for way in ways)

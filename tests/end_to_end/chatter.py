@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pensieve.runtime.device.cpu import CpuDevice
 from pensieve.runtime.executor import Executor
 from pensieve.runtime.loop import EngineLoop
 from pensieve.scheduler.config import SchedulerConfig
@@ -22,6 +21,8 @@ from pensieve.scheduler.context_window import RECOMPUTE, ContextWindow
 from pensieve.scheduler.cost import analytic_profile
 from pensieve.scheduler.scheduler import Scheduler
 from pensieve.scheduler.types import Request
+
+from .sharing import SharingDevice
 
 UNDECIDED = 1e-3
 
@@ -73,6 +74,7 @@ class Chatter:
         longest_reply=16,
         undecided=UNDECIDED,
         make_executor=Executor,
+        make_device=SharingDevice,
         **settings,
     ):
         self.longest, self.longest_reply = longest, longest_reply
@@ -90,7 +92,7 @@ class Chatter:
         self.vocabulary = engine.manifest.vocab_size
         self.reference, self.undecided = reference, undecided
         self._engine, self._seed, self._disturbed, self._disk = engine, seed, disturbed, disk
-        self._host_form, self._make_executor = host_form, make_executor
+        self._host_form, self._make_executor, self._make_device = host_form, make_executor, make_device
         self._begin()
         self.ids = ids
         self.names = [f"c{number}" for number in range(8)]  # and the last two forks
@@ -103,12 +105,12 @@ class Chatter:
     def _begin(self):
         """Starts a process that has only the disk's contents."""
         delays = random.Random(self._seed + 1)
-        device = CpuDevice(
+        self._device = self._make_device(
             disturb=(lambda lane: delays.choice((0.0, 0.0, 0.002, 0.006))) if self._disturbed else None,
             shuffle=random.Random(self._seed + 2) if self._disturbed else None,
         )
         self.executor = self._make_executor(
-            device, self._engine, self.config, group_layers=1, host_form=self._host_form, disk=self._disk
+            self._device, self._engine, self.config, group_layers=1, host_form=self._host_form, disk=self._disk
         )
         self.scheduler = Scheduler(
             self.config, slow_link_profile(self.config, self._engine.chunk_bytes(self.config.chunk_tokens))
@@ -199,7 +201,11 @@ class Chatter:
         """Counts since the last start."""
         stats = self.scheduler.stats()
         return Counter(
-            suspended=stats.suspensions, dropped=stats.dropped, drafted=stats.drafted, accepted=stats.accepted
+            suspended=stats.suspensions,
+            dropped=stats.dropped,
+            drafted=stats.drafted,
+            accepted=stats.accepted,
+            shared=getattr(self._device, "shared_rows", 0),
         )
 
     # -- the loop's executor

@@ -58,6 +58,8 @@ class Server:
                     return self
             except httpx.TransportError:
                 time.sleep(0.05)
+        self.process.kill()  # `__exit__` is not called after an error here
+        self.process.wait()
         raise RuntimeError("the server did not start:\n" + "\n".join(self.log))
 
     def stop(self, number=signal.SIGTERM, seconds=60):

@@ -20,7 +20,19 @@ from .chatter import TIGHT, Chatter
 MODELS = ("llama", "qwen3", "qwen3-windows", "mixtral", "qwen3-moe", "gemma3", "gpt-oss", "opt")
 POLICIES = ("retention", "lru", "fifo", "lru-conversation", "fifo-conversation", "lru-plain")
 TURNS = 50
-EVENTS = ("gpu", "host", "recomputed", "new", "disjoint", "suspended", "dropped", "aborted", "branched", "forked")
+EVENTS = (
+    "gpu",
+    "host",
+    "recomputed",
+    "new",
+    "disjoint",
+    "suspended",
+    "dropped",
+    "aborted",
+    "branched",
+    "forked",
+    "shared",
+)
 
 
 @pytest.fixture(scope="module", params=MODELS)

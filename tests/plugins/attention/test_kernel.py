@@ -3,6 +3,7 @@
 import random
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,7 +23,7 @@ import triton.language as tl
 from pensieve.plugins.attention import kernel as attention_kernel
 from pensieve.plugins.attention import reference as attention_reference
 from pensieve.plugins.attention import work_list
-from pensieve.plugins.attention.work_list import Capacity, Tile, WorkList
+from pensieve.plugins.attention.work_list import NAMED, STACKED, Capacity, Tile, WorkList
 
 from .work_list_twin import list_work
 
@@ -159,7 +160,7 @@ def bfloat16_products(monkeypatch):
     "heads, kv_heads, head_dim, chunk",
     [(8, 2, 128, 32), (4, 4, 80, 24), (32, 1, 64, 16)] if CUDA else [(6, 2, 16, 32), (4, 2, 24, 24)],
 )
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=str)
 def test_a_pool_in_eight_bits(dtype, heads, kv_heads, head_dim, chunk, bfloat16_products):
     """As exact as plain attention over the decoded KV, and a row's bits are equal with any neighbours. The sizes of
     values differ by up to 2**20."""
@@ -259,18 +260,103 @@ def test_the_list_agrees_with_its_twin(seed, group):
     work = WorkList(Capacity(row + 9, 8, 40000), group, 1, 16, tiles, DEVICE)
     listed = torch.tensor(segments, dtype=torch.int32, device=DEVICE)
     work.build(listed)
-    items = list_work(listed, group, tiles)
+    items = list_work(listed, group, tiles, work.splits)
     assert work.counters[:3].tolist() == [[len(kind) for kind in items], [0, 0, 0], [0, 0, 0]]
-    assert work.counters[4].tolist() == [len({item[10] for item in kind}) for kind in items]
-    assert all(item[7] == 0 for kind in items for item in kind[: len({item[10] for item in kind})])
+    tiles_listed = [len({item[0] for item in kind}) for kind in items]
+    assert work.counters[4].tolist() == tiles_listed
+    assert all(item[7] == 0 for kind, count in zip(items, tiles_listed, strict=True) for item in kind[:count])
     keys = [sum(max(end - begin, 0) for _, _, _, begin, end, *_ in kind) for kind in items]
     large = work_list.LARGE_TILE_COST * keys[2]
     share = work.processors * large / max(large + keys[0] + keys[1], 1)
     assert abs(work.counters[3, 0].item() - share) <= 2 + share / 10  # its keys are summed up less exactly
-    assert [work.items[i, : len(kind)].tolist() for i, kind in enumerate(items)] == items
+    assert [work.items[i, : len(kind), :NAMED].tolist() for i, kind in enumerate(items)] == items
     assert work.covered.tolist() == [1] * row + [0] * 9
-    pairs = [item[6] + item[1] * item[8] for kind in items for item in kind if item[8] > 1]
-    assert max(pairs, default=0) <= len(work.partial)
+    assert max((item[8] for kind in items for item in kind), default=0) <= work.splits
+
+
+@pytest.fixture
+def equal_rows(monkeypatch):
+    """Lets Triton's interpreter multiply as a GPU does: a row of a product has the same bits in any place of the tile.
+    NumPy's matrix product does not."""
+    if not CUDA:
+        from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+        def dot(self, a, b, d, *rest):
+            product = np.einsum("mk,kn->mn", a.data.astype(d.data.dtype), b.data.astype(d.data.dtype))
+            return TensorHandle(product + d.data, d.dtype.scalar)
+
+        monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
+
+
+def shared_batch(seed, dtype, heads, kv_heads, lengths):
+    """Generating rows with contexts in a tree: (keys in common with the row before, keys). Beside them a prompt and a
+    row of their own. Returns the batch and its sharing, with segments in another order than the tree's."""
+    chunk, head_dim = 32, 128 if CUDA else 16
+    contexts = [keys for _, keys in lengths]
+    blocks = -(-max(contexts) // chunk)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    table = torch.zeros(len(lengths) + 1, blocks, dtype=torch.int32, device=DEVICE)
+    pool = torch.randn((len(lengths) + 1) * blocks, 2, 2, kv_heads, chunk, head_dim, generator=generator, device=DEVICE)
+    slots = torch.randperm(len(pool), generator=generator, device=DEVICE).int().view(-1, blocks)
+    for row, (shared, _) in enumerate(lengths):
+        table[row] = slots[row]
+        table[row, : shared // chunk] = table[row - 1, : shared // chunk]
+    table[-1] = slots[-1]
+    places = list(range(len(lengths)))
+    random.Random(seed).shuffle(places)  # of row i of the tree: its segment
+    segments: list = [None] * len(lengths)
+    for row, keys in enumerate(contexts):
+        segments[places[row]] = (places[row], 1, 0, keys, row)
+    prompt = min(70, max(contexts))
+    segments.append((len(lengths), prompt, 0, max(contexts), len(lengths)))
+    sharing = [(places[row], shared) for row, (shared, _) in enumerate(lengths)] + [(len(lengths), 0)]
+    q = torch.randn(len(lengths) + prompt, heads, head_dim, generator=generator, device=DEVICE)
+    as_int = dict(dtype=torch.int32, device=DEVICE)
+    batch = q.to(dtype), torch.tensor(segments, **as_int), table, pool.to(dtype)
+    return batch, torch.tensor(sharing, **as_int)
+
+
+LONG = 1024 if CUDA else 32  # a split
+TREES = {
+    "one prefix": [(0, 4), *[(2, 2 + i % 3) for i in range(5)]],
+    "two levels": [(0, 4), (3, 5), (1, 3), (2, 3), (0, 2), (1, 3)],
+    "short of a split": [(0, 3), (1, 3), (1, 4)],
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("heads, kv_heads", [(8, 2), (2, 2), (20, 1)])
+def test_rows_that_share_chunks_have_the_same_bits_as_alone(tree, heads, kv_heads, equal_rows):
+    odd = -32 if tree == "short of a split" else 0
+    lengths = [
+        (max(shared * LONG + odd, 0), keys * LONG + 7 * i % LONG + 1) for i, (shared, keys) in enumerate(TREES[tree])
+    ]
+    batch, sharing = shared_batch(len(tree), DTYPES[-1], heads, kv_heads, lengths)
+    q, segments, table, pool = batch
+    scale = q.shape[2] ** -0.5
+    longest = Capacity(len(q), len(segments), int(segments[:, 3].max()))
+    tiles = TINY if heads < 20 else (Tile(64, 32, 4, 2, 1), TINY[-1])
+    if CUDA:
+        tiles = attention_kernel.tiles_for(q.dtype, heads, kv_heads, q.shape[2])
+    work = WorkList(longest, heads, kv_heads, q.shape[2], tiles, DEVICE)
+    results = []
+    for given in (None, sharing):
+        work.build(segments, sharing=given)
+        items = list_work(segments, heads // kv_heads, tiles, work.splits, given)
+        for kind, expected in enumerate(items):
+            got = work.items[kind, : len(expected)].tolist()
+            for item, wanted in zip(got, expected, strict=True):
+                size = item[1] if item[10] else 0
+                names = item[NAMED : NAMED + size] + item[NAMED + STACKED : NAMED + STACKED + size]
+                assert item[:NAMED] + names == wanted
+        assert work.counters[0].tolist()[: len(items)] == [len(kind) for kind in items]
+        stacked = [item for item in items[0] if item[10]]
+        assert bool(stacked) == (given is not None and tree != "short of a split")
+        results.append(attention_kernel.multi_token_attention(q, table, pool, 1, scale, work))
+        assert not work.arrivals.any() and not work.counters[1:3].any()
+    assert torch.equal(*results)
+    assert_as_exact_as_plain_attention(batch, results[1])
 
 
 @needs_kernels
@@ -342,7 +428,7 @@ def test_a_tile_is_merged_when_its_own_last_split_is_done():
     queries = 3 * length // 4
     q = torch.randn(queries, 6, head_dim, generator=torch.Generator(DEVICE).manual_seed(2), device=DEVICE)
     segments = torch.tensor([[0, queries, 0, length, 0]], dtype=torch.int32, device=DEVICE)
-    (items,) = (kind for kind in list_work(segments, 3, work_for(q, segments, pool).tiles) if kind)
+    (items,) = (kind for kind in list_work(segments, 3, work_for(q, segments, pool).tiles, 1) if kind)
     assert min(item[9] for item in items) < max(item[8] for item in items)
     batch = q, segments, block_table, pool
     assert_as_exact_as_plain_attention(batch, attend(*batch))

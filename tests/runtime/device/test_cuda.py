@@ -22,6 +22,7 @@ from pensieve.runtime.device.cuda import CudaDevice
 from pensieve.runtime.device.pinned_memory import PinnedPool
 from pensieve.runtime.device.protocol import Device
 from pensieve.runtime.executor import MAX_IN_FLIGHT, Executor
+from pensieve.runtime.step import prefixes
 from pensieve.runtime.step.buffers import Shapes, StepBuffers
 from pensieve.runtime.step.inputs import StepPacker
 from pensieve.runtime.step.sampler import Sampler
@@ -29,7 +30,6 @@ from pensieve.runtime.step.sampling_inputs import Mask
 from pensieve.scheduler.config import SchedulerConfig
 from pensieve.scheduler.plan import Lane, Tickets
 from pensieve.scheduler.types import GREEDY, InvariantError, Sampling, SettingError, Tier
-from tests.end_to_end import chatter
 from tests.end_to_end.chatter import Chatter
 
 from ..fake_engine import copy, join, plan, span
@@ -503,7 +503,7 @@ happened: Counter[str] = Counter()
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
 @pytest.mark.parametrize("batching", ["unified", "separate"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_replies_are_those_of_the_whole_context(monkeypatch, kind, batching, eager, held_up):
+def test_replies_are_those_of_the_whole_context(kind, batching, eager, held_up):
     """Cold = GPU hit = host reload = recomputed = suspended and resumed."""
     assert not torch.backends.cuda.matmul.allow_tf32
     delays = random.Random(9)
@@ -512,10 +512,33 @@ def test_replies_are_those_of_the_whole_context(monkeypatch, kind, batching, eag
         choices = (0.0, 0.0, 0.002, 0.006) if held_up else (0.0,)
         return HeldUp(lambda lane: delays.choice(choices), enforce_eager=eager)
 
-    monkeypatch.setattr(chatter, "CpuDevice", device)
     seed = 8 * KINDS.index(kind) + 4 * (batching == "separate") + 2 * eager + held_up
-    conversation = Chatter(TinyEngine(kind, "cuda"), Reference(kind), seed, batching=batching, gpu_kv_chunks=27)
+    settings = dict(batching=batching, gpu_kv_chunks=27, make_device=device)
+    conversation = Chatter(TinyEngine(kind, "cuda"), Reference(kind), seed, **settings)
     happened.update(conversation.run(50))
+
+
+@on_gpu
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_replies_of_rows_that_share_chunks(monkeypatch, kind, eager):
+    """Every conversation opens with the same tokens, and splits are so short that rows are stacked."""
+    from pensieve.plugins.attention import work_list
+
+    for name, size in {"SMALLEST_SPLIT": 16, "LARGEST_SPLIT": 16, "TOKENS_PER_ROW": 1}.items():
+        monkeypatch.setattr(work_list, name, size)
+    monkeypatch.setattr(prefixes, "SHARED_KEYS", 16)
+    monkeypatch.setattr(prefixes, "BAND_KEYS", 256)
+    shared = []
+
+    class Counting(CudaDevice):
+        def upload(self, inputs):
+            shared.append(inputs.sharing is not None)
+            super().upload(inputs)
+
+    settings = dict(gpu_kv_chunks=27, openings=(48,), make_device=lambda **_: Counting(enforce_eager=eager))
+    Chatter(TinyEngine(kind, "cuda"), Reference(kind), 5, **settings).run(50)
+    assert sum(shared) > 50
 
 
 @on_gpu

@@ -2,6 +2,7 @@
 
 import random
 from array import array as packed
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -115,6 +116,9 @@ def test_a_batch_arrives_padded():
     assert batch.token_ids[:2].tolist() == [LAST_SAMPLE] * 2 and batch.feeds[:3].tolist() == [0, 1, 0]
     assert batch.slots[13:].tolist() == [NOT_WRITTEN] * 3
     assert not batch.segments[5:].any() and not batch.token_ids[13:].any()
+    assert batch.sharing.tolist() == [[i, 0] for i in range(16)]
+    buffers.upload(replace(inputs, sharing=np.array([[1, 0], [0, 1024]], np.int32)))
+    assert batch.sharing.tolist() == [[1, 0], [0, 1024]] + [[i, 0] for i in range(2, 16)]
     assert buffers.block_cells.tolist() == inputs.block_cells.tolist()
     assert buffers.block_slots.tolist() == inputs.block_slots.tolist()
     assert buffers.sample_seats.tolist() == inputs.sample_seats.tolist()

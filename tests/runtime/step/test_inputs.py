@@ -20,7 +20,7 @@ def packer():
 
 
 def arrays(inputs) -> list[np.ndarray]:
-    names = [name for name in inputs.__dataclass_fields__ if name not in ("generated", "sampling")]
+    names = [name for name in inputs.__dataclass_fields__ if name not in ("generated", "sharing", "sampling")]
     return [getattr(inputs, name) for name in names] + list(inputs.sampling.draws)
 
 
