@@ -25,7 +25,7 @@ from .fp8_codes import load_scales, number_pairs, numbers, scaled_numbers
 from .work_list import ITEM, NAMED, STACKED, Capacity, Tile, WorkList, split_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-UNMASKED_ABOVE = 16  # rows of a tile; in smaller tiles masks cost no time
+UNMASKED_ABOVE = 16  # rows of a tile; in smaller tiles masks cost no time, except with codes (3%)
 MANY_ROWS = tl.constexpr(64)  # of a tile: its products read keys and values from shared memory, after conversion
 
 
@@ -104,7 +104,7 @@ def launches(q: Tensor, o: Tensor, block_table: Tensor, pool: Tensor, layer: int
         settings = dict(
             KV_HEADS=kv_heads, GROUP=work.group, HEAD_DIM=head_dim, CHUNK=chunk_tokens,
             DIM=triton.next_power_of_2(head_dim), ROWS=tile.rows, KEYS=tile.keys << short,
-            UNMASKED=tile.rows > UNMASKED_ABOVE,
+            UNMASKED=short or tile.rows > UNMASKED_ABOVE,
             LARGEST=shared and kind > 0 and kind == len(work.tiles) - 1, LEADS=leads, FOLLOWS=follows,
             STACKS=kind == 0 and tile.rows // work.group > 1 and not window, NAMED=NAMED, STACKED=STACKED, WORDS=ITEM,
             WINDOW=window, WHOLE=0 < window <= work_list.SMALLEST_SPLIT,

@@ -72,7 +72,8 @@ def test_the_error_is_a_sixteenth_at_most(dtype):
 
 
 def test_attention_is_that_of_the_decoded_numbers():
-    q, segments, block_table, pool = random_batch(3, 4, 2, 16, torch.float32, (1, 31, 33, 70, 110))
+    batch = random_batch(3, 4, 2, 16, torch.float32, (1, 31, 33, 70, 110))
+    q, segments, block_table, pool = (part.cpu() for part in batch)  # the reference's device
     codes, decoded = in_eight_bits(pool)
     ours, plain, exact = (
         attention_reference.multi_token_attention(q, segments, block_table, kv, 1, 0.25)

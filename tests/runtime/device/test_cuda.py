@@ -319,6 +319,8 @@ def expected_after_reload(kind: str) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_hazard_gates_hold_three_steps_in_flight(closing, kind, eager):
     """Every group of layers arrives 50 ms after the one before, for three steps that run one and the same graph."""
+    before = closing(executor_on(HeldUp(enforce_eager=eager), TinyEngine(kind, "cuda")))
+    run(before, [*save_three(), *three_gated()])  # compiles the kernels, which takes longer than a launch may
     device = HeldUp(enforce_eager=eager)
     executor = closing(executor_on(device, TinyEngine(kind, "cuda")))
     run(executor, save_three())
