@@ -218,12 +218,18 @@ class Versus:
         model.mkdir(parents=True, exist_ok=True)
         config = {"model_type": "llama", **self._shape, "max_position_embeddings": preset.max_model_len}
         (model / "config.json").write_text(json.dumps(config, indent=1))
-        if any(server.kind == "pensieve" for server in self._servers):
-            run("build_engine", "--random-weights", "--config", model / "config.json", "--output", model / "engine",
+        for engine, kv_type in {self._engine(server) for server in self._servers if server.kind == "pensieve"}:
+            run("build_engine", "--random-weights", "--config", model / "config.json", "--output", engine,
                 "--backend", "reference", "--dtype", self._dtype, "--device", device)  # fmt: skip
-            if preset.profile and not (model / "engine" / "profile.json").exists():
-                run("profile_engine", "--engine", model / "engine", "--device", device, "--seconds", 0.02,
-                    "--max-num-seqs", preset.max_num_seqs, *preset.pensieve)  # fmt: skip
+            if preset.profile and not (engine / "profile.json").exists():
+                run("profile_engine", "--engine", engine, "--device", device, "--seconds", 0.02,
+                    "--max-num-seqs", preset.max_num_seqs, *preset.pensieve, "--kv-cache-dtype", kv_type)  # fmt: skip
+
+    def _engine(self, server: Server) -> tuple[Path, str]:
+        """The engine's directory and its pool's `--kv-cache-dtype`: the profile in it is measured with that type."""
+        options = server.options
+        kv_type = options[options.index("--kv-cache-dtype") + 1] if "--kv-cache-dtype" in options else "auto"
+        return self._model / ("engine" if kv_type == "auto" else f"engine-{kv_type}"), kv_type
 
     def _measure(self, server: Server, about: dict[str, Any]) -> bool:
         """Whether all rates were measured."""
@@ -252,7 +258,7 @@ class Versus:
         """But for the port."""
         rows = ["--max-num-seqs", str(self._preset.max_num_seqs)]
         if server.kind == "pensieve":
-            where = ["--engine", str(self._model / "engine"), "--device", self._args.device, "--state-dir", str(state)]
+            where = ["--engine", str(self._engine(server)[0]), "--device", self._args.device, "--state-dir", str(state)]
             sizes = ["--gpu-kv-bytes", str(self._gpu_bytes), "--host-kv-bytes", str(self._host_bytes)]
             return [*SERVE, *where, *sizes, *rows, "--shutdown-timeout", "1", *self._preset.pensieve, *server.options]
         words = ["--model", str(self._model), "--load-format", "dummy", "--skip-tokenizer-init", "--dtype", self._dtype]

@@ -125,6 +125,24 @@ def test_the_commands_that_a_run_calls_exist(options, tmp_path, monkeypatch, wor
     assert called and all(importlib.util.find_spec(f"pensieve.scripts.{name}") for name in called)
 
 
+def test_costs_are_measured_with_the_type_of_the_pool(options, tmp_path, monkeypatch):
+    profiled = []
+    monkeypatch.setattr(versus, "run", lambda name, *words, **how: profiled.append(words))
+    trace = tmp_path / "trace.gz"
+    trace.touch()
+    servers = ["--servers", "pensieve", "pensieve@0.6:--kv-cache-dtype fp8", "pensieve:--queue-order arrival"]
+    run = Versus(parser().parse_args([*options, "--workload", "agents", "--trace", str(trace), *servers]))
+    run._make_model()
+    profiled = {words[1]: words[-1] for words in profiled if "--kv-cache-dtype" in words}
+    for server, (name, kv_type) in zip(
+        run._servers, [("engine", "auto"), ("engine-fp8", "fp8"), ("engine", "auto")], strict=True
+    ):
+        engine = tmp_path / "work" / "agents" / name
+        assert profiled[engine] == kv_type
+        assert str(engine) in run.command(server, tmp_path)
+    assert len(profiled) == 2
+
+
 @pytest.mark.slow
 def test_a_server_that_fails_keeps_no_other_and_nothing_is_left(options, tmp_path):
     servers = ["--servers", "vllm-offload:--no-memory", "vllm@5,9", "--rates", "7", "--measure-s", "1"]
