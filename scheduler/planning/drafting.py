@@ -66,8 +66,8 @@ class Drafting:
         if start + len(drafts) >= row.room and row.room < row.window_end and spare > 0:
             extend(row, batch, row.room + 1)
         drafts = drafts[: row.room - start - 1]
-        if len(drafts) <= SKIPPED:
-            drafts = drafts[:0]
+        if len(drafts) <= SKIPPED and start + len(drafts) < row.last_position:
+            drafts = drafts[:0]  # it would skip a step for no more than that step's token
         count = 1 + len(drafts)
         if drafts:
             row.drafts.checked = batch.step

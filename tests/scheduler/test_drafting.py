@@ -90,10 +90,10 @@ def test_everything_happened(event, totals):
     assert totals[event], sorted(totals.items())
 
 
-def play(drawn, prompt, max_tokens=9, **fields):
+def play(drawn, prompt, max_tokens=9, seats=64, **fields):
     """The plans, and the tokens of each step, of a request whose samples are `drawn`: of each position its own."""
     config = dict(gpu_kv_chunks=40, host_kv_chunks=0, max_model_len=100, max_num_batched_tokens=64, chunk_tokens=8)
-    made = Scheduler(SchedulerConfig(**config, speculate="lookup"), profile())
+    made = Scheduler(SchedulerConfig(**config, max_num_seqs=seats, speculate="lookup"), profile())
     whole = [*map(ord, prompt), *map(ord, drawn)]
     made.add(Request(RequestId(1), array("i", map(ord, prompt)), max_tokens, **fields), 0.0)
     plans, said, events = [], [], []
@@ -163,10 +163,11 @@ def test_without_seats_for_two_drafts_nothing_is_drafted_and_no_step_is_skipped(
     assert len(made.next_plan(0.0).generate) == 1
 
 
-def test_a_single_draft_is_not_checked():
-    """At best it would give the token of the step that the row then skips."""
-    _, plans, said, _ = play("12Y", PROMPT, 3)
-    assert all(span.samples == 1 for plan in plans for span in plan.spans) and "".join(said) == "12Y"
+def test_a_single_draft_is_checked_only_if_it_ends_the_reply():
+    """Otherwise it gives at best the token of the step that the row then skips."""
+    _, plans, said, _ = play("12345678", PROMPT, 8, seats=2)
+    assert [sum(span.samples for span in plan.spans) for plan in plans] == [1] * 6 + [2]
+    assert said == [*"123456", "78"]
 
 
 def test_drafts_leave_half_of_the_budget_to_prompts():
