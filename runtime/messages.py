@@ -101,8 +101,8 @@ class Refusal(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepMessage:
-    """`tokens[i]` is a new token of `requests[i]`, at most one for each request, in the plan's order: rows that
-    generate, then prompts. `events`: first usage and ends of these requests.
+    """`tokens[i]` is a new token of `requests[i]`, in the plan's order: rows that generate, rows with drafts, which may
+    have several, then prompts. `events`: first usage and ends of these requests.
 
     `logprobs` (of the new tokens) and `prompt_logprobs` by request, for requests that asked for them.
     """

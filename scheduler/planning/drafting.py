@@ -26,6 +26,7 @@ class Drafting:
 
     def __init__(self, config: SchedulerConfig, store: ChunkStore, queues: RequestQueues):
         self._on, self._seats = config.speculate == "lookup", config.max_num_seqs
+        self._budget = config.max_num_batched_tokens
         self._store, self._queues = store, queues
         self.rows = self.drafted = self.accepted = 0
 
@@ -36,8 +37,9 @@ class Drafting:
     @property
     def _most(self) -> int:
         """Drafts of a step. With one position of each row it then samples no more positions than there are seats, so
-        it fits the captured graphs."""
-        return self._seats - len(self._queues.rows)
+        it fits the captured graphs. Half of the budget that the rows leave is kept for prompts."""
+        rows = len(self._queues.rows)
+        return min(self._seats - rows, (self._budget - rows) // 2)
 
     def waits(self, row: RunningTurn, batch: PlanBuilder) -> bool:
         """True if this step leaves the row out. Its newest token is not known yet, and is needed: for the mask of a
@@ -46,8 +48,8 @@ class Drafting:
         if drafts is None:  # a grammar
             return True
         if drafts.checked <= batch.applied:
-            fits = batch.drafting * MOST_DRAFTS < self._most
-            if not fits or not drafts.next(row.tokens, SKIPPED + 1):
+            room = self._most - batch.drafting * MOST_DRAFTS
+            if room <= SKIPPED + 1 or not drafts.next(row.tokens, SKIPPED + 1):
                 return False
         batch.drafting += 1
         return True
@@ -64,6 +66,8 @@ class Drafting:
         if start + len(drafts) >= row.room and row.room < row.window_end and spare > 0:
             extend(row, batch, row.room + 1)
         drafts = drafts[: row.room - start - 1]
+        if len(drafts) <= SKIPPED and start + len(drafts) < row.last_position:
+            drafts = drafts[:0]  # it would skip a step for no more than that step's token
         count = 1 + len(drafts)
         if drafts:
             row.drafts.checked = batch.step

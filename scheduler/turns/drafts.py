@@ -9,8 +9,10 @@ from .conversations import common_prefix
 
 LONGEST, SHORTEST = 6, 4  # tokens of a match; a longer match is preferred
 MOST_DRAFTS = 8
+SEARCHED = 8192  # latest tokens in which matches are looked for: this bounds a row's time in a step, and its memory
 LEARNED = 1 / 8  # weight of each new proposal in the mean
 FIRST_MEAN = 3.0  # before any proposal is settled: the first ones are drafted
+_CODE = "utf-32-le", "surrogatepass"  # of one character for each token
 
 
 class Drafts:
@@ -22,8 +24,8 @@ class Drafts:
     """
 
     def __init__(self) -> None:
-        self._text = ""  # one character for each token: `str.rfind` passes 30,000 tokens in some microseconds
-        self._proposal = ""
+        self._text, self._count = "", 0  # the latest tokens as text, because `str.rfind` is fast; the count of all
+        self._proposal = array("i")
         self._begin = 0  # position of the proposal's first token
         self._mean = FIRST_MEAN
         self.checked = 0  # the last step that checks drafts
@@ -31,20 +33,22 @@ class Drafts:
     def next(self, tokens: array[int], needed: int) -> array[int]:
         """Returns the tokens that the open proposal expects after `tokens`, MOST_DRAFTS at most. Returns none if no
         more than `needed` of them are expected to come true. `tokens` only ever grows."""
-        self._text += "".join(map(chr, tokens[len(self._text) :]))
-        came = self._settle()
+        came = self._settle(tokens)
         left = self._proposal[came:]
-        return array("i", map(ord, left)) if min(self._mean, len(left)) > needed else array("i")
+        return left if min(self._mean, len(left)) > needed else array("i")
 
-    def _settle(self) -> int:
+    def _settle(self, tokens: array[int]) -> int:
         """Makes a new proposal if the open one is settled. Returns how many tokens of the open one have come true."""
-        said = self._text[self._begin :]
+        said = tokens[self._begin : self._begin + len(self._proposal)]
         came = common_prefix(said, self._proposal)
         if came == len(said) and came < len(self._proposal):
             return came
         if self._proposal:
             self._mean += LEARNED * (came - self._mean)
-        self._begin, self._proposal = len(self._text), propose(self._text)
+        new = tokens[max(self._count, len(tokens) - SEARCHED) :]
+        self._text = (self._text + new.tobytes().decode(*_CODE))[-SEARCHED:]
+        self._begin = self._count = len(tokens)
+        self._proposal = array("i", propose(self._text).encode(*_CODE))
         return 0
 
 

@@ -269,8 +269,9 @@ class Harness:
         begins = {row.seat: row.first * self.config.chunk_tokens for row in self.scheduler._queues.rows}
         seconds = self._cost.plan_seconds(plan, begins)
         longest = self.config.chunk_tokens * self._cost.token_attention(self.config.max_model_len)
-        drafted = sum(span.end - span.start for span in plan.spans if span.samples > 1)
-        least = len(plan.token_ids) - drafted <= self.config.chunk_tokens
+        # a row that generates in a span samples at each of its positions
+        generated = sum(span.samples for span in plan.spans if span.end - span.start == span.samples)
+        least = len(plan.token_ids) - generated <= self.config.chunk_tokens
         assert least or seconds <= target / 1e3 + longest
         self.counts["least prompts" if least else "prompts in time"] += 1
 

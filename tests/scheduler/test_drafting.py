@@ -90,10 +90,10 @@ def test_everything_happened(event, totals):
     assert totals[event], sorted(totals.items())
 
 
-def play(drawn, prompt, max_tokens=9, **fields):
+def play(drawn, prompt, max_tokens=9, seats=64, **fields):
     """The plans, and the tokens of each step, of a request whose samples are `drawn`: of each position its own."""
     config = dict(gpu_kv_chunks=40, host_kv_chunks=0, max_model_len=100, max_num_batched_tokens=64, chunk_tokens=8)
-    made = Scheduler(SchedulerConfig(**config, speculate="lookup"), profile())
+    made = Scheduler(SchedulerConfig(**config, max_num_seqs=seats, speculate="lookup"), profile())
     whole = [*map(ord, prompt), *map(ord, drawn)]
     made.add(Request(RequestId(1), array("i", map(ord, prompt)), max_tokens, **fields), 0.0)
     plans, said, events = [], [], []
@@ -154,9 +154,40 @@ def test_other_rows_generate_in_the_step_that_a_row_skips():
     assert [row.request for row in third.samples] == [2, *[1] * 8]
 
 
-def test_without_a_free_seat_nothing_is_drafted_and_no_step_is_skipped():
+@pytest.mark.parametrize("seats", [1, 2, 3])
+def test_without_seats_for_two_drafts_nothing_is_drafted_and_no_step_is_skipped(seats):
     config = dict(gpu_kv_chunks=40, host_kv_chunks=0, max_model_len=100, max_num_batched_tokens=64, chunk_tokens=8)
-    made = Scheduler(SchedulerConfig(**config, max_num_seqs=1, speculate="lookup"), profile())
+    made = Scheduler(SchedulerConfig(**config, max_num_seqs=seats, speculate="lookup"), profile())
     made.add(Request(RequestId(1), array("i", map(ord, PROMPT)), 20), 0.0)
     assert len(made.next_plan(0.0).spans) == 1
     assert len(made.next_plan(0.0).generate) == 1
+
+
+def test_a_single_draft_is_checked_only_if_it_ends_the_reply():
+    """Otherwise it gives at best the token of the step that the row then skips."""
+    _, plans, said, _ = play("12345678", PROMPT, 8, seats=2)
+    assert [sum(span.samples for span in plan.spans) for plan in plans] == [1] * 6 + [2]
+    assert said == [*"123456", "78"]
+
+
+def test_drafts_leave_half_of_the_budget_to_prompts():
+    """Two replies that repeat themselves, as many seats as tokens in a step, and a prompt that comes later."""
+    config = dict(gpu_kv_chunks=99, host_kv_chunks=0, max_model_len=300, max_num_batched_tokens=12, chunk_tokens=8)
+    made = Scheduler(SchedulerConfig(**config, max_num_seqs=12, speculate="lookup"), profile())
+    prompt, word = array("i", range(1000, 1040)), "abcdefghijk" * 30
+    for number in (1, 2):
+        made.add(Request(RequestId(number), array("i", map(ord, word[:40])), 200), 0.0)
+    taken = []
+    while len(taken) < 24:
+        plan = made.next_plan(0.0)
+        if made.stats().accepted > 20 and not taken:
+            made.add(Request(RequestId(3), prompt, 1), 0.0)
+            taken.append(0)
+        elif taken:
+            taken.append(sum(span.end - span.start for span in plan.spans if span.seat == 2))
+        ends = [position + 1 for position in plan.positions]
+        for span in plan.spans:
+            ends += range(span.end - span.samples + 1, span.end + 1)
+        made.apply(StepResult(plan.step, plan.samples, tuple(ord(word[end]) for end in ends)), 0.0)
+    first = next(at for at, tokens in enumerate(taken) if tokens)
+    assert first <= 2 and sum(taken[first : first + 8]) == len(prompt), taken

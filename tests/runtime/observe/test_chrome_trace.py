@@ -77,7 +77,7 @@ def test_two_steps_of_the_loop(tmp_path: Path, host: Timepiece) -> None:
         ("wait", 1, 4), ("apply", 1, 14), ("send", 1, 15), ("wait", 2, 16), ("apply", 2, 26), ("send", 2, 27),
     ]  # fmt: skip
     first, second, copied = (found for found in slices(tmp_path / "trace.json") if found[0])
-    shape = {"generating_rows": 0, "prompt_tokens": 5, "swapped_in": 2, "swapped_out": 0}
+    shape = {"generating_rows": 0, "known_tokens": 5, "swapped_in": 2, "swapped_out": 0}
     assert first == (1, "step 1", 6, 12, {"step": 1, **shape})
     assert second[1] == "step 2" and second[4]["generating_rows"] == 2 and second[4]["swapped_out"] == 1
     assert copied == (2, "copy", 4, 6, {"bytes": 4_000_000, "GB/s": 2.0})

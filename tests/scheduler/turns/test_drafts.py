@@ -7,7 +7,7 @@ from array import array
 import pytest
 
 from pensieve.scheduler.turns import drafts
-from pensieve.scheduler.turns.drafts import LEARNED, MOST_DRAFTS, Drafts, may_draft, propose
+from pensieve.scheduler.turns.drafts import LEARNED, MOST_DRAFTS, SEARCHED, Drafts, may_draft, propose
 from pensieve.scheduler.types import Request, RequestId, Sampling
 
 
@@ -58,6 +58,24 @@ def test_what_comes_true_is_learned_from_proposals_that_no_step_has_checked() ->
         mean += LEARNED * (0 - mean)
         assert made._mean == pytest.approx(mean)
     assert not made.next(ids(text + "+abcd"), 1)
+
+
+@pytest.mark.parametrize("step", [1, 1000, 5 * SEARCHED])
+def test_matches_are_looked_for_in_the_latest_tokens_only(step: int) -> None:
+    """However many tokens come at once; the text stays as long as what is searched."""
+    other = "".join(chr(0x10000 + at) for at in range(2 * SEARCHED))
+    for between, found in ((SEARCHED - 16, "12345678"), (SEARCHED - 15, "")):
+        made, tokens = Drafts(), ids("abcd12345678" + other[:between] + "abcd")
+        for end in range(step, len(tokens), step):
+            made.next(tokens[:end], 0)
+        assert made.next(tokens, 0) == ids(found)
+        assert len(made._text) == SEARCHED
+
+
+@pytest.mark.parametrize("last", [0, 0xD7FF, 0xDFFF, 0xFEFF, 0xFFFE, 0x10FFFF])
+def test_every_id_is_a_character(last: int) -> None:
+    tokens = array("i", [last, 0xFEFF, 0xD800, 0xDC00, last, 5, last, 0xFEFF, 0xD800, 0xDC00])
+    assert Drafts().next(tokens, 0)[:2] == tokens[4:6]
 
 
 @pytest.mark.parametrize(
