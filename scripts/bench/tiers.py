@@ -315,8 +315,8 @@ class Split:
         self.known = max(1, round(known * args.prompt / 10 / size))
         self.new = max(1, (known + new) * args.prompt // 10 - self.known * size)
         fresh = -(-self.new // size) + 1
-        self.gpu = args.rows * (self.known + fresh + SPARE_CHUNKS)
-        self.histories = (args.repeats + 1 + self.gpu // (args.rows * self.known)) * args.rows
+        self.gpu = args.rows * (self.known + fresh) + SPARE_CHUNKS
+        self.histories = max(args.repeats + 1, 2 + self.gpu // (args.rows * self.known)) * args.rows
         self.host = self.histories * (self.known + 2 * fresh)
 
 
@@ -332,7 +332,8 @@ class Sizes:
         size = args.chunk_tokens
         self.history = args.history // size
         self.new_tokens = [times * args.new_tokens for times in NEW_TOKENS]
-        self.longest = max(args.history + self.new_tokens[-1], args.prompt + args.reply) + 1
+        most = (max(SAVED) if "batch" in args.parts else 10) * args.prompt // 10
+        self.longest = max(args.history + self.new_tokens[-1], most + args.reply) + 1
         check_context(self.longest, engine)
         self.turn = -(-self.longest // size) + SPARE_CHUNKS
         self.seats = max(args.rows, args.max_num_batched_tokens // size)
@@ -346,10 +347,8 @@ class Sizes:
         self.disk = max(self.kept, (args.turns + 1) * saved)
         self.host = max(2 * self.history, self.kept * 9 // 8)
         if "batch" in args.parts:
-            longest = max(SAVED) * args.prompt // 10 + args.reply
-            check_context(longest, engine)
             splits = [Split(args, *tenths) for tenths in SPLITS]
-            self.gpu = max(self.gpu, saved_batch(args, longest - args.reply), *(split.gpu for split in splits))
+            self.gpu = max(self.gpu, saved_batch(args, most), *(split.gpu for split in splits))
             self.host = max(self.host, 2 * self.gpu, *(split.host for split in splits))  # copies ahead need room
 
     def config(self, args: argparse.Namespace) -> SchedulerConfig:
@@ -442,10 +441,13 @@ def measure_saved_batch(tiers: Tiers, args: argparse.Namespace) -> list[dict[str
     found = []
     for tenths in SAVED:
         load = Load(args.turns, args.rows, tenths * args.prompt // 10, args.reply)
-        how = {"gpu_kv_chunks": saved_batch(args, load.prompt), "max_model_len": load.prompt + load.reply}
-        runs = [[tiers.saving(load, reuse=reuse, **how) for reuse in (False, True)] for _ in range(args.repeats)]
+        gpu, longest = saved_batch(args, load.prompt), load.prompt + load.reply
+        runs = [
+            [tiers.saving(load, reuse=reuse, gpu_kv_chunks=gpu, max_model_len=longest) for reuse in (False, True)]
+            for _ in range(args.repeats)
+        ]
         dropped, kept = (min(ways, key=itemgetter("seconds")) for ways in zip(*runs, strict=True))
-        chunks = how["max_model_len"] // args.chunk_tokens
+        chunks = longest // args.chunk_tokens
         alone, copied = dropped["seconds"] / load.turns, max(1, kept["copied_out"] / chunks)
         found.append({
             "prompt": load.prompt,

@@ -148,6 +148,8 @@ def pensieve_cases(args: argparse.Namespace, chosen: Sequence[str], files: Seque
         cases = [replace(case, trace=str(args.trace)) for case in cases]
     if args.rates:
         rates = parse_numbers(args.rates, "--rates", float)
+        if min(rates) <= 0:
+            raise SettingError("--rates", f"must be above 0, not {args.rates}")
         cases = [replace(case, rate=rate) for rate in rates for case in cases]
     missing_runs(args, files, cases, pensieve.run, {})
 

@@ -69,13 +69,10 @@ def kernel_values(lines: Lines) -> Values:
 
 
 def tier_values(lines: Lines) -> Values:
-    tiers, preload = of(lines, "tiers_tiers"), of(lines, "tiers_preload")["by_group_layers"]
+    tiers = of(lines, "tiers_tiers")
     ratio = tiers["recomputed_s"] / tiers["host_s"]
-    groups = sorted(preload, key=int)
-    first, piped = preload[groups[-1]][0]["host_s"], preload[groups[0]][0]["host_s"]
     return {"14": {"first token, % less with the history on HOST": 100 * (1 - 1 / ratio)},
-            "15": {"prompts prefilled, times as many with the history on HOST": ratio},
-            "19": {"first token, % less with layers preloaded": 100 * (1 - piped / first)}}  # fmt: skip
+            "15": {"prompts prefilled, times as many with the history on HOST": ratio}}  # fmt: skip
 
 
 def batch_values(lines: Lines) -> Values:
@@ -136,9 +133,8 @@ PROFILE = Measurement(
     ("3", "4", "section 5"), (*PROFILE_WORDS.split(), "--plots", "{output}", "--json"), profile_values, "hardware"
 )
 TIERS = Measurement(
-    ("14", "15", "19"), ("bench.tiers", "--engine", "{engine}", "--device", "cuda", "--parts", "tiers,preload"),
-    tier_values,
-)  # fmt: skip
+    ("14", "15"), ("bench.tiers", "--engine", "{engine}", "--device", "cuda", "--parts", "tiers"), tier_values
+)
 BATCH_WORDS = """bench.tiers --engine {engine} --device cuda --parts batch --history 1024 --prompt 1000 --reply 20
                  --turns 64 --repeats 2 --max-num-batched-tokens 2048"""
 BATCH = Measurement(("18", "19", "20"), tuple(BATCH_WORDS.split()), batch_values, "hardware")
