@@ -5,13 +5,15 @@
     sweep    reading, recomputing and the engine's choice on disks around that speed, which are simulated in memory
     preload  the swap-in whole before the step, or layer group by layer group beside it, by the number of new tokens
     saving   turns under `--save off`, `async` and `sync`
+    batch    `--rows` prompts at once, with more or fewer tokens known: recomputed, the known ones on HOST, on the GPU;
+             and turns whose KV is copied to HOST beside other turns, or dropped
 
     build_engine --random-weights --config config.json --set max_position_embeddings=16384 --device cuda --output DIR
     python -m pensieve.scripts.bench.tiers --engine DIR --device cuda --disk-dir /a/local/disk
 
-CachedAttention (Gao et al., USENIX ATC 2024) measures the last two in its section on overlapped access to KV. The
-engine is loaded and measured once. Prompts are random token ids, sampling is greedy, prefetching is off. The results
-are explained in docs/measured/disk.md.
+CachedAttention (Gao et al., USENIX ATC 2024) measures the last three in its sections 4.3.1 and 4.3.2. The engine is
+loaded and measured once. Prompts are random token ids, sampling is greedy, prefetching is off. The results are
+explained in docs/measured/disk.md.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +43,7 @@ from ...runtime.disk.store import DiskSettings
 from ...runtime.engine import Engine, open_engine
 from ...runtime.executor import GROUP_LAYERS, Executor
 from ...runtime.measure.profile import hardware
+from ...runtime.measure.step_bench import CopyTime
 from ...scheduler.config import SAVE_MODES, SchedulerConfig
 from ...scheduler.cost import CostProfile
 from ...scheduler.types import InvariantError, SettingError, Usage
@@ -138,16 +142,19 @@ def quickest(turns: Sequence[Turn]) -> float:
     return min(turn.seconds for turn in turns[1:])
 
 
-def ask(loop: Loop, prompt: array[int], tier: str | None, tokens: int) -> Turn:
-    """Alone. InvariantError if not almost `tokens` of the prompt's tokens came from there (a name in `Usage`)."""
+def ask(loop: Loop, prompts: Sequence[array[int]], tier: str | None, tokens: int) -> Turn:
+    """All at once: until the last first token, with that prompt's usage. InvariantError if not almost `tokens` of each
+    prompt's tokens came from there (a name in `Usage`)."""
     loop.drain()
     started = time.perf_counter()
-    answer = loop.add(prompt, 1)
-    loop.run_until(lambda: answer.usage is not None)
-    usage = answer.usage or Usage()
-    if tier is not None and getattr(usage, tier) < FOUND * tokens:
-        raise InvariantError(f"{tokens} tokens were to be found as {tier!r}, but the prompt had {usage}")
-    return Turn(answer.began - started, usage)
+    answers = [loop.add(prompt, 1) for prompt in prompts]
+    loop.run_until(lambda: all(answer.usage is not None for answer in answers))
+    for answer in answers:
+        usage = answer.usage or Usage()
+        if tier is not None and getattr(usage, tier) < FOUND * tokens:
+            raise InvariantError(f"{tokens} tokens were to be found as {tier!r}, but the prompt had {usage}")
+    last = max(answers, key=lambda answer: answer.began)
+    return Turn(last.began - started, last.usage or Usage())
 
 
 class Load(NamedTuple):
@@ -164,14 +171,18 @@ class Tiers:
     """One device and engine, and the caches for turns: the GPU's holds one history and the new tokens, HOST all
     histories.
 
+    copy          times of copies over the link
     histories     token ids, in whole chunks, one history for each turn: the first one warms up
+    rows          turns at once, in `from_memory` and `recomputed`; as many histories for each time
     """
 
     device: Timed
     engine: Engine
     config: SchedulerConfig
     cost: CostProfile
+    copy: CopyTime
     histories: Sequence[array[int]]
+    rows: int = 1
 
     @property
     def tokens(self) -> int:
@@ -203,8 +214,7 @@ class Tiers:
     def recomputed(self, new: int) -> float:
         """Seconds to the first token without reuse."""
         with self.loop(self.cost, reuse=False) as loop:
-            turns = [ask(loop, history + loop.random_ids(new), "new", self.tokens) for history in self.histories]
-        return quickest(turns)
+            return quickest([self._ask(loop, batch, new, "new") for batch in self._batches()])
 
     def from_memory(self, news: Sequence[int], group_layers: int = GROUP_LAYERS) -> list[dict[str, float]]:
         """Seconds to the first token by how many tokens are new, with the history on HOST alone and on the GPU."""
@@ -212,14 +222,17 @@ class Tiers:
         with self.loop(always_load(self.cost), group_layers=group_layers) as loop:
             self.fill(loop)
             for new in news:
-                turns = [self._from_memory(loop, history, new) for history in self.histories]
+                turns = [[self._ask(loop, batch, new, tier) for tier in ("host", "gpu")] for batch in self._batches()]
                 host, gpu = (quickest(tier) for tier in zip(*turns, strict=True))
                 found.append({"new_tokens": new, "host_s": host, "gpu_s": gpu})
         return found
 
-    def _from_memory(self, loop: Loop, history: array[int], new: int) -> tuple[Turn, Turn]:
-        host = ask(loop, history + loop.random_ids(new), "host", self.tokens)
-        return host, ask(loop, history + loop.random_ids(new), "gpu", self.tokens)
+    def _batches(self) -> Iterator[Sequence[array[int]]]:
+        for first in range(0, len(self.histories), self.rows):
+            yield self.histories[first : first + self.rows]
+
+    def _ask(self, loop: Loop, histories: Sequence[array[int]], new: int, tier: str | None) -> Turn:
+        return ask(loop, [history + loop.random_ids(new) for history in histories], tier, self.tokens)
 
     def write(self, disk: Disk) -> None:
         """Writes all histories to files of that disk; afterwards they are in no other tier."""
@@ -233,12 +246,12 @@ class Tiers:
         """
         tier = {"load": "disk", "recompute": "recomputed", "chosen": None}[belief]
         with self.loop(BELIEFS[belief](cost), disk, save="off", prefetch=False) as loop:
-            turns = [ask(loop, history + loop.random_ids(new), tier, self.tokens) for history in self.histories]
+            turns = [self._ask(loop, [history], new, tier) for history in self.histories]
         read = statistics.mean(turn.usage.disk for turn in turns[1:]) / self.tokens
         return quickest(turns), read
 
-    def saving(self, disk: Disk, gpu_kv_chunks: int, save: str, load: Load) -> dict[str, float]:
-        """Measures turns with this `--save` setting:
+    def saving(self, load: Load, disk: Disk | None = None, **how: Any) -> dict[str, float]:
+        """Measures turns with these fields of `SchedulerConfig`:
 
         seconds            until the last turn's end was sent
         tokens_per_s       of prompts and replies
@@ -247,9 +260,10 @@ class Tiers:
         between_tokens_p99_s
                            of rows that generate
         until_saved_s      from the last turn's end until all its KV is on DISK
+        copied_out         chunks copied to HOST until the last turn's end
         saved              chunks
         """
-        with self.loop(self.cost, disk, save=save, gpu_kv_chunks=gpu_kv_chunks) as loop:
+        with self.loop(self.cost, disk, **how) as loop:
             turns: list[tuple[float, Answer]] = []
             while (ended := sum(answer.done for _, answer in turns)) < load.turns:
                 while len(turns) < min(load.turns, ended + load.rows):
@@ -257,7 +271,7 @@ class Tiers:
                     turns.append((at, loop.add(loop.random_ids(load.prompt), load.reply)))
                 loop.step()
             start, last = turns[0][0], max(answer.ended for _, answer in turns)
-            between = intervals(loop.steps)
+            between, copied = intervals(loop.steps), loop.executor.copied_bytes.swap_out // self.cost.chunk_bytes
             loop.drain()
             return {
                 "seconds": last - start,
@@ -266,13 +280,16 @@ class Tiers:
                 "turn_s": statistics.median(answer.ended - at for at, answer in turns),
                 "between_tokens_p99_s": float(np.percentile(between, 99)),
                 "until_saved_s": time.perf_counter() - last,
+                "copied_out": copied,
                 "saved": loop.scheduler.stats().spilled,
             }
 
 
-PARTS = ("tiers", "sweep", "preload", "saving")
+PARTS = ("tiers", "sweep", "preload", "saving", "batch")
 SPEEDS = (0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0)  # of the break-even
 NEW_TOKENS = (1, 4, 16)  # multiples of --new-tokens, for turns whose swap-in is timed
+SPLITS = ((5, 5), (6, 4), (7, 3), (8, 2), (9, 1), (10, 1))  # known and new tokens of `batch`, in tenths of --prompt
+SAVED = (10, 16)  # tokens of a turn of `batch` that is saved, in tenths of --prompt
 TARGET = 1.1  # the choice's time over the better way's
 COUNTS = {
     "history": (8192, "tokens of KV that a turn finds"),
@@ -288,6 +305,26 @@ COUNTS = {
 """Options: default, and in words."""
 
 
+class Split:
+    """A prompt of `batch`: known tokens in whole chunks, the other ones new. Caches in chunks: the GPU's for a batch,
+    HOST's for all of them with what two turns add."""
+
+    def __init__(self, args: argparse.Namespace, known: int, new: int):
+        size = args.chunk_tokens
+        self.name = f"{known * args.prompt // 10}/{new * args.prompt // 10}"
+        self.known = max(1, round(known * args.prompt / 10 / size))
+        self.new = max(1, (known + new) * args.prompt // 10 - self.known * size)
+        fresh = -(-self.new // size) + 1
+        self.gpu = args.rows * (self.known + fresh) + SPARE_CHUNKS
+        self.histories = max(args.repeats + 1, 2 + self.gpu // (args.rows * self.known)) * args.rows
+        self.host = self.histories * (self.known + 2 * fresh)
+
+
+def saved_batch(args: argparse.Namespace, prompt: int) -> int:
+    """Chunks of a GPU cache for `--rows` turns, and half as many whose KV is being copied."""
+    return args.rows * 3 // 2 * (-(-(prompt + args.reply) // args.chunk_tokens) + 1)
+
+
 class Sizes:
     """Caches that are just large enough, in chunks. SettingError if the model's contexts are too short."""
 
@@ -295,7 +332,8 @@ class Sizes:
         size = args.chunk_tokens
         self.history = args.history // size
         self.new_tokens = [times * args.new_tokens for times in NEW_TOKENS]
-        self.longest = max(args.history + self.new_tokens[-1], args.prompt + args.reply) + 1
+        most = (max(SAVED) if "batch" in args.parts else 10) * args.prompt // 10
+        self.longest = max(args.history + self.new_tokens[-1], most + args.reply) + 1
         check_context(self.longest, engine)
         self.turn = -(-self.longest // size) + SPARE_CHUNKS
         self.seats = max(args.rows, args.max_num_batched_tokens // size)
@@ -307,13 +345,18 @@ class Sizes:
         )  # after the rest none of one is on the GPU
         self.kept = (self.histories + 1) * self.turn
         self.disk = max(self.kept, (args.turns + 1) * saved)
+        self.host = max(2 * self.history, self.kept * 9 // 8)
+        if "batch" in args.parts:
+            splits = [Split(args, *tenths) for tenths in SPLITS]
+            self.gpu = max(self.gpu, saved_batch(args, most), *(split.gpu for split in splits))
+            self.host = max(self.host, 2 * self.gpu, *(split.host for split in splits))  # copies ahead need room
 
     def config(self, args: argparse.Namespace) -> SchedulerConfig:
         """Eviction is least recently used, so a displaced history leaves no chunk on the GPU. With a disk a sixteenth
         of HOST is kept free."""
         return SchedulerConfig(
             gpu_kv_chunks=self.gpu,
-            host_kv_chunks=max(2 * self.history, self.kept * 9 // 8),
+            host_kv_chunks=self.host,
             disk_kv_chunks=self.disk,
             max_model_len=self.longest,
             max_num_seqs=self.seats,
@@ -378,6 +421,44 @@ def measure_preload(tiers: Tiers, new_tokens: Sequence[int]) -> dict[str, list[d
     return {str(group): tiers.from_memory(new_tokens, group) for group in sorted(groups, reverse=True)}
 
 
+def measure_batch(tiers: Tiers, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """By split: seconds to the last first token of `--rows` prompts at once, and of copying their known tokens in."""
+    found = []
+    for split in (Split(args, *tenths) for tenths in SPLITS):
+        histories = random_histories(tiers.engine, split.histories, split.known * args.chunk_tokens)
+        longest = split.known * args.chunk_tokens + split.new + 1
+        config = replace(tiers.config, gpu_kv_chunks=split.gpu, max_model_len=longest)
+        batch = replace(tiers, config=config, histories=histories, rows=args.rows)
+        (memory,) = batch.from_memory([split.new])
+        copied = args.rows * split.known * tiers.copy.swap_in / tiers.copy.chunks
+        found.append({"split": split.name, "recomputed_s": batch.recomputed(split.new), **memory, "copy_in_s": copied})
+    return found
+
+
+def measure_saved_batch(tiers: Tiers, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Seconds for a turn, by its prompt: if its KV is dropped, if it is copied to HOST beside other turns, and of the
+    copy alone. What the copies beside cost is shared among the turns that were copied before the run's end."""
+    found = []
+    for tenths in SAVED:
+        load = Load(args.turns, args.rows, tenths * args.prompt // 10, args.reply)
+        gpu, longest = saved_batch(args, load.prompt), load.prompt + load.reply
+        runs = [
+            [tiers.saving(load, reuse=reuse, gpu_kv_chunks=gpu, max_model_len=longest) for reuse in (False, True)]
+            for _ in range(args.repeats)
+        ]
+        dropped, kept = (min(ways, key=itemgetter("seconds")) for ways in zip(*runs, strict=True))
+        chunks = longest // args.chunk_tokens
+        alone, copied = dropped["seconds"] / load.turns, max(1, kept["copied_out"] / chunks)
+        found.append({
+            "prompt": load.prompt,
+            "dropped_s": alone,
+            "copied_beside_s": alone + (kept["seconds"] - dropped["seconds"]) / copied,
+            "copy_out_s": chunks * tiers.copy.swap_out / tiers.copy.chunks,
+            "copied_turns": copied,
+        })  # fmt: skip
+    return found
+
+
 # The command.
 
 
@@ -398,7 +479,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> None:
     """Raises SettingError."""
-    least = {"history": args.chunk_tokens, "max_num_batched_tokens": max(args.rows, args.chunk_tokens)}
+    least = {
+        "history": args.chunk_tokens,
+        "turns": args.rows + 1,
+        "max_num_batched_tokens": max(args.rows, args.chunk_tokens),
+    }
     check_least(args, **dict.fromkeys(COUNTS, 1) | least)
     if args.disk_dir is not None and not args.disk_dir.is_dir():
         raise SettingError("--disk-dir", f"{args.disk_dir} is no directory")
@@ -415,15 +500,18 @@ def prepare(device: Timed, engine: Engine, sizes: Sizes, args: argparse.Namespac
     """Measures the scheduler's costs and makes the histories."""
     config = sizes.config(args)
     pieces = [min(GROUP_LAYERS, engine.manifest.layers)]
-    cost, _ = measure_costs(device, engine, config, sizes.history, args.rows, pieces)
+    cost, copies = measure_costs(device, engine, config, sizes.history, args.rows, pieces)
     speed = measure_disk(directory, cost.chunk_bytes)  # as a server at its start
     if speed is None:
         raise SettingError("--disk-dir", f"{directory} takes no records")
     cost = replace(cost, disk_read_bytes_per_s=speed.read, disk_write_bytes_per_s=speed.write)
-    dice = np.random.default_rng(1)
-    shape = (sizes.histories, sizes.history * args.chunk_tokens)
-    histories = [array("i", ids.tobytes()) for ids in dice.integers(0, engine.vocab_size, shape, np.int32)]
-    return Tiers(device, engine, replace(config, gpu_kv_chunks=sizes.turn), cost, histories)
+    histories = random_histories(engine, sizes.histories, sizes.history * args.chunk_tokens)
+    return Tiers(device, engine, replace(config, gpu_kv_chunks=sizes.turn), cost, copies[-1], histories)
+
+
+def random_histories(engine: Engine, count: int, tokens: int) -> list[array[int]]:
+    ids = np.random.default_rng(1).integers(0, engine.vocab_size, (count, tokens), np.int32)
+    return [array("i", row.tobytes()) for row in ids]
 
 
 def measure(tiers: Tiers, sizes: Sizes, args: argparse.Namespace, directory: Path) -> None:
@@ -450,11 +538,25 @@ def measure(tiers: Tiers, sizes: Sizes, args: argparse.Namespace, directory: Pat
     if "saving" in args.parts:
         load = Load(args.turns, args.rows, args.prompt, args.reply)
         modes = {
-            mode: tiers.saving(Disk(_own(directory, mode)), sizes.saving, mode, load) for mode in reversed(SAVE_MODES)
+            mode: tiers.saving(load, Disk(_own(directory, mode)), save=mode, gpu_kv_chunks=sizes.saving)
+            for mode in reversed(SAVE_MODES)
         }
         title = f"{load.turns} turns, {load.rows} at a time, {load.prompt} tokens in and {load.reply} out, by --save"
         rows = [{"save": mode} | found for mode, found in modes.items()]
         show("tiers_saving", title, {**load._asdict(), "modes": modes}, rows)
+    if "batch" in args.parts:
+        splits = measure_batch(tiers, args)
+        show(
+            "tiers_batch",
+            f"{args.rows} prompts at once, known/new tokens",
+            {"rows": args.rows, "splits": splits},
+            splits,
+        )
+        saved = measure_saved_batch(tiers, args)
+        title = (
+            f"a turn of {args.reply} steps, {args.rows} at a time: its KV dropped or copied to HOST beside other turns"
+        )
+        show("tiers_saved_batch", title, {"reply": args.reply, "turns": saved}, saved)
 
 
 def _own(directory: Path, name: str) -> Path:

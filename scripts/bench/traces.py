@@ -102,8 +102,12 @@ def poisson(per_s: float, draw: random.Random) -> Iterator[float]:
 
 
 def read_trace(path: Path, *, sessions_per_s: float, seed: int) -> list[Session]:
-    """The sessions of a trace, in the order of its lines. SettingError names the file and line that cannot be read."""
+    """The sessions of a trace of lengths or text, in the order of its lines. Text counts as a token for every four
+    characters, with think times of a minute on average. SettingError names the file and line that cannot be read."""
     starts = poisson(sessions_per_s, random.Random(seed))
+    if "messages" in next(read_lines(path), ("", ""))[1]:
+        texts = read_dialogues(path, encode=lambda text: range(-(-len(text) // 4)), think_s=60.0, seed=seed)
+        return [Session(text.name, next(starts), text.turns) for text in texts]
     return [
         session._replace(start_s=next(starts) if arrival is None else arrival) for session, arrival in read_rows(path)
     ]

@@ -23,6 +23,7 @@ from typing import Any
 
 from ...scheduler.types import SettingError
 from ..command import check_least, check_matplotlib, exit_status, flag, title_line
+from ..command import numbers as parse_numbers
 from . import cachedattention, device, pensieve
 from .report import append, draw, gathered, read_figures, read_records, table, today, write_page
 
@@ -40,6 +41,9 @@ def parser() -> argparse.ArgumentParser:
     option("--results", type=Path, nargs="+", metavar="FILE",
            help="JSON lines, appended to the last one (default: paper-DATE.jsonl)")  # fmt: skip
     option("--trace", type=Path, metavar="FILE", help="turn counts and lengths of these sessions instead of means")
+    option(
+        "--rates", metavar="RATES", help="pensieve, simulated: conversations/s, comma between (default: the figures')"
+    )
     option("--jobs", type=int, default=os.cpu_count(), metavar="N", help="runs at a time (default %(default)s)")
     option("--report", action="store_true", help="run nothing: tell what the files have")
     option("--page", type=Path, metavar="FILE", help="put the table into this Markdown file, between its marks")
@@ -97,6 +101,7 @@ def check(args: argparse.Namespace) -> None:
         ("report", "not with --device, which runs commands" if args.device else ""),
         ("engine", "" if args.device else "only with --device"),
         ("trace", "not with --device, whose commands have their own loads" if args.device else ""),
+        ("rates", "only for pensieve, simulated" if args.device or args.paper == "cachedattention" else ""),
         *((name, "" if args.paper == "cachedattention" else "only for cachedattention") for name in CACHED_ONLY),
     ):
         if reason and getattr(args, name) != default(name):
@@ -141,6 +146,11 @@ def pensieve_cases(args: argparse.Namespace, chosen: Sequence[str], files: Seque
     cases = [case for number in chosen for case in pensieve.FIGURES[number]]
     if args.trace:
         cases = [replace(case, trace=str(args.trace)) for case in cases]
+    if args.rates:
+        rates = parse_numbers(args.rates, "--rates", float)
+        if min(rates) <= 0:
+            raise SettingError("--rates", f"must be above 0, not {args.rates}")
+        cases = [replace(case, rate=rate) for rate in rates for case in cases]
     missing_runs(args, files, cases, pensieve.run, {})
 
 

@@ -47,8 +47,10 @@ def profile_values(lines: Lines) -> Values:
     base, attention = profile["cost"]["chunk_seconds"], dict(map(tuple, profile["cost"]["attention"]))
     chunk = {f"a chunk at {context:,} tokens over one at 1,024": (base + seconds) / (base + attention[1024])
              for context, seconds in attention.items() if context > 1024}  # fmt: skip
-    _, _, alone, _, both = profile["measured"]["copies"][-1]  # a CopyTime of whole records
-    lost = {"speed that each direction loses while both run, %": 100 * (1 - alone / both)}
+    _, _, swap_in, swap_out, both = profile["measured"]["copies"][-1]  # a CopyTime of whole records
+    lost = {"speed that each direction loses while both run, %": 100 * (1 - swap_in / both),
+            "time of a swap-in beside a swap-out, in-first over duplex": swap_in / both,
+            "time until both are copied, in-first over duplex": (swap_in + swap_out) / both}  # fmt: skip
     return {"3": prefill, "4": chunk, "section 5": lost}
 
 
@@ -67,13 +69,29 @@ def kernel_values(lines: Lines) -> Values:
 
 
 def tier_values(lines: Lines) -> Values:
-    tiers, preload = of(lines, "tiers_tiers"), of(lines, "tiers_preload")["by_group_layers"]
+    tiers = of(lines, "tiers_tiers")
     ratio = tiers["recomputed_s"] / tiers["host_s"]
-    groups = sorted(preload, key=int)
-    first, piped = preload[groups[-1]][0]["host_s"], preload[groups[0]][0]["host_s"]
     return {"14": {"first token, % less with the history on HOST": 100 * (1 - 1 / ratio)},
-            "15": {"prompts prefilled, times as many with the history on HOST": ratio},
-            "19": {"first token, % less with layers preloaded": 100 * (1 - piped / first)}}  # fmt: skip
+            "15": {"prompts prefilled, times as many with the history on HOST": ratio}}  # fmt: skip
+
+
+def batch_values(lines: Lines) -> Values:
+    """NO-PL: the copy of the known tokens' KV alone, and then the step as with this KV on the GPU."""
+    found: Values = {"18": {}, "19": {}, "20": {}}
+    for split in of(lines, "tiers_batch")["splits"]:
+        name, recomputed, piped, ready = (split[key] for key in ("split", "recomputed_s", "host_s", "gpu_s"))
+        first = ready + split["copy_in_s"]
+        if name == "1000/100":
+            found["19"] = {"PL-B0 over NO-PL": 100 * (1 - piped / first),
+                           "KV on the GPU over NO-PL, the limit": 100 * (1 - ready / first)}  # fmt: skip
+        else:
+            found["18"] |= {f"speedup at {name}": recomputed / piped,
+                            f"speedup at {name}, copied first": recomputed / first,
+                            f"speedup at {name}, KV on the GPU": recomputed / ready}  # fmt: skip
+    for turn in of(lines, "tiers_saved_batch")["turns"]:
+        stopped = turn["dropped_s"] + turn["copy_out_s"]
+        found["20"][f"saved at {turn['prompt']} tokens"] = 100 * (1 - turn["copied_beside_s"] / stopped)
+    return found
 
 
 def versus_values(number: str, base: str, name: str) -> Callable[[Lines], Values]:
@@ -115,9 +133,11 @@ PROFILE = Measurement(
     ("3", "4", "section 5"), (*PROFILE_WORDS.split(), "--plots", "{output}", "--json"), profile_values, "hardware"
 )
 TIERS = Measurement(
-    ("14", "15", "19"), ("bench.tiers", "--engine", "{engine}", "--device", "cuda", "--parts", "tiers,preload"),
-    tier_values,
-)  # fmt: skip
+    ("14", "15"), ("bench.tiers", "--engine", "{engine}", "--device", "cuda", "--parts", "tiers"), tier_values
+)
+BATCH_WORDS = """bench.tiers --engine {engine} --device cuda --parts batch --history 1024 --prompt 1000 --reply 20
+                 --turns 64 --repeats 2 --max-num-batched-tokens 2048"""
+BATCH = Measurement(("18", "19", "20"), tuple(BATCH_WORDS.split()), batch_values, "hardware")
 MEASUREMENTS: dict[str, tuple[Measurement, ...]] = {
     "pensieve": (
         PROFILE,
@@ -129,9 +149,8 @@ MEASUREMENTS: dict[str, tuple[Measurement, ...]] = {
         versus("13", "pensieve:--batching separate", "time a token, separate over unified", LLAMA, "2 3 4"),
         versus("14", "pensieve:--eviction lru", "time a token, LRU over retention", OPT, "1 1.5 2"),
         versus("15", "vllm", "time a token, vLLM over Pensieve, think time 600 s", LLAMA, "1 2", "--think-s 600"),
-        versus("section 5", "pensieve:--link in-first", "time a token, in-first over duplex", LLAMA, "3 4"),
     ),
-    "cachedattention": (TIERS,),
+    "cachedattention": (TIERS, BATCH),
 }
 
 

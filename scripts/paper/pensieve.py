@@ -128,11 +128,12 @@ def run(case: Case) -> dict[str, float]:
 Found = Mapping[Case, Mapping[str, float]]
 
 
-def throughput_at(found: Found, cases: list[Case], limit_ms: float) -> float | None:
-    curve = sorted(
-        (case.rate, found[case]["ms_per_token"], found[case]["done_per_s"]) for case in cases if case in found
-    )
-    return between_rates([point[1:] for point in curve], limit_ms)
+def throughput_at(found: Found, number: str, server: str) -> float | None:
+    """Requests/s at the figure's limit, from all runs of its settings, whatever their rates."""
+    settings = {replace(case, rate=0.0) for case in FIGURES[number] if case.server == server}
+    curve = sorted((case.rate, point["ms_per_token"], point["done_per_s"]) for case, point in found.items()
+                   if replace(case, rate=0.0) in settings)  # fmt: skip
+    return between_rates([point[1:] for point in curve], LIMITS_MS[number])
 
 
 def between_rates(points: Sequence[tuple[float, float]], limit_ms: float) -> float | None:
@@ -152,11 +153,8 @@ def values(found: Found) -> dict[str, dict[str, float]]:
         if ours and theirs:
             made.setdefault(number, {})[name] = ours / theirs
 
-    for number, limit in LIMITS_MS.items():
-        servers = {
-            kind: throughput_at(found, [case for case in FIGURES[number] if case.server == kind], limit)
-            for kind in ("pensieve", "gpu-cache", "stateless")
-        }
+    for number in LIMITS_MS:
+        servers = {kind: throughput_at(found, number, kind) for kind in ("pensieve", "gpu-cache", "stateless")}
         ratio(number, "requests/s over a stateless server's", servers["pensieve"], servers["stateless"])
         ratio(number, "requests/s over those of the GPU cache alone", servers["pensieve"], servers["gpu-cache"])
     for case in FIGURES["13"]:

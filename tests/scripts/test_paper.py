@@ -12,14 +12,16 @@ import pytest
 
 from pensieve.scheduler.sim.simulator import Report, Session, SessionTurn
 from pensieve.scheduler.types import SettingError, Usage
+from pensieve.scripts.paper import __main__ as paper_main
 from pensieve.scripts.paper import cachedattention, device, pensieve
 from pensieve.scripts.paper.__main__ import main
 from pensieve.scripts.paper.cachedattention import MODELS, Case, _in_units, chats, policy_label, profile
 from pensieve.scripts.paper.overlap import A100, copy_s, pipelined_s, prefill_s
-from pensieve.scripts.paper.report import HOWS, Claim, Figure, Value, gathered, read_figures
+from pensieve.scripts.paper.report import HOWS, Claim, Figure, Value, append, gathered, read_figures
 from pensieve.scripts.paper.sessions import play
 
 MEASURED = Path(__file__).parents[2] / "docs" / "measured"
+POINT = {"done_per_s": 2.0, "host_percent": 50.0, "recomputed_percent": 5.0}
 SMALL = ["cachedattention", "--sessions", "40", "--warm-up", "20", "--models", "falcon-40b", "--jobs", "1"]
 
 
@@ -162,10 +164,9 @@ def test_every_claim_has_a_value_or_a_command():
     """So a claim's name is not misspelt: simulated, from a GPU's lines, or recorded in docs/measured."""
     cases = {case for make in cachedattention.FIGURES.values() for model in MODELS for case in make(model)}
     points = {case for some in pensieve.FIGURES.values() for case in some}
-    numbers = {"done_per_s": 2.0, "host_percent": 50.0, "recomputed_percent": 5.0}
     made = {
         "cachedattention": cachedattention.values({case: a_report(60 if case.reuse else 0) for case in cases}),
-        "pensieve": pensieve.values({case: {**numbers, "ms_per_token": 1000 * case.rate} for case in points}),
+        "pensieve": pensieve.values({case: {**POINT, "ms_per_token": 1000 * case.rate} for case in points}),
     }
     lines = [json.loads(line) for path in MEASURED.glob("paper-*.jsonl") for line in path.read_text().splitlines()]
     for paper, found in made.items():
@@ -193,6 +194,33 @@ def test_a_point_of_pensieves_curves_is_simulated(monkeypatch, server):
     assert found["done_per_s"] > 0 and (found["host_percent"] + found["gpu_percent"] > 0) == (server == "pensieve")
 
 
+def test_a_traces_rates_replace_the_figures(monkeypatch, capsys, tmp_path):
+    """The throughput at figure 10's limit is read from these rates too."""
+    options = [
+        "pensieve",
+        "--figures",
+        "10c",
+        "--trace",
+        "trace",
+        "--rates",
+        "2,3",
+        "--results",
+        str(tmp_path / "runs"),
+    ]
+
+    def record(args, files, cases, run, key):
+        assert {(case.rate, case.trace) for case in cases} == {(2.0, "trace"), (3.0, "trace")}
+        for case in set(cases):
+            ms = 100 * (case.rate - 1) * (1 if case.server == "pensieve" else 1.1)
+            known = {"paper": "pensieve", "how": "simulated", "case": asdict(case)}
+            append(files[-1], {**known, "found": {**POINT, "ms_per_token": ms, "done_per_s": case.rate}})
+
+    monkeypatch.setattr(paper_main, "missing_runs", record)
+    assert main(options) == 0
+    assert "requests/s over a stateless server's: 1.17, 1.05" in capsys.readouterr().out
+    assert main([*options, "--rates", "0,1"]) == 2
+
+
 # -- recorded lines of commands
 
 
@@ -206,7 +234,7 @@ def test_a_profiles_line_gives_pensieves_figures_3_and_4_and_the_links_loss():
     found = device.profile_values([line])
     assert found["3"] == {"prefill over generation, 4,096 tokens of history": pytest.approx(1.857, rel=1e-3)}
     assert found["4"] == {"a chunk at 16,384 tokens over one at 1,024": pytest.approx(1.71, rel=1e-2)}
-    assert list(found["section 5"].values()) == [pytest.approx(9.6, abs=0.1)]
+    assert list(found["section 5"].values()) == pytest.approx([9.6, 0.904, 1.807], rel=0.01)
 
 
 def test_a_kernel_benchs_line_gives_figure_12():
@@ -219,13 +247,25 @@ def test_a_kernel_benchs_line_gives_figure_12():
     assert device.machine([line]) == "NVIDIA H200" and len(found) == 6
 
 
-def test_a_tier_benchs_lines_give_cachedattentions_figures():
-    tiers = {"bench": "tiers_tiers", "host_s": 0.0264, "recomputed_s": 0.233}
-    groups = {"40": [{"host_s": 0.0309}], "4": [{"host_s": 0.024}]}
-    found = device.tier_values([tiers, {"bench": "tiers_preload", "by_group_layers": groups}])
-    assert [round(next(iter(found[number].values())), 1) for number in ("14", "15", "19")] == [88.7, 8.8, 22.3]
-    with pytest.raises(SettingError, match="printed no line of tiers_preload"):
-        device.tier_values([tiers])
+def test_a_tier_benchs_line_gives_cachedattentions_figures_14_and_15():
+    found = device.tier_values([{"bench": "tiers_tiers", "host_s": 0.0264, "recomputed_s": 0.233}])
+    assert [round(next(iter(found[number].values())), 1) for number in ("14", "15")] == [88.7, 8.8]
+    with pytest.raises(SettingError, match="printed no line of tiers_tiers"):
+        device.tier_values([])
+
+
+def test_a_batchs_lines_give_the_figures_of_overlapped_access():
+    """A save that stops the GPU takes the turn's time and the copy's; loading first, the copy's and the step's."""
+    times = {"recomputed_s": 0.6, "host_s": 0.2, "gpu_s": 0.1, "copy_in_s": 0.2}
+    splits = [{"split": split, **times} for split in ("500/500", "1000/100")]
+    turns = [{"prompt": 1000, "dropped_s": 0.1, "copied_beside_s": 0.11, "copy_out_s": 0.025}]
+    lines = [{"bench": "tiers_batch", "splits": splits}, {"bench": "tiers_saved_batch", "turns": turns}]
+    found = device.batch_values(lines)
+    assert list(found["18"].values()) == pytest.approx([3, 2, 6])
+    assert list(found["19"].values()) == pytest.approx([100 / 3, 200 / 3])
+    assert found["20"] == {"saved at 1000 tokens": pytest.approx(12)}
+    claimed = {figure.number: set(figure.claims) for figure in read_figures("cachedattention")}
+    assert all(claimed[number] & set(values) for number, values in found.items())
 
 
 def test_lines_of_versus_give_serving_figures():
@@ -275,7 +315,7 @@ def test_a_gpu_run_with_other_settings_reproduces_nothing(monkeypatch, tmp_path,
     told = capsys.readouterr().out
     assert "on hardware with other settings: agrees" in told and "reproduced" not in told
     paper_settings = {one for some in device.MEASUREMENTS.values() for one in some if one.how == "hardware"}
-    assert paper_settings == {device.PROFILE, device.KERNELS}
+    assert paper_settings == {device.PROFILE, device.KERNELS, device.BATCH}
 
 
 # -- the command
@@ -317,6 +357,7 @@ def test_the_values_are_drawn(tmp_path):
         (["--sessions", "0"], "--sessions: must be at least 1"),
         (["--sample", "99"], "--sample: must be between 1 and 24"),
         (["--device", "cuda"], "--engine: is needed for these figures"),
+        (["--rates", "1"], "--rates: only for pensieve, simulated"),
         (["--engine", "engine"], "--engine: only with --device"),
         (["--device", "cuda", "--engine", "engine", "--trace", "file"], "--trace: not with --device"),
         (["--device", "cuda", "--engine", "engine", "--report"], "--report: not with --device"),

@@ -14,6 +14,7 @@ from pensieve.runtime.disk.record import PAGE
 from pensieve.runtime.disk.segments import Segments, aligned_buffer
 from pensieve.runtime.engine import open_engine
 from pensieve.runtime.executor import Executor
+from pensieve.runtime.measure.step_bench import CopyTime
 from pensieve.scheduler.plan import Lane
 from pensieve.scheduler.types import InvariantError, Usage
 from pensieve.scripts.bench.loop import Answer, make_device
@@ -21,6 +22,7 @@ from pensieve.scripts.bench.tiers import SPEEDS, Disk, Load, MemoryDisk, Sizes, 
 
 from .test_steps import COST, build, results
 
+COPY = CopyTime(layers=6, chunks=10, swap_in=0.02, swap_out=0.03, both=0.04)
 SMALL = ["--history", "448", "--new-tokens", "2", "--repeats", "1", "--max-num-batched-tokens", "64"]
 SMALL += ["--turns", "5", "--rows", "2", "--prompt", "40", "--reply", "4"]
 
@@ -40,7 +42,7 @@ def tiers(directory):
     Executor(device, engine, config)
     dice = np.random.default_rng(2)
     histories = [array("i", ids.tobytes()) for ids in dice.integers(0, 160, (sizes.histories, 448), np.int32)]
-    yield Tiers(device, engine, replace(config, gpu_kv_chunks=sizes.turn), COST, histories)
+    yield Tiers(device, engine, replace(config, gpu_kv_chunks=sizes.turn), COST, COPY, histories)
     device.end()
 
 
@@ -86,13 +88,21 @@ def test_what_is_chosen_is_no_slower_than_the_better_way(tiers, tmp_path, times,
 @pytest.mark.parametrize(("save", "saved"), [("off", 0), ("sync", 5), ("async", 5)])
 def test_turns_are_saved_as_they_are_to_be(tiers, tmp_path, save, saved):
     """One whole chunk a turn."""
-    found = tiers.saving(Disk(tmp_path), 40, save, Load(turns=5, rows=2, prompt=40, reply=4))
+    load = Load(turns=5, rows=2, prompt=40, reply=4)
+    found = tiers.saving(load, Disk(tmp_path), gpu_kv_chunks=40, save=save)
     assert found["saved"] == saved and 0 < found["first_token_s"] < found["turn_s"] <= found["seconds"]
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_a_turn_is_copied_to_host_or_dropped(tiers, reuse):
+    tiers = replace(tiers, cost=replace(COST, chunk_bytes=32 * 768))
+    found = tiers.saving(Load(turns=8, rows=2, prompt=40, reply=4), gpu_kv_chunks=6, max_model_len=44, reuse=reuse)
+    assert (found["copied_out"] > 0) == reuse
 
 
 def check_all_parts(found, token):
     """token: bytes of a token's KV."""
-    assert list(found) == ["tiers_tiers", "tiers_sweep", "tiers_preload", "tiers_saving"]
+    assert list(found) == [f"tiers_{part}" for part in ("tiers", "sweep", "preload", "saving", "batch", "saved_batch")]
     tiers = found["tiers_tiers"]
     assert tiers["kv_bytes_per_token"] == token and tiers["history"] == 448
     assert all(tiers[f"{way}_s"] > 0 for way in ("gpu", "host", "disk", "recomputed", "chosen"))
@@ -109,6 +119,11 @@ def check_all_parts(found, token):
     assert list(preload) == ["6", "4"]
     assert all([turn["new_tokens"] for turn in turns] == [2, 8, 32] for turns in preload.values())
     assert list(found["tiers_saving"]["modes"]) == ["off", "sync", "async"]
+    splits = found["tiers_batch"]["splits"]
+    assert [split["split"] for split in splits] == ["20/20", "24/16", "28/12", "32/8", "36/4", "40/4"]
+    assert all(split[f"{way}_s"] > 0 for split in splits for way in ("recomputed", "host", "gpu", "copy_in"))
+    turns = found["tiers_saved_batch"]["turns"]
+    assert [turn["prompt"] for turn in turns] == [40, 64] and all(turn["copied_turns"] > 1 for turn in turns)
 
 
 ALL_PARTS = [*SMALL, "--max-num-batched-tokens", "32", "--repeats", "4"]
@@ -184,6 +199,6 @@ def test_a_history_that_is_elsewhere_is_told():
         def run_until(self, done):
             assert done()
 
-    assert ask(Elsewhere(), [], "host", 3).usage.host == 3
+    assert ask(Elsewhere(), [[]], "host", 3).usage.host == 3
     with pytest.raises(InvariantError, match="100 tokens were to be found as 'host'"):
-        ask(Elsewhere(), [], "host", 100)
+        ask(Elsewhere(), [[]], "host", 100)

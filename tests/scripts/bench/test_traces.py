@@ -119,6 +119,13 @@ def test_a_seed_names_a_workload():
     assert make(3) == make(3) != make(4)
 
 
+def test_texts_count_a_token_for_every_four_characters(tmp_path):
+    said = [{"role": role, "content": "x" * 38} for role in ("user", "assistant", "user", "assistant")]
+    (session,) = read(write(tmp_path / "text.jsonl", [{"conversation": "a", "messages": said}]))
+    first, second = session.turns
+    assert first == SessionTurn(0, 14, 10) and second[:3] == (24, 10, 10) and second.think_s > 0
+
+
 def test_recorded_traces_are_read_whole():
     if not DATA.is_dir():
         pytest.skip(f"no recorded traces at {DATA}")
