@@ -59,11 +59,11 @@ class EngineLoop:
 
     @property
     def idle(self) -> bool:
-        """True if nothing is in flight. After a `step` that returned None it means that there was nothing to do."""
+        """True if nothing is in flight. If `step` just returned None, there was nothing to do."""
         return not self.scheduler.in_flight
 
     def _launch(self, plan: StepPlan, began: float) -> None:
-        """`began`: the time at which the plan's making began, seconds."""
+        """`began`: when planning began, seconds."""
         self.counters.launching(plan)
         with self.counters.launch:
             self.executor.launch(plan)

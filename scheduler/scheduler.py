@@ -95,7 +95,7 @@ class Scheduler:
             raise RequestError(400, f"request {request.id} is being served already", "id")
         if len(self._queues.waiting) >= self.config.max_queue:
             raise RequestError(429, f"{len(self._queues.waiting)} requests wait already", None)
-        # before the turn is queued: a late turn does not revive an expired conversation
+        # expire first: this turn must not revive an expired conversation
         self.conversations.expire(now, self._write_behind.untold)
         self._arrivals += 1
         turn = Turn(request, self._arrivals, *self._committer.prompt_keys(request), now)
@@ -164,8 +164,8 @@ class Scheduler:
     def next_plan(self, now: float) -> StepPlan | None:
         """Returns the next step, or None if there is nothing to do until a result, a request or an abort arrives.
 
-        A plan without tokens, copies and disk work only asks for the next result. It is made while disk work is in
-        progress, while a copy is not confirmed yet, or while a deletion continues.
+        A plan without tokens, copies and disk work exists only so that its result reports progress. It is made while
+        disk work is in progress, while a copy is not confirmed yet, or while a deletion continues.
         """
         step = self._step + 1
         self._store.now = now
@@ -217,7 +217,7 @@ class Scheduler:
         if self.config.disk_kv_chunks:
             self._store.report_disk(result, now)
         for span, span_row in zip(plan.spans, span_rows, strict=True):
-            if span_row.chunks and span.samples < 2:  # drafts count below, once their tokens are known to be right
+            if span_row.chunks and span.samples < 2:  # with drafts: below, token by token
                 self._committer.on_computed(span_row, span.start, span.end)
         applied, by_id, chunk_tokens = Applied(), self._queues.by_id, self.config.chunk_tokens
         for row_id in result.stuck:
@@ -306,7 +306,7 @@ class Scheduler:
         """Marks the conversation as active, because its user has written. If requests wait, its chunks become the last
         victims.
 
-        Otherwise the next plan pins the chunks, or marks them if the request does not fit.
+        Otherwise the next plan takes the chunks into use, or makes them the last victims if the request does not fit.
         """
         self.conversations.touch(turn.request, now)
         if not self._queues.waiting:
@@ -318,8 +318,8 @@ class Scheduler:
         self._queues.await_chunks(turn, chunks, self._store.stamp(now))
 
     def _swap_out_ahead(self, batch: PlanBuilder) -> None:
-        """Copies chunks out ahead of time while fewer GPU slots than the mark are available, at least as many as the
-        first waiting request needs.
+        """Copies chunks out ahead of time while fewer GPU slots are available than the mark, or than the first waiting
+        request needs if that is more.
 
         The next plan takes slots for generation before it admits that request. The slots for both are freed now.
         """

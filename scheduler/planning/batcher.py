@@ -35,7 +35,7 @@ class Batcher:
 
     def plan_generation(self, batch: PlanBuilder) -> None:
         """Plans one token, and drafts, for each row that is past its prompt, in row order. Takes slots when a row needs
-        them. A row whose drafts seem worth it skips a step, to know the token before them."""
+        them. A row whose drafts are worth it skips a step: until its newest token is known."""
         step, generate, positions, samples = batch.step, batch.generate, batch.positions, batch.samples
         generating, checked = False, list[RowId]()
         for row in tuple(self._queues.rows):
@@ -84,8 +84,8 @@ class Batcher:
             batch.weigh = lambda context: max(1.0, (filled + fit * cost.token_attention(context)) / free)
 
     def _extend(self, row: RunningTurn, batch: PlanBuilder, end: int) -> bool:
-        """Takes slots for the row's positions up to `end`, as far as its window and the pool allow. Returns False if it
-        took none.
+        """Takes slots for the row's positions below `end`, or fewer if its window or the pool ends first. Returns False
+        if it took none.
 
         If the pool is short, a row is suspended, perhaps this one. The device learns of new chunks only when the row is
         planned, because another row may lose its seat before this plan is complete.
@@ -207,7 +207,7 @@ class Batcher:
             cut = min(start + room, row.room)
             if end > cut:
                 row.spans.appendleft(span._replace(start=cut, write_from=max(cut, span.write_from)))
-                span = span._replace(end=cut, samples=False)
+                span = span._replace(end=cut, samples=0)
             batch.spend(span, span.end - start, batch.budget - least)
             batch.spans.append(span)
             batch.span_rows.append(row)

@@ -14,7 +14,7 @@ from .plan_builder import PlanBuilder
 from .queues import RequestQueues
 
 Extend = Callable[[RunningTurn, PlanBuilder, int], bool]
-"""`Batcher._extend`: takes slots for the row's positions up to one."""
+"""`Batcher._extend`: takes slots for the row's positions below the given one."""
 
 SKIPPED = 1
 """Tokens that a row would generate in the step that it skips for its drafts: more of them must come true."""

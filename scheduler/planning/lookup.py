@@ -286,7 +286,7 @@ class CacheLookup:
                 if start < end:
                     if reached != start:
                         if first < reached:
-                            spans.append(Span(-1, first, reached, first, False))
+                            spans.append(Span(-1, first, reached, first, 0))
                         first = start
                     reached = end
                     again = end if known[index - look.first] else min(end, had_kv)
@@ -302,7 +302,7 @@ class CacheLookup:
             elif chunk.victim_set is uncopied:
                 idle_only += 1
         if first < reached:
-            spans.append(Span(-1, first, reached, first, False))
+            spans.append(Span(-1, first, reached, first, 0))
         if tail is not None and tail.gpu < 0:
             loads.remove(tail)  # last, so it is gated: a plan that loads a tail early might evict it
             loads.append(tail)
@@ -338,11 +338,11 @@ class CacheLookup:
     ) -> None:
         """Makes the last token part of a span, because it is always computed; in a keyed chunk it is not written."""
         if spans and spans[-1].end == count:
-            spans[-1] = spans[-1]._replace(samples=True)
+            spans[-1] = spans[-1]._replace(samples=1)
             return
         last = hits[-1]
         assert last is not None
-        spans.append(Span(-1, count - 1, count, count - 1 if last is tail else count, True))
+        spans.append(Span(-1, count - 1, count, count - 1 if last is tail else count, 1))
         sources[_source(turn, last)] -= 1
         sources["recomputed"] += 1
 
@@ -386,7 +386,7 @@ def _scoring(spans: deque[Span], position: int) -> deque[Span]:
     for span in spans:
         if span.start < position:
             before = span._replace(end=min(span.end, position))
-            scoring.append(before if before.end == span.end else before._replace(samples=False))
+            scoring.append(before if before.end == span.end else before._replace(samples=0))
         if span.end > position:
             write_from = max(span.write_from, position)
             scoring.append(span._replace(start=position, write_from=write_from, scores=True))
