@@ -205,7 +205,7 @@ def _shape_of(segments, order, index, there, GROUP: tl.constexpr, SMALLEST: tl.c
 
 @triton.jit
 def _rank(common, split, index, any_common):
-    """Place of each segment among those that share the split: how many come directly before it and share it."""
+    """Counts the segments directly before each segment that share the split with it."""
     rank = tl.zeros_like(index)
     if any_common:
         first = tl.where(common <= split, index, 0)

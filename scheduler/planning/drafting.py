@@ -21,8 +21,7 @@ SKIPPED = 1
 
 
 class Drafting:
-    """Counts the drafted rows of all steps (`rows`), their drafts (`drafted`) and those that came true
-    (`accepted`)."""
+    """Plans checks of drafts. Counts since the start: checks (`rows`), drafted tokens and accepted ones."""
 
     def __init__(self, config: SchedulerConfig, store: ChunkStore, queues: RequestQueues):
         self._on, self._seats = config.speculate == "lookup", config.max_num_seqs

@@ -44,7 +44,12 @@ COST = analytic_profile(
 
 @dataclass
 class Counts:
-    """Of replies. periods: steps with those that a row skipped, in which other rows of a batch generate."""
+    """Counts of replies.
+
+    steps, periods          steps in which the row takes part; these and the steps that it skips for its drafts
+    drafts, drafted, accepted
+                            checks, drafted tokens, and accepted ones
+    """
 
     tokens: int = 0
     steps: int = 0

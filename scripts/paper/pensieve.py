@@ -129,7 +129,7 @@ Found = Mapping[Case, Mapping[str, float]]
 
 
 def throughput_at(found: Found, number: str, server: str) -> float | None:
-    """Requests/s at the figure's limit, from all runs of its settings, whatever their rates."""
+    """Requests/s at the figure's limit, from the runs of its settings at all rates."""
     settings = {replace(case, rate=0.0) for case in FIGURES[number] if case.server == server}
     curve = sorted((case.rate, point["ms_per_token"], point["done_per_s"]) for case, point in found.items()
                    if replace(case, rate=0.0) in settings)  # fmt: skip

@@ -1,4 +1,4 @@
-"""With drafts the tokens are those without them, whatever happens to the KV meanwhile, and a step gives several."""
+"""Replies with drafts equal replies without, while KV is swapped, dropped and reloaded; a step gives several tokens."""
 
 from __future__ import annotations
 
