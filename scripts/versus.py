@@ -40,6 +40,7 @@ from .bench.servers import PIECE, READY, SERVE, run, serving, tell_end, use_memo
 from .command import exit_status
 
 SHAPES = Path(__file__).parent / "shapes"
+VLLM_SERVER = Path(__file__).with_name("vllm_server.py")
 START_SECONDS = 300.0  # longest start of a server
 CLIENT_SECONDS = 15.0  # of the client beside its windows
 NO_VLLM = "install vLLM (python -m venv DIR; DIR/bin/pip install vllm) and name DIR/bin/python"
@@ -268,7 +269,7 @@ class Versus:
             extra = {"cpu_bytes_to_use": self._host_bytes, **offload[1]}
             transfer = {"kv_connector": offload[0], "kv_role": "kv_both", "kv_connector_extra_config": extra}
             words += ["--kv-transfer-config", json.dumps(transfer)]
-        return [*self._python, "-m", "vllm.entrypoints.openai.api_server", *words, *rows, *server.options]
+        return [*self._python, str(VLLM_SERVER), *words, *rows, *server.options]
 
     def load(self, server: Server, rate: float) -> list[str]:
         """bench_serving's options: equal for all servers, except that Pensieve gets the conversations' names."""

@@ -13,7 +13,14 @@ from .kernel_cases import CUDA, INTERPRETED
 pytest.importorskip("triton")
 
 QUICK = ("linear/test_norm_kernel", "attention/test_kv_write_kernel", "kv_forms/test_host_copy_kernel")
-LONG = ("attention/test_kernel", "linear/test_fp8", "linear/test_int4", "kv_forms/test_fp8", "kv_forms/test_packed")
+LONG = (
+    "attention/test_kernel",
+    "linear/test_expert_kernel",
+    "linear/test_fp8",
+    "linear/test_int4",
+    "kv_forms/test_fp8",
+    "kv_forms/test_packed",
+)
 
 
 @pytest.mark.skipif(CUDA or INTERPRETED, reason="the kernels run here directly")

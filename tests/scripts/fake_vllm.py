@@ -21,6 +21,9 @@ def make_site(site):
         f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
         f"from tests.scripts.fake_vllm import serve\nserve({str(site / 'started')!r})\n"
     )
+    loader = site / "vllm" / "model_executor" / "model_loader" / "dummy_loader.py"
+    loader.parent.mkdir(parents=True)
+    loader.write_text("def initialize_dummy_weights(module, model_config):\n    module.filled = True\n")
     (site / "vllm-0.23.0.dist-info").mkdir()
     (site / "vllm-0.23.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.23.0\n")
     return site
