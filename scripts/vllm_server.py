@@ -4,7 +4,7 @@
 
 vLLM's own random weights are so small that the routers of some mixtures of experts choose the same experts for all
 tokens. The other experts are then never read, and steps are faster than with any trained model. These weights are drawn
-as Pensieve draws its own: projections keep the size of their input, norms multiply by 1, biases are 0.
+much as Pensieve draws its own: projections keep the size of their input, norms multiply by 1, biases are 0.
 
 This file runs in vLLM's environment and uses nothing of Pensieve. A process that vLLM starts imports it again.
 """

@@ -78,7 +78,7 @@ def experts(x: Tensor, chosen: Tensor, shares: Tensor, of: Experts, tiles: Tiles
 
 
 def launches(x: Tensor, chosen: Tensor, shares: Tensor, of: Experts, y: Tensor, tiles: Tiles) -> list[Launch]:
-    """Those of `experts` for one token or more, in order. All tensors are contiguous."""
+    """The launches of `experts`, in order, for one token or more. ValueError if a tensor is not contiguous."""
     if not all(tensor.is_contiguous() for tensor in (x, chosen, shares, of.up, of.down)):
         raise ValueError("x, chosen, shares and the weights must be contiguous")
     (tokens, hidden), width, own = x.shape, of.down.shape[1], chosen.shape[1]
@@ -108,7 +108,7 @@ def launches(x: Tensor, chosen: Tensor, shares: Tensor, of: Experts, y: Tensor, 
 
 
 def _settings(rows: int, tile: Tile, matrices: int, x: Tensor) -> dict[str, int]:
-    """matrices: of weights; a program reads a tile of each."""
+    """Of `_up` or `_down`. matrices: how many weights a program reads a tile of (gate and value: 2)."""
     stages = tile.stages
     if x.is_cuda and rows > 1:
         stage = (rows + matrices * tile.outputs) * tile.inputs * x.itemsize

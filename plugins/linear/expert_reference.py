@@ -1,5 +1,5 @@
-"""The experts of a sparse MLP in plain PyTorch: used on a CPU, and as twins of `expert_kernel`. `experts` names the
-tensors.
+"""The experts of a sparse MLP in plain PyTorch: used on a CPU, and as twins of `expert_kernel`. The tensors are
+described in `experts.py`.
 """
 
 from __future__ import annotations
