@@ -28,6 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,7 +68,7 @@ class Preset(NamedTuple):
 
 
 BEST_VLLM = "vllm-simple-offload"
-"""Of both workloads, see docs/measured/versus.md."""
+"""Of chats and agents, see docs/measured/versus.md."""
 
 PRESETS = {
     "chats": Preset(
@@ -86,6 +87,16 @@ PRESETS = {
         rates=(0.3, 0.6),
         windows=(60, 100, 80),
         load=(),
+        max_num_seqs=128,
+        pensieve=("--max-num-batched-tokens", "2048"),
+        profile=True,
+    ),
+    "documents": Preset(
+        shape="llama-3.1-8b.json",
+        max_model_len=131072,
+        rates=(0.16,),
+        windows=(60, 80, 70),
+        load=("--synthetic", "documents", "--turn-counts", "uniform", "--think-s", "30"),
         max_num_seqs=128,
         pensieve=("--max-num-batched-tokens", "2048"),
         profile=True,
@@ -117,7 +128,8 @@ def parser() -> argparse.ArgumentParser:
            "(default: versus-DATE.jsonl)")  # fmt: skip
     option("--trace", type=Path, metavar="FILE", help="of agents: lengths, see scripts/traces.py")
     option("--load", default="", metavar="OPTIONS", help="more of bench_serving, such as '--think-s 60'")
-    option("--seed", type=int, default=0, metavar="N", help="of arrivals and lengths (default %(default)s)")
+    option("--seed", type=int, nargs="+", default=[0], metavar="N", help="of arrivals and lengths; all rates with each "
+           "(default: 0)")  # fmt: skip
     for name in ("ramp", "warm-up", "measure"):
         option(f"--{name}-s", type=float, metavar="S", help="see bench_serving (default: the workload's)")
     option("--processes", type=int, default=6, metavar="N", help="of the client (default %(default)s)")
@@ -240,11 +252,11 @@ class Versus:
             with tempfile.TemporaryDirectory() as state:
                 command, seconds = self.command(server, Path(state)), min(START_SECONDS, self._left())
                 with serving(command, log, seconds, ready, {**os.environ, **variables}) as url:
-                    for rate in server.rates or self._rates:
+                    for rate, seed in product(server.rates or self._rates, self._args.seed):
                         if self._left() < sum(self._windows[1:]) + CLIENT_SECONDS:
                             print(f"{server.shown}: no time left for {rate:g}", flush=True)
                             return False
-                        load = self.load(server, rate)
+                        load = self.load(server, rate, seed)
                         said = {"server": server.shown, "serve": shlex.join(command), "variables": variables}
                         self._append({**about, **said, "load": shlex.join(load), "result": self._play(load, url)})
         except (TimeoutError, subprocess.SubprocessError) as error:
@@ -271,13 +283,13 @@ class Versus:
             words += ["--kv-transfer-config", json.dumps(transfer)]
         return [*self._python, str(VLLM_SERVER), *words, *rows, *server.options]
 
-    def load(self, server: Server, rate: float) -> list[str]:
+    def load(self, server: Server, rate: float, seed: int) -> list[str]:
         """bench_serving's options: equal for all servers, except that Pensieve gets the conversations' names."""
         args = self._args
         words = [*self._preset.load] if args.trace is None else ["--trace", str(args.trace)]
         for name, value in zip(("--ramp-s", "--warm-up-s", "--measure-s"), self._windows, strict=True):
             words += [name, f"{value:g}"]
-        words += ["--vocabulary", str(self._shape["vocab_size"]), "--rate", f"{rate:g}", "--seed", str(args.seed)]
+        words += ["--vocabulary", str(self._shape["vocab_size"]), "--rate", f"{rate:g}", "--seed", str(seed)]
         words += ["--max-context", str(self._preset.max_model_len), "--processes", str(args.processes)]
         words += shlex.split(args.load)
         return [*words, "--conversations"] if server.kind == "pensieve" else words

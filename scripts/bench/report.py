@@ -241,7 +241,7 @@ def _tables(records: Sequence[Record]) -> list[str]:
         lines += [f"* run {name}: {_about(record)}" for name, record in runs.items()]
         lines += ["", f"| {' | '.join(TITLES)} |", f"|{'---|' * len(TITLES)}"]
         places = {name: place for place, name in enumerate(runs)}
-        rows.sort(key=lambda record: (places[record["run"]], record["result"]["rate"]))
+        rows.sort(key=lambda record: (places[record["run"]], record["result"]["rate"], record["result"]["seed"]))
         lines += [f"| {' | '.join(_row(record))} |" for record in rows]
     return [*lines, ""]
 
@@ -258,7 +258,7 @@ def _about(record: Record) -> str:
     if "vllm" in versions:
         parts.append(f"vLLM {versions['vllm']['vllm']} with torch {versions['vllm']['torch']}")
     windows = f"ramp {result['ramp_s']:g}, warm-up {result['warm_up_s']:g}, measured {result['seconds']:g} s"
-    return ", ".join([*parts, f"seed {result['seed']}", windows])
+    return ", ".join([*parts, windows])
 
 
 def _date(seconds: float) -> str:
@@ -273,7 +273,7 @@ def _row(record: Record) -> list[str]:
 
     return [
         record["run"],
-        f"{result['rate']:g}",
+        f"{result['rate']:g}" + (f" (seed {seed})" if (seed := result["seed"]) else ""),
         f"`{record['server']}`",
         shown(".2f", "offered_per_s", "completed_per_s"),
         shown(".1f", "ms_per_token_mean", "ms_per_token_p90"),

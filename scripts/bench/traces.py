@@ -34,16 +34,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ChatStatistics:
-    """Means over a data set of chats; lengths in tokens."""
+    """Means over a data set of chats; lengths in tokens. `document`: before the first prompt, between these lengths,
+    their logarithms evenly."""
 
     turns: float
     input_tokens: float
     output_tokens: float
+    document: tuple[int, int] | None = None
 
 
 CHATS = {
     "sharegpt": ChatStatistics(turns=5.56, input_tokens=37.77, output_tokens=204.58),
     "ultrachat": ChatStatistics(turns=3.86, input_tokens=51.78, output_tokens=257.81),
+    "documents": ChatStatistics(turns=5.56, input_tokens=37.77, output_tokens=204.58, document=(4096, 114_688)),
 }
 
 TURN_COUNTS = ("geometric", "uniform")
@@ -81,6 +84,8 @@ def _synthetic_turns(
     history, left = 0, round(draw.uniform(0.5, 2 * chats.turns - 0.5)) if uniform else 0
     while True:
         given, reply = (_length(mean, draw) for mean in (chats.input_tokens, chats.output_tokens))
+        if chats.document and not history:
+            given += round(math.exp(draw.uniform(*map(math.log, chats.document))))
         yield SessionTurn(history, given, reply, draw.expovariate(1 / think_s) if history else 0.0)
         history += given + reply
         left -= 1

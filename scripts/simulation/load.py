@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from ...builder.choices import KV_CACHE_DTYPES
 from ...runtime.launch.options import parse_bytes
-from ...scheduler.config import SchedulerConfig
+from ...scheduler.config import EVICTION_POLICIES, SchedulerConfig
 from ...scheduler.cost import CostProfile
 from ...scheduler.sim.simulator import Open, Session, SessionTurn, Simulator, longest_context, percentile
 from ...scheduler.types import Applied, RequestId, SettingError, Usage
@@ -76,6 +76,7 @@ def add_run_options(made: argparse.ArgumentParser) -> None:
            help="of chunks on every tier; steps take their time in 16 bits (default %(default)s)")  # fmt: skip
     option("--lower-tier-kv", choices=tuple(LOWER_TIER), default="same",
            help="how chunks are on HOST (default %(default)s)")  # fmt: skip
+    option("--eviction", choices=EVICTION_POLICIES, default="retention", help="(default %(default)s)")
     option("--swap-out-below", type=float, default=0.12, metavar="SHARE", help="(default %(default)s)")
     option("--generation-reserve", type=float, default=0.1, metavar="SHARE", help="(default %(default)s)")
 
@@ -180,7 +181,7 @@ def load_run(args: argparse.Namespace, cost: CostProfile, sessions: list[Session
             raise SettingError("--lower-tier-kv", "cannot be given beside --kv-cache-dtype")
         cost = replace(cost, chunk_bytes=int(cost.chunk_bytes * FP8_POOL))
     lower = replace(cost, chunk_bytes=int(cost.chunk_bytes * LOWER_TIER[args.lower_tier_kv]))
-    how = {"swap_out_below": args.swap_out_below, "generation_reserve": args.generation_reserve}
+    how = {name: getattr(args, name) for name in ("eviction", "swap_out_below", "generation_reserve")}
     host_kv_chunks = parse_bytes(args.host_kv_bytes, "--host-kv-bytes") // lower.chunk_bytes
     config = config_of(args, sessions, cost, host_kv_chunks=host_kv_chunks, **how)
     token_bytes = cost.chunk_bytes / cost.chunk_tokens

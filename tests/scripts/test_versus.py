@@ -74,8 +74,8 @@ def test_all_servers_have_equal_bytes_rows_and_load(options, tmp_path):
         assert int(value(theirs, "--kv-cache-memory-bytes")) == GPU
         assert value(theirs, "--max-num-seqs") == value(ours, "--max-num-seqs") == "256"
         assert theirs[-2:] == ["--max-num-batched-tokens", "2048"]
-        assert made.load(server, 4) == made.load(Server.read("pensieve"), 4)[:-1]
-        assert value(made.load(server, 4), "--max-context") == "16384", "not what each server says: arrivals are of it"
+        assert made.load(server, 4, 0) == made.load(Server.read("pensieve"), 4, 0)[:-1]
+        assert value(made.load(server, 4, 0), "--max-context") == "16384", "not what each server says: arrivals are of it"
         if "--kv-transfer-config" in theirs:
             connectors[name] = json.loads(value(theirs, "--kv-transfer-config"))
     assert connectors == {
@@ -94,7 +94,7 @@ def test_all_servers_have_equal_bytes_rows_and_load(options, tmp_path):
 
 def test_the_clients_options_override_the_workloads(options):
     made = Versus(parser().parse_args([*options, "--load", "--think-s 60 --synthetic ultrachat"]))
-    assert made.load(Server.read("vllm"), 4)[-4:] == ["--think-s", "60", "--synthetic", "ultrachat"]
+    assert made.load(Server.read("vllm"), 4, 0)[-4:] == ["--think-s", "60", "--synthetic", "ultrachat"]
 
 
 def test_what_cannot_be_run_is_told_before_anything_starts(options, tmp_path, capsys):
@@ -178,10 +178,12 @@ def test_what_there_is_no_time_for_is_said(options, tmp_path):
 @pytest.mark.slow
 def test_pensieve_and_vllm_in_one_run(options, tmp_path):
     servers = ["--servers", "pensieve:--queue-order arrival", "vllm-offload", "--rates", "2", "--measure-s", "3"]
+    servers += ["--seed", "7", "8"]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     ended = subprocess.run([*RUN, *options, *servers], env=environment, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
-    ours, theirs = read_runs([tmp_path / "out" / "versus.jsonl"])
+    ours, ours_again, theirs, theirs_again = read_runs([tmp_path / "out" / "versus.jsonl"])
+    assert [again["result"]["seed"] for again in (ours_again, theirs_again)] == [8, 8]
     assert ours["run"] == theirs["run"] and ours["versions"] == theirs["versions"]
     assert ours["versions"]["pensieve"] == "r1" and ours["versions"]["vllm"]["vllm"] == "0.23.0"
     assert ours["load"] == f"{theirs['load']} --conversations" and "--seed 7" in ours["load"]
@@ -214,6 +216,7 @@ RECORDS = [
     record("pensieve", 5),
     record("vllm", 4, cached_tokens=90, errors={"timeout": 8}),
     record("vllm", 5, ms_per_token_mean=None, ttft_ms_p99=None),
+    record("pensieve", 4, seed=1),
     record("pensieve", 0.3, run="b2", workload="agents"),
 ]
 
@@ -221,17 +224,18 @@ RECORDS = [
 def test_a_table_has_each_run_with_its_machine(tmp_path):
     text = write_report(RECORDS, None, None)
     assert "run a1: 1970-01-01 00:00 UTC, NVIDIA H200, 16 cores, driver 580, link 55.4 GB/s in and 54.2 out" in text
-    assert "Pensieve v1, vLLM 0.23.0 with torch 2.11, seed 0, ramp 60, warm-up 90, measured 35 s" in text
+    assert "Pensieve v1, vLLM 0.23.0 with torch 2.11, ramp 60, warm-up 90, measured 35 s" in text
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith(("| a1", "| b2"))]
     assert [row[:3] for row in rows] == [
         ["a1", "4", "`pensieve`"],
         ["a1", "4", "`vllm`"],
+        ["a1", "4 (seed 1)", "`pensieve`"],
         ["a1", "5", "`pensieve`"],
         ["a1", "5", "`vllm`"],
         ["b2", "0.3", "`pensieve`"],
     ]
     assert rows[0][3:8] == ["22.25, 21.50", "40.0, 1.5", "20, 2, 1,234, 17,284", "1.5, 1.5", "30, 50, 0, 15, 5"]
-    assert rows[1][7:] == ["cached 45", "3, 4", "timeout: 8"] and rows[3][4] == "-, 1.5"
+    assert rows[1][7:] == ["cached 45", "3, 4", "timeout: 8"] and rows[4][4] == "-, 1.5"
 
 
 def test_a_page_is_filled_between_its_marks(tmp_path):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -80,7 +81,7 @@ def test_a_file_that_is_missing_or_torn_is_refused(tmp_path):
             read(path)
 
 
-@pytest.mark.parametrize("name", CHATS)
+@pytest.mark.parametrize("name", ["sharegpt", "ultrachat"])
 def test_synthetic_conversations_have_the_published_means(name):
     chats = CHATS[name]
     sessions = synthetic(chats, conversations=4000, sessions_per_s=2.0, think_s=15.0, seed=1)
@@ -95,6 +96,17 @@ def test_synthetic_conversations_have_the_published_means(name):
         for turn in session.turns:
             assert turn.history_tokens == log
             log += turn.input_tokens + turn.output_tokens
+
+
+def test_documents_come_before_the_first_prompt():
+    chats = CHATS["documents"]
+    sessions = synthetic(chats, conversations=4000, sessions_per_s=2.0, think_s=15.0, seed=1)
+    first = [session.turns[0].input_tokens for session in sessions]
+    low, high = chats.document
+    assert low < min(first) and high - 1000 < max(first) < high + 500
+    assert fmean(map(math.log, first)) == pytest.approx((math.log(low) + math.log(high)) / 2, rel=0.01)
+    later = [turn.input_tokens for session in sessions for turn in session.turns[1:]]
+    assert fmean(later) == pytest.approx(chats.input_tokens, rel=0.03)
 
 
 def test_uniform_turns_have_the_same_mean_and_no_long_tail():
