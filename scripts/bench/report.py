@@ -295,8 +295,11 @@ def _sources(result: Record) -> str:
 
 
 def plot_runs(records: Sequence[Record], path: Path) -> None:
-    """By rate and workload: time a token, and the 99th percentile of TTFT; a line a server and run."""
+    """By rate and workload: time a token, and the 99th percentile of TTFT; a line a server and run. Workloads with one
+    rate are left out, where there are others."""
     workloads = list(dict.fromkeys(record["workload"] for record in records))
+    rates = {name: {each["result"]["rate"] for each in records if each["workload"] == name} for name in workloads}
+    workloads = [name for name in workloads if len(rates[name]) > 1] or workloads
     servers = list(dict.fromkeys(record["server"] for record in records))
     figure, grid = subplots("--plot", 2, len(workloads), figsize=(6 * len(workloads), 7), squeeze=False)
     for column, workload in enumerate(workloads):
@@ -317,7 +320,8 @@ def plot_runs(records: Sequence[Record], path: Path) -> None:
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter("{x:,g}")
             axes.yaxis.set_minor_formatter("{x:,g}")
+            axes.tick_params(axis="y", which="minor", labelsize=6)
             axes.grid(alpha=0.3, which="both")
-            if named:
-                axes.legend()
-    figure.savefig(path, dpi=130)
+            if named and row == 0:
+                axes.legend(fontsize="x-small", loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
+    figure.savefig(path, dpi=130, bbox_inches="tight")
