@@ -44,6 +44,7 @@ class Admission:
         self._queues, self._order, self._batcher = queues, order, batcher
         self.choices = LoadOrRecomputeStats(cost)
         self._epochs = 0
+        self._too_large: tuple[Turn, int] | None = None  # the last request that did not fit, and the epochs by then
 
     def admit(self, batch: PlanBuilder) -> None:
         """Seats rows whose history has nearly arrived, then lets requests join, in their order.
@@ -118,17 +119,21 @@ class Admission:
         return max(1, int(max(step, LINK_PIECE_S) / self._cost.load()))
 
     def _surely_too_large(self, turn: Turn) -> bool:
-        """True if it did not fit at its last lookup and there is still less room than it needed then."""
-        return (
-            bool(self._queues.rows or self._queues.loading)
-            and self._store.available + self._queues.coming_free() < turn.wanted
-        )
+        """True if it did not fit at its last lookup, and there is still less room than it needed then.
+
+        If another request has joined since, the need is looked up again: that request may load or compute shared
+        chunks.
+        """
+        if self._queues.empty or self._too_large != (turn, self._epochs):
+            return False
+        return self._store.available + self._queues.coming_free() < turn.wanted
 
     def _keep_for_later(self, turn: Turn, needs: RequestNeeds, batch: PlanBuilder) -> None:
         """The first request of the queue must wait. Its conversation is active, so its hits are evicted last."""
         if not turn.wanted:
             self._queues.await_chunks(turn, needs.chunks, batch.now)
         batch.wanted = turn.wanted = self._wanted(needs)
+        self._too_large = turn, self._epochs
 
     def _wanted(self, needs: RequestNeeds) -> int:
         return needs.new_slots + needs.idle_safe + self._config.reserved_chunks
@@ -163,7 +168,7 @@ class Admission:
         if tail is not None:
             tail.tokens = needs.tail_tokens
             self._take_tail(turn, tail)
-        turn.tail, turn.waiting_for = None, None
+        turn.tail, turn.waiting_for, turn.wanted = None, None, 0
         if turn.usage is None:
             turn.usage = needs.usage
         if self._config.reuse:
