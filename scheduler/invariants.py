@@ -25,9 +25,12 @@ def check_requests(
     if {key for row in joined for key in row.pending} != set(store.pending):
         raise InvariantError("keys are pending that no row computes, or the other way round")
     placed = [*queues.waiting, *(row.turn for row in (*joined, *held.values()))]
-    awaited = {chunk for turn in queues.waiting for chunk in turn.awaited}
-    if any(chunk.queue_place and chunk not in awaited for chunk in store.resident_chunks()):
-        raise InvariantError("a chunk has a place in the queue, but no request there waits for it")
+    places: dict[Chunk, list[int]] = {chunk: [] for chunk in store.resident_chunks()}
+    for turn in queues.waiting:
+        for chunk in turn.awaited:
+            places.setdefault(chunk, []).append(turn.order[1])
+    if any(chunk.queue_places != tuple(sorted(awaited)) for chunk, awaited in places.items()):
+        raise InvariantError("a chunk's places in the queue are not those of the requests that wait for it")
     if len(placed) != len(turns) or {turn.request.id for turn in placed} != set(turns):
         raise InvariantError("a request is in two places, or in none")
 

@@ -95,8 +95,8 @@ class Chunk:
                     quota
     over_quota      conversations over their owners' quotas among the claims
     past_window     the chunk's context has outgrown its window: if this chunk is lost, the whole context is recomputed
-    queue_place     0, or the queue place of the request that waits for the chunk: it is evicted after all chunks that
-                    no request waits for, those of the last request in the queue first
+    queue_places    places of the requests in the queue that wait for the chunk, ascending. It is evicted after all
+                    chunks that no request waits for; of these, those of the last request in the queue first
     copied_for_disk its copy on HOST is only on its way to DISK, so its GPU slot is not taken for that copy: the first
                     chunks written are the most valuable
     loading         its GPU slot is reserved, but the swap-in is not issued for all of the row: the slot holds no data
@@ -124,7 +124,7 @@ class Chunk:
         "over_quota",
         "past_window",
         "pins",
-        "queue_place",
+        "queue_places",
         "refused_by_host",
         "tokens",
         "users",
@@ -144,7 +144,7 @@ class Chunk:
         self.pins = 0
         self.over_quota = 0
         self.past_window = False
-        self.queue_place = 0
+        self.queue_places: tuple[int, ...] = ()
         self.created = self.last_active = now
         self.dropped_at = NEVER
         self.loading = False

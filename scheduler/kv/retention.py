@@ -49,7 +49,7 @@ class EvictionPolicy:
     """Weight classes of chunks with one claim and no pin, by the chunks' ends; filled on demand."""
 
     def weight_class(self, chunk: Chunk) -> int:
-        if chunk.queue_place and self.sees_queue:  # before any cost: the place in the queue decides
+        if chunk.queue_places and self.sees_queue:  # before any cost: the place in the queue decides
             return AWAITED_CLASS + PINNED_CLASS if chunk.pins else AWAITED_CLASS
         end = maxsize if chunk.past_window else chunk.end
         number = self.cost_classes.get(end)
@@ -62,8 +62,8 @@ class EvictionPolicy:
         return number + PINNED_CLASS if chunk.pins else number
 
     def stamp(self, chunk: Chunk) -> float:
-        if chunk.queue_place and self.sees_queue:
-            return -float(chunk.queue_place)  # a later place in the queue counts as longer idle
+        if chunk.queue_places and self.sees_queue:
+            return -float(chunk.queue_places[0])  # a later place in the queue counts as longer idle
         return chunk.created if self.by_age else chunk.last_active
 
     def at_once(self, missing: int) -> int:

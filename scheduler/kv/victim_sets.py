@@ -51,7 +51,7 @@ class VictimSet:
     def add(self, chunk: Chunk) -> None:
         """Files the chunk, or files it again if its class or stamp has changed."""
         policy, group = self._policy, chunk.victim_group
-        plain = chunk.claims <= 1 and not (chunk.pins or chunk.queue_place or chunk.past_window or policy.quotas)
+        plain = chunk.claims <= 1 and not (chunk.pins or chunk.queue_places or chunk.past_window or policy.quotas)
         if not plain or chunk.end not in policy.cost_classes:
             number, stamp = policy.weight_class(chunk), policy.stamp(chunk)
         else:

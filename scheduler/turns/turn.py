@@ -76,7 +76,7 @@ class Turn:
         self.tail: Chunk | None = None
         self.waiting_for: ChunkKey | None = None
         self.wanted = 0
-        self.awaited: list[Chunk] = []
+        self.awaited: dict[Chunk, None] = {}
         self.from_disk: frozenset[ChunkKey] | None = None
         self.promotes = True
         self.read: set[ChunkKey | None] = set()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from pensieve.scheduler.planning.lookup import RequestNeeds
+from pensieve.scheduler.types import InvariantError
 
 from ..harness import Harness
 
@@ -62,3 +65,39 @@ def test_a_need_shrinks_when_another_request_computes_shared_chunks():
     assert (harness.state(request), harness.state(urgent)) == ("waiting", "running")
     assert steps_without(harness, request) <= MOST_STEPS
     harness.drain()
+
+
+def two_that_wait_for_the_same_chunks():
+    """Returns the harness, two requests in the queue that share a prompt, and its four chunks, which are idle."""
+    harness = Harness(max_num_seqs=1)
+    shared = range(100, 116)
+    harness.turn(shared, 2, "a")
+    harness.submit(range(8), 40)
+    harness.tick()
+    harness.submit([9] * 4, 2)
+    requests = [harness.submit([*shared, n], 2) for n in (1, 2)]
+    chunks = list(map(harness.scheduler._store.find, harness.scheduler._turns[requests[1]].keys))
+    assert len(chunks) == 4
+    return harness, requests, chunks
+
+
+@pytest.mark.parametrize("leaves", [Harness.abort, Harness.run])
+def test_a_chunk_stays_awaited_when_the_first_of_two_waiting_requests_leaves(leaves):
+    harness, (first, second), chunks = two_that_wait_for_the_same_chunks()
+    leaves(harness, first)
+    assert harness.state(second) == "waiting"
+    harness.check()
+    assert all(chunk.queue_places for chunk in chunks)
+    harness.abort(second)
+    harness.check()
+    assert not any(chunk.queue_places for chunk in chunks)
+    harness.drain()
+
+
+@pytest.mark.parametrize("places", [(), (5,), (1, 4, 5)])
+def test_check_finds_a_place_that_is_missing_and_one_that_is_left(places):
+    harness, _, chunks = two_that_wait_for_the_same_chunks()
+    harness.check()
+    chunks[2].queue_places = places
+    with pytest.raises(InvariantError, match="places in the queue"):
+        harness.check()
