@@ -7,7 +7,7 @@ from .kv.chunk_store import ChunkStore
 from .kv.victim_sets import VictimSet
 from .planning.queues import RequestQueues
 from .turns.turn import RunningTurn, Turn
-from .types import InvariantError, RequestId
+from .types import InvariantError, QueuePlace, RequestId
 
 
 def check_requests(
@@ -25,11 +25,11 @@ def check_requests(
     if {key for row in joined for key in row.pending} != set(store.pending):
         raise InvariantError("keys are pending that no row computes, or the other way round")
     placed = [*queues.waiting, *(row.turn for row in (*joined, *held.values()))]
-    places: dict[Chunk, list[int]] = {chunk: [] for chunk in store.resident_chunks()}
-    for turn in queues.waiting:
+    places: dict[Chunk, list[QueuePlace]] = {chunk: [] for chunk in store.resident_chunks()}
+    for turn in queues.waiting:  # by place
         for chunk in turn.awaited:
-            places.setdefault(chunk, []).append(turn.order[1])
-    if any(chunk.queue_places != tuple(sorted(awaited)) for chunk, awaited in places.items()):
+            places.setdefault(chunk, []).append(turn.order)
+    if any(chunk.queue_places != tuple(awaited) for chunk, awaited in places.items()):
         raise InvariantError("a chunk's places in the queue are not those of the requests that wait for it")
     if len(placed) != len(turns) or {turn.request.id for turn in placed} != set(turns):
         raise InvariantError("a request is in two places, or in none")

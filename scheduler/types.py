@@ -52,6 +52,10 @@ class InvariantError(AssertionError):
     """The program's own state is inconsistent. Never caught: going on could return another conversation's tokens."""
 
 
+QueuePlace = tuple[int, int]
+"""A request's permanent place in the queue: (priority, number of its arrival), the smallest first."""
+
+
 class DiskRecord(NamedTuple):
     """A record that an earlier process left in a DISK slot: the keyed chunk that ends at position `end`, last active
     `age_s` seconds ago."""

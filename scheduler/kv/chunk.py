@@ -9,7 +9,7 @@ from math import inf
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
-from ..types import ChunkKey
+from ..types import ChunkKey, QueuePlace
 
 NO_SLOT = -1
 NEVER = -inf
@@ -144,7 +144,7 @@ class Chunk:
         self.pins = 0
         self.over_quota = 0
         self.past_window = False
-        self.queue_places: tuple[int, ...] = ()
+        self.queue_places: tuple[QueuePlace, ...] = ()
         self.created = self.last_active = now
         self.dropped_at = NEVER
         self.loading = False

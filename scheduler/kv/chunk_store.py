@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ..config import SchedulerConfig
 from ..plan import NO_TICKETS, Lane, StepResult
-from ..types import ChunkKey, DiskRecord, InvariantError
+from ..types import ChunkKey, DiskRecord, InvariantError, QueuePlace
 from .chunk import NEVER, NO_SLOT, Chunk, ChunkSet, Move, OrderedSet
 from .disk_tier import DiskTier
 from .retention import EvictionPolicy
@@ -209,7 +209,7 @@ class ChunkStore:
             if not chunk.users:
                 self.file(chunk)
 
-    def touch(self, chunk: Chunk, now: float, place: int | None = None) -> None:
+    def touch(self, chunk: Chunk, now: float, place: QueuePlace | None = None) -> None:
         """Marks the chunk as used now. `place`: of the request in the queue that waits for it from now on."""
         chunk.last_active = max(chunk.last_active, now)
         chunk.refused_by_host = False
@@ -217,7 +217,7 @@ class ChunkStore:
             chunk.queue_places = tuple(sorted((*chunk.queue_places, place)))
         self.file(chunk)
 
-    def end_wait(self, chunks: Iterable[Chunk], place: int) -> None:
+    def end_wait(self, chunks: Iterable[Chunk], place: QueuePlace) -> None:
         """The request at that place, which waited for the chunks, has left the queue."""
         for chunk in chunks:
             chunk.queue_places = tuple(other for other in chunk.queue_places if other != place)

@@ -19,8 +19,10 @@ from .chunk import Chunk
 
 SHORTEST_IDLE_S = 1e-3  # T is at least about one step
 CLASSES_PER_OCTAVE = 8
-AWAITED_CLASS = 64 * CLASSES_PER_OCTAVE  # 2**64: outweighs any cost and any idle time
+AWAITED_CLASS = 96 * CLASSES_PER_OCTAVE  # 2**96: outweighs any cost, any idle time and any place in the queue
 PINNED_CLASS = 2 * AWAITED_CLASS
+MOST_PRIORITY = 2**10  # priorities beyond +-1,024 count as these for the order of victims
+ARRIVALS = 2**32  # places in the queue of one priority
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,9 @@ class EvictionPolicy:
 
     def stamp(self, chunk: Chunk) -> float:
         if chunk.queue_places and self.sees_queue:
-            return -float(chunk.queue_places[0])  # a later place in the queue counts as longer idle
+            priority, arrival = chunk.queue_places[0]  # a later place in the queue counts as longer idle
+            rank = MOST_PRIORITY + max(-MOST_PRIORITY, min(priority, MOST_PRIORITY))
+            return -float(rank * ARRIVALS + arrival)
         return chunk.created if self.by_age else chunk.last_active
 
     def at_once(self, missing: int) -> int:

@@ -46,7 +46,7 @@ class RequestQueues:
 
         This does not hold for the chunks of a suspended request.
         """
-        place = None if turn.resumes else turn.order[1]
+        place = None if turn.resumes else turn.order
         for chunk in chunks:
             if chunk is not None and chunk.resident and not chunk.users:
                 self._store.touch(chunk, now, place)
@@ -55,7 +55,7 @@ class RequestQueues:
 
     def leave_queue(self, turn: Turn) -> None:
         self.waiting.remove(turn)
-        self._store.end_wait(turn.awaited, turn.order[1])
+        self._store.end_wait(turn.awaited, turn.order)
         turn.awaited.clear()
 
     # -- seats

@@ -6,7 +6,7 @@ from collections import deque
 
 from ..kv.chunk import Chunk
 from ..plan import Span
-from ..types import ChunkKey, Request, RowId, Usage
+from ..types import ChunkKey, QueuePlace, Request, RowId, Usage
 from .drafts import Drafts
 
 
@@ -16,7 +16,7 @@ class Turn:
     keys          one for each full chunk of `tokens`, as in `ChunkKeys`
     key_chains    keys from other context starts, as far as they have been tried
     first_keys    the first chunk's key for each other context start that has been tried
-    order         its permanent place in the queue: (priority, number of its arrival), the smallest first
+    order         its permanent place in the queue
     arrived       time of its arrival, seconds
     work          predicted seconds that computing the part of its prompt in no tier adds to a step
     reply_work    predicted seconds that its reply adds to all steps together
@@ -63,7 +63,7 @@ class Turn:
 
     def __init__(self, request: Request, arrival: int, context_start: int, keys: list[ChunkKey], now: float):
         self.request = request
-        self.order = (request.priority, arrival)
+        self.order: QueuePlace = (request.priority, arrival)
         self.arrived = now
         self.work = self.reply_work = self.allowance = 0.0
         self.queued: float | None = None
@@ -175,7 +175,7 @@ class RunningTurn:
         self.drafts = turn.drafts
 
     @property
-    def order(self) -> tuple[int, int]:
+    def order(self) -> QueuePlace:
         return self.turn.order
 
     @property

@@ -94,10 +94,28 @@ def test_a_chunk_stays_awaited_when_the_first_of_two_waiting_requests_leaves(lea
     harness.drain()
 
 
-@pytest.mark.parametrize("places", [(), (5,), (1, 4, 5)])
+@pytest.mark.parametrize("places", [(), ((0, 5),), ((0, 1), (0, 4), (0, 5))])
 def test_check_finds_a_place_that_is_missing_and_one_that_is_left(places):
     harness, _, chunks = two_that_wait_for_the_same_chunks()
     harness.check()
     chunks[2].queue_places = places
     with pytest.raises(InvariantError, match="places in the queue"):
         harness.check()
+
+
+def test_the_first_request_by_priority_loses_its_chunks_last():
+    harness = Harness(max_num_seqs=1)
+    prompts = range(100, 116), range(200, 216)
+    for name, prompt in zip("ab", prompts, strict=True):
+        harness.turn(prompt, 2, name)
+    harness.submit(range(8), 40)
+    harness.tick()
+    harness.submit([9] * 4, 2)
+    first_by_arrival, first = (
+        harness.submit([*prompt, 1], 2, priority=p) for prompt, p in zip(prompts, (5, -5), strict=True)
+    )
+    turns = [harness.scheduler._turns[request] for request in (first_by_arrival, first)]
+    store = harness.scheduler._store
+    values = [store.policy.value(store.find(turn.keys[0]), harness.now) for turn in turns]
+    assert values[0] < values[1]
+    harness.drain()
