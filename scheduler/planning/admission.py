@@ -113,9 +113,7 @@ class Admission:
 
     def link_chunks(self, batch: PlanBuilder) -> int:
         """Returns the number of chunks that the link copies in one direction while the step runs."""
-        rows = len(batch.generate)
-        context = min(batch.rows_context(), self._config.max_model_len)
-        step = self._cost.step(len(batch.token_ids), rows=rows, rows_context=context)
+        step = self._cost.step(len(batch.token_ids), rows=len(batch.generate), rows_context=batch.rows_context())
         return max(1, int(max(step, LINK_PIECE_S) / self._cost.load()))
 
     def _surely_too_large(self, turn: Turn) -> bool:

@@ -75,7 +75,7 @@ class Batcher:
         if not (self._queues.waiting or self._queues.loading or self._rows_with_spans()):
             return
         cost, rows, least = self._cost, max(1, len(batch.samples)), self._config.chunk_tokens
-        context = min(batch.rows_context() + 1, self._config.max_model_len)
+        context = batch.rows_context() + 1
         fit = cost.most_tokens(seconds, batch.budget, rows, context)
         batch.least, batch.budget = least + len(batch.token_ids), min(batch.budget, max(fit, least))
         base = cost.step(0, 0, rows, context)
