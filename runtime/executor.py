@@ -17,7 +17,7 @@ import numpy as np
 from ..plugins.kv_forms.forms import Form, record_bytes
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.plan import Lane, StepPlan, StepResult
-from ..scheduler.types import DiskRecord, InvariantError, Tier, TokenLogprobs
+from ..scheduler.types import DiskRecord, InvariantError, RequestId, Tier, TokenLogprobs
 from .counters import DiskCounters, KVCounters
 from .device.copies import Transfers
 from .device.protocol import Device, ForwardPass, Ticket, TransferSeconds
@@ -98,9 +98,13 @@ class Executor:
         device.load(engine, config.max_num_seqs, blocks, self._transfers.gates, config.max_num_batched_tokens)
 
     def begin_grammar(self, grammar: str) -> Future[Any] | None:
-        """Begins to compile the grammar for the row that will join with it, in another thread. Returns None if it is
-        already compiled."""
+        """Begins to compile the grammar, in another thread. Returns None if this engine cannot follow any."""
         return None if self._constraints is None else self._constraints.begin(grammar)
+
+    def keep_grammar(self, request: RequestId, compiled: Any) -> None:
+        """Keeps the outcome of `begin_grammar` until the request, which has been added, has ended."""
+        assert self._constraints is not None
+        self._constraints.keep(request, compiled)
 
     def launch(self, plan: StepPlan) -> None:
         """Issues the plan's work and returns. Raises InvariantError if the plan contradicts itself or too many plans

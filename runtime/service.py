@@ -194,10 +194,10 @@ class Service:
             case Submit(request):
                 self._submit(request, now)
             case Compiled(request, outcome):
-                outcome.result()
+                compiled = outcome.result()
                 if request.id in self._compiling:  # otherwise it was aborted meanwhile
                     del self._compiling[request.id]
-                    self._add(request, now)
+                    self._add(request, now, compiled)
             case Abort(request):
                 self._compiling.pop(request, None)
                 self._scheduler.abort(request, now)
@@ -230,11 +230,14 @@ class Service:
             self._compiling[request.id] = None
             compiling.add_done_callback(lambda outcome: self._inbox.put(Compiled(request, outcome)))
 
-    def _add(self, request: Request, now: float) -> None:
+    def _add(self, request: Request, now: float, compiled: Any = None) -> None:
         try:
             self._scheduler.add(request, now)
         except RequestError as error:
             self._refuse(request.id, error)
+            return
+        if compiled is not None:
+            self._executor.keep_grammar(request.id, compiled)
 
     def _tell_erased(self) -> None:
         for wholly in self._scheduler.disk.take_erased():
