@@ -59,6 +59,7 @@ LONGEST_WAIT_S = 1.0  # a signal that arrives just before a wait is handled when
 LAST_WORDS_S = 15.0  # seconds for the HTTP process to read the last messages at the end
 STUCK = "the reply's grammar cannot be followed any further: it is too complex for a text of this length"
 IDLE_CHECK_S = 1.0  # the state is checked once after so many seconds without work
+MOST_CHECKED = 16_384  # slots of all tiers up to which it is checked: about 50 ms, for which the next request waits
 
 
 class Compiled(NamedTuple):
@@ -175,7 +176,9 @@ class Service:
         except Empty:
             self._send(Applied())
             if draining == float("inf") and self._scheduler.idle:
-                self._scheduler.check()
+                config = self._scheduler.config
+                if config.gpu_kv_chunks + config.host_kv_chunks + config.disk_kv_chunks <= MOST_CHECKED:
+                    self._scheduler.check()
                 if self._inbox.empty():
                     self._garbage.collect_idle()
                 self._sleep()

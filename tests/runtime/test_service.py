@@ -18,7 +18,7 @@ import pytest
 from pensieve.runtime.counters import DiskCounters, KVCounters
 from pensieve.runtime.device.protocol import TransferSeconds
 from pensieve.runtime.messages import Abort, Drain, Draining, Erased, Forget, Ready, StepMessage, Submit
-from pensieve.runtime.service import LONGEST_WAIT_S, Service
+from pensieve.runtime.service import LONGEST_WAIT_S, MOST_CHECKED, Service
 from pensieve.scheduler.kv.stats import SchedulerStats
 from pensieve.scheduler.types import Applied, FinishReason, Output, Request, RequestId, Sampling
 
@@ -178,6 +178,21 @@ def test_a_deletion_that_ends_without_a_step_is_told(service: Service, scheduler
         while True:
             said.append(there.recv())
     assert Erased(True) in said
+
+
+@pytest.mark.parametrize(("slots", "checked"), [(MOST_CHECKED - 24, True), (MOST_CHECKED, False)])
+def test_an_idle_loop_checks_its_state_if_that_is_quick(
+    service: Service, scheduler: Scheduler, slots: int, checked: bool
+) -> None:
+    def get(timeout: float | None) -> None:
+        raise Empty
+
+    service._inbox = SimpleNamespace(get=get, empty=lambda: False)  # type: ignore[assignment]
+    scheduler.idle, scheduler.wake_at = True, 0.0
+    scheduler.config = SimpleNamespace(gpu_kv_chunks=16, host_kv_chunks=8, disk_kv_chunks=slots)
+    scheduler.check = lambda: scheduler.asked.append("check")
+    service._wait_for_news()
+    assert scheduler.asked == ["check"] * checked
 
 
 def test_it_sleeps_no_longer_than_a_clock_can(service: Service, scheduler: Scheduler) -> None:
