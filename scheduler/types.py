@@ -1,4 +1,4 @@
-"""Types shared by all rooms: tiers, requests, and the three kinds of failure (never mixed).
+"""Types shared by all packages: tiers, requests, and the three kinds of failure (never mixed).
 
 A wrong setting stops the start (`SettingError`), a bad request is answered to its client (`RequestError`), a broken
 invariant stops every rank with its reason (`InvariantError`).
@@ -106,7 +106,7 @@ class Sampling:
     logit_bias              (token id, number to add to its logit)
     logprobs                None, or the number of likeliest tokens whose log probabilities are reported, besides the
                             drawn token's
-    grammar                 the grammar that the reply must follow, in the form of `runtime.grammar`
+    grammar                 the grammar that the reply must follow, in the form of `runtime/step/grammar.py`
     """
 
     temperature: float = 0.0
