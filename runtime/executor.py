@@ -1,7 +1,7 @@
 """Executes plans one after the other: the next step is launched while the previous one runs.
 
-The executor makes no decisions, and only `wait` waits. The order of work comes from the plan's tickets and from the
-order of issue on the device's lanes.
+The executor makes no decisions. Only `wait` waits for the device. The order of work comes from the plan's tickets and
+from the order of issue on the device's lanes.
 """
 
 from __future__ import annotations
@@ -77,8 +77,7 @@ class Executor:
         disk        None: no plan may have disk work
         """
         shape = engine.kv_shape(config.gpu_kv_chunks, config.chunk_tokens)
-        # A row may pass its last position by the number of steps in flight; the KV of these positions is never used.
-        blocks = config.chunks(config.max_model_len + MAX_IN_FLIGHT)
+        blocks = config.chunks(config.max_model_len)
         host_shape = engine.kv_shape(config.host_kv_chunks, config.chunk_tokens)
         self._device = device
         self._inputs = StepPacker(config.max_num_seqs, blocks, config.chunk_tokens)

@@ -78,7 +78,7 @@ class Service:
         scheduler: Scheduler,
         executor: Executor,
         connection: Connection,
-        pace: StepTiming,
+        timing: StepTiming,
         trace: TraceFile | None = None,
     ):
         self._scheduler, self._executor = scheduler, executor
@@ -91,8 +91,8 @@ class Service:
         self._stats_due = 0.0
         self._trace = trace
         self._counters = LoopCounters(trace)
-        self._pace = pace
-        self._loop = EngineLoop(scheduler, executor, self._counters, pace)
+        self._timing = timing
+        self._loop = EngineLoop(scheduler, executor, self._counters, timing)
         self._garbage = GarbageCollector()
 
     def drain(self, seconds: float) -> None:
@@ -115,13 +115,13 @@ class Service:
                 while not self._inbox.empty():
                     self._take(self._inbox.get())
                 self._refuse_expired()
-                spare = self._pace.slack(time.monotonic())
-                if self._garbage.due(spare):
+                slack = self._timing.slack(time.monotonic())
+                if self._garbage.due(slack):
                     with self._counters.wait:
                         self._garbage.collect_new()
                     continue
-                if spare > 0:
-                    self._wait_for_message(spare)
+                if slack > 0:
+                    self._wait_for_message(slack)
                     continue
                 self._step()
         except BaseException as error:

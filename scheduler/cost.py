@@ -77,7 +77,7 @@ class CostProfile:
 
     def recompute(self, end: int) -> float:
         """Cost(l): seconds to compute the chunk that ends at position `end`."""
-        return self.chunk_seconds + self._attention(end)
+        return self.chunk_seconds + self._at(self.attention, end)
 
     def load(self) -> float:
         """Seconds to copy one chunk from host to GPU."""
@@ -105,7 +105,7 @@ class CostProfile:
     def step(self, tokens: int, context: int = 0, rows: int = 0, rows_context: int = 0) -> float:
         """Predicted seconds of a step with `tokens` known tokens, whose mean context is `context`, and `rows` rows that
         generate one token each, with mean context `rows_context`."""
-        attention = tokens / self.chunk_tokens * self._attention(context)
+        attention = tokens / self.chunk_tokens * self._at(self.attention, context)
         if rows:
             attention += rows * self._row_attention(rows_context)
         if self.steps:
@@ -119,7 +119,7 @@ class CostProfile:
 
     def token_attention(self, context: int) -> float:
         """Seconds that attention takes for one known token with this context."""
-        return self._attention(context) / self.chunk_tokens
+        return self._at(self.attention, context) / self.chunk_tokens
 
     def plan_seconds(self, plan: StepPlan, begins: Mapping[int, int] | None = None) -> float:
         """Predicted seconds of a plan; 0 without tokens. `begins`: by seat, the first position that its row sees
@@ -129,17 +129,12 @@ class CostProfile:
         seen, rows_seen = mean_contexts(plan, begins)
         return self.step(len(plan.token_ids), seen, len(plan.generate), rows_seen)
 
-    def _attention(self, context: int) -> float:
-        """Seconds that attention takes for one chunk with this context."""
-        return _interpolated(self.attention, self._seen(context))
-
     def _row_attention(self, context: int) -> float:
-        if self.row_attention:
-            return _interpolated(self.row_attention, self._seen(context))
-        return self.token_attention(context)
+        return self._at(self.row_attention, context) if self.row_attention else self.token_attention(context)
 
-    def _seen(self, context: int) -> int:
-        return context if self.most_context is None else min(context, self.most_context)
+    def _at(self, curve: Points, context: int) -> float:
+        """The curve's seconds at this context. No context costs more than the most that is seen."""
+        return _interpolated(curve, context if self.most_context is None else min(context, self.most_context))
 
     @property
     def _out_bytes_per_s(self) -> float:

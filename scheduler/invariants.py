@@ -45,7 +45,7 @@ def check_store(store: ChunkStore, users: dict[Chunk, int], claims: dict[Chunk, 
     known = set(chunks)
     if missing := {*users, *claims} - known:
         raise InvariantError(f"held but not in the store: {missing}")
-    victim_set = copies = 0
+    filed = copies = 0
     for chunk in chunks:
         claimed = claims.get(chunk, Claims(0))
         if chunk.users != users.get(chunk, 0) or (chunk.claims, chunk.pins, chunk.over_quota) != claimed:
@@ -61,10 +61,10 @@ def check_store(store: ChunkStore, users: dict[Chunk, int], claims: dict[Chunk, 
             raise InvariantError(f"{chunk} is private and has to do with the disk")
         if not (chunk.resident or chunk.claims):
             raise InvariantError(f"{chunk} is in no tier and unclaimed, but still in the store")
-        victim_set += _check_filing(store, chunk)
+        filed += _check_filing(store, chunk)
         copies += _check_copy(store, chunk)
     sets = (store.reclaimable, store.uncopied, store.host_only, store.host_spare, store.disk_only, store.busy_copied)
-    if victim_set != sum(len(members) for members in sets) or copies != len(store.disk_copies):
+    if filed != sum(len(members) for members in sets) or copies != len(store.disk_copies):
         raise InvariantError("a set of victims holds a chunk that does not belong there")
 
 

@@ -52,8 +52,7 @@ class InvariantError(AssertionError):
     """The program's own state is inconsistent. Never caught: going on could return another conversation's tokens."""
 
 
-QueuePlace = tuple[int, int]
-"""A request's permanent place in the queue: (priority, number of its arrival), the smallest first."""
+QueuePlace = tuple[int, int]  # (priority, number of the arrival): a request's permanent place, the smallest is first
 
 
 class DiskRecord(NamedTuple):

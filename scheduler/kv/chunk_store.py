@@ -160,7 +160,7 @@ class ChunkStore:
         computed = self.gpu.last[Lane.COMPUTE]
         for chunk in chunks:
             if chunk.users <= 0:
-                raise InvariantError(f"{chunk} is let go by a row that does not hold it")
+                raise InvariantError(f"{chunk} is released by a row that does not hold it")
             chunk.users -= 1
             if chunk.last_active < now:
                 chunk.last_active = now

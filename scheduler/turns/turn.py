@@ -109,7 +109,8 @@ class RunningTurn:
                   the last position that is ever computed: its sample is the last token allowed
     begin, end    token counts with the first token of the reply, and with the last one allowed
     window_end    the first position that does not see the whole row
-    room          the first position that cannot be computed yet: it has no slot, or is at `window_end`
+    first_without_slot
+                  the first position that cannot be computed yet: it has no slot, or is at `window_end`
     moved         the row begins at another chunk than the device knows
     loads         chunks whose swap-in has not been issued
     launched      the last step planned with this row
@@ -125,6 +126,7 @@ class RunningTurn:
         "drafts",
         "end",
         "first",
+        "first_without_slot",
         "id",
         "last_position",
         "launched",
@@ -133,7 +135,6 @@ class RunningTurn:
         "moved",
         "pending",
         "position",
-        "room",
         "seat",
         "spans",
         "stop_ids",
@@ -165,7 +166,7 @@ class RunningTurn:
         self.stop_ids = turn.request.stop_ids
         self.tokens = turn.tokens
         self.window_end = window_end
-        self.room = min(chunks[-1].end, window_end)
+        self.first_without_slot = min(chunks[-1].end, window_end)
         self.moved = first > 0
         self.seat = -1
         self.launched = 0
