@@ -1,7 +1,7 @@
 """Executes plans one after the other: the next step is launched while the previous one runs.
 
-The executor makes no decisions, and only `wait` waits. The order of work comes from the plan's tickets and from the
-order of issue on the device's lanes.
+The executor makes no decisions. Only `wait` waits for the device. The order of work comes from the plan's tickets and
+from the order of issue on the device's lanes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from ..plugins.kv_forms.forms import Form, record_bytes
 from ..scheduler.config import SchedulerConfig
 from ..scheduler.plan import Lane, StepPlan, StepResult
-from ..scheduler.types import DiskRecord, InvariantError, Tier, TokenLogprobs
+from ..scheduler.types import DiskRecord, InvariantError, RequestId, Tier, TokenLogprobs
 from .counters import DiskCounters, KVCounters
 from .device.copies import Transfers
 from .device.protocol import Device, ForwardPass, Ticket, TransferSeconds
@@ -77,8 +77,7 @@ class Executor:
         disk        None: no plan may have disk work
         """
         shape = engine.kv_shape(config.gpu_kv_chunks, config.chunk_tokens)
-        # A row may pass its last position by the number of steps in flight; the KV of these positions is never used.
-        blocks = config.chunks(config.max_model_len + MAX_IN_FLIGHT)
+        blocks = config.chunks(config.max_model_len)
         host_shape = engine.kv_shape(config.host_kv_chunks, config.chunk_tokens)
         self._device = device
         self._inputs = StepPacker(config.max_num_seqs, blocks, config.chunk_tokens)
@@ -98,9 +97,13 @@ class Executor:
         device.load(engine, config.max_num_seqs, blocks, self._transfers.gates, config.max_num_batched_tokens)
 
     def begin_grammar(self, grammar: str) -> Future[Any] | None:
-        """Begins to compile the grammar for the row that will join with it, in another thread. Returns None if it is
-        already compiled."""
+        """Begins to compile the grammar, in another thread. Returns None if this engine cannot follow any."""
         return None if self._constraints is None else self._constraints.begin(grammar)
+
+    def keep_grammar(self, request: RequestId, compiled: Any) -> None:
+        """Keeps the outcome of `begin_grammar` until the request, which has been added, has ended."""
+        assert self._constraints is not None
+        self._constraints.keep(request, compiled)
 
     def launch(self, plan: StepPlan) -> None:
         """Issues the plan's work and returns. Raises InvariantError if the plan contradicts itself or too many plans

@@ -268,9 +268,11 @@ class LLM:
         job.replies = job.call.replies(self, self._tokenizer)  # type: ignore[arg-type]  # replies need `finish`
         for reply in job.replies:
             request, grammar = reply.request, reply.request.sampling.grammar
-            if grammar is not None and (compiling := self._executor.begin_grammar(grammar)) is not None:
-                compiling.result()
+            compiling = self._executor.begin_grammar(grammar) if grammar is not None else None
+            compiled = compiling.result() if compiling is not None else None
             self._scheduler.add(request, self._loop.clock())
+            if compiled is not None:
+                self._executor.keep_grammar(request.id, compiled)
             self._jobs[request.id] = job, reply
 
     def _step(self) -> list[_Job]:

@@ -59,6 +59,7 @@ LONGEST_WAIT_S = 1.0  # a signal that arrives just before a wait is handled when
 LAST_WORDS_S = 15.0  # seconds for the HTTP process to read the last messages at the end
 STUCK = "the reply's grammar cannot be followed any further: it is too complex for a text of this length"
 IDLE_CHECK_S = 1.0  # the state is checked once after so many seconds without work
+MOST_CHECKED = 16_384  # slots of all tiers up to which it is checked: about 50 ms, for which the next request waits
 
 
 class Compiled(NamedTuple):
@@ -77,7 +78,7 @@ class Service:
         scheduler: Scheduler,
         executor: Executor,
         connection: Connection,
-        pace: StepTiming,
+        timing: StepTiming,
         trace: TraceFile | None = None,
     ):
         self._scheduler, self._executor = scheduler, executor
@@ -90,8 +91,8 @@ class Service:
         self._stats_due = 0.0
         self._trace = trace
         self._counters = LoopCounters(trace)
-        self._pace = pace
-        self._loop = EngineLoop(scheduler, executor, self._counters, pace)
+        self._timing = timing
+        self._loop = EngineLoop(scheduler, executor, self._counters, timing)
         self._garbage = GarbageCollector()
 
     def drain(self, seconds: float) -> None:
@@ -114,13 +115,13 @@ class Service:
                 while not self._inbox.empty():
                     self._take(self._inbox.get())
                 self._refuse_expired()
-                spare = self._pace.slack(time.monotonic())
-                if self._garbage.due(spare):
+                slack = self._timing.slack(time.monotonic())
+                if self._garbage.due(slack):
                     with self._counters.wait:
                         self._garbage.collect_new()
                     continue
-                if spare > 0:
-                    self._wait_for_message(spare)
+                if slack > 0:
+                    self._wait_for_message(slack)
                     continue
                 self._step()
         except BaseException as error:
@@ -175,7 +176,9 @@ class Service:
         except Empty:
             self._send(Applied())
             if draining == float("inf") and self._scheduler.idle:
-                self._scheduler.check()
+                config = self._scheduler.config
+                if config.gpu_kv_chunks + config.host_kv_chunks + config.disk_kv_chunks <= MOST_CHECKED:
+                    self._scheduler.check()
                 if self._inbox.empty():
                     self._garbage.collect_idle()
                 self._sleep()
@@ -194,10 +197,10 @@ class Service:
             case Submit(request):
                 self._submit(request, now)
             case Compiled(request, outcome):
-                outcome.result()
+                compiled = outcome.result()
                 if request.id in self._compiling:  # otherwise it was aborted meanwhile
                     del self._compiling[request.id]
-                    self._add(request, now)
+                    self._add(request, now, compiled)
             case Abort(request):
                 self._compiling.pop(request, None)
                 self._scheduler.abort(request, now)
@@ -230,11 +233,14 @@ class Service:
             self._compiling[request.id] = None
             compiling.add_done_callback(lambda outcome: self._inbox.put(Compiled(request, outcome)))
 
-    def _add(self, request: Request, now: float) -> None:
+    def _add(self, request: Request, now: float, compiled: Any = None) -> None:
         try:
             self._scheduler.add(request, now)
         except RequestError as error:
             self._refuse(request.id, error)
+            return
+        if compiled is not None:
+            self._executor.keep_grammar(request.id, compiled)
 
     def _tell_erased(self) -> None:
         for wholly in self._scheduler.disk.take_erased():

@@ -43,7 +43,7 @@ class CostProfile:
     disk_read_bytes_per_s, disk_write_bytes_per_s
                          one rank's disk; the defaults are about those of one NVMe drive
 
-    most_context         the most tokens that a chunk sees, at any position of its context
+    most_context         the most tokens that a chunk or a row sees, at any position of its context
     """
 
     chunk_tokens: int
@@ -77,8 +77,7 @@ class CostProfile:
 
     def recompute(self, end: int) -> float:
         """Cost(l): seconds to compute the chunk that ends at position `end`."""
-        seen = end if self.most_context is None else min(end, self.most_context)
-        return self.chunk_seconds + _interpolated(self.attention, seen)
+        return self.chunk_seconds + self._at(self.attention, end)
 
     def load(self) -> float:
         """Seconds to copy one chunk from host to GPU."""
@@ -106,7 +105,7 @@ class CostProfile:
     def step(self, tokens: int, context: int = 0, rows: int = 0, rows_context: int = 0) -> float:
         """Predicted seconds of a step with `tokens` known tokens, whose mean context is `context`, and `rows` rows that
         generate one token each, with mean context `rows_context`."""
-        attention = tokens / self.chunk_tokens * _interpolated(self.attention, context)
+        attention = tokens / self.chunk_tokens * self._at(self.attention, context)
         if rows:
             attention += rows * self._row_attention(rows_context)
         if self.steps:
@@ -120,8 +119,7 @@ class CostProfile:
 
     def token_attention(self, context: int) -> float:
         """Seconds that attention takes for one known token with this context."""
-        seen = context if self.most_context is None else min(context, self.most_context)
-        return _interpolated(self.attention, seen) / self.chunk_tokens
+        return self._at(self.attention, context) / self.chunk_tokens
 
     def plan_seconds(self, plan: StepPlan, begins: Mapping[int, int] | None = None) -> float:
         """Predicted seconds of a plan; 0 without tokens. `begins`: by seat, the first position that its row sees
@@ -132,9 +130,11 @@ class CostProfile:
         return self.step(len(plan.token_ids), seen, len(plan.generate), rows_seen)
 
     def _row_attention(self, context: int) -> float:
-        if self.row_attention:
-            return _interpolated(self.row_attention, context)
-        return _interpolated(self.attention, context) / self.chunk_tokens
+        return self._at(self.row_attention, context) if self.row_attention else self.token_attention(context)
+
+    def _at(self, curve: Points, context: int) -> float:
+        """The curve's seconds at this context. No context costs more than the most that is seen."""
+        return _interpolated(curve, context if self.most_context is None else min(context, self.most_context))
 
     @property
     def _out_bytes_per_s(self) -> float:

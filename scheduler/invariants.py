@@ -7,7 +7,7 @@ from .kv.chunk_store import ChunkStore
 from .kv.victim_sets import VictimSet
 from .planning.queues import RequestQueues
 from .turns.turn import RunningTurn, Turn
-from .types import InvariantError, RequestId
+from .types import InvariantError, QueuePlace, RequestId
 
 
 def check_requests(
@@ -25,9 +25,12 @@ def check_requests(
     if {key for row in joined for key in row.pending} != set(store.pending):
         raise InvariantError("keys are pending that no row computes, or the other way round")
     placed = [*queues.waiting, *(row.turn for row in (*joined, *held.values()))]
-    awaited = {chunk for turn in queues.waiting for chunk in turn.awaited}
-    if any(chunk.queue_place and chunk not in awaited for chunk in store.resident_chunks()):
-        raise InvariantError("a chunk has a place in the queue, but no request there waits for it")
+    places: dict[Chunk, list[QueuePlace]] = {chunk: [] for chunk in store.resident_chunks()}
+    for turn in queues.waiting:  # by place
+        for chunk in turn.awaited:
+            places.setdefault(chunk, []).append(turn.order)
+    if any(chunk.queue_places != tuple(awaited) for chunk, awaited in places.items()):
+        raise InvariantError("a chunk's places in the queue are not those of the requests that wait for it")
     if len(placed) != len(turns) or {turn.request.id for turn in placed} != set(turns):
         raise InvariantError("a request is in two places, or in none")
 
@@ -42,7 +45,7 @@ def check_store(store: ChunkStore, users: dict[Chunk, int], claims: dict[Chunk, 
     known = set(chunks)
     if missing := {*users, *claims} - known:
         raise InvariantError(f"held but not in the store: {missing}")
-    victim_set = copies = 0
+    filed = copies = 0
     for chunk in chunks:
         claimed = claims.get(chunk, Claims(0))
         if chunk.users != users.get(chunk, 0) or (chunk.claims, chunk.pins, chunk.over_quota) != claimed:
@@ -58,10 +61,10 @@ def check_store(store: ChunkStore, users: dict[Chunk, int], claims: dict[Chunk, 
             raise InvariantError(f"{chunk} is private and has to do with the disk")
         if not (chunk.resident or chunk.claims):
             raise InvariantError(f"{chunk} is in no tier and unclaimed, but still in the store")
-        victim_set += _check_filing(store, chunk)
+        filed += _check_filing(store, chunk)
         copies += _check_copy(store, chunk)
     sets = (store.reclaimable, store.uncopied, store.host_only, store.host_spare, store.disk_only, store.busy_copied)
-    if victim_set != sum(len(members) for members in sets) or copies != len(store.disk_copies):
+    if filed != sum(len(members) for members in sets) or copies != len(store.disk_copies):
         raise InvariantError("a set of victims holds a chunk that does not belong there")
 
 

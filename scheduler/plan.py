@@ -54,11 +54,11 @@ class Join(NamedTuple):
     may_end: int = 0
 
 
-class Origin(NamedTuple):
+class RowStart(NamedTuple):
     """The row of the request in `seat` now begins at position `start`, the first of a chunk. Earlier positions are no
     longer seen. A `BlockUpdate` from chunk 0 on follows with the whole row. The model counts positions from `zero`.
 
-    Without an Origin a row begins at position 0. This holds for every row that joins.
+    Without a RowStart a row begins at position 0. This holds for every row that joins.
     """
 
     seat: int
@@ -159,7 +159,7 @@ class StepPlan:
     spills: tuple[Spill, ...] = ()
     promotions: tuple[Promotion, ...] = ()
     erased: tuple[int, ...] = ()
-    origins: tuple[Origin, ...] = ()
+    origins: tuple[RowStart, ...] = ()
     ended: tuple[RequestId, ...] = ()
 
     @property

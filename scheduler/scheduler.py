@@ -54,6 +54,8 @@ from .types import (
 
 
 class Scheduler:
+    """One thread uses it. See the module's description."""
+
     def __init__(self, config: SchedulerConfig, cost: CostProfile):
         cost = replace(cost, most_context=config.max_model_len)
         self.config = config
@@ -79,8 +81,8 @@ class Scheduler:
         self._inflight: deque[tuple[StepPlan, list[RunningTurn]]] = deque()
         self._step = self._applied = 0
         self._arrivals = 0
-        self._ended: list[RequestId] = []  # requests with a grammar that have ended since the last plan
-        self._patient: deque[Turn] = deque()  # in order of arrival; some already have a seat or have ended
+        self._ended_grammars: list[RequestId] = []  # requests with a grammar that have ended since the last plan
+        self._timing_out: deque[Turn] = deque()  # by arrival; entries that have a seat or have ended are skipped
         self._swapped_in = self._swapped_out = 0
         self._last_out = 0  # ticket of the last swap-out
         # Most of HOST is kept for chunks that are in no other tier. A second copy of a chunk on the GPU gains nothing.
@@ -96,7 +98,7 @@ class Scheduler:
         if len(self._queues.waiting) >= self.config.max_queue:
             raise RequestError(429, f"{len(self._queues.waiting)} requests wait already", None)
         # expire first: this turn must not revive an expired conversation
-        self.conversations.expire(now, self._write_behind.untold)
+        self.conversations.expire(now, self._write_behind.withheld)
         self._arrivals += 1
         turn = Turn(request, self._arrivals, *self._committer.prompt_keys(request), now)
         turn.drafts = self._batcher.drafting.begin(request)
@@ -105,7 +107,7 @@ class Scheduler:
         self._touch(turn, now)
         self._queues.enqueue(turn)
         if self.config.queue_timeout is not None:
-            self._patient.append(turn)
+            self._timing_out.append(turn)
 
     def abort(self, request: RequestId, now: float) -> None:
         """Ends the request without committing its turn. Its full chunks stay as cache. An unknown id has already
@@ -124,8 +126,8 @@ class Scheduler:
     def expire(self, now: float) -> list[RequestId]:
         """Ends the requests that have waited longer than `queue_timeout` for their first seat. Returns their ids."""
         expired, patience = [], self.config.queue_timeout
-        while patience is not None and self._patient and self._patient[0].arrived + patience <= now:
-            turn = self._patient.popleft()
+        while patience is not None and self._timing_out and self._timing_out[0].arrived + patience <= now:
+            turn = self._timing_out.popleft()
             if turn.queued is None and self._turns.get(turn.request.id) is turn:
                 self.abort(turn.request.id, now)
                 expired.append(turn.request.id)
@@ -171,33 +173,33 @@ class Scheduler:
         self._store.now = now
         copies = StepCopies(step, self._store.gpu, self._store.host)
         evictor = Evictor(self._store, copies, now)
-        batch = PlanBuilder(step, self._applied, now, copies, evictor, self.config.max_num_batched_tokens)
+        builder = PlanBuilder(step, self._applied, now, copies, evictor, self.config.max_num_batched_tokens)
         batcher = self._batcher
 
-        self.conversations.expire(now, self._write_behind.untold)
+        self.conversations.expire(now, self._write_behind.withheld)
         self._deletions.go_on()
         self._queues.release_suspended(self._applied, now)
         if self.config.batching == "unified":
-            batcher.plan_generation(batch)
-        batcher.plan_fair_spans(batch)
-        self._admission.admit(batch)
-        batcher.plan_spans(batch)
-        if self.config.batching == "separate" and not batch.tokens:
-            batcher.plan_generation(batch)
-            if not batch.tokens:  # the only row may have outgrown its window and gone back to the queue
-                self._admission.admit(batch)
-        self._swap_out_ahead(batch)
+            batcher.plan_generation(builder)
+        batcher.plan_fair_spans(builder)
+        self._admission.admit(builder)
+        batcher.plan_spans(builder)
+        if self.config.batching == "separate" and not builder.tokens:
+            batcher.plan_generation(builder)
+            if not builder.tokens:  # the only row may have outgrown its window and gone back to the queue
+                self._admission.admit(builder)
+        self._swap_out_ahead(builder)
         if self.config.disk_kv_chunks:
-            self.disk.plan(batch)
+            self.disk.plan(builder)
 
         self._store.end_plan()
-        batch.ended = tuple(self._ended)
-        plan = batch.freeze()
-        if not plan.tokens and not plan.copies and not self._polls(batch):
+        builder.ended = tuple(self._ended_grammars)
+        plan = builder.freeze()
+        if not plan.tokens and not plan.copies and not self._polls(builder):
             return None
-        self._ended.clear()
+        self._ended_grammars.clear()
         self._step = step
-        self._inflight.append((plan, batch.span_rows))
+        self._inflight.append((plan, builder.span_rows))
         self._last_out = max((copy.ticket for copy in plan.copies if copy.lane is Lane.OUT), default=self._last_out)
         swapped_in, swapped_out = copies.moved()
         self._swapped_in += swapped_in
@@ -273,7 +275,7 @@ class Scheduler:
             running=len(queues.rows) + len(queues.loading),
             waiting=len(queues.waiting),
             suspensions=queues.suspensions,
-            drafts=drafting.rows,
+            drafts=drafting.checks,
             drafted=drafting.drafted,
             accepted=drafting.accepted,
             dropped=store.dropped,
@@ -317,27 +319,27 @@ class Scheduler:
             chunks.append(conversation.tail)
         self._queues.await_chunks(turn, chunks, self._store.stamp(now))
 
-    def _swap_out_ahead(self, batch: PlanBuilder) -> None:
+    def _swap_out_ahead(self, builder: PlanBuilder) -> None:
         """Copies chunks out ahead of time while fewer GPU slots are available than the mark, or than the first waiting
         request needs if that is more.
 
         The next plan takes slots for generation before it admits that request. The slots for both are freed now.
         """
-        needed = batch.wanted + batch.short
-        if batch.wanted:
-            needed += sum(row.position == row.room for row in self._queues.rows)
-        available = max(self._mark, needed) - self._queues.coming_free()
-        if self._store.available < available:
-            batch.evictor.swap_out_ahead(available, most=max(needed, self._admission.link_chunks(batch)))
+        needed = builder.wanted + builder.short
+        if builder.wanted:
+            needed += sum(row.position == row.first_without_slot for row in self._queues.rows)
+        target = max(self._mark, needed) - self._queues.coming_free()
+        if self._store.available < target:
+            builder.evictor.swap_out_ahead(target, most=max(needed, self._admission.link_chunks(builder)))
 
-    def _polls(self, batch: PlanBuilder) -> bool:
+    def _polls(self, builder: PlanBuilder) -> bool:
         """True if an empty plan is needed: it carries disk work, or, with nothing in flight, its result reports the
         progress of disk work."""
-        if batch.spills or batch.promotions or batch.erased:
+        if builder.spills or builder.promotions or builder.erased:
             return True
         if self._inflight:
             return False
-        return batch.polls or self.disk.busy or self._deletions.looking or self._awaits_copies()
+        return builder.polls or self.disk.busy or self._deletions.looking or self._awaits_copies()
 
     def _awaits_copies(self) -> bool:
         """True if a waiting request may depend on a copy on HOST that is not confirmed yet."""
@@ -406,7 +408,7 @@ class Scheduler:
         """Forgets a turn that has ended or left."""
         del self._turns[turn.request.id]
         if turn.request.sampling.grammar is not None:
-            self._ended.append(turn.request.id)
+            self._ended_grammars.append(turn.request.id)
 
     def _truncated(self, turn: Turn, count: int) -> int:
         """Count of leading tokens that the last of the turn's first `count` tokens did not see."""

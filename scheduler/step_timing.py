@@ -67,12 +67,13 @@ class StepTiming:
         if began is None or self._lead is None:
             return 0.0
         surely = seconds * self._experience[kind].least
-        spare = max(0.0, began + surely - self._lead - self._margin - now)
-        self._waited = self._waited or spare > 0
-        return spare
+        slack = max(0.0, began + surely - self._lead - self._margin - now)
+        self._waited = self._waited or slack > 0
+        return slack
 
     def launched(self, plan: StepPlan, planning_began: float, now: float, idle: bool) -> None:
-        """Records that the plan was handed to the device. `idle`: the device had no other work."""
+        """Records that the plan was handed to the device. `idle`: the previous step had already ended, so
+        the device waited for this one."""
         if idle and self._waited:
             self._margin = min(RAISED * self._margin, MOST_MARGIN)
         # otherwise a margin too large to wait at all would never shrink

@@ -1,4 +1,4 @@
-"""Types shared by all rooms: tiers, requests, and the three kinds of failure (never mixed).
+"""Types shared by all packages: tiers, requests, and the three kinds of failure (never mixed).
 
 A wrong setting stops the start (`SettingError`), a bad request is answered to its client (`RequestError`), a broken
 invariant stops every rank with its reason (`InvariantError`).
@@ -52,6 +52,9 @@ class InvariantError(AssertionError):
     """The program's own state is inconsistent. Never caught: going on could return another conversation's tokens."""
 
 
+QueuePlace = tuple[int, int]  # (priority, number of the arrival): a request's permanent place, the smallest is first
+
+
 class DiskRecord(NamedTuple):
     """A record that an earlier process left in a DISK slot: the keyed chunk that ends at position `end`, last active
     `age_s` seconds ago."""
@@ -102,7 +105,7 @@ class Sampling:
     logit_bias              (token id, number to add to its logit)
     logprobs                None, or the number of likeliest tokens whose log probabilities are reported, besides the
                             drawn token's
-    grammar                 the grammar that the reply must follow, in the form of `runtime.grammar`
+    grammar                 the grammar that the reply must follow, in the form of `runtime/step/grammar.py`
     """
 
     temperature: float = 0.0

@@ -96,6 +96,8 @@ class ForwardPass(Protocol):
 
 
 class Device(Protocol):
+    """One rank's pools, lanes and engine. Its work is issued by one thread and runs behind it."""
+
     def memory(self, tier: Tier) -> Memory:
         """Returns the memory of GPU or HOST."""
 

@@ -23,7 +23,7 @@ ABOUT = "about.json"
 
 
 @dataclass(frozen=True)
-class Origin:
+class RecordOrigin:
     """Everything that must be equal for KV on disk to be read again: all that changes KV, and its division among ranks.
 
     engine          digest of all that changes KV, as `SchedulerConfig.seed`, hexadecimal
@@ -46,7 +46,7 @@ class Origin:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).digest()
 
 
-def open_directory(path: Path, origin: Origin) -> Path:
+def open_directory(path: Path, origin: RecordOrigin) -> Path:
     """Returns the rank's own folder under `path`, and creates it if it is missing. Records of any other origin are
     deleted.
 

@@ -47,7 +47,7 @@ def record_bytes(payload: int) -> int:
 
 
 def pack_header(key: ChunkKey, end: int, origin: bytes, written: float, payload: np.ndarray) -> bytes:
-    """The page before `payload` ([bytes] uint8). `origin`: the 32 bytes of `Origin.digest`."""
+    """The page before `payload` ([bytes] uint8). `origin`: the 32 bytes of `RecordOrigin.digest`."""
     fields = _FIELDS.pack(_MAGIC, VERSION, key, origin, end, written, len(payload))
     head = fields + _checksum(fields, payload.data)
     return (head + _checksum(head)).ljust(PAGE, b"\0")

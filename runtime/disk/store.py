@@ -26,7 +26,7 @@ import numpy as np
 from ...scheduler.plan import Promotion, Spill, StepPlan
 from ...scheduler.types import DiskRecord, InvariantError, SettingError
 from ..counters import DiskCounters
-from .directory import Origin, open_directory
+from .directory import RecordOrigin, open_directory
 from .record import PAGE, pack_header, payload_intact, read_header, record_bytes
 from .segments import SEGMENT_BYTES, Segments, SystemCalls, aligned_buffer
 
@@ -48,7 +48,8 @@ class DiskReport(NamedTuple):
 
 
 class DiskSettings(NamedTuple):
-    """The directory of the records, their number, and the parts of their `Origin` (the device gives `chunk_bytes`)."""
+    """The directory of the records, their number, and the parts of their `RecordOrigin` (`chunk_bytes` is the
+    device's)."""
 
     directory: Path
     slots: int
@@ -68,7 +69,7 @@ class DiskStore:
         SettingError('--disk-dir') if the directory cannot be used.
         """
         payload = len(host_record(0))
-        origin = Origin(settings.engine, chunk_tokens, payload, settings.ranks, settings.rank)
+        origin = RecordOrigin(settings.engine, chunk_tokens, payload, settings.ranks, settings.rank)
         self._directory = open_directory(settings.directory, origin)
         self._origin, self._payload, self._record = origin.digest, payload, record_bytes(payload)
         self._host_record = host_record
@@ -236,14 +237,16 @@ class DiskStore:
 
     def _write(self, run: list[Spill]) -> set[int]:
         buffers: list[Any] = []
-        for spill, room in zip(run, self._rooms(), strict=False):
+        for spill, buffer in zip(run, self._buffers(), strict=False):
             payload = self._host_record(spill.host)
-            room[:PAGE] = np.frombuffer(pack_header(spill.key, spill.end, self._origin, time.time(), payload), np.uint8)
+            buffer[:PAGE] = np.frombuffer(
+                pack_header(spill.key, spill.end, self._origin, time.time(), payload), np.uint8
+            )
             if self._in_place(payload):
-                buffers += [room[:PAGE], payload]
+                buffers += [buffer[:PAGE], payload]
             else:
-                room[PAGE : PAGE + len(payload)] = payload
-                buffers.append(room)
+                buffer[PAGE : PAGE + len(payload)] = payload
+                buffers.append(buffer)
         self._segments.write(run[0].disk, buffers)
         if self._counters.full:
             self._not_full()
@@ -253,15 +256,15 @@ class DiskStore:
         """Reads records. Returns the DISK slots whose record is the expected one."""
         buffers: list[Any] = []
         read = []
-        for promotion, room in zip(run, self._rooms(), strict=False):
+        for promotion, buffer in zip(run, self._buffers(), strict=False):
             payload = self._host_record(promotion.host)
             in_place = self._in_place(payload)
-            buffers += [room[:PAGE], payload] if in_place else [room]
-            read.append((promotion, room, payload, in_place))
+            buffers += [buffer[:PAGE], payload] if in_place else [buffer]
+            read.append((promotion, buffer, payload, in_place))
         self._segments.read(run[0].disk, buffers)
         intact = set()
-        for promotion, room, payload, in_place in read:
-            page, content = room[:PAGE].data, payload if in_place else room[PAGE : PAGE + len(payload)]
+        for promotion, buffer, payload, in_place in read:
+            page, content = buffer[:PAGE].data, payload if in_place else buffer[PAGE : PAGE + len(payload)]
             header = read_header(page, self._origin, len(payload))
             if header is None or header.key != promotion.key or not payload_intact(page, content):
                 self._reject(promotion)
@@ -272,7 +275,7 @@ class DiskStore:
         return intact
 
     def _look(self, slot: int, now: float, unreadable: list[int]) -> DiskRecord | None:
-        page = self._rooms()[0][:PAGE].data
+        page = self._buffers()[0][:PAGE].data
         try:
             self._segments.read(slot, [page])
         except OSError as error:
@@ -294,14 +297,14 @@ class DiskStore:
                 runs.append([one])
         return runs
 
-    def _rooms(self) -> list[np.ndarray]:
+    def _buffers(self) -> list[np.ndarray]:
         """Buffers of this thread for the records of a run, [bytes] uint8 each. If payloads are transferred in place,
         only the header pages are used."""
-        if not hasattr(self._own, "rooms"):
+        if not hasattr(self._own, "buffers"):
             buffer = np.frombuffer(aligned_buffer(self._most_merged * self._record), np.uint8)
-            self._own.rooms = list(buffer.reshape(self._most_merged, self._record))
-        rooms: list[np.ndarray] = self._own.rooms
-        return rooms
+            self._own.buffers = list(buffer.reshape(self._most_merged, self._record))
+        buffers: list[np.ndarray] = self._own.buffers
+        return buffers
 
     @staticmethod
     def _in_place(payload: np.ndarray) -> bool:

@@ -22,7 +22,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 log = logging.getLogger(__name__)
 
 MOST_EBNF = 8192  # characters: the worst of this length take 50 ms
-MOST_COMPILED = 64  # compiled grammars that are kept, 0.2 to 5 MB each, 20 MB for the longest
+MOST_COMPILED = 64  # grammars kept beside those of open requests, 0.2 to 5 MB each, 20 MB for the longest
 COMPILERS = 2  # threads
 STACK_BYTES = 256 * 1024**2  # address space; memory is taken only when used
 
@@ -93,16 +93,18 @@ class Grammars:
         path = str(Path(tokenizer) / "tokenizer.json")
         return llguidance.LLTokenizer(path, n_vocab=vocab_size, eos_token=list(stop_ids) or None)
 
-    def begin(self, grammar: str) -> Future[llguidance.LLMatcher] | None:
-        """Begins to compile the grammar in another thread, for `matcher` to find. Returns None if it is already
-        compiled."""
-        return None if self._find(grammar) else self._compilers.submit(self._compile_and_keep, grammar)
+    def begin(self, grammar: str) -> Future[llguidance.LLMatcher]:
+        """Begins to compile the grammar in another thread, unless it is already compiled. Its users take copies."""
+        if (compiled := self._find(grammar)) is None:
+            return self._compilers.submit(self._compile_and_keep, grammar)
+        done: Future[llguidance.LLMatcher] = Future()
+        done.set_result(compiled)
+        return done
 
     def matcher(self, grammar: str) -> llguidance.LLMatcher:
         """Returns a matcher at the beginning of a reply. First compiles a grammar that is not, or no longer,
         compiled."""
-        compiled = self._find(grammar) or self._compilers.submit(self._compile_and_keep, grammar).result()
-        return compiled.deep_copy()  # 0.1 ms
+        return self.begin(grammar).result().deep_copy()
 
     def _find(self, grammar: str) -> llguidance.LLMatcher | None:
         with self._lock:

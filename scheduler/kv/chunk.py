@@ -9,7 +9,7 @@ from math import inf
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
-from ..types import ChunkKey
+from ..types import ChunkKey, QueuePlace
 
 NO_SLOT = -1
 NEVER = -inf
@@ -95,10 +95,10 @@ class Chunk:
                     quota
     over_quota      conversations over their owners' quotas among the claims
     past_window     the chunk's context has outgrown its window: if this chunk is lost, the whole context is recomputed
-    queue_place     0, or the queue place of the request that waits for the chunk: it is evicted after all chunks that
-                    no request waits for, those of the last request in the queue first
-    copied_for_disk its copy on HOST is only on its way to DISK, so its GPU slot is not taken for that copy: the first
-                    chunks written are the most valuable
+    queue_places    places of the requests in the queue that wait for the chunk, ascending. It is evicted after all
+                    chunks that no request waits for; of these, those of the last request in the queue first
+    copied_for_disk its copy on HOST is only on its way to DISK, so its GPU slot is not taken for that copy: chunks of
+                    turns that have just ended are the most valuable
     loading         its GPU slot is reserved, but the swap-in is not issued for all of the row: the slot holds no data
                     yet
     victim_set      the set of victims that contains it; victim_group: its group in that set
@@ -124,7 +124,7 @@ class Chunk:
         "over_quota",
         "past_window",
         "pins",
-        "queue_place",
+        "queue_places",
         "refused_by_host",
         "tokens",
         "users",
@@ -144,7 +144,7 @@ class Chunk:
         self.pins = 0
         self.over_quota = 0
         self.past_window = False
-        self.queue_place = 0
+        self.queue_places: tuple[QueuePlace, ...] = ()
         self.created = self.last_active = now
         self.dropped_at = NEVER
         self.loading = False

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ..config import SchedulerConfig
 from ..plan import NO_TICKETS, Lane, StepResult
-from ..types import ChunkKey, DiskRecord, InvariantError
+from ..types import ChunkKey, DiskRecord, InvariantError, QueuePlace
 from .chunk import NEVER, NO_SLOT, Chunk, ChunkSet, Move, OrderedSet
 from .disk_tier import DiskTier
 from .retention import EvictionPolicy
@@ -160,7 +160,7 @@ class ChunkStore:
         computed = self.gpu.last[Lane.COMPUTE]
         for chunk in chunks:
             if chunk.users <= 0:
-                raise InvariantError(f"{chunk} is let go by a row that does not hold it")
+                raise InvariantError(f"{chunk} is released by a row that does not hold it")
             chunk.users -= 1
             if chunk.last_active < now:
                 chunk.last_active = now
@@ -209,20 +209,19 @@ class ChunkStore:
             if not chunk.users:
                 self.file(chunk)
 
-    def touch(self, chunk: Chunk, now: float, awaited: int = 0) -> None:
-        """Marks the chunk as used now. `awaited`: the place in the queue of the request that needs it, 0 for none."""
+    def touch(self, chunk: Chunk, now: float, place: QueuePlace | None = None) -> None:
+        """Marks the chunk as used now. `place`: of the request in the queue that waits for it from now on."""
         chunk.last_active = max(chunk.last_active, now)
         chunk.refused_by_host = False
-        if awaited and not 0 < chunk.queue_place < awaited:
-            chunk.queue_place = awaited
+        if place is not None and place not in chunk.queue_places:
+            chunk.queue_places = tuple(sorted((*chunk.queue_places, place)))
         self.file(chunk)
 
-    def end_wait(self, chunks: Iterable[Chunk]) -> None:
-        """The request that waited for the chunks has left the queue."""
+    def end_wait(self, chunks: Iterable[Chunk], place: QueuePlace) -> None:
+        """The request at that place, which waited for the chunks, has left the queue."""
         for chunk in chunks:
-            if chunk.queue_place:
-                chunk.queue_place = 0
-                self.file(chunk)
+            chunk.queue_places = tuple(other for other in chunk.queue_places if other != place)
+            self.file(chunk)
 
     def adopt(self, records: Iterable[DiskRecord], now: float) -> None:
         """Makes chunks of the records that an earlier process left on DISK. Called before anything is stored. Of two

@@ -19,8 +19,10 @@ from .chunk import Chunk
 
 SHORTEST_IDLE_S = 1e-3  # T is at least about one step
 CLASSES_PER_OCTAVE = 8
-AWAITED_CLASS = 64 * CLASSES_PER_OCTAVE  # 2**64: outweighs any cost and any idle time
+AWAITED_CLASS = 96 * CLASSES_PER_OCTAVE  # 2**96: outweighs any cost, any idle time and any place in the queue
 PINNED_CLASS = 2 * AWAITED_CLASS
+MOST_PRIORITY = 2**10  # priorities beyond +-1,024 count as these for the order of victims
+ARRIVALS = 2**32  # places in the queue of one priority
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class EvictionPolicy:
     """Weight classes of chunks with one claim and no pin, by the chunks' ends; filled on demand."""
 
     def weight_class(self, chunk: Chunk) -> int:
-        if chunk.queue_place and self.sees_queue:  # before any cost: the place in the queue decides
+        if chunk.queue_places and self.sees_queue:  # before any cost: the place in the queue decides
             return AWAITED_CLASS + PINNED_CLASS if chunk.pins else AWAITED_CLASS
         end = maxsize if chunk.past_window else chunk.end
         number = self.cost_classes.get(end)
@@ -62,8 +64,10 @@ class EvictionPolicy:
         return number + PINNED_CLASS if chunk.pins else number
 
     def stamp(self, chunk: Chunk) -> float:
-        if chunk.queue_place and self.sees_queue:
-            return -float(chunk.queue_place)  # a later place in the queue counts as longer idle
+        if chunk.queue_places and self.sees_queue:
+            priority, arrival = chunk.queue_places[0]  # a later place in the queue counts as longer idle
+            rank = MOST_PRIORITY + max(-MOST_PRIORITY, min(priority, MOST_PRIORITY))
+            return -float(rank * ARRIVALS + arrival)
         return chunk.created if self.by_age else chunk.last_active
 
     def at_once(self, missing: int) -> int:

@@ -50,13 +50,7 @@ class VictimSet:
 
     def add(self, chunk: Chunk) -> None:
         """Files the chunk, or files it again if its class or stamp has changed."""
-        policy, group = self._policy, chunk.victim_group
-        plain = chunk.claims <= 1 and not (chunk.pins or chunk.queue_place or chunk.past_window or policy.quotas)
-        if not plain or chunk.end not in policy.cost_classes:
-            number, stamp = policy.weight_class(chunk), policy.stamp(chunk)
-        else:
-            number = policy.cost_classes[chunk.end]
-            stamp = chunk.created if policy.by_age else chunk.last_active
+        number, stamp, group = self._policy.weight_class(chunk), self._policy.stamp(chunk), chunk.victim_group
         if group is not None:
             if group.stamp == stamp and group.number == number:
                 return

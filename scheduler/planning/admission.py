@@ -44,8 +44,9 @@ class Admission:
         self._queues, self._order, self._batcher = queues, order, batcher
         self.choices = LoadOrRecomputeStats(cost)
         self._epochs = 0
+        self._too_large: tuple[Turn, int] | None = None  # the last request that did not fit, and the epochs by then
 
-    def admit(self, batch: PlanBuilder) -> None:
+    def admit(self, builder: PlanBuilder) -> None:
         """Seats rows whose history has nearly arrived, then lets requests join, in their order.
 
         The swap-ins that this step waits for take no longer than the step itself; further chunks are loaded before
@@ -53,17 +54,17 @@ class Admission:
         """
         if not (self._queues.loading or self._queues.waiting):
             return
-        link = self.link_chunks(batch)
+        link = self.link_chunks(builder)
         for row in list(self._queues.loading):
-            link = self._load(row, batch, link)
+            link = self._load(row, builder, link)
         joined = [*self._queues.joined()]
-        if batch.budget <= 0 or len(joined) >= self._config.max_num_seqs:
+        if builder.budget <= 0 or len(joined) >= self._config.max_num_seqs:
             return
-        for turn in self._order.candidates(joined, batch.now):
+        for turn in self._order.candidates(joined, builder.now):
             if self._surely_too_large(turn):
-                batch.wanted = turn.wanted
+                builder.wanted = turn.wanted
                 return
-            needs = self._look_up(turn, batch)
+            needs = self._needs_or_key(turn, builder)
             if not isinstance(needs, RequestNeeds):
                 turn.waiting_for = needs
                 if turn.resumes:
@@ -74,14 +75,14 @@ class Admission:
                 turn.work = work
                 continue
             if not self._fits(needs):
-                self._keep_for_later(turn, needs, batch)
+                self._keep_for_later(turn, needs, builder)
                 return
             self._order.joins(turn, work)
-            link = self._load(self._reserve(turn, needs, batch), batch, link)
-            if batch.budget <= 0 or len(self._queues.rows) + len(self._queues.loading) >= self._config.max_num_seqs:
+            link = self._load(self._reserve(turn, needs, builder), builder, link)
+            if builder.budget <= 0 or len(self._queues.rows) + len(self._queues.loading) >= self._config.max_num_seqs:
                 return
 
-    def _look_up(self, turn: Turn, batch: PlanBuilder) -> RequestNeeds | ChunkKey:
+    def _needs_or_key(self, turn: Turn, builder: PlanBuilder) -> RequestNeeds | ChunkKey:
         """Returns the turn's needs, or the key of the chunk that it waits for. Begins to read its chunks on DISK;
         chunks that do not fit on HOST are computed instead."""
         conversation = self._conversations.of(turn.request)
@@ -91,17 +92,17 @@ class Admission:
         if isinstance(needs, NeedsDisk):
             # The turn's hits get its place in the queue too; otherwise they are evicted before its chunks on DISK are
             # read.
-            self._queues.await_chunks(turn, [*needs.chunks, *needs.hits], batch.now)
+            self._queues.await_chunks(turn, [*needs.chunks, *needs.hits], builder.now)
             latest = None
             for chunk in needs.chunks:
                 # A chunk that was read and evicted is not read twice: HOST cannot keep it until the others are there.
-                begun = chunk.key not in turn.read and batch.evictor.promote(chunk, drops=True)
+                begun = chunk.key not in turn.read and builder.evictor.promote(chunk, drops=True)
                 if begun is False:
                     turn.promotes = False
                     break
                 latest = chunk.key
                 if begun is None:
-                    batch.polls = True
+                    builder.polls = True
                     break
                 turn.read.add(chunk.key)
             if latest is not None:
@@ -110,25 +111,26 @@ class Admission:
             assert not isinstance(needs, NeedsDisk)
         return needs
 
-    def link_chunks(self, batch: PlanBuilder) -> int:
+    def link_chunks(self, builder: PlanBuilder) -> int:
         """Returns the number of chunks that the link copies in one direction while the step runs."""
-        rows = len(batch.generate)
-        context = min(batch.rows_context(), self._config.max_model_len)
-        step = self._cost.step(len(batch.token_ids), rows=rows, rows_context=context)
+        step = self._cost.step(len(builder.token_ids), rows=len(builder.generate), rows_context=builder.rows_context())
         return max(1, int(max(step, LINK_PIECE_S) / self._cost.load()))
 
     def _surely_too_large(self, turn: Turn) -> bool:
-        """True if it did not fit at its last lookup and there is still less room than it needed then."""
-        return (
-            bool(self._queues.rows or self._queues.loading)
-            and self._store.available + self._queues.coming_free() < turn.wanted
-        )
+        """True if it did not fit at its last lookup, and there is still less room than it needed then.
 
-    def _keep_for_later(self, turn: Turn, needs: RequestNeeds, batch: PlanBuilder) -> None:
+        If another request has joined since, the need is looked up again: the two may share chunks.
+        """
+        if self._queues.empty or self._too_large != (turn, self._epochs):
+            return False
+        return self._store.available + self._queues.coming_free() < turn.wanted
+
+    def _keep_for_later(self, turn: Turn, needs: RequestNeeds, builder: PlanBuilder) -> None:
         """The first request of the queue must wait. Its conversation is active, so its hits are evicted last."""
         if not turn.wanted:
-            self._queues.await_chunks(turn, needs.chunks, batch.now)
-        batch.wanted = turn.wanted = self._wanted(needs)
+            self._queues.await_chunks(turn, needs.chunks, builder.now)
+        builder.wanted = turn.wanted = self._wanted(needs)
+        self._too_large = turn, self._epochs
 
     def _wanted(self, needs: RequestNeeds) -> int:
         return needs.new_slots + needs.idle_safe + self._config.reserved_chunks
@@ -142,18 +144,18 @@ class Admission:
             return False
         return store.available - needs.idle_safe >= needed
 
-    def _reserve(self, turn: Turn, needs: RequestNeeds, batch: PlanBuilder) -> RunningTurn:
+    def _reserve(self, turn: Turn, needs: RequestNeeds, builder: PlanBuilder) -> RunningTurn:
         """Pins every hit, then takes a slot for every chunk that is loaded or computed."""
         store, tail = self._store, needs.tail
         if turn.tail is not None and turn.tail is not tail:
             self._give_up_tail(turn.tail)  # another row has computed the whole chunk
         store.pin(chunk for chunk in needs.chunks if chunk is not None)
         self._queues.leave_queue(turn)
-        batch.evictor.take_gpu_slots(needs.new_slots)
+        builder.evictor.take_gpu_slots(needs.new_slots)
         store.begin_loads(needs.loads)
         size = self._config.chunk_tokens
         chunks = [
-            chunk if chunk is not None else store.new((index + 1) * size, batch.now)
+            chunk if chunk is not None else store.new((index + 1) * size, builder.now)
             for index, chunk in enumerate(needs.chunks, needs.first)
         ]
         self._epochs += 1
@@ -163,7 +165,7 @@ class Admission:
         if tail is not None:
             tail.tokens = needs.tail_tokens
             self._take_tail(turn, tail)
-        turn.tail, turn.waiting_for = None, None
+        turn.tail, turn.waiting_for, turn.wanted = None, None, 0
         if turn.usage is None:
             turn.usage = needs.usage
         if self._config.reuse:
@@ -190,32 +192,32 @@ class Admission:
         if tail.gpu != NO_SLOT:
             self._store.release_gpu(tail)
 
-    def _load(self, row: RunningTurn, batch: PlanBuilder, link: int) -> int:
+    def _load(self, row: RunningTurn, builder: PlanBuilder, link: int) -> int:
         """Issues the row's swap-ins, `link` chunks at most, and seats the row if these are all. Returns the rest of
         `link`.
 
         If the batch is empty otherwise, all chunks of the row load at once: no other row is delayed.
         """
-        gated = len(row.loads) <= link or not (self._queues.rows or batch.tokens)
-        lane = batch.copies.gated if gated else batch.copies.early
+        gated = len(row.loads) <= link or not (self._queues.rows or builder.tokens)
+        lane = builder.copies.gated if gated else builder.copies.early
         loads = [row.loads.popleft() for _ in range(len(row.loads) if gated else link)]
         lane.add([chunk.host for chunk in loads], [chunk.gpu for chunk in loads])
         self._store.loads_issued(loads)
-        if gated and batch.budget > 0:
-            self._seat(row, batch)
+        if gated and builder.budget > 0:
+            self._seat(row, builder)
         return max(0, link - len(loads))
 
-    def _seat(self, row: RunningTurn, batch: PlanBuilder) -> None:
+    def _seat(self, row: RunningTurn, builder: PlanBuilder) -> None:
         self._queues.seat_row(row)
         if row.turn.queued is None:
-            row.turn.queued = batch.now - row.turn.arrived
-        batch.copies.step_reads([chunk.gpu for chunk in row.chunks if chunk.key is not None])
+            row.turn.queued = builder.now - row.turn.arrived
+        builder.copies.step_reads([chunk.gpu for chunk in row.chunks if chunk.key is not None])
         for chunk in row.chunks:
             if chunk.key is None:
-                batch.copies.step_writes(chunk.gpu)
-        batch.joins.append(_join(row))
-        self._batcher.send_chunks(row, batch, 0)
-        self._batcher.take_spans(row, batch, batch.budget)
+                builder.copies.step_writes(chunk.gpu)
+        builder.joins.append(_join(row))
+        self._batcher.send_chunks(row, builder, 0)
+        self._batcher.take_spans(row, builder, builder.budget)
 
 
 def _join(row: RunningTurn) -> Join:

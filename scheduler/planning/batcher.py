@@ -9,7 +9,7 @@ from ..config import SchedulerConfig
 from ..context_window import RECOMPUTE, ContextWindow
 from ..cost import CostProfile
 from ..kv.chunk_store import ChunkStore
-from ..plan import BlockUpdate, Origin
+from ..plan import BlockUpdate, RowStart
 from ..turns.turn import RunningTurn
 from ..types import RowId
 from .drafting import Drafting
@@ -33,38 +33,38 @@ class Batcher:
 
     # -- generation
 
-    def plan_generation(self, batch: PlanBuilder) -> None:
+    def plan_generation(self, builder: PlanBuilder) -> None:
         """Plans one token, and drafts, for each row that is past its prompt, in row order. Takes slots when a row needs
         them. A row whose drafts are worth it skips a step: until its newest token is known."""
-        step, generate, positions, samples = batch.step, batch.generate, batch.positions, batch.samples
+        step, generate, positions, samples = builder.step, builder.generate, builder.positions, builder.samples
         generating, checked = False, list[RowId]()
         for row in tuple(self._queues.rows):
             if row.spans or row.leaving or row.position > row.last_position:
                 continue
             generating, drafts = True, row.drafts
             if (row.constrained or drafts is not None) and row.awaits_token:
-                if self.drafting.waits(row, batch):
+                if self.drafting.waits(row, builder):
                     continue
                 drafts = None
             if drafts is not None:
-                row.position = len(row.tokens) - 1
+                row.position = len(row.tokens) - 1  # accepted drafts have moved the row on
             position = row.position
-            if position == row.room and not self._extend(row, batch, position + 1):
+            if position == row.first_without_slot and not self._extend(row, builder, position + 1):
                 continue
             row.launched = step
             if drafts is not None:
-                checked += self.drafting.plan(row, batch, self._extend)
+                checked += self.drafting.plan(row, builder, self._extend)
             else:
                 generate.append(row.seat)
                 positions.append(position)
                 samples.append(row.id)
             row.position = position + 1
         samples += checked
-        batch.budget -= len(samples)
+        builder.budget -= len(samples)
         if generating and self._config.target_ms_per_token is not None:
-            self._limit(batch, self._config.target_ms_per_token / 1e3)
+            self._limit(builder, self._config.target_ms_per_token / 1e3)
 
-    def _limit(self, batch: PlanBuilder, seconds: float) -> None:
+    def _limit(self, builder: PlanBuilder, seconds: float) -> None:
         """Cuts the budget to the prompt tokens that are predicted to fit into a step of `seconds` seconds, and to no
         less than a chunk.
 
@@ -74,87 +74,87 @@ class Batcher:
         """
         if not (self._queues.waiting or self._queues.loading or self._rows_with_spans()):
             return
-        cost, rows, least = self._cost, max(1, len(batch.samples)), self._config.chunk_tokens
-        context = min(batch.rows_context() + 1, self._config.max_model_len)
-        fit = cost.most_tokens(seconds, batch.budget, rows, context)
-        batch.least, batch.budget = least + len(batch.token_ids), min(batch.budget, max(fit, least))
+        cost, rows, least = self._cost, max(1, len(builder.samples)), self._config.chunk_tokens
+        context = builder.rows_context() + 1
+        fit = cost.most_tokens(seconds, builder.budget, rows, context)
+        builder.least, builder.budget = least + len(builder.token_ids), min(builder.budget, max(fit, least))
         base = cost.step(0, 0, rows, context)
         if fit > least and seconds > base:
             filled, free = cost.step(fit, 0, rows, context) - base, seconds - base
-            batch.weigh = lambda context: max(1.0, (filled + fit * cost.token_attention(context)) / free)
+            builder.weigh = lambda context: max(1.0, (filled + fit * cost.token_attention(context)) / free)
 
-    def _extend(self, row: RunningTurn, batch: PlanBuilder, end: int) -> bool:
+    def _extend(self, row: RunningTurn, builder: PlanBuilder, end: int) -> bool:
         """Takes slots for the row's positions below `end`, or fewer if its window or the pool ends first. Returns False
         if it took none.
 
         If the pool is short, a row is suspended, perhaps this one. The device learns of new chunks only when the row is
         planned, because another row may lose its seat before this plan is complete.
         """
-        position = row.room
-        if position == row.window_end and not self._move_on(row, batch):
+        position = row.first_without_slot
+        if position == row.window_end and not self._move_on(row, builder):
             return False
         first, end = len(row.chunks), min(end, row.window_end)
         while row.chunks[-1].end < end:
             if not self._store.obtainable:
-                self._suspend_for(batch)
+                self._suspend_for(builder)
                 if row.leaving:
                     return False
                 if not self._store.obtainable:
                     break
-            batch.evictor.take_gpu_slots(1)
-            chunk = self._store.new(row.chunks[-1].end + self._config.chunk_tokens, batch.now)
-            batch.copies.step_writes(chunk.gpu)
+            builder.evictor.take_gpu_slots(1)
+            chunk = self._store.new(row.chunks[-1].end + self._config.chunk_tokens, builder.now)
+            builder.copies.step_writes(chunk.gpu)
             row.chunks.append(chunk)
-        row.room = min(row.chunks[-1].end, row.window_end)
-        if row.room == position:
+        row.first_without_slot = min(row.chunks[-1].end, row.window_end)
+        if row.first_without_slot == position:
             return False
-        self.send_chunks(row, batch, first)
+        self.send_chunks(row, builder, first)
         return True
 
-    def _move_on(self, row: RunningTurn, batch: PlanBuilder) -> bool:
+    def _move_on(self, row: RunningTurn, builder: PlanBuilder) -> bool:
         """The row has filled its window. It now begins at the next window's start, and the chunks before that are
         released.
 
-            | released |   kept    |<- room
+            | released |   kept    |<- first_without_slot
             first      start       window_end        window_end after the move
 
         Every launched step of the row must be applied before the move. Then its chunks have their keys, and no step in
         flight begins at `first`.
         """
-        if row.launched > batch.applied:
+        if row.launched > builder.applied:
             return False
         turn, windows = row.turn, self._windows
         assert windows is not None
         if windows.mode == RECOMPUTE:
             self._queues.unseat(row)
-            self._queues.queue_again(row, None, batch.now)
+            self._queues.queue_again(row, None, builder.now)
             row.leaving = True
             return False
-        start = windows.start(row.room, turn.context_start)
+        start = windows.start(row.first_without_slot, turn.context_start)
         first = start // self._config.chunk_tokens
         gone = row.chunks[: first - row.first]
-        self._queues.release(row, gone, None, batch.now)
+        self._queues.release(row, gone, None, builder.now)
         row.first, row.chunks, row.moved = first, row.chunks[len(gone) :], True
         row.window_end = windows.end(start)
-        row.room = min(row.chunks[-1].end, row.window_end)
+        row.first_without_slot = min(row.chunks[-1].end, row.window_end)
         return True
 
-    def send_chunks(self, row: RunningTurn, batch: PlanBuilder, first: int) -> None:
+    def send_chunks(self, row: RunningTurn, builder: PlanBuilder, first: int) -> None:
         """Tells the device the row's chunks from number `first` on, or all of them if the row's start has moved."""
         if row.moved:
             start = row.first * self._config.chunk_tokens
             assert self._windows is not None
-            batch.origins.append(Origin(row.seat, start, self._windows.zero(start)))
+            builder.origins.append(RowStart(row.seat, start, self._windows.zero(start)))
             row.moved, first = False, 0
         slots = tuple(chunk.gpu for chunk in row.chunks[first:])
         if slots:
-            batch.blocks.append(BlockUpdate(row.seat, first, slots))
+            builder.blocks.append(BlockUpdate(row.seat, first, slots))
 
-    def _suspend_for(self, batch: PlanBuilder) -> None:
+    def _suspend_for(self, builder: PlanBuilder) -> None:
         """Called for each missing slot. Suspends a row, unless enough slots are about to become free: the last row, in
         order, of the owner with the most seats."""
-        batch.short += 1
-        if batch.short <= self._queues.coming_free():
+        builder.short += 1
+        if builder.short <= self._queues.coming_free():
             return
         staying = [row for row in self._queues.rows if not row.leaving]
         joined = self._queues.loading + staying
@@ -162,15 +162,15 @@ class Batcher:
         last = max(joined, key=lambda row: (seats[row.turn.request.owner], row.order))
         if last in self._queues.loading:
             self._queues.loading.remove(last)
-            self._queues.requeue(last, batch.now)
+            self._queues.requeue(last, builder.now)
         elif len(staying) > 1:
             self._queues.suspend(last)
-            self._queues.release_suspended(batch.applied, batch.now)
+            self._queues.release_suspended(builder.applied, builder.now)
         # no candidate: the others are leaving already, or wait for the confirmation of their reply's length
 
     # -- known tokens
 
-    def plan_fair_spans(self, batch: PlanBuilder) -> None:
+    def plan_fair_spans(self, builder: PlanBuilder) -> None:
         """As `plan_spans`, but if several owners have prompts to compute, each gets an equal share of the budget.
 
         The rest of the budget is for requests that join, then for any row.
@@ -178,41 +178,41 @@ class Batcher:
         rows, waiting = self._rows_with_spans(), self._queues.waiting
         owners = {turn.request.owner for turn in chain((row.turn for row in rows), waiting)}
         if len(owners) < 2:
-            self.plan_spans(batch)
+            self.plan_spans(builder)
             return
-        shares = dict.fromkeys(owners, -(-batch.budget // len(owners)))
+        shares = dict.fromkeys(owners, -(-builder.budget // len(owners)))
         for row in rows:
-            owner, budget = row.turn.request.owner, batch.budget
-            self.take_spans(row, batch, shares[owner])
-            shares[owner] -= budget - batch.budget
+            owner, budget = row.turn.request.owner, builder.budget
+            self.take_spans(row, builder, shares[owner])
+            shares[owner] -= budget - builder.budget
 
-    def plan_spans(self, batch: PlanBuilder) -> None:
+    def plan_spans(self, builder: PlanBuilder) -> None:
         """Plans pieces of prompts (and of dropped history), row by row in their order, until the token budget is used
         up."""
         for row in self._rows_with_spans():
-            self.take_spans(row, batch, batch.budget)
+            self.take_spans(row, builder, builder.budget)
 
     def _rows_with_spans(self) -> list[RunningTurn]:
         return [row for row in self._queues.rows if row.spans and not row.leaving]
 
-    def take_spans(self, row: RunningTurn, batch: PlanBuilder, most: int) -> None:
+    def take_spans(self, row: RunningTurn, builder: PlanBuilder, most: int) -> None:
         """Plans tokens of the row's spans for at most `most` of the budget."""
-        least = max(0, batch.budget - most)
-        while row.spans and not row.leaving and (room := batch.room_for(row.spans[0], batch.budget - least)) > 0:
+        least = max(0, builder.budget - most)
+        while row.spans and not row.leaving and (room := builder.room_for(row.spans[0], builder.budget - least)) > 0:
             start, end = row.spans[0].start, row.spans[0].end
-            if start >= row.room and not self._extend(row, batch, min(end, start + room)):
+            if start >= row.first_without_slot and not self._extend(row, builder, min(end, start + room)):
                 return
-            row.launched = batch.step
+            row.launched = builder.step
             span = row.spans.popleft()._replace(seat=row.seat)
-            cut = min(start + room, row.room)
+            cut = min(start + room, row.first_without_slot)
             if end > cut:
                 row.spans.appendleft(span._replace(start=cut, write_from=max(cut, span.write_from)))
                 span = span._replace(end=cut, samples=0)
-            batch.spend(span, span.end - start, batch.budget - least)
-            batch.spans.append(span)
-            batch.span_rows.append(row)
-            batch.token_ids += row.tokens[span.start : span.end]
+            builder.spend(span, span.end - start, builder.budget - least)
+            builder.spans.append(span)
+            builder.span_rows.append(row)
+            builder.token_ids += row.tokens[span.start : span.end]
             if span.scores:
-                batch.scored += row.turn.tokens[span.start + 1 : span.end + (not span.samples)]
+                builder.scored += row.turn.tokens[span.start + 1 : span.end + (not span.samples)]
             if span.samples:
-                batch.samples.append(row.id)
+                builder.samples.append(row.id)

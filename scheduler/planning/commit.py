@@ -15,6 +15,8 @@ from .prefetch import Prefetcher
 
 
 class Committer:
+    """Files the results of steps: keys for chunks, logs for conversations."""
+
     def __init__(
         self,
         config: SchedulerConfig,

@@ -15,6 +15,8 @@ from .write_behind import WriteBehind
 
 
 class DiskWork:
+    """The scheduler's side of the disk: records of an earlier process, writes, deletions and each plan's work."""
+
     def __init__(
         self,
         store: ChunkStore,
@@ -59,8 +61,8 @@ class DiskWork:
         """True if disk work is in progress, or a plan is needed to begin some."""
         return self._store.disk.outstanding or self._write_behind.busy or self._prefetcher.busy
 
-    def plan(self, batch: PlanBuilder) -> None:
+    def plan(self, builder: PlanBuilder) -> None:
         """Adds the disk work that begins with this plan and runs beside its step."""
-        self._prefetcher.plan(batch.evictor, batch.now)
-        self._write_behind.plan(batch.evictor, batch.now)
-        batch.spills, batch.promotions, batch.erased = self._store.disk.hand_over(batch.step)
+        self._prefetcher.plan(builder.evictor, builder.now)
+        self._write_behind.plan(builder.evictor, builder.now)
+        builder.spills, builder.promotions, builder.erased = self._store.disk.hand_over(builder.step)

@@ -17,17 +17,18 @@ Extend = Callable[[RunningTurn, PlanBuilder, int], bool]
 """`Batcher._extend`: takes slots for the row's positions below the given one."""
 
 SKIPPED = 1
-"""Tokens that a row would generate in the step that it skips for its drafts: more of them must come true."""
+"""A check costs one skipped step, which would give this many tokens. More drafts than this must be expected to come
+true."""
 
 
 class Drafting:
-    """Plans checks of drafts. Counts since the start: checks (`rows`), drafted tokens and accepted ones."""
+    """Plans checks of drafts. Counts since the start: checks, drafted tokens and accepted ones."""
 
     def __init__(self, config: SchedulerConfig, store: ChunkStore, queues: RequestQueues):
         self._on, self._seats = config.speculate == "lookup", config.max_num_seqs
         self._budget = config.max_num_batched_tokens
         self._store, self._queues = store, queues
-        self.rows = self.drafted = self.accepted = 0
+        self.checks = self.drafted = self.accepted = 0
 
     def begin(self, request: Request) -> Drafts | None:
         """Returns the drafts of the request's reply, or None if it has none."""
@@ -40,40 +41,40 @@ class Drafting:
         rows = len(self._queues.rows)
         return min(self._seats - rows, (self._budget - rows) // 2)
 
-    def waits(self, row: RunningTurn, batch: PlanBuilder) -> bool:
+    def waits(self, row: RunningTurn, builder: PlanBuilder) -> bool:
         """True if this step leaves the row out. Its newest token is not known yet, and is needed: for the mask of a
         grammar, because drafts behind it are being checked, or because enough drafts are expected to come true."""
         drafts = row.drafts
         if drafts is None:  # a grammar
             return True
-        if drafts.checked <= batch.applied:
-            room = self._most - batch.drafting * MOST_DRAFTS
+        if drafts.checked <= builder.applied:
+            room = self._most - builder.drafting * MOST_DRAFTS
             if room <= SKIPPED + 1 or not drafts.next(row.tokens, SKIPPED + 1):
                 return False
-        batch.drafting += 1
+        builder.drafting += 1
         return True
 
-    def plan(self, row: RunningTurn, batch: PlanBuilder, extend: Extend) -> list[RowId]:
+    def plan(self, row: RunningTurn, builder: PlanBuilder, extend: Extend) -> list[RowId]:
         """Plans the row's newest token, which is known, and the drafts behind it. Returns the step's samples of the
         row, which follow those of the rows that generate. Drafts never cost another row its slots."""
         assert row.drafts is not None
         start = row.position
-        others = len(batch.token_ids) - len(batch.spans)  # drafts of other rows
+        others = len(builder.token_ids) - len(builder.spans)  # drafts of other rows
         most = min(row.last_position - start, self._most - others)
         drafts = row.drafts.next(row.tokens, SKIPPED)[: max(0, most)]
         spare = self._store.available - len(self._queues.rows)
-        if start + len(drafts) >= row.room and row.room < row.window_end and spare > 0:
-            extend(row, batch, row.room + 1)
-        drafts = drafts[: row.room - start - 1]
+        if start + len(drafts) >= row.first_without_slot and row.first_without_slot < row.window_end and spare > 0:
+            extend(row, builder, row.first_without_slot + 1)
+        drafts = drafts[: row.first_without_slot - start - 1]
         if len(drafts) <= SKIPPED and start + len(drafts) < row.last_position:
             drafts = drafts[:0]  # it would skip a step for no more than that step's token
         count = 1 + len(drafts)
         if drafts:
-            row.drafts.checked = batch.step
-        batch.spans.append(Span(row.seat, start, start + count, start, count))
-        batch.span_rows.append(row)
-        batch.token_ids.append(row.tokens[start])
-        batch.token_ids += drafts
+            row.drafts.checked = builder.step
+        builder.spans.append(Span(row.seat, start, start + count, start, count))
+        builder.span_rows.append(row)
+        builder.token_ids.append(row.tokens[start])
+        builder.token_ids += drafts
         return [row.id] * count
 
     def accepted_samples(self, plan: StepPlan, result: StepResult) -> tuple[Sequence[RowId], Sequence[int]]:
@@ -88,7 +89,7 @@ class Drafting:
             if span.samples > 1:
                 drafts = plan.token_ids[first + 1 : end]
                 kept = 1 + next((i for i, draft in enumerate(drafts) if draft != drawn[i]), len(drafts))
-                self.rows += 1
+                self.checks += 1
                 self.drafted += len(drafts)
                 self.accepted += kept - 1
             samples += result.samples[at : at + kept]

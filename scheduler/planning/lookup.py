@@ -60,7 +60,7 @@ class RequestNeeds:
 
 
 @dataclass(slots=True)
-class _Look:
+class _View:
     """A turn as seen from one context start. Its last position sees the positions from `seen` on; the row begins at
     chunk `first` and has slots for `held` chunks."""
 
@@ -127,7 +127,7 @@ class CacheLookup:
 
     def work_now(self, turn: Turn, needs: RequestNeeds) -> float:
         """As `work`, for the tokens that the turn computes if it joins with these needs."""
-        return self._step_growth(sum(span.end - span.start for span in needs.spans), len(turn.tokens))
+        return self._step_growth(needs.computed, len(turn.tokens))
 
     def _step_growth(self, tokens: int, context: int) -> float:
         cost = self._cost
@@ -136,9 +136,6 @@ class CacheLookup:
     def readable(self, chunk: Chunk) -> bool:
         """True if the chunk is on DISK only, not being read yet, and costs more to compute than to load from HOST."""
         return _to_read(chunk) and self._cost.recompute(chunk.end) >= self._cost.load()
-
-    def _to_be_read(self, chunk: Chunk, at_any_cost: bool) -> bool:
-        return _to_read(chunk) if at_any_cost else self.readable(chunk)
 
     def keys_on_disk(self, turn: Turn) -> frozenset[ChunkKey]:
         """Returns the keys of the turn's chunks that are only on DISK, those being read included."""
@@ -165,16 +162,16 @@ class CacheLookup:
         """
         windows, last = self._windows, len(turn.tokens) - 1
         if windows is None or last < windows.length:
-            return self._look(turn, conversation, rows, 0)
+            return self._needs_from(turn, conversation, rows, 0)
         if turn.usage is not None and windows.mode != RECOMPUTE:
-            return self._look(turn, conversation, rows, turn.context_start)
+            return self._needs_from(turn, conversation, rows, turn.context_start)
         *others, anew = windows.context_starts(last, turn.context_start)
         for context_start in others:
             if context_start == turn.context_start or self._known_start(turn, context_start):
-                found = self._look(turn, conversation, rows, context_start)
+                found = self._needs_from(turn, conversation, rows, context_start)
                 if not isinstance(found, RequestNeeds) or found.computed <= last - anew:
                     return found
-        return self._look(turn, conversation, rows, anew)
+        return self._needs_from(turn, conversation, rows, anew)
 
     def _keys(self, turn: Turn, context_start: int, end: int) -> list[ChunkKey]:
         """The turn's keys from that context start, at least up to position `end`."""
@@ -193,24 +190,24 @@ class CacheLookup:
             key = turn.first_keys[context_start] = self._chunk_keys.first(context_start, turn.request.salt, turn.tokens)
         return key in self._store.pending or self._store.known(key)
 
-    def _look(
+    def _needs_from(
         self, turn: Turn, conversation: Conversation | None, rows: int, context_start: int
     ) -> RequestNeeds | NeedsDisk | ChunkKey:
         size, count, windows = self._chunk_tokens, len(turn.tokens), self._windows
         keys = self._keys(turn, context_start, count)
-        look = _Look(turn, conversation, context_start, keys, *self._usable_tail(turn, conversation, context_start))
+        view = _View(turn, conversation, context_start, keys, *self._usable_tail(turn, conversation, context_start))
         end, overflows = count, False
         if windows is not None and count > windows.length:
-            start = windows.reach(count - 1, context_start, partial(self._first_missing, look))
+            start = windows.reach(count - 1, context_start, partial(self._first_missing, view))
             end, overflows = min(count, windows.end(start)), True
-            look.seen, look.first = windows.start(count - 1, context_start), start // size
-        look.held = -(-end // size) - look.first
+            view.seen, view.first = windows.start(count - 1, context_start), start // size
+        view.held = -(-end // size) - view.first
 
         hits: list[Chunk | None] = []
         known: list[bool] = []
         on_disk: list[Chunk] = []
-        find, load = self._store.find, self._cost.load()
-        for key in keys[look.first : look.first + look.held] if self._reuse else ():
+        find, load, reads = self._store.find, self._cost.load(), _to_read if overflows else self.readable
+        for key in keys[view.first : view.first + view.held] if self._reuse else ():
             chunk = find(key)
             if chunk is not None and chunk.gpu >= 0 and not chunk.loading:
                 hits.append(chunk)
@@ -219,32 +216,32 @@ class CacheLookup:
             if key in self._store.pending or (chunk is not None and self._coming(chunk)):
                 return key
             # Older positions cannot be recomputed alone, so the rest of their KV is read and loaded at any cost.
-            if chunk is not None and chunk.disk >= 0 and turn.promotes and self._to_be_read(chunk, overflows):
+            if chunk is not None and chunk.disk >= 0 and turn.promotes and reads(chunk):
                 on_disk.append(chunk)
             hit = chunk is not None and chunk.host >= 0 and (overflows or self._cost.recompute(chunk.end) >= load)
             hits.append(chunk if hit else None)
             known.append(not hit and self._store.known(key))
         if on_disk and (overflows or self._worth_reading(on_disk, rows)):
             return NeedsDisk(on_disk, hits)
-        missing = -(-count // size) - look.first - len(hits)
+        missing = -(-count // size) - view.first - len(hits)
         hits += [None] * missing
         known += [False] * missing
-        if look.tail is not None:
-            index = look.tail.end // size - 1 - look.first
-            if 0 <= index < look.held and hits[index] is None:
-                hits[index] = look.tail
+        if view.tail is not None:
+            index = view.tail.end // size - 1 - view.first
+            if 0 <= index < view.held and hits[index] is None:
+                hits[index] = view.tail
             else:
-                look.tail, look.tail_tokens = None, 0
-        return self._needs(look, hits, known)
+                view.tail, view.tail_tokens = None, 0
+        return self._needs(view, hits, known)
 
-    def _first_missing(self, look: _Look, position: int) -> int:
+    def _first_missing(self, view: _View, position: int) -> int:
         """Returns the first position, from `position` (a chunk's first) on, whose KV must be computed (see
         `ContextWindow.reach`)."""
-        size, count = self._chunk_tokens, len(look.turn.tokens)
+        size, count = self._chunk_tokens, len(view.turn.tokens)
         for index in range(position // size, -(-count // size)):
-            if not (index < len(look.keys) and self._there(look.turn, look.keys[index])):
-                ours = look.tail is not None and look.tail.end == (index + 1) * size
-                return index * size + (look.tail_tokens if ours else 0)
+            if not (index < len(view.keys) and self._there(view.turn, view.keys[index])):
+                ours = view.tail is not None and view.tail.end == (index + 1) * size
+                return index * size + (view.tail_tokens if ours else 0)
         return count
 
     def _there(self, turn: Turn, key: ChunkKey) -> bool:
@@ -269,19 +266,19 @@ class CacheLookup:
         tokens = min(tail.tokens, common - (tail.end - self._chunk_tokens))
         return (tail, tokens) if tokens > 0 else (None, 0)
 
-    def _needs(self, look: _Look, hits: list[Chunk | None], known: list[bool]) -> RequestNeeds:
-        size, count, turn, tail, seen = self._chunk_tokens, len(look.turn.tokens), look.turn, look.tail, look.seen
+    def _needs(self, view: _View, hits: list[Chunk | None], known: list[bool]) -> RequestNeeds:
+        size, count, turn, tail, seen = self._chunk_tokens, len(view.turn.tokens), view.turn, view.tail, view.seen
         reclaimable, uncopied = self._store.reclaimable, self._store.uncopied
         spans: deque[Span] = deque()
         loads: deque[Chunk] = deque()
         sources = {"gpu": 0, "host": 0, "disk": 0, "recomputed": 0}
         idle_safe = idle_only = 0
-        had_kv = self._had_kv(look)
+        had_kv = self._had_kv(view)
         first = reached = 0  # [first, reached): the span being built
-        for index, chunk in enumerate(hits, look.first):
+        for index, chunk in enumerate(hits, view.first):
             valid = size
             if chunk is None or chunk is tail:
-                valid = look.tail_tokens if chunk else 0
+                valid = view.tail_tokens if chunk else 0
                 start, end = index * size + valid, min((index + 1) * size, count)
                 if start < end:
                     if reached != start:
@@ -289,7 +286,7 @@ class CacheLookup:
                             spans.append(Span(-1, first, reached, first, 0))
                         first = start
                     reached = end
-                    again = end if known[index - look.first] else min(end, had_kv)
+                    again = end if known[index - view.first] else min(end, had_kv)
                     sources["recomputed"] += max(0, again - max(start, seen))
                 if chunk is None:
                     continue
@@ -311,16 +308,16 @@ class CacheLookup:
             spans = _scoring(spans, turn.scored)
             sources = {"recomputed": sum(sources.values())}
         usage = Usage(**sources, new=count - seen - sum(sources.values()))
-        chunks = hits[: look.held]
+        chunks = hits[: view.held]
         return RequestNeeds(
-            context_start=look.context_start,
-            keys=look.keys,
-            first=look.first,
+            context_start=view.context_start,
+            keys=view.keys,
+            first=view.first,
             chunks=chunks,
             spans=spans,
             loads=loads,
             tail=tail,
-            tail_tokens=look.tail_tokens,
+            tail_tokens=view.tail_tokens,
             idle_safe=idle_safe,
             idle_only=idle_only,
             new_slots=chunks.count(None) + len(loads),
@@ -346,10 +343,10 @@ class CacheLookup:
         sources[_source(turn, last)] -= 1
         sources["recomputed"] += 1
 
-    def _had_kv(self, look: _Look) -> int:
+    def _had_kv(self, view: _View) -> int:
         """Returns how many leading tokens have had KV in the turn's conversation or before a restart, in any
         context."""
-        conversation, turn = look.conversation, look.turn
+        conversation, turn = view.conversation, view.turn
         if not self._reuse:
             return 0
         if conversation is None:

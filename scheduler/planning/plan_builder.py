@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable
 from math import ceil
 
-from ..plan import BlockUpdate, Join, Origin, Promotion, Span, Spill, StepPlan
+from ..plan import BlockUpdate, Join, Promotion, RowStart, Span, Spill, StepPlan
 from ..turns.turn import RunningTurn
 from ..types import RequestId, RowId
 from .eviction import Evictor
@@ -16,14 +16,18 @@ MOST_SCORED = 256  # prompt positions scored in one step: each takes a row of lo
 
 
 class PlanBuilder:
+    """The planning parts add their work in turn; `freeze` makes the plan."""
+
     def __init__(self, step: int, applied: int, now: float, copies: StepCopies, evictor: Evictor, budget: int):
         self.step, self.applied, self.now = step, applied, now
         self.copies, self.evictor = copies, evictor
         self.budget = budget  # the tokens that the step can still take, each counted as `weigh` says
-        self.weigh: Callable[[int], float] | None = None  # by its context, the count of a known token; None: 1
+        self.weigh: Callable[[int], float] | None = (
+            None  # context -> tokens of the budget that one prompt token costs; None: 1
+        )
         self.least = 0  # known tokens that the step takes with any context, within the budget
         self.joins: list[Join] = []
-        self.origins: list[Origin] = []
+        self.origins: list[RowStart] = []
         self.blocks: list[BlockUpdate] = []
         self.generate: list[int] = []
         self.positions: list[int] = []

@@ -104,7 +104,8 @@ class LaneCopies:
 
     def add(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies `sources[i]` to `targets[i]`."""
-        # The tickets are collected now: users that the slots get later in this plan must come after this batch.
+        # Collects the tickets now: later work of this plan on these slots waits for this batch, so the batch must not
+        # wait for it.
         for lane, source_last, target_last in self._others:
             used = (*map(source_last.__getitem__, sources), *map(target_last.__getitem__, targets))
             self._after[lane] = max(self._after[lane], *used, 0)

@@ -46,15 +46,16 @@ class RequestQueues:
 
         This does not hold for the chunks of a suspended request.
         """
-        place = 0 if turn.resumes else turn.order[1]
+        place = None if turn.resumes else turn.order
         for chunk in chunks:
             if chunk is not None and chunk.resident and not chunk.users:
                 self._store.touch(chunk, now, place)
-                turn.awaited.append(chunk)
+                if place is not None:
+                    turn.awaited[chunk] = None
 
     def leave_queue(self, turn: Turn) -> None:
         self.waiting.remove(turn)
-        self._store.end_wait(turn.awaited)
+        self._store.end_wait(turn.awaited, turn.order)
         turn.awaited.clear()
 
     # -- seats

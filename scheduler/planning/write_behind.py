@@ -53,7 +53,7 @@ class WriteBehind:
         return bool(self._endings)
 
     @property
-    def untold(self) -> Iterator[Request]:
+    def withheld(self) -> Iterator[Request]:
         """The requests whose last outputs are kept back."""
         return (request for request, *_ in self._endings)
 
@@ -108,8 +108,8 @@ class WriteBehind:
 
     def _decline_all(self) -> None:
         self._short = False
-        for refused_by_host in (self._queue, self._copied, self._pending):
-            refused_by_host.clear()
+        for chunks in (self._queue, self._copied, self._pending):
+            chunks.clear()
 
     def _copy_out(self, evictor: Evictor) -> None:
         copies = 0

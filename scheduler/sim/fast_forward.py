@@ -35,7 +35,7 @@ class FastForwardScheduler(Scheduler):
                 return 0
             # With one step in flight the next position is that of the next token applied: slots end and chunks fill
             # alike.
-            steps.append(min(row.room, row.end - 1) - row.position)
+            steps.append(min(row.first_without_slot, row.end - 1) - row.position)
         return max(0, min(steps))
 
     def skip(self, steps: int) -> StepPlan:

@@ -226,13 +226,13 @@ class Conversations:
         self._pin(conversation, pinned_until > now)
         self._schedule(conversation_id, conversation)
 
-    def expire(self, now: float, untold: Iterable[Request]) -> None:
+    def expire(self, now: float, withheld: Iterable[Request]) -> None:
         """Ends pins and conversations whose time is over, and forgets the longest idle while logs are too large.
 
-        `untold`: requests whose last output is kept back. Their conversations count as active: a client can continue
+        `withheld`: requests whose last output is kept back. Their conversations count as active: a client can continue
         one only after it gets that output.
         """
-        for request in untold:
+        for request in withheld:
             self.touch(request, now)
         for conversation_id in self._due.take(now):
             conversation = self._by_id[conversation_id]

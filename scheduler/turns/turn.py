@@ -6,7 +6,7 @@ from collections import deque
 
 from ..kv.chunk import Chunk
 from ..plan import Span
-from ..types import ChunkKey, Request, RowId, Usage
+from ..types import ChunkKey, QueuePlace, Request, RowId, Usage
 from .drafts import Drafts
 
 
@@ -16,7 +16,7 @@ class Turn:
     keys          one for each full chunk of `tokens`, as in `ChunkKeys`
     key_chains    keys from other context starts, as far as they have been tried
     first_keys    the first chunk's key for each other context start that has been tried
-    order         its permanent place in the queue: (priority, number of its arrival), the smallest first
+    order         its permanent place in the queue
     arrived       time of its arrival, seconds
     work          predicted seconds that computing the part of its prompt in no tier adds to a step
     reply_work    predicted seconds that its reply adds to all steps together
@@ -63,7 +63,7 @@ class Turn:
 
     def __init__(self, request: Request, arrival: int, context_start: int, keys: list[ChunkKey], now: float):
         self.request = request
-        self.order = (request.priority, arrival)
+        self.order: QueuePlace = (request.priority, arrival)
         self.arrived = now
         self.work = self.reply_work = self.allowance = 0.0
         self.queued: float | None = None
@@ -76,7 +76,7 @@ class Turn:
         self.tail: Chunk | None = None
         self.waiting_for: ChunkKey | None = None
         self.wanted = 0
-        self.awaited: list[Chunk] = []
+        self.awaited: dict[Chunk, None] = {}
         self.from_disk: frozenset[ChunkKey] | None = None
         self.promotes = True
         self.read: set[ChunkKey | None] = set()
@@ -109,7 +109,8 @@ class RunningTurn:
                   the last position that is ever computed: its sample is the last token allowed
     begin, end    token counts with the first token of the reply, and with the last one allowed
     window_end    the first position that does not see the whole row
-    room          the first position that cannot be computed yet: it has no slot, or is at `window_end`
+    first_without_slot
+                  the first position that cannot be computed yet: it has no slot, or is at `window_end`
     moved         the row begins at another chunk than the device knows
     loads         chunks whose swap-in has not been issued
     launched      the last step planned with this row
@@ -125,6 +126,7 @@ class RunningTurn:
         "drafts",
         "end",
         "first",
+        "first_without_slot",
         "id",
         "last_position",
         "launched",
@@ -133,7 +135,6 @@ class RunningTurn:
         "moved",
         "pending",
         "position",
-        "room",
         "seat",
         "spans",
         "stop_ids",
@@ -165,7 +166,7 @@ class RunningTurn:
         self.stop_ids = turn.request.stop_ids
         self.tokens = turn.tokens
         self.window_end = window_end
-        self.room = min(chunks[-1].end, window_end)
+        self.first_without_slot = min(chunks[-1].end, window_end)
         self.moved = first > 0
         self.seat = -1
         self.launched = 0
@@ -175,7 +176,7 @@ class RunningTurn:
         self.drafts = turn.drafts
 
     @property
-    def order(self) -> tuple[int, int]:
+    def order(self) -> QueuePlace:
         return self.turn.order
 
     @property

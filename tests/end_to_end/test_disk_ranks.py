@@ -12,7 +12,7 @@ import torch
 
 from pensieve.builder.build import build_engine
 from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
-from pensieve.runtime.disk.directory import Origin
+from pensieve.runtime.disk.directory import RecordOrigin
 from pensieve.runtime.disk.record import PAGE, read_header, record_bytes
 from pensieve.runtime.system import descendants
 from pensieve.scripts.check.soak import CHUNK_TOKENS, DISK_CHUNKS, GPU_CHUNKS, HOST_CHUNKS, LONGEST, Reference, Soak
@@ -54,7 +54,7 @@ class Files:
 
     def __init__(self, state, rank):
         folder = state / "kv" / f"rank-{rank}"
-        origin = Origin(**json.loads((folder / "about.json").read_text()))
+        origin = RecordOrigin(**json.loads((folder / "about.json").read_text()))
         self.file, self._origin, self._payload = folder / "000000.kv", origin.digest, origin.chunk_bytes
         self.record = record_bytes(origin.chunk_bytes)
 

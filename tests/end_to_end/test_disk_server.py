@@ -70,7 +70,7 @@ def test_sigterm_saves_within_the_grace_time_and_no_longer(tmp_path):
 
 
 def test_no_wrong_token_across_kills_in_the_middle_of_turns(tmp_path):
-    """A minute of `scripts/soak.py`, whose command runs for as long as one likes."""
+    """A minute of `scripts/check/soak.py`, whose command runs for as long as one likes."""
     torch.set_num_threads(1)
     sizes = dict(chunk_tokens=CHUNK_TOKENS, gpu_kv_chunks=GPU_CHUNKS, host_kv_chunks=HOST_CHUNKS)
     options = [f"--{name.replace('_', '-')}={value}" for name, value in sizes.items()]

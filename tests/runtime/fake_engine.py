@@ -13,7 +13,7 @@ import torch
 
 import pensieve.plugins.torch_ops  # noqa: F401 - registers the operations
 from pensieve.plugins.attention.fp8_pool import pool_width
-from pensieve.scheduler.plan import NO_TICKETS, BlockUpdate, CopyBatch, Join, Lane, Origin, Span, StepPlan, Tickets
+from pensieve.scheduler.plan import NO_TICKETS, BlockUpdate, CopyBatch, Join, Lane, RowStart, Span, StepPlan, Tickets
 from pensieve.scheduler.types import GREEDY, RequestId, RowId, Sampling
 
 VOCAB = 97
@@ -96,7 +96,7 @@ def plan(
         copies=tuple(copies),
         after=after,
         joins=tuple(joins),
-        origins=tuple(Origin(*origin) for origin in origins),
+        origins=tuple(RowStart(*origin) for origin in origins),
         blocks=tuple(BlockUpdate(*update) for update in blocks),
         generate=tuple(generate),
         positions=tuple(generate.values()),

@@ -18,7 +18,7 @@ import pytest
 from pensieve.runtime.counters import DiskCounters, KVCounters
 from pensieve.runtime.device.protocol import TransferSeconds
 from pensieve.runtime.messages import Abort, Drain, Draining, Erased, Forget, Ready, StepMessage, Submit
-from pensieve.runtime.service import LONGEST_WAIT_S, Service
+from pensieve.runtime.service import LONGEST_WAIT_S, MOST_CHECKED, Service
 from pensieve.scheduler.kv.stats import SchedulerStats
 from pensieve.scheduler.types import Applied, FinishReason, Output, Request, RequestId, Sampling
 
@@ -76,20 +76,19 @@ def scheduler() -> Scheduler:
 
 
 @pytest.fixture
-def compiling() -> list[Future[None]]:
+def compiling() -> list[Future[str]]:
     return []
 
 
 @pytest.fixture
-def service(scheduler: Scheduler, compiling: list[Future[None]]) -> Service:
-    def begin_grammar(grammar: str) -> Future[None] | None:
-        if grammar == "known":
-            return None
+def service(scheduler: Scheduler, compiling: list[Future[str]]) -> Service:
+    def begin_grammar(grammar: str) -> Future[str]:
         compiling.append(Future())
         return compiling[-1]
 
     executor = SimpleNamespace(
         begin_grammar=begin_grammar,
+        keep_grammar=lambda request, compiled: scheduler.asked.append((compiled, request)),
         copied_bytes=KVCounters(),
         disk_counters=DiskCounters(saved=3),
         transfer_seconds=TransferSeconds,
@@ -181,6 +180,21 @@ def test_a_deletion_that_ends_without_a_step_is_told(service: Service, scheduler
     assert Erased(True) in said
 
 
+@pytest.mark.parametrize(("slots", "checked"), [(MOST_CHECKED - 24, True), (MOST_CHECKED, False)])
+def test_an_idle_loop_checks_its_state_if_that_is_quick(
+    service: Service, scheduler: Scheduler, slots: int, checked: bool
+) -> None:
+    def get(timeout: float | None) -> None:
+        raise Empty
+
+    service._inbox = SimpleNamespace(get=get, empty=lambda: False)  # type: ignore[assignment]
+    scheduler.idle, scheduler.wake_at = True, 0.0
+    scheduler.config = SimpleNamespace(gpu_kv_chunks=16, host_kv_chunks=8, disk_kv_chunks=slots)
+    scheduler.check = lambda: scheduler.asked.append("check")
+    service._wait_for_news()
+    assert scheduler.asked == ["check"] * checked
+
+
 def test_it_sleeps_no_longer_than_a_clock_can(service: Service, scheduler: Scheduler) -> None:
     """A client's `expect_next_s`, TTL or pin may be any number of seconds."""
     scheduler.wake_at, scheduler.idle = 1e12, False
@@ -212,16 +226,16 @@ def submit(service: Service, number: int, grammar: str | None = None) -> None:
 
 
 def test_a_grammar_is_compiled_before_its_request_is_added_without_delaying_others(
-    service: Service, scheduler: Scheduler, compiling: list[Future[None]]
+    service: Service, scheduler: Scheduler, compiling: list[Future[str]]
 ) -> None:
-    for number, grammar in enumerate(("new", None, "other", "known", "third")):
+    for number, grammar in enumerate(("new", None, "other", "third")):
         submit(service, number, grammar)
-    assert scheduler.asked == [("add", 1), ("add", 3)] and len(compiling) == 3
-    compiling[1].set_result(None)
+    assert scheduler.asked == [("add", 1)] and len(compiling) == 3
+    compiling[1].set_result("compiled")
     service._take(service._inbox.get(timeout=0))
-    assert scheduler.asked[2:] == [("add", 2)]
+    assert scheduler.asked[1:] == [("add", 2), ("compiled", 2)]
     service._take(Abort(RequestId(0)))
-    compiling[0].set_result(None)
+    compiling[0].set_result("compiled")
     service._take(service._inbox.get(timeout=0))
     assert scheduler.asked[3:] == [("abort", 0)], "its client is gone"
     compiling[2].set_exception(MemoryError("none is left"))
@@ -230,7 +244,7 @@ def test_a_grammar_is_compiled_before_its_request_is_added_without_delaying_othe
 
 
 def test_a_request_whose_grammar_is_being_compiled_is_open(
-    service: Service, scheduler: Scheduler, compiling: list[Future[None]]
+    service: Service, scheduler: Scheduler, compiling: list[Future[str]]
 ) -> None:
     """Draining lets it run; it is refused at the end of the grace time."""
     submit(service, 7, "new")

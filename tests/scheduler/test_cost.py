@@ -47,6 +47,15 @@ def test_a_step_costs_its_base_and_its_tokens():
     assert a_profile().step(64, context=128) == pytest.approx(100.0 + 2 * 13.0)
 
 
+@pytest.mark.parametrize("row_attention", [(), ((64, 0.1), (128, 0.3))])
+def test_no_context_costs_more_than_the_most_that_is_seen(row_attention):
+    profile = a_profile(row_attention=row_attention, most_context=128)
+    seen, longer = (profile.step(64, context, 2, context) for context in (128, 4000))
+    assert seen == longer < a_profile(row_attention=row_attention).step(64, 4000, 2, 4000)
+    assert profile.recompute(4000) == profile.recompute(128)
+    assert profile.token_attention(4000) == profile.token_attention(128)
+
+
 def test_a_chunk_loads_at_the_speed_of_the_link():
     assert a_profile().load() == 0.25
 

@@ -40,6 +40,16 @@ def test_a_prompt_cannot_have_any_length():
     check_length(Request(1, array("i", bytes(4 * LONGEST_LOG)), 4, truncate=True), WINDOW, harness.windows)
 
 
+def test_the_predicted_work_is_that_of_the_tokens_seen():
+    """The last position of each prompt sees as many tokens, however long the prompt is."""
+    work = []
+    for tokens in (5 * WINDOW, 50 * WINDOW):
+        harness = a_harness()
+        turn = harness.scheduler._turns[harness.submit(range(tokens), 4, truncate=True)]
+        work.append((turn.work, turn.reply_work))
+    assert work[0] == work[1]
+
+
 @pytest.mark.parametrize("mode", [KEEP, RESTART])
 def test_kept_kv_serves_on_however_long_a_conversation_becomes(mode):
     """Each turn computes its new tokens and the last one's last sample, in prompts and replies that cross windows."""

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.runtime.disk.directory import Origin, locked, open_directory
+from pensieve.runtime.disk.directory import RecordOrigin, locked, open_directory
 from pensieve.scheduler.types import SettingError
 
-ORIGIN = Origin("ab", 32, 4096, ranks=2, rank=1)
+ORIGIN = RecordOrigin("ab", 32, 4096, ranks=2, rank=1)
 HOLD = """
 import sys
 from pathlib import Path

@@ -36,7 +36,7 @@ from pensieve.runtime.ranks.mpi import RankFailed
 from pensieve.runtime.step.inputs import StepPacker
 from pensieve.runtime.step.sampler import Sampler, SharedSampler, make_sampler
 from pensieve.scheduler.config import SchedulerConfig
-from pensieve.scheduler.plan import CopyBatch, Join, Lane, Origin, Promotion, Spill, StepPlan, StepResult, Tickets
+from pensieve.scheduler.plan import CopyBatch, Join, Lane, Promotion, RowStart, Spill, StepPlan, StepResult, Tickets
 from pensieve.scheduler.types import GREEDY, ChunkKey, DiskRecord, InvariantError, RequestId, RowId, Sampling
 
 from ..fake_engine import FakeEngine, copy, join, plan, reply, span
@@ -398,5 +398,5 @@ def test_scored_rows_are_no_draws_on_any_rank(group):
 
 def test_where_a_row_begins_is_sent_too():
     """Otherwise the other ranks would attend to positions that the row no longer sees."""
-    sent = replace(plan(3), origins=(Origin(2, 8, 4),))
+    sent = replace(plan(3), origins=(RowStart(2, 8, 4),))
     assert unpack(pack(sent)).origins == sent.origins

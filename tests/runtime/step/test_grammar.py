@@ -78,7 +78,7 @@ def test_what_is_compiled_ahead_is_not_compiled_again(grammars: Grammars, monkey
     texts = [regex_grammar(f"{digit}{{3}}") for digit in "123"]
     for text in texts[:2]:
         begun = grammars.begin(text)
-        assert begun is not None and begun.result() is not None and grammars.begin(text) is None
+        assert begun.result() is grammars.begin(text).result()
     rows = [grammars.matcher(texts[0]) for _ in range(3)]
     for count, matcher in enumerate(rows):
         assert matcher.consume_tokens([ONE] * count)
@@ -86,7 +86,26 @@ def test_what_is_compiled_ahead_is_not_compiled_again(grammars: Grammars, monkey
     assert rows[0].consume_token(ONE) and [row.is_accepting() for row in rows] == [False] * 3
     assert rows[2].consume_token(ONE) and [row.is_accepting() for row in rows] == [False, False, True]
     grammars.matcher(texts[2])
-    assert grammars.begin(texts[0]) is None and grammars.begin(texts[1]) is not None, "the latest ones are kept"
+    assert grammars.begin(texts[0]).done() and compiled == texts
+    assert grammars.begin(texts[1]).result() is not None and compiled == [*texts, texts[1]], "the latest ones are kept"
+
+
+def test_a_request_that_waits_keeps_its_compiled_grammar(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More grammars are compiled while it waits than are kept otherwise."""
+    compiled, compile_one = [], module.compile_grammar
+    monkeypatch.setattr(module, "compile_grammar", lambda its, text: compiled.append(text) or compile_one(its, text))
+    monkeypatch.setattr("pensieve.runtime.step.grammar.MOST_COMPILED", 2)
+    constraints = GrammarMatchers(grammars)
+    texts = [regex_grammar(f"{digit}{{4}}") for digit in "1234"]
+    for number, text in enumerate(texts):
+        constraints.keep(RequestId(number), constraints.begin(text).result())
+    assert compiled == texts
+    joins = [join(number, constrained(text)) for number, text in enumerate(texts)]
+    mask = constraints.mask(plan(1, joins=joins, spans=[span(number, 0, 3) for number in range(4)]))
+    assert mask is not None and [allowed(bits) for bits in mask.bits] == [[ONE + n] for n in range(4)]
+    assert compiled == texts
+    constraints.mask(plan(2, ended=range(4)))
+    assert constraints._matchers == {}
 
 
 def constrained(grammar: str) -> Sampling:

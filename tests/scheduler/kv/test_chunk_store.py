@@ -194,9 +194,16 @@ def test_a_copy_counts_from_its_own_ticket_on():
 def test_a_chunk_that_several_requests_wait_for_has_the_place_of_the_first_of_them():
     store = a_store()
     chunk = idle(store)
-    for place, awaited in ((3, 3), (5, 3), (0, 3), (2, 2)):
+    early, late, urgent = (0, 3), (0, 5), (-1, 6)
+    for place, places in (
+        *((early, (early,)), (late, (early, late)), (None, (early, late))),
+        *((late, (early, late)), (urgent, (urgent, early, late))),
+    ):
         store.touch(chunk, 1.0, place)
-        assert chunk.queue_place == awaited
+        assert chunk.queue_places == places
+    for place, places in ((urgent, (early, late)), (late, (early,)), (early, ())):
+        store.end_wait([chunk], place)
+        assert chunk.queue_places == places
 
 
 OWNED = {
@@ -208,7 +215,7 @@ OWNED = {
     "pins",
     "over_quota",
     "past_window",
-    "queue_place",
+    "queue_places",
     "loading",
     "moving",
 }

@@ -93,7 +93,7 @@ def test_awaited_copies_make_no_room_for_chunks_of_ended_turns(awaited):
     for _ in range(3):
         copy = idle(store, now=1.0, on_gpu=False)
         copy.disk = store.disk.take()
-        store.touch(copy, 1.0, awaited=int(awaited))
+        store.touch(copy, 1.0, place=(0, 1) if awaited else None)
     only = idle(store, now=5.0, on_gpu=False)
     _, evictor = an_evictor(store, now=10.0)
     assert evictor.spill_ahead(spare=2, most=9)

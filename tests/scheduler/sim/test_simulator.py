@@ -310,7 +310,9 @@ def one_step(scheduler, flight):
 
 
 def state(scheduler):
-    rows = [(row.id, row.position, row.launched, row.room, list(row.tokens)) for row in scheduler._queues.rows]
+    rows = [
+        (row.id, row.position, row.launched, row.first_without_slot, list(row.tokens)) for row in scheduler._queues.rows
+    ]
     return rows, [(plan.step, plan.generate, plan.positions, plan.samples) for plan, _ in scheduler._inflight]
 
 
