@@ -29,7 +29,7 @@ def check_requests(
     for turn in queues.waiting:  # by place
         for chunk in turn.awaited:
             places.setdefault(chunk, []).append(turn.order)
-    if any(chunk.queue_places != tuple(awaited) for chunk, awaited in places.items()):
+    if any(chunk.queue_places != awaited for chunk, awaited in places.items()):
         raise InvariantError("a chunk's places in the queue are not those of the requests that wait for it")
     if len(placed) != len(turns) or {turn.request.id for turn in placed} != set(turns):
         raise InvariantError("a request is in two places, or in none")

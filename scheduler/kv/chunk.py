@@ -144,7 +144,7 @@ class Chunk:
         self.pins = 0
         self.over_quota = 0
         self.past_window = False
-        self.queue_places: tuple[QueuePlace, ...] = ()
+        self.queue_places: list[QueuePlace] = []
         self.created = self.last_active = now
         self.dropped_at = NEVER
         self.loading = False

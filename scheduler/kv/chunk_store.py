@@ -7,6 +7,7 @@ private: it is being computed, it is an unfilled tail, or it was computed twice 
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
@@ -214,13 +215,13 @@ class ChunkStore:
         chunk.last_active = max(chunk.last_active, now)
         chunk.refused_by_host = False
         if place is not None and place not in chunk.queue_places:
-            chunk.queue_places = tuple(sorted((*chunk.queue_places, place)))
+            insort(chunk.queue_places, place)
         self.file(chunk)
 
     def end_wait(self, chunks: Iterable[Chunk], place: QueuePlace) -> None:
         """The request at that place, which waited for the chunks, has left the queue."""
         for chunk in chunks:
-            chunk.queue_places = tuple(other for other in chunk.queue_places if other != place)
+            chunk.queue_places.remove(place)
             self.file(chunk)
 
     def adopt(self, records: Iterable[DiskRecord], now: float) -> None:

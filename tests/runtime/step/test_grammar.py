@@ -106,6 +106,10 @@ def test_a_request_that_waits_keeps_its_compiled_grammar(grammars: Grammars, mon
     assert compiled == texts
     constraints.mask(plan(2, ended=range(4)))
     assert constraints._matchers == {}
+    monkeypatch.setattr("pensieve.runtime.step.constraints.MOST_KEPT", 3)
+    for number, text in enumerate(texts):
+        constraints.keep(RequestId(number), constraints.begin(text).result())
+    assert list(constraints._matchers) == [0, 1, 2]
 
 
 def constrained(grammar: str) -> Sampling:

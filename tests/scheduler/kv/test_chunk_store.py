@@ -196,12 +196,12 @@ def test_a_chunk_that_several_requests_wait_for_has_the_place_of_the_first_of_th
     chunk = idle(store)
     early, late, urgent = (0, 3), (0, 5), (-1, 6)
     for place, places in (
-        *((early, (early,)), (late, (early, late)), (None, (early, late))),
-        *((late, (early, late)), (urgent, (urgent, early, late))),
+        *((early, [early]), (late, [early, late]), (None, [early, late])),
+        *((late, [early, late]), (urgent, [urgent, early, late])),
     ):
         store.touch(chunk, 1.0, place)
         assert chunk.queue_places == places
-    for place, places in ((urgent, (early, late)), (late, (early,)), (early, ())):
+    for place, places in ((urgent, [early, late]), (late, [early]), (early, [])):
         store.end_wait([chunk], place)
         assert chunk.queue_places == places
 

@@ -141,7 +141,7 @@ def test_plain_policies_do_not_see_the_queue(kind):
         policy = eviction_policy(f"{kind}-{form}", profile())
         victims = VictimSet(policy)
         awaited, idle = a_chunk(4, active=1.0, created=1.0), a_chunk(4000, active=2.0, created=2.0)
-        awaited.queue_places = ((0, 1),)
+        awaited.queue_places = [(0, 1)]
         victims.add(awaited)
         victims.add(idle)
         assert policy.whole and in_order(victims, 10.0)[0].end == first
@@ -245,10 +245,10 @@ def test_chunks_that_the_queue_waits_for_go_last_those_of_its_tail_first(name, p
     victims = VictimSet(eviction_policy(name, profile()))
     third, first, second = (a_chunk(end, active=float(end), created=float(end)) for end in (4000, 4, 400))
     for place, chunk in zip(places, (first, second, third), strict=True):
-        chunk.queue_places = (place, (10**9, 9))
+        chunk.queue_places = [place, (10**9, 9)]
         victims.add(chunk)
     not_awaited, pinned = a_chunk(40_000, active=9_999.0, created=9_999.0), a_chunk(4)
-    pinned.queue_places, pinned.pins = ((10**9, 4),), 1
+    pinned.queue_places, pinned.pins = [(10**9, 4)], 1
     victims.add(not_awaited)
     victims.add(pinned)
     assert in_order(victims, 10_000.0) == [not_awaited, third, second, first, pinned]

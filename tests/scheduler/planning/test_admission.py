@@ -94,7 +94,7 @@ def test_a_chunk_stays_awaited_when_the_first_of_two_waiting_requests_leaves(lea
     harness.drain()
 
 
-@pytest.mark.parametrize("places", [(), ((0, 5),), ((0, 1), (0, 4), (0, 5))])
+@pytest.mark.parametrize("places", [[], [(0, 5)], [(0, 1), (0, 4), (0, 5)]])
 def test_check_finds_a_place_that_is_missing_and_one_that_is_left(places):
     harness, _, chunks = two_that_wait_for_the_same_chunks()
     harness.check()

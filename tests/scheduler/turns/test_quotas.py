@@ -64,7 +64,7 @@ def test_a_conversation_that_is_waited_for_is_not_the_first_to_go():
     chunk = harness.scheduler.conversations.get("a").chunks[0]
     policy = harness.scheduler._store.policy
     assert chunk.over_quota == 1 and policy.value(chunk, harness.now) < 1e-9
-    chunk.queue_places = ((0, 1),)
+    chunk.queue_places = [(0, 1)]
     assert policy.value(chunk, harness.now) > 1e9
 
 
