@@ -17,6 +17,9 @@ setup: $(VENV)/.installed
 # torch comes first: it decides between the CPU and the CUDA build, and nothing after it may replace it.
 $(VENV)/.installed: pyproject.toml
 	@echo "== installing Pensieve and its tests into $(VENV) (a few minutes the first time)"
+	@$$(test -x $(VENV)/bin/python && echo $(VENV)/bin/python || echo $(PYTHON)) \
+		-c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Python 3.11 or newer is needed: remove $(VENV) if it is there, and name one, as PYTHON=python3.12"; exit 1; }
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check 'torch>=2.11,<2.14'
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[test]'
