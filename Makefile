@@ -2,6 +2,7 @@
 # make test    installs on first use, then lints and runs the tests, all but the slow ones: ARGS="-m ''" runs every test
 # make pytest  the same without the lint: ARGS="tests/builder" runs some of them
 # make setup   installs only (.venv in this folder; PYTHON=python3.13 VENV=.venv-3.13 for another Python beside it)
+# make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu   with a torch for CPUs, where pip's own is for CUDA
 # make triton-server   installs NVIDIA's tritonserver for its test (it needs an older numpy, so it has a folder of its own)
 # make ray     installs Ray for its test (481 MB, in an environment of its own that sees this one)
 # make litellm, make aiperf   installs a client for its test (they pin other versions, so each has an environment of its own)
@@ -9,6 +10,7 @@
 PYTHON ?= python3
 VENV = .venv
 ARGS ?=
+TORCH_INDEX ?=
 
 .PHONY: setup serve test lint pytest triton-server litellm aiperf ray
 
@@ -17,8 +19,11 @@ setup: $(VENV)/.installed
 # torch comes first: it decides between the CPU and the CUDA build, and nothing after it may replace it.
 $(VENV)/.installed: pyproject.toml
 	@echo "== installing Pensieve and its tests into $(VENV) (a few minutes the first time)"
+	@$$(test -x $(VENV)/bin/python && echo $(VENV)/bin/python || echo $(PYTHON)) \
+		-c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Python 3.11 or newer is needed: remove $(VENV) if it is there, and name one, as PYTHON=python3.12"; exit 1; }
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check 'torch>=2.11,<2.14'
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check 'torch>=2.11,<2.14' $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[test]'
 	@touch $@
 

@@ -85,13 +85,12 @@ def engine_for(
     builds it and the others wait.
     SettingError names "PATH", "XDG_CACHE_HOME", or the option of `pensieve serve` at fault.
     """
+    check_model(path)
     directory = Path(os.path.abspath(path))
     dtype = DTYPE_NAMES.get(dtype, dtype) if dtype is not None else None
     if (directory / MANIFEST).exists():
         _check_engine(directory, dtype, quantization, tensor_parallel, backend)
         return Path(path)
-    if not (directory / CONFIG).exists():
-        raise _no_model(str(path), directory)
     with _settings_renamed():
         ranks = 1 if tensor_parallel is None else tensor_parallel
         config, _, dtype = read_config(directory, dtype, ranks)
@@ -105,6 +104,13 @@ def engine_for(
             raise SettingError("--output", f"{cache_directory()} cannot keep the engine: {error}") from error
         finally:
             shown.close()
+
+
+def check_model(path: str | Path) -> None:
+    """SettingError names "PATH" if it is neither an engine nor a checkpoint."""
+    directory = Path(os.path.abspath(path))
+    if not (directory / MANIFEST).exists() and not (directory / CONFIG).exists():
+        raise _no_model(str(path), directory)
 
 
 def cache_directory() -> Path:

@@ -35,6 +35,7 @@ from .simulation.load import COLUMNS as LOAD_COLUMNS
 from .simulation.load import add_load_options, add_workload, config_of, plan_load, simulate_load
 from .simulation.models import MODELS
 
+PRESETS = ("trace", "load")
 POSITIVE = (
     *("sessions_per_s", "think_s", "flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "chunk_tokens"),
     *("disk_read_bytes_per_s", "disk_write_bytes_per_s", "seconds", "measure_s"),
@@ -54,7 +55,7 @@ class Run(NamedTuple):
 
 def parser(preset: str = "trace") -> CommandParser:
     made = CommandParser(prog="pensieve simulate", description=__doc__.partition("\n")[0])
-    made.add_argument("--preset", choices=("trace", "load"), default="trace", help="each has its own options (trace)")
+    made.add_argument("--preset", choices=PRESETS, default="trace", help="each has its own options (trace)")
     add_common_options(made)
     {"load": add_load_options, "trace": add_trace_options, "cluster": add_cluster_options}[preset](made)
     if preset == "cluster":
@@ -105,8 +106,8 @@ def add_hardware_options(made: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-    chosen = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    chosen.add_argument("--preset", default="trace")
+    chosen = CommandParser(prog="pensieve simulate", add_help=False)
+    chosen.add_argument("--preset", choices=PRESETS, default="trace")
     chosen.add_argument("--replicas")
     known = chosen.parse_known_args(words)[0]
     preset = "cluster" if known.replicas is not None else known.preset

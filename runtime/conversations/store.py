@@ -11,6 +11,7 @@ All calls block. One thread at a time may use a store. Times are seconds since t
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import uuid
 from array import array
@@ -26,11 +27,17 @@ from .databases import Database, open_database
 from .schema import Conversation, Gone, Name, Opening
 from .transcript import OTHERS, StoredTurn, Transcript, dialogue_keys, title_of
 
+log = logging.getLogger(__name__)
+
 EXPIRY_INTERVAL_S = 60.0
 SILENT_SECONDS = 3600.0  # a server that is cut off from the others for longer starts without KV
 
 TURN_COLUMNS = "number, parent, digest, messages, kept, tokens, inside, text_kept, text, tokenizer, id"
 COLUMNS = ", ".join(field.name for field in fields(Conversation))
+DIVERGED = (
+    "conversation %r: the request does not continue the stored history, so %d tokens are replaced by %d; send only new "
+    'messages with "history": "server" to continue it, or fork it first to keep both'
+)
 LIVE = (
     "(coalesce(active + coalesce(history_ttl, :default_ttl), 9e99) > :now OR EXISTS (SELECT 1 FROM open_turns "
     "WHERE conversation = conversations.number AND until > {clock}))"
@@ -245,6 +252,8 @@ class HistoryStore:
             if not kept and opening is not None:
                 branch = Name(name.owner, opening.turn.hex(), "branch")
                 found = self._insert(branch, now, found.history_ttl, parent=name.id, thread=found.thread)
+            elif name.kind == "conversation" and found.head not in (None, parent):
+                log.info(DIVERGED, name.id, found.tokens, len(whole.tokens))
             turn = self._add_turn(parent, past, whole, opening.turn if opening is not None else None)
             after = replace(found, head=turn, tokens=len(whole.tokens), active=now, salt=salt, title=title_of(whole))
             self._db.execute(

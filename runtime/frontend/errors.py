@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from fastapi.responses import JSONResponse
 
 from ...scheduler.types import INSUFFICIENT_QUOTA, RequestError
 
+log = logging.getLogger(__name__)
+
 RETRY_SECONDS = 1  # sent to clients with errors that pass by themselves
+MOST_LOGGED = 200  # characters of a path and of a reason
 ANTHROPIC_PATH = "/v1/messages"
 ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -43,8 +47,17 @@ def anthropic_error_object(error: RequestError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
+def logged_reason(error: RequestError) -> str:
+    """The message up to its first colon: libraries' messages behind it may quote the request's text. What follows the
+    place of a field quotes none."""
+    beginning, _, _ = error.message.partition(": ")
+    return (beginning if " " in beginning else error.message)[:MOST_LOGGED]
+
+
 def error_response(error: RequestError, path: str) -> JSONResponse:
-    """The answer to a request for `path`: below `ANTHROPIC_PATH` in Anthropic's form."""
+    """The answer to a request for `path`: below `ANTHROPIC_PATH` in Anthropic's form. It is logged."""
+    fields = {"status": error.status, "path": path[:MOST_LOGGED], "reason": logged_reason(error)}
+    log.info("refused", extra={"fields": fields})
     passes = error.status in (429, 503) and error.code != INSUFFICIENT_QUOTA
     headers = {"retry-after": str(RETRY_SECONDS)} if passes else None
     form = anthropic_error_object if path.startswith(ANTHROPIC_PATH) else error_object

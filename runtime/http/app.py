@@ -37,7 +37,7 @@ from ..observe.vllm_metrics import VllmMetrics
 from ..text.tokenizer import Tokenizer
 from .auth import OWNER, KeyCheck
 from .conversations import add_conversations
-from .limits import BodyLimit, ClientLimit, SecurityHeaders, caller_of
+from .limits import BodyLimit, ClientErrors, ClientLimit, SecurityHeaders, caller_of
 from .message_writer import MessageWriter
 from .messages import MessageBody, PromptBody
 from .openapi import describe_bodies
@@ -202,6 +202,7 @@ def create_app(
             expose_headers=[REQUEST_ID],
         )
     app.add_middleware(SecurityHeaders)
+    app.add_middleware(ClientErrors, counts=client.metrics.client_errors)
     calls = RequestBuilder(ready, tokenizer, histories, client.new_id)
     created = int(time.time())
     vllm_metrics = VllmMetrics(client.metrics, ready.model, ready.chunk_tokens, ready.gpu_kv_chunks)

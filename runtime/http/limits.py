@@ -1,4 +1,5 @@
-"""ASGI middleware around every request: the limits of one client, the size of a body, the security headers."""
+"""ASGI middleware around every request: the limits of one client, the size of a body, the security headers, and a
+count of refusals."""
 
 from __future__ import annotations
 
@@ -125,3 +126,18 @@ class SecurityHeaders:
             await send(message)
 
         await self._app(scope, receive, with_headers)
+
+
+class ClientErrors:
+    """Counts answers with a status from 400 to 499 in `counts`, by status."""
+
+    def __init__(self, app: ASGIApp, counts: Counter[str]):
+        self._app, self._counts = app, counts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start" and 400 <= message["status"] < 500:
+                self._counts[str(message["status"])] += 1
+            await send(message)
+
+        await self._app(scope, receive, counted)

@@ -16,10 +16,12 @@ from ..system import tell_when_asked
 from .assemble import locked_directories
 from .attached import telling_model
 from .command_line import interrupts_raise
+from .http_options import client_settings
 from .ranks import run_rank
-from .resolve import resolved
+from .resolve import check_engine, resolved
 from .serving import follow_rank, serve, serve_attached
 from .settings import ServeSettings
+from .sizing import check_values
 
 if TYPE_CHECKING:
     from ..ranks.mpi import Ranks
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
 
 def run(settings: ServeSettings, words: Sequence[str]) -> int:
     """Serves with `settings`, parsed from `words`. Returns the exit status. Raises SettingError."""
+    check_engine(settings)
+    check_values(settings)
+    client_settings(settings)
     if settings.attach is None and not under_mpi():
         listen(settings.host, settings.port).close()  # a taken port is known before a build, which takes minutes
     with interrupts_raise():  # a build removes its files

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
+CLOSE = 0.7  # how much a suggestion resembles the word, from 0 to 1
 INTERRUPTED = 130  # the shell's status for a command that Ctrl-C ended
 
 
@@ -82,7 +83,7 @@ def show_version() -> None:
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
     """The end of a message about an unknown word; "" if no known word is close to it."""
-    near = difflib.get_close_matches(word, known, 1)
+    near = difflib.get_close_matches(word, known, 1, CLOSE)
     return f"; did you mean {near[0]}?" if near else ""
 
 

@@ -7,6 +7,7 @@ import os
 import socket
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -20,8 +21,15 @@ from .settings import HISTORY_FILE, HISTORY_URL, ServeSettings
 
 
 def http_settings(settings: ServeSettings) -> HTTPSettings:
-    """Returns the HTTP process's settings; reads the files that the options name. SettingError names the flag at
-    fault."""
+    """Returns the HTTP process's settings, once the state directory is known. SettingError as `client_settings`."""
+    made = client_settings(settings)
+    histories = made.histories or str(settings.state_directory / HISTORY_FILE)
+    return replace(made, histories=histories, server=server_name(settings.disk_directory))
+
+
+def client_settings(settings: ServeSettings) -> HTTPSettings:
+    """Returns the part that needs no state directory; reads the files that the options name. `histories` is "" if no
+    option names a database. SettingError names the flag at fault."""
     keys = read_api_keys(settings.api_key, settings.api_key_file)
     if settings.otlp_traces_endpoint is not None:
         check_traces_endpoint(settings.otlp_traces_endpoint)
@@ -35,8 +43,7 @@ def http_settings(settings: ServeSettings) -> HTTPSettings:
         cors_origins=settings.cors_origins,
         chat_template=None if settings.chat_template is None else read_chat_template(settings.chat_template),
         api_keys=tuple(key_digest(key) for key in keys),
-        histories=url or str(settings.state_directory / HISTORY_FILE),
-        server=server_name(settings.disk_directory),
+        histories=url or "",
         history_ttl=settings.history_ttl,
         max_conversations_per_owner=settings.max_conversations_per_owner,
         otlp_traces_endpoint=settings.otlp_traces_endpoint,

@@ -52,10 +52,18 @@ ELSEWHERE = {
     "--enable-auto-tool-choice": "tool calls are always read",
     "--tool-call-parser": "tool calls are always read",
     "--trust-remote-code": "code of a checkpoint is never run",
+    "--seed": "each request may have a `seed` of its own",
+    "--tokenizer": "the tokenizer is that of the checkpoint's directory",
+    "--generation-config": "generation_config.json gives only end-of-sequence ids; requests have their own sampling",
+    "--enable-lora": "LoRA adapters are not supported; merge them into the checkpoint",
+    "--lora-modules": "LoRA adapters are not supported; merge them into the checkpoint",
+    "--load-format": "a checkpoint's weights are safetensors",
+    "--revision": "nothing is downloaded; PATH is a directory",
+    "--backend": "`build_engine` makes an engine with another backend; then serve its directory",
     "--pipeline-parallel-size": "--tensor-parallel-size divides a model over several GPUs",
     "-pp": "--tensor-parallel-size divides a model over several GPUs",
 }
-"""Frequent vLLM options without an equal here, with the suggestion for each."""
+"""Frequent options of vLLM and `build_engine` without an equal here, with the suggestion for each."""
 
 COMMON = (
     "path", "config", "device", "dtype", "quantization", "tensor_parallel_size", "max_model_len", "max_num_seqs",

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...builder.checkpoints.hugging_face import DEMO_CHECKPOINT
-from ...builder.engine_cache import engine_for
+from ...builder.engine_cache import check_model, engine_for
 from ...scheduler.types import SettingError
 from ..conversations.databases import stored_tokenizer
 from ..text.tokenizer import Tokenizer
@@ -24,9 +24,6 @@ OWNER_FILE = "belongs-to"  # in `default_state_dir`: names the state directory t
 def resolved(settings: ServeSettings) -> ServeSettings:
     """Returns the settings with an engine's directory, built if needed, and a state directory. Raises SettingError."""
     if settings.engine == "demo":
-        for name in ("dtype", "quantization", "tensor_parallel_size"):
-            if settings.changed(name):
-                raise SettingError(flag(name), "is for a checkpoint; the demo engine is always the same")
         state = settings.state_dir or state_directory("demo", "demo", lambda: tokenizer_digest(DEMO_CHECKPOINT))
         return replace(settings, engine=str(demo_engine(state, settings.device)), state_dir=state)
     engine = engine_for(
@@ -39,6 +36,16 @@ def resolved(settings: ServeSettings) -> ServeSettings:
     asked = Path(settings.engine).resolve()
     state = settings.state_dir or state_directory(asked.name, str(asked), lambda: tokenizer_digest(engine))
     return replace(settings, engine=str(engine), state_dir=state)
+
+
+def check_engine(settings: ServeSettings) -> None:
+    """SettingError if there is no such model, or an option is not for it."""
+    if settings.engine != "demo":
+        check_model(settings.engine)
+        return
+    for name in ("dtype", "quantization", "tensor_parallel_size"):
+        if settings.changed(name):
+            raise SettingError(flag(name), "is for a checkpoint; the demo engine is always the same")
 
 
 def state_directory(name: str, path: str, tokenizer: Callable[[], bytes]) -> Path:

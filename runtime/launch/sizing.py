@@ -43,6 +43,8 @@ ESTIMATES = {
 # a chunk of KV about a megabyte. Agents share long prompts, so logs of sessions are many times larger than their KV.
 LOGGED_FOR_EACH_HELD = 32
 
+MANY_CHUNKS = 2**40  # more than any GPU holds
+
 
 def scheduler_config(settings: ServeSettings, engine: Engine, device: Device) -> SchedulerConfig:
     """SettingError names the flag at fault."""
@@ -60,31 +62,15 @@ def scheduler_config(settings: ServeSettings, engine: Engine, device: Device) ->
     # Before anything is made that grows with their number.
     for tier, chunks, size in ((Tier.GPU, gpu_chunks, record), (Tier.HOST, host_chunks, host_record)):
         check_pool_fits(pool_setting(settings, tier), chunks, chunks * size, device.memory(tier).free)
+    check_disk_has_host(settings, host_chunks, disk_chunks)
     quota = settings.owner_kv_bytes
-    values: dict[str, Any] = dict(
+    values: dict[str, Any] = plain_values(settings) | dict(
         gpu_kv_chunks=gpu_chunks,
         host_kv_chunks=host_chunks,
         disk_kv_chunks=disk_chunks,
         owner_kv_chunks=None if quota is None else parse_bytes(quota, "--owner-kv-bytes") // record,
-        save=settings.save,
-        prefetch=settings.prefetch == "on",
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        target_ms_per_token=settings.target_ms_per_token,
-        chunk_tokens=settings.chunk_tokens,
-        max_queue=settings.max_queue,
-        eviction=settings.eviction,
-        **({} if settings.swap_out_below is None else dict(swap_out_below=settings.swap_out_below)),
-        generation_reserve=settings.generation_reserve,
-        batching=settings.batching,
-        queue_order=settings.queue_order,
-        speculate=settings.speculate,
-        queue_timeout=settings.queue_timeout,
-        conversation_ttl=settings.conversation_ttl,
         log_chunks=LOGGED_FOR_EACH_HELD * (gpu_chunks + host_chunks + disk_chunks),
         overflow=overflow_mode(settings.overflow, engine.manifest),
-        overflow_ratio=settings.overflow_ratio,
-        reuse=settings.reuse,
         copies_may_fail=form is not None and form.is_exact is not None,
         seed=kv_seed(engine.manifest, settings.lower_tier_kv, engine.kv_cache_dtype),
     )
@@ -103,6 +89,55 @@ def scheduler_config(settings: ServeSettings, engine: Engine, device: Device) ->
     config = SchedulerConfig(max_model_len=longest, **values)
     refuse_idle_options(settings, config)
     return config
+
+
+def plain_values(settings: ServeSettings) -> dict[str, Any]:
+    """Those of SchedulerConfig's values that do not depend on the engine."""
+    return dict(
+        save=settings.save,
+        prefetch=settings.prefetch == "on",
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        target_ms_per_token=settings.target_ms_per_token,
+        chunk_tokens=settings.chunk_tokens,
+        max_queue=settings.max_queue,
+        eviction=settings.eviction,
+        **({} if settings.swap_out_below is None else dict(swap_out_below=settings.swap_out_below)),
+        generation_reserve=settings.generation_reserve,
+        batching=settings.batching,
+        queue_order=settings.queue_order,
+        speculate=settings.speculate,
+        queue_timeout=settings.queue_timeout,
+        conversation_ttl=settings.conversation_ttl,
+        overflow_ratio=settings.overflow_ratio,
+        reuse=settings.reuse,
+    )
+
+
+def check_values(settings: ServeSettings) -> None:
+    """SettingError for a value that is wrong with any engine: known before a port or a directory is taken."""
+    if settings.owner_kv_bytes is not None:
+        parse_bytes(settings.owner_kv_bytes, "--owner-kv-bytes")
+    gpu, host, disk = (
+        kv_chunks(settings, tier, default, 1)
+        for tier, default in ((Tier.GPU, DEFAULT_GPU_KV), (Tier.HOST, DEFAULT_HOST_KV), (Tier.DISK, DEFAULT_DISK_KV))
+    )
+    if gpu < 1:
+        raise SettingError(pool_setting(settings, Tier.GPU), "must be at least one chunk")
+    check_disk_has_host(settings, host, disk)
+    if settings.gpu_kv_chunks is None:
+        gpu = MANY_CHUNKS  # their size is not known yet
+    length = 1 if settings.max_model_len is None else settings.max_model_len
+    plain = plain_values(settings)
+    SchedulerConfig(gpu_kv_chunks=gpu, host_kv_chunks=host, disk_kv_chunks=disk, max_model_len=length, **plain)
+
+
+def check_disk_has_host(settings: ServeSettings, host_chunks: int, disk_chunks: int) -> None:
+    if disk_chunks > 0 and not host_chunks:
+        why = "all KV to and from the disk passes through host memory"
+        raise SettingError(
+            pool_setting(settings, Tier.DISK), f"needs {pool_setting(settings, Tier.HOST)} above 0: {why}"
+        )
 
 
 def refuse_idle_options(settings: ServeSettings, config: SchedulerConfig) -> None:

@@ -47,6 +47,7 @@ class Metrics(Collector):
         self.prompt_tokens = dict.fromkeys(SOURCES, 0)
         self.generation_tokens = 0
         self.finished: Counter[str] = Counter()
+        self.client_errors: Counter[str] = Counter()
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self.time_to_first_token = Histogram(
@@ -101,6 +102,9 @@ class Metrics(Collector):
         hits = {tier: self.prompt_tokens[tier] for tier in ("gpu", "host", "disk")}
         yield _counters("pensieve:prefix_cache_hits", "Prompt tokens found in the cache, by tier", "tier", hits)
         yield _counters("pensieve:requests", "Requests ended, by how", "finish", self.finished)
+        yield _counters(
+            "pensieve:client_errors", "Answers with a status from 400 to 499, by status", "status", self.client_errors
+        )
         yield from self._cache()
         yield from self._disk()
         yield from self._steps()

@@ -94,6 +94,24 @@ def test_the_unit_starts_what_there_is() -> None:
     assert unit["Service"]["Environment"] == f"HOME={args.state_dir}"
 
 
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+def test_the_makefile_refuses_an_old_python(tmp_path: Path) -> None:
+    """Otherwise pip would try one old release of every package after another."""
+    old = tmp_path / "python3.10"
+    code = "import sys; sys.version_info = (3, 10, 4); exec(sys.argv[1])"
+    old.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{code}" "$2"\n')
+    old.chmod(0o755)
+    done = subprocess.run(
+        ["make", "setup", f"PYTHON={old}", f"VENV={tmp_path / 'venv'}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode != 0 and "Python 3.11 or newer" in done.stdout and "PYTHON=python3.12" in done.stdout
+    assert not (tmp_path / "venv").exists()
+
+
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze")
 def test_systemd_understands_the_unit(tmp_path: Path) -> None:
     """All but the program's path, where nothing is installed here."""

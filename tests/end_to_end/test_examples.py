@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from .server import Server
@@ -47,6 +48,8 @@ def test_the_readme(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with_curl, with_openai, offline = run(ROOT / "README.md", "Talk to it", "Your own model", server.url)
     assert TEA in with_curl and COFFEE in with_curl
     assert TEA in with_openai and TEA in offline
+    said = httpx.get(f"{server.url}/v1/conversations/tea").json()["messages"]
+    assert len(said) == 4, "the other examples leave the first one's conversation as it is"
 
 
 def test_the_page_about_the_api(server: Server) -> None:

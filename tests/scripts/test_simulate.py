@@ -77,6 +77,13 @@ def test_a_wrong_setting_is_named(capsys, options, message):
     assert message in capsys.readouterr().err
 
 
+def test_an_unknown_preset_is_named(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--preset", "foo", "--rate", "4"])
+    assert ended.value.code == 2
+    assert "pensieve simulate: argument --preset: invalid choice: 'foo'" in capsys.readouterr().err
+
+
 def test_agent_sessions_under_pressure_reuse_most_of_their_history(capsys):
     trace = DATA / "claude_code_32k.jsonl.gz"
     if not trace.is_file():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import resource
 import sqlite3
@@ -100,6 +101,18 @@ def test_a_diverging_history_replaces_the_branch_that_the_name_stood_for(store: 
     store.commit(A, transcript("0", "1", "other", "3"), 2.0)
     assert stored(store, A) == transcript("0", "1", "other", "3")
     assert rows(store) == 2, "what only the old branch needed is gone"
+
+
+def test_a_log_line_says_that_a_history_is_replaced(store: HistoryStore, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "pensieve.runtime.conversations")
+    for contents in (("0", "1"), ("0", "1", "2", "3")):
+        store.commit(A, transcript(*contents), 1.0)
+    store.commit(Name("", "response", "response"), transcript("new", "1"), 1.0)
+    assert caplog.messages == []
+    store.commit(A, transcript("new", "1"), 1.0)
+    (line,) = caplog.messages
+    assert line.startswith("conversation 'a': ") and "12 tokens are replaced by 6" in line
+    assert '"history": "server"' in line and "fork" in line and "new" not in line.replace("new messages", "")
 
 
 def test_of_completions_the_branch_left_behind_goes_too(store: HistoryStore) -> None:

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from pensieve.runtime.frontend.bodies import CompletionBody, parse
+from pensieve.runtime.http.auth import key_digest
 from pensieve.runtime.http.request_body import MOST_LOGGED
 from pensieve.runtime.http.settings import HTTPSettings
 from pensieve.runtime.messages import Submit
@@ -38,6 +39,32 @@ def test_the_root_leads_to_the_page_and_the_version_is_told(ask: Callable[..., A
     page, told, ping = ask(look)
     assert page.is_success and page.url.path == "/ui" and page.headers["content-type"].startswith("text/html")
     assert told == {"version": version("pensieve")} and ping.status_code == 200
+
+
+# -- refusals
+
+
+def test_a_refusal_is_counted_and_logged_without_the_text_of_the_request(
+    ask: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def refused(http: httpx.AsyncClient) -> str:
+        await http.post(CHAT, json={"messages": [{"role": "secret", "content": "secret"}]})
+        await http.post(COMPLETION, json={"prompt": "x", "guided_grammar": "secret"})
+        await http.post("/chat/completions?secret", json={"messages": HI})
+        await http.get("/v1/models/tea", headers={"authorization": "Bearer secret"})
+        return (await http.get("/metrics")).text
+
+    settings = HTTPSettings(api_keys=(key_digest("secret"),))
+    with caplog.at_level(logging.INFO, "pensieve.runtime"):
+        counts = ask(refused)
+        ask(refused, settings=settings)
+    lines = [record.fields for record in caplog.records if record.msg == "refused"]  # type: ignore[attr-defined]
+    assert [line["status"] for line in lines] == [400, 400, 404, 404, 401, 401, 401, 404]
+    assert lines[0]["path"] == CHAT and lines[0]["reason"].startswith("messages.0.role: ")
+    assert lines[1]["reason"] == "guided_grammar cannot be followed"
+    assert "secret" not in str(lines)
+    assert 'pensieve:client_errors_total{status="400"} 2.0' in counts
+    assert 'pensieve:client_errors_total{status="404"} 2.0' in counts
 
 
 # -- unknown fields

@@ -159,6 +159,8 @@ def test_an_unknown_option_is_one_line_with_the_closest_one(capsys):
             ["--tensor-parallel-sise", "2"],
             "there is no option --tensor-parallel-sise; did you mean --tensor-parallel-size?",
         ),
+        (["demo", "--cpu-offload-gb", "4"], "there is no option --cpu-offload-gb (--help shows what there is)"),
+        (["demo", "--max-logprobs", "4"], "there is no option --max-logprobs (--help shows what there is)"),
         (["demo", "--xyz"], "there is no option --xyz (--help shows what there is)"),
         (["demo", "more"], "'more' is one word too many (--help shows what there is)"),
     ):

@@ -13,7 +13,7 @@ from pensieve.builder.manifest import Manifest
 from pensieve.runtime.conversations.schema import Name
 from pensieve.runtime.conversations.store import HistoryStore
 from pensieve.runtime.conversations.transcript import Transcript
-from pensieve.runtime.launch.resolve import resolved, state_directory, tokenizer_digest
+from pensieve.runtime.launch.resolve import check_engine, resolved, state_directory, tokenizer_digest
 from pensieve.runtime.launch.settings import HISTORY_FILE, ServeSettings, default_state_dir
 from pensieve.scheduler.types import SettingError
 from tests.models import tiny_checkpoint
@@ -130,7 +130,7 @@ def test_an_engine_is_what_it_was_built_as(engine, options, message):
         resolved(ServeSettings(str(engine), **options))
     name = "--" + next(iter(options)).replace("_", "-")
     with pytest.raises(SettingError, match=f"{name}: is for a checkpoint; the demo engine is always the same"):
-        resolved(ServeSettings("demo", **options))
+        check_engine(ServeSettings("demo", **options))
 
 
 def test_a_name_of_the_hub_says_how_to_download_it():

@@ -75,6 +75,34 @@ def test_a_taken_port_is_noticed_before_anything_is_built(engine, tmp_path, monk
     assert not (tmp_path / "state").exists() and not (tmp_path / "cache").exists()
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("demo", "--gpu-kv-bytes", "abc"), "--gpu-kv-bytes: 'abc' is not a size"),
+        (("demo", "--gpu-kv-chunks", "0"), "--gpu-kv-chunks: must be at least one chunk"),
+        (("demo", "--owner-kv-bytes", "abc", "--api-key", "k"), "--owner-kv-bytes: 'abc' is not a size"),
+        (("demo", "--max-body-bytes", "abc"), "--max-body-bytes: 'abc' is not a size"),
+        (("demo", "--max-num-seqs", "0"), "--max-num-seqs: must be at least 1"),
+        (("demo", "--generation-reserve", "3"), "--generation-reserve: must be between 0 and 1"),
+        (
+            ("demo", "--max-model-len", "4000", "--gpu-kv-chunks", "9"),
+            "--max-model-len: a context of 4000 tokens needs",
+        ),
+        (("demo", "--disk-kv-bytes", "1GiB", "--host-kv-bytes", "0"), "--disk-kv-bytes: needs --host-kv-bytes above 0"),
+        (("demo", "--chat-template", "nowhere"), "--chat-template: cannot read nowhere"),
+        (("demo", "--dtype", "float16"), "--dtype: is for a checkpoint"),
+        (("./nowhere",), "PATH: ./nowhere does not exist"),
+    ],
+)
+def test_a_wrong_value_is_noticed_before_a_taken_port(flags, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert serve_module.main([*flags, "--port", str(taken.getsockname()[1])]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"pensieve serve: {said}")
+    assert not (tmp_path / "state").exists()
+
+
 def test_kv_that_was_written_apart_from_the_other_servers_is_dropped(tmp_path, postgres):
     """Once: this server is told of deletions from then on."""
     settings = ServeSettings("demo", state_dir=tmp_path, history_url=postgres)

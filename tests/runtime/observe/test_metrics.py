@@ -29,6 +29,7 @@ def test_all_names_of_the_contract() -> None:
     metrics.count_prompt(Usage(gpu=10))
     metrics.generation_tokens = 9
     metrics.finished["stop"] += 2
+    metrics.client_errors["404"] += 1
     metrics.time_to_first_token.observe(0.03)
     metrics.inter_token_latency.observe(0.003)
     found = samples(metrics)
@@ -50,6 +51,7 @@ def test_all_names_of_the_contract() -> None:
         'pensieve:kv_copied_bytes_total{direction="swap_in"}': 7,
         'pensieve:kv_copied_bytes_total{direction="swap_out"}': 8,
         'pensieve:requests_total{finish="stop"}': 2,
+        'pensieve:client_errors_total{status="404"}': 1,
     }
     assert {name: found[name] for name in expected} == expected
 
