@@ -305,13 +305,13 @@ class Scheduler:
     # -- internal
 
     def _touch(self, turn: Turn, now: float) -> None:
-        """Marks the conversation as active, because its user has written. If requests wait, its chunks become the last
-        victims.
+        """Marks the conversation as active, because its user has written. If requests wait or no seat is free, its
+        chunks become the last victims.
 
         Otherwise the next plan takes the chunks into use, or makes them the last victims if the request does not fit.
         """
         self.conversations.touch(turn.request, now)
-        if not self._queues.waiting:
+        if not self._queues.waiting and len(self._queues.free_seats) > len(self._queues.loading):
             return
         conversation = self.conversations.of(turn.request)
         chunks = [self._store.find(key) for key in self._lookup.seen_keys(turn)]

@@ -103,6 +103,17 @@ def test_check_finds_a_place_that_is_missing_and_one_that_is_left(places):
         harness.check()
 
 
+def test_the_first_request_that_finds_no_seat_keeps_its_chunks():
+    harness = Harness(max_num_seqs=1)
+    harness.turn(range(100, 116), 2, "a")
+    harness.submit(range(8), 40)
+    harness.tick()
+    waiting = harness.submit([*range(100, 116), 1], 2)
+    turn = harness.scheduler._turns[waiting]
+    chunk = harness.scheduler._store.find(turn.keys[0])
+    assert harness.state(waiting) == "waiting" and chunk.queue_places == [turn.order]
+
+
 def test_the_first_request_by_priority_loses_its_chunks_last():
     harness = Harness(max_num_seqs=1)
     prompts = range(100, 116), range(200, 216)
