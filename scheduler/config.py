@@ -90,8 +90,8 @@ class SchedulerConfig:
         need(self.disk_kv_chunks >= 0, "disk_kv_chunks", f"must not be negative, not {self.disk_kv_chunks}")
         need(
             self.host_kv_chunks > 0 or not self.disk_kv_chunks,
-            "disk_kv_chunks",
-            "needs --host-kv-chunks above 0: all KV to and from the disk passes through host memory",
+            "disk_kv_bytes",
+            "needs --host-kv-bytes above 0: all KV to and from the disk passes through host memory",
         )
         target = self.target_ms_per_token
         need(target is None or 0.0 < target < inf, "target_ms_per_token", f"must be more than 0 ms, not {target}")

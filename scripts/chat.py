@@ -89,7 +89,8 @@ class Server:
             connection.sock.settimeout(self._read_seconds)
             response = connection.getresponse()
             if response.status >= 400:
-                raise ServerError(_reason(response), response.status)
+                hint = "; give one with --api-key or $OPENAI_API_KEY" if response.status == 401 else ""
+                raise ServerError(_reason(response) + hint, response.status)
             yield response
         except ConnectionRefusedError as error:
             raise ServerError(f"{self.url}: {error.strerror}; `pensieve serve PATH` starts a server") from error

@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     preset = "cluster" if known.replicas is not None else known.preset
     args = parser(preset).parse_args(words)
     lines = {"load": load_lines, "trace": trace_lines, "cluster": cluster_lines}[preset]
-    return exit_status("simulate", lambda: run(args, lines))
+    return exit_status("pensieve simulate", lambda: run(args, lines))
 
 
 def run(args: argparse.Namespace, lines: Callable[[argparse.Namespace], Iterator[str]]) -> None:

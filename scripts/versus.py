@@ -126,7 +126,7 @@ def parser() -> argparse.ArgumentParser:
     option("--vllm", type=Path, metavar="PATH", help="a Python with vLLM, or a folder of packages (default: this one)")
     option("--output", type=Path, metavar="FILE", help="JSON lines, appended; also a table in FILE's .md "
            "(default: versus-DATE.jsonl)")  # fmt: skip
-    option("--trace", type=Path, metavar="FILE", help="of agents: lengths, see scripts/traces.py")
+    option("--trace", type=Path, metavar="FILE", help="of agents: lengths, see scripts/bench/traces.py")
     option("--load", default="", metavar="OPTIONS", help="more of bench_serving, such as '--think-s 60'")
     option("--seed", type=int, nargs="+", default=[0], metavar="N", help="of arrivals and lengths; all rates with each "
            "(default: 0)")  # fmt: skip

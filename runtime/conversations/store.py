@@ -38,6 +38,7 @@ DIVERGED = (
     "conversation %r: the request does not continue the stored history, so %d tokens are replaced by %d; send only new "
     'messages with "history": "server" to continue it, or fork it first to keep both'
 )
+IN_FLIGHT = "is in flight: turns with the server's history run one at a time; try again when it has ended"
 LIVE = (
     "(coalesce(active + coalesce(history_ttl, :default_ttl), 9e99) > :now OR EXISTS (SELECT 1 FROM open_turns "
     "WHERE conversation = conversations.number AND until > {clock}))"
@@ -192,7 +193,7 @@ class HistoryStore:
         values = {"turn": turn, "number": found.number, "alone": int(alone), "lease": self.lease}
         if alone:
             if self._held_by_another(found.number, turn):
-                raise RequestError(409, f"a turn of conversation {found.id!r} is in flight", "conversation")
+                raise RequestError(409, f"a turn of conversation {found.id!r} {IN_FLIGHT}", "conversation")
             self._db.execute("DELETE FROM open_turns WHERE conversation = :number AND alone = 1", values)
         self._db.execute(
             "INSERT INTO open_turns (turn, conversation, alone, until) "

@@ -59,7 +59,8 @@ class Body(BaseModel):
         """Adds the name, in letters that a header may contain. Raises RequestError if the field must not be ignored."""
         if ignored is not None and len(ignored) >= MOST_NAMED:
             return
-        near = difflib.get_close_matches(name, cls.OWN, 1, LIKE) if cls.OWN else []
+        timed = f"{name}_s"  # without its unit
+        near = [timed] if timed in cls.OWN else difflib.get_close_matches(name, cls.OWN, 1, LIKE)
         if ignored is None or near:
             hint = f"; did you mean {near[0]}?" if near else ""
             raise RequestError(400, f"{name} is not a field that this server knows{hint}", name)

@@ -39,6 +39,7 @@ class NewConversation(Body):
 class Lifetime(Body):
     """POST or PATCH /v1/conversations/{id}: null is the server's default; an absent field stays unchanged."""
 
+    OWN: ClassVar = frozenset({"ttl_s", "history_ttl_s"})
     KEEPS_NULL: ClassVar = True
 
     ttl_s: Seconds | None = None
@@ -47,6 +48,8 @@ class Lifetime(Body):
 
 class Pin(Body):
     """POST /v1/conversations/{id}/pin."""
+
+    OWN: ClassVar = frozenset({"ttl_s"})
 
     ttl_s: Seconds = DEFAULT_PIN_S
 

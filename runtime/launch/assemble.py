@@ -49,6 +49,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pensieve")
 
+NO_TOKENIZER = (
+    "%s: there is no tokenizer.json, and its checkpoint had no vocab.json with merges.txt: only completions of token "
+    "ids are served"
+)
+NO_TEMPLATE = (
+    "%s: there is no chat_template.jinja, and no chat_template in tokenizer_config.json: chats are refused; "
+    "--chat-template FILE gives a template"
+)
+
 
 class Prepared(NamedTuple):
     """The parts of one rank, with the same sizes on all ranks."""
@@ -89,9 +98,13 @@ def assemble(settings: ServeSettings, ranks: Ranks | None = None) -> Assembled:
     tokenizer = str(directory) if (directory / "tokenizer.json").exists() else ""
     if tokenizer:  # it must be readable before requests are served
         template = settings.chat_template
-        Tokenizer.load(tokenizer, None if template is None else read_chat_template(template))
+        loaded = Tokenizer.load(tokenizer, None if template is None else read_chat_template(template))
+        if not loaded.has_template:
+            log.warning(NO_TEMPLATE, directory)
     elif settings.chat_template is not None:
         raise SettingError("--chat-template", f"{directory} has no tokenizer, and without one there are no chats")
+    else:
+        log.warning(NO_TOKENIZER, directory)
     grammars = open_grammars(tokenizer, engine.vocab_size, engine.manifest.stop_ids)
     disk = disk_settings(settings, config, ranks)
     executor = make_executor(settings, prepared, disk, ranks, grammars)

@@ -163,8 +163,13 @@ class Tokenizer:
         form; `variables` are the template's own."""
         template = self._template_for_tools if tools else self._template
         if template is None:
-            raise RequestError(400, "this model has no chat template; use /v1/completions", "messages")
+            cure = "use /v1/completions, or start the server with --chat-template FILE"
+            raise RequestError(400, f"this model has no chat template; {cure}", "messages")
         return template.render(messages, add_generation_prompt, tools, variables)
+
+    @property
+    def has_template(self) -> bool:
+        return self._template is not None
 
     @property
     def ignores_tools(self) -> bool:

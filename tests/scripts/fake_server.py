@@ -81,6 +81,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def _reply(self, body):
         text = body["messages"][-1]["content"]
+        if text == "no key":
+            self._answer({"error": {"message": "this server needs a valid API key"}}, 401)
+            return
         if text == "too much":
             self._answer({"error": {"message": "the queue is full"}}, 429)
             return

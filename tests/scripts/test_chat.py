@@ -95,10 +95,11 @@ def test_long_lists_come_in_pages(server):
 
 
 def test_what_the_server_refuses_is_told_and_the_chat_goes_on(server):
-    done = piped(server, "too much", "break", "/drop unknown", "hello")
+    done = piped(server, "too much", "no key", "break", "/drop unknown", "hello")
     assert done.returncode == 1, "a script must know"
     assert done.stderr.splitlines() == [
         "error: the queue is full",
+        "error: this server needs a valid API key; give one with --api-key or $OPENAI_API_KEY",
         "error: the books disagree",
         "error: there is no conversation 'unknown'",
     ]

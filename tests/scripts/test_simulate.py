@@ -62,7 +62,7 @@ def test_a_disk_brings_back_what_host_has_lost(capsys):
         (["--eviction", "belady"], "--eviction: must be one of retention"),
         (["--gpu-kv-bytes", "lots"], "--gpu-kv-bytes: 'lots' is not a size"),
         (["--host-kv-bytes", "1GiB,"], "--host-kv-bytes: '' is not a size"),
-        (["--host-kv-bytes", "0", "--disk-kv-bytes", "1GiB"], "--disk-kv-chunks: needs --host-kv-chunks"),
+        (["--host-kv-bytes", "0", "--disk-kv-bytes", "1GiB"], "--disk-kv-bytes: needs --host-kv-bytes"),
         (["--save", "sync"], "--save: needs --disk-kv-bytes above 0"),
         (["--prefetch", "off", "--disk-kv-bytes", "0,0"], "--prefetch: needs --disk-kv-bytes above 0"),
         (["--disk-read-bytes-per-s", "0"], "--disk-read-bytes-per-s: must be above 0"),
@@ -74,7 +74,7 @@ def test_a_disk_brings_back_what_host_has_lost(capsys):
 )
 def test_a_wrong_setting_is_named(capsys, options, message):
     assert main([*SMALL, *options]) == 2
-    assert message in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith(f"pensieve simulate: {message}")
 
 
 def test_an_unknown_preset_is_named(capsys):

@@ -61,6 +61,15 @@ def value(command, option):
     return command[command.index(option) + 1]
 
 
+def test_the_readmes_command_has_all_that_its_workload_needs():
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (line,) = (line for line in readme.splitlines() if "pensieve.scripts.versus" in line)
+    python, _, _, *words = shlex.split(line)
+    args = parser().parse_args(words)
+    assert python == ".venv/bin/python" and args.vllm == Path("VLLM/bin/python")
+    assert versus.PRESETS[args.workload].load or args.trace == Path("TRACE")
+
+
 def test_all_servers_have_equal_bytes_rows_and_load(options, tmp_path):
     made = Versus(parser().parse_args(options))
     ours = made.command(Server.read("pensieve:--queue-order arrival"), tmp_path)

@@ -138,7 +138,8 @@ def test_only_one_turn_of_a_server_history_is_in_flight(serve: Any) -> None:
             slow = asyncio.create_task(server.post(CHAT, **body))
             while len(server.requests) < 2:
                 await asyncio.sleep(0.005)
-            assert "in flight" in (await server.post(CHAT, 409, **body))["error"]["message"]
+            message = (await server.post(CHAT, 409, **body))["error"]["message"]
+            assert "in flight" in message and "try again when it has ended" in message
             await server.post(CHAT, 409, **body)
             server.loop.go_on()
             await slow

@@ -127,6 +127,12 @@ def test_fields_of_conversations_are_all_our_own(ask: Callable[..., Any]) -> Non
     assert ask(post("/v1/conversations", id="a", ttl=5)).json()["error"]["param"] == "ttl"
 
 
+@pytest.mark.parametrize(("method", "path"), [("PATCH", "/v1/conversations/a"), ("POST", "/v1/conversations/a/pin")])
+def test_a_time_without_its_unit_is_refused_with_its_name(ask: Callable[..., Any], method: str, path: str) -> None:
+    error = ask(lambda http: http.request(method, path, json={"ttl": 3600})).json()["error"]
+    assert error["param"] == "ttl" and "did you mean ttl_s?" in error["message"]
+
+
 def test_strict_fields_refuses_unknown_ones(ask: Callable[..., Any]) -> None:
     strict = HTTPSettings(strict_fields=True)
     for path, body in ((COMPLETION, {"prompt": "x"}), (CHAT, {"messages": HI}), ("/tokenize", {"prompt": "x"})):

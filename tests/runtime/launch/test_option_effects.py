@@ -346,6 +346,24 @@ def test_an_option_at_its_default_is_never_refused(name, served, capsys):
         served([option.option_strings[0], str(option.default), *NO_HOST.split()])
 
 
+def test_the_start_of_an_engine_that_cannot_chat_names_the_missing_files(served, files, engine, caplog):
+    mute = files / "mute"
+    mute.mkdir()
+    for path in engine.iterdir():
+        if path.name != "tokenizer_config.json":
+            (mute / path.name).symlink_to(path)
+    for words, said in (
+        ([], ()),
+        (["--engine", str(files / "dumb")], ("there is no tokenizer.json", "only completions of token ids")),
+        (["--engine", str(mute)], ("no chat_template.jinja", "tokenizer_config.json", "--chat-template FILE")),
+        (["--engine", str(mute), "--chat-template", str(files / "chat.jinja")], ()),
+    ):
+        caplog.clear()
+        served(words)
+        warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert len(warnings) == bool(said) and all(part in warnings[0] for part in said), words
+
+
 TOLD_TO_TRITON = {field.name for field in fields(TritonSettings)}
 
 
