@@ -285,7 +285,10 @@ def values(reports: Mapping[Case, Report]) -> dict[str, dict[str, float]]:
             setting = f"{names[case.policy]}, {case.disk / TB:g} TB"
             found["21"][setting] = hit
             gpu, host, disk = hit_shares(reports[case])
-            found["21"][f"{setting}, hits found on HOST or GPU, %"] = 100 * (gpu + host) / max(gpu + host + disk, 1e-9)
+            if case.disk == 10 * TB:
+                found["21"][f"{setting}, hits found on HOST or GPU, %"] = (
+                    100 * (gpu + host) / max(gpu + host + disk, 1e-9)
+                )
         if case == Case("llama-13b", disk=case.disk) and case.disk:
             ratio = (case.host + case.disk) / all_sessions_bytes(case)
             found["23"][f"RCC/CCpUT {ratio:.2f}"] = 100 * reports[case].hit_rate
