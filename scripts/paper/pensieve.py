@@ -56,12 +56,12 @@ FIGURES: dict[str, list[Case]] = {
     "10a": [
         *CHATS_OPT,
         *curve(OPT, "sharegpt", "gpu-cache", 0.3, 0.45),
-        *curve(OPT, "sharegpt", "stateless", 0.25, 0.35, 0.45),
+        *curve(OPT, "sharegpt", "stateless", 0.25, 0.35, 0.45, 0.55),
     ],
     "10b": [
         *CHATS_LLAMA,
         *curve(LLAMA, "sharegpt", "gpu-cache", 0.6, 1.0, 1.2),
-        *curve(LLAMA, "sharegpt", "stateless", 0.4, 0.6, 0.8),
+        *curve(LLAMA, "sharegpt", "stateless", 0.4, 0.6, 0.8, 0.9),
     ],
     "10c": [
         *curve(OPT, "ultrachat", "pensieve", 0.8, 0.95, 1.1, 1.3),
