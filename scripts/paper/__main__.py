@@ -44,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
     option(
         "--rates", metavar="RATES", help="pensieve, simulated: conversations/s, comma between (default: the figures')"
     )
+    option("--seeds", default="0", metavar="SEEDS", help="pensieve, simulated: comma between (default %(default)s)")
     option("--jobs", type=int, default=os.cpu_count(), metavar="N", help="runs at a time (default %(default)s)")
     option("--report", action="store_true", help="run nothing: tell what the files have")
     option("--page", type=Path, metavar="FILE", help="put the table into this Markdown file, between its marks")
@@ -101,7 +102,10 @@ def check(args: argparse.Namespace) -> None:
         ("report", "not with --device, which runs commands" if args.device else ""),
         ("engine", "" if args.device else "only with --device"),
         ("trace", "not with --device, whose commands have their own loads" if args.device else ""),
-        ("rates", "only for pensieve, simulated" if args.device or args.paper == "cachedattention" else ""),
+        *(
+            (name, "only for pensieve, simulated" if args.device or args.paper == "cachedattention" else "")
+            for name in ("rates", "seeds")
+        ),
         *((name, "" if args.paper == "cachedattention" else "only for cachedattention") for name in CACHED_ONLY),
     ):
         if reason and getattr(args, name) != default(name):
@@ -131,7 +135,7 @@ def missing_runs(
 ) -> None:
     """Runs the cases that no record has, and appends them."""
     known = [record["case"] for record in read_records(files, args.paper) if same_run(record, key)]
-    missing = [case for case in dict.fromkeys(cases) if asdict(case) not in known]
+    missing = [case for case in dict.fromkeys(cases) if case not in [type(case)(**one) for one in known]]
     with multiprocessing.get_context("spawn").Pool(max(1, min(args.jobs, len(missing)))) as pool:
         for case, found in zip(missing, pool.imap(run, missing), strict=True):
             said = {"paper": args.paper, "how": "simulated", "date": today(), **key}
@@ -151,7 +155,8 @@ def pensieve_cases(args: argparse.Namespace, chosen: Sequence[str], files: Seque
         if min(rates) <= 0:
             raise SettingError("--rates", f"must be above 0, not {args.rates}")
         cases = [replace(case, rate=rate) for rate in rates for case in cases]
-    missing_runs(args, files, cases, pensieve.run, {})
+    seeds = parse_numbers(args.seeds, "--seeds", int)
+    missing_runs(args, files, [replace(case, seed=seed) for seed in seeds for case in cases], pensieve.run, {})
 
 
 def cached_key(args: argparse.Namespace) -> dict[str, int]:
@@ -176,7 +181,8 @@ def report(args: argparse.Namespace, files: Sequence[Path]) -> None:
     trace = str(args.trace or "")
     if args.paper == "pensieve":
         runs = {pensieve.Case(**record["case"]): record["found"] for record in records if "case" in record}
-        simulated = pensieve.values({replaced(case): found for case, found in runs.items() if case.trace == trace})
+        runs = {replaced(case): found for case, found in runs.items() if case.trace == trace}
+        simulated: Mapping[str, Mapping[str, Any]] = pensieve.values_by_seed(runs)
     else:
         key = cached_key(args)
         reports = {cachedattention.Case(**record["case"]): cachedattention.read_report(record["found"])

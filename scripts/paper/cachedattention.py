@@ -114,7 +114,7 @@ FIGURES: dict[str, Callable[[str], list[Case]]] = {
         *(Case("llama-13b", policy, disk=disk) for disk in (2 * TB, 10 * TB) for policy in (Case("").policy, *PLAIN))
     ),
     "22": lambda model: [Case(model), Case(model, overflow=RECOMPUTE)],
-    "23": only_13b(*(Case("llama-13b", disk=disk) for disk in (12 * TB // 10, 2 * TB, 3 * TB, 10 * TB))),
+    "23": only_13b(*(Case("llama-13b", disk=disk) for disk in (2 * TB, 29 * TB // 10, 74 * TB // 10, 10 * TB))),
     "24": lambda model: [Case(model, host=0, disk=0), Case(model, disk=0), Case(model)],
     "25": only_13b(*(Case("llama-13b", rate=rate) for rate in RATES)),
     "default": lambda model: [pensieves(model), pensieves(model, disk=2 * TB)],
@@ -273,6 +273,7 @@ def values(reports: Mapping[Case, Report]) -> dict[str, dict[str, float]]:
                 found["24"][f"{model}, {name}"] = hits[other]
         if (other := Case(model, overflow=RECOMPUTE)) in hits:
             found["22"][model] = hits[case] - hits[other]
+        found["17"][f"{model}, storage, % of the cost"] = storage_percent(case, reports[case])
         if none in reports:
             for number, value in _against(case, none, reports).items():
                 found[number][model] = value
@@ -281,9 +282,15 @@ def values(reports: Mapping[Case, Report]) -> dict[str, dict[str, float]]:
     names = {Case("").policy: "CA", "lru-plain": "LRU", "fifo-plain": "FIFO"}
     for case, hit in hits.items():
         if case == Case("llama-13b", case.policy, disk=case.disk) and case.policy in names:
-            found["21"][f"{names[case.policy]}, {case.disk / TB:g} TB"] = hit
+            setting = f"{names[case.policy]}, {case.disk / TB:g} TB"
+            found["21"][setting] = hit
+            gpu, host, disk = hit_shares(reports[case])
+            if case.disk == 10 * TB:
+                found["21"][f"{setting}, hits found on HOST or GPU, %"] = (
+                    100 * (gpu + host) / max(gpu + host + disk, 1e-9)
+                )
         if case == Case("llama-13b", disk=case.disk) and case.disk:
-            ratio = (case.host + case.disk) / session_bytes_an_hour(case)
+            ratio = (case.host + case.disk) / all_sessions_bytes(case)
             found["23"][f"RCC/CCpUT {ratio:.2f}"] = 100 * reports[case].hit_rate
         if case == Case("llama-13b", rate=case.rate):
             found["25"][f"hit rate at {case.rate:g}/s"] = hit
@@ -303,10 +310,16 @@ def _against(case: Case, none: Case, reports: Mapping[Case, Report], machine: Ma
     return found
 
 
-def session_bytes_an_hour(case: Case) -> float:
-    """CCpUT: a full context for each session that starts within the TTL."""
+def storage_percent(case: Case, report: Report) -> float:
+    """Of the cost of a case."""
+    gpus, storage = dollars(case, report)
+    return 100 * storage / (gpus + storage)
+
+
+def all_sessions_bytes(case: Case) -> int:
+    """CCpUT if it counts all of the workload's sessions: a full context for each of them."""
     model = MODELS[case.model]
-    return case.rate * TTL_S * model.window * model.shape.token_bytes
+    return SESSIONS * model.window * model.shape.token_bytes
 
 
 COLUMNS = {

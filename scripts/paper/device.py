@@ -39,6 +39,14 @@ def of(lines: Lines, bench: str) -> Mapping[str, Any]:
     return found[-1]
 
 
+IN_FIRST = (
+    "time of a swap-in beside a swap-out, in-first over duplex",
+    "time until both are copied, in-first over duplex",
+)
+"""Arithmetic with the measured speeds: `in-first` itself is not run."""
+LINEAR = "growth of a chunk's cost from 1,024 to 16,384 tokens over that to 8,192"
+
+
 def profile_values(lines: Lines) -> Values:
     profile = of(lines, "profile")
     turns = profile["turns"]
@@ -49,8 +57,11 @@ def profile_values(lines: Lines) -> Values:
              for context, seconds in attention.items() if context > 1024}  # fmt: skip
     _, _, swap_in, swap_out, both = profile["measured"]["copies"][-1]  # a CopyTime of whole records
     lost = {"speed that each direction loses while both run, %": 100 * (1 - swap_in / both),
-            "time of a swap-in beside a swap-out, in-first over duplex": swap_in / both,
-            "time until both are copied, in-first over duplex": (swap_in + swap_out) / both}  # fmt: skip
+            IN_FIRST[0]: swap_in / both, IN_FIRST[1]: (swap_in + swap_out) / both}  # fmt: skip
+    grown = {name.split(" over ")[0]: ratio - 1 for name, ratio in chunk.items()}
+    far, near = (grown.get(f"a chunk at {context:,} tokens") for context in (16384, 8192))
+    if far and near:
+        chunk[LINEAR] = far / near
     return {"3": prefill, "4": chunk, "section 5": lost}
 
 
@@ -175,8 +186,10 @@ def measure(paper: str, figures: Sequence[str], engine: Path | None, directory: 
         lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
         said = {"paper": paper, "how": measurement.how, "date": today(), "source": " ".join(words)}
         for figure, values in measurement.read(lines).items():
-            if figure in figures:
-                yield {**said, "machine": machine(lines), "figure": figure, "values": values}
+            made = {name: values.pop(name) for name in IN_FIRST if name in values}
+            for record in ({"values": values}, {"values": made, "how": "computed"}):
+                if figure in figures and record["values"]:
+                    yield {**said, "machine": machine(lines), "figure": figure, **record}
 
 
 def machine(lines: Lines) -> str:

@@ -8,7 +8,7 @@ without reuse, with prompts and generation in separate steps, as vLLM 0.2.0 had 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -42,45 +42,52 @@ class Case:
     rate: float
     think_s: float = 60.0
     trace: str = ""
+    seed: int = 0
 
 
 def curve(model: str, data: str, server: str, *rates: float, think_s: float = 60.0) -> list[Case]:
     return [Case(model, data, server, rate, think_s) for rate in rates]
 
 
-CHATS_OPT = curve(OPT, "sharegpt", "pensieve", 0.4, 0.6, 0.65, 0.75)
+CHATS_OPT = curve(OPT, "sharegpt", "pensieve", 0.4, 0.6, 0.65, 0.7, 0.75, 0.8)
 CHATS_LLAMA = curve(LLAMA, "sharegpt", "pensieve", 1.0, 1.4, 1.6, 1.7, 1.8)
 FIGURES: dict[str, list[Case]] = {
     **{number: [] for number in ("3", "4", "section 5", "12")},  # on a GPU only
     "10a": [
         *CHATS_OPT,
         *curve(OPT, "sharegpt", "gpu-cache", 0.3, 0.45),
-        *curve(OPT, "sharegpt", "stateless", 0.25, 0.35, 0.45),
+        *curve(OPT, "sharegpt", "stateless", 0.25, 0.35, 0.45, 0.55),
     ],
     "10b": [
         *CHATS_LLAMA,
-        *curve(LLAMA, "sharegpt", "gpu-cache", 0.6, 1.0),
-        *curve(LLAMA, "sharegpt", "stateless", 0.4, 0.6, 0.8),
+        *curve(LLAMA, "sharegpt", "gpu-cache", 0.6, 1.0, 1.2),
+        *curve(LLAMA, "sharegpt", "stateless", 0.4, 0.6, 0.8, 0.9),
     ],
-    "10c": [*curve(OPT, "ultrachat", "pensieve", 0.8, 0.95, 1.1), *curve(OPT, "ultrachat", "stateless", 0.4, 0.6)],
-    "10d": [*curve(LLAMA, "ultrachat", "pensieve", 1.6, 2.2), *curve(LLAMA, "ultrachat", "stateless", 0.8, 1.1)],
+    "10c": [
+        *curve(OPT, "ultrachat", "pensieve", 0.8, 0.95, 1.1, 1.3),
+        *curve(OPT, "ultrachat", "stateless", 0.4, 0.6, 0.8),
+    ],
+    "10d": [
+        *curve(LLAMA, "ultrachat", "pensieve", 1.6, 2.2, 2.8),
+        *curve(LLAMA, "ultrachat", "stateless", 0.6, 0.8, 1.1, 1.4),
+    ],
     "11a": [
         *curve("opt-66b", "sharegpt", "pensieve", 0.5, 0.7, 0.85),
         *curve("opt-66b", "sharegpt", "stateless", 0.2, 0.3, 0.4, 0.5),
     ],
     "11b": [
-        *curve("llama-2-70b", "sharegpt", "pensieve", 0.9, 1.2, 1.8, 2.4),
+        *curve("llama-2-70b", "sharegpt", "pensieve", 0.9, 1.2, 1.35, 1.5, 1.65, 1.8, 2.4),
         *curve("llama-2-70b", "sharegpt", "stateless", 0.25, 0.4, 0.55, 0.7, 0.85, 1.0),
     ],
     "13": [*CHATS_LLAMA, *curve(LLAMA, "sharegpt", "separate", 1.0, 1.4, 1.6)],
-    "14": [*CHATS_OPT, *curve(OPT, "sharegpt", "lru", 0.6, 0.65, 0.75)],
+    "14": [*CHATS_OPT, *curve(OPT, "sharegpt", "lru", 0.6, 0.65, 0.7, 0.75, 0.8)],
     "15": [
         *CHATS_LLAMA,
         *(case for think in (120.0, 300.0, 600.0) for case in curve(LLAMA, "sharegpt", "pensieve", 1.0, think_s=think)),
         *(
             case
             for server in ("pensieve", "stateless")
-            for case in curve(LLAMA, "sharegpt", server, 0.6, think_s=600.0)
+            for case in curve(LLAMA, "sharegpt", server, 0.6, 0.8, think_s=600.0)
         ),
     ],
 }
@@ -97,7 +104,7 @@ def run(case: Case) -> dict[str, float]:
     load = Namespace(
         trace=trace, synthetic=case.data, think_s=case.think_s, turn_counts="geometric", seconds=seconds, ramp_s=RAMP_S
     )
-    sessions = [one for one in conversations(load, case.rate, seed=0) if longest_context([one]) <= CONTEXT]
+    sessions = [one for one in conversations(load, case.rate, seed=case.seed) if longest_context([one]) <= CONTEXT]
     memory = A100.memory * gpus
     cost = shape.cost(CHUNK, CONTEXT, A100.flops * gpus, memory, A100.link * gpus)
     contexts = (context for context, _ in cost.attention)
@@ -118,7 +125,7 @@ def run(case: Case) -> dict[str, float]:
         generation_reserve=0.02,
     )
     windows = seconds, MEASURE_S, case.think_s
-    found = simulate_load(LoadRun(case.rate, 0, config, cost, shape.token_bytes, sessions, *windows))
+    found = simulate_load(LoadRun(case.rate, case.seed, config, cost, shape.token_bytes, sessions, *windows))
     assert found is not None, f"no reply ended: {case}"
     return found
 
@@ -128,12 +135,12 @@ def run(case: Case) -> dict[str, float]:
 Found = Mapping[Case, Mapping[str, float]]
 
 
-def throughput_at(found: Found, number: str, server: str) -> float | None:
-    """Requests/s at the figure's limit, from the runs of its settings at all rates."""
-    settings = {replace(case, rate=0.0) for case in FIGURES[number] if case.server == server}
+def throughput_at(found: Found, cases: Iterable[Case], limit_ms: float) -> float | None:
+    """Requests/s at a time per token, from the runs with these cases' settings at all rates."""
+    settings = {replace(case, rate=0.0) for case in cases}
     curve = sorted((case.rate, point["ms_per_token"], point["done_per_s"]) for case, point in found.items()
                    if replace(case, rate=0.0) in settings)  # fmt: skip
-    return between_rates([point[1:] for point in curve], LIMITS_MS[number])
+    return between_rates([point[1:] for point in curve], limit_ms)
 
 
 def between_rates(points: Sequence[tuple[float, float]], limit_ms: float) -> float | None:
@@ -145,16 +152,30 @@ def between_rates(points: Sequence[tuple[float, float]], limit_ms: float) -> flo
     return None
 
 
+def values_by_seed(found: Found) -> dict[str, dict[str, list[float]]]:
+    """By figure and claim, the values of each seed that has all runs of a value."""
+    made: dict[str, dict[str, list[float]]] = {}
+    for seed in sorted({case.seed for case in found}):
+        runs = {replace(case, seed=0): point for case, point in found.items() if case.seed == seed}
+        for number, figure in values(runs).items():
+            for name, value in figure.items():
+                made.setdefault(number, {}).setdefault(name, []).append(value)
+    return made
+
+
 def values(found: Found) -> dict[str, dict[str, float]]:
-    """By figure and claim, of the runs that are there; as claims.json names them."""
+    """Of one seed, by figure and claim, of the runs that are there; as claims.json names them."""
     made: dict[str, dict[str, float]] = {}
 
     def ratio(number: str, name: str, ours: float | None, theirs: float | None) -> None:
         if ours and theirs:
             made.setdefault(number, {})[name] = ours / theirs
 
-    for number in LIMITS_MS:
-        servers = {kind: throughput_at(found, number, kind) for kind in ("pensieve", "gpu-cache", "stateless")}
+    for number, limit_ms in LIMITS_MS.items():
+        servers = {
+            kind: throughput_at(found, [case for case in FIGURES[number] if case.server == kind], limit_ms)
+            for kind in ("pensieve", "gpu-cache", "stateless")
+        }
         ratio(number, "requests/s over a stateless server's", servers["pensieve"], servers["stateless"])
         ratio(number, "requests/s over those of the GPU cache alone", servers["pensieve"], servers["gpu-cache"])
     for case in FIGURES["13"]:
@@ -173,6 +194,9 @@ def values(found: Found) -> dict[str, dict[str, float]]:
     both = [found.get(Case(LLAMA, "sharegpt", server, 0.6, 600.0), {}) for server in ("stateless", "pensieve")]
     times = [point.get("ms_per_token") for point in both]
     ratio("15", "time a token, stateless server over Pensieve, at 0.6/s, think time 600 s", *times)
+    slow = [Case(LLAMA, "sharegpt", server, 0.0, 600.0) for server in ("pensieve", "stateless")]
+    reached = [throughput_at(found, [case], LIMITS_MS["10b"]) for case in slow]
+    ratio("15", "requests/s over a stateless server's at 180 ms a token, think time 600 s", *reached)
     base = found.get(Case(LLAMA, "sharegpt", "pensieve", 1.0))
     for case in FIGURES["15"]:
         if case.server == "pensieve" and case.rate == 1 and case.think_s > 60 and case in found and base:

@@ -2,7 +2,8 @@
 
 claims.json has for each figure of a paper its subject, its source, and claims by name: the paper's value, or
 [words, least, most] with null for no bound. A value agrees if it is within `within` (a share) of the paper's, or within
-the bounds. `why` explains a difference, `not_run` why there is no value.
+the bounds. A claim without bounds is shown, but the verdict does not count it. `why` explains a difference, `not_run`
+why there is no value.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from ...scheduler.types import SettingError
@@ -30,10 +32,11 @@ BEGIN, END = "<!-- the table of `paper` -->", "<!-- its end -->"
 
 
 class Value(NamedTuple):
-    """One of ours, and how it was found: a key of HOWS."""
+    """One of ours, and how it was found: a key of HOWS. With several `seeds` it is their mean."""
 
     number: float
     how: str
+    seeds: tuple[float, ...] = ()
 
 
 Found = Mapping[str, Mapping[str, Value]]
@@ -55,6 +58,10 @@ class Claim(NamedTuple):
         low, high = sorted((value * (1 - within), value * (1 + within)))
         return cls(f"{value:g}", low, high)
 
+    @property
+    def judged(self) -> bool:
+        return (self.least, self.most) != (float("-inf"), float("inf"))
+
 
 class Figure(NamedTuple):
     """An entry of claims.json."""
@@ -68,13 +75,14 @@ class Figure(NamedTuple):
 
     def verdict(self, found: Mapping[str, Value]) -> str:
         """The words of HOWS only for what was run so."""
-        known = {name: found[name] for name in self.claims if name in found}
+        judged = {name: claim for name, claim in self.claims.items() if claim.judged}
+        known = {name: found[name] for name in judged if name in found}
+        if not judged:
+            return "no verdict: the paper's text has no number"
         if not known:
             return "not run" + (f": {self.not_run}" if self.not_run else "")
         how = max((value.how for value in known.values()), key=list(HOWS).index)
-        agree = sum(
-            claim.least <= known[name].number <= claim.most for name, claim in self.claims.items() if name in known
-        )
+        agree = sum(claim.least <= known[name].number <= claim.most for name, claim in judged.items() if name in known)
         words = HOWS[how]
         if agree < len(known):
             words = words.replace("reproduced", "measured")
@@ -82,7 +90,7 @@ class Figure(NamedTuple):
             words += f": {share}; {self.why or 'the reason is not known'}"
         elif how != "hardware":
             words += ": agrees"
-        missing = len(self.claims) - len(known)
+        missing = len(judged) - len(known)
         return f"{words} ({missing} not run)" if missing else words
 
 
@@ -124,10 +132,15 @@ def append(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def gathered(
-    simulated: Mapping[str, Mapping[str, float]], records: Iterable[Mapping[str, Any]], computed: Collection[str] = ()
+    simulated: Mapping[str, Mapping[str, float | Sequence[float]]],
+    records: Iterable[Mapping[str, Any]],
+    computed: Collection[str] = (),
 ) -> Found:
-    """Returns the values by figure and claim: of simulated runs, of figures `computed` by arithmetic, and of records.
-    If a claim has several values, the better way counts, then a run, then the later record."""
+    """Returns the values by figure and claim: of simulated runs (a number, or one for each seed), of figures `computed`
+    by arithmetic, and of records.
+
+    If a claim has several values, the better way counts, then a run, then the later record.
+    """
     found: dict[str, dict[str, Value]] = {}
     ways = list(HOWS)
     own = [{"figure": number, "how": "computed" if number in computed else "simulated", "values": values}
@@ -135,7 +148,8 @@ def gathered(
     for record in [*records, *own]:
         figure = found.setdefault(record["figure"], {}) if "values" in record else {}
         for name, number in record.get("values", {}).items():
-            value = Value(number, record["how"])
+            seeds = tuple(number) if isinstance(number, Sequence) else (number,)
+            value = Value(fmean(seeds), record["how"], seeds if len(seeds) > 1 else ())
             if name not in figure or ways.index(value.how) <= ways.index(figure[name].how):
                 figure[name] = value
     return found
@@ -159,6 +173,8 @@ def table(figures: Sequence[Figure], found: Found) -> str:
 def _shown(value: Value | None) -> str:
     if value is None:
         return "-"
+    if value.seeds:
+        return f"{value.number:.3g} ({len(value.seeds)} seeds: {min(value.seeds):.3g} to {max(value.seeds):.3g})"
     return f"{value.number:.3g}" if value.how in ("simulated", "computed") else f"**{value.number:.3g}**"
 
 

@@ -118,6 +118,7 @@ def play(
 
 
 COLUMNS = {
+    "model": ("model", "<11"),
     "policy": ("policy", "<6"),
     "disk": ("disk TB", "<7.3g"),
     "longer": ("longer", "<6g"),
@@ -131,12 +132,14 @@ COLUMNS = {
 
 
 def main() -> None:
-    """Figure 21 and 24 for Llama-13B, with the synthetic sessions, and with larger ones on a slower server."""
-    model = MODELS["llama-13b"]
+    """Figure 21 and 24 for Llama-13B, with the synthetic sessions, and with larger ones on a slower server. Without a
+    disk also for Falcon-40B, with Llama-13B's times."""
+    rows = [("llama-13b", "ca", 0), *(("llama-13b", name, disk) for disk in (2, 10) for name in ("ca", "lru", "fifo"))]
     sessions = synthetic(CHAT, conversations=SESSIONS, sessions_per_s=RATE, think_s=THINK_S, seed=0)
     print(title_line(COLUMNS))
     for longer, slower in ((1.0, 1.0), (1.3, 1.4), (1.6, 2.0)):
-        for policy, disk in (("ca", 0), *((name, disk) for disk in (2, 10) for name in ("ca", "lru", "fifo"))):
+        for name, policy, disk in (*rows, ("falcon-40b", "ca", 0)):
+            model = MODELS[name]
             found = play(
                 sessions,
                 policy,
@@ -147,8 +150,8 @@ def main() -> None:
                 slower=slower,
                 longer=longer,
             )
-            shares = {name: 100 * getattr(found, name) for name in ("hit", "hit_of_later", "first")}
-            setting = {"policy": policy, "disk": disk, "longer": longer, "slower": slower}
+            shares = {share: 100 * getattr(found, share) for share in ("hit", "hit_of_later", "first")}
+            setting = {"model": name, "policy": policy, "disk": disk, "longer": longer, "slower": slower}
             print(result_line(COLUMNS, {**found._asdict(), **shares, **setting}), flush=True)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ from pensieve.scripts.paper import cachedattention, device, pensieve
 from pensieve.scripts.paper.__main__ import main
 from pensieve.scripts.paper.cachedattention import MODELS, Case, _in_units, chats, policy_label, profile
 from pensieve.scripts.paper.overlap import A100, copy_s, pipelined_s, prefill_s
-from pensieve.scripts.paper.report import HOWS, Claim, Figure, Value, append, gathered, read_figures
+from pensieve.scripts.paper.report import HOWS, Claim, Figure, Value, append, gathered, read_figures, table
 from pensieve.scripts.paper.sessions import play
 
 MEASURED = Path(__file__).parents[2] / "docs" / "measured"
@@ -144,6 +144,27 @@ def test_a_difference_has_its_reason_and_a_missing_run_is_told():
     assert claims.verdict(measured) == "measured on hardware: 1 of 2 agree; a reason"
 
 
+def test_a_claim_without_bounds_is_shown_and_not_judged():
+    claims = figure(a=Claim.read(["above 1", None, None], 0.1), b=Claim("1", 0.9, 1.1))
+    values = {"a": Value(0.5, "simulated"), "b": Value(1.0, "hardware")}
+    assert claims.verdict(values) == "reproduced on hardware"
+    assert figure(a=Claim.read(["above 1", None, None], 0.1)).verdict(values).startswith("no verdict")
+    assert "a: above 1, 0.5" in table([claims], {"1": values})
+
+
+def test_the_values_of_several_seeds_are_shown_as_their_mean_and_range():
+    found = gathered({"1": {"b": [0.8, 1.2, 1.0]}}, [])
+    assert found["1"]["b"] == Value(1.0, "simulated", (0.8, 1.2, 1.0))
+    assert "b: 1, 1 (3 seeds: 0.8 to 1.2)" in table([figure(b=Claim("1", 0.9, 1.1))], found)
+    opt, point = pensieve.Case(pensieve.OPT, "sharegpt", "pensieve", 0.65), {**POINT, "ms_per_token": 50.0}
+    hosts = {("pensieve", 0): 52, ("lru", 0): 50, ("pensieve", 3): 51, ("lru", 3): 50}
+    runs = {
+        replace(opt, server=server, seed=seed): {**point, "host_percent": host}
+        for (server, seed), host in hosts.items()
+    }
+    assert pensieve.values_by_seed(runs)["14"]["host hits, points above LRU's, at 0.65/s"] == [2, 1]
+
+
 def test_a_better_way_counts_and_then_the_later_record():
     records = [
         {"figure": "1", "how": "hardware", "values": {"a": 2.0}},
@@ -174,6 +195,8 @@ def test_every_claim_has_a_value_or_a_command():
         known |= {(line["figure"], name) for line in lines if line["paper"] == paper for name in line.get("values", ())}
         known |= {(number, device.OVER_VLLM) for number in pensieve.LIMITS_MS}
         known |= {(number, "requests/s over a stateless server's") for number in pensieve.LIMITS_MS}
+        known |= {(number, "requests/s over TensorRT-LLM's") for number in pensieve.LIMITS_MS}  # not run: no command
+        known.add(("15", "requests/s over a stateless server's at 180 ms a token, think time 600 s"))
         for claims in read_figures(paper):
             unknown = [name for name in claims.claims if (claims.number, name) not in known]
             assert claims.not_run or not unknown, f"{paper} {claims.number}: {unknown}"
@@ -212,12 +235,15 @@ def test_a_traces_rates_replace_the_figures(monkeypatch, capsys, tmp_path):
         assert {(case.rate, case.trace) for case in cases} == {(2.0, "trace"), (3.0, "trace")}
         for case in set(cases):
             ms = 100 * (case.rate - 1) * (1 if case.server == "pensieve" else 1.1)
+            assert case.seed in (0, 4)
             known = {"paper": "pensieve", "how": "simulated", "case": asdict(case)}
             append(files[-1], {**known, "found": {**POINT, "ms_per_token": ms, "done_per_s": case.rate}})
 
     monkeypatch.setattr(paper_main, "missing_runs", record)
     assert main(options) == 0
     assert "requests/s over a stateless server's: 1.17, 1.05" in capsys.readouterr().out
+    assert main([*options, "--seeds", "0,4"]) == 0
+    assert "1.17, 1.05 (2 seeds: 1.05 to 1.05)" in capsys.readouterr().out
     assert main([*options, "--rates", "0,1"]) == 2
 
 
@@ -235,6 +261,17 @@ def test_a_profiles_line_gives_pensieves_figures_3_and_4_and_the_links_loss():
     assert found["3"] == {"prefill over generation, 4,096 tokens of history": pytest.approx(1.857, rel=1e-3)}
     assert found["4"] == {"a chunk at 16,384 tokens over one at 1,024": pytest.approx(1.71, rel=1e-2)}
     assert list(found["section 5"].values()) == pytest.approx([9.6, 0.904, 1.807], rel=0.01)
+    line["cost"]["attention"] = [[1024, 1e-3], [8192, 8e-3], [16384, 16e-3]]
+    assert device.profile_values([line])["4"][device.LINEAR] == pytest.approx(15 / 7)
+
+
+def test_what_only_follows_from_measured_speeds_is_called_computed(monkeypatch, tmp_path):
+    line = {"bench": "profile", "turns": [], "cost": {"chunk_seconds": 1e-3, "attention": [[1024, 1e-4]]},
+            "measured": {"copies": [[40, 64, 7.5e-3, 7.5e-3, 8.3e-3]]}}  # fmt: skip
+    done = SimpleNamespace(returncode=0, stdout=json.dumps(line))
+    monkeypatch.setattr(device.subprocess, "run", lambda *words, **how: done)
+    records = list(device.measure("pensieve", ["section 5"], tmp_path, tmp_path))
+    assert [(record["how"], len(record["values"])) for record in records] == [("hardware", 1), ("computed", 2)]
 
 
 def test_a_kernel_benchs_line_gives_figure_12():
@@ -358,6 +395,7 @@ def test_the_values_are_drawn(tmp_path):
         (["--sample", "99"], "--sample: must be between 1 and 24"),
         (["--device", "cuda"], "--engine: is needed for these figures"),
         (["--rates", "1"], "--rates: only for pensieve, simulated"),
+        (["--seeds", "0,1"], "--seeds: only for pensieve, simulated"),
         (["--engine", "engine"], "--engine: only with --device"),
         (["--device", "cuda", "--engine", "engine", "--trace", "file"], "--trace: not with --device"),
         (["--device", "cuda", "--engine", "engine", "--report"], "--report: not with --device"),
