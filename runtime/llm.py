@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +36,7 @@ from .loop import EngineLoop
 from .messages import Forget, Fork, Keep
 from .offline.outputs import CompletionOutput, Logprob, RequestOutput, request_output
 from .offline.params import SamplingParams, body_of
+from .offline.prompts import Asked, Messages, Params, Prompt, read_dialogues, read_params, read_prompts
 from .offline.settings import model_engine, read_settings
 from .service import STUCK, change_conversation, forget
 from .text.tokenizer import Tokenizer
@@ -43,8 +44,6 @@ from .text.tokenizer import Tokenizer
 __all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
 
 Result = TypeVar("Result")
-Prompt = str | list[int]
-Messages = list[dict[str, Any]]
 
 CLOSING_SECONDS = 30.0  # seconds for saving KV to the disk
 
@@ -135,7 +134,7 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Params | None = None,
         *,
         conversation: str | None = None,
         history: str = "client",
@@ -143,6 +142,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Returns the replies to one prompt or several (text or token ids each), in their order.
 
+        sampling_params one for all prompts, or a list with one for each
         conversation    the prompt is a turn of this conversation; one prompt only
         history         "server": the prompt contains only new text and continues the stored conversation
         use_tqdm        True: writes progress to stderr; None: if it is a terminal
@@ -155,7 +155,7 @@ class LLM:
     def chat(
         self,
         messages: Messages | Sequence[Messages],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Params | None = None,
         *,
         conversation: str | None = None,
         history: str = "client",
@@ -167,7 +167,7 @@ class LLM:
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Params | None = None,
         *,
         conversation: str | None = None,
         history: str = "client",
@@ -179,7 +179,7 @@ class LLM:
     def stream_chat(
         self,
         messages: Messages | Sequence[Messages],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Params | None = None,
         *,
         conversation: str | None = None,
         history: str = "client",
@@ -189,37 +189,31 @@ class LLM:
 
     # -- from prompts to jobs
 
-    def _completions(
-        self, prompts: Any, params: SamplingParams | None, conversation: str | None, history: str
-    ) -> list[_Job]:
-        several = [prompts] if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)) else list(prompts)
-        return self._make(CompletionBody, "prompt", several, params, conversation, history)
+    def _completions(self, prompts: Any, params: Params | None, conversation: str | None, history: str) -> list[_Job]:
+        return self._make(CompletionBody, "prompt", read_prompts(prompts), params, conversation, history)
 
-    def _chats(
-        self, messages: Any, params: SamplingParams | None, conversation: str | None, history: str
-    ) -> list[_Job]:
-        several = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
-        return self._make(ChatBody, "messages", several, params, conversation, history)
+    def _chats(self, messages: Any, params: Params | None, conversation: str | None, history: str) -> list[_Job]:
+        return self._make(ChatBody, "messages", read_dialogues(messages), params, conversation, history)
 
     def _make(
         self,
         kind: type[Any],
         name: str,
-        prompts: Sequence[Any],
-        params: SamplingParams | None,
+        prompts: Sequence[Asked],
+        params: Params | None,
         conversation: str | None,
         history: str,
     ) -> list[_Job]:
+        each = read_params(params, len(prompts))
         if conversation is not None and len(prompts) != 1:
             raise RequestError(400, "a conversation takes one prompt at a time", name)
         if self._jobs:
             raise RuntimeError("read the stream that is open to its end, or close it, before the next call")
         jobs: list[_Job] = []
         try:
-            for prompt in prompts:
-                fields = {name: prompt, "conversation": conversation, "history": history}
-                call = self._wait(self._call(kind, params or SamplingParams(), fields))
-                jobs.append(_Job(len(jobs), prompt if isinstance(prompt, str) else None, call))
+            for prompt, own in zip(prompts, each, strict=True):
+                fields = prompt.fields | {"conversation": conversation, "history": history}
+                jobs.append(_Job(len(jobs), prompt.text, self._wait(self._call(kind, own, fields))))
         except BaseException:
             _close_turns(jobs)
             raise

@@ -47,6 +47,43 @@ def test_prompts_are_answered_in_their_order(llm):
     assert alone.outputs[0].token_ids == reply.token_ids
 
 
+def test_prompts_have_the_forms_of_vllm(llm):
+    (text,) = llm.generate("hello", GREEDY)
+    (ids,) = llm.generate([1, 2, 3], GREEDY)
+    for prompts, expected in (
+        ({"prompt": "hello"}, [text]),
+        ({"prompt_token_ids": [1, 2, 3]}, [ids]),
+        ([{"prompt_token_ids": (1, 2, 3)}, {"prompt": "hello", "multi_modal_data": None}, "hello"], [ids, text, text]),
+    ):
+        outputs = llm.generate(prompts, GREEDY)
+        assert [output.prompt for output in outputs] == [output.prompt for output in expected]
+        assert [output.prompt_token_ids for output in outputs] == [output.prompt_token_ids for output in expected]
+        assert [output.outputs for output in outputs] == [output.outputs for output in expected]
+    (both,) = llm.generate({"prompt": "shown", "prompt_token_ids": [1, 2, 3]}, GREEDY)
+    assert (both.prompt, both.outputs) == ("shown", ids.outputs)
+    assert llm.generate([], GREEDY) == []
+
+
+@pytest.mark.parametrize("prompt", [None, 5, {}, {"prompt": 5}, [["a", "b"]], [1, "a"], {"prompt_token_ids": "abc"}])
+def test_other_forms_of_prompts_are_refused(llm, prompt):
+    with pytest.raises(RequestError, match="a prompt must be text, token ids"):
+        llm.generate(prompt, GREEDY)
+    with pytest.raises(RequestError, match="'multi_modal_data' is not supported"):
+        llm.generate({"prompt": "a", "multi_modal_data": {"image": 1}}, GREEDY)
+
+
+def test_each_prompt_may_have_its_own_parameters(llm):
+    params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (2, 5)]
+    for outputs in (llm.generate(["a", "b"], params), llm.chat([QUESTION, NEXT], params)):
+        assert [len(output.outputs[0].token_ids) for output in outputs] == [2, 5]
+    with pytest.raises(RequestError, match="not 2 for 3"):
+        llm.generate(["a", "b", "c"], params)
+    with pytest.raises(TypeError, match=r"write SamplingParams\(temperature=0\), not a dictionary"):
+        llm.chat(QUESTION, {"temperature": 0})
+    with pytest.raises(TypeError, match="must be SamplingParams, not float"):
+        llm.generate("a", 0.5)
+
+
 def test_more_prompts_than_the_queue_holds(llm, monkeypatch):
     monkeypatch.setattr(llm, "_most", 3)
     outputs = llm.generate([[number] for number in range(1, 9)], GREEDY)
