@@ -204,6 +204,7 @@ class LLM:
         conversation: str | None,
         history: str,
     ) -> list[_Job]:
+        self._check_open()
         each = read_params(params, len(prompts))
         if conversation is not None and len(prompts) != 1:
             raise RequestError(400, "a conversation takes one prompt at a time", name)
@@ -269,6 +270,7 @@ class LLM:
 
     def _step(self) -> list[_Job]:
         """Makes one pass of the loop. Returns the jobs whose replies have grown or ended."""
+        self._check_open()
         applied = self._loop.step()
         for wholly in self._scheduler.disk.take_erased():
             self._events.call_soon_threadsafe(self._erasing.popleft().set_result, wholly)
@@ -326,6 +328,10 @@ class LLM:
         self._erasing.append(erased)
         forget(self._scheduler, message)
         return erased
+
+    def _check_open(self) -> None:
+        if self._events.is_closed():
+            raise RuntimeError("this LLM is closed; make a new one")
 
     def _wait(self, work: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run_coroutine_threadsafe(work, self._events).result()

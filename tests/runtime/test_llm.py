@@ -193,6 +193,24 @@ def test_wrong_arguments_are_named(cache, llm):
         llm.generate([[1], [1] * 100_000], GREEDY)
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_closed_llm_says_so(cache):
+    llm = LLM("demo", **SIZES)
+    stream = llm.stream("a", SamplingParams(ignore_eos=True))
+    next(stream)
+    llm.close()
+    llm.close()
+    for ask in (
+        lambda: next(stream),
+        lambda: llm.generate("a"),
+        lambda: llm.chat(QUESTION),
+        lambda: llm.stream("a"),
+        lambda: llm.stream_chat(QUESTION),
+    ):
+        with pytest.raises(RuntimeError, match="this LLM is closed; make a new one"):
+            ask()
+
+
 def test_progress_is_told(llm, capsys):
     llm.generate(["a", "b"], GREEDY, use_tqdm=True)
     assert capsys.readouterr().err.endswith("2 of 2 prompts\n")
