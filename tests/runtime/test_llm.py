@@ -12,6 +12,7 @@ import pytest
 from pensieve.builder import engine_cache
 from pensieve.builder.manifest import Manifest
 from pensieve.runtime.llm import LLM, SamplingParams
+from pensieve.runtime.offline.settings import read_settings
 from pensieve.scheduler.types import RequestError, SettingError
 from tests.models import tiny_checkpoint
 
@@ -193,6 +194,32 @@ def test_wrong_arguments_are_named(cache, llm):
         llm.generate([[1], [1] * 100_000], GREEDY)
 
 
+def test_options_have_the_aliases_of_serve():
+    read = read_settings("demo", None, dict(enable_prefix_caching=False, block_size=16, kv_cache_memory_bytes="1GiB"))
+    assert (read.reuse, read.chunk_tokens, read.gpu_kv_bytes) == (False, 16, "1GiB")
+    assert read_settings("demo", None, dict(enable_prefix_caching=True)).reuse
+
+
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [
+        (dict(swap_space=4), ': host_kv_bytes="4GiB" keeps KV in host memory'),
+        (dict(enable_chunked_prefill=True), ": prompts are always cut to max_num_batched_tokens"),
+        (dict(enable_chunked_prefill=False), ': batching="separate" computes prompts apart from generation'),
+        (dict(seed=0), ": requests take a seed (offline: SamplingParams(seed=0))"),
+        (dict(trust_remote_code=True), ": code of a checkpoint is never run"),
+        (dict(disable_log_requests=True), "; docs/use/offline.md says what it takes"),  # LLM has no log_level
+        (dict(max_num_seq=3), "; did you mean max_num_seqs?"),
+        (dict(gpu_kv=3), "; did you mean gpu_kv_bytes or gpu_kv_chunks?"),
+        (dict(no_reuse=True), "; did you mean reuse?"),
+    ],
+)
+def test_an_option_that_is_missing_has_a_hint(option, hint):
+    with pytest.raises(TypeError) as refused:
+        read_settings("demo", None, option)
+    assert str(refused.value) == f"LLM takes no option {next(iter(option))!r}{hint}"
+
+
 @pytest.mark.filterwarnings("error")
 def test_a_closed_llm_says_so(cache):
     llm = LLM("demo", **SIZES)
@@ -252,7 +279,7 @@ def test_a_checkpoint_is_built_once(cache, tmp_path, monkeypatch):
 
 
 def test_models_that_are_not_here_say_how_they_get_here(cache):
-    with pytest.raises(SettingError, match="hf download Qwen/Qwen3-8B --local-dir Qwen3-8B"):
+    with pytest.raises(SettingError, match="^model: .*hf download Qwen/Qwen3-8B --local-dir Qwen3-8B"):
         LLM("Qwen/Qwen3-8B")
     with pytest.raises(SettingError, match=r"tensor_parallel_size.*pensieve serve"):
         LLM("demo", tensor_parallel_size=2)
