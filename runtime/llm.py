@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import importlib
 import itertools
 import sys
 import threading
@@ -130,6 +131,10 @@ class LLM:
     def close(self) -> None:
         """Ends the engine after its KV is saved to the disk. Idempotent."""
         self._closing.close()
+
+    def get_tokenizer(self) -> Any:
+        """Returns the model's tokenizer as an object of the package transformers, which must be installed."""
+        return importlib.import_module("transformers").AutoTokenizer.from_pretrained(self._ready.tokenizer)
 
     def generate(
         self,

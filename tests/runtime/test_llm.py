@@ -194,6 +194,14 @@ def test_wrong_arguments_are_named(cache, llm):
         llm.generate([[1], [1] * 100_000], GREEDY)
 
 
+def test_the_tokenizer_is_that_of_the_prompts(llm):
+    tokenizer = llm.get_tokenizer()
+    (output,) = llm.generate("hello there", GREEDY)
+    assert tokenizer.encode("hello there") == output.prompt_token_ids
+    (output,) = llm.chat(QUESTION, GREEDY)
+    assert tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True)["input_ids"] == output.prompt_token_ids
+
+
 def test_options_have_the_aliases_of_serve():
     read = read_settings("demo", None, dict(enable_prefix_caching=False, block_size=16, kv_cache_memory_bytes="1GiB"))
     assert (read.reuse, read.chunk_tokens, read.gpu_kv_bytes) == (False, 16, "1GiB")
