@@ -123,6 +123,9 @@ def test_a_stop_string_ends_a_reply(llm):
     (reply,) = output.outputs
     assert (reply.finish_reason, reply.stop_reason) == ("stop", text[2:4])
     assert reply.text == text[: text.index(text[2:4])]
+    (token, *_) = whole.outputs[0].token_ids
+    (output,) = llm.generate("hello", SamplingParams(temperature=0, stop_token_ids=[token]))
+    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", token)
 
 
 def test_a_reply_follows_its_grammar(llm):
@@ -287,7 +290,7 @@ def test_a_checkpoint_is_built_once(cache, tmp_path, monkeypatch):
 
 
 def test_models_that_are_not_here_say_how_they_get_here(cache):
-    with pytest.raises(SettingError, match="^model: .*hf download Qwen/Qwen3-8B --local-dir Qwen3-8B"):
+    with pytest.raises(SettingError, match=r"^model: .*hf download Qwen/Qwen3-8B --local-dir Qwen3-8B"):
         LLM("Qwen/Qwen3-8B")
     with pytest.raises(SettingError, match=r"tensor_parallel_size.*pensieve serve"):
         LLM("demo", tensor_parallel_size=2)
