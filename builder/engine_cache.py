@@ -298,7 +298,7 @@ def _no_model(typed: str, directory: Path) -> SettingError:
         return SettingError(
             "PATH",
             f"there is no directory {typed}, and nothing is downloaded here; if it is a name of the Hugging Face Hub, "
-            f"run `hf download {typed} --local-dir {local}` first, and then serve {local}",
+            f"run `hf download {typed} --local-dir {local}` first, and then name {local}",
         )
     return SettingError("PATH", f"{typed} does not exist")
 

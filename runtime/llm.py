@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import importlib
 import itertools
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,7 @@ from .loop import EngineLoop
 from .messages import Forget, Fork, Keep
 from .offline.outputs import CompletionOutput, Logprob, RequestOutput, request_output
 from .offline.params import SamplingParams, body_of
+from .offline.prompts import Asked, Messages, Params, Prompt, read_dialogues, read_params, read_prompts
 from .offline.settings import model_engine, read_settings
 from .service import STUCK, change_conversation, forget
 from .text.tokenizer import Tokenizer
@@ -43,8 +45,6 @@ from .text.tokenizer import Tokenizer
 __all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
 
 Result = TypeVar("Result")
-Prompt = str | list[int]
-Messages = list[dict[str, Any]]
 
 CLOSING_SECONDS = 30.0  # seconds for saving KV to the disk
 
@@ -132,10 +132,14 @@ class LLM:
         """Ends the engine after its KV is saved to the disk. Idempotent."""
         self._closing.close()
 
+    def get_tokenizer(self) -> Any:
+        """Returns the model's tokenizer as an object of the package transformers, which must be installed."""
+        return importlib.import_module("transformers").AutoTokenizer.from_pretrained(self._ready.tokenizer)
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Params | None = None,
         *,
         conversation: str | None = None,
         history: str = "client",
@@ -143,6 +147,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Returns the replies to one prompt or several (text or token ids each), in their order.
 
+        sampling_params one for all prompts, or a list with one for each
         conversation    the prompt is a turn of this conversation; one prompt only
         history         "server": the prompt contains only new text and continues the stored conversation
         use_tqdm        True: writes progress to stderr; None: if it is a terminal
@@ -155,7 +160,7 @@ class LLM:
     def chat(
         self,
         messages: Messages | Sequence[Messages],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Params | None = None,
         *,
         conversation: str | None = None,
         history: str = "client",
@@ -167,7 +172,7 @@ class LLM:
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Params | None = None,
         *,
         conversation: str | None = None,
         history: str = "client",
@@ -179,7 +184,7 @@ class LLM:
     def stream_chat(
         self,
         messages: Messages | Sequence[Messages],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Params | None = None,
         *,
         conversation: str | None = None,
         history: str = "client",
@@ -189,37 +194,32 @@ class LLM:
 
     # -- from prompts to jobs
 
-    def _completions(
-        self, prompts: Any, params: SamplingParams | None, conversation: str | None, history: str
-    ) -> list[_Job]:
-        several = [prompts] if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)) else list(prompts)
-        return self._make(CompletionBody, "prompt", several, params, conversation, history)
+    def _completions(self, prompts: Any, params: Params | None, conversation: str | None, history: str) -> list[_Job]:
+        return self._make(CompletionBody, "prompt", read_prompts(prompts), params, conversation, history)
 
-    def _chats(
-        self, messages: Any, params: SamplingParams | None, conversation: str | None, history: str
-    ) -> list[_Job]:
-        several = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
-        return self._make(ChatBody, "messages", several, params, conversation, history)
+    def _chats(self, messages: Any, params: Params | None, conversation: str | None, history: str) -> list[_Job]:
+        return self._make(ChatBody, "messages", read_dialogues(messages), params, conversation, history)
 
     def _make(
         self,
         kind: type[Any],
         name: str,
-        prompts: Sequence[Any],
-        params: SamplingParams | None,
+        prompts: Sequence[Asked],
+        params: Params | None,
         conversation: str | None,
         history: str,
     ) -> list[_Job]:
+        self._check_open()
+        each = read_params(params, len(prompts))
         if conversation is not None and len(prompts) != 1:
             raise RequestError(400, "a conversation takes one prompt at a time", name)
         if self._jobs:
             raise RuntimeError("read the stream that is open to its end, or close it, before the next call")
         jobs: list[_Job] = []
         try:
-            for prompt in prompts:
-                fields = {name: prompt, "conversation": conversation, "history": history}
-                call = self._wait(self._call(kind, params or SamplingParams(), fields))
-                jobs.append(_Job(len(jobs), prompt if isinstance(prompt, str) else None, call))
+            for prompt, own in zip(prompts, each, strict=True):
+                fields = prompt.fields | {"conversation": conversation, "history": history}
+                jobs.append(_Job(len(jobs), prompt.text, self._wait(self._call(kind, own, fields))))
         except BaseException:
             _close_turns(jobs)
             raise
@@ -277,6 +277,7 @@ class LLM:
 
     def _step(self) -> list[_Job]:
         """Makes one pass of the loop. Returns the jobs whose replies have grown or ended."""
+        self._check_open()
         applied = self._loop.step()
         for wholly in self._scheduler.disk.take_erased():
             self._events.call_soon_threadsafe(self._erasing.popleft().set_result, wholly)
@@ -334,6 +335,10 @@ class LLM:
         self._erasing.append(erased)
         forget(self._scheduler, message)
         return erased
+
+    def _check_open(self) -> None:
+        if self._events.is_closed():
+            raise RuntimeError("this LLM is closed; make a new one")
 
     def _wait(self, work: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run_coroutine_threadsafe(work, self._events).result()

@@ -69,6 +69,7 @@ class GenerationCall:
     stream: bool
     chat: bool
     stops: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
     include_stop: bool
     arrived: float
     most_tool_calls: int = 0
@@ -88,6 +89,7 @@ class GenerationCall:
                 include_stop=self.include_stop,
                 tools=ToolCallParser(self.most_tool_calls) if self.most_tool_calls else None,
                 echoed=echoed,
+                stop_token_ids=self.stop_token_ids,
             )
             for request, echoed in zip(self.requests, self.echoes, strict=True)
         ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,13 +24,14 @@ _encode_text = json.JSONEncoder().encode
 
 class Piece(NamedTuple):
     """One output's addition to a reply. `logprobs` and `offsets` (into its text) are those of `tokens`, if
-    requested."""
+    requested. `stop`: as `Reply.stop_reason`."""
 
     text: str
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
     offsets: tuple[int, ...] = ()
     calls: Sequence[ToolCall] = ()
+    stop: str | int | None = None
 
 
 class Reply:
@@ -48,6 +49,7 @@ class Reply:
         include_stop: bool = False,
         tools: ToolCallParser | None = None,
         echoed: str = "",
+        stop_token_ids: Collection[int] = (),
     ):
         """`matcher` needs a tokenizer and a request with `confirm`.
 
@@ -55,6 +57,7 @@ class Reply:
         `include_stop`: the text of a stop token stays, unless it is a special token.
         `tools`: removes tool calls from the text.
         `echoed`: precedes the reply's text; offsets count from its beginning.
+        `stop_token_ids`: those that the client chose.
         """
         context = request.prompt[-CONTEXT_TOKENS:] if continues_prompt else ()
         self.request = request
@@ -76,6 +79,7 @@ class Reply:
         self._matcher = matcher
         self._include_stop = include_stop
         self._tools = tools
+        self._stop_token_ids = stop_token_ids
         self._length = len(echoed)
 
     @property
@@ -87,6 +91,14 @@ class Reply:
     def stop_string(self) -> str | None:
         """The stop string that ended the reply, or None."""
         return None if self._matcher is None else self._matcher.found
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The client's stop string or stop token id that ended the reply; None if neither did."""
+        if self.stop_string is not None:
+            return self.stop_string
+        last = self.tokens[-1] if self.tokens and self.finish is FinishReason.STOP else None
+        return last if last in self._stop_token_ids else None
 
     @property
     def message(self) -> dict[str, Any]:
@@ -121,7 +133,7 @@ class Reply:
             self.finish = FinishReason.STOP if self._stopped else output.finish
         if self.request.confirm and not stopped and (self._stopped or output.finish is not None):
             self._stream.finish(self.request.id, len(self.tokens))
-        return Piece(said, tokens, output.logprobs[: len(tokens)], tuple(self.offsets[start:]), calls)
+        return Piece(said, tokens, output.logprobs[: len(tokens)], tuple(self.offsets[start:]), calls, self.stop_reason)
 
     def _take_calls(self, tools: ToolCallParser, text: str, output: Output) -> tuple[str, list[ToolCall]]:
         said, calls = tools.push(text)
@@ -213,7 +225,7 @@ class CompletionWriter:
         if not (piece.text or finish or piece.logprobs or piece.calls or (token_ids and piece.tokens)):
             return ""
         ids = f',"token_ids":{list(piece.tokens)}' if token_ids else ""
-        reason = f'"{finish}"' if finish else "null"
+        reason = f'"{finish}","stop_reason":{json.dumps(piece.stop)}' if finish else "null"
         content = self._content(piece)
         logprobs = json.dumps(self._logprobs(piece)) if piece.logprobs else "null"
         return f'{self._head}{index},{content},"logprobs":{logprobs},"finish_reason":{reason}{ids}{self._tail}'
@@ -256,6 +268,7 @@ class CompletionWriter:
             "text": reply.echoed + "".join(reply.texts),
             "logprobs": self._whole_logprobs(reply, first),
             "finish_reason": reply.finish,
+            "stop_reason": reply.stop_reason,
             **self._prompt_logprobs(first),
         }
         if self._style.token_ids:
@@ -318,7 +331,13 @@ class ChatWriter(CompletionWriter):
             message["tool_calls"] = [call.as_object() for call in reply.calls]
         if writer is not None and writer.top is not None:
             logprobs = writer.chat(reply.tokens, reply.logprobs)
-        choice = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reply.reason}
+        choice = {
+            "index": index,
+            "message": message,
+            "logprobs": logprobs,
+            "finish_reason": reply.reason,
+            "stop_reason": reply.stop_reason,
+        }
         if self._style.token_ids:
             choice["token_ids"] = reply.tokens
         return choice

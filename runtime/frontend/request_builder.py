@@ -272,6 +272,7 @@ class RequestBuilder:
             stream=body.stream,
             chat=not isinstance(body, CompletionBody),
             stops=tuple(body.stop),
+            stop_token_ids=tuple(body.stop_token_ids),
             include_stop=body.include_stop_str_in_output,
             arrived=arrived,
             turn=turn,

@@ -40,17 +40,18 @@ ALIASES = {
 """Names of options of vLLM and of `build_engine` that have the meaning of one of ours. The file accepts only ours."""
 
 ELSEWHERE = {
-    "--swap-space": "--host-kv-bytes 4GiB keeps KV in host memory",
-    "--kv-offloading-size": "--host-kv-bytes 4GiB keeps KV in host memory, so much for each rank",
+    "--swap-space": "--host-kv-bytes=4GiB keeps KV in host memory",
+    "--kv-offloading-size": "--host-kv-bytes=4GiB keeps KV in host memory, so much for each rank",
     "--scheduling-policy": "--queue-order says which request joins next; smaller priorities always come first",
     "--enable-chunked-prefill": "prompts are always cut to --max-num-batched-tokens",
-    "--no-enable-chunked-prefill": "--batching separate computes prompts apart from generation",
+    "--no-enable-chunked-prefill": "--batching=separate computes prompts apart from generation",
     "--allowed-origins": "--cors-origins takes them as words",
     "--uvicorn-log-level": "use --log-level",
-    "--disable-log-requests": "--log-level warning leaves them out of the log",
-    "--no-enable-log-requests": "--log-level warning leaves them out of the log",
+    "--disable-log-requests": "--log-level=warning leaves them out of the log",
+    "--no-enable-log-requests": "--log-level=warning leaves them out of the log",
     "--enable-auto-tool-choice": "tool calls are always read",
     "--tool-call-parser": "tool calls are always read",
+    "--seed": "requests take a seed (offline: SamplingParams(seed=0))",
     "--trust-remote-code": "code of a checkpoint is never run",
     "--seed": "each request may have a `seed` of its own",
     "--tokenizer": "the tokenizer is that of the checkpoint's directory",

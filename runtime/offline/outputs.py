@@ -21,14 +21,15 @@ class Logprob:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One reply so far. `finish_reason` None: it is not finished. `stop_reason`: the stop string that ended it."""
+    """One reply so far. `finish_reason` None: it is not finished. `stop_reason`: the stop string or the id in
+    `stop_token_ids` that ended it."""
 
     index: int
     text: str
     token_ids: list[int]
     logprobs: list[dict[int, Logprob]] | None
     finish_reason: str | None
-    stop_reason: str | None
+    stop_reason: str | int | None
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def _completion(index: int, reply: Reply, tokenizer: Tokenizer | None) -> Comple
         token_ids=list(reply.tokens),
         logprobs=_logprobs(reply.tokens, reply.logprobs, tokenizer) if scored else None,
         finish_reason=None if reply.reason is None else str(reply.reason),
-        stop_reason=reply.stop_string,
+        stop_reason=reply.stop_reason,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -9,7 +11,7 @@ from typing import Any, NoReturn
 from ...builder.checkpoints.hugging_face import DEMO_CHECKPOINT
 from ...builder.engine_cache import engine_for
 from ...scheduler.types import SettingError
-from ..launch.options import parser, settings_of
+from ..launch.options import ALIASES, ELSEWHERE, parser, settings_of
 from ..launch.settings import ServeSettings
 
 DEMO = "demo"
@@ -52,18 +54,20 @@ OPTIONS = frozenset(
 )
 """Options of `pensieve serve` that `LLM` takes, by their names without dashes."""
 
+ARGUMENTS = frozenset({"model", "dtype", "quantization", "backend", "tensor_parallel_size", "state_dir"})
+"""The other arguments of `LLM`."""
+
 
 def read_settings(engine: str | Path, state_dir: str | Path | None, options: Mapping[str, Any]) -> ServeSettings:
-    """Parses the options like `pensieve serve`. TypeError for an unknown one, SettingError for a wrong one."""
-    if unknown := options.keys() - OPTIONS:
-        raise TypeError(f"LLM takes no option {sorted(unknown)[0]!r}; it takes {', '.join(sorted(OPTIONS))}")
+    """Parses the options like `pensieve serve`, with its aliases. TypeError for an unknown one, SettingError for a
+    wrong one."""
     words = [f"--engine={engine}"]
     for name, value in options.items():
-        flag = name.replace("_", "-")
+        own = _name(ALIASES.get(_flag(name), _flag(name)))
+        if own not in OPTIONS:
+            raise TypeError(f"LLM takes no option {name!r}{_hint(name, value)}")
         if value is not None:
-            words.append(
-                f"--{flag}={value}" if not isinstance(value, bool) else f"--{flag}" if value else f"--no-{flag}"
-            )
+            words.append(_flag(own, value) if isinstance(value, bool) else f"{_flag(own)}={value}")
     made = parser()
 
     def refuse(message: str) -> NoReturn:
@@ -78,10 +82,38 @@ def read_settings(engine: str | Path, state_dir: str | Path | None, options: Map
     return settings_of(args)
 
 
+def _flag(name: str, value: Any = True) -> str:
+    return ("--no-" if value is False else "--") + name.replace("_", "-")
+
+
+def _name(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def _hint(name: str, value: Any) -> str:
+    """The end of the message about an option that `LLM` does not have: the suggestion of `serve`, or close names."""
+    known = OPTIONS | ARGUMENTS
+    elsewhere = ELSEWHERE.get(_flag(name, value), "")
+    if elsewhere and all(_name(flag) in known for flag in re.findall(r"--[\w-]+", elsewhere)):
+        return ": " + re.sub(r"--([\w-]+)(=\w+)?", lambda found: _python(*found.groups()), elsewhere)
+    near = difflib.get_close_matches(name, sorted(known), 3)
+    return f"; did you mean {' or '.join(near)}?" if near else "; docs/use/offline.md says what it takes"
+
+
+def _python(flag: str, value: str | None) -> str:
+    """A flag of `serve` as an argument of `LLM`."""
+    return _name(flag) + (f'="{value[1:]}"' if value else "")
+
+
 def model_engine(
     model: str | Path, *, dtype: str | None, quantization: str | None, backend: str | None, device: str
 ) -> Path:
     """Returns the engine's directory; it is built first for "demo" and for a checkpoint. SettingError."""
     if model == DEMO:
         model, dtype = DEMO_CHECKPOINT, dtype or "float32"  # the fastest dtype on CPUs
-    return engine_for(model, dtype=dtype, quantization=quantization, backend=backend, device=device)
+    try:
+        return engine_for(model, dtype=dtype, quantization=quantization, backend=backend, device=device)
+    except SettingError as error:
+        if error.setting != "PATH":
+            raise
+        raise SettingError("model", str(error).removeprefix("PATH: ")) from None

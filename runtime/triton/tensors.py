@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...scheduler.types import FinishReason, RequestError
+from ...scheduler.types import RequestError
 from ..frontend.bodies import CompletionBody, parse
 from ..frontend.calls import GenerationCall
 from ..frontend.reply import Reply
@@ -147,8 +147,8 @@ def end_tensors(asked: TritonInputs, call: GenerationCall, reply: Reply, chunk_t
     tensors: Tensors = {}
     if asked.finish_reason:
         tensors |= _tensors(finish_reason=str(reply.reason).encode())
-    if asked.stop_reason and (stop := stop_reason(asked.body, reply)) is not None:
-        tensors |= _tensors(stop_reason=stop.encode())
+    if asked.stop_reason and reply.stop_reason is not None:
+        tensors |= _tensors(stop_reason=str(reply.stop_reason).encode())
     if asked.cumulative_logprob:
         tensors |= _tensors(cumulative_logprob=sum(entry.logprob for entry in reply.logprobs))
     if asked.perf_metrics:
@@ -167,15 +167,6 @@ def end_tensors(asked: TritonInputs, call: GenerationCall, reply: Reply, chunk_t
             last_token_time_ns=_nanoseconds(now),
         )
     return tensors
-
-
-def stop_reason(body: CompletionBody, reply: Reply) -> str | None:
-    """The request's stop string or stop token id that ended the reply; None if neither did."""
-    if reply.stop_string is not None:
-        return reply.stop_string
-    if reply.finish is FinishReason.STOP and reply.tokens[-1] in body.stop_token_ids:
-        return str(reply.tokens[-1])
-    return None
 
 
 def _tensors(**values: Any) -> Tensors:

@@ -12,6 +12,7 @@ import pytest
 from pensieve.builder import engine_cache
 from pensieve.builder.manifest import Manifest
 from pensieve.runtime.llm import LLM, SamplingParams
+from pensieve.runtime.offline.settings import read_settings
 from pensieve.scheduler.types import RequestError, SettingError
 from tests.models import tiny_checkpoint
 
@@ -45,6 +46,43 @@ def test_prompts_are_answered_in_their_order(llm):
     assert reply.finish_reason in ("length", "stop") and 1 <= len(reply.token_ids) <= 8
     (alone,) = llm.generate("hello", GREEDY)
     assert alone.outputs[0].token_ids == reply.token_ids
+
+
+def test_prompts_have_the_forms_of_vllm(llm):
+    (text,) = llm.generate("hello", GREEDY)
+    (ids,) = llm.generate([1, 2, 3], GREEDY)
+    for prompts, expected in (
+        ({"prompt": "hello"}, [text]),
+        ({"prompt_token_ids": [1, 2, 3]}, [ids]),
+        ([{"prompt_token_ids": (1, 2, 3)}, {"prompt": "hello", "multi_modal_data": None}, "hello"], [ids, text, text]),
+    ):
+        outputs = llm.generate(prompts, GREEDY)
+        assert [output.prompt for output in outputs] == [output.prompt for output in expected]
+        assert [output.prompt_token_ids for output in outputs] == [output.prompt_token_ids for output in expected]
+        assert [output.outputs for output in outputs] == [output.outputs for output in expected]
+    (both,) = llm.generate({"prompt": "shown", "prompt_token_ids": [1, 2, 3]}, GREEDY)
+    assert (both.prompt, both.outputs) == ("shown", ids.outputs)
+    assert llm.generate([], GREEDY) == []
+
+
+@pytest.mark.parametrize("prompt", [None, 5, {}, {"prompt": 5}, [["a", "b"]], [1, "a"], {"prompt_token_ids": "abc"}])
+def test_other_forms_of_prompts_are_refused(llm, prompt):
+    with pytest.raises(RequestError, match="a prompt must be text, token ids"):
+        llm.generate(prompt, GREEDY)
+    with pytest.raises(RequestError, match="'multi_modal_data' is not supported"):
+        llm.generate({"prompt": "a", "multi_modal_data": {"image": 1}}, GREEDY)
+
+
+def test_each_prompt_may_have_its_own_parameters(llm):
+    params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (2, 5)]
+    for outputs in (llm.generate(["a", "b"], params), llm.chat([QUESTION, NEXT], params)):
+        assert [len(output.outputs[0].token_ids) for output in outputs] == [2, 5]
+    with pytest.raises(RequestError, match="not 2 for 3"):
+        llm.generate(["a", "b", "c"], params)
+    with pytest.raises(TypeError, match=r"write SamplingParams\(temperature=0\), not a dictionary"):
+        llm.chat(QUESTION, {"temperature": 0})
+    with pytest.raises(TypeError, match="must be SamplingParams, not float"):
+        llm.generate("a", 0.5)
 
 
 def test_more_prompts_than_the_queue_holds(llm, monkeypatch):
@@ -85,6 +123,9 @@ def test_a_stop_string_ends_a_reply(llm):
     (reply,) = output.outputs
     assert (reply.finish_reason, reply.stop_reason) == ("stop", text[2:4])
     assert reply.text == text[: text.index(text[2:4])]
+    (token, *_) = whole.outputs[0].token_ids
+    (output,) = llm.generate("hello", SamplingParams(temperature=0, stop_token_ids=[token]))
+    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", token)
 
 
 def test_a_reply_follows_its_grammar(llm):
@@ -156,6 +197,58 @@ def test_wrong_arguments_are_named(cache, llm):
         llm.generate([[1], [1] * 100_000], GREEDY)
 
 
+def test_the_tokenizer_is_that_of_the_prompts(llm):
+    tokenizer = llm.get_tokenizer()
+    (output,) = llm.generate("hello there", GREEDY)
+    assert tokenizer.encode("hello there") == output.prompt_token_ids
+    (output,) = llm.chat(QUESTION, GREEDY)
+    assert tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True)["input_ids"] == output.prompt_token_ids
+
+
+def test_options_have_the_aliases_of_serve():
+    read = read_settings("demo", None, dict(enable_prefix_caching=False, block_size=16, kv_cache_memory_bytes="1GiB"))
+    assert (read.reuse, read.chunk_tokens, read.gpu_kv_bytes) == (False, 16, "1GiB")
+    assert read_settings("demo", None, dict(enable_prefix_caching=True)).reuse
+
+
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [
+        (dict(swap_space=4), ': host_kv_bytes="4GiB" keeps KV in host memory'),
+        (dict(enable_chunked_prefill=True), ": prompts are always cut to max_num_batched_tokens"),
+        (dict(enable_chunked_prefill=False), ': batching="separate" computes prompts apart from generation'),
+        (dict(seed=0), ": requests take a seed (offline: SamplingParams(seed=0))"),
+        (dict(trust_remote_code=True), ": code of a checkpoint is never run"),
+        (dict(disable_log_requests=True), "; docs/use/offline.md says what it takes"),  # LLM has no log_level
+        (dict(max_num_seq=3), "; did you mean max_num_seqs?"),
+        (dict(gpu_kv=3), "; did you mean gpu_kv_bytes or gpu_kv_chunks?"),
+        (dict(no_reuse=True), "; did you mean reuse?"),
+    ],
+)
+def test_an_option_that_is_missing_has_a_hint(option, hint):
+    with pytest.raises(TypeError) as refused:
+        read_settings("demo", None, option)
+    assert str(refused.value) == f"LLM takes no option {next(iter(option))!r}{hint}"
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_closed_llm_says_so(cache):
+    llm = LLM("demo", **SIZES)
+    stream = llm.stream("a", SamplingParams(ignore_eos=True))
+    next(stream)
+    llm.close()
+    llm.close()
+    for ask in (
+        lambda: next(stream),
+        lambda: llm.generate("a"),
+        lambda: llm.chat(QUESTION),
+        lambda: llm.stream("a"),
+        lambda: llm.stream_chat(QUESTION),
+    ):
+        with pytest.raises(RuntimeError, match="this LLM is closed; make a new one"):
+            ask()
+
+
 def test_progress_is_told(llm, capsys):
     llm.generate(["a", "b"], GREEDY, use_tqdm=True)
     assert capsys.readouterr().err.endswith("2 of 2 prompts\n")
@@ -197,7 +290,7 @@ def test_a_checkpoint_is_built_once(cache, tmp_path, monkeypatch):
 
 
 def test_models_that_are_not_here_say_how_they_get_here(cache):
-    with pytest.raises(SettingError, match="hf download Qwen/Qwen3-8B --local-dir Qwen3-8B"):
+    with pytest.raises(SettingError, match=r"^model: .*hf download Qwen/Qwen3-8B --local-dir Qwen3-8B"):
         LLM("Qwen/Qwen3-8B")
     with pytest.raises(SettingError, match=r"tensor_parallel_size.*pensieve serve"):
         LLM("demo", tensor_parallel_size=2)

@@ -7,6 +7,7 @@ import json
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import httpx
@@ -52,7 +53,9 @@ def joined(chunks: list[Any]) -> str:
 def test_completion_of_text(ask: Callable[..., Any]) -> None:
     answer = ask(complete(prompt="héllo", max_tokens=50, model="fake")).json()
     assert answer["id"].startswith("cmpl-") and answer["object"] == "text_completion" and answer["model"] == "fake"
-    assert answer["choices"] == [{"index": 0, "text": "héllo", "logprobs": None, "finish_reason": "stop"}]
+    assert answer["choices"] == [
+        {"index": 0, "text": "héllo", "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+    ]
     assert answer["usage"] == {
         "prompt_tokens": 7,
         "completion_tokens": 7,
@@ -168,6 +171,22 @@ def test_a_stop_string_ends_the_reply_and_its_length_is_confirmed(
     assert ids == byte_tokens("one END")  # the log holds exactly these
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
     assert loop.said(Finish, 1) and list(loop.confirmed.values()) == [7] and not loop.said(Abort)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("make", [partial(complete, prompt="x"), partial(chat, "x")], ids=["completion", "chat"])
+def test_the_reason_for_the_stop_is_said_as_in_vllm(ask: Callable[..., Any], make: Any, stream: bool) -> None:
+    end = byte_tokens("!")[0]
+    for stop, reason in (
+        ({"stop": ["no", "ey"]}, "ey"),
+        ({"stop": ["no"], "stop_token_ids": [7, end]}, end),
+        ({"stop": ["no"], "stop_token_ids": [7]}, None),  # the end of the sequence
+        ({"stop_token_ids": [end], "max_tokens": 2}, None),
+    ):
+        response = ask(make(**{"max_tokens": 50} | stop, stream=stream), FakeLoop(say("hey!you")))
+        *others, last = [chunk["choices"][0] for chunk in (events(response) if stream else [response.json()])]
+        assert last["stop_reason"] == reason and not any("stop_reason" in choice for choice in others)
+        assert last["finish_reason"] == ("length" if stop.get("max_tokens") else "stop")
 
 
 def test_the_length_is_confirmed_where_nothing_matched(ask: Callable[..., Any]) -> None:

@@ -119,7 +119,14 @@ def told(inputs, tokens, finish):
     request = Request(RequestId(1), [5] * 9, 8, stop_ids=ids, confirm=bool(stops))
     stream = OutputStream(SimpleNamespace(finish=lambda request, tokens: None), [request])
     matcher = StopMatcher(stops) if stops else None
-    reply = Reply(request, stream, Tokenizer(byte_tokenizer()), matcher, continues_prompt=True)
+    reply = Reply(
+        request,
+        stream,
+        Tokenizer(byte_tokenizer()),
+        matcher,
+        continues_prompt=True,
+        stop_token_ids=wanted.body.stop_token_ids,
+    )
     reply.add(Output(request.id, tuple(tokens), finish, usage=Usage(gpu=8, new=1)))
     tensors = end_tensors(wanted, Call, reply, chunk_tokens=4, now=1.0)
     assert all(value.ndim == 1 and name in OUTPUTS for name, value in tensors.items())
