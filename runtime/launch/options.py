@@ -53,7 +53,6 @@ ELSEWHERE = {
     "--tool-call-parser": "tool calls are always read",
     "--seed": "requests take a seed (offline: SamplingParams(seed=0))",
     "--trust-remote-code": "code of a checkpoint is never run",
-    "--seed": "each request may have a `seed` of its own",
     "--tokenizer": "the tokenizer is that of the checkpoint's directory",
     "--generation-config": "generation_config.json gives only end-of-sequence ids; requests have their own sampling",
     "--enable-lora": "LoRA adapters are not supported; merge them into the checkpoint",
