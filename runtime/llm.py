@@ -133,7 +133,10 @@ class LLM:
         self._closing.close()
 
     def get_tokenizer(self) -> Any:
-        """Returns the model's tokenizer as an object of the package transformers, which must be installed."""
+        """Returns the model's tokenizer, with its own chat template, as an object of the package transformers, which
+        must be installed. RequestError if the engine has no tokenizer."""
+        if self._tokenizer is None:
+            raise RequestError(400, "this engine has no tokenizer")
         return importlib.import_module("transformers").AutoTokenizer.from_pretrained(self._ready.tokenizer)
 
     def generate(

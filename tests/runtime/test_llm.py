@@ -205,6 +205,12 @@ def test_the_tokenizer_is_that_of_the_prompts(llm):
     assert tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True)["input_ids"] == output.prompt_token_ids
 
 
+def test_without_a_tokenizer_there_is_none_to_get(llm, monkeypatch):
+    monkeypatch.setattr(llm, "_tokenizer", None)
+    with pytest.raises(RequestError, match="no tokenizer"):
+        llm.get_tokenizer()
+
+
 def test_options_have_the_aliases_of_serve():
     read = read_settings("demo", None, dict(enable_prefix_caching=False, block_size=16, kv_cache_memory_bytes="1GiB"))
     assert (read.reuse, read.chunk_tokens, read.gpu_kv_bytes) == (False, 16, "1GiB")
