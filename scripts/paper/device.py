@@ -10,13 +10,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...scheduler.types import SettingError
+from .overlap import A100, H200
 from .pensieve import LIMITS_MS, between_rates
 from .report import today
 
 Lines = Sequence[Mapping[str, Any]]
 Values = dict[str, dict[str, float]]
+Curve = Mapping[float, tuple[float, float]]  # by rate: ms a token, requests/s
 SHAPES = Path(__file__).parents[1] / "shapes"
 THINK_60 = "--think-s 60 --turn-counts geometric"
+SPEEDUP = H200.memory / A100.memory
+"""Times a token at which requests/s are compared are so much shorter than the paper's."""
 
 
 class Measurement(NamedTuple):
@@ -105,32 +109,43 @@ def batch_values(lines: Lines) -> Values:
     return found
 
 
-def versus_values(number: str, base: str, name: str) -> Callable[[Lines], Values]:
-    """Of `pensieve` over `base` at the paper's time a token, or else of their times at each rate."""
+Claim = tuple[str, str, str]  # a figure, the server that is compared with `pensieve`, and the value's name
+
+
+def versus_values(claims: Sequence[Claim]) -> Callable[[Lines], Values]:
+    """Requests/s of `pensieve` over the other server's at the paper's time a token, divided by SPEEDUP. Of figures
+    without such a time: the other's time a token over `pensieve`'s, at each rate."""
 
     def read(lines: Lines) -> Values:
         curves: dict[str, dict[float, tuple[float, float]]] = {}
         for line in lines:
             row = line["result"]
             curves.setdefault(line["server"], {})[row["rate"]] = row["ms_per_token_mean"], row["completed_per_s"]
-        ours, theirs = curves.get("pensieve", {}), curves.get(base, {})
-        if number not in LIMITS_MS:
-            return {
-                number: {f"{name}, at {rate:g}/s": theirs[rate][0] / ours[rate][0] for rate in ours if rate in theirs}
-            }
-        reached = [between_rates([c[rate] for rate in sorted(c)], LIMITS_MS[number]) for c in (ours, theirs)]
-        return {number: {name: reached[0] / reached[1]} if reached[0] and reached[1] else {}}
+        return {number: _compared(number, name, curves.get("pensieve", {}), curves.get(other, {}))
+                for number, other, name in claims}  # fmt: skip
 
     return read
 
 
-def versus(number: str, base: str, name: str, shape: str, rates: str, load: str = THINK_60) -> Measurement:
+def _compared(number: str, name: str, ours: Curve, theirs: Curve) -> dict[str, float]:
+    if number not in LIMITS_MS:
+        return {f"{name}, at {rate:g}/s": theirs[rate][0] / ours[rate][0] for rate in ours if rate in theirs}
+    limit = LIMITS_MS[number] / SPEEDUP
+    reached = [between_rates([curve[rate] for rate in sorted(curve)], limit) for curve in (ours, theirs)]
+    return {name: reached[0] / reached[1]} if reached[0] and reached[1] else {}
+
+
+def versus(claims: Sequence[Claim], shape: str, rates: str, load: str = THINK_60) -> Measurement:
     words: tuple[str, ...] = ("versus", "--workload", "chats", "--shape", str(SHAPES / f"{shape}.json"), "--load", load)
-    words += ("--servers", "pensieve", base, "--rates", *rates.split(), "--output", "{output}")
-    return Measurement((number,), words, versus_values(number, base, name))
+    servers = dict.fromkeys(other for _, other, _ in claims)
+    words += ("--servers", "pensieve", *servers, "--rates", *rates.split(), "--output", "{output}")
+    return Measurement(tuple(number for number, _, _ in claims), words, versus_values(claims))
 
 
 OVER_VLLM = "requests/s over vLLM's"
+LRU = "pensieve:--eviction lru", "time a token, LRU over retention"
+SEPARATE = "pensieve:--batching separate", "time a token, separate over unified"
+THINK_600 = "vllm", "time a token, vLLM over Pensieve, think time 600 s"
 OPT, LLAMA = "opt-13b", "llama-2-13b-gqa"
 ULTRACHAT = f"{THINK_60} --synthetic ultrachat"
 KERNELS = Measurement(
@@ -153,13 +168,11 @@ MEASUREMENTS: dict[str, tuple[Measurement, ...]] = {
     "pensieve": (
         PROFILE,
         KERNELS,
-        versus("10a", "vllm", OVER_VLLM, OPT, "0.5 1 2"),
-        versus("10b", "vllm", OVER_VLLM, LLAMA, "1 3 5"),
-        versus("10c", "vllm", OVER_VLLM, OPT, "0.5 1 2", ULTRACHAT),
-        versus("10d", "vllm", OVER_VLLM, LLAMA, "1 3 5", ULTRACHAT),
-        versus("13", "pensieve:--batching separate", "time a token, separate over unified", LLAMA, "2 3 4"),
-        versus("14", "pensieve:--eviction lru", "time a token, LRU over retention", OPT, "1 1.5 2"),
-        versus("15", "vllm", "time a token, vLLM over Pensieve, think time 600 s", LLAMA, "1 2", "--think-s 600"),
+        versus([("10a", "vllm", OVER_VLLM), ("14", *LRU)], OPT, "0.5 0.75 1.25"),
+        versus([("10b", "vllm", OVER_VLLM), ("13", *SEPARATE)], LLAMA, "2 2.5 3"),
+        versus([("10c", "vllm", OVER_VLLM)], OPT, "1 1.5 2", ULTRACHAT),
+        versus([("10d", "vllm", OVER_VLLM)], LLAMA, "3 4 5", ULTRACHAT),
+        versus([("15", *THINK_600)], LLAMA, "1 2", "--think-s 600"),
     ),
     "cachedattention": (TIERS, BATCH),
 }
