@@ -57,7 +57,7 @@ class Reply:
         `include_stop`: the text of a stop token stays, unless it is a special token.
         `tools`: removes tool calls from the text.
         `echoed`: precedes the reply's text; offsets count from its beginning.
-        `stop_token_ids`: those that the client chose.
+        `stop_token_ids`: the client's ids that end the reply.
         """
         context = request.prompt[-CONTEXT_TOKENS:] if continues_prompt else ()
         self.request = request
