@@ -80,7 +80,7 @@ def read_at_last(path, times):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("times", [1, 2], ids=["before the HTTP process", "beside the HTTP process"])
+@pytest.mark.parametrize("times", [1, 2, 3], ids=["before the engine", "before the HTTP process", "beside it"])
 def test_a_server_that_starts_is_interrupted(times, template, tmp_path):
     server = Command(*PENSIEVE, "serve", "demo", "--state-dir", tmp_path, "--port", 0, "--chat-template", template)
     with read_at_last(template, times):
@@ -124,6 +124,8 @@ def test_ranks_that_start_are_interrupted(template, tmp_path):
     build_engine(DEMO_CHECKPOINT, tmp_path / "engine", tensor_parallel=2)
     words = (tmp_path / "engine", "--state-dir", tmp_path, "--port", 0, "--chat-template", template)
     server = Command(*PENSIEVE, "serve", *words)
+    template.write_text("{{ messages }}")  # for the process that starts the ranks
+    wait_for(lambda: descendants(server.process.pid))
     with read_at_last(template, 1):
         server.interrupt()
     assert server.status() == 130
