@@ -29,11 +29,12 @@ if TYPE_CHECKING:
 
 def run(settings: ServeSettings, words: Sequence[str]) -> int:
     """Serves with `settings`, parsed from `words`. Returns the exit status. Raises SettingError."""
-    check_engine(settings)
-    check_values(settings)
-    client_settings(settings)
-    if settings.attach is None and not under_mpi():
-        listen(settings.host, settings.port).close()  # a taken port is known before a build, which takes minutes
+    if not under_mpi():  # mistakes are known before a build, which takes minutes
+        check_engine(settings)
+        check_values(settings)
+        client_settings(settings)
+        if settings.attach is None:
+            listen(settings.host, settings.port).close()
     with interrupts_raise():  # a build removes its files
         settings = resolved(settings)
     ranks = Manifest.read(Path(settings.engine)).tensor_parallel
