@@ -135,7 +135,8 @@ def missing_runs(
 ) -> None:
     """Runs the cases that no record has, and appends them."""
     known = [record["case"] for record in read_records(files, args.paper) if same_run(record, key)]
-    missing = [case for case in dict.fromkeys(cases) if case not in [type(case)(**one) for one in known]]
+    done = {type(cases[0])(**case) for case in known} if cases else set()
+    missing = [case for case in dict.fromkeys(cases) if case not in done]
     with multiprocessing.get_context("spawn").Pool(max(1, min(args.jobs, len(missing)))) as pool:
         for case, found in zip(missing, pool.imap(run, missing), strict=True):
             said = {"paper": args.paper, "how": "simulated", "date": today(), **key}
