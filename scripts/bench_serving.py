@@ -61,6 +61,8 @@ def parser() -> argparse.ArgumentParser:
         metavar="S",
         help="conversations that are in the middle at the start come in over so long (default %(default)s)",
     )
+    option("--send-histories", action="store_true",
+           help="those whose user thinks when they come in send their history at once, for one token")  # fmt: skip
     option("--from-empty", action="store_true", help="start without conversations: warm up for a lifetime")
     option("--measure-s", type=float, default=120.0, metavar="S", help="(default %(default)s)")
     option(
@@ -202,6 +204,7 @@ class ServingBench:
             seed=args.seed,
             ramp_s=args.ramp_s,
             from_empty=args.from_empty,
+            send_histories=args.send_histories,
         )
         words = Words(args.vocabulary, secrets.token_hex(4))  # nothing is found of a run before
         with Load(self._target, arrivals, words, window, args.processes) as load:
@@ -230,7 +233,7 @@ class ServingBench:
         return made
 
     def _settings(self) -> dict[str, Any]:
-        times = ("think_s", "warm_up_s", "ramp_s", "from_empty", "expected_ms_per_token")
+        times = ("think_s", "warm_up_s", "ramp_s", "from_empty", "send_histories", "expected_ms_per_token")
         names = (*times, "seed", "processes", "conversations")
         workload = str(self._args.trace or f"{self._args.synthetic}, {self._args.turn_counts or TURN_COUNTS[0]} turns")
         chosen = {name: getattr(self._args, name) for name in names}

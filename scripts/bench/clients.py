@@ -199,19 +199,21 @@ class Client:
         prompt = self._words.history(arrival)
         for index in range(arrival.turn, len(turns)):
             wanted = turns[index].output_tokens - (arrival.done if index == arrival.turn else 0)
-            reply = await self._ask(prompt, wanted, self._words.name(arrival))
+            left = arrival.think_s if index == arrival.turn else None
+            tally = self.tally if left is None else Tally()  # a history that is sent for one token is not measured
+            reply = await self._ask(prompt, wanted, self._words.name(arrival), tally)
             if reply is None or index + 1 == len(turns):
                 return
             following = turns[index + 1]
             log = prompt + reply.token_ids(self._encode)
             prompt = log[: following.history_tokens] + self._words.input(arrival, index + 1)
-            await asyncio.sleep(following.think_s)
+            await asyncio.sleep(following.think_s if left is None else left)
 
-    async def _ask(self, prompt: list[int], wanted: int, conversation: str) -> Reply | None:
-        tally, reply, sent = self.tally, Reply(), clock()
+    async def _ask(self, prompt: list[int], wanted: int, conversation: str, tally: Tally) -> Reply | None:
+        reply, sent = Reply(), clock()
         tally.sent += self._measured(sent)
         try:
-            await self._stream(body(self._target, prompt, wanted, conversation), reply, sent, len(prompt))
+            await self._stream(body(self._target, prompt, wanted, conversation), reply, sent, len(prompt), tally)
             now = clock()
             if reply.length < wanted:
                 raise Failed("short reply")
@@ -230,7 +232,7 @@ class Client:
             tally.open_at_start += sent < self._begin <= now
             tally.open_at_end += sent < self._end <= now
 
-    async def _stream(self, content: bytes, reply: Reply, sent: float, prompt_tokens: int) -> None:
+    async def _stream(self, content: bytes, reply: Reply, sent: float, prompt_tokens: int, tally: Tally) -> None:
         """Raises Failed with the kind of the failure."""
         last = sent
         try:
@@ -242,7 +244,7 @@ class Client:
                     first = not reply.tokens
                     brought = reply.read(data)
                     if self._measured(now):
-                        self._count(brought, now, last, prompt_tokens if first else None, sent)
+                        _count(tally, brought, now, last, prompt_tokens if first else None, sent)
                     if brought:
                         last = now
         except TimeoutError as error:
@@ -252,19 +254,19 @@ class Client:
         except aiohttp.ClientError as error:
             raise Failed("connection lost") from error
 
-    def _count(self, brought: list[int], now: float, last: float, first_of: int | None, sent: float) -> None:
-        """Events that came at `now`, together; `first_of`: the prompt's length if the reply begins with them."""
-        tally = self.tally
-        for index, tokens in enumerate(brought):
-            tally.output_tokens += tokens
-            if index == 0 and first_of is not None:
-                tally.first_token.append(now - sent)
-                tally.prompt_tokens += first_of
-            else:
-                tally.gaps.append(0.0 if index else now - last)
-
     def _measured(self, now: float) -> bool:
         return self._begin <= now < self._end
+
+
+def _count(tally: Tally, brought: list[int], now: float, last: float, first_of: int | None, sent: float) -> None:
+    """Events that came at `now`, together; `first_of`: the prompt's length if the reply begins with them."""
+    for index, tokens in enumerate(brought):
+        tally.output_tokens += tokens
+        if index == 0 and first_of is not None:
+            tally.first_token.append(now - sent)
+            tally.prompt_tokens += first_of
+        else:
+            tally.gaps.append(0.0 if index else now - last)
 
 
 def open_session(target: Target) -> aiohttp.ClientSession:

@@ -14,10 +14,11 @@ from .traces import Dialogue, MadeUp
 class Arrival(NamedTuple):
     """A conversation that starts during the run, or is already in progress at the run's start.
 
-    at      seconds after the run's start at which its first request is sent
-    number  of the pass over the workload: a conversation is played once in each
-    turn    of the first request; earlier turns are history
-    done    tokens of that turn's reply that are history too
+    at       seconds after the run's start at which its first request is sent
+    number   of the pass over the workload: a conversation is played once in each
+    turn     of the first request; earlier turns are history
+    done     tokens of that turn's reply that are history too
+    think_s  before the turn after it, if other than that turn says
     """
 
     at: float
@@ -25,6 +26,7 @@ class Arrival(NamedTuple):
     number: int = 0
     turn: int = 0
     done: int = 0
+    think_s: float | None = None
 
 
 def fitting(dialogues: Sequence[Dialogue], max_context: int) -> list[Dialogue]:
@@ -66,6 +68,7 @@ def plan_arrivals(
     seed: int,
     ramp_s: float = 0.0,
     from_empty: bool = False,
+    send_histories: bool = False,
 ) -> list[Arrival]:
     """All arrivals of a run of `seconds`, in order of `at`; `rate` is conversations per second.
 
@@ -74,7 +77,9 @@ def plan_arrivals(
     at the run's start are joined in the middle, with `seconds_per_token` as the assumed time of replies. Each of these
     sends its whole history at once, so the server starts with many prompts that it would normally have in its cache.
     With `ramp_s` conversations, old and new, join at random times in these seconds, wherever they are then: the load
-    grows evenly to `rate`, and stays there. With `from_empty` no conversation is open at the start: the load grows
+    grows evenly to `rate`, and stays there. With `send_histories` those whose user thinks at that time do not wait for
+    the next turn: they send their history for one token, and think for the time that is left. So the server soon has
+    the histories that it would normally have, also where users think for long. With `from_empty` no conversation is open at the start: the load grows
     during a conversation's lifetime.
     """
     draw = random.Random(seed)
@@ -88,7 +93,7 @@ def plan_arrivals(
     while (start := start + draw.expovariate(rate)) < seconds:
         number, dialogue = next(order)
         entry = ramp_s * draw.random() if ramp_s else 0.0
-        arrival = join(dialogue, number, start - entry, seconds_per_token)
+        arrival = join(dialogue, number, start - entry, seconds_per_token, send_histories)
         if arrival is not None:
             arrivals.append(arrival._replace(at=arrival.at + entry))
     return sorted(arrivals, key=lambda arrival: arrival.at)
@@ -121,12 +126,17 @@ def lifetime(dialogue: Dialogue, seconds_per_token: float) -> float:
     return thought + seconds_per_token * sum(turn.output_tokens for turn in dialogue.turns)
 
 
-def join(dialogue: Dialogue, number: int, start: float, seconds_per_token: float) -> Arrival | None:
+def join(
+    dialogue: Dialogue, number: int, start: float, seconds_per_token: float, send_history: bool = False
+) -> Arrival | None:
     """The state at time 0 of a conversation that began at `start`; None if it is over. A later start means its
-    beginning."""
+    beginning. `send_history`: while its user thinks, the last token of the reply before is still to come."""
     now = start
     for index, turn in enumerate(dialogue.turns):
         now += turn.think_s if index else 0.0
+        if now >= 0 and index and send_history:
+            done = dialogue.turns[index - 1].output_tokens - 1
+            return Arrival(0.0, dialogue, number, index - 1, done, think_s=now)
         if now >= 0:
             return Arrival(now, dialogue, number, index)
         reply = seconds_per_token * turn.output_tokens

@@ -113,6 +113,16 @@ def test_a_turn_repeats_what_really_came(monkeypatch):
     assert len({tuple(first) for first, _ in turns.values()}) == len(turns) == 10
 
 
+def test_a_history_that_is_sent_is_not_measured(monkeypatch):
+    with CompletionsServer() as server:
+        arrivals = [Arrival(0.0, TWO_TURNS, index, 0, REPLY - 1, think_s=0.01) for index in range(4)]
+        (tally,) = play(monkeypatch, arrivals, 4, client(server))
+    assert (tally.sent, tally.completed, tally.output_tokens) == (4, 4, 4 * REPLY)
+    assert len(server.bodies) == 8
+    assert sorted(body["max_tokens"] for body in server.bodies) == [1] * 4 + [REPLY] * 4
+    assert tally.prompt_tokens == 4 * (FIRST + REPLY + NEXT)
+
+
 def test_failures_are_counted_by_kind_and_end_their_conversation(monkeypatch):
     kinds = {
         429: "HTTP 429",

@@ -55,6 +55,17 @@ def test_a_conversation_is_joined_where_it_is(start, at, turn, done):
     assert join(TWO_TURNS, 7, start, PER_TOKEN) == Arrival(pytest.approx(at), TWO_TURNS, 7, turn, done)
 
 
+def test_a_history_is_sent_while_its_user_thinks():
+    assert join(TWO_TURNS, 7, -2.0, PER_TOKEN, True) == Arrival(0.0, TWO_TURNS, 7, 0, 99, pytest.approx(3.0))
+    for start in (2.5, -0.25, -5.125, -5.5):  # all others: as without
+        assert join(TWO_TURNS, 7, start, PER_TOKEN, True) == join(TWO_TURNS, 7, start, PER_TOKEN)
+
+
+def test_with_histories_every_conversation_of_the_start_comes_in_the_ramp():
+    late = [arrival for arrival in plan(ramp_s=30.0, send_histories=True) if arrival.at > 30.0]
+    assert late and {(arrival.turn, arrival.done) for arrival in late} == {(0, 0)}
+
+
 def test_a_conversation_that_is_over_is_not_joined():
     assert lifetime(TWO_TURNS, PER_TOKEN) == pytest.approx(5.5)
     assert join(TWO_TURNS, 0, -5.5, PER_TOKEN) is None
