@@ -79,8 +79,8 @@ def plan_arrivals(
     With `ramp_s` conversations, old and new, join at random times in these seconds, wherever they are then: the load
     grows evenly to `rate`, and stays there. With `send_histories` those whose user thinks at that time do not wait for
     the next turn: they send their history for one token, and think for the time that is left. So the server soon has
-    the histories that it would normally have, also where users think for long. With `from_empty` no conversation is open at the start: the load grows
-    during a conversation's lifetime.
+    the histories that it would normally have, also where users think for long. With `from_empty` no conversation is
+    open at the start: the load grows during a conversation's lifetime.
     """
     draw = random.Random(seed)
     native = clock_rate(dialogues)

@@ -38,6 +38,8 @@ def parser() -> argparse.ArgumentParser:
     option("--figures", metavar="NUMBERS", help="comma between (default: all that can be run)")
     option("--device", choices=("cuda",), help="run what a GPU measures instead")
     option("--engine", type=Path, metavar="DIR", help="for --device, of an OPT-13B or Llama shape")
+    option("--vllm", type=Path, metavar="PATH", help="for --device: a Python with vLLM, or a folder of packages "
+           "(default: this one)")  # fmt: skip
     option("--results", type=Path, nargs="+", metavar="FILE",
            help="JSON lines, appended to the last one (default: paper-DATE.jsonl)")  # fmt: skip
     option("--trace", type=Path, metavar="FILE", help="turn counts and lengths of these sessions instead of means")
@@ -74,7 +76,7 @@ def tell(args: argparse.Namespace) -> None:
         check_matplotlib("--plot")
     if args.device:
         with tempfile.TemporaryDirectory() as directory:
-            for record in device.measure(args.paper, chosen, args.engine, Path(directory)):
+            for record in device.measure(args.paper, chosen, args.engine, args.vllm, Path(directory)):
                 append(files[-1], record)
     elif not args.report:
         (pensieve_cases if args.paper == "pensieve" else cached_cases)(args, chosen, files)
@@ -100,7 +102,7 @@ def check(args: argparse.Namespace) -> None:
     default = parser().get_default
     for name, reason in (
         ("report", "not with --device, which runs commands" if args.device else ""),
-        ("engine", "" if args.device else "only with --device"),
+        *((name, "" if args.device else "only with --device") for name in ("engine", "vllm")),
         ("trace", "not with --device, whose commands have their own loads" if args.device else ""),
         *(
             (name, "only for pensieve, simulated" if args.device or args.paper == "cachedattention" else "")

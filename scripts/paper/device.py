@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...scheduler.types import SettingError
-from .overlap import A100, H200
+from .overlap import A100, MEMORY
 from .pensieve import LIMITS_MS, between_rates
 from .report import today
 
@@ -18,9 +18,10 @@ Lines = Sequence[Mapping[str, Any]]
 Values = dict[str, dict[str, float]]
 Curve = Mapping[float, tuple[float, float]]  # by rate: ms a token, requests/s
 SHAPES = Path(__file__).parents[1] / "shapes"
-THINK_60 = "--think-s 60 --turn-counts geometric"
-SPEEDUP = H200.memory / A100.memory
-"""Times a token at which requests/s are compared are so much shorter than the paper's."""
+HOST_BYTES, THINK_S = "110GiB", 14
+"""For an H200. The paper's GPU is slower and has more memory for KV: 260 GB, here 158. With a shorter think time the KV
+of users who think, over this memory, is the paper's: 60 s * 1.6 / 4.25 * 158 / 260."""
+LOAD = "--turn-counts geometric --send-histories"
 
 
 class Measurement(NamedTuple):
@@ -113,41 +114,55 @@ Claim = tuple[str, str, str]  # a figure, the server that is compared with `pens
 
 
 def versus_values(claims: Sequence[Claim]) -> Callable[[Lines], Values]:
-    """Requests/s of `pensieve` over the other server's at the paper's time a token, divided by SPEEDUP. Of figures
-    without such a time: the other's time a token over `pensieve`'s, at each rate."""
+    """Requests/s of `pensieve` over the other server's at the paper's time a token, which is divided by the speedup of
+    the GPU's memory. Of figures without such a time: the other's time a token over `pensieve`'s, at each rate."""
 
     def read(lines: Lines) -> Values:
+        speedup = memory_speedup(machine(lines))
         curves: dict[str, dict[float, tuple[float, float]]] = {}
         for line in lines:
             row = line["result"]
             curves.setdefault(line["server"], {})[row["rate"]] = row["ms_per_token_mean"], row["completed_per_s"]
-        return {number: _compared(number, name, curves.get("pensieve", {}), curves.get(other, {}))
+        return {number: _compared(number, name, curves.get("pensieve", {}), curves.get(other, {}), speedup)
                 for number, other, name in claims}  # fmt: skip
 
     return read
 
 
-def _compared(number: str, name: str, ours: Curve, theirs: Curve) -> dict[str, float]:
+def memory_speedup(name: str) -> float:
+    """Over an A100. SettingError for a GPU whose memory was not measured."""
+    for word, memory in MEMORY.items():
+        if word in name:
+            return memory / A100.memory
+    raise SettingError("--device", f"the speed of {name}'s memory is not known: only {', '.join(MEMORY)}'s")
+
+
+def _compared(number: str, name: str, ours: Curve, theirs: Curve, speedup: float) -> dict[str, float]:
     if number not in LIMITS_MS:
         return {f"{name}, at {rate:g}/s": theirs[rate][0] / ours[rate][0] for rate in ours if rate in theirs}
-    limit = LIMITS_MS[number] / SPEEDUP
+    limit = LIMITS_MS[number] / speedup
     reached = [between_rates([curve[rate] for rate in sorted(curve)], limit) for curve in (ours, theirs)]
     return {name: reached[0] / reached[1]} if reached[0] and reached[1] else {}
 
 
-def versus(claims: Sequence[Claim], shape: str, rates: str, load: str = THINK_60) -> Measurement:
-    words: tuple[str, ...] = ("versus", "--workload", "chats", "--shape", str(SHAPES / f"{shape}.json"), "--load", load)
-    servers = dict.fromkeys(other for _, other, _ in claims)
-    words += ("--servers", "pensieve", *servers, "--rates", *rates.split(), "--output", "{output}")
+def versus(claims: Sequence[Claim], shape: str, servers: str, load: str = "", think_s: int = THINK_S) -> Measurement:
+    """`servers`: of `versus`, one a line."""
+    words: tuple[str, ...] = ("versus", "--workload", "chats", "--shape", str(SHAPES / f"{shape}.json"))
+    words += ("--load", f"--think-s {think_s} {LOAD} {load}".rstrip(), "--host-kv-bytes", HOST_BYTES)
+    windows = WINDOWS if think_s == THINK_S else SLOW_WINDOWS
+    words += (*windows.split(), "--servers", *servers.splitlines(), "--output", "{output}", "--vllm", "{vllm}")
     return Measurement(tuple(number for number, _, _ in claims), words, versus_values(claims))
 
 
+WINDOWS = "--ramp-s 35 --warm-up-s 55 --measure-s 28"
+SLOW_WINDOWS = "--ramp-s 90 --warm-up-s 115 --measure-s 40"
 OVER_VLLM = "requests/s over vLLM's"
 LRU = "pensieve:--eviction lru", "time a token, LRU over retention"
 SEPARATE = "pensieve:--batching separate", "time a token, separate over unified"
 THINK_600 = "vllm", "time a token, vLLM over Pensieve, think time 600 s"
+LRU_AT, SEPARATE_AT = "pensieve@1.4,1.7:--eviction lru", "pensieve@4,4.75:--batching separate"
 OPT, LLAMA = "opt-13b", "llama-2-13b-gqa"
-ULTRACHAT = f"{THINK_60} --synthetic ultrachat"
+ULTRACHAT = "--synthetic ultrachat"
 KERNELS = Measurement(
     ("12",),
     ("bench.kernels", "--heads", "40/40", "--shapes", "append", "--queries", "1", "2", "4", "16", "32"),
@@ -168,11 +183,15 @@ MEASUREMENTS: dict[str, tuple[Measurement, ...]] = {
     "pensieve": (
         PROFILE,
         KERNELS,
-        versus([("10a", "vllm", OVER_VLLM), ("14", *LRU)], OPT, "0.5 0.75 1.25"),
-        versus([("10b", "vllm", OVER_VLLM), ("13", *SEPARATE)], LLAMA, "2 2.5 3"),
-        versus([("10c", "vllm", OVER_VLLM)], OPT, "1 1.5 2", ULTRACHAT),
-        versus([("10d", "vllm", OVER_VLLM)], LLAMA, "3 4 5", ULTRACHAT),
-        versus([("15", *THINK_600)], LLAMA, "1 2", "--think-s 600"),
+        versus([("10a", "vllm", OVER_VLLM), ("14", *LRU)], OPT, f"pensieve@1.1,1.4,1.7\nvllm@0.9,1.2,1.5\n{LRU_AT}"),
+        versus(
+            [("10b", "vllm", OVER_VLLM), ("13", *SEPARATE)],
+            LLAMA,
+            f"pensieve@4,4.75,5.5\nvllm@2.5,3.25,4\n{SEPARATE_AT}",
+        ),
+        versus([("10c", "vllm", OVER_VLLM)], OPT, "pensieve@1.8,2.4,3\nvllm@1.3,1.8,2.3", ULTRACHAT),
+        versus([("10d", "vllm", OVER_VLLM)], LLAMA, "pensieve@5,6,7\nvllm@3.25,4.25,5.25", ULTRACHAT),
+        versus([("15", *THINK_600)], LLAMA, "pensieve@2\nvllm@2", think_s=10 * THINK_S),
     ),
     "cachedattention": (TIERS, BATCH),
 }
@@ -186,11 +205,14 @@ def needs_engine(paper: str, figures: Sequence[str]) -> bool:
     return any("{engine}" in one.words for one in chosen(paper, figures))
 
 
-def measure(paper: str, figures: Sequence[str], engine: Path | None, directory: Path) -> Iterator[dict[str, Any]]:
-    """Records of the figures that a GPU measures, as soon as a command ends. Raises SettingError."""
+def measure(
+    paper: str, figures: Sequence[str], engine: Path | None, vllm: Path | None, directory: Path
+) -> Iterator[dict[str, Any]]:
+    """Records of the figures that a GPU measures, as soon as a command ends. `vllm`: as `versus` has it. Raises
+    SettingError."""
     for number, measurement in enumerate(chosen(paper, figures)):
         output = directory / f"{paper}-{number}"
-        words = [word.format(engine=engine, output=output) for word in measurement.words]
+        words = [word.format(engine=engine, output=output, vllm=vllm or sys.executable) for word in measurement.words]
         command = [sys.executable, "-m", f"pensieve.scripts.{words[0]}", *words[1:]]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         if done.returncode:

@@ -270,7 +270,7 @@ def test_what_only_follows_from_measured_speeds_is_called_computed(monkeypatch, 
             "measured": {"copies": [[40, 64, 7.5e-3, 7.5e-3, 8.3e-3]]}}  # fmt: skip
     done = SimpleNamespace(returncode=0, stdout=json.dumps(line))
     monkeypatch.setattr(device.subprocess, "run", lambda *words, **how: done)
-    records = list(device.measure("pensieve", ["section 5"], tmp_path, tmp_path))
+    records = list(device.measure("pensieve", ["section 5"], tmp_path, None, tmp_path))
     assert [(record["how"], len(record["values"])) for record in records] == [("hardware", 1), ("computed", 2)]
 
 
@@ -315,11 +315,17 @@ def test_lines_of_versus_give_serving_figures():
 
 
 def test_requests_are_compared_at_a_time_that_fits_the_faster_gpu():
-    limit = 180 / device.SPEEDUP
+    limit = 180 / device.memory_speedup("NVIDIA H200")
     assert 60 < limit < 75
+    with pytest.raises(SettingError, match="speed of an L4's memory is not known: only H100, H200's"):
+        device.memory_speedup("an L4")
 
     def line(server, rate, ms, done):
-        return {"server": server, "result": {"rate": rate, "ms_per_token_mean": ms, "completed_per_s": done}}
+        return {
+            "server": server,
+            "machine": {"name": "NVIDIA H200"},
+            "result": {"rate": rate, "ms_per_token_mean": ms, "completed_per_s": done},
+        }
 
     lines = [line("pensieve", 2, limit - 10, 10.0), line("pensieve", 3, limit + 10, 14.0)]
     lines += [line("vllm", 3, limit + 1, 6.0), line("vllm", 2, limit - 1, 4.0)]
@@ -328,7 +334,7 @@ def test_requests_are_compared_at_a_time_that_fits_the_faster_gpu():
 
 @pytest.mark.parametrize("measurement", [one for some in device.MEASUREMENTS.values() for one in some])
 def test_the_commands_for_a_gpu_exist_with_their_options(measurement):
-    name, *words = (word.format(engine="engine", output="output") for word in measurement.words)
+    name, *words = (word.format(engine="engine", output="output", vllm="site") for word in measurement.words)
     command = importlib.import_module(f"pensieve.scripts.{name}")
     if name != "bench.kernels":  # it parses in its main
         assert command.parser().parse_args(words)
@@ -353,7 +359,11 @@ def test_what_a_gpu_printed_becomes_a_record(monkeypatch, tmp_path):
 
 def test_a_gpu_run_with_other_settings_reproduces_nothing(monkeypatch, tmp_path, capsys):
     printed = [
-        {"server": server, "result": {"rate": rate, "ms_per_token_mean": ms * rate, "completed_per_s": rate}}
+        {
+            "server": server,
+            "machine": {"name": "NVIDIA H200"},
+            "result": {"rate": rate, "ms_per_token_mean": ms * rate, "completed_per_s": rate},
+        }
         for server, ms in (("pensieve", 30.0), ("vllm", 37.5))
         for rate in (1.0, 2.0)
     ]
