@@ -518,13 +518,14 @@ def measure(tiers: Tiers, sizes: Sizes, args: argparse.Namespace, directory: Pat
     """Runs the parts, each of which prints a table and a line of JSON."""
     manifest, cost = tiers.engine.manifest, tiers.cost
     speeds = [f"{speed / 1e9:.3f}" for speed in (cost.disk_read_bytes_per_s, cost.disk_write_bytes_per_s)]
-    print(f"{hardware(tiers.engine)}; {manifest.layers} layers, {manifest.dtype}, chunks of {cost.chunk_bytes} bytes")
+    about = {"hardware": hardware(tiers.engine)}
+    print(f"{about['hardware']}; {manifest.layers} layers, {manifest.dtype}, chunks of {cost.chunk_bytes} bytes")
     print(f"the disk of {directory.parent} reads {speeds[0]} GB/s, writes {speeds[1]} GB/s")
     if "tiers" in args.parts:
         found = measure_tiers(tiers, Disk(_own(directory, "tiers")), args.new_tokens)
         title = f"a turn of {args.new_tokens} tokens, {args.history} tokens of history: first token by tier, break-even"
         rows = [{"what": name, "found": value} for name, value in found.items()]
-        show("tiers_tiers", title, {"history": tiers.tokens, **found}, rows)
+        show("tiers_tiers", title, {"history": tiers.tokens, **found, **about}, rows)
     if "sweep" in args.parts:
         swept = measure_sweep(tiers, _own(directory, "sweep"), args.new_tokens, found["break_even_gb_per_s"])
         worst = max(speed["ratio"] for speed in swept)
@@ -549,14 +550,14 @@ def measure(tiers: Tiers, sizes: Sizes, args: argparse.Namespace, directory: Pat
         show(
             "tiers_batch",
             f"{args.rows} prompts at once, known/new tokens",
-            {"rows": args.rows, "splits": splits},
+            {"rows": args.rows, "splits": splits, **about},
             splits,
         )
         saved = measure_saved_batch(tiers, args)
         title = (
             f"a turn of {args.reply} steps, {args.rows} at a time: its KV dropped or copied to HOST beside other turns"
         )
-        show("tiers_saved_batch", title, {"reply": args.reply, "turns": saved}, saved)
+        show("tiers_saved_batch", title, {"reply": args.reply, "turns": saved, **about}, saved)
 
 
 def _own(directory: Path, name: str) -> Path:

@@ -16,7 +16,7 @@ from .report import today
 
 Lines = Sequence[Mapping[str, Any]]
 Values = dict[str, dict[str, float]]
-Curve = Mapping[float, tuple[float, float]]  # by rate: ms a token, requests/s
+Curve = dict[float, Mapping[str, Any]]  # by rate: what bench_serving found
 SHAPES = Path(__file__).parents[1] / "shapes"
 HOST_BYTES, THINK_S = "110GiB", 14
 """For an H200. The paper's GPU is slower and has more memory for KV: 260 GB, here 158. With a shorter think time the KV
@@ -115,16 +115,20 @@ Claim = tuple[str, str, str]  # a figure, the server that is compared with `pens
 
 def versus_values(claims: Sequence[Claim]) -> Callable[[Lines], Values]:
     """Requests/s of `pensieve` over the other server's at the paper's time a token, which is divided by the speedup of
-    the GPU's memory. Of figures without such a time: the other's time a token over `pensieve`'s, at each rate."""
+    the GPU's memory. If `pensieve` is faster at all its rates, a lower bound: at its largest one. Of figures without
+    such a time: the other's time a token over `pensieve`'s, at each rate, and of another policy what was found."""
 
     def read(lines: Lines) -> Values:
         speedup = memory_speedup(machine(lines))
-        curves: dict[str, dict[float, tuple[float, float]]] = {}
+        curves: dict[str, Curve] = {}
         for line in lines:
-            row = line["result"]
-            curves.setdefault(line["server"], {})[row["rate"]] = row["ms_per_token_mean"], row["completed_per_s"]
-        return {number: _compared(number, name, curves.get("pensieve", {}), curves.get(other, {}), speedup)
-                for number, other, name in claims}  # fmt: skip
+            curves.setdefault(line["server"], {})[line["result"]["rate"]] = line["result"]
+        made: Values = {}
+        for number, other, name in claims:
+            ours, theirs = curves.get("pensieve", {}), curves.get(other, {})
+            limit = LIMITS_MS[number] / speedup if number in LIMITS_MS else None
+            made[number] = _at_rates(name, ours, theirs) if limit is None else _at_limit(name, ours, theirs, limit)
+        return made
 
     return read
 
@@ -137,12 +141,32 @@ def memory_speedup(name: str) -> float:
     raise SettingError("--device", f"the speed of {name}'s memory is not known: only {', '.join(MEMORY)}'s")
 
 
-def _compared(number: str, name: str, ours: Curve, theirs: Curve, speedup: float) -> dict[str, float]:
-    if number not in LIMITS_MS:
-        return {f"{name}, at {rate:g}/s": theirs[rate][0] / ours[rate][0] for rate in ours if rate in theirs}
-    limit = LIMITS_MS[number] / speedup
-    reached = [between_rates([curve[rate] for rate in sorted(curve)], limit) for curve in (ours, theirs)]
-    return {name: reached[0] / reached[1]} if reached[0] and reached[1] else {}
+def _at_rates(name: str, ours: Curve, theirs: Curve) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for rate in sorted(ours.keys() & theirs.keys()):
+        our, their = ours[rate], theirs[rate]
+        found[f"{name}, at {rate:g}/s"] = their["ms_per_token_mean"] / our["ms_per_token_mean"]
+        if name == LRU[1]:
+            host, recomputed = ([_share(one, source) for one in (our, their)] for source in ("host", "recomputed"))
+            found[f"host hits, points above LRU's, at {rate:g}/s"] = host[0] - host[1]
+            found[f"tokens recomputed, % fewer than LRU's, at {rate:g}/s"] = 100 * (1 - recomputed[0] / recomputed[1])
+    return found
+
+
+def _share(row: Mapping[str, Any], source: str) -> float:
+    """% of the prompts' tokens."""
+    return 100 * float(row["sources"][source]) / sum(row["sources"].values())
+
+
+def _at_limit(name: str, ours: Curve, theirs: Curve, limit_ms: float) -> dict[str, float]:
+    points = [[(curve[rate]["ms_per_token_mean"], curve[rate]["completed_per_s"]) for rate in sorted(curve)]
+              for curve in (ours, theirs)]  # fmt: skip
+    reached = [between_rates(curve, limit_ms) for curve in points]
+    if reached[0] and reached[1]:
+        return {name: reached[0] / reached[1]}
+    if reached[1] and points[0] and max(points[0])[0] < limit_ms:
+        return {f"{name}, at least": points[0][-1][1] / reached[1]}
+    return {}
 
 
 def versus(claims: Sequence[Claim], shape: str, servers: str, load: str = "", think_s: int = THINK_S) -> Measurement:
@@ -160,7 +184,7 @@ OVER_VLLM = "requests/s over vLLM's"
 LRU = "pensieve:--eviction lru", "time a token, LRU over retention"
 SEPARATE = "pensieve:--batching separate", "time a token, separate over unified"
 THINK_600 = "vllm", "time a token, vLLM over Pensieve, think time 600 s"
-LRU_AT, SEPARATE_AT = "pensieve@1.4,1.7:--eviction lru", "pensieve@4,4.75:--batching separate"
+LRU_AT, SEPARATE_AT = "pensieve@1.4,1.7:--eviction lru", "pensieve@4,5.5:--batching separate"
 OPT, LLAMA = "opt-13b", "llama-2-13b-gqa"
 ULTRACHAT = "--synthetic ultrachat"
 KERNELS = Measurement(
@@ -187,10 +211,10 @@ MEASUREMENTS: dict[str, tuple[Measurement, ...]] = {
         versus(
             [("10b", "vllm", OVER_VLLM), ("13", *SEPARATE)],
             LLAMA,
-            f"pensieve@4,4.75,5.5\nvllm@2.5,3.25,4\n{SEPARATE_AT}",
+            f"pensieve@4,5.5,7\nvllm@2.5,3.25,4\n{SEPARATE_AT}",
         ),
         versus([("10c", "vllm", OVER_VLLM)], OPT, "pensieve@1.8,2.4,3\nvllm@1.3,1.8,2.3", ULTRACHAT),
-        versus([("10d", "vllm", OVER_VLLM)], LLAMA, "pensieve@5,6,7\nvllm@3.25,4.25,5.25", ULTRACHAT),
+        versus([("10d", "vllm", OVER_VLLM)], LLAMA, "pensieve@5.5,7,8.5\nvllm@3.25,4.25,5.25", ULTRACHAT),
         versus([("15", *THINK_600)], LLAMA, "pensieve@2\nvllm@2", think_s=10 * THINK_S),
     ),
     "cachedattention": (TIERS, BATCH),

@@ -26,7 +26,7 @@ HOWS = {
     "simulated": "simulated",
     "computed": "computed",
 }
-"""The best first: a figure is as good as the worst of its values."""
+"""The best first."""
 WITHIN = 0.15
 BEGIN, END = "<!-- the table of `paper` -->", "<!-- its end -->"
 
@@ -58,6 +58,9 @@ class Claim(NamedTuple):
         low, high = sorted((value * (1 - within), value * (1 + within)))
         return cls(f"{value:g}", low, high)
 
+    def agrees(self, value: float) -> bool:
+        return self.least <= value <= self.most
+
     @property
     def judged(self) -> bool:
         return (self.least, self.most) != (float("-inf"), float("inf"))
@@ -74,24 +77,29 @@ class Figure(NamedTuple):
     not_run: str
 
     def verdict(self, found: Mapping[str, Value]) -> str:
-        """The words of HOWS only for what was run so."""
+        """A clause for each way in which values were found, the best way first. "Reproduced" is a figure whose values
+        are all from the hardware."""
         judged = {name: claim for name, claim in self.claims.items() if claim.judged}
-        known = {name: found[name] for name in judged if name in found}
+        known = [name for name in judged if name in found]
         if not judged:
             return "no verdict: the paper's text has no number"
         if not known:
             return "not run" + (f": {self.not_run}" if self.not_run else "")
-        how = max((value.how for value in known.values()), key=list(HOWS).index)
-        agree = sum(claim.least <= known[name].number <= claim.most for name, claim in judged.items() if name in known)
-        words = HOWS[how]
-        if agree < len(known):
-            words = words.replace("reproduced", "measured")
-            share = "differs" if agree == 0 else f"{agree} of {len(known)} agree"
-            words += f": {share}; {self.why or 'the reason is not known'}"
-        elif how != "hardware":
-            words += ": agrees"
+        clauses, differs = [], False
+        only_hardware = all(found[name].how == "hardware" for name in known)
+        for how, words in HOWS.items():
+            agree = [judged[name].agrees(found[name].number) for name in known if found[name].how == how]
+            if agree and all(agree) and only_hardware:
+                clauses.append(words)
+            elif agree:
+                share = f"{sum(agree)} of {len(agree)} agree" if any(agree) else "differs"
+                share = "agrees" if all(agree) else share
+                clauses.append(f"{words.replace('reproduced', 'measured')}: {share}")
+                differs |= not all(agree)
+        if differs:
+            clauses.append(self.why or "the reason is not known")
         missing = len(judged) - len(known)
-        return f"{words} ({missing} not run)" if missing else words
+        return "; ".join(clauses) + (f" ({missing} not run)" if missing else "")
 
 
 def read_figures(paper: str) -> list[Figure]:
