@@ -48,7 +48,7 @@ IN_FIRST = (
     "time of a swap-in beside a swap-out, in-first over duplex",
     "time until both are copied, in-first over duplex",
 )
-"""Arithmetic with the measured speeds: `in-first` itself is not run."""
+"""Arithmetic with the measured speeds."""
 LINEAR = "growth of a chunk's cost from 1,024 to 16,384 tokens over that to 8,192"
 
 
@@ -183,6 +183,7 @@ SLOW_WINDOWS = "--ramp-s 90 --warm-up-s 115 --measure-s 40"
 OVER_VLLM = "requests/s over vLLM's"
 LRU = "pensieve:--eviction lru", "time a token, LRU over retention"
 SEPARATE = "pensieve:--batching separate", "time a token, separate over unified"
+IN_FIRST_SERVED = "pensieve:--link in-first", "time a token, in-first over duplex"
 THINK_600 = "vllm", "time a token, vLLM over Pensieve, think time 600 s"
 LRU_AT, SEPARATE_AT = "pensieve@1.4,1.7:--eviction lru", "pensieve@4,5.5:--batching separate"
 OPT, LLAMA = "opt-13b", "llama-2-13b-gqa"
@@ -215,6 +216,7 @@ MEASUREMENTS: dict[str, tuple[Measurement, ...]] = {
         ),
         versus([("10c", "vllm", OVER_VLLM)], OPT, "pensieve@1.8,2.4,3\nvllm@1.3,1.8,2.3", ULTRACHAT),
         versus([("10d", "vllm", OVER_VLLM)], LLAMA, "pensieve@5.5,7,8.5\nvllm@3.25,4.25,5.25", ULTRACHAT),
+        versus([("section 5", *IN_FIRST_SERVED)], LLAMA, "pensieve@5.5\npensieve@5.5:--link in-first"),
         versus([("15", *THINK_600)], LLAMA, "pensieve@2\nvllm@2", think_s=10 * THINK_S),
     ),
     "cachedattention": (TIERS, BATCH),

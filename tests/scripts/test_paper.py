@@ -270,6 +270,7 @@ def test_what_only_follows_from_measured_speeds_is_called_computed(monkeypatch, 
             "measured": {"copies": [[40, 64, 7.5e-3, 7.5e-3, 8.3e-3]]}}  # fmt: skip
     done = SimpleNamespace(returncode=0, stdout=json.dumps(line))
     monkeypatch.setattr(device.subprocess, "run", lambda *words, **how: done)
+    monkeypatch.setitem(device.MEASUREMENTS, "pensieve", (device.PROFILE,))
     records = list(device.measure("pensieve", ["section 5"], tmp_path, None, tmp_path))
     assert [(record["how"], len(record["values"])) for record in records] == [("hardware", 1), ("computed", 2)]
 
