@@ -62,7 +62,8 @@ def parser() -> argparse.ArgumentParser:
         help="conversations that are in the middle at the start come in over so long (default %(default)s)",
     )
     option("--send-histories", action="store_true",
-           help="those whose user thinks when they come in send their history at once, for one token")  # fmt: skip
+           help="a conversation that comes in while its user thinks sends its history at once and asks for one "
+           "token; this request is not measured")  # fmt: skip
     option("--from-empty", action="store_true", help="start without conversations: warm up for a lifetime")
     option("--measure-s", type=float, default=120.0, metavar="S", help="(default %(default)s)")
     option(

@@ -127,8 +127,8 @@ def parser() -> argparse.ArgumentParser:
     option("--output", type=Path, metavar="FILE", help="JSON lines, appended; also a table in FILE's .md "
            "(default: versus-DATE.jsonl)")  # fmt: skip
     option("--trace", type=Path, metavar="FILE", help="of agents: lengths, see scripts/bench/traces.py")
-    option("--load", default="", metavar="OPTIONS", help="more of bench_serving: --load '--think-s 60', of one word "
-           "--load=--send-histories")  # fmt: skip
+    option("--load", default="", metavar="OPTIONS", help="more options of bench_serving: --load '--think-s 60'; "
+           "a single word needs an equals sign: --load=--send-histories")  # fmt: skip
     option("--seed", type=int, nargs="+", default=[0], metavar="N", help="of arrivals and lengths; all rates with each "
            "(default: 0)")  # fmt: skip
     for name in ("ramp", "warm-up", "measure"):

@@ -202,12 +202,17 @@ class Client:
             left = arrival.think_s if index == arrival.turn else None
             tally = self.tally if left is None else Tally()  # a history that is sent for one token is not measured
             reply = await self._ask(prompt, wanted, self._words.name(arrival), tally)
+            if left is not None:
+                self.tally.errors += tally.errors
             if reply is None or index + 1 == len(turns):
                 return
             following = turns[index + 1]
             log = prompt + reply.token_ids(self._encode)
             prompt = log[: following.history_tokens] + self._words.input(arrival, index + 1)
-            await asyncio.sleep(following.think_s if left is None else left)
+            if left is None:
+                await asyncio.sleep(following.think_s)
+            else:
+                await _until(self._start + arrival.at + left)
 
     async def _ask(self, prompt: list[int], wanted: int, conversation: str, tally: Tally) -> Reply | None:
         reply, sent = Reply(), clock()

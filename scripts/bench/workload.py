@@ -18,7 +18,7 @@ class Arrival(NamedTuple):
     number   of the pass over the workload: a conversation is played once in each
     turn     of the first request; earlier turns are history
     done     tokens of that turn's reply that are history too
-    think_s  before the turn after it, if other than that turn says
+    think_s  seconds from `at` to the turn after it; None: as that turn says, from the reply's end
     """
 
     at: float
@@ -85,6 +85,8 @@ def plan_arrivals(
     draw = random.Random(seed)
     native = clock_rate(dialogues)
     if native is not None:
+        if send_histories:
+            raise SettingError("--send-histories", "the trace has its own clock: no conversation is open at its start")
         return _replay(dialogues, rate / native, seconds, draw)
     horizon = max(lifetime(dialogue, seconds_per_token) for dialogue in dialogues)
     arrivals = []
@@ -130,7 +132,8 @@ def join(
     dialogue: Dialogue, number: int, start: float, seconds_per_token: float, send_history: bool = False
 ) -> Arrival | None:
     """The state at time 0 of a conversation that began at `start`; None if it is over. A later start means its
-    beginning. `send_history`: while its user thinks, the last token of the reply before is still to come."""
+    beginning. `send_history`: if its user thinks at time 0, the first request is the turn before with all of its reply
+    but the last token, and `think_s` is the think time that is left."""
     now = start
     for index, turn in enumerate(dialogue.turns):
         now += turn.think_s if index else 0.0

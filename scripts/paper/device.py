@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -119,14 +120,13 @@ def versus_values(claims: Sequence[Claim]) -> Callable[[Lines], Values]:
     such a time: the other's time a token over `pensieve`'s, at each rate, and of another policy what was found."""
 
     def read(lines: Lines) -> Values:
-        speedup = memory_speedup(machine(lines))
         curves: dict[str, Curve] = {}
         for line in lines:
             curves.setdefault(line["server"], {})[line["result"]["rate"]] = line["result"]
         made: Values = {}
         for number, other, name in claims:
             ours, theirs = curves.get("pensieve", {}), curves.get(other, {})
-            limit = LIMITS_MS[number] / speedup if number in LIMITS_MS else None
+            limit = LIMITS_MS[number] / memory_speedup(machine(lines)) if number in LIMITS_MS else None
             made[number] = _at_rates(name, ours, theirs) if limit is None else _at_limit(name, ours, theirs, limit)
         return made
 
@@ -134,10 +134,10 @@ def versus_values(claims: Sequence[Claim]) -> Callable[[Lines], Values]:
 
 
 def memory_speedup(name: str) -> float:
-    """Over an A100. SettingError for a GPU whose memory was not measured."""
-    for word, memory in MEMORY.items():
-        if word in name:
-            return memory / A100.memory
+    """Over an A100. SettingError for a GPU whose memory's speed is not known."""
+    for word in re.split(r"[ -]", name):
+        if word in MEMORY:
+            return MEMORY[word] / A100.memory
     raise SettingError("--device", f"the speed of {name}'s memory is not known: only {', '.join(MEMORY)}'s")
 
 
@@ -184,7 +184,7 @@ OVER_VLLM = "requests/s over vLLM's"
 LRU = "pensieve:--eviction lru", "time a token, LRU over retention"
 SEPARATE = "pensieve:--batching separate", "time a token, separate over unified"
 IN_FIRST_SERVED = "pensieve:--link in-first", "time a token, in-first over duplex"
-THINK_600 = "vllm", "time a token, vLLM over Pensieve, think time 600 s"
+THINK_600 = "vllm", "time a token, vLLM over Pensieve, think time 140 s for the paper's 600"
 LRU_AT, SEPARATE_AT = "pensieve@1.4,1.7:--eviction lru", "pensieve@4,5.5:--batching separate"
 OPT, LLAMA = "opt-13b", "llama-2-13b-gqa"
 ULTRACHAT = "--synthetic ultrachat"

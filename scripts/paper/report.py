@@ -98,7 +98,7 @@ class Figure(NamedTuple):
                 differs |= not all(agree)
         if differs:
             clauses.append(self.why or "the reason is not known")
-        missing = len(judged) - len(known)
+        missing = sum(not {name, f"{name}, at least"} & found.keys() for name in judged)
         return "; ".join(clauses) + (f" ({missing} not run)" if missing else "")
 
 

@@ -124,8 +124,6 @@ def joined(arrival: Arrival, name: str) -> Session:
     """What is left of the conversation: its history is the first prompt's."""
     first, *later = arrival.dialogue.turns[arrival.turn :]
     known = first.history_tokens + first.input_tokens + arrival.done
-    if arrival.think_s is not None:
-        later[0] = later[0]._replace(think_s=arrival.think_s)
     return Session(name, arrival.at, (SessionTurn(0, known, first.output_tokens - arrival.done), *later))
 
 

@@ -123,6 +123,13 @@ def test_a_history_that_is_sent_is_not_measured(monkeypatch):
     assert tally.prompt_tokens == 4 * (FIRST + REPLY + NEXT)
 
 
+def test_a_history_that_fails_is_counted(monkeypatch):
+    with CompletionsServer(fail=429, fail_after=0) as server:
+        arrivals = [Arrival(0.0, TWO_TURNS, index, 0, REPLY - 1, think_s=0.01) for index in range(4)]
+        (tally,) = play(monkeypatch, arrivals, 4, client(server))
+    assert tally.errors == {"HTTP 429": 4} and tally.sent == 0
+
+
 def test_failures_are_counted_by_kind_and_end_their_conversation(monkeypatch):
     kinds = {
         429: "HTTP 429",

@@ -329,7 +329,7 @@ def test_a_policys_sources_are_compared_too():
 def test_requests_are_compared_at_a_time_that_fits_the_faster_gpu():
     limit = 180 / device.memory_speedup("NVIDIA H200")
     assert 60 < limit < 75
-    with pytest.raises(SettingError, match="speed of an L4's memory is not known: only H100, H200's"):
+    with pytest.raises(SettingError, match="speed of an L4's memory is not known: only A100, H200's"):
         device.memory_speedup("an L4")
 
     def line(server, rate, ms, done):

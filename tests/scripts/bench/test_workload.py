@@ -175,6 +175,8 @@ def test_a_trace_with_a_clock_is_thinned_and_never_stretched():
     assert 80 < len(thinned) < 160 and {arrival.at for arrival in thinned} < {arrival.at for arrival in everything}
     with pytest.raises(SettingError, match="--rate: at most 10"):
         plan(11.0, dialogues=clocked)
+    with pytest.raises(SettingError, match="--send-histories: the trace has its own clock"):
+        plan(2.0, dialogues=clocked, send_histories=True)
     with pytest.raises(SettingError, match=r"--measure-s: .* 101 s .* trace 100"):
         plan(2.0, seconds=101.0, dialogues=clocked)
 
