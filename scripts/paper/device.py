@@ -149,7 +149,8 @@ def _at_rates(name: str, ours: Curve, theirs: Curve) -> dict[str, float]:
         if name == LRU[1]:
             host, recomputed = ([_share(one, source) for one in (our, their)] for source in ("host", "recomputed"))
             found[f"host hits, points above LRU's, at {rate:g}/s"] = host[0] - host[1]
-            found[f"tokens recomputed, % fewer than LRU's, at {rate:g}/s"] = 100 * (1 - recomputed[0] / max(recomputed[1], 1e-9))
+            fewer = 1 - recomputed[0] / max(recomputed[1], 1e-9)
+            found[f"tokens recomputed, % fewer than LRU's, at {rate:g}/s"] = 100 * fewer
     return found
 
 
