@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ...scheduler.types import SettingError
 from .overlap import A100, MEMORY
 from .pensieve import LIMITS_MS, between_rates
-from .report import today
+from .report import AT_LEAST, today
 
 Lines = Sequence[Mapping[str, Any]]
 Values = dict[str, dict[str, float]]
@@ -166,16 +166,17 @@ def _at_limit(name: str, ours: Curve, theirs: Curve, limit_ms: float) -> dict[st
     if reached[0] and reached[1]:
         return {name: reached[0] / reached[1]}
     if reached[1] and points[0] and max(points[0])[0] < limit_ms:
-        return {f"{name}, at least": points[0][-1][1] / reached[1]}
+        return {f"{name}{AT_LEAST}": points[0][-1][1] / reached[1]}
     return {}
 
 
-def versus(claims: Sequence[Claim], shape: str, servers: str, load: str = "", think_s: int = THINK_S) -> Measurement:
-    """`servers`: of `versus`, one a line."""
+def versus(
+    claims: Sequence[Claim], shape: str, servers: Sequence[str], load: str = "", think_s: int = THINK_S
+) -> Measurement:
     words: tuple[str, ...] = ("versus", "--workload", "chats", "--shape", str(SHAPES / f"{shape}.json"))
     words += ("--load", f"--think-s {think_s} {LOAD} {load}".rstrip(), "--host-kv-bytes", HOST_BYTES)
     windows = WINDOWS if think_s == THINK_S else SLOW_WINDOWS
-    words += (*windows.split(), "--servers", *servers.splitlines(), "--output", "{output}", "--vllm", "{vllm}")
+    words += (*windows.split(), "--servers", *servers, "--output", "{output}", "--vllm", "{vllm}")
     return Measurement(tuple(number for number, _, _ in claims), words, versus_values(claims))
 
 
@@ -186,7 +187,6 @@ LRU = "pensieve:--eviction lru", "time a token, LRU over retention"
 SEPARATE = "pensieve:--batching separate", "time a token, separate over unified"
 IN_FIRST_SERVED = "pensieve:--link in-first", "time a token, in-first over duplex"
 THINK_600 = "vllm", "time a token, vLLM over Pensieve, think time 140 s for the paper's 600"
-LRU_AT, SEPARATE_AT = "pensieve@1.4,1.7:--eviction lru", "pensieve@4,5.5:--batching separate"
 OPT, LLAMA = "opt-13b", "llama-2-13b-gqa"
 ULTRACHAT = "--synthetic ultrachat"
 KERNELS = Measurement(
@@ -209,16 +209,20 @@ MEASUREMENTS: dict[str, tuple[Measurement, ...]] = {
     "pensieve": (
         PROFILE,
         KERNELS,
-        versus([("10a", "vllm", OVER_VLLM), ("14", *LRU)], OPT, f"pensieve@1.1,1.4,1.7\nvllm@0.9,1.2,1.5\n{LRU_AT}"),
+        versus(
+            [("10a", "vllm", OVER_VLLM), ("14", *LRU)],
+            OPT,
+            ["pensieve@1.1,1.4,1.7", "vllm@0.9,1.2,1.5", "pensieve@1.4,1.7:--eviction lru"],
+        ),
         versus(
             [("10b", "vllm", OVER_VLLM), ("13", *SEPARATE)],
             LLAMA,
-            f"pensieve@4,5.5,7\nvllm@2.5,3.25,4\n{SEPARATE_AT}",
+            ["pensieve@4,5.5,7", "vllm@2.5,3.25,4", "pensieve@4,5.5:--batching separate"],
         ),
-        versus([("10c", "vllm", OVER_VLLM)], OPT, "pensieve@1.8,2.4,3\nvllm@1.3,1.8,2.3", ULTRACHAT),
-        versus([("10d", "vllm", OVER_VLLM)], LLAMA, "pensieve@5.5,7,8.5\nvllm@3.25,4.25,5.25", ULTRACHAT),
-        versus([("section 5", *IN_FIRST_SERVED)], LLAMA, "pensieve@5.5\npensieve@5.5:--link in-first"),
-        versus([("15", *THINK_600)], LLAMA, "pensieve@2\nvllm@2", think_s=10 * THINK_S),
+        versus([("10c", "vllm", OVER_VLLM)], OPT, ["pensieve@1.8,2.4,3", "vllm@1.3,1.8,2.3"], ULTRACHAT),
+        versus([("10d", "vllm", OVER_VLLM)], LLAMA, ["pensieve@5.5,7,8.5", "vllm@3.25,4.25,5.25"], ULTRACHAT),
+        versus([("section 5", *IN_FIRST_SERVED)], LLAMA, ["pensieve@5.5", "pensieve@5.5:--link in-first"]),
+        versus([("15", *THINK_600)], LLAMA, ["pensieve@2", "vllm@2"], think_s=10 * THINK_S),
     ),
     "cachedattention": (TIERS, BATCH),
 }

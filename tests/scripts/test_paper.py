@@ -144,6 +144,12 @@ def test_a_difference_has_its_reason_and_a_missing_run_is_told():
     assert claims.verdict(measured) == "measured on hardware: 1 of 2 agree; a reason"
 
 
+def test_a_lower_bound_or_the_value_itself_is_enough():
+    claims = figure(**{"a": Claim("1", 0.9, 1.1), "a, at least": Claim("1", 0.9, 1.1)})
+    assert claims.verdict({"a": Value(1.0, "hardware")}) == "reproduced on hardware"
+    assert claims.verdict({"a, at least": Value(1.0, "other settings")}) == "on hardware with other settings: agrees"
+
+
 def test_a_claim_without_bounds_is_shown_and_not_judged():
     claims = figure(a=Claim.read(["above 1", None, None], 0.1), b=Claim("1", 0.9, 1.1))
     values = {"a": Value(0.5, "simulated"), "b": Value(1.0, "hardware")}
