@@ -68,13 +68,20 @@ def template(tmp_path):
     return path
 
 
+def serve_one_read(path):
+    """Answer one read. The next read gets its own pipe: until this reader closes its pipe, it would take the text."""
+    with path.open("w") as file:
+        path.unlink()
+        os.mkfifo(path)
+        file.write("{{ messages }}")
+
+
 @contextmanager
 def read_at_last(path, times):
     """Open once the file is being read for the `times`-th time. That read ends with this block: Python handles a signal
     that comes just before it waits only after the wait."""
     for _ in range(times - 1):
-        with path.open("w") as file:
-            file.write("{{ messages }}")
+        serve_one_read(path)
     with path.open("w"):
         yield
 
@@ -124,7 +131,7 @@ def test_ranks_that_start_are_interrupted(template, tmp_path):
     build_engine(DEMO_CHECKPOINT, tmp_path / "engine", tensor_parallel=2)
     words = (tmp_path / "engine", "--state-dir", tmp_path, "--port", 0, "--chat-template", template)
     server = Command(*PENSIEVE, "serve", *words)
-    template.write_text("{{ messages }}")  # for the process that starts the ranks
+    serve_one_read(template)  # by the process that starts the ranks
     wait_for(lambda: descendants(server.process.pid))
     with read_at_last(template, 1):
         server.interrupt()
