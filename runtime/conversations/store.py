@@ -241,7 +241,7 @@ class HistoryStore:
             found = self._find(name, now)
             kept = found is None or opening is None or self._unchanged(name, found, opening)
             if opening is not None:
-                if opening.alone and (found is None or not kept or found.number != opening.seen[name].number):
+                if opening.alone and (found is None or not kept or not _is_one(found, opening.seen[name])):
                     what = "another turn has taken its place, or the conversation was deleted: this one is not stored"
                     raise RequestError(409, f"this turn of conversation {name.id!r} comes too late: {what}")
                 self._let_go(opening.turn)
@@ -271,7 +271,7 @@ class HistoryStore:
     def _unchanged(self, name: Name, found: Conversation, opening: Opening) -> bool:
         """True if the turn may become the conversation's head."""
         seen = opening.seen.get(name)
-        same = found.head == (seen.head if seen is not None else None)
+        same = found.head is None or (seen is not None and _is_one(found, seen) and found.head == seen.head)
         return same and not self._held_by_another(found.number, opening.turn)
 
     def _branches(self, conversation: Conversation) -> list[Conversation]:
@@ -578,6 +578,11 @@ class HistoryStore:
         self._expiry_due = now + EXPIRY_INTERVAL_S
         expired = self._db.execute(f"SELECT {COLUMNS} FROM conversations WHERE NOT {self._live}", self._times(now))
         self._expired += [self._remove(Conversation(*row)) for row in expired]
+
+
+def _is_one(one: Conversation, other: Conversation) -> bool:
+    """False if one of them was made after the other's deletion: SQLite uses the numbers of deleted rows again."""
+    return (one.number, one.created) == (other.number, other.created)
 
 
 def _columns(row: Mapping[str, object]) -> str:

@@ -618,6 +618,32 @@ def test_a_turn_of_a_deleted_conversation_does_not_bring_the_servers_history_bac
     assert stored(store, A) == LONGER
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_turn_of_a_deleted_conversation_does_not_replace_a_new_one_of_its_name(
+    store: HistoryStore, alone: bool
+) -> None:
+    """SQLite may give the deleted one's numbers to the new one and its turn."""
+    store.commit(A, FIRST, 1.0)
+    old = opened(store, b"1", alone)
+    store.delete(A, 2.0)
+    store.commit(A, OTHER, 3.0, opening=opened(store, b"2"))
+    if alone:
+        refused(409, store.commit, A, LONGER, 4.0, b"", None, old)
+    else:
+        assert store.commit(A, LONGER, 4.0, opening=old).kind == "branch"
+    assert stored(store, A) == OTHER
+
+
+def test_a_turn_of_a_deleted_conversation_is_not_stored_in_a_new_empty_one(store: HistoryStore) -> None:
+    store.create(A, 1.0)
+    alone, other = opened(store, b"1", True), opened(store, b"2")
+    store.delete(A, 2.0)
+    store.create(A, 3.0)
+    refused(409, store.commit, A, FIRST, 4.0, b"", None, alone)
+    store.commit(A, FIRST, 4.0, opening=other)  # its client has it all
+    assert stored(store, A) == FIRST
+
+
 def test_a_deleted_conversation_is_not_held_any_more(store: HistoryStore) -> None:
     """SQLite may give its number to the next one."""
     store.create(A, 1.0)
