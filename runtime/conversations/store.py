@@ -30,6 +30,7 @@ from .transcript import OTHERS, StoredTurn, Transcript, dialogue_keys, title_of
 log = logging.getLogger(__name__)
 
 EXPIRY_INTERVAL_S = 60.0
+MOST_BRANCHES = 16  # of a conversation: each commit reads all of them
 SILENT_SECONDS = 3600.0  # a server that is cut off from the others for longer starts without KV
 
 TURN_COLUMNS = "number, parent, digest, messages, kept, tokens, inside, text_kept, text, tokenizer, id"
@@ -227,6 +228,7 @@ class HistoryStore:
         **about: str | None,
     ) -> Conversation:
         """From now on the name stands for this branch. Turns of its former branch that no other name needs are deleted.
+        Of more than MOST_BRANCHES branches the oldest are deleted, too.
 
         `behind`: the name whose turns a new name shares, if they exist and this branch continues them; `about`: its
         `parent`, `thread` and `body`. With an `opening` the name must still stand for the same branch as then, and no
@@ -262,9 +264,12 @@ class HistoryStore:
                 "title = :title WHERE number = :number",
                 _row(after),
             )
-            for branch_of_it in branches:
-                if branch_of_it.head == parent:
-                    self._db.execute("DELETE FROM conversations WHERE number = :it", {"it": branch_of_it.number})
+            continued = [branch for branch in branches if branch.head == parent]
+            others = [branch for branch in branches if branch.head != parent]
+            surplus = len(others) + (found.kind == "branch") - MOST_BRANCHES
+            for branch_of_it in (*continued, *others[: max(0, surplus)]):
+                self._db.execute("DELETE FROM conversations WHERE number = :it", {"it": branch_of_it.number})
+                self._prune(branch_of_it.head)
             self._prune(found.head)
         return after
 
@@ -276,7 +281,8 @@ class HistoryStore:
 
     def _branches(self, conversation: Conversation) -> list[Conversation]:
         rows = self._db.execute(
-            f"SELECT {COLUMNS} FROM conversations WHERE owner = :owner AND kind = 'branch' AND parent = :id",
+            f"SELECT {COLUMNS} FROM conversations WHERE owner = :owner AND kind = 'branch' AND parent = :id "
+            "ORDER BY number",
             {"owner": conversation.owner, "id": conversation.id},
         )
         return [Conversation(*row) for row in rows] if conversation.kind == "conversation" else []

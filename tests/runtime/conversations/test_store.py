@@ -599,6 +599,21 @@ def test_of_two_turns_with_the_clients_history_the_second_to_end_is_a_branch(sto
     assert rows(store) == 0 and [gone.name.kind for gone in store.take_expired()] == ["branch"]
 
 
+def test_the_oldest_branches_are_dropped(store: HistoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that sends unrelated requests at once under one name makes a branch with nearly each of them."""
+    monkeypatch.setattr("pensieve.runtime.conversations.store.MOST_BRANCHES", 3)
+    openings = [opened(store, bytes([at])) for at in range(9)]
+    said = [transcript(str(at), "x") for at in range(9)]
+    for whole, opening in zip(said, openings, strict=True):
+        store.commit(A, whole, 1.0, opening=opening)
+    assert stored(store, A) == said[0] and branches(store) == said[6:] and rows(store) == 4
+    old, new = opened(store, b"old"), opened(store, b"new")
+    longer = transcript("6", "x", "y", "z")
+    store.commit(A, said[0], 2.0, opening=new)
+    store.commit(A, longer, 2.0, opening=old)
+    assert branches(store) == [*said[7:], longer], "in place of the branch that it continues"
+
+
 def test_a_turn_with_the_servers_history_is_not_overtaken(store: HistoryStore) -> None:
     store.commit(A, FIRST, 1.0)
     alone = opened(store, b"1", True)
