@@ -23,6 +23,7 @@ from ..frontend.engine_client import EngineClient
 from .auth import owner_of
 
 LONGEST_PAGE = 100
+LONGEST_BODY = 64 * 1024  # bytes: an id of 1,000 characters takes at most 12,000
 DEFAULT_PIN_S = 3600.0
 
 Seconds = Annotated[float, Field(gt=0.0, allow_inf_nan=False, strict=False)]
@@ -141,8 +142,12 @@ def add_conversations(app: FastAPI, histories: TurnManager, client: EngineClient
 
 
 async def parsed(kind: Any, request: Request) -> Any:
-    """Reads the body as this kind; no body is an empty one."""
-    return parse(kind, await request.body() or b"{}")
+    """Reads the body as this kind; no body is an empty one. RequestError: 400 as `parse`, 413 for a long body: it is
+    parsed in the event loop's thread, and all other requests wait meanwhile."""
+    body = await request.body() or b"{}"
+    if len(body) > LONGEST_BODY:
+        raise RequestError(413, f"the body is longer than the {LONGEST_BODY} bytes allowed here")
+    return parse(kind, body)
 
 
 def new_id() -> str:

@@ -232,6 +232,7 @@ def test_every_name_that_is_taken_can_be_asked_for(serve: Any) -> None:
                     await server.ask("DELETE", gone)
                 left = await server.ask("GET", CONVERSATIONS)
                 assert [entry["id"] for entry in left["data"]] == names[: len(names) - count][::-1]
+            await server.post(CONVERSATIONS, 413, items=[[]] * 30_000)  # a long one would stop every stream for seconds
             for body in ({"id": "x" * 1001}, {"id": ""}):
                 await server.post(CONVERSATIONS, 400, **body)
             await server.post(CHAT, 400, messages=[{"role": "user", "content": "x"}], conversation="x" * 1001)
