@@ -204,7 +204,7 @@ class Tokenizer:
         for anchor in ("", "\n"):
             (encoded,) = self._tokenizer.encode_batch([anchor + text], add_special_tokens=False)
             ids = [at for at, (_, end) in zip(encoded.ids, encoded.offsets, strict=True) if end > len(anchor)]
-            if self._tokenizer.decode(context + ids, skip_special_tokens=False) in wanted:
+            if self.decode_all(context + ids) in wanted:
                 return array("i", ids)
         return None
 
@@ -213,8 +213,10 @@ class Tokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
     def decode_all(self, ids: Sequence[int]) -> str:
-        """As `decode`, with the text forms of special tokens."""
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
+        """As `decode`, with the text forms of special tokens, and without the interpreter lock (as `_ids`): a client
+        may send millions of ids."""
+        (text,) = self._tokenizer.decode_batch([ids], skip_special_tokens=False)
+        return text
 
     def pieces(self, ids: Sequence[int]) -> list[str | None]:
         """Each token's entry in the vocabulary; None for an id without one."""

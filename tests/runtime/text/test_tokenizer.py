@@ -41,11 +41,14 @@ def pieces(tokenizer: Tokenizer, tokens: list[int], context: tuple[int, ...] = (
     return [*(detokenizer.push(token) for token in tokens), detokenizer.flush()]
 
 
-def test_the_process_goes_on_while_a_long_prompt_is_encoded() -> None:
+@pytest.mark.parametrize(
+    ("method", "given"), [("encode_rendered", "tea " * 400_000), ("decode_all", byte_tokens("tea ") * 400_000)]
+)
+def test_the_process_goes_on_while_a_long_text_is_encoded_or_decoded(method: str, given: object) -> None:
     tokenizer, went_on = Tokenizer(byte_tokenizer()), 0
-    encoding = threading.Thread(target=tokenizer.encode_rendered, args=("tea " * 400_000,))
-    encoding.start()
-    while encoding.is_alive():
+    working = threading.Thread(target=getattr(tokenizer, method), args=(given,))
+    working.start()
+    while working.is_alive():
         time.sleep(0.001)
         went_on += 1
     assert went_on > 20, "hundreds of times, but for one or two if it stops meanwhile"
