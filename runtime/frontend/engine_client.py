@@ -88,8 +88,9 @@ class OutputStream:
         return outputs
 
     def finish(self, request: RequestId, tokens: int) -> None:
-        """Confirms once that the reply of a request with `confirm` is its first `tokens` tokens."""
-        del self._unsettled[request]
+        """Confirms once that the reply of a request with `confirm` is its first `tokens` tokens. It may have been
+        refused meanwhile."""
+        self._unsettled.pop(request, None)
         self._client.finish(request, tokens)
 
     def hang_up(self) -> None:

@@ -132,6 +132,22 @@ def test_closing_aborts_what_is_not_settled(confirm: bool, ended: bool, finished
     run(work)
 
 
+def test_a_reply_may_end_in_the_tokens_before_a_refusal() -> None:
+    """A grammar allows no next token after the ones that complete a stop string. Both messages are here at once."""
+
+    async def work(client: EngineClient, here: Connection) -> None:
+        asked = request(client, confirm=True)
+        stream = client.submit([asked], arrived=0.0)
+        here.send(step_message(Output(asked.id, (5,)), refusals=(Refusal(asked.id, RequestError(500, "stuck")),)))
+        await stream.next()
+        stream.finish(asked.id, 1)
+        with pytest.raises(RequestError, match="stuck"):
+            await stream.next()
+        stream.close()
+
+    run(work)
+
+
 def test_a_loop_that_does_not_listen_blocks_no_request() -> None:
     """Many long prompts exceed any pipe's buffer."""
 
