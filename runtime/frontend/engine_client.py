@@ -154,6 +154,7 @@ class EngineClient:
         self._fault: RequestError | None = None  # the reason why no more requests are served
         self._draining = False
         self._told = asyncio.Event()  # set when a part of `kv_map` arrives
+        self._looking, self._rounds = asyncio.Lock(), 0  # rounds of `refresh_all` that have begun
         self._forgetting: deque[asyncio.Future[bool]] = deque()  # in the order of their answers
         self._outbox: SimpleQueue[FromHTTP | None] = SimpleQueue()
         for name, work in (("engine-reader", self._read), ("engine-writer", self._write)):
@@ -200,13 +201,19 @@ class EngineClient:
             self._outbox.put(Look(start))
 
     async def refresh_all(self) -> None:
-        """Returns when all of `kv_map` is up to date, or at once if the engine has ended."""
-        while self.healthy:
-            self._told.clear()
-            self._outbox.put(Look(self.kv_map.following))
-            await self._told.wait()
-            if not self.kv_map.following:
+        """Returns when all of `kv_map` is up to date, or at once if the engine has ended. Calls that wait at the same
+        time share one round of answers, which begins after them."""
+        begun = self._rounds
+        async with self._looking:
+            if self._rounds > begun:
                 return
+            self._rounds += 1
+            while self.healthy:
+                self._told.clear()
+                self._outbox.put(Look(self.kv_map.following))
+                await self._told.wait()
+                if not self.kv_map.following:
+                    return
 
     def tell(self, message: Fork | Keep) -> None:
         """Sends a change of a conversation, after everything that was sent before."""

@@ -12,9 +12,19 @@ import pytest
 
 from pensieve.runtime.counters import KVCounters
 from pensieve.runtime.frontend.engine_client import ClientGone, EngineClient, outputs
-from pensieve.runtime.messages import Abort, Fatal, Finish, Refusal, StepMessage, Submit
+from pensieve.runtime.messages import Abort, Drain, Fatal, Finish, Look, Refusal, StepMessage, Submit
 from pensieve.scheduler.kv.stats import SchedulerStats
-from pensieve.scheduler.types import Applied, FinishReason, Output, Request, RequestError, RequestId, Usage
+from pensieve.scheduler.types import (
+    Applied,
+    ConversationKV,
+    FinishReason,
+    Output,
+    Request,
+    RequestError,
+    RequestId,
+    Residency,
+    Usage,
+)
 
 from ..fake_loop import step_message
 from ..observe.test_metrics import samples
@@ -144,6 +154,30 @@ def test_a_reply_may_end_in_the_tokens_before_a_refusal() -> None:
         with pytest.raises(RequestError, match="stuck"):
             await stream.next()
         stream.close()
+
+    run(work)
+
+
+def test_calls_for_the_list_at_the_same_time_share_one_look() -> None:
+    """Each look takes the loop a millisecond or two, in which no step is planned."""
+
+    async def work(client: EngineClient, here: Connection) -> None:
+        looks = 0
+
+        def answer() -> None:
+            nonlocal looks
+            while isinstance(here.recv(), Look):
+                looks += 1
+                here.send(Residency(32, [ConversationKV(f"c{looks}", 1, 0, 0)], 0))
+
+        answering = asyncio.create_task(asyncio.to_thread(answer))
+        await asyncio.gather(*(client.refresh_all() for _ in range(50)))
+        together = looks
+        await client.refresh_all()  # a later call does not get an earlier answer
+        client._outbox.put(Drain(0.0))
+        await answering
+        assert (together, looks) == (2, 3), "one for the first call, one for all that came meanwhile"
+        assert client.kv_map.find("c3") is not None
 
     run(work)
 
