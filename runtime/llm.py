@@ -114,6 +114,7 @@ class LLM:
             self._ids = itertools.count(1)
             self._most = args.max_queue
             self._jobs: dict[RequestId, tuple[_Job, Reply]] = {}
+            self._running = False  # from the making of a call's prompts to their end
             self._late: list[Output] = []  # last outputs that `finish` returned
             self._erasing: deque[asyncio.Future[bool]] = deque()
             self._histories = TurnManager(HistoryStore(history), self._tell, self._forget, self._tokenizer)
@@ -216,7 +217,7 @@ class LLM:
         each = read_params(params, len(prompts))
         if conversation is not None and len(prompts) != 1:
             raise RequestError(400, "a conversation takes one prompt at a time", name)
-        if self._jobs:
+        if self._running:
             raise RuntimeError("read the stream that is open to its end, or close it, before the next call")
         jobs: list[_Job] = []
         try:
@@ -251,8 +252,15 @@ class LLM:
 
     def _run(self, jobs: list[_Job], grown: bool) -> Iterator[RequestOutput]:
         """Yields each job's output when it has ended; with `grown` also each time it grows."""
-        waiting = deque(jobs)
+        outputs = self._outputs(jobs, grown)
+        next(outputs)  # an iterator that is closed before it has begun would not end its jobs
+        return outputs
+
+    def _outputs(self, jobs: list[_Job], grown: bool) -> Iterator[Any]:
+        """As `_run`, after one None."""
+        waiting, self._running = deque(jobs), True
         try:
+            yield None
             while waiting or self._jobs:
                 while waiting and (not self._jobs or len(self._jobs) + len(waiting[0].call.requests) <= self._most):
                     self._submit(waiting.popleft())
@@ -262,6 +270,7 @@ class LLM:
                     if grown or job.ended:
                         yield request_output(job.number, job.prompt, job.replies, self._tokenizer)
         finally:
+            self._running = False
             for request in list(self._jobs):
                 del self._jobs[request]
                 self._scheduler.abort(request, self._loop.clock())

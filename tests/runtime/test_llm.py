@@ -159,6 +159,20 @@ def test_a_conversation_goes_on_with_its_cache(llm):
         llm.chat([QUESTION, NEXT], GREEDY, conversation="c")
 
 
+def test_a_stream_that_is_never_read_holds_no_conversation(llm):
+    llm.chat(QUESTION, GREEDY, conversation="unread")
+    llm.stream_chat(NEXT, GREEDY, conversation="unread", history="server").close()
+    (reply,) = llm.chat(NEXT, GREEDY, conversation="unread", history="server")
+    assert reply.finished
+
+
+def test_two_streams_are_not_mixed(llm):
+    first = llm.stream("hello", GREEDY)
+    with pytest.raises(RuntimeError, match="stream that is open"):
+        llm.stream("tea", GREEDY)
+    assert list(first)[-1].outputs == llm.generate("hello", GREEDY)[0].outputs
+
+
 def test_conversations_survive_on_disk(cache, tmp_path):
     options = dict(state_dir=tmp_path, disk_kv_bytes="64MiB", chunk_tokens=8, **SIZES)
     with LLM("demo", **options) as llm:
