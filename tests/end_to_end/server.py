@@ -29,7 +29,7 @@ class Server:
         self.process = subprocess.Popen(
             [str(word) for word in words], stderr=subprocess.PIPE, text=True, env=environment
         )
-        self._lines = deque(maxlen=50)
+        self._lines = deque(maxlen=500)  # ranks that fail write their tracebacks and stacks, a hundred lines and more
         self._address = threading.Event()
         self.url = ""
         self._reader = threading.Thread(target=self._read, daemon=True)

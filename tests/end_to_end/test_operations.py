@@ -198,6 +198,7 @@ def test_health_ends_with_sigterm_live_with_the_server_and_a_second_signal_ends_
         assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
         assert server.metric(RUNNING) == 1
         said = "shutting down: waits for 1 running reply, at most 60 s; the next signal ends it at once"
+        wait_for(lambda: any(said in line for line in server.log))
         assert sum(said in line for line in server.log) == 1
         assert server.stop() == 0
         thread.join(60)

@@ -219,7 +219,7 @@ def _unfinished(url: str) -> Iterator[str]:
 
 def _gauges(url: str) -> dict[str, float]:
     """The gauges that are 0 in an idle server."""
-    idle = ("num_requests_running", "num_requests_waiting", 'kv_slots{tier="gpu",state="in_use"}')
+    idle = ("num_requests_running", "num_requests_waiting", 'kv_slots{state="in_use",tier="gpu"}')
     with urllib.request.urlopen(f"{url}/metrics", timeout=ANSWER_S) as answer:
         lines = dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if line[0] != "#")
     return {name: float(lines.get(f"pensieve:{name}", 0)) for name in idle}
